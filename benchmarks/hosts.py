@@ -1,4 +1,4 @@
-"""What several hosts cost: python -m benchmarks.hosts [--rounds N] [--passes N]
+"""What several hosts cost: python -m benchmarks.hosts [--rounds N] [--passes N] [--protocol HOSTS...]
 
 Four CPU devices, spread over 1, 2 and 4 processes of this machine; on them one model (4-layer, 256-wide Qwen3, random
 weights, float32) in replicas of tensor 1, 2 and 4 devices. Processes of one group sample the same workload (8 prompts
@@ -9,6 +9,10 @@ turns, pass after pass. Shown are medians over all rounds.
     checked    the same with hosts.check=step: the hosts of a replica compare before every step of their engine
     agree      milliseconds of one agreement of all hosts, through the coordination service
     gather     milliseconds of exchanging the completions of a rollout
+
+With --protocol 2 4 8 16 nothing is sampled: so many hosts, which are threads of one process with a client of the
+coordination service each, agree on a digest and gather 1 KiB from each, and shown is what one such exchange sends
+through host 0's service: requests and bytes of keys and values, of one host and of all.
 """
 
 import argparse
@@ -18,12 +22,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # the service tells of every client
 
 import numpy as np
 from rich.console import Console
@@ -129,6 +135,71 @@ def milliseconds(call: Callable[[], object], times: int) -> list[float]:
     return spent
 
 
+class CountedClient:
+    """A client of the coordination service that counts its requests, and the bytes of keys and values."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+        self.requests = self.bytes = 0
+
+    def _count(self, *sent: str | bytes) -> None:
+        self.requests += 1
+        self.bytes += sum(map(len, sent))
+
+    def key_value_set_bytes(self, key: str, value: bytes, allow_overwrite: bool = False) -> None:
+        self._count(key, value)
+        self._client.key_value_set_bytes(key, value, allow_overwrite=allow_overwrite)
+
+    def blocking_key_value_get_bytes(self, key: str, milliseconds: int) -> bytes:
+        found = self._client.blocking_key_value_get_bytes(key, milliseconds)
+        self._count(key, found)
+        return found
+
+    def key_value_dir_get_bytes(self, key: str) -> list[tuple[str, bytes]]:
+        found = self._client.key_value_dir_get_bytes(key)
+        self._count(key, *(part for pair in found for part in pair))
+        return found
+
+    def key_value_delete(self, key: str) -> None:
+        self._count(key)
+        self._client.key_value_delete(key)
+
+
+def protocol(counts: Sequence[int], times: int = 20) -> Table:
+    """Let so many hosts exchange values, each a thread, and say what an exchange takes and sends."""
+    from tests.hosts.processes import free_port
+    from tpu_grpo.hosts import Hosts
+    from tpu_grpo.hosts.coordination_service import Service, _client, _service
+
+    columns = ("ms", "requests a host", "requests of all", "KiB a host", "KiB of all")
+    table = Table("hosts", "exchange", *columns, title="one exchange through the coordination service")
+    for count in counts:
+        address = f"127.0.0.1:{free_port()}"
+        service = _service(address, count, 60)
+        made = [_client(address, index, 60) for index in range(count)]
+        with ThreadPoolExecutor(count) as threads:
+            list(threads.map(lambda client: client.connect(), made))
+            clients = [CountedClient(client) for client in made]
+            hosts = [Hosts(index, count, Service(client, b"a key")) for index, client in enumerate(clients)]
+            list(threads.map(lambda host: host.barrier("the start"), hosts))
+            for name, size in (("an agreement on a digest", 64), ("a gather of 1 KiB", 1024)):
+                before = [(client.requests, client.bytes) for client in clients]
+                began = time.perf_counter()
+                for _ in range(times):
+                    list(threads.map(lambda host, size=size: host.gather("a value", b"x" * size), hosts))
+                spent = 1e3 * (time.perf_counter() - began) / times
+                requests, sent = (
+                    sum(now - old[place] for now, old in zip(figures, before, strict=True)) / times
+                    for place, figures in enumerate(([c.requests for c in clients], [c.bytes for c in clients]))
+                )
+                kib = sent / 1024
+                shown = (spent, requests / count, requests, kib / count, kib)
+                table.add_row(str(count), name, *(f"{value:,.1f}" for value in shown))
+            list(threads.map(lambda client: client.shutdown(), made))
+        service.shutdown()
+    return table
+
+
 def measure(model: Path, processes: int, rounds: int) -> Figures:
     """Run one group of processes; returns host 0's figures."""
     script = Path(__file__).resolve().parent.parent / "scripts" / "local_hosts.py"
@@ -147,7 +218,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, help="per pass")
     parser.add_argument("--passes", type=int, default=2)
+    parser.add_argument("--protocol", type=int, nargs="+", help="numbers of hosts whose exchanges alone are measured")
     options = parser.parse_args()
+    if options.protocol:
+        Console(width=120).print(protocol(options.protocol))
+        return
     from tests.models.random_checkpoint import write_random_qwen3
 
     found: dict[int, Figures] = {processes: {} for processes in PROCESSES}

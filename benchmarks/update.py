@@ -5,8 +5,7 @@ device. Each contender has a process of its own; they learn from the same rows i
 medians, and medians over rounds of the ratios.
 
     ours          ``Learner.update``: from a scored rollout to the step, what is done on the host included
-    tunix         the train step of Tunix's GRPO learner, the padded rows of the step at once (its default): its loss
-                  through its trainer with optax's AdamW. The rows are on the device already
+    tunix         the same with algorithm.name=tunix:grpo: Tunix's learner, the rows of the step at once (its default)
     tunix 8       the same in micro-batches of a prompt, which its trainer accumulates
 
 Workloads: *full*, prompts and completions all as long as they may be; *uneven completions*, log-normal with a mean of a
@@ -38,27 +37,22 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 from jax.sharding import Mesh
 from rich.console import Console
 from rich.table import Table
-from tunix.rl import function_registry
-from tunix.rl.grpo.grpo_learner import GRPOConfig, TrainExample
-from tunix.rl.rl_cluster import RLTrainingConfig
-from tunix.rl.trainer import Trainer
 
 from tests.models.random_checkpoint import write_random_qwen3
-from tpu_grpo.config import RunConfig, parse_config
+from tpu_grpo.config import AlgorithmSection, RunConfig, parse_config
 from tpu_grpo.learner import Learner, LearnerInputs
 from tpu_grpo.learner.building import build_parts, row_shape
 from tpu_grpo.learner.rows import train_rows
 from tpu_grpo.models.checkpoint import read_checkpoint
 from tpu_grpo.models.tunix_model import load_model
 from tpu_grpo.records.stages import Completion, Prompt, PromptBatch, Rollout, ScoredRollout, Scores
-from tpu_grpo.tunix_loop.padded import PaddedShape, padded_rows
+from tpu_grpo.tunix_loop.tunix_learner import TunixLearner
 
-PROMPTS, GROUP, VOCABULARY, PAD, EOS = 8, 8, 512, 0, 2
+PROMPTS, GROUP, VOCABULARY = 8, 8, 512
 SIZES = {"layers": 4, "hidden": 256, "heads": 8, "kv_heads": 4, "head_dim": 32, "intermediate": 768}
 RATE = 1e-6
 
@@ -132,61 +126,22 @@ def ours(model: nnx.Module, mesh: Mesh, config: RunConfig) -> Contender:
     return Contender(prepare, max(gradients[0], step[0]), gradients[1], step[1])
 
 
-def tunix(model: nnx.Module, mesh: Mesh, config: RunConfig, micro_rows: int) -> Contender:
-    """Tunix's train step on padded rows, ``micro_rows`` at a time."""
-    rows, settings = PROMPTS * GROUP, GRPOConfig(num_generations=GROUP, beta=0.0)
-    settings.temperature = config.rollout.temperature  # type: ignore[attr-defined]  # its learner sets it, too
-    loss = function_registry.get_policy_loss_fn(settings.policy_loss_fn)
-    optimizer = optax.adamw(RATE, b1=config.optimizer.b1, b2=config.optimizer.b2, weight_decay=0.0)
-    accumulated: Any = {"mini_batch_size": rows, "train_micro_batch_size": micro_rows} if micro_rows < rows else {}
-    training = RLTrainingConfig(actor_optimizer=optimizer, eval_every_n_steps=1, max_steps=1, **accumulated)
-    trainer = Trainer(model, optimizer, training, custom_checkpoint_metadata_fn=dict)
-    trainer.with_loss_fn(lambda m, train_example: loss(m, train_example, settings, PAD, EOS), has_aux=True)
-    trainer.with_gen_model_input_fn(lambda example: {"train_example": example})
-    with mesh:
-        step, _ = trainer.jit_train_and_eval_step()
-        program: Any = nnx.jit(trainer.create_train_step_fn(), donate_argnames=("optimizer",))
-        example = padded_examples(config, workloads(config)["full"], micro_rows)[0]
-        compiled = program.lower(trainer.model, trainer.optimizer, example).compile().compiled
+def tunix(model: nnx.Module, mesh: Mesh, config: RunConfig, micro_prompts: int) -> Contender:
+    """Tunix's learner, as a run drives it, so many prompts at a time."""
+    section = {"name": "tunix:grpo", "options": {"beta": 0.0}, "micro_batch_prompts": micro_prompts}
+    algorithm = AlgorithmSection(group_size=GROUP, **section)  # type: ignore[arg-type]
+    config = config.model_copy(update={"algorithm": algorithm})
+    learner = TunixLearner(config, LearnerInputs(model=model, reference=None, mesh=mesh))
+    compiled = learner._parts.lower_train_step().compile()
 
     def prepare(scored: ScoredRollout) -> tuple[Callable[[], Any], int]:
-        examples = padded_examples(config, scored, micro_rows)
-
         def run() -> None:
-            with mesh:
-                out = [step(example) for example in examples]
-            jax.block_until_ready((out, nnx.state(trainer.model)))
+            learner.update(scored)
+            jax.block_until_ready(learner.params())
 
-        return run, len(examples)
+        return run, PROMPTS // micro_prompts
 
     return Contender(prepare, *costs(compiled))
-
-
-def padded_examples(config: RunConfig, scored: ScoredRollout, micro_rows: int) -> list[TrainExample]:
-    """What Tunix's learner makes of the rollout, on the device."""
-    rollout = scored.rollout
-    advantages = scored.scores.total.reshape(-1, GROUP)
-    advantages = (advantages - advantages.mean(axis=1, keepdims=True)) / advantages.std(axis=1, ddof=1, keepdims=True)
-    shape = PaddedShape(config.data.max_prompt_tokens, config.rollout.max_new_tokens, PAD)
-    prompts = [prompt.token_ids for prompt in rollout.row_prompts]
-    rows = padded_rows(prompts, rollout.completions, advantages.reshape(-1), shape, "sequence-mean-token-mean")
-
-    columns: Any = {
-        "prompt_ids": rows.prompt_ids,
-        "prompt_mask": rows.prompt_mask,
-        "completion_ids": rows.completion_ids,
-        "completion_mask": rows.completion_mask,
-        "advantages": rows.advantages,
-        "old_per_token_logps": rows.rollout_logps,
-    }
-    make: Any = TrainExample  # a type checker does not see what it inherits
-    return [
-        make(
-            ref_per_token_logps=None,
-            **{name: jnp.asarray(column[at : at + micro_rows]) for name, column in columns.items()},
-        )
-        for at in range(0, len(prompts), micro_rows)
-    ]
 
 
 def costs(compiled: Any) -> tuple[int, float]:
@@ -231,8 +186,8 @@ def work(name: str, prompt_tokens: int, new_tokens: int) -> None:
 
 CONTENDERS: dict[str, Callable[[nnx.Module, Mesh, RunConfig], Contender]] = {
     "ours": ours,
-    "tunix": partial(tunix, micro_rows=PROMPTS * GROUP),
-    f"tunix {GROUP}": partial(tunix, micro_rows=GROUP),
+    "tunix": partial(tunix, micro_prompts=PROMPTS),
+    f"tunix {GROUP}": partial(tunix, micro_prompts=1),
 }
 
 

@@ -1,11 +1,11 @@
 """Tunix's own GRPO loop samples with this package's engine: python examples/tunix_loop.py [section.key=value ...]
 
-The cluster, optimizer, dataset, reward and ``train()`` are Tunix's or yours, as in any script that uses Tunix. Three
-things differ: ``rollout_engine`` is a `RolloutAdapter` around engines that sample in this process, the cluster is
-`Cluster`, and the learner is `EngineGrpoLearner`, which learns from the log-probabilities that the engine sampled with.
+On several hosts: scripts/local_hosts.py --hosts 2 --devices-per-host 2 --command "python examples/tunix_loop.py" --
+
+Models, cluster, optimizer, dataset, reward, learner and ``train()`` are Tunix's or yours, as in any script that uses
+Tunix. One thing differs: ``rollout_engine`` is one of engines that sample in this process.
 """
 
-import functools
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
@@ -13,20 +13,19 @@ from typing import Any, cast
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
 from transformers import PreTrainedTokenizerFast
-from tunix.rl.rl_cluster import ClusterConfig, RLTrainingConfig, Role
+from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
+from tunix.rl.rl_cluster import ClusterConfig, RLCluster, RLTrainingConfig, Role
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
 import tpu_grpo
 from tpu_grpo.learner import parameters
-from tpu_grpo.learner.loss import agreement_metrics
 from tpu_grpo.models.tunix_model import load_model
 from tpu_grpo.run.inputs import open_model
 from tpu_grpo.run.meshes import build_meshes
 from tpu_grpo.run.parts import open_engines
-from tpu_grpo.tunix_loop.adapter import RolloutAdapter
-from tpu_grpo.tunix_loop.cluster import Cluster
-from tpu_grpo.tunix_loop.learner import EngineGrpoLearner, GrpoAlgorithmConfig
+from tpu_grpo.tunix_loop.adapter import rollout_engine
 
 STEPS, PROMPTS, GROUP = 10, 32, 8
 """Optimizer steps, prompts of each, and completions of every prompt."""
@@ -71,33 +70,22 @@ def main(overrides: Sequence[str]) -> None:
         engine.install(parameters(model))
         engine.replicas.compile_all()
         pad_id, eos_id = cast(int, tokenizer.pad_token_id), cast(int, tokenizer.eos_token_id)
-        rollout: Any = functools.partial(RolloutAdapter, engine=engine, pad_id=pad_id, eos_id=eos_id)
-        cluster = Cluster(
+        cluster = RLCluster(
             actor=model,
+            reference=nnx.clone(model),
             tokenizer=tokenizer,
             cluster_config=ClusterConfig(
                 role_to_mesh=dict.fromkeys((Role.ACTOR, Role.REFERENCE, Role.ROLLOUT), meshes.trainer),
-                rollout_engine=rollout,
+                rollout_engine=rollout_engine(engine, pad_id=pad_id, eos_id=eos_id),
                 rollout_config=RolloutConfig(max_prompt_length=12, max_tokens_to_generate=4, temperature=1.0),
                 training_config=RLTrainingConfig(
                     actor_optimizer=optax.adamw(1e-4),
                     max_steps=config.run.max_steps,
                     eval_every_n_steps=config.run.max_steps,
-                    data_sharding_axis=("fsdp",),
                 ),
             ),
         )
-        learner = EngineGrpoLearner(cluster, GrpoAlgorithmConfig.from_section(config.algorithm), reward_fns=[is_right])
-        learner.train(sums(tokenizer))
-        report(cluster)
-
-
-def report(cluster: Cluster) -> None:
-    """Print the entropy of every step, and how far the engine's log-probabilities were from the trainer's."""
-    for number, step in enumerate(cluster.actor_trainer.take_micro_steps(), start=1):
-        farthest = agreement_metrics([step.aux["agreement"]])["agreement/logprob_abs_diff_max"]
-        entropy = float(step.aux["entropy"])
-        print(f"step {number}  entropy {entropy:.3f}  engine and trainer differ by at most {farthest:.1e}")
+        GRPOLearner(cluster, GRPOConfig(num_generations=GROUP, beta=0.001), is_right).train(sums(tokenizer))
 
 
 if __name__ == "__main__":

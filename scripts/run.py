@@ -1,6 +1,6 @@
 """Train: python scripts/run.py [CONFIG.yaml] [section.key=value ...]
 
-Without a config it runs configs/demo_cpu.yaml. --help lists every setting, --print-config shows the resolved config,
+Without a config it runs configs/demo_cpu.yaml. --help shows the settings, --print-config shows the resolved config,
 --dry-run checks everything that can be checked without generating a token.
 """
 

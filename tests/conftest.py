@@ -3,9 +3,12 @@ that meshes are real, and a cache of programs, because many tests build the same
 
 import atexit
 import os
+import re
 import shutil
 import tempfile
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # --hypothesis-profile=default draws other examples every time; no test fails because the machine is slow
@@ -20,6 +23,8 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = (os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4").strip()
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import jax  # noqa: E402
+
 from tests import shapes  # noqa: E402
 
 shapes.install()  # before the package is imported
@@ -27,3 +32,43 @@ shapes.install()  # before the package is imported
 from tpu_grpo.hosts import start  # noqa: E402
 
 start(None, 1, 0)
+
+LONG = re.compile(
+    r"tests/(tunix_loop/test_tunix_learner|learner/test_learner|engine/test_(families|launches|waves)|test_pipeline"
+    r"|cli/test_(evaluate|dry_run))"
+)
+"""Files of a minute and more. They begin first, so that no worker is left alone with one at the end."""
+QUICKLY_COMPILED = re.compile(
+    r"tests/(algorithms/test_(objectives|off_policy)|engine/test_engine|checking|test_pipeline(_signal)?\.py"
+    r"|learner/test_(conversations|flat_products|learner|output_head|update))"
+)
+"""Tests that compile more than they compute, and compare within a tolerance, or what one program gives twice. Those
+that compare bits of several programs, that teach a model, and all commands compile as a run does."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: LONG.match(item.nodeid) is None)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compilation(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Leave out what XLA's optimizations cost where that is more than they bring."""
+    jax.config.update("jax_disable_most_optimizations", bool(QUICKLY_COMPILED.match(request.node.nodeid)))
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Let every test of several hosts begin with empty caches, too: who fills them needs the others, or keeps them."""
+    if metafunc.definition.get_closest_marker("several_hosts"):
+        metafunc.fixturenames.append("caches")
+        variants = [pytest.param(False, id="kept"), pytest.param(True, id="empty_caches", marks=pytest.mark.slow)]
+        metafunc.parametrize("caches", variants, indirect=True)
+
+
+@pytest.fixture
+def caches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory):
+    """Give what the test starts the caches of the suite, or a directory without models and programs."""
+    if request.param:
+        monkeypatch.setenv("TPU_GRPO_CACHE", str(tmp_path_factory.mktemp("cache")))
+        monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")

@@ -39,6 +39,13 @@ def test_importing_the_package_imports_nothing_else(tmp_path: Path) -> None:
     assert modules_after("import tpu_grpo; dir(tpu_grpo)", tmp_path) & HEAVY == set()
 
 
+def test_commands_prompts_and_rewards_import_no_jax_before_they_are_used(tmp_path: Path) -> None:
+    commands = ("train", "evaluate", "data", "rewards", "plan", "launch")
+    modules = ["tpu_grpo.data.stream", "tpu_grpo.rewards", *(f"tpu_grpo.cli.{name}" for name in commands)]
+    imported = modules_after(f"import {', '.join(modules)}", tmp_path)
+    assert imported & {"jax", "flax", "tunix", "grain", "transformers"} == set()
+
+
 @pytest.mark.parametrize(
     ("code", "imported"),
     [
@@ -105,8 +112,10 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_train_starts_as_the_command_does(joined: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     config, asked = tpu_grpo.parse_config({}), lambda: True
 
-    def train(given: RunConfig, hosts: Hosts, watch: Watch, stop: StopRequest, inputs: Inputs) -> dict[str, Any]:
-        assert (given, hosts.count, stop.asked) == (config, 1, True)
+    def train(
+        given: RunConfig, hosts: Hosts, watch: Watch, stop: StopRequest, inputs: Inputs, callbacks: Any
+    ) -> dict[str, Any]:
+        assert (given, hosts.count, stop.asked, callbacks) == (config, 1, True, ())
         assert inputs.prompts.size == 7588
         joined.append("train")
         return {"steps": 3}

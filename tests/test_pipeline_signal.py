@@ -8,8 +8,6 @@ import pytest
 
 from tests.test_pipeline import config, digests, files, lines  # noqa: F401  the fixture, too
 from tpu_grpo.config import RunConfig
-from tpu_grpo.hosts import StopRequest
-from tpu_grpo.records.errors import Interrupted
 from tpu_grpo.run.pipeline import train
 
 LUCKY = """
@@ -74,19 +72,7 @@ def test_steps_hold_the_first_informative_groups_and_begin_where_the_one_before_
     assert counts == [counts[0]] * STEPS  # fixed shapes
 
 
-@pytest.mark.slow  # test_pipeline.py continues a run, and prompts/ the state of its prompts
-def test_stopped_and_continued_a_run_takes_the_same_prompts(files: Path, whole: Path, tmp_path: Path) -> None:  # noqa: F811
-    stops = iter([False, False, True])
-    with pytest.raises(Interrupted, match="stopped after step 3 as asked"):
-        train(signal_config(files, tmp_path / "run"), stop=StopRequest(lambda: next(stops)))
-    train(signal_config(files, tmp_path / "run"))
-    assert digests(tmp_path / "run") == digests(whole)
-    assert lines(tmp_path / "run", "history.jsonl") == lines(whole, "history.jsonl")
-    found, expected = (json.loads((d / "summary.json").read_text()) for d in (tmp_path / "run", whole))
-    assert found["params_digest"] == expected["params_digest"]
-
-
-@pytest.mark.slow  # prompts/test_drawing.py retires all, too
+@pytest.mark.slow  # data/test_prompt_draw.py retires all, too
 def test_a_run_whose_prompts_are_all_retired_ends_well_and_says_why(
     files: Path,  # noqa: F811
     tmp_path: Path,

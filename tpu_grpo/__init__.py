@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tpu_grpo.config import RunConfig, load_config, parse_config
     from tpu_grpo.records.episode import Episode, Turn
     from tpu_grpo.records.errors import (
+        CallbackError,
         CheckpointError,
         ConfigError,
         DataError,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
         AnswerMode,
         Completion,
         Figure,
+        Histogram,
         Prompt,
         PromptBatch,
         Request,
@@ -52,6 +54,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AnswerMode",
+    "CallbackError",
     "CheckpointError",
     "Completion",
     "ConfigError",
@@ -60,6 +63,7 @@ __all__ = [
     "Episode",
     "EpisodeError",
     "Figure",
+    "Histogram",
     "Interrupted",
     "LaunchError",
     "LockstepError",

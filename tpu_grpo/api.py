@@ -6,7 +6,7 @@
     summary = tpu_grpo.train(config)
     summary = tpu_grpo.train(config, rewards=[function])     # functions of one's own, also those of a notebook
 
-Whoever writes the loop by hand builds the parts of a run inside ``start``; examples/own_loop.py does it:
+A loop of one's own builds the parts of a run inside ``start``; examples/own_loop.py does it:
 
     with tpu_grpo.start(config) as (hosts, watch):
         parts = build_parts(config, hosts)
@@ -18,10 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 from tpu_grpo.cli.on_end import PeopleTold
 from tpu_grpo.cli.starting import joined_hosts, prepare
+from tpu_grpo.cli.train import train_together
 from tpu_grpo.config import RunConfig
-from tpu_grpo.hosts import Hosts, StopRequest, Watch, announce
+from tpu_grpo.hosts import Hosts, InterruptedStop, Watch
 
 if TYPE_CHECKING:
+    from tpu_grpo.observe.callbacks import EventFunction
     from tpu_grpo.rewards import GivenReward
 
 
@@ -29,6 +31,8 @@ def train(
     config: RunConfig,
     *,
     rewards: "Sequence[GivenReward] | None" = None,
+    on_step: "EventFunction | None" = None,
+    on_evaluation: "EventFunction | None" = None,
     stop_requested: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
     """Run a config to its end, as ``scripts/run.py`` does, and leave its files in ``run.dir``.
@@ -36,11 +40,15 @@ def train(
     Chooses jax's platform, meets the other hosts of the run if there are any, and watches them. Call it before jax uses
     a device in this process. Errors are printed on stderr before they are raised, so that the first of several hosts to
     fail is the one that is read. A run that is done already is left as it is, unless ``checkpoint.resume=never``.
+    Ctrl-C, or the stop button of a notebook, stops the run as ``stop_requested`` does; a second one ends it at once.
 
     Args:
         config: the run, from ``load_config`` or ``parse_config``.
         rewards: score with these in place of ``config.rewards``: functions, or entries of the config whose name may be
             a function. Those that worker processes cannot import run in this process; see docs/python.md.
+        on_step: is called on host 0 after every step, with its metrics (a line of metrics.jsonl) and all of its samples
+            (lines of samples.jsonl); True asks the run to stop, as ``stop_requested`` does.
+        on_evaluation: the same for every evaluation: its step and ``evaluation/*``, and the lines of its samples.
         stop_requested: is asked after every step; once it says yes, a checkpoint is saved and the run ends early.
 
     Returns:
@@ -48,25 +56,15 @@ def train(
 
     Raises:
         Interrupted: if a stop was requested; the checkpoint is saved.
+        CallbackError: if ``on_step`` or ``on_evaluation`` raises.
         TpuGrpoError: for anything wrong with the config, the model, the data, a reward or a number.
     """
     if rewards is not None:
         from tpu_grpo.rewards import with_rewards
 
         config = with_rewards(config, rewards)
-    with PeopleTold(config) as told, start(config) as (hosts, watch):
-        from tpu_grpo.run.directory import look
-        from tpu_grpo.run.inputs import open_inputs
-
-        earlier = look(config, hosts)
-        if earlier.summary is not None:
-            return earlier.summary
-        told.begin(hosts)
-        earlier.refuse()
-        inputs = open_inputs(config, lambda: announce(hosts, "checking the data"))
-        from tpu_grpo.run import pipeline
-
-        return pipeline.train(config, hosts, watch, StopRequest(stop_requested), inputs)
+    with PeopleTold(config) as told, start(config) as (hosts, watch), InterruptedStop(stop_requested) as stop:
+        return train_together(config, hosts, watch, stop, told, on_step, on_evaluation).summary
 
 
 @contextmanager

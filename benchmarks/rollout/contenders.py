@@ -4,9 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
 from tunix.generate.sampler import CacheConfig, Sampler
 
 from benchmarks.rollout.workloads import (
@@ -22,28 +20,16 @@ from benchmarks.rollout.workloads import (
     make_requests,
     prompt_ids,
 )
-from tests.engine.building import engine_options
-from tpu_grpo.engine.options import EngineOptions
+from tests.engine.building import build_replicas, engine_options
 from tpu_grpo.engine.replicas import Replicas
-from tpu_grpo.hosts import Hosts
-from tpu_grpo.models.checkpoint import read_checkpoint
 from tpu_grpo.records.stages import SamplingParams
-from tpu_grpo.weights.plan import named_leaves
-from tpu_grpo.weights.sync import WeightSync
 
 
 def build_engines(directory: Path, model: nnx.Module, count: int = 1, **changed: Any) -> Replicas:
     """``count`` engines with the model's weights, a device each, everything compiled."""
     context = {"context_tokens": PROMPT_TOKENS + LONGEST, "prefill_tokens": 512}
-    options: EngineOptions = engine_options(**context | {"max_running_requests": 64} | changed)
-    engines = Replicas.build(directory, jax.devices()[:count], 1, options, Hosts())
-    everywhere = NamedSharding(next(iter(engines.weight_specs.values())).sharding.mesh, PartitionSpec())
-    leaves = {
-        name: jax.device_put(leaf, everywhere) for name, leaf in named_leaves(nnx.state(model, nnx.Param)).items()
-    }
-    engines.install_weights(
-        WeightSync(read_checkpoint(directory).weight_rules, leaves, engines.weight_specs)(leaves)[0]
-    )
+    options = engine_options(**context | {"max_running_requests": 64} | changed)
+    engines, _ = build_replicas(directory, model, 1, options, count)
     engines.compile_all()
     return engines
 

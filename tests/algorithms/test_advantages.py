@@ -13,9 +13,8 @@ from tests.learner.toy import make_config
 from tpu_grpo.algorithms import ADVANTAGES, RunAlgorithm, open_algorithm
 from tpu_grpo.config import AdvantageName, AlgorithmSection, RunConfig
 from tpu_grpo.learner.signal import group_advantages, read_signal
-from tpu_grpo.records.errors import ConfigError, RewardError
+from tpu_grpo.records.errors import RewardError
 from tpu_grpo.records.stages import Completion, Prompt, PromptBatch, Rollout, ScoredRollout, Scores
-from tpu_grpo.tunix_loop.learner import GrpoAlgorithmConfig
 
 
 def opened(name: Any, objective: str = "grpo") -> RunAlgorithm:
@@ -162,12 +161,6 @@ def test_every_objective_takes_every_advantage() -> None:
     for objective in ("dapo", "gspo", "cispo", "dppo", "sapo", "reinforce"):
         algorithm = opened("max_rl", objective)
         assert algorithm.advantages(np.array([[1.0, 0.0]])).tolist() == [[1.0, -1.0]]
-
-
-@pytest.mark.parametrize(("advantage", "missing"), [("gdpo", "rewards_NPG, weights_N"), ("reinforce_pp", "lengths_PG")])
-def test_tunix_own_loop_says_what_it_does_not_have(advantage: Any, missing: str) -> None:
-    with pytest.raises(ConfigError, match=rf"algorithm.advantage={advantage} needs {missing}, which Tunix's own loop"):
-        GrpoAlgorithmConfig.from_section(AlgorithmSection(advantage=advantage))
 
 
 @pytest.mark.parametrize("advantage", ["gdpo", "reinforce_pp"])

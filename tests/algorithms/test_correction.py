@@ -18,7 +18,7 @@ from tests.algorithms.test_objectives import (
     surrogate,
 )
 from tests.learner.test_loss import distance, pick
-from tests.learner.toy import make_config, make_learner, make_mesh, make_model, make_scored, with_noise
+from tests.learner.toy import make_config, make_learner, make_mesh, make_model, make_scored, settings_of, with_noise
 from tpu_grpo.algorithms import Sequences, correction_metrics, open_algorithm
 from tpu_grpo.config import AlgorithmSection
 from tpu_grpo.learner.loss import LossSettings, TrainBatch
@@ -103,7 +103,7 @@ def test_loss_and_gradient(case: Case, label: str) -> None:  # noqa: F811
         everything.append(weights)
     assert len(outcomes) > 1  # what is filtered, and what is not
 
-    settings = LossSettings(open_algorithm(section), 0.0, "kl", 1.0, None)
+    settings = settings_of(section)
     for order in (np.random.default_rng(1).permutation(12), np.arange(12)):
         batch = batch_in_order(case, "sequence-mean-token-mean", order)
         old_logps = batch_in_order(trainer, "sequence-mean-token-mean", order).rollout_logps
@@ -227,7 +227,6 @@ def test_a_step_of_the_learner_with_and_without(tmp_path: Any) -> None:
     for each in (config, named):
         learner = make_learner(each, mesh)
         results.append(learner.update(scored).metrics)
-        learner.close()
     assert not [name for name in results[0] if name.startswith("correction/")]
     for name in results[0]:
         assert results[1][name] == pytest.approx(results[0][name], rel=1e-5, abs=1e-7), name

@@ -22,7 +22,7 @@ def files(tmp_path: Path) -> Path:
 
 
 def test_the_commands_of_the_guide(files: Path) -> None:
-    commands = re.findall(r"^```sh\npython (.*?)\n```", GUIDE, re.MULTILINE)
+    commands = re.findall(r"^```sh\nuv run (.*?)\n```", GUIDE, re.MULTILINE)
     assert commands[-1] == "scripts/run.py my_algorithm.yaml"  # the training
     said = []
     for command in commands[:-1]:
@@ -38,3 +38,10 @@ def test_the_commands_of_the_guide(files: Path) -> None:
     assert re.search(r"algorithm +my_algorithm.py:Cispo, token-mean", said[1])
     [line] = re.findall(r"^`(mean_it \[.*)`\.", GUIDE, re.MULTILINE)
     assert f"objective  {line}\n" in said[1]
+
+
+def test_the_example_of_the_page_for_newcomers_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (REPOSITORY / "docs" / "what_is_grpo.md").read_text()
+    code, printed = re.findall(r"^```(?:python)?\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    exec(compile(code, "what_is_grpo.md", "exec"), {})
+    assert capsys.readouterr().out == printed

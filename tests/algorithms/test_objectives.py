@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from tests.learner.test_loss import batch_of, distance, pick
-from tpu_grpo.algorithms import SHIPPED, Sequences, open_algorithm
+from tests.learner.toy import settings_of
+from tpu_grpo.algorithms import SHIPPED, Sequences, open_algorithm, token_ratio
 from tpu_grpo.config import AlgorithmSection
 from tpu_grpo.learner import loss as loss_module
 from tpu_grpo.learner.forward import TokenLogprobs
@@ -37,6 +38,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gspo_wide": ("gspo", {"clip_low": 0.1, "clip_high": 0.05, "dual_clip": 1.1}),
     "gspo_token": ("gspo", {"clip_low": 0.1, "clip_high": 0.05, "options": {"per_token": True}}),
     "cispo": ("cispo", {"options": {"cap": 1.2}}),
+    "cispo_below_one": ("cispo", {"options": {"cap": 0.28}}),
     "cispo_two_sided": ("cispo", {"clip_low": 0.2, "clip_high": 0.1}),
     "dppo": ("dppo", {"options": {"mask_low": 0.03, "mask_high": 0.02, "kl_weight": 0.3}}),
     "sapo": ("sapo", {}),
@@ -190,7 +192,7 @@ def test_every_objective_is_tested_here() -> None:
 def test_loss_and_gradient_are_those_of_the_paper(case: Case, label: str) -> None:
     name, chosen = CASES[label]
     section = AlgorithmSection.model_validate({"name": name, **chosen})
-    settings = LossSettings(open_algorithm(section), 0.0, "kl", 1.0, None)
+    settings = settings_of(section)
     aggregation = settings.algorithm.aggregation
     loss, gradient = expected(case, name, section)
     batch = batch_in_order(case, aggregation, np.arange(12))
@@ -257,6 +259,7 @@ def losses_of(name: str, ratios: Any, advantage: float, **section: Any) -> Any:
         # log 0.1, log 0.2 and log 0.8 are -2.30259, -1.60944 and -0.22314
         ("cispo", {}, 2.0, [2.30259, 3.21888, 1.78515], [0, 0, 0]),
         ("cispo", {"options": {"cap": 3.0}}, 2.0, [2.30259, 3.21888, 1.33886], [0, 0, 1]),
+        ("cispo", {"options": {"cap": 0.28}}, 2.0, [1.28945, 0.90129, 0.12496], [1, 1, 1]),
         ("cispo", {"clip_high": 1.0, "clip_low": 0.2}, -1.0, [-1.84207, -1.60944, -0.44629], [1, 0, 1]),
         # probabilities 0.1, 0.2 and 0.8 after 0.2; log(1/2)^2 = 0.48045, log(4)^2 = 1.92181
         ("dppo", {"options": {"kl_weight": 0.0}}, 2.0, [-1, -2, 0], [0, 0, 1]),
@@ -271,6 +274,30 @@ def losses_of(name: str, ratios: Any, advantage: float, **section: Any) -> Any:
 )
 def test_by_hand(name: str, section: dict[str, Any], advantage: float, losses: Any, clipped: Any) -> None:
     assert losses_of(name, [0.5, 1.0, 4.0], advantage, **section) == [pytest.approx(losses, abs=1.5e-5), clipped]
+
+
+def test_what_objectives_take_by_themselves() -> None:
+    """1, 2, 6 have the mean 3 and the variance (4 + 1 + 9) / 2 = 7; the means of the others are 4, 3.5 and 1.5."""
+    rewards, std = np.array([[1.0, 2.0, 6.0], [5.0, 5.0, 5.0]]), np.sqrt(7.0) + 1e-6
+    standardized, centred = [[-2 / std, -1 / std, 3 / std], [0, 0, 0]], [[-2, -1, 3], [0, 0, 0]]
+    by_hand = {
+        "dr_grpo": centred,
+        "dppo": centred,
+        "reinforce": centred,
+        "rloo": [[1 - 4, 2 - 3.5, 6 - 1.5], [0, 0, 0]],
+    }
+    for name in SHIPPED:
+        found = open_algorithm(AlgorithmSection(name=name)).advantages(rewards)
+        np.testing.assert_allclose(found, by_hand.get(name, standardized), atol=1e-15, err_msg=name)
+    other = open_algorithm(AlgorithmSection(name="grpo", advantage="rloo", loss_aggregation="token-mean"))
+    np.testing.assert_allclose(other.advantages(rewards), by_hand["rloo"])
+    assert other.aggregation == "token-mean"
+    assert losses_of("grpo", [1.3], 1.0, clip_low=0.1) == [[-1.1], [1]]  # a clip that is not set above
+
+
+def test_ratios_stay_finite() -> None:
+    ratio = token_ratio(jnp.array([[0.0, -500.0]]), jnp.array([[-500.0, 0.0]]))
+    np.testing.assert_allclose(ratio, np.exp([[20.0, -20.0]]), rtol=1e-6)
 
 
 def test_all_objectives_have_the_policy_gradient_where_nothing_has_moved() -> None:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from tpu_grpo.algorithms import open_algorithm
+from tests.learner.toy import settings_of
 from tpu_grpo.config import AlgorithmSection
 from tpu_grpo.learner import loss as loss_module
 from tpu_grpo.learner.batches import truncated_weights
@@ -88,7 +88,7 @@ def batch_of(section: AlgorithmSection, table_PTV: Any, ids_RT: Any, engine_RT: 
 
 def train(optimizer: optax.GradientTransformation, **algorithm: Any) -> Outcome:
     section = AlgorithmSection.model_validate({"group_size": GROUP, "iterations": ITERATIONS, **algorithm})
-    settings = LossSettings(open_algorithm(section), 0.0, "kl", 1.0, None)
+    settings = settings_of(section)
     rng = np.random.default_rng(0)
     right_PT = rng.integers(0, VOCABULARY, (PROMPTS, TOKENS))
     table_PTV = jnp.asarray(rng.normal(size=(PROMPTS, TOKENS, VOCABULARY)), jnp.float32)

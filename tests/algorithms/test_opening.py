@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from tests.learner.toy import make_config, make_learner, make_mesh, make_model, make_scored
-from tpu_grpo.algorithms import Sequences, open_algorithm
-from tpu_grpo.config import AlgorithmSection
+from tpu_grpo.algorithms import Sequences, notices, open_algorithm
+from tpu_grpo.config import AlgorithmSection, parse_config
 from tpu_grpo.records.errors import ConfigError, NonFiniteError
 
 GOOD = """\
@@ -52,64 +52,49 @@ def replaced(old: str, new: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("text", "settings", "message"),
+    ("text", "message"),
     [
-        ("def Mine(): pass", {}, "must be a class with the methods advantages and token_losses, got a function"),
-        ("class Mine: pass", {}, r"must have a method advantages\(rewards_PG\), got a class without; add one"),
+        ("def Mine(): pass", "must be a class with the methods advantages and token_losses, got a function"),
+        ("class Mine: pass", r"must have a method advantages\(rewards_PG\), got a class without; add one"),
         (
             replaced("old_logprobs_BT, advantages_BT)", "old, advantages_BT)"),
-            {},
             r"token_losses must take \(logprobs_BT, old_logprobs_BT, advantages_BT\) by these names, got .*; rename",
         ),
-        (replaced("token-mean", "mean"), {}, "must have an attribute aggregation that is one of .*, got 'mean'"),
-        (GOOD, {"options": {"strenght": 1}}, r"does not take the options \['strenght'\]; it takes: strength"),
-        (
-            GOOD,
-            {"options": {"clip_high": 1}},
-            r"options must not hold \['clip_high'\], which are settings",
-        ),
-        (replaced("strength=1.0", "strength"), {}, r"requires \['strength'\], which are neither in algorithm.options"),
-        (
-            replaced("= clip_high,", "= clip_high / 0,"),
-            {},
-            "Mine raised ZeroDivisionError: .*; repair it",
-        ),
-        (replaced("rewards_PG - ", "rewards_PG[0] - nothing + "), {}, "advantages raised NameError: .*nothing"),
-        (replaced("return rewards_PG - ", "return "), {}, r"advantages returns must have the shape \(2, 8\).*\(2, 1\)"),
+        (replaced("token-mean", "mean"), "must have an attribute aggregation that is one of .*, got 'mean'"),
+        (replaced("strength=1.0", "strength"), r"requires \['strength'\], which are neither in algorithm.options"),
+        (replaced("= clip_high,", "= clip_high / 0,"), "Mine raised ZeroDivisionError: .*; repair it"),
+        (replaced("rewards_PG - ", "rewards_PG[0] - nothing + "), "advantages raised NameError: .*nothing"),
+        (replaced("return rewards_PG - ", "return "), r"advantages returns must have the shape \(2, 8\).*\(2, 1\)"),
         (
             replaced("keepdims=True)", "keepdims=True) + 0 / rewards_PG"),
-            {},
             "advantages returns must be finite, got .*a group of equal rewards has a standard deviation of 0",
         ),
-        (replaced("TokenLosses(loss_BT, ", "(loss_BT, "), {}, r"must return TokenLosses\(.*, got a tuple"),
-        (
-            replaced("(loss_BT, jnp", "(loss_BT.mean(), jnp"),
-            {},
-            r"loss_BT of token_losses must have the shape \(3, 2",
-        ),
-        (replaced("* logprobs_BT", "* jnp.log(logprobs_BT)"), {}, "loss_BT of token_losses must be finite, got"),
+        (replaced("TokenLosses(loss_BT, ", "(loss_BT, "), r"must return TokenLosses\(.*, got a tuple"),
+        (replaced("(loss_BT, jnp", "(loss_BT.mean(), jnp"), r"loss_BT of token_losses must have the shape \(3, 2"),
+        (replaced("* logprobs_BT", "* jnp.log(logprobs_BT)"), "loss_BT of token_losses must be finite, got"),
         (
             replaced("advantages_BT * logprobs_BT", "jnp.sqrt(0 * logprobs_BT)"),
-            {},
             "the gradient of loss_BT by logprobs_BT must be finite",
         ),
-        (replaced("* logprobs_BT", "* old_logprobs_BT"), {}, "must depend on logprobs_BT, got a gradient of zero"),
+        (replaced("* logprobs_BT", "* old_logprobs_BT"), "must depend on logprobs_BT, got a gradient of zero"),
     ],
 )
-def test_what_cannot_be_trained_with_is_refused(
-    tmp_path: Path, text: str, settings: dict[str, Any], message: str
-) -> None:
+def test_what_cannot_be_trained_with_is_refused(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        open_algorithm(section(tmp_path, text, **settings))
+        open_algorithm(section(tmp_path, text))
+
+
+def test_options_that_a_class_does_not_take_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"does not take the options \['strenght'\]; it takes: strength"):
+        open_algorithm(section(tmp_path, GOOD, options={"strenght": 1}))
+    with pytest.raises(ConfigError, match=r"options must not hold \['clip_high'\], which are settings"):
+        open_algorithm(section(tmp_path, GOOD, options={"clip_high": 1}))
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        (
-            "drgrpo",
-            r"algorithm.name=drgrpo is not a shipped algorithm; did you mean dr_grpo\? \(shipped: grpo",
-        ),
+        ("drgrpo", r"algorithm.name=drgrpo is not a shipped algorithm; did you mean dr_grpo\? \(shipped: grpo"),
         ("xyz", r"is not a shipped algorithm; \(shipped: .*your own: path.py:Class"),
         ("missing.py:Mine", "algorithm file missing.py must be readable from the working directory"),
     ],
@@ -137,7 +122,7 @@ def test_unknown_names(name: str, message: str) -> None:
         ({"dual_clip": 3.0, "delta": 3.0}, "dual_clip=3.0 and algorithm.delta=3.0 exclude each other.*; set one"),
         ({"delta": 1.25, "clip_high": 0.28}, r"delta must be > 1 \+ clip_high = 1.28, got 1.25; .*raise it"),
         ({"name": "cispo", "clip_high": 4.0, "options": {"cap": 5.0}}, "cap=5.0 and algorithm.clip_high=4.0 exclude"),
-        ({"name": "cispo", "options": {"cap": 0.5}}, "options.cap must be >= 1, got 0.5"),
+        ({"name": "cispo", "options": {"cap": 0.0}}, "options.cap must be > 0, got 0.0"),
         ({"name": "dppo", "old_policy": "trainer"}, "dppo needs algorithm.old_policy=rollout, got trainer; .*leave"),
         ({"name": "dppo", "options": {"mask_high": 2}}, r"mask_high must be a difference of probabilities in \(0, 1\]"),
         ({"name": "dppo", "options": {"kl_weight": -1}}, "kl_weight must be >= 0, got -1"),
@@ -203,14 +188,41 @@ def test_an_algorithm_of_ones_own_takes_a_step(tmp_path: Path) -> None:
     assert result.metrics["update/loss"] == pytest.approx(-0.5 * np.concatenate(tokens).mean(), abs=1e-5)
     assert learner.params_digest() != before
 
-    opened: Any = learner._parts.algorithm
+    opened: Any = learner._parts.settings.algorithm
     opened.objective.advantages = lambda rewards_PG: rewards_PG * np.nan
     with pytest.raises(NonFiniteError, match="advantages must be finite, got nan in row 0, for a group"):
         learner.update(scored)
-    learner.close()
 
 
 def test_the_text_of_the_class_is_what_is_read(tmp_path: Path) -> None:
     first = open_algorithm(section(tmp_path, GOOD))
     second = open_algorithm(section(tmp_path, textwrap.dedent(replaced('"token-mean"', '"sequence-mean-token-scale"'))))
     assert (first.aggregation, second.aggregation) == ("token-mean", "sequence-mean-token-scale")
+
+
+# --- what a run says at its start -------------------------------------------------------------------------------------
+
+
+def said(algorithm: dict[str, Any], **rollout: Any) -> list[str]:
+    return notices(parse_config({"algorithm": algorithm, "rollout": rollout}))
+
+
+def test_filters_bias_the_ratio_unless_it_is_filtered() -> None:
+    assert said({}) == []
+    [notice] = said({}, top_p=0.9, top_k=20)
+    assert notice.startswith("rollout.top_k=20 and rollout.top_p=0.9 biases the ratio: ")
+    assert notice.endswith("set algorithm.filtered_ratio=true for that among the kept tokens")
+    assert said({"filtered_ratio": True}, min_p=0.1) == []
+
+
+def test_products_over_long_answers_are_warned_of() -> None:
+    assert said({"correction": "sequence"}, max_new_tokens=128) == []
+    assert said({"correction": "geometric"}, max_new_tokens=1024) == []
+    [notice] = said({"correction": "sequence"}, max_new_tokens=1024)
+    assert "up to rollout.max_new_tokens=1024 ratios: 0.01 nats a token become a factor of e^10.2 = 2.8e+04" in notice
+    assert notice.endswith("algorithm.correction=geometric does not grow with length")
+
+
+def test_a_filtered_ratio_needs_a_filter() -> None:
+    with pytest.raises(ValueError, match="filtered_ratio=true needs rollout.top_k, top_p or min_p, got none of them"):
+        said({"filtered_ratio": True})

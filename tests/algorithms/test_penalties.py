@@ -1,4 +1,4 @@
-"""The KL penalty with and without the ratio, and the entropy bonus, against formulas in NumPy and float64."""
+"""The KL penalty, in the loss and in the reward, and the entropy bonus, against formulas in NumPy and float64."""
 
 from dataclasses import replace
 from typing import Any
@@ -11,10 +11,11 @@ from flax import nnx
 
 from tests.algorithms.test_objectives import Case, added_up, batch_in_order, case, completions_of, surrogate  # noqa: F401
 from tests.learner.test_loss import Bigram, batch_of, distance, pick
-from tests.learner.toy import VOCAB
+from tests.learner.toy import VOCAB, settings_of
 from tpu_grpo.algorithms import open_algorithm
 from tpu_grpo.config import AlgorithmSection
-from tpu_grpo.learner.loss import LossSettings, policy_loss
+from tpu_grpo.learner.batches import with_kl_in_advantages
+from tpu_grpo.learner.loss import TrainBatch, policy_loss
 from tpu_grpo.learner.parameters import by_name
 from tpu_grpo.learner.rows import RowShape, train_rows
 from tpu_grpo.records.errors import ConfigError
@@ -50,7 +51,7 @@ def test_the_penalty(case: Case, estimator: Any, unbiased: bool) -> None:  # noq
             loss += (losses + BETA * kl).sum() / (12 * len(counts))
             gradient[index, np.flatnonzero(counts)] = (slopes + BETA * slope) / (12 * len(counts))
     section = AlgorithmSection(beta=BETA, kl_estimator=estimator, kl_unbiased=unbiased)
-    settings = LossSettings(open_algorithm(section), BETA, estimator, 1.0, None, unbiased)
+    settings = settings_of(section)
     for order in (np.arange(12), np.random.default_rng(1).permutation(12)):
         batch = batch_in_order(case, "sequence-mean-token-mean", order)
         reference = batch_in_order(initial, "sequence-mean-token-mean", order).rollout_logps
@@ -95,7 +96,7 @@ def test_the_bonus() -> None:
     completions = [Completion(line, np.full(len(line), -3.0, np.float32), "length", 0) for line in ids]
     rows, _ = train_rows(prompts, completions, np.zeros(3), RowShape(4, 5, 9, 1), "token-mean")
     section = AlgorithmSection(entropy_bonus=bonus)
-    settings = LossSettings(open_algorithm(section), 0.0, "kl", temperature, None, entropy_bonus=bonus)
+    settings = settings_of(section, temperature)
     definition, state = nnx.split(Bigram(table))
 
     @jax.jit
@@ -133,3 +134,59 @@ def test_estimates_have_the_names_of_the_literature_and_of_tunix() -> None:
     assert {name: AlgorithmSection.model_validate({"kl_estimator": name}).kl_estimate for name in names} == names
     assert AlgorithmSection().kl_estimate == "low_var_kl"
     assert AlgorithmSection(kl_in="reward").kl_estimate == "kl"
+
+
+# --- k1 in the reward -------------------------------------------------------------------------------------------------
+
+
+BETA = 0.4
+
+
+def with_reference(case: Case, order: Any) -> tuple[TrainBatch, list[np.ndarray]]:  # noqa: F811
+    rng = np.random.default_rng(9)
+    initial = [line + rng.uniform(-0.4, 0.4, len(line)).astype(np.float32) for line in case.old]
+    batch = batch_in_order(case, "sequence-mean-token-mean", order)
+    reference = batch_in_order(replace(case, old=initial), "sequence-mean-token-mean", order).rollout_logps
+    return replace(batch, reference_logps=reference), initial
+
+
+@pytest.mark.parametrize(("size", "shuffled"), [(2, False), (100, False), (2, True)], ids=str)
+def test_loss_and_gradient(case: Case, size: int, shuffled: bool) -> None:  # noqa: F811
+    order = np.random.default_rng(1).permutation(12) if shuffled else np.arange(12)
+    batch, initial = with_reference(case, order)
+    k = [
+        old - reference[counts].astype(float)
+        for (_, counts, _, old, _), reference in zip(completions_of(case), initial, strict=True)
+    ]
+    mean = np.concatenate(k).mean()
+    loss, gradient = 0.0, np.zeros(case.now.shape)
+    for index, counts, now, old, advantage in completions_of(case):
+        for place, token_now, token_old, token_k in zip(np.flatnonzero(counts), now, old, k[index], strict=True):
+            own = advantage + BETA * (mean - token_k)
+            losses, slopes = surrogate(np.exp(token_now - token_old), own, 0.2, 0.2, np.inf)
+            loss += losses / (12 * len(counts))
+            gradient[index, place] = slopes / (12 * len(counts))
+    parts = [pick(batch, slice(start, start + size)) for start in range(0, len(batch.weights), size)]
+    made = with_kl_in_advantages(parts, BETA)
+    whole = jax.tree.map(lambda *columns: jnp.concatenate(columns), *made)
+    section = AlgorithmSection(beta=BETA, kl_in="reward")
+    settings = settings_of(section)
+    found, slopes = added_up(whole, case, settings)
+    assert found == pytest.approx(loss, rel=1e-6)
+    assert distance({"": slopes}, {"": gradient}) < 1e-6
+
+
+def test_by_hand() -> None:
+    """Tokens with k of 1, 3 and one that does not count: their mean is 2, and 0.5 times -1 and 1 is added."""
+    base = jnp.zeros((1, 3))
+    batch = TrainBatch(
+        rows=None,  # type: ignore[arg-type]  # nothing is asked of the model
+        weights=jnp.array([[0.1, 0.2, 0.0]]),
+        advantages=jnp.array([[1.0, 1.0, 7.0]]),
+        rollout_logps=base,
+        old_logps=jnp.array([[-1.0, -1.0, jnp.inf]]),
+        importance=None,
+        reference_logps=jnp.array([[-2.0, -4.0, -1.0]]),
+    )
+    [found] = with_kl_in_advantages([batch], 0.5)
+    assert found.advantages.tolist() == [[1.5, 0.5, 7.0]]

@@ -8,27 +8,19 @@ import pytest
 from rich.console import Console
 
 from tpu_grpo.cli import data
-from tpu_grpo.cli.preview import Lengths, open_preview, shown_value
+from tpu_grpo.cli.data import Lengths, shown_value
 from tpu_grpo.config import parse_config
 from tpu_grpo.records.stages import Prompt
+from tpu_grpo.run.inputs import open_inputs
 
-ADDITION = {"data": {"prompts_per_step": 3, "max_prompt_tokens": 12}, "evaluation": {"prompts": 4}}
+ADDITION = {"data": {"prompts_per_step": 3, "max_prompt_tokens": 12}}
 
 
 def test_the_first_prompts_are_those_of_the_first_steps() -> None:
-    preview = open_preview(parse_config(ADDITION))
-    steps = [p for step in (1, 2) for p in preview.stream.batch(step).prompts]
-    assert list(preview.first(5)) == steps[:5]
-    assert list(preview.first(2, step=2)) == steps[3:5]
-    assert len(preview.held_out) == 4
-
-
-def test_tokens_are_ids_with_their_texts() -> None:
-    preview = open_preview(parse_config(ADDITION))
-    (prompt,) = preview.first(1)
-    tokens = preview.tokens(prompt)
-    assert tuple(token for token, _ in tokens) == prompt.token_ids
-    assert "".join(text for _, text in tokens) == prompt.text
+    stream = open_inputs(parse_config(ADDITION)).prompts
+    steps = [p for step in (1, 2) for p in stream.batch(step).prompts]
+    assert list(data.first(stream, 5)) == steps[:5]
+    assert list(data.first(stream, 2, step=2)) == steps[3:5]
 
 
 @pytest.mark.parametrize(("lengths", "found"), [([5, 1, 3], (1, 3, 5)), ([4, 1, 3, 2], (1, 3, 4)), ([2], (2, 2, 2))])
@@ -37,7 +29,7 @@ def test_lengths(lengths: list[int], found: tuple[int, int, int]) -> None:
 
 
 def test_of_many_prompts_some_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tpu_grpo.cli.preview.MEASURED", 3)
+    monkeypatch.setattr("tpu_grpo.cli.data.MEASURED", 3)
     assert Lengths.of([Prompt("", (0,) * n) for n in range(1, 10)]) == Lengths(
         1, 4, 7, measured=3
     )  # 1, 4 and 7 of 1 to 9
@@ -53,11 +45,13 @@ def test_what_the_command_prints(tmp_path: Path) -> None:
     path.write_text("question,answer\n1+1=,2\n" + "9" * 30 + ",3\n")
     tree = {"data": {"path": str(path), "max_prompt_tokens": 10, "too_long": "drop", "prompts_per_step": 1}}
     out = io.StringIO()
-    shown = Namespace(preview=1, step=1, evaluation=False)
-    data.show(parse_config(tree), Console(file=out, width=200, highlight=False), shown)
+    tree["evaluation"] = {"path": str(path), "prompts": 1}
+    for evaluation in (False, True):
+        shown = Namespace(preview=1, step=1, evaluation=evaluation)
+        data.show(parse_config(tree), Console(file=out, width=200, highlight=False), shown)
     text = out.getvalue()
+    assert text.count("prompt 1: 6 tokens") == 2
     assert " │ 1       │ 1       │ 1      │ 6        │ 6      │ 6 " in text  # one prompt, one dropped, six tokens
-    assert "prompt 1: 6 tokens" in text
     assert "259'<|im_start|>user' 49'1' 43'+' 49'1' 61'=' 260'<|im_start|>assistant'" in text
     assert "question: '1+1='\nanswer: '2'" in text
 

@@ -2,12 +2,17 @@
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import constants
+from huggingface_hub.utils._http import reset_sessions
 
+from tests.models.hub import TOKEN, Hub, open_hub
 from tests.several.runs import settings, write_files
+from tpu_grpo.cli import export
 from tpu_grpo.cli.evaluate import evaluate_checkpoint
 from tpu_grpo.cli.export import export_checkpoint
 from tpu_grpo.config import RunConfig, parse_config
@@ -104,12 +109,29 @@ def assert_same_export(one: Path, other: Path) -> None:
         assert (one / name).read_bytes() == (other / name).read_bytes(), name
 
 
-def test_the_policy_leaves_at_the_end_as_the_command_exports_it(whole: Path, tmp_path: Path) -> None:
-    """From the trainer's four devices then, from the checkpoint on one now."""
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A hub on this machine, which this process may write to."""
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    reset_sessions()
+    with open_hub({}) as opened:
+        monkeypatch.setattr(constants, "ENDPOINT", opened.address)
+        yield opened
+    reset_sessions()
+
+
+def test_the_policy_leaves_at_the_end_as_the_command_exports_it(
+    whole: Path, tmp_path: Path, hub: Hub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From the trainer's four devices then, from the checkpoint on one now; and pushed to the hub."""
     assert json.loads((whole / "best.json").read_text())["step"] == 2
     assert [path.name for path in (whole / "exports").iterdir()] == ["2"]
-    told = export_checkpoint(config(whole), "best", tmp_path / "out")
+    assert export.main([str(whole), "--best", "--out", str(tmp_path / "out"), "--push", "me/mine"]) == 0
+    told, pushed = capsys.readouterr().out.splitlines()[-2:]
     assert told.startswith(f"the model of step 2 is in {tmp_path}/out: ")
+    assert pushed == f"it is also at {hub.address}/me/mine"
+    assert hub.models["me/mine"] == {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     assert_same_export(whole / "exports/2", tmp_path / "out")
     assert "| held out, pass@4, ascii_share | " in (tmp_path / "out/README.md").read_text()
 

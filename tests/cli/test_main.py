@@ -51,7 +51,7 @@ def test_help_lists_the_commands(arguments: list[str], capsys: pytest.CaptureFix
 def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trian", "--help"]) == 2
     assert capsys.readouterr().err == (
-        "a command must be one of run, plan, eval, export, report, sample, data, environment, rewards, "
+        "a command must be one of run, plan, check, eval, export, report, sample, data, environment, rewards, "
         "launch, got 'trian'; "
         "see tpu-grpo --help\n"
     )
@@ -65,15 +65,3 @@ def test_the_installed_command_finds_the_default_config(typed: list[str], tmp_pa
     assert done.returncode == 0, done.stderr
     assert "name: demo_cpu" in done.stdout
     assert "seed: 7" in done.stdout
-
-
-def test_a_missing_default_config_names_the_remedy(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    monkeypatch.setattr("tpu_grpo.cli.starting.DEFAULT_CONFIG", tmp_path / "demo_cpu.yaml")
-    assert main(["run", "--print-config"]) == 2
-    assert capsys.readouterr().err == (
-        f"ConfigError: without a config a run takes {tmp_path / 'demo_cpu.yaml'}, which is not there: the shipped "
-        "configs come with the repository; name a config file, or install the package from a checkout with "
-        "`pip install -e .`\n"
-    )

@@ -1,4 +1,4 @@
-"""People hear once how a run ended: by a command or at an address, whatever ended it, and nothing else changes."""
+"""People hear once how a run ended: by a command or at a URL, whatever ended it, and nothing else changes."""
 
 import json
 import subprocess
@@ -203,7 +203,7 @@ def test_other_hosts_and_a_run_that_never_met_them_tell_nobody(tmp_path: Path) -
         ("answers 500", "http://127.0.0.1 answered 500 No Luck"),
         ("answers late", "http://127.0.0.1 did not answer within 0.5 s"),
         ("http://127.0.0.1:9/hook/secret", "http://127.0.0.1 did not take it: [Errno 111] Connection refused"),
-        ("https://[secret", "it must be an address such as https://example.org/hook, got one that cannot be read"),
+        ("https://[secret", "it must be a URL such as https://example.org/hook, got one that cannot be read"),
         ("exit 7", "its command ended with exit code 7"),
         ("sleep 60", "its command did not end within 0.5 s and was killed"),
         ("no_such_command_anywhere 2>/dev/null", "its command ended with exit code 127"),

@@ -53,6 +53,15 @@ def test_a_command_whose_output_nobody_reads_goes_on(tmp_path: Path, shell: str)
     assert "BrokenPipe" not in ended.stderr
 
 
+@pytest.mark.parametrize("words", ["", "plan --help", "run --help all"])
+def test_help_whose_reader_has_seen_enough_ends_quietly(words: str) -> None:
+    shell = f"set -o pipefail; {sys.executable} -m tpu_grpo {words} | head -1"
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    ended = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, timeout=60, env=environment)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.startswith("usage: ")
+
+
 def test_what_an_encoding_lacks_is_written_as_escapes(tmp_path: Path) -> None:
     ended = run(PRINTING, tmp_path, "| tail -1", PYTHONIOENCODING="latin-1")
     assert ended.stdout == "prompt \\u2192 \\u7b54\n"

@@ -62,6 +62,12 @@ def test_a_mean_that_cannot_be_is_refused(directory: Path, mean: str, capsys: py
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("price", ["-1", "inf", "nan"])
+def test_a_price_that_cannot_be_is_refused(directory: Path, price: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(directory / "run.yaml"), "--slice", "v5e-4", f"--price-per-chip-hour={price}"]) == 2
+    assert f"--price-per-chip-hour must be a number >= 0, got {price}" in capsys.readouterr().err
+
+
 @pytest.mark.slices
 @pytest.mark.timeout(900)
 def test_a_run_that_fits_as_text_and_as_json(directory: Path) -> None:
@@ -70,7 +76,7 @@ def test_a_run_that_fits_as_text_and_as_json(directory: Path) -> None:
     assert "kernels    rollout flash attention, trainer flash attention in blocks of 128 tokens" in text.stdout
     assert "\nfits: the " in text.stdout
     assert "compiling gradients of a micro-batch (4 layers)" in text.stderr
-    done = plan(directory, "--slice", "v5e-4", "--fast", "--json")
+    done = plan(directory, "--slice", "v5e-4", "--fast", "--json", "--price-per-chip-hour", "1.2")
     assert "compiling gradients" not in done.stderr  # its figures were kept
     found = json.loads(done.stdout)
     assert done.returncode == 0
@@ -79,6 +85,7 @@ def test_a_run_that_fits_as_text_and_as_json(directory: Path) -> None:
     assert {stage["stage"] for stage in found["stages"]} == {"rollout", "update", "sync"}
     assert found["step_seconds"] == pytest.approx(sum(stage["seconds"] for stage in found["time"]))
     assert found["chip_hours"] == pytest.approx(found["step_seconds"] * 100 * 4 / 3600)
+    assert found["cost"] == pytest.approx(found["chip_hours"] * 1.2)
 
 
 @pytest.mark.slices

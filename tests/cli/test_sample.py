@@ -1,6 +1,5 @@
 """The command that lets models answer: what it refuses, and whole answers of a small random model."""
 
-import io
 import os
 import re
 import signal
@@ -64,21 +63,6 @@ def test_rewards_are_shown_for_columns_and_for_records_of_the_data(capsys: pytes
         "=== 3+1=",
     ]
     assert rows.endswith(given)
-
-
-@pytest.mark.slow  # two engines; test_chat.py has the lines
-def test_a_pipe_is_a_conversation_that_a_reset_begins_anew(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO("1+1=\n2+1=\n/reset\n1+1=\n"))
-    lines = told(capsys, "run@initial", "--temperature", "0", "--max-new-tokens", "4").splitlines()
-    assert "(a new conversation)" in lines
-    at = lines.index("(a new conversation)")
-    assert lines[at + 1 :] == lines[: len(lines) - at - 1]  # the first answer, greedy, again
-    monkeypatch.setattr("sys.stdin", io.StringIO("1+1=\n2+1=\n"))
-    context = told(capsys, "run@initial", "--max-new-tokens", "4", "--context", "20")
-    assert "must have at most 20 tokens here, got " in context
-    assert "begin anew with /reset, allow fewer with --max-new-tokens, or more with --context)" in context
 
 
 def test_what_cannot_be_asked_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

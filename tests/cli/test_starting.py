@@ -39,15 +39,6 @@ def test_no_tpu_is_looked_for_where_there_is_none(first: str, tmp_path: Path) ->
     assert (done.returncode, done.stdout, done.stderr) == (0, "cpu\n", "")
 
 
-@pytest.mark.parametrize("command", ["train", "evaluate", "data", "rewards", "plan", "launch"])
-def test_a_command_imports_no_jax_before_it_is_called(command: str, tmp_path: Path) -> None:
-    program = f"import sys, tpu_grpo.cli.{command}; sys.exit('jax' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, timeout=100
-    )
-    assert done.returncode == 0
-
-
 @pytest.mark.parametrize(
     "words",
     [

@@ -1,5 +1,6 @@
 """The command line: what it says, what it returns, and what it does not import to say it."""
 
+import contextlib
 import logging
 import os
 import re
@@ -13,11 +14,11 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import yaml
 
 from tpu_grpo.cli import starting
 from tpu_grpo.cli.train import closing_lines, help_text, main
-from tpu_grpo.config import OptimizerRule, RunConfig, SourceSpec, load_config
+from tpu_grpo.config import RunConfig, load_config, settings
+from tpu_grpo.config.setting_names import COMMON
 from tpu_grpo.hosts import Hosts, StopRequest, Watch
 from tpu_grpo.records import errors
 from tpu_grpo.run.inputs import Inputs
@@ -57,7 +58,11 @@ def run_main(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, 
 
 @pytest.mark.parametrize(
     ("arguments", "code"),
-    [(["--help"], 0), (["--print-config"], 0), (["run.sed=1"], 2), (["nosuch.yaml"], 2), (["--dry-run", "run=1"], 2)],
+    [
+        (["--help", "all"], 0),
+        (["--print-config"], 0),
+        (["--dry-run", "run=1"], 2),
+    ],
 )
 def test_nothing_heavy_is_imported_to_answer(tmp_path: Path, arguments: list[str], code: int) -> None:
     done = run_script(*arguments, cwd=tmp_path, python=("-X", "importtime"))
@@ -85,14 +90,19 @@ def test_what_is_wrong_with_paths_is_said_before_jax_is_imported(tmp_path: Path,
         (["nosuch.yaml"], "ConfigError: config file not found: nosuch.yaml; shipped configs: none here\n"),
         (
             ["model.dtype=fp16"],
-            "ConfigError: model.dtype: input should be 'float32' or 'bfloat16', got 'fp16'; `--help` lists every "
-            "setting with its type and default\n",
+            "ConfigError: model.dtype must be 'float32' or 'bfloat16', got 'fp16'; `--help model.dtype` says more\n",
         ),
     ],
 )
-def test_a_config_error_is_one_line_and_code_2(tmp_path: Path, arguments: list[str], message: str) -> None:
-    done = run_script(*arguments, cwd=tmp_path)
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", message)
+def test_a_config_error_is_one_line_and_code_2(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_main(capsys, *arguments) == (2, "", message)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -126,32 +136,47 @@ def test_help_needs_no_valid_config(capsys: pytest.CaptureFixture[str], flag: st
     assert run_main(capsys, "nosuch.yaml", flag) == (0, help_text() + "\n", "")
 
 
-def leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, dict) and key not in ("options", "columns"):
-            yield from leaves(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
+def test_help_all_lists_every_setting_with_its_default() -> None:
+    shown = dict(re.findall(r"^  (\S+)  \(.*; default (.*)\)$", help_text("all"), flags=re.MULTILINE))
+    assert shown == {name: default for name, _, default, _ in settings()}
 
 
-def test_help_lists_every_setting_with_its_default() -> None:
-    shown = dict(re.findall(r"^  (\S+)  \(.*; default (.*)\)$", help_text(), flags=re.MULTILINE))
-    defaults = dict(leaves(RunConfig().model_dump(mode="json")))
-    (reward,) = defaults.pop("rewards")
-    assert shown.pop("rewards") == str([reward.pop("name")])
-    assert shown.pop("rewards[i].name") == "required"
-    defaults |= {f"rewards[i].{key}": value for key, value in reward.items()}
-    source = SourceSpec(path="x").model_dump(mode="json")
-    assert (source.pop("path"), shown.pop("data.sources[i].path")) == ("x", "required")
-    defaults |= {f"data.sources[i].{key}": value for key, value in source.items()}
-    rule = OptimizerRule(match="x").model_dump(mode="json")
-    assert (rule.pop("match"), shown.pop("optimizer.rules[i].match")) == ("x", "required")
-    defaults |= {f"optimizer.rules[i].{key}": value for key, value in rule.items()}
-    assert {name: None if text == "unset" else yaml.safe_load(text) for name, text in shown.items()} == defaults
+def test_help_shows_what_most_people_change_and_how_to_see_more(capsys: pytest.CaptureFixture[str]) -> None:
+    def names(topic: str) -> list[str]:
+        return re.findall(r"^  (\S+)  \(.*; default ", help_text(topic), flags=re.MULTILINE)
+
+    assert names("") == COMMON
+    assert help_text().splitlines()[-2].startswith("--help all lists all ")
+    assert help_text().splitlines()[-1].split() == [f"{s}," for s in [*RunConfig.model_fields][:-1]] + ["logging"]
+    assert names("optimizer") == [name for name in names("all") if name.startswith("optimizer.")]
+    assert names("rewards")[:2] == ["rewards", "rewards[i].name"]
+    assert names("run.seed") == ["run.seed"]
+    assert run_main(capsys, "--help", "optimiser") == (
+        *(2, ""),
+        "ConfigError: --help takes a section, a setting, or all, got optimiser; did you mean optimizer?\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "form"),
+    [
+        (["run.max_steps", "5"], "a setting is written with an equals sign: run.max_steps=5, got 'run.max_steps'"),
+        (["run.seed=1", "lr", "1e-6"], "equals sign: optimizer.learning_rate=1e-6, got 'lr'"),
+        (["--learning_rate", "1e-6"], "--learning_rate is no flag; settings are written without dashes: optimizer."),
+        (["--run.max_steps=5"], "--run.max_steps is no flag; settings are written without dashes: run.max_steps=5"),
+        (["--num-generations", "run.seed=1"], "settings are written without dashes: algorithm.group_size=VALUE"),
+    ],
+)
+def test_a_setting_in_another_form_is_answered_with_the_form_to_type(
+    capsys: pytest.CaptureFixture[str], words: list[str], form: str
+) -> None:
+    with contextlib.suppress(SystemExit):
+        assert main(words) == 2
+    assert form in capsys.readouterr().err
 
 
 def test_help_explains_each_setting() -> None:
-    lines = help_text().splitlines()
+    lines = help_text("all").splitlines()
     first = lines.index("Settings (name, values, default):")
     for line, following in pairwise([*lines[first + 2 :], ""]):
         if line.startswith("  ") and not line.startswith("      "):
@@ -204,7 +229,7 @@ def pipeline(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., dict[st
 
 
 def raising(error: BaseException) -> Callable[..., dict[str, Any]]:
-    def train(config: RunConfig, hosts: Hosts, watch: Watch, stop: StopRequest, inputs: Inputs) -> dict[str, Any]:
+    def train(*_: Any) -> dict[str, Any]:
         raise error
 
     return train
@@ -218,6 +243,7 @@ CODES = {
     errors.CheckpointError: 2,
     errors.DataError: 2,
     errors.RewardError: 2,
+    errors.CallbackError: 2,
     errors.EpisodeError: 2,
     errors.RequestError: 2,
     errors.WeightsError: 2,
@@ -266,7 +292,9 @@ def test_training_gets_the_config_and_ends_with_what_it_came_to(
 ) -> None:
     given: list[RunConfig] = []
 
-    def train(config: RunConfig, hosts: Hosts, watch: Watch, stop: StopRequest, inputs: Inputs) -> dict[str, Any]:
+    def train(
+        config: RunConfig, hosts: Hosts, watch: Watch, stop: StopRequest, inputs: Inputs, *_: Any
+    ) -> dict[str, Any]:
         given.append(config)
         assert inputs.prompts.size == 7588
         assert not stop.asked
@@ -288,7 +316,7 @@ def test_what_the_user_set_for_the_platform_is_kept(pipeline: Any, monkeypatch: 
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     seen: dict[str, str] = {}
 
-    def train(config: RunConfig, hosts: Hosts, watch: Watch, stop: StopRequest, inputs: Inputs) -> dict[str, Any]:
+    def train(*_: Any) -> dict[str, Any]:
         seen.update({name: os.environ[name] for name in ("JAX_PLATFORMS", "HF_HUB_OFFLINE")})
         return {"steps": 0}
 
@@ -328,7 +356,7 @@ def test_a_dry_run_of_the_demo_finds_nothing_wrong_and_says_nothing_about_tpus(t
     lines = done.stdout.splitlines()
     assert [line.split()[0] for line in lines] == [
         *("run.dir", "model", "meshes", "data", "rewards", "algorithm", "objective"),
-        *("evaluation", "trainer", "rollout", "step", "sync"),
+        *("evaluation", "trainer", "rollout", "step", "run", "sync"),
         *("1", *["3"] * 11, "1"),  # kinds of leaves
         "ok:",
     ]
@@ -340,7 +368,8 @@ def test_a_dry_run_of_the_demo_finds_nothing_wrong_and_says_nothing_about_tpus(t
     )
     assert lines[7] == "evaluation 512 prompts"
     assert lines[10] == "step       32 prompts x 8 completions"
-    assert lines[11] == "sync       35 leaves, 23 shared, 1.3 MiB move in 1 programs"
+    assert lines[11] == "run        60 steps; an epoch of 7588 prompts has 237.1"
+    assert lines[12] == "sync       35 leaves, 23 shared, 1.3 MiB move in 1 programs"
     assert lines[-1] == "ok: nothing wrong found"
     assert list(tmp_path.iterdir()) == []
 

@@ -32,19 +32,19 @@ def file_message(path: Path, text: str | bytes) -> str:
     return str(caught.value)
 
 
-def leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    """Names of what a dumped config holds, in its order; options and columns are leaves, though mappings."""
+def leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Names and values of what a dumped config holds, in its order; options and columns are leaves, though mappings."""
     for key, value in tree.items():
         if key == "rewards" and not prefix:
-            yield "rewards"
-            yield from leaves(value[0], "rewards[i].")
+            yield "rewards", [reward["name"] for reward in value]
+            yield from leaves(value[0] | {"name": "required"}, "rewards[i].")
         elif key == "sources":
-            yield "data.sources"
-            yield from leaves(SourceSpec(path="x").model_dump(), "data.sources[i].")
+            yield "data.sources", value
+            yield from leaves(SourceSpec(path="required").model_dump(mode="json"), "data.sources[i].")
         elif prefix + key == "optimizer.rules":
-            yield "optimizer.rules"
-            yield from leaves(OptimizerRule(match="x").model_dump(), "optimizer.rules[i].")
+            yield "optimizer.rules", value
+            yield from leaves(OptimizerRule(match="required").model_dump(mode="json"), "optimizer.rules[i].")
         elif isinstance(value, dict) and key not in ("options", "columns"):
             yield from leaves(value, f"{prefix}{key}.")
         else:
-            yield prefix + key
+            yield prefix + key, value

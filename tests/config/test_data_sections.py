@@ -47,7 +47,7 @@ def test_what_the_best_may_be_of(best: str) -> None:
             ["data.sources=[{path: b.csv, name: x}, {path: c.csv, name: x}]"],
             "data.sources must have names of their own, got ['x'] twice; rename one",
         ),
-        (["data.sources=[{path: b.csv, weight: 0}]"], "data.sources.0.weight: input should be greater than 0, got 0"),
+        (["data.sources=[{path: b.csv, weight: 0}]"], "data.sources.0.weight must be greater than 0, got 0"),
         (["data.sources=[{path: b.csv, wieght: 2}]"], "did you mean data.sources[i].weight?"),
         (["data.date=26.7.2024"], "data.date must be a day as YYYY-MM-DD, got '26.7.2024' (such as 2024-07-26)"),
         (["data.date=2024-02-30"], "data.date must be a day as YYYY-MM-DD, got '2024-02-30' (day is out of range"),

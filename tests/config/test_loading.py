@@ -55,6 +55,23 @@ def test_a_run_without_a_name_has_that_of_its_file(tmp_path: Path, file: str, na
             "rewards=[{name: gsm8k, wieght: 2}]",
             "rewards.0.wieght is not a setting (got 2); did you mean rewards[i].weight?",
         ),
+        ("num_generations=4", "num_generations is not a setting (got 4); did you mean algorithm.group_size?"),
+        (
+            "actor.rollout.response_length=9",
+            "actor is not a setting (got {'rollout': {'response_length': 9}}); did you mean rollout.max_new_tokens?",
+        ),
+        (
+            "training.per_device_train_batch_size=2",
+            "training is not a setting (got {'per_device_train_batch_size': 2}); did you mean data.prompts_per_step?",
+        ),
+        ("algorithm.lr=1", "algorithm.lr is not a setting (got 1); did you mean optimizer.learning_rate?"),
+        ("report_to=wandb", "report_to is not a setting (got 'wandb'); did you mean logging.wandb?"),
+        ("rollout.beta=0", "rollout.beta is not a setting (got 0); did you mean algorithm.beta?"),
+        (
+            "hub.push_to_hub=true",
+            "hub is not a setting (got {'push_to_hub': True}); nothing is uploaded; export.every=last leaves a Hugging "
+            "Face directory in run.dir/exports, which `hf upload` takes",
+        ),
         (
             "foo.bar=1",
             "foo is not a setting (got {'bar': 1}); known sections: run, model, data, rollout, environment, algorithm, "
@@ -73,7 +90,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_known_one(override: str, exp
 
 def test_every_wrong_setting_is_reported_at_once() -> None:
     lines = message("run.sed=1", "rollout.top_p=2", "algorithm.group_size=1").splitlines()
-    assert [line.split()[0] for line in lines] == ["run.sed", "rollout.top_p:", "algorithm.group_size"]
+    assert [line.split()[0] for line in lines] == ["run.sed", "rollout.top_p", "algorithm.group_size"]
 
 
 @pytest.mark.parametrize("text", ["{1: 2}", "run: {2: 3}", "null: 1"])
@@ -84,14 +101,46 @@ def test_a_key_that_is_not_text_is_a_config_error(tmp_path: Path, text: str) -> 
 # --- overrides and files that cannot be read --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("override", ["run.seed", "=1", "configs/demo_cpu.yaml", ""])
-def test_an_override_needs_a_name_and_a_value(override: str) -> None:
-    assert message(override) == f"an override must read section.key=value, got {override!r}; example: run.seed=1"
+@pytest.mark.parametrize(
+    ("override", "example"),
+    [("run.dir", "run.dir=VALUE"), ("=1", "run.seed=1"), ("configs/demo_cpu.yaml", "run.seed=1"), ("", "run.seed=1")],
+)
+def test_an_override_needs_a_name_and_a_value(override: str, example: str) -> None:
+    assert message(override) == f"an override must read section.key=value, got {override!r}; example: {example}"
+
+
+def test_of_steps_and_epochs_the_later_override_counts_and_a_file_sets_one(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("run: {max_steps: 9}\n")
+    assert load_config(path, ["run.epochs=1.5"]).run.epochs == 1.5
+    run = load_config(path, ["run.epochs=1.5", "run.max_steps=4"]).run
+    assert (run.max_steps, run.epochs) == (4, None)
+    assert file_message(path, "run: {max_steps: 9, epochs: 2}\n") == (
+        "run.epochs=2 and run.max_steps=9 exclude each other; leave one of them out"
+    )
+
+
+@pytest.mark.parametrize(("epochs", "steps"), [(1, 4), (2, 8), (1.5, 6), (0.1, 1), (2.2, 9)])
+def test_epochs_come_to_steps(epochs: float, steps: int, tmp_path: Path) -> None:
+    """Of 30 prompts, 8 a step: an epoch is 3.75 steps, and the last step is whole."""
+    config = load_config(None, [f"run.epochs={epochs}", "data.prompts_per_step=8"])
+    counted = config.counted(30).run
+    assert (counted.max_steps, counted.epochs) == (steps, None)
+    (tmp_path / "c.yaml").write_text(config.to_yaml())
+    assert load_config(tmp_path / "c.yaml") == config
+
+
+def test_a_step_that_the_epochs_do_not_reach_cannot_be_profiled() -> None:
+    config = load_config(None, ["run.epochs=1", "logging.profile_steps=[5]", "data.prompts_per_step=8"])
+    with pytest.raises(ConfigError, match=r"logging.profile_steps must be at most run.max_steps=4, got \[5\]"):
+        config.counted(30)
 
 
 def test_an_override_must_be_yaml() -> None:
     found = message("data.system_prompt=[a")
-    assert found.startswith("data.system_prompt: the value '[a' is not YAML (while parsing a flow sequence")
+    assert found.startswith(
+        "data.system_prompt: the value '[a' is not YAML (expected ',' or ']', but got '<stream end>', in "
+    )
     assert found.endswith("put a text in quotes of its own: data.system_prompt='\"...\"'")
 
 

@@ -115,6 +115,15 @@ BF16 = "model.dtype=bfloat16 model.param_dtype=bfloat16"
             "logging.profile_steps must be at most run.max_steps=4, got [10]; drop them, or raise run.max_steps",
         ),
         (
+            "logging.histograms_every=10",
+            "logging.histograms_every=10 needs logging.tensorboard=true or logging.wandb, got neither; set one",
+        ),
+        (
+            "logging.histograms_every=10 logging.wandb=offline algorithm.name=tunix:grpo",
+            "logging.histograms_every=10 needs this package's learner, got algorithm.name=tunix:grpo; leave it 0, or "
+            "take another algorithm.name",
+        ),
+        (
             "rollout.release_during_update=true meshes.layout=split",
             "rollout.release_during_update=true needs meshes.layout=shared, got split; the engines then hold nothing "
             "on the trainer's devices: leave it false",
@@ -209,7 +218,7 @@ def test_environments_by_name() -> None:
 
 
 def test_the_resolved_yaml_writes_every_setting_out() -> None:
-    assert list(leaves(yaml.safe_load(RunConfig().to_yaml()))) == list(leaves(RunConfig().model_dump()))
+    assert list(leaves(yaml.safe_load(RunConfig().to_yaml()))) == list(leaves(RunConfig().model_dump(mode="json")))
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)

@@ -1,17 +1,18 @@
 """The list of settings that --help shows, and what changing one on the way does to results."""
 
 import pytest
+import yaml
 
 from tests.config.asking import leaves, message
 from tpu_grpo.config import RunConfig, effect_of, listed_name, load_config, settings
 from tpu_grpo.config.run_config import known_names
-from tpu_grpo.config.setting_names import EFFECTS
+from tpu_grpo.config.setting_names import COMMON, EFFECTS, MEANT
 
 
-def test_every_leaf_is_listed_once_with_a_meaning() -> None:
-    listed = [name for name, *_ in settings()]
-    assert sorted(listed) == sorted(leaves(RunConfig().model_dump()))
-    assert len(listed) == len(set(listed))
+def test_every_leaf_is_listed_once_with_its_default_and_a_meaning() -> None:
+    listed = [(name, None if default == "unset" else yaml.safe_load(default)) for name, _, default, _ in settings()]
+    assert sorted(listed, key=str) == sorted(leaves(RunConfig().model_dump(mode="json")), key=str)
+    assert len(listed) == len(dict(listed))
     assert [name for name, _, _, meaning in settings() if len(meaning) < 10] == []
 
 
@@ -36,7 +37,7 @@ def test_types_and_defaults_as_shown(name: str, kind: str, default: str) -> None
 
 def test_every_setting_is_decided_and_nothing_else() -> None:
     """A new setting fails here until config/setting_names.py says what a change of it does to the results of a run."""
-    assert {effect_of(name, "constant") for name, *_ in settings()} == {"none", "rounding", "results"}
+    assert {effect_of(name, rate_ends_with_run=False) for name, *_ in settings()} == {"none", "rounding", "results"}
     assert set(EFFECTS) <= set(known_names())
 
 
@@ -63,8 +64,15 @@ def test_every_setting_is_decided_and_nothing_else() -> None:
     ],
 )
 def test_effects(name: str, effect: str) -> None:
-    assert effect_of(name, "constant") == effect
-    assert effect_of("run.max_steps", "wsd") == "results"  # its learning rate falls towards the last step
+    assert effect_of(name, rate_ends_with_run=False) == effect
+    assert effect_of("run.max_steps", rate_ends_with_run=True) == "results"  # its learning rate falls towards the end
+
+
+def test_common_settings_and_those_that_others_name_differently_are_there_in_the_order_of_all() -> None:
+    listed = [name for name, *_ in settings()]
+    assert [name for name in listed if name in COMMON] == sorted(COMMON, key=listed.index)
+    assert len(set(COMMON)) == len(COMMON)
+    assert set(COMMON) | set(MEANT.values()) <= set(listed)
 
 
 def test_names_of_entries() -> None:
@@ -86,7 +94,7 @@ def test_settings_sections_and_entries_may_be_allowed(name: str) -> None:
     [
         ("optimizer.lerning_rate", "did you mean optimizer.learning_rate?"),
         ("reward", "did you mean rewards?"),
-        ("xyzzy", "`--help` lists every setting"),
+        ("xyzzy", "`--help all` lists every setting"),
     ],
 )
 def test_other_names_are_refused(name: str, hint: str) -> None:

@@ -7,7 +7,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from tpu_grpo.config import DataSection
-from tpu_grpo.data.chat_messages import read_messages
+from tpu_grpo.data.chat_messages import Conversation, read_messages
 from tpu_grpo.data.rendering import PromptRenderer
 from tpu_grpo.records.errors import ConfigError, DataError
 
@@ -102,3 +102,38 @@ def test_prompts_that_end_differently_are_rendered_together(tokenizer: PreTraine
     texts = [prompt.text for prompt in renderer.prompts(records, ["a", "b", "c"])]
     assert texts == [renderer.render(record, "x").text for record in records]
     assert texts[1].endswith("<s>assistant:It is")
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        ({"messages": [USER]}, "2+3?"),
+        ({"problem": "2+3?", "solution": "5"}, "2+3?"),
+        ({"instruction": "Add.", "input": "2 3", "output": "5"}, "Add.\n\n2 3"),
+        ({"instruction": "Add 2 and 3.", "input": "", "output": "5"}, "Add 2 and 3."),
+        ({"conversations": [{"from": "human", "value": "2+3?"}]}, "2+3?"),
+        ({"data_source": "gsm8k", "prompt": [USER], "reward_model": {"ground_truth": "5"}}, "2+3?"),
+        ({"question": "2+3?", "prompt": "no", "problem": "no"}, "2+3?"),
+    ],
+    ids=["messages", "problem", "instruction and input", "instruction", "ShareGPT", "verl", "a question goes first"],
+)
+def test_layouts_of_other_trainers_are_recognised(record: dict[str, Any], said: str) -> None:
+    assert Conversation(DataSection()).messages(record, "record 0") == [{"role": "user", "content": said}]
+
+
+def test_sharegpts_conversations_have_roles_of_their_own() -> None:
+    names = ("system", "human", "gpt", "observation", "gpt")
+    turns = [{"from": name, "value": str(number)} for number, name in enumerate(names)]
+    found = Conversation(DataSection(final_assistant="drop")).messages({"conversations": turns}, "record 0")
+    assert [message["role"] for message in found] == ["system", "user", "assistant", "tool"]
+    assert [message["content"] for message in found] == ["0", "1", "2", "3"]
+    turns[2]["from"] = "function_call"
+    with pytest.raises(DataError, match="must hold messages .* with roles of system, user, assistant, tool"):
+        Conversation(DataSection()).messages({"conversations": turns}, "record 0")
+
+
+def test_a_layout_that_is_not_known_is_answered_with_the_line_to_add() -> None:
+    with pytest.raises(
+        ConfigError, match=r"available: text, score; data.prompt_template='\{text\}' writes that column$"
+    ):
+        Conversation(DataSection()).messages({"text": "2+3?", "score": 1}, "record 0")

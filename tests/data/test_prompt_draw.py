@@ -3,7 +3,7 @@
 import json
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from tests.data.test_stream import stream
 from tpu_grpo.config import DataSection, RunConfig, parse_config
 from tpu_grpo.data.prompt_draw import FATE, PASSES, PromptDraw, PromptHistory
 from tpu_grpo.hosts import Hosts
+from tpu_grpo.hosts.coordination_service import read_told
 from tpu_grpo.observe.run_files import HISTORY_FILE
 from tpu_grpo.records.errors import DataError
 
@@ -230,10 +231,10 @@ def test_other_hosts_are_told_and_write_nothing(tmp_path: Path) -> None:
     barrier, told = threading.Barrier(2), {}
 
     def continued(index: int) -> list[float | None]:
-        def broadcast(name: str, value: bytes) -> bytes:
-            told[index] = name, value
+        def broadcast(name: str, value: Any, kind: object, read: Callable[[Any], Any]) -> Any:
+            told[index] = json.dumps(value).encode()
             barrier.wait(timeout=30)
-            return told[0][1]
+            return read_told(told[0], kind, name, read)
 
         hosts: Any = Hosts(index)
         hosts.broadcast = broadcast

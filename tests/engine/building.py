@@ -14,6 +14,8 @@ from tests.models.forward import compiled_logprobs, trainer_mesh
 from tpu_grpo.config import RunConfig
 from tpu_grpo.engine.engine import Engine, engine_mesh
 from tpu_grpo.engine.options import EngineOptions
+from tpu_grpo.engine.replicas import Replicas
+from tpu_grpo.hosts import Hosts
 from tpu_grpo.models.checkpoint import read_checkpoint
 from tpu_grpo.models.tunix_model import load_model
 from tpu_grpo.records.stages import Completion, Request, SampleKey, SamplingParams
@@ -44,13 +46,29 @@ def build_engine(checkpoint: Path, model: nnx.Module | None = None, tensor: int 
     return engine
 
 
-def install(engine: Engine, model: nnx.Module) -> None:
-    """Sync the model's weights into the engine."""
+def build_replicas(
+    checkpoint: Path, model: nnx.Module, tensor: int, options: EngineOptions | None = None, devices: int | None = None
+) -> tuple[Replicas, dict[str, jax.Array]]:
+    """Replicas of so many devices with the model's weights, and these."""
+    options = options or engine_options()
+    replicas = Replicas.build(checkpoint, jax.devices()[:devices], tensor, options, Hosts())
+    return replicas, install(replicas, model, checkpoint)
+
+
+def install(
+    engine: Engine | Replicas, model: nnx.Module, checkpoint: Path | None = None, lora_alpha: float = 0.0
+) -> dict[str, jax.Array]:
+    """Sync the model's weights into the engine, or into replicas of this checkpoint; returns what was installed."""
     mesh = jax.tree.leaves(engine.weight_specs)[0].sharding.mesh
     replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     leaves = {k: jax.device_put(v, replicated) for k, v in named_leaves(nnx.state(model, nnx.Param)).items()}
-    rules = read_checkpoint(engine.checkpoint).weight_rules
-    engine.install_weights(WeightSync(rules, leaves, engine.weight_specs)(leaves)[0])
+    if isinstance(engine, Engine):
+        checkpoint = engine.checkpoint
+    assert checkpoint is not None
+    rules = read_checkpoint(checkpoint).weight_rules
+    weights, _ = WeightSync(rules, leaves, engine.weight_specs, lora_alpha=lora_alpha)(leaves)
+    engine.install_weights(weights)
+    return weights
 
 
 def requests(

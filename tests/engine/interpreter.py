@@ -16,6 +16,8 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interprete
 from jax._src.pallas.mosaic.interpret import utils
 from jax._src.state.types import BitcastTransform, ReshapeTransform
 from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array
+from sgl_jax.srt.kernels.ragged_paged_attention.ragged_paged_attention_v3 import ragged_paged_attention
 
 from tpu_grpo.engine import flash_attention
 from tpu_grpo.engine.flash_attention import Blocks
@@ -40,6 +42,21 @@ def interpreted_kernels() -> Iterator[None]:
 def _choose_blocks(_: str, *, page_size: int, **__: Any) -> Blocks:
     keys = max(BLOCK_TOKENS, page_size)
     return Blocks(decode=(1, keys, 1, keys), prefill=(BLOCK_TOKENS, keys, BLOCK_TOKENS, keys), vmem_bytes=2**25)
+
+
+def attend_last(q: Array, k: Array, v: Array, cache: Array, **settings: Any) -> tuple[Array, Array]:
+    """The kernel's output and cache for the last token of one row, which fills all pages of the cache but the first."""
+    page, pages = cache.shape[1], np.arange(1, len(cache), dtype=np.int32)
+    length = np.array([page * len(pages)], np.int32)
+    blocks, starts = (1, page, 1, page), np.concatenate([np.zeros_like(length), length])
+    with interpreted_kernels():
+        return ragged_paged_attention(
+            *(q, k, v, cache, length, pages, np.array([0, 1], np.int32), starts, np.ones(3, np.int32), None),
+            d_block_sizes=blocks,
+            m_block_sizes=blocks,
+            vmem_limit_bytes=2**25,
+            **settings,
+        )
 
 
 # --- references that are reshaped or bitcast -------------------------------------------------------------------------

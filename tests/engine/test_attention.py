@@ -11,11 +11,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
-from sgl_jax.srt.kernels.ragged_paged_attention.ragged_paged_attention_v3 import ragged_paged_attention
 from sgl_jax.srt.managers.schedule_batch import global_config
 
-from tests.engine.building import PROMPTS, build_engine, disagreement, policy, requests, tokens
-from tests.engine.interpreter import interpreted_kernels
+from tests.engine.building import build_engine, disagreement, requests, tokens
+from tests.engine.interpreter import attend_last
 from tests.engine.test_gather_attention import plain_attention
 from tests.models.random_checkpoint import write_random_qwen3
 from tpu_grpo.engine.attention import FP8, INT8, KVDtype, bits_of, cache_width, decode, encode
@@ -112,17 +111,8 @@ def test_the_kernel_attends_to_what_is_kept() -> None:
     )
     packed = encode(jnp.stack([jnp.asarray(k), jnp.asarray(v)], axis=2), FP8).reshape(-1, page, 1, 4, 128)
     cache = jnp.concatenate([jnp.zeros_like(packed[:1]), packed]).at[-1, -1].set(0.0)
-    new = (encode(jnp.asarray(each[-1:]), FP8) for each in (k, v))
-    pages = np.arange(1, len(cache), dtype=np.int32)
-    with interpreted_kernels():
-        out, cache = ragged_paged_attention(
-            *(jnp.asarray(q), *new, cache, np.array([length], np.int32), pages, np.array([0, 1], np.int32)),
-            *(np.array([0, length], np.int32), np.ones(3, np.int32), None),
-            sm_scale=128**-0.5,
-            d_block_sizes=(1, page, 1, page),
-            m_block_sizes=(1, page, 1, page),
-            vmem_limit_bytes=2**25,
-        )
+    new_k, new_v = (encode(jnp.asarray(each[-1:]), FP8) for each in (k, v))
+    out, cache = attend_last(jnp.asarray(q), new_k, new_v, cache, sm_scale=128**-0.5)
     cached = np.stack([kept(each.astype(np.float64), FP8) for each in (k, v)], axis=2)
     scores = np.einsum("kgd,lkd->kgl", q.reshape(heads, 2, 128), cached[:, :, 0]) * 128**-0.5
     weights = np.exp(scores - scores.max(-1, keepdims=True))
@@ -137,11 +127,6 @@ def test_the_kernel_attends_to_what_is_kept() -> None:
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_random_qwen3(tmp_path_factory.mktemp("kv") / "model", layers=2, kv_heads=2)
-
-
-@pytest.fixture(scope="module")
-def model(checkpoint: Path) -> nnx.Module:
-    return policy(checkpoint)
 
 
 SMALL: dict[str, Any] = {"batch_paddings": (8,), "prefill_tokens": 64}
@@ -179,37 +164,6 @@ def test_tokens_do_not_depend_on_prefixes_pages_or_room(
         other = build_engine(checkpoint, model, **(SMALL | small), **endless)
         assert tokens(other.generate(asked)) == tokens(completions)
     assert other.use.retracted > 0
-
-
-@pytest.mark.parametrize(
-    ("head_dim", "kv_heads", "page", "tensor"),
-    [
-        (64, 2, 16, 1),
-        (128, 3, 1, 1),  # the last word of 32 bits is half empty
-        (128, 4, 16, 2),
-        (128, 2, 16, 2),  # a head a device
-    ],
-)
-@pytest.mark.slow
-def test_flash_samples_what_gather_does_in_fp8(
-    tmp_path: Path, head_dim: int, kv_heads: int, page: int, tensor: int
-) -> None:
-    checkpoint = write_random_qwen3(
-        tmp_path / "model", layers=1, head_dim=head_dim, heads=2 * kv_heads, kv_heads=kv_heads
-    )
-    model, sizes = policy(checkpoint), {"max_running_requests": 4, "prefill_tokens": 64}
-    asked = requests([PROMPTS[0], PROMPTS[1]], SamplingParams(5, ignore_stop=True), group=2)
-    gather = build_engine(checkpoint, model, kv_dtype="fp8", **sizes).generate(asked)
-    with interpreted_kernels():
-        engine = build_engine(
-            checkpoint, model, tensor=tensor, attention="flash", page_size=page, kv_dtype="fp8", **sizes
-        )
-        completions = engine.generate(asked)
-    assert engine.cache_specs[0].dtype == FP8
-    assert any(completion.cached_tokens for completion in completions)
-    assert tokens(completions) == tokens(gather)
-    for ours, theirs in zip(completions, gather, strict=True):
-        np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-4)
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------

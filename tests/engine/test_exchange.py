@@ -1,154 +1,103 @@
-"""What hosts bring each other: completions packed into arrays, experts in pieces, and whole conversations."""
+"""What hosts bring each other: completions with their experts and whole conversations, bit for bit, in pieces."""
 
+import json
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
 
 from tests.engine.building import requests
 from tpu_grpo.engine import exchange
-from tpu_grpo.engine.exchange import (
-    Exchange,
-    decode_completions,
-    encode_completions,
-    exchange_conversations,
-    pack,
-    unpack,
-)
+from tpu_grpo.engine.exchange import decode_completions, encode_completions, exchange_completions, share_bytes
 from tpu_grpo.engine.experts import ExpertLayout
-from tpu_grpo.hosts import Hosts
+from tpu_grpo.hosts.coordination_service import read_told
 from tpu_grpo.records.episode import Branch, Episode, Failure, KeptEnvironment, Turn
-from tpu_grpo.records.stages import Completion, Request, routing_dtype
+from tpu_grpo.records.errors import LockstepError
+from tpu_grpo.records.stages import Completion, routing_dtype
 
 
-def test_completions_survive_being_packed() -> None:
-    rng = np.random.default_rng(0)
-    given = [
-        Completion(
-            rng.integers(0, 2**31 - 1, length).astype(np.int32),
-            -rng.random(length).astype(np.float32) * np.float32(1e-7),
-            "length" if length == 5 else "stop",
-            cached_tokens=length * 100,
-        )
-        for length in (1, 5, 3)
-    ]
-    table = pack(given, rows=4, new_tokens=5)
-    assert (table.shape, table.dtype) == ((4, 3 + 2 * 5), np.int32)
-    found = unpack(table[:3])
-    for before, after in zip(given, found, strict=True):
-        np.testing.assert_array_equal(after.token_ids, before.token_ids)
-        assert after.logprobs.tobytes() == before.logprobs.tobytes()
-        assert (after.finish_reason, after.cached_tokens) == (before.finish_reason, before.cached_tokens)
-        assert after.kept is None
+def exchanged(
+    own: Sequence[dict[int, Completion]], room: int | None = None
+) -> tuple[list[list[Completion]], list[int]]:
+    """What every host gets, and the sizes of the pieces: threads that meet at every exchange are the hosts."""
+    barrier, slots, pieces = threading.Barrier(len(own)), dict[int, Any](), list[int]()
 
-    counted = [replace(c, kept=np.arange(len(c.token_ids), dtype=np.int32) + 7) for c in given]
-    table = pack(counted, rows=4, new_tokens=5, kept=True)
-    assert table.shape == (4, 3 + 3 * 5)
-    for before, after in zip(counted, unpack(table[:3], kept=True), strict=True):
-        np.testing.assert_array_equal(after.token_ids, before.token_ids)
-        assert after.logprobs.tobytes() == before.logprobs.tobytes()
-        np.testing.assert_array_equal(after.kept, before.kept)
-
-
-# --- experts ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("experts", [8, 300])
-@pytest.mark.parametrize("piece_bytes", [1, 10**9])
-def test_experts_reach_every_host(experts: int, piece_bytes: int) -> None:
-    """Replica 0 and 2 are host 0's, and replica 1 is host 1's, which sends 5 of 8 rows: in pieces of 4, and of one."""
-    rng = np.random.default_rng(0)
-    layout = ExpertLayout(layers=3, per_token=5, dtype=routing_dtype(experts))
-    asked = [replace(r, token_ids=tuple(range(2, 3 + i)), return_experts=True) for i, r in enumerate(requests(group=2))]
-    lengths = rng.integers(1, 17, len(asked))
-    made = [
-        Completion(
-            rng.integers(0, 99, n).astype(np.int32),
-            np.zeros(n, np.float32),
-            "stop",
-            0,
-            rng.integers(0, experts, (len(r.token_ids) + n - 1, 3, 5)).astype(layout.dtype),
-        )
-        for r, n in zip(asked, lengths, strict=True)
-    ]
-    assigned, senders = [[0, 3], [1, 4, 5, 6, 7], [2]], [0, 1, 0]
-    own = [{i: made[i] for i in (0, 2, 3)}, {i: made[i] for i in assigned[1]}]
-    found = _exchanged(asked, assigned, senders, own, layout, piece_bytes)
-    for completions in found:
-        for before, after in zip(made, completions, strict=True):
-            np.testing.assert_array_equal(before.token_ids, after.token_ids)
-            np.testing.assert_array_equal(before.experts, after.experts)
-            assert after.experts is not None
-            assert after.experts.dtype == layout.dtype
-
-
-def _exchanged(
-    asked: Sequence[Request],
-    assigned: Sequence[Sequence[int]],
-    senders: Sequence[int],
-    own: Sequence[dict[int, Completion]],
-    layout: ExpertLayout,
-    piece_bytes: int,
-) -> list[list[Completion]]:
-    """Both hosts' exchanges, on two threads that meet at every ``gather_array``."""
-    barrier, slots, shapes = threading.Barrier(2), {}, set()
-
-    def gather(host: int) -> Any:
-        def gather_array(name: str, array: np.ndarray) -> np.ndarray:
-            slots[host] = name, array
-            shapes.add((name, array.shape))
+    def run(host: int) -> list[Completion]:
+        def gather(name: str, value: Any) -> list[Any]:
+            slots[host] = name, value
             barrier.wait(timeout=30)
-            assert slots[0][0] == slots[1][0]
-            gathered = np.stack([slots[0][1], slots[1][1]])  # of one shape, or this raises
+            assert len({slots[other][0] for other in slots}) == 1
+            gathered = [slots[other][1] for other in range(len(own))]
             barrier.wait(timeout=30)
             return gathered
 
-        return gather_array
+        def gather_array(name: str, array: np.ndarray) -> np.ndarray:
+            pieces.extend([array.nbytes] if host == 0 else [])
+            assert array.dtype == np.int32  # which no device pads
+            return np.stack(gather(name, array))  # of one shape, or this raises
 
-    def run(host: int) -> list[Completion]:
-        hosts: Any = SimpleNamespace(index=host, count=2, gather_array=gather(host))
-        exchange = Exchange(asked, assigned, senders, hosts)
-        return exchange.with_experts(exchange.completions(own[host]), own[host], layout, context_tokens=32)
+        def share(name: str, value: Any, kind: object) -> list[Any]:
+            return [read_told(json.dumps(given).encode(), kind, name) for given in gather(name, value)]
 
-    with mock.patch("tpu_grpo.engine.exchange.PIECE_BYTES", piece_bytes), ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(run, range(2)))
-    assert len(shapes) == 2  # one for completions and one for experts, whatever hosts send
-    return found
+        hosts: Any = SimpleNamespace(index=host, count=len(own), share=share, gather_array=gather_array)
+        return exchange_completions(own[host], sum(map(len, own)), hosts, room)
+
+    with ThreadPoolExecutor(len(own)) as pool:
+        return list(pool.map(run, range(len(own)))), pieces
 
 
-# --- whole conversations to all hosts --------------------------------------------------------------------------------
+def assert_equal(before: Completion, after: Completion) -> None:
+    for name in ("token_ids", "logprobs", "experts", "kept", "sampled"):
+        one, other = getattr(before, name), getattr(after, name)
+        assert (one is None) == (other is None)
+        if one is not None:
+            assert (other.dtype, other.shape, other.tobytes()) == (one.dtype, one.shape, one.tobytes())
+    assert (after.finish_reason, after.cached_tokens) == (before.finish_reason, before.cached_tokens)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("experts", [None, 8, 300])
+@pytest.mark.parametrize("piece_bytes", [1, 10**9])
+def test_completions_and_experts_reach_every_host_in_pieces_of_one_size(
+    monkeypatch: pytest.MonkeyPatch, piece_bytes: int, experts: int | None, kept: bool
+) -> None:
+    """Host 1 sends 5 of 8 rows, one more than its even share; with small pieces both send several."""
+    monkeypatch.setattr(exchange, "FEWEST_BYTES", 64)
+    monkeypatch.setattr(exchange, "PIECE_BYTES", max(128, piece_bytes))
+    rng = np.random.default_rng(0)
+    layout = None if experts is None else ExpertLayout(layers=3, per_token=5, dtype=routing_dtype(experts))
+    asked = [replace(r, token_ids=tuple(range(2, 3 + i))) for i, r in enumerate(requests(group=2))]
+    lengths = rng.integers(1, 17, len(asked))
+    made = [
+        Completion(
+            rng.integers(0, 2**31 - 1, n).astype(np.int32),
+            -rng.random(n).astype(np.float32) * np.float32(1e-7),
+            "length" if n == 5 else "stop",
+            int(n) * 100,
+            layout and rng.integers(0, experts or 0, (len(r.token_ids) + n - 1, 3, 5)).astype(layout.dtype),
+            np.arange(n, dtype=np.int32) + 7 if kept else None,
+        )
+        for r, n in zip(asked, lengths, strict=True)
+    ]
+    own = [{i: made[i] for i in (0, 2, 3)}, {i: made[i] for i in (1, 4, 5, 6, 7)}]
+    room = share_bytes(asked, 2, 32, layout)
+    assert room >= max(len(encode_completions(dict(enumerate(made[i : i + 4])))) for i in range(5))
+    found, pieces = exchanged(own, room)
+    for completions in found:
+        for before, after in zip(made, completions, strict=True):
+            assert_equal(before, after)
+    assert len(set(pieces)) == 1
+    assert (len(pieces) > 2) == (piece_bytes == 1)
 
 
 def whole(row: int) -> Completion:
     episode = Episode("p", (Branch((1,), 0, 2),), (Turn(0, 1, "a"),), "done", ({"role": "user"},), "game", reward=row)
     return Completion(np.array([row, 7], np.int32), np.zeros(2, np.float32), "stop", 0, episode=episode)
-
-
-class Sharing(Hosts):
-    """Three hosts, whose others send what they are given."""
-
-    def __init__(self, others: Sequence[dict[int, Completion]]):
-        super().__init__()
-        self.count = 3
-        self._others = [encode_completions(own) for own in others]
-        self.shapes: list[tuple[Any, ...]] = []
-
-    def gather(self, name: str, value: bytes, *, timeout_seconds: float | None = None) -> list[bytes]:
-        del name, timeout_seconds
-        return [value, *(str(len(data)).encode() for data in self._others)]
-
-    def gather_array(self, name: str, array: Any) -> Any:
-        assert name == "conversations"
-        start = len(self.shapes) * array.nbytes
-        self.shapes.append((array.dtype, array.shape))
-        others = [data[start : start + array.nbytes].ljust(array.nbytes, b"\0") for data in self._others]
-        return np.stack([array, *(np.frombuffer(data, array.dtype) for data in others)])
 
 
 @pytest.mark.parametrize(("fewest", "most", "pieces"), [(2**16, 2**26, 1), (64, 3 * 300, None)])
@@ -158,16 +107,12 @@ def test_every_host_gets_all_conversations(
     """With pieces of at most 256 bytes a host there are several; host 2 has nothing."""
     monkeypatch.setattr(exchange, "FEWEST_BYTES", fewest)
     monkeypatch.setattr(exchange, "PIECE_BYTES", most)
-    hosts = Sharing([{row: whole(row) for row in (1, 3, 4)}, {}])
-    found = exchange_conversations({row: whole(row) for row in (0, 2)}, 5, hosts)
-    assert [completion.token_ids.tolist() for completion in found] == [[row, 7] for row in range(5)]
-    assert [completion.episode for completion in found] == [whole(row).episode for row in range(5)]
-    assert len(set(hosts.shapes)) == 1
-    if pieces:
-        assert hosts.shapes == [(np.dtype(np.int32), (fewest // 4,))]
-    else:
-        assert hosts.shapes[0] == (np.dtype(np.int32), (256 // 4,))
-        assert len(hosts.shapes) > 2
+    found, sizes = exchanged([{row: whole(row) for row in rows} for rows in ((0, 2), (1, 3, 4), ())])
+    for completions in found:
+        assert [completion.token_ids.tolist() for completion in completions] == [[row, 7] for row in range(5)]
+        assert [completion.episode for completion in completions] == [whole(row).episode for row in range(5)]
+    assert set(sizes) == {fewest if pieces else 256}
+    assert len(sizes) == 1 if pieces else len(sizes) > 2
 
 
 def test_a_conversation_survives_being_written() -> None:
@@ -182,16 +127,96 @@ def test_a_conversation_survives_being_written() -> None:
     given = Completion(
         np.array([5, 7], np.int32), logprobs, "length", 4, None, np.array([3, 4]), np.array([True, False]), episode
     )
-    [(row, found)] = decode_completions(encode_completions({2**40: given})).items()
-    assert row == 2**40
-    for name in ("token_ids", "logprobs", "kept", "sampled"):
-        before, after = getattr(given, name), getattr(found, name)
-        assert (after.dtype, after.tobytes()) == (before.dtype, before.tobytes())
-    assert found.episode is not None
-    np.testing.assert_array_equal(found.episode.branches[0].experts, branch.experts)
-    first, second = (replace(one, experts=None) for one in found.episode.branches)
+    empty = Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), "stop", 0)
+    found = decode_completions(encode_completions({2**40: given, 3: empty}))
+    assert list(found) == [2**40, 3]
+    assert_equal(given, found[2**40])
+    assert_equal(empty, found[3])
+    there = found[2**40].episode
+    assert there is not None
+    np.testing.assert_array_equal(there.branches[0].experts, branch.experts)
+    first, second = (replace(one, experts=None) for one in there.branches)
     expected = replace(episode, branches=(replace(branch, experts=None), episode.branches[1]))
-    assert replace(found.episode, branches=(first, second)) == expected
-    assert (found.finish_reason, found.cached_tokens, found.experts) == ("length", 4, None)
-    with pytest.raises(AssertionError, match="conversations hold records, arrays and JSON, got object"):
+    assert replace(there, branches=(first, second)) == expected
+    with pytest.raises(AssertionError, match="completions hold records, arrays and JSON, got object"):
         encode_completions({0: replace(given, episode=replace(episode, messages=({"role": object()},)))})
+
+
+# --- what no host sends ----------------------------------------------------------------------------------------------
+
+FORGED: dict[str, Any] = {
+    "no JSON": b"{",
+    "no list": b"3",
+    "deep": b"[" * 100_000,
+    "an index that is text": ["x", {}],
+    "a field that no record has": {"more": 1},
+    "a field that lacks": {"token_ids": None},
+    "another type of numbers": {"logprobs": ["<f8", [2], 0]},
+    "objects": {"token_ids": ["|O", [1], 0]},
+    "records": {"token_ids": ["i4,(", [2], 0]},
+    "no type at all": {"sampled": ["import os", [2], 0]},
+    "another shape": {"token_ids": ["<i4", [1, 2], 0]},
+    "a shape beyond the bytes": {"token_ids": ["<i4", [10**9], 0]},
+    "a shape beyond 64 bits": {"token_ids": ["<i4", [10**30], 0]},
+    "a place beyond the bytes": {"token_ids": ["<i4", [2], 10**6]},
+    "a place before them": {"token_ids": ["<i4", [2], -8]},
+    "a place that is text": {"token_ids": ["<i4", [2], "x"]},
+    "more numbers": {"logprobs": ["<f4", [3], 0]},
+    "fewer kept": {"kept": ["<i4", [1], 0]},
+    "another reason": {"finish_reason": "forged"},
+    "a count that is text": {"cached_tokens": "many"},
+    "a count below 0": {"cached_tokens": -1},
+    "an episode that is text": {"episode": "x"},
+    "a turn beyond the tokens": {"turns": [{"start": 0, "end": 3, "text": "a"}]},
+    "a turn that runs back": {"turns": [{"start": 1, "end": 0, "text": "a"}]},
+    "a branch beyond the tokens": {"branches": [{"prompt": [1], "start": 0, "end": 9, "experts": None}]},
+    "a prompt of texts": {"branches": [{"prompt": ["a"], "start": 0, "end": 2, "experts": None}]},
+    "another ending": {"ending": "forged"},
+    "a reward that is text": {"reward": "much"},
+    "attributes that are text": {"kept_environment": {"source": "a", "state": "!"}},
+    "attributes that are not there": {"kept_environment": {"source": "a", "state": None}},
+}
+
+
+@pytest.mark.parametrize("what", FORGED)
+def test_a_completion_that_no_host_sends_is_refused(what: str) -> None:
+    """Each of these has one value that is not of its type, shape or size; the same without it is read."""
+    data = encode_completions({1: whole(1)})
+    end = 8 + int.from_bytes(data[:8], "little")
+    [[row, sound]] = json.loads(data[8:end])
+    forged = FORGED[what]
+    if isinstance(forged, dict):
+        part = sound["episode"] if sound["episode"].keys() & forged and what != "fewer kept" else sound
+        if "kept_environment" in forged:
+            part, forged = sound["episode"], {"kept": forged["kept_environment"]}
+        part.update(forged)
+        text = json.dumps([[row, sound]]).encode()
+    else:
+        text = forged if isinstance(forged, bytes) else json.dumps([forged]).encode()
+    with pytest.raises(LockstepError, match="(?s)only the hosts of a run may write .* at 'the completions of host 2'"):
+        decode_completions(len(text).to_bytes(8, "little") + text + data[end:], host=2)
+
+
+@pytest.mark.parametrize("data", [b"", b"\0" * 8, b"\xff" * 8, b"\xff" * 100])
+def test_bytes_that_are_no_completions_are_refused(data: bytes) -> None:
+    with pytest.raises(LockstepError, match="at 'the completions of host 1'"):
+        decode_completions(data, host=1)
+
+
+@pytest.mark.parametrize(
+    ("others", "message"),
+    [
+        (({1: whole(1)}, {1: whole(1)}), "completion 1 of 3, which is none of its own at 'the completions of host 2'"),
+        (({3: whole(2)}, {1: whole(1)}), "completion 3 of 3, .* at 'the completions of host 1'"),
+        (({-1: whole(2)}, {1: whole(1)}), "completion -1 of 3, .* at 'the completions of host 1'"),
+    ],
+)
+def test_every_completion_comes_once(others: Sequence[dict[int, Completion]], message: str) -> None:
+    with pytest.raises(LockstepError, match=message):
+        exchanged([{0: whole(0)}, *others])
+
+
+@pytest.mark.parametrize("size", [-4, "x", 1.5, 2**41])
+def test_a_size_that_no_host_has_is_refused(size: Any) -> None:
+    with pytest.raises(LockstepError, match="what no host tells"):
+        read_told(json.dumps(size).encode(), exchange.SIZE, "sizes")

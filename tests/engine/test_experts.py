@@ -16,19 +16,32 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from sgl_jax.srt.kernels.fused_moe.v1 import tuned_block_configs
 from sgl_jax.srt.kernels.fused_moe.v1.kernel import FusedMoEBlockConfig
-from sgl_jax.srt.managers.schedule_batch import global_config
 
-from tests.engine.building import SAMPLED, build_engine, engine_options, install, policy, requests
+from tests.engine.building import SAMPLED, build_engine, install, policy, requests
 from tests.engine.interpreter import interpreted_kernels
-from tests.engine.test_replicas import build
 from tests.models.random_checkpoint import write_random
-from tests.models.reference import reference_experts
 from tpu_grpo.engine.engine import engine_mesh
 from tpu_grpo.engine.experts import AXIS, Experts, FusedExperts
+from tpu_grpo.models.reference import reference_experts
 from tpu_grpo.records.errors import RequestError
 from tpu_grpo.records.stages import Completion, Request, routing_dtype
 
 TOKENS, WIDTH, EXPERTS, PER_TOKEN, HIDDEN = 10, 6, 8, 3, 5
+
+
+Arrays = dict[str, np.ndarray]
+
+
+def drawn(tokens: int, width: int, hidden: int, scale: float = 1.0, crowded: bool = False) -> Arrays:
+    """Tokens, the weights and numbers of their experts, and what these multiply with."""
+    rng = np.random.default_rng(1)
+    x, logits = rng.standard_normal((tokens, width)), rng.standard_normal((tokens, EXPERTS))
+    if crowded:  # all tokens choose the same three, two of them on one device of four
+        logits[:, [0, 1, 6]] += 10
+    chosen, weights = np.argsort(-logits, axis=1)[:, :PER_TOKEN], rng.random((tokens, PER_TOKEN))
+    gate, up = scale * rng.standard_normal((2, EXPERTS, width, hidden))
+    down = scale * rng.standard_normal((EXPERTS, hidden, width))
+    return {"x": x, "weights": weights, "chosen": chosen, "gate": gate, "up": up, "down": down}
 
 
 def reference(
@@ -42,56 +55,39 @@ def reference(
     return out
 
 
+def computed(kind: type[Experts], devices: int, given: Arrays, call: Any = nnx.jit) -> np.ndarray:
+    """What a layer of experts makes of them on so many devices."""
+    mesh, (_, width, hidden) = engine_mesh(jax.devices()[:devices]), given["gate"].shape
+    with jax.set_mesh(mesh):
+        layer = kind(
+            hidden_size=width, num_experts=EXPERTS, intermediate_dim=hidden, mesh=mesh, weight_dtype=jnp.float32
+        )
+        for param, name in ((layer.wi_0, "gate"), (layer.wi_1, "up"), (layer.wo, "down")):
+            param.set_value(jax.device_put(given[name].astype(np.float32), NamedSharding(mesh, P(AXIS))))
+        by_token, types = (
+            NamedSharding(mesh, P("data", None)),
+            {"x": "float32", "weights": "float32", "chosen": "int32"},
+        )
+        inputs = [jax.device_put(given[name].astype(dtype), by_token) for name, dtype in types.items()]
+        return call(lambda m, *inputs: m(*inputs, out_sharding=by_token))(layer, *inputs)
+
+
 @pytest.mark.parametrize("crowded", [False, True], ids=["spread", "crowded"])
 @pytest.mark.parametrize("devices", [1, 2, 4])
 def test_every_token_gets_its_experts(devices: int, crowded: bool) -> None:
-    rng = np.random.default_rng(1)
-    x, logits = rng.standard_normal((TOKENS, WIDTH)), rng.standard_normal((TOKENS, EXPERTS))
-    if crowded:  # all tokens choose the same three, two of them on one device of four
-        logits[:, [0, 1, 6]] += 10
-    chosen = np.argsort(-logits, axis=1)[:, :PER_TOKEN]
-    weights = rng.random((TOKENS, PER_TOKEN))
-    gate, up = rng.standard_normal((2, EXPERTS, WIDTH, HIDDEN))
-    down = rng.standard_normal((EXPERTS, HIDDEN, WIDTH))
-    mesh = engine_mesh(jax.devices()[:devices])
-    with jax.set_mesh(mesh):
-        layer = Experts(
-            hidden_size=WIDTH, num_experts=EXPERTS, intermediate_dim=HIDDEN, mesh=mesh, weight_dtype=jnp.float32
-        )
-        for param, values in ((layer.wi_0, gate), (layer.wi_1, up), (layer.wo, down)):
-            param.set_value(jax.device_put(values.astype(np.float32), NamedSharding(mesh, P(AXIS))))
-        by_token = NamedSharding(mesh, P("data", None))
-        inputs = [jax.device_put(a, by_token) for a in (x.astype(np.float32), weights.astype(np.float32), chosen)]
-        got = nnx.jit(lambda m, *inputs: m(*inputs, out_sharding=by_token))(layer, *inputs)
-    np.testing.assert_allclose(got, reference(x, weights, chosen, gate, up, down), atol=1e-5)
-
-
-# --- the fused kernel -------------------------------------------------------------------------------------------------
+    given = drawn(TOKENS, WIDTH, HIDDEN, crowded=crowded)
+    np.testing.assert_allclose(computed(Experts, devices, given), reference(**given), atol=1e-5)
 
 
 def test_the_fused_kernel_computes_the_same_on_one_device() -> None:
     """Interpreted; on several devices the interpreter does not come to an end. Widths are whole tiles of a TPU."""
-    rng = np.random.default_rng(1)
-    width, hidden, tokens = 256, 128, 8
-    x, logits = rng.standard_normal((tokens, width)), rng.standard_normal((tokens, EXPERTS))
-    chosen = np.argsort(-logits, axis=1)[:, :PER_TOKEN]
-    weights = rng.random((tokens, PER_TOKEN))
-    gate, up = 0.1 * rng.standard_normal((2, EXPERTS, width, hidden))
-    down = 0.1 * rng.standard_normal((EXPERTS, hidden, width))
-    mesh = engine_mesh(jax.devices()[:1])
+    given = drawn(tokens=8, width=256, hidden=128, scale=0.1)
     sizes = {"bt": 8, "btc": 8, "bts": 8, "bse": 128} | {"bf": 128, "bfc": 128}
     blocks = FusedMoEBlockConfig(**sizes, bd1=256, bd1c=256, bd2=256, bd2c=256)
     chooses = mock.patch.object(tuned_block_configs, "get_tuned_fused_moe_block_config", return_value=blocks)
-    with jax.set_mesh(mesh), interpreted_kernels(), chooses:
-        layer = FusedExperts(
-            hidden_size=width, num_experts=EXPERTS, intermediate_dim=hidden, mesh=mesh, weight_dtype=jnp.float32
-        )
-        for param, values in ((layer.wi_0, gate), (layer.wi_1, up), (layer.wo, down)):
-            param.set_value(jax.device_put(values.astype(np.float32), NamedSharding(mesh, P(AXIS))))
-        by_token = NamedSharding(mesh, P("data", None))
-        given = (x.astype(np.float32), weights.astype(np.float32), chosen.astype(np.int32))
-        got = layer(*(jax.device_put(a, by_token) for a in given), out_sharding=by_token)
-    np.testing.assert_allclose(got, reference(x, weights, chosen, gate, up, down), atol=1e-5)
+    with interpreted_kernels(), chooses:
+        got = computed(FusedExperts, 1, given, call=lambda function: function)
+    np.testing.assert_allclose(got, reference(**given), atol=1e-5)
 
 
 # --- the experts that served each token -------------------------------------------------------------------------------
@@ -104,11 +100,6 @@ SMALL = {"batch_paddings": (8,), "prefill_tokens": 64, "return_experts": True}
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two layers of 8 experts, 3 for a token."""
     return write_random("qwen3_moe", tmp_path_factory.mktemp("experts") / "model", scale=0.3)
-
-
-@pytest.fixture(scope="module")
-def model(checkpoint: Path) -> nnx.Module:
-    return policy(checkpoint)
 
 
 def asking(group: int = 3, **sampling: Any) -> list[Request]:
@@ -150,16 +141,6 @@ def test_experts_are_those_of_a_float64_router(checkpoint: Path, model: nnx.Modu
         np.testing.assert_array_equal(before.experts, after.experts)
 
 
-@pytest.mark.slow  # test_engine.py retracts
-def test_retraction_changes_no_experts(checkpoint: Path, model: nnx.Module) -> None:
-    with mock.patch.object(global_config, "default_init_new_token_ratio", 0.01):  # so that memory runs out
-        engine = build_engine(checkpoint, model, **SMALL, kv_tokens=120, stop_token_ids=frozenset())
-    asked = asking(ignore_stop=False)
-    completions = engine.generate(asked)
-    assert engine.use.retracted
-    check_experts(checkpoint, asked, completions)
-
-
 def test_new_weights_bring_their_own_experts(checkpoint: Path, model: nnx.Module, tmp_path: Path) -> None:
     """And a table that kept those of the old weights would not go unnoticed."""
     other = write_random("qwen3_moe", tmp_path / "other", scale=0.3, seed=5)
@@ -188,16 +169,6 @@ def test_an_engine_that_keeps_no_experts_refuses(checkpoint: Path, model: nnx.Mo
     assert engine.expert_layout is None
     with pytest.raises(RequestError, match="request 0: this engine keeps no experts"):
         engine.generate(asking())
-
-
-@pytest.mark.slow  # tokens of a replica depend on nobody else
-def test_two_replicas_return_the_same(checkpoint: Path, model: nnx.Module) -> None:
-    replicas, _ = build(checkpoint, model, 2, engine_options(**SMALL))
-    asked = asking(2)
-    check_experts(checkpoint, asked, replicas.generate(asked))
-
-
-# --- passing experts between hosts -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("experts", "dtype"), [(8, np.uint8), (255, np.uint8), (256, np.uint16), (512, np.uint16)])

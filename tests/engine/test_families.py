@@ -1,25 +1,20 @@
 """Every family from its files into the trainer and through the sync into the engine, against float64 NumPy; and the
 sampler with merged adapters against the model that has them beside its weights."""
 
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from flax import nnx
 
-from tests.engine.building import PROMPTS, build_engine, disagreement, policy, requests, trainer_logprobs
-from tests.models.random_checkpoint import LLAMA3_SCALING, write_random
-from tests.models.reference import reference_logprobs
+from tests.engine.building import PROMPTS, build_engine, disagreement, install, policy, requests, trainer_logprobs
+from tests.models.random_checkpoint import LLAMA3_SCALING, YARN_SCALING, write_random
 from tests.models.test_lora import randomize, with_lora
+from tests.models.test_transformers5 import SAVED
 from tpu_grpo.config import LoraSection
-from tpu_grpo.models.checkpoint import read_checkpoint
 from tpu_grpo.models.families import FAMILIES
-from tpu_grpo.weights.plan import named_leaves
-from tpu_grpo.weights.sync import WeightSync
+from tpu_grpo.models.reference import reference_logprobs
 
 ENGINE_AGAINST_TRAINER, AGAINST_REFERENCE = 1e-4, 3e-4
 """The contract's bounds in float32; measured 8e-6 to 2e-5, and 6e-6 to 8e-5."""
@@ -27,14 +22,18 @@ LONG = tuple(np.random.default_rng(0).integers(2, 300, 110).tolist())
 """Beyond the original context of LLAMA3_SCALING."""
 
 CASES: list[tuple[str, dict[str, Any], int]] = [
-    ("qwen2", {"tied": False}, 4),  # two key-value heads: weights and biases are repeated
+    ("qwen2", {"tied": False, "rope_scaling": YARN_SCALING}, 4),  # two key-value heads: weights and biases are repeated
     ("qwen3", {"tied": False}, 2),
     ("qwen3_moe", {"tied": False}, 4),
     ("llama", {"tied": True, "rope_scaling": LLAMA3_SCALING}, 2),
+    ("mistral", {"tied": False}, 2),
+    ("phi3", {"tied": False}, 2),
     ("gemma2", {"tied": True}, 4),
 ]
 MORE_CASES: list[tuple[str, dict[str, Any], int]] = [
     ("qwen2", {"tied": True}, 1),
+    ("qwen3", {"tied": True, "rope_scaling": YARN_SCALING}, 1),
+    ("llama", {"tied": False, "rope_scaling": YARN_SCALING}, 2),
     ("qwen3_moe", {"tied": False}, 1),
     ("llama", {"tied": False}, 1),
     ("gemma2", {"tied": True, "kv_heads": 1}, 1),
@@ -45,7 +44,8 @@ MORE_CASES: list[tuple[str, dict[str, Any], int]] = [
 
 def name_of(family: str, options: dict[str, Any], tensor: int) -> str:
     heads = f" kv_heads {options['kv_heads']}" if "kv_heads" in options else ""
-    return f"{family} {'tied' if options['tied'] else 'untied'} tensor {tensor}{heads}"
+    scaled = f" {options['rope_scaling']['rope_type']}" if "rope_scaling" in options else ""
+    return f"{family} {'tied' if options['tied'] else 'untied'} tensor {tensor}{heads}{scaled}"
 
 
 def test_every_family_is_here() -> None:
@@ -77,19 +77,19 @@ def test_engine_trainer_and_reference_agree(tmp_path: Path, family: str, options
         assert np.abs(trainer_TV - reference_TV).max() <= AGAINST_REFERENCE
 
 
-def test_the_engine_reads_what_transformers_5_writes(tmp_path: Path) -> None:
-    """The library's transformers would take 10,000 for the base of positions, and no scaling."""
-    directory = write_random("llama", tmp_path / "model", scale=0.3, layers=1, rope_scaling=LLAMA3_SCALING)
-    options: dict[str, Any] = {"context_tokens": 128, "batch_paddings": (8,), "prefill_tokens": 64}
-    asked = requests([LONG])
-    [expected] = build_engine(directory, **options).generate(asked)
-    config = json.loads((directory / "config.json").read_text())
-    config["rope_parameters"] = {"rope_theta": config.pop("rope_theta"), **config.pop("rope_scaling")}
-    newer = shutil.copytree(directory, tmp_path / "newer")  # the library remembers what it has read of a path
-    (newer / "config.json").write_text(json.dumps(config))
-    [found] = build_engine(newer, **options).generate(asked)
-    np.testing.assert_array_equal(found.token_ids, expected.token_ids)
-    np.testing.assert_array_equal(found.logprobs, expected.logprobs)
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_yarn", "llama", "mistral", "phi3"])
+def test_the_engine_computes_what_transformers_5_does(name: str) -> None:
+    """The library's transformers would take 10,000 for the base of positions, no scaling, and 128 experts."""
+    directory = SAVED / name
+    theirs = np.load(directory / "expected.npz")
+    engine = build_engine(
+        directory, policy(directory), context_tokens=64, batch_paddings=(8,), prefill_tokens=64, max_running_requests=8
+    )
+    places = range(4, 40, 5)
+    asked = requests([tuple(theirs["tokens"][0, : place + 1].tolist()) for place in places])
+    for completion, logits in zip(engine.generate(asked), theirs["logits"][0], strict=True):
+        first, logprob = completion.token_ids[0], completion.logprobs[0]
+        assert abs(logprob - jax.nn.log_softmax(logits)[first]) <= ENGINE_AGAINST_TRAINER
 
 
 # --- adapters ---------------------------------------------------------------------------------------------------------
@@ -117,11 +117,7 @@ def test_merged_sampler_and_adapted_model_agree(tmp_path: Path, family: str, ten
     base, model = with_lora(directory, section)
     engine = build_engine(directory, base, tensor, batch_paddings=(8,), prefill_tokens=64)
     randomize(model)
-    mesh = jax.tree.leaves(engine.weight_specs)[0].sharding.mesh
-    replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    leaves = {k: jax.device_put(v, replicated) for k, v in named_leaves(nnx.state(model, nnx.Param)).items()}
-    sync = WeightSync(read_checkpoint(directory).weight_rules, leaves, engine.weight_specs, lora_alpha=section.alpha)
-    engine.install_weights(sync(leaves)[0])
+    install(engine, model, lora_alpha=section.alpha)
     asked = requests(PROMPTS)
     completions = engine.generate(asked)
     assert disagreement(model, asked, completions) <= MERGED_AGAINST_ADAPTED

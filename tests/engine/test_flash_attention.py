@@ -2,14 +2,14 @@
 
 import contextlib
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from sgl_jax.srt.kernels.ragged_paged_attention.ragged_paged_attention_v3 import ragged_paged_attention
 
 from tests.engine.building import build_engine, disagreement, policy, requests, tokens
-from tests.engine.interpreter import interpreted_kernels
+from tests.engine.interpreter import attend_last, interpreted_kernels
 from tests.models.random_checkpoint import write_random, write_random_qwen3
 from tpu_grpo.engine.flash_attention import PAGES, FlashAttention, check_pages, choose_blocks
 from tpu_grpo.records.errors import ConfigError
@@ -17,59 +17,55 @@ from tpu_grpo.records.stages import SamplingParams
 
 PROMPTS = [tuple(range(5, 15)), tuple(range(20, 57))]
 SIZES = {"max_running_requests": 4, "prefill_tokens": 64}
+GEMMA: dict[str, Any] = {"model_type": "gemma2", "head_dim": 64}
+FP8 = {"kv_dtype": "fp8"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("head_dim", "page", "tensor", "cached"),
+    ("model", "options", "cached"),
     [
-        pytest.param(64, 16, 1, [0, 0, 0, 32], marks=pytest.mark.slow),  # padded; only whole pages are shared
-        pytest.param(128, 16, 1, [0, 0, 0, 32], marks=pytest.mark.slow),
-        pytest.param(128, 1, 1, [0, 9, 0, 36], marks=pytest.mark.slow),
-        pytest.param(64, 1, 2, [0, 9, 0, 36], marks=pytest.mark.slow),
-        pytest.param(128, 16, 2, [0, 0, 0, 32], marks=pytest.mark.slow),
+        ({"head_dim": 64}, {"page_size": 16}, [0, 0, 0, 32]),  # padded; only whole pages are shared
+        ({"head_dim": 128}, {"page_size": 16}, [0, 0, 0, 32]),
+        ({"head_dim": 128}, {"page_size": 1}, [0, 9, 0, 36]),
+        ({"head_dim": 64}, {"page_size": 1, "tensor": 2}, [0, 9, 0, 36]),
+        ({"head_dim": 128}, {"page_size": 16, "tensor": 2}, [0, 0, 0, 32]),
+        (GEMMA | {"sliding_window": 13}, {"page_size": 16}, None),  # shorter than a block
+        (GEMMA | {"sliding_window": 20}, {"page_size": 4}, None),
+        (GEMMA | {"sliding_window": 1}, {"page_size": 16}, None),
+        (GEMMA | {"sliding_window": 13, "kv_heads": 1}, {"page_size": 16, "tensor": 2}, None),  # a repeated head
+        ({"head_dim": 64, "heads": 4, "kv_heads": 2}, {"page_size": 16} | FP8, None),
+        ({"head_dim": 128, "heads": 6, "kv_heads": 3}, {"page_size": 1} | FP8, None),  # the last word is half empty
+        ({"head_dim": 128, "heads": 8, "kv_heads": 4}, {"page_size": 16, "tensor": 2} | FP8, None),
+        ({"head_dim": 128, "heads": 4, "kv_heads": 2}, {"page_size": 16, "tensor": 2} | FP8, None),  # a head a device
     ],
+    ids=str,
 )
-def test_flash_samples_what_native_does(
-    tmp_path: Path, head_dim: int, page: int, tensor: int, cached: list[int]
+def test_flash_samples_what_native_and_gather_do(
+    tmp_path: Path, model: dict[str, Any], options: dict[str, Any], cached: list[int] | None
 ) -> None:
-    """The second of each group continues after a prefix that it finds in the cache."""
-    checkpoint = write_random_qwen3(tmp_path / "model", layers=1, head_dim=head_dim)
-    model = policy(checkpoint)
-    asked = requests(PROMPTS, SamplingParams(5, ignore_stop=True), group=2)
-    native = tokens(build_engine(checkpoint, model, attention="native", **SIZES).generate(asked))
-    with interpreted_kernels():
-        engine = build_engine(checkpoint, model, tensor=tensor, attention="flash", page_size=page, **SIZES)
-        completions = engine.generate(asked)
-    assert [completion.cached_tokens for completion in completions] == cached
-    assert tokens(completions) == native
-    assert disagreement(model, asked, completions) <= 1e-4  # measured 1e-6
+    """The second of each group continues after a prefix that it finds in the cache.
 
-
-@pytest.mark.parametrize(
-    ("window", "page", "tensor", "kv_heads"),
-    [
-        pytest.param(13, 16, 1, 2, marks=pytest.mark.slow),  # shorter than a block
-        pytest.param(20, 4, 1, 2, marks=pytest.mark.slow),
-        pytest.param(1, 16, 1, 2, marks=pytest.mark.slow),
-        pytest.param(13, 16, 2, 1, marks=pytest.mark.slow),  # the key-value head is repeated
-    ],
-)
-def test_flash_honours_windows_and_soft_caps(
-    tmp_path: Path, window: int, page: int, tensor: int, kv_heads: int
-) -> None:
-    """The second of each group continues after a cached prefix, and the prompt is prefilled in two chunks."""
-    checkpoint = write_random(
-        "gemma2", tmp_path / "model", layers=1, head_dim=64, kv_heads=kv_heads, sliding_window=window
-    )
-    model, sizes = policy(checkpoint), {"max_running_requests": 2, "prefill_tokens": 32}
-    asked = requests([tuple(range(100, 142))], SamplingParams(3, ignore_stop=True), group=2)
-    gather = tokens(build_engine(checkpoint, model, **sizes).generate(asked))
+    Gemma has windows and soft caps, and its prompt is prefilled in two chunks.
+    """
+    windowed, eight_bits = model.get("model_type") == "gemma2", options.get("kv_dtype") == "fp8"
+    settings: dict[str, Any] = {"model_type": "qwen3", "layers": 1} | model
+    checkpoint = write_random(directory=tmp_path / "model", **settings)
+    prompts, new = ([tuple(range(100, 142))], 3) if windowed else (PROMPTS, 5)
+    sizes = {"max_running_requests": 2, "prefill_tokens": 32} if windowed else SIZES
+    trained, asked = policy(checkpoint), requests(prompts, SamplingParams(new, ignore_stop=True), group=2)
+    other: dict[str, Any] = FP8 if eight_bits else {} if windowed else {"attention": "native"}
+    expected = build_engine(checkpoint, trained, **other, **sizes).generate(asked)
     with interpreted_kernels():
-        engine = build_engine(checkpoint, model, tensor=tensor, attention="flash", page_size=page, **sizes)
+        engine = build_engine(checkpoint, trained, attention="flash", **options, **sizes)
         completions = engine.generate(asked)
     assert any(completion.cached_tokens for completion in completions)
-    assert tokens(completions) == gather
-    assert disagreement(model, asked, completions) <= 1e-4
+    assert cached is None or [completion.cached_tokens for completion in completions] == cached
+    assert tokens(completions) == tokens(expected)
+    assert not eight_bits or engine.cache_specs[0].dtype == jnp.float8_e4m3fn
+    for ours, theirs in zip(completions, expected, strict=True):
+        np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-4)
+    assert eight_bits or disagreement(trained, asked, completions) <= 1e-4  # measured 1e-6
 
 
 @pytest.mark.slow  # an engine of its own for a refusal
@@ -130,16 +126,7 @@ def test_queries_in_float32_are_still_needed() -> None:
     exact = np.einsum("qhk,khd->qhd", weights / weights.sum(-1, keepdims=True), v.astype(float))
 
     def error(dtype: jnp.dtype) -> float:
-        lengths, pages = np.array([length], np.int32), np.arange(1, len(cache), dtype=np.int32)
-        starts = np.array([0, length], np.int32)
-        with interpreted_kernels():
-            out, _ = ragged_paged_attention(
-                *(jnp.asarray(q, dtype), jnp.asarray(k[-1:]), jnp.asarray(v[-1:]), jnp.asarray(cache)),
-                *(lengths, pages, np.array([0, 1], np.int32), starts, np.ones(3, np.int32), None),
-                d_block_sizes=(1, page, 1, page),
-                m_block_sizes=(1, page, 1, page),
-                vmem_limit_bytes=2**25,
-            )
+        out, _ = attend_last(jnp.asarray(q, dtype), jnp.asarray(k[-1:]), jnp.asarray(v[-1:]), jnp.asarray(cache))
         return float(np.sqrt(np.mean((np.asarray(out, float) - exact) ** 2)))
 
     rounding = float(np.sqrt(np.mean((np.asarray(jnp.asarray(exact, jnp.bfloat16), float) - exact) ** 2)))

@@ -29,11 +29,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_random_qwen3(tmp_path_factory.mktemp("launches") / "model", layers=1, kv_heads=2)
 
 
-@pytest.fixture(scope="module")
-def model(checkpoint: Path) -> nnx.Module:
-    return policy(checkpoint)
-
-
 def uneven(group: int = 6, **sampling: Any) -> list[Request]:
     """Requests of 1 to 40 tokens, every length about as often."""
     return [
@@ -77,11 +72,11 @@ def test_completions_do_not_depend_on_the_steps_of_a_launch(checkpoint: Path, op
     options = {key: value for key, value in (SMALL | options).items() if value is not None}
     model = policy(checkpoint, options.get("dtype", "float32"))
     found, asked = {}, uneven()
-    for steps in (1, 3, 16, 64):
+    for steps in (1, 3, 64):
         engine = build_engine(checkpoint, model, steps_per_launch=steps, **options)
         found[steps] = sampled_by(engine, asked), engine.use.steps
         assert engine.use.launches >= engine.use.steps / steps
-    assert found[3] == found[16] == found[64] == found[1]
+    assert found[3] == found[64] == found[1]
     assert engine.use.launches < found[1][1] / 3
 
 
@@ -136,9 +131,11 @@ def test_stop_tokens_at_every_place_of_a_launch(checkpoint: Path, model: nnx.Mod
     """Launches have 8 steps; the second token is that of the first step, because a prefill samples the first."""
     sizes = {"max_running_requests": 48, "batch_paddings": (48,), "prefill_tokens": 256, "steps_per_launch": 8}
     asked = requests(sampling=SamplingParams(LONGEST), group=12)
-    whole = tokens(build_engine(checkpoint, model, **sizes).generate([_unstopped(request) for request in asked]))
     stops = frozenset({1, *range(20, 60)})
     engine = build_engine(checkpoint, model, stop_token_ids=stops, **sizes)
+    whole = tokens(engine.generate([_unstopped(request) for request in asked]))
+    assert any(token in stops for row in whole for token in row[:-1])
+    engine.forget_prefixes()
     places = set()
     for completion, full in zip(engine.generate(asked), whole, strict=True):
         end = next((index for index, token in enumerate(full) if token in stops), LONGEST - 1)

@@ -24,6 +24,7 @@ from jax.sharding import Mesh, PartitionSpec
 from tests.models.random_checkpoint import LLAMA3_SCALING, write_random, write_random_qwen3
 from tpu_grpo.engine import repairs
 from tpu_grpo.engine.engine import engine_mesh
+from tpu_grpo.models.families.rope import scaling_of
 from tpu_grpo.records.errors import ConfigError
 
 
@@ -96,7 +97,7 @@ def test_scaling_positions_is_still_needed() -> None:
     plain = RotaryEmbedding(8, 8, 4096, 10_000, True, jnp.dtype("float32"))
     np.testing.assert_array_equal(angle(shared), angle(plain))
     holder = _Holder(shared)
-    repairs.rope_as_published(holder, jnp.dtype("float32"))
+    repairs.rope_as_published(holder, jnp.dtype("float32"), scaling_of(LLAMA3_SCALING))
     # wavelengths 6.3, 62.8, 628, 6283 in an original context of 64: fast, in between, and two slow ones
     turns = 64 * 0.1 / (2 * np.pi)
     halfway = 0.1 * ((turns - 1) / 3 + (4 - turns) / 3 / 8)

@@ -6,24 +6,25 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
 
-from tests.engine.building import CONTEXT, PROMPTS, disagreement, engine_options, policy, requests, tokens
-from tests.models.random_checkpoint import write_random, write_random_qwen3
+from tests.engine.building import (
+    CONTEXT,
+    PROMPTS,
+    build_replicas,
+    engine_options,
+    requests,
+    tokens,
+)
+from tests.models.random_checkpoint import write_random_qwen3
 from tpu_grpo.engine.dealing import Group
-from tpu_grpo.engine.options import EngineOptions
 from tpu_grpo.engine.replicas import Replica, Replicas, idle_share, make_replicas
 from tpu_grpo.engine.scheduler import EngineUse
 from tpu_grpo.hosts import Hosts
-from tpu_grpo.models.checkpoint import read_checkpoint
 from tpu_grpo.records.errors import ConfigError, RequestError
 from tpu_grpo.records.stages import Completion, Request, SamplingParams
-from tpu_grpo.weights.plan import named_leaves
-from tpu_grpo.weights.sync import WeightSync
 
 OPTIONS = engine_options()
 
@@ -64,9 +65,6 @@ def test_three_hosts_of_two_make_no_replica_of_two_hosts() -> None:
         make_replicas(slice_of(3, 2), 4)
 
 
-# --- passing completions between hosts -------------------------------------------------------------------------------
-
-
 # --- what replicas did ----------------------------------------------------------------------------------------------
 
 
@@ -86,37 +84,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def model(checkpoint: Path) -> nnx.Module:
-    return policy(checkpoint)
-
-
-def build(
-    checkpoint: Path, model: nnx.Module, tensor: int, options: EngineOptions = OPTIONS
-) -> tuple[Replicas, dict[str, jax.Array]]:
-    replicas = Replicas.build(checkpoint, jax.devices(), tensor, options, Hosts())
-    mesh = jax.tree.leaves(replicas.weight_specs)[0].sharding.mesh
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    leaves = {k: jax.device_put(v, everywhere) for k, v in named_leaves(nnx.state(model, nnx.Param)).items()}
-    weights, _ = WeightSync(read_checkpoint(checkpoint).weight_rules, leaves, replicas.weight_specs)(leaves)
-    replicas.install_weights(weights)
-    return replicas, weights
-
-
-@pytest.fixture(scope="module")
 def one_replica_tokens(checkpoint: Path, model: nnx.Module) -> list[list[int]]:
-    return tokens(build(checkpoint, model, 4)[0].generate(requests(group=4)))
-
-
-@pytest.mark.slow  # test_families.py has experts on four devices
-def test_every_replica_has_all_experts(tmp_path: Path) -> None:
-    directory = write_random("qwen3_moe", tmp_path / "m", layers=1, scale=0.3)
-    experts = policy(directory)
-    replicas, weights = build(directory, experts, 2, replace(OPTIONS, batch_paddings=(8,), prefill_tokens=64))
-    router, gate = (weights[f"model.layers.0.{name}"] for name in ("moe_gate.kernel", "mlp.wi_0"))
-    assert {shard.data.shape for shard in router.addressable_shards} == {(64, 8)}  # whole on every device
-    assert {shard.data.shape for shard in gate.addressable_shards} == {(4, 64, 48)}
-    asked = requests(PROMPTS[1:3])
-    assert disagreement(experts, asked, replicas.generate(asked)) <= 1e-4
+    return tokens(build_replicas(checkpoint, model, 4)[0].generate(requests(group=4)))
 
 
 @pytest.mark.slow  # what is expected and what waits changes the assignment, too, below
@@ -124,7 +93,7 @@ def test_every_replica_has_all_experts(tmp_path: Path) -> None:
 def test_tokens_do_not_depend_on_the_assignment(
     checkpoint: Path, model: nnx.Module, one_replica_tokens: list[list[int]], tensor: int
 ) -> None:
-    replicas, weights = build(checkpoint, model, tensor)
+    replicas, weights = build_replicas(checkpoint, model, tensor)
     assert len(replicas.engines) == 4 // tensor
     told: list[tuple[int, list[int]]] = []
     found = replicas.generate(requests(group=4), lambda index, ended: told.append((index, ended.token_ids.tolist())))
@@ -149,7 +118,7 @@ def test_tokens_do_not_depend_on_what_is_expected_nor_on_what_waits(checkpoint: 
         for i, request in enumerate(requests(prompts, group=2))
     ]
     options = replace(OPTIONS, max_running_requests=4, batch_paddings=None)
-    replicas, _ = build(checkpoint, model, 2, options)
+    replicas, _ = build_replicas(checkpoint, model, 2, options)
     known = [float(request.sampling.max_new_tokens) for request in asked]
     blind = replicas.generate(asked)
     assert [len(completion.token_ids) for completion in blind] == known
@@ -161,7 +130,7 @@ def test_tokens_do_not_depend_on_what_is_expected_nor_on_what_waits(checkpoint: 
 
 
 def test_a_request_nobody_can_serve_is_refused_with_its_place_in_the_batch(checkpoint: Path, model: nnx.Module) -> None:
-    replicas, _ = build(checkpoint, model, 4)
+    replicas, _ = build_replicas(checkpoint, model, 4)
     asked = requests()
     asked[2] = Request(PROMPTS[0], SamplingParams(CONTEXT), asked[2].key)
     with pytest.raises(RequestError, match="request 2: 10 prompt tokens"):
@@ -186,9 +155,9 @@ class RecordingEngine:
     def limits(self, asked: Sequence[Request], expected: Sequence[int], places: int | None = None) -> None:
         del asked, expected, places
 
-    def begin(self, asked: Sequence[Request], expected: Sequence[int], finished: Any, waves: Any) -> Any:
+    def begin(self, asked: Sequence[Request], expected: Sequence[int], waves: Any, finished: Any) -> Any:
         del asked, expected, finished
-        assert waves is None
+        assert not waves.converses
         return RecordingGeneration(self._name, self._log, self._slow)
 
 

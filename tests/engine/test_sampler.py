@@ -58,7 +58,10 @@ class ScriptedEngine:
         for row in self._tells:
             finished(row, letter(row))
         self.told = [0 if row in self._tells else 1 for row in range(len(requests))]
-        return [letter(row) for row in range(len(requests))]
+        return [self.answer(row) for row in range(len(requests))]
+
+    def answer(self, row: int) -> Completion:
+        return letter(row)
 
 
 class CountingTokenizer:
@@ -159,19 +162,9 @@ class BrokenEngine(ScriptedEngine):
         super().__init__([])
         self._value = value
 
-    def generate(
-        self,
-        requests: Sequence[Request],
-        finished: Finished | None = None,
-        known: Sequence[float | None] | None = None,
-        conversations: Any = None,
-    ) -> list[Completion]:
-        self.told = [0] * len(requests)
-        return [
-            replace(letter(row), token_ids=np.array([65 + row, 33]), logprobs=np.array([-0.5, value], np.float32))
-            for row in range(len(requests))
-            for value in [self._value if row in (3, 5) else -0.25]
-        ]
+    def answer(self, row: int) -> Completion:
+        logprobs = np.array([-0.5, self._value if row in (3, 5) else -0.25], np.float32)
+        return replace(letter(row), token_ids=np.array([65 + row, 33]), logprobs=logprobs)
 
 
 @pytest.mark.parametrize("value", [np.nan, -np.inf, np.inf, 0.5])

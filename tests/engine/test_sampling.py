@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from scipy import stats
 
-from tests.engine.building import GREEDY, SAMPLED, build_engine, disagreement, engine_options, policy, requests, tokens
+from tests.engine.building import build_engine, engine_options
 from tests.models.random_checkpoint import write_random_qwen3
 from tpu_grpo.engine import sampling
 from tpu_grpo.engine.engine import Engine, engine_mesh
@@ -422,19 +422,3 @@ def test_sampling_from_split_logits_is_the_same_to_the_bit(rows: int, tensor: in
     alone = jax.jit(sample_tokens)(jnp.asarray(logits), columns)
     for ours, theirs in zip(found, alone, strict=True):
         assert np.asarray(ours).tobytes() == np.asarray(theirs).tobytes()
-
-
-@pytest.mark.slow  # the sampling above is compared to the bit, and test_families.py has untied heads
-def test_tokens_are_those_of_one_device(tmp_path: Path) -> None:
-    """Untied, rows that the devices do not divide, all kinds of sampling; the tied case is in test_engine.py."""
-    checkpoint = write(tmp_path, tied=False)
-    model = policy(checkpoint)
-    asked = [request for sampling in (GREEDY, SAMPLED, FILTERED) for request in requests(sampling=sampling)]
-    sizes = {"max_running_requests": 3, "prefill_tokens": 64}
-    alone = build_engine(checkpoint, model, **sizes)
-    split = build_engine(checkpoint, model, tensor=4, shard_vocab=True, **sizes)
-    for name in ("lm_head.embedding", "model.embed_tokens.embedding"):  # what the sync delivered
-        assert [shard.data.shape for shard in split.weights[name].addressable_shards] == [(VOCABULARY // 4, WIDTH)] * 4
-    completions = split.generate(asked)
-    assert tokens(completions) == tokens(alone.generate(asked))
-    assert disagreement(model, asked, completions) <= 1e-4

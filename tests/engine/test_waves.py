@@ -12,16 +12,17 @@ from unittest import mock
 import numpy as np
 import pytest
 from flax import nnx
+from pydantic import TypeAdapter
 from sgl_jax.srt.managers.schedule_batch import global_config
 
-from tests.engine.building import PROMPTS, SAMPLED, build_engine, engine_options, policy, requests, tokens
+from tests.engine.building import PROMPTS, SAMPLED, build_engine, build_replicas, engine_options, requests, tokens
 from tests.engine.scripted import Delay, Played, Script, ScriptedConversations, at_once, script
-from tests.engine.test_replicas import build
 from tests.models.random_checkpoint import write_random_qwen3
-from tpu_grpo.engine.dealing import make_groups
 from tpu_grpo.engine.engine import Engine
+from tpu_grpo.engine.generation import Finished
+from tpu_grpo.engine.replicas import Replicas
 from tpu_grpo.engine.scheduler import SteppedScheduler
-from tpu_grpo.engine.waves import WAVE, Limits, Waves
+from tpu_grpo.engine.waves import Limits, Wave, Waves
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.records.errors import LockstepError, RequestError
 from tpu_grpo.records.stages import Completion, Request
@@ -91,6 +92,9 @@ def test_rows_wait_for_places_in_their_order() -> None:
     assert ids(waves.take(36)) == {2: None}
     assert (waves.out, waves.next_due, waves.more_wait, waves.room) == ([1], 52, False, 0)
     assert conversations.most_at_once == 2
+
+
+WAVE = TypeAdapter(Wave)
 
 
 class Answering(Hosts):
@@ -190,11 +194,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_random_qwen3(tmp_path_factory.mktemp("waves") / "model", layers=1, kv_heads=2)
 
 
-@pytest.fixture(scope="module")
-def model(checkpoint: Path) -> nnx.Module:
-    return policy(checkpoint)
-
-
 def asked(**sampling: Any) -> list[Request]:
     return requests(sampling=replace(SAMPLED, max_new_tokens=80, **sampling), group=GROUP)
 
@@ -209,12 +208,18 @@ def random_delays(seed: int, most: float = 0.03) -> Delay:
 
 
 def converse(
-    engine: Any, delay: Delay = at_once, plays: Sequence[Script] | None = None, **sampling: Any
+    engine: Engine | Replicas,
+    delay: Delay = at_once,
+    plays: Sequence[Script] | None = None,
+    places: int | None = None,
+    finished: Finished | None = None,
+    **sampling: Any,
 ) -> tuple[list[Completion], ScriptedConversations]:
-    """Have the twelve conversations with an engine."""
+    """Have the twelve conversations with engines that know no prefix."""
     rows = asked(**sampling)
-    conversations = ScriptedConversations(rows, plays or scripts(rows), delay)
-    return engine.generate(rows, conversations=conversations), conversations
+    conversations = ScriptedConversations(rows, plays or scripts(rows), delay, places)
+    engine.forget_prefixes()
+    return engine.generate(rows, finished, conversations=conversations), conversations
 
 
 def bits(completions: Sequence[Completion]) -> list[tuple[list[int], bytes, list[bool]]]:
@@ -299,7 +304,6 @@ def test_no_delay_changes_a_bit_nor_a_decision(checkpoint: Path, model: nnx.Modu
     engine = build_engine(checkpoint, model, steps_per_launch=3, **SMALL)
     seen = []
     for delay in (at_once, random_delays(1), random_delays(2, most=0.1)):
-        engine.forget_prefixes()
         before = engine.use
         completions, conversations = converse(engine, delay)
         use = engine.use - before
@@ -338,7 +342,6 @@ def test_rows_are_put_back_in_the_middle_of_a_conversation(
         put_back.extend(len(req.origin_input_ids) for req in reqs if is_retracted)
         queue(self, reqs, is_retracted)
 
-    plain.forget_prefixes()
     told, _ = converse(plain, plays=plays, ignore_stop=False)
     bold = mock.patch.object(global_config, "default_init_new_token_ratio", 0.01)
     for delay in (at_once, random_delays(5)):
@@ -364,15 +367,10 @@ def test_replicas_have_the_same_conversations(
 ) -> None:
     """With few places groups wait, so that replicas stop at agreed points while rows are out."""
     sizes = SMALL | {"max_running_requests": places, "batch_paddings": (places,), "kv_tokens": 160 * places}
-    replicas, _ = build(checkpoint, model, tensor, engine_options(**sizes))
+    replicas, _ = build_replicas(checkpoint, model, tensor, engine_options(**sizes))
     seen, heard = [], dict[int, list[int]]()
     for delay in (at_once, random_delays(7, most=0.1)):
-        replicas.forget_prefixes()
-        rows = asked()
-        conversations = ScriptedConversations(rows, scripts(rows), delay)
-        found = replicas.generate(
-            rows, lambda row, whole: heard.update({row: whole.token_ids.tolist()}), conversations=conversations
-        )
+        found, _ = converse(replicas, delay, finished=lambda row, whole: heard.update({row: whole.token_ids.tolist()}))
         seen.append(bits(found))
         assert heard == dict(enumerate(tokens(found)))
     assert seen[0] == seen[1]
@@ -387,10 +385,8 @@ def test_no_more_conversations_are_begun_at_once_than_have_places(
     """Two are fewer than a group has, four are a part of the next one; the engine would run eight rows."""
     engine, seen = build_engine(checkpoint, model, steps_per_launch=3, **SMALL), []
     for delay in (at_once, random_delays(9)):
-        engine.forget_prefixes()
-        rows = asked()
-        conversations = ScriptedConversations(rows, scripts(rows), delay, places)
-        seen.append((bits(engine.generate(rows, conversations=conversations)), conversations.asked))
+        found, conversations = converse(engine, delay, places=places)
+        seen.append((bits(found), conversations.asked))
         assert conversations.most_at_once == places
     assert seen[0] == seen[1]
     assert [row[0] for row in seen[0][0]] == tokens(told)
@@ -408,8 +404,7 @@ def test_cancelled_conversations_end_where_they_are(checkpoint: Path, model: nnx
     rows = asked()
     engine = build_engine(checkpoint, model, steps_per_launch=1, **SMALL)
     conversations = ScriptedConversations(rows, scripts(rows))
-    generation = engine.begin(rows, [40] * len(rows), None, Waves(conversations, engine.limits(rows, [40] * len(rows))))
-    generation.hold(make_groups(rows, [40] * len(rows), converse=True))
+    generation = engine.start(rows, conversations=conversations)
     for _ in range(40):
         assert generation.advance()
     ended, turns = len(generation.completions), len(conversations.played)

@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.models.gpt2.tokenization_gpt2 import bytes_to_unicode
 
-from tpu_grpo.environments.chat_dialect import Dialect, open_dialect
+from tpu_grpo.environments.chat_dialect import Dialect
 from tpu_grpo.models.tokenizers import build_tool_tokenizer
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -96,7 +96,7 @@ def build(family: Family, chat_template: str | None) -> PreTrainedTokenizerFast:
 
 def dialect(name: str, tools: Sequence[Mapping[str, Any]] = (ADD, SAY), **switches: Any) -> Dialect:
     """Open a family's dialect."""
-    return open_dialect(tokenizer(name), tools, "auto", switches)
+    return Dialect(tokenizer(name), tools, "auto", switches)
 
 
 def ids(name: str, text: str) -> list[int]:

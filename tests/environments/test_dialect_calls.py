@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.environments.template_families import ADD, dialect, ids, tokenizer, tool
 from tpu_grpo.environments.actions import Action, BadCall, ToolCall
-from tpu_grpo.environments.chat_dialect import Dialect, open_dialect
+from tpu_grpo.environments.chat_dialect import Dialect
 from tpu_grpo.environments.tool_calls import PythonCalls, checked_call, read_hermes, read_qwen3_coder
 
 ENDS = {"llama3": "<|eot_id|>", "llama_pythonic": "<|eot_id|>"}
@@ -159,7 +159,7 @@ KINDS["function"]["parameters"]["properties"] |= {
 
 def coder(parameters: str, name: str = "f") -> ToolCall | BadCall:
     """Read an XML call of a tool with parameters of all kinds."""
-    opened = open_dialect(tokenizer("qwen3_coder"), (KINDS,))
+    opened = Dialect(tokenizer("qwen3_coder"), (KINDS,))
     calls = opened.read(ids("qwen3_coder", tags(f"<function={name}>\n{parameters}\n</function>") + "<|im_end|>")).calls
     assert len(calls) == 1
     return calls[0]
@@ -288,9 +288,9 @@ def test_builtin() -> None:
 
 
 def test_a_set_format_is_read_whatever_the_template_shows() -> None:
-    opened = open_dialect(tokenizer("llama3"), (ADD,), "python")
+    opened = Dialect(tokenizer("llama3"), (ADD,), "python")
     assert opened.read(ids("llama3", "[add(a=47, b=38)]<|eot_id|>")).calls == (CALL,)
-    opened = open_dialect(tokenizer("llama3"), (ADD,), "hermes")
+    opened = Dialect(tokenizer("llama3"), (ADD,), "hermes")
     assert opened.read(
         ids("llama3", tags('{"name": "add", "arguments": {"a": 47, "b": 38}}') + "<|eot_id|>")
     ).calls == (CALL,)
@@ -339,7 +339,7 @@ def test_any_text_is_read(pieces: list[str], ended: bool) -> None:
 
 @cache
 def with_text_and_number(name: str) -> Dialect:
-    return open_dialect(tokenizer(name), (tool("f", s="string", i="integer"),))
+    return Dialect(tokenizer(name), (tool("f", s="string", i="integer"),))
 
 
 @given(st.text().filter(lambda text: "</think>" not in text), st.integers(min_value=-(10**20)))

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.environments.template_families import FAMILIES, TEMPLATES, build, dialect, ids, tokenizer
-from tpu_grpo.environments.chat_dialect import Dialect, open_dialect
+from tpu_grpo.environments.chat_dialect import Dialect
 from tpu_grpo.environments.turn_tokens import Cutter
 
 FIRST = [{"role": "user", "content": "Guess."}]
@@ -89,7 +89,7 @@ def variant(*changes: tuple[str, str], tools: Any = (), switches: Any = None) ->
     for old, new in changes:
         assert old in template
         template = template.replace(old, new)
-    return open_dialect(build(FAMILIES["qwen3"], template), tools, "auto", switches)
+    return Dialect(build(FAMILIES["qwen3"], template), tools, "auto", switches)
 
 
 OPENED = (

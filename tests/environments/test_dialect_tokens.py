@@ -11,7 +11,7 @@ from tests.environments.template_families import ADD, FAMILIES, SAY, build, dial
 from tpu_grpo.config import DataSection
 from tpu_grpo.data.rendering import PromptRenderer, template_switches
 from tpu_grpo.environments.actions import ToolCall
-from tpu_grpo.environments.chat_dialect import Dialect, open_dialect
+from tpu_grpo.environments.chat_dialect import Dialect
 
 
 @dataclass(frozen=True)
@@ -269,7 +269,7 @@ def test_the_date_in_a_prompt_is_the_configs() -> None:
     """A prompt that reset adds something to is rendered again, and must not be another one on another day."""
     own = build(FAMILIES["qwen2_5"], f"{{{{- strftime_now('%d %b %Y') }}}}{tokenizer('qwen2_5').chat_template}")
     for data, day in ((DataSection(), "26 Jul 2024"), (DataSection(date="2031-02-03"), "03 Feb 2031")):
-        opened = open_dialect(own, (ADD,), "auto", template_switches(data, own))
+        opened = Dialect(own, (ADD,), "auto", template_switches(data, own))
         assert opened.first(FIRST, " O")[0].startswith(day)
         assert PromptRenderer(data, own).render({"question": "47+38="}, "").text.startswith(day)
 

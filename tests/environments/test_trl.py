@@ -1,4 +1,4 @@
-"""The environments of TRL's documentation are played as they stand there."""
+"""Environments of the shapes that TRL documents are played."""
 
 import random
 

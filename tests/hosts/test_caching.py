@@ -103,6 +103,9 @@ def test_programs_that_others_may_have_put_there_are_not_run(
     cache.directory.chmod(0o770)
     assert not ProgramCache(cache.directory).open()
     assert f"cannot be kept in {cache.directory}: others may write there; the run goes on" in capsys.readouterr().err
+    cache.directory.chmod(0o755)  # as an earlier version, or mkdir, made it
+    assert ProgramCache(cache.directory).open()
+    assert cache.directory.stat().st_mode & 0o777 == 0o700
 
 
 def test_what_was_not_used_for_longest_makes_room(cache: ProgramCache, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,11 @@
 """What hosts exchange, between real processes, and with one."""
 
+import numpy as np
 import pytest
 
 from tests.hosts.processes import run
-from tpu_grpo.hosts import Hosts
+from tpu_grpo.hosts import Hosts, packed, unpacked
+from tpu_grpo.records.errors import LockstepError
 
 
 def test_values_of_all_hosts_reach_all_hosts() -> None:
@@ -11,7 +13,8 @@ def test_values_of_all_hosts_reach_all_hosts() -> None:
         """
         print(hosts.gather("rewards", b"from %d" % index))
         print(hosts.gather("an empty one", b""))
-        print(hosts.broadcast("seed", b"7" if hosts.is_first else None))
+        print(hosts.share("one of records", [index, "a"], tuple[int, str]))
+        print(hosts.broadcast("seed", 7 if hosts.is_first else None, int))
         long = hosts.gather("a long one", bytes([index]) * 6_000_000)
         print([(len(value), set(value)) for value in long])
         hosts.agree("params", b"same" * 1000)
@@ -31,7 +34,8 @@ def test_values_of_all_hosts_reach_all_hosts() -> None:
             [
                 "[b'from 0', b'from 1', b'from 2']",
                 "[b'', b'', b'']",
-                "b'7'",
+                "[(0, 'a'), (1, 'a'), (2, 'a')]",
+                "7",
                 "[(6000000, {0}), (6000000, {1}), (6000000, {2})]",
                 "True",
             ],
@@ -94,10 +98,35 @@ def test_a_host_that_does_not_come_is_named() -> None:
         ), ended
 
 
+@pytest.mark.parametrize("value", [b"", b"{", b"[1]", b'["x", 1]', b"[" * 100_000, b'["a", "\xff"]'])
+def test_a_value_of_another_type_is_named(monkeypatch: pytest.MonkeyPatch, value: bytes) -> None:
+    hosts = Hosts()
+    monkeypatch.setattr(hosts, "gather", lambda *_: [value])
+    with pytest.raises(LockstepError, match="got what no host tells at 'rewards of host 0'"):
+        hosts.share("rewards", (1, "a"), tuple[int, str])
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "must have 24 bytes, got 0"),
+        ("AAAA", "while decompressing"),
+        ("%", "Only base64 data"),
+        (packed(np.zeros(2)), "must have 24 bytes, got 16"),
+        (packed(np.zeros(10**6)), "must have 24 bytes, got 25"),
+    ],
+)
+def test_packed_numbers_are_exact_and_of_the_count_that_is_expected(text: str, why: str) -> None:
+    numbers = np.array([0.1, -1e-300, np.nan])
+    assert unpacked(packed(numbers), 3).tobytes() == numbers.tobytes()
+    with pytest.raises(ValueError, match=why):
+        unpacked(text, 3)
+
+
 def test_one_host_agrees_with_itself() -> None:
     alone = Hosts()
     assert alone.gather("a", b"1") == [b"1"]
-    assert alone.broadcast("b", b"2") == b"2"
+    assert alone.broadcast("b", (2, "x"), tuple[int, str]) == (2, "x")
     alone.barrier("c")
     alone.agree("d", "3")
     alone.agree_all({"e": "4"})
@@ -106,5 +135,3 @@ def test_one_host_agrees_with_itself() -> None:
 def test_what_cannot_be_asked() -> None:
     with pytest.raises(ValueError, match="2 hosts need a service"):
         Hosts(0, 2)
-    with pytest.raises(ValueError, match="host 0 must have a value for seed, got None"):
-        Hosts().broadcast("seed", None)

@@ -60,11 +60,6 @@ def test_a_host_with_another_count_is_refused_and_missed() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((None, 0, 0), "hosts.count must be >= 1, got 0"),
-        ((None, 1, 1), r"hosts.index must be from 0 to hosts.count - 1 = 0, got 1"),
-        (("127.0.0.1:80", 2, 2), r"hosts.index must be from 0 to hosts.count - 1 = 1, got 2"),
-        (("127.0.0.1:80", 2, -1), "got -1"),
-        ((None, 2, 0), "hosts.count=2 needs hosts.coordinator=ADDRESS:PORT"),
         (("localhost", 2, 0), "hosts.coordinator must be ADDRESS:PORT of host 0, got 'localhost'"),
         ((":80", 2, 0), "got ':80'"),
         (("a:http", 2, 0), "got 'a:http'"),

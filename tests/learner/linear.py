@@ -9,11 +9,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from tests.learner.toy import make_config, make_mesh
-from tpu_grpo.algorithms import open_algorithm
+from tests.learner.toy import make_config, make_mesh, settings_of
 from tpu_grpo.config import RunConfig
-from tpu_grpo.learner.loss import EntropyControl, EntropySums, LossSettings
-from tpu_grpo.learner.optimizers import build_optimizer, learning_rate_schedule
+from tpu_grpo.learner.loss import EntropySums
 from tpu_grpo.learner.parameters import Values, cast_to_compute
 from tpu_grpo.learner.update import PassSums, Updater, UpdateRecord
 
@@ -36,7 +34,6 @@ class Run:
     """A model and what updates it."""
 
     updater: Updater
-    mesh: Mesh
 
     def step(
         self, gradients: Values | None = None, entropy: EntropySums | None = None, loss: float = 0.0
@@ -48,8 +45,7 @@ class Run:
         placed = {name: jax.device_put(value, zeros.gradients[name].sharding) for name, value in made.items()}
         measured = zeros.entropy if entropy is None else entropy
         updater._sums = PassSums(placed, jax.device_put(jnp.float32(loss), zeros.loss.sharding), measured)
-        with self.mesh:
-            return updater.step()
+        return updater.step()
 
 
 @jax.jit
@@ -68,19 +64,7 @@ def linear_run(
     shape: tuple[int, int] = (4, 64),
     scale: float = 1.0,
     mesh: Mesh | None = None,
-    control: EntropyControl | None = None,
 ) -> Run:
     mesh = mesh or make_mesh(1)
     model = Linear(seed, shape, scale, mesh)
-    stepped = cast_to_compute(model, config)
-    updater = Updater(
-        model,
-        stepped,
-        build_optimizer(config, stepped),
-        learning_rate_schedule(config),
-        LossSettings(open_algorithm(config.algorithm), 0.0, "kl", 1.0, None, entropy_control=control),
-        mesh,
-        max_grad_norm=config.optimizer.max_grad_norm,
-        residual=config.model.param_dtype == "bfloat16",
-    )
-    return Run(updater, mesh)
+    return Run(Updater(config, model, cast_to_compute(model, config), settings_of(config.algorithm, mesh=mesh)))

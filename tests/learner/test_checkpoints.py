@@ -6,17 +6,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.learner.linear import Run, linear_config, linear_run
 from tests.learner.toy import counted_compilations, make_mesh
+from tests.models.forward import trainer_mesh
 from tpu_grpo.learner import checkpoints as checkpoints_module
 from tpu_grpo.learner.checkpoints import Checkpoints, Held, model_leaves, read_policy, signed
-from tpu_grpo.learner.parameters import checksums, params_digest
+from tpu_grpo.learner.parameters import checksums, params_digest, whole
 from tpu_grpo.records.errors import CheckpointError
 
 # When one of its reads fails, Orbax closes an event loop that others still report to.
@@ -530,3 +533,18 @@ def test_a_policy_that_is_not_there_or_not_whole(tmp_path: Path) -> None:
     flip_bits("model_params/**/d/*")(tmp_path / "2")
     with pytest.raises(CheckpointError, match="must hold"):
         read_policy(tmp_path, 2, make_run().updater.model)
+
+
+# --- values that come to the host -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", [PartitionSpec("fsdp", "tp"), PartitionSpec(None, "tp"), PartitionSpec()])
+def test_values_come_to_the_host_whole_and_are_not_kept_there(spec: PartitionSpec) -> None:
+    """A model that is looked at leaf by leaf is not held once more; jax keeps what it brings, see `_npy_value`."""
+    values = np.arange(24.0, dtype=np.float32).reshape(4, 6)
+    array = jax.device_put(jnp.asarray(values), NamedSharding(trainer_mesh(2, 2), spec))
+    np.testing.assert_array_equal(whole(array), values)
+    assert array._npy_value is None  # pyright: ignore[reportAttributeAccessIssue]
+    np.asarray(array)
+    if not array.is_fully_replicated:  # of those on a CPU there is a copy already
+        assert array._npy_value is not None  # pyright: ignore[reportAttributeAccessIssue]

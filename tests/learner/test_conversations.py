@@ -18,13 +18,12 @@ from tests.learner.toy import (
     make_mesh,
     make_model,
     model_logps,
+    settings_of,
     signal_of,
     with_completion,
 )
 from tests.talks import talk
-from tpu_grpo.algorithms import open_algorithm
 from tpu_grpo.config import AlgorithmSection, LossAggregation
-from tpu_grpo.learner.loss import LossSettings
 from tpu_grpo.learner.rows import RowShape, train_rows
 from tpu_grpo.records.episode import Branch, Failure
 from tpu_grpo.records.stages import Completion, Prompt, PromptBatch, Rollout, ScoredRollout, Scores
@@ -110,7 +109,7 @@ def test_loss_and_gradient_by_hand(algorithm: dict[str, Any], aggregation: Any) 
     completions, advantages = zip(*talks(), strict=True)
     rows, packing = train_rows([[0]] * 4, completions, advantages, SHAPE, aggregation)
     assert len(packing.rows) == len(BRANCHES) > packing.count  # sequences share rows
-    settings, batch = LossSettings(open_algorithm(section), 0.0, "kl", 1.0, None), batch_of(rows)
+    settings, batch = settings_of(section), batch_of(rows)
     parts = [pick(batch, slice(start, start + 2)) for start in range(0, packing.count, 2)]
     found = [gradient_of(NOW, part, settings) for part in parts]
     loss, gradient = by_hand(section, aggregation)
@@ -180,7 +179,6 @@ def test_a_learner_compares_sampled_tokens_and_keeps_branches_together(tmp_path:
         before, metrics = learner.params_digest(), learner.update(scored).metrics
         assert metrics["agreement/logprob_abs_diff_max"] < 1e-5
         digests += [before, learner.params_digest()]
-        learner.close()
     assert digests[:2] == digests[2:]
     assert digests[0] != digests[1]
 

@@ -10,30 +10,31 @@ from flax import nnx
 
 from tests.learner.linear import Run, linear_config, linear_run
 from tests.learner.toy import counted_compilations, make_config, make_learner, make_mesh, make_model, make_scored
+from tpu_grpo.config import AlgorithmSection
 from tpu_grpo.learner.checkpoints import Checkpoints
-from tpu_grpo.learner.loss import EntropyControl, EntropySums
+from tpu_grpo.learner.loss import EntropyState, EntropySums
 from tpu_grpo.learner.parameters import by_name
 from tpu_grpo.records.errors import CheckpointError
+
+ADAPTED = {"entropy_bonus": 0.25, "entropy_target": 2.0, "entropy_step": 0.5}
 
 
 def test_by_hand() -> None:
     """Mean entropies of 1, 2, 3, 1, 1 nats for a target of 2: the coefficient waits at 0 and never falls below."""
-    control = EntropyControl(first=0.25, target=2.0, step=0.5)
-    state, found = control.initial(), []
+    section, found = AlgorithmSection.model_validate(ADAPTED), []
+    state, following = EntropyState.first(section), jax.jit(lambda state, measured: state.after(measured, section))
+    assert isinstance(state, EntropyState)
     for mean in (1.0, 2.0, 3.0, 3.0, 3.0, 3.0, 1.0):
         found.append((float(state.coefficient), float(state.applied)))
-        state = jax.jit(control.following)(state, EntropySums(jnp.float32(8 * mean), jnp.float32(8)))
+        state = following(state, EntropySums(jnp.float32(8 * mean), jnp.float32(8)))
     assert found == [(0.25, 0.25), (0.75, 0.75), (1.25, 1.25), (0.75, 0.0), (0.25, 0.0), (0.0, 0.0), (0.0, 0.0)]
     assert (float(state.coefficient), float(state.applied)) == (0.5, 0.5)
 
 
 def test_a_checkpoint_holds_the_coefficient_and_the_reference(tmp_path: Path) -> None:
     def opened(seed: int) -> tuple[Run, Run, Checkpoints]:
-        control = EntropyControl(first=0.25, target=2.0, step=0.5)
-        run, reference = (
-            linear_run(linear_config(tmp_path), seed=seed, control=control),
-            linear_run(linear_config(tmp_path), seed=seed + 1),
-        )
+        run = linear_run(linear_config(tmp_path, algorithm=ADAPTED), seed=seed)
+        reference = linear_run(linear_config(tmp_path), seed=seed + 1)
         return run, reference, Checkpoints(tmp_path, keep=2, reference=reference.updater.model)
 
     def step(run: Run, mean: float) -> float:

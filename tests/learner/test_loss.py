@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from flax import nnx
 from tunix.rl import algo_core, function_registry
+from tunix.rl.grpo.grpo_learner import GRPOConfig, TrainExample
 
-from tests.learner.toy import EOS, PAD, VOCAB, make_config, make_mesh, make_model, model_logps
-from tpu_grpo.algorithms import open_algorithm
+from tests.learner.toy import EOS, PAD, VOCAB, make_config, make_mesh, make_model, model_logps, settings_of
 from tpu_grpo.config import LossAggregation
 from tpu_grpo.learner.batches import truncated_weights
 from tpu_grpo.learner.forward import ModelRows
@@ -22,14 +22,12 @@ from tpu_grpo.learner.parameters import by_name
 from tpu_grpo.learner.rows import Packing, RowShape, TrainRows, train_rows
 from tpu_grpo.learner.signal import group_advantages
 from tpu_grpo.records.stages import Completion
-from tpu_grpo.tunix_loop.learner import GrpoAlgorithmConfig, TrainExample
-from tpu_grpo.tunix_loop.padded import PaddedRows, PaddedShape, padded_rows
 
 LENGTHS = (1, 5, 3, 2)
 ADVANTAGES = np.array([1.5, -0.5, 2.0, -1.0])
 TEMPERATURE = 0.7
 AGGREGATIONS = [name for name in get_args(LossAggregation) if name != "prompt-mean-token-mean"]
-"""Tunix has these, too; the mean over prompts is nothing but other weights, see test_token_weights.py."""
+"""Tunix has these, too; the mean over prompts is nothing but other weights, see test_rows.py."""
 
 
 @pytest.fixture(scope="module")
@@ -80,8 +78,7 @@ def batch_of(rows: TrainRows, **fields: Any) -> TrainBatch:
 
 
 def make_settings(directory: Path, **algorithm: Any) -> LossSettings:
-    section = make_config(directory, {"algorithm": algorithm}).algorithm
-    return LossSettings(open_algorithm(section), section.beta, section.kl_estimate, TEMPERATURE, None)
+    return settings_of(make_config(directory, {"algorithm": algorithm}).algorithm, TEMPERATURE)
 
 
 @partial(jax.jit, static_argnums=3)
@@ -267,16 +264,6 @@ def test_the_order_of_rows_does_not_matter(bigram: Any, tmp_path: Path) -> None:
         assert distance(slopes, {"lm_head.w": gradient}) < 1e-6
 
 
-@pytest.mark.slow  # test_learner.py compares a whole step
-def test_micro_batches_of_a_transformer_add_up(model: Any, case: dict[str, Any], tmp_path: Path) -> None:
-    settings, batch = make_settings(tmp_path), batch_of(rows_of(case, "sequence-mean-token-mean")[0])
-    loss, _, gradient = gradient_of(model, batch, settings)
-    parts = [gradient_of(model, pick(batch, slice(row, row + 1)), settings) for row in range(2)]
-    assert sum(part[0] for part in parts) == pytest.approx(loss, rel=1e-6)
-    added = {name: np.sum([part[2][name] for part in parts], axis=0) for name in gradient}
-    assert distance(added, gradient) < 1e-6
-
-
 def test_rows_that_do_not_count_change_nothing_whatever_their_loss_is(bigram: Any, tmp_path: Path) -> None:
     """A gradient of 0 times infinity would be none: nothing of such a row may come into the sums."""
     model, batch, _ = bigram
@@ -304,10 +291,13 @@ def padded(lines: list[np.ndarray]) -> jax.Array:
     return jnp.asarray([np.pad(line, (0, 5 - len(line))) for line in lines], jnp.float32)
 
 
-def tunix_gradient(model: nnx.Module, rows: PaddedRows, fields: dict[str, Any], config: Any) -> Any:
+def tunix_gradient(model: nnx.Module, case: dict[str, Any], fields: dict[str, Any], config: Any) -> Any:
     """(loss, what is measured, the gradient by parameter) of Tunix's ``grpo_loss_fn``."""
-    names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages")
-    example = TrainExample(**{name: jnp.asarray(getattr(rows, name)) for name in names}, **fields)
+    prompts = jnp.asarray([[PAD] * (6 - len(prompt)) + prompt for prompt in case["prompts"]])
+    completions = padded([completion.token_ids for completion in case["completions"]]).astype(jnp.int32)
+    ids = {"prompt_ids": prompts, "completion_ids": completions}
+    masks = {"prompt_mask": prompts != PAD, "completion_mask": jnp.arange(5) < jnp.asarray(LENGTHS)[:, None]}
+    example = TrainExample(**ids, **masks, **fields)
     definition, state = nnx.split(model)
 
     @jax.jit
@@ -335,13 +325,6 @@ def test_loss_and_gradient_are_those_of_tunix(
     compare_with_tunix(Bigram(TABLE), case, tmp_path, name, tunix_name, aggregation, beta, weighted)
 
 
-@pytest.mark.slow  # the loss does not see what the model is
-def test_loss_and_gradient_of_a_transformer_are_those_of_tunix(
-    model: Any, case: dict[str, Any], tmp_path: Path
-) -> None:
-    compare_with_tunix(model, case, tmp_path, "grpo", "grpo", "sequence-mean-token-mean", 0.5, True)
-
-
 def compare_with_tunix(
     model: nnx.Module,
     case: Any,
@@ -364,15 +347,15 @@ def compare_with_tunix(
         "reference_logps": packed(case["reference"], case) if beta else None,
     }
     found, sums, gradient = gradient_of(model, batch_of(rows_of(case, aggregation, advantages)[0], **fields), settings)
-    config = GrpoAlgorithmConfig.from_section(make_config(directory, {"algorithm": options}).algorithm)
-    config.temperature = TEMPERATURE  # type: ignore[attr-defined]  # Tunix's learner sets it from the rollout's
-    rows = padded_rows(case["prompts"], case["completions"], advantages, PaddedShape(6, 5, PAD), aggregation)
+    config: Any = GRPOConfig(beta=beta, epsilon=0.1, kl_loss_mode="low_var_kl", loss_agg_mode=aggregation)
+    config.epsilon_high, config.temperature = 0.4, TEMPERATURE
     fields = {
+        "advantages": jnp.asarray(advantages, jnp.float32),
         "ref_per_token_logps": padded(case["reference"]) if beta else None,
-        "old_per_token_logps": jnp.asarray(rows.rollout_logps),
+        "old_per_token_logps": padded([completion.logprobs for completion in case["completions"]]),
         "sampler_is_weights": padded(weights) if weighted else None,
     }
-    loss, aux, slopes = tunix_gradient(model, rows, fields, config)
+    loss, aux, slopes = tunix_gradient(model, case, fields, config)
     assert found == pytest.approx(loss, rel=1e-6)
     assert distance(gradient, slopes) < 1e-6
     tokens = sum(LENGTHS)

@@ -19,6 +19,7 @@ from tests.learner.toy import (
     with_noise,
 )
 from tpu_grpo.learner.loss import TrainBatch
+from tpu_grpo.learner.update import update_metrics
 from tpu_grpo.records.errors import DataError
 
 SEED = 7
@@ -44,7 +45,7 @@ def test_updates_are_those_of_the_mini_batches_one_after_the_other(tmp_path: Pat
     assert learner.params_digest() == alone.params_digest()
     assert int(learner._updater.state.count) == 4
     tokens = np.array([part.rollout.total_tokens for part in parts])
-    for one in ("update/entropy", "update/clip_fraction"):  # means over tokens
+    for one in ("update/entropy", "update/clip_fraction", "update/ratio_mean"):  # means over tokens
         assert metrics[one] == pytest.approx(np.average([found[one] for found in single], weights=tokens), rel=1e-6)
     for one in ("update/loss", "update/grad_norm"):  # means over updates
         assert metrics[one] == pytest.approx(np.mean([found[one] for found in single]), rel=1e-6, abs=1e-9)
@@ -52,8 +53,6 @@ def test_updates_are_those_of_the_mini_batches_one_after_the_other(tmp_path: Pat
     for one in single[0]:
         if one.startswith("agreement/"):  # of the tokens that the first update saw
             assert metrics[one] == single[0][one]
-    learner.close()
-    alone.close()
 
 
 def completions_of(batches: list[TrainBatch], name: str) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
@@ -101,19 +100,11 @@ def test_all_updates_compare_with_the_policy_before_the_first(tmp_path: Path) ->
             for ids, values in completions_of(batches, name):
                 np.testing.assert_allclose(values, expected[rows[ids]], atol=2e-5, err_msg=name)
         seen.append([rows[ids] for ids, _ in completions_of(batches, "advantages")])
-        learner._update(batches)  # the policy moves on
+        mine = [rows[ids] for ids, _ in completions_of(batches, "advantages")]
+        now = model_logps(learner._updater.model, prompts, completions)  # type: ignore[arg-type]
+        ratios = np.exp(np.concatenate([now[row] - wanted["old_logps"][row] for row in mine]))
+        measured = learner._update(batches)  # the policy moves on
+        assert update_metrics([measured])["update/ratio_mean"] == pytest.approx(ratios.mean(), rel=1e-5)
+        assert (abs(ratios.mean() - 1) > 1e-4) == (len(seen) > 1)
     assert [len(part) for part in seen] == [4, 4, 4, 4]
     assert sorted(seen[0] + seen[1]) == sorted(seen[2] + seen[3]) == list(range(8))
-    learner.close()
-
-
-@pytest.mark.slow  # the learner then takes the same way
-def test_a_mini_batch_of_all_prompts_is_none(tmp_path: Path) -> None:
-    digests = []
-    for size in (None, 4):
-        config = make_config(tmp_path / str(size), {"algorithm": {"iterations": 2, "mini_batch_prompts": size}})
-        learner = make_learner(config)
-        learner.update(make_scored(make_model(make_mesh()), config))
-        digests.append(learner.params_digest())
-        learner.close()
-    assert digests[0] == digests[1]

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.learner.linear import linear_config, linear_run
+from tests.learner.test_entropy import ADAPTED
 from tests.learner.test_update import STATES, with_optimizer
 from tests.learner.toy import make_config, make_learner, make_mesh, make_model, make_scored
 from tpu_grpo.config import parse_config
@@ -18,7 +19,6 @@ from tpu_grpo.hosts import Hosts
 from tpu_grpo.learner.batches import pass_arrays, placed_pass
 from tpu_grpo.learner.checkpoints import Held
 from tpu_grpo.learner.failed import FailedUpdate
-from tpu_grpo.learner.loss import EntropyControl
 from tpu_grpo.learner.parameters import checksums
 from tpu_grpo.records.errors import ConfigError, DataError, NonFiniteError
 from tpu_grpo.records.stages import ScoredRollout
@@ -30,9 +30,8 @@ BAD = [{"value": np.nan}, {"value": np.inf}, {"value": 1e30}, {"loss": np.nan}, 
 
 @pytest.mark.parametrize(("name", "sections"), STATES)
 def test_nothing_of_such_an_update_arrives(tmp_path: Path, name: str, sections: dict[str, Any]) -> None:
-    config = linear_config(tmp_path, **with_optimizer(sections, name=name))
-    control = EntropyControl(first=0.25, target=2.0, step=0.5)
-    run, straight = linear_run(config, control=control), linear_run(config, control=control)
+    config = linear_config(tmp_path, **with_optimizer(sections, name=name), algorithm=ADAPTED)
+    run, straight = linear_run(config), linear_run(config)
     for each in (run, straight):
         assert bool(each.step().finite)
     held = checksums(Held.of(run.updater).leaves())

@@ -11,10 +11,11 @@ from jax.sharding import Mesh
 
 from tests.algorithms.test_objectives import Case, batch_in_order, case, look_up  # noqa: F401
 from tests.learner.test_loss import distance
+from tests.learner.toy import settings_of
 from tpu_grpo.algorithms import SHIPPED, open_algorithm
 from tpu_grpo.config import AlgorithmSection
 from tpu_grpo.learner import loss as loss_module
-from tpu_grpo.learner.loss import EntropyState, LossNumbers, LossSettings, policy_loss
+from tpu_grpo.learner.loss import EntropyState, LossSettings, policy_loss
 
 TRAINER = {"old_policy": "trainer"}
 PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -39,18 +40,16 @@ PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def settings_of(section: AlgorithmSection) -> LossSettings:
-    algorithm = open_algorithm(section)
-    return LossSettings(algorithm, section.beta, section.kl_estimate, 1.0, None, entropy_bonus=section.entropy_bonus)
+MESH = Mesh(jax.devices()[:1], ("fsdp",))
 
 
 @pytest.mark.parametrize("label", PAIRS)
 def test_one_program_serves_both(case: Case, label: str) -> None:  # noqa: F811
-    first, second = (settings_of(AlgorithmSection.model_validate(tree)) for tree in PAIRS[label])
+    first, second = (settings_of(mesh=MESH, **tree) for tree in PAIRS[label])
     batch, rng = batch_in_order(case, "token-mean", np.arange(12)), np.random.default_rng(3)
     noise = rng.uniform(-0.3, 0.3, batch.weights.shape).astype(np.float32)
     batch = replace(batch, old_logps=batch.rollout_logps + noise, reference_logps=batch.rollout_logps - noise)
-    placed = [LossNumbers(settings, Mesh(jax.devices()[:1], ("fsdp",))).placed(()) for settings in (first, second)]
+    placed = [settings.placed_numbers(()) for settings in (first, second)]
 
     def program(settings: LossSettings) -> Any:
         def gradient(table: Any, numbers: Any) -> Any:
@@ -81,9 +80,8 @@ def test_every_size_that_a_shipped_objective_has_is_data() -> None:
 
 
 def test_an_adapted_coefficient_takes_the_place_of_the_first() -> None:
-    settings = settings_of(AlgorithmSection(entropy_bonus=0.5))
-    numbers = LossNumbers(settings, Mesh(jax.devices()[:1], ("fsdp",)))
-    assert float(numbers.placed(())["entropy"]) == 0.5
+    settings = settings_of(mesh=MESH, entropy_bonus=0.5)
+    assert float(settings.placed_numbers(())["entropy"]) == 0.5
     state = EntropyState(jax.numpy.float32(0.25), jax.numpy.float32(0.125))
-    assert float(numbers.placed(state)["entropy"]) == 0.125
-    assert numbers.described().keys() == numbers.placed(state).keys()
+    assert float(settings.placed_numbers(state)["entropy"]) == 0.125
+    assert settings.described_numbers.keys() == settings.placed_numbers(state).keys()

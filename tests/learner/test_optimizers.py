@@ -361,6 +361,16 @@ def test_schedules_count_the_updates_of_mini_batches(tmp_path: Path) -> None:
     assert [float(np.asarray(schedule(update))) for update in range(9)] == [8, 7, 6, 5, 4, 3, 2, 1, 0]
 
 
+def test_a_schedule_may_be_that_of_a_longer_run(tmp_path: Path) -> None:
+    """Two steps of two updates make the first four of five."""
+    linear = {"learning_rate": 10.0, "schedule": "linear", "warmup_steps": 1, "schedule_steps": 5}
+    assert rates(tmp_path, 2, 2, **linear) == [0, 10, 7.5, 5, 2.5]
+    with pytest.raises(ConfigError, match=r"schedule_steps must be >= run.max_steps \* updates of a step = 6, got 5"):
+        rates(tmp_path, 3, 2, **linear)
+    with pytest.raises(ConfigError, match=r"warmup_steps must be < optimizer.schedule_steps = 5 with .*=cosine, got 5"):
+        rates(tmp_path, 2, 2, schedule="cosine", warmup_steps=5, schedule_steps=5)
+
+
 def test_warm_up_stable_decay_by_hand(tmp_path: Path) -> None:
     wsd = {"learning_rate": 8.0, "schedule": "wsd"}
     assert rates(tmp_path, 8, 1, **wsd, warmup_steps=2, decay_steps=4) == [0, 4, 8, 8, 8, 6, 4, 2, 0]

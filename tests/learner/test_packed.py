@@ -15,9 +15,8 @@ from flax import nnx
 from tunix.rl import common
 
 from tests.learner.test_loss import batch_of, distance
-from tests.learner.toy import make_config, make_mesh
+from tests.learner.toy import make_config, make_mesh, settings_of
 from tests.models.random_checkpoint import write_random
-from tpu_grpo.algorithms import open_algorithm
 from tpu_grpo.config import LoraSection
 from tpu_grpo.learner.loss import LossSettings, policy_loss
 from tpu_grpo.learner.parameters import by_name
@@ -133,7 +132,7 @@ def test_packed_rows_give_the_gradient_of_padded_ones(tmp_path: Path, sequences:
         nnx.update(model, jax.tree.map(lambda leaf: leaf + 0.02, state))  # B is zero at first
     reference = [c.logprobs + 0.2 for c in sequences["completions"]] if case == "penalty" else None
     config = make_config(tmp_path, {"algorithm": {"beta": BETA if reference else 0.0}})
-    settings = LossSettings(open_algorithm(config.algorithm), BETA, "low_var_kl", TEMPERATURE, None)
+    settings = settings_of(config.algorithm, TEMPERATURE)
     loss, gradient = packed_gradient(model, kind, sequences, settings, reference)
     expected, slopes = padded_gradient(model, kind, sequences, settings, reference)
     assert float(loss) == pytest.approx(float(expected), rel=1e-6)

@@ -23,11 +23,11 @@ from tests.learner.toy import (
     with_completion,
 )
 from tests.models.random_checkpoint import write_random
-from tests.models.reference import reference_experts, reference_logprobs
 from tpu_grpo.learner import Learner, LearnerInputs, build_parts
 from tpu_grpo.learner.forward import ModelRows, run_model
 from tpu_grpo.learner.rows import ReplayShape, RowShape, TrainRows, train_rows
 from tpu_grpo.models.checkpoint import read_checkpoint
+from tpu_grpo.models.reference import reference_experts, reference_logprobs
 from tpu_grpo.models.tunix_model import load_model
 from tpu_grpo.records.errors import DataError
 from tpu_grpo.records.stages import Completion, ScoredRollout

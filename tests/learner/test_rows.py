@@ -1,9 +1,16 @@
-from dataclasses import replace
+"""From completions to packed rows: by hand, what is refused, token weights, and the packing."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, get_args
+
+import hypothesis.strategies as st
 import numpy as np
 import pytest
+from hypothesis import given, settings
 
-from tpu_grpo.learner.rows import RowShape, train_rows, unpacked
+from tpu_grpo.config import LossAggregation
+from tpu_grpo.learner.rows import Packing, RowShape, pack, token_weights, train_rows, unpacked
 from tpu_grpo.records.errors import DataError, NonFiniteError
 from tpu_grpo.records.stages import Completion
 
@@ -75,3 +82,131 @@ def test_rows_that_cannot_be_learnt_from_are_refused(
 ) -> None:
     with pytest.raises(error, match=message):
         train_rows([[1], prompt], [GOOD, bad], np.zeros(2), SHAPE)
+
+
+# --- how much every token counts --------------------------------------------------------------------------------------
+
+
+COUNTS = np.array([4, 1, 0, 2])
+"""7 tokens in all; T = 4."""
+BY_HAND = {
+    "sequence-mean-token-mean": [1 / 12, 1 / 3, 0, 1 / 6],
+    "token-mean": [1 / 7, 1 / 7, 0, 1 / 7],
+    "sequence-mean-token-scale": [1 / 12, 1 / 12, 0, 1 / 12],
+    "prompt-mean-token-mean": [1 / 10, 1 / 10, 0, 1 / 4],
+}
+"""The first two completions are of one prompt, the others of another."""
+
+
+@pytest.mark.parametrize("aggregation", get_args(LossAggregation))
+def test_weights_by_hand(aggregation: Any) -> None:
+    np.testing.assert_allclose(token_weights(COUNTS, aggregation, 4, 2), BY_HAND[aggregation], rtol=1e-15)
+
+
+@pytest.mark.parametrize("aggregation", get_args(LossAggregation))
+def test_means_that_count_empty_completions_are_over_all(aggregation: Any) -> None:
+    """Four completions instead of three; TRL's masked sum over all rows of its batch."""
+    share = 3 / 4 if aggregation.startswith("sequence") else 1
+    by_hand = share * np.array(BY_HAND[aggregation])
+    np.testing.assert_allclose(token_weights(COUNTS, aggregation, 4, 2, count_empty=True), by_hand, rtol=1e-15)
+    assert not token_weights(np.zeros(2, int), aggregation, 3, count_empty=True).any()
+
+
+@pytest.mark.parametrize("aggregation", get_args(LossAggregation))
+def test_without_any_token_nothing_counts(aggregation: Any) -> None:
+    assert not token_weights(np.zeros(2, int), aggregation, 3).any()
+
+
+def test_prompts_without_tokens_are_none_to_the_mean_over_prompts() -> None:
+    found = token_weights(np.array([0, 0, 3, 1]), "prompt-mean-token-mean", 4, 2)
+    np.testing.assert_allclose(found, [0, 0, 1 / 4, 1 / 4], rtol=1e-15)
+    found = token_weights(np.array([0, 0, 3, 1]), "prompt-mean-token-mean", 4, 2, count_empty=True)
+    np.testing.assert_allclose(found, [0, 0, 1 / 8, 1 / 8], rtol=1e-15)
+
+
+def test_weighted_sums_are_the_means_that_they_are_named_after() -> None:
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(1, 8, 16)
+    mask, losses = np.arange(8) < lengths[:, None], rng.normal(size=(16, 8))
+    rows = [line[:length] for line, length in zip(losses, lengths, strict=True)]
+    means: dict[Any, Any] = {
+        "sequence-mean-token-mean": np.mean([row.mean() for row in rows]),
+        "token-mean": np.concatenate(rows).mean(),
+        "sequence-mean-token-scale": np.mean([row.sum() / 8 for row in rows]),
+        "prompt-mean-token-mean": np.mean([np.concatenate(rows[start : start + 4]).mean() for start in (0, 4, 8, 12)]),
+    }
+    for aggregation, mean in means.items():
+        weights = token_weights(lengths, aggregation, 8, 4)[:, None]
+        assert (weights * mask * losses).sum() == pytest.approx(mean, rel=1e-12)
+
+
+# --- packing ----------------------------------------------------------------------------------------------------------
+
+
+def packed(lengths: Sequence[int], **settings: int) -> Packing:
+    return pack([range(length) for length in lengths], **settings)
+
+
+def occupied(packing: Packing, lengths: list[int], row_tokens: int) -> np.ndarray:
+    """How many sequences lie on each place of each row."""
+    places = np.zeros((packing.count, row_tokens), int)
+    for row, start, length in zip(packing.rows, packing.starts, lengths, strict=True):
+        assert start + length <= row_tokens
+        places[row, start : start + length] += 1
+    return places
+
+
+def test_by_hand() -> None:
+    """5 and 3 fill a row of 8, so do 4, 2 and 2. Dealt by work alone, the last 2 would find no room."""
+    found = packed([5, 3, 4, 2, 2], row_tokens=8, multiple=1)
+    assert (found.count, found.rows.tolist()) == (2, [0, 0, 1, 1, 1])
+    assert (found.starts.tolist(), found.segments.tolist()) == ([0, 5, 0, 4, 6], [1, 2, 1, 2, 3])
+
+
+def test_rows_are_rounded_up_and_all_of_them_are_used() -> None:
+    found = packed([4] * 6, row_tokens=8, multiple=4)  # three full rows would do
+    assert found.count == 4
+    assert sorted(np.bincount(found.rows).tolist()) == [1, 1, 2, 2]
+    assert sorted(found.segments.tolist()) == [1, 1, 1, 1, 2, 2]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 64), min_size=1, max_size=80),
+    row_tokens=st.integers(64, 200),
+    multiple=st.integers(1, 7),
+)
+def test_sequences_do_not_overlap(lengths: list[int], row_tokens: int, multiple: int) -> None:
+    found = packed(lengths, row_tokens=row_tokens, multiple=multiple)
+    places = occupied(found, lengths, row_tokens)
+    assert places.max() == 1
+    assert places.sum() == sum(lengths)
+    assert found.count % multiple == 0
+    for row in range(found.count):  # segments are numbered as they lie
+        mine = np.flatnonzero(found.rows == row)
+        assert found.segments[mine].tolist() == list(range(1, len(mine) + 1))
+        assert found.starts[mine].tolist() == [0, *np.cumsum(np.array(lengths)[mine])[:-1]][: len(mine)]
+    again = packed(list(lengths), row_tokens=row_tokens, multiple=multiple)
+    assert (found.rows.tolist(), found.starts.tolist()) == (again.rows.tolist(), again.starts.tolist())
+
+
+def drawn_lengths() -> list[int]:
+    """Log-normal completions of a rollout, with a mean of about a third of the longest, after 256 tokens of prompt."""
+    rng = np.random.default_rng(0)
+    answers = np.minimum(rng.lognormal(np.log(540), 0.7, 256), 2048).astype(int)
+    return (256 + answers).tolist()
+
+
+def test_rows_are_full() -> None:
+    lengths = drawn_lengths()
+    found = packed(lengths, row_tokens=2304, multiple=1)
+    assert found.count * 2304 < 1.03 * sum(lengths)
+
+
+def test_room_is_used_for_even_work() -> None:
+    """In rows that are a quarter longer than they need to be, no row has a tenth more work than the mean."""
+    lengths = drawn_lengths()
+    found = packed(lengths, row_tokens=4608, multiple=64)
+    work = np.zeros(found.count)
+    np.add.at(work, found.rows, np.array(lengths) * (1 + np.array(lengths) / 4608))
+    assert work.max() / work.mean() < 1.1

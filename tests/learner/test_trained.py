@@ -1,5 +1,6 @@
 """Training adapters, or some layers: what changes, what it costs, and continuing."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,15 @@ import pytest
 from flax import nnx
 from jax.sharding import Mesh
 
-from tests.learner.toy import counted_compilations, flat_params, make_config, make_learner, make_mesh, make_model
-from tests.learner.toy import make_scored as scored_by
+from tests.learner import toy
+from tests.learner.toy import flat_params, make_config, make_learner, make_mesh, make_scored
 from tpu_grpo.config import LoraSection, RunConfig
 from tpu_grpo.learner import Learner, frozen_leaves
+from tpu_grpo.learner.parameters import by_name, copy_values, own_copy
 from tpu_grpo.models.lora import apply_lora
 from tpu_grpo.records.errors import CheckpointError
 
+make_model = partial(toy.make_model, layers=2)
 RANK = 2
 MODULES = [f"layers.{layer}.{kind}" for layer in (0, 1) for kind in ("attn.q_proj", "attn.o_proj", "mlp.up_proj")]
 ADAPTER_SIZES = {"attn.q_proj": 64 + 64, "attn.o_proj": 64 + 64, "mlp.up_proj": 64 + 96}  # inputs + outputs
@@ -42,13 +45,13 @@ def is_trained(name: str, kind: str) -> bool:
 
 def update(learner: Learner, config: RunConfig, base: nnx.Module, *steps: int) -> None:
     for step in steps:
-        learner.update(scored_by(base, config, step))  # type: ignore[arg-type]
+        learner.update(make_scored(base, config, step))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", [pytest.param("lora", marks=pytest.mark.slow), "layers"])
 def test_only_what_is_trained_changes(tmp_path: Path, kind: str) -> None:
     learner, _, config = build(tmp_path, kind)
-    scored = scored_by(make_model(make_mesh()), config)  # a model of its own: the learner freezes parts of the other
+    scored = make_scored(make_model(make_mesh()), config)  # a model of its own: the learner freezes parts of the other
     before, arrays = flat_params(learner), dict(nnx.to_flat_state(learner.params()))
     arrays = {path: leaf[...] for path, leaf in arrays.items()}
     for _ in range(3):
@@ -60,7 +63,6 @@ def test_only_what_is_trained_changes(tmp_path: Path, kind: str) -> None:
     for path, leaf in nnx.to_flat_state(learner.params()):  # not even copied
         assert (leaf[...] is arrays[path]) == (not is_trained(".".join(map(str, path)), kind))
     assert frozen_leaves(learner.params()) == {name for name in before if not is_trained(name, kind)}
-    learner.close()
 
 
 @pytest.mark.slow  # two learners are compiled
@@ -70,9 +72,8 @@ def test_layers_that_are_computed_again_take_the_same_step(tmp_path: Path, kind:
     norms = []
     for remat in (False, True):
         learner, _, config = build(tmp_path / str(remat), kind, remat=remat)
-        result = learner.update(scored_by(make_model(make_mesh()), config))
+        result = learner.update(make_scored(make_model(make_mesh()), config))
         norms.append(result.metrics["update/grad_norm"])
-        learner.close()
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
     assert norms[0] > 0.0
 
@@ -90,7 +91,6 @@ def test_optimizer_memory_is_that_of_what_is_trained(tmp_path: Path, kind: str, 
         assert trained == RANK * 2 * sum(ADAPTER_SIZES.values())
     assert sum(leaf.size for leaf in leaves if leaf.ndim) == trained * 2
     assert sum(leaf.size for leaf in leaves if not leaf.ndim) < 10
-    learner.close()
 
 
 def test_adapters_are_stepped_in_float32_beside_a_base_in_bfloat16(tmp_path: Path) -> None:
@@ -103,20 +103,18 @@ def test_adapters_are_stepped_in_float32_beside_a_base_in_bfloat16(tmp_path: Pat
     assert adapters.keys() == updater.state.kept.keys() == {name for name in flat_params(learner) if "_lora_" in name}
     assert {value.dtype for value in adapters.values()} == {np.dtype(np.float32)}
     assert {value.dtype.name for value in updater.state.kept.values()} == {"float32"}
-    learner.close()
 
 
 def test_the_reference_of_adapters_is_the_base_in_the_same_arrays(tmp_path: Path) -> None:
     learner, base, config = build(tmp_path, "lora", algorithm={"beta": 0.1})
-    result = learner.update(scored_by(base, config, 1))  # type: ignore[arg-type]
+    result = learner.update(make_scored(base, config, 1))  # type: ignore[arg-type]
     assert result.metrics["update/kl"] == pytest.approx(0.0, abs=1e-6)  # the policy is still the base
-    assert learner.update(scored_by(base, config, 2)).metrics["update/kl"] > 1e-6  # type: ignore[arg-type]
+    assert learner.update(make_scored(base, config, 2)).metrics["update/kl"] > 1e-6  # type: ignore[arg-type]
     held = dict(nnx.to_flat_state(learner.params()))
     reference: Any = learner._parts.reference
     reference = nnx.to_flat_state(nnx.state(reference, nnx.Param))
     assert len(reference) == len(held) - 2 * len(MODULES)
     assert all(held[path][...] is leaf[...] for path, leaf in reference)
-    learner.close()
 
 
 @pytest.mark.parametrize("kind", ["lora", pytest.param("layers", marks=pytest.mark.slow)])
@@ -147,26 +145,57 @@ def test_adapters_are_not_continued_on_another_base(tmp_path: Path) -> None:
         build(tmp_path, "lora", seed=1)
 
 
-@pytest.mark.slow  # test_learner.py counts for whole models
-def test_nothing_is_compiled_after_the_first_update(tmp_path: Path) -> None:
-    learner, base, config = build(tmp_path, "lora", algorithm={"iterations": 2, "old_policy": "trainer"})
-    rollouts = [scored_by(base, config, step) for step in (1, 2, 3)]  # type: ignore[arg-type]
-    learner.update(rollouts[0])
-    with counted_compilations() as names:
-        for scored in rollouts[1:]:
-            learner.update(scored)
-    assert not names
-    learner.close()
-
-
 @pytest.mark.slow
 def test_the_mesh_does_not_change_the_step(tmp_path: Path) -> None:
     held = []
     for fsdp, tp in ((2, 1), (2, 2)):
         learner, base, config = build(tmp_path / f"{tp}", "lora", mesh=make_mesh(fsdp, tp))
-        learner.update(scored_by(base, config))  # type: ignore[arg-type]
+        learner.update(make_scored(base, config))  # type: ignore[arg-type]
         assert learner.adapters().keys() == {name for name in flat_params(learner) if "_lora_" in name}
         held.append(learner.adapters())
-        learner.close()
     for name, value in held[0].items():
         np.testing.assert_allclose(value, held[1][name], atol=2e-5)
+
+
+# --- a reference that is made anew ------------------------------------------------------------------------------------
+
+
+def values(model: Any) -> dict[str, np.ndarray]:
+    return {name: np.asarray(leaf) for name, leaf in by_name(nnx.state(model, nnx.Param)).items()}
+
+
+def test_only_what_is_trained_is_copied() -> None:
+    policy = make_model(make_mesh(1))
+    trained = {name for name in values(policy) if name.startswith("layers.1.")}
+    reference = own_copy(policy, trained)
+    before = values(reference)
+    moved = nnx.state(policy, nnx.Param)
+    nnx.update(
+        policy, nnx.from_flat_state([(p, leaf.replace(leaf[...] + 1.0)) for p, leaf in nnx.to_flat_state(moved)])
+    )
+    copy_values(reference, policy, trained)
+    for name, value in values(reference).items():
+        np.testing.assert_array_equal(value, before[name] + (1.0 if name in trained else 0.0))
+    held, own = by_name(nnx.state(policy, nnx.Param)), by_name(nnx.state(reference, nnx.Param))
+    assert not any(held[name] is own[name] for name in own)
+
+
+@pytest.mark.slow  # a learner with adapters is compiled
+def test_with_adapters_the_reference_gets_adapters_of_its_own(tmp_path: Path) -> None:
+    algorithm = {"beta": 0.1, "reference_reset_every": 1}
+    config = make_config(tmp_path, {"model": {"lora": LORA.model_dump()}, "algorithm": algorithm})
+    mesh, base = make_mesh(), make_model(make_mesh())
+    policy = apply_lora(base, MODULES, LORA, seed=0)
+    learner = make_learner(config, mesh, model=policy, reference=base)
+    reference = learner._parts.reference
+    assert reference is not None
+    for step in (1, 2):
+        metrics = learner.update(make_scored(base, config, step)).metrics
+        assert metrics["update/kl"] == pytest.approx(0.0, abs=1e-6)  # after step 1 it was made anew
+        adapters = by_name(nnx.state(reference, nnx.LoRAParam))
+        for name, leaf in learner._updater.trained.items():
+            np.testing.assert_array_equal(np.asarray(adapters[name]), np.asarray(leaf))
+            assert adapters[name] is not leaf
+    learner.save(2)
+    learner.close()
+    assert {path.name for path in (config.run_dir / "checkpoints" / "2").iterdir()} > {"reference_params"}

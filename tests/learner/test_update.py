@@ -8,12 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.learner.linear import Run, linear_config, linear_run
 from tests.learner.toy import make_config, make_learner, make_mesh, make_model, make_scored, micro_batches
 from tpu_grpo.learner.checkpoints import Checkpoints, Held
 from tpu_grpo.learner.compact import parameter_name
 from tpu_grpo.learner.parameters import checksums
+from tpu_grpo.learner.update import histogram
 
 PLAIN: dict[str, Any] = {}
 MASTERS: dict[str, Any] = {"model": {"dtype": "bfloat16"}}
@@ -85,31 +87,6 @@ def test_a_step_in_plain_bfloat16_would_be_lost(tmp_path: Path) -> None:
     as_bfloat16 = np.asarray(jnp.asarray(flat(before) + meant, jnp.float32).astype(jnp.bfloat16), np.float64)
     assert meant @ (as_bfloat16 - flat(before)) / (meant @ meant) < 0.1
     assert kept == pytest.approx(1.0, abs=0.01)
-
-
-@pytest.mark.slow  # three models are compiled; the same is seen above without a model
-def test_fifty_small_steps_of_a_transformer_arrive_in_bfloat16(tmp_path: Path) -> None:
-    """The gradients are those of bfloat16, too."""
-    mesh, ways = make_mesh(1), []
-
-    def model() -> nnx.Module:
-        made = make_model(mesh, scale=USUAL)
-        held = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(leaf.dtype), nnx.state(made, nnx.Param))
-        nnx.update(made, held)
-        return made
-
-    for number, sections in enumerate((PLAIN, MASTERS, COMPACT)):
-        config = make_config(tmp_path / str(number), with_optimizer(sections, learning_rate=RATE))
-        learner, scored = make_learner(config, mesh, model=model()), make_scored(model(), config)  # type: ignore[arg-type]
-        before = flat(values(learner._updater))
-        kept = [learner.update(scored).metrics["update/step_kept"] for _ in range(50)]
-        assert kept == pytest.approx([1.0] * 50, abs=0.05)
-        ways.append(flat(values(learner._updater)) - before)
-        learner.close()
-    masters, compact = compared(ways[1], ways[0]), compared(ways[2], ways[0])
-    assert masters[0] >= 0.99 <= masters[1]
-    assert compact[0] >= 0.9
-    assert compact[1] >= 0.95
 
 
 def test_what_is_kept_beside_the_model(tmp_path: Path) -> None:
@@ -241,7 +218,7 @@ def test_a_run_goes_on_to_the_bit(tmp_path: Path, name: str, sections: dict[str,
     assert int(again.updater.state.count) == 3
 
 
-@pytest.mark.slow  # planning/test_compiled.py counts the bytes of the sums
+@pytest.mark.slow  # planning/test_compiled_programs.py counts the bytes of the sums
 def test_gradients_of_a_bfloat16_model_add_up_in_float32(tmp_path: Path) -> None:
     """In bfloat16 a sum stops growing at 256 times what is added."""
     config = make_config(tmp_path, {"model": {"dtype": "bfloat16"}})
@@ -259,4 +236,23 @@ def test_gradients_of_a_bfloat16_model_add_up_in_float32(tmp_path: Path) -> None
         assert value.dtype == jnp.float32
         np.testing.assert_allclose(np.asarray(value), 257.0 * once[name], rtol=1e-6)
     assert any(value.any() for value in once.values())
-    learner.close()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_histogram_is_that_of_numpy(dtype: str) -> None:
+    mesh = make_mesh(2, 2)
+    values = jnp.asarray(np.random.default_rng(0).normal(0.1, 2.0, (64, 32)), dtype)
+    placed = jax.device_put(values, NamedSharding(mesh, PartitionSpec("fsdp", "tp")))
+    found, held = jax.device_get(jax.jit(histogram)(placed)), np.asarray(values, np.float32)
+    np.testing.assert_allclose(found.edges, np.histogram(held, 64)[1], rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(found.counts, np.histogram(held, found.edges)[0])
+    assert (found.edges[0], found.edges[-1], found.counts.sum()) == (held.min(), held.max(), held.size)
+    assert found.total == pytest.approx(held.sum(dtype=np.float64), rel=1e-5)
+    assert found.squares == pytest.approx(np.square(held, dtype=np.float64).sum(), rel=1e-5)
+
+
+def test_equal_elements_are_in_the_middle_as_with_numpy() -> None:
+    counts, edges = np.histogram(np.full(10, 3.0), 64)
+    found = histogram(jnp.full(10, 3.0))
+    np.testing.assert_array_equal(found.counts, counts)
+    np.testing.assert_allclose(found.edges, edges, rtol=1e-6)

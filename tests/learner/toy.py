@@ -16,9 +16,10 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.sharding import Mesh
 from tunix.models.qwen3 import model as qwen3
 
-from tpu_grpo.config import RunConfig, parse_config
+from tpu_grpo.algorithms import open_algorithm
+from tpu_grpo.config import AlgorithmSection, RunConfig, parse_config
 from tpu_grpo.learner import Learner, LearnerInputs
-from tpu_grpo.learner.loss import TrainBatch
+from tpu_grpo.learner.loss import LossSettings, TrainBatch
 from tpu_grpo.learner.parameters import by_name
 from tpu_grpo.learner.signal import Signal, read_signal
 from tpu_grpo.records.stages import Completion, Prompt, PromptBatch, Rollout, ScoredRollout, Scores
@@ -78,12 +79,18 @@ def make_mesh(fsdp: int = 2, tp: int = 1) -> Mesh:
 
 
 def make_model(
-    mesh: Mesh, seed: int = 0, scale: float = 0.3, flash_block: int | None = None, *, remat: bool = False
+    mesh: Mesh,
+    seed: int = 0,
+    scale: float = 0.3,
+    flash_block: int | None = None,
+    *,
+    layers: int = 1,
+    remat: bool = False,
 ) -> qwen3.Qwen3:
-    """Two layers, width 64, all matrices random: Tunix leaves the MLP at zero."""
+    """Width 64, all matrices random: Tunix leaves the MLP at zero."""
     flash = {"use_flash_attention": True, "flash_attention_block_size": flash_block} if flash_block else {}
     config = qwen3.ModelConfig(
-        num_layers=2,
+        num_layers=layers,
         vocab_size=VOCAB,
         embed_dim=64,
         hidden_dim=96,
@@ -133,6 +140,13 @@ def make_config(directory: Path, tree: dict[str, Any] | None = None) -> RunConfi
     return parse_config(base)
 
 
+def settings_of(
+    section: AlgorithmSection | None = None, temperature: float = 1.0, mesh: Mesh | None = None, **algorithm: Any
+) -> LossSettings:
+    section = section or AlgorithmSection.model_validate(algorithm)
+    return LossSettings(open_algorithm(section), section, temperature, mesh)
+
+
 def make_learner(config: RunConfig, mesh: Mesh | None = None, seed: int = 0, **replaced: Any) -> Learner:
     mesh = mesh or make_mesh()
     arguments: dict[str, Any] = {
@@ -144,7 +158,7 @@ def make_learner(config: RunConfig, mesh: Mesh | None = None, seed: int = 0, **r
 
 
 def signal_of(learner: Learner, scored: ScoredRollout) -> Signal:
-    return read_signal(scored, learner._config, learner._parts.algorithm)
+    return read_signal(scored, learner._config, learner._parts.settings.algorithm)
 
 
 def micro_batches(learner: Learner, scored: ScoredRollout) -> list[TrainBatch]:

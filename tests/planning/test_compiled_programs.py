@@ -16,7 +16,7 @@ import pytest
 from tpu_grpo.config import load_config
 from tpu_grpo.learner.output_head import CHUNK_BYTES
 from tpu_grpo.models.checkpoint import abstract_checkpoint
-from tpu_grpo.planning.compiled_programs import FAST_COMPILE_OPTIONS, compiled_figures, programs_to_lower
+from tpu_grpo.planning.compiled_programs import FAST_COMPILE_OPTIONS, TRAIN_STEP, compiled_figures, programs_to_lower
 from tpu_grpo.planning.costs import STEP_INPUTS, EngineSizes
 from tpu_grpo.planning.slice_plan import PUBLISHED
 from tpu_grpo.planning.slices import open_slice, replica_devices
@@ -138,6 +138,19 @@ def test_a_cache_in_fp8_is_refused_where_the_kernel_cannot_read_it(tmp_path: Pat
     refused = pytest.raises(ConfigError, match="needs a TPU from v5 on, got TPU v4")
     with open_run("v4-8", tmp_path, "rollout.kv_dtype=fp8") as run, refused:
         _ = run.engine
+
+
+def test_tunix_train_step_compiles_and_holds_what_it_is_given(tmp_path: Path) -> None:
+    """It has float32 sums of gradients beside what ours keeps, and its results are new parameters."""
+    options = ("algorithm.name=tunix:grpo", "algorithm.options={beta: 0.0}")
+    with open_run("v5e-8", tmp_path, *options) as run:
+        programs = {name: lower for name, stage, lower in programs_to_lower(run) if stage == "update"}
+        resident, figures = resident_bytes(run), compiled_figures(programs[TRAIN_STEP](), FAST_COMPILE_OPTIONS)
+    assert list(programs) == [TRAIN_STEP]
+    assert resident.optimizer == pytest.approx(8 * resident.parameters, rel=0.01)
+    assert figures["kernels"] == 4 * LAYERS
+    assert figures["argument_bytes"] == pytest.approx(resident.parameters + resident.optimizer, rel=0.01)
+    assert figures["output_bytes"] == pytest.approx(resident.parameters, rel=0.01)
 
 
 def kernels_of_an_update_of_experts(directory: Path) -> int:

@@ -2,27 +2,22 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tpu_grpo.launching.tpus import GENERATIONS, Chip, Generation, parse_slice
+from tpu_grpo.launching.tpus import GENERATIONS, Chip, Generation, Rates, parse_slice
 from tpu_grpo.models.checkpoint import Checkpoint, abstract_checkpoint
 from tpu_grpo.planning.costs import (
-    ALLREDUCE_SECONDS,
-    CACHE_BYTES_PER_SECOND,
     FILL,
-    LINKS,
-    MEMORY,
-    PREFILL,
-    PRODUCTS,
     STEP_INPUTS,
     EngineSizes,
     TokenCost,
     TrainerSizes,
     add,
     decode_step,
+    filled_passes,
     host_seconds,
-    packed_passes,
     pass_seconds,
     prefill_step,
     round_seconds,
@@ -31,6 +26,7 @@ from tpu_grpo.planning.slice_plan import PUBLISHED
 from tpu_grpo.planning.step_seconds import decode, step_seconds
 
 V6E = parse_slice("v6e-4").generation
+RATES = Rates()
 
 
 def checkpoint(name: str) -> Checkpoint:
@@ -71,6 +67,8 @@ def test_what_a_token_meets_among_experts() -> None:
         ("Qwen3-1.7B", 1_720_574_976),
         ("Qwen3-4B", 4_022_468_096),
         ("Qwen3-8B", 8_190_735_360),
+        ("Qwen3-14B", 14_768_307_200),
+        ("Qwen3-32B", 32_762_123_264),
         ("Qwen3-30B-A3B", 30_532_122_624),
         ("Llama-3.1-8B-Instruct", 8_030_261_248),
         ("Qwen2.5-7B-Instruct", 7_615_616_512),
@@ -93,9 +91,9 @@ def test_a_decode_step_reads_weights_but_no_embedding_and_adds_up_its_causes() -
     sent = 8 * 1024 * 2  # two devices: half of it, there and back
     assert found == pytest.approx(
         {
-            "weights": 596_049_920 / (MEMORY * 1640e9),
-            "cache": 100 * 4096 / CACHE_BYTES_PER_SECOND,
-            "links": 57 * (ALLREDUCE_SECONDS + sent / (LINKS * 448e9 / 4)),
+            "weights": 596_049_920 / (RATES.memory * 1640e9),
+            "cache": 100 * 4096 / RATES.cache_bytes_per_second,
+            "links": 57 * (RATES.allreduce_seconds + sent / (RATES.links * 448e9 / 4)),
         }
     )
 
@@ -103,7 +101,9 @@ def test_a_decode_step_reads_weights_but_no_embedding_and_adds_up_its_causes() -
 def test_a_step_of_many_tokens_takes_as_long_as_its_products() -> None:
     sizes = engine("Qwen3-0.6B", 1, split=False)
     found = prefill_step(sizes, V6E, 2048, 100)
-    assert found == pytest.approx({"products": sizes.token.forward(2048, 100, 1) / (PREFILL * 918e12), "links": 0.0})
+    assert found == pytest.approx(
+        {"products": sizes.token.forward(2048, 100, 1) / (RATES.prefill * 918e12), "links": 0.0}
+    )
 
 
 def test_few_tokens_read_few_experts() -> None:
@@ -154,14 +154,14 @@ def test_chips_have_the_memory_that_the_compiler_allows() -> None:
 
 CHIP = Chip(
     memory_bytes=1,
-    flops_per_second=100 / PRODUCTS,
-    memory_bytes_per_second=10 / MEMORY,
-    link_bytes_per_second=8 / LINKS,  # two of four links lead to others of four chips: 4 bytes a second
+    flops_per_second=100 / RATES.products,
+    memory_bytes_per_second=10 / RATES.memory,
+    link_bytes_per_second=8 / RATES.links,  # two of four links lead to others of four chips: 4 bytes a second
 )
 FOUR_LINKS = Generation("v0", "v0", "", 1, 2, (), CHIP)
 
 
-def sizes(**changes: int) -> TrainerSizes:
+def sizes(**changes: Any) -> TrainerSizes:
     base = {"fsdp": 4, "tp": 1, "layers": 3, "row_tokens": 8, "pass_tokens": 16, "layer_passes": 4, "head_passes": 4}
     return TrainerSizes(
         **{**base, **changes},
@@ -175,9 +175,10 @@ def sizes(**changes: int) -> TrainerSizes:
 
 
 def test_completions_are_packed_with_their_prompts() -> None:
-    assert packed_passes(sizes(), rows=10, mean_tokens=8) == 5  # 80 tokens, full rows
-    assert packed_passes(sizes(), rows=10, mean_tokens=4 * FILL) == 3  # 40 tokens
-    assert packed_passes(sizes(), rows=1, mean_tokens=1) == 1
+    assert filled_passes(sizes(), rows=10, mean_tokens=8) == 5  # 80 tokens, full rows
+    assert filled_passes(sizes(), rows=10, mean_tokens=4 * FILL) == 3  # 40 tokens
+    assert filled_passes(sizes(), rows=1, mean_tokens=1) == 1
+    assert filled_passes(sizes(is_padded=True), rows=10, mean_tokens=1) == 5  # however short they are
 
 
 def test_layers_compute_for_all_tokens_and_the_head_for_completions() -> None:
@@ -206,7 +207,7 @@ def test_where_links_take_longest_the_first_gather_is_added_to_them() -> None:
 def test_activations_are_added_up_in_every_layer_and_pass() -> None:
     """Tp 4: three quarters of 16 x 2 bytes, sent twice, over two links; two of these in each of 3 layers, 4 passes."""
     found = pass_seconds(sizes(fsdp=1, tp=4), FOUR_LINKS, head_tokens=10, accessed_bytes=0, updates=True)
-    assert found.parts["links"] == pytest.approx(4 * 3 * 2 * (ALLREDUCE_SECONDS + 2 * 0.75 * 32 / 4))
+    assert found.parts["links"] == pytest.approx(4 * 3 * 2 * (RATES.allreduce_seconds + 2 * 0.75 * 32 / 4))
     assert found.beside == {"memory": 0.0, "links": 0.0}
     one = pass_seconds(sizes(fsdp=1), FOUR_LINKS, head_tokens=10, accessed_bytes=0, updates=True)
     assert one.parts["links"] == 0.0

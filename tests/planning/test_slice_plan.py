@@ -38,6 +38,20 @@ def test_few_layers_are_the_first_ones_where_they_differ(tmp_path: Path) -> None
         assert fewer.config.has_window == (False, True)
 
 
+def test_a_run_of_tunix_is_compared_with_what_ours_would_do() -> None:
+    options = {"num_iterations": 2, "epsilon": 0.3}
+    section = {
+        "name": "tunix:grpo",
+        "options": options,
+        "group_size": 2,
+        "old_policy": "tunix",
+        "micro_batch_prompts": 4,
+    }
+    found = slice_plan.with_packed_learner(run_of(algorithm=section)).algorithm
+    assert (found.name, found.beta, found.iterations, found.old_policy) == ("grpo", 0.04, 2, "rollout")
+    assert (found.micro_batch_prompts, found.options) == (4, {})
+
+
 def plan_of(config: RunConfig, needs: dict[str, float]) -> Plan:
     """A plan for 16 chips of 100 bytes, whose stages need so many."""
     target: Any = SimpleNamespace(devices=range(16), chip=SimpleNamespace(memory_bytes=100))

@@ -1,10 +1,15 @@
 """Slices by name are the devices that libtpu describes."""
 
+import json
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 from tpu_grpo.hosts import hosts_of
-from tpu_grpo.planning.slices import open_slice, prepare, replica_devices
-from tpu_grpo.records.errors import ConfigError
+from tpu_grpo.launching.tpus import Rates, parse_slice
+from tpu_grpo.planning.slices import Target, open_slice, prepare, replica_devices, with_rates
+from tpu_grpo.records.errors import ConfigError, DataError
 
 
 @pytest.mark.parametrize(
@@ -55,3 +60,20 @@ def test_the_environment_is_that_of_the_launch() -> None:
     assert environment["JAX_PLATFORMS"] == "cpu"
     assert environment["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] == "0"  # a program is the same whatever lines made it
     assert "--xla_tpu_scoped_vmem_limit_kib=98304" in environment["LIBTPU_INIT_ARGS"].split()
+
+
+def test_measured_rates_take_the_place_of_assumed_ones(tmp_path: Path) -> None:
+    path, target = tmp_path / "check.json", Target(parse_slice("v5e-8"), ())
+    path.write_text(json.dumps({"generation": "v5e", "rates": {"products": 0.3, "flops_per_second": 1e14}}))
+    found = with_rates(target, path)
+    assert found.slice.generation.rates == Rates(products=0.3)
+    assert replace(found.slice, generation=target.slice.generation) == target.slice
+    with pytest.raises(ConfigError, match=r"--rates must be a check\.json of v6e, got one of v5e"):
+        with_rates(Target(parse_slice("v6e-8"), ()), path)
+    path.write_text("{}")
+    with pytest.raises(DataError, match="must hold rates"):
+        with_rates(target, path)
+    for wrong in ("fast", 0.0, None):
+        path.write_text(json.dumps({"generation": "v5e", "rates": {"memory": wrong}}))
+        with pytest.raises(DataError, match=f"must hold rates above 0, got memory {wrong!r}; run tpu-grpo check again"):
+            with_rates(target, path)

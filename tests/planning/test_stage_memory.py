@@ -1,9 +1,11 @@
 """Stages add up what lies on a device while they run."""
 
+from dataclasses import replace
+
 import pytest
 
 from tests.planning.figures import RESIDENT, program, run_of
-from tpu_grpo.planning.compiled_programs import GRADIENTS, OPTIMIZER_STEP, refused_bytes
+from tpu_grpo.planning.compiled_programs import GRADIENTS, OPTIMIZER_STEP, TRAIN_STEP, refused_bytes
 from tpu_grpo.planning.stage_memory import stage_memory
 
 PROGRAMS = [
@@ -59,6 +61,13 @@ def test_the_optimizers_step_counts_where_it_needs_more() -> None:
     update = stage_memory(run_of(), RESIDENT, [*PROGRAMS[:4], large], sync_bytes=13)[2]
     assert update.program == OPTIMIZER_STEP
     assert update.total == TRAINER + SAMPLER + 40 + 5 + 90 + 7 + 4
+
+
+def test_tunix_train_step_has_parameters_and_the_optimizers_state() -> None:
+    """New parameters come beside the old ones."""
+    one = program("update", name=TRAIN_STEP, argument_bytes=100 + 200 + 3, output_bytes=80, temporary_bytes=17)
+    update = stage_memory(run_of(), replace(RESIDENT, batch=0), [*PROGRAMS[:3], one], sync_bytes=13)[2]
+    assert update.total == TRAINER + SAMPLER + 3 + 80 + 17 + 3
 
 
 def test_a_refused_program_counts_as_the_compiler_says() -> None:

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,10 +10,8 @@ import pytest
 from tests.planning.figures import run_of
 from tpu_grpo.launching.tpus import parse_slice
 from tpu_grpo.models.checkpoint import abstract_checkpoint
-from tpu_grpo.planning.compiled_programs import GRADIENTS, OPTIMIZER_STEP
+from tpu_grpo.planning.compiled_programs import GRADIENTS, OPTIMIZER_STEP, TRAIN_STEP
 from tpu_grpo.planning.costs import (
-    LINKS,
-    MEMORY,
     EngineSizes,
     Seconds,
     TrainerSizes,
@@ -25,6 +24,7 @@ from tpu_grpo.planning.slice_plan import PUBLISHED
 from tpu_grpo.planning.step_seconds import StepWork, completion_lengths, decode
 
 V6E = parse_slice("v6e-8").generation
+RATES = V6E.rates
 
 
 def step(rows: int, cached: float, steps: float) -> tuple[Seconds, float]:
@@ -142,8 +142,40 @@ def test_a_step_of_the_longest_completions() -> None:
     first = round_seconds([(entering, host_seconds(work.engine, 4))] * 2)
     assert step.of("decode") == pytest.approx(60 * sum(round_.values()) + sum(first.values()))
     one = pass_seconds(work.trainer, V6E, head_tokens=4 * 60, accessed_bytes=1e6, updates=True)
-    assert step.of("update") == pytest.approx(4 * sum(one.parts.values()) + 1e9 / (MEMORY * 1640e9))
-    assert step.stages[-1].by_cause == {"links": 1e9 / (LINKS * 448e9 / 2)}
+    assert step.of("update") == pytest.approx(4 * sum(one.parts.values()) + 1e9 / (RATES.memory * 1640e9))
+    assert step.stages[-1].by_cause == {"links": 1e9 / (RATES.links * 448e9 / 2)}
+
+
+def test_what_a_run_can_compare_with_follows_the_rates() -> None:
+    """Links half as fast and a host four times as slow; the other stages stay."""
+    work = work_of()
+    slower = replace(work, generation=replace(V6E, rates=replace(RATES, links=RATES.links / 2, host=4.0)))
+    own, other, step = work.planned(), slower.planned(), work.step()
+    device, host = decode_step(work.engine, V6E, 4, 4 * (20 + 30)), host_seconds(work.engine, 4)
+    assert own["decode_step"] == pytest.approx(sum(device.values()) + host)
+    assert (own["rollout"], own["sync"]) == pytest.approx((step.of("prefill", "decode"), step.of("sync")))
+    assert other["sync"] == pytest.approx(2 * own["sync"])
+    engine = decode_step(work.engine, slower.generation, 4, 4 * (20 + 30))
+    assert other["decode_step"] == pytest.approx(sum(engine.values()) + 4 * host)
+
+
+def test_tunix_passes_hold_a_row_each_whatever_its_length() -> None:
+    """4 micro-batches of 4 rows for either length, whose head sees prompts too, and no step beside them."""
+    padded = replace(work_of().trainer, is_padded=True)
+    config = run_of(
+        data={"prompts_per_step": 8, "max_prompt_tokens": 20},
+        rollout={"max_new_tokens": 60},
+        algorithm={"name": "tunix:grpo", "group_size": 2, "options": {"num_iterations": 3}, "micro_batch_prompts": 2},
+    )
+    work = replace(work_of(), config=config, trainer=padded, forward_passes=1)
+    work = replace(work, accessed_bytes={TRAIN_STEP: 1e6, "log-probabilities": 1e6})
+    one, forward = (
+        sum(pass_seconds(padded, V6E, head_tokens=4 * 80, accessed_bytes=1e6, updates=updates).parts.values())
+        for updates in (True, False)
+    )
+    for step in (work.step(), work.step(20)):
+        assert step.of("update") == pytest.approx(3 * 4 * one)
+        assert step.of("logprobs") == pytest.approx(4 * forward)
 
 
 def test_shorter_completions_take_less_update_and_leave_a_tail() -> None:
@@ -158,7 +190,8 @@ def test_shorter_completions_take_less_update_and_leave_a_tail() -> None:
 
 def test_forward_passes_and_iterations_repeat() -> None:
     once = work_of().step()
-    step = work_of(algorithm={"group_size": 2, "beta": 0.1, "old_policy": "trainer", "iterations": 2}).step()
+    work = work_of(algorithm={"group_size": 2, "beta": 0.1, "old_policy": "trainer", "iterations": 2})
+    step = replace(work, forward_passes=2).step()
     assert step.of("update") == pytest.approx(2 * once.of("update"))
     one = pass_seconds(work_of().trainer, V6E, head_tokens=4 * 60, accessed_bytes=1e6, updates=False)
     assert step.of("logprobs") == pytest.approx(2 * 4 * sum(one.parts.values()))
@@ -168,8 +201,9 @@ def test_mini_batches_take_passes_and_steps_of_their_own() -> None:
     """2 prompts with 2 completions are 4 rows of 80 tokens: one pass, and one step of the optimizer."""
     work, once = work_of(), work_of().step()
     sizes = {"group_size": 2, "iterations": 2}
-    step = work_of(algorithm={**sizes, "mini_batch_prompts": 2, "old_policy": "trainer"}).step()
-    stepping = 1e9 / (MEMORY * 1640e9)
+    changed = work_of(algorithm={**sizes, "mini_batch_prompts": 2, "old_policy": "trainer"})
+    step = replace(changed, forward_passes=1).step()
+    stepping = 1e9 / (RATES.memory * 1640e9)
     one = pass_seconds(work.trainer, V6E, head_tokens=4 * 60, accessed_bytes=1e6, updates=True)
     assert step.of("update") == pytest.approx(8 * (sum(one.parts.values()) + stepping))
     assert step.of("update") == pytest.approx(2 * once.of("update") + 6 * stepping)

@@ -255,56 +255,15 @@ class f:
 
 # --- rewards written for other trainers ------------------------------------------------------------------------------
 
-OTHERS = """
-# TRL: conversational completions, extra arguments by keyword, None where it does not apply
-def trl(prompts, completions, completion_ids, answer, trainer_state, log_metric, **kwargs):
-    contents = [completion[0]["content"] for completion in completions]
-    log_metric("share", 0.5)
-    return [1.0 if c == a else None if c == "bb" else 0.0 for c, a in zip(contents, answer)]
 
-# TRL and Tunix: texts
-def tunix(prompts, completions, **kwargs):
-    return [float(c == a) for c, a in zip(completions, kwargs["answer"])]
-
-# EasyDeL: lists of messages, and what the trainer is set to
-def easydel(prompts, completions, max_length, **kwargs):
-    return [float(m[-1]["role"] == "assistant" and len(m[-1]["content"]) < max_length) for m in completions]
-"""
-
-
-def test_rewards_written_for_other_trainers(reward_file: MakeFile):
-    path = reward_file(OTHERS)
-    specs = [RewardSpec(name=f"{path}:trl", messages=True, workers=0), RewardSpec(name=f"{path}:tunix", workers=0)]
-    with open_rewards(specs, ["answer"]) as rewards:
-        scores = rewards.score(make_rollout(PROMPTS, TEXTS, COLUMNS))
-    np.testing.assert_array_equal(scores.by_name["trl"], [1.0, np.nan, 0.0, 1.0])
-    assert scores.figures["rewards/trl/share"] == Figure(0.5, "mean", 1)
-    np.testing.assert_array_equal(score(reward_file, OTHERS, "tunix").total, [1.0, 0.0, 0.0, 1.0])
-    easydel = score(reward_file, OTHERS, "easydel", messages=True, options={"max_length": 3})
-    np.testing.assert_array_equal(easydel.total, [1.0, 1.0, 0.0, 0.0])
-
-
-VERIFIERS = """
-# verifiers: one row, by its parameters, with the columns by name
-def correct_answer(completion, answer, **kwargs) -> float:
-    return 1.0 if completion == answer else 0.0
-
-async def last_message(completion, prompt) -> float:
-    return float(len(completion[-1]["content"]) + len(prompt))
-
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_score_of_one_row_may_come_with_metrics(reward_file: MakeFile, workers: int):
+    source = """
 class Parsed:
     def __call__(self, completion, answer):
         return {"score": float(completion == answer), "length": len(completion)}
 """
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_function_with_a_completion_gets_one_row(reward_file: MakeFile, workers: int):
-    found = score(reward_file, VERIFIERS, "correct_answer", workers=workers)
-    np.testing.assert_array_equal(found.total, [1.0, 0.0, 0.0, 1.0])
-    of_messages = score(reward_file, VERIFIERS, "last_message", workers=workers, messages=True)
-    np.testing.assert_array_equal(of_messages.total, [2.0, 3.0, 4.0, 5.0])  # a prompt is one message
-    parsed = score(reward_file, VERIFIERS, "Parsed", workers=workers)
+    parsed = score(reward_file, source, "Parsed", workers=workers)
     np.testing.assert_array_equal(parsed.total, [1.0, 0.0, 0.0, 1.0])
     assert parsed.figures["rewards/Parsed/length"] == Figure(2.5, "mean", 4)
 

@@ -1,13 +1,26 @@
 """Rewards are distributed over real processes: every host ends with what one host computes, and odd ones are found."""
 
 import json
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.hosts.processes import run
-from tpu_grpo.records.stages import Figure
-from tpu_grpo.rewards.distributed import encode_figures, merge_figures
+from tests.rewards.conftest import make_rollout
+from tpu_grpo.config import RewardSpec
+from tpu_grpo.hosts import packed
+from tpu_grpo.hosts.coordination_service import read_told
+from tpu_grpo.records.errors import LockstepError
+from tpu_grpo.records.stages import Figure, Scores
+from tpu_grpo.rewards import DistributedRewards, open_rewards
+from tpu_grpo.rewards.distributed import merge_figures
 
 REWARDS = """
 import sys
@@ -124,11 +137,57 @@ def test_figures_of_hosts_are_merged_as_sums_means_and_maxima():
     first = {"errors": Figure(2, "sum"), "seconds": Figure(0.5, "max"), "length": Figure(2.0, "mean", 1)}
     second = {"errors": Figure(3, "sum"), "seconds": Figure(0.25, "max"), "length": Figure(5.0, "mean", 2)}
     third = {"seconds": Figure(0.75, "max"), "other": Figure(1.0, "mean", 4)}
-    by_host = [json.loads(json.dumps(encode_figures(figures))) for figures in (first, second, third)]
-    assert merge_figures(by_host) == {
+    assert merge_figures([first, second, third]) == {
         "errors": Figure(5, "sum", 2),
         "seconds": Figure(0.75, "max", 3),
         "length": Figure(4.0, "mean", 3),
         "other": Figure(1.0, "mean", 4),
     }
     assert merge_figures([]) == {}
+
+
+FORGED: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "a row more": lambda told: [column.append(0.5) for column in told["columns"]],
+    "a column less": lambda told: told["columns"].pop(),
+    "ragged columns": lambda told: told["columns"][0].pop(),
+    "a text for a number": lambda told: told["columns"].__setitem__(0, ["x", 1.0]),
+    "no witness": lambda told: told["witness"].clear(),
+    "another's witness": lambda told: told["witness"].update(length=[1.0]),
+    "a figure of nothing": lambda told: told["figures"].update(x={"value": 1.0, "merge": "mean", "count": 0}),
+    "a figure put together otherwise": lambda told: told["figures"].update(x={"value": 1.0, "merge": "eval"}),
+    "tokens of nobody": lambda told: told.update(of_tokens=packed(np.zeros(99))),
+    "a bomb": lambda told: told.update(of_tokens=packed(np.zeros(10**7))),
+    "no packing": lambda told: told.update(of_tokens="AAAA"),
+}
+
+
+@pytest.mark.parametrize("what", [None, *FORGED])
+def test_what_no_host_can_have_told_is_named(file: Path, monkeypatch: pytest.MonkeyPatch, what: str | None) -> None:
+    monkeypatch.setattr("sys.argv", ["", "", "", "0"])  # in which the rewards look for the host
+    texts = ["a", "bb", "ccc", "d"]
+    rollout = make_rollout(["p0", "p1"], texts, [{}] * 2)
+    of_letters = [replace(c, token_ids=np.arange(len(t))) for c, t in zip(rollout.completions, texts, strict=True)]
+    rollout = replace(rollout, completions=tuple(of_letters))
+    said: dict[str, Any] = {}
+
+    def scored(index: int) -> Scores:
+        def share(name: str, value: Any, kind: object, read: Callable[[int, Any], Any]) -> list[Any]:
+            if index == 1:
+                said.update(json.loads(json.dumps(value, default=vars)))
+                return [read(1, value)] * 2
+            return [read(0, value), read_told(json.dumps(said).encode(), kind, f"{name} of host 1", partial(read, 1))]
+
+        hosts: Any = SimpleNamespace(index=index, count=2, is_first=index == 0, share=share)
+        specs = [RewardSpec(name=f"{file}:{name}", workers=0) for name in ("length", "letters")]
+        with closing(DistributedRewards(open_rewards(specs, ()), hosts, compared=["length"])) as rewards:
+            return rewards.score(rollout)
+
+    scored(1)
+    if what is None:
+        found = scored(0)
+        assert found.by_name["length"].tolist() == [1.0, 2.0, 3.0, 1.0]
+        assert [values.tolist() for values in found.per_token] == [[1.0], [2.0, 2.0], [3.0, 3.0, 3.0], [4.0]]
+        return
+    FORGED[what](said)
+    with pytest.raises(LockstepError, match="got what no host tells at 'rewards of host 1'"):
+        scored(0)

@@ -1,6 +1,5 @@
 """Rewards run in processes of their own: what faults cost, who notices, and that nothing stays behind."""
 
-import base64
 import math
 import os
 import signal
@@ -21,8 +20,9 @@ from tests.rewards.conftest import make_rollout
 from tpu_grpo.config import RewardSpec
 from tpu_grpo.records.errors import RewardError
 from tpu_grpo.rewards import RewardSet, open_rewards
-from tpu_grpo.rewards.calling import Problem, RewardBatch
-from tpu_grpo.rewards.executors import AnswerOfWorker, WorkerPool
+from tpu_grpo.rewards.calling import Answer, Problem, RewardBatch
+from tpu_grpo.rewards.executors import WorkerPool
+from tpu_grpo.workers.messages import decode, encode
 
 ROLLOUT = make_rollout(["p0", "p1"], ["a", "bb", "ccc", "dddd"])
 GOOD = [1.0, 2.0, 3.0, 4.0]
@@ -188,18 +188,21 @@ def test_workers_know_nothing_of_jax_and_the_accelerator(monkeypatch: pytest.Mon
         {"values": [1.0, math.inf]},
         {"problems": [Problem("raised", "raised", row=2)]},
         {"problems": [Problem("raised", "raised", failing_row=-1)]},
-        {"of_tokens": [b""]},
-        {"of_tokens": [b"", b"no base64"]},
-        {"of_tokens": [b"", base64.b64encode(np.ones(2).tobytes())]},
-        {"of_tokens": [b"", base64.b64encode(np.full(3, np.nan).tobytes())]},
+        {"of_tokens": [np.zeros(0)]},
+        {"of_tokens": [np.zeros(0), np.ones(2)]},
+        {"of_tokens": [np.zeros(0), np.full(3, np.nan)]},
     ],
 )
 def test_an_answer_of_a_worker_fits_its_batch(told: dict[str, Any]):
     batch = RewardBatch({"completion_ids": [[1, 2, 3], [4, 5, 6]]}, step=1, size=2)
-    good = {"values": [1.0, math.nan], "problems": [], "logged": {"n": [1.0]}, "of_tokens": []}
-    assert AnswerOfWorker(**good).read(batch).values[0] == 1.0
-    with pytest.raises(ValueError, match="does not fit|base64"):
-        AnswerOfWorker(**good | told).read(batch)
+    good = {"values": [1.0, math.nan], "logged": {"n": [1.0]}, "of_tokens": [np.zeros(0), np.array([0.1, 2.0, -3.0])]}
+    written = encode(7, Answer(**good))
+    number, read = decode(written, (Answer,))
+    assert (number, read.values[0], read.logged, read.fits(batch)) == (7, 1.0, {"n": [1.0]}, True)
+    assert [values_T.tolist() for values_T in read.of_tokens] == [[], [0.1, 2.0, -3.0]]
+    assert not decode(encode(7, Answer(**good | told)), (Answer,))[1].fits(batch)
+    with pytest.raises(ValueError, match="of_tokens"):
+        decode(written.replace(b'["",', b'["no base64",'), (Answer,))
 
 
 def test_workers_are_replaced_after_so_many_calls():

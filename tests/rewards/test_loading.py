@@ -1,6 +1,5 @@
 """Rewards are found and fitted to the data, and errors say what does not fit."""
 
-import subprocess
 import sys
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -283,11 +282,6 @@ def test_two_rewards_cannot_share_a_name(reward_file: MakeFile):
     path = reward_file("def gsm8k(completions):\n    return [0.0]\n")
     with pytest.raises(RewardError, match=r"own in the metrics, got \['gsm8k'\] twice; give one of them a label"):
         open_rewards([RewardSpec(name="gsm8k"), RewardSpec(name=f"{path}:gsm8k")], COLUMNS)
-
-
-def test_importing_rewards_does_not_import_jax():
-    code = "import sys, tpu_grpo.rewards; assert 'jax' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.parametrize(

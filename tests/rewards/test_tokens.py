@@ -11,7 +11,6 @@ from tpu_grpo.config import RewardSpec
 from tpu_grpo.records.errors import RewardError
 from tpu_grpo.records.stages import Completion, Rollout, Scores
 from tpu_grpo.rewards import open_rewards
-from tpu_grpo.rewards.distributed import packed, unpacked
 
 REWARDS = """
 import numpy as np
@@ -138,11 +137,3 @@ def test_what_cannot_work_is_said_at_the_start(reward_file: MakeFile) -> None:
     message = r"does not apply; marked with @per_token, a number per token\), got \[1.0, 1.0, 1.0\]"
     with open_rewards([spec(path, "unmarked", workers=0)], ()) as rewards, pytest.raises(RewardError, match=message):
         rewards.score(two())
-
-
-def test_packed_numbers_are_exact() -> None:
-    """Hosts 0 and 2 score groups of two; host 1 has none."""
-    values = [np.array([0.1, -1e-300, 3.0]), np.zeros(1), np.array([np.pi]), np.array([2.0, 0.3])]
-    texts = {0: packed([values[0], values[1]]), 1: packed(()), 2: packed(values[2:])}
-    found = unpacked(texts, [3, 1, 1, 2], [0, 0, 2, 2])
-    assert [each.tolist() for each in found] == [each.tolist() for each in values]

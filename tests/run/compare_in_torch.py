@@ -1,13 +1,14 @@
 """Loads exported directories with PyTorch, and compares their log-probabilities with the policy's.
 
-    TORCH_PYTHON tests/run/compare_in_torch.py DIRECTORY
+    TORCH_PYTHON tests/run/compare_in_torch.py FOLDER ...
 
-Every folder of DIRECTORY has an export in ``out`` and what the policy computed in ``expected.npz``: tokens [B, T] and
-logprobs [B, T, V]. A line per folder says how far PyTorch is from it. This runs where torch, transformers and peft are
-installed, and this package is not.
+Every folder has an export in ``out`` and what the policy computed in ``expected.npz``: tokens [B, T] and logprobs
+[B, T, V]. A line per folder says how far PyTorch is from it, and how large log-probabilities are there. This runs where
+torch, transformers and peft are installed, and this package is not.
 """
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -29,8 +30,8 @@ def load(directory: Path) -> torch.nn.Module:
     return model
 
 
-def main(directory: Path) -> None:
-    for folder in sorted(path for path in directory.iterdir() if (path / "expected.npz").exists()):
+def main(folders: Sequence[Path]) -> None:
+    for folder in folders:
         expected = np.load(folder / "expected.npz")
         model = load(folder / "out").eval()
         with torch.no_grad():
@@ -39,8 +40,9 @@ def main(directory: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(folder / "out")
         text = tokenizer.apply_chat_template([{"role": "user", "content": "1+1="}], tokenize=False)
         difference = float(np.abs(found - expected["logprobs"]).max())
-        print(f"{folder.name} {difference:.3e} {text!r}", flush=True)
+        largest = float(np.abs(expected["logprobs"]).max())
+        print(f"{folder.name} {difference:.3e} of {largest:.1f} {text!r}", flush=True)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main([Path(name) for name in sys.argv[1:]])

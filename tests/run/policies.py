@@ -24,6 +24,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "qwen3_moe": {},
     "llama": {"tied": False},
+    "mistral": {"tied": False},
+    "phi3": {"tied": False},
     "gemma2": {},
 }
 """Every family, one of them with a head of its own."""

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,9 @@ def run_of(directory: Path, max_steps: int = 4, **sections: Any) -> RunConfig:
 
 
 def go_on(config: RunConfig, start: int = 4, digest: str = "a" * 64) -> list[str]:
-    """Begin a run after this step, end it, and return what it noted, but for how it broke off before."""
-    return [note for note in every_note(config, start, digest) if not note.startswith("before, ")]
+    """Begin a run after this step, end it, and return what it noted, but for how it broke off and what is lost."""
+    notes = every_note(config, start, digest)
+    return [note for note in notes if not note.startswith("before, ") and "lacks steps" not in note]
 
 
 def every_note(config: RunConfig, start: int = 0, digest: str = "a" * 64) -> list[str]:
@@ -54,6 +56,26 @@ def leave(config: RunConfig, *saved: int, **summary: Any) -> None:
         (directory / "checkpoints" / str(step)).mkdir(parents=True)
     if summary:
         (directory / "summary.json").write_text(json.dumps(summary))
+
+
+@pytest.mark.parametrize(
+    ("logged", "start", "note"),
+    [
+        ((1, 2, 3, 4), 2, "steps 3 to 4 were done, have no checkpoint that can be read, and are done again"),
+        ((1, 2), 0, "steps 1 to 2 were done, have no checkpoint that can be read, and are done again"),
+        ((1, 2), 4, "{path} lacks steps 3 to 4, which are done"),
+        ((), 1, "{path} lacks steps 1 to 1, which are done"),
+        ((1, 2), 2, None),
+    ],
+)
+def test_steps_that_are_lost_are_named(tmp_path: Path, logged: Sequence[int], start: int, note: str | None) -> None:
+    """Whoever removed checkpoints or metrics, or lost them, does not find it out from charts."""
+    config = run_of(tmp_path)
+    leave(config, 4)
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f'{{"step": {step}}}\n' for step in logged))
+    found = [note for note in every_note(config, start) if not note.startswith("before, ")]
+    assert found == ([] if note is None else [note.format(path=path)])
 
 
 def leave_files(directory: Path, text: str) -> None:
@@ -144,6 +166,25 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         (tmp_path / "locked").mkdir(mode=0o555)
         with pytest.raises(ConfigError, match=r"^run\.dir must be a directory .*Permission denied"):
             begin(config_for(tmp_path / "locked"))
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "logs", "evaluations", "damaged_checkpoints"])
+@pytest.mark.parametrize("what", ["file", "pipe", "loop"])
+def test_something_else_in_the_place_of_a_directory_is_named(tmp_path: Path, name: str, what: str) -> None:
+    config = run_of(tmp_path / "run")
+    leave(config, 2)
+    place = config.run_dir / name
+    if place.exists():
+        place.rename(config.run_dir / "renamed")
+    match what:
+        case "file":
+            place.touch()
+        case "pipe":
+            os.mkfifo(place)
+        case _:
+            place.symlink_to(name)
+    with pytest.raises(ConfigError, match=f"run/{name} must be a directory, as runs make it, got something else; mo"):
+        look(config, ALONE).refuse()
 
 
 def test_files_that_are_no_runs_are_never_moved(tmp_path: Path) -> None:

@@ -42,9 +42,9 @@ def test_what_fits_passes_and_leaves_nothing(tmp_path: Path, data: str) -> None:
     ("changed", "error", "message"),
     [
         (
-            {},
+            {"prompt_template": "{text}"},
             ConfigError,
-            "data.prompt_template uses the column 'question', which record 0 of .* lacks; availab",
+            "data.prompt_template uses the column 'text', which record 0 of .* lacks; availab",
         ),
         ({"columns": {"question": "prblem"}}, ConfigError, "data.columns names the column 'prblem'"),
         ({"prompt_template": "{problem"}, ConfigError, "must be a Python format string"),

@@ -216,11 +216,19 @@ def test_a_torn_record_is_nobodys(tmp_path: Path) -> None:
     assert holder(tmp_path) is None
 
 
-@pytest.mark.parametrize("kind", ["link", "directory", "pipe"])
+@pytest.mark.parametrize("kind", ["link", "hard link", "directory", "pipe"])
 def test_nothing_but_a_file_of_its_own_is_a_lock(tmp_path: Path, kind: str) -> None:
     path, target = tmp_path / "run.lock", tmp_path / "somebody's file"
     target.write_text("precious")
-    {"link": lambda: path.symlink_to(target), "directory": path.mkdir, "pipe": lambda: os.mkfifo(path)}[kind]()
+    match kind:
+        case "link":
+            path.symlink_to(target)
+        case "hard link":
+            path.hardlink_to(target)
+        case "directory":
+            path.mkdir()
+        case _:
+            os.mkfifo(path)
     for look in (RunLock.take, holder):
         with pytest.raises(ConfigError, match=r"run\.dir must hold a file of its own as run\.lock, got a link"):
             look(tmp_path)

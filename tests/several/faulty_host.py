@@ -126,9 +126,9 @@ def dealing(_: str) -> None:
 @fault
 def gathered_token(_: str) -> None:
     """A token changes after the hosts exchanged their completions."""
-    from tpu_grpo.engine.exchange import Exchange
+    from tpu_grpo.engine import replicas
 
-    original, calls = Exchange.completions, []
+    original, calls = replicas.exchange_completions, []
 
     def gathered(*args: Any) -> Any:
         completions = original(*args)
@@ -137,7 +137,7 @@ def gathered_token(_: str) -> None:
             completions[3].token_ids[0] ^= 1
         return completions
 
-    Exchange.completions = gathered  # type: ignore
+    replicas.exchange_completions = gathered
 
 
 @fault

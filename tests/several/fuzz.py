@@ -5,6 +5,9 @@
 Configs, data, models, tokenizers, chat templates, completions and the directories of runs are changed: single bytes,
 values of JSON and YAML by ones that hurt, whole files by pipes, links and directories. Each input goes to a command in
 a forked child. ``--processes N`` has so many of them started as users do. What fails is kept, with what was said.
+
+Messages between hosts, and from workers, are changed in the same ways and given to what reads them: a broken one may
+raise the error that tells of it, and nothing else.
 """
 
 import argparse
@@ -13,17 +16,24 @@ import os
 import random
 import resource
 import shutil
+import socket
+import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import numpy as np
 import yaml
 
 from tests.several.runs import REPOSITORY, settings, write_files
@@ -56,6 +66,10 @@ KINDS = {
     "template": ["model/chat_template.jinja"],
     "run": [f"run/{name}" for name in RUN],
     "completions": ["completions.jsonl"],
+    "messages": [
+        "caller.json", "host_0.json", "batch.jsonl", "conversation.jsonl", "stream", "exchange", "exchange.json",
+        "told.json",
+    ],
 }  # fmt: skip
 COMMANDS = {
     "config": [["run", "c.yaml", "--dry-run"], ["run", "c.yaml", "--print-config"]],
@@ -66,6 +80,97 @@ COMMANDS = {
     "run": [["run", "c.yaml", "--dry-run"], ["report", "run"]],
     "completions": [["rewards", "c.yaml", "--completions", "completions.jsonl"]],
 }
+
+
+@dataclass(frozen=True)
+class Message:
+    """What one process tells another."""
+
+    sound: bytes
+    read: Callable[[bytes], object]
+    refused_by: tuple[type[Exception], ...] = ()
+    """What a broken one may raise."""
+
+
+def messages() -> dict[str, Message]:
+    """Messages of each kind as they should be, with what reads them in a run."""
+    from tpu_grpo.engine.exchange import decode_completions, encode_completions
+    from tpu_grpo.environments.actions import Answered, Ended, Failed
+    from tpu_grpo.hosts import meeting
+    from tpu_grpo.hosts.authentication import session_key, signature
+    from tpu_grpo.hosts.coordination_service import read_told
+    from tpu_grpo.records.episode import Branch, Episode, Failure, KeptEnvironment, Turn
+    from tpu_grpo.records.errors import ConfigError, LockstepError
+    from tpu_grpo.records.stages import Completion
+    from tpu_grpo.rewards.calling import Answer, Problem
+    from tpu_grpo.workers.channel import BrokenChannelError, WorkerChannel
+    from tpu_grpo.workers.messages import Ready, SetupFailed, WentOn, encode
+
+    me = meeting.Caller("run", 1, 2)
+    key = session_key(b"", ["first", me.nonce])
+    come = {"come": True, "nonces": ["first", me.nonce], "proof": signature(key, b"come").hex()}
+
+    def host_0(data: bytes) -> bytes:
+        """Arrive where somebody says this, and nothing more."""
+        with socket.create_server(("127.0.0.1", 0)) as server:
+
+            def answer() -> None:
+                with suppress(OSError):  # who has heard enough hangs up
+                    while True:
+                        guest, _ = server.accept()
+                        with guest, suppress(OSError):
+                            guest.recv(2**16)
+                            guest.sendall(data)
+
+            threading.Thread(target=answer, daemon=True).start()
+            try:
+                return meeting.arrive(f"127.0.0.1:{server.getsockname()[1]}", me, 0.1)
+            finally:
+                server.shutdown(socket.SHUT_RDWR)
+
+    def from_worker(types: tuple[type, ...], is_framed: bool) -> Callable[[bytes], object]:
+        def read(data: bytes) -> object:
+            ours, theirs = socket.socketpair()
+            channel = WorkerChannel(ours, types, 2**16)
+            try:
+                theirs.setblocking(False)
+                with suppress(BlockingIOError):
+                    theirs.sendall(data if is_framed else struct.pack("!I", len(data)) + data)
+                theirs.close()
+                return channel.receive()
+            finally:
+                channel.close()
+
+        return read
+
+    branch = Branch((1, 2), 0, 2, np.zeros((3, 1, 1), np.uint8))
+    said, kept = ({"role": "user", "content": "7"},), KeptEnvironment("game.py:Game", b"state")
+    episode = Episode("p", (branch,), (Turn(0, 2, "a"),), "failed", said, "game", 0.5, Failure("raised", "why"), kept)
+    tokens, logprobs = np.arange(2, dtype=np.int32), np.zeros(2, np.float32)
+    completions = {
+        0: Completion(tokens, logprobs, "stop", 0, episode=episode),
+        2: Completion(tokens, logprobs, "length", 1),
+    }
+    reward = (Ready, SetupFailed, WentOn, Answer)
+    answer = encode(3, Answer([1.0, float("nan")], [Problem("raised", "why", 1, trace="t")], {"length": [2.0]}))
+    played = encode(0, Ended(0.5, (0.5, 1.0), kept))
+    exchanged = encode_completions(completions)
+    end = 8 + int.from_bytes(exchanged[:8], "little")
+    foreign = (BrokenChannelError,)
+    return {
+        "caller.json": Message(me.to_line(), meeting.caller_of),
+        "host_0.json": Message(json.dumps(come).encode() + b"\n", host_0, (ConfigError, LockstepError)),
+        "batch.jsonl": Message(answer, from_worker(reward, False), foreign),
+        "conversation.jsonl": Message(played, from_worker((Answered, Ended, Failed), False), foreign),
+        "stream": Message(struct.pack("!I", len(answer)) + answer, from_worker(reward, True), foreign),
+        "exchange": Message(exchanged, decode_completions, (LockstepError,)),
+        "exchange.json": Message(
+            exchanged[8:end],
+            lambda text: decode_completions(len(text).to_bytes(8, "little") + text + exchanged[end:]),
+            (LockstepError,),
+        ),
+        "told.json": Message(b'["a", 17]', lambda told: read_told(told, list[str | int], "x"), (LockstepError,)),
+    }
 
 
 def prepare(directory: Path) -> None:
@@ -104,7 +209,7 @@ def mutate(path: Path, draw: random.Random) -> str:
         return what
     content = bytearray(path.read_bytes())
     place = draw.randrange(len(content) + 1)
-    if how == "value" and (changed := _with_other_value(content.decode(errors="replace"), path, draw)) is not None:
+    if how == "value" and (changed := with_other_value(content.decode(errors="replace"), path, draw)) is not None:
         path.write_bytes(changed)
     elif how == "cut":
         path.write_bytes(content[:place])
@@ -123,7 +228,7 @@ def mutate(path: Path, draw: random.Random) -> str:
     return how
 
 
-def _with_other_value(text: str, path: Path, draw: random.Random) -> bytes | None:
+def with_other_value(text: str, path: Path, draw: random.Random) -> bytes | None:
     """Put another value in the place of one of JSON or YAML; None for another kind of file."""
     if path.suffix == ".jinja":
         return str(draw.choice(NASTY)).encode(errors="surrogatepass")
@@ -151,6 +256,19 @@ def _with_other_value(text: str, path: Path, draw: random.Random) -> bytes | Non
         part[key] = draw.choice(NASTY)
     lines[number] = json.dumps(tree)
     return "\n".join(lines).encode(errors="surrogatepass")
+
+
+def in_reader(message: Message, file: Path, said: Path) -> int:
+    """Give a message that was changed in a file to its reader; returns 0, 2 for a refusal and 1 for anything else."""
+    code, text = 0, ""
+    try:
+        message.read(file.read_bytes() if file.is_file() else b"")
+    except message.refused_by:
+        code = 2
+    except BaseException:  # whatever comes is what is looked for
+        code, text = 1, traceback.format_exc()
+    said.write_text(text, errors="replace")
+    return code
 
 
 def in_child(words: Sequence[str], directory: Path, said: Path) -> int:
@@ -199,6 +317,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory(prefix="tpu_grpo_fuzz_") as scratch:
         sound, broken, said = Path(scratch, "sound"), Path(scratch, "broken"), Path(scratch, "said")
         prepare(sound)
+        readers = messages()
+        for name, message in readers.items():
+            (sound / name).write_bytes(message.sound)
         every = max(1, options.inputs // max(1, options.processes))
         for number in range(options.inputs):
             draw = random.Random(options.seed * 10**9 + number)
@@ -207,8 +328,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             shutil.copytree(sound, broken, symlinks=True)
             name = draw.choice(KINDS[kind])
             how = mutate(broken / name, draw)
-            words = draw.choice(COMMANDS[kind])
-            if options.processes and number % every == 0:
+            words = draw.choice(COMMANDS.get(kind, [[kind]]))
+            if kind == "messages":
+                with patch.multiple(
+                    "tpu_grpo.hosts.meeting", RETRY_SECONDS=0.01, GRACE_SECONDS=0.1, PATIENCE_SECONDS=0
+                ):
+                    code = in_reader(readers[name], broken / name, said)
+            elif options.processes and number % every == 0:
                 code = in_process(words, broken, said)
             else:
                 code = in_child(words, broken, said)

@@ -30,7 +30,7 @@ from tests.several.runs import settings, write_files
 
 REPOSITORY = Path(__file__).parents[2]
 STEPS = 12
-END_SECONDS = 300.0
+END_SECONDS = 600.0
 TIMED = ("seconds", "per_second", "compile/", "share", "bytes", "occupied", "/use", "memory")
 """Parts of the names of metrics that depend on the machine or on where a run was killed."""
 

@@ -25,8 +25,6 @@ def ascii_share(prompts, completions):
 def odd_on_host_1(completions):
     return [len(text) + (1e-9 if "hosts.index=1" in sys.argv else 0.0) for text in completions]
 """
-LOST_SECONDS = 12
-"""How long a silent host is waited for in these runs; the default is longer."""
 
 
 def write_files(directory: Path, kv_heads: int = 4, model_type: str = "qwen3", **options: Any) -> Path:
@@ -53,7 +51,7 @@ def settings(run_dir: Path, **sections: Any) -> dict[str, Any]:
         "rewards": [{"name": "rewards.py:ascii_share", "workers": 0}],
         "algorithm": {"group_size": 4},
         "optimizer": {"learning_rate": 1e-3},
-        "hosts": {"lost_timeout_seconds": LOST_SECONDS, "start_timeout_seconds": 60},
+        "hosts": {"lost_timeout_seconds": 120, "start_timeout_seconds": 300},  # whatever the load of the machine
     }
     for name, values in sections.items():
         tree[name] = values if isinstance(values, list) else tree.get(name, {}) | values
@@ -83,7 +81,7 @@ def run_hosts(
     *words: str,
     fault: str = "",
     grace: float = 60,
-    timeout: float = 280,
+    timeout: float = 580,
 ) -> Ended:
     """Run the config on ``hosts`` processes of ``devices`` devices, in the directory of the files.
 

@@ -98,7 +98,7 @@ def evaluate_on_two(files: Path, run_dir: Path, *words: str) -> Ended:
         "1",
     ]
     command += ["--command", script, "--", str(run_dir / "as_given.yaml"), *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=files)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=580, cwd=files)
     return Ended(done.returncode, done.stdout, done.stderr, 0.0)
 
 

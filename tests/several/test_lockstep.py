@@ -50,6 +50,16 @@ def test_tokens_and_parameters_are_those_of_one_process(
     assert re.findall(r"traced rows (.*)", ended.out) == ["(16, 18) (16, 18) (16, 18)"] * hosts
 
 
+@pytest.mark.slow
+def test_a_model_that_is_not_there_is_taught_once(files: Path, tmp_path: Path) -> None:
+    """One host teaches it while it holds the cache's lock, and needs the other for its devices, which waits for it."""
+    data = {"path": "builtin:addition", "prompts_per_step": 4, "max_prompt_tokens": 12}
+    tree = settings(tmp_path, model={"path": "builtin:addition"}, data=data, rewards=[{"name": "exact_answer"}])
+    ended = run_hosts(2, 1, files, tree, timeout=550)
+    assert ended.code == 0, ended.errors
+    assert len(outcome(tmp_path)[0]) == 2
+
+
 @pytest.mark.slow  # learner/test_mini_batches.py says which prompts are taken
 def test_mini_batches_are_those_of_one_process(files: Path, tmp_path: Path) -> None:
     """The old policy's and the reference's log-probabilities are gathered for all updates of a step."""

@@ -1,10 +1,12 @@
 """A host that is killed, frozen, failing or slow in any stage of a run, and what the others do."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.several.runs import LOST_SECONDS, run_hosts, seconds_since_last_stage, settings
+from tests.several import runs
+from tests.several.runs import run_hosts, seconds_since_last_stage
 
 pytestmark = [pytest.mark.several_hosts, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -17,6 +19,13 @@ def fails(completions):
     return [0.0] * len(completions)
 """
 STAGES = ["rollout of step 2", "launch 3", "rewards of step 2", "update of step 2", "weight sync of step 2"]
+LOST_SECONDS = 12
+"""How long a silent host is waited for in these runs; the default is longer."""
+
+
+def settings(run_dir: Path, **sections: Any) -> dict[str, Any]:
+    hosts = {"lost_timeout_seconds": LOST_SECONDS, "start_timeout_seconds": 60}
+    return runs.settings(run_dir, hosts=hosts, **sections)
 
 
 @pytest.mark.parametrize("stage", STAGES)

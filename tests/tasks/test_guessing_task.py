@@ -10,7 +10,7 @@ import pytest
 
 from tpu_grpo.config import load_config
 from tpu_grpo.environments.actions import Answered, LoadedEnvironment
-from tpu_grpo.environments.chat_dialect import open_dialect
+from tpu_grpo.environments.chat_dialect import Dialect
 from tpu_grpo.environments.conversation import Conversation, Start
 from tpu_grpo.environments.shipped.guessing import Guessing
 from tpu_grpo.models.tokenizers import builtin_tokenizer
@@ -50,7 +50,7 @@ def play(game: Any, problem: Problem, lesson: Lesson) -> Completion:
     prompt = Prompt("", tuple(first), messages=asked)
     request = Request(prompt.token_ids, SamplingParams(config.rollout.max_new_tokens), SampleKey(0, 1, 0, 0))
     loaded = LoadedEnvironment("game", "game.py:Game", "texts")
-    dialect = open_dialect(tokenizer, ())
+    dialect = Dialect(tokenizer, ())
     talk = Conversation(Start(prompt, request, loaded, dialect, config.environment, config.data.max_prompt_tokens))
     game.reset(**problem)
     following = talk.first(Answered(()))

@@ -19,6 +19,7 @@ from tpu_grpo.weights.plan import group_moves
 from tpu_grpo.weights.sync import WeightSync
 
 WIDTH, HEADS, HIDDEN, VOCAB, LAYERS = 4, 8, 16, 24, 4
+NAMES = ["embed", "head", *(f"layers.{n}.{leaf}" for n in range(LAYERS) for leaf in ("q", "k", "norm"))]
 RULES = (
     WeightRule("embed", "embed", same),
     WeightRule("head", "head", transpose),
@@ -38,9 +39,8 @@ def trainer_leaves(devices: list[Any], fsdp: int, tp: int, kv_heads: int) -> dic
         "k": ((HIDDEN, kv_heads, WIDTH), P("fsdp", kv_axis, None)),
         "norm": ((HIDDEN,), P()),
     }
-    names = ["embed", "head", *(f"layers.{n}.{leaf}" for n in range(LAYERS) for leaf in ("q", "k", "norm"))]
     leaves = {}
-    for number, name in enumerate(names):
+    for number, name in enumerate(NAMES):
         shape, spec = layout[name.rpartition(".")[2]]
         values = np.random.default_rng(number).normal(size=shape).astype(np.float32)
         leaves[name] = jax.device_put(values, NamedSharding(mesh, spec))
@@ -59,10 +59,9 @@ def sampler_specs(
         "k": ((HIDDEN, kv * WIDTH), P(None, "tensor")),
         "norm": ((HIDDEN,), P()),
     }
-    names = ["embed", "head", *(f"layers.{n}.{leaf}" for n in range(LAYERS) for leaf in ("q", "k", "norm"))]
     return {
         name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=NamedSharding(mesh, spec))
-        for name in names
+        for name in NAMES
         for shape, spec in [layout[name.rpartition(".")[2]]]
     }
 
@@ -120,29 +119,17 @@ def test_a_round_trip_is_bit_equal(layout: str, fsdp: int, tp: int, tensor: int,
 
 
 @pytest.mark.parametrize("layout", ["shared", "split"])
-def test_casts_on_the_way_round_as_numpy_does(layout: str) -> None:
+@pytest.mark.parametrize(("given", "wanted"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_casts_on_the_way_round_as_numpy_does(layout: str, given: str, wanted: str) -> None:
+    """A wider type holds the same numbers, as the float32 router of a sampler whose trainer computes in bfloat16."""
     devices = jax.devices()
-    source = trainer_leaves(devices[:2], 2, 1, 2)
-    target = sampler_specs(devices[:2] if layout == "shared" else devices[2:], 2, 2, "bfloat16")
+    leaves = trainer_leaves(devices[:2], 2, 1, 2)
+    source = {name: jax.device_put(leaf.astype(given), leaf.sharding) for name, leaf in leaves.items()}
+    target = sampler_specs(devices[:2] if layout == "shared" else devices[2:], 2, 2, wanted)
     weights, _ = WeightSync(RULES, source, target)(source)
     for name, array in weights.items():
-        expected = np.asarray(source[name]).astype(jnp.bfloat16)
-        np.testing.assert_array_equal(back(name, np.asarray(array), 2), expected)
-
-
-@pytest.mark.parametrize("layout", ["shared", "split"])
-def test_a_wider_type_holds_the_same_numbers(layout: str) -> None:
-    """As the float32 router of a sampler whose trainer computes in bfloat16."""
-    devices = jax.devices()
-    source = {
-        name: jax.device_put(leaf.astype(jnp.bfloat16), leaf.sharding)
-        for name, leaf in trainer_leaves(devices[:2], 2, 1, 2).items()
-    }
-    target = sampler_specs(devices[:2] if layout == "shared" else devices[2:], 2, 2)
-    weights, _ = WeightSync(RULES, source, target)(source)
-    for name, array in weights.items():
-        assert array.dtype == jnp.float32
-        np.testing.assert_array_equal(back(name, np.asarray(array), 2), np.asarray(source[name], np.float32))
+        assert array.dtype == jnp.dtype(wanted)
+        np.testing.assert_array_equal(back(name, np.asarray(array), 2), np.asarray(source[name]).astype(wanted))
 
 
 @pytest.mark.parametrize("layout", ["shared", "split"])

@@ -5,7 +5,6 @@
 A new algorithm is a file here, a line in `SHIPPED`, and its test; or a file of the user's own, named in the config.
 """
 
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,12 +20,12 @@ from tpu_grpo.algorithms.dr_grpo import DrGrpo
 from tpu_grpo.algorithms.formula import objective_line
 from tpu_grpo.algorithms.grpo import Grpo
 from tpu_grpo.algorithms.gspo import Gspo
-from tpu_grpo.algorithms.penalties import ENTROPY_STEP, check_penalties
+from tpu_grpo.algorithms.penalties import check_penalties
 from tpu_grpo.algorithms.reinforce import Reinforce
 from tpu_grpo.algorithms.rloo import Rloo
 from tpu_grpo.algorithms.sapo import Sapo
 from tpu_grpo.config import AlgorithmSection
-from tpu_grpo.config.plugins import find_function
+from tpu_grpo.config.plugins import find_function, not_shipped
 from tpu_grpo.records.errors import ConfigError
 
 SHIPPED: Mapping[str, type] = {
@@ -41,6 +40,11 @@ SHIPPED: Mapping[str, type] = {
     "reinforce": Reinforce,
 }
 """The algorithms that ship, by ``algorithm.name``."""
+_PPO = "take grpo, which has PPO's clip, and the mean of a group in the place of a critic "
+_ELSEWHERE = {"ppo": _PPO, "gae": _PPO} | dict.fromkeys(
+    ("reinforce++", "reinforce_plus_plus"), "take reinforce with algorithm.advantage=reinforce_pp "
+)
+"""What to take for a name of other libraries."""
 _BOUNDS = ("clip_low", "clip_high", "dual_clip", "delta")
 """The settings of the clip; a class of one's own may leave the first two, which always have a value, unused."""
 
@@ -54,12 +58,16 @@ def open_algorithm(section: AlgorithmSection) -> RunAlgorithm:
             or with numbers that are not finite.
     """
     check_penalties(section)
-    found = _find(section.name)
-    if section.name in SHIPPED:
-        algorithm = build(section.name, found, _settings(section), section.options, bounds=_BOUNDS)
+    name = section.name
+    if name in SHIPPED:
+        algorithm = build(name, SHIPPED[name], _settings(section), section.options, bounds=_BOUNDS)
+    elif ":" in name:
+        found = find_function(name, "algorithm", ConfigError)
+        algorithm = build(name, found, _settings_of_ones_own(section), section.options, bounds=_BOUNDS[2:])
+        try_out(name, algorithm, section.group_size)
     else:
-        algorithm = build(section.name, found, _settings_of_ones_own(section), section.options, bounds=_BOUNDS[2:])
-        try_out(section.name, algorithm, section.group_size)
+        shown, instead = f"algorithm.name={name}", _ELSEWHERE.get(name.lower(), "")
+        raise not_shipped(shown, name, "algorithm", SHIPPED, ConfigError, form="Class", instead=instead)
     baseline = algorithm if section.advantage is None else ADVANTAGES[section.advantage]()
     aggregation = section.loss_aggregation or algorithm.aggregation
     return RunAlgorithm(algorithm, baseline, aggregation, open_correction(section))
@@ -82,22 +90,8 @@ def _settings_of_ones_own(section: AlgorithmSection) -> dict[str, Any]:
     return settings | {name: value for name, value in later.items() if value is not None}
 
 
-def _find(name: str) -> object:
-    if name in SHIPPED:
-        return SHIPPED[name]
-    if ":" in name:
-        return find_function(name, "algorithm", ConfigError)
-    near = difflib.get_close_matches(name, SHIPPED, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]}? " if near else ""
-    raise ConfigError(
-        f"algorithm.name={name} is not a shipped algorithm; {hint}(shipped: {', '.join(SHIPPED)}; your own: "
-        "path.py:Class or package.module:Class)"
-    )
-
-
 __all__ = [
     "ADVANTAGES",
-    "ENTROPY_STEP",
     "SHIPPED",
     "Algorithm",
     "CorrectionSums",

@@ -37,7 +37,7 @@ class LitePpo:
 class ScaleRl:
     """(R - m) / std of R - m over the step (Khatri et al. 2025, "ScaleRL", arXiv 2510.13786).
 
-    Other than LitePpo's, the deviation leaves out how much the prompts differ from each other.
+    Unlike LitePpo's, the deviation does not include the differences between prompts.
     """
 
     advantage_formula = "(R - mean_g(R)) / (std_step(R - mean_g(R)) + 1e-6)"
@@ -86,11 +86,7 @@ class MaxRl:
     advantage_formula = "(R - mean_g(R)) / mean_g(R) if mean_g(R) > 0 else 0"
 
     def advantages(self, rewards_PG: Float[np.ndarray, "P G"]) -> Float[np.ndarray, "P G"]:
-        """[1, 0, 0, 0] becomes [3, -1, -1, -1]; [0, 0] stays.
-
-        Raises:
-            RewardError: for a reward below 0.
-        """
+        """[1, 0, 0, 0] becomes [3, -1, -1, -1]; [0, 0] stays. Raises RewardError for a reward below 0."""
         if (lowest := rewards_PG.min()) < 0.0:
             raise RewardError(
                 f"algorithm.advantage=max_rl divides by the mean of a group and needs rewards >= 0, got {lowest}; "
@@ -103,7 +99,7 @@ class MaxRl:
 class Gdpo:
     """Each reward standardized in its group, then their weighted sum over the step (Liu et al. 2026, arXiv 2601.05242).
 
-    GRPO standardizes the sum, which does not tell apart different rewards that add up to the same. Here
+    GRPO standardizes the sum, which does not distinguish different rewards with the same sum. Here
 
         A = sum_k weight_k (R_k - m_k) / std_k,   advantage = (A - mean of A) / std of A, both over the step
 
@@ -121,8 +117,7 @@ class Gdpo:
         rewards_NPG: Float[np.ndarray, "N P G"],
         weights_N: Float[np.ndarray, " N"],
     ) -> Float[np.ndarray, "P G"]:
-        """The total of the rewards, which ``rewards_PG`` is, plays no part."""
-        del rewards_PG
+        """``rewards_PG``, the total of the rewards, is not used."""
         applies_NPG = ~np.isnan(rewards_NPG)
         values_NPG = np.where(applies_NPG, rewards_NPG, 0.0)
         counts_NP1 = applies_NPG.sum(axis=2, keepdims=True)

@@ -1,4 +1,5 @@
-"""What an algorithm is: it turns rewards into advantages, and log-probabilities into the loss of every token.
+"""The interface of an algorithm: it turns rewards into advantages, and log-probabilities into the loss of every
+token.
 
     algorithm = Grpo(clip_low=0.2, clip_high=0.2)
     advantages_PG = algorithm.advantages(rewards_PG)                                       # on the host, once per step
@@ -7,8 +8,8 @@
 Suffixes: P prompts, G completions of each; B training rows, into which completions are packed, T tokens of a row;
 N rewards of the config.
 
-What all algorithms have in common is done around them by learner/loss.py: truncated importance weights, the mean over
-tokens and rows, the KL penalty.
+learner/loss.py does what all algorithms have in common: truncated importance weights, the mean over tokens and rows,
+the KL penalty.
 """
 
 import inspect
@@ -34,11 +35,14 @@ lengths_PG: the sampled tokens of each completion. rewards_NPG: the rewards of t
 NaN where one does not apply. weights_N: their weights at this step. sequences: see `Sequences`.
 """
 
+PerToken = Float[Array, "B T"]
+"""A number for each token of the training rows, float32."""
+
 
 class TokenLosses(NamedTuple):
-    """What an algorithm says of every token; positions beyond a completion's end are masked out later."""
+    """The losses of tokens and the mask of clipped ones; positions beyond a completion's end are masked out later."""
 
-    loss_BT: Float[Array, "B T"]
+    loss_BT: PerToken
     """The loss: a gradient step makes it smaller."""
     clipped_BT: Bool[Array, "B T"]
     """Whether clipping changed the loss; ``update/clip_fraction`` is the mean of it."""
@@ -46,7 +50,7 @@ class TokenLosses(NamedTuple):
 
 @dataclass(frozen=True)
 class Sequences:
-    """Says which tokens of a training row belong together, for what is about whole completions.
+    """Says which tokens of a training row belong to the same completion, for objectives over whole completions.
 
     Values [[1 3 5 | 2 4]] of two sequences in a row, of which all tokens count but the first, have the sums
     [[8 8 8 | 6 6]] and the means [[4 4 4 | 3 3]]. The program is the same for all lengths; it takes 2 log2 T steps over
@@ -59,17 +63,17 @@ class Sequences:
     counts_BT: Bool[Array, "B T"]
     """Whether the token counts in the loss."""
 
-    def sum(self, values_BT: Float[Array, "B T"]) -> Float[Array, "B T"]:
-        """Give every token the sum over the tokens of its sequence that count: all of them the very same number."""
+    def sum(self, values_BT: PerToken) -> PerToken:
+        """Give every token the sum over the counted tokens of its sequence: to all of them exactly the same number."""
         so_far_BT = self._added_up(jnp.where(self.counts_BT, values_BT, 0.0), to_right=True)
         next_BT = jnp.pad(self.segments_BT[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
         return self._added_up(jnp.where(self.segments_BT != next_BT, so_far_BT, 0.0), to_right=False)
 
-    def mean(self, values_BT: Float[Array, "B T"]) -> Float[Array, "B T"]:
-        """Give every token the mean over the tokens of its sequence that count; 0 where none does."""
+    def mean(self, values_BT: PerToken) -> PerToken:
+        """Give every token the mean over the counted tokens of its sequence; 0 if none counts."""
         return self.sum(values_BT) / jnp.maximum(self.sum(jnp.ones_like(values_BT)), 1.0)
 
-    def _added_up(self, values_BT: Float[Array, "B T"], *, to_right: bool) -> Float[Array, "B T"]:
+    def _added_up(self, values_BT: PerToken, *, to_right: bool) -> PerToken:
         """Add to each token those of its sequence on one side: over distances 1, 2, 4 ... a sum covers twice as many.
 
         Two tokens of one sequence have no other sequence between them. A cumulative sum of the row would do the same
@@ -103,12 +107,7 @@ class Algorithm(Protocol):
         """How much better each completion is than the others of its prompt; float64 in and out."""
         ...
 
-    def token_losses(
-        self,
-        logprobs_BT: Float[Array, "B T"],
-        old_logprobs_BT: Float[Array, "B T"],
-        advantages_BT: Float[Array, "B T"],
-    ) -> TokenLosses:
+    def token_losses(self, logprobs_BT: PerToken, old_logprobs_BT: PerToken, advantages_BT: PerToken) -> TokenLosses:
         """Compute the loss of every token; float32 in and out, traced by jax.
 
         Args:
@@ -120,18 +119,18 @@ class Algorithm(Protocol):
         ...
 
 
-def token_ratio(logprobs_BT: Float[Array, "B T"], old_logprobs_BT: Float[Array, "B T"]) -> Float[Array, "B T"]:
+def token_ratio(logprobs_BT: PerToken, old_logprobs_BT: PerToken) -> PerToken:
     """The ratio of the policy's to the old policy's probability of every token, between exp(-20) and exp(20)."""
     return limited_exp(logprobs_BT - old_logprobs_BT)
 
 
-def limited_exp(log_ratio_BT: Float[Array, "B T"]) -> Float[Array, "B T"]:
-    """The ratio of which this is the logarithm, between exp(-20) and exp(20)."""
+def limited_exp(log_ratio_BT: PerToken) -> PerToken:
+    """The exponential of a log-ratio, limited to between exp(-20) and exp(20)."""
     return jnp.exp(jnp.clip(log_ratio_BT, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
 
 
 def requested(method: Callable[..., Any]) -> tuple[str, ...]:
-    """Return the names of `ON_REQUEST` that a method has parameters of."""
+    """Return the names of `ON_REQUEST` among a method's parameters."""
     parameters = inspect.signature(method).parameters
     return tuple(name for names in ON_REQUEST.values() for name in names if name in parameters)
 

@@ -1,8 +1,8 @@
-"""Checks before anything heavy is built: a class must be an algorithm, and a trial call must give the right shapes."""
+"""Checks before anything heavy is built: a class must be an algorithm, and return the right shapes in a trial call."""
 
 import inspect
 import math
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, get_args
 
@@ -15,39 +15,28 @@ from tpu_grpo.config import LossAggregation, RunConfig
 from tpu_grpo.records.errors import ConfigError
 
 LONG_ANSWER = 128
-"""Tokens from which on a product of ratios is likely to leave its bounds, see `_of_products`."""
+"""Tokens from which on a product of ratios, whose logarithm grows with their number, is likely to leave its bounds."""
 USUAL_GAP = 0.01
 """Nats by which engine and trainer may differ at a token in bfloat16."""
 
 
 def notices(config: RunConfig) -> list[str]:
-    """Return sentences, each with the settings that it is about and what to do."""
-    return [*_of_filters(config), *_of_products(config)]
-
-
-def _of_filters(config: RunConfig) -> list[str]:
-    """Tokens are drawn from one distribution, and the ratio is of another."""
-    filters = config.rollout.filters
-    if not filters or config.algorithm.filtered_ratio:
-        return []
-    shown = " and ".join(f"rollout.{name}={value:g}" for name, value in filters.items())
-    return [
-        f"{shown} biases the ratio: tokens are drawn among those that it keeps, and the ratio is of the full "
-        "distributions; set algorithm.filtered_ratio=true for that among the kept tokens"
-    ]
-
-
-def _of_products(config: RunConfig) -> list[str]:
-    """The logarithm of a product grows with the number of its factors."""
-    tokens = config.rollout.max_new_tokens
-    if config.algorithm.correction != "sequence" or tokens <= LONG_ANSWER:
-        return []
-    return [
-        f"algorithm.correction=sequence multiplies up to rollout.max_new_tokens={tokens} ratios: {USUAL_GAP} nats a "
-        f"token become a factor of e^{USUAL_GAP * tokens:.1f} = {math.exp(min(USUAL_GAP * tokens, 700.0)):.3g}, beyond "
-        "any bound, and most long completions are cut or masked; algorithm.correction=geometric does not grow with "
-        "length"
-    ]
+    """Return sentences of warning, each with the settings that it concerns and what to do."""
+    found, filters, tokens = [], config.rollout.filters, config.rollout.max_new_tokens
+    if filters and not config.algorithm.filtered_ratio:
+        shown = " and ".join(f"rollout.{name}={value:g}" for name, value in filters.items())
+        found.append(
+            f"{shown} biases the ratio: tokens are drawn among those that it keeps, and the ratio is of the full "
+            "distributions; set algorithm.filtered_ratio=true for that among the kept tokens"
+        )
+    if config.algorithm.correction == "sequence" and tokens > LONG_ANSWER:
+        gap = USUAL_GAP * tokens
+        found.append(
+            f"algorithm.correction=sequence multiplies up to rollout.max_new_tokens={tokens} ratios: {USUAL_GAP} nats "
+            f"a token become a factor of e^{gap:.1f} = {math.exp(min(gap, 700.0)):.3g}, beyond any bound, and most "
+            "long completions are cut or masked; algorithm.correction=geometric does not grow with length"
+        )
+    return found
 
 
 METHODS: Mapping[str, tuple[str, ...]] = {
@@ -60,9 +49,10 @@ METHODS: Mapping[str, tuple[str, ...]] = {
 def build(
     name: str, found: Any, settings: Mapping[str, Any], options: Mapping[str, Any], bounds: Sequence[str]
 ) -> Algorithm:
-    """Construct an algorithm with those of the settings that it has parameters for, and with all of the options.
+    """Construct an algorithm with the settings that it has parameters for, and with all of the options.
 
-    A setting that is None is left to the class's default. One of ``bounds`` that is set must have a parameter.
+    A setting that is None is left to the class's default. A setting of ``bounds`` that is not None must have a
+    parameter.
 
     Raises:
         ConfigError: for what is no class or lacks a method, options or bounds that it does not take, or a constructor
@@ -82,17 +72,19 @@ def build(
             f"{aggregation!r}; set it in the class"
         )
     arguments = _constructor_arguments(name, found, settings, options)
-    _check_bounds_used(name, arguments, settings, bounds)
+    for bound in bounds:
+        if (value := settings.get(bound)) is not None and bound not in arguments:
+            raise ConfigError(
+                f"algorithm.{bound}={value} needs an algorithm that bounds its ratio so, and {name} does not; leave it "
+                "out, or choose one that does, like grpo, dapo or gspo"
+            )
     return _called(name, found.__name__, lambda: found(**arguments))
 
 
 def try_out(name: str, algorithm: Algorithm, group_size: int) -> None:
-    """Call both methods on a few numbers, a group of equal rewards and ratios beyond the clip among them.
-
-    Raises:
-        ConfigError: for an exception, a wrong shape, numbers that are not finite, or a loss without a gradient.
-    """
-    _try_advantages(name, algorithm, group_size)
+    """Call both methods on a few numbers, a group of equal rewards and ratios beyond the clip among them. Raises
+    ConfigError for an exception, a wrong shape, numbers that are not finite, or a loss without a gradient."""
+    try_advantages(name, algorithm, group_size)
     logprobs_BT = jnp.asarray([[-0.5, -1.0], [-1.5, -2.0], [-2.5, -3.0]])
     known = {"sequences": Sequences(jnp.ones((3, 2), jnp.int32), jnp.ones((3, 2), bool))}
     losses = partial(
@@ -108,11 +100,10 @@ def try_out(name: str, algorithm: Algorithm, group_size: int) -> None:
             f"{type(answer).__name__}; see tpu_grpo/algorithms/grpo.py"
         )
     for part, values in answer._asdict().items():
-        _check_shape(name, f"{part} of token_losses", values, logprobs_BT.shape)
-        _check_finite(name, f"{part} of token_losses", values)
+        _check_numbers(name, f"{part} of token_losses", values, logprobs_BT.shape)
     gradient = jax.grad(lambda logprobs_BT: losses(logprobs_BT=logprobs_BT).loss_BT.sum())
     gradient_BT = _called(name, "the gradient of token_losses", lambda: jax.jit(gradient)(logprobs_BT))
-    _check_finite(name, "the gradient of loss_BT by logprobs_BT", gradient_BT)
+    _check_numbers(name, "the gradient of loss_BT by logprobs_BT", gradient_BT, logprobs_BT.shape)
     if not jnp.any(gradient_BT):
         raise ConfigError(
             f"algorithm {name}: loss_BT must depend on logprobs_BT, got a gradient of zero everywhere; without one "
@@ -120,7 +111,8 @@ def try_out(name: str, algorithm: Algorithm, group_size: int) -> None:
         )
 
 
-def _try_advantages(name: str, algorithm: Algorithm, group_size: int) -> None:
+def try_advantages(name: str, algorithm: Any, group_size: int) -> None:
+    """Call the method advantages on two groups; raises as `try_out` does."""
     rewards_PG = np.stack([np.arange(group_size), np.zeros(group_size)]).astype(np.float64)
     known = {
         "lengths_PG": np.ones(rewards_PG.shape, np.int64),
@@ -132,8 +124,7 @@ def _try_advantages(name: str, algorithm: Algorithm, group_size: int) -> None:
         "advantages",
         lambda: np.asarray(algorithm.advantages(rewards_PG=rewards_PG, **asked(algorithm.advantages, known))),
     )
-    _check_shape(name, "what advantages returns", advantages_PG, rewards_PG.shape)
-    _check_finite(name, "what advantages returns", advantages_PG)
+    _check_numbers(name, "what advantages returns", advantages_PG, rewards_PG.shape)
 
 
 def _check_method(name: str, found: type, method: str, arguments: Sequence[str]) -> None:
@@ -175,17 +166,6 @@ def _constructor_arguments(
     return arguments
 
 
-def _check_bounds_used(
-    name: str, arguments: Container[str], settings: Mapping[str, Any], bounds: Sequence[str]
-) -> None:
-    for bound in bounds:
-        if (value := settings.get(bound)) is not None and bound not in arguments:
-            raise ConfigError(
-                f"algorithm.{bound}={value} needs an algorithm that bounds its ratio so, and {name} does not; leave it "
-                "out, or choose one that does, like grpo, dapo or gspo"
-            )
-
-
 def _called(name: str, what: str, function: Callable[[], Any]) -> Any:
     try:
         return function()
@@ -195,15 +175,12 @@ def _called(name: str, what: str, function: Callable[[], Any]) -> Any:
         raise ConfigError(f"algorithm {name}: {what} raised {type(error).__name__}: {error}; repair it") from error
 
 
-def _check_shape(name: str, what: str, values: Any, shape: tuple[int, ...]) -> None:
+def _check_numbers(name: str, what: str, values: Any, shape: tuple[int, ...]) -> None:
     if np.shape(values) != shape:
         raise ConfigError(
             f"algorithm {name}: {what} must have the shape {shape} of what it is made from, got {np.shape(values)}; "
             "return one number for each"
         )
-
-
-def _check_finite(name: str, what: str, values: Any) -> None:
     if not np.all(np.isfinite(values)):
         raise ConfigError(
             f"algorithm {name}: {what} must be finite, got {np.asarray(values).tolist()}; guard divisions (a group of "

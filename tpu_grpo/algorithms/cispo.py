@@ -9,7 +9,8 @@ averaged over all tokens of a step. Advantages are GRPO's.
 
 The paper leaves the bounds open and has none below. Projects write the upper one in two ways, and so can a config:
 
-    options: {cap: 5.0}      highest = cap, the default; 4, 5 and 8 do alike (ScaleRL, arXiv 2510.13786)
+    options: {cap: 5.0}      highest = cap, the default; 4, 5 and 8 do alike (ScaleRL, arXiv 2510.13786); below 1, as
+                             0.28 in TRL, it is the weight of nearly every token
     clip_high: 4.0           highest = 1 + clip_high
     clip_low: 0.2            lowest = 1 - clip_low; unset there is none, because a weight that is held up while the
                              policy moves away pushes it on
@@ -17,9 +18,8 @@ The paper leaves the bounds open and has none below. Projects write the upper on
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
-from tpu_grpo.algorithms.algorithm import TokenLosses, token_ratio
+from tpu_grpo.algorithms.algorithm import PerToken, TokenLosses, token_ratio
 from tpu_grpo.algorithms.grpo import Grpo
 from tpu_grpo.config import LossAggregation
 from tpu_grpo.records.errors import ConfigError
@@ -41,8 +41,8 @@ class Cispo:
                 f"algorithm.options.cap={cap} and algorithm.clip_high={clip_high} exclude each other: cispo cuts the "
                 "ratio at cap or at 1 + clip_high; set one of them"
             )
-        if cap is not None and cap < 1.0:
-            raise ConfigError(f"algorithm.options.cap must be >= 1, got {cap}; it cuts the ratio, which is about 1")
+        if cap is not None and cap <= 0.0:
+            raise ConfigError(f"algorithm.options.cap must be > 0, got {cap}; it cuts the ratio, which is about 1")
         self._lowest = 0.0 if clip_low is None else 1 - clip_low
         self._highest = 1 + clip_high if clip_high is not None else CAP if cap is None else cap
 
@@ -53,12 +53,7 @@ class Cispo:
         weight = f"clip(r, {self._lowest:g}, {highest})" if self._lowest else f"min(r, {highest})"
         return f"-sg({weight})*A*log(p)"
 
-    def token_losses(
-        self,
-        logprobs_BT: Float[Array, "B T"],
-        old_logprobs_BT: Float[Array, "B T"],
-        advantages_BT: Float[Array, "B T"],
-    ) -> TokenLosses:
+    def token_losses(self, logprobs_BT: PerToken, old_logprobs_BT: PerToken, advantages_BT: PerToken) -> TokenLosses:
         """Minus the weighted log-probability; its gradient is minus weight times advantage."""
         ratio_BT = token_ratio(logprobs_BT, old_logprobs_BT)
         weight_BT = jax.lax.stop_gradient(jnp.clip(ratio_BT, self._lowest, self._highest))

@@ -1,4 +1,4 @@
-"""The algorithm of a run: one class's token losses, perhaps with the advantages of another, and a correction."""
+"""The algorithm of a run: one class's token losses, perhaps with other advantages, and a correction."""
 
 import copy
 from collections.abc import Mapping
@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Float
 
-from tpu_grpo.algorithms.algorithm import Sequences, TokenLosses, asked, requested
+from tpu_grpo.algorithms.algorithm import PerToken, Sequences, TokenLosses, asked, requested
 from tpu_grpo.algorithms.correction import Correction
 from tpu_grpo.config import LossAggregation
 
@@ -17,7 +17,7 @@ _WITH_NUMBERS = ("objective", "correction")
 
 @dataclass(frozen=True)
 class RunAlgorithm:
-    """The algorithm of a run: one algorithm's token losses, perhaps with other advantages or another aggregation."""
+    """One class's token losses, perhaps with other advantages or another aggregation."""
 
     objective: Any
     """Computes token losses."""
@@ -28,7 +28,7 @@ class RunAlgorithm:
 
     @property
     def numbers(self) -> dict[str, Any]:
-        """The numbers of objective and correction that a program can take as data, by name; their class lists them."""
+        """The numbers of objective and correction that a program can take as data, by name."""
         return {
             f"{part}.{name}": value
             for part in _WITH_NUMBERS
@@ -48,23 +48,23 @@ class RunAlgorithm:
 
     @property
     def asked(self) -> tuple[str, ...]:
-        """The names of `ON_REQUEST` that the advantages ask for."""
+        """The names of `ON_REQUEST` that the advantages request."""
         return requested(self.baseline.advantages)
 
     def advantages(
         self, rewards_PG: Float[np.ndarray, "P G"], known: Mapping[str, Any] | None = None
     ) -> Float[np.ndarray, "P G"]:
-        """Compute the advantages of ``baseline``, which gets what it asks for of ``known``."""
+        """Compute the advantages of ``baseline``, which gets those of ``known`` that it requests."""
         return self.baseline.advantages(rewards_PG=rewards_PG, **asked(self.baseline.advantages, known or {}))
 
     def token_losses(
         self,
-        logprobs_BT: Float[Array, "B T"],
-        old_logprobs_BT: Float[Array, "B T"],
-        advantages_BT: Float[Array, "B T"],
+        logprobs_BT: PerToken,
+        old_logprobs_BT: PerToken,
+        advantages_BT: PerToken,
         sequences: Sequences | None = None,
     ) -> TokenLosses:
-        """Compute the token losses of ``objective``, which gets ``sequences`` if it asks for them."""
+        """Compute the token losses of ``objective``, which gets ``sequences`` if it requests them."""
         known = {} if sequences is None else {"sequences": sequences}
         return self.objective.token_losses(
             logprobs_BT=logprobs_BT,

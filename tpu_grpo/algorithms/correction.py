@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from tpu_grpo.algorithms.algorithm import Sequences, limited_exp
+from tpu_grpo.algorithms.algorithm import PerToken, Sequences, limited_exp
 from tpu_grpo.config import AlgorithmSection
 from tpu_grpo.records.errors import ConfigError
 
@@ -51,14 +51,14 @@ class CorrectionSums(NamedTuple):
 
 @dataclass(frozen=True)
 class Correction:
-    """What multiplies token losses beside the advantages."""
+    """The factor of the token losses beside the advantages."""
 
     numbers: ClassVar[tuple[str, ...]] = ("bounds", "veto", "opsm")
 
     ratio: Literal["token", "sequence", "geometric"] | None
     mode: Literal["truncate", "mask"]
     bounds: tuple[float, float]
-    old_policy: Literal["rollout", "trainer"]
+    old_policy: Literal["rollout", "trainer", "tunix"]
     veto: tuple[float, float] | None
     opsm: float | None
 
@@ -90,13 +90,8 @@ class Correction:
         return self.old_policy == "trainer" and self.ratio in ("token", "sequence")
 
     def weights(
-        self,
-        now_BT: Float[Array, "B T"],
-        old_BT: Float[Array, "B T"],
-        engine_BT: Float[Array, "B T"],
-        advantages_BT: Float[Array, "B T"],
-        sequences: Sequences,
-    ) -> tuple[Float[Array, "B T"], CorrectionSums]:
+        self, now_BT: PerToken, old_BT: PerToken, engine_BT: PerToken, advantages_BT: PerToken, sequences: Sequences
+    ) -> tuple[PerToken, CorrectionSums]:
         """Compute the weight of every token from three log-probabilities; 0 where it does not count."""
         counts_BT, now_BT = sequences.counts_BT, jax.lax.stop_gradient(now_BT)
         log_ratio_BT = (old_BT if self.old_policy == "trainer" else now_BT) - engine_BT
@@ -122,9 +117,7 @@ class Correction:
             weight_square=jnp.square(weights_BT).sum(),
         )
 
-    def _bounded(
-        self, log_ratio_BT: Float[Array, "B T"], sequences: Sequences
-    ) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
+    def _bounded(self, log_ratio_BT: PerToken, sequences: Sequences) -> tuple[PerToken, Bool[Array, "B T"]]:
         """The weights by the ratio alone, and where it is outside of the bounds."""
         match self.ratio:
             case None:
@@ -142,11 +135,8 @@ class Correction:
 
 
 def open_correction(section: AlgorithmSection) -> Correction | None:
-    """Build the correction that the section asks for; None for what needs none in the program.
-
-    Raises:
-        ConfigError: for settings that do not go together.
-    """
+    """Build the correction of the section; None if the program needs none. Raises ConfigError for settings that do not
+    go together."""
     ratio, mode = section.correction, section.correction_mode
     default = GEOMETRIC_BOUNDS if ratio == "geometric" else (0.0, section.upper_importance)
     low = default[0] if section.importance_floor is None else section.importance_floor

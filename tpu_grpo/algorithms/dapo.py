@@ -13,15 +13,11 @@ from tpu_grpo.config import LossAggregation
 
 
 class Dapo(Grpo):
-    """Is GRPO with more room above, averaged over tokens."""
+    """GRPO with a larger clip_high, averaged over tokens."""
 
     aggregation: LossAggregation = "token-mean"
 
     def __init__(
-        self,
-        clip_low: float = 0.2,
-        clip_high: float = 0.28,
-        dual_clip: float | None = None,
-        delta: float | None = None,
+        self, clip_low: float = 0.2, clip_high: float = 0.28, dual_clip: float | None = None, delta: float | None = None
     ):
         super().__init__(clip_low, clip_high, dual_clip, delta)

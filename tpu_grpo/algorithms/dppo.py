@@ -16,9 +16,8 @@ must be rollout. Advantages are centred (Dr. GRPO's), and all tokens of a step c
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
-from tpu_grpo.algorithms.algorithm import TokenLosses, limited_exp
+from tpu_grpo.algorithms.algorithm import PerToken, TokenLosses, limited_exp
 from tpu_grpo.algorithms.dr_grpo import DrGrpo
 from tpu_grpo.config import LossAggregation
 from tpu_grpo.records.errors import ConfigError
@@ -33,11 +32,7 @@ class Dppo:
     advantages = DrGrpo.advantages
 
     def __init__(
-        self,
-        old_policy: str = "rollout",
-        mask_low: float = 0.2,
-        mask_high: float = 0.2,
-        kl_weight: float = 1e-3,
+        self, old_policy: str = "rollout", mask_low: float = 0.2, mask_high: float = 0.2, kl_weight: float = 1e-3
     ):
         if old_policy != "rollout":
             raise ConfigError(
@@ -60,12 +55,7 @@ class Dppo:
         penalty = f" + {self._kl_weight:g}*log(r)**2" if self._kl_weight else ""
         return f"(0 if far else -r*A){penalty}; far = {far}"
 
-    def token_losses(
-        self,
-        logprobs_BT: Float[Array, "B T"],
-        old_logprobs_BT: Float[Array, "B T"],
-        advantages_BT: Float[Array, "B T"],
-    ) -> TokenLosses:
+    def token_losses(self, logprobs_BT: PerToken, old_logprobs_BT: PerToken, advantages_BT: PerToken) -> TokenLosses:
         """Minus ratio times advantage where the token is kept, and the penalty everywhere."""
         log_ratio_BT = logprobs_BT - old_logprobs_BT
         moved_BT = jax.lax.stop_gradient(jnp.exp(logprobs_BT) - jnp.exp(old_logprobs_BT))

@@ -18,7 +18,7 @@ from tpu_grpo.config import LossAggregation
 
 
 class DrGrpo(Grpo):
-    """Has advantages that are only centred; the clipped surrogate is inherited from GRPO."""
+    """Advantages that are only centred; the clipped surrogate is inherited from GRPO."""
 
     aggregation: LossAggregation = "sequence-mean-token-scale"
     advantage_formula = "R - mean_g(R)"

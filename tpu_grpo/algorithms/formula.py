@@ -1,9 +1,9 @@
-"""The objective of a run in one line of plain formula, put together from what each of its parts says of itself.
+"""Writes the objective of a run as a formula in one line, from the formulas of its parts.
 
     mean_it [ sg(w)*(-min(r*A, clip(r, 0.8, 1.28)*A)) + 0.001*k ]; w = ...; r = p/p_engine; A = R - mean_g(R); k = ...
 
-The brackets hold the loss of a token t of completion i, and what follows them defines its names. Formulas are written
-as Python is, so that a test can work them out and compare them with the program. In them stand
+The brackets hold the loss of a token t of completion i, and definitions of its names follow. Formulas are valid
+Python, so that a test can evaluate them and compare them with the program. Their names are
 
     p, p_engine, p_old, p_ref    a token's probability under the policy now, the engine, the trainer before the update
                                  and the reference
@@ -13,8 +13,8 @@ as Python is, so that a test can work them out and compare them with the program
                                  mean_step, std_step over those of the step, mean_tokens, std_tokens over its tokens
     sg                           no gradient
 
-A class says its own part in the attributes, or properties, ``formula`` (the loss of a token) and ``advantage_formula``:
-an expression, and after each semicolon the definition of a name in it.
+A class describes its part in the attributes, or properties, ``formula`` (the loss of a token) and
+``advantage_formula``: an expression, and after each semicolon the definition of a name in it.
 """
 
 import re
@@ -35,7 +35,7 @@ MEANS: Mapping[LossAggregation, tuple[str, str]] = {
 
 
 def objective_line(config: RunConfig, algorithm: RunAlgorithm) -> str:
-    """Write the loss of a whole step, which the update makes smaller, with every number as it will be."""
+    """Return the loss of a whole step, which the update minimizes, with the numbers of its settings."""
     section = config.algorithm
     old = "p_engine" if section.old_policy == "rollout" else "p_old"
     token, *definitions = pieces(token_formula(algorithm.objective, old))
@@ -53,7 +53,8 @@ def objective_line(config: RunConfig, algorithm: RunAlgorithm) -> str:
     token, definitions = token + kl + entropy, [*definitions, *kl_names, *entropy_names]
     if re.search(r"\br\b", "; ".join([token, *definitions])):
         definitions.append(f"r = p/{old}")
-    advantage, *more = pieces(advantage_formula(algorithm.baseline))
+    kind = type(algorithm.baseline).__name__
+    advantage, *more = pieces(getattr(algorithm.baseline, "advantage_formula", f"{kind}.advantages(R)"))
     advantage = f"({advantage}){of_advantage}" if " if " in advantage and of_advantage else advantage + of_advantage
     definitions += [f"A = {advantage}", *more, _probability(config)]
     before, after = MEANS[algorithm.aggregation]
@@ -61,17 +62,12 @@ def objective_line(config: RunConfig, algorithm: RunAlgorithm) -> str:
 
 
 def token_formula(objective: Any, old: str) -> str:
-    """Return what a class says its token losses are, or else how they are called."""
+    """Return a class's formula of its token losses, or else the call of its method."""
     return getattr(objective, "formula", f"{type(objective).__name__}.token_losses(log(p), log({old}), A)")
 
 
-def advantage_formula(baseline: Any) -> str:
-    """Return what a class says its advantages are, or else how they are called."""
-    return getattr(baseline, "advantage_formula", f"{type(baseline).__name__}.advantages(R)")
-
-
 def pieces(formula: str) -> list[str]:
-    """Return an expression and the definitions of its names."""
+    """Split a formula into an expression and the definitions of its names."""
     return [piece.strip() for piece in formula.split(";")]
 
 

@@ -23,9 +23,9 @@ For c = delta they are the same function: for A_i >= 0 neither changes anything,
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Float
 
-from tpu_grpo.algorithms.algorithm import TokenLosses, token_ratio
+from tpu_grpo.algorithms.algorithm import PerToken, TokenLosses, token_ratio
 from tpu_grpo.config import LossAggregation
 from tpu_grpo.records.errors import ConfigError
 
@@ -53,7 +53,7 @@ class Grpo:
         return self.surrogate_formula("r")
 
     def surrogate_formula(self, ratio: str) -> str:
-        """What `clipped_surrogate` computes of a ratio of this name."""
+        """Return the formula of `clipped_surrogate` for a ratio of this name."""
         loss = f"max(-{ratio}*A, -clip({ratio}, {self._lowest:g}, {self._highest:g})*A)"
         return loss if self._bound is None else f"min({loss}, -{self._bound:g}*A if A < 0 else inf)"
 
@@ -63,16 +63,11 @@ class Grpo:
         std_P1 = rewards_PG.std(axis=1, ddof=1, keepdims=True)
         return (rewards_PG - mean_P1) / (std_P1 + 1e-6)
 
-    def token_losses(
-        self,
-        logprobs_BT: Float[Array, "B T"],
-        old_logprobs_BT: Float[Array, "B T"],
-        advantages_BT: Float[Array, "B T"],
-    ) -> TokenLosses:
+    def token_losses(self, logprobs_BT: PerToken, old_logprobs_BT: PerToken, advantages_BT: PerToken) -> TokenLosses:
         """Minus the clipped surrogate of each token's own ratio."""
         return self.clipped_surrogate(token_ratio(logprobs_BT, old_logprobs_BT), advantages_BT)
 
-    def clipped_surrogate(self, ratio_BT: Float[Array, "B T"], advantages_BT: Float[Array, "B T"]) -> TokenLosses:
+    def clipped_surrogate(self, ratio_BT: PerToken, advantages_BT: PerToken) -> TokenLosses:
         """Minus the surrogate; the larger of two losses is the smaller of two objectives."""
         plain_BT = -advantages_BT * ratio_BT
         clipped_BT = -advantages_BT * jnp.clip(ratio_BT, self._lowest, self._highest)

@@ -14,9 +14,8 @@ of a completion have one advantage, as all that ship give them, losses and gradi
 """
 
 import jax
-from jaxtyping import Array, Float
 
-from tpu_grpo.algorithms.algorithm import Sequences, TokenLosses, limited_exp
+from tpu_grpo.algorithms.algorithm import PerToken, Sequences, TokenLosses, limited_exp
 from tpu_grpo.algorithms.grpo import Grpo
 
 
@@ -36,7 +35,7 @@ class Gspo(Grpo):
 
     @property
     def credits_tokens(self) -> bool:
-        """Whether the advantage of one token has its effect there, and not on all tokens of its completion."""
+        """Whether an advantage of one token affects this token only, and not all tokens of its completion."""
         return self._per_token
 
     @property
@@ -46,11 +45,7 @@ class Gspo(Grpo):
         return f"{self.surrogate_formula('s')}; s = {f'sg({mean})*p/sg(p)' if self._per_token else mean}"
 
     def token_losses(  # type: ignore[override]  # it asks for more
-        self,
-        logprobs_BT: Float[Array, "B T"],
-        old_logprobs_BT: Float[Array, "B T"],
-        advantages_BT: Float[Array, "B T"],
-        sequences: Sequences,
+        self, logprobs_BT: PerToken, old_logprobs_BT: PerToken, advantages_BT: PerToken, sequences: Sequences
     ) -> TokenLosses:
         """Minus the clipped surrogate of the completion's ratio, at each of its tokens."""
         log_ratio_BT = sequences.mean(logprobs_BT - old_logprobs_BT)

@@ -1,4 +1,4 @@
-"""Which settings of the KL penalty and of the entropy bonus go together, and what is written of them in the formula.
+"""The KL penalty and the entropy bonus: which of their settings exclude each other, and their formulas.
 
 With x = log(policy / reference) of a sampled token, the estimates of KL(policy || reference) are
 
@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from tpu_grpo.config import AlgorithmSection
 from tpu_grpo.records.errors import ConfigError
 
-ENTROPY_STEP = 0.005
 KL_ESTIMATES: Mapping[str, str] = {
     "kl": "log(p/p_ref)",
     "mse_kl": "log(p/p_ref)**2 / 2",
@@ -24,19 +23,23 @@ KL_ESTIMATES: Mapping[str, str] = {
 
 
 def check_penalties(section: AlgorithmSection) -> None:
-    """Refuse settings that do not go together.
-
-    Raises:
-        ConfigError: for the first of them.
-    """
-    for name in ("kl_unbiased", "reference_reset_every"):
-        if (value := getattr(section, name)) and section.beta == 0.0:
+    """Refuse settings that exclude each other. Raises ConfigError for the first of them."""
+    for name in ("kl_unbiased", "reference_reset_every", "kl_in"):
+        if (value := getattr(section, name)) not in (False, None, "loss") and section.beta == 0.0:
             shown = "true" if value is True else value
             raise ConfigError(
                 f"algorithm.{name}={shown} needs a KL penalty, got algorithm.beta=0; set beta, or leave it out"
             )
-    if section.kl_in == "reward":
-        _check_in_reward(section)
+    if section.kl_in == "reward" and section.kl_unbiased:
+        raise ConfigError(
+            "algorithm.kl_unbiased=true needs algorithm.kl_in=loss, got reward; k1 in the reward has the gradient of "
+            "the KL divergence already: leave it out"
+        )
+    if section.kl_in == "reward" and section.kl_estimate != "kl":
+        raise ConfigError(
+            f"algorithm.kl_in=reward needs kl_estimator k1, got {section.kl_estimator}; as a reward, only k1 has the "
+            "gradient of the KL divergence: leave kl_estimator out"
+        )
     if section.kl_unbiased and section.kl_estimate == "mse_kl":
         raise ConfigError(
             f"algorithm.kl_unbiased=true needs kl_estimator k3 or k1, got {section.kl_estimator}; its mean is not the "
@@ -49,23 +52,8 @@ def check_penalties(section: AlgorithmSection) -> None:
         )
 
 
-def _check_in_reward(section: AlgorithmSection) -> None:
-    if section.beta == 0.0:
-        raise ConfigError("algorithm.kl_in=reward needs a KL penalty, got algorithm.beta=0; set beta, or leave it out")
-    if section.kl_unbiased:
-        raise ConfigError(
-            "algorithm.kl_unbiased=true needs algorithm.kl_in=loss, got reward; k1 in the reward has the gradient of "
-            "the KL divergence already: leave it out"
-        )
-    if section.kl_estimate != "kl":
-        raise ConfigError(
-            f"algorithm.kl_in=reward needs kl_estimator k1, got {section.kl_estimator}; as a reward, only k1 has the "
-            "gradient of the KL divergence: leave kl_estimator out"
-        )
-
-
 def kl_formula(section: AlgorithmSection, old: str) -> tuple[str, str, list[str]]:
-    """Return what the KL penalty adds to a token's loss and to its advantage, and the definitions of its names."""
+    """Return the terms of the KL penalty in a token's loss and in its advantage, and the definitions of their names."""
     if not section.beta:
         return "", "", []
     weight, reset = f"{section.beta:g}*", section.reference_reset_every
@@ -77,9 +65,9 @@ def kl_formula(section: AlgorithmSection, old: str) -> tuple[str, str, list[str]
 
 
 def entropy_formula(section: AlgorithmSection) -> tuple[str, list[str]]:
-    """Return what the entropy bonus adds to a token's loss, and the definitions of its names."""
+    """Return the term of the entropy bonus in a token's loss, and the definitions of its names."""
     if section.entropy_target is not None:
-        step, target = f"{section.entropy_step or ENTROPY_STEP:g}", f"{section.entropy_target:g}"
+        step, target = f"{section.entropy_change:g}", f"{section.entropy_target:g}"
         adapted = (
             f"c = {section.entropy_bonus:g} at first, + {step} after an update of mean H <= {target}, else - {step} "
             "(>= 0) and unused in the next update"

@@ -13,9 +13,8 @@ at ratio 1 and stays right beyond, with nothing to bound its variance.
 """
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
-from tpu_grpo.algorithms.algorithm import TokenLosses, token_ratio
+from tpu_grpo.algorithms.algorithm import PerToken, TokenLosses, token_ratio
 from tpu_grpo.algorithms.dr_grpo import DrGrpo
 from tpu_grpo.config import LossAggregation
 from tpu_grpo.records.errors import ConfigError
@@ -44,12 +43,7 @@ class Reinforce:
         """The loss of a token."""
         return "-r*A" if self._importance_sampling else "-A*log(p)"
 
-    def token_losses(
-        self,
-        logprobs_BT: Float[Array, "B T"],
-        old_logprobs_BT: Float[Array, "B T"],
-        advantages_BT: Float[Array, "B T"],
-    ) -> TokenLosses:
+    def token_losses(self, logprobs_BT: PerToken, old_logprobs_BT: PerToken, advantages_BT: PerToken) -> TokenLosses:
         """Minus advantage times log-probability, or times the ratio."""
         factor_BT = token_ratio(logprobs_BT, old_logprobs_BT) if self._importance_sampling else logprobs_BT
         return TokenLosses(-advantages_BT * factor_BT, jnp.zeros_like(logprobs_BT, bool))

@@ -22,7 +22,7 @@ from tpu_grpo.config import LossAggregation
 
 
 class Rloo(Grpo):
-    """Has advantages over the mean of the others; the clipped surrogate is inherited from GRPO."""
+    """Advantages relative to the mean of the others; the clipped surrogate is inherited from GRPO."""
 
     aggregation: LossAggregation = "sequence-mean-token-scale"
     advantage_formula = "R - mean_others(R)"

@@ -12,9 +12,8 @@ and temperature_negative are the two t; nothing is ever clipped, and ``update/cl
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
-from tpu_grpo.algorithms.algorithm import TokenLosses, token_ratio
+from tpu_grpo.algorithms.algorithm import PerToken, TokenLosses, token_ratio
 from tpu_grpo.algorithms.grpo import Grpo
 from tpu_grpo.config import LossAggregation
 from tpu_grpo.records.errors import ConfigError
@@ -42,12 +41,7 @@ class Sapo:
         """The loss of a token, with the temperatures."""
         return f"-4/t*sigmoid(t*(r - 1))*A; t = {self._positive:g} if A > 0 else {self._negative:g}"
 
-    def token_losses(
-        self,
-        logprobs_BT: Float[Array, "B T"],
-        old_logprobs_BT: Float[Array, "B T"],
-        advantages_BT: Float[Array, "B T"],
-    ) -> TokenLosses:
+    def token_losses(self, logprobs_BT: PerToken, old_logprobs_BT: PerToken, advantages_BT: PerToken) -> TokenLosses:
         """Minus the gated ratio times the advantage."""
         ratio_BT = token_ratio(logprobs_BT, old_logprobs_BT)
         temperature_BT = jnp.where(advantages_BT > 0.0, self._positive, self._negative)

@@ -1,7 +1,7 @@
 """What ``scripts/sample.py`` writes: answers as they come, their rewards, and a conversation with models.
 
-The conversation is held at the terminal or through a pipe; all models hear the same. Nothing here imports jax: what
-answers is a `Speaker` (run/answering.py).
+The conversation is held at the terminal or through a pipe; all models get the same messages. Nothing here imports
+jax: a `Speaker` (run/answering.py) answers.
 """
 
 import math
@@ -27,7 +27,7 @@ _CUT_OFF = " [interrupted]"
 
 
 class Voice:
-    """One model in a conversation: what was said so far, and how it goes on."""
+    """One model in a conversation, with the messages so far."""
 
     def __init__(self, name: str, speaker: "Speaker", columns: Mapping[str, Any], write: Write, *, rewards: bool):
         self.name = name
@@ -35,7 +35,7 @@ class Voice:
         self._said: list[dict[str, Any]] = []
 
     def hear(self, text: str, turn: int) -> None:
-        """Answer a person, and write the answer.
+        """Answer a message, write the answer, and remember both.
 
         Raises:
             RequestError: there is no room for it; nothing is remembered.
@@ -45,7 +45,7 @@ class Voice:
         self._said = [*map(dict, prompt.conversation), {"role": "assistant", "content": answer}]
 
     def answer(self, prompt: "Prompt", turn: int) -> str:
-        """Write the answers to a prompt, and their rewards if asked for; returns the first answer."""
+        """Write the answers to a prompt, and their rewards if requested; returns the first answer."""
         speaker = self._speaker
         with noticing_ctrl_c() as cancelled:
             progress = speaker.answer(prompt, turn, cancelled)
@@ -59,14 +59,11 @@ class Voice:
         self._said = []
 
 
-# --- a conversation --------------------------------------------------------------------------------------------------
-
-
 def chat(voices: Sequence[Voice], lines: Iterator[str], write: Write) -> None:
-    """Answer every line until there is none, or until /exit or /quit.
+    """Answer every line of the input until it ends, or until /exit or /quit.
 
-    Every model answers, one after another, under its name if there are several. The turns are counted on through
-    /reset, so that the same words may get another answer.
+    The models answer one after another, each under its name if there are several. Turns are counted on after /reset,
+    so that the same words may get another answer.
     """
     turn = 0
     for line in lines:
@@ -101,13 +98,13 @@ def named_in_turn(voices: Sequence[Voice], write: Write) -> Iterator[Voice]:
 
 
 def ask(prompt: str) -> str:
-    """Read a line from the terminal itself: the stream in front of it would keep ``input`` from editing lines."""
+    """Read a line from the terminal itself: ``input`` edits lines only if stdin and stdout are the original streams."""
     with redirect_stdout(sys.__stdout__):
         return input(prompt)
 
 
 def typed_lines(read: Callable[[str], str] = ask) -> Iterator[str]:
-    """Yield what a person types, until Ctrl-D; Ctrl-C gives up a line."""
+    """Yield the lines that a person types, until Ctrl-D; Ctrl-C discards a line."""
     import readline  # noqa: F401  # arrows edit lines and bring earlier ones back
 
     while True:
@@ -122,7 +119,7 @@ def typed_lines(read: Callable[[str], str] = ask) -> Iterator[str]:
 
 @contextmanager
 def noticing_ctrl_c() -> Iterator[Callable[[], bool]]:
-    """Give what says whether Ctrl-C was pressed in the block; a second one ends the program as it does elsewhere."""
+    """Yield a function that says whether Ctrl-C was pressed in the block; a second Ctrl-C ends the program as usual."""
     pressed: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -136,25 +133,17 @@ def noticing_ctrl_c() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, before)
 
 
-# --- answers ---------------------------------------------------------------------------------------------------------
-
-
 def write_answers(
     progress: "Iterable[Sequence[tuple[str, Completion | None]]]",
     count: int,
     cancelled: Callable[[], bool],
     write: Write,
 ) -> tuple[list["Completion"], list[str]]:
-    """Write answers as they come, the second once the first has ended, and so on.
+    """Write ``count`` answers as they grow, each after the one before it has ended.
 
-    Args:
-        progress: gives the text of every answer so far, and its completion once it has ended, again and again.
-        count: the number of answers.
-        cancelled: whether answers were cut off by the reader.
-        write: writes a text.
-
-    Returns:
-        The completions, none if the reader cut answers off, and what was written of each answer.
+    ``progress`` gives the text of every answer so far, and its completion once it has ended, again and again;
+    ``cancelled`` says whether the reader cut answers off. Returns the completions, none if the reader did, and what was
+    written of each answer.
     """
 
     def head(number: int) -> None:
@@ -184,7 +173,7 @@ def write_answers(
 
 
 def write_scores(scores: "Scores", write: Write) -> None:
-    """Write the rewards of each answer by name, a line per answer; "-" stands for one that does not apply."""
+    """Write the rewards of each answer by name, a line per answer; "-" marks a reward that does not apply."""
     rows = len(scores.total)
     for row in range(rows):
         values = {name: float(values[row]) for name, values in scores.by_name.items()}

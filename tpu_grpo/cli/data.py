@@ -1,11 +1,9 @@
-"""The command line of ``scripts/data.py``: shows the first prompts of a config.
-
-Nothing that imports jax is imported before ``prepare`` has chosen jax's platform.
-"""
+"""The command line of ``scripts/data.py``: shows the first prompts of a config as the model will see them."""
 
 import argparse
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -15,13 +13,16 @@ from tpu_grpo.cli.starting import command_parser, config_from_words, exit_code_o
 from tpu_grpo.config import RunConfig
 
 if TYPE_CHECKING:
-    from tpu_grpo.cli.preview import Preview
+    from tpu_grpo.data.stream import PromptStream
+    from tpu_grpo.records.stages import Prompt
 
 ABOUT = """Looks at the data of a config, without a model.
 
 Shows how many prompts there are, how long they are, how many were dropped as too long, and the first ones as the model
 will see them: the text, the tokens, and the columns that the rewards get."""
 USAGE = "python scripts/data.py [CONFIG.yaml] [--preview 5] [--step 1] [--evaluation] [section.key=value ...]"
+MEASURED = 10_000
+"""The most prompts whose lengths are measured, because each must be tokenized for it."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -41,28 +42,60 @@ def show(config: RunConfig, console: Console, options: argparse.Namespace) -> No
         TpuGrpoError: for data, templates or a tokenizer that do not fit.
     """
     prepare(config)
-    from tpu_grpo.cli.preview import open_preview, shown_value
+    from tpu_grpo.run.inputs import open_inputs
 
-    preview = open_preview(config)
-    console.print(_sources(preview))
-    chosen = preview.held_out if options.evaluation else preview.first(options.preview, step=options.step)
+    inputs = open_inputs(config)
+    held_out = () if inputs.held_out is None else inputs.held_out.prompts
+    console.print(_sources(inputs.prompts, held_out))
+    chosen = held_out if options.evaluation else first(inputs.prompts, options.preview, step=options.step)
     for number, prompt in enumerate(list(chosen)[: options.preview], start=1):
         console.rule(f"prompt {number}: {len(prompt.token_ids)} tokens")
         console.print(Text(prompt.text))
         tokens = Text()  # each token's text in quotes after its id: 151644'<|im_start|>' 872'user' 198'\\n'
-        for token, text in preview.tokens(prompt):
-            tokens.append(str(token), style="dim").append(f"{text!r} ")
+        for token in prompt.token_ids:
+            tokens.append(str(token), style="dim").append(f"{inputs.tokenizer.decode([token])!r} ")
         console.print(tokens)
         console.print(Text("\n".join(f"{name}: {shown_value(value)}" for name, value in prompt.columns.items())))
 
 
-def _sources(preview: "Preview") -> Table:
-    from tpu_grpo.cli.preview import Lengths
+def first(stream: "PromptStream", count: int, *, step: int = 1) -> "Iterator[Prompt]":
+    """Yield the first ``count`` prompts that a run samples, starting with those of a step."""
+    while count > 0:
+        prompts = stream.batch(step).prompts[:count]
+        yield from prompts
+        count, step = count - len(prompts), step + 1
 
+
+def shown_value(value: Any, most: int = 200) -> str:
+    """Show a column's value on one line of at most ``most`` characters."""
+    text = repr(value)
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """The lengths of prompts in tokens."""
+
+    shortest: int
+    median: int
+    longest: int
+    measured: int
+    """The number of measured prompts, spread evenly over all."""
+
+    @classmethod
+    def of(cls, prompts: "Sequence[Prompt]") -> "Lengths":
+        """Measure at most MEASURED prompts; the median of an even number of lengths is the upper of the middle ones."""
+        count = min(len(prompts), MEASURED)
+        chosen = prompts if count == len(prompts) else (prompts[n * len(prompts) // count] for n in range(count))
+        lengths = sorted(len(prompt.token_ids) for prompt in chosen)
+        return cls(lengths[0], lengths[len(lengths) // 2], lengths[-1], count)
+
+
+def _sources(stream: "PromptStream", held_out: "Sequence[Prompt]") -> Table:
     table = Table("source", "prompts", "dropped", "weight", "shortest", "median", "longest", title="Prompts, in tokens")
-    rows = [(p.name, p.rendered.prompts, str(p.rendered.dropped), f"{p.weight:g}") for p in preview.stream.parts]
-    if preview.held_out:
-        rows.append(("held out", preview.held_out, "", ""))
+    rows = [(p.name, p.rendered.prompts, str(p.rendered.dropped), f"{p.weight:g}") for p in stream.parts]
+    if held_out:
+        rows.append(("held out", held_out, "", ""))
     for name, prompts, dropped, weight in rows:
         lengths = Lengths.of(prompts)
         shown = (lengths.shortest, lengths.median, lengths.longest)

@@ -3,33 +3,48 @@
 from collections.abc import Sequence
 from typing import Any, cast
 
-from tpu_grpo.algorithms import notices, objective_line, open_algorithm
+from tpu_grpo.algorithms import notices, objective_line
+from tpu_grpo.cli.on_end import check_on_end
 from tpu_grpo.config import BUILTIN, RunConfig
+from tpu_grpo.engine.dealing import divided_places
 from tpu_grpo.environments.episodes import Environments
 from tpu_grpo.hosts import Hosts
+from tpu_grpo.models.lora import read_adapters
+from tpu_grpo.observe.callbacks import find_callbacks
 from tpu_grpo.run.abstract import AbstractRun, open_abstract_checkpoint
 from tpu_grpo.run.inputs import Inputs, open_inputs
 from tpu_grpo.run.meshes import build_meshes
-from tpu_grpo.run.parts import open_task
+from tpu_grpo.run.parts import open_run_algorithm, open_task
 
 
 def check(config: RunConfig, devices: Sequence[Any] | None = None, inputs: Inputs | None = None) -> list[str]:
-    """Check everything that can be checked without generating a token, and return what was found as lines of text.
+    """Check everything that can be checked without sampling a token, and return the findings as lines of text.
 
-    ``devices`` are those of the run; when None they are this machine's, or those of all hosts. ``inputs`` is what the
-    run reads, if it is open already.
+    ``devices`` are the run's devices; None stands for those of this machine, or of all hosts. ``inputs`` are the
+    run's opened inputs, if they are open already.
 
     Raises:
         TpuGrpoError: for the first thing that cannot work.
     """
-    algorithm, inputs = open_algorithm(config.algorithm), inputs or open_inputs(config)
+    algorithm, inputs = open_run_algorithm(config), inputs or open_inputs(config)
+    config = inputs.config
+    find_callbacks(config)
+    check_on_end(config)
     with open_abstract_checkpoint(config, inputs.checkpoint) as checkpoint:
         meshes = build_meshes(config, checkpoint, devices)
         run = AbstractRun(config, checkpoint, meshes, [cast(int, inputs.tokenizer.eos_token_id)])
         task, options = open_task(config, inputs, algorithm, Hosts()), run.options
+        _ = run.learner  # of descriptions of arrays: optimizer, schedule, rules, loss
+        if config.model.lora.path is not None:
+            read_adapters(run.policy, config.model.lora)
+        if task.environments is not None:
+            divided_places(task.environments.places, [(0,)] * meshes.replicas)
         origin = ", built in, taught on first use" if config.model.path.startswith(BUILTIN) else ""
         held_out = "none" if task.held_out is None else f"{len(task.held_out.prompts)} prompts"
         moved, *kinds = run.sync.describe()
+        is_ours = config.algorithm.tunix is None
+        objective = objective_line(config, algorithm) if is_ours else f"Tunix's, of {algorithm.objective}"
+        epoch = task.prompts.size / config.data.prompts_per_step
         return [
             f"model      {config.model.path}: {checkpoint.family.model_type}, {checkpoint.parameter_count:,} "
             f"parameters{origin}",
@@ -41,19 +56,20 @@ def check(config: RunConfig, devices: Sequence[Any] | None = None, inputs: Input
             *([] if task.environments is None else _episodes(task.environments)),
             f"rewards    {', '.join(inputs.rewards.names)}",
             f"algorithm  {config.algorithm.name}, {algorithm.aggregation}",
-            f"objective  {objective_line(config, algorithm)}",
+            f"objective  {objective}",
             *(f"note       {notice}" for notice in notices(config)),
             f"evaluation {held_out}",
             f"trainer    {meshes.attention}",
             f"rollout    {options.attention} attention, {options.cache_tokens} cache tokens, shapes {options.shapes}",
             f"step       {config.step_text}",
+            f"run        {config.run.max_steps} steps; an epoch of {task.prompts.size} prompts has {epoch:.1f}",
             f"sync       {moved}",
             *kinds,
         ]
 
 
 def _episodes(environments: Environments) -> list[str]:
-    """Say for each environment what the policy finds in it."""
+    """Describe what each environment offers the policy."""
     lines: list[str] = []
     for name, loaded in environments.loaded.items():
         tools = ", ".join(tool["function"]["name"] for tool in loaded.tools)

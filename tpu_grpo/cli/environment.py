@@ -1,7 +1,4 @@
-"""The command line of ``scripts/environment.py``: plays an environment, and shows tokens, masks and rewards.
-
-Nothing that imports jax is imported before ``prepare`` has chosen jax's platform.
-"""
+"""The command line of ``scripts/environment.py``: plays an environment, and shows tokens, masks and rewards."""
 
 import argparse
 import sys
@@ -76,15 +73,14 @@ def _play(named: NamedModel, console: Console, options: argparse.Namespace) -> N
         both = " and ".join(name for name, is_given in given.items() if is_given)
         raise ConfigError(f"turns come from a file, from a function or from the model, got {both}; drop one")
     prepare(config)
-    from tpu_grpo.algorithms import open_algorithm
     from tpu_grpo.cli.playing import Game, policy_of_file, policy_of_function
     from tpu_grpo.hosts import Hosts
     from tpu_grpo.run.inputs import open_inputs
-    from tpu_grpo.run.parts import open_task
+    from tpu_grpo.run.parts import open_run_algorithm, open_task
 
     inputs = open_inputs(config)
     tokenizer = inputs.tokenizer
-    with closing(open_task(config, inputs, open_algorithm(config.algorithm), Hosts())) as task:
+    with closing(open_task(config, inputs, open_run_algorithm(config), Hosts())) as task:
         assert task.environments is not None
         prompt = _recorded(task.prompts, options.record)
         with closing(Game(config, prompt, task.environments, tokenizer, options.record)) as game:
@@ -119,7 +115,7 @@ def _recorded(prompts: "PromptStream", record: int) -> "Prompt":
 
 
 def typed(console: Console) -> str | None:
-    """Read a turn that a person types, up to an empty line; None at the end of the input."""
+    """Read a turn, up to an empty line, from the terminal; None at the end of the input."""
     console.print(Text("your turn; an empty line ends it, Ctrl-D the conversation", style="italic"))
     lines: list[str] = []
     for line in sys.stdin:
@@ -131,7 +127,7 @@ def typed(console: Console) -> str | None:
 
 
 def show(game: "Game", model: "Model", console: Console, *, tokens: bool) -> None:
-    """Play the game, and show what every request and every turn adds."""
+    """Play the game, and show the tokens that every request and every turn adds."""
     turn = 0
     for stretches in game.play(model):
         turn += stretches[0].sampled
@@ -145,7 +141,7 @@ def show(game: "Game", model: "Model", console: Console, *, tokens: bool) -> Non
 
 
 def outcome(game: "Game", rewards: Any, prompt: Any, tokenizer: Any) -> Table:
-    """Show how the conversation ended, what it counts for, and what the rewards give."""
+    """Show how the conversation ended, how it counts in the loss, and its rewards."""
     completion = game.completion
     episode = completion.episode
     assert episode is not None

@@ -3,8 +3,8 @@
     name, step = "best", 40            ->  <run.dir>/checkpoints/40
     answers, rewards, estimates        ->  <run.dir>/evaluations/checkpoint_40.jsonl and .json
 
-With the config of the run, the numbers are those that the run found after that step. Nothing that imports jax is
-imported before ``prepare`` has chosen jax's platform.
+With the config of the run, the results equal those of the run's own evaluation after that step. Nothing that imports
+jax is imported before ``prepare`` has chosen jax's platform.
 """
 
 from collections.abc import Sequence
@@ -50,7 +50,7 @@ def _evaluate(config: RunConfig, which: str) -> None:
 
 
 def evaluate_checkpoint(config: RunConfig, which: str, hosts: Hosts, watch: Watch) -> "tuple[Chosen, Evaluation]":
-    """Evaluate a checkpoint, and keep samples and numbers in the run's directory; every host calls it, host 0 writes.
+    """Evaluate a checkpoint, and write samples and figures into the run's directory; every host calls, host 0 writes.
 
     Raises:
         TpuGrpoError: for anything wrong with the config, the checkpoint, the data or a reward.
@@ -88,7 +88,7 @@ def evaluate_checkpoint(config: RunConfig, which: str, hosts: Hosts, watch: Watc
 
 
 def show(evaluation: "Evaluation", title: str, console: Console) -> None:
-    """Print a table of the estimates, and how long the completions are."""
+    """Print a table of the estimates, and the mean lengths of the completions."""
     table = Table("", "reward", "mean", "95 % interval", "problems", title=title)
     for mode, found in evaluation.estimates.items():
         for name, e in found.items():

@@ -11,6 +11,7 @@ from pathlib import Path
 from tpu_grpo.cli.starting import command_parser, exit_code_of, prepare, run_config
 from tpu_grpo.config import RunConfig
 from tpu_grpo.hosts import Hosts
+from tpu_grpo.models.fetching import push
 from tpu_grpo.models.hf_directory import check_free
 from tpu_grpo.records.errors import CheckpointError
 
@@ -20,7 +21,7 @@ RUN is the directory of a run, which may still be going. Of a run with adapters 
 --adapter are written alone, in the format of PEFT. The command runs in one process on the CPU, whatever trained the
 model, and needs the memory that the model takes once. Settings are those of the run; the section `export` says more."""
 USAGE = """python scripts/export.py RUN [--step N | --best | --last] --out DIR
-                                [--adapter] [--dtype float32|bfloat16] [section.key=value ...]"""
+                                [--push OWNER/NAME] [--adapter] [--dtype float32|bfloat16] [section.key=value ...]"""
 MIB = 2**20
 
 
@@ -34,6 +35,8 @@ def main(arguments: Sequence[str]) -> int:
     which.add_argument("--best", action="store_true", help="the checkpoint of the best evaluation")
     which.add_argument("--last", action="store_true", help="the newest checkpoint, which is the default")
     parser.add_argument("--out", type=Path, required=True, help="the directory to write, which must not be there")
+    pushed = "also upload it to the Hugging Face hub; a new repository is private"
+    parser.add_argument("--push", metavar="OWNER/NAME", help=pushed)
     parser.add_argument("--adapter", action="store_true", help="write the adapters alone: export.kind=adapter")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="the type of the tensors: export.dtype")
     options = parser.parse_intermixed_args(arguments)
@@ -47,13 +50,17 @@ def _export(options: argparse.Namespace) -> None:
     config = run_config(options.run, words)
     check_free(options.out)
     os.environ["JAX_PLATFORMS"] = "cpu"  # a TPU belongs to the run
+    if options.push is not None:
+        os.environ.setdefault("HF_HUB_OFFLINE", "0")
     prepare(config)
     which = "best" if options.best else "latest" if options.step is None else str(options.step)
     print(export_checkpoint(config, which, options.out))
+    if options.push is not None:
+        print(f"it is also at {push(options.out, options.push)}")
 
 
 def export_checkpoint(config: RunConfig, which: str, directory: Path) -> str:
-    """Export a checkpoint (latest, best, or a step) into a new directory, and say what was written.
+    """Export a checkpoint (latest, best, or a step) into a new directory, and print what was written.
 
     Raises:
         ConfigError: something of the directory's name is there.
@@ -66,7 +73,7 @@ def export_checkpoint(config: RunConfig, which: str, directory: Path) -> str:
 
     from tpu_grpo.run.exporting import Policy, export_policy
     from tpu_grpo.run.inputs import open_model
-    from tpu_grpo.run.policies import choose, load_policy
+    from tpu_grpo.run.policies import choose, exported_values, load_policy
 
     directory = directory.expanduser().absolute()
     chosen = choose(config, which)
@@ -78,7 +85,8 @@ def export_checkpoint(config: RunConfig, which: str, directory: Path) -> str:
     checkpoint, tokenizer = open_model(config, Hosts())
     one_device = Mesh(np.array(jax.devices("cpu")[:1]).reshape(1, 1), ("fsdp", "tp"))
     model = load_policy(config, checkpoint, one_device, chosen)
-    export_policy(config, Policy(model, chosen.step, checkpoint, tokenizer), directory)
+    stepped = exported_values(config, model, chosen)
+    export_policy(config, Policy(model, chosen.step, checkpoint, tokenizer, stepped), directory)
     files = [file.stat().st_size for file in directory.glob("*.safetensors")]
     return (
         f"the {config.export.kind} of step {chosen.step} is in {directory}: {sum(files) / MIB:,.1f} MiB in "

@@ -4,7 +4,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from tpu_grpo.launching.babysit import Babysitter
 from tpu_grpo.launching.jobs import (
@@ -16,10 +16,13 @@ from tpu_grpo.launching.jobs import (
     secrets_here,
     variables_from,
 )
-from tpu_grpo.launching.launch_options import Options, RetryPolicy, parse
+from tpu_grpo.launching.launch_options import Options, parse
 from tpu_grpo.launching.launcher import Launcher, status_lines
 from tpu_grpo.launching.tpu_slice import SliceState
+from tpu_grpo.observe.run_files import CONFIG_FILE, END_FILE, EVALUATION_FILE, METRICS_FILE, REPORT_FILE
 from tpu_grpo.records.errors import ConfigError, TpuGrpoError
+
+WATCHED = (CONFIG_FILE, METRICS_FILE, EVALUATION_FILE, REPORT_FILE, END_FILE)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -37,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
 def _launch(options: Options) -> int | None:
     with tempfile.TemporaryDirectory(prefix="tpu_grpo_launch_") as scratch:
         launcher = Launcher(options, Path(scratch))
-        tpu, workers = launcher.tpu, launcher.workers
+        tpu = launcher.tpu
         match options.verb:
             case "create":
                 tpu.create()
@@ -50,12 +53,14 @@ def _launch(options: Options) -> int | None:
                 _run(launcher, options)
             case "status":
                 state = tpu.look()
-                print("\n".join(status_lines(state, workers.status() if state.condition == "ready" else {})))
+                print("\n".join(status_lines(state, launcher.status() if state.condition == "ready" else {})))
             case "logs" if options.follow:
-                workers.follow(options.lines, tpu.require_ready().workers)
+                launcher.follow(options.lines, tpu.require_ready().workers)
             case "logs":
                 if text := launcher.logs(options.lines):
                     print(text)
+            case "watch":
+                _watch(launcher, options)
             case "stop":
                 after = launcher.stop(options.grace)
                 print("\n".join(status_lines(SliceState("ready", "stopped"), after)))
@@ -87,13 +92,34 @@ def _babysit(launcher: Launcher, options: Options) -> int:
             f"--script must be {RUN_SCRIPT} for babysit, which relies on its exit codes, got {job.script}"
         )
     require_resumable(config, survives=options.run_dir_survives)
-    policy = RetryPolicy(options.poll, options.restarts)
     run_dir = None if options.run_dir_survives else config.run_dir
-    babysitter = Babysitter(launcher, job, policy, time.sleep, launcher.gcloud.say, run_dir)
+    babysitter = Babysitter(launcher, job, options.poll, options.restarts, run_dir)
     if options.dry_run:
         babysitter.rehearse()
         return 0
     return babysitter.run()
+
+
+def _watch(launcher: Launcher, options: Options) -> None:
+    from tpu_grpo.observe.json_lines import numbers  # which imports NumPy
+    from tpu_grpo.observe.run_reader import Standing, read_run
+
+    into = options.to or Path("watched", PurePosixPath(options.run_dir).name)
+    launcher.gcloud.say(
+        f"look at {into / REPORT_FILE}, which a browser loads again by itself; Ctrl-C ends the looking only"
+    )
+    standing = Standing("going")
+    while standing.outcome == "going":
+        (into / END_FILE).unlink(missing_ok=True)  # of a run that goes on again
+        launcher.bring(WATCHED, options.run_dir, into)
+        if launcher.gcloud.dry_run:
+            return
+        run = read_run(into, goes_on=not (into / END_FILE).exists())
+        rewards, before, standing = numbers(run.lines, "rewards/mean"), standing, run.standing
+        if (standing.step, standing.outcome) != (before.step, before.outcome):
+            print(standing.sentence, f"reward {rewards[-1]:.3f}" if rewards else "", flush=True)
+        if standing.outcome == "going":
+            time.sleep(options.poll)
 
 
 def _job(options: Options, *more: str) -> Job:

@@ -10,9 +10,12 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from tpu_grpo.cli.output import lasting_output
+
 COMMANDS = {
     "run": ("train", "train by GRPO with the rewards of a config"),
     "plan": ("plan", "say whether a run fits a TPU slice, and how long a step takes; no TPU needed"),
+    "check": ("check", "say row by row whether this machine, or every host of a slice, works, and how fast it is"),
     "eval": ("evaluate", "evaluate a checkpoint of a run on held-out prompts, without training"),
     "export": ("export", "write the model of a checkpoint as a Hugging Face directory"),
     "report": ("report", "write a page that shows a run, or compares several; also while they go on"),
@@ -26,24 +29,25 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns its exit code, and 2 for a command that there is not.
+    """Run a command by its own arguments; returns its exit code, which is 2 for an unknown command.
 
-    Args:
-        arguments: the command and its own arguments; those of the process when None, as an entry point calls it.
+    The arguments are those of the process when None, as an entry point calls it.
     """
     command, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
-    if command in ("--help", "-h"):
-        print(help_text())
-        return 0
-    if command not in COMMANDS:
-        print(f"a command must be one of {', '.join(COMMANDS)}, got {command!r}; see tpu-grpo --help", file=sys.stderr)
-        return 2
-    module, _ = COMMANDS[command]
-    return import_module(f"tpu_grpo.cli.{module}").main(rest)
+    with lasting_output():  # a reader that has seen enough, such as head
+        if command in ("--help", "-h"):
+            print(help_text())
+            return 0
+        if command not in COMMANDS:
+            known = ", ".join(COMMANDS)
+            print(f"a command must be one of {known}, got {command!r}; see tpu-grpo --help", file=sys.stderr)
+            return 2
+        module, _ = COMMANDS[command]
+        return import_module(f"tpu_grpo.cli.{module}").main(rest)
 
 
 def help_text() -> str:
     """Usage, and what each command does."""
     named = [f"  {name:11} {what}" for name, (_, what) in COMMANDS.items()]
-    more = "tpu-grpo COMMAND --help explains a command; tpu-grpo run --help lists every setting."
+    more = "tpu-grpo COMMAND --help explains a command; tpu-grpo run --help shows the settings."
     return "\n".join(["usage: tpu-grpo COMMAND ...", "", "Commands:", "", *named, "", more])

@@ -1,11 +1,11 @@
-"""Finds the model that a person names, and the config that says how it is spoken to.
+"""Finds the model that a command names, and the config by which it is prompted.
 
     runs/mine              a run: its newest checkpoint;  runs/mine@best, runs/mine@40, runs/mine@initial
     my_model               what scripts/export.py wrote, a model or adapters
     Qwen3-0.6B             any other Hugging Face checkpoint directory
     builtin:addition       a built-in model
 
-A run and an export bring their config; another model takes that of the first one which has one.
+A run and an export have a config of their own; another model uses that of the first model that has one.
 """
 
 import json
@@ -24,15 +24,15 @@ from tpu_grpo.config import (
     changed_config,
     load_config,
 )
-from tpu_grpo.models.checkpoint import read_json
+from tpu_grpo.models.checkpoint import ADAPTER_SETTINGS_FILE, read_json
 from tpu_grpo.observe.run_files import CONFIG_FILE, EXPORTED_CONFIG_FILE
 from tpu_grpo.records.errors import ConfigError
 
-MODEL_FILE, ADAPTER_FILE = "config.json", "adapter_config.json"
+MODEL_FILE = "config.json"
 
 
 class NamedModel(NamedTuple):
-    """A model that was named, and its config on this machine."""
+    """A named model, and its config on this machine."""
 
     name: str
     config: RunConfig
@@ -41,7 +41,7 @@ class NamedModel(NamedTuple):
 
 
 def named_models(names: Sequence[str], words: Sequence[str]) -> list[NamedModel]:
-    """Find all models; ``words`` are settings that are changed for each.
+    """Find all models; ``words`` are overrides that apply to each config.
 
     Raises:
         ConfigError: for a name that is no model's, or settings that are wrong.
@@ -73,7 +73,7 @@ def _own_config(name: str) -> tuple[RunConfig | None, str]:
     if (directory / CONFIG_FILE).is_file():
         return load_config(directory / CONFIG_FILE, [f"run.dir={json.dumps(str(directory))}"]), which
     if text == name and (directory / EXPORTED_CONFIG_FILE).is_file():
-        config, adapters = load_config(directory / EXPORTED_CONFIG_FILE), directory / ADAPTER_FILE
+        config, adapters = load_config(directory / EXPORTED_CONFIG_FILE), directory / ADAPTER_SETTINGS_FILE
         if not adapters.is_file():
             return _of_model(config, str(directory)), "initial"
         base = read_json(adapters).get("base_model_name_or_path")

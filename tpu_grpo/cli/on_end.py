@@ -1,7 +1,7 @@
-"""Tells people how a run ended (``logging.on_end``): a command gets a JSON object on stdin, an address gets it by POST.
+"""Notifies people of the end of a run (``logging.on_end``): a command gets a JSON object on stdin, a URL by POST.
 
-Whoever is told finds the report written. A command or an address that fails is one line on stderr, and changes nothing
-of how the run ends.
+The report is written before. A command or URL that fails is reported in one line on stderr, and does not change the
+exit code.
 """
 
 import json
@@ -15,7 +15,6 @@ import urllib.error
 import urllib.request
 from contextlib import suppress
 from http.client import HTTPException
-from types import TracebackType
 from typing import Any, Self
 from urllib.parse import urlsplit
 
@@ -26,18 +25,24 @@ from tpu_grpo.observe.run_files import BEST_FILE, METRICS_FILE, REPORT_FILE
 from tpu_grpo.records.errors import ConfigError, DataError
 
 SECONDS = 10.0
-"""A command or an address has so long."""
+"""The time limit of a command or a URL."""
 NAME = "logging.on_end"
 
 
+def check_on_end(config: RunConfig) -> None:
+    """Check that the notification can be sent; raises ConfigError for a variable that the environment lacks."""
+    if config.logging.on_end is not None:
+        _address(config.logging.on_end)
+
+
 class PeopleTold:
-    """Tells people once how the run of this block ended, whatever ends it; on host 0, once the hosts have met.
+    """Sends one notification of how the run of this block ended, whatever ended it; on host 0, once hosts have met.
 
     with PeopleTold(config) as told, joined_hosts(config) as (hosts, watch):
         told.begin(hosts)
         ...
 
-    A thread that ends the process tells them, too.
+    A thread that ends the process sends it, too.
     """
 
     def __init__(self, config: RunConfig, seconds: float = SECONDS):
@@ -45,19 +50,20 @@ class PeopleTold:
         self._lock = threading.Lock()
         self._due = False
 
-    def begin(self, hosts: Hosts) -> None:
-        """From now on there is something to tell.
+    def begin(self, hosts: Hosts, config: RunConfig | None = None) -> None:
+        """Arm the notification: from now on the end of the run is reported, by ``config`` if it is given.
 
         Raises:
             ConfigError: for a variable that the environment does not have.
         """
+        self._config = config or self._config
         if hosts.is_first and self._config.logging.on_end is not None:
-            _address(self._config.logging.on_end)
+            check_on_end(self._config)
             self._due = True
             here.at_end[NAME] = self.tell
 
     def tell(self, end: End) -> None:
-        """Tell people, unless somebody has begun to."""
+        """Send the notification, unless it is sent or being sent already."""
         with self._lock:
             due, self._due = self._due, False
         if due:
@@ -68,20 +74,14 @@ class PeopleTold:
         here.step = None
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.tell(End.by(error))
         here.at_end.pop(NAME, None)
 
 
 def description(config: RunConfig, end: End) -> dict[str, Any]:
-    """Describe an end: ``text`` in one line, as chats show it, and its parts."""
-    from tpu_grpo.observe.json_lines import (  # with numpy, which takes a moment to import
-        jsonable,
-        numbers,
-        read_records,
-    )
+    """Describe an end: ``text`` is one line for chats, the other fields are its parts."""
+    from tpu_grpo.observe.json_lines import jsonable, numbers, read_records  # with numpy, which takes a moment
     from tpu_grpo.observe.summary import edge_means
 
     directory, steps = config.run_dir.resolve(), here.step
@@ -123,8 +123,8 @@ def _address(setting: str) -> str:
     name = named[1].strip("{}")
     if not (found := os.environ.get(name, "").strip()):
         raise ConfigError(
-            f"{NAME}={setting} needs the variable {name}, which the environment of host 0 does not have; set it to an "
-            "address or a command, or leave the setting out"
+            f"{NAME}={setting} needs the variable {name}, which the environment of host 0 does not have; set it to a "
+            "URL or a command, or leave the setting out"
         )
     return found
 
@@ -140,11 +140,11 @@ def _tell(where: str, config: RunConfig, told: dict[str, Any], seconds: float) -
 
 
 def _post(address: str, data: bytes, seconds: float) -> str:
-    """Return what went wrong, without the address, which is often a secret."""
+    """Return what went wrong, without the URL, which is often a secret."""
     try:
         shown = f"{urlsplit(address).scheme}://{urlsplit(address).hostname}"
     except ValueError:
-        return "it must be an address such as https://example.org/hook, got one that cannot be read"
+        return "it must be a URL such as https://example.org/hook, got one that cannot be read"
     answer: list[str] = []
 
     def post() -> None:

@@ -1,7 +1,7 @@
-"""Makes what a command prints survive whoever reads it.
+"""Lets a command outlive the readers of its output.
 
-A run lasts longer than the terminal, the pipe or the ssh connection it was started in: when nobody reads any more, the
-command goes on. What the reader's encoding cannot show is written as escapes. The streams themselves: ``streams.py``.
+A run outlives the terminal, pipe or ssh connection that it was started in: when its output is closed, it goes on.
+Characters that the output's encoding lacks are written as escapes. The streams are in ``streams.py``.
 """
 
 import os
@@ -14,7 +14,7 @@ from tpu_grpo.workers.streams import lasting
 
 @contextmanager
 def lasting_output() -> Iterator[None]:
-    """Let stdout and stderr lose their readers in this block without an error."""
+    """Ignore a closed stdout or stderr in this block."""
     _occupy_descriptors()
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (lasting(stream) for stream in before)

@@ -10,7 +10,7 @@ from pathlib import Path
 from tpu_grpo.cli.starting import command_parser, exit_code_of, prepare
 from tpu_grpo.config import RunConfig, load_config
 from tpu_grpo.planning.child_process import run_in_child
-from tpu_grpo.planning.slices import open_slice
+from tpu_grpo.planning.slices import open_slice, with_rates
 from tpu_grpo.planning.slices import prepare as prepare_slice
 from tpu_grpo.records.errors import ConfigError
 
@@ -18,8 +18,8 @@ ABOUT = """Says whether a run fits a TPU slice, by compiling the run's own progr
 
 Exit codes: 0 it fits; 2 it does not, or the configuration is bad; 1 compiling did not come to an end."""
 USAGE = (
-    "python scripts/plan.py CONFIG.yaml [section.key=value ...] --slice v5e-16 [--mean-new-tokens N] [--fast] [--json] "
-    "[--no-suggestion]"
+    "python scripts/plan.py CONFIG.yaml [section.key=value ...] --slice v5e-16 [--mean-new-tokens N] "
+    "[--price-per-chip-hour X] [--rates check.json] [--fast] [--json] [--no-suggestion]"
 )
 
 
@@ -32,6 +32,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--mean-new-tokens", type=float, metavar="N", help="also estimate a step with completions of this mean length"
     )
+    price = "also say what the run costs, in the currency of this price"
+    parser.add_argument("--price-per-chip-hour", type=float, metavar="X", help=price)
+    parser.add_argument("--rates", type=Path, metavar="check.json", help="plan with rates that tpu-grpo check measured")
     parser.add_argument("--fast", action="store_true", help="compile models of 2 and 4 layers and extrapolate")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--no-suggestion", action="store_true", help="do not look for what would fit")
@@ -47,6 +50,8 @@ def _plan(options: argparse.Namespace) -> int:
             f"--mean-new-tokens must be between 1 and rollout.max_new_tokens={longest}, got {mean:g}; take the mean "
             "length of the completions that you expect, completions/mean_tokens of a run"
         )
+    if (price := options.price_per_chip_hour) is not None and not 0 <= price < float("inf"):
+        raise ConfigError(f"--price-per-chip-hour must be a number >= 0, got {price:g}; look it up for your zone")
     if (code := run_in_child()) is not None:
         return code
     return plan_and_print(
@@ -56,6 +61,8 @@ def _plan(options: argparse.Namespace) -> int:
         as_json=options.json,
         suggesting=not options.no_suggestion,
         mean_new_tokens=mean,
+        price=price,
+        rates=options.rates,
     )
 
 
@@ -67,23 +74,32 @@ def plan_and_print(
     as_json: bool,
     suggesting: bool,
     mean_new_tokens: float | None = None,
+    price: float | None = None,
+    rates: Path | None = None,
 ) -> int:
-    """Plan and print; look for changes where the run does not fit. Returns the exit code.
+    """Plan and print the plan; suggest settings if the run does not fit. Returns the exit code.
 
-    With ``mean_new_tokens`` a step with completions of this mean length is estimated as well.
+    With ``mean_new_tokens``, also estimate a step whose completions have this mean length, and with ``price``, that of
+    a chip-hour, the cost of the run. ``rates`` is a check.json whose measured rates take the place of those assumed.
 
     Raises:
         TpuGrpoError: for a run that would be wrong with any amount of memory.
     """
     prepare_slice(slice_name)
     prepare(config)
-    from tpu_grpo.planning.plan_report import plan_as_json, plan_lines, suggestion_line
-    from tpu_grpo.planning.slice_plan import make_plan, suggest
+    from tpu_grpo.planning.plan_report import packed_line, plan_as_json, plan_lines, suggestion_line
+    from tpu_grpo.planning.slice_plan import make_plan, suggest, with_packed_learner
 
-    plan = make_plan(config, open_slice(slice_name), fast=fast, say=report_progress)
-    shown = plan_as_json(plan, mean_new_tokens)
+    target = open_slice(slice_name) if rates is None else with_rates(open_slice(slice_name), rates)
+    plan = make_plan(config, target, fast=fast, say=report_progress)
+    shown = plan_as_json(plan, mean_new_tokens, price)
     if not as_json:
-        print("\n".join(plan_lines(plan, mean_new_tokens)))
+        print("\n".join(plan_lines(plan, mean_new_tokens, price)))
+    if config.algorithm.tunix is not None:
+        packed = make_plan(with_packed_learner(config), plan.target, fast=fast, say=report_progress)
+        shown["packed"] = plan_as_json(packed, mean_new_tokens, price)
+        if not as_json:
+            print(packed_line(plan, packed))
     if not plan.fits and suggesting:
         suggestion = suggest(plan, report_progress)
         shown["suggestion"] = None if suggestion is None else list(suggestion.overrides)
@@ -98,5 +114,5 @@ _STARTED = time.perf_counter()
 
 
 def report_progress(what: str) -> None:
-    """Print what is under way to stderr, with the seconds since the start."""
+    """Print the current work to stderr, with the seconds since the start."""
     print(f"[{time.perf_counter() - _STARTED:6.1f} s] {what}", file=sys.stderr, flush=True)

@@ -1,11 +1,11 @@
-"""An environment is played without a model: a person, a file or a function takes the policy's part.
+"""Plays an environment without a model: a person, a file or a function takes the policy's part.
 
     game = Game(config, prompt, environments, tokenizer, number)
     for stretches in game.play(game.writing(policy)):      # what a request, or a turn, adds to the tokens
         ...
     game.completion                          # the conversation, as a run would have it
 
-What is shown is what a run would make of it: the same prompt, the same tokens and masks, the same rewards.
+The prompt, tokens, masks and rewards are those that a run would have.
 """
 
 import inspect
@@ -33,11 +33,11 @@ BETWEEN_TURNS = "---"
 
 
 class Stopped(Exception):
-    """Whoever plays ends the conversation before its next turn."""
+    """The player ended the conversation before its next turn."""
 
 
 class Stretch(NamedTuple):
-    """Tokens that were sampled, or that were not, after each other."""
+    """Consecutive tokens that were all sampled, or all not."""
 
     token_ids: tuple[int, ...]
     text: str
@@ -45,7 +45,7 @@ class Stretch(NamedTuple):
 
 
 def policy_of_file(path: Path) -> Policy:
-    """Make a policy that writes the turns of a file, one after the other; after the last it raises an EpisodeError.
+    """Make a policy that writes the turns of a file in order; after the last one it raises an EpisodeError.
 
     Raises:
         ConfigError: for a file that cannot be read.
@@ -74,9 +74,9 @@ def policy_of_file(path: Path) -> Policy:
 
 
 def policy_of_function(name: str) -> Policy:
-    """Find a function of the user's own that takes the messages so far and returns the next turn's text.
+    """Load a function of the user that gets the messages so far and returns the text of the next turn.
 
-    The policy raises an EpisodeError where the function returns something else.
+    The policy raises an EpisodeError if the function returns anything else.
 
     Raises:
         EpisodeError: for one that is not there, or takes something else.
@@ -100,14 +100,9 @@ def policy_of_function(name: str) -> Policy:
 
 
 class Game:
-    """One conversation that is played, and closed.
+    """One conversation within the limits of a run, which begins with a prompt, is played, and then closed.
 
-    Args:
-        config: the run's, whose limits hold.
-        prompt: what the conversation begins with.
-        environments: of the run.
-        tokenizer: of its model.
-        number: the prompt's in the data, which decides the environment's seed.
+    ``number`` is the prompt's in the data, which decides the environment's seed.
     """
 
     def __init__(
@@ -126,7 +121,7 @@ class Game:
         """Whether the policy ended the conversation before it was over."""
 
     def play(self, model: Model) -> Iterator[list[Stretch]]:
-        """Play to the end, and yield what each turn's request and answer add to the tokens."""
+        """Play to the end, and yield the tokens that each turn's request and answer add."""
         episodes = self._episodes
         episodes.begin(0)
         while (request := episodes.next(0)) is not None:
@@ -149,7 +144,7 @@ class Game:
         return self._episodes.result(0)
 
     def close(self) -> None:
-        """Give the conversation up, if it is not over."""
+        """Discard the conversation, if it is not over."""
         self._episodes.close()
 
     def writing(self, policy: Policy) -> Model:

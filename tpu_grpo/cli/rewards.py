@@ -29,7 +29,7 @@ USAGE = "python scripts/rewards.py CONFIG.yaml --completions file.jsonl [section
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; returns its exit code: 0, 1 if a reward failed on a row, 2 for what cannot be tried."""
+    """Run the command; returns its exit code: 0, 1 if a reward failed on a row, 2 for input that cannot be scored."""
     parser = command_parser(USAGE, ABOUT)
     parser.add_argument("config", help="the config whose rewards are tried")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings to change")
@@ -59,7 +59,7 @@ def _try_and_show(options: argparse.Namespace) -> int:
 
 
 def failure_lines(trial: Trial) -> list[str]:
-    """Say on which rows each reward failed, and of the first ones how, a line each."""
+    """List the rows on which each reward failed, and the errors of the first ones, one line each."""
     by_text: dict[tuple[str, str], list[int]] = {}
     for failure in trial.failures:
         by_text.setdefault((failure.reward, failure.text), []).extend(failure.rows)
@@ -97,10 +97,8 @@ def _by_reward(trial: Trial) -> Table:
     def spread(values: np.ndarray) -> list[str]:
         return [f"{values.mean():.3f}", f"{values.std():.3f}"] if len(values) else ["-", "-"]
 
-    table, scores = (
-        Table("reward", "mean", "std", "rows", "errors", "timeouts", "seconds", title="Rewards"),
-        trial.scores,
-    )
+    scores = trial.scores
+    table = Table("reward", "mean", "std", "rows", "errors", "timeouts", "seconds", title="Rewards")
     for name, values in scores.by_name.items():
         known = values[~np.isnan(values)]
         counts = [f"{scores.figures[f'rewards/{name}/{n}'].value:g}" for n in ("errors", "timeouts")]

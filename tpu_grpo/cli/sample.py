@@ -1,7 +1,4 @@
-"""The command line of ``scripts/sample.py``: prompts are answered, or a conversation is held; see chat.py.
-
-Nothing that imports jax is imported before ``prepare`` has chosen jax's platform.
-"""
+"""The command line of ``scripts/sample.py``: answers prompts, or holds a conversation; see chat.py."""
 
 import argparse
 import json

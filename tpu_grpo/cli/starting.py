@@ -1,4 +1,4 @@
-"""Starts what the commands have in common: the config of their words, jax's platform, and the hosts of the run.
+"""What the commands share at their start: the config from their words, jax's platform, and the hosts of the run.
 
 Nothing heavy is imported here: jax reads its platform from the environment when it is imported, and ``prepare`` should
 have chosen it by then.
@@ -13,23 +13,54 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 from tpu_grpo.cli.output import lasting_output
-from tpu_grpo.config import BUILTIN, HUB, RunConfig, load_config
+from tpu_grpo.config import BUILTIN, HUB, SHIPPED_CONFIGS, RunConfig, load_config, settings
+from tpu_grpo.config.setting_names import ABSENT, meant
 from tpu_grpo.hosts import Hosts, Watch, choose_platform, in_time, start
 from tpu_grpo.observe.run_files import CONFIG_FILE
 from tpu_grpo.records.errors import ConfigError, TpuGrpoError, disk_errors_explained, say
 
-DEFAULT_CONFIG = Path(__file__).resolve().parents[2] / "configs" / "demo_cpu.yaml"
+DEFAULT_CONFIG = SHIPPED_CONFIGS / "demo_cpu.yaml"
 """The config of a command that names none."""
 DEMO_NEEDS = ("model.path", "data.path", "data.sources")
 """A command without a config is the demo as long as these are built in."""
 
 
+class CommandParser(argparse.ArgumentParser):
+    """Parses the words of a command; for a setting that is written as a flag, the error shows the form to type."""
+
+    def parse_intermixed_args(self, args: Sequence[str], namespace: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Parse as argparse does; exits with code 2 for a setting that is written as a flag."""
+        for word, following in zip_longest(args, args[1:], fillvalue=""):
+            flag, equals, value = word.partition("=")
+            if word == "--":
+                break
+            if flag.startswith("--") and flag not in self._option_string_actions and (setting := setting_named(flag)):
+                value = value if equals else _value(following)
+                self.exit(2, f"{flag} is no flag; settings are written without dashes: {setting}={value}\n")
+            if flag.startswith("--") and (why := ABSENT.get(flag[2:].replace("-", "_"))):
+                self.exit(2, f"{flag} is no flag; {why}\n")
+        return super().parse_intermixed_args(args, namespace)
+
+
+def setting_named(word: str) -> str | None:
+    """Return the setting that a word names, by its full name, its last part or another library's name, or None."""
+    name, known = word.lstrip("-").replace("-", "_"), [setting for setting, *_ in settings()]
+    return name if name in known else meant(name, known)
+
+
+def _value(following: str) -> str:
+    """Return the word after a setting, if it can be its value."""
+    return following if following and following[0] != "-" and "=" not in following else "VALUE"
+
+
 def command_parser(usage: str, about: str, words: str | None = None) -> argparse.ArgumentParser:
-    """Make the parser of a command; with ``words``, their help, it takes a config and settings wherever they stand."""
-    parser = argparse.ArgumentParser(
+    """Make a command's parser, with config and overrides as positional words if their help, ``words``, is given."""
+    parser = CommandParser(
         usage=usage, description=about, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     if words is not None:
@@ -38,29 +69,28 @@ def command_parser(usage: str, about: str, words: str | None = None) -> argparse
 
 
 def config_from_words(words: Sequence[str]) -> RunConfig:
-    """Load the config file that the first word names, with the overrides that follow.
+    """Load the config file that the first word names, with the overrides of the other words.
 
-    Without a file it is the demo's; but where the overrides name a model or data that is not built in, every other
+    Without a file it is the demo's config; but if the overrides set a model or data that is not built in, every other
     setting has its own default, because the demo's lengths suit two-digit sums only.
 
     Raises:
-        ConfigError: for a file, a setting or an override that is wrong, or a default config that is not there.
+        ConfigError: for a file, a setting or an override that is wrong.
     """
+    for word, following in zip_longest(words, words[1:], fillvalue=""):
+        if "=" not in word and not Path(word).exists() and (setting := setting_named(word)):
+            form = f"{setting}={_value(following)}"
+            raise ConfigError(f"a setting is written with an equals sign: {form}, got {word!r}")
     if words and "=" not in words[0]:
         return load_config(Path(words[0]), list(words[1:]))
     given = {name: value for name, _, value in (word.partition("=") for word in words)}
     if any(not given.get(name, BUILTIN).strip("'\" ").startswith(BUILTIN) for name in DEMO_NEEDS):
         return load_config(None, list(words))
-    if not DEFAULT_CONFIG.is_file():
-        raise ConfigError(
-            f"without a config a run takes {DEFAULT_CONFIG}, which is not there: the shipped configs come with the "
-            "repository; name a config file, or install the package from a checkout with `pip install -e .`"
-        )
     return load_config(DEFAULT_CONFIG, list(words))
 
 
 def run_config(directory: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Load the config of a run that lies in a directory, with overrides; the directory may have been moved.
+    """Load the config in a run's directory, which may have been moved, with overrides.
 
     Raises:
         ConfigError: for a directory without a run, and for overrides that are wrong.
@@ -71,7 +101,7 @@ def run_config(directory: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def exit_code_of(command: Callable[[], int | None]) -> int:
-    """Run a command: its exit code, or that of its error, which the user is told in a line; 1 after Ctrl-C."""
+    """Run a command and return its exit code; an error is printed in one line and gives its own code, Ctrl-C 1."""
     with lasting_output():
         try:
             with disk_errors_explained():
@@ -85,9 +115,15 @@ def exit_code_of(command: Callable[[], int | None]) -> int:
 
 
 def prepare(config: RunConfig) -> None:
-    """Choose jax's platform, and silence libraries, before they are imported."""
+    """Choose jax's platform and silence libraries; call this before they are imported."""
     choose_platform()
-    _tell_jax_the_platform()
+    if "jax" in sys.modules and (
+        platform := os.environ.get("JAX_PLATFORMS")
+    ):  # imported before, it would look for a TPU
+        import jax
+
+        if not jax.config.jax_platforms:  # pyright: ignore[reportAttributeAccessIssue]
+            jax.config.update("jax_platforms", platform)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # errors of the compiler only
     if not any(path.startswith(HUB) for path in (config.model.path, *config.data_paths.values())):
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # every file a run reads is named in its config
@@ -96,32 +132,30 @@ def prepare(config: RunConfig) -> None:
     warnings.filterwarnings("ignore", category=DeprecationWarning)
 
 
-def _tell_jax_the_platform() -> None:
-    """Give the platform to a jax that was imported before it was chosen, and would look for a TPU that is not there."""
-    if "jax" in sys.modules and (platform := os.environ.get("JAX_PLATFORMS")):
-        import jax
-
-        if not jax.config.jax_platforms:  # pyright: ignore[reportAttributeAccessIssue]
-            jax.config.update("jax_platforms", platform)
-
-
 @contextmanager
 def joined_hosts(config: RunConfig) -> Iterator[tuple[Hosts, Watch]]:
-    """Join the hosts of the run, and watch them once they agree on everything that they were started with.
+    """Join the hosts of the run, check that they agree on their settings and files, and watch them.
 
     Raises:
         LockstepError: for hosts that do not come, or that were started with something else.
     """
+    with met_hosts(config) as (hosts, watch):
+        if hosts.count > 1:
+            from tpu_grpo.run.fingerprints import fingerprints
+
+            hosts.agree_all(fingerprints(config))
+        yield hosts, watch
+
+
+@contextmanager
+def met_hosts(config: RunConfig) -> Iterator[tuple[Hosts, Watch]]:
+    """Join the hosts of the run, and watch them; raises LockstepError for hosts that do not come."""
     ours = config.hosts
     hosts = start(
         ours.coordinator, ours.count, ours.index, run=config.run.name, timeout_seconds=ours.start_timeout_seconds
     )
     silence = ours.lost_timeout_seconds
     with Watch(hosts, silence, every=min(5.0, silence / 4)) as watch, _errors_printed_first(), disk_errors_explained():
-        if hosts.count > 1:
-            from tpu_grpo.run.fingerprints import fingerprints
-
-            hosts.agree_all(fingerprints(config))
         yield hosts, watch
 
 

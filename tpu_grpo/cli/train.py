@@ -4,19 +4,25 @@ Nothing heavy is imported before it is needed, so that help and typing errors an
 """
 
 import argparse
+import re
 import signal
 import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tpu_grpo.cli.on_end import PeopleTold
-from tpu_grpo.cli.starting import config_from_words, exit_code_of, joined_hosts, prepare
-from tpu_grpo.config import RunConfig, settings
-from tpu_grpo.hosts import SignalledStop, announce, may_have_others
+from tpu_grpo.cli.starting import CommandParser, config_from_words, exit_code_of, joined_hosts, prepare
+from tpu_grpo.config import RunConfig, changed_config, settings
+from tpu_grpo.config.run_config import known_names
+from tpu_grpo.config.setting_names import COMMON, nearest
+from tpu_grpo.hosts import Hosts, SignalledStop, StopRequest, Watch, announce, choose_platform, may_have_others
 from tpu_grpo.observe.run_files import REPORT_FILE
 from tpu_grpo.records.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tpu_grpo.observe.callbacks import EventFunction
 
 ABOUT = """Trains a language model by GRPO with the rewards of the config.
 
@@ -25,25 +31,27 @@ Without a config it runs configs/demo_cpu.yaml, which shows a small model learni
 with --slice also whether the run fits that TPU slice, which need not be there. --replay does an update of a run again
 whose loss or gradient was not finite, and says where that comes from."""
 USAGE = """python scripts/run.py [CONFIG.yaml] [section.key=value ...] [--dry-run [--slice v5e-16] | --print-config]
+       python scripts/run.py --help [SECTION | all]
        python scripts/run.py --replay runs/NAME/non_finite/STEP.npz [section.key=value ...]"""
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command; returns the exit code: 0 done, 2 bad input, 3 hosts disagree, 4 stopped as asked."""
     options = _parser().parse_intermixed_args(arguments)
-    if options.help:
-        print(help_text())
-        return 0
     try:
-        return exit_code_of(
-            lambda: _replay(options) if options.replay else _run(config_from_words(options.words), options)
-        )
+        return exit_code_of(lambda: _command(options))
     except KeyboardInterrupt:  # a dry run or a replay, which has nothing to lose
         print("interrupted", file=sys.stderr)
         return 1
 
 
-def _run(config: RunConfig, options: argparse.Namespace) -> int:
+def _command(options: argparse.Namespace) -> int:
+    if options.help is not None:
+        print(help_text(options.help))
+        return 0
+    if options.replay:
+        return _replay(options)
+    config = config_from_words(options.words)
     if options.print_config:
         print(config.to_yaml(), end="")
         return 0
@@ -56,14 +64,29 @@ def _run(config: RunConfig, options: argparse.Namespace) -> int:
 
 
 def _replay(options: argparse.Namespace) -> int:
-    """Do an update again that was not finite."""
+    """Do an update again that was not finite, with the config that its file holds and the overrides of the words.
+
+    Which processes do it is not the run's: hosts.coordinator, count and index are those of the words.
+    """
     if others := [name for name in ("print_config", "dry_run", "slice") if getattr(options, name)]:
         flag = f"--{others[0].replace('_', '-')}"
         raise ConfigError(f"--replay does an update of a run again and goes with no other option, got {flag}; drop one")
+    if other := [word for word in options.words if "=" not in word]:
+        raise ConfigError(f"--replay takes the config from its file, got {other[0]}; leave it out")
     _let_signals_come()
-    from tpu_grpo.cli.replay import replay_and_print
+    choose_platform()  # before jax is imported, which happens now
+    from tpu_grpo.run.non_finite import read_update, replay
 
-    return replay_and_print(options.replay, options.words)
+    kept = read_update(options.replay)
+    of_this_start = ("coordinator", "count", "index")
+    own = {name: value for name, value in kept.settings["hosts"].items() if name not in of_this_start}
+    config = changed_config({**kept.settings, "hosts": own}, options.words)
+    prepare(config)
+    with joined_hosts(config) as (hosts, _):
+        for line in replay(kept, config, hosts):
+            if hosts.is_first:
+                print(line, flush=True)
+    return 0
 
 
 def _let_signals_come() -> None:
@@ -71,21 +94,44 @@ def _let_signals_come() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
 
 
-def help_text() -> str:
-    """Describe the usage, and every setting with its values, default and meaning."""
-    lines = [f"usage: {USAGE}", "", ABOUT, "", "Settings (name, values, default):", ""]
-    for name, kind, default, meaning in settings():
-        lines.append(f"  {name}  ({kind}; default {default})")
-        lines += textwrap.wrap(meaning, width=110, initial_indent="      ", subsequent_indent="      ")
-    return "\n".join(lines)
+def help_text(topic: str = "") -> str:
+    """Describe settings with their values, default and meaning: those of a topic, that is a section, a setting or
+    ``all``; without one, the usage and the settings that most people change.
+
+    Raises:
+        ConfigError: there is no such section or setting.
+    """
+    every = list(settings())
+    sections = ", ".join(dict.fromkeys(re.split(r"[.[]", name)[0] for name, *_ in every))
+    first, last = [f"usage: {USAGE}", "", ABOUT, ""], []
+    if not topic or "=" in topic or topic.endswith((".yaml", ".yml")):
+        by_name = {entry[0]: entry for entry in every}
+        shown = [by_name[name] for name in COMMON]
+        first += ["The settings that most people change (name, values, default):", ""]
+        last = [
+            "",
+            f"--help all lists all {len(every)} settings, and --help SECTION those of a section:",
+            f"  {sections}",
+        ]
+    elif topic == "all":
+        shown, first = every, [*first, "Settings (name, values, default):", ""]
+    else:
+        shown, first = [entry for entry in every if re.match(rf"{re.escape(topic)}(\.|\[|$)", entry[0])], []
+    if not shown:
+        hint = nearest(topic, known_names()) or f"sections: {sections}"
+        raise ConfigError(f"--help takes a section, a setting, or all, got {topic}; {hint}")
+    for name, kind, default, meaning in shown:
+        first.append(f"  {name}  ({kind}; default {default})")
+        first += textwrap.wrap(meaning, width=110, initial_indent="      ", subsequent_indent="      ")
+    return "\n".join([*first, *last])
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(usage=USAGE, add_help=False, allow_abbrev=False)
+    parser = CommandParser(usage=USAGE, add_help=False, allow_abbrev=False)
     parser.add_argument("words", nargs="*")
-    for flag in ("--help", "--print-config", "--dry-run"):
+    parser.add_argument("--help", "-h", nargs="?", const="")
+    for flag in ("--print-config", "--dry-run"):
         parser.add_argument(flag, action="store_true")
-    parser.add_argument("-h", dest="help", action="store_true")
     parser.add_argument("--slice")
     parser.add_argument("--replay", type=Path)
     return parser
@@ -135,34 +181,60 @@ def _dry_run_on(config: RunConfig, slice_name: str) -> int:
 def _train(config: RunConfig) -> int:
     prepare(config)
     with SignalledStop(meets_others=may_have_others(config.hosts.count)) as stop:
-        return _train_until(config, stop)
+        with PeopleTold(config) as told, joined_hosts(config) as (hosts, watch):
+            stop.hosts_met(watch.report_end)
+            config, summary, was_done = train_together(config, hosts, watch, stop, told)
+        if hosts.is_first and was_done:
+            from tpu_grpo.run.directory import how_it_ended
 
-
-def _train_until(config: RunConfig, stop: SignalledStop) -> int:
-    with PeopleTold(config) as told, joined_hosts(config) as (hosts, watch):
-        stop.hosts_met(watch.report_end)
-        from tpu_grpo.run.directory import how_it_ended, look
-        from tpu_grpo.run.inputs import open_inputs
-
-        earlier = look(config, hosts)
-        if earlier.summary is not None:
-            if hosts.is_first:
-                print(f"{how_it_ended(config, earlier.summary)}\nlook at {config.run_dir}/{REPORT_FILE}")
-            return 0
-        told.begin(hosts)
-        earlier.refuse()
-        inputs = open_inputs(config, lambda: announce(hosts, "checking the data"))
-        announce(hosts, "importing trainer and engine")
-        from tpu_grpo.run.pipeline import train
-
-        summary = train(config, hosts, watch, stop, inputs)
-    if hosts.is_first:
-        print(closing_lines(config, summary))
+            print(f"{how_it_ended(config, summary)}\nlook at {config.run_dir}/{REPORT_FILE}")
+        elif hosts.is_first:
+            print(closing_lines(config, summary))
     return 0
 
 
+class Trained(NamedTuple):
+    """What came of a run."""
+
+    config: RunConfig
+    summary: dict[str, Any]
+    was_done: bool
+    """Whether it was done before it was asked for."""
+
+
+def train_together(
+    config: RunConfig,
+    hosts: Hosts,
+    watch: Watch,
+    stop: StopRequest,
+    told: PeopleTold,
+    on_step: "EventFunction | None" = None,
+    on_evaluation: "EventFunction | None" = None,
+) -> Trained:
+    """Train on hosts that have met, for the command and `tpu_grpo.train`; a run that is done is left unchanged."""
+    from tpu_grpo.observe.callbacks import find_callbacks
+    from tpu_grpo.run.directory import look
+    from tpu_grpo.run.inputs import open_inputs
+
+    inputs = None
+    if config.run.epochs is not None:  # the data decides how many steps that is, and so whether the run is done
+        inputs = open_inputs(config, lambda: announce(hosts, "checking the data"))
+        config = inputs.config
+    earlier = look(config, hosts)
+    if earlier.summary is not None:
+        return Trained(config, earlier.summary, was_done=True)
+    told.begin(hosts, config)
+    earlier.refuse()
+    callbacks = find_callbacks(config, on_step, on_evaluation)
+    inputs = inputs or open_inputs(config, lambda: announce(hosts, "checking the data"))
+    announce(hosts, "importing trainer and engine")
+    from tpu_grpo.run.pipeline import train
+
+    return Trained(config, train(config, hosts, watch, stop, inputs, callbacks), was_done=False)
+
+
 def closing_lines(config: RunConfig, summary: dict[str, Any]) -> str:
-    """Say what the run came to, and where its report is."""
+    """Return the last lines of the output: the result of the run, and where its report is."""
     first, last = summary.get("rewards/first_mean"), summary.get("rewards/last_mean")
     lines = [f"done: {summary['steps']} steps"]
     if first is not None:

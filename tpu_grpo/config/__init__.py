@@ -1,11 +1,11 @@
-"""Every setting of a run stands here once, typed, documented and validated; unknown keys are refused.
+"""Every setting of a run, once, typed, documented and validated; unknown keys are refused.
 
     config = load_config("configs/demo_cpu.yaml", ["run.seed=1", "optimizer.learning_rate=3e-4"])
 
 Nothing heavy is imported, so that ``--help`` and a typing error cost nothing.
 """
 
-from tpu_grpo.config.config_files import changed_config, load_config, parse_config
+from tpu_grpo.config.config_files import SHIPPED_CONFIGS, changed_config, load_config, parse_config
 from tpu_grpo.config.data_sections import (
     BUILTIN,
     GIVEN,
@@ -29,13 +29,7 @@ from tpu_grpo.config.learning_sections import (
 )
 from tpu_grpo.config.run_config import CACHE_MARGIN_TOKENS, MICRO_BATCHES, PROMPT_MARGIN_TOKENS, RunConfig, settings
 from tpu_grpo.config.section import parse_layers
-from tpu_grpo.config.sections import (
-    EnvironmentSection,
-    ExportSection,
-    HostsSection,
-    LoraSection,
-    MeshesSection,
-)
+from tpu_grpo.config.sections import EnvironmentSection, ExportSection, HostsSection, LoraSection, MeshesSection
 from tpu_grpo.config.setting_names import Effect, effect_of, listed_name
 
 __all__ = [
@@ -47,6 +41,7 @@ __all__ = [
     "MICRO_BATCHES",
     "NO_DATA",
     "PROMPT_MARGIN_TOKENS",
+    "SHIPPED_CONFIGS",
     "AdvantageName",
     "AlgorithmSection",
     "DataSection",

@@ -1,4 +1,4 @@
-"""YAML and overrides become a RunConfig, or errors that name setting, value and remedy."""
+"""Turns YAML and overrides into a RunConfig, or raises errors that name setting, value and remedy."""
 
 import re
 from collections.abc import Sequence
@@ -9,19 +9,22 @@ import yaml
 from pydantic import ValidationError
 
 from tpu_grpo.config.run_config import RunConfig, known_names
-from tpu_grpo.config.setting_names import listed_name, nearest
+from tpu_grpo.config.setting_names import ABSENT, SAME_VALUES, listed_name, meant, nearest
 from tpu_grpo.config.yaml_dialect import read_yaml
 from tpu_grpo.records.errors import ConfigError
 from tpu_grpo.records.outside import read_file
 
+_PACKAGE = Path(__file__).resolve().parents[1]
+SHIPPED_CONFIGS = (_PACKAGE if (_PACKAGE / "configs").is_dir() else _PACKAGE.parent) / "configs"
+"""Where the configs that ship are: in the package that a wheel installed, or beside it in a checkout."""
 LARGEST_CONFIG = 2**22
-"""A config has at most so many bytes."""
+"""The most bytes of a config."""
 
 
 def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a YAML file and apply ``section.key=value`` overrides in order.
 
-    A run that is given no name has that of its file: grpo of experiments/grpo.yaml.
+    A run without a name gets that of its file, grpo for experiments/grpo.yaml: runs of two files share no directory.
 
     Raises:
         ConfigError: for an unreadable file, an unknown key (with the nearest known one) or a wrong value.
@@ -29,8 +32,9 @@ def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> RunCo
     tree: dict[str, Any] = _read_yaml(Path(path)) if path is not None else {}
     for text in overrides:
         _apply_override(tree, text)
-    if path is not None:
-        _name_by_file(tree, Path(path))
+    name = "" if path is None else re.sub(r"[^A-Za-z0-9._-]+", "-", Path(path).stem).lstrip("._-")
+    if name and isinstance(run := tree.setdefault("run", {}), dict):
+        run.setdefault("name", name)
     return parse_config(tree)
 
 
@@ -50,7 +54,8 @@ def parse_config(tree: dict[str, Any]) -> RunConfig:
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError("\n".join(_explain(e) for e in error.errors())) from None
+        found = {_place(each): each for each in reversed(error.errors())}  # of one that takes several types the first
+        raise ConfigError("\n".join(_explain(where, each) for where, each in reversed(found.items()))) from None
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -60,7 +65,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         shipped = sorted(str(p) for p in Path("configs").glob("*.yaml"))
         raise ConfigError(f"config file not found: {path}; shipped configs: {shipped or 'none here'}") from None
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"config file {path} is not readable YAML: {error}") from error
+        raise ConfigError(f"config file {path} is not readable YAML: {_problem(error)}; correct it") from error
     if tree is None:
         return {}
     if not isinstance(tree, dict):
@@ -71,11 +76,12 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 def _apply_override(tree: dict[str, Any], text: str) -> None:
     name, equals, raw = text.partition("=")
     if not equals or not name:
-        raise ConfigError(f"an override must read section.key=value, got {text!r}; example: run.seed=1")
+        example = f"{text}=VALUE" if listed_name(text) in known_names() else "run.seed=1"
+        raise ConfigError(f"an override must read section.key=value, got {text!r}; example: {example}")
     try:
         value = read_yaml(raw) if raw else ""
     except (ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"{name}: the value {raw!r} is not YAML ({error}); {_quoted(name)}") from None
+        raise ConfigError(f"{name}: the value {raw!r} is not YAML ({_problem(error)}); {_quoted(name)}") from None
     node = tree
     *sections, key = name.split(".")
     for section in sections:
@@ -85,41 +91,63 @@ def _apply_override(tree: dict[str, Any], text: str) -> None:
                 f"{name}: {section} is not a section; write lists whole, e.g. rewards='[{{name: gsm8k}}]'"
             )
     node[key] = value
-
-
-def _name_by_file(tree: dict[str, Any], path: Path) -> None:
-    """Name a run without a name by its config file, so that the runs of two files do not share a directory."""
-    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).lstrip("._-")
-    run = tree.setdefault("run", {})
-    if plain and isinstance(run, dict):
-        run.setdefault("name", plain)
+    if (other := {"run.epochs": "max_steps", "run.max_steps": "epochs"}.get(name)) and value is not None:
+        node.pop(other, None)
 
 
 def _quoted(name: str) -> str:
     return f"put a text in quotes of its own: {name}='\"...\"'"
 
 
-def _explain(error: Any) -> str:
-    where = ".".join(str(part) for part in error["loc"])
+def _problem(error: Exception) -> str:
+    """Say in one line what keeps a text from being YAML, and where."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        what = f"{error.context}, {error.problem}" if str(error.problem).startswith("but ") else error.problem
+        return f"{what}, in line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}"
+    return " ".join(str(error).split())
+
+
+def _place(error: Any) -> str:
+    """Name the setting of an error, without the type that was tried of those that it may have."""
+    parts = map(str, error["loc"])
+    return ".".join(part for part in parts if not re.fullmatch(r"str|float|(tuple|dict)\[.*", part))
+
+
+def _explain(where: str, error: Any) -> str:
     value = error["input"]
     match error["type"]:
         case "extra_forbidden":
-            return f"{where} is not a setting (got {value!r}); {_nearest(where)}"
+            return f"{where} is not a setting (got {value!r}); {_suggestion(where, value)}"
         case "value_error":
             return f"{where} {error['ctx']['error']}".lstrip()
         case "model_type":
-            return f"{where} must be a section, got {value!r}; {_known_in(where)}"
+            is_name = isinstance(value, str) and f"{listed_name(where)}.name" in known_names()
+            remedy = f"write {{name: {value}}}" if is_name else _known_in(where)
+            return f"{where} must be a section, got {value!r}; {remedy}"
         case "tuple_type":
             return f"{where} must be a list, got {value!r}; write it in brackets: {where}='[...]'"
         case "string_type":
             return f"{where} must be text, got {value!r}; {_quoted(where)}"
-    message = error["msg"][0].lower() + error["msg"][1:]
-    return f"{where}: {message}, got {value!r}; `--help` lists every setting with its type and default"
+    rule = re.sub(r", (unable to|got a number) .*", "", error["msg"]).removeprefix("Input should ")
+    rule = f"must {rule}" if rule.startswith("be ") else f": {rule[0].lower()}{rule[1:]}"
+    same = SAME_VALUES.get(str(value).lower())
+    is_same = same is not None and f"'{same}'" in rule
+    remedy = f"write {where}={same}" if is_same else f"`--help {listed_name(where).removesuffix('[i]')}` says more"
+    return f"{where} {rule}, got {value!r}; {remedy}".replace(" : ", ": ", 1)
 
 
-def _nearest(where: str) -> str:
-    section = where.rpartition(".")[0]
-    return nearest(where, [name for name in known_names() if name != section]) or _known_in(section)
+def _suggestion(where: str, value: Any) -> str:
+    """Suggest the intended setting: by the names of other libraries, by the last part of the name, or by spelling."""
+    section, known = where.rpartition(".")[0], known_names()
+    whole = where
+    while isinstance(value, dict) and len(value) == 1:  # trainer.save_freq=5 is refused as trainer
+        (key, value), *_ = value.items()
+        whole = f"{whole}.{key}"
+    if why := ABSENT.get(whole.rpartition(".")[2]):
+        return why
+    if (setting := meant(whole, known)) is not None:
+        return f"did you mean {setting}?"
+    return nearest(where, [name for name in known if name != section]) or _known_in(section)
 
 
 def _known_in(section: str) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, PrivateAttr, model_validator
 
-from tpu_grpo.config.section import HAS_PASSWORD, Day, Options, PlainName, PositiveInt, Section, must
+from tpu_grpo.config.section import HAS_PASSWORD, Day, Options, PlainName, PositiveInt, Section, expression, must
 
 BUILTIN = "builtin:"
 """A path that starts so names a built-in task."""
@@ -90,7 +90,7 @@ class DynamicSection(Section):
 
     @property
     def is_on(self) -> bool:
-        """Say whether more than the prompts of a step may be sampled."""
+        """Whether more prompts than those of a step may be sampled."""
         return self.extra > 0.0 or self.rounds > 1
 
 
@@ -133,7 +133,7 @@ class DataSection(ReadingSection):
 
     path: Paths = BUILTIN_TASK
     """Read the records from here: a .jsonl, .json, .parquet, .csv or .tsv file, also packed (.gz), a pattern such as
-    data/*.jsonl, an address (https://, gs://), or a list of these; hf:NAME (a dataset of the Hugging Face hub) or the
+    data/*.jsonl, a URL (https://, gs://), or a list of these; hf:NAME (a dataset of the Hugging Face hub) or the
     directory of one; reasoning_gym:TASK; path.py:function or package.module:function; builtin:addition (two-digit
     sums); builtin:calculator (sums of three digits); builtin:guessing (numbers to be found); or builtin:environment,
     for environments whose reset gives the prompt."""
@@ -180,7 +180,7 @@ class DataSection(ReadingSection):
 
     @property
     def builtin(self) -> str | None:
-        """Return the path of the built-in task whose prompts these are, which has held-out ones of its own; or None."""
+        """Return the path of the prompts' built-in task, which has held-out prompts too; None without one."""
         path = self.path
         has_held_out = isinstance(path, str) and path.startswith(BUILTIN) and path != NO_DATA and not self.sources
         return str(path) if has_held_out else None
@@ -193,7 +193,7 @@ class DataSection(ReadingSection):
 
     @property
     def remembers(self) -> bool:
-        """Say whether the prompts of a step depend on what the steps before have shown."""
+        """Whether the prompts of a step depend on the results of earlier steps."""
         return self.dynamic.is_on or bool(self.pools.weights) or self.retire.at is not None
 
 
@@ -254,25 +254,22 @@ class RewardSpec(Section):
 
     @property
     def function(self) -> Any:
-        """Return the function, class or object that was passed to `tpu_grpo.train`, which only this process has.
-
-        None for a reward that has a name to find it by.
-        """
+        """Return what was passed to `tpu_grpo.train`, in this process only; None for a reward that can be imported."""
         return self._function
 
     def calling(self, function: Any) -> Self:
-        """Return the same entry for a function that only this process has."""
+        """Return the same entry for a function that exists in this process only."""
         entry = self.model_copy()
         entry._function = function
         return entry
 
     @property
     def shown(self) -> str:
-        """Return the name that metrics call it by."""
+        """Return the reward's name in metrics."""
         return self.label or self.name.rpartition(":")[2]
 
     def weight_at(self, step: int) -> float:
-        """Return the factor at a step: before the first step of a schedule its first value, after the last its last.
+        """Return the weight at a step: before the first step of a schedule its first value, after the last its last.
 
         With ``{100: 0, 200: 1}`` it is 0 at step 100, 0.5 at step 150 and 1 from step 200 on.
         """
@@ -288,7 +285,7 @@ class RewardSpec(Section):
 
 
 def check_rewards(specs: Sequence[RewardSpec]) -> None:
-    """See that rewards are told apart and that ``only_if`` leads somewhere.
+    """Check that rewards have different names and that each ``only_if`` names one of them.
 
     Raises:
         ValueError: for two rewards of one name, a gate that is not there, or gates in a circle.
@@ -333,7 +330,7 @@ class EvaluationSection(ReadingSection):
     """Report pass@k and maj@k for these k; powers of 2 from 2 up to evaluation.samples when unset."""
     correct_from: float = 1.0
     """Count a sample as correct for pass@k and maj@k when the reward is at least this."""
-    answer_pattern: str | None = None
+    answer_pattern: Annotated[str, expression("Answer: (.*)")] | None = None
     """Count for maj@k the answer that is the last match of this regular expression (its first group, if it has one);
     when unset what is boxed, tagged or after ####, or else the last number."""
     rewards: tuple[RewardSpec, ...] | None = None
@@ -344,5 +341,5 @@ class EvaluationSection(ReadingSection):
 
     @property
     def every_k(self) -> tuple[int, ...]:
-        """Return the k of pass@k and maj@k: of 6 samples 2 and 4, unless they are set."""
+        """Return the k of pass@k and maj@k: those that are set, else powers of two, such as 2 and 4 for 6 samples."""
         return self.k if self.k is not None else tuple(2**n for n in range(1, self.samples.bit_length()))

@@ -42,11 +42,12 @@ class AlgorithmSection(Section):
     advantage=scale_rl, loss_aggregation=prompt-mean-token-mean, group_size=16 and drop_uninformative=true."""
     name: str = "grpo"
     """Train with this algorithm: grpo, dr_grpo, rloo, dapo, gspo, cispo, dppo, sapo, reinforce, or a class of your own
-    as path.py:Class or package.module:Class."""
+    as path.py:Class or package.module:Class. Or with Tunix's own learner: tunix:NAME, where NAME is a policy loss of
+    Tunix's registry, such as grpo, or dapo, drgrpo, or path.py:NAME of a file that registers it."""
     options: Options = Field(default={})
     """Pass these keyword arguments to the algorithm's constructor: cap to cispo; per_token to gspo; mask_low, mask_high
     and kl_weight to dppo; temperature_positive and temperature_negative to sapo; importance_sampling to reinforce; to a
-    class of your own what it takes."""
+    class of your own what it takes; with tunix:NAME the options of Tunix's config, by its names."""
     group_size: Annotated[
         int, AfterValidator(must("be >= 2, got {}; a group of one has no baseline", lambda size: size >= 2))
     ] = 8
@@ -56,11 +57,12 @@ class AlgorithmSection(Section):
     iterations: PositiveInt = 1
     """Go through the same rollout this many times, with an update each time, or with one for each mini-batch."""
     mini_batch_prompts: PositiveInt | None = None
-    """Update once for every so many prompts, with all completions of each, as PPO does: every iteration shuffles the
+    """Update once for this many prompts, with all completions of each, as PPO does: every iteration shuffles the
     prompts by run.seed and step, and cuts them into mini-batches. Once an iteration for all prompts when unset."""
-    old_policy: Literal["rollout", "trainer"] = "rollout"
+    old_policy: Literal["rollout", "trainer", "tunix"] = "rollout"
     """Take the ratio against these log-probabilities: the engine's (rollout), or the trainer's, recomputed before the
-    update and corrected towards the engine by truncated importance weights (trainer)."""
+    update and corrected towards the engine by truncated importance weights (trainer), or what Tunix's learner takes by
+    itself (tunix, only with name=tunix:...)."""
     importance_cap: float | None = Field(default=None, gt=0.0)
     """Truncate the importance weights of old_policy=trainer at this, or bound the ratios of correction; 2 when unset,
     for correction=geometric 1.01."""
@@ -105,6 +107,9 @@ class AlgorithmSection(Section):
     """Reduce the token losses of a whole step to one number in this way. The algorithm's own when unset:
     sequence-mean-token-mean for grpo, gspo and sapo, token-mean for dapo, cispo and dppo, sequence-mean-token-scale for
     dr_grpo, rloo and reinforce."""
+    count_empty: bool = False
+    """Let means over completions, or prompts, also divide by those without a token in the loss, as TRL does: cut ones
+    with truncated=mask, or conversations whose environment failed."""
     kl_estimator: Literal["k1", "k2", "k3", "kl", "mse_kl", "low_var_kl"] | None = None
     """Estimate the KL divergence by this: k1 (also kl), k2 (mse_kl) or k3 (low_var_kl). When unset k3, which is the
     paper's, and k1 with kl_in=reward."""
@@ -123,8 +128,8 @@ class AlgorithmSection(Section):
     entropy_step: float | None = Field(default=None, gt=0.0)
     """Change the coefficient of the entropy bonus by this after an update, for entropy_target; 0.005 when unset."""
     reference_reset_every: PositiveInt | None = None
-    """Make the reference of the KL penalty a copy of the policy after every so many steps; it stays the initial policy
-    when unset."""
+    """Make the reference of the KL penalty a copy of the policy after every this many steps; it stays the initial
+    policy when unset."""
     drop_uninformative: bool = False
     """Leave out groups whose completions all have the same reward, from which nothing can be learnt: means no longer
     divide by them."""
@@ -138,6 +143,16 @@ class AlgorithmSection(Section):
     """Take as many training rows per forward and backward pass as this many prompts (groups) need when all completions
     are as long as they may be; gradients accumulate over the passes. When unset, a pass takes an eighth of that, but at
     least 512 tokens per device; of a model below 4 million parameters on a CPU, at most 192 tokens."""
+
+    @property
+    def tunix(self) -> str | None:
+        """The objective of Tunix's own learner: the name after tunix:; None for this package's learner."""
+        return self.name.removeprefix("tunix:") if self.name.startswith("tunix:") else None
+
+    @property
+    def passes(self) -> int:
+        """How often a rollout is used for updates: iterations, or Tunix's option num_iterations."""
+        return self.iterations if self.tunix is None else int(self.options.get("num_iterations", 1))
 
     @property
     def upper_importance(self) -> float:
@@ -154,6 +169,11 @@ class AlgorithmSection(Section):
                 return "mse_kl"
             case _:
                 return "low_var_kl"
+
+    @property
+    def entropy_change(self) -> float:
+        """By how much an adapted coefficient of the entropy bonus changes: entropy_step, or 0.005 if that is unset."""
+        return 0.005 if self.entropy_step is None else self.entropy_step
 
     @property
     def lower_clip(self) -> float:
@@ -228,6 +248,9 @@ class OptimizerSection(Section):
     """Let the rate rise linearly from 0 over this many updates."""
     decay_steps: int = Field(default=0, ge=0)
     """Let the rate fall over this many updates at the end; for schedule=wsd."""
+    schedule_steps: PositiveInt | None = None
+    """Let the rate fall as in a run of this many updates, of which this run makes the first; of the run's own when
+    unset."""
     b1: float = Field(default=0.9, ge=0.0, lt=1.0)
     """Decay the first moment of AdamW by this; for Lion, weigh its momentum against the gradient."""
     b2: float = Field(default=0.95, ge=0.0, lt=1.0)
@@ -238,6 +261,11 @@ class OptimizerSection(Section):
     """Scale gradients down to this global norm."""
     rules: tuple[OptimizerRule, ...] = ()
     """Give some parameters a decay or a learning rate of their own; of the rules that match the first counts."""
+
+    @property
+    def ends_with_run(self) -> bool:
+        """Whether the learning rate depends on where the run ends."""
+        return self.schedule != "constant" and self.schedule_steps is None
 
     @property
     def compact(self) -> bool:

@@ -3,15 +3,17 @@
 find_function("my_rewards.py:short", "reward", RewardError)      # a file, relative to the working directory
 find_function("my_package.data:puzzles", "data", DataError)      # a module
 
-A file may import modules that lie beside it. What goes wrong is raised as the caller's error, with the setting's kind.
+A file may import modules that lie beside it. Errors are raised as the caller's error class, with the kind of the
+setting.
 """
 
+import difflib
 import hashlib
 import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -22,7 +24,7 @@ from tpu_grpo.records.outside import read_file
 
 
 def find_function(name: str, kind: str, error: type[TpuGrpoError]) -> Any:
-    """The function, class or callable object that ``name`` stands for.
+    """Return the function, class or callable object with the name ``name``.
 
     Raises:
         TpuGrpoError: of type ``error``, for a file or module that is missing or fails to import, or one without it.
@@ -30,8 +32,38 @@ def find_function(name: str, kind: str, error: type[TpuGrpoError]) -> Any:
     source, _, attribute = name.rpartition(":")
     if not source or not attribute.isidentifier():
         raise error(f"a {kind}'s name must read path.py:function, got {name!r}")
-    load = _load_file if source.endswith(".py") else _load_module
-    return _attribute(load(source, kind, error), attribute, source, kind, error)
+    return _attribute(load_source(source, kind, error), attribute, source, kind, error)
+
+
+def did_you_mean(name: str, known: Collection[str]) -> str:
+    """Return a question for the most similar of the known names; empty if none is similar."""
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"did you mean {near[0]}? " if near else ""
+
+
+def not_shipped(
+    shown: str,
+    name: str,
+    kind: str,
+    shipped: Collection[str],
+    error: type[TpuGrpoError],
+    *,
+    form: str = "function",
+    instead: str = "",
+    installed: Collection[str] = (),
+) -> TpuGrpoError:
+    """Return the error for a name that is none of those that ship or are installed, and names no ``form`` in a file."""
+    hint = instead or did_you_mean(name, [*shipped, *installed])
+    others = f"installed: {', '.join(sorted(installed))}; " if installed else ""
+    return error(
+        f"{shown} is not a shipped {kind}; {hint}(shipped: {', '.join(shipped)}; {others}your own: path.py:{form} or "
+        f"package.module:{form})"
+    )
+
+
+def load_source(source: str, kind: str, error: type[TpuGrpoError]) -> ModuleType:
+    """Import a file or a module for what it defines or registers; raises as `find_function` does."""
+    return (_load_file if source.endswith(".py") else _load_module)(source, kind, error)
 
 
 def source_file(name: str) -> Path | None:
@@ -72,7 +104,9 @@ def _load_file(source: str, kind: str, error_type: type[TpuGrpoError]) -> Module
             exec(compile(text, str(path), "exec"), module.__dict__)
     except (Exception, SystemExit) as error:  # user code: anything can come
         del sys.modules[name]
-        raise error_type(f"{kind} file {path} failed to import: {type(error).__name__}: {error}") from error
+        raise error_type(
+            f"{kind} file {path} failed to import: {type(error).__name__}: {error}{_remedy(error)}"
+        ) from error
     return module
 
 
@@ -80,11 +114,34 @@ def _load_module(name: str, kind: str, error_type: type[TpuGrpoError]) -> Module
     try:
         with _search_first(Path.cwd()):
             return importlib.import_module(name)
+    except error_type:
+        raise
     except (Exception, SystemExit) as error:  # user code: anything can come
         raise error_type(
-            f"{kind} module {name} failed to import: {type(error).__name__}: {error}; a file is named with its suffix: "
-            "path.py:function"
+            f"{kind} module {name} failed to import: {type(error).__name__}: {error}{_remedy(error)}; a file is named "
+            "with its suffix: path.py:function"
         ) from error
+
+
+PACKAGES = {
+    "bs4": "beautifulsoup4",
+    "cv2": "opencv-python",
+    "dotenv": "python-dotenv",
+    "Levenshtein": "python-Levenshtein",
+    "PIL": "pillow",
+    "sklearn": "scikit-learn",
+}
+"""Packages that are installed by another name than they are imported by."""
+
+
+def _remedy(error: BaseException) -> str:
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        package = error.name.partition(".")[0]
+        install = f"pip install {PACKAGES.get(package, package.replace('_', '-'))}"
+        return f"; {install}, or copy what you use into a file without that import"
+    if isinstance(error, ImportError) and "relative import" in str(error):
+        return "; name it as a module of its package: package.module:function"
+    return ""
 
 
 @contextmanager

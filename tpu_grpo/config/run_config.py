@@ -3,6 +3,7 @@
 Each rule raises ValueError with rule, value and remedy.
 """
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from tpu_grpo.config.sections import (
 )
 from tpu_grpo.config.setting_names import listed_name, nearest, settings_of
 from tpu_grpo.config.yaml_dialect import Dumper
+from tpu_grpo.records.errors import ConfigError
 
 CACHE_MARGIN_TOKENS = 2
 """sglang-jax cuts a completion short when the cache has fewer tokens than this beside it."""
@@ -78,7 +80,7 @@ class RunConfig(Section):
         for rule in (
             *(_names_are_known, _step_is_divided, _rewards_fit_together, _engine_can_sample, _hosts_are_described),
             *(_parameters_are_stepped, _one_kind_of_source, _evaluation_tells_something, _export_has_what_it_needs),
-            *(_groups_and_steps_fit, _conversations_have_a_template),
+            *(_groups_fit, _steps_are_reached, _histograms_are_shown, _conversations_have_a_template),
         ):
             rule(self)
         return self
@@ -90,7 +92,7 @@ class RunConfig(Section):
 
     @property
     def going_on(self) -> str:
-        """Say with which command a run that was stopped goes on after its newest checkpoint."""
+        """Return the sentence that says how to continue a stopped run after its newest checkpoint."""
         if self.checkpoint.resume == "never":
             return (
                 "start the command again with checkpoint.resume=auto to continue; with checkpoint.resume=never, as it "
@@ -110,14 +112,14 @@ class RunConfig(Section):
 
     @property
     def step_text(self) -> str:
-        """Say how much a step learns from, and of how much that it samples."""
+        """Return a description of the completions that a step samples and learns from."""
         data = self.data
         rounds = f", of {data.prompts_per_round} in up to {data.dynamic.rounds} rounds" * data.dynamic.is_on
         return f"{data.prompts_per_step} prompts x {self.algorithm.group_size} completions{rounds}"
 
     @property
     def drops_uninformative(self) -> bool:
-        """Say whether groups of equal rewards have no part in the loss, nor in what it divides by."""
+        """Whether groups of equal rewards are left out of the loss and of its denominators."""
         return self.algorithm.drop_uninformative or self.data.dynamic.is_on
 
     @property
@@ -127,7 +129,7 @@ class RunConfig(Section):
 
     @property
     def step_rows(self) -> int:
-        """Return the most training rows of a step, those of completions that are all as long as they may be."""
+        """Return the most training rows of a step, whose completions are all of the longest length."""
         return self._full_rows(self.batch_rows)
 
     @property
@@ -138,19 +140,19 @@ class RunConfig(Section):
     @property
     def updates_per_step(self) -> int:
         """Return the optimizer's steps on one rollout."""
-        return self.algorithm.iterations * (self.data.prompts_per_step // self.mini_batch_prompts)
+        return self.algorithm.passes * (self.data.prompts_per_step // self.mini_batch_prompts)
 
     @property
     def update_rows(self) -> int:
-        """Return the most training rows of an update, those of completions that are all as long as they may be."""
+        """Return the most training rows of an update, whose completions are all of the longest length."""
         return self._full_rows(self.mini_batch_prompts * self.algorithm.group_size)
 
     def _full_rows(self, completions: int) -> int:
-        """Return the training rows that so many completions need when they are all as long as they may be."""
+        """Return the training rows of a number of completions that are all of the longest length."""
         return -(-completions // (self.row_tokens // self.context_tokens))
 
     def micro_batch_rows(self, devices: int) -> int:
-        """Return the training rows of one forward and backward pass; they fill a mesh that splits them over devices."""
+        """Return the training rows of one forward and backward pass, which the devices that shard rows divide."""
         prompts = self.algorithm.micro_batch_prompts
         if prompts is None:
             rows = max(-(-self.step_rows // MICRO_BATCHES), MICRO_BATCH_TOKENS * devices // self.row_tokens)
@@ -159,7 +161,7 @@ class RunConfig(Section):
         return -(-min(rows, self.update_rows) // devices) * devices
 
     def micro_batches(self, devices: int) -> int:
-        """Return the most forward and backward passes that go once through a step."""
+        """Return the most forward and backward passes in one pass through a step."""
         updates = self.data.prompts_per_step // self.mini_batch_prompts
         return updates * -(-self.update_rows // self.micro_batch_rows(devices))
 
@@ -178,6 +180,23 @@ class RunConfig(Section):
             several = isinstance(given, tuple)
             found |= {f"{name}.{n}": path for n, path in enumerate(given)} if several else {name: str(given)}
         return found
+
+    def counted(self, prompts: int) -> "RunConfig":
+        """Return the config with the steps in place of ``run.epochs``, once the number of prompts is known.
+
+        Raises:
+            ConfigError: for a setting that needs more steps.
+        """
+        if self.run.epochs is None:
+            return self
+        steps = max(1, math.ceil(round(self.run.epochs * prompts / self.data.prompts_per_step, 6)))
+        run = self.run.model_copy(update={"max_steps": steps, "epochs": None})
+        counted = self.model_copy(update={"run": run})
+        try:
+            _steps_are_reached(counted)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        return counted
 
     def to_yaml(self) -> str:
         """Return the resolved config as YAML, every setting written out."""
@@ -204,7 +223,7 @@ def _names_are_known(config: RunConfig) -> None:
         if listed_name(name) not in (known := known_names()):
             raise ValueError(
                 "checkpoint.allow_changes must name settings or sections, such as optimizer.learning_rate or rewards, "
-                f"got {name!r}; {nearest(name, known) or '`--help` lists every setting'}"
+                f"got {name!r}; {nearest(name, known) or '`--help all` lists every setting'}"
             )
 
 
@@ -367,18 +386,44 @@ def _export_has_what_it_needs(config: RunConfig) -> None:
         )
 
 
-def _groups_and_steps_fit(config: RunConfig) -> None:
-    if config.drops_uninformative and config.algorithm.advantage == "reinforce_pp":
-        setting = "algorithm.drop_uninformative=true" if config.algorithm.drop_uninformative else "data.dynamic"
+def _groups_fit(config: RunConfig) -> None:
+    if not config.drops_uninformative:
+        return
+    setting = "algorithm.drop_uninformative=true" if config.algorithm.drop_uninformative else "data.dynamic"
+    if config.algorithm.advantage == "reinforce_pp":
         raise ValueError(
             f"{setting} does not go with algorithm.advantage=reinforce_pp, whose baseline is the whole step's: groups "
             "of equal rewards teach something there; take reinforce_pp_baseline, or leave it out"
         )
-    steps, last = config.logging.profile_steps, config.run.max_steps
-    if beyond := [step for step in steps if step > last]:
+    if config.algorithm.count_empty:
+        raise ValueError(
+            f"algorithm.count_empty=true does not go with {setting}: no mean divides by groups of equal rewards then; "
+            "leave one of them out"
+        )
+
+
+def _steps_are_reached(config: RunConfig) -> None:
+    epochs, steps, last = config.run.epochs, config.logging.profile_steps, config.run.max_steps
+    if epochs is not None and "max_steps" in config.run.model_fields_set:
+        raise ValueError(f"run.epochs={epochs:g} and run.max_steps={last} exclude each other; leave one of them out")
+    if epochs is None and (beyond := [step for step in steps if step > last]):
         raise ValueError(
             f"logging.profile_steps must be at most run.max_steps={last}, got {beyond}; drop them, or raise "
             "run.max_steps"
+        )
+
+
+def _histograms_are_shown(config: RunConfig) -> None:
+    section = config.logging
+    given = f"logging.histograms_every={section.histograms_every}"
+    if section.histograms_every and not section.tensorboard and section.wandb == "off":
+        raise ValueError(
+            f"{given} needs logging.tensorboard=true or logging.wandb, got neither; set one, or leave it 0"
+        )
+    if section.histograms_every and config.algorithm.tunix is not None:
+        raise ValueError(
+            f"{given} needs this package's learner, got algorithm.name={config.algorithm.name}; leave it 0, or take "
+            "another algorithm.name"
         )
 
 

@@ -1,9 +1,9 @@
-"""Every section of a config is built on `Section`; several settings share these types of value."""
+"""The base class `Section` of every section of a config, and types of values that several settings share."""
 
 import datetime
 import re
 from collections.abc import Callable, Iterator
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
@@ -18,12 +18,14 @@ class Section(BaseModel):
     def _switches_are_not_numbers(cls, value: Any, info: ValidationInfo) -> Any:
         kind = cls.model_fields[info.field_name or ""].annotation
         if isinstance(value, bool) and bool not in (get_args(kind) or (kind,)):  # ``bool | None`` has two types
-            raise ValueError(f"must not be a switch, got {str(value).lower()}; `--help` lists what it takes")
+            got, choices = str(value).lower(), get_args(kind) if get_origin(kind) is Literal else ()
+            rule = f"be {', '.join(choices[:-1])} or {choices[-1]}" if choices else "not be a switch"
+            raise ValueError(f"must {rule}, got {got}; `--help all` lists what every setting takes")
         return value
 
 
 def must(message: str, holds: Callable[[Any], object]) -> Callable[[Any], Any]:
-    """Return a validator of values that are set; its message is formatted with the value."""
+    """Return a validator for values that are set; its message is formatted with the value."""
 
     def check(value: Any) -> Any:
         if value is not None and not holds(value):
@@ -37,7 +39,7 @@ PositiveInt = Annotated[int, Field(ge=1)]
 LOOKS_SECRET = re.compile(r"KEY|TOKEN(?!IZER)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|CONNECTION_STRING", re.IGNORECASE)
 """Variables of the environment with such names hold what nobody else may see."""
 HAS_PASSWORD = re.compile(r"://[^/\s@]*:(?!\$)[^/\s@]*@")
-"""An address that holds a password, as https://me:word@example.org does; one that names a variable there does not."""
+"""A URL with a password in clear, as https://me:word@example.org; a variable in its place is none."""
 PlainName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 """Such a name can be part of a file's name: it has letters, digits, dot, dash and underscore."""
 
@@ -45,7 +47,7 @@ AutoOrCount = Annotated[
     Literal["auto"] | int,
     BeforeValidator(
         must(
-            "be auto or a whole number from 1 on, got {!r}; `--help` says what it means",
+            "be auto or a whole number from 1 on, got {!r}; `--help all` says what it means",
             lambda value: value == "auto" or (isinstance(value, int) and value >= 1),
         )
     ),
@@ -54,7 +56,7 @@ AutoOrCount = Annotated[
 
 
 class BareSwitch(str):
-    """This text is yes, no, on or off without quotes: YAML 1.1 reads a switch there, YAML 1.2 a text."""
+    """An unquoted yes, no, on or off: YAML 1.1 reads it as a switch, YAML 1.2 as a text."""
 
     __slots__ = ()
 
@@ -93,7 +95,7 @@ Day = Annotated[str, AfterValidator(_check_day)]
 
 
 def expression(example: str) -> AfterValidator:
-    """Return the check that a text is a regular expression; ``example`` shows one."""
+    """Return a validator for regular expressions; ``example`` shows one in its message."""
 
     def check(text: str) -> str:
         try:
@@ -106,9 +108,9 @@ def expression(example: str) -> AfterValidator:
 
 
 def parse_layers(text: str) -> tuple[int, ...]:
-    """Return the layers that are named, ascending, each once: ``"28-29, 0"`` -> ``(0, 28, 29)``.
+    """Return the selected layers, ascending, each once: ``"28-29, 0"`` -> ``(0, 28, 29)``.
 
-    Both ends belong to a range.
+    A range includes both ends.
 
     Raises:
         ValueError: for anything else than numbers and ranges between commas, or a range that ends before it starts.

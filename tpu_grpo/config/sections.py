@@ -2,15 +2,15 @@
 
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, field_serializer
+from pydantic import AfterValidator, BeforeValidator, Field, field_serializer, model_validator
 
 from tpu_grpo.config.section import AutoOrCount, LayerRanges, Options, PlainName, PositiveInt, Section, expression, must
 
 IsDirectory = BeforeValidator(
     must(
-        "be a directory, got the address {}; mount the bucket, and name a directory there",
+        "be a directory, got the URL {}; mount the bucket, and name a directory there",
         lambda value: not isinstance(value, str) or "://" not in value,
     )
 )
@@ -29,10 +29,23 @@ class RunSection(Section):
     """Seed sampling, shuffling and the teaching of the built-in model."""
     max_steps: PositiveInt = 100
     """End the whole run, resumed parts included, after this many steps; a step is one rollout with its updates."""
-
+    epochs: float | None = Field(default=None, gt=0.0)
+    """Go through the prompts of the data this many times, in place of max_steps, which then follows from their number
+    and data.prompts_per_step. Of the two the one that is set last counts; a file may set one of them."""
     compilation_cache: Annotated[str, IsDirectory] = "auto"
     """Keep compiled programs in this directory, so that the next start compiles less. auto: below the user's cache
     directory, or $TPU_GRPO_CACHE; off: nowhere. JAX_COMPILATION_CACHE_DIR in the environment goes before it."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _steps_follow_from_epochs(cls, given: Any) -> Any:
+        """Take ``max_steps: null`` beside epochs as unset, as `to_yaml` writes it."""
+        unset = isinstance(given, dict) and given.get("epochs") is not None and given.get("max_steps", 0) is None
+        return {name: value for name, value in given.items() if name != "max_steps"} if unset else given
+
+    @field_serializer("max_steps", when_used="json")
+    def _unless_epochs_count(self, steps: int) -> int | None:
+        return steps if self.epochs is None else None
 
 
 class LoraSection(Section):
@@ -50,6 +63,18 @@ class LoraSection(Section):
     path: Path | None = None
     """Start from these adapters: a directory that a run left under adapters/; they must have been made with this rank
     and alpha, for the same modules."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_no_dropout(cls, given: Any) -> Any:
+        for name in ("dropout", "lora_dropout"):
+            if isinstance(given, dict) and name in given:
+                raise ValueError(
+                    f"{name} must be left out, got {given[name]}: the engine samples from the policy without dropout, "
+                    "and a trainer with it would compute the ratio of another one; optimizer.weight_decay and "
+                    "algorithm.beta hold adapters back, too"
+                )
+        return given
 
 
 class ModelSection(Section):
@@ -180,7 +205,7 @@ class EnvironmentSection(Section):
 
     @property
     def is_on(self) -> bool:
-        """Say whether the policy has conversations."""
+        """Return whether the policy has conversations."""
         return self.name is not None
 
     @property
@@ -275,7 +300,8 @@ class ExportSection(Section):
     kind: Literal["model", "adapter"] = "model"
     """Write the whole model, into which adapters are merged, or the adapters alone, in the format of PEFT."""
     dtype: Literal["float32", "bfloat16"] | None = None
-    """Write tensors of this type; of model.dtype when unset."""
+    """Write tensors of this type; of model.dtype when unset. float32 has the parameters that were trained, also where
+    the policy computes in bfloat16."""
     shard_mib: PositiveInt = 4096
     """Write files of up to this many MiB of tensors each; one that is larger by itself gets a file of its own."""
 
@@ -295,15 +321,28 @@ class LoggingSection(Section):
     """Also log to Weights & Biases; online without an API key falls to offline, and says so."""
     wandb_project: str = "tpu_grpo"
     """Log to this project of Weights & Biases."""
+    wandb_entity: str | None = None
+    """Log to the projects of this user or team of Weights & Biases; your default one when unset."""
+    wandb_group: str | None = None
+    """Show the run in this group of runs of Weights & Biases; in none when unset."""
+    histograms_every: int = Field(default=0, ge=0)
+    """Give TensorBoard and Weights & Biases histograms of the trained parameters and their gradients every this many
+    steps; 0 never does."""
+    callbacks: tuple[str, ...] = ()
+    """Call these classes of your own, path.py:Class or package.module:Class, with the metrics and samples of every step
+    and evaluation, on host 0; see docs/logging.md."""
+    against: str | None = None
+    """Compare the run, in console and report, with what was published of one: the name of a config under
+    configs/reference, or a file of your own like the .json beside it."""
     profile_steps: tuple[PositiveInt, ...] = ()
     """Record a timeline of these steps, e.g. [3, 4], in run.dir/profile, for Perfetto and TensorBoard."""
     on_end: Annotated[
         str | None,
-        AfterValidator(must("be a command or an address, got {!r}; leave it unset to tell nobody", str.strip)),
+        AfterValidator(must("be a command or a URL, got {!r}; leave it unset to tell nobody", str.strip)),
     ] = None
-    """Tell people how the run ended, however it ends: a command, which finds a JSON object on stdin, or an address,
-    https://..., to which it is posted. $NAME is either from the environment. Only $NAME is written to config.yaml, as
-    anything else may hold a secret."""
+    """Notify people how the run ended, however it ends: by a command, which gets a JSON object on stdin, or a URL,
+    https://..., to which it is posted. $NAME takes either from the environment. Only $NAME is written to config.yaml,
+    as anything else may hold a secret."""
 
     @field_serializer("on_end", when_used="json")
     def _without_secrets(self, on_end: str | None) -> str | None:

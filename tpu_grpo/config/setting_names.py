@@ -19,7 +19,7 @@ from tpu_grpo.config.section import Section
 Effect = Literal["none", "rounding", "results"]
 
 _NONE = """
-run.name run.dir run.max_steps run.compilation_cache
+run.name run.dir run.max_steps run.epochs run.compilation_cache
 rollout.release_during_update
 rewards[i].workers rewards[i].early rewards[i].timeout rewards[i].recycle rewards[i].memory_gb rewards[i].deterministic
 rewards[i].secrets
@@ -30,7 +30,8 @@ hosts.coordinator hosts.index hosts.check hosts.start_timeout_seconds hosts.lost
 checkpoint.every checkpoint.keep checkpoint.keep_best checkpoint.resume checkpoint.allow_changes
 update.on_non_finite update.max_skipped
 export.every export.kind export.dtype export.shard_mib
-logging.samples_every logging.tensorboard logging.wandb logging.wandb_project logging.profile_steps logging.on_end
+logging.samples_every logging.tensorboard logging.wandb logging.wandb_project logging.wandb_entity logging.wandb_group
+logging.histograms_every logging.callbacks logging.against logging.profile_steps logging.on_end
 """
 _ROUNDING = """
 model.attention model.remat
@@ -68,17 +69,15 @@ too; see `effect_of`.
 """
 
 
-def effect_of(name: str, schedule: str) -> Effect:
+def effect_of(name: str, *, rate_ends_with_run: bool) -> Effect:
     """Return the effect of a setting; entries of lists are named by their numbers, as in rewards.0.weight.
 
-    Args:
-        name: the setting.
-        schedule: ``optimizer.schedule``.
+    ``rate_ends_with_run`` says whether the learning rate depends on where the run ends.
 
     Raises:
         KeyError: nobody has decided what a change of it does.
     """
-    if name == "run.max_steps" and schedule != "constant":
+    if name == "run.max_steps" and rate_ends_with_run:
         return "results"
     listed = listed_name(name)
     while listed not in EFFECTS and "." in listed:
@@ -92,10 +91,111 @@ def listed_name(name: str) -> str:
     return numbered.removeprefix("evaluation.") if numbered.startswith("evaluation.rewards[i]") else numbered
 
 
+COMMON = """
+run.name run.max_steps run.epochs run.seed
+model.path model.dtype model.lora.rank
+data.path data.prompts_per_step data.max_prompt_tokens data.prompt_template
+rollout.max_new_tokens rollout.temperature
+environment.name
+rewards
+algorithm.name algorithm.group_size algorithm.beta
+optimizer.learning_rate
+meshes.layout
+checkpoint.every
+evaluation.path evaluation.every
+logging.wandb
+""".split()  # noqa: SIM905  # a section a line
+"""The settings that most people change, which ``--help`` shows, in the order of the sections."""
+_ELSEWHERE = """
+algorithm.group_size: num_generations num_return_sequences num_samples_per_prompt n_samples_per_prompt rollout_n n
+algorithm.drop_uninformative: ensure_scores_are_not_same
+rollout.max_new_tokens: max_completion_length max_response_length max_tokens max_token_length response_length
+data.max_prompt_tokens: max_prompt_length max_input_length prompt_length
+data.prompts_per_step: per_device_train_batch_size train_batch_size batch_size total_batch_size global_batch_size
+data.prompts_per_step: rollout_batch_size generation_batch_size
+algorithm.micro_batch_prompts: gradient_accumulation_steps micro_batch_size ppo_micro_batch_size_per_gpu
+algorithm.mini_batch_prompts: ppo_mini_batch_size mini_batch_size steps_per_generation
+algorithm.iterations: num_iterations ppo_epochs num_ppo_epochs
+algorithm.beta: kl_coef kl_loss_coef kl_coeff kl_beta init_kl_coef
+algorithm.clip_low: epsilon clip_ratio cliprange clip_range eps_clip clip_ratio_low
+algorithm.clip_high: epsilon_high clip_ratio_high eps_clip_high
+algorithm.advantage: scale_rewards adv_estimator
+algorithm.loss_aggregation: loss_agg_mode
+algorithm.name: loss_type importance_sampling_level trainer_type
+algorithm.dual_clip: clip_ratio_c
+algorithm.kl_estimator: kl_loss_type
+algorithm.kl_in: use_kl_in_reward
+algorithm.reference_reset_every: sync_ref_model ref_model_sync_steps
+algorithm.truncated: mask_truncated_completions
+optimizer.learning_rate: lr
+optimizer.schedule: lr_scheduler_type lr_scheduler scheduler
+optimizer.warmup_steps: lr_warmup_steps num_warmup_steps warmup_ratio lr_warmup_steps_ratio
+optimizer.max_grad_norm: grad_clip clip_grad gradient_clipping
+optimizer.b1: adam_beta1 beta1
+optimizer.b2: adam_beta2 beta2
+optimizer.name: optim
+run.max_steps: max_training_steps total_training_steps num_steps num_training_steps total_steps steps num_train_steps
+run.epochs: num_train_epochs total_epochs num_epochs
+run.dir: output_dir save_dir save_directory default_local_dir
+run.name: run_name experiment_name wandb_name
+model.path: model model_name_or_path model_name model_id pretrained_model_name_or_path base_model
+model.dtype: torch_dtype bf16 fp16 precision
+model.remat: gradient_checkpointing enable_gradient_checkpointing
+model.attention: attn_implementation
+model.lora.rank: use_peft lora_r lora_rank peft_config
+model.lora.targets: target_modules lora_target_modules
+data.path: data dataset_name dataset train_dataset train_files data_files
+data.system_prompt: system_message
+evaluation.path: eval_dataset val_files validation_files test_files
+evaluation.every: eval_steps test_freq eval_interval steps_per_eval
+rewards: reward_funcs reward_fn reward_functions reward_function custom_reward_function reward_weights
+checkpoint.every: save_steps save_freq save_interval
+checkpoint.keep: save_total_limit max_ckpt_to_keep
+checkpoint.resume: resume_from_checkpoint resume_mode
+logging.samples_every: log_completions
+logging.wandb: use_wandb report_to log_with
+logging.wandb_project: project_name
+logging.wandb_group: wandb_group_name
+rollout.kv_tokens: gpu_memory_utilization vllm_gpu_memory_utilization mem_fraction_static
+meshes.sampler.tensor: tensor_parallel_size tensor_model_parallel_size vllm_tensor_parallel_size
+meshes.trainer.fsdp: fsdp_size fsdp
+"""
+"""A setting, and what TRL, verl, EasyDeL and Atropos call it."""
+MEANT: Mapping[str, str] = {
+    name: setting
+    for setting, _, names in (line.partition(":") for line in _ELSEWHERE.strip().splitlines())
+    for name in names.split()
+}
+"""The last part of another library's name -> the setting that does the same here."""
+SAME_VALUES = {"bf16": "bfloat16", "fp32": "float32", "flash_attention_2": "flash", "sdpa": "dot", "eager": "dot"}
+"""Values as other libraries write them, and as settings here do."""
+ABSENT = {
+    "push_to_hub": "nothing is uploaded; export.every=last leaves a Hugging Face directory in run.dir/exports, which "
+    "`hf upload` takes",
+    "hub_model_id": "nothing is uploaded; export.every=last leaves a Hugging Face directory in run.dir/exports",
+    "use_vllm": "the engine always runs in the process; leave it out",
+    "vllm_mode": "the engine always runs in the process; leave it out",
+    "config": "the config is named alone: scripts/run.py CONFIG.yaml",
+    "logging_steps": "every step is logged; leave it out",
+}
+"""Names of other libraries for what needs no setting here, and why."""
+
+
 def nearest(name: str, names: Iterable[str]) -> str | None:
-    """Ask for the one of the names that somebody may have meant; None if none is like it."""
+    """Return a question for the one of the names that may have been meant; None if none is similar."""
     near = difflib.get_close_matches(listed_name(name), list(names), n=1, cutoff=0.5)
     return f"did you mean {near[0]}?" if near else None
+
+
+def meant(name: str, names: Iterable[str]) -> str | None:
+    """Return the setting that a name of another library, or of another section, corresponds to; None for other names.
+
+    >>> meant("num_generations", []), meant("trainer.temperature", ["rollout.temperature", "rollout.top_p"])
+    ('algorithm.group_size', 'rollout.temperature')
+    """
+    last = name.rpartition(".")[2].replace("-", "_")
+    same = [known for known in names if known.rpartition(".")[2] == last and "[i]" not in known]
+    return MEANT.get(last) or (same[0] if len(same) == 1 else None)
 
 
 def settings_of(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, str, str]]:

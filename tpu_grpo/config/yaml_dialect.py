@@ -18,7 +18,7 @@ _PLAIN_VALUES = {
 """Unquoted YAML is one of these or else a text: the core schema of YAML 1.2 (section 10.3), and merge keys."""
 _BARE_SWITCHES = ("yes", "no", "on", "off")
 MOST_NODES = 200_000
-"""A document has at most so many values, those that aliases repeat included."""
+"""The most values of a document, those that aliases repeat included."""
 
 
 def read_yaml(text: str) -> Any:

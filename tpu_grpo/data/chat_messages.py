@@ -27,12 +27,16 @@ Message = dict[str, Any]
 ROLES = ("system", "user", "assistant", "tool")
 MORE_KEYS = ("tool_calls", "tool_call_id", "name", "reasoning_content")
 """Chat templates may use these beside role and content."""
-QUESTION, PROMPT = "question", "prompt"
-"""The default template writes the first column, or the second where there is no such."""
+QUESTION = "question"
+"""The default template writes this column."""
+IN_ITS_PLACE = ("prompt", "messages", "conversations", "problem", "instruction")
+"""Where there is no such column, it writes the first of these that there is; an instruction with its column input."""
+SHAREGPT = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "observation": "tool"}
+"""ShareGPT's messages {from, value} name these roles so; others have their own names."""
 
 
 class Conversation:
-    """A Conversation writes the messages of records by the templates of the data section.
+    """Builds the messages of records by the templates of the data section.
 
     Raises:
         ConfigError: for a template that is malformed, or examples that lack a column.
@@ -41,7 +45,6 @@ class Conversation:
     def __init__(self, data: DataSection):
         self._data = data
         self._question = Template("data.prompt_template", data.prompt_template)
-        self._prompt = Template("data.prompt_template", f"{{{PROMPT}}}")
         answer = Template("data.example_template", data.example_template)
         self._before: list[Message] = []
         if data.system_prompt:
@@ -53,7 +56,7 @@ class Conversation:
 
     @property
     def before(self) -> int:
-        """Count the messages that stand before those of every record."""
+        """Return the number of messages before those of every record."""
         return len(self._before)
 
     def messages(self, record: Record, where: str) -> list[Message]:
@@ -72,8 +75,10 @@ class Conversation:
                 )
             return [*self._before, *self._recorded(record, column, where)]
         question = self._question
-        if question.only_column == QUESTION and QUESTION not in record and PROMPT in record:
-            question = self._prompt
+        if question.only_column == QUESTION and QUESTION not in record:
+            named = next((name for name in IN_ITS_PLACE if name in record), QUESTION)
+            more = "\n\n{input}" if named == "instruction" and record.get("input") else ""
+            question = Template("data.prompt_template", f"{{{named}}}{more}")
         if (column := question.only_column) is not None and looks_like_messages(record.get(column)):
             return [*self._before, *self._recorded(record, column, where)]
         return [*self._before, {"role": "user", "content": question.fill(record, where)}]
@@ -99,7 +104,7 @@ class Conversation:
 
 
 def record_of(text: str, known: Record, data: DataSection) -> dict[str, Any]:
-    """Make the record whose prompt a text is: it fills the one column of the template that is not known.
+    """Make the record for a prompt's text, which becomes the one column of the template that is not given.
 
     Raises:
         ConfigError: when no column is left, or several are.
@@ -116,7 +121,7 @@ def record_of(text: str, known: Record, data: DataSection) -> dict[str, Any]:
 
 
 class Template:
-    """A Template is a Python format string over columns, checked once.
+    """A Python format string over columns, checked once.
 
     Raises:
         ConfigError: for one that is malformed, or has fields without a name.
@@ -130,11 +135,11 @@ class Template:
 
     @property
     def only_column(self) -> str | None:
-        """Return the column that is the whole template, such as question of ``{question}``; None for any other."""
+        """Return the column if the template is nothing but one column: question for ``{question}``; else None."""
         return self.fields[0] if len(self.fields) == 1 and self._text == f"{{{self.fields[0]}}}" else None
 
     def fill(self, record: Record, where: str) -> str:
-        """Return the text for a record, which errors call ``where``.
+        """Return the text for a record; ``where`` names the record in errors.
 
         Raises:
             ConfigError: for a field that is not a column, or a format that does not suit its value.
@@ -164,7 +169,10 @@ class Template:
 
 def _hint(record: Record) -> str:
     held = [name for name, value in record.items() if looks_like_messages(value)]
-    return f"; data.messages={held[0]} takes the conversation from that column" if held else ""
+    if held:
+        return f"; data.messages={held[0]} takes the conversation from that column"
+    texts = [name for name, value in record.items() if isinstance(value, str) and name.isidentifier()]
+    return f"; data.prompt_template='{{{texts[0]}}}' writes that column" if texts else ""
 
 
 def _fields(setting: str, text: str) -> tuple[str, ...]:
@@ -188,17 +196,25 @@ def _fields(setting: str, text: str) -> tuple[str, ...]:
 
 
 def looks_like_messages(value: Any) -> bool:
-    """Say whether a column's value is a list of messages, each a mapping with a role."""
-    return isinstance(value, list) and bool(value) and all(isinstance(m, Mapping) and "role" in m for m in value)
+    """Whether a column's value is a list of messages, each a mapping with a role, or ShareGPT's from and value."""
+    return isinstance(value, list) and bool(value) and all(isinstance(m, Mapping) and _is_message(m) for m in value)
+
+
+def _is_message(value: Mapping[str, Any]) -> bool:
+    return "role" in value or (isinstance(value.get("from"), str) and "value" in value)
+
+
+def _role(message: Mapping[str, Any]) -> Any:
+    return message["role"] if "role" in message else SHAREGPT.get(message["from"], message["from"])
 
 
 def read_messages(value: Any, column: str, where: str) -> list[Message]:
-    """Return the messages that a column of a record holds, which errors call ``where``.
+    """Return the messages in a column of a record; ``where`` names the record in errors.
 
     Raises:
         DataError: for anything but a list of messages with text, and for images and the like, which are named.
     """
-    if not looks_like_messages(value) or any(message["role"] not in ROLES for message in value):
+    if not looks_like_messages(value) or any(_role(message) not in ROLES for message in value):
         raise DataError(
             f"the column {column!r} must hold messages {{role, content}} with roles of {', '.join(ROLES)}, got "
             f"{value!r:.300} in {where}"
@@ -207,15 +223,13 @@ def read_messages(value: Any, column: str, where: str) -> list[Message]:
 
 
 def _message(given: Mapping[str, Any], column: str, where: str) -> Message:
-    more = {
-        key: given[key] for key in MORE_KEYS if given.get(key) is not None
-    }  # tables have null for what is not there
+    more = {key: given[key] for key in MORE_KEYS if given.get(key) is not None}  # tables have null where there is none
     if "tool_calls" in more:
         more["tool_calls"] = [_with_arguments(call) for call in more["tool_calls"]]
-    content = given.get("content")
+    content = given.get("content") if "role" in given else given["value"]
     if content is None and more.get("tool_calls"):
         content = ""
-    return {"role": given["role"], "content": _text(content, column, where), **more}
+    return {"role": _role(given), "content": _text(content, column, where), **more}
 
 
 def _text(content: Any, column: str, where: str) -> str:
@@ -236,7 +250,7 @@ def _text(content: Any, column: str, where: str) -> str:
 
 
 def _with_arguments(call: Any) -> Any:
-    """Give a tool call's arguments as an object; some data has them as its JSON, which templates would quote again."""
+    """Return a tool call's arguments as an object; some data has JSON text, which templates would quote again."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call

@@ -1,6 +1,6 @@
-"""Sequences of records that lie on disk: a record is read when it is asked for, so that a file may be large.
+"""Sequences of records on disk: a record is read when it is indexed, so that a file may be larger than the memory.
 
-All are checked when they are opened: what cannot be read is said at the start of a run, not in its middle.
+All records are checked when a file is opened, so that an error is raised at the start of a run, not in its middle.
 """
 
 import json
@@ -21,17 +21,17 @@ from tpu_grpo.records.outside import lines_of, parse_json
 Record = Mapping[str, Any]
 Records = Sequence[Record]
 ROWS = 1000
-"""So many rows of a table are taken at once."""
+"""The number of rows of a table that are read at once."""
 MUCH = {"bytes": 20_000_000, "prompts": 20_000}
 """From so much on a bar is shown."""
 
 
 class Lazy(Sequence[Record]):
-    """A sequence of records that reads each one when it is asked for; equal to any sequence of equal records."""
+    """A sequence that reads each record when it is indexed; equal to any sequence of equal records."""
 
     @abstractmethod
     def at(self, index: int) -> Record:
-        """Read one record, of an index that is there."""
+        """Read one record by its index, which is valid."""
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
@@ -49,10 +49,7 @@ class Lazy(Sequence[Record]):
 class JsonLines(Lazy):
     """The JSON objects of a file, one a line, all with the same keys; blank lines at the end do not count.
 
-    Args:
-        file: opened for reading in binary; it is kept open.
-        name: what errors call it.
-        setting: the setting that gave it.
+    The file is kept open. Errors call it by ``name``, and by the setting that gave it.
 
     Raises:
         DataError: for a line that does not fit, by its number, and for a file without a record.
@@ -93,11 +90,7 @@ class JsonLines(Lazy):
         return len(self._starts) - 1
 
     def at(self, index: int) -> Record:
-        """Read one line.
-
-        Raises:
-            DataError: for a file that is not what it was when it was opened.
-        """
+        """Read one line; raises DataError for a file that is not what it was when it was opened."""
         (record,) = self._between(index, index + 1)
         return record
 
@@ -137,11 +130,7 @@ def parse(line: bytes, where: str, *, first: bool = False) -> dict[str, Any]:
 
 
 def checked(record: Any, where: str) -> dict[str, Any]:
-    """See that a value of JSON is an object with a key.
-
-    Raises:
-        DataError: it is not.
-    """
+    """Check that a JSON value is an object with at least one key; raises DataError if it is not."""
     if not isinstance(record, dict) or not record:
         got = "an empty one" if record == {} else f"a {type(record).__name__}"
         raise DataError(f"{where} must be a JSON object with a key per column, got {got}")
@@ -149,7 +138,7 @@ def checked(record: Any, where: str) -> dict[str, Any]:
 
 
 def kept(records: Iterable[Record], name: str, setting: str) -> JsonLines:
-    """Keep records that JSON can hold in a temporary file, which goes with the process."""
+    """Write records to a temporary file of JSON lines, which ends with the process, and return them as read there."""
     file = tempfile.TemporaryFile(prefix="tpu_grpo_data_")  # noqa: SIM115  # lives as long as the records
     for record in records:
         file.write(json.dumps(record).encode() + b"\n")
@@ -159,12 +148,7 @@ def kept(records: Iterable[Record], name: str, setting: str) -> JsonLines:
 
 
 class ArrowRows(Lazy):
-    """The rows of an Arrow table, with the types of Python.
-
-    Args:
-        count: how many there are.
-        table: returns the table of the rows from the first index to before the second.
-    """
+    """The rows of an Arrow table as Python values; ``table`` returns those from a first index to before a second."""
 
     def __init__(self, count: int, table: Callable[[int, int], Any]):
         self._count = count
@@ -183,12 +167,7 @@ class ArrowRows(Lazy):
 
 
 class Mapped(Lazy):
-    """The records of another sequence, changed as they are read.
-
-    Args:
-        records: the others.
-        change: is given a record and its index, and returns the record to read instead.
-    """
+    """The records of another sequence, as ``change`` makes them of each record and its index when they are read."""
 
     def __init__(self, records: Records, change: Callable[[Record, int], Record]):
         self._records = records
@@ -216,7 +195,7 @@ class Joined(Lazy):
         return self._ends[-1]
 
     def at(self, index: int) -> Record:
-        """Read one record of the part that it lies in."""
+        """Read one record from the part that contains it."""
         part = bisect_right(self._ends, index)
         return self._parts[part][index - (self._ends[part - 1] if part else 0)]
 
@@ -226,7 +205,7 @@ class Joined(Lazy):
 
 
 def check_keys(record: Mapping[str, Any], first: Mapping[str, Any], where: str, first_is: str) -> None:
-    """See that a record has the keys of the first one, which errors call ``first_is``.
+    """Check that a record has the keys of the first one; ``first_is`` names that one in errors.
 
     Raises:
         DataError: naming what it lacks and adds.
@@ -242,9 +221,9 @@ def check_keys(record: Mapping[str, Any], first: Mapping[str, Any], where: str, 
 
 @contextmanager
 def reading(what: str, total: int, unit: Literal["bytes", "prompts"]) -> Iterator[Callable[[int], object]]:
-    """Yield a function that is told how much of ``total`` is done; host 0 shows a bar where the total is large.
+    """Yield a function that takes the progress so far, out of ``total``; host 0 shows a bar if the total is large.
 
-    The bar is one line that vanishes at its end; off a terminal there is none.
+    The bar is one line that vanishes at its end; without a terminal there is none.
     """
     if total < MUCH[unit] or here.index != 0:
         yield lambda done: None

@@ -1,25 +1,24 @@
-"""Draws the prompts of each step: in the stream's order, from where the step before ended, some more often than others.
+"""Draws the prompts of each step: in the stream's order, from where the last step ended, some more rarely than others.
 
     with PromptDraw.open(config, stream, start=120, hosts=hosts) as draw:      # steps 1 to 120 are done
         batch = draw.batch(121)                      # the first round of step 121
         more = draw.batch(121, after=batch)          # and the second
         draw.done(121, used, values)                 # step 122 begins after the last prompt of ``used``
 
-Which prompts stand at which position is the stream's affair. What is known of a prompt decides whether it is sampled
-when its turn comes: by the weight of its pool, and not at all once it is retired. For the weights 1 and 0.2 and the
-prompts a (weight 1), b (0.2) and c (retired), a step of two prompts at position 4 could be:
+The stream decides which prompt stands at which position. When its turn comes, a prompt is sampled with its pool's
+weight as the probability, and never once it is retired. For the weights 1 and 0.2 and the prompts a (weight 1), b
+(0.2) and c (retired), a step of two prompts at position 4 could be:
 
     position     4  5  6  7  8
     prompt       b  c  a  a  b        the fate of b at a position is drawn from the seed and the position alone
     sampled      -  -  a  a  .        so the next step begins at position 8
 
-A prompt that was sampled and not needed is drawn again by the next step, which begins with it: none is left out. With
-neither pools nor retirement nor dynamic sampling, step s has the positions (s - 1) P to s P - 1.
+A prompt that was sampled and not used is drawn again by the next step, which begins with it, so that none is left
+out. Without pools, retirement and dynamic sampling, step s has the positions (s - 1) P to s P - 1.
 
-``history.jsonl`` holds what is known of the prompts: a line per step with the numbers of its prompts and what became
-known of each, and the position in the order of the prompts at which the next step begins. Host 0 writes it, cuts it
-back to the steps that are done when a run continues, and tells the others. So a continued run knows what the run would
-have known that was not interrupted, and nothing else.
+``history.jsonl`` has a line per step: the numbers of its prompts, their results, and the position at which the next
+step begins. Host 0 writes it, truncates it to the completed steps when a run continues, and tells the others. So a
+continued run has exactly the history that an uninterrupted run would have.
 
     with PromptHistory.open(run_dir, prompts=7473, start=120, hosts=hosts) as history:     # steps 1 to 120 are done
         known = history.last("tokens", batch.records)                   # [103.5, None, ...]: None if nothing is known
@@ -28,7 +27,6 @@ have known that was not interrupted, and nothing else.
 
 import math
 import os
-import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Self
@@ -38,7 +36,7 @@ from jaxtyping import Float
 
 from tpu_grpo.config import DataSection, RunConfig
 from tpu_grpo.data.stream import PromptStream
-from tpu_grpo.hosts import Hosts
+from tpu_grpo.hosts import Hosts, packed, unpacked
 from tpu_grpo.observe.json_lines import encode_line, keep_steps, read_steps
 from tpu_grpo.observe.run_files import HISTORY_FILE
 from tpu_grpo.records.errors import DataError
@@ -55,11 +53,9 @@ PASSES = "passes"
 
 
 class PromptHistory:
-    """A number of each kind for every prompt, NaN where nothing is known.
+    """The results of every prompt by kind, NaN where none is known.
 
-    Args:
-        prompts: how many there are.
-        passed_at: the pass rate from which a prompt counts as passed; None if nobody asks.
+    A prompt counts as passed from the pass rate ``passed_at`` on; None if nobody asks.
     """
 
     def __init__(self, prompts: int, passed_at: float | None = None):
@@ -71,7 +67,7 @@ class PromptHistory:
 
     @classmethod
     def open(cls, run_dir: Path, prompts: int, start: int, hosts: Hosts, passed_at: float | None = None) -> Self:
-        """Take up the history of a run at the step after ``start``; every host calls this.
+        """Read the history of a run up to step ``start``; every host calls this.
 
         Raises:
             DataError: on host 0, if the file is broken elsewhere than in its last line.
@@ -94,28 +90,27 @@ class PromptHistory:
                 history.position = None
             history._file = path.open("ab")
         if start:
-            history._decode(hosts.broadcast("the history of the prompts", history._encode()))
+            history._share(hosts)
         return history
 
     def known(self, name: str) -> Float[np.ndarray, " prompts"]:
-        """Return what is known under a name of all prompts, NaN where nothing is; not to be written to."""
+        """Return the results of one kind for all prompts, NaN where none is known; read-only."""
         return self._table[name]
 
     def last(self, name: str, records: Sequence[int]) -> list[float | None]:
-        """Return what is known under a name of these prompts, by their numbers; None of those never trained on."""
+        """Return the results of one kind for these prompts, by their numbers; None for those never trained on."""
         return [None if np.isnan(value) else float(value) for value in self._table[name][list(records)]]
 
     def add(self, step: int, position: int, records: Sequence[int], values: Mapping[str, Sequence[float]]) -> None:
-        """Take in what a step has shown of its prompts, and where the next begins.
+        """Add the results of a step's prompts, and the position at which the next step begins.
 
-        Of a prompt that stands there twice, the last counts. The line is on disk when this returns, so that a
-        checkpoint that is saved afterwards never lacks it.
+        If a prompt occurs twice, its last result counts. The line is on disk when this returns, so that a checkpoint
+        that is saved afterwards never lacks it.
         """
         self._take_in(records, values)
         self.position = position
         if self._file is not None:
-            line = {"step": step, "position": position, "prompts": list(records), **values}
-            self._file.write(encode_line(line))
+            self._file.write(encode_line({"step": step, "position": position, "prompts": list(records), **values}))
             self._file.flush()
             os.fsync(self._file.fileno())
 
@@ -127,16 +122,17 @@ class PromptHistory:
         for record, rate in zip(records, rates, strict=True):
             passes[record] = passes[record] + 1 if rate >= self._passed_at else 0
 
-    def _encode(self) -> bytes:
-        position = np.array([-1 if self.position is None else self.position])
-        return zlib.compress(position.tobytes() + b"".join(column.tobytes() for column in self._table.values()), 1)
+    def _share(self, hosts: Hosts) -> None:
+        """Take up what host 0 knows."""
+        columns = np.stack(list(self._table.values()))
 
-    def _decode(self, told: bytes) -> None:
-        data = zlib.decompress(told)
-        position = int(np.frombuffer(data[:8], np.int64)[0])
-        self.position = None if position < 0 else position
-        columns = np.frombuffer(data[8:], np.float64).reshape(len(self._table), -1)
-        self._table = {name: column.copy() for name, column in zip(self._table, columns, strict=True)}
+        def read(told: tuple[int | None, str]) -> Float[np.ndarray, "kinds prompts"]:
+            self.position = told[0]
+            return unpacked(told[1], columns.size).reshape(columns.shape)
+
+        told = self.position, packed(columns.reshape(-1))
+        columns = hosts.broadcast("the history of the prompts", told, tuple[int | None, str], read)
+        self._table = dict(zip(self._table, columns, strict=True))
 
     def close(self) -> None:
         """Close the file."""
@@ -151,14 +147,10 @@ class PromptHistory:
 
 
 class PromptDraw:
-    """Draws prompts from a stream by what a history knows of them.
+    """Draws prompts from a stream by their history.
 
-    Args:
-        stream: the prompts in their order.
-        history: what is known of them; the draw adds to it.
-        data: the settings.
-        seed: decides with a position whether a prompt of a pool is sampled there.
-        start: the steps that are done.
+    The draw adds to the history. ``seed`` decides with a position whether a prompt of a pool is sampled there, and
+    ``start`` steps are done.
 
     Raises:
         DataError: for a history that lacks a step that is done, if the settings need it.
@@ -180,7 +172,7 @@ class PromptDraw:
 
     @classmethod
     def open(cls, config: RunConfig, stream: PromptStream, start: int, hosts: Hosts) -> Self:
-        """Take up the draw of a run after the steps that are done; every host calls this. Use it in a ``with`` block.
+        """Open the draw of a run after its completed steps; every host calls this. Use it in a ``with`` block.
 
         Raises:
             DataError: for a history that is broken, or lacks a step that is done and is needed.
@@ -200,18 +192,14 @@ class PromptDraw:
         self.history.close()
 
     def batch(self, step: int, after: PromptBatch | None = None) -> PromptBatch:
-        """Draw the prompts of a step's first round, or of the round ``after`` another.
-
-        Raises:
-            DataError: if no prompt is left.
-        """
+        """Draw the prompts of a step's first round, or of that ``after`` another; raises DataError if none is left."""
         if self.exhausted:
             raise DataError(f"step {step} needs prompts, and none is left: {self.why_exhausted}")
         start, number = (self._position, 0) if after is None else (after.positions[-1] + 1, after.round + 1)
         return self.stream.at(step, self._drawn(start, self._data.prompts_per_round), number)
 
     def done(self, step: int, used: PromptBatch, values: Mapping[str, Sequence[float]]) -> None:
-        """Remember a step: the prompts that it used, in order, and what became known of them, by ``COLUMNS``."""
+        """Record a step: the prompts that it used, in order, and their results, by ``COLUMNS``."""
         end = used.positions[-1] + 1
         self._passed_over = end - self._position - len(used.positions)
         self._position = end
@@ -219,12 +207,12 @@ class PromptDraw:
 
     @property
     def exhausted(self) -> bool:
-        """Say whether every prompt is retired, or in a pool of weight 0."""
+        """Whether every prompt is retired, or in a pool of weight 0."""
         return not self._weights().any()
 
     @property
     def why_exhausted(self) -> str:
-        """Say why no prompt is left, and what to do."""
+        """Return why no prompt is left, and what to do."""
         retired, size = int(self._retired().sum()), self.stream.size
         return (
             f"{retired} of {size} prompts are retired (data.retire) and {size - retired} are in pools of weight 0 "
@@ -232,7 +220,7 @@ class PromptDraw:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Measure what is known of the prompts after a step, and how many it passed over; empty without pools."""
+        """Return the metrics of pools and retirement after a step; empty without pools."""
         if not self._data.pools.weights and self._data.retire.at is None:
             return {}
         rates, retired = self.history.known("pass_rate"), self._retired()
@@ -252,15 +240,11 @@ class PromptDraw:
         """Return the first ``count`` positions from ``start`` on whose prompts are sampled."""
         weights, drawn, position = self._weights(), list[int](), start
         while len(drawn) < count:
-            if self._is_sampled(position, weights[self.stream.record(position)]):
+            weight = weights[self.stream.record(position)]
+            if weight == 1.0 or (weight and np.random.default_rng([self._seed, FATE, position]).random() < weight):
                 drawn.append(position)
             position += 1
         return drawn
-
-    def _is_sampled(self, position: int, weight: float) -> bool:
-        if weight in (0.0, 1.0):
-            return weight == 1.0
-        return np.random.default_rng([self._seed, FATE, position]).random() < weight
 
     def _weights(self) -> Float[np.ndarray, " prompts"]:
         """Return with which probability each prompt is sampled when its turn comes."""
@@ -276,7 +260,7 @@ class PromptDraw:
         return np.searchsorted(np.array(self._data.pools.edges), rates, side="left")
 
     def _retired(self) -> np.ndarray:
-        """Say which prompts are retired."""
+        """Mark the retired prompts."""
         if self._data.retire.at is None:
             return np.zeros(self.stream.size, np.bool_)
         return self.history.known(PASSES) >= self._data.retire.times

@@ -1,4 +1,4 @@
-"""Records of files: what a path names, how each format is read, and what is said of a file that cannot be.
+"""Records of files: the files that a path names, the reader of each format, and the errors of unreadable files.
 
 data/*.jsonl             every file that fits, sorted by name
 train.jsonl.gz           a compressed file
@@ -23,6 +23,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Any
 
+from tpu_grpo.config.extras import EXTRAS, need
 from tpu_grpo.data.lazy_records import (
     ArrowRows,
     Joined,
@@ -40,11 +41,11 @@ from tpu_grpo.records.outside import lines_of, open_file, parse_json
 
 PACKED = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz"}
 """The compression of a file by the end of its name, as fsspec calls it."""
-EXTRAS = {"gs": "gcsfs", "gcs": "gcsfs", "s3": "s3fs", "s3a": "s3fs", "abfs": "adlfs", "az": "adlfs"}
+FILE_SYSTEMS = {"gs": "gcsfs", "gcs": "gcsfs", "s3": "s3fs", "s3a": "s3fs", "abfs": "adlfs", "az": "adlfs"}
 """The package that fsspec needs for a URL scheme."""
 BLOCK = 2**20
 LARGEST_LIST = 2**32
-"""A list of JSON, which is read as a whole, has at most so many bytes."""
+"""The most bytes of a JSON list, which is read as a whole."""
 GLANCED_BYTES = 20_000_000
 """Of a larger file that has to be read or unpacked whole, the first record is not looked at beforehand."""
 OTHER_KINDS = (
@@ -54,24 +55,24 @@ OTHER_KINDS = (
 
 @dataclass(frozen=True)
 class Location:
-    """One file, here or on the network."""
+    """One file, on this machine or on the network."""
 
     name: str
     setting: str
 
     @property
     def is_remote(self) -> bool:
-        """Say whether it is an address."""
+        """Return whether it is a URL."""
         return is_address(self.name)
 
     @property
     def path(self) -> Path:
-        """Return the path of a file that is here."""
+        """Return the path of a local file."""
         return Path(self.name).expanduser()
 
     @property
     def suffix(self) -> str:
-        """Return what says how the file is read: .jsonl of train.jsonl.gz."""
+        """Return the suffix that selects the reader: .jsonl of train.jsonl.gz."""
         return os.path.splitext(self._without_query.removesuffix(self.packed))[1]
 
     @property
@@ -85,7 +86,7 @@ class Location:
 
     @property
     def address(self) -> str:
-        """Return the address, with the values of the variables that it names; it is not to be shown.
+        """Return the URL with the values of the environment variables that it names; it must not be shown.
 
         Raises:
             ConfigError: for a variable that the environment does not have.
@@ -95,12 +96,12 @@ class Location:
         return os.path.expandvars(self.name)
 
     def open(self) -> IO[bytes]:
-        """Open the content, unpacked, as a file that is here: the file itself, or a temporary copy.
+        """Open the decompressed content as a local file: the file itself, or a temporary copy.
 
         Raises:
             FileNotFoundError: there is no such file.
-            ConfigError: for an address that needs a package which is not installed.
-            DataError: for an address that does not answer, and for what cannot be unpacked.
+            ConfigError: for a URL that needs a package which is not installed.
+            DataError: for a URL that does not answer, and for what cannot be unpacked.
         """
         if not self.is_remote and not self.packed:
             return open_file(self.path)
@@ -125,16 +126,12 @@ class Location:
 
 
 def is_address(name: str) -> bool:
-    """Say whether a path is an address for fsspec, such as gs://bucket/train.jsonl."""
+    """Whether a path is a URL for fsspec, such as gs://bucket/train.jsonl."""
     return "://" in name
 
 
 def expand(name: str, setting: str) -> list[Location]:
-    """List the files that a path names, those of a pattern sorted.
-
-    Raises:
-        DataError: for a pattern that no file fits.
-    """
+    """Return the files that a path names, those of a pattern sorted; raises DataError where no file fits one."""
     if not any(sign in name for sign in "*?[") or (not is_address(name) and Path(name).expanduser().exists()):
         return [Location(name, setting)]
     if is_address(name):
@@ -162,11 +159,11 @@ def _explained(location: Location) -> Iterator[None]:
     except (FileNotFoundError, ConfigError):
         raise
     except ImportError as error:
-        package = EXTRAS.get(scheme, "the package that it names")
-        own = "; `uv sync --extra gcs` installs what is tested" * (package == "gcsfs")
+        package = FILE_SYSTEMS.get(scheme, "the package that it names")
+        if package in EXTRAS:
+            need(package, f"{location.setting}: {location.name}", ConfigError)
         raise ConfigError(
             f"{location.setting}: {location.name} needs a package that is not installed ({error}); install {package}"
-            f"{own}"
         ) from error
     except Exception as error:
         if not location.is_remote and not isinstance(error, (OSError, EOFError, zlib.error, lzma.LZMAError)):
@@ -313,7 +310,7 @@ def _nothing(place: Location, remedy: str = "") -> DataError:
 
 @dataclass(frozen=True)
 class Reader:
-    """A Reader reads the files of one suffix."""
+    """Reads the files of one suffix."""
 
     all: Callable[[IO[bytes], Location], Records]
     """Checks all records of an open file, and returns them to be read later."""
@@ -340,14 +337,14 @@ READERS: Mapping[str, Reader] = MappingProxyType(
 
 
 def read_files(paths: Iterable[str], setting: str) -> Records:
-    """Check all records of some files, and return them to be read when they are asked for.
+    """Check all records of some files, and return a sequence that reads them when they are indexed.
 
-    ``setting`` gave the paths, each of which may be a pattern or an address, with or without the suffix of a packed
+    The paths are those of ``setting``; each may be a pattern or a URL, with or without the suffix of a compressed
     file.
 
     Raises:
         DataError: for a file that is missing, empty or not readable, or a line that does not fit; names file and line.
-        ConfigError: for an address that needs a package which is not installed.
+        ConfigError: for a URL that needs a package which is not installed.
     """
     locations = [location for path in paths for location in expand(path, setting)]
     for location in locations:
@@ -359,7 +356,7 @@ def read_files(paths: Iterable[str], setting: str) -> Records:
 
 
 def first_record(paths: Iterable[str], setting: str) -> Record | None:
-    """Read the first record of some files, and see that the others are there; None for an address, which takes time.
+    """Read the first record of some files, and check that the others exist; None for a URL, which takes time.
 
     Raises:
         DataError, ConfigError: as `read_files` does, as far as the first record shows it.
@@ -377,7 +374,7 @@ def first_record(paths: Iterable[str], setting: str) -> Record | None:
 
 
 def is_file_name(path: str) -> bool:
-    """Say whether a path ends as the files that are read here do."""
+    """Whether a path ends with a suffix that has a reader."""
     return Location(path, "").suffix in READERS
 
 

@@ -1,4 +1,4 @@
-"""A record of the data becomes the prompt that the model sees.
+"""Renders a record of the data into the prompt that the model sees.
 
     {"question": "47+38="}  --prompt_template-->  "47+38="  --chat template-->  "<|im_start|>user\\n47+38=..."  -->  ids
 
@@ -9,9 +9,9 @@ without it the user's message is the text and the tokenizer adds its own (a BOS,
     rendered.prompts[7]                       # reads the record, fills the template, and makes the tokens
     rendered.dropped                          # the prompts that are too long
 
-All prompts of a source are checked once at the start, and rendered again when they are asked for, so that a file of any
-size takes a few bytes of memory for each record. The check renders every text. It makes tokens only of texts whose
-length in bytes does not show that they fit.
+All prompts of a source are checked once at the start, and rendered again when they are used, so that a file of any
+size takes a few bytes of memory for each record. The check renders every text, and tokenizes only texts whose length
+in bytes does not show that they fit.
 """
 
 import datetime
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 AT_ONCE = 500
-"""So many records are rendered together."""
+"""The number of records that are rendered together."""
 TEMPLATE_SECONDS = 30.0
 TEMPLATE_BYTES = 2**32
 Tools = Sequence[Mapping[str, Any]]
@@ -52,7 +52,7 @@ THINKING = ("enable_thinking", "thinking")
 
 
 class PromptRenderer:
-    """A PromptRenderer renders records by the data section: templates, system prompt, examples, chat template.
+    """Renders records by the data section: templates, system prompt, examples, chat template.
 
     Raises:
         ConfigError: for a template that is malformed, or settings this tokenizer cannot follow.
@@ -90,12 +90,10 @@ class PromptRenderer:
         """Return the prompts of some records; raises as `render` does."""
         conversations = self.conversations(records, where)
         texts = self.texts(conversations, where, self.tools(records, where))
-        before = self._conversation.before
+        parts = zip(texts, self.encoded(texts, where), records, conversations, strict=True)
         return [
-            Prompt(text, tuple(token_ids), columns=record, messages=messages, examples=before)
-            for text, token_ids, record, messages in zip(
-                texts, self.encoded(texts, where), records, conversations, strict=True
-            )
+            Prompt(text, tuple(ids), columns=record, messages=messages, examples=self._conversation.before)
+            for text, ids, record, messages in parts
         ]
 
     def conversations(self, records: Sequence[Record], where: Sequence[str]) -> list[list[Message]]:
@@ -120,7 +118,7 @@ class PromptRenderer:
     def texts(
         self, conversations: list[list[Message]], where: Sequence[str], tools: Sequence[Tools] | None = None
     ) -> list[str]:
-        """Return the texts of some conversations; ConfigError if the chat template does not take one."""
+        """Return the texts of some conversations; raises ConfigError if the chat template refuses one."""
         if not self._data.chat_template:
             texts = [plain(messages) for messages in conversations]
         else:
@@ -128,8 +126,13 @@ class PromptRenderer:
                 texts = self._chats(conversations, where, tools or [()] * len(conversations))
             self._is_tried = True
         for text, place in zip(texts, where, strict=True):
-            if not text.isascii():
-                _check_whole(text, place)
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                half = f"{text[error.start]!a}"
+                raise DataError(
+                    f"a prompt must be text, got half of a surrogate pair ({half}) from {place}; remove it"
+                ) from None
         return texts
 
     @contextmanager
@@ -168,10 +171,10 @@ class PromptRenderer:
         return found
 
     def most_tokens(self, text: str) -> int | None:
-        """Return a number of tokens that a text surely does not exceed; None if only its tokens can tell.
+        """Return an upper bound of a text's number of tokens; None if only tokenizing can tell.
 
-        A token of a byte-level tokenizer stands for at least one byte. A text that holds the pad token has to be
-        looked at, too.
+        A token of a byte-level tokenizer stands for at least one byte. A text with the pad token in it must be
+        tokenized.
         """
         pad = self._tokenizer.pad_token
         if not self._byte_level or (pad is not None and str(pad) in text):
@@ -182,7 +185,7 @@ class PromptRenderer:
 
     @cached_property
     def identity(self) -> str:
-        """Return the sha256, in hex, of what turns texts into tokens."""
+        """Return the SHA-256, in hex, of everything that decides how texts become tokens."""
         digest = hashlib.sha256(self._tokenizer.backend_tokenizer.to_str().encode("utf-8", "backslashreplace"))
         digest.update(json.dumps([self._data.chat_template, str(self._tokenizer.pad_token)]).encode())
         return digest.hexdigest()
@@ -243,17 +246,8 @@ class PromptRenderer:
         return texts
 
 
-def _check_whole(text: str, where: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise DataError(
-            f"a prompt must be text, got half of a surrogate pair ({text[error.start]!a}) from {where}; remove it"
-        ) from None
-
-
 def plain(messages: Sequence[Message]) -> str:
-    """Join a conversation for a model without a chat template: an answer follows its question, then comes a blank line.
+    """Join a conversation for a model without a chat template: each answer follows its question, then a blank line.
 
     The example "Q: 1+1\\nA:" with " 2" and the question "Q: 2+3\\nA:" make  Q: 1+1 / A: 2 / (blank) / Q: 2+3 / A:
     """
@@ -261,10 +255,10 @@ def plain(messages: Sequence[Message]) -> str:
 
 
 def template_switches(data: DataSection, tokenizer: "PreTrainedTokenizerFast") -> dict[str, Any]:
-    """Return what the chat template is told beside the messages: how it thinks, and what day it is.
+    """Return the arguments of the chat template beside the messages: the thinking switch, and today's date.
 
-    Templates such as those of Llama 3.2 write today's date. Transformers would ask the clock, whose answer is another
-    one after midnight, on hosts of other time zones, and in a run that is continued.
+    Templates such as those of Llama 3.2 write today's date. Transformers would ask the clock, whose answer differs
+    after midnight, on hosts of other time zones, and in a continued run.
     """
     template = str(tokenizer.chat_template) if data.chat_template else ""
     day = datetime.datetime.fromisoformat(data.date)
@@ -289,7 +283,7 @@ def _thinking(data: DataSection, template: str) -> dict[str, bool]:
 
 @dataclass(frozen=True)
 class RenderedPrompts:
-    """RenderedPrompts holds the prompts that fit, in the order of their records, and counts those too long."""
+    """The prompts that are not too long, in the order of their records, and the number of those that are."""
 
     prompts: Sequence[Prompt]
     dropped: int
@@ -297,20 +291,16 @@ class RenderedPrompts:
     """The sha256, in hex, of the texts and columns of all prompts and of what makes tokens of them."""
 
     def column(self, name: str) -> Iterator[tuple[Any, Record]]:
-        """Yield every prompt's value in a column, None where it has none, and all its columns."""
+        """Yield every prompt's value in a column, None if it lacks the column, with all its columns."""
         prompts = self.prompts
         records = prompts.records() if isinstance(prompts, LazyPrompts) else (prompt.columns for prompt in prompts)
         return ((record.get(name), record) for record in records)
 
 
 class LazyPrompts(Sequence[Prompt]):
-    """Prompts that are rendered when they are asked for.
+    """Prompts that are rendered when they are indexed: of all records those ``fitting``, by number, ascending.
 
-    Args:
-        renderer: renders them.
-        of: all records.
-        fitting: the indices of those whose prompts fit, ascending.
-        source: names the data in errors.
+    ``source`` names the data in errors.
     """
 
     def __init__(self, renderer: PromptRenderer, of: Sequence[Record], fitting: Sequence[int], source: str):
@@ -358,9 +348,8 @@ def render_records(
     numbered = enumerate(records)
     with reading(f"checking the prompts of {source}", len(records) if limit is None else 0, "prompts") as advance:
         while at_once := list(islice(numbered, AT_ONCE if limit is None else min(AT_ONCE, limit - len(fitting)))):
-            where = [_where(index, source) for index, _ in at_once]
-            conversations = renderer.conversations([record for _, record in at_once], where)
-            texts = renderer.texts(conversations, where, renderer.tools([record for _, record in at_once], where))
+            where, read = [_where(index, source) for index, _ in at_once], [record for _, record in at_once]
+            texts = renderer.texts(renderer.conversations(read, where), where, renderer.tools(read, where))
             lengths = _lengths(renderer, texts, where, data.max_prompt_tokens)
             for (index, record), text, length in zip(at_once, texts, lengths, strict=True):
                 if length > data.max_prompt_tokens:

@@ -1,11 +1,11 @@
-"""What the config says about a source leads to its records, whatever kind of source it is.
+"""Reads the records of a source, of whatever kind, as the config names it.
 
 builtin:addition                  a built-in task
 builtin:environment               empty messages, for environments that give prompts by themselves
 reasoning_gym:TASK                problems that reasoning-gym makes
 hf:NAME, or a directory           a Hugging Face dataset, of the hub or on disk
 path.py:function, module:function what a function of the user's own returns
-anything else                     files, see record_files.py: a path, a pattern, an address, or a list of these
+anything else                     files, see record_files.py: a path, a pattern, a URL, or a list of these
 
 All end as a sequence of mappings with the same keys, the columns; ``columns`` of the config then renames them.
 """
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tpu_grpo.config import BUILTIN, GYM, HUB, NO_DATA, ReadingSection
+from tpu_grpo.config.extras import need
 from tpu_grpo.config.plugins import find_function, source_file
 from tpu_grpo.data.lazy_records import ArrowRows, Mapped, Record, Records, check_keys
 from tpu_grpo.data.record_files import first_record, is_address, is_file_name, read_files
@@ -29,7 +30,7 @@ from tpu_grpo.records.errors import ConfigError, DataError
 from tpu_grpo.tasks import TASKS
 
 OWN_TASKS = 10_000
-"""An epoch of prompts that environments give by themselves has so many; held-out ones are numbered from here on."""
+"""The prompts of an epoch whose texts environments make; held-out ones are numbered from here on."""
 OLDEST_DATASETS = 4
 """The oldest major release of the library datasets that imports beside the pyarrow that is pinned."""
 PLAIN = ReadingSection()
@@ -38,7 +39,7 @@ PLAIN = ReadingSection()
 
 @dataclass(frozen=True)
 class Source:
-    """A Source is one source of records, with the setting that names it."""
+    """A source of records, with the setting that names it."""
 
     given: str | tuple[str, ...]
     """A path, or those of several files."""
@@ -63,14 +64,14 @@ class Source:
 
     @property
     def section(self) -> str:
-        """Return the section of the config around ``path``: data, evaluation, data.sources.0."""
+        """Return the section of the config that contains ``path``: data, evaluation, data.sources.0."""
         return self.setting.rpartition(".")[0]
 
 
 def read_records(source: Source) -> Records:
-    """Check all records of a source, all with the same columns, under the names that the config gives them.
+    """Check all records of a source, all with the same columns, renamed as the config says.
 
-    Those that lie on disk are read when they are asked for.
+    Records on disk are read when they are indexed.
 
     Raises:
         DataError: for data that is missing, empty or malformed; names file and line where there is one.
@@ -82,9 +83,9 @@ def read_records(source: Source) -> Records:
 
 
 def glance(source: Source) -> Record | None:
-    """Read the first record of a source, under the names that the config gives its columns, without anything heavy.
+    """Read the first record of a source, its columns renamed as the config says, without heavy work.
 
-    None if that takes time: for what is made, or fetched from elsewhere. What is not there raises as in `read_records`.
+    None if that takes time: for records that are generated or downloaded. Missing files raise as in `read_records`.
     """
     _check_settings(source)
     if (kind := _kind(source)) == "files":
@@ -144,10 +145,10 @@ def _check_settings(source: Source) -> None:
 
 
 def renamed(records: Records, columns: Mapping[str, str], source: Source) -> Records:
-    """Rename columns, which then come first; those that are not mentioned keep their names.
+    """Rename columns, which then come first; others keep their names.
 
-    With {answer: solution} the records {solution: 4, level: 1} become {answer: 4, level: 1}. A column that had the name
-    before makes way. A dot reaches into a column, unless there is one of the whole name.
+    With {answer: solution} the records {solution: 4, level: 1} become {answer: 4, level: 1}. A column that had the
+    new name before is dropped. A dot reaches into a column, unless a column has the whole name.
 
     Raises:
         ConfigError: for a column that is not there; of a record beyond the first, when it is read.
@@ -201,7 +202,7 @@ def _builtin(source: Source) -> Records:
 def call_function(name: str, options: Mapping[str, Any], setting: str) -> list[dict[str, Any]]:
     """Return the records that ``path.py:function`` or ``module:function`` returns, called with the options.
 
-    It must return the same records whenever and on whichever host it is called: hosts compare them.
+    It must return the same records at every call and on every host: hosts compare them.
 
     Raises:
         DataError: for a function that is not there, raises, or returns anything but mappings with the same keys.
@@ -239,6 +240,7 @@ def make_puzzles(task: str, options: Mapping[str, Any], setting: str, *, heldout
     Raises:
         ConfigError: for a task that is not there, or options that it does not take.
     """
+    need("reasoning_gym", f"{setting}={GYM}{task}", ConfigError)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SyntaxWarning)  # of a package it imports
         from reasoning_gym import create_dataset  # seconds to import
@@ -263,7 +265,7 @@ def make_puzzles(task: str, options: Mapping[str, Any], setting: str, *, heldout
 
 
 def read_dataset(path: str, split: str, reading: ReadingSection, setting: str) -> Records:
-    """Open all records of one split; each is read from disk when it is asked for.
+    """Open all records of one split; each is read from disk when it is indexed.
 
     ``path`` is hf:NAME, a directory that ``save_to_disk`` wrote (of a dataset, which has no splits, or of several by
     split), or a directory of data files as ``load_dataset`` takes it. A dataset of the hub is downloaded

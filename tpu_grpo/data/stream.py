@@ -1,4 +1,4 @@
-"""A PromptStream is an endless stream of prompt batches whose position is the step; the config leads to one here.
+"""A PromptStream is an endless stream of prompt batches, made of the config's data; its position is the step.
 
 Three prompts a, b, c, two per step (P = 2): the stream goes through one shuffled epoch after another, and step ``s``
 (counted from 1) holds its positions ``2s - 2`` and ``2s - 1``, so a batch may straddle two epochs:
@@ -6,8 +6,8 @@ Three prompts a, b, c, two per step (P = 2): the stream goes through one shuffle
     epoch 0: c a b   epoch 1: a b c   ...
     step 1: c a      step 2: b a      step 3: b c
 
-A mixture takes its sources in turn, so that of any first n positions each has its share, to less than one prompt;
-each source goes through epochs of its own. With weights 2 and 1 for the sources x and y:  x y x x y x x y x ...
+A mixture alternates between its sources, so that each has its share of any first n positions, to less than one
+prompt; each source goes through epochs of its own. With weights 2 and 1 for the sources x and y: x y x x y x x y ...
 
 What stands at a position depends on the data, the settings and the seed only: every host gets the same prompts. So does
 ``batch(step)``, as long as steps are all of P prompts; which positions they take otherwise, see prompt_draw.py.
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tpu_grpo.config import DataSection, EvaluationSection
-from tpu_grpo.data.lazy_records import Mapped, Record
+from tpu_grpo.data.lazy_records import Mapped, Records
 from tpu_grpo.data.rendering import PromptRenderer, RenderedPrompts, ToolsOf, render_records
 from tpu_grpo.data.sources import Source, read_records
 from tpu_grpo.records.errors import DataError
@@ -42,7 +42,7 @@ SOURCE_COLUMN = "source"
 
 @dataclass(frozen=True)
 class Part:
-    """A Part holds the prompts of one source, and its weight beside the others."""
+    """The prompts of one source, and its weight in the mixture."""
 
     name: str
     rendered: RenderedPrompts
@@ -50,27 +50,17 @@ class Part:
 
 
 class PromptStream:
-    """A PromptStream gives batches of P prompts, for any step, from rendered prompts of one source or of several.
+    """Gives batches of P prompts, for any step, from rendered prompts of one source or of several.
 
-    Args:
-        parts: the sources.
-        prompts_per_step: P.
-        seed: decides the shuffles.
-        shuffle: whether an epoch is shuffled.
-        curriculum: a column that every epoch of every source is sorted by.
+    ``seed`` decides the shuffles, if epochs are shuffled; ``curriculum`` is a column that every epoch of every source
+    is sorted by.
 
     Raises:
         DataError: for a source without a prompt, or a curriculum's values that cannot be sorted.
     """
 
     def __init__(
-        self,
-        parts: Sequence[Part],
-        *,
-        prompts_per_step: int,
-        seed: int,
-        shuffle: bool,
-        curriculum: str | None = None,
+        self, parts: Sequence[Part], *, prompts_per_step: int, seed: int, shuffle: bool, curriculum: str | None = None
     ):
         import grain  # imports jax, which checking and showing a config do without
 
@@ -81,35 +71,38 @@ class PromptStream:
         self._prompts_per_step = prompts_per_step
         self._settings = [prompts_per_step, seed, shuffle, curriculum]
         self._ends = list(accumulate(len(part.rendered.prompts) for part in parts))
-        orders = [
-            _order(part.rendered, own_seed, shuffle, curriculum).map(lambda index, start=start: start + index)
-            for part, start, own_seed in zip(parts, [0, *self._ends], _seeds(seed, len(parts)), strict=False)
-        ]
+        orders = []
+        for part, start, own_seed in zip(parts, [0, *self._ends], _seeds(seed, len(parts)), strict=False):
+            if curriculum is None:
+                order = shuffled(len(part.rendered.prompts), own_seed, shuffle)
+            else:
+                order = sorted_by(part.rendered.column(curriculum), curriculum, own_seed, shuffle)
+            orders.append(order.map(lambda index, start=start: start + index))
         self._order = orders[0] if len(orders) == 1 else grain.MapDataset.mix(orders, [part.weight for part in parts])
 
-    @property
+    @cached_property
     def columns(self) -> tuple[str, ...]:
         """Return the columns of the records, which the rewards get."""
-        return tuple(self._first.columns)
+        return tuple(self.parts[0].rendered.prompts[0].columns)
 
     @property
     def size(self) -> int:
-        """Count the prompts of all sources, which an epoch goes through."""
+        """Return the number of prompts of all sources, which is an epoch."""
         return self._ends[-1]
 
     @property
     def dropped(self) -> int:
-        """Count the records left out because their prompt is longer than data.max_prompt_tokens."""
+        """Return the number of records left out because their prompt is longer than data.max_prompt_tokens."""
         return sum(part.rendered.dropped for part in self.parts)
 
     @property
     def notes(self) -> list[str]:
-        """Say what a run should say of its prompts at its start."""
+        """Return what a run should say about its prompts at its start."""
         return [f"{self.dropped} prompts were dropped: longer than data.max_prompt_tokens"] if self.dropped else []
 
     @cached_property
     def digest(self) -> str:
-        """Return the sha256, in hex, of all that decides which prompts come at which step, the prompts included."""
+        """Return the SHA-256, in hex, of all that decides the prompts of each step, the prompts included."""
         digest = hashlib.sha256(json.dumps(self._settings).encode())
         for part in self.parts:
             digest.update(f"{part.name} {part.weight!r} {len(part.rendered.prompts)}\n".encode())
@@ -117,7 +110,7 @@ class PromptStream:
         return digest.hexdigest()
 
     def describe(self) -> dict[str, Any]:
-        """Return the digest, and for every source its prompts, weight and how many were dropped as too long."""
+        """Return the digest, and for every source its prompts, weight and number of dropped prompts."""
         sources = [
             {"name": p.name, "weight": p.weight, "prompts": len(p.rendered.prompts), "dropped": p.rendered.dropped}
             for p in self.parts
@@ -136,7 +129,7 @@ class PromptStream:
         return self.at(step, range(start, start + self._prompts_per_step))
 
     def at(self, step: int, positions: Sequence[int], number: int = 0) -> PromptBatch:
-        """Return the prompts at some positions, for a step and the ``number`` of its round."""
+        """Return the prompts at some positions, for a step and a round, ``number``."""
         records = tuple(self.record(position) for position in positions)
         return PromptBatch(step, tuple(map(self.prompt, records)), records, tuple(positions), number)
 
@@ -146,12 +139,8 @@ class PromptStream:
         assert found is not None  # only grain's filters leave holes
         return int(found)
 
-    @cached_property
-    def _first(self) -> Prompt:
-        return self.parts[0].rendered.prompts[0]
-
     def prompt(self, record: int) -> Prompt:
-        """Return a prompt by its number among those of all sources, which are counted from 0, source after source."""
+        """Return a prompt by its number from 0 among those of all sources, one source after another."""
         part = bisect_right(self._ends, record)
         return self.parts[part].rendered.prompts[record - (self._ends[part - 1] if part else 0)]
 
@@ -166,12 +155,6 @@ def prompts_digest(prompts: Iterable[Prompt]) -> str:
     return digest.hexdigest()
 
 
-def _order(rendered: RenderedPrompts, seed: int, shuffle: bool, curriculum: str | None):
-    if curriculum is None:
-        return shuffled(len(rendered.prompts), seed, shuffle)
-    return sorted_by(rendered.column(curriculum), curriculum, seed, shuffle)
-
-
 def _seeds(seed: int, count: int) -> list[int]:
     """Return the run's seed for one source; each of several gets a seed of its own."""
     if count == 1:
@@ -183,7 +166,7 @@ def _seeds(seed: int, count: int) -> list[int]:
 
 
 def shuffled(count: int, seed: int, shuffle: bool) -> "grain.MapDataset[int]":
-    """Return all indices below ``count`` once an epoch, each epoch shuffled differently, or in order."""
+    """Yield all indices below ``count`` once an epoch, shuffled anew in each, or in order."""
     import grain  # imports jax, which checking and showing a config do without
 
     order = grain.MapDataset.source(range(count))
@@ -201,11 +184,8 @@ def sorted_by(
         position  0 1 2   3 4 5
         index     2 1 0   1 2 0
 
-    Args:
-        values: the column's value of each prompt, None where it has none, and all its columns.
-        column: what errors call it.
-        seed: decides the order of equal values.
-        shuffle: whether equal values are shuffled.
+    ``values`` are the column's value of each prompt, None where it has none, and all its columns. ``seed`` decides the
+    order of equal values, if they are shuffled.
 
     Raises:
         DataError: for values that are missing or cannot be compared.
@@ -286,12 +266,17 @@ def open_prompts(
         ConfigError: for templates that do not fit the data or the tokenizer.
         DataError: for data that is missing or malformed, or prompts that are empty or too long.
     """
+    sources = training_sources(data)
+    renderers = [PromptRenderer(style, tokenizer, tools_of) for _, style in sources]  # quick checks come first
+    read = [read_records(source) for source, _ in sources]
+    names, weights = [source.name for source, _ in sources], [1.0]
     if data.sources:
-        parts = _mixture(data, tokenizer, tools_of)
-    else:
-        source = Source(data.path, data)
-        renderer = PromptRenderer(data, tokenizer, tools_of)
-        parts = [Part(source.name, render_records(renderer, read_records(source), data, source.name))]
+        names = [spec.name or f"source{index}" for index, spec in enumerate(data.sources)]
+        read, weights = _with_all_columns(read, names), [spec.weight for spec in data.sources]
+    parts = [
+        Part(name, render_records(renderer, records, data, source.name), weight)
+        for name, weight, renderer, records, (source, _) in zip(names, weights, renderers, read, sources, strict=True)
+    ]
     return PromptStream(
         parts, prompts_per_step=data.prompts_per_step, seed=seed, shuffle=data.shuffle, curriculum=data.curriculum
     )
@@ -313,41 +298,45 @@ def open_evaluation_prompts(
         ConfigError: for templates that do not fit the data.
         DataError: for data that is missing or malformed, or prompts that are empty or too long.
     """
-    path = evaluation.path if evaluation.path is not None else data.builtin
-    if path is None:
+    if (found := held_out_source(evaluation, data)) is None:
         return None
-    source = Source(path, evaluation, "heldout", "evaluation.path")
-    style = with_template(data, evaluation.prompt_template)
-    rendered = render_records(
-        PromptRenderer(style, tokenizer, tools_of), read_records(source), data, source.name, limit=evaluation.prompts
-    )
-    return tuple(rendered.prompts)
+    source, style = found
+    renderer = PromptRenderer(style, tokenizer, tools_of)
+    return tuple(render_records(renderer, read_records(source), data, source.name, limit=evaluation.prompts).prompts)
 
 
-def _mixture(data: DataSection, tokenizer: "PreTrainedTokenizerFast", tools_of: ToolsOf | None) -> list[Part]:
-    read = [
-        read_records(Source(spec.path, spec, setting=f"data.sources.{index}.path"))
-        for index, spec in enumerate(data.sources)
-    ]
-    names = [spec.name or f"source{index}" for index, spec in enumerate(data.sources)]
+def _with_all_columns(read: Sequence[Records], names: Sequence[str]) -> list[Records]:
     columns = list(dict.fromkeys(column for records in read for column in records[0]))
     if SOURCE_COLUMN in columns:
         raise DataError(
             f"data.sources: records of a mixture get a column {SOURCE_COLUMN!r} with their source's name, and one has "
             f"such a column already; rename it, e.g. columns: {{origin: {SOURCE_COLUMN}}}"
         )
-    parts = []
-    for name, records, spec in zip(names, read, data.sources, strict=True):
 
-        def complete(record: Record, index: int, name: str = name) -> Record:
-            return {**dict.fromkeys(columns), **record, SOURCE_COLUMN: name}
+    def completed(records: Records, name: str) -> Records:
+        return Mapped(records, lambda record, _: {**dict.fromkeys(columns), **record, SOURCE_COLUMN: name})
 
-        renderer = PromptRenderer(with_template(data, spec.prompt_template), tokenizer, tools_of)
-        rendered = render_records(renderer, Mapped(records, complete), data, Source(spec.path).name)
-        parts.append(Part(name, rendered, spec.weight))
-    return parts
+    return list(map(completed, read, names))
 
 
-def with_template(data: DataSection, template: str | None) -> DataSection:
-    """Return the settings with another template, where there is one, in place of data.prompt_template."""
+def training_sources(data: DataSection) -> list[tuple[Source, DataSection]]:
+    """Return every source of training prompts, with the settings by which its prompts are written."""
+    if not data.sources:
+        return [(Source(data.path, data), data)]
+    return [
+        (Source(spec.path, spec, setting=f"data.sources.{n}.path"), _with_template(data, spec.prompt_template))
+        for n, spec in enumerate(data.sources)
+    ]
+
+
+def held_out_source(evaluation: EvaluationSection, data: DataSection) -> tuple[Source, DataSection] | None:
+    """Return the source of held-out prompts, with the settings by which they are written; None if there is none."""
+    path = evaluation.path if evaluation.path is not None else data.builtin
+    if path is None:
+        return None
+    source = Source(path, evaluation, "heldout", "evaluation.path")
+    return source, _with_template(data, evaluation.prompt_template)
+
+
+def _with_template(data: DataSection, template: str | None) -> DataSection:
     return data if template is None else data.model_copy(update={"prompt_template": template, "messages": None})

@@ -1,11 +1,11 @@
 """What all kinds of attention share, and sglang-jax's reference attention.
 
-An attention mode says what a kind of attention takes from a scheduled batch, and which backend it runs in the step:
-``GatherMode`` (gather_attention.py) on any device, ``FlashMode`` (flash_attention.py) on TPUs, ``NativeMode`` as a
-reference. A prefill step has metadata of its own. The decode steps of a launch share what ``launch_metadata`` builds
-for rows as long as they may get, and ``at_step`` makes of it what one step needs.
+An attention mode builds the metadata of a scheduled batch, and the backend that the step runs: ``GatherMode``
+(gather_attention.py) on any device, ``FlashMode`` (flash_attention.py) on TPUs, ``NativeMode`` as a reference. A
+prefill step has metadata of its own. A launch has one metadata for all its decode steps, ``launch_metadata``, built
+for the rows' greatest possible lengths; ``at_step`` derives the metadata of each step from it.
 
-``encode`` and ``decode`` convert keys and values to the numbers of the KV cache: in the model's type, or in 8 bits.
+``encode`` and ``decode`` convert keys and values to and from the dtype of the KV cache: the model's, or 8 bits.
 
     auto    the model's type, so that nothing is lost
     fp8     float8_e4m3fn (Micikevicius et al. 2022, arXiv 2209.05433), without scales: a number from 2^-6 to 448 is off
@@ -14,7 +14,7 @@ for rows as long as they may get, and ``at_step`` makes of it what one step need
             itself: a number is off by at most 1/254 of the largest of its head. The four bytes of the scale follow the
             head's numbers
 
-What was NaN or infinite reads as NaN in 8 bits.
+NaN and infinite values become NaN in 8 bits.
 
 Suffixes: b rows of the batch, B rows (padded), L context, S cache slots of all rows, T new tokens of all rows, D
 numbers of a head, W numbers of the cache for it.
@@ -49,7 +49,7 @@ class AttentionMode(ABC):
 
     @abstractmethod
     def library_backend(self) -> Any:
-        """Return the object that ModelRunner keeps as its attention backend.
+        """Return the attention backend object that ModelRunner holds.
 
         Raises:
             ConfigError: for a model that this attention cannot compute.
@@ -57,29 +57,26 @@ class AttentionMode(ABC):
 
     @abstractmethod
     def cache_layer(self, pool: MHATokenToKVPool) -> jax.ShapeDtypeStruct:
-        """Describe a layer of the cache as this attention lays it out.
+        """Describe the shape, dtype and sharding of one layer of the KV cache.
 
         Raises:
             ConfigError: for fp8 where the devices cannot read it, or where it would save nothing.
         """
 
     @abstractmethod
-    def cache_loc(self, slots_bL: Int[np.ndarray, "b L"], seq_lens_B: Int[np.ndarray, " B"]) -> Int[np.ndarray, " S"]:
-        """Concatenate the cache slots of all rows; the array is empty for a backend that does not read it."""
+    def prefill_metadata(self, columns: Columns, slots_bL: Int[np.ndarray, "b L"]) -> tuple[Any, Int[np.ndarray, " S"]]:
+        """Build the pytree of arrays that the backend needs in a prefill step, and the concatenated slots of all rows.
 
-    @abstractmethod
-    def prefill_metadata(
-        self, columns: Columns, slots_bL: Int[np.ndarray, "b L"], cache_loc: Int[np.ndarray, " S"]
-    ) -> Any:
-        """Build the pytree of arrays that the backend needs in a prefill step."""
+        The slots are empty for a backend that does not read them.
+        """
 
     @abstractmethod
     def launch_metadata(self, slots_bL: Int[np.ndarray, "b L"], ends_B: Int[np.ndarray, " B"]) -> Any:
-        """Build the pytree of arrays for the decode steps of a launch, in which a row gets at most ``ends`` tokens."""
+        """Build the metadata of the decode steps of a launch, at whose end each row has at most ``ends`` tokens."""
 
     @abstractmethod
     def at_step(self, metadata: Any, seq_lens_B: Int[Array, " B"]) -> tuple[Any, Int[Array, " S"]]:
-        """Trace the metadata of one decode step, and its cache_loc; rows of length 0 write nothing that is read."""
+        """Return the metadata of one decode step, and its cache_loc, inside a trace; rows of length 0 are padding."""
 
     @abstractmethod
     def backend(self, metadata: Any) -> Any:
@@ -107,7 +104,7 @@ class NativeMode(AttentionMode):
 
     @override
     def cache_layer(self, pool: MHATokenToKVPool) -> jax.ShapeDtypeStruct:
-        """Describe a layer as the library does, whose heads are padded to multiples of 128, and rows to 32 bits."""
+        """Describe a layer as the library does: heads padded to multiples of 128, and rows to 32 bits."""
         packing, tensor = 4 // np.dtype(pool.dtype).itemsize, pool.mesh.shape["tensor"]
         pages = (pool.size + pool.page_size) // pool.page_size
         words = tensor * -(-2 * pool.head_num // tensor // packing)
@@ -115,7 +112,6 @@ class NativeMode(AttentionMode):
         sharding = NamedSharding(pool.mesh, P("data", None, "tensor", None, None))
         return jax.ShapeDtypeStruct(shape, pool.dtype, sharding=sharding)
 
-    @override
     def cache_loc(self, slots_bL: Int[np.ndarray, "b L"], seq_lens_B: Int[np.ndarray, " B"]) -> Int[np.ndarray, " S"]:
         """Concatenate the slots of all rows, each rounded up to whole pages; the rest of the array is 0."""
         real_b, page = seq_lens_B[: len(slots_bL)], self._runner.page_size
@@ -127,14 +123,12 @@ class NativeMode(AttentionMode):
         return concatenated
 
     @override
-    def prefill_metadata(
-        self, columns: Columns, slots_bL: Int[np.ndarray, "b L"], cache_loc: Int[np.ndarray, " S"]
-    ) -> Any:
+    def prefill_metadata(self, columns: Columns, slots_bL: Int[np.ndarray, "b L"]) -> tuple[Any, Int[np.ndarray, " S"]]:
         """Let the library compute its metadata, from a batch with only the fields that it reads."""
         batch = ModelWorkerBatch.__new__(ModelWorkerBatch)
-        batch.forward_mode, batch.cache_loc = ForwardMode.EXTEND, cache_loc
+        batch.forward_mode, batch.cache_loc = ForwardMode.EXTEND, self.cache_loc(slots_bL, columns["seq_lens"])
         batch.seq_lens, batch.extend_seq_lens = columns["seq_lens"], columns["extend_lens"]
-        return self._runner.attn_backend.get_forward_metadata(batch)
+        return self._runner.attn_backend.get_forward_metadata(batch), batch.cache_loc
 
     @override
     def launch_metadata(self, slots_bL: Int[np.ndarray, "b L"], ends_B: Int[np.ndarray, " B"]) -> Any:
@@ -145,7 +139,8 @@ class NativeMode(AttentionMode):
 
     @override
     def at_step(self, metadata: Any, seq_lens_B: Int[Array, " B"]) -> tuple[Any, Int[Array, " S"]]:
-        """Concatenate the slots as ``cache_loc`` does; the backend looks for a row after those before it."""
+        """Concatenate the slots as ``cache_loc`` does; the backend finds a row's slots behind those of the rows
+        before it."""
         page, position_L = self._runner.page_size, jnp.arange(metadata.shape[1])
         whole_B = -(-seq_lens_B // page) * page
         starts_B = jnp.cumsum(whole_B) - whole_B
@@ -196,7 +191,8 @@ def cache_dtype(name: KVDtype, model_dtype: Any) -> jnp.dtype:
 
 
 def bits_of(dtype: jnp.dtype) -> jnp.dtype:
-    """Return the type of whole numbers that has the bits of a small float; other types stay as they are."""
+    """Return the integer type with the same number of bits as a small float type; other types are returned
+    unchanged."""
     return next((bits for bits, small in BITS.items() if small == dtype), dtype)
 
 
@@ -206,7 +202,7 @@ def cache_width(head_dim: int, dtype: jnp.dtype) -> int:
 
 
 def encode(numbers: Float[Array, "*heads D"], dtype: jnp.dtype) -> Shaped[Array, "*heads W"]:
-    """Convert keys or values to what a cache of this type keeps."""
+    """Convert keys or values to the dtype of the cache."""
     if dtype in BITS:
         return jax.lax.bitcast_convert_type(encode(numbers, BITS[dtype]), dtype)
     if dtype == INT8:
@@ -221,7 +217,7 @@ def encode(numbers: Float[Array, "*heads D"], dtype: jnp.dtype) -> Shaped[Array,
 
 
 def decode(kept: Shaped[Array, "*heads W"]) -> Float[Array, "*heads D"]:
-    """Convert back; what was kept in 8 bits becomes float32."""
+    """Convert cached keys or values back; those of 8 bits become float32."""
     if kept.dtype in BITS:
         return decode(jax.lax.bitcast_convert_type(kept, BITS[kept.dtype]))
     if kept.dtype == INT8:

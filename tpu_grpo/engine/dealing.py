@@ -6,14 +6,14 @@
     dealer.deal(loads)          # at every agreed point while groups wait
     dealer.assigned             # the requests of each replica, once none waits
 
-A replica starts a group when it has a place for one of its rows. Groups that it has not started are dealt anew at every
-agreed point, so that an idle replica takes over what waits at a busy one. For two replicas of 2 places and six groups
-of one request each, whose expected tokens are 9 7 5 4 2 1:
+A replica starts a group when it has a place for one of its rows. Groups that have not been started are dealt again at
+every synchronization point, so that an idle replica takes over groups that wait at a busy one. For two replicas of 2
+places and six groups of one request each, whose expected tokens are 9 7 5 4 2 1:
 
     at the start    9 and 4 run on replica 0 (13), 7 and 5 on replica 1 (12);  2 waits at replica 1, 1 at replica 0
     at a point      replica 1 has ended 7, 5 and its own 2, and takes over 1, for which replica 0 has no place yet
 
-Everything here is a function of the requests, what is expected of them and the tokens sampled so far. Every host
+The dealing depends only on the requests, the expected tokens and the tokens sampled so far, so that every host
 computes the same.
 """
 
@@ -25,7 +25,7 @@ from tpu_grpo.records.errors import ConfigError
 from tpu_grpo.records.stages import Request
 
 POINTS = 32
-"""The longest answer takes about so many agreed points, if groups wait so long."""
+"""The approximate number of synchronization points during the longest answer, if groups wait that long."""
 FEWEST_STEPS = 16
 """Decode steps between two points, at least: a point costs an exchange between hosts, and the others' waiting."""
 
@@ -43,7 +43,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Load:
-    """What a replica has to do at an agreed point."""
+    """The work of a replica at a synchronization point."""
 
     rows: int
     """Requests of groups that it has started and that have not ended."""
@@ -56,9 +56,10 @@ class Load:
 
 
 def expected_tokens(requests: Sequence[Request], known: Sequence[float | None] | None = None) -> list[int]:
-    """Say how many tokens are expected of each request, given those of which something is known.
+    """Return the expected tokens of each request, given those that are known.
 
-    The others get the mean of these. If nothing is known, half of the longest answer allowed is expected of each.
+    Unknown ones get the mean of the known. If none is known, each is expected to take half of the longest answer
+    allowed.
     """
     known = known or [None] * len(requests)
     told = [value for value in known if value is not None]
@@ -68,7 +69,7 @@ def expected_tokens(requests: Sequence[Request], known: Sequence[float | None] |
 
 
 def rows_kept(requests: Sequence[Request], expected: Sequence[int], options: EngineOptions) -> int:
-    """Return how many of these requests a cache can hold at once, about: if all are average."""
+    """Return about how many of these requests a cache can hold at once, assuming that all have the mean length."""
     needed = sum(
         options.tokens_of_request(len(request.token_ids) + tokens)
         for request, tokens in zip(requests, expected, strict=True)
@@ -77,7 +78,7 @@ def rows_kept(requests: Sequence[Request], expected: Sequence[int], options: Eng
 
 
 def places_for(requests: Sequence[Request], expected: Sequence[int], options: EngineOptions) -> int:
-    """Return how many of these requests an engine can run at once, about: what its cache holds if all are average."""
+    """Return about how many of these requests an engine can run at once, given its cache and their mean length."""
     return min(options.max_running_requests, rows_kept(requests, expected, options))
 
 
@@ -86,9 +87,9 @@ def make_groups(
 ) -> list[Group]:
     """Group requests with the same prompt token ids, longest expected answers first.
 
-    Groups of which the same is expected are in the order of their first requests. With ``share=False``, which is for
-    an engine without a prefix cache, every request is a group of its own. With ``converse`` requests of different
-    prompts are in different groups even if their token ids are equal: it is their environments that differ.
+    Groups with equal expected tokens are in the order of their first requests. With ``share=False``, for an engine
+    without a prefix cache, every request is a group of its own. With ``converse`` requests of different prompts are
+    in different groups even if their token ids are equal, because their environments differ.
     """
     members: dict[tuple[int, ...], list[int]] = {}
     for index, request in enumerate(requests):
@@ -102,13 +103,14 @@ def make_groups(
 
 
 def steps_between_points(requests: Sequence[Request]) -> int:
-    """Return the decode steps from one agreed point to the next."""
+    """Return the decode steps between two synchronization points."""
     longest = max((request.sampling.max_new_tokens for request in requests), default=1)
     return max(FEWEST_STEPS, longest // POINTS)
 
 
 def startable(held: Sequence[Group], rows: int, places: int) -> int:
-    """Return how many of the groups a replica starts now, in order: while it has a place for the first row of one."""
+    """Return how many of the groups, in order, a replica starts now: as long as it has a place for a group's first
+    row."""
     for count, group in enumerate(held):
         if rows >= places:
             return count
@@ -117,15 +119,16 @@ def startable(held: Sequence[Group], rows: int, places: int) -> int:
 
 
 def host_told(group: int, drivers: Sequence[int], replicas: int) -> int:
-    """Choose which of the hosts that drive a replica is told of the completions of a group that the replica serves.
+    """Choose the host, of those that drive a replica, that reports the completions of a group which the replica
+    serves.
 
-    They take the groups of their replica in turn, if all replicas get their groups in turn; all hosts choose alike.
+    The hosts take turns, as replicas do in getting groups; every host computes the same choice.
     """
     return drivers[group // replicas % len(drivers)]
 
 
 def divided_places(places: int | None, drivers: Sequence[Sequence[int]]) -> list[int | None]:
-    """Divide the environments that each host may have at once among the replicas that it drives.
+    """Divide the number of environments that each host may run at once among the replicas that it drives.
 
     Args:
         places: of each host; None for any number.
@@ -150,7 +153,7 @@ def divided_places(places: int | None, drivers: Sequence[Sequence[int]]) -> list
 
 
 class Dealer:
-    """Deals groups, and remembers who has got which."""
+    """Deals groups to replicas, and remembers which replica has which group."""
 
     def __init__(self, groups: Sequence[Group], drivers: Sequence[Sequence[int]]):
         """Take the groups in the order in which they are to start, and for every replica the hosts that drive it."""
@@ -161,10 +164,10 @@ class Dealer:
         """Whether the last ``deal`` left a replica with groups that it cannot start at once."""
 
     def deal(self, loads: Sequence[Load]) -> list[list[Group]]:
-        """Deal all groups that nobody has started; returns what each replica is to hold now.
+        """Deal all groups that have not been started, and return the groups of each replica from now on.
 
-        The next group goes to the replica where the fewest of its rows have to wait for a place, and among several to
-        the one with the fewest expected tokens, then to the first.
+        The next group goes to the replica where the fewest of its rows have to wait for a place, then to the one with
+        the fewest expected tokens, then to the first.
         """
         held = {number for load in loads for number in load.held}
         rows, tokens = [load.rows for load in loads], [load.tokens for load in loads]
@@ -194,7 +197,7 @@ class Dealer:
 
     @property
     def told(self) -> list[int]:
-        """The host that is told of the end of each request."""
+        """The host that gets the completion of each request."""
         told = {
             index: host_told(number, self._drivers[owner], len(self._drivers))
             for number, owner in self._owners.items()

@@ -2,10 +2,11 @@
 
 This file is what is traced and compiled; launches.py has the host's side.
 
-The cache slots of all steps are reserved before the launch, so that the host has nothing to say until it ends. A row
-ends inside the launch by a stop token, or when its slots are used up; from then on it counts as padding and writes
-nowhere. The loop ends when its steps are done or few rows are left, as ``LaunchInputs.control`` says. A launch can take
-up rows where the launch before leaves them, so that the devices have it before the host has seen that one's tokens.
+The cache slots of all steps are reserved before the launch, so that the loop needs nothing from the host. A row ends
+inside the launch by a stop token, or when its slots are used up; from then on it counts as padding and writes
+nothing. The loop ends when its steps are done or few rows are left, as ``LaunchInputs.control`` says. A launch can
+continue the rows of the previous launch from its outputs on the devices, before the host has read that launch's
+tokens.
 
     step         0   1   2   3          (slots for 4 tokens; row c may have only 2 more, row b samples a stop token)
     row a        x   x   x   x
@@ -48,7 +49,7 @@ class StepInputs(NamedTuple):
 
 
 class StepOutput(NamedTuple):
-    """What a step leaves on the devices, beside the cache."""
+    """The outputs of a step on the devices, beside the cache."""
 
     tokens: Int[Array, " B"]
     logprobs: Float[Array, " B"]
@@ -64,7 +65,7 @@ Step = Callable[[Cache, StepInputs], tuple[StepOutput, Cache]]
 
 
 class LaunchRows(NamedTuple):
-    """What a launch is told of each row."""
+    """The inputs of a launch that each row has."""
 
     token: Int[AnyArray, " B"]
     """The token that the first step takes in."""
@@ -78,7 +79,7 @@ class LaunchRows(NamedTuple):
 
 
 class LaunchInputs(NamedTuple):
-    """The arrays that a launch needs on the devices; all of them are replicated. There are few, for speed."""
+    """The inputs of a launch on the devices, all replicated, in few arrays because each costs time."""
 
     rows: Int[AnyArray, "B columns"]
     """LaunchRows side by side in int32; ``pack_rows`` makes it."""
@@ -91,7 +92,7 @@ class LaunchInputs(NamedTuple):
 
 
 class LaunchOutput(NamedTuple):
-    """What a launch leaves on the devices, beside the cache."""
+    """The outputs of a launch on the devices, beside the cache."""
 
     results: Int[Array, "results B"]
     """2 k + 1 lines: the number of tokens of each row, the tokens of every step, and the bits of their
@@ -105,7 +106,7 @@ class LaunchOutput(NamedTuple):
 
 
 def for_host(output: StepOutput | LaunchOutput) -> StepOutput | LaunchOutput:
-    """Leave out what the host does not read."""
+    """Drop the outputs that the host does not read."""
     return output._replace(after=None) if isinstance(output, LaunchOutput) else output
 
 
@@ -120,7 +121,7 @@ class Sampled(NamedTuple):
 
     @classmethod
     def of_prefill(cls, output: StepOutput, rows: int) -> "Sampled":
-        """Read the first ``rows`` rows of a prefill step, which has come to the host; each has one token."""
+        """Read the first ``rows`` rows of a prefill step's output on the host; each has one token."""
         tokens, logprobs = np.asarray(output.tokens), np.asarray(output.logprobs)
         kept = None if output.kept is None else np.asarray(output.kept)[None, :rows]
         return cls(np.ones(rows, np.int32), tokens[None, :rows], logprobs[None, :rows], kept)
@@ -129,7 +130,7 @@ class Sampled(NamedTuple):
     def of_launch(
         cls, results: Int[np.ndarray, "results B"], columns: Int[np.ndarray, " b"], kept: Any = None
     ) -> "Sampled":
-        """Read the rows in these columns of a launch's results, and of what it says of kept tokens."""
+        """Read these rows from the arrays of a launch's output on the host."""
         chosen = np.ascontiguousarray(np.asarray(results)[:, columns])
         tokens, bits = np.split(chosen[1:], 2)
         counts = None if kept is None else np.asarray(kept)[:, columns]
@@ -137,7 +138,7 @@ class Sampled(NamedTuple):
 
 
 def pack_rows(rows: LaunchRows) -> Int[np.ndarray, "B columns"]:
-    """Put the rows into one array of int32; fractions and unsigned numbers keep their bits."""
+    """Pack the rows into one array of int32, in which floats and unsigned integers keep their bits."""
     sampling = rows.sampling
     columns = (
         *(rows.token, rows.length, rows.stops.astype(np.int32), rows.sampling.top_k),

@@ -27,7 +27,7 @@ from sgl_jax.srt.server_args import ServerArgs
 
 from tpu_grpo.config import PROMPT_MARGIN_TOKENS
 from tpu_grpo.engine import repairs
-from tpu_grpo.engine.dealing import expected_tokens, make_groups, places_for, rows_kept
+from tpu_grpo.engine.dealing import expected_tokens, make_groups, rows_kept
 from tpu_grpo.engine.flash_attention import check_pages
 from tpu_grpo.engine.generation import Finished, Generation
 from tpu_grpo.engine.launches import Runner
@@ -111,12 +111,12 @@ class Engine:
 
     @property
     def use(self) -> EngineUse:
-        """A copy of what the engine has done so far, and the host's seconds by what it did."""
+        """A copy of the engine's counters, and of the host's seconds by activity."""
         return dataclasses.replace(self._scheduler.use)
 
     @property
     def digest(self) -> str:
-        """sha256 of every scheduling decision and token so far; it is equal on all hosts that drive one engine."""
+        """SHA-256 of every scheduling decision and token so far; it is equal on all hosts that drive one engine."""
         return self._scheduler.digest
 
     def before_every_launch(self, call: Callable[[int, str], None]) -> None:
@@ -127,13 +127,12 @@ class Engine:
     # --- weights and programs -----------------------------------------------------------------------------------------
 
     def install_weights(self, weights: Mapping[str, Array]) -> None:
-        """Sample with these parameters from now on, and forget the prefixes that older ones computed.
+        """Set the parameters to sample with, and clear the prefix cache, which belongs to the previous ones.
 
         Raises:
             WeightsError: if names, shapes or types are not those of ``weight_specs``.
         """
         self._runner.install_weights(weights)
-        self._runner.restore_cache()
         self.forget_prefixes()
 
     def release(self) -> None:
@@ -147,13 +146,13 @@ class Engine:
 
     @property
     def weights(self) -> dict[str, Array]:
-        """The parameters that the engine samples with, by name; empty where none are installed."""
+        """The engine's parameters, by name; empty before ``install_weights`` and after ``release``."""
         weights = self._runner.weights
         return dict(zip(self.weight_specs, weights, strict=True)) if weights is not None else {}
 
     @property
     def cache(self) -> list[Array]:
-        """The cached keys and values of every layer; empty where no cache is allocated."""
+        """The cached keys and values of every layer; empty while no cache is allocated."""
         return [layer for layer in self._runner.token_to_kv_pool.kv_buffer if isinstance(layer, jax.Array)]
 
     def compile_all(self, tell: Callable[[], None] = lambda: None) -> int:
@@ -185,46 +184,40 @@ class Engine:
         Raises:
             RequestError: if the engine can never serve one of them; none is started then.
         """
-        self.check(requests)
-        expected = expected_tokens(requests)
-        waves = None
-        if conversations is not None:
-            waves = Waves(conversations, self.limits(requests, expected, conversations.places))
-        generation, before = self.begin(requests, expected, finished, waves), self.use
-        generation.hold(make_groups(requests, expected, converse=conversations is not None))
+        generation, before = self.start(requests, finished, conversations), self.use
         while generation.advance():
             pass
         self.figures = (self.use - before).figures
         return [generation.completions[index] for index in range(len(requests))]
 
-    def begin(
+    def start(
         self,
         requests: Sequence[Request],
-        expected: Sequence[int],
         finished: Finished | None = None,
-        waves: Waves | None = None,
+        conversations: Conversations | None = None,
     ) -> Generation:
-        """Start a generation of those of the requests that its ``hold`` is given; the caller advances it by launches.
+        """Start a generation of all requests, which the caller advances. See ``generate``."""
+        self.check(requests)
+        expected, converse = expected_tokens(requests), conversations is not None
+        limits = self.limits(requests, expected, conversations.places if conversations is not None else None)
+        generation = self.begin(requests, expected, Waves(conversations, limits), finished)
+        generation.hold(make_groups(requests, expected, converse=converse))
+        return generation
 
-        Args:
-            requests: what ``check`` has passed.
-            expected: tokens that are expected of each of them.
-            finished: is called with the index and the completion of each request as it ends.
-            waves: brings their turns, if their answers are conversations.
+    def begin(
+        self, requests: Sequence[Request], expected: Sequence[int], waves: Waves, finished: Finished | None = None
+    ) -> Generation:
+        """Start a generation that serves those requests which its ``hold`` is given; ``check`` must have accepted
+        them.
+
+        See `Generation` for the arguments. The caller advances it launch by launch.
         """
         assert self._runner.weights is not None, "install_weights comes before a generation"
-        return Generation(
-            self._scheduler,
-            requests,
-            expected=expected,
-            places=places_for(requests, expected, self.options),
-            finished=finished,
-            share=self.options.prefix_cache,
-            waves=waves,
-        )
+        return Generation(self._scheduler, requests, expected, waves, finished)
 
     def limits(self, requests: Sequence[Request], expected: Sequence[int], places: int | None = None) -> Limits:
-        """Return what conversations may do that begin with these requests, and have so many places on each host."""
+        """Return the limits of conversations that begin with these requests, with this number of environments on each
+        host."""
         return Limits(self.options.tool_steps, places, rows_kept(requests, expected, self.options), self._check)
 
     def check(self, requests: Sequence[Request]) -> None:

@@ -9,8 +9,8 @@ and no token is ever dropped. There are two ways, which take the same weights in
                     it loads their weights
 
 The trainer may replay the experts that the engine's routers chose (``algorithm.routing_replay``). A step computes only
-tokens that are not in the cache. So experts are kept by cache slot until a request takes them, and whoever reads a
-cached prefix reads the experts that were chosen when it was computed:
+tokens that are not in the cache. So experts are kept by cache slot until a request takes them; with a
+cached prefix a request gets the experts that were chosen when the prefix was computed:
 
     table = ExpertTable(layout, slots=4096)
     table.store(slots, experts)     # after every step: its new tokens
@@ -39,7 +39,7 @@ AXIS = "tensor"
 
 
 class Experts(nnx.Module):
-    """The gated MLPs of one layer, of which each token passes those that its router chose."""
+    """The gated MLPs of one layer, with every token routed to the experts that its router chose."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Experts(nnx.Module):
 
 
 class FusedExperts(Experts):
-    """The same through one Pallas kernel. The number of tokens of a step must divide over the devices."""
+    """The same in one Pallas kernel. The number of tokens of a step must be divisible by the devices."""
 
     def __call__(
         self,
@@ -133,7 +133,7 @@ def _mix_own_experts(
 
 @dataclass(frozen=True)
 class ExpertLayout:
-    """The experts of one token: how many, and in which type their numbers are kept."""
+    """The number of experts of one token, and the integer type of their indices."""
 
     layers: int
     per_token: int
@@ -147,17 +147,17 @@ class ExpertLayout:
 
     @property
     def token_bytes(self) -> int:
-        """The bytes that one token's experts take."""
+        """The bytes of one token's expert indices."""
         return self.layers * self.per_token * self.dtype.itemsize
 
     def stack(self, layers: list[Integer[Array, "T K"]]) -> Integer[Array, "T L K"]:
-        """Put what the model's layers return into one array of the small type, on every device."""
+        """Stack the expert indices of the model's layers into one array of the small type, replicated."""
         assert len(layers) == self.layers, f"{len(layers)} layers chose experts, expected {self.layers}"
         experts_TLK = jnp.stack(layers, axis=1).astype(self.dtype)
         return jax.sharding.reshard(experts_TLK, jax.sharding.PartitionSpec())
 
     def zeros(self, steps: int, rows: int) -> Integer[Array, "{steps} {rows} L K"]:
-        """Make room for the experts of one token of each row in every step of a launch."""
+        """Allocate expert indices for one token of each row in every step of a launch."""
         return jnp.zeros((steps, rows, self.layers, self.per_token), self.dtype)
 
 

@@ -75,17 +75,18 @@ class FlashMode(NativeMode):
 
     @override
     def prefill_metadata(
-        self, columns: Columns, slots_bL: Int[np.ndarray, "b L"], cache_loc: Int[np.ndarray, " S"]
-    ) -> FlashAttentionMetadata:
-        """Compute the library's metadata on the host; it goes to the devices with the other inputs of the step."""
-        rows = int(np.sum(columns["seq_lens"] > 0))
-        return self._metadata(columns["seq_lens"], columns["extend_lens"], cache_loc, (0, rows, rows))
+        self, columns: Columns, slots_bL: Int[np.ndarray, "b L"]
+    ) -> tuple[FlashAttentionMetadata, Int[np.ndarray, " S"]]:
+        """Compute the library's metadata on the host; it is transferred to the devices with the step's other inputs."""
+        rows, cache_loc = int(np.sum(columns["seq_lens"] > 0)), self.cache_loc(slots_bL, columns["seq_lens"])
+        return self._metadata(columns["seq_lens"], columns["extend_lens"], cache_loc, (0, rows, rows)), cache_loc
 
     @override
     def launch_metadata(self, slots_bL: Int[np.ndarray, "b L"], ends_B: Int[np.ndarray, " B"]) -> Any:
-        """Compute the library's metadata for rows as long as they may get; the pages stay during a launch.
+        """Compute the library's metadata for the longest that the rows may get; the pages stay the same during a
+        launch.
 
-        Padding between rows gets a page to itself, page 0, as rows that have ended do.
+        Padding between rows gets page 0, which no request owns, as ended rows do.
         """
         rows = int(np.max(np.nonzero(ends_B)[0], initial=-1)) + 1
         ends_B = np.where((np.arange(len(ends_B)) < rows) & (ends_B == 0), 1, ends_B).astype(np.int32)
@@ -93,9 +94,9 @@ class FlashMode(NativeMode):
 
     @override
     def at_step(self, metadata: Any, seq_lens_B: Int[Array, " B"]) -> tuple[Any, Int[Array, " S"]]:
-        """Set the rows' lengths. Rows that have ended become rows of one token in page 0, which is nobody's.
+        """Set the rows' lengths. Ended rows become rows of one token in page 0, which no request owns.
 
-        They must not have length 0: the kernel writes the key and value of each row that it counts.
+        Their length must not be 0, because the kernel writes a key and value for every row that it counts.
         """
         rows_B = jnp.arange(len(seq_lens_B))
         ended_B = (rows_B < metadata.distribution[0]) & (seq_lens_B == 0)
@@ -245,7 +246,7 @@ def choose_blocks(
 
 
 def check_pages(*, rows: int, context_tokens: int, page_size: int) -> None:
-    """Refuse pages that the kernel cannot take, or more of them than its table holds.
+    """Refuse a page size that the kernel does not support, or more pages than its table holds.
 
     Raises:
         ConfigError: if it cannot; the message names sizes that fit.
@@ -267,7 +268,7 @@ def check_pages(*, rows: int, context_tokens: int, page_size: int) -> None:
 
 
 def check_fp8(kv_heads: int, model_dtype: jnp.dtype, device_kind: str) -> None:
-    """Refuse a cache of 8 bits that the devices cannot read, or that would be no smaller.
+    """Refuse an 8-bit cache that the devices cannot read, or that would be no smaller.
 
     The kernel packs rows, a key or a value of a head each, into words of 32 bits, and pads them to whole words.
 

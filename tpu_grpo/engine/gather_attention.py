@@ -41,7 +41,7 @@ NO_SLOTS = np.zeros(0, np.int32)
 
 
 class GatherMetadata(NamedTuple):
-    """Where the tokens of the rows lie. Only prefill uses the fields of blocks."""
+    """The pages of the rows' tokens. Only prefill uses the fields of blocks."""
 
     pages_BN: Int[AnyArray, "B N"]
     block_row: Int[AnyArray, " blocks"]
@@ -63,9 +63,9 @@ class GatherMode(AttentionMode):
 
     @override
     def cache_layer(self, pool: MHATokenToKVPool) -> jax.ShapeDtypeStruct:
-        """Describe a layer [pages, page, K, 2, W], with keys and values in turn and heads of the model's width.
+        """Describe a layer [pages, page, K, 2, W]: keys and values alternate, and heads have the model's width.
 
-        The library's heads would be padded to 128.
+        The library would pad heads to 128.
         """
         pages, dtype = (pool.size + pool.page_size) // pool.page_size, jnp.dtype(pool.dtype)
         shape = (pages, pool.page_size, pool.head_num, 2, cache_width(self._head_dim, dtype))
@@ -76,15 +76,11 @@ class GatherMode(AttentionMode):
         return _NoBackend()
 
     @override
-    def cache_loc(self, slots_bL: Int[np.ndarray, "b L"], seq_lens_B: Int[np.ndarray, " B"]) -> Int[np.ndarray, " S"]:
-        return NO_SLOTS
-
-    @override
     def prefill_metadata(
-        self, columns: Columns, slots_bL: Int[np.ndarray, "b L"], cache_loc: Int[np.ndarray, " S"]
-    ) -> GatherMetadata:
+        self, columns: Columns, slots_bL: Int[np.ndarray, "b L"]
+    ) -> tuple[GatherMetadata, Int[np.ndarray, " S"]]:
         pages = self._pages(slots_bL, len(columns["seq_lens"]))
-        return block_metadata(pages, columns["extend_lens"], len(columns["input_ids"]))
+        return block_metadata(pages, columns["extend_lens"], len(columns["input_ids"])), NO_SLOTS
 
     @override
     def launch_metadata(self, slots_bL: Int[np.ndarray, "b L"], ends_B: Int[np.ndarray, " B"]) -> GatherMetadata:
@@ -96,7 +92,7 @@ class GatherMode(AttentionMode):
 
     @override
     def at_step(self, metadata: Any, seq_lens_B: Int[Array, " B"]) -> tuple[Any, Int[Array, " S"]]:
-        """Return the pages, which serve every step, because the backend reads as many as the rows are long."""
+        """Return the pages, which serve every step, because the backend reads only as many as the longest row has."""
         return metadata, jnp.zeros(0, jnp.int32)
 
     def _pages(self, slots_bL: Int[np.ndarray, "b L"], rows: int) -> Int[np.ndarray, "{rows} N"]:
@@ -145,7 +141,7 @@ def block_metadata(
 
 @dataclass(frozen=True)
 class Scoring:
-    """How a layer scores a query's keys: q k scale, then the soft cap, then the softmax over those it sees."""
+    """The scores of a layer: q k scale, then the soft cap, then the softmax over the visible keys."""
 
     scale: float
     window: int | None = None
@@ -255,8 +251,8 @@ def paged_attention(
 ) -> Float[Array, "R Q K G D"]:
     """Attend with each query to the first ``visible`` tokens of its row's pages, with scores and softmax in float32.
 
-    Of these, a query with a window sees the last ``window``, and chunks before the first window are not read. The
-    result of queries that see nothing (padding) is zero.
+    A query with a window sees the last ``window`` of these; chunks before the first window are not read. The result
+    of a query that sees nothing (padding) is zero.
     """
     page_size = paged.shape[1]
     pages_per_chunk = max(1, CHUNK_TOKENS // page_size)

@@ -4,8 +4,8 @@ Requests with equal prompts form a group. The first of them prefills the prompt;
 cached keys and values. A group is started when there is a place for one of its rows, in the order in which groups are
 held. Time is counted in decode steps, which are the same on every machine.
 
-Where answers are conversations, a request is a turn, and a row is out while its environment works; see waves.py. With
-nothing else to do, the clock jumps to the moment at which the first row is due.
+Where completions are conversations, a request is one turn, and a row is "out" while its environment works; see
+waves.py. If no row can be decoded, the clock jumps to the time at which the first row is due.
 """
 
 import time
@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from tpu_grpo.engine.dealing import Group, Load
+from tpu_grpo.engine.dealing import Group, Load, places_for
 from tpu_grpo.engine.scheduler import EngineUse, RunningRequest, SteppedScheduler
 from tpu_grpo.engine.waves import Waves
 from tpu_grpo.records.stages import Completion, Request
@@ -25,7 +25,7 @@ POLL_SECONDS = 0.0002
 
 
 class Partial(NamedTuple):
-    """Holds what there is of an answer."""
+    """The tokens of a completion so far."""
 
     token_ids: Sequence[int]
     completion: Completion | None
@@ -33,7 +33,7 @@ class Partial(NamedTuple):
 
 
 class Generation:
-    """Those of a batch's requests that one engine serves; ``hold`` says which. Call ``advance`` until it returns False.
+    """The requests of a batch that one engine serves; ``hold`` sets them. Call ``advance`` until it returns False.
 
     Each call collects the tokens of the launch before and starts the next one. Engines on different devices therefore
     work at the same time if each is advanced once it is ``ready``.
@@ -43,12 +43,9 @@ class Generation:
         self,
         scheduler: SteppedScheduler,
         requests: Sequence[Request],
-        *,
         expected: Sequence[int],
-        places: int,
+        waves: Waves,
         finished: Finished | None = None,
-        share: bool = True,
-        waves: Waves | None = None,
     ):
         """Serve nothing yet.
 
@@ -56,18 +53,13 @@ class Generation:
             scheduler: the engine's.
             requests: the whole batch; indices count these.
             expected: the tokens that are expected of each request.
-            places: how many rows to start at once; then it is one group after another, until requests have to wait.
-            finished: is told of every completion as it ends.
-            share: whether requests of a group reuse the prompt of the first.
             waves: brings the rows' turns, if their answers are conversations.
+            finished: is called with every completion as it ends.
         """
-        self._scheduler = scheduler
-        self._requests = requests
-        self._expected = expected
-        self._places = places
-        self._finished = finished
-        self._share = share
-        self._waves = waves
+        self._scheduler, self._requests, self._expected = scheduler, requests, expected
+        self._waves, self._finished = waves, finished
+        self._places = places_for(requests, expected, scheduler.runner.options)
+        """How many rows to start at once; then it is one group after another, until requests have to wait."""
         self._held: deque[Group] = deque()
         self._followers: dict[int, list[tuple[int, Request]]] = {}
         """By the index of the request that prefills their prompt, those that wait for it."""
@@ -78,15 +70,15 @@ class Generation:
         """What has ended so far, by the index of the request."""
 
     def hold(self, groups: Sequence[Group]) -> None:
-        """Serve these groups next, in their order, in place of those that are held and have not been started."""
+        """Serve these groups next, in this order, instead of the groups that were set before and have not been
+        started."""
         self._held = deque(groups)
 
     @property
     def ready(self) -> bool:
-        """Whether ``advance`` would not have to wait: for the devices, or for an environment whose answer is due."""
-        if self._late and self._waves is not None:
-            return self._waves.ready(self.clock)
-        return self._scheduler.ready
+        """Whether ``advance`` would return without waiting for the devices, or for an environment's answer that is
+        due."""
+        return self._waves.ready(self.clock) if self._late else self._scheduler.ready
 
     @property
     def computing(self) -> bool:
@@ -100,27 +92,27 @@ class Generation:
 
     @property
     def clock(self) -> int:
-        """Decode steps so far, and those in which others worked and this engine had nothing to do."""
+        """The decode steps so far, and those during which this engine was idle while other engines worked."""
         return self.steps + self._idle_steps
 
     def advance(self, until: int | None = None, *, wait: bool = True) -> bool:
         """Finish the launch in flight and start the next; returns False once there is nothing left to do.
 
-        With ``until``, it also returns False when the clock is there, which no launch passes. Whoever waits for
-        completions is told while the devices work at the next launch. Without ``wait`` nothing is launched while the
-        answer of an environment is due and not there: ``ready`` says when to call again.
+        With ``until``, it also returns False when the clock reaches that step, which no launch passes. Completions
+        are reported while the devices compute the next launch. With ``wait=False`` nothing is launched while an
+        environment's answer is due and missing: ``ready`` says when to call again.
         """
         self._scheduler.finish()
         for index in [index for index, row in self._running.items() if row.req.finished()]:
             row = self._running.pop(index)
             turn, use = row.completion(), self._scheduler.use
-            if self._waves is None:
+            if not self._waves.converses:
                 self._keep(index, turn)
-            else:
-                use.turns += 1
-                if not self._waves.ended(index, row.request, turn, self.clock):
-                    use.later_tokens += len(row.request.token_ids)
-                    use.later_cached += turn.cached_tokens
+                continue
+            use.turns += 1
+            if not self._waves.ended(index, row.request, turn, self.clock):
+                use.later_tokens += len(row.request.token_ids)
+                use.later_cached += turn.cached_tokens
         going_on = self._prepare(until, wait=wait)
         if going_on and not self._late:
             self._start(None if until is None else until - self.clock)
@@ -131,27 +123,26 @@ class Generation:
         return going_on
 
     def partial(self, index: int) -> Partial:
-        """Return what there is of a request's answer; nothing of one that has not been started."""
+        """Return a request's tokens so far; none if it has not been started."""
         if (completion := self.completions.get(index)) is not None:
             return Partial(completion.token_ids.tolist(), completion)
         running = self._running.get(index)
         return Partial(() if running is None else list(running.req.output_ids), None)
 
     def cancel(self) -> None:
-        """Let every request end with the tokens that it has after the launch in flight, and start no other.
+        """End every request with the tokens that it has after the current launch, and start no other request.
 
-        The scheduler takes each for one that has reached its last token; ``advance`` still has to be called.
-        Conversations end without a completion.
+        The scheduler treats each as if it had reached its last token; ``advance`` must still be called. Conversations
+        end without a completion.
         """
         self._held.clear()
         self._followers.clear()
-        if self._waves is not None:
-            self._waves.give_up()
+        self._waves.give_up()
         for running in self._running.values():
             running.req.sampling_params.max_new_tokens = 1
 
     def pause(self, point: int) -> Load:
-        """Say at an agreed point what there is to do; an engine that had nothing to do before it was idle until now."""
+        """Return the engine's load at a synchronization point; an engine without work has been idle until this step."""
         self._idle_steps += max(0, point - self.clock)
         return Load(self._places - self._free, self._places, self._left, tuple(group.number for group in self._held))
 
@@ -163,28 +154,26 @@ class Generation:
     @property
     def _rows(self) -> int:
         """Requests of started groups that have not ended; conversations that are not over."""
-        return self._inside + (0 if self._waves is None else len(self._waves.out))
+        return self._inside + len(self._waves.out)
 
     @property
     def _free(self) -> int:
         """Rows that can be started now; below 0 if more were started than there are places now."""
-        free, waves = self._places - self._inside, self._waves
-        return free if waves is None else min(free, max(waves.limits.kept, self._places) - self._rows, waves.room)
+        kept = max(self._waves.limits.kept, self._places)
+        return min(self._places - self._inside, kept - self._rows, self._waves.room)
 
     @property
     def _left(self) -> int:
         """Tokens that are still expected of started rows."""
         sampled = {i: len(row.req.output_ids) for i, row in self._running.items()}
-        sampled |= {i: 0 for waiting in self._followers.values() for i, _ in waiting}
-        if self._waves is not None:
-            sampled |= dict.fromkeys(self._waves.out, 0)
-            sampled = {i: tokens + self._waves.sampled(i) for i, tokens in sampled.items()}
-        return sum(max(1, self._expected[i] - tokens) for i, tokens in sampled.items())
+        sampled |= {i: 0 for waiting in self._followers.values() for i, _ in waiting} | dict.fromkeys(
+            self._waves.out, 0
+        )
+        return sum(max(1, self._expected[i] - tokens - self._waves.sampled(i)) for i, tokens in sampled.items())
 
     def _tell(self) -> None:
-        """Tell environments of turns, and whoever waits for completions of these."""
-        if self._waves is not None:
-            self._waves.tell()
+        """Send turns to environments, and completions to the caller."""
+        self._waves.tell()
         untold, self._untold = self._untold, {}
         if self._finished is not None:
             for index, completion in untold.items():
@@ -198,7 +187,7 @@ class Generation:
         self._late = False
         while until is None or self.clock < until:
             self._fill()
-            if self._waves is None or (due := self._waves.next_due) is None:
+            if (due := self._waves.next_due) is None:
                 return self._inside > 0
             if not self._inside:  # the clock jumps
                 self._idle_steps += max(0, (due if until is None else min(due, until)) - self.clock)
@@ -210,20 +199,13 @@ class Generation:
             self._late = not wait and not self._waves.ready(self.clock)
             if self._late:
                 return True
-            self._let_in(self._waves)
+            with self._scheduler.use.time("environments"):
+                wave = self._waves.take(self.clock)
+            for index, request in wave.items():
+                if request is None and (whole := self._waves.result(index)) is not None:
+                    self._keep(index, whole)
+            self._admit([(index, request) for index, request in wave.items() if request is not None])
         return False
-
-    def _let_in(self, waves: Waves) -> None:
-        """Wait for the rows that are due, and submit their turns; conversations that are over become completions."""
-        with self._scheduler.use.time("environments"):
-            wave = waves.take(self.clock)
-        turns: list[tuple[int, Request]] = []
-        for index, request in wave.items():
-            if request is not None:
-                turns.append((index, request))
-            elif (whole := waves.result(index)) is not None:
-                self._keep(index, whole)
-        self._admit(turns)
 
     def _keep(self, index: int, completion: Completion) -> None:
         self.completions[index] = self._untold[index] = completion
@@ -237,16 +219,16 @@ class Generation:
             self._places = min(max(self._places, self._inside + 1), self._scheduler.max_running_requests)
         while self._held and self._free > 0:
             members = self._held.popleft().members
-            if self._waves is None:
-                self._admit([(index, self._requests[index]) for index in members])
-            else:
+            if self._waves.converses:
                 self._waves.begin(members, self.clock)
+            else:
+                self._admit([(index, self._requests[index]) for index in members])
 
     def _admit(self, requests: Sequence[tuple[int, Request]]) -> None:
         """Submit requests; of those with equal prompts only the first, which prefills it for the others."""
-        leaders: dict[tuple[int, ...], int] = {}
+        leaders, share = dict[tuple[int, ...], int](), self._scheduler.runner.options.prefix_cache
         for index, request in requests:
-            leader = leaders.setdefault(request.token_ids, index) if self._share else index
+            leader = leaders.setdefault(request.token_ids, index) if share else index
             if leader == index:
                 self._running[index] = self._scheduler.submit(request)
             else:
@@ -256,20 +238,19 @@ class Generation:
         """Launch, and note how many rows can run, if requests wait beside decode steps."""
         scheduler = self._scheduler
         ahead = most_steps is None and not self._held and not self._followers  # all requests are in the scheduler
-        if ahead and self._waves is not None and (due := self._waves.next_due) is not None:
+        if ahead and (due := self._waves.next_due) is not None:
             ahead = due > self.clock + scheduler.programs.steps  # and none comes back before the launch ahead
-        more_wait = bool(self._held) or (self._waves is not None and self._waves.more_wait)
-        scheduler.start(most_steps=most_steps, more_wait=more_wait, ahead=ahead)
+        scheduler.start(most_steps=most_steps, more_wait=bool(self._held) or self._waves.more_wait, ahead=ahead)
         flight = scheduler.in_flight
         if flight is not None and flight.reservation is not None and scheduler.waiting_queue:
             self._places = len(flight.batch.reqs)
 
 
 def advance_all(generations: Sequence[Generation], until: int | None = None) -> EngineUse:
-    """Advance several generations to their ends, or to an agreed point, each as soon as it would not have to wait.
+    """Advance several generations to their ends, or to a synchronization point, each as soon as it need not wait.
 
-    No engine waits for another. Engines of one process lie inside its host, so that the order of their launches, which
-    may differ from host to host, is nobody else's business; an engine over several hosts is the only one of each.
+    No engine waits for another. The engines of one process lie inside its host, so their launches may come in another
+    order on other hosts; an engine over several hosts is the only one of each of these hosts.
 
     Returns:
         The seconds in which no engine was ready: ``wait`` if at least one was at a launch, ``environments`` if all

@@ -1,7 +1,6 @@
 """Where prefill steps and decode steps are launched on the devices: ``Programs.prefill`` and ``Programs.launch``.
 
     runner.install_weights({"model.embed_tokens.embedding": array, ...})    # of sglang-jax's ModelRunner
-    runner.restore_cache()
     programs = runner.programs
     programs.inputs.admit(row, request)             # how a request is sampled, once it has a row
     output = programs.prefill(batch)                # device arrays; the cache was updated in place
@@ -19,6 +18,8 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, override
 
 import jax
@@ -36,7 +37,7 @@ from sgl_jax.srt.model_executor.model_runner import ModelRunner
 from sgl_jax.srt.model_loader.loader import get_model_architecture
 
 from tpu_grpo.engine import repairs
-from tpu_grpo.engine.attention import AttentionMode, Columns, NativeMode, cache_dtype
+from tpu_grpo.engine.attention import AttentionMode, NativeMode, cache_dtype
 from tpu_grpo.engine.decode_loop import (
     LaunchInputs,
     LaunchOutput,
@@ -51,7 +52,10 @@ from tpu_grpo.engine.flash_attention import FlashMode
 from tpu_grpo.engine.gather_attention import GatherMode
 from tpu_grpo.engine.options import EngineOptions, Shapes, choose_steps, pad_to, splits_vocabulary
 from tpu_grpo.engine.reservation import Reservation
-from tpu_grpo.engine.sampling import VOCABULARY_LEAVES, SamplingColumns, WholeVocabularyLogits, sample_rows
+from tpu_grpo.engine.sampling import VOCABULARY_LEAVES, AnyArray, SamplingColumns, WholeVocabularyLogits, sample_rows
+from tpu_grpo.models.checkpoint import read_hf_config
+from tpu_grpo.models.families.qwen3_moe import MoeConfig
+from tpu_grpo.models.families.rope import Scaling
 from tpu_grpo.records.errors import WeightsError
 from tpu_grpo.records.stages import Request
 
@@ -88,7 +92,7 @@ class Programs:
     ) -> LaunchOutput:
         """Launch several decode steps of a scheduled batch; rows beyond those of the batch are padding.
 
-        With ``before``, the launch takes up the rows of that one where it leaves them.
+        With ``before``, the launch continues the rows from that launch's outputs on the devices.
         """
         return self._run(self.inputs.launch(batch, reservation, None if before is None else before.after))
 
@@ -99,12 +103,13 @@ class Programs:
         if isinstance(inputs, LaunchInputs) and not isinstance(inputs.before, jax.Array):
             inputs = inputs._replace(before=_nothing_before(len(inputs.rows), self._mesh))
         with jax.set_mesh(self._mesh):
-            output, cache = self._program(inputs)(weights, pool.kv_buffer, inputs)
+            output, cache = self._programs[type(inputs)](weights, pool.kv_buffer, inputs)
         pool.kv_buffer = cache
         return output
 
     def compile_all(self, tell: Callable[[], None]) -> int:
-        """Run every shape once on padding, so that nothing compiles later, and tell of each. Returns how many."""
+        """Run every shape once on padding, so that nothing compiles later; calls ``tell`` after each. Returns the
+        number of shapes."""
         sizes = [(ForwardMode.DECODE, rows) for rows in self._options.shapes.batch]
         sizes += [(ForwardMode.EXTEND, tokens) for tokens in self._options.shapes.prefill]
         for mode, size in sizes:
@@ -113,33 +118,23 @@ class Programs:
         return len(sizes)
 
     def lower(self, mode: ForwardMode, size: int) -> jax.stages.Lowered:
-        """Lower the program of one shape, for the installed weights or, without any, for their specs."""
+        """Lower the program of one shape, for the installed weights or, if there are none, for their specs."""
         inputs, weights = self.inputs.padding(mode, size), self._runner.weights
-        program = self._program(inputs)
         if weights is None:
             weights, replicated = list(self._runner.weight_specs.values()), NamedSharding(self._mesh, P())
             inputs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated), inputs)
         with jax.set_mesh(self._mesh):
-            return program.lower(weights, self._runner.token_to_kv_pool.kv_buffer, inputs)
+            return self._programs[type(inputs)].lower(weights, self._runner.token_to_kv_pool.kv_buffer, inputs)
 
     # --- what is compiled ---------------------------------------------------------------------------------------------
 
-    def _program(self, inputs: StepInputs | LaunchInputs) -> Any:
-        """Return the jitted steps (weights, cache, inputs) -> (output, cache), which donate the cache."""
-        return self._decode_program if isinstance(inputs, LaunchInputs) else self._prefill_program
-
     @cached_property
-    def _prefill_program(self) -> Any:
-        return self._jitted(functools.partial(self._step, mode=ForwardMode.EXTEND))
-
-    @cached_property
-    def _decode_program(self) -> Any:
-        return self._jitted(self._decode_steps)
-
-    def _jitted(self, program: Callable[..., Any]) -> Any:
-        pool = self._runner.token_to_kv_pool
-        cache = [pool.kv_sharding] * pool.layer_num
-        return jax.jit(program, donate_argnums=1, out_shardings=(NamedSharding(self._mesh, P()), cache))
+    def _programs(self) -> dict[type, Any]:
+        """The jitted steps (weights, cache, inputs) -> (output, cache), which donate the cache, by their inputs."""
+        pool, prefill = self._runner.token_to_kv_pool, functools.partial(self._step, mode=ForwardMode.EXTEND)
+        shardings = NamedSharding(self._mesh, P()), [pool.kv_sharding] * pool.layer_num
+        steps = {StepInputs: prefill, LaunchInputs: self._decode_steps}
+        return {kind: jax.jit(step, donate_argnums=1, out_shardings=shardings) for kind, step in steps.items()}
 
     def _decode_steps(self, weights: list[Array], cache: list[Array], inputs: LaunchInputs) -> Any:
         return decode_loop(
@@ -190,14 +185,17 @@ def _nothing_before(rows: int, mesh: Mesh) -> Int[Array, "2 B"]:
     return jax.jit(lambda: jnp.zeros((2, rows), jnp.int32), out_shardings=NamedSharding(mesh, P()))()
 
 
+NOTHING = np.zeros(0, np.int32)
+
+
 class InputBuilder:
-    """Pads batches to the engine's shapes, and remembers how each running request is sampled."""
+    """Pads batches to the engine's shapes, and holds the sampling settings of each running request."""
 
     def __init__(self, shapes: Shapes, attention: AttentionMode, steps_per_launch: int):
         self._shapes = shapes
         self._attention = attention
         self._steps = steps_per_launch
-        rows = shapes.max_rows + 2  # one more than the library's request table, for padding
+        rows = shapes.max_rows + 2  # one more than the library's request table, for padding: greedy without filters
         self._stops = np.zeros(rows, np.bool_)
         self._table = SamplingColumns(
             temperature=np.zeros(rows, np.float32),
@@ -209,7 +207,7 @@ class InputBuilder:
         )
 
     def admit(self, row: int, request: Request) -> None:
-        """Note the sampling settings of the request that now holds row ``row`` of the library's request table."""
+        """Store the sampling settings of the request in row ``row`` of the library's request table."""
         sampling, key = request.sampling, request.key
         self._stops[row] = not sampling.ignore_stop
         self._table.temperature[row] = sampling.temperature
@@ -218,26 +216,31 @@ class InputBuilder:
         self._table.min_p[row] = sampling.min_p
         self._table.key[row] = (key.seed, key.step, key.prompt, key.sample)
 
-    def prefill(self, batch: ScheduleBatch) -> StepInputs:
-        """Build the inputs of a prefill step, which has the new tokens of its rows concatenated."""
-        rows, tokens = self._shapes.max_rows, pad_to(self._shapes.prefill, len(batch.input_ids))
-        positions = np.concatenate([np.arange(p, s) for p, s in zip(batch.prefix_lens, batch.seq_lens, strict=True)])
+    def prefill(self, batch: ScheduleBatch, tokens: int = 0) -> StepInputs:
+        """Build the inputs of a prefill step, padded to at least ``tokens`` tokens; the rows' new tokens are
+        concatenated."""
+        rows, tokens = self._shapes.max_rows, pad_to(self._shapes.prefill, max(tokens, len(batch.input_ids)))
+        ranges = [np.arange(p, s) for p, s in zip(batch.prefix_lens, batch.seq_lens, strict=True)]
         columns = {
             "input_ids": _padded(batch.input_ids, tokens),
-            "positions": _padded(positions, tokens),
+            "positions": _padded(np.concatenate([NOTHING, *ranges]), tokens),
             "out_cache_loc": _padded(batch.out_cache_loc, tokens, fill=-1),
             "seq_lens": _padded(batch.seq_lens, rows),
             "prefix_lens": _padded(batch.prefix_lens, rows),
             "extend_lens": _padded(batch.extend_lens, rows),
         }
-        return self._prefill(columns, self._slots(batch), batch.req_pool_indices)
+        metadata, cache_loc = self._attention.prefill_metadata(columns, self._slots(batch))
+        sampling = self._sampling(_padded(batch.req_pool_indices, rows, fill=rows + 1))
+        sampling = sampling._replace(position=columns["seq_lens"])
+        return StepInputs(**columns, cache_loc=cache_loc, attention=metadata, sampling=sampling)
 
     def launch(
-        self, batch: ScheduleBatch, reservation: Reservation, before: Int[Array, "2 B"] | None = None
+        self, batch: ScheduleBatch, reservation: Reservation, before: Int[AnyArray, "2 B"] | None = None
     ) -> LaunchInputs:
-        """Build the inputs of a launch of decode steps; ``before`` is what the launch left that it follows, if any."""
+        """Build the inputs of a launch of decode steps; ``before`` is the output of the launch that it continues, if
+        any."""
         follows, places = before is not None, reservation.columns
-        rows = len(before[0]) if before is not None else pad_to(self._shapes.batch, len(places))
+        rows = before.shape[1] if before is not None else pad_to(self._shapes.batch, len(places))
         slots = np.full((rows, self._steps), -1, np.int32)
         slots[places, : reservation.steps] = reservation.slots
         table_rows = _placed(batch.req_pool_indices, places, rows, fill=self._shapes.max_rows + 1)
@@ -258,32 +261,14 @@ class InputBuilder:
         )
 
     def padding(self, mode: ForwardMode, size: int) -> StepInputs | LaunchInputs:
-        """Build inputs of one shape that hold nothing but padding, for compiling."""
-        nothing, none = np.zeros((0, self._shapes.context), np.int32), np.zeros(0, np.int32)
-        if mode == ForwardMode.DECODE:
-            zeros, slots = np.zeros(size, np.int32), np.full((size, self._steps), -1, np.int32)
-            table_rows = np.full(size, self._shapes.max_rows + 1)
-            rows = LaunchRows(zeros, zeros, self._stops[table_rows], self._sampling(table_rows), slots)
-            metadata, control = self._attention.launch_metadata(nothing, zeros), np.zeros(3, np.int32)
-            return LaunchInputs(pack_rows(rows), control, metadata, np.zeros((2, size), np.int32))
-        columns = {name: np.zeros(size, np.int32) for name in ("input_ids", "positions")}
-        columns |= {name: np.zeros(self._shapes.max_rows, np.int32) for name in ("seq_lens", "prefix_lens")}
-        columns |= {"extend_lens": columns["seq_lens"], "out_cache_loc": np.full(size, -1, np.int32)}
-        return self._prefill(columns, nothing, none)
-
-    def _prefill(
-        self, columns: Columns, slots_bL: Int[np.ndarray, "b L"], table_rows_b: Int[np.ndarray, " b"]
-    ) -> StepInputs:
-        seq_lens = columns["seq_lens"]
-        cache_loc = self._attention.cache_loc(slots_bL, seq_lens)
-        padding = self._shapes.max_rows + 1  # the table's last row, which is greedy without filters
-        sampling = self._sampling(_padded(table_rows_b, len(seq_lens), fill=padding))
-        return StepInputs(
-            **columns,
-            cache_loc=cache_loc,
-            attention=self._attention.prefill_metadata(columns, slots_bL, cache_loc),
-            sampling=sampling._replace(position=seq_lens),
-        )
+        """Build inputs of one shape that are padding only, for compiling."""
+        names = ("input_ids", "out_cache_loc", "seq_lens", "prefix_lens", "extend_lens", "req_pool_indices")
+        table = SimpleNamespace(req_to_token=np.zeros((0, self._shapes.context), np.int32))
+        batch: Any = SimpleNamespace(req_to_token_pool=table, **dict.fromkeys(names, NOTHING))
+        if mode == ForwardMode.EXTEND:
+            return self.prefill(batch, size)
+        nobody = Reservation(np.zeros((0, 0), np.int32), NOTHING, NOTHING, left=0, columns=NOTHING)
+        return self.launch(batch, nobody, np.zeros((2, size), np.int32))
 
     def _slots(self, batch: ScheduleBatch) -> Int[np.ndarray, "b L"]:
         return batch.req_to_token_pool.req_to_token[batch.req_pool_indices, : self._shapes.context]
@@ -306,6 +291,17 @@ def _padded(values: Sequence[int] | np.ndarray, size: int, fill: int = 0) -> Int
     return padded
 
 
+def _read_settings(config: Any) -> Scaling | None:
+    """Correct the library's ModelConfig, whose transformers 4 knows fewer names; return the scaling of positions."""
+    _, family, sizes = read_hf_config(Path(config.model_path))
+    read = {"rope_theta": sizes.rope_theta, "rope_scaling": None, "head_dim": sizes.head_dim}
+    if isinstance(sizes, MoeConfig):
+        read["num_experts"] = sizes.num_experts
+    config.hf_config.update(read | {"architectures": [family.sampler or family.architecture]})
+    config.head_dim = config.v_head_dim = sizes.head_dim
+    return sizes.scaling
+
+
 class Runner(ModelRunner):
     """sglang-jax's ModelRunner, with our own step around the model and the cache that it builds."""
 
@@ -317,6 +313,7 @@ class Runner(ModelRunner):
     def __init__(self, options: EngineOptions, **library_arguments: Any):
         """Build the runner; ``library_arguments`` are those of ModelRunner's constructor."""
         self.options = options  # set first: the library's constructor calls the methods below
+        self._scaling = _read_settings(library_arguments["model_config"])
         super().__init__(**library_arguments)
         self.programs = Programs(self)
 
@@ -339,7 +336,7 @@ class Runner(ModelRunner):
             split_vocabulary=split,
             experts=EXPERTS[self.options.experts],
         )
-        repairs.rope_as_published(model, config.dtype)
+        repairs.rope_as_published(model, config.dtype, self._scaling)
         if not split:
             soft_cap = model.logits_processor.soft_cap
             model.logits_processor = WholeVocabularyLogits(config.vocab_size, self.mesh, soft_cap)
@@ -355,7 +352,7 @@ class Runner(ModelRunner):
 
     @override
     def init_memory_pool(self, *args: Any, **kwargs: Any) -> None:
-        """Describe the cache without allocating it; ``restore_cache`` does that."""
+        """Describe the cache without allocating it; ``install_weights`` does that."""
         with repairs.cache_without_arrays(self.attention.cache_layer):
             super().init_memory_pool(*args, **kwargs)
         self.cache_specs = self.token_to_kv_pool.kv_buffer
@@ -367,7 +364,7 @@ class Runner(ModelRunner):
 
     @override
     def init_routed_experts_capturer(self) -> None:
-        """Keep no record on the devices of the experts that served each token; the step returns them."""
+        """Record no experts on the devices; the step returns them."""
 
     @override
     def profile_max_num_token(self, total_device_memory: int) -> int:
@@ -407,7 +404,7 @@ class Runner(ModelRunner):
         return found
 
     def install_weights(self, weights: Mapping[str, Array]) -> None:
-        """Use these parameters from the next step on.
+        """Use these parameters from the next step on, and allocate an empty cache if there is none.
 
         Raises:
             WeightsError: if names are missing or unknown, or an array has another shape or type; it lists them.
@@ -422,20 +419,16 @@ class Runner(ModelRunner):
                 raise WeightsError(
                     f"{name} must be {spec.dtype}{list(spec.shape)}, got {array.dtype}{list(array.shape)}"
                 )
-        self.weights = [weights[name] for name in specs]
+        self.weights, pool = [weights[name] for name in specs], self.token_to_kv_pool
+        if pool.kv_buffer is self.cache_specs:
+            pool.kv_buffer = [self._empty_layer() for _ in pool.kv_buffer]
 
     def release(self) -> None:
-        """Delete the cache and drop the references to the parameters; both must be back before the next step."""
+        """Delete the cache and drop the references to the parameters, until ``install_weights``."""
         self.weights, pool = None, self.token_to_kv_pool
         for layer in pool.kv_buffer:
             layer.delete()
         pool.kv_buffer = self.cache_specs
-
-    def restore_cache(self) -> None:
-        """Allocate an empty cache if there is none."""
-        pool = self.token_to_kv_pool
-        if pool.kv_buffer is self.cache_specs:
-            pool.kv_buffer = [self._empty_layer() for _ in pool.kv_buffer]
 
     @cached_property
     def _empty_layer(self) -> Any:

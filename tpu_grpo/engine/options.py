@@ -1,6 +1,6 @@
-"""What an engine is built for: its sizes and settings, the few padded shapes that it compiles, the length of a launch.
+"""The options of an engine: its sizes and settings, the padded shapes that it compiles, the steps of a launch.
 
-Everything is chosen once from the config and the devices, never from the requests that come.
+All are chosen once from the config and the devices, and do not depend on the requests.
 
 A decode program has one batch size, and a prefill program one number of tokens. Both take rows of any length up to the
 context. All are compiled before the first step, and nothing after that.
@@ -124,7 +124,8 @@ class EngineOptions:
         return max(self.max_running_requests * self.tokens_of_request(self.context_tokens), longest_prompt)
 
     def tokens_of_request(self, tokens: int) -> int:
-        """Return the cache tokens that a request of ``tokens`` needs, with the library's margin, in whole pages."""
+        """Return the cache slots that a request of ``tokens`` tokens needs, with the library's margin, rounded up to
+        whole pages."""
         return self._whole_pages(tokens + CACHE_MARGIN_TOKENS)
 
     def _whole_pages(self, tokens: int) -> int:
@@ -155,8 +156,9 @@ def pad_to(rungs: Sequence[int], size: int) -> int:
 def choose_steps(weight_bytes: int, platform: str) -> int:
     """Choose the most decode steps of a launch: a power of two, for the bytes of weights on each device.
 
-    Reading the weights so many times takes LAUNCH_SECONDS, within FEWEST_STEPS and MOST_STEPS. On a TPU, 0.6B
-    parameters in bfloat16 (1.2 GB) get 32 steps, 8B on four devices (4 GB) 16, and 32B on four devices (16 GB) 4.
+    It is the number for which reading the weights takes LAUNCH_SECONDS, within FEWEST_STEPS and MOST_STEPS. On a TPU,
+    0.6B parameters in bfloat16 (1.2 GB) get 32 steps, 8B on four devices (4 GB) 16, and 32B on four devices (16 GB)
+    4.
     """
     step_seconds, steps = weight_bytes / BYTES_PER_SECOND[platform], FEWEST_STEPS
     while steps < MOST_STEPS and steps * step_seconds < LAUNCH_SECONDS:
@@ -165,9 +167,9 @@ def choose_steps(weight_bytes: int, platform: str) -> int:
 
 
 def rows_left(rungs: Sequence[int], rows: int, *, waiting: bool) -> int:
-    """Return how many running rows are so few that a launch of ``rows`` rows ends early.
+    """Return the number of running rows at or below which a launch of ``rows`` rows ends early.
 
-    They fit a smaller program, or, if requests wait, enough rows are free for some of them.
+    So few rows fit a smaller program, or leave room for waiting requests.
     """
     smaller = max((rung for rung in rungs if rung < rows), default=0)
     return max(smaller, rows - max(1, rows // REFILL_SHARE)) if waiting else smaller
@@ -177,7 +179,7 @@ def rows_left(rungs: Sequence[int], rows: int, *, waiting: bool) -> int:
 
 
 def choose_attention(name: Literal["auto", "flash", "gather", "native"], platform: str) -> AttentionName:
-    """Resolve ``auto`` and refuse what the sampler's devices (tpu, cpu, gpu) cannot run.
+    """Resolve ``auto``, and refuse an attention that the sampler's devices (tpu, cpu, gpu) cannot run.
 
     Raises:
         ConfigError: if flash is asked for without a TPU.
@@ -226,7 +228,7 @@ def check_experts(name: ExpertsName, platform: str) -> ExpertsName:
 
 
 def check_tokens(shapes: Shapes, devices: int) -> None:
-    """Check that the kernel of `FusedExperts` can spread the tokens of every step.
+    """Check that every step's tokens are divisible among the devices of `FusedExperts`.
 
     Raises:
         ConfigError: for a number of rows or of prompt tokens that does not divide over the devices.
@@ -240,7 +242,7 @@ def check_tokens(shapes: Shapes, devices: int) -> None:
 
 
 def splits_vocabulary(asked: bool | None, vocabulary: int, tensor: int) -> bool:
-    """Decide whether ``tensor`` devices shard a vocabulary; with None they do where ``tensor`` divides it.
+    """Decide whether ``tensor`` devices shard the vocabulary; unset, they do if ``tensor`` divides it.
 
     Raises:
         ConfigError: if sharding was asked for and ``tensor`` does not divide the vocabulary.

@@ -25,7 +25,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from tpu_grpo.engine.experts import Experts
-from tpu_grpo.models.families.rope import Llama3Scaling, inverse_timescales, older_rope
+from tpu_grpo.models.families.rope import Scaling, inverse_timescales
 from tpu_grpo.records.errors import ConfigError
 
 REPAIRED_VERSION = "0.1.0rc0"
@@ -88,9 +88,8 @@ def abstract_model(
 ) -> Any:
     """Build the model with ``jax.ShapeDtypeStruct`` parameters, so that nothing is allocated.
 
-    Reason: the library builds models of random numbers, and its transformers 4 does not know ``rope_parameters``.
+    Reason: the library builds models of random numbers.
     """
-    hf_config.update(older_rope(getattr(hf_config, "rope_parameters", None)) or {})
     with jax.set_mesh(mesh), _our_experts(experts), _vocabulary(split_vocabulary):
         return nnx.eval_shape(lambda: model_class(hf_config, mesh=mesh, dtype=dtype))
 
@@ -142,27 +141,28 @@ def cache_without_arrays(layer: Callable[[Any], jax.ShapeDtypeStruct]) -> Iterat
         yield
 
 
-def rope_as_published(model: nnx.Module, dtype: jnp.dtype) -> None:
-    """Scale rotary angles as the model asks, and round their sines and cosines to the model's type.
+def rope_as_published(model: nnx.Module, dtype: jnp.dtype, scaling: Scaling | None) -> None:
+    """Scale rotary angles of a model that was built without a scaling, and round their sines to the model's type.
 
-    Reason: ``Llama3RotaryEmbedding`` has the scaled frequencies and never uses them, and ``get_rope`` shares these
-    objects between models, so the model gets its own.
+    Reason: ``Llama3RotaryEmbedding`` has the scaled frequencies and never uses them, models of Qwen3 ignore a scaling,
+    and ``get_rope`` shares these objects between models, so the model gets its own.
     """
-    from sgl_jax.srt.layers.embeddings import Llama3RotaryEmbedding, RotaryEmbedding
+    from sgl_jax.srt.layers.embeddings import RotaryEmbedding
 
     for _, node in nnx.iter_modules(model):
         for name, value in list(vars(node).items()):
             if isinstance(value, RotaryEmbedding):
-                rope = copy.copy(value)
+                rope: Any = copy.copy(value)
                 rope.dtype = dtype
-                if isinstance(rope, Llama3RotaryEmbedding):
-                    rope._inv_freq_np = _scaled_frequencies(rope)
+                if scaling is not None:
+                    rope._inv_freq_np = inverse_timescales(rope.rotary_dim, rope.base, scaling).astype(np.float32)
+                    if scaling.amplitude != 1.0:
+                        rope._compute_cos_sin = _amplified(rope._compute_cos_sin, scaling.amplitude)
                 setattr(node, name, rope)
 
 
-def _scaled_frequencies(rope: Any) -> np.ndarray:
-    scaling = Llama3Scaling(rope.scaling_factor, rope.low_freq_factor, rope.high_freq_factor, rope.orig_max_position)
-    return inverse_timescales(rope.rotary_dim, rope.base, scaling).astype(np.float32)
+def _amplified(cosines_and_sines: Callable[[Any], Any], amplitude: float) -> Callable[[Any], Any]:
+    return lambda positions: tuple(amplitude * values for values in cosines_and_sines(positions))
 
 
 def count_instead_of_clock() -> None:
@@ -181,7 +181,7 @@ def count_instead_of_clock() -> None:
 
 @contextmanager
 def slots_taken(slots_b: np.ndarray) -> Iterator[None]:
-    """Let the library prepare a decode step whose rows have these cache slots already.
+    """Let the library prepare a decode step with cache slots that were reserved before.
 
     Reason: it looks for free memory, evicts prefixes or puts rows back if there is none, and allocates the slots.
     """

@@ -4,7 +4,7 @@
     replicas.install_weights(weights)           # arrays on all replicas, as replicas.weight_specs says
     completions = replicas.generate(requests)   # all of them, on every host
 
-For 8 devices on 2 hosts (4 each) and three groups of requests a, b, c, all expected to be as long:
+For 8 devices on 2 hosts (4 each) and three groups of requests a, b, c with equal expected lengths:
 
     tensor 2    host 0: replicas 0 and 1 sample a and b     host 1: replica 2 samples c, replica 3 has nothing to do
     tensor 8    one replica over both hosts samples a, b and c, both hosts making the same decisions
@@ -16,11 +16,12 @@ needs no such points. Afterwards the hosts that drive one replica together compa
 every host receives the whole batch. Tokens do not depend on which replica serves a request: see sampling.py.
 """
 
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -42,14 +43,17 @@ from tpu_grpo.engine.dealing import (
     steps_between_points,
 )
 from tpu_grpo.engine.engine import Engine, engine_mesh
-from tpu_grpo.engine.exchange import Exchange, exchange_conversations
+from tpu_grpo.engine.exchange import exchange_completions, share_bytes
 from tpu_grpo.engine.generation import Finished, advance_all
 from tpu_grpo.engine.options import EngineOptions
 from tpu_grpo.engine.scheduler import EngineUse, total_use
-from tpu_grpo.engine.waves import Conversations, Limits, Waves
+from tpu_grpo.engine.waves import Conversations, Waves
 from tpu_grpo.hosts import Hosts, devices_per_host, hosts_of, progress
 from tpu_grpo.records.errors import ConfigError, LockstepError
 from tpu_grpo.records.stages import Completion, Request
+
+Served = tuple[str, dict[int, str], dict[int, tuple[int, int]]]
+"""What a host tells of a batch: the digest of how it was dealt, and by replica its digest, and its steps and clock."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,7 @@ def make_replicas(devices: Sequence[Any], tensor: int) -> tuple[Replica, ...]:
 def replicated_specs(
     engine_specs: Mapping[str, jax.ShapeDtypeStruct], replicas: Sequence[Replica]
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Extend the specs of one engine's parameters to all replicas, over which the axis "data" of their mesh runs."""
+    """Extend the specs of one engine's parameters to all replicas, along the axis "data" of their mesh."""
     mesh = engine_mesh([device for replica in replicas for device in replica.devices], len(replicas))
     return {
         name: jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=NamedSharding(mesh, _partition(spec)))
@@ -102,10 +106,10 @@ class Replicas:
             if replica.number in self.engines and len(replica.hosts) > 1
         }
         """For each of this host's replicas over several hosts those that drive it."""
-        self.figures: Mapping[str, float] = {}
+        self.figures: dict[str, float] = {}
         """What the last ``generate`` took of this host's engines, under the metrics' names."""
         self.told: Sequence[int] = ()
-        """The host that was told of the end of each request of the last ``generate``."""
+        """The host that got the completion of each request of the last ``generate``."""
 
     @classmethod
     def build(
@@ -144,7 +148,8 @@ class Replicas:
             self.engines[number].before_every_launch(_launch_hook(number, partners))
 
     def install_weights(self, weights: Mapping[str, Array]) -> None:
-        """Sample with these parameters from now on. They lie on all replicas, and each engine takes its copy as it is.
+        """Set the parameters to sample with. Their arrays are replicated over the replicas, and each engine uses its
+        own copy.
 
         Raises:
             WeightsError: if names, shapes or types are not those of ``weight_specs``.
@@ -163,9 +168,9 @@ class Replicas:
             engine.release()
 
     def differs_by(self, name: str, expected: Array) -> float:
-        """Return the largest difference between ``expected`` and the parameter in this host's engines.
+        """Return the largest difference between ``expected`` and the same parameter in this host's engines.
 
-        ``expected`` lies on all replicas. A NaN counts as an infinite difference.
+        ``expected`` is replicated over all replicas. NaN counts as an infinite difference.
         """
         gaps = [
             float(_largest_gap(engine.weights[name], _copy_on_engine(expected, engine, name)))
@@ -176,7 +181,7 @@ class Replicas:
     def compile_all(self, tell: Callable[[], None] = lambda: None) -> int:
         """Compile every shape of every engine now, engines in parallel, and return the number of programs.
 
-        ``tell`` is called after each, by any thread.
+        ``tell`` is called after each program, on any thread.
         """
         with ThreadPoolExecutor(len(self.engines)) as pool:
             return sum(pool.map(lambda engine: engine.compile_all(tell), self.engines.values()))
@@ -195,8 +200,8 @@ class Replicas:
             finished: is called with the index and the completion of each request as it ends, on one host: one of those
                 that drive the replica which serves it.
             known: the tokens that are expected of each request, where something is known; no token depends on them.
-            conversations: those of the requests, if their answers are conversations. A host is asked for those of the
-                groups that it is told of.
+            conversations: the requests' conversations, if completions are conversations. Each host plays those of the
+                groups whose completions it gets.
 
         Raises:
             RequestError: if no engine can ever serve one of them; none is started then. In the middle, if a turn is
@@ -210,9 +215,9 @@ class Replicas:
         self.told = serving.dealer.told
         spent = total_use([waited, *(engine.use for engine in self.engines.values())]) - before
         self.figures = {**spent.figures, **self._compare(serving)}
-        if conversations is not None:
-            return exchange_conversations(serving.completions, len(requests), self.hosts)
-        return self._exchange(serving, requests)
+        if spent.steps:  # one thread drives the engines in turn
+            self.figures |= {"rollout/decode_step_seconds": len(self.engines) * spent.decode / spent.steps}
+        return self._exchange(serving, requests, conversations is not None)
 
     def _compare(self, serving: "Serving") -> dict[str, float]:
         """Check that hosts dealt alike, and decided and sampled alike in the replicas they share; returns idle shares.
@@ -221,40 +226,29 @@ class Replicas:
         """
         dealt = hashlib.sha256(json.dumps(serving.dealer.assigned).encode()).hexdigest()
         steps = {number: (g.steps, g.clock) for number, g in serving.generations.items()}
-        mine = {"dealt": dealt, "digests": self.digests, "steps": steps}
-        answers = self.hosts.gather("scheduling and tokens", json.dumps(mine).encode())
-        everyone = [json.loads(part) for part in answers]
-        _check_alike("deal requests alike", dict(enumerate(answer["dealt"] for answer in everyone)))
+        told = self.hosts.share("scheduling and tokens", (dealt, self.digests, steps), Served)
+        all_dealt, all_digests, all_steps = zip(*told, strict=True)
+        _check_alike("deal requests alike", dict(enumerate(all_dealt)))
         for replica in self.replicas:
-            found = {host: everyone[host]["digests"][str(replica.number)] for host in replica.hosts}
+            found = {host: all_digests[host].get(replica.number, "") for host in replica.hosts}
             _check_alike(f"schedule and sample alike in replica {replica.number}, which they share", found)
-        return idle_share([everyone[replica.hosts[0]]["steps"][str(replica.number)] for replica in self.replicas])
+        return idle_share([all_steps[replica.hosts[0]].get(replica.number, (0, 0)) for replica in self.replicas])
 
-    def _exchange(self, serving: "Serving", requests: Sequence[Request]) -> list[Completion]:
-        """Gather the completions of all replicas; the first host that drives a replica sends its completions."""
-        own = serving.completions
-        if self.hosts.count == 1:
-            return [own[index] for index in range(len(requests))]
-        engine, senders = next(iter(self.engines.values())), [replica.hosts[0] for replica in self.replicas]
-        exchange = Exchange(requests, serving.dealer.assigned, senders, self.hosts, engine.options.filtered)
-        completions = exchange.completions(own)
-        if any(request.return_experts for request in requests):
-            assert engine.expert_layout is not None, "Engine.check refuses such a request"
-            completions = exchange.with_experts(completions, own, engine.expert_layout, engine.options.context_tokens)
-        return completions
+    def _exchange(self, serving: "Serving", requests: Sequence[Request], converse: bool) -> list[Completion]:
+        """Gather all completions; each is sent by the host that ``dealer.told`` names."""
+        sent = {i: completion for i, completion in serving.completions.items() if self.told[i] == self.hosts.index}
+        if converse:
+            return exchange_completions(sent, len(requests), self.hosts)
+        engine, senders = next(iter(self.engines.values())), {host for one in self.replicas for host in one.hosts}
+        layout = engine.expert_layout if any(request.return_experts for request in requests) else None
+        room = share_bytes(requests, len(senders), engine.options.context_tokens, layout)
+        return exchange_completions(sent, len(requests), self.hosts, room)
 
 
 class Serving:
-    """A batch of requests while all replicas of a run serve it, from one agreed point to the next.
+    """A batch of requests in service by all replicas, from one synchronization point to the next.
 
-    Args:
-        replicas: all of the run; every host passes the same requests.
-        requests: what to sample.
-        known: the tokens that are expected of each, where something is known.
-        finished: is called with the index and the completion of each request as it ends, on the host that
-            ``dealer.told`` names.
-        conversations: those of the requests, if their answers are conversations. The environment of each works on the
-            host that is told of it.
+    See ``Replicas.generate`` for the arguments; ``dealer.told`` names the host that gets each completion.
     """
 
     def __init__(
@@ -265,11 +259,9 @@ class Serving:
         finished: Finished | None = None,
         conversations: Conversations | None = None,
     ):
-        self._hosts, self._partners = replicas.hosts, replicas.partners
+        self._hosts, self._finished = replicas.hosts, finished
         self._drivers = [replica.hosts for replica in replicas.replicas]
         """For every replica the hosts that drive it; the first speaks for it."""
-        self._finished = finished
-        self._conversations = conversations
         expected = expected_tokens(requests, known)
         groups = make_groups(requests, expected, converse=conversations is not None)
         self._group_of = {index: group.number for group in groups for index in group.members}
@@ -280,12 +272,18 @@ class Serving:
             number: engine.begin(
                 requests,
                 expected,
+                Waves(
+                    conversations,
+                    engine.limits(requests, expected, shares[number]),
+                    host_of=functools.partial(self._told, number),
+                    here=self._hosts.index,
+                    partners=replicas.partners.get(number),
+                ),
                 self._tell(number),
-                self._waves(number, engine.limits(requests, expected, shares[number])),
             )
             for number, engine in replicas.engines.items()
         }
-        """Those of this host's engines, by the replica's number."""
+        """The generations of this host's engines, by the replica's number."""
         places = places_for(requests, expected, next(iter(replicas.engines.values())).options)
         self._loads = [
             Load(0, places if share is None else min(places, share * len(driven)))
@@ -303,9 +301,9 @@ class Serving:
 
     @property
     def completions(self) -> dict[int, Completion]:
-        """Those that this host's replicas sampled, by the index of the request.
+        """The completions that this host's replicas sampled, by the index of the request.
 
-        Of conversations they are those that this host is told of.
+        Of conversations, only those that this host reports.
         """
         return {i: completion for g in self.generations.values() for i, completion in g.completions.items()}
 
@@ -318,11 +316,15 @@ class Serving:
 
     def _gather(self, point: int) -> list[Load]:
         """Tell the other hosts what this host's replicas have to do at a point, and hear of all."""
-        mine = {number: asdict(generation.pause(point)) for number, generation in self.generations.items()}
-        everyone = [
-            json.loads(part) for part in self._hosts.gather("what replicas have to do", json.dumps(mine).encode())
-        ]
-        return [Load(**everyone[drivers[0]][str(number)]) for number, drivers in enumerate(self._drivers)]
+
+        def read(host: int, told: dict[int, Load]) -> dict[int, Load]:
+            if told.keys() != (driven := {n for n, drivers in enumerate(self._drivers) if host in drivers}):
+                raise ValueError(f"host {host} drives the replicas {driven}, got {told.keys()}")
+            return told
+
+        mine = {number: generation.pause(point) for number, generation in self.generations.items()}
+        everyone = self._hosts.share("what replicas have to do", mine, dict[int, Load], read)
+        return [everyone[drivers[0]][number] for number, drivers in enumerate(self._drivers)]
 
     def _tell(self, number: int) -> Finished | None:
         """Make the call for a replica's completions, of which this host passes on its own."""
@@ -336,20 +338,8 @@ class Serving:
 
         return tell
 
-    def _waves(self, number: int, limits: Limits) -> Waves | None:
-        """Make what brings the turns of a replica's rows, if answers are conversations."""
-        if self._conversations is None:
-            return None
-        return Waves(
-            self._conversations,
-            limits,
-            host_of=lambda row: self._told(number, row),
-            here=self._hosts.index,
-            partners=self._partners.get(number),
-        )
-
     def _told(self, number: int, index: int) -> int:
-        """Return the host that is told of a request, if this replica serves it."""
+        """Return the host that gets a request's completion, if this replica serves it."""
         return host_told(self._group_of[index], self._drivers[number], len(self._drivers))
 
 
@@ -399,7 +389,7 @@ def _copy_on_engine(array: Array, engine: Engine, name: str) -> Array:
 
 
 def idle_share(steps: Sequence[tuple[int, int]]) -> dict[str, float]:
-    """Return the share of their time in which replicas had nothing to do while another worked, as a metric.
+    """Return, as a metric, the share of decode time in which replicas were idle while another worked.
 
     Args:
         steps: for every replica its decode steps, and its clock at the end. Time is counted in decode steps, up to the

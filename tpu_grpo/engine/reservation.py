@@ -1,16 +1,16 @@
 """Cache slots for several decode steps, taken from the scheduler's own allocator before a launch.
 
-The scheduler gives every row of a decode batch the slot of one token. ``reserve`` takes those of the tokens after it,
-for as many steps as free slots last, and ``keep`` gives back what a launch did not use. A launch ends where single
-steps would have evicted prefixes or put rows back. So eviction, retraction and admission find what they would find
-after single steps, and decide alike.
+The scheduler gives every row of a decode batch the slot of one token. ``reserve`` takes the slots of the tokens after
+it, for as many steps as free slots last, and ``keep`` frees those that a launch did not use. A launch ends where
+single steps would have evicted prefixes or retracted rows, so that eviction, retraction and admission decide as they
+would after single steps.
 
     reservation = reserve(batch, most_steps=16, left=8)
     ...                                     # the launch
     keep(batch, reservation, counts)        # the tokens that each row has sampled
 
-While nothing waits, the next launch is made before this one's tokens are known. ``reserve_ahead`` takes the slots of
-all rows for it, as if none ended, and ``give_back`` those of rows that have.
+While no request waits, the next launch is made before this one's tokens are known. ``reserve_ahead`` takes the slots
+of all rows for it, as if none ended, and ``give_back`` frees those of rows that have ended.
 
 Suffixes: b rows of the batch (B padded), k steps of the launch, T tokens, L layers, K experts per token.
 """
@@ -24,7 +24,7 @@ from sgl_jax.srt.managers.schedule_batch import ScheduleBatch
 
 @dataclass(frozen=True)
 class Reservation:
-    """What the rows of a launch may fill."""
+    """The cache slots that the rows of a launch may fill."""
 
     slots: Int[np.ndarray, "b k"]
     """The cache slots of the tokens that the steps take in; -1 after the row's last."""
@@ -55,7 +55,7 @@ class Reservation:
 def reserve(batch: ScheduleBatch, most_steps: int, left: int) -> Reservation:
     """Reserve slots for up to ``most_steps`` steps of a batch that is prepared for its first.
 
-    A row gets no more than its request may still sample.
+    A row gets no more slots than its request may still sample tokens.
 
     Args:
         batch: the decode batch, whose rows have a slot for their first token.
@@ -71,9 +71,10 @@ def reserve(batch: ScheduleBatch, most_steps: int, left: int) -> Reservation:
 
 
 def reserve_ahead(batch: ScheduleBatch, before: Reservation, most_steps: int) -> Reservation | None:
-    """Reserve slots for the launch after one that is in flight; none without use, or without room for all its steps.
+    """Reserve slots for the launch after the current one; none if it has no use, or if there is not room for all its
+    steps.
 
-    The library is not told: only rows that run on get there.
+    The library's request table gets these slots only for rows that continue.
 
     Args:
         batch: the decode batch in flight.
@@ -93,9 +94,9 @@ def reserve_ahead(batch: ScheduleBatch, before: Reservation, most_steps: int) ->
 
 
 def give_back(batch: ScheduleBatch, ahead: Reservation) -> None:
-    """Free the slots of a launch that was made ahead, for rows that have no part in it.
+    """Free the slots of a launch that was made ahead, for rows that had ended before it.
 
-    A page that the launch before has filled in part belongs to that one's reservation.
+    A page that the previous launch has filled in part belongs to the reservation of that launch.
     """
     allocator = batch.token_to_kv_pool_allocator
     first_b = -(-(ahead.lengths - 1) // allocator.page_size) * allocator.page_size
@@ -103,13 +104,13 @@ def give_back(batch: ScheduleBatch, ahead: Reservation) -> None:
 
 
 def count_allocated(batch: ScheduleBatch, lengths_b: Int[np.ndarray, " b"], ends_b: Int[np.ndarray, " b"]) -> None:
-    """Let requests know of the slots from each row's length to its end."""
+    """Set the allocated length of requests to the end of their reserved slots."""
     for req, more in zip(batch.reqs, (ends_b - lengths_b).tolist(), strict=True):
         req.kv_allocated_len += more
 
 
 def keep(batch: ScheduleBatch, reservation: Reservation, counts_b: Int[np.ndarray, " b"]) -> None:
-    """Note that each row has sampled ``counts`` tokens, at least one, and free the slots that no token took."""
+    """Record that each row has sampled ``counts`` tokens, at least one, and free the slots that no token took."""
     page, first_b = batch.token_to_kv_pool_allocator.page_size, np.asarray(batch.seq_lens)
     ends_b = first_b + counts_b - 1
     unused = (reservation.slots >= 0) & (reservation.places >= (-(-ends_b // page) * page)[:, None])
@@ -129,7 +130,7 @@ def computed_experts(
 ) -> tuple[Int[np.ndarray, " T"], Integer[np.ndarray, "T L K"]]:
     """Return the cache slots of the tokens that were computed, and their experts.
 
-    ``experts`` are those of a launch, [k, B, L, K], or without a reservation of a prefill step, [T, L, K].
+    ``experts`` have the shape [k, B, L, K] for a launch and [T, L, K] for a prefill step, which has no reservation.
     """
     if reservation is None:
         return batch.out_cache_loc, experts[: len(batch.out_cache_loc)]

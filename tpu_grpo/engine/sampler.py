@@ -4,14 +4,14 @@
     rollout = sampler.rollout(batch)                        # for training
     rollouts = sampler.answer(prompts, modes)               # for an evaluation
 
-For people who wait for an answer, ``stream`` says after every launch of one engine how far its requests are:
+For callers who show an answer as it grows, ``stream`` yields the tokens of one engine's requests after every launch:
 
     for answers in stream(engine, requests, cancelled=lambda: False):
         answers[0].token_ids            # the tokens of request 0 so far
         answers[0].completion           # and its completion, once it has ended
 
-A log-probability that is not finite, or above 0, means that the weights or the computation are broken, and that
-nothing can be learnt from the tokens: a `BrokenRollout`.
+A log-probability that is not finite, or above 0, means that the weights or the computation are broken: the rollout is
+a `BrokenRollout`, from which nothing is learnt.
 """
 
 import reprlib
@@ -27,9 +27,8 @@ from jaxtyping import Bool
 from transformers import PreTrainedTokenizerFast
 
 from tpu_grpo.config import RunConfig
-from tpu_grpo.engine.dealing import expected_tokens, make_groups
 from tpu_grpo.engine.engine import Engine
-from tpu_grpo.engine.generation import Finished, Partial
+from tpu_grpo.engine.generation import Partial
 from tpu_grpo.engine.replicas import Replicas
 from tpu_grpo.engine.waves import OpenConversations
 from tpu_grpo.records.errors import NonFiniteError
@@ -55,19 +54,19 @@ _SHORT = reprlib.Repr(maxstring=120)
 
 
 def sampling_params(config: RunConfig) -> SamplingParams:
-    """Return the settings with which a run samples its training completions."""
+    """Return the sampling settings of a run's training completions."""
     rollout = config.rollout
     return SamplingParams(rollout.max_new_tokens, rollout.temperature, rollout.top_k, rollout.top_p, rollout.min_p)
 
 
 def completion_text(tokenizer: PreTrainedTokenizerFast, completion: Completion) -> str:
-    """Return the text of all tokens after the prompt, those of an environment's answers too; no special tokens."""
+    """Return the text of all tokens after the prompt, including an environment's answers, without special tokens."""
     return tokenizer.decode(completion.said_ids, skip_special_tokens=True)
 
 
 @dataclass(frozen=True)
 class BrokenRollout:
-    """A BrokenRollout is all that was sampled together with such a completion."""
+    """A rollout in which some log-probability is not finite, or above 0."""
 
     step: int
     """The step that it was sampled for, and 0 for an evaluation."""
@@ -78,7 +77,7 @@ class BrokenRollout:
 
     @property
     def what(self) -> str:
-        """Say what was sampled."""
+        """Describe what was sampled."""
         return f"step {self.step}" if self.step else "an evaluation"
 
     @property
@@ -87,7 +86,8 @@ class BrokenRollout:
         return [row for row, completion in enumerate(self.completions) if impossible(completion).any()]
 
     def error(self, kept_in: Path | None) -> NonFiniteError:
-        """Name the first such row with its prompt and completion, and where everything is kept."""
+        """Make the error that names the first such row with its prompt and completion, and the file with all of
+        them."""
         row = self.rows[0]
         bad_T = impossible(self.completions[row])
         place = int(np.argmax(bad_T))
@@ -107,13 +107,13 @@ KeepBroken = Callable[[BrokenRollout], Path]
 
 
 def impossible(completion: Completion) -> Bool[np.ndarray, " T"]:
-    """Say which sampled tokens have a log-probability that is not finite, or above 0."""
+    """Mark the sampled tokens whose log-probability is not finite, or above 0."""
     bad_T = ~(np.isfinite(completion.logprobs) & (completion.logprobs <= 0.0))
     return bad_T if completion.sampled is None else bad_T & completion.sampled
 
 
 class Sampler:
-    """Samples completions of prompts. Somebody else keeps the weights of its engines up to date.
+    """Samples completions of prompts. Its caller keeps the engines' weights up to date.
 
     Args:
         engines: serve the requests.
@@ -148,12 +148,13 @@ class Sampler:
     ) -> Rollout:
         """Sample a group of completions for every prompt of a step.
 
-        ``ended`` is called in the middle of the rollout, on the calling thread, once for every prompt whose completions
-        have all been sampled: on one host, of those whose engine sampled them. It should take little time, because that
-        host's engines wait for it. What it raises ends the run: the engines are then in the middle of their work.
+        ``ended`` is called during the rollout, on the calling thread, once for every prompt whose completions have
+        all been sampled: on one host, namely the one whose engine sampled them. It should take little time, because
+        that host's engines wait for it. An exception in it ends the run, because the engines are then in the middle
+        of their work.
 
-        ``known`` are the mean tokens of a completion that are expected of each prompt, where something is known.
-        Prompts with long answers are started first. No token depends on it; the last bits of log-probabilities may.
+        ``known`` are the expected mean tokens of a completion of each prompt, where known. Prompts with long answers
+        are started first. No token depends on it; the last bits of log-probabilities may.
 
         The cache is emptied first. What an evaluation or a probe left in it would change the chunks in which prompts
         are prefilled and thereby the last bits, so that a run's numbers would depend on when it was evaluated.
@@ -162,21 +163,16 @@ class Sampler:
             NonFiniteError: if a log-probability is not finite, which means that weights or computation are broken. The
                 rollout is kept first, see ``keep_broken``.
         """
-        start = time.perf_counter()
-        self._engines.forget_prefixes()
+        size = self._group_size
         requests = [
             Request(prompt.token_ids, self._sampling, SampleKey(self._seed, batch.step, p, g), self._return_experts)
             for p, prompt in enumerate(batch.prompts, start=batch.round * len(batch.prompts))
-            for g in range(self._group_size)
+            for g in range(size)
         ]
-        groups = _Groups([self._group_size] * len(batch.prompts), self._text, ended)
-        rows = None if known is None else [value for value in known for _ in range(self._group_size)]
-        asked = [p for p in batch.prompts for _ in range(self._group_size)]
-        completions = self._generate(asked, requests, groups.finished, rows)
-        self._check(batch.step, asked, completions)
-        seconds, texts, told = time.perf_counter() - start, groups.all_texts(completions), self._engines.told
-        told = tuple(told[:: self._group_size])
-        return Rollout(batch, self._group_size, completions, texts, seconds, self._engines.figures, told)
+        asked = [prompt for prompt in batch.prompts for _ in range(size)]
+        rows = None if known is None else [value for value in known for _ in range(size)]
+        sampled = self._sample(batch.step, asked, requests, [size] * len(batch.prompts), ended, rows)
+        return Rollout(batch, size, *sampled, self._engines.figures, tuple(self._engines.told[::size]))
 
     def answer(
         self, prompts: Sequence[Prompt], modes: Sequence[AnswerMode], ended: Sequence[GroupEnded] = ()
@@ -189,60 +185,61 @@ class Sampler:
 
         ``ended`` has a function for every mode, which is called as that of ``rollout``.
         """
-        start = time.perf_counter()
-        self._engines.forget_prefixes()
+        count = len(prompts)
         requests = [
-            [
-                Request(
-                    prompt.token_ids,
-                    SamplingParams(self._sampling.max_new_tokens, mode.temperature),
-                    SampleKey(self._seed, 0, index, EVALUATION_SAMPLE + sample),
-                )
-                for sample in range(mode.samples)
-            ]
+            Request(
+                prompt.token_ids,
+                SamplingParams(self._sampling.max_new_tokens, mode.temperature),
+                SampleKey(self._seed, 0, index, EVALUATION_SAMPLE + sample),
+            )
             for mode in modes
             for index, prompt in enumerate(prompts)
+            for sample in range(mode.samples)
         ]
-        count = len(prompts)
+        asked = [prompt for mode in modes for prompt in prompts for _ in range(mode.samples)]
 
         def pass_on(group: int, completions: Sequence[Completion], texts: Sequence[str]) -> None:
             if ended:
                 ended[group // count](group % count, completions, texts)
 
-        groups = _Groups([len(group) for group in requests], self._text, pass_on)
-        asked = [prompt for mode in modes for prompt in prompts for _ in range(mode.samples)]
-        completions = self._generate(asked, [request for group in requests for request in group], groups.finished)
-        self._check(0, asked, completions)
-        seconds, batch, answered = time.perf_counter() - start, PromptBatch(0, tuple(prompts)), []
-        texts, told, first = groups.all_texts(completions), self._engines.told, 0
+        sizes = [mode.samples for mode in modes for _ in prompts]
+        completions, texts, seconds = self._sample(0, asked, requests, sizes, pass_on)
+        batch, answered, end = PromptBatch(0, tuple(prompts)), [], 0
         for mode in modes:
-            rows, first = slice(first, first + count * mode.samples), first + count * mode.samples
-            hosts = tuple(told[rows][:: mode.samples])
-            answered.append(Rollout(batch, mode.samples, completions[rows], texts[rows], seconds, told=hosts))
+            rows, end = slice(end, end + count * mode.samples), end + count * mode.samples
+            told = tuple(self._engines.told[rows][:: mode.samples])
+            answered.append(Rollout(batch, mode.samples, completions[rows], texts[rows], seconds, told=told))
         return tuple(answered)
 
-    def _generate(
+    def _sample(
         self,
+        step: int,
         prompts: Sequence[Prompt],
         requests: Sequence[Request],
-        finished: Finished,
+        sizes: Sequence[int],
+        ended: GroupEnded | None,
         known: Sequence[float | None] | None = None,
-    ) -> tuple[Completion, ...]:
-        """Sample a completion for every request, or have a conversation; ``prompts`` are those of the requests."""
-        if self._converse is None:
-            return tuple(self._engines.generate(requests, finished, known))
-        conversations = self._converse(prompts, requests)
-        try:
-            return tuple(self._engines.generate(requests, finished, known, conversations))
-        finally:
-            conversations.close()
+    ) -> tuple[tuple[Completion, ...], tuple[str, ...], float]:
+        """Sample a completion for every request, or have a conversation; ``prompts`` are those of the requests.
 
-    def _check(self, step: int, prompts: Sequence[Prompt], completions: tuple[Completion, ...]) -> None:
-        """See that all log-probabilities can be, or keep what was sampled and raise what says so."""
+        The cache is emptied first. ``ended`` is called for groups of ``sizes`` rows. Raises as ``rollout`` does.
+
+        Returns the completions, their texts, and the seconds that it took.
+        """
+        start, groups = time.perf_counter(), _Groups(sizes, self._text, ended)
+        self._engines.forget_prefixes()
+        conversations = None if self._converse is None else self._converse(prompts, requests)
+        try:
+            completions = tuple(self._engines.generate(requests, groups.finished, known, conversations))
+        finally:
+            if conversations is not None:
+                conversations.close()
         if any(impossible(completion).any() for completion in completions):
             texts = tuple(self._text(completion) for completion in completions)
             broken = BrokenRollout(step, tuple(prompts), completions, texts)
             raise broken.error(self.keep_broken(broken) if self.keep_broken else None)
+        seconds = time.perf_counter() - start
+        return completions, groups.all_texts(completions), seconds
 
     def _text(self, completion: Completion) -> str:
         return completion_text(self._tokenizer, completion)
@@ -283,7 +280,7 @@ class _Groups:
 
 
 def stream(engine: Engine, requests: Sequence[Request], cancelled: Callable[[], bool]) -> Iterator[list[Partial]]:
-    """Sample completions, and yield what there is of each, in the order of the requests, after every launch.
+    """Sample completions, and yield the tokens of each so far, in the order of the requests, after every launch.
 
     A caller who closes the iterator ends the requests; the engine can be used again afterwards.
 
@@ -296,10 +293,7 @@ def stream(engine: Engine, requests: Sequence[Request], cancelled: Callable[[], 
         RequestError: if the engine can never serve one of them; none is started then.
         NonFiniteError: if a log-probability is not finite.
     """
-    engine.check(requests)
-    expected = expected_tokens(requests)
-    generation, going = engine.begin(requests, expected), True
-    generation.hold(make_groups(requests, expected))
+    generation, going = engine.start(requests), True
     try:
         while going:
             if cancelled():

@@ -10,7 +10,7 @@ Its decisions depend on the submitted requests alone: no clock, free memory, thr
 import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 from types import SimpleNamespace
 from typing import Any, Literal, override
@@ -88,7 +88,7 @@ class InFlight:
 
 @dataclass
 class EngineUse:
-    """What an engine has done so far, and the host's seconds by what it did."""
+    """The counters of an engine, and the host's seconds by activity."""
 
     schedule: float = 0.0
     """Choosing the next batch and reserving its cache slots."""
@@ -112,6 +112,8 @@ class EngineUse:
     """Tokens that decode steps sampled."""
     places: int = 0
     """Tokens that they would have sampled with as many rows as run at once."""
+    decode: float = 0.0
+    """The part of launch, wait and collect that is of decode steps."""
     environments: float = 0.0
     """Waiting for environments, with nothing to do."""
     turns: int = 0
@@ -119,22 +121,26 @@ class EngineUse:
     later_tokens: int = 0
     """Prompt tokens of those turns that were not the first of their conversations."""
     later_cached: int = 0
-    """Those of them that were found in the prefix cache."""
+    """The tokens of these that were found in the prefix cache."""
 
     @contextmanager
-    def time(self, what: Literal["schedule", "launch", "wait", "collect", "environments"]) -> Iterator[None]:
+    def time(self, what: Literal["schedule", "launch", "wait", "collect", "decode", "environments"]) -> Iterator[None]:
         """Add the seconds of the block to this field, which also names the block in a timeline."""
         start = time.perf_counter()
         with TraceAnnotation(what):
             yield
         setattr(self, what, getattr(self, what) + time.perf_counter() - start)
 
+    def time_decode(self, reservation: Reservation | None) -> AbstractContextManager[None]:
+        """Add the seconds of the block to ``decode``, if it is about a launch of decode steps: one with slots."""
+        return nullcontext() if reservation is None else self.time("decode")
+
     def __sub__(self, before: "EngineUse") -> "EngineUse":
         return EngineUse(**{f.name: getattr(self, f.name) - getattr(before, f.name) for f in fields(self)})
 
     @property
     def figures(self) -> dict[str, float]:
-        """The metrics of a rollout; shares of decode steps only if there were any, and of turns likewise."""
+        """Return the metrics of a rollout; shares of decode steps or of turns only if there were any."""
         values = {"rollout/wait_seconds": self.wait}
         if self.prefills:
             values["rollout/prefills"] = self.prefills
@@ -153,12 +159,9 @@ class EngineUse:
 
 
 def total_use(uses: Iterable[EngineUse]) -> EngineUse:
-    """Add up what several engines have done."""
-    total = EngineUse()
-    for use in uses:
-        for f in fields(use):
-            setattr(total, f.name, getattr(total, f.name) + getattr(use, f.name))
-    return total
+    """Sum the counters of several engines."""
+    given = list(uses)
+    return EngineUse(**{f.name: sum(getattr(use, f.name) for use in given) for f in fields(EngineUse)})
 
 
 class _NoPeers(CommunicationBackend):
@@ -174,10 +177,12 @@ class _NoPeers(CommunicationBackend):
         raise AssertionError(f"sglang-jax gave a request up: {data}")
 
 
-class QuietScheduler(Scheduler):
-    """The library's Scheduler with our runner in its worker, and without what a server has around it.
+class SteppedScheduler(Scheduler):
+    """The library's Scheduler with our runner in its worker, driven by calls.
 
-    That is sockets, streams, logs and settings of the environment.
+    ``submit`` queues requests. ``start`` launches a prefill step or several decode steps and returns while the devices
+    work, so that other engines can be served meanwhile; ``finish`` collects the tokens. ``forget_prefixes`` empties the
+    cache. What a server has around it is left out: sockets, streams, logs and settings of the environment.
     """
 
     def __init__(self, server_args: ServerArgs, mesh: Mesh, build_runner: Callable[..., Runner]):
@@ -188,6 +193,15 @@ class QuietScheduler(Scheduler):
         worker: Any = self.tp_worker
         self.runner: Runner = worker.model_runner
         self.programs = self.runner.programs
+        self.running: dict[str, RunningRequest] = {}
+        self.use = EngineUse()
+        self.before_launch: Callable[[], None] | None = None
+        self.in_flight: InFlight | None = None
+        self._ahead: tuple[Reservation, LaunchOutput] | None = None
+        """A launch that the devices got while they compute the one in flight, whose rows it takes up."""
+        self._decisions = hashlib.sha256()
+        layout, (_, allocator) = self.programs.expert_layout, self.pools()
+        self._experts = None if layout is None else ExpertTable(layout, allocator.size + allocator.page_size)
 
     @override
     def stream_output(self, *_: Any, **__: Any) -> None:
@@ -207,27 +221,6 @@ class QuietScheduler(Scheduler):
         assert request_table is not None
         assert allocator is not None
         return request_table, allocator
-
-
-class SteppedScheduler(QuietScheduler):
-    """The library's Scheduler, driven by calls.
-
-    ``submit`` queues requests. ``start`` launches a prefill step or several decode steps and returns while the devices
-    work, so that other engines can be served meanwhile; ``finish`` collects the tokens. ``forget_prefixes`` empties the
-    cache.
-    """
-
-    def __init__(self, server_args: ServerArgs, mesh: Mesh, build_runner: Callable[..., Runner]):
-        super().__init__(server_args, mesh, build_runner)
-        self.running: dict[str, RunningRequest] = {}
-        self.use = EngineUse()
-        self.before_launch: Callable[[], None] | None = None
-        self.in_flight: InFlight | None = None
-        self._ahead: tuple[Reservation, LaunchOutput] | None = None
-        """A launch that the devices got while they compute the one in flight, whose rows it takes up."""
-        self._decisions = hashlib.sha256()
-        layout, (_, allocator) = self.programs.expert_layout, self.pools()
-        self._experts = None if layout is None else ExpertTable(layout, allocator.size + allocator.page_size)
 
     def submit(self, request: Request) -> RunningRequest:
         """Queue a request; requests are served in the order in which they were submitted."""
@@ -249,7 +242,7 @@ class SteppedScheduler(QuietScheduler):
         return running
 
     def start(self, *, most_steps: int | None = None, more_wait: bool = False, ahead: bool = False) -> None:
-        """Schedule one batch and launch it on the devices, unless they have it already; call ``finish`` next.
+        """Schedule one batch and launch it on the devices, unless it was launched ahead; call ``finish`` next.
 
         Args:
             most_steps: decode steps of a launch, if it is to have fewer than others.
@@ -282,7 +275,7 @@ class SteppedScheduler(QuietScheduler):
         return InFlight(batch, reservation, self._launch(batch, reservation)) if batch else None
 
     def _launch_ahead(self, flight: InFlight) -> None:
-        """Give the devices the launch after this one, with rows that go on where this one leaves them.
+        """Queue the launch after this one on the devices; it continues this one's rows.
 
         So they need not wait until the host has collected tokens and built inputs. A launch of one step is left alone.
         """
@@ -323,18 +316,19 @@ class SteppedScheduler(QuietScheduler):
         return flight is None or all(array.is_ready() for array in jax.tree.leaves(for_host(flight.output)))
 
     def finish(self) -> None:
-        """Wait for what is in flight, if anything is, and collect its tokens."""
+        """Wait for the current step or launch, if there is one, and collect its tokens."""
         if self.in_flight is None:
             return
         flight, self.in_flight = self.in_flight, None
-        with self.use.time("wait"):
-            output = jax.device_get(for_host(flight.output))
-        with self.use.time("collect"):
-            self._take_in(flight.batch, flight.reservation, output)
+        with self.use.time_decode(flight.reservation):
+            with self.use.time("wait"):
+                output = jax.device_get(for_host(flight.output))
+            with self.use.time("collect"):
+                self._take_in(flight.batch, flight.reservation, output)
 
     @property
     def digest(self) -> str:
-        """sha256 of every prompt and launch so far: which requests ran, in which cache slots, and what was sampled."""
+        """SHA-256 of every prompt and launch so far: the requests, their cache slots, and the sampled tokens."""
         return self._decisions.hexdigest()
 
     def _note_launch(self, batch: ScheduleBatch, reservation: Reservation | None) -> None:
@@ -351,7 +345,7 @@ class SteppedScheduler(QuietScheduler):
         self, batch: ScheduleBatch, reservation: Reservation | None, before: LaunchOutput | None = None
     ) -> StepOutput | LaunchOutput:
         """Launch a scheduled batch, and let what it leaves on the devices come to the host as soon as it is there."""
-        with self.use.time("launch"):
+        with self.use.time_decode(reservation), self.use.time("launch"):
             self.forward_ct += 1
             self._note_launch(batch, reservation)
             if self.before_launch is not None:
@@ -368,7 +362,7 @@ class SteppedScheduler(QuietScheduler):
         return output
 
     def _take_in(self, batch: ScheduleBatch, reservation: Reservation | None, output: Any) -> None:
-        """Take in a StepOutput or LaunchOutput, whose arrays are on the host now."""
+        """Process a StepOutput or LaunchOutput whose arrays are on the host."""
         if reservation is None:
             sampled = Sampled.of_prefill(output, len(batch.reqs))
             self.use.accepted += sum(req.is_chunked <= 0 for req in batch.reqs)  # before the library counts a chunk off
@@ -392,23 +386,23 @@ class SteppedScheduler(QuietScheduler):
 
     def _collect(self, batch: ScheduleBatch, sampled: Sampled) -> None:
         """Append the sampled tokens and their log-probabilities to their requests."""
-        reqs, counts = list(batch.reqs), sampled.count.tolist()
-        samples = [req.is_chunked <= 0 for req in reqs]  # a chunk of a prompt samples none
-        tokens, logprobs = sampled.tokens.T.tolist(), sampled.logprobs.T.tolist()
+        reqs, counts, tokens = list(batch.reqs), sampled.count.tolist(), sampled.tokens.T.tolist()
+        kept = counts if sampled.kept is None else sampled.kept.T.tolist()
+        sampling = [req.is_chunked <= 0 for req in reqs]  # a chunk of a prompt samples none
         for req, count, row in zip(reqs, counts, tokens, strict=True):
             req.output_ids.extend(row[: count - 1])  # the library appends the last one, and looks whether it ends
         last = [row[count - 1] for count, row in zip(counts, tokens, strict=True)]
         batch.output_ids = np.array(last, np.int32)
         batch.per_dp_bs_size = len(last)  # the library drops the tokens of all rows from this one on
         self.process_batch_result(batch, GenerationBatchResult(None, last, [], [], 0, 0))
-        for req, count, row, samples_one in zip(reqs, counts, logprobs, samples, strict=True):
-            known = self.running[req.rid].logprobs
-            known.extend(row[:count] if samples_one else ())
-            assert len(req.output_ids) == len(known), f"sglang-jax lost a token of request {req.rid}"
-        if sampled.kept is not None:
-            for req, count, row, samples_one in zip(reqs, counts, sampled.kept.T.tolist(), samples, strict=True):
-                running = self.running[req.rid]
-                running.kept = (running.kept or []) + (row[:count] if samples_one else [])
+        rows = zip(reqs, sampling, counts, sampled.logprobs.T.tolist(), kept, strict=True)
+        for req, samples, count, logprobs, kept_of_row in rows:
+            running = self.running[req.rid]
+            if samples:
+                running.logprobs += logprobs[:count]
+                if sampled.kept is not None:
+                    running.kept = (running.kept or []) + kept_of_row[:count]
+            assert len(req.output_ids) == len(running.logprobs), f"sglang-jax lost a token of request {req.rid}"
 
     def _drop_finished(self, batch: ScheduleBatch) -> None:
         """Take finished rows out of the running batch, so that requests can take their places before the next launch.

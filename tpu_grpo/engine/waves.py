@@ -1,4 +1,4 @@
-"""Conversations in the engine: the rows that are out while their environments work, and the waves in which they return.
+"""Conversations in the engine: the rows whose environments are working, and the waves in which these rows return.
 
 A row is out from the end of a turn on, and from the start of its group on. It is due ``tool_steps`` decode steps later,
 by the engine's clock. At the first launch boundary at which rows are due, all of them come back together, in ascending
@@ -22,22 +22,21 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
-from pydantic import TypeAdapter
 
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.records.errors import LockstepError
 from tpu_grpo.records.stages import Completion, Prompt, Request
 
-WAVE = TypeAdapter(tuple[str, dict[int, tuple[int, Request] | None]])
+Wave = tuple[str, dict[int, tuple[int, Request] | None]]
 """What hosts tell each other in JSON: the digest of a wave, and by row how many tokens its request has in common with
 its past, and the request without them; None for a conversation that is over."""
 
 
 class Conversations(Protocol):
-    """The conversations of a batch of rows: what the engine asks whoever holds their environments.
+    """The conversations of a batch of rows, as the engine sees them: the interface to their environments.
 
-    What a row's next request is depends on no other row, and on no time. Methods are called on the thread that
-    generates, and only by the host that holds the row's environment.
+    A row's next request depends on no other row and on no time. The methods are called on the thread that generates,
+    and only by the host that holds the row's environment.
 
         conversations.begin(3)                  # the environment of row 3 is started; nothing is waited for
         conversations.ready(3)                  # False, then True
@@ -53,7 +52,7 @@ class Conversations(Protocol):
         ...
 
     def needs_place(self, row: int) -> bool:
-        """Say whether a row's conversation counts among these, which every host knows of every row."""
+        """Whether a row's conversation counts towards ``places``; every host knows this of every row."""
         ...
 
     def begin(self, row: int) -> None:
@@ -61,15 +60,15 @@ class Conversations(Protocol):
         ...
 
     def ended(self, row: int, completion: Completion) -> None:
-        """Give a turn to the row's environment, without waiting for its answer."""
+        """Send a turn to the row's environment, without waiting for its answer."""
         ...
 
     def ready(self, row: int) -> bool:
-        """Say whether ``next`` has its answer already."""
+        """Whether ``next`` would return without waiting."""
         ...
 
     def next(self, row: int) -> Request | None:
-        """Wait for the environment, and return the request of the row's next turn; None once there is none."""
+        """Wait for the environment, and return the request of the row's next turn; None if the conversation is over."""
         ...
 
     def result(self, row: int) -> Completion:
@@ -77,19 +76,13 @@ class Conversations(Protocol):
         ...
 
     def close(self) -> None:
-        """Give up conversations that are not over, and wait for nothing."""
+        """Discard conversations that are not over, without waiting."""
         ...
 
 
-class OpenConversations(Protocol):
-    """Opens the conversations of a batch."""
-
-    def __call__(self, prompts: Sequence[Prompt], requests: Sequence[Request]) -> Conversations:
-        """Return the conversations of rows with these prompts, whose first requests would be these without any.
-
-        A request says how the row is sampled; its ``max_new_tokens`` limits the whole conversation after the prompt.
-        """
-        ...
+OpenConversations = Callable[[Sequence[Prompt], Sequence[Request]], Conversations]
+"""Opens the conversations of rows with these prompts, whose first requests would be these without any. A request says
+how the row is sampled; its ``max_new_tokens`` limits the whole conversation after the prompt."""
 
 
 @dataclass(frozen=True)
@@ -107,11 +100,12 @@ class Limits:
 
 
 class Waves:
-    """The rows of one replica that are out. What is called here must be called alike on all hosts that drive it."""
+    """The rows of one replica whose environments are working. All hosts that drive the replica must make the same
+    calls."""
 
     def __init__(
         self,
-        conversations: Conversations,
+        conversations: Conversations | None,
         limits: Limits,
         *,
         host_of: Callable[[int], int] = lambda row: 0,
@@ -121,13 +115,17 @@ class Waves:
         """Nothing is out yet.
 
         Args:
-            conversations: those of the whole batch, of which this host asks for its own rows.
+            conversations: those of the whole batch, of which this host asks for its own rows; None if answers are no
+                conversations, so that no row is ever out.
             limits: those of the replica's engine.
             host_of: the host that has the environment of a row.
             here: this host.
             partners: the hosts that drive the replica, if they are several.
         """
-        self._conversations = conversations
+        self.converses = conversations is not None
+        """Whether answers are conversations."""
+        if conversations is not None:
+            self._conversations = conversations
         self.limits = limits
         self._host_of, self._here = host_of, here
         self._partners = partners
@@ -141,15 +139,16 @@ class Waves:
         self._given_up = False
 
     def begin(self, rows: Sequence[int], clock: int) -> None:
-        """Take rows of a group that is started; ``tell`` has their environments started.
+        """Take in the rows of a group that is started; ``tell`` starts their environments.
 
-        Those for which there is no place begin when others are over, in their order.
+        Rows without a place begin, in order, when other conversations are over.
         """
         self._waiting.extend(rows)
         self._fill(clock)
 
     def ended(self, row: int, request: Request, turn: Completion, clock: int) -> bool:
-        """Take a row whose turn has ended; ``tell`` gives it to the environment. Says whether it was the first."""
+        """Take in a row whose turn has ended; ``tell`` sends the turn to the environment. Returns whether it was the
+        row's first turn."""
         first = row not in self._pasts
         self._sampled[row] = self.sampled(row) + len(turn.token_ids)
         self._pasts[row] = (*request.token_ids, *turn.token_ids.tolist())
@@ -157,7 +156,7 @@ class Waves:
         return first
 
     def tell(self) -> None:
-        """Let the environments of this host go on with what they have not been told of; nothing is waited for."""
+        """Send this host's environments their new starts and turns, without waiting for answers."""
         owed, self._owed = self._owed, []
         for row, turn in owed:
             if turn is None:
@@ -167,17 +166,17 @@ class Waves:
 
     @property
     def next_due(self) -> int | None:
-        """When the first row is due; None if none is out."""
+        """The step at which the first row is due; None if no environment is working."""
         return min(self._due.values(), default=None)
 
     @property
     def out(self) -> list[int]:
-        """The rows that are out, and those that wait for a place."""
+        """The rows whose environments are working, and those that wait for a place."""
         return [*self._due, *self._waiting]
 
     @property
     def room(self) -> int:
-        """How many rows more there are places for; of a replica over several hosts, on all of them together."""
+        """The number of free places; for a replica over several hosts, on all of them together."""
         if self.limits.places is None:
             return 2**31
         hosts = 1 if self._partners is None else len(self._partners.members)
@@ -189,11 +188,12 @@ class Waves:
         return bool(self._waiting)
 
     def sampled(self, row: int) -> int:
-        """Return how many tokens the turns of a row have that have ended."""
+        """Return the number of tokens in a row's ended turns."""
         return self._sampled.get(row, 0)
 
     def ready(self, clock: int) -> bool:
-        """Whether every row that is due has its answer; of a replica over several hosts, every one of this host."""
+        """Whether every row that is due has its answer; for a replica over several hosts, every such row of this
+        host."""
         return all(self._conversations.ready(row) for row in self._at(clock) if self._holds(row))
 
     def take(self, clock: int) -> dict[int, Request | None]:
@@ -221,7 +221,7 @@ class Waves:
         return self._conversations.result(row) if self._holds(row) else None
 
     def give_up(self) -> None:
-        """Let no row come back; those whose turns end from now on have no answer either."""
+        """Return no row from now on, not even those whose turns end later."""
         self._given_up = True
         self._waiting.clear()
         self._due.clear()
@@ -261,8 +261,7 @@ class Waves:
         """
         digest = self._digest(clock, rows)
         short = {row: request and _without(request, self._pasts.get(row, ())) for row, request in mine.items()}
-        parts = partners.gather("a wave of turns", WAVE.dump_json((digest, short)))
-        answers = [WAVE.validate_json(part) for part in parts]
+        answers: list[Wave] = partners.share("a wave of turns", (digest, short), Wave)
         found: dict[int, Request | None] = {}
         for _, requests in answers:
             for row, sent in requests.items():

@@ -21,7 +21,7 @@ CUT = " [...]"
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call that the policy wrote so that it can be read."""
+    """A tool call that could be read."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -37,7 +37,7 @@ class BadCall:
 
 @dataclass(frozen=True)
 class Action:
-    """What the policy wrote in a turn."""
+    """The policy's turn, as it was read."""
 
     text: str
     """All of it, special tokens left out."""
@@ -56,14 +56,13 @@ class Answered:
     one of the role user, or none."""
     reward: float | None = None
     done: bool = False
-    """Whether the conversation is over."""
     errors: int = 0
     """How many of the calls raised, or could not be read."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """What an environment said when its episode was over."""
+    """The result of an environment when its episode is over."""
 
     reward: float | None = None
     """What ``get_reward`` gave; None if there is no such method."""
@@ -74,7 +73,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Failed:
-    """What an environment did instead of answering; its process, and so the conversation, is over."""
+    """A failure of an environment; its process, and so the conversation, has ended."""
 
     failure: Failure
 
@@ -84,7 +83,7 @@ Reply = Answered | Ended | Failed
 
 @dataclass(frozen=True)
 class LoadedEnvironment:
-    """An environment that was found and looked at, before any conversation."""
+    """An environment that was found and checked, before any conversation."""
 
     name: str
     """Its name in the config's table; that of its class, if there is only one."""

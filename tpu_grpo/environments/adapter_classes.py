@@ -1,6 +1,7 @@
-"""Adapters for classes whose actions are texts: Gym, Tunix, SkyRL-Gym and OpenEnv; the first that fits takes a class.
+"""Adapters for classes whose actions are texts: Gym, Tunix, SkyRL-Gym and OpenEnv; the first one that fits a class is
+used.
 
-The option ``adapter`` names one where a class does not show what it is.
+The option ``adapter`` names one for a class that is not recognised.
 """
 
 import inspect
@@ -19,6 +20,8 @@ class Adapter:
 
     called: ClassVar[tuple[str, ...]] = ("init", "reset", "step", "get_reward", "get_turn_rewards", "close")
     """Methods of the class that are called here, as far as it has them, and may have to be awaited."""
+    resets_by_name: ClassVar[bool] = False
+    """Whether its ``reset`` receives the columns of the data by name; else any are accepted."""
     instance: Any = None
     """The environment itself, once it is started."""
 
@@ -28,25 +31,20 @@ class Adapter:
 
     @staticmethod
     def fits(target: Any) -> bool:
-        """Say whether this adapter is the one for a class."""
-        raise NotImplementedError
-
-    @staticmethod
-    def entry(target: Any) -> Any:
-        """Return the function that gets the columns of the data by name; None if it takes any."""
+        """Whether this adapter fits a class."""
         raise NotImplementedError
 
     @staticmethod
     def constructor(target: Any) -> Any:
-        """Return the function that gets the options by name; None if it is not to be checked."""
+        """Return the function that receives the options by name; None if it is not checked."""
         return target
 
     def start(self, columns: Mapping[str, Any], seed: int) -> Any:
-        """Make the environment and reset it; return its first observation, or something to await."""
+        """Build the environment and reset it; return its first observation, or an awaitable of it."""
         raise NotImplementedError
 
     def step(self, text: str) -> Any:
-        """Return what the environment's ``step`` gives for a text of the policy, or something to await."""
+        """Return the result of the environment's ``step`` for a text of the policy, or an awaitable of it."""
         return self.instance.step(text)
 
     def close(self) -> Any:
@@ -56,7 +54,7 @@ class Adapter:
 
 
 def fitting(function: Any, columns: Mapping[str, Any], seed: int) -> dict[str, Any]:
-    """Return those columns that a function takes, and ``seed`` if it names that and no column does."""
+    """Return the columns that a function accepts, and ``seed`` if it has that parameter and no column has that name."""
     parameters = parameters_of(function)
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     arguments = {name: value for name, value in columns.items() if takes_all or name in parameters}
@@ -64,7 +62,7 @@ def fitting(function: Any, columns: Mapping[str, Any], seed: int) -> dict[str, A
 
 
 def ancestors(target: Any) -> list[str]:
-    """Name a class and those that it comes from, as module.Class."""
+    """Return the names of a class and its base classes, as module.Class."""
     return [f"{c.__module__}.{c.__qualname__}" for c in getattr(target, "__mro__", ())]
 
 
@@ -76,21 +74,18 @@ _BESIDE = {"reset", "step", "close", "render", "seed", "state", "get_reward", "g
 class GymAdapter(Adapter):
     """An environment with ``reset`` and ``step``."""
 
+    resets_by_name = True
+
     @staticmethod
     def fits(target: Any) -> bool:
-        """Say whether this is Gym's Env, or a class with ``reset`` and ``step`` and nothing to call beside them."""
+        """Whether a class is Gym's Env, or has ``reset`` and ``step`` and no other public methods to call."""
         if any(name in _GYM_BASES for name in ancestors(target)):
             return True
         members = {name for name, _ in inspect.getmembers(target, callable) if not name.startswith("_")}
         return {"reset", "step"} <= members <= _BESIDE
 
-    @staticmethod
-    def entry(target: Any) -> Any:
-        """Return ``reset``."""
-        return target.reset
-
     def start(self, columns: Mapping[str, Any], seed: int) -> Any:
-        """Make the environment of the options, and reset it with the columns."""
+        """Build the environment with the options, and reset it with the columns."""
         self.instance = self.target(**self.options)
         return self.instance.reset(**fitting(self.instance.reset, columns, seed))
 
@@ -106,21 +101,16 @@ class TunixAdapter(Adapter):
 
     @staticmethod
     def fits(target: Any) -> bool:
-        """Say whether a class comes from Tunix's BaseEnv."""
+        """Whether a class inherits from Tunix's BaseEnv."""
         return _BASE in ancestors(target)
 
     @staticmethod
-    def entry(target: Any) -> Any:
-        """Say that any column goes into the example."""
-        return None
-
-    @staticmethod
     def constructor(target: Any) -> Any:
-        """Say that options and columns are mixed in the constructor."""
+        """Return None, because the constructor receives options and columns together."""
         return None
 
     def start(self, columns: Mapping[str, Any], seed: int) -> Any:
-        """Make the environment of a row, and reset it."""
+        """Build the environment of a row, and reset it."""
         first = next(iter(inspect.signature(self.target).parameters), None)
         if first in _EXAMPLES:
             self.instance = self.target(dict(columns), **self.options)
@@ -131,7 +121,7 @@ class TunixAdapter(Adapter):
         return (None if told in (columns, *columns.values()) else told), {}
 
     def step(self, text: str) -> Any:
-        """Give a text to the environment."""
+        """Call the environment's ``step`` with a text."""
         observation, *rest = self.instance.step(text)
         return _told(observation), *rest
 
@@ -148,28 +138,25 @@ class SkyrlAdapter(Adapter):
 
     @staticmethod
     def fits(target: Any) -> bool:
-        """Say whether a class has ``init`` and ``step`` and no ``reset``."""
+        """Whether a class has ``init`` and ``step`` and no ``reset``."""
         return all(callable(getattr(target, name, None)) for name in ("init", "step")) and not hasattr(target, "reset")
 
     @staticmethod
-    def entry(target: Any) -> Any:
-        """Say that any column goes into the extras."""
-        return None
-
-    @staticmethod
     def constructor(target: Any) -> Any:
-        """Return what gets the options by name, unless they are SkyRL's one mapping."""
+        """Return the function that receives the options by name; None if it takes SkyRL's single mapping."""
         return None if "env_config" in inspect.signature(target).parameters else target
 
     def start(self, columns: Mapping[str, Any], seed: int) -> Any:
-        """Make the environment of a row, and give it the prompt."""
+        """Build the environment of a row, and pass it the prompt."""
         parameters = inspect.signature(self.target).parameters
         is_whole = "env_config" in parameters
         given: dict[str, Any] = {"env_config": Config(self.options)} if is_whole else dict(self.options)
         if "extras" in parameters:
             given["extras"] = dict(columns)
         self.instance = self.target(**given)
-        prompt = _messages(columns.get("prompt"))
+        given_prompt = columns.get("prompt")
+        is_text = isinstance(given_prompt, str)
+        prompt = [{"role": "user", "content": given_prompt}] if is_text else list(given_prompt or ())
         returned = self.instance.init([dict(message) for message in prompt])
         given_back = returned[0] if isinstance(returned, tuple) else returned
         if list(given_back[: len(prompt)]) != prompt:
@@ -188,12 +175,6 @@ class Config(dict[str, Any]):
         return self[name]
 
 
-def _messages(prompt: Any) -> list[Mapping[str, Any]]:
-    if isinstance(prompt, str):
-        return [{"role": "user", "content": prompt}]
-    return list(prompt or ())
-
-
 _BASES = ("EnvClient", "HTTPEnvClient", "SyncEnvClient")
 _BOOKKEEPING = ("reward", "done", "metadata")
 
@@ -205,13 +186,8 @@ class OpenenvAdapter(Adapter):
 
     @staticmethod
     def fits(target: Any) -> bool:
-        """Say whether a class is a client of OpenEnv."""
+        """Whether a class is a client of OpenEnv."""
         return any(n.split(".")[0] in ("openenv", "openenv_core") and n.endswith(_BASES) for n in ancestors(target))
-
-    @staticmethod
-    def entry(target: Any) -> Any:
-        """Say that any column may be passed."""
-        return None
 
     def start(self, columns: Mapping[str, Any], seed: int) -> Any:
         """Connect to the server and reset the environment."""
@@ -223,31 +199,20 @@ class OpenenvAdapter(Adapter):
         return _observed(result.observation)
 
     def step(self, text: str) -> Any:
-        """Make an action of a text, and do it."""
+        """Convert a text to an action of the client's class, and send it."""
         result = self.instance.step(_action(self.target, text))
         return SimpleNamespace(observation=_observed(result.observation), reward=result.reward, done=result.done)
 
 
 def _action(target: Any, text: str) -> Any:
-    """Make the action that a text stands for.
-
-    Raises:
-        ValueError: for a text that is no JSON object, where an action has several fields.
-    """
-    action = _action_class(target)
-    if action is None:
-        return json.loads(text)
+    """Make the action that a text stands for. Raises ValueError for a text that is no JSON object, where an action has
+    several fields."""
+    bases = (base for each in target.__mro__ for base in getattr(each, "__orig_bases__", ()))
+    named = (argument for base in bases for argument in typing.get_args(base)[:1])  # the client's class for its actions
+    if (action := next((each for each in named if hasattr(each, "model_fields")), None)) is None:
+        return json.loads(text)  # it takes any mapping
     required = [name for name, field in action.model_fields.items() if field.is_required()]
     return action(**{required[0]: text}) if len(required) == 1 else action(**json.loads(text))
-
-
-def _action_class(target: Any) -> Any:
-    """Return the class that a client names for its actions; None if it takes any mapping."""
-    for base in (b for c in target.__mro__ for b in getattr(c, "__orig_bases__", ())):
-        for argument in typing.get_args(base)[:1]:
-            if hasattr(argument, "model_fields"):
-                return argument
-    return None
 
 
 def _observed(observation: Any) -> Any:
@@ -267,11 +232,8 @@ ADAPTERS: Mapping[str, type[Adapter]] = MappingProxyType(
 
 
 def adapter_for(target: Any, options: Mapping[str, Any]) -> type[Adapter] | None:
-    """Return the adapter for a class; None for one of tools.
-
-    Raises:
-        EpisodeError: for an option ``adapter`` that names none.
-    """
+    """Return the adapter for a class; None for a class with tools. Raises EpisodeError for an option ``adapter`` that
+    names none."""
     if (named := options.get(OPTION)) is not None:
         if named not in (*ADAPTERS, TOOLS):
             raise EpisodeError(

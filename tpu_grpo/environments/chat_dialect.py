@@ -1,4 +1,5 @@
-"""What a chat template writes around the turns of a conversation, in tokens: before the first, and after each."""
+"""The text that a chat template writes around the turns of a conversation, in tokens: before the first, and after
+each."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -18,11 +19,7 @@ if TYPE_CHECKING:
 
 
 class ChatTemplate:
-    """A ChatTemplate writes conversations by the template of a tokenizer.
-
-    Raises:
-        ConfigError: for a tokenizer without one.
-    """
+    """Renders conversations by the chat template of a tokenizer. Raises ConfigError for a tokenizer without one."""
 
     def __init__(
         self, tokenizer: "PreTrainedTokenizerFast", tools: Sequence[Mapping[str, Any]], switches: Mapping[str, Any]
@@ -38,19 +35,19 @@ class ChatTemplate:
         self.source = tokenizer.get_chat_template(tools=self.tools or None)
 
     def shows_tools(self, messages: Sequence[Message]) -> bool:
-        """Say whether a conversation is another with the tools than without."""
+        """Whether the rendering of a conversation changes when tools are offered."""
         try:
             return self.write(messages) != self.write(messages, with_tools=False)
         except ConfigError:  # a template for tools alone may refuse to write without
             return True
 
     def write(self, messages: Sequence[Message], *, is_open: bool = True, with_tools: bool = True) -> str:
-        """Return the text of a conversation.
+        """Return the rendered text of a conversation.
 
         Args:
             messages: the conversation; if the last one is the assistant's and it is open, it goes on there.
             is_open: whether the policy's turn begins at the end.
-            with_tools: whether the template is told of the tools.
+            with_tools: whether the template gets the tools.
 
         Raises:
             ConfigError: if the template refuses it.
@@ -84,7 +81,7 @@ CALL_ID = "call00000"
 
 @dataclass(frozen=True)
 class Past:
-    """What a template does with turns when a message of a role follows them."""
+    """What a template changes in earlier turns when messages of a role follow them."""
 
     drops_thinking: bool
     drops_newlines: bool
@@ -92,11 +89,10 @@ class Past:
 
 
 class Prober:
-    """A Prober writes conversations with marks by a template, and looks at what became of them."""
+    """Renders conversations with marked texts by a template, and finds what became of the marks."""
 
     def __init__(self, template: ChatTemplate, encoder: Encoder):
         self._template = template
-        self._encoder = encoder
         question: Message = {"role": "user", "content": QUESTION}
         self.begin = template.write([question])
         closed = template.write([question], is_open=False)
@@ -108,33 +104,26 @@ class Prober:
         prompt = self.begin[len(closed) :]
         self.opened = prompt[prompt.index(OPEN) :] if OPEN in prompt else ""
         """What the generation prompt writes of thinking: "<think>\\n", or an empty block."""
-        self.end = self._end()
-
-    def _end(self) -> str:
-        """Return the special token that ends a turn."""
-        text = self._template.write([{"role": "user", "content": QUESTION}, said(1)], is_open=False)
-        end = self._encoder.find_special(text, text.find(SAID))
+        text = template.write([question, said(1)], is_open=False)
+        end = encoder.special.search(text, text.find(SAID))
         if SAID not in text or end is None:
             raise ConfigError(
                 "the tokenizer's chat template must end the policy's turns with a special token, so that the engine "
                 f"stops there, this one writes {text[text.find(SAID) :]!r:.80}; take a model whose template does"
             )
-        return end[0]
+        self.end = end[0]
 
     @property
     def head(self) -> str:
-        """The question, and what opens a turn, thinking left out."""
+        """The rendered question, and the opening of a turn, without thinking."""
         return self._without_opened(self.begin)
 
     def _without_opened(self, text: str) -> str:
         return text[: len(text) - len(self.opened)]
 
     def past(self, role: str) -> Past:
-        """Find out what becomes of turns when answers of a role follow, "tool" or "user".
-
-        Raises:
-            ConfigError: if the template refuses them, leaves them out, or changes more of the past than thinking.
-        """
+        """Find out what the template changes in earlier turns when answers of a role follow, "tool" or "user". Raises
+        ConfigError if the template refuses them, leaves them out, or changes more of the past than thinking."""
         self._compare(role, self._growing(role, thinks=False))
         if CLOSE not in self._template.source:
             return Past(drops_thinking=False, drops_newlines=False)
@@ -177,12 +166,12 @@ class Prober:
         return str(self._template.tools[0]["function"]["name"])
 
     def call(self, mark: str, name: str | None = None) -> dict[str, Any]:
-        """Return a call of a tool with a mark for its argument; of the first tool unless one is named."""
+        """Return a call with a mark as its argument, of the named tool or else of the first."""
         function = {"name": name or self._name, "arguments": {"mark": mark}}
         return {"type": "function", "id": CALL_ID, "function": function}
 
     def written_call(self) -> str:
-        """Return what the template writes of a turn that is nothing but a call of the first tool."""
+        """Return the template's rendering of a turn that consists of a call of the first tool."""
         turn: Mapping[str, Any] = {"role": "assistant", "content": "", "tool_calls": [self.call(CALLED)]}
         answer: Message = {"role": "tool", "name": self._name, "tool_call_id": CALL_ID, "content": ANSWERED}
         text = self._template.write([{"role": "user", "content": QUESTION}, turn, answer])
@@ -190,13 +179,9 @@ class Prober:
 
 
 def said(number: int, *, thinks: bool = False) -> Message:
-    """Return a turn with marks."""
-    return {"role": "assistant", "content": f"{thinking(number) if thinks else ''}{SAID}{number}"}
-
-
-def thinking(number: int) -> str:
-    """Return thinking with a mark, as models write it before what they say."""
-    return f"{OPEN}\n{THOUGHT}{number}\n{CLOSE}\n\n"
+    """Return a turn with marks; thinking has the form in which models write it before their answer."""
+    thinking = f"{OPEN}\n{THOUGHT}{number}\n{CLOSE}\n\n" if thinks else ""
+    return {"role": "assistant", "content": f"{thinking}{SAID}{number}"}
 
 
 def _changed(role: str, how: str) -> ConfigError:
@@ -220,35 +205,11 @@ class Following:
     """The past with thinking cut out, which the suffix follows; None if the past stays as it is."""
 
 
-def open_dialect(
-    tokenizer: "PreTrainedTokenizerFast",
-    tools: Sequence[Mapping[str, Any]],
-    tool_format: ToolFormat = "auto",
-    switches: Mapping[str, Any] | None = None,
-) -> "Dialect":
-    """Return what a tokenizer's chat template writes around turns.
-
-    Args:
-        tokenizer: the policy's.
-        tools: the schemas of the environment's tools, {type: function, function: {name, ...}}; empty if it has none.
-        tool_format: how calls are written, as in the config.
-        switches: what the template is told beside the messages, such as {enable_thinking: False}.
-
-    Raises:
-        ConfigError: for a template that cannot do it: there is none, it shows no tools, refuses a role, changes more of
-            the past than thinking, or writes calls in no known way.
-    """
-    return Dialect(tokenizer, tools, tool_format, switches or {})
-
-
 def turn_ends(tokenizer: "PreTrainedTokenizerFast", switches: Mapping[str, Any] | None = None) -> tuple[int, ...]:
     """Return the tokens with which a chat template ends the policy's turns, the usual one first.
 
-    They are what a model that was trained in conversations ends its turns with, whatever its own end token is.
-
-    Args:
-        tokenizer: the policy's.
-        switches: what the template is told beside the messages.
+    A model that was trained in conversations ends its turns with them, whatever its own end token is. ``switches`` are
+    what the template is told beside the messages.
 
     Raises:
         ConfigError: if there is no template, or it opens or ends no turns.
@@ -262,39 +223,52 @@ def _turn_ends(tokenizer: "PreTrainedTokenizerFast", prober: Prober) -> tuple[in
 
 
 class Dialect:
-    """A Dialect writes the first prompt, reads turns and says what follows them; see `open_dialect`.
+    """Renders the first prompt, reads turns, and renders what follows them.
 
-    What was sampled is decoded, and never rendered or encoded again: the template only ever writes the prompt's own
-    messages, and after a turn of its own the environment's answers.
+    Sampled tokens are decoded, and never rendered or encoded again: the template only renders the prompt's own
+    messages and, after a turn, the environment's answers.
+
+    Args:
+        tokenizer: the policy's.
+        tools: the schemas of the environment's tools, {type: function, function: {name, ...}}; empty if it has none.
+        tool_format: how calls are written, as in the config.
+        switches: what the template is told beside the messages, such as {enable_thinking: False}.
+
+    Raises:
+        ConfigError: for a template that cannot do it: there is none, it shows no tools, refuses a role, changes more of
+            the past than thinking, or writes calls in no known way.
     """
 
     def __init__(
         self,
         tokenizer: "PreTrainedTokenizerFast",
         tools: Sequence[Mapping[str, Any]],
-        tool_format: ToolFormat,
-        switches: Mapping[str, Any],
+        tool_format: ToolFormat = "auto",
+        switches: Mapping[str, Any] | None = None,
     ):
         self._tokenizer = tokenizer
-        self._template = ChatTemplate(tokenizer, tools, switches)
+        self._template = ChatTemplate(tokenizer, tools, switches or {})
         self._encoder = Encoder(tokenizer)
-        self._pasts: dict[str, tuple[Past, Cutter | None]] = {}
+        self._pasts: dict[str, Cutter | None] = {}
         self._prober = Prober(self._template, self._encoder)
         ends = _turn_ends(tokenizer, self._prober)
         self.end_id = ends[0]
         """The token with which the template ends turns."""
         self.end_ids = frozenset(ends)
         """The tokens after which answers can be written; the engine has to stop at them."""
-        self._answer_role = "tool" if tools else "user"
-        self._check_tools()
-        self._past(self._answer_role)
+        if tools and not self._template.shows_tools([{"role": "user", "content": QUESTION}]):
+            raise ConfigError(
+                "an environment with tools needs a chat template that shows them to the policy, this one writes the "
+                "same without; take a model whose template does, or an environment with a method step"
+            )
+        self._past_cutter("tool" if tools else "user")
         self._check_encoding()
         self.tool_format, self._read_calls = self._reader(tool_format)
 
     # --- the first prompt ---------------------------------------------------------------------------------------------
 
     def first(self, messages: Sequence[Message], observation: str | None) -> tuple[str, list[int], list[Message]]:
-        """Return the first prompt, as text and ids, and the messages that it is of.
+        """Return the first prompt, as text and ids, and its messages.
 
         Args:
             messages: the prompt's, which the template writes with the tools' schemas.
@@ -328,11 +302,11 @@ class Dialect:
     # --- reading a turn -----------------------------------------------------------------------------------------------
 
     def ends(self, ids: Sequence[int]) -> bool:
-        """Say whether a turn ended with the token that the template ends turns with, so that an answer can follow."""
+        """Whether a turn ended with the token with which the template ends turns, so that an answer can follow."""
         return len(ids) > 0 and ids[-1] in self.end_ids
 
     def read(self, ids: Sequence[int]) -> Action:
-        """Return what the policy wrote in a turn, whose tokens these are, the one that ended it included."""
+        """Read a turn from its tokens, its end token included."""
         own = self._tokenizer.eos_token_id, self._tokenizer.pad_token_id
         ended = self.ends(ids) or (len(ids) > 0 and ids[-1] in own)
         written = self._decode(ids[:-1] if ended else ids)
@@ -343,7 +317,7 @@ class Dialect:
             said, calls = self._read_calls(said, ended=ended)
         return Action(
             text=self._decode(ids, skip_special_tokens=True),
-            content=self._encoder.without_special(said).strip(),
+            content=self._encoder.special.sub("", said).strip(),
             calls=tuple(checked_call(call) for call in calls),
             thinking=thought.strip(),
         )
@@ -354,11 +328,11 @@ class Dialect:
         )
 
     def count(self, text: str) -> int:
-        """Return how many tokens an answer has."""
+        """Return the number of tokens of an answer."""
         return self._encoder.count(text)
 
     def shortened(self, text: str, tokens: int) -> str:
-        """Return the beginning of an answer with a mark after it, together no more than some tokens."""
+        """Return the beginning of an answer with a mark after it, with at most the given number of tokens."""
         return self._encoder.shortened(text, tokens)
 
     # --- after a turn -------------------------------------------------------------------------------------------------
@@ -366,7 +340,7 @@ class Dialect:
     def follow(
         self, ids: Sequence[int], prompt_length: int, sampled: Sequence[bool], answers: Sequence[Message]
     ) -> Following:
-        """Return what comes after a turn when these messages answer it.
+        """Return the tokens after a turn that these messages answer.
 
         Args:
             ids: [T], the whole sequence so far; it ends with the token that ended the turn.
@@ -384,7 +358,7 @@ class Dialect:
                 f"sampled must say so of {len(ids)} tokens, none of the prompt's {prompt_length} among them"
             )
         suffix = tuple(self._suffix(answers))
-        _, cutter = self._past(str(answers[-1]["role"]))
+        cutter = self._past_cutter(str(answers[-1]["role"]))
         if cutter is None:
             return Following(suffix)
         past = tuple(cutter.cut(ids, sampled))
@@ -425,17 +399,11 @@ class Dialect:
 
     # --- the start ----------------------------------------------------------------------------------------------------
 
-    def _check_tools(self) -> None:
-        if self._template.tools and not self._template.shows_tools([{"role": "user", "content": QUESTION}]):
-            raise ConfigError(
-                "an environment with tools needs a chat template that shows them to the policy, this one writes the "
-                "same without; take a model whose template does, or an environment with a method step"
-            )
-
-    def _past(self, role: str) -> tuple[Past, Cutter | None]:
+    def _past_cutter(self, role: str) -> Cutter | None:
+        """Return what cuts the past when answers of a role follow, None if it stays; raises as `Prober.past` does."""
         if role not in self._pasts:
             past = self._prober.past(role)
-            self._pasts[role] = past, self._cutter(past) if past.drops_thinking else None
+            self._pasts[role] = self._cutter(past) if past.drops_thinking else None
         return self._pasts[role]
 
     def _cutter(self, past: Past) -> Cutter:

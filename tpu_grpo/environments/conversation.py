@@ -1,4 +1,4 @@
-"""One conversation between the policy and its environment, as tokens that are only ever appended to.
+"""One conversation between the policy and its environment, as tokens to which others are only appended.
 
     conversation = Conversation(start)
     request = conversation.first(answered)          # what reset gave
@@ -7,8 +7,8 @@
     conversation.ended(ended)
     completion = conversation.completion()
 
-Nothing that was sampled is ever written or tokenised again. What the policy sees next is what it saw before, what it
-wrote, and the tokens that the chat template puts after that for the answer.
+Sampled tokens are never rendered or tokenized again. The policy's next prompt is its previous prompt, the tokens that
+it sampled, and the tokens that the chat template appends for the answer.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def cut_answers(messages: Sequence[Message], most: int, dialect: "Dialect") -> list[Message]:
-    """Return the answers to a turn, the longest of them cut so that all have at most so many tokens together."""
+    """Cut the answers of a turn, the longest first, so that together they have at most the given number of tokens."""
     texts = [str(message["content"]) for message in messages]
     wanted = [dialect.count(text) for text in texts]
     return [
@@ -38,9 +38,9 @@ def cut_answers(messages: Sequence[Message], most: int, dialect: "Dialect") -> l
 
 
 def shares(wanted: Sequence[int], most: int) -> list[int]:
-    """Divide so many tokens among answers that want some: none gets more than it wants, or less than another cut one.
+    """Divide a number of tokens among answers: none gets more than it needs, and a cut answer no less than any other.
 
-    What cannot be divided goes to the longest, and of answers that are as long to the last ones.
+    The remainder goes to the longest answers, among equally long ones to the last.
     """
     given, left = [0] * len(wanted), most
     shortest_first = sorted(range(len(wanted)), key=lambda n: (wanted[n], n))
@@ -101,7 +101,7 @@ class Conversation:
 
     @property
     def asked(self) -> str:
-        """What the user says last in the first prompt, with what ``reset`` gave once that is known."""
+        """The last user message of the first prompt, with the result of ``reset`` once it is known."""
         told = self._messages[: self._first_messages] or self._start.prompt.conversation
         said = [str(message["content"]) for message in told if message["role"] == "user"]
         return said[-1] if said else str(told[-1]["content"])
@@ -109,11 +109,8 @@ class Conversation:
     # --- what happens to it -------------------------------------------------------------------------------------------
 
     def first(self, reply: Answered) -> Request:
-        """Take what ``reset`` gave, and return the request of the first turn.
-
-        Raises:
-            WrongError: for a first prompt of more than data.max_prompt_tokens tokens.
-        """
+        """Take the result of ``reset``, and return the request of the first turn. Raises WrongError for a first prompt
+        of more than data.max_prompt_tokens tokens."""
         start = self._start
         observation = None if not reply.messages else str(reply.messages[0]["content"])
         messages: list[Message] = list(start.prompt.conversation)
@@ -131,10 +128,10 @@ class Conversation:
         return self._next_request()
 
     def turn(self, completion: Completion) -> Action | None:
-        """Take what the policy sampled, and return it as the environment gets it; None if the conversation ends there.
+        """Take the policy's turn, and return it in the form for the environment; None if the conversation ends there.
 
-        It does if the turn was cut, if it calls no tool of an environment that has nothing else, or if the token that
-        ended it is not the one after which the chat template writes answers.
+        It ends if the turn was cut, if it calls no tool of an environment that has only tools, or if the turn's end
+        token is not the one after which the chat template writes answers.
         """
         start, count, ids = len(self._tokens), len(completion.token_ids), completion.token_ids.tolist()
         self._append(ids, completion.logprobs.tolist(), sampled=True)
@@ -152,7 +149,8 @@ class Conversation:
         return None if self._ending else action
 
     def answered(self, reply: Answered) -> Request | None:
-        """Take what the environment answered to a turn, and return the request of the next one; None if it is over."""
+        """Take the environment's answer to a turn, and return the request of the next one; None if the conversation
+        is over."""
         section = self._start.section
         messages = cut_answers(reply.messages, section.max_observation_tokens, self._start.dialect)
         answer = "\n".join(str(message["content"]) for message in messages)
@@ -167,11 +165,8 @@ class Conversation:
         return None
 
     def ended(self, reply: Ended) -> None:
-        """Take what the environment said of the whole conversation.
-
-        Raises:
-            WrongError: for the reward of a turn that there was not.
-        """
+        """Take the environment's result for the whole conversation. Raises WrongError for the reward of a turn that
+        there was not."""
         if reply.turn_rewards is not None and (given := len(reply.turn_rewards)) > (turns := len(self._turns)):
             raise WrongError(
                 f"must give a list of {turns} numbers, one for each turn, got {given} from get_turn_rewards; correct it"
@@ -179,18 +174,16 @@ class Conversation:
         self._ended = reply
 
     def stop(self) -> None:
-        """Let the conversation be over before the policy's next turn, as if nothing were left to say."""
+        """End the conversation before the policy's next turn."""
         self._ending = "answered"
 
     def failed(self, failure: Failure) -> None:
-        """Take it that the environment is no more."""
+        """Record that the environment has failed."""
         self._failure, self._ending = failure, "failed"
 
     def completion(self, seconds: float = 0.0) -> Completion:
-        """Return the whole conversation, for which the policy waited so many seconds in all.
-
-        A conversation that failed before its first turn has no token.
-        """
+        """Return the whole conversation, without a token if it failed before its first turn; ``seconds`` is the time
+        for which its row waited for the environment."""
         self._end_branch()
         assert self._ending is not None, "the conversation is not over"
         kept = bool(self._completions) and self._completions[0].kept is not None
@@ -207,11 +200,8 @@ class Conversation:
     # --- its tokens ---------------------------------------------------------------------------------------------------
 
     def _next_request(self) -> Request:
-        """Make the request of the next turn.
-
-        There is room for it after what the policy sees now, and after all tokens of the conversation, which are more
-        where the template left some out of a later branch.
-        """
+        """Make the request of the next turn. There is room for it after what the policy sees now, and after all tokens
+        of the conversation, which are more where the template left some out of a later branch."""
         request = self._start.request
         most_tokens = request.sampling.max_new_tokens
         room = most_tokens - max(len(self._ids) - self._first_tokens, len(self._tokens))
@@ -224,7 +214,8 @@ class Conversation:
 
     def _follow(self, messages: Sequence[Message]) -> Request | None:
         """Append the answer's tokens, if they leave room for another turn; an answer that does not is left out."""
-        following = self._start.dialect.follow(self._ids, self._first_tokens, self._branch_sampled(), messages)
+        sampled = [False] * len(self._branch_prompt) + self._sampled[self._branch_start :]
+        following = self._start.dialect.follow(self._ids, self._first_tokens, sampled, messages)
         past = self._ids if following.new_prompt is None else list(following.new_prompt)
         seen = len(past) - self._first_tokens + len(following.suffix)
         written = len(self._tokens) + (len(following.suffix) if following.new_prompt is None else 0)
@@ -246,10 +237,6 @@ class Conversation:
         self._tokens += ids
         self._logprobs += logprobs
         self._sampled += [sampled] * len(ids)
-
-    def _branch_sampled(self) -> list[bool]:
-        """Say of every token of the present branch, its prompt included, whether it was sampled."""
-        return [False] * len(self._branch_prompt) + self._sampled[self._branch_start :]
 
     def _begin_branch(self) -> None:
         self._branch_prompt, self._branch_start = tuple(self._ids), len(self._tokens)
@@ -281,10 +268,8 @@ class Conversation:
         )
 
     def _reward(self, turns: Sequence[Turn]) -> float | None:
-        """Return what the environment gave: for the whole conversation, or else the sum over the turns.
-
-        A conversation that was cut in its first turn has no part of what a method ``step`` gives, which is 0.
-        """
+        """Return what the environment gave: for the whole conversation, or else the sum over the turns. A conversation
+        that was cut in its first turn has no part of what a method ``step`` gives, which is 0."""
         if self._failure is not None or self._ended.reward is not None:
             return None if self._failure is not None else self._ended.reward
         known = [turn.reward for turn in turns if turn.reward is not None]
@@ -293,7 +278,6 @@ class Conversation:
 
 
 def _spoken(action: Action) -> dict[str, Any]:
-    """Return what the policy wrote as a message."""
     message: dict[str, Any] = {"role": "assistant", "content": action.content}
     if action.thinking:
         message["reasoning_content"] = action.thinking

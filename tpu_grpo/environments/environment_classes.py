@@ -1,52 +1,39 @@
 """The class of an environment: found by its name, imported, checked, and its tools described."""
 
-import difflib
 import importlib
 import inspect
 from collections.abc import Collection, Mapping
+from functools import partial
 from types import MethodType
 from typing import Any, Literal, get_args, get_origin, get_type_hints, is_typeddict
 
-from tpu_grpo.config.plugins import find_function
+from tpu_grpo.config.plugins import find_function, not_shipped
 from tpu_grpo.environments.actions import LoadedEnvironment
-from tpu_grpo.environments.adapter_classes import Adapter, adapter_for, own_options
+from tpu_grpo.environments.adapter_classes import adapter_for, own_options
 from tpu_grpo.environments.shipped import SHIPPED
 from tpu_grpo.environments.tool_values import AT_THE_END, RESERVED
 from tpu_grpo.records.errors import EpisodeError
 
 
 def source_of(name: str) -> str:
-    """Return where the class of an environment is, as path.py:Class or package.module:Class.
-
-    Raises:
-        EpisodeError: for a name that is neither, and none of those that ship.
-    """
+    """Return the place of an environment's class, as path.py:Class or package.module:Class. Raises EpisodeError for a
+    name that is neither, and none of those that ship."""
     if name in SHIPPED:
         return SHIPPED[name]
     if ":" in name:
         return name
-    near = difflib.get_close_matches(name, SHIPPED, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]}? " if near else ""
-    raise EpisodeError(
-        f"{name!r} is not a shipped environment; {hint}(shipped: {', '.join(SHIPPED) or 'none'}; your own: "
-        "path.py:Class or package.module:Class)"
-    )
+    raise not_shipped(repr(name), name, "environment", SHIPPED, EpisodeError, form="Class")
 
 
-def find_environment(source: str) -> Any:
-    """Return the class, or the function that makes an environment, at ``source``.
-
-    Raises:
-        EpisodeError: for a file or module that is missing or fails to import, or one without it.
-    """
-    return find_function(source, "environment", EpisodeError)
+find_environment = partial(find_function, kind="environment", error=EpisodeError)
+"""Returns the class, or what else it is, at a place: path.py:Class or package.module:Class; raises EpisodeError."""
 
 
 def import_beforehand(target: Any) -> None:
-    """Import the packages that a shipped class names in ``_imported_before``, before its conversations are forked.
+    """Import the packages that a shipped class lists in ``_imported_before``, before its conversations are forked.
 
-    The main process imports the class, and does without them. Otherwise each conversation's process would import them
-    by itself, which takes seconds of CPU each time.
+    The main process imports the class without them. Otherwise each conversation's process would import them, which
+    takes seconds of CPU each time.
 
     Raises:
         EpisodeError: for a package that cannot be imported.
@@ -63,7 +50,7 @@ _WRITTEN = (int, float, str, bool, type(None), Any, dict)
 
 
 def tools_of(target: Any) -> dict[str, Any]:
-    """Return the methods of a class that are tools: all public ones that are not RESERVED, in the order of names."""
+    """Return the methods of a class that are tools: all public ones except RESERVED, in the order of names."""
     found = {}
     for name, member in inspect.getmembers(target, callable):
         is_method = inspect.isroutine(member) and not isinstance(inspect.getattr_static(target, name), staticmethod)
@@ -73,11 +60,8 @@ def tools_of(target: Any) -> dict[str, Any]:
 
 
 def schema_of(environment: str, target: Any, tool: str) -> Mapping[str, Any]:
-    """Return the schema of a tool: {type: function, function: {name, description, parameters, return}}.
-
-    Raises:
-        EpisodeError: for a method without type hints or docstring, or with an argument that no call could give.
-    """
+    """Return the schema of a tool: {type: function, function: {name, description, parameters, return}}. Raises
+    EpisodeError for a method without type hints or docstring, or with an argument that no call could give."""
     from transformers.utils import get_json_schema
     from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
@@ -128,12 +112,7 @@ def _shown(hint: Any) -> str:
 
 
 def load_environment(name: str, options: Mapping[str, Any], key: str = "") -> LoadedEnvironment:
-    """Find an environment by its name in the config, and look at it.
-
-    Args:
-        name: a shipped name, path.py:Class or package.module:Class.
-        options: what its constructor gets.
-        key: its name in the config's table, if there are several.
+    """Find an environment by its name in the config, and check it; ``key`` is that in its table, if there are several.
 
     Raises:
         EpisodeError: for a name that leads nowhere, a class that is no environment, a tool without a schema, or options
@@ -149,7 +128,8 @@ def load_environment(name: str, options: Mapping[str, Any], key: str = "") -> Lo
     shown = key or target.__name__
     adapter = adapter_for(target, options)
     tools = {} if adapter else tools_of(target)
-    _check_methods(shown, target, adapter, tools)
+    if adapter is None:
+        _check_methods(shown, target, tools)
     _check_options(shown, adapter.constructor(target) if adapter else target, own_options(options))
     methods = [m for m in (adapter.called if adapter else (*tools, *RESERVED)) if callable(getattr(target, m, None))]
     awaited = {method for method in methods if inspect.iscoroutinefunction(getattr(target, method))}
@@ -167,26 +147,31 @@ def load_environment(name: str, options: Mapping[str, Any], key: str = "") -> Lo
 
 
 def check_columns(environment: LoadedEnvironment, columns: Collection[str]) -> None:
-    """Check that data with these columns has what the environment's ``reset`` requires.
-
-    Raises:
-        EpisodeError: for a column that is missing.
-    """
-    for name in _required(environment):
-        if name not in (*columns, "seed"):
-            raise EpisodeError(
-                f"environment {environment.name}: reset requires {name!r}, which is no column of the data; columns: "
-                f"{', '.join(columns) or 'none'}. Add the column (data.columns gives one another name), or give the "
-                "parameter a default"
-            )
+    """Check that data has the columns that the environment's ``reset`` requires. Raises EpisodeError for a column that
+    is missing."""
+    target = find_environment(environment.source)
+    adapter = adapter_for(target, environment.options)
+    if adapter is not None and not adapter.resets_by_name:
+        return
+    parameters = list(inspect.signature(target.reset).parameters.values())[1:]  # without self
+    if by_position := [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]:
+        raise EpisodeError(
+            f"environment {environment.name}: reset must take its arguments by name, got positional-only "
+            f"{by_position}; drop '/'"
+        )
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    if missing := [p.name for p in named if p.default is p.empty and p.name not in (*columns, "seed")]:
+        raise EpisodeError(
+            f"environment {environment.name}: reset requires {missing[0]!r}, which is no column of the data; columns: "
+            f"{', '.join(columns) or 'none'}. Add the column (data.columns gives one another name), or give the "
+            "parameter a default"
+        )
 
 
 # --- does the class fit? ---------------------------------------------------------------------------------------------
 
 
-def _check_methods(name: str, target: Any, adapter: type[Adapter] | None, tools: Mapping[str, Any]) -> None:
-    if adapter is not None:
-        return
+def _check_methods(name: str, target: Any, tools: Mapping[str, Any]) -> None:
     if not callable(getattr(target, "reset", None)):
         raise EpisodeError(
             f"environment {name} must have a method reset, which begins a conversation with the columns of a row "
@@ -197,23 +182,6 @@ def _check_methods(name: str, target: Any, adapter: type[Adapter] | None, tools:
             f"environment {name} must have tools, which are its public methods beside {', '.join(RESERVED)}, or a "
             "method step(action), or at least get_reward, got none of them; add a tool with type hints and docstring"
         )
-
-
-def _required(environment: LoadedEnvironment) -> list[str]:
-    """Name the parameters that must come from the data."""
-    target = find_environment(environment.source)
-    adapter = adapter_for(target, environment.options)
-    entry = adapter.entry(target) if adapter else target.reset
-    if entry is None:
-        return []
-    parameters = list(inspect.signature(entry).parameters.values())[1:]  # without self
-    if by_position := [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]:
-        raise EpisodeError(
-            f"environment {environment.name}: reset must take its arguments by name, got positional-only "
-            f"{by_position}; drop '/'"
-        )
-    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    return [p.name for p in named if p.default is p.empty]
 
 
 def _check_options(name: str, constructor: Any, options: Mapping[str, Any]) -> None:

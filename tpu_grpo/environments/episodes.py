@@ -1,7 +1,7 @@
-"""The conversations of a batch of rows, each with an environment of its own, as the engine asks for them.
+"""The conversations of a batch of rows, each with an environment of its own: the engine's interface to them.
 
-What the engine calls is described in rollout/conversing.py. A row's environment is started, gets the policy's turns,
-and is asked for its rewards at the end, while other rows are decoded:
+The interface is described in engine/waves.py. A row's environment is started, gets the policy's turns, and is asked
+for its rewards at the end, while other rows are decoded:
 
     begin   reset ->        request of the first turn
     ended   calls ->        request of the next turn; or the conversation is over, and
@@ -26,14 +26,14 @@ from tpu_grpo.records.stages import Completion, Prompt, Request, SampleKey
 
 LOG = logging.getLogger("tpu_grpo.environments")
 _SHOWN = 100
-"""Errors show so many characters from the start of what a prompt asks, and so many from its end."""
+"""The characters that errors show from the start, and from the end, of a prompt's text."""
 if TYPE_CHECKING:
     from tpu_grpo.environments.chat_dialect import Dialect
     from tpu_grpo.environments.pool import EnvironmentPool
 
 
 class Environments:
-    """The environments of a run, with the processes in which they are played; close it at the end.
+    """The environments of a run, with the processes in which they run; close it at the end.
 
     Args:
         loaded: the environments, by the names that the column `environment` has for them; "" for the only one.
@@ -55,8 +55,12 @@ class Environments:
 
     def __call__(self, prompts: Sequence[Prompt], requests: Sequence[Request]) -> "Episodes":
         """Open the conversations of rows with these prompts, sampled as these requests say."""
-        starts = [self._start(*each) for each in zip(prompts, requests, strict=True)]
-        return Episodes(starts, [self._name(prompt) for prompt in prompts], self._pool, self.places)
+        names = ["" if "" in self.loaded else str(prompt.columns[COLUMN]) for prompt in prompts]
+        starts = [
+            Start(prompt, request, self.loaded[name], self.dialects[name], self.section, self._max_prompt_tokens)
+            for prompt, request, name in zip(prompts, requests, names, strict=True)
+        ]
+        return Episodes(starts, names, self._pool, self.places)
 
     @property
     def places(self) -> int | None:
@@ -64,21 +68,13 @@ class Environments:
         has_processes = not all(environment.is_async for environment in self.loaded.values())
         return self.section.workers if has_processes and self.section.workers != "auto" else None
 
-    def _start(self, prompt: Prompt, request: Request) -> Start:
-        name = self._name(prompt)
-        loaded, dialect = self.loaded[name], self.dialects[name]
-        return Start(prompt, request, loaded, dialect, self.section, self._max_prompt_tokens)
-
-    def _name(self, prompt: Prompt) -> str:
-        return "" if "" in self.loaded else str(prompt.columns[COLUMN])
-
     def close(self) -> None:
         """End all environments and their processes."""
         self._pool.close()
 
 
 class Episodes:
-    """The conversations of a batch; each is begun, goes to and fro, and is over."""
+    """The conversations of a batch, from their beginnings to their ends."""
 
     def __init__(
         self, starts: Sequence[Start], names: Sequence[str], pool: "EnvironmentPool", places: int | None = None
@@ -96,19 +92,20 @@ class Episodes:
         self._has_failed = False
 
     def needs_place(self, row: int) -> bool:
-        """Say whether a row's environment has a process of its own, of which there may be only so many at once."""
+        """Whether a row's environment has a process of its own, whose number is limited."""
         return not self._starts[row].environment.is_async
 
     def begin(self, row: int) -> None:
         """Start the environment of a row, without waiting for it."""
         start = self._starts[row]
         self._open[row] = Conversation(start)
-        columns = {name: value for name, value in start.prompt.columns.items() if self._goes_to_reset(row, name)}
+        chosen = () if self._names[row] == "" else (COLUMN,)  # reset does not get the column that chooses
+        columns = {name: value for name, value in start.prompt.columns.items() if name not in chosen}
         self._out_since[row] = time.perf_counter()
         self._pool.start(row, self._names[row], columns, seed_of(start.request.key))
 
     def ended(self, row: int, completion: Completion) -> None:
-        """Give a turn to the row's environment, without waiting for its answer."""
+        """Send a turn to the row's environment, without waiting for its answer."""
         action = self._open[row].turn(completion)
         self._out_since[row] = time.perf_counter()
         if action is None:
@@ -117,23 +114,20 @@ class Episodes:
             self._pool.act(row, action)
 
     def stop(self, row: int) -> None:
-        """End a conversation before the policy's next turn, which somebody who plays it may; ``next`` is None then."""
+        """End a conversation before the policy's next turn, as a person who plays it may; ``next`` is None then."""
         self._open[row].stop()
         self._out_since[row] = time.perf_counter()
         self._pool.end(row)
 
     def ready(self, row: int) -> bool:
-        """Say whether ``next`` has its answer already."""
+        """Whether ``next`` would return without waiting."""
         while row not in self._next and self._pool.ready(row):
             self._take(row, self._pool.take(row))
         return row in self._next
 
     def next(self, row: int) -> Request | None:
-        """Wait for the environment, and return the request of the row's next turn; None once there is none.
-
-        Raises:
-            EpisodeError: for an environment that failed, if environment.on_error is stop.
-        """
+        """Wait for the environment, and return the request of the row's next turn; None if the conversation is over.
+        Raises EpisodeError for an environment that failed, if environment.on_error is stop."""
         while row not in self._next:
             self._take(row, self._pool.take(row))
         return self._next.pop(row)
@@ -151,16 +145,13 @@ class Episodes:
         return self._starts[row].dialect.end_id
 
     def close(self) -> None:
-        """Give up conversations that are not over."""
+        """Discard conversations that are not over."""
         for row in [row for row in self._open if row not in self._done]:
             self._pool.drop(row)
         self._open.clear()
 
-    def _goes_to_reset(self, row: int, column: str) -> bool:
-        return column != COLUMN or self._names[row] == ""
-
     def _take(self, row: int, reply: Reply) -> None:
-        """Take in a reply; the row's next turn is known then, or its environment has been asked something else."""
+        """Handle a reply: the row's next turn is known then, or its environment gets another request."""
         conversation = self._open[row]
         match reply:
             case Failed(failure):
@@ -210,14 +201,13 @@ class Episodes:
         self._finish(row)
 
     def _finish(self, row: int) -> None:
-        """Keep a conversation that is over."""
         self._seconds[row] += time.perf_counter() - self._out_since.pop(row)
         self._done[row] = self._open[row].completion(self._seconds[row])
         self._next[row] = None
 
 
 def seed_of(key: SampleKey) -> int:
-    """Return what an environment's random numbers begin with: the same for all conversations of a prompt at a step."""
+    """Return the seed of an environment's random numbers: the same for all conversations of a prompt at a step."""
     return int(np.random.SeedSequence([key.seed, key.step, key.prompt]).generate_state(1)[0])
 
 

@@ -1,4 +1,4 @@
-"""One environment that is played, in its process: made, reset, asked for its tools or steps, and for what it is worth.
+"""Runs one environment in its process: builds it, resets it, calls its tools or steps, and asks for its rewards.
 
     service = PlayedEnvironment(loaded, keep=False)         # in a process, once for all of its conversations:
     service.set_up()
@@ -8,7 +8,7 @@
     reply = await playing.reply(End())                      # Ended
     await playing.close()
 
-Whatever the user's code does becomes a Reply: Failed, if it is neither an answer nor a tool's error.
+Every outcome of the user's code becomes a Reply: Failed, unless it is an answer or a tool's error.
 """
 
 import asyncio
@@ -22,16 +22,7 @@ from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
-from tpu_grpo.environments.actions import (
-    Action,
-    Answered,
-    Ended,
-    Failed,
-    LoadedEnvironment,
-    Message,
-    Reply,
-    ToolCall,
-)
+from tpu_grpo.environments.actions import Action, Answered, Ended, Failed, LoadedEnvironment, Message, Reply, ToolCall
 from tpu_grpo.environments.adapter_classes import Adapter, adapter_for, fitting, own_options
 from tpu_grpo.environments.environment_classes import find_environment, import_beforehand
 from tpu_grpo.environments.tool_values import (
@@ -57,7 +48,7 @@ _LONGEST_TRACE = 20_000
 
 @dataclass(frozen=True)
 class Start:
-    """Make a new environment, and call its ``reset``."""
+    """The request to build a new environment and call its ``reset``."""
 
     columns: Mapping[str, Any]
     seed: int
@@ -65,21 +56,21 @@ class Start:
 
 @dataclass(frozen=True)
 class Act:
-    """Do what the policy wrote in its turn."""
+    """The request to carry out the policy's turn."""
 
     action: Action
 
 
 @dataclass(frozen=True)
 class End:
-    """Say what the episode is worth."""
+    """The request for the rewards of the episode, which ends it."""
 
 
 Request = Start | Act | End
 
 
 class PlayedEnvironment:
-    """An environment as a `Service` of workers; what is the same in all its conversations is worked out once."""
+    """An environment as a `Service` of workers, with what all its conversations share."""
 
     start = "imported"
     replies: tuple[type, ...] = (Answered, Ended, Failed)
@@ -105,7 +96,7 @@ class PlayedEnvironment:
 
     @contextmanager
     def answering(self, went_on: Callable[[], None]) -> Iterator[Callable[[Request, float], Reply]]:
-        """Play a conversation, whose requests are answered one after the other; closes the environment."""
+        """Run a conversation, whose requests are answered one after the other; closes the environment at the end."""
         playing = Playing(self, went_on)
         with asyncio.Runner() if self.loaded.awaits else nullcontext() as runner:
             run = _now if runner is None else runner.run
@@ -125,11 +116,8 @@ class PlayedEnvironment:
 
 
 def _now(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Return what a coroutine returns that waits for nothing, as those of a class without async methods.
-
-    Raises:
-        WrongError: for one that waits.
-    """
+    """Return what a coroutine returns that waits for nothing, as those of a class without async methods. Raises
+    WrongError for one that waits."""
     try:
         coroutine.send(None)
     except StopIteration as done:
@@ -139,7 +127,7 @@ def _now(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 
 def late(request: Request, takes: str, seconds: float, made: int = 0) -> Failed:
-    """Say that an environment did not answer in time, after so many calls of its turn."""
+    """Return the failure of an environment that did not answer in time, in the given call of its turn."""
     match request:
         case Start():
             asked = "its constructor and reset"
@@ -168,7 +156,7 @@ class Playing:
         self._asked = ""
 
     async def reply(self, request: Request) -> Reply:
-        """Do what is asked, and return what came of it."""
+        """Carry out a request, and return the reply."""
         try:
             match request:
                 case Start():
@@ -190,7 +178,7 @@ class Playing:
             return _failed("raised", f"raised {described(error)} in {self._asked}{_line(error)}", error)
 
     def late(self, request: Request, seconds: float) -> Failed:
-        """Return the reply to a request that was cancelled after so many seconds."""
+        """Return the reply to a request that was cancelled after the given seconds."""
         return late(request, self._service.loaded.takes, seconds, self.made)
 
     async def close(self) -> None:
@@ -233,11 +221,11 @@ class Playing:
 
     async def _step(self, adapter: Adapter, action: Action) -> Answered:
         self._asked = "step"
-        step = step_of(await resolved(adapter.step(action.text)))
-        messages = _observed(step.observation, "step")
-        if not messages and not step.done:
+        observation, reward, done = step_of(await resolved(adapter.step(action.text)))
+        messages = _observed(observation, "step")
+        if not messages and not done:
             messages = ({"role": "user", "content": ""},)  # nothing is to be seen, and the policy goes on
-        return Answered(messages, step.reward, step.done)
+        return Answered(messages, reward, done)
 
     async def _end(self) -> Ended:
         reward, instance = None, self._played_instance

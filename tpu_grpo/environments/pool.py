@@ -8,7 +8,7 @@
     pool.take(3)                            # Answered, Ended or Failed; waits
     pool.close()
 
-It has no thread: what comes in is taken in whenever one of its methods is called, and deadlines are kept then.
+It has no thread: messages are read, and deadlines checked, when one of its methods is called.
 """
 
 import collections
@@ -92,11 +92,8 @@ class _Conversation(Session):
 
 
 def _check(reply: Reply, request: Request | None) -> None:
-    """Check what the types of a reply do not say.
-
-    Raises:
-        BrokenChannelError: for a reply that this package's code does not give to such a request.
-    """
+    """Check what the types of a reply do not say. Raises BrokenChannelError for a reply that this package's code does
+    not give to such a request."""
     numbers: tuple[float | None, ...] = ()
     match reply:
         case Answered(messages, reward):
@@ -113,14 +110,12 @@ def _check(reply: Reply, request: Request | None) -> None:
 class EnvironmentPool:
     """The environments of a host's conversations; close it, or use it in a ``with`` block.
 
-    Keys are the caller's, one for each conversation that is not over.
+    Keys are chosen by the caller, one for each conversation that is not over.
     """
 
     def __init__(self, loaded: Mapping[str, LoadedEnvironment], section: EnvironmentSection, keep: bool):
-        """Start the processes that import the environments, without waiting for them.
-
-        ``keep`` says whether ``Ended`` brings the attributes of the environment.
-        """
+        """Start the processes that import the environments, without waiting for them. ``keep`` says whether ``Ended``
+        brings the attributes of the environment."""
         check_secrets(section.secrets, "environment.secrets")
         allow_many_files()
         self._loaded, self._timeout = dict(loaded), section.timeout
@@ -148,16 +143,13 @@ class EnvironmentPool:
         self.close()
 
     def start(self, key: int, name: str, columns: Mapping[str, Any], seed: int) -> None:
-        """Begin a conversation with an environment, and call its reset.
+        """Begin a conversation with an environment, and call its reset; raises as ``take``.
 
         Args:
             key: the conversation's, by which it is asked.
             name: the environment's in the config's table; "" for the only one.
             columns: what ``reset`` gets, as far as it takes them.
             seed: what random numbers of the process, and a parameter ``seed`` of ``reset``, come from.
-
-        Raises:
-            EpisodeError: if the environment could not be imported in its process.
         """
         assert key not in self._by_key, f"conversation {key} is not over"
         conversation = self._by_key[key] = _Conversation(self, key, self._loaded[name], self.crews[name])
@@ -166,23 +158,23 @@ class EnvironmentPool:
         self._pump(0.0)
 
     def act(self, key: int, action: Action) -> None:
-        """Give the policy's turn to a conversation's environment."""
+        """Send the policy's turn to a conversation's environment."""
         self._ask(key, Act(action))
 
     def end(self, key: int) -> None:
-        """Ask what a conversation was worth, and end it."""
+        """Request the rewards of a conversation, and end it."""
         self._ask(key, End())
 
     def ready(self, key: int) -> bool:
-        """Say whether ``take`` would not wait."""
+        """Return whether ``take`` would not wait."""
         conversation = self._by_key[key]
         self._pump(0.0, conversation, _PATIENCE_SECONDS)
         return conversation.reply is not None
 
     def take(self, key: int) -> Reply:
-        """Wait for what the environment answers to what it was last asked, and return it.
+        """Wait for the environment's reply to the last request, and return it.
 
-        After Ended and Failed the conversation is over, and its key free.
+        After Ended and Failed the conversation is over, and its key is free.
 
         Raises:
             EpisodeError: if the environment could not be imported in its process.
@@ -199,7 +191,7 @@ class EnvironmentPool:
         return reply
 
     def drop(self, key: int) -> None:
-        """End a conversation without asking anything; one whose environment is at work is ended at once."""
+        """End a conversation without requesting its rewards; an environment that is in a call is ended at once."""
         conversation = self._by_key.get(key)
         if conversation is None:  # it is over, or a signal came before it was begun
             return
@@ -212,7 +204,7 @@ class EnvironmentPool:
             self.drop(key)
 
     def close(self) -> None:
-        """End all conversations and all processes; environments have their time to close."""
+        """End all conversations and all processes; environments get time to close."""
         self.give_up()
         self.supervisor.close(_CLOSE_SECONDS)
 
@@ -233,7 +225,7 @@ class EnvironmentPool:
             self._waiting.remove(conversation)
 
     def _pump(self, seconds: float, wanted: _Conversation | None = None, patience: float = 0.0) -> None:
-        """Take in what comes within ``seconds``, send what waits, and keep the deadlines."""
+        """Read the messages that arrive within ``seconds``, send waiting ones, and enforce the deadlines."""
         try:
             has_heard = self.supervisor.hear(0.0)
             self._place(wanted, patience)

@@ -1,4 +1,4 @@
-"""The ways in which models write tool calls: read from the text of a turn, and found out from a chat template.
+"""The formats in which models write tool calls: read from a turn's text, and detected from a chat template.
 
 hermes        <tool_call>{"name": "add", "arguments": {"a": 47, "b": 38}}</tool_call>
 llama3        {"name": "add", "parameters": {"a": 47, "b": 38}}
@@ -15,21 +15,21 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from tpu_grpo.config.sections import ToolFormat
 from tpu_grpo.environments.actions import BadCall, ToolCall
 from tpu_grpo.records.errors import ConfigError
 
 MOST_DIGITS = 4000
-"""Whole numbers may have about so many; Python writes out no more than 4,300."""
+"""About the most digits of whole numbers; Python prints no more than 4,300."""
 MOST_LEVELS = 64
 """Lists and objects may be nested so deep; processes cannot send each other what is nested far deeper."""
 _MOST_BITS = MOST_DIGITS * 332 // 100
 
 
 def checked_call(call: ToolCall | BadCall) -> ToolCall | BadCall:
-    """Return a call with tuples as lists; a BadCall for values that JSON does not have, and for half characters."""
+    """Return a call with tuples as lists; raises BadCall for values that JSON lacks, and for unpaired surrogates."""
     if isinstance(call, BadCall):
         return call
     try:
@@ -81,7 +81,7 @@ def read_hermes(text: str, *, ended: bool) -> tuple[str, Calls]:
         call, behind = _decode(text, begin)
         closed = text.find(CLOSE, behind)
         if closed < 0:
-            return content, [*calls, *_unclosed(ended)]
+            return content, [*calls, *_unclosed(ended, CLOSE)]
         if (rest := text[behind:closed].strip()) and not isinstance(call, BadCall):
             call = BadCall(f"the call is not JSON alone: {_short(rest)} follows it before {CLOSE}")
         calls.append(call)
@@ -104,16 +104,13 @@ def read_llama3(text: str, *, ended: bool) -> tuple[str, Calls]:
         rest = calls_text[behind:].lstrip()
         calls.append(call)
         if rest and not rest.startswith(";"):
-            return content, [
-                *calls,
-                BadCall(f"calls must be separated by semicolons: {_short(rest)} follows a call"),
-            ]
+            return content, [*calls, BadCall(f"calls must be separated by semicolons: {_short(rest)} follows a call")]
         at = len(calls_text) - len(rest) + 1
     return content, calls
 
 
-def _unclosed(ended: bool) -> Calls:
-    return [BadCall(f"the call is not closed: {CLOSE} is missing")] if ended else []
+def _unclosed(ended: bool, closing: str) -> Calls:
+    return [BadCall(f"the call is not closed: {closing} is missing")] if ended else []
 
 
 def _decode(text: str, begin: int) -> tuple[ToolCall | BadCall, int]:
@@ -177,14 +174,21 @@ _KINDS = {
 
 def read_qwen3_coder(text: str, schemas: Schemas, *, ended: bool) -> tuple[str, Calls]:
     """Return the text around the calls of a turn, and the calls; a cut turn loses a call that is not closed."""
+    return _between(text, OPEN, CLOSE, lambda body: [_xml_call(body, schemas)], ended=ended)
+
+
+def _between(text: str, opening: str, closing: str, parse: Callable[[str], Calls], *, ended: bool) -> tuple[str, Calls]:
+    """Return the text around marks and the calls between them; without a closing mark, up to the next opening one."""
     content, calls, at = "", [], 0
-    while (opened := text.find(OPEN, at)) >= 0:
+    while (opened := text.find(opening, at)) >= 0:
         content += text[at:opened]
-        closed = text.find(CLOSE, opened)
-        if closed < 0:
-            return content, [*calls, *([BadCall(f"the call is not closed: {CLOSE} is missing")] if ended else [])]
-        calls.append(_xml_call(text[opened + len(OPEN) : closed], schemas))
-        at = closed + len(CLOSE)
+        begin = opened + len(opening)
+        closed = text.find(closing or opening, begin)
+        if closed < 0 and closing:
+            return content, [*calls, *_unclosed(ended, closing)]
+        closed = len(text) if closed < 0 else closed
+        calls += parse(text[begin:closed])
+        at = closed + len(closing)
     return content + text[at:], calls
 
 
@@ -274,7 +278,7 @@ _LIST = re.compile(r"\[\s*[A-Za-z_][\w.]*\(")
 
 @dataclass(frozen=True)
 class PythonCalls:
-    """A PythonCalls reads the calls of turns; opening and closing marks are empty where a template writes none."""
+    """Reads the calls of turns; the opening and closing marks are empty if the template writes none."""
 
     schemas: Schemas
     opening: str = ""
@@ -287,18 +291,7 @@ class PythonCalls:
         """
         if not self.opening:
             return self._bare(text, ended)
-        content, calls, at = "", [], 0
-        while (opened := text.find(self.opening, at)) >= 0:
-            content += text[at:opened]
-            begin = opened + len(self.opening)
-            closed = text.find(self.closing, begin) if self.closing else text.find(self.opening, begin)
-            if closed < 0 and self.closing:
-                missing = BadCall(f"the call is not closed: {self.closing} is missing")
-                return content, [*calls, *([missing] if ended else [])]
-            closed = len(text) if closed < 0 else closed
-            calls += self.parse(text[begin:closed])
-            at = closed + len(self.closing)
-        return content + text[at:], calls
+        return _between(text, self.opening, self.closing, self.parse, ended=ended)
 
     def _bare(self, text: str, ended: bool) -> tuple[str, Calls]:
         stripped = text.strip()
@@ -311,7 +304,7 @@ class PythonCalls:
         return "", calls
 
     def parse(self, source: str) -> Calls:
-        """Return the calls of a piece of Python: one, several on lines of their own, or a list of them."""
+        """Parse Python text with calls: one, several on lines of their own, or a list of them."""
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", SyntaxWarning)  # such as one for the escape \\d in a text
@@ -369,25 +362,14 @@ class _Words(ast.NodeTransformer):
         return ast.copy_location(ast.Constant(_WORDS[node.id]), node) if node.id in _WORDS else node
 
 
-class CallReader(Protocol):
-    """Reads the calls of a turn."""
-
-    def __call__(self, text: str, *, ended: bool) -> tuple[str, Calls]:
-        """Return the text around the calls, and the calls in order.
-
-        Args:
-            text: the turn without its thinking and the token that ended it.
-            ended: whether the turn ended by itself; if it was cut, so may be its last call.
-        """
-        ...
+CallReader = Callable[..., tuple[str, Calls]]
+"""Takes the text of a turn, without its thinking and the token that ended it, and ``ended``, which says whether it
+ended by itself; if it was cut, so may be its last call. Returns the text around the calls, and the calls in order."""
 
 
 def format_of(written: str, name: str) -> ToolFormat:
-    """Tell the format of a call of the tool ``name``, as a chat template has written it.
-
-    Raises:
-        ConfigError: if it is none of the formats.
-    """
+    """Detect the format in which a chat template has written a call of the tool ``name``. Raises ConfigError if it is
+    none of the formats."""
     if f"<function={name}>" in written:
         return "qwen3_coder"
     if re.search(rf'<tool_call>\s*\{{"name": ?"{re.escape(name)}"', written):
@@ -403,14 +385,8 @@ def format_of(written: str, name: str) -> ToolFormat:
 
 
 def reader(tool_format: ToolFormat, written: str, name: str, schemas: Schemas) -> CallReader:
-    """Return what reads calls in a format, which is not "auto".
-
-    Args:
-        tool_format: which one.
-        written: a call of the tool ``name`` as the chat template writes it.
-        name: of a tool.
-        schemas: what the tools take.
-    """
+    """Return the reader of calls in a format, which is not "auto"; ``written`` is a call of the tool ``name`` as the
+    chat template writes it."""
     readers: Mapping[str, Callable[[], CallReader]] = {
         "hermes": lambda: read_hermes,
         "llama3": lambda: read_llama3,

@@ -1,11 +1,10 @@
-"""What tools and steps of an environment take and give: values of users' code become text, rewards and observations."""
+"""Converts the values that tools and steps of users' environments return to text, rewards and observations."""
 
 import functools
 import inspect
 import math
 import re
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from types import FunctionType, MethodType
 from typing import Any
@@ -22,16 +21,16 @@ _LONGEST_ERROR = 2000
 
 
 class CallError(Exception):
-    """A call that cannot be made; the policy is told why."""
+    """A call that cannot be made; the policy gets the reason."""
 
 
 async def resolved(value: Any) -> Any:
-    """Return a value, or what it is if it is awaited."""
+    """Return a value, or the result of awaiting it if it is awaitable."""
     return await value if isinstance(value, Awaitable) else value
 
 
 async def called(instance: Any, tools: Mapping[str, Any], call: ToolCall | BadCall) -> tuple[Message, bool]:
-    """Make a call; return the message with its result, and whether it went wrong.
+    """Make a call; return the message with its result, and whether it failed.
 
     Raises:
         WrongError: if the tool returned what is no text.
@@ -51,13 +50,13 @@ async def called(instance: Any, tools: Mapping[str, Any], call: ToolCall | BadCa
 
 
 def not_made(calls: Sequence[ToolCall | BadCall]) -> Message:
-    """Return the message to a turn that has more calls than are made, of which these are left."""
+    """Return the message for the calls of a turn beyond its limit."""
     first = calls[0].name if isinstance(calls[0], ToolCall) else ""
     return _message(first, f"Error: a turn may make at most {MOST_CALLS} calls; {len(calls)} more were not made")
 
 
 def described(error: BaseException) -> str:
-    """Return an exception's type and text, which may be cut."""
+    """Return an exception's type and text, which may be shortened."""
     try:
         text = str(error)
     except Exception:  # user code: anything can come
@@ -95,20 +94,11 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+>")
 
 
 class WrongError(Exception):
-    """An environment gave something else than it must; the text says what, after the environment's name."""
-
-
-@dataclass(frozen=True)
-class Step:
-    """What ``step`` returned, in whichever form."""
-
-    observation: Any
-    reward: float | None
-    done: bool
+    """An environment returned an invalid value; the text says which, after the environment's name."""
 
 
 def text_of(value: Any, giver: str) -> str:
-    """Return the text of what ``giver`` gave.
+    """Return the text of the value that ``giver`` returned.
 
     Raises:
         WrongError: for bytes, and for an object whose text is where it lies in memory, which is never the same.
@@ -123,7 +113,7 @@ def text_of(value: Any, giver: str) -> str:
 
 
 def cut_text(text: str) -> str:
-    """Return the text, or as much from its start as MOST_BYTES hold."""
+    """Return the text, cut to its first MOST_BYTES bytes."""
     data = text.encode()
     if len(data) <= MOST_BYTES:
         return text
@@ -145,11 +135,8 @@ def _blocks(value: Any) -> str | None:
 
 
 def number_of(value: Any, giver: str) -> float | None:
-    """Return the number that ``giver`` gave, or None for none.
-
-    Raises:
-        WrongError: for what is not a finite number.
-    """
+    """Return the number that ``giver`` returned; None if it returned None. Raises WrongError for what is not a finite
+    number."""
     if value is None:
         return None
     number = _plain(value)
@@ -161,10 +148,11 @@ def number_of(value: Any, giver: str) -> float | None:
 
 
 def turn_rewards_of(value: Any, lengths: Sequence[int]) -> tuple[float, ...]:
-    """Return the reward of each turn, and one more for a last turn that the environment had no part in if it has one.
+    """Return the reward of each turn, and of a last turn without a call if the list has one more number.
 
-    A class cannot tell which calls were made in one turn, and hears nothing of a turn whose calls could not be made. So
-    what was added to the list in a turn is added up: ``turn_rewards_of([1, 2, 3], [0, 2])`` is (0, 3, 3).
+    A class cannot tell which calls belong to one turn, and is not called for a turn whose calls could not be made. So
+    the numbers that were added to the list during a turn are summed: ``turn_rewards_of([1, 2, 3], [0, 2])`` is (0, 3,
+    3).
 
     Args:
         value: what ``get_turn_rewards`` gave in the end.
@@ -189,11 +177,8 @@ def turn_rewards_of(value: Any, lengths: Sequence[int]) -> tuple[float, ...]:
 
 
 def growing(value: Any, least: int) -> Sequence[Any]:
-    """Return the list that ``get_turn_rewards`` gave, which had so many numbers at least a turn before.
-
-    Raises:
-        WrongError: for something else.
-    """
+    """Return the list of ``get_turn_rewards``, which must be at least as long as a turn before. Raises WrongError for
+    something else."""
     values = _plain(value)
     if not isinstance(values, Sequence) or isinstance(values, str) or len(values) < least:
         raise WrongError(
@@ -203,8 +188,8 @@ def growing(value: Any, least: int) -> Sequence[Any]:
     return values
 
 
-def step_of(value: Any) -> Step:
-    """Read what a method ``step`` returned.
+def step_of(value: Any) -> tuple[Any, float | None, bool]:
+    """Return the observation, the reward, and whether the episode is over, of what a method ``step`` returned.
 
     It may be ``(observation, reward, done, info)``, ``(observation, reward, terminated, truncated, info)``, a mapping
     with these names (``observations`` is a list of messages, as in SkyRL-Gym), or an object with them.
@@ -226,28 +211,22 @@ def step_of(value: Any) -> Step:
                 "must return (observation, reward, done, info), (observation, reward, terminated, truncated, info), a "
                 f"dict or an object with observation, reward and done, got {_shown(value)} from step"
             )
-    return Step(observation, number_of(reward, "step"), bool(done))
+    return observation, number_of(reward, "step"), bool(done)
 
 
 def observed_text(observation: Any, giver: str) -> str:
-    """Return the text of an observation; messages are put together, and nothing is the empty text.
-
-    Raises:
-        WrongError: for what has no text, or one of more than MOST_BYTES.
-        Exception: whatever str() raises.
-    """
-    text = _observed_text(observation, giver)
+    """Return the text of an observation; messages are joined, and None becomes the empty text. Raises WrongError for
+    what has no text, or one of more than MOST_BYTES; and whatever str() raises."""
+    is_list = isinstance(observation, list)
+    if observation is None or (isinstance(observation, list | tuple | dict) and not observation):
+        text = ""
+    elif is_list and all(isinstance(m, Mapping) and "content" in m for m in observation):
+        text = "\n".join(text_of(message["content"], giver) for message in observation)
+    else:
+        text = text_of(observation, giver)
     if (size := len(text.encode())) > MOST_BYTES:
         raise WrongError(f"must give at most {MOST_BYTES:,} bytes of text at once, got {size:,} from {giver}; cut it")
     return text
-
-
-def _observed_text(observation: Any, giver: str) -> str:
-    if observation is None or (isinstance(observation, list | tuple | dict) and not observation):
-        return ""
-    if isinstance(observation, list) and all(isinstance(m, Mapping) and "content" in m for m in observation):
-        return "\n".join(text_of(message["content"], giver) for message in observation)
-    return text_of(observation, giver)
 
 
 def _shown(value: Any) -> str:
@@ -259,7 +238,7 @@ def _shown(value: Any) -> str:
 
 
 def parameters_of(function: Any) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of a function, which are worked out once for a method of all instances of a class."""
+    """Return the parameters of a function; the result is cached, for methods once per class."""
     if inspect.ismethod(function) and inspect.isfunction(function.__func__):
         return _parameters_of_method(function.__func__)
     return inspect.signature(function).parameters

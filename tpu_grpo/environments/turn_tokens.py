@@ -1,8 +1,9 @@
 """Text and token ids of a conversation's turns.
 
-A tool may answer "<|im_end|>", and a page of the web may hold "<tool_call>". Read by the tokenizer, either would become
-the token that ends a turn or begins a call. Here it becomes the tokens that spell it: `Encoder.guarded` breaks such
-words up by a character that no text has, the template writes the message, and `Encoder.encode` takes the character out.
+A tool may answer "<|im_end|>", and a web page may contain "<tool_call>". The tokenizer would encode either as the
+token that ends a turn or begins a call. Here it becomes the tokens of its characters: `Encoder.guarded` inserts a
+character that no text contains into such words, the template renders the message, and `Encoder.encode` removes the
+character.
 
 Thinking that a chat template drops from the past is cut out of the ids (`Cutter`); they are never made again from text.
 """
@@ -27,7 +28,7 @@ _NO_TEXT = re.compile("[\ud800-\udfff\ufdd0]")
 
 
 class Encoder:
-    """An Encoder encodes rendered conversations.
+    """Encodes rendered conversations.
 
     Markers are the added tokens that are special, or that the model's own vocabulary lacks, as Qwen's ``<tool_call>``.
     """
@@ -38,30 +39,33 @@ class Encoder:
         longest_first = sorted(markers.items(), key=lambda item: -len(item[1].content))
         self._ids = [number for number, _ in longest_first]
         self._markers = [token for _, token in longest_first]
-        self._written = _pattern([_spaced(token) for token in self._markers])
+        spaces = [(r"\s*" * token.lstrip, r"\s*" * token.rstrip) for token in self._markers]  # that belong to it
+        words = [re.escape(token.content) for token in self._markers]
+        self._written = _pattern([before + word + after for word, (before, after) in zip(words, spaces, strict=True)])
         # what is one character cannot be broken up
         self._spelled = _pattern([re.escape(token.content) for token in self._markers if len(token.content) > 1])
-        self._special = _pattern([re.escape(token.content) for token in self._markers if token.special])
+        self.special = _pattern([re.escape(token.content) for token in self._markers if token.special])
+        """The special tokens, as a text spells them."""
 
     def guarded(self, text: str) -> str:
-        """Return a text whose words that spell markers are broken up."""
+        """Insert the guard character into the words of a text that spell markers."""
         text = _NO_TEXT.sub("\ufffd", text)
         while self._spelled.search(text):
             text = self._spelled.sub(lambda word: word[0][0] + BREAK + word[0][1:], text)
         return text
 
     def released(self, text: str) -> str:
-        """Return a rendered text without what `guarded` put there."""
+        """Remove the guard characters of `guarded` from a rendered text."""
         return text.replace(BREAK, "")
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a rendered text, in which broken words are text."""
+        """Encode a rendered text; guarded words become text, not markers."""
         if BREAK not in text:
             return self._tokenizer(text, add_special_tokens=False, verbose=False).input_ids
         return self.in_pieces(text)
 
     def in_pieces(self, text: str) -> list[int]:
-        """Return the ids of a text, marker for marker, and of what is between them by the vocabulary alone."""
+        """Encode a text with markers as markers, and the pieces between them by the vocabulary alone."""
         ids: list[int] = []
         at = 0
         for marker in self._written.finditer(text):
@@ -72,17 +76,17 @@ class Encoder:
         return ids + self.plain(text[at:])
 
     def plain(self, text: str) -> list[int]:
-        """Return the ids of a text in which nothing is a marker."""
+        """Encode a text in which nothing is a marker."""
         return self._plain.encode(self.released(text), add_special_tokens=False).ids
 
     def count(self, text: str) -> int:
-        """Return how many tokens a text has in which nothing is a marker."""
+        """Return the number of tokens of a text in which nothing is a marker."""
         return len(self._encoding(text).ids)
 
     def shortened(self, text: str, tokens: int) -> str:
-        """Return a text that is no more than some tokens: its beginning, with CUT after it where there is room.
+        """Cut a text to a number of tokens: its beginning, with CUT after it if there is room.
 
-        Nothing is cut of a text that has no more.
+        A text that has no more tokens is returned unchanged.
         """
         encoding = self._encoding(text)
         if len(encoding.ids) <= tokens:
@@ -97,16 +101,8 @@ class Encoder:
     def _encoding(self, text: str) -> Encoding:
         return self._plain.encode(_NO_TEXT.sub("\ufffd", text), add_special_tokens=False)
 
-    def find_special(self, text: str, begin: int) -> re.Match[str] | None:
-        """Return the first special token that a text spells from a place on."""
-        return self._special.search(text, begin)
-
-    def without_special(self, text: str) -> str:
-        """Return a text without the special tokens that it spells."""
-        return self._special.sub("", text)
-
     def spelled_by_accident(self) -> str | None:
-        """Return a special token that the vocabulary alone makes of its text; None, as it should be, without one."""
+        """Return a special token whose text the vocabulary alone would encode as that token; None if there is none."""
         found = (
             token.content
             for token, number in zip(self._markers, self._ids, strict=True)
@@ -128,11 +124,6 @@ def _without_markers(tokenizer: "PreTrainedTokenizerFast") -> tuple[Tokenizer, M
     return Tokenizer.from_str(json.dumps(state)), markers
 
 
-def _spaced(token: "AddedToken") -> str:
-    """Return the pattern of a marker with the spaces that belong to it."""
-    return (r"\s*" if token.lstrip else "") + re.escape(token.content) + (r"\s*" if token.rstrip else "")
-
-
 def _pattern(words: list[str]) -> re.Pattern[str]:
     """Return a pattern of words, each a group; without words, of nothing."""
     return re.compile("|".join(f"({word})" for word in words) or r"(?!)")
@@ -143,7 +134,7 @@ OPEN, CLOSE = "<think>", "</think>"
 
 @dataclass(frozen=True)
 class Cutter:
-    """A Cutter cuts out what templates drop: the turn up to its last ``</think>``, and the newlines after it.
+    """Removes what templates drop from a turn: the tokens up to its last ``</think>``, and the newlines after it.
 
     A turn without ``</think>`` stays whole. Newlines are dropped token by token, so that a token of newlines and other
     characters, which Qwen's vocabulary does not have, would stay.
@@ -192,15 +183,15 @@ def _runs(sampled: Sequence[bool]) -> list[tuple[int, int]]:
 
 
 def newline_ids(tokenizer: "PreTrainedTokenizerFast") -> frozenset[int]:
-    """Return the tokens of nothing but newlines."""
+    """Return the tokens that consist of newlines only."""
     spelled = [n for token, n in tokenizer.get_vocab().items() if token == "<0x0A>" or not token.strip("\nĊ")]
     return frozenset(n for n in spelled if (text := tokenizer.decode([n])) and not text.strip("\n"))
 
 
 def split_thinking(text: str) -> tuple[str, str]:
-    """Return what a turn thinks, and what it says: thinking ends at the last ``</think>``.
+    """Split a turn into its thinking, which ends at the last ``</think>``, and its answer.
 
-    A turn that begins with ``<think>`` and does not close it thinks to its end.
+    A turn that begins with ``<think>`` and does not close it is thinking only.
     """
     if CLOSE in text:
         thought, _, said = text.rpartition(CLOSE)

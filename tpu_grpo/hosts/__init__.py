@@ -1,4 +1,4 @@
-"""The room of a run's processes: where they run, how they meet, what they agree on, and how they end together.
+"""The processes of a run: where they run, how they meet, what they agree on, and how they end together.
 
 choose_platform()
 hosts = start(coordinator, count, index)
@@ -8,8 +8,8 @@ with Watch(hosts) as watch, watch.stage("rollout"):
 """
 
 from tpu_grpo.hosts.caching import keep_programs
-from tpu_grpo.hosts.ending import End, SignalledStop, StepAbandoned, StopRequest, here, in_time
-from tpu_grpo.hosts.host_agreement import Hosts
+from tpu_grpo.hosts.ending import End, InterruptedStop, SignalledStop, StepAbandoned, StopRequest, here, in_time
+from tpu_grpo.hosts.host_agreement import Hosts, packed, unpacked
 from tpu_grpo.hosts.host_log import announce, counted, host_log
 from tpu_grpo.hosts.joining import by_host, choose_platform, devices_per_host, hosts_of, may_have_others, start
 from tpu_grpo.hosts.watch import Watch, end_all_hosts, progress
@@ -17,6 +17,7 @@ from tpu_grpo.hosts.watch import Watch, end_all_hosts, progress
 __all__ = [
     "End",
     "Hosts",
+    "InterruptedStop",
     "SignalledStop",
     "StepAbandoned",
     "StopRequest",
@@ -33,6 +34,8 @@ __all__ = [
     "in_time",
     "keep_programs",
     "may_have_others",
+    "packed",
     "progress",
     "start",
+    "unpacked",
 ]

@@ -1,8 +1,8 @@
-"""Proves who wrote what hosts tell each other, with a secret that only they have: HMAC-SHA256 (RFC 2104).
+"""Authenticates the messages between hosts by a secret that only they have: HMAC-SHA256 (RFC 2104).
 
-Every process of a run gets the secret in TPU_GRPO_SECRET, which the launcher makes and passes on. When hosts meet, each
-brings a nonce, and the key of this run is made of the secret and all nonces. So what was recorded of another run with
-the same secret proves nothing in this one.
+Every process of a run gets the secret in TPU_GRPO_SECRET, which the launcher makes and passes on. When hosts meet,
+each sends a nonce, and the key of this run is derived from the secret and all nonces. So a message that was recorded
+in another run with the same secret is not accepted in this one.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ SIGNATURE_BYTES = hashlib.sha256().digest_size
 
 
 def take_secret(environment: MutableMapping[str, str] = os.environ) -> bytes:
-    """Return the run's secret, empty if there is none, and remove it: what this process starts does not get it.
+    """Return the run's secret, empty if there is none, and remove it from what child processes inherit.
 
     Raises:
         ConfigError: it is so short that it can be guessed.
@@ -33,16 +33,16 @@ def take_secret(environment: MutableMapping[str, str] = os.environ) -> bytes:
 
 
 def signature(key: bytes, *parts: bytes) -> bytes:
-    """Return the HMAC of some parts, none of which can be taken for a piece of its neighbour; empty without a key."""
+    """Return the HMAC of some parts, encoded so that their boundaries are unambiguous; empty without a key."""
     framed = b"".join(len(part).to_bytes(8) + part for part in parts)
     return hmac.digest(key, framed, "sha256") if key else b""
 
 
 def is_signed(proof: bytes, key: bytes, *parts: bytes) -> bool:
-    """Say whether a signature was made of these parts with this key; without a key none may be there."""
+    """Whether a signature was made of these parts with this key; without a key it must be empty."""
     return hmac.compare_digest(proof, signature(key, *parts))
 
 
 def session_key(secret: bytes, nonces: Sequence[str]) -> bytes:
-    """Return the key of one run from the nonces of its hosts, host 0's first; empty without a secret."""
+    """Derive the key of one run from the nonces of its hosts, host 0's first; empty without a secret."""
     return signature(secret, b"session", *(nonce.encode() for nonce in nonces))

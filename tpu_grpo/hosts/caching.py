@@ -37,7 +37,7 @@ from tpu_grpo.hosts.joining import cpu_devices
 
 CACHE_VARIABLE = "TPU_GRPO_CACHE"
 VARIABLE = "JAX_COMPILATION_CACHE_DIR"
-"""Whoever sets this decides for jax, and nothing is changed."""
+"""If this variable is set, jax's cache is left as it says."""
 MOST_BYTES = 10 * 2**30
 """What was not used for longest is removed at the start when the cache holds more."""
 CHECKSUM_BYTES = 32
@@ -46,21 +46,21 @@ WAITING_SECONDS = 5.0
 
 
 def cache_directory() -> Path:
-    """Return where things are kept: ``$TPU_GRPO_CACHE`` if set, else the user's cache directory."""
+    """Return the cache directory: ``$TPU_GRPO_CACHE`` if set, else the user's cache directory."""
     return Path(os.environ.get(CACHE_VARIABLE) or platformdirs.user_cache_dir("tpu_grpo")).expanduser().absolute()
 
 
 @contextlib.contextmanager
 def exclusive(path: Path) -> Iterator[None]:
-    """Hold a lock file; the system releases it also when the process dies. Who has to wait for it says so.
+    """Hold a lock file; the system releases it also when the process dies. A process that has to wait says so.
 
-    What needs the other hosts of a run, such as the first use of a device, may not be done while it is held: one of
-    them may be waiting for it.
+    In the block, do nothing that needs the other hosts of a run, such as the first use of a device: one of them may
+    be waiting for the lock.
 
     Raises:
         OSError: for a path that cannot be written.
     """
-    with path.open("w") as file:
+    with path.open("a") as file:  # what a link of this name points to stays as it is
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -74,11 +74,9 @@ def exclusive(path: Path) -> Iterator[None]:
 
 
 def keep_programs(where: str, hosts: Hosts) -> None:
-    """Let jax look for compiled programs on disk, and keep those that it compiles; call it before much is compiled.
+    """Make jax read compiled programs from disk, and write those that it compiles; call it before much is compiled.
 
-    Args:
-        where: a directory; auto for the user's cache directory; off to keep nothing.
-        hosts: the processes of the run; host 0 speaks of a disk that cannot be written.
+    ``where`` is a directory; auto for the user's cache directory; off to keep nothing.
     """
     if where == "off" or os.environ.get(VARIABLE):
         return
@@ -118,11 +116,9 @@ def _cpu() -> list[str]:
 
 
 class ProgramCache:
-    """Files of compiled programs, as jax's cache wants to be asked for them.
+    """The files of compiled programs, behind jax's cache interface.
 
-    Args:
-        directory: where they lie.
-        speaks: whether this process says on stderr that the disk cannot be written; its log has it anyway.
+    A process that ``speaks`` says on stderr that the disk cannot be written; its log has it anyway.
     """
 
     def __init__(self, directory: Path, *, speaks: bool = True):
@@ -132,23 +128,22 @@ class ProgramCache:
         self._writes = True
 
     def open(self) -> bool:
-        """Make the directory, and room in it; False, and a word about it, if it cannot be used at all."""
+        """Make the directory, private, and free space in it; False, with a message, if it cannot be used at all."""
+        ours = False
         try:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if not self._is_ours():  # a program is code
+            found = self.directory.stat()
+            if not (ours := found.st_uid == os.getuid() and not found.st_mode & 0o022):  # a program is code
                 raise PermissionError(errno.EPERM, "others may write there")
+            if found.st_mode & 0o077:
+                self.directory.chmod(0o700)
             self._make_room()
         except OSError as error:
             self._stop_writing(error)
-        return self.directory.is_dir() and self._is_ours()
-
-    def _is_ours(self) -> bool:
-        """Say whether only this user can put programs there."""
-        found = self.directory.stat()
-        return found.st_uid == os.getuid() and not found.st_mode & 0o022
+        return ours
 
     def get(self, key: str) -> bytes | None:
-        """Return a program; None if there is none, or its file was damaged, which is then removed."""
+        """Return a program; None if there is none, or if its file was damaged, which is then removed."""
         path = self.directory / key
         try:
             found = path.read_bytes()
@@ -164,7 +159,7 @@ class ProgramCache:
         return program if whole else None
 
     def put(self, key: str, value: bytes) -> None:
-        """Keep a program, unless the disk has failed before."""
+        """Write a program, unless the disk has failed before."""
         if not self._writes:
             return
         unfinished = self.directory / f".{os.getpid()}-{threading.get_ident()}"

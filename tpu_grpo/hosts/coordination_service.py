@@ -1,4 +1,4 @@
-"""Gives the calls of JAX's coordination service that this room needs; only this file touches its private parts.
+"""The parts of JAX's coordination service that this room uses; only this file touches its private attributes.
 
 ``jax.distributed.initialize`` of jax 0.10.2 cannot be used as it is, for two reasons:
 
@@ -26,7 +26,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from tpu_grpo.hosts.authentication import SIGNATURE_BYTES, VARIABLE, is_signed, signature, take_secret
@@ -50,7 +50,7 @@ _kept: list[Any] = []
 
 
 class Service:
-    """Is the key-value store of the coordination service. Keys are paths; values are bytes, of any length.
+    """The key-value store of the coordination service. Keys are paths; values are bytes of any length.
 
     Whoever reaches the service can write there. With the run's key every value is stored behind its signature, and
     one that no host of the run signed for its path is named as an attack.
@@ -76,7 +76,7 @@ class Service:
             raise
 
     def wait(self, key: str, seconds: float) -> bytes | None:
-        """Return the value once it is there, or None after so many seconds, even if the service is frozen."""
+        """Return the value once it is stored, or None after a number of seconds, even if the service is frozen."""
         from jax.errors import JaxRuntimeError
 
         try:
@@ -87,7 +87,7 @@ class Service:
             raise
 
     def list(self, directory: str) -> dict[str, bytes]:
-        """Return what is stored below a directory, by path below it. Blocks while the service does not answer."""
+        """Return the values below a directory, by relative path. Blocks while the service does not answer."""
         prefix = f"{directory}/"
         found = self._client.key_value_dir_get_bytes(prefix)
         return {key.removeprefix(prefix): self._opened(key, value) for key, value in found}
@@ -106,12 +106,32 @@ class Service:
         self._client.key_value_delete(key)
 
 
-def attacked(key: str, got: str) -> LockstepError:
-    """Return the error for a value of the store that no host of the run can have left so."""
+def attacked(where: str, got: str) -> LockstepError:
+    """Return the error for a value that no host of the run can have written."""
     return LockstepError(
-        f"only the hosts of a run may write what they tell each other, got {got} at {key[:100]!r}: somebody else has "
-        "written through the coordinator's port; see who can reach it"
+        f"only the hosts of a run may write what they tell each other, got {got[:300]} at {where[:100]!r}: somebody "
+        "else has written in their place, through the coordinator's port or from a host with damaged memory; see who "
+        "can reach them"
     )
+
+
+def read_told(value: bytes, kind: object, where: str, read: Callable[[Any], Any] = lambda told: told) -> Any:
+    """Return what ``read`` makes of what a host has told as JSON of this type.
+
+    Raises:
+        LockstepError: it is of another type, or ``read`` raises ValueError, so that no host can have told it.
+    """
+    try:
+        return read(_adapter(kind).validate_json(value))
+    except ValueError as error:
+        raise attacked(where, "what no host tells") from error
+
+
+@cache
+def _adapter(kind: object) -> Any:
+    from pydantic import TypeAdapter  # 0.1 s, which the supervisor of local hosts does without
+
+    return TypeAdapter(kind)
 
 
 def connect(coordinator: str, count: int, index: int, timeout_seconds: float, run: str = "") -> Service:
@@ -179,7 +199,7 @@ def connect(coordinator: str, count: int, index: int, timeout_seconds: float, ru
 def serve_alone() -> None:
     """Start a service on the loopback interface for this process alone; gloo connects its CPU devices through it.
 
-    Does nothing when jax has one already, or uses its devices already: then it is too late to choose.
+    Does nothing if jax has a service already, or has already created its devices, after which it is too late.
     """
     import jax
     from jax._src import distributed, xla_bridge
@@ -198,7 +218,7 @@ def serve_alone() -> None:
 
 
 def _leave(service: Service, count: int, index: int) -> None:
-    """Say that this host has left; keep host 0, which runs the service, until all others have."""
+    """Report that this host has left; host 0, which runs the service, waits until all others have."""
     with _leaving:  # two threads may leave at once, and the second waits for the first
         if here.has_left:
             return
@@ -292,7 +312,7 @@ def _end_on_abort(client: Any) -> None:
 
 
 def _answers(call: Callable[[], object], *, within_seconds: float) -> bool:
-    """Say whether a call returns in time; it runs on a thread of its own, since it may never come back."""
+    """Return whether a call returns in time; it runs on a thread of its own, since it may never come back."""
     answered = threading.Event()
 
     def ask() -> None:

@@ -1,4 +1,4 @@
-"""How a run ends: what is said of it, who is told, and how a process ends from a thread that is not the main one.
+"""The end of a run: its message, who is notified, and how a thread other than the main one ends the process.
 
 A run ends in one of these ways, with the exit codes of ``records/errors.py``:
 
@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Literal, NoReturn, Self
 
 from tpu_grpo.records.errors import Interrupted, LockstepError, TpuGrpoError, disk_error
@@ -45,7 +45,7 @@ TELLING_SECONDS = 12.0
 HASTE_SECONDS = 3.0
 """The same for an end at once, because of a signal."""
 TELLING_HOSTS_SECONDS = 12.0
-"""The other hosts are told of an end at once for so long: two of their looks at the coordination service."""
+"""How long an end is announced to the other hosts: two of their polls of the coordination service."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 STOPPING = "the run stops as soon as nothing is lost, and saves a checkpoint; the same signal again ends it at once"
 AT_START = "the run is ended before its first step"
@@ -55,7 +55,7 @@ AT_ONCE = "the run is ended at once; its newest checkpoint stays where it is"
 
 @dataclass(frozen=True)
 class End:
-    """Says how a run ended, to people who were not there."""
+    """How a run ended, for people who were not there."""
 
     outcome: Outcome
     """``stopped``: it was asked to."""
@@ -66,7 +66,7 @@ class End:
 
     @classmethod
     def by(cls, error: BaseException | None) -> "End":
-        """Say what an error made of a run; None is no error."""
+        """Return the end of a run by an error; None stands for no error."""
         match error:
             case None:
                 return cls("done", 0)
@@ -85,7 +85,7 @@ def exit_code(error: BaseException) -> int:
 
 
 class Here:
-    """Holds what a last message says about this process: set while the process runs, read at its end."""
+    """The state of this process for its last message: set while the process runs, read at its end."""
 
     index: int = 0
     stage: str = "start-up"
@@ -114,7 +114,7 @@ _ending = threading.Lock()
 
 
 def host_names(indices: Sequence[int]) -> str:
-    """Name hosts in messages: "host 1" or "hosts 0, 2, 3"."""
+    """Return the names of hosts for messages: "host 1" or "hosts 0, 2, 3"."""
     return f"host {indices[0]}" if len(indices) == 1 else f"hosts {', '.join(map(str, indices))}"
 
 
@@ -122,7 +122,7 @@ def host_names(indices: Sequence[int]) -> str:
 
 
 def end_process(message: str, code: int = LockstepError.exit_code) -> NoReturn:
-    """End this process at once because of another host; if one has told why it failed, that is the message."""
+    """End this process at once because of another host; if a host reported why it failed, that is the message."""
     cause = here.cause or End("failed", code, f"LockstepError: {message}")
     end_after(cause.message, cause.code, outcome=cause.outcome)
 
@@ -135,18 +135,13 @@ def end_after(
     outcome: Outcome = "failed",
     seconds: float | None = None,
 ) -> NoReturn:
-    """Print a line and what this process was doing, tell the other hosts and people, and end the process at once.
+    """Print a line and the stage of this process, tell the other hosts and people, and end the process at once.
 
     The first call wins; any later one waits for the end. If the main thread is already ending by an error of its own,
     it gets the time to print that. The line is printed before the other hosts are told, because the end of host 0 may
     end this process within a moment.
 
-    Args:
-        line: what is printed to stderr and to the host's log.
-        code: the exit code.
-        tell_others: tells the other hosts.
-        outcome: what it makes of the run.
-        seconds: how long writing the report and telling people may take; ``TELLING_SECONDS`` when None.
+    Writing the report and telling people may take ``seconds``, or ``TELLING_SECONDS`` when None.
     """
     with _ending:  # never released
         if here.leaving_with is not None:
@@ -170,13 +165,10 @@ def end_after(
 
 
 def leave_when_done(*, together: bool = False) -> None:
-    """End this process with ``here.leaving_with`` once its main thread is done, and at the latest some seconds later.
+    """End this process with ``here.leaving_with`` once its main thread has ended, at the latest after some seconds.
 
-    Threads that wait for other hosts, such as those that save a checkpoint, are left behind: Python would await them
-    before it calls what ``atexit`` has registered.
-
-    Args:
-        together: all hosts end so, and host 0 is to be the last.
+    Threads that wait for other hosts, such as those that save a checkpoint, are abandoned: Python would join them
+    before it calls the functions registered with ``atexit``. With ``together`` all hosts end so, host 0 the last.
     """
 
     def leave() -> None:
@@ -193,7 +185,7 @@ def leave_when_done(*, together: bool = False) -> None:
 
 
 def in_time(calls: Sequence[Callable[[], object]], seconds: float = WRITING_SECONDS) -> None:
-    """Make calls that write and may fail or never return: each on a thread of its own, all awaited for so long."""
+    """Make calls that may fail or never return, each on a thread of its own, and wait for all of them for a time."""
     threads: list[threading.Thread] = []
     for call in calls:
         thread = threading.Thread(target=_quietly, args=[call], daemon=True)
@@ -230,15 +222,11 @@ def _quietly(call: Callable[[], object]) -> None:
 
 
 class StepAbandoned(Exception):
-    """A step was given up before it changed anything, because the run is to stop."""
+    """A step was abandoned before it changed anything, because the run is to stop."""
 
 
 class StopRequest:
-    """Knows whether a run was asked to stop.
-
-    Args:
-        also_asks: is called after every step; a run that it says yes to stops there.
-    """
+    """Whether a run was asked to stop; ``also_asks`` is called after every step, and may ask, too."""
 
     def __init__(self, also_asks: Callable[[], bool] = lambda: False) -> None:
         self._also_asks = also_asks
@@ -249,16 +237,16 @@ class StopRequest:
 
     @property
     def asked(self) -> bool:
-        """Whether a signal has come, or the caller of the run wants it to stop; read once after every step."""
+        """Whether a signal has come, or the caller of the run asks it to stop; read once after every step."""
         return self.signalled or self._also_asks()
 
     def begin(self) -> None:
-        """Say that steps begin: from now on a run that is asked to stop has something to save."""
+        """Mark that steps begin: from now on a run that is asked to stop has something to save."""
         self._begun = True
 
     @contextmanager
     def abandoning(self) -> Iterator[None]:
-        """Let a signal end this block, whose work can be thrown away.
+        """Let a signal end this block, whose work is then discarded.
 
         Raises:
             StepAbandoned: a signal comes in the block, or came before.
@@ -273,9 +261,44 @@ class StopRequest:
         finally:
             self._may_abandon = False
 
+    def _abandon(self) -> None:
+        """End the block of `abandoning`, if the main thread is in one; for handlers of signals."""
+        if self._may_abandon:
+            self._may_abandon = False
+            raise StepAbandoned
+
+
+class InterruptedStop(StopRequest):
+    """A stop request by Ctrl-C, or by a notebook's stop button, for a ``with`` block in a program of the user's own.
+
+    The first SIGINT asks the run to stop; a second one raises KeyboardInterrupt, as does one before the first step.
+    Where Python's own handler of SIGINT is not in place, and outside the main thread, nothing is changed.
+    """
+
+    def __enter__(self) -> Self:
+        self._answers = (
+            threading.current_thread() is threading.main_thread()
+            and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        )
+        if self._answers:
+            signal.signal(signal.SIGINT, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._answers:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.signalled or not self._begun:
+            raise KeyboardInterrupt
+        self.signalled = True
+        with suppress(RuntimeError):  # the signal came while a line was printed
+            print(f"SIGINT: {STOPPING}", file=sys.stderr)
+        self._abandon()
+
 
 class SignalledStop(StopRequest):
-    """Is asked by SIGINT and SIGTERM, for the time of a ``with`` block in the main thread.
+    """A stop request by SIGINT or SIGTERM, for a ``with`` block in the main thread.
 
         with SignalledStop(meets_others=True) as stop:
             ...                             # hosts meet; the first signal is kept
@@ -286,11 +309,9 @@ class SignalledStop(StopRequest):
                 ...
             if stop.asked: ...
 
-    Python runs its handlers in the main thread only, which may be inside a compiler for minutes. So what is said, and
-    the end of the process, come from a thread that reads the numbers of signals as the system delivers them.
-
-    Args:
-        meets_others: the run may have other hosts, which would wait for this one in vain if it ended before they met.
+    Python runs signal handlers in the main thread only, which may be inside a compiler for minutes. So messages, and
+    the end of the process, come from a thread that reads the signals as the system delivers them. A run that
+    ``meets_others`` may have other hosts, which would wait for this one in vain if it ended before they met.
     """
 
     def __init__(self, *, meets_others: bool = False) -> None:
@@ -311,9 +332,7 @@ class SignalledStop(StopRequest):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         stopped = isinstance(error, Interrupted) and (self.signalled or here.leave is not None)
         signal.set_wakeup_fd(self._woken_before)
         for number, handler in self._before.items():  # a signal to all hosts may come later here than elsewhere
@@ -326,11 +345,7 @@ class SignalledStop(StopRequest):
             leave_when_done(together=True)  # without the threads of rewards that go on
 
     def hosts_met(self, tell_others: Callable[[End], None]) -> None:
-        """Say that the other hosts can be told from now on; ends the process if a signal was kept until now.
-
-        Args:
-            tell_others: tells the other hosts how this one ends at once; it may block.
-        """
+        """Mark that the others can be told, by a call that may block; ends the process if a signal came before."""
         self._tell_others, self._meeting = tell_others, False
         if self._kept is not None:
             self._end(f"{self._kept}: {AT_START}", Interrupted.exit_code)
@@ -338,9 +353,7 @@ class SignalledStop(StopRequest):
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """Run in the main thread, as soon as it is in Python: before the other thread has run, or long after."""
         self.signalled = self._begun
-        if self._may_abandon:
-            self._may_abandon = False
-            raise StepAbandoned
+        self._abandon()
 
     def _read_signals(self) -> None:
         """Answer signals as they come, whatever the main thread is doing."""

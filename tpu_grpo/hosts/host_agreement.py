@@ -1,22 +1,25 @@
-"""Lets hosts tell each other what they have, and checks what must be the same on all.
+"""Exchanges values between hosts, and checks what must be the same on all.
 
 Every host must make the same calls in the same order, on its main thread. The calls are numbered. If the other hosts
 are at a different call, or missing, the call raises instead of waiting forever.
 """
 
+import base64
 import hashlib
 import json
 import time
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from tpu_grpo.hosts.coordination_service import Service, attacked
+from tpu_grpo.hosts.coordination_service import Service, attacked, read_told
 from tpu_grpo.hosts.ending import host_names
 from tpu_grpo.records.errors import LockstepError
 
 if TYPE_CHECKING:
     import numpy as np
-    from jaxtyping import Shaped
+    from jaxtyping import Float, Shaped
 
 ROOT = "tpu_grpo/exchange"
 SHOWN = 60
@@ -24,16 +27,30 @@ SHOWN = 60
 ABSENT = "no value"
 
 
+def packed(numbers: "Float[np.ndarray, ' N']") -> str:
+    """Write float64 numbers exactly as a text that JSON can hold, short where many are alike."""
+    return base64.b64encode(zlib.compress(numbers.astype("<f8").tobytes(), level=1)).decode()
+
+
+def unpacked(text: str, count: int) -> "Float[np.ndarray, ' N']":
+    """Read a known number of values that ``packed`` wrote on another host; raises ValueError for anything else."""
+    import numpy as np
+
+    try:
+        data = zlib.decompressobj().decompress(base64.b64decode(text, validate=True), 8 * count + 1)
+    except zlib.error as error:
+        raise ValueError(str(error)) from error
+    if len(data) != 8 * count:
+        raise ValueError(f"{count} numbers must have {8 * count} bytes, got {len(data)}")
+    return np.frombuffer(data, "<f8").astype(np.float64)
+
+
 class Hosts:
     """Connects the processes of a run. With ``count == 1`` every call is trivial and nothing is sent.
 
-    Args:
-        index: which of them this is.
-        count: how many there are.
-        service: what they talk through; None for one process.
-        timeout_seconds: how long an exchange waits for the slowest host. ``Watch`` notices a lost host long before;
-            this ends runs whose hosts are alive and do different things.
-        members: the hosts that take part, this one among them; all of them unless it was made by ``among``.
+    They talk through ``service``, which is None for one process; ``members`` are those that take part, this one among
+    them, and all of them unless it was made by ``among``. An exchange waits ``timeout_seconds`` for the slowest host.
+    ``Watch`` notices a lost host long before; this ends runs whose hosts are alive and do different things.
     """
 
     def __init__(
@@ -56,9 +73,9 @@ class Hosts:
         self._exchanges = 0
 
     def among(self, members: Sequence[int]) -> "Hosts":
-        """Return some of the hosts, this one included, with exchanges that the others take no part in.
+        """Return a group of some hosts, this one included, whose exchanges do not involve the others.
 
-        Every member makes it, once for the same members. Its answers are in the order of ``members``.
+        Every member makes the group, once for the same members. Values are in the order of ``members``.
         """
         if self.index not in members:
             raise ValueError(f"host {self.index} must be among the hosts it exchanges with, got {list(members)}")
@@ -66,16 +83,13 @@ class Hosts:
 
     @property
     def is_first(self) -> bool:
-        """Say whether this host writes the files that the run has once."""
+        """Whether this host writes the files that the run has once."""
         return self.index == 0
 
     def gather(self, name: str, value: bytes, *, timeout_seconds: float | None = None) -> list[bytes]:
-        """Return the values of all members, in their order, on every one of them.
+        """Return the values of all members, in their order, on every member.
 
-        Args:
-            name: what is exchanged, for messages, the same on every host.
-            value: this host's.
-            timeout_seconds: instead of that of ``Hosts``.
+        ``name`` says what is exchanged, for messages, the same everywhere; ``timeout_seconds`` goes before `Hosts`.
 
         Raises:
             LockstepError: a host did not answer, or is at another exchange.
@@ -98,10 +112,28 @@ class Hosts:
             )
         return [part[2] for part in parts]
 
+    def share(
+        self, name: str, value: Any, kind: object, read: Callable[[int, Any], Any] = lambda host, told: told
+    ) -> list[Any]:
+        """Return the values of all members, which are JSON of the type ``kind``, as ``gather`` does.
+
+        Records are written by their fields. ``read`` makes something else of what a host told, and raises ValueError
+        for what it cannot have told.
+
+        Raises:
+            LockstepError: one is of another type, or cannot be read. Raises as ``gather`` does, too.
+        """
+        answers = self.gather(name, json.dumps(value, default=vars).encode())
+        return [
+            read_told(answer, kind, f"{name} of host {index}", partial(read, index))
+            for index, answer in zip(self.members, answers, strict=True)
+        ]
+
     def gather_array(self, name: str, array: "Shaped[np.ndarray, '...']") -> "Shaped[np.ndarray, 'H ...']":
         """Stack the arrays of all hosts (the same shape and type on each) by host, on every host.
 
-        Goes over the devices' interconnect, for what is too large for ``gather``. Raises as ``gather`` does.
+        The data passes over the devices' interconnect, for arrays that are too large for ``gather``. Raises as
+        ``gather`` does.
         """
         if self.service is None:
             return array[None]
@@ -134,12 +166,10 @@ class Hosts:
         """Return once every host is here; raises as ``gather`` does."""
         self.gather(name, b"", timeout_seconds=timeout_seconds)
 
-    def broadcast(self, name: str, value: bytes | None, *, timeout_seconds: float | None = None) -> bytes:
-        """Return host 0's value on every host; what the others pass is ignored. Raises as ``gather`` does."""
-        if self.is_first and value is None:
-            raise ValueError(f"host 0 must have a value for {name}, got None")
-        mine = value if self.is_first and value is not None else b""
-        return self.gather(name, mine, timeout_seconds=timeout_seconds)[0]
+    def broadcast(self, name: str, value: Any, kind: object, read: Callable[[Any], Any] = lambda told: told) -> Any:
+        """Return host 0's value on every host; what the others pass is ignored. Takes and raises as ``share`` does."""
+        mine = json.dumps(value, default=vars).encode() if self.is_first else b""
+        return read_told(self.gather(name, mine)[0], kind, f"{name} of host 0", read)
 
     def agree(self, name: str, value: str | bytes) -> None:
         """Check that the value is the same on every host.
@@ -155,7 +185,7 @@ class Hosts:
 
     def _compare(self, name: str, values: Mapping[str, str | bytes]) -> None:
         shown = {key: _short(value) for key, value in values.items()}
-        everyone = [json.loads(part) for part in self.gather(name, json.dumps(shown).encode())]
+        everyone = self.share(name, shown, dict[str, str])
         keys = dict.fromkeys(key for values in everyone for key in values)
         differing = {key: [values.get(key, ABSENT) for values in everyone] for key in keys}
         lines = [f"{key} differs: {self._listing(found)}" for key, found in differing.items() if len(set(found)) > 1]
@@ -163,7 +193,7 @@ class Hosts:
             raise LockstepError("\n  ".join(["every host must have the same; start all from the same files", *lines]))
 
     def _listing(self, found: Sequence[str]) -> str:
-        """Say who has what, fewest first: "host 1 has 'b'; hosts 0, 2, 3 have 'a'"."""
+        """List the hosts of each value, the rarest value first: "host 1 has 'b'; hosts 0, 2, 3 have 'a'"."""
         groups: dict[str, list[int]] = {}
         for index, value in zip(self.members, found, strict=True):
             groups.setdefault(value, []).append(index)

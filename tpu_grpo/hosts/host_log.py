@@ -1,4 +1,4 @@
-"""What a host says of its way: to its log file, and, while a run starts, to stderr.
+"""Each host's log: written to a file and, while a run starts, to stderr.
 
 Consoles show the run once, from host 0; what the others did, and what libraries warned of there, is in every host's own
 ``<run.dir>/logs/host_<index>.log``: the stages it went through and how it ended. The start is said with the seconds
@@ -28,9 +28,9 @@ EVERY_SECONDS = 5.0
 
 @contextmanager
 def host_log(directory: Path, index: int) -> Iterator[None]:
-    """Append everything that is logged in the block to this host's file in the directory.
+    """Write everything that is logged in the block to this host's file in the directory.
 
-    Stages come at level INFO; of libraries, warnings and above.
+    Stages have the level INFO; of libraries, only warnings and errors are written.
     """
     directory.mkdir(parents=True, exist_ok=True)
     here.log = directory / f"host_{index}.log"
@@ -55,14 +55,14 @@ def host_log(directory: Path, index: int) -> Iterator[None]:
 
 
 def announce(hosts: Hosts, what: str) -> None:
-    """Say to stderr what begins now; host 0 speaks for all."""
+    """Print the stage that begins now to stderr, on host 0 for all."""
     if hosts.is_first:
         print(f"[{time.monotonic() - BEGAN:6.1f} s] {what}", file=sys.stderr, flush=True)
 
 
 @contextmanager
 def counted(hosts: Hosts, what: str) -> Iterator[Callable[[], None]]:
-    """Say what begins now, and now and then how often the function that this yields was called, by any thread."""
+    """Print the stage that begins now, and now and then how often the yielded function was called, by any thread."""
     announce(hosts, what)
     lock, count, said = threading.Lock(), 0, time.monotonic()
 

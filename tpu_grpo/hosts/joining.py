@@ -33,7 +33,7 @@ TPU_DEVICE_FILES = ("accel*", "vfio/[0-9]*")
 
 
 def choose_platform(environment: MutableMapping[str, str] = os.environ, devices: Path = Path("/dev")) -> None:
-    """Set JAX_PLATFORMS=cpu on a machine without a TPU, before jax is imported; a value that is set is kept."""
+    """Set JAX_PLATFORMS=cpu on a machine without a TPU, before jax is imported; a value that is already set is kept."""
     if environment.get("JAX_PLATFORMS"):
         return
     if not any(any(devices.glob(pattern)) for pattern in TPU_DEVICE_FILES):
@@ -49,7 +49,7 @@ def cpu_devices(environment: Mapping[str, str] = os.environ) -> int:
 
 
 def may_have_others(count: int, environment: Mapping[str, str] = os.environ) -> bool:
-    """Say whether a run of ``hosts.count`` processes may have several: a TPU slice finds its hosts by itself."""
+    """Whether a run with this ``hosts.count`` may have several processes: a TPU slice finds its hosts by itself."""
     return count > 1 or "cpu" not in environment.get("JAX_PLATFORMS", "")
 
 
@@ -70,33 +70,17 @@ def start(
 ) -> Hosts:
     """Meet the other hosts. Call it before the first use of a device, and after ``choose_platform``.
 
-    One process with several CPU devices starts a service for itself, on the loopback interface: gloo needs one, and
-    with gloo it computes what several processes with as many devices compute.
+    One process with several CPU devices starts a coordination service for itself, on the loopback interface: gloo
+    needs one, and with gloo the results equal those of several processes with as many devices.
 
-    Args:
-        coordinator: host:port where host 0 listens; None for one process, and on a TPU slice, which knows its own.
-        count: number of processes.
-        index: which of them this is.
-        run: the name of the run; a host of another one is sent away.
-        timeout_seconds: how long the slowest host may take to come.
-        environment: where the choice of ``choose_platform`` is found.
+    ``coordinator`` is host:port where host 0 listens; None for one process, and on a TPU slice, which knows its own. A
+    host of a run of another name is sent away. The slowest may take ``timeout_seconds`` to come.
 
     Raises:
-        ConfigError: the three do not describe one of several processes, or jax has devices before several could meet,
-            or the coordinator's port is another run's, or another program's.
+        ConfigError: the coordinator is no address, or its port is another run's, or another program's, or jax has
+            devices before several could meet.
         LockstepError: some hosts did not come; says which.
     """
-    if count < 1:
-        raise ConfigError(f"hosts.count must be >= 1, got {count}; it is the number of processes")
-    if not 0 <= index < count:
-        raise ConfigError(
-            f"hosts.index must be from 0 to hosts.count - 1 = {count - 1}, got {index}; every process has its own"
-        )
-    if coordinator is None and count > 1:
-        raise ConfigError(
-            f"hosts.count={count} needs hosts.coordinator=ADDRESS:PORT, where host 0 listens; "
-            "leave all three out for one process, and on a TPU slice"
-        )
     address, _, port = (coordinator or "").rpartition(":")
     if coordinator is not None and not (address and re.fullmatch(r"\d{1,5}", port) and 0 < int(port) < 65536):
         raise ConfigError(
@@ -138,11 +122,7 @@ def hosts_of(devices: Iterable[Any]) -> tuple[int, ...]:
 
 
 def devices_per_host(devices: Sequence[Any]) -> int:
-    """Return how many of the devices each host has.
-
-    Raises:
-        ValueError: the hosts do not all have as many.
-    """
+    """Return the number of devices of each host; raises ValueError if hosts do not all have as many."""
     counts = {host: sum(device.process_index == host for device in devices) for host in hosts_of(devices)}
     if len(set(counts.values())) != 1:
         raise ValueError(f"every host must have as many devices as the others, got {counts} by host")

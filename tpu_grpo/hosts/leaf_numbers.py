@@ -1,6 +1,6 @@
-"""Numbers of many arrays, such as sums that tell whether two holders of an array hold the same bits.
+"""Computes a number per array for many arrays, such as checksums that tell whether two copies have the same bits.
 
-Each is computed where its array lies.
+Each number is computed on the array's devices.
 """
 
 import functools
@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, UInt32
 
 TOGETHER = 16
-"""So many arrays of one shape and type one program looks at: each alone takes a launch, all of them long to compile."""
+"""The most arrays of one shape and type in one program: one each costs a launch, all in one are slow to compile."""
 
 Number = Callable[[jax.Array], jax.Array]
 """Computes a scalar of an array."""
@@ -24,7 +24,7 @@ Number = Callable[[jax.Array], jax.Array]
 def leaf_numbers(number: Number, leaves: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:
     """Compute a number of every leaf, by name; all hosts that hold the leaves must call it, and get all numbers.
 
-    Each program is waited for: XLA's CPU backend aborts when many programs with collectives are under way.
+    Each program is awaited, because XLA's CPU backend aborts when many programs with collectives run at once.
     """
     alike: dict[Any, list[str]] = defaultdict(list)
     for name in sorted(leaves):

@@ -92,7 +92,7 @@ def run_local_hosts(
 
 
 def host_environment(environment: Mapping[str, str], devices: int) -> dict[str, str]:
-    """Return a host's environment: ``devices`` CPU devices, and lines that are written when they are printed."""
+    """Return a host's environment variables: ``devices`` CPU devices, and unbuffered output."""
     kept = [flag for flag in environment.get("XLA_FLAGS", "").split() if flag.partition("=")[0] != DEVICE_COUNT_FLAG]
     own = {"XLA_FLAGS": " ".join([*kept, f"{DEVICE_COUNT_FLAG}={devices}"]), "JAX_PLATFORMS": "cpu"}
     return {"PYTHONUNBUFFERED": "1", **environment, **own}

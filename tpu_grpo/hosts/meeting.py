@@ -44,9 +44,9 @@ LONGEST_LINE = 65536
 SPEAKING_SECONDS = 5.0
 """A connection that has not said by then which host it is, is closed."""
 MOST_STRANGERS = 128
-"""So many connections may be silent at once; the oldest makes room for another."""
+"""The most connections that may be silent at once; the oldest is closed for a new one."""
 MOST_NAMED = 20
-"""So many of those that were sent away are named, and all are counted."""
+"""The most refused hosts that are named; all are counted."""
 BACKLOG = 1024
 RETRY_SECONDS = 0.2
 PATIENCE_SECONDS = 10.0
@@ -58,7 +58,7 @@ REMEDY = "start the same command on every host, each with its own hosts.index"
 
 @dataclass(frozen=True)
 class Caller:
-    """A host of a run, as it presents itself."""
+    """A host of a run, as it introduced itself."""
 
     run: str
     """The name of the run."""
@@ -72,14 +72,12 @@ class Caller:
 
     def proven(self, secret: bytes) -> "Caller":
         """Return this caller with the proof that it knows the secret, if there is one."""
-        return replace(self, proof=signature(secret, *self._signed()).hex())
+        signed = (b"caller", self.run, self.index, self.count, self.who, self.nonce)
+        return replace(self, proof=signature(secret, *(str(value).encode() for value in signed)).hex())
 
     def knows(self, secret: bytes) -> bool:
-        """Say whether it proved that it knows the secret; where there is none, that it has none."""
+        """Whether it proved that it knows the secret, or, if there is none, that it has none either."""
         return hmac.compare_digest(self.proof.encode(), self.proven(secret).proof.encode())
-
-    def _signed(self) -> list[bytes]:
-        return [str(value).encode() for value in (b"caller", self.run, self.index, self.count, self.who, self.nonce)]
 
     def to_line(self) -> bytes:
         """Write what this host says first."""
@@ -87,7 +85,7 @@ class Caller:
 
 
 def caller_of(line: bytes) -> Caller | None:
-    """Read what another process said first; None if it is no host of a run. What it calls itself may be printed."""
+    """Parse another process's first line; None if it is no host of a run. The result is safe to print."""
     said = _read(line) or {}
     kinds = {"run": str, "index": int, "count": int, "who": str, "nonce": str, "proof": str}
     if said.get("tpu_grpo") != VERSION or any(type(said.get(name)) is not kind for name, kind in kinds.items()):
@@ -103,9 +101,10 @@ def _line(said: Mapping[str, Any]) -> bytes:
 
 
 def _read(line: bytes) -> dict[str, Any] | None:
-    """Read a line of JSON; None if it is none, or no object."""
+    """Read a line of JSON; None if it is none, or no object, or holds text that cannot be sent."""
     try:
         said = json.loads(line)
+        json.dumps(said, ensure_ascii=False).encode()  # no halves of surrogate pairs
     except (ValueError, RecursionError):
         return None
     return said if isinstance(said, dict) else None
@@ -118,7 +117,7 @@ def split_address(coordinator: str) -> tuple[str, int]:
 
 
 def own_address(coordinator: str) -> tuple[socket.AddressFamily, str, int]:
-    """Return family, IP address and port that host 0 listens on: those that the coordinator's name stands for.
+    """Return family, IP address and port on which host 0 listens, for the coordinator's name.
 
     Raises:
         ConfigError: the name cannot be resolved.
@@ -135,7 +134,7 @@ def own_address(coordinator: str) -> tuple[socket.AddressFamily, str, int]:
 
 
 def too_late(missing: Sequence[int], me: Caller, timeout_seconds: float, more: str = "") -> str:
-    """Say which hosts did not come in time."""
+    """Return the error for hosts that did not come in time."""
     return (
         f"all {me.count} hosts must start within {timeout_seconds:g} s; {host_names(missing)}{more} did not come (this "
         f"is host {me.index}); {REMEDY}"
@@ -143,7 +142,7 @@ def too_late(missing: Sequence[int], me: Caller, timeout_seconds: float, more: s
 
 
 def no_answer(coordinator: str, me: Caller, timeout_seconds: float, why: str) -> str:
-    """Say that host 0 was not there, and why as far as that is known."""
+    """Return the error for a missing host 0, with the reason as far as it is known."""
     return (
         f"all {me.count} hosts must start within {timeout_seconds:g} s; host 0, the coordinator at {coordinator}, did "
         f"not answer host {me.index}{f' ({why})' if why else ''}; {REMEDY}, and check that hosts can reach that port"
@@ -169,7 +168,7 @@ class _Guest:
 
 @dataclass
 class Meeting:
-    """Has the port of host 0, and knows who has come.
+    """Holds the port of host 0, and knows which hosts have come.
 
     with hold_port(coordinator, me, timeout_seconds) as meeting:
         meeting.await_all(timeout_seconds)
@@ -184,16 +183,12 @@ class Meeting:
     secret: bytes = field(default=b"", repr=False)
     guests: list[_Guest] = field(default_factory=list)
     strangers: int = 0
-    """So many connections were closed because they were no hosts of this run."""
+    """The number of connections that were closed because they were no hosts of this run."""
     sent_away: int = 0
-    """So many hosts were told why they cannot take part."""
+    """The number of hosts that were refused with a reason."""
 
     def await_all(self, timeout_seconds: float) -> None:
-        """Return when all hosts are here.
-
-        Raises:
-            LockstepError: some did not come in time.
-        """
+        """Return when all hosts are here; raises LockstepError if some did not come in time."""
         end = time.monotonic() + timeout_seconds
         with selectors.DefaultSelector() as selector:
             selector.register(self.listener, selectors.EVENT_READ)
@@ -230,14 +225,14 @@ class Meeting:
         return f"{strangers or ''}{(self.sent_away and f'; hosts sent away: {self.sent_away}') or ''}"
 
     def share_port(self) -> None:
-        """Let a service of this process bind the port, too; at no moment can another run have it."""
+        """Let a service of this process bind the port, too; at no moment can another run bind it."""
         if sys.platform == "linux":  # elsewhere this must be asked for before the first is bound
             self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         else:
             self.listener.close()
 
     def call(self) -> None:
-        """Tell all to connect to the service, which listens now."""
+        """Tell all hosts to connect to the service, which listens now."""
         self.listener.close()
         proof = signature(self.session_key, b"come").hex()
         self._tell_all({"come": True, "nonces": self._nonces(), "proof": proof})
@@ -317,7 +312,7 @@ class Meeting:
 
 @contextmanager
 def hold_port(coordinator: str, me: Caller, timeout_seconds: float, secret: bytes = b"") -> Iterator[Meeting]:
-    """Listen where host 0 is to be met, by hosts that know the secret, if there is one.
+    """Listen on host 0's address, for hosts that know the secret, if there is one.
 
     Raises:
         ConfigError: another program has the port, and keeps it.
@@ -373,10 +368,9 @@ class _StrangerError(Exception):
 
 
 def arrive(coordinator: str, me: Caller, timeout_seconds: float, secret: bytes = b"") -> bytes:
-    """Go to host 0 and wait there until all hosts have come and jax's service listens.
+    """Connect to host 0 and wait there until all hosts have come and jax's service listens.
 
-    Returns:
-        The key of this run; empty without a secret.
+    Returns the key of this run; empty without a secret.
 
     Raises:
         ConfigError: something else is there, such as another run.

@@ -1,4 +1,4 @@
-"""Notices that another host died, hangs, failed or decided otherwise than this one, wherever the main thread is.
+"""Detects that another host died, hangs, failed or decided differently, wherever the main thread is.
 
 Two threads per process: one talks to the coordination service, and may block in it; the other only looks at the clock,
 and ends the process. Both run while the main thread computes, compiles or waits in a collective, all of which release
@@ -16,10 +16,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from itertools import islice
-from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
-from tpu_grpo.hosts.coordination_service import attacked
+from tpu_grpo.hosts.coordination_service import attacked, read_told
 from tpu_grpo.hosts.ending import End, alone, end_after, end_process, exit_code, here, host_names, leave_when_done
 from tpu_grpo.hosts.host_agreement import Hosts
 from tpu_grpo.hosts.host_log import logger
@@ -27,13 +26,13 @@ from tpu_grpo.records.errors import Interrupted, LockstepError
 
 ROOT = "tpu_grpo/watch"
 OWN_ERROR_SECONDS = 1.0
-"""A host told of a failure has so long to come to the same error by itself, as hosts that disagree do."""
+"""The time in which a host that hears of a failure may find the same error itself, as hosts that disagree do."""
 TOLD_SECONDS = 0.2
 """While a failure is being told, hosts look so often whether all know."""
 LOCAL_ERRORS = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED", "NOT_FOUND")
 """Runtime errors that begin so are this host's own, and say nothing about another host."""
 REMEMBERED = 4096
-"""So many steps of each thing that hosts decide alike are kept for comparison."""
+"""The number of steps of each activity in lockstep that are kept for comparison."""
 
 SILENT_LOOKS = 10
 """A process that was silent for so many looks, of a tenth of the timeout each, is ended. One that was stopped with its
@@ -58,7 +57,7 @@ type Beat = tuple[int, dict[str, tuple[int, str]]]
 
 
 class Progress:
-    """Holds how far this host is with what it does in step with others; its heartbeats carry the last step of each.
+    """The position of this host in each activity that hosts do in lockstep; its heartbeats carry the latest.
 
     Hosts that drive one engine and decide differently launch different programs, and wait in collectives that never
     end: none of them gets to the comparison after the rollout. But each has noted what it decided before it launched:
@@ -73,18 +72,18 @@ class Progress:
         self._noted: dict[str, dict[int, str]] = {}
 
     def note(self, what: str, step: int, digest: str) -> None:
-        """Remember what this host is about to do at a step, which hosts that do the same note alike."""
+        """Record what this host is about to do at a step; hosts that do the same record the same."""
         noted = self._noted.setdefault(what, {})
         noted[step] = digest
         for old in list(islice(noted, max(0, len(noted) - REMEMBERED))):
             del noted[old]
 
     def latest(self) -> dict[str, tuple[int, str]]:
-        """Return the last step of each thing, to be told to the others."""
+        """Return the latest step of each activity, for the other hosts."""
         return {what: next(reversed(noted.items())) for what, noted in self._noted.copy().items() if noted}
 
     def contradiction(self, others: Mapping[str, tuple[int, str]]) -> str | None:
-        """Say what another host decided otherwise than this one, by what it told; None if nothing is known."""
+        """Return what another host decided differently, by its heartbeat; None if nothing is known."""
         for what, (step, digest) in others.items():
             own = self._noted.get(what, {}).get(step)
             if own is not None and own != digest:
@@ -99,13 +98,9 @@ _watching: list["Watch"] = []
 
 
 def end_all_hosts(error: BaseException, what: str) -> None:
-    """End this host and the others because of an error of another thread, which the main one cannot see in time.
+    """End this host and the others because of an error on a thread that the main one cannot hear of in time.
 
-    The exit code is that of the error. Without other hosts nothing is done: nobody waits for this one.
-
-    Args:
-        error: what the thread has met.
-        what: what came of it, for the message.
+    The exit code is that of the error, and ``what`` says what came of it. Without other hosts nothing is done.
     """
     for watch in _watching:
         watch.rule_out_a_lost_host(error)
@@ -124,10 +119,7 @@ class Watch:
     Leaving it with an error tells them, and the error goes on. If it may be a lost host's doing, such as a collective
     whose connection closed, the heartbeats are awaited first, and the lost host is named.
 
-    Args:
-        hosts: whom to watch; one host is not watched.
-        timeout_seconds: a host silent for so long is lost.
-        every: seconds between heartbeats.
+    A host silent for ``timeout_seconds`` is lost; ``every`` is the seconds between heartbeats. One host is not watched.
     """
 
     def __init__(self, hosts: Hosts, timeout_seconds: float = 45.0, every: float = 5.0) -> None:
@@ -148,10 +140,7 @@ class Watch:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Name what the block does, for the last message of a process that ends in it, or by an error raised in it.
-
-        A timeline of the run shows the block under this name, too.
-        """
+        """Name the stage of the block, for timelines, and for the last message of a process that ends in it."""
         before, here.stage = here.stage, name
         began = time.monotonic()
         logger.info("%s begins", name)
@@ -186,9 +175,7 @@ class Watch:
         _watching.append(self)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self.hosts.service is None:
             return
         _watching.remove(self)
@@ -208,12 +195,12 @@ class Watch:
             thread.join(2 * self.every)
 
     def rule_out_a_lost_host(self, error: BaseException) -> None:
-        """Return if no other host is lost; an error that may come of a lost one is believed after the timeout only."""
+        """Return if no other host is lost; an error that a lost one may have caused is believed after the timeout."""
         if _may_be_a_lost_host(error):
             time.sleep(self.timeout_seconds + 2 * self.every)  # ends here if one is
 
     def report_end(self, own: End) -> None:
-        """Make the other hosts end, naming this host and its message; returns once they know, or cannot be reached.
+        """Make the other hosts end, with this host's name and message; returns once they know, or cannot be reached.
 
         They end with 4 where this host was stopped before anything was to be saved, else with 3. This host goes on, and
         is to end by itself: it is no longer ended for what happens to the others.
@@ -264,10 +251,10 @@ class Watch:
             beat = seen.get(f"beat/{index}", b"")
             if beat == self._beats[index][0]:
                 continue
-            told: Beat = _told(beat, Beat, index)
-            before: Beat = _told(self._beats[index][0] or b"[0, {}]", Beat, index)
-            if told[0] < before[0]:
-                raise attacked(f"{ROOT}/beat/{index}", "an earlier value again")
+            key, last = f"{ROOT}/beat/{index}", self._beats[index][0]
+            told: Beat = read_told(beat, Beat, key)
+            if last and told[0] < read_told(last, Beat, key)[0]:
+                raise attacked(key, "an earlier value again")
             self._beats[index] = (beat, now)
             if self._failure is None and (difference := progress.contradiction(told[1])):
                 end_process(
@@ -277,7 +264,7 @@ class Watch:
         failures = {index: seen[f"failure/{index}"] for index in self._others if f"failure/{index}" in seen}
         if failures and self._heard_at is None:
             index, message = next(iter(failures.items()))
-            here.cause, self._heard_at = _told(message, End, index), now
+            here.cause, self._heard_at = read_told(message, End, f"{ROOT}/failure/{index}"), now
             service.put(f"{ROOT}/heard/{me}", b"", overwrite=True)
         if all(f"heard/{index}" in seen or index in failures for index in self._others):
             self._all_know.set()
@@ -321,16 +308,6 @@ class Watch:
         self._guard.wait()
 
 
-def _told(value: bytes, kind: object, index: int) -> Any:
-    """Read what a host has told as JSON of this kind. Raises LockstepError for what no host tells."""
-    from pydantic import TypeAdapter, ValidationError  # 0.1 s, which the supervisor of local hosts does without
-
-    try:
-        return TypeAdapter(kind).validate_json(value)
-    except ValidationError as error:
-        raise attacked(f"{ROOT}/.../{index}", "what no host tells") from error
-
-
 def _watchful(run: Callable[[], None]) -> None:
     """Run one of the threads; a host that no longer watches must not go on as if it did."""
     try:
@@ -341,7 +318,7 @@ def _watchful(run: Callable[[], None]) -> None:
 
 
 def _may_be_a_lost_host(error: BaseException | None) -> bool:
-    """Say whether an error looks like a broken collective; gloo raises ValueError, others jax's runtime error."""
+    """Return whether an error looks like a broken collective; gloo raises ValueError, others jax's runtime error."""
     from jax.errors import JaxRuntimeError
 
     if error is None:

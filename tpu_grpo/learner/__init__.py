@@ -1,7 +1,7 @@
 """Updates the policy from scored rollouts, on the trainer's devices; `Learner` is what a run drives."""
 
 from tpu_grpo.learner.building import LearnerInputs, LearnerParts, build_parts
-from tpu_grpo.learner.checkpoints import read_policy
+from tpu_grpo.learner.checkpoints import read_policy, read_stepped
 from tpu_grpo.learner.learner import Learner
 from tpu_grpo.learner.parameters import cast_to_compute, freeze_untrained, frozen_leaves, parameters, whole
 
@@ -15,5 +15,6 @@ __all__ = [
     "frozen_leaves",
     "parameters",
     "read_policy",
+    "read_stepped",
     "whole",
 ]

@@ -1,4 +1,5 @@
-"""From rows in host memory to the micro-batches on the trainer's devices, with what the loss compares the policy to.
+"""Turns rows in host memory into micro-batches on the trainer's devices, with the log-probabilities that the loss
+needs.
 
 Per token, with old = ``algorithm.old_policy``:
 
@@ -24,8 +25,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from tpu_grpo.config import AlgorithmSection
-from tpu_grpo.learner.forward import ModelRows, logprobs, lower_logprobs
+from tpu_grpo.learner.forward import ModelRows, PerToken, logprobs, lower_logprobs
 from tpu_grpo.learner.loss import LossSettings, TrainBatch
 from tpu_grpo.learner.rows import TrainRows
 from tpu_grpo.records.errors import DataError
@@ -37,56 +37,44 @@ PassArrays = dict[str, np.ndarray]
 
 
 class Batches:
-    """Makes micro-batches.
+    """Makes micro-batches for a policy and, where there is a KL penalty, the reference that it is compared with."""
 
-    Args:
-        policy: the model that is trained.
-        reference: the initial policy; None without a KL penalty.
-    """
-
-    def __init__(
-        self,
-        policy: nnx.Module,
-        reference: nnx.Module | None,
-        settings: LossSettings,
-        section: AlgorithmSection,
-        mesh: Mesh,
-    ):
-        self._policy, self._reference, self._settings = policy, reference, settings
-        self._recomputed, self._cap = section.old_policy == "trainer", section.upper_importance
-        self._truncated = self._recomputed and section.correction is None
-        self._mesh = mesh
-        self._sharding = NamedSharding(mesh, PartitionSpec(DATA_AXIS))
+    def __init__(self, policy: nnx.Module, reference: nnx.Module | None, settings: LossSettings):
+        assert settings.mesh is not None
+        self._policy, self._reference, self._settings, self._mesh = policy, reference, settings, settings.mesh
+        self._recomputed = settings.section.old_policy == "trainer"
+        self._truncated = self._recomputed and settings.section.correction is None
+        self._sharding = NamedSharding(settings.mesh, PartitionSpec(DATA_AXIS))
         self._put = functools.partial(_placed, sharding=self._sharding)
 
     def place(self, rows: TrainRows) -> TrainBatch:
         """Put rows on the trainer's devices.
 
-        Every host passes all the rows and keeps its shards. Returns when the arrays are ready: XLA's CPU backend aborts
-        when the forward passes of many micro-batches are under way at once.
+        Every host passes all the rows and keeps its shards. Returns when the arrays are ready, because XLA's CPU
+        backend aborts when the forward passes of many micro-batches run at once.
         """
         placed, rollout_logps = _model_rows(rows, self._put), self._put(rows.rollout_logps)
         compared, importance = self._compared(rows, placed), None
         old_logps, reference_logps = compared.get("old_logps", rollout_logps), compared.get("reference_logps")
         if self._truncated:
-            importance = truncated_weights(old_logps, rollout_logps, cap=self._cap)
+            importance = truncated_weights(old_logps, rollout_logps, cap=self._settings.section.upper_importance)
         return jax.block_until_ready(_batch(rows, placed, self._put, old_logps, importance, reference_logps))
 
-    def compared(self, rows: TrainRows) -> dict[str, Float[Array, "R S"]]:
-        """Compute what the loss compares the policy with beside the engine, by the names that `TrainRows` has for it.
+    def compared(self, rows: TrainRows) -> dict[str, PerToken]:
+        """Compute the log-probabilities that the loss needs beside the engine's, by their field names in `TrainRows`.
 
-        That is the policy as it is now, if it is the old policy, and the reference, if there is one.
+        These are the present policy's, if it is the old policy, and the reference's, if there is one.
         """
         return jax.block_until_ready(self._compared(rows, _model_rows(rows, self._put)))
 
     def describe(self, rows: TrainRows) -> TrainBatch:
-        """Give the shapes, types and shardings of `place` without computing or placing anything."""
+        """Return the shapes, types and shardings of the arrays that `place` makes, without computing anything."""
         logps, reference = self._described(rows.rollout_logps), self._reference
         importance = logps if self._truncated else None
         placed = _model_rows(rows, self._described)
         return _batch(rows, placed, self._described, logps, importance, None if reference is None else logps)
 
-    def policy_logprobs(self, rows: TrainRows) -> Float[Array, "R S"]:
+    def policy_logprobs(self, rows: TrainRows) -> PerToken:
         """Compute the policy's log-probability of every sampled token, at the temperature."""
         return self._logprobs(self._policy, _model_rows(rows, self._put))
 
@@ -95,7 +83,7 @@ class Batches:
         with self._mesh:
             return lower_logprobs(self._policy, _model_rows(rows, self._described), **self._settings.forward)
 
-    def _compared(self, rows: TrainRows, placed: ModelRows) -> dict[str, Float[Array, "R S"]]:
+    def _compared(self, rows: TrainRows, placed: ModelRows) -> dict[str, PerToken]:
         """Compute what is not known of ``old_logps`` and ``reference_logps``, as far as the loss takes them."""
         found, known = {}, rows.reference_logps
         if (reference := self._reference) is not None:
@@ -106,7 +94,7 @@ class Batches:
             found["old_logps"] = self._logprobs(self._policy, placed) if known is None else self._put(known)
         return found
 
-    def _logprobs(self, model: nnx.Module, rows: ModelRows) -> Float[Array, "R S"]:
+    def _logprobs(self, model: nnx.Module, rows: ModelRows) -> PerToken:
         with self._mesh:
             found = logprobs(model, rows, **self._settings.forward)
         return jax.device_put(found, self._sharding)
@@ -139,9 +127,7 @@ def _batch(
 
 
 @functools.partial(jax.jit, static_argnames="cap")
-def truncated_weights(
-    trainer_logps: Float[Array, "R S"], engine_logps: Float[Array, "R S"], *, cap: float
-) -> Float[Array, "R S"]:
+def truncated_weights(trainer_logps: PerToken, engine_logps: PerToken, *, cap: float) -> PerToken:
     """Compute min(exp(trainer - engine), cap) of every token."""
     return jnp.minimum(jnp.exp(trainer_logps - engine_logps), cap)
 
@@ -150,32 +136,30 @@ def truncated_weights(
 
 
 def with_kl_in_advantages(batches: Sequence[TrainBatch], beta: float) -> list[TrainBatch]:
-    """Make the KL penalty a part of the reward of every token, in place of a term of the loss; every host must call it.
+    """Subtract the KL penalty from the advantage of every token, in place of a term of the loss; every host must call
+    it.
 
         k_t = log(old policy / reference) of token t,   A_t = A + beta (mean of k over the step's tokens - k_t)
 
-    k is k1, and no gradient flows through it. Its mean is subtracted as a baseline, so that the penalty pushes no token
-    only for being in a batch that has moved (tinker-cookbook's ``incorporate_kl_penalty``, without its discount: a
-    token is charged for its own k alone). The old policy is that of ``algorithm.old_policy``. The batches are all those
-    of a step.
+    The penalty is k1, without a gradient. Its mean over the step is subtracted as a baseline, so that it penalizes no
+    token only because the whole step has moved (tinker-cookbook's ``incorporate_kl_penalty``, without its discount: a
+    token gets its own k only). The old policy is that of ``algorithm.old_policy``. The batches are all those of a
+    step.
     """
     sums = jax.device_get([_kl_sums(batch.old_logps, batch.reference_logps, batch.weights) for batch in batches])
     tokens = math.fsum(float(count) for _, count in sums)
     mean = np.float32(math.fsum(float(total) for total, _ in sums) / max(tokens, 1.0))
-    return [
-        replace(
-            batch,
-            advantages=_penalized(
-                batch.advantages, batch.old_logps, batch.reference_logps, batch.weights, np.float32(beta), mean
-            ),
-        )
-        for batch in batches
-    ]
+
+    def penalized(batch: TrainBatch) -> PerToken:
+        logps = (batch.old_logps, batch.reference_logps)
+        return _penalized(batch.advantages, *logps, batch.weights, np.float32(beta), mean)
+
+    return [replace(batch, advantages=penalized(batch)) for batch in batches]
 
 
 @jax.jit
 def _kl_sums(
-    old_RS: Float[Array, "R S"], reference_RS: Float[Array, "R S"], weights_RS: Float[Array, "R S"]
+    old_RS: PerToken, reference_RS: PerToken, weights_RS: PerToken
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     counts_RS = weights_RS != 0.0
     return jnp.where(counts_RS, old_RS - reference_RS, 0.0).sum(), counts_RS.sum(dtype=jnp.float32)
@@ -183,13 +167,8 @@ def _kl_sums(
 
 @jax.jit
 def _penalized(
-    advantages_RS: Float[Array, "R S"],
-    old_RS: Float[Array, "R S"],
-    reference_RS: Float[Array, "R S"],
-    weights_RS: Float[Array, "R S"],
-    beta: Float[Array, ""],
-    mean: Float[Array, ""],
-) -> Float[Array, "R S"]:
+    advantages_RS: PerToken, old_RS: PerToken, reference_RS: PerToken, weights_RS: PerToken, beta: Any, mean: Any
+) -> PerToken:
     penalty_RS = beta * (mean - (old_RS - reference_RS))
     return advantages_RS + jnp.where(weights_RS != 0.0, penalty_RS, 0.0)
 
@@ -198,18 +177,15 @@ def _penalized(
 
 
 def pass_arrays(batch: TrainBatch) -> dict[str, Any]:
-    """Return the arrays of a micro-batch by name, without those that it lacks."""
+    """Return the arrays of a micro-batch by name, without the fields that are None."""
     columns = {field.name: getattr(batch, field.name) for field in fields(batch) if field.name != "rows"}
     rows = {f"rows.{name}": value for name, value in batch.rows._asdict().items()}
     return {name: value for name, value in (rows | columns).items() if value is not None}
 
 
 def placed_pass(arrays: Mapping[str, np.ndarray], mesh: Mesh) -> TrainBatch:
-    """Put the arrays of a pass on the trainer's devices, as the run had them.
-
-    Raises:
-        DataError: for rows that this mesh cannot split.
-    """
+    """Put the arrays of a pass on the trainer's devices, sharded as the run had them. Raises DataError for rows that
+    this mesh cannot split."""
     count, devices = len(arrays["weights"]), mesh.shape[DATA_AXIS]
     if count % devices:
         raise DataError(

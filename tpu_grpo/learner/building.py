@@ -1,4 +1,4 @@
-"""What a learner is made of, built alike by what trains and by what only compiles, from a model without values.
+"""Builds the parts of a learner, for training from a model or for compiling from one without values.
 
 parts = build_parts(config, LearnerInputs(model=model, reference=None, mesh=mesh))
 parts.lower_gradients().compile().memory_analysis()
@@ -13,11 +13,10 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from tpu_grpo.algorithms import ENTROPY_STEP, RunAlgorithm, open_algorithm
+from tpu_grpo.algorithms import open_algorithm
 from tpu_grpo.config import RunConfig
 from tpu_grpo.learner.batches import DATA_AXIS, Batches
-from tpu_grpo.learner.loss import EntropyControl, LossSettings, TrainBatch
-from tpu_grpo.learner.optimizers import build_optimizer, learning_rate_schedule
+from tpu_grpo.learner.loss import LossSettings, TrainBatch
 from tpu_grpo.learner.parameters import cast_to_compute, freeze_untrained, own_copy, trained_type
 from tpu_grpo.learner.rows import ReplayShape, RowShape
 from tpu_grpo.learner.update import Updater
@@ -32,7 +31,7 @@ returns to the kernel, which clears every page anew: a fifth of the time of an u
 
 @dataclass(frozen=True)
 class LearnerInputs:
-    """Holds what a learner learns with, beside the settings of the run."""
+    """The models and the mesh that a learner trains with."""
 
     model: nnx.Module
     """The policy, on ``mesh``; updated in place. What is trained may come in a wider type than ``model.dtype``, to
@@ -46,18 +45,29 @@ class LearnerInputs:
 
 @dataclass(frozen=True)
 class LearnerParts:
-    """Holds the parts that work together in a learner, and lowers the programs that they run."""
+    """The parts of a learner, and the lowering of its programs."""
 
-    mesh: Mesh
-    algorithm: RunAlgorithm
     settings: LossSettings
     shape: RowShape
     batches: Batches
     updater: Updater
     reference: nnx.Module | None
     """The model of the KL penalty, with arrays of its own where updates of the policy change them."""
-    saved_reference: nnx.Module | None
-    """The reference if checkpoints hold it, because it is not the initial policy for ever."""
+
+    @property
+    def saved_reference(self) -> nnx.Module | None:
+        """The reference if checkpoints hold it, which is so if it is replaced during the run."""
+        return None if self.settings.section.reference_reset_every is None else self.reference
+
+    @property
+    def held(self) -> Any:
+        """What an update needs beside the model's parameters; it stays on the devices between updates."""
+        return self.updater.state
+
+    @property
+    def forward_passes(self) -> int:
+        """How often a step computes log-probabilities before its updates: of the reference, and of the old policy."""
+        return (self.reference is not None) + (self.settings.section.old_policy == "trainer")
 
     @cached_property
     def batch(self) -> TrainBatch:
@@ -66,66 +76,34 @@ class LearnerParts:
 
     def lower_gradients(self) -> jax.stages.Lowered:
         """Lower the forward and backward pass of a micro-batch."""
-        with self.mesh:
-            return self.updater.lower_accumulate(self.batch)
+        return self.updater.lower_accumulate(self.batch)
 
     def lower_step(self, shared: Collection[str]) -> jax.stages.Lowered:
-        """Lower the optimizer's step, of a run whose sampler holds the arrays of the ``shared`` parameters."""
-        with self.mesh:
-            return self.updater.lower_step(shared)
+        """Lower the optimizer's step for a run whose sampler uses the arrays of the ``shared`` parameters."""
+        return self.updater.lower_step(shared)
 
     def lower_logprobs(self) -> jax.stages.Lowered:
-        """Lower the log-probabilities of a micro-batch under the policy, or, but for adapters, under the reference."""
+        """Lower the log-probabilities of a micro-batch under the policy; without adapters, the reference has the same
+        program."""
         return self.batches.lower_logprobs(self.shape.empty(self.shape.micro_batch))
 
 
 def build_parts(config: RunConfig, inputs: LearnerInputs) -> LearnerParts:
-    """Build the parts of a learner; of descriptions where the model is made of some.
-
-    Raises:
-        ConfigError: for an algorithm or optimizer that cannot be trained with, or ``algorithm.beta`` without a
-            reference.
-    """
+    """Build the parts of a learner; they are abstract if the model is. Raises ConfigError for an algorithm or optimizer
+    that cannot be trained with, or ``algorithm.beta`` without a reference."""
     section, model = config.algorithm, inputs.model
-    algorithm = open_algorithm(section)
+    settings = LossSettings(open_algorithm(section), section, config.rollout.temperature, inputs.mesh)
     if section.beta > 0.0 and inputs.reference is None:
         raise ConfigError(f"algorithm.beta={section.beta} needs a reference model, got none; pass one, or set it to 0")
-    control = None
-    if section.entropy_target is not None:
-        control = EntropyControl(section.entropy_bonus, section.entropy_target, section.entropy_step or ENTROPY_STEP)
-    settings = LossSettings(
-        algorithm,
-        section.beta,
-        section.kl_estimate,
-        config.rollout.temperature,
-        inputs.mesh,
-        section.kl_unbiased,
-        section.entropy_bonus,
-        section.kl_in == "loss",
-        control,
-    )
     freeze_untrained(model, config)
     stepped = cast_to_compute(model, config)
-    reference, is_reset = None, section.reference_reset_every is not None
-    if section.beta > 0.0 and inputs.reference is not None:
-        reference = _reference(config, inputs, frozenset(stepped))
-    updater = Updater(
-        model,
-        stepped,
-        build_optimizer(config, stepped),
-        learning_rate_schedule(config),
-        settings,
-        inputs.mesh,
-        max_grad_norm=config.optimizer.max_grad_norm,
-        residual=config.model.param_dtype == "bfloat16",
-    )
-    batches = Batches(model, reference, settings, section, inputs.mesh)
-    shape, saved = row_shape(config, model, inputs.mesh), reference if is_reset else None
-    return LearnerParts(inputs.mesh, algorithm, settings, shape, batches, updater, reference, saved)
+    reference = _reference(config, inputs, stepped) if section.beta > 0.0 else None
+    updater, batches = Updater(config, model, stepped, settings), Batches(model, reference, settings)
+    return LearnerParts(settings, row_shape(config, model, inputs.mesh), batches, updater, reference)
 
 
 def row_shape(config: RunConfig, model: nnx.Module, mesh: Mesh) -> RowShape:
-    """Say what rows are packed: whole blocks of the model's flash attention, and micro-batches that fill the mesh."""
+    """Return the shape of packed rows: whole blocks of flash attention, and micro-batches that fill the mesh."""
     settings: Any = getattr(model, "config", None)
     block = settings.flash_attention_block_size if getattr(settings, "use_flash_attention", False) else None
     return RowShape(
@@ -136,6 +114,7 @@ def row_shape(config: RunConfig, model: nnx.Module, mesh: Mesh) -> RowShape:
         replay=ReplayShape(model) if config.algorithm.routing_replay else None,
         group_size=config.algorithm.group_size,
         filtered=config.algorithm.filtered_ratio,
+        count_empty=config.algorithm.count_empty,
     )
 
 

@@ -1,6 +1,6 @@
-"""Saving and restoring the policy and what updates it, through Orbax.
+"""Saves and restores the policy, the optimizer's state and what else an update needs, through Orbax.
 
-Of a model with adapters these alone are saved; the sums are of its other parameters as well, so that adapters are not
+Of a model with adapters only these are saved; the checksums also cover its other parameters, so that adapters are not
 continued on another base.
 
     <run.dir>/checkpoints/<step>/   model_params, optimizer_state, and
@@ -26,19 +26,22 @@ import re
 import secrets
 import shutil
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from flax import nnx
 from orbax.checkpoint.checkpoint_managers import PreservationPolicy
 
 from tpu_grpo.hosts import Hosts, end_all_hosts
-from tpu_grpo.learner.parameters import by_name, checksums
+from tpu_grpo.learner.compact import join_residual
+from tpu_grpo.learner.parameters import Values, by_name, checksums, trained_type
 from tpu_grpo.learner.update import Updater, UpdateState
 from tpu_grpo.observe.json_lines import replace_text
 from tpu_grpo.observe.run_files import DAMAGED_DIR, saved_steps
@@ -51,13 +54,13 @@ FORMAT = 2
 of ``optax.MultiSteps``."""
 MODEL, STATE, ENTROPY, REFERENCE = "model_params", "optimizer_state", "entropy_state", "reference_params"
 SHOWN = 300
-"""Of an error so many characters are quoted; Orbax prints whole trees."""
+"""The most characters of an error that are quoted; Orbax prints whole trees."""
 _NUMBER = re.compile(r"os_error_code='(\d+)'")
 """This is how TensorStore names an error of the system, in exceptions that are no OSError."""
 
 
 class Unsound(Exception):
-    """A checkpoint is not what was saved, or is of another model or optimizer; says why."""
+    """A checkpoint that is damaged, or belongs to another model or optimizer; the text says which."""
 
 
 class _SavedState(NamedTuple):
@@ -69,7 +72,7 @@ class _SavedState(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What a run holds that checkpoints are of, with its models taken apart."""
+    """The arrays of a run that checkpoints hold, by item."""
 
     model: nnx.State
     updates: UpdateState
@@ -77,7 +80,7 @@ class Held(NamedTuple):
 
     @classmethod
     def of(cls, updater: Updater, reference: nnx.Module | None = None) -> Self:
-        """Take the models apart, which takes as long as all the rest of a small model's save."""
+        """Split the models into their arrays, which takes as long as all the rest of saving a small model."""
         return cls(nnx.state(updater.model), updater.state, None if reference is None else nnx.state(reference))
 
     def items(self) -> dict[str, Any]:
@@ -101,13 +104,13 @@ class Held(NamedTuple):
 
 @dataclass
 class NewestAndBest(PreservationPolicy):
-    """Has Orbax keep the ``count`` newest checkpoints, and one that is the best."""
+    """Makes Orbax keep the ``count`` newest checkpoints and the best one."""
 
     count: int
     best: int | None = None
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        """Give one answer per checkpoint; checkpoints come in the order of their steps."""
+        """Return one answer per checkpoint; they come in the order of their steps."""
         newest = {checkpoint.step for checkpoint in checkpoints[-self.count :]}
         return [checkpoint.step in newest or checkpoint.step == self.best for checkpoint in checkpoints]
 
@@ -120,12 +123,8 @@ class Checkpoints:
     checkpoints.save(step + 1, updater)
     checkpoints.close()
 
-    Args:
-        directory: where they are.
-        keep: so many of the newest stay.
-        reference: a model that is saved, too.
-        hosts: the processes of the run; all of them call every method, at the same steps.
-        run_file: holds the run's id, which is drawn at its first save; checkpoints with another are refused.
+    The ``keep`` newest ones are kept. All hosts call every method, at the same steps. ``run_file`` holds the run's id,
+    which is drawn at its first save; checkpoints with another are refused.
     """
 
     def __init__(
@@ -144,7 +143,7 @@ class Checkpoints:
         self._restored = 0
         self._run_file, self._run = run_file, ""
         self.notes: list[str] = []
-        """What the user is to be told of the restore."""
+        """The messages about the restore for the user."""
 
     @cached_property
     def _manager(self) -> ocp.CheckpointManager:
@@ -159,7 +158,7 @@ class Checkpoints:
         return SavingManager(self._directory, item_handlers=dict(handlers()), options=options)
 
     def restore(self, updater: Updater, *, resume: Resume) -> int:
-        """Load the newest checkpoint that is sound, exactly, and return its step; 0 if there is none.
+        """Load the newest sound checkpoint and return its step; 0 if there is none.
 
         Raises:
             CheckpointError: for some of which none can be read back, and for none with ``require``. With ``never`` one
@@ -173,25 +172,36 @@ class Checkpoints:
                 "use checkpoint.resume=auto"
             )
         if not steps:
-            checksums(self._held(updater).leaves())  # compiles them now, not at the first save
+            checksums(Held.of(updater, self._reference).leaves())  # compiles them now, not at the first save
             return 0
-        self._run = self._id_of_run()
-        self._restored = self._read_newest_sound(steps, updater)
-        return self._restored
+        self._run, reasons = self._id_of_run(), dict[int, str]()
+        for step in steps:
+            if reason := self._read(step, updater):
+                reasons[step] = reason
+                continue
+            if reasons:
+                self._set_aside(reasons, step)
+            self._restored = step
+            return step
+        (newest, reason), *older = reasons.items()
+        others = f"; nor could {' and '.join(str(step) for step, _ in older)}" if older else ""
+        raise CheckpointError(
+            f"checkpoint {self._directory / str(newest)} must hold this model and optimizer, whole, but could not be "
+            f"restored ({reason}){others}; undo a change of model, optimizer or algorithm, put back a sound copy, or "
+            "start over with checkpoint.resume=never"
+        )
 
     def _id_of_run(self, new: str = "") -> str:
         """Read the run's id on host 0 for all; a run that has none gets the new one."""
         if self._run_file is None:
             return ""
-        found = b""
+        found = ""
         if self._hosts.is_first:
             if new and not self._run_file.is_file():
                 self._run_file.parent.mkdir(parents=True, exist_ok=True)
                 replace_text(self._run_file, new)
-            found = read_file(self._run_file, 100) if self._run_file.is_file() else b""
-        return self._hosts.broadcast("the id of the run", found if self._hosts.is_first else None).decode(
-            errors="replace"
-        )
+            found = read_file(self._run_file, 100).decode(errors="replace") if self._run_file.is_file() else ""
+        return self._hosts.broadcast("the id of the run", found, str)
 
     def _saved_steps(self) -> list[int]:
         """Return the steps that are saved, the newest first, the same on every host; the rest of a killed save goes."""
@@ -204,14 +214,15 @@ class Checkpoints:
         return steps
 
     def save(self, step: int, updater: Updater, *, best: int | None = None) -> None:
-        """Start saving; returns when the values are copied and may change. A step that is saved is left alone.
+        """Start saving; returns when the values are copied and may change. A step that is already saved is not saved
+        again.
 
-        Of the others the newest stay, and the step ``best``.
+        Of the other checkpoints the newest and the step ``best`` are kept.
         """
         self._kept.best = best
         if step == self._manager.latest_step():
             return
-        held = self._held(updater)
+        held = Held.of(updater, self._reference)
         self._manager.save(
             step,
             args=ocp.args.Composite(**{item: ocp.args.PyTreeSave(tree) for item, tree in held.items().items()}),
@@ -222,9 +233,9 @@ class Checkpoints:
         )
 
     def close(self, *, best: int | None = None) -> None:
-        """Wait until every save is complete; raises what the saving thread raised, such as OSError for a full disk.
+        """Wait until every save is complete; raises the error of the saving thread, such as OSError for a full disk.
 
-        Steps that a process killed between its save and the removal of older ones has left are removed now.
+        Older checkpoints that a killed process did not get to remove are removed now.
         """
         if not self._restored and "_manager" not in vars(self):
             return  # nothing was there, and nothing was saved
@@ -234,27 +245,16 @@ class Checkpoints:
                 self._manager.delete(step)
         self._manager.close()
 
-    def _read_newest_sound(self, steps: Sequence[int], updater: Updater) -> int:
-        reasons: dict[int, str] = {}
-        for step in steps:
-            if reason := self._read(step, updater):
-                reasons[step] = reason
-                continue
-            if reasons:
-                self._set_aside(reasons, step)
-            return step
-        raise self._all_unsound(reasons)
-
     def _read(self, step: int, updater: Updater) -> str:
         """Load a step; returns why it is not sound on some host, the same on all of them, or nothing."""
-        path, held, reason = self._directory / str(step), self._held(updater), ""
+        path, held, reason = self._directory / str(step), Held.of(updater, self._reference), ""
         items, saved = {}, {}
         try:
             items, saved = read_items(path, held.items(), self._hosts.index, held.leaves(), self._run)
         except Unsound as error:
             reason = str(error)
-        told = self._hosts.gather(f"what was read of step {step}", reason.encode())
-        if reasons := [(index, what.decode()) for index, what in enumerate(told) if what]:
+        told = self._hosts.share(f"what was read of step {step}", reason, str)
+        if reasons := [(index, what) for index, what in enumerate(told) if what]:
             index, reason = reasons[0]
             return f"on host {index}: {reason}" if self._hosts.count > 1 else reason
         nnx.update(updater.model, items[MODEL])
@@ -262,10 +262,7 @@ class Checkpoints:
         updater.state = UpdateState(state.count, state.optimizer, state.kept, items.get(ENTROPY, ()))
         if self._reference is not None:
             nnx.update(self._reference, items[REFERENCE])
-        return wrong_sums(saved, self._held(updater).leaves())
-
-    def _held(self, updater: Updater) -> Held:
-        return Held.of(updater, self._reference)
+        return wrong_sums(saved, Held.of(updater, self._reference).leaves())
 
     def _set_aside(self, reasons: Mapping[int, str], sound: int) -> None:
         """Move damaged checkpoints out of the way of a run that goes on after an older one, and tell the user."""
@@ -284,23 +281,20 @@ class Checkpoints:
             )
         self._hosts.barrier("damaged checkpoints")
 
-    def _all_unsound(self, reasons: Mapping[int, str]) -> CheckpointError:
-        (newest, reason), *older = reasons.items()
-        others = f"; nor could {' and '.join(str(step) for step, _ in older)}" if older else ""
-        return CheckpointError(
-            f"checkpoint {self._directory / str(newest)} must hold this model and optimizer, whole, but could not be "
-            f"restored ({reason}){others}; undo a change of model, optimizer or algorithm, put back a sound copy, or "
-            "start over with checkpoint.resume=never"
-        )
-
 
 # --- reading: each host its own part, whole or not at all -------------------------------------------------------------
 
 
 def read_items(
-    path: Path, wanted: Mapping[str, Any], host: int, names: Collection[str] = (), run: str = ""
+    path: Path,
+    wanted: Mapping[str, Any],
+    host: int,
+    names: Collection[str] = (),
+    run: str = "",
+    *,
+    partial: bool = False,
 ) -> tuple[dict[str, Any], dict[str, int]]:
-    """Read what this host needs of some items of the checkpoint of a step; the other hosts are not waited for.
+    """Read this host's part of some items of a step's checkpoint, without waiting for the other hosts.
 
     Args:
         path: the checkpoint, ``<directory>/<step>``.
@@ -308,6 +302,7 @@ def read_items(
         host: the index of this one.
         names: arrays that must have been saved, by the names of their sums.
         run: the id of the run that must have saved it, if both have one.
+        partial: leave arrays of the items that are not wanted where they are.
 
     Returns:
         The items, and the sums that were saved with them.
@@ -326,14 +321,15 @@ def read_items(
     handler = ocp.CompositeCheckpointHandler(composite_options=options, **items)
     reader = ocp.Checkpointer(handler, multiprocessing_options=alone)
     try:
+        if odd := [part for part in path.rglob("*") if not (part.is_file() or part.is_dir())]:
+            raise Unsound(f"{odd[0].relative_to(path)} is no file")  # the read of a pipe would never end
         metadata = reader.metadata(path).custom_metadata or {}
         _check_metadata(path, metadata, names, run)
         if missing := [item for item in wanted if not (path / item).is_dir()]:
             raise Unsound(f"{' and '.join(missing)} is missing")
-        arguments = {  # every array with the type and the sharding that it has there
-            item: ocp.args.PyTreeRestore(
-                item=tree, restore_args=ocp.checkpoint_utils.construct_restore_args(target=tree)
-            )
+        as_wanted = ocp.checkpoint_utils.construct_restore_args  # every array with its type and sharding there
+        arguments = {
+            item: ocp.args.PyTreeRestore(item=tree, restore_args=as_wanted(target=tree), partial_restore=partial)
             for item, tree in wanted.items()
         }
         return dict(reader.restore(path, args=ocp.args.Composite(**arguments)).items()), metadata["checksums"]
@@ -348,26 +344,50 @@ def read_items(
 
 
 def wrong_sums(saved: Mapping[str, int], leaves: Mapping[str, jax.Array]) -> str:
-    """Say which of some arrays have other sums than those that were saved, or none that was; nothing if none has."""
+    """Name the arrays whose checksums differ from the saved ones, or have no saved one; empty if none does."""
     wrong = [name for name, value in checksums(leaves).items() if saved.get(name) != value]
     return f"{len(wrong)} arrays are not what was saved, the first {wrong[0]}" if wrong else ""
 
 
 def read_policy(directory: Path, step: int, model: nnx.Module, host: int = 0) -> None:
-    """Load the policy of one checkpoint into a model, without its optimizer; the run that saves there may go on.
-
-    Raises:
-        CheckpointError: for one that is not there, is damaged, or is of another model.
-    """
+    """Load the policy of one checkpoint into a model, without its optimizer, also while the run that saves there goes
+    on. Raises CheckpointError for one that is not there, is damaged, or is of another model."""
     path = directory.absolute() / str(step)
     if not (path / MODEL).is_dir():
         found = list(saved_steps(directory))
         raise CheckpointError(f"a checkpoint must be in {path}, found none; there are steps {found or 'none'}")
-    try:
+    with _unsound_explained(path):
         items, saved = read_items(path, {MODEL: saved_part(nnx.state(model))}, host)
         nnx.update(model, items[MODEL])
         if reason := wrong_sums(saved, model_leaves(nnx.state(model))):
             raise Unsound(reason)
+
+
+def read_stepped(directory: Path, step: int, model: nnx.Module, *, residual: bool, host: int = 0) -> Values:
+    """Read the trained parameters of a checkpoint in float32, the precision in which the optimizer steps them, by
+    name.
+
+    ``model`` holds the policy of that step in bfloat16, as `read_policy` reads it. Beside it the checkpoint has float32
+    copies, or the ``residual`` of 8 bits.
+
+    Raises:
+        CheckpointError: for a checkpoint that is damaged, or of another model.
+    """
+    path, trained = directory.absolute() / str(step), by_name(nnx.state(model, trained_type(model)))
+    kind = jnp.int8 if residual else jnp.float32
+    kept = {name: jax.ShapeDtypeStruct(v.shape, kind, sharding=v.sharding) for name, v in trained.items()}
+    with _unsound_explained(path):
+        items, saved = read_items(path, {STATE: {"kept": kept}}, host, partial=True)
+        kept = items[STATE]["kept"]
+        if reason := wrong_sums(saved, {f"optimizer.kept[{name!r}]": value for name, value in kept.items()}):
+            raise Unsound(reason)
+    return {name: join_residual(trained[name], value) for name, value in kept.items()} if residual else kept
+
+
+@contextmanager
+def _unsound_explained(path: Path) -> Iterator[None]:
+    try:
+        yield
     except Unsound as error:
         raise CheckpointError(
             f"checkpoint {path} must hold this model, whole, but could not be read ({error}); take another step, or "
@@ -376,7 +396,7 @@ def read_policy(directory: Path, step: int, model: nnx.Module, host: int = 0) ->
 
 
 def handlers(**settings: Any) -> dict[str, ocp.PyTreeCheckpointHandler]:
-    """Make a handler for every item that a checkpoint may hold, with further settings of Orbax."""
+    """Make a handler for every item of a checkpoint, with further settings of Orbax."""
     # By default an array that several devices hold is cut into pieces, by a program compiled for each shape at the
     # first save. Only small arrays are held so, and they are saved whole. A file of shardings would take a quarter of
     # a small model's save, and nobody reads it: a run says which shardings it wants.
@@ -387,18 +407,18 @@ def handlers(**settings: Any) -> dict[str, ocp.PyTreeCheckpointHandler]:
 
 
 def saved_part(state: nnx.State) -> nnx.State:
-    """Return what a checkpoint holds of a model's state: its adapters if it has any, else all of it."""
+    """Return the part of a model's state that a checkpoint holds: its adapters if it has any, else all of it."""
     adapters = nnx.filter_state(state, nnx.LoRAParam)
     return adapters if nnx.to_flat_state(adapters) else state
 
 
 def model_leaves(state: nnx.State) -> dict[str, Any]:
-    """Return all arrays of a model's state by the names of their sums; adapters are not continued on another base."""
+    """Return all arrays of a model's state by the names of their checksums."""
     return {f"model.{name}": leaf for name, leaf in by_name(state).items()}
 
 
 def signed(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Add a digest of all that a checkpoint says of itself, so that a change there is not taken for another model."""
+    """Add a digest of a checkpoint's metadata, so that a changed byte there is not mistaken for another model."""
     text = json.dumps({name: value for name, value in metadata.items() if name != "sum"}, sort_keys=True)
     return {**metadata, "sum": hashlib.sha256(text.encode()).hexdigest()}
 
@@ -434,7 +454,7 @@ def _check_metadata(path: Path, metadata: Mapping[str, Any], names: Collection[s
 
 
 class SavingManager(ocp.CheckpointManager):
-    """Is Orbax's manager, with errors of the disk that say so and that all other hosts hear of at once.
+    """Orbax's manager, in which an error of the disk is reported as one, to all hosts at once.
 
     Orbax 0.12.8 writes on threads of its own. After an error there it first waits for the other hosts at one barrier,
     while they wait for this host at another, both for 20 minutes; and until then nobody sees the error.
@@ -453,11 +473,7 @@ class SavingManager(ocp.CheckpointManager):
             sys.unraisablehook = partial(_print_unless_of_a_closed_loop, sys.unraisablehook)
 
     def save(self, step: int, *args: Any, **settings: Any) -> bool:
-        """Start saving a step; as Orbax's.
-
-        Raises:
-            DiskError: the disk did not take this one, or the one before.
-        """
+        """Start saving a step, as Orbax does; raises DiskError if the disk did not take this one or the one before."""
         self.wait_until_finished()
         self._step = step
         with disk_errors_explained(self._explained):

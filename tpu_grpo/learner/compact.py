@@ -1,4 +1,4 @@
-"""Eight bits in place of thirty-two: what an optimizer keeps of a parameter, and what bfloat16 leaves out of it.
+"""Stores 32-bit values in 8 bits: the optimizer's moments, and the precision of a parameter beyond bfloat16.
 
 The encodings are FlashOptim's (arXiv 2602.23349). Values along the last axis share a float32 scale in blocks of b:
 
@@ -6,8 +6,9 @@ The encodings are FlashOptim's (arXiv 2602.23349). Values along the last axis sh
     second moment    s = max v,                code = round(255 * sqrt(v / s))             unsigned
     residual         r = value - bfloat16(value), code = round(127 * r / (ulp / 2))        of float32 parameters
 
-A block lies within one shard, so that codes and scales are sharded like the parameter. The residual is rounded at
-random: a step that is smaller than a unit of it (ulp / 254) arrives as often as it is large, and none is lost for ever.
+A block lies within one shard, so that codes and scales are sharded like the parameter. The residual is rounded
+stochastically: a step that is smaller than a unit of it (ulp / 254) takes effect with a probability in proportion to
+its size, so that no step is lost on average.
 
 Suffixes: L the last axis, b the values of a block.
 """
@@ -28,7 +29,7 @@ UNSIGNED = ("nu", "nu_max", "v", "e_g", "e_x", "sum_of_squares")
 
 
 class Codes(NamedTuple):
-    """One array in eight bits: int8 for values of any sign, uint8 for values that are never negative."""
+    """An array in 8 bits: int8 for signed values, uint8 for values that are never negative."""
 
     codes: Array
     """The shape of what was encoded, [..., L]."""
@@ -37,7 +38,7 @@ class Codes(NamedTuple):
 
 
 def encode(values: Float[Array, "*axes"], block: int, *, signed: bool) -> Codes:
-    """Encode an array in blocks of ``block`` values of the last axis, which it must divide."""
+    """Encode an array in blocks of ``block`` values along the last axis, which ``block`` must divide."""
     blocks = values.astype(jnp.float32).reshape(*values.shape[:-1], -1, block)
     scales = jnp.abs(blocks).max(axis=-1)
     share = blocks / jnp.where(scales == 0.0, 1.0, scales)[..., None]
@@ -50,7 +51,7 @@ def encode(values: Float[Array, "*axes"], block: int, *, signed: bool) -> Codes:
 
 
 def decode(coded: Codes) -> Float32[Array, "*axes"]:
-    """Return the values that the codes stand for."""
+    """Decode the codes into values."""
     shape = coded.codes.shape
     codes = coded.codes.astype(jnp.float32).reshape(*coded.scales.shape, -1)
     if coded.codes.dtype == jnp.int8:
@@ -68,9 +69,10 @@ def block_size(leaf: Any) -> int:
 
 
 def compact(tx: optax.GradientTransformation, blocks: Mapping[str, int]) -> optax.GradientTransformation:
-    """Keep, between updates, every part of a transformation's state that has a parameter's shape in eight bits.
+    """Wrap an optax transformation so that its state keeps every array of a parameter's shape in 8 bits between
+    updates.
 
-    ``blocks`` holds the block of every parameter by name; parameters are a flat dict by name.
+    ``blocks`` holds each parameter's block size by name; parameters are a flat dict by name.
     """
 
     def init(params: optax.Params) -> Any:
@@ -84,7 +86,7 @@ def compact(tx: optax.GradientTransformation, blocks: Mapping[str, int]) -> opta
 
 
 def parameter_name(path: tuple[Any, ...]) -> str | None:
-    """Say which parameter a part of an optimizer's state belongs to, None if to none."""
+    """Return the parameter that an array of an optimizer's state belongs to; None if it belongs to none."""
     names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
     return names[-1] if names else None
 
@@ -92,9 +94,8 @@ def parameter_name(path: tuple[Any, ...]) -> str | None:
 def _encoded(state: Any, blocks: Mapping[str, int], params: Any) -> Any:
     def leaf(path: tuple[Any, ...], value: Any) -> Any:
         name = parameter_name(path)
-        if (
-            name is None or name not in params or value.shape != params[name].shape
-        ):  # optax names groups of parameters, too
+        # optax names groups of parameters, too
+        if name is None or name not in params or value.shape != params[name].shape:
             return value
         fields = {key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)}
         return encode(value, blocks[name], signed=fields.isdisjoint(UNSIGNED))

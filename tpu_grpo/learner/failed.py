@@ -1,6 +1,6 @@
 """Updates whose loss or gradient is not finite.
 
-Of such an update nothing arrived in the policy, so the parameters beside which it is kept are those that it had.
+Such an update has changed no parameter, so the parameters saved with it are those from before it.
 """
 
 import math
@@ -21,7 +21,7 @@ from tpu_grpo.records.stages import ScoredRollout
 
 @dataclass(frozen=True)
 class FailedUpdate:
-    """An update of which nothing arrived in the policy."""
+    """An update that was not applied."""
 
     step: int
     update: int
@@ -35,23 +35,26 @@ class FailedUpdate:
     scored: ScoredRollout
     """What the whole step sampled."""
     advantages: Float[np.ndarray, " B"]
+    algorithm: str = "grpo"
+    """The name of what computed the loss."""
 
     @property
     def what(self) -> str:
-        """Say which number was not finite, and its value."""
+        """Return which number was not finite, and its value."""
         name, value = ("gradient norm", self.grad_norm) if math.isfinite(self.loss) else ("loss", self.loss)
         of_several = f", update {self.update} of {self.updates}," if self.updates > 1 else ""
-        return f"the {name} of step {self.step}{of_several} must be finite, got {value:g}"
+        own = f" with algorithm.name={self.algorithm}" if ":" in self.algorithm else ""
+        return f"the {name} of step {self.step}{of_several}{own} must be finite, got {value:g}"
 
     def arrays(self) -> list[PassArrays]:
-        """Return what the passes were of; every host must call it."""
+        """Return the inputs of the update's passes; every host must call it."""
         return [{name: whole(value) for name, value in pass_arrays(batch).items()} for batch in self.passes]
 
 
 class SkippedUpdates:
-    """Decides what becomes of updates of which nothing arrived: they are skipped, and the first in a row is kept.
+    """Handles updates that were not applied: they are skipped, and the first of several in a row is kept in a file.
 
-    ``keep``, once it is set, keeps an update in a file, on every host, and returns where.
+    ``keep``, once it is set, writes that file, on every host, and returns its path.
     """
 
     def __init__(self, section: UpdateSection):
@@ -64,11 +67,8 @@ class SkippedUpdates:
         self._in_a_row = 0
 
     def add(self, failed: FailedUpdate) -> str:
-        """Skip an update, and say so.
-
-        Raises:
-            NonFiniteError: if it is not to be skipped, or is one too many.
-        """
+        """Skip an update, and add a note of it. Raises NonFiniteError if it is not to be skipped, or is one too
+        many."""
         if not self._in_a_row:
             self._kept_in = self.keep(failed) if self.keep else None
         self._in_a_row += 1

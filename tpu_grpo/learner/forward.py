@@ -17,9 +17,12 @@ from tunix.rl import common
 
 from tpu_grpo.learner.output_head import OutputHead, token_logprobs
 
+PerToken = Float[Array, "R S"]
+"""A number for each token of packed rows, float32."""
+
 
 class ModelRows(NamedTuple):
-    """What the model is run on: arrays, or their descriptions; see rows.py."""
+    """The inputs of the model: arrays, or their descriptions; see rows.py."""
 
     token_ids: Any
     """int32 [R, S]."""
@@ -36,21 +39,17 @@ class ModelRows(NamedTuple):
 
 
 class TokenLogprobs(NamedTuple):
-    """What the policy says of every token, float32; 0 for tokens that were not asked for."""
+    """Log-probability and entropy of every token in float32; 0 outside of the mask."""
 
-    logprobs_RS: Float[Array, "R S"]
-    entropies_RS: Float[Array, "R S"]
+    logprobs_RS: PerToken
+    entropies_RS: PerToken
     """Of the distribution that the token was drawn from, in nats."""
 
 
 def run_model(model: nnx.Module, rows: ModelRows, *, temperature: float, mesh: Mesh | None) -> TokenLogprobs:
     """Run the model on rows, for the log-probability and entropy of every token in ``rows.mask``."""
     body, head = without_head(with_flat_products(with_replay(model, rows.experts), mesh))
-    arguments = {
-        "positions": rows.positions,
-        "cache": None,
-        "attention_mask": attention_mask(rows.segments),
-    }
+    arguments = {"positions": rows.positions, "cache": None, "attention_mask": attention_mask(rows.segments)}
     if "segment_ids" in inspect.signature(type(body).__call__).parameters:
         arguments["segment_ids"] = rows.segments  # what flash attention looks at in place of the mask
     hidden_RSD, _ = body(rows.token_ids, **arguments)
@@ -66,7 +65,7 @@ def run_model(model: nnx.Module, rows: ModelRows, *, temperature: float, mesh: M
     return TokenLogprobs(*(jnp.pad(values_RS[:, :-1], ((0, 0), (1, 0))) for values_RS in found))
 
 
-def logprobs(model: nnx.Module, rows: ModelRows, *, temperature: float, mesh: Mesh | None) -> Float[Array, "R S"]:
+def logprobs(model: nnx.Module, rows: ModelRows, *, temperature: float, mesh: Mesh | None) -> PerToken:
     """Run the model for the log-probability of every token in ``rows.mask``, without a gradient."""
     return _logprobs(*nnx.split(model), rows, temperature=temperature, mesh=mesh)
 
@@ -78,7 +77,7 @@ def lower_logprobs(model: nnx.Module, rows: ModelRows, *, temperature: float, me
 
 
 @functools.partial(jax.jit, static_argnames=("temperature", "mesh"))
-def _logprobs(definition: Any, state: Any, rows: ModelRows, **settings: Any) -> Float[Array, "R S"]:
+def _logprobs(definition: Any, state: Any, rows: ModelRows, **settings: Any) -> PerToken:
     return run_model(nnx.merge(definition, state), rows, **settings).logprobs_RS
 
 
@@ -87,15 +86,13 @@ def _next(values_RS: Array) -> Array:
     return jnp.pad(values_RS[:, 1:], ((0, 0), (0, 1)))
 
 
-def kl_divergence(
-    logprobs_RS: Float[Array, "R S"], reference_RS: Float[Array, "R S"], estimator: str
-) -> Float[Array, "R S"]:
-    """Estimate KL(policy || reference) at every token (http://joschu.net/blog/kl-approx.html)."""
-    return common.compute_kl_divergence(logprobs_RS, reference_RS, estimator)
+kl_divergence = common.compute_kl_divergence
+"""Estimates KL(policy || reference) at every token, from both log-probabilities [R, S] and the estimator's name
+(http://joschu.net/blog/kl-approx.html)."""
 
 
 def attention_mask(segments_RS: Int[Array, "R S"]) -> Bool[Array, "R S S"]:
-    """Whether token i of a row sees token j: j is not after i, and of the same segment."""
+    """Return whether token i of a row attends to token j: j is not after i, and in the same segment."""
     tokens = segments_RS.shape[1]
     causal_SS = jnp.tri(tokens, dtype=jnp.bool_)
     return causal_SS & (segments_RS[:, :, None] == segments_RS[:, None, :])
@@ -105,10 +102,10 @@ def attention_mask(segments_RS: Int[Array, "R S"]) -> Bool[Array, "R S S"]:
 
 
 def without_head(model: Any) -> tuple[Any, OutputHead]:
-    """Split a model of Tunix into one that returns the states after its last norm, and its output head.
+    """Split a model of Tunix into one that returns the hidden states after its last norm, and its output head.
 
-    The model itself stays as it is, and shares its arrays. All of its models have an ``embedder``, which is also the
-    head where the model has no ``lm_head``; Gemma's logits then pass a soft cap.
+    The model itself is unchanged, and shares its arrays. All of Tunix's models have an ``embedder``, which is also
+    the head if the model has no ``lm_head``; Gemma's logits then pass a soft cap.
     """
     body: Any = nnx.merge(*nnx.split(model))
     soft_cap = getattr(body, "final_logits_softcap", None)
@@ -144,11 +141,12 @@ class _EmbedderWithoutHead(nnx.Module):
 
 
 class Replayed(nnx.Variable[Any]):
-    """The experts of every token in one layer, integers [R, k, S]. A variable, so that recomputation passes it on."""
+    """The experts of every token in one layer, integers [R, k, S]; an nnx variable, so that rematerialization keeps
+    it."""
 
 
 class ReplayingRouter(nnx.Module):
-    """A router whose choice was made before; it routes tokens without one itself."""
+    """A router that replays given choices; it routes tokens without one itself."""
 
     def __init__(self, router: Any, experts_RkS: Integer[Array, "R k S"]):
         self.router = router
@@ -163,7 +161,8 @@ class ReplayingRouter(nnx.Module):
 
 
 def with_replay(model: Any, experts_RLKS: Integer[Array, "R LK S"] | None) -> Any:
-    """Return a model whose tokens pass the experts that the engine chose for them; without experts, the model itself.
+    """Return a model that routes tokens to the experts that the engine chose; a model without experts is returned
+    unchanged.
 
     Rounding differs between engine and trainer, and where two experts are about equally likely, it decides which one a
     token passes. The trainer would then compute another function of the parameters than the one that was sampled from.
@@ -188,16 +187,17 @@ def with_replay(model: Any, experts_RLKS: Integer[Array, "R LK S"] | None) -> An
 
 
 def with_flat_products(model: Any, mesh: Mesh | None) -> Any:
-    """Return a model whose linear modules see tokens without rows, on a mesh of one CPU; on others, the model itself.
+    """Return a model whose linear modules flatten rows and tokens into one axis, on a mesh of one CPU; else the model
+    itself.
 
-    The gradient of a weight sums over the rows and the tokens of its inputs. XLA's CPU backend makes a plain product of
-    a sum over two dimensions, and transposes copies of the inputs for it; a sum over one dimension needs none. The
+    The gradient of a weight sums over the rows and tokens of its inputs. XLA's CPU backend turns a sum over two
+    dimensions into a plain product with transposed copies of the inputs; a sum over one dimension needs no copy. The
     update of a small model then takes a tenth less time:
 
         [R, S, D]  ->  [R x S, D]  ->  the module, without a dimension for rows  ->  [R x S, F]  ->  [R, S, F]
 
-    TPUs need no copies, and rows that are split over devices stay rows. The model stays as it is, and shares its
-    arrays. None stands for a mesh of one device.
+    TPUs need no copies, and rows that are sharded over devices stay rows. The model itself is unchanged, and shares
+    its arrays. ``mesh=None`` stands for a mesh of one device.
     """
     devices = jax.devices()[:1] if mesh is None else list(mesh.devices.flat)
     if len(devices) > 1 or devices[0].platform != "cpu":

@@ -24,25 +24,21 @@ from jaxtyping import Bool, Float
 from tpu_grpo.config import RunConfig
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.learner.batches import with_kl_in_advantages
-from tpu_grpo.learner.building import LearnerInputs, build_parts
+from tpu_grpo.learner.building import LearnerInputs, LearnerParts, build_parts
 from tpu_grpo.learner.checkpoints import Checkpoints, read_policy
 from tpu_grpo.learner.failed import FailedUpdate, SkippedUpdates
 from tpu_grpo.learner.loss import TrainBatch
 from tpu_grpo.learner.parameters import by_name, copy_values, parameters, params_digest, trained_type, whole
 from tpu_grpo.learner.rows import TrainRows, train_rows, unpacked
-from tpu_grpo.learner.signal import Signal, informative_groups, read_signal
+from tpu_grpo.learner.signal import Signal, read_signal
 from tpu_grpo.learner.update import MeasuredUpdate, update_metrics
 from tpu_grpo.observe.run_files import CHECKPOINTS_DIR, RUN_FILE
+from tpu_grpo.records.errors import DataError
 from tpu_grpo.records.stages import Completion, ScoredRollout, UpdateResult
 
 
 class Learner:
     """Holds the policy, its optimizer and its checkpoints.
-
-    Args:
-        config: the run.
-        inputs: models and mesh.
-        hosts: the processes of the run.
 
     Raises:
         ConfigError: for an algorithm or optimizer that cannot be trained with, or ``algorithm.beta`` without a
@@ -52,7 +48,7 @@ class Learner:
 
     def __init__(self, config: RunConfig, inputs: LearnerInputs, hosts: Hosts | None = None):
         self._config, self._host = config, 0 if hosts is None else hosts.index
-        self._parts = build_parts(config, inputs)
+        self._parts = self.build(config, inputs)
         self._updater = self._parts.updater
         self._skipped = SkippedUpdates(config.update)
         self._directory = config.run_dir / CHECKPOINTS_DIR
@@ -66,10 +62,14 @@ class Learner:
         self.restored_step = self._checkpoints.restore(self._updater, resume=config.checkpoint.resume)
         """The step that was restored; 0 for a fresh start."""
         self.restore_notes = tuple(self._checkpoints.notes)
-        """What the user is to be told of the restore."""
+
+    @staticmethod
+    def build(config: RunConfig, inputs: LearnerInputs) -> LearnerParts:
+        """Build what updates the policy, of descriptions where the model is made of some."""
+        return build_parts(config, inputs)
 
     def share(self, names: Collection[str]) -> None:
-        """Say which parameters' arrays the sampler holds: an update reuses the memory of the others."""
+        """Set the parameters whose arrays the sampler uses: an update reuses the memory of all others."""
         self._updater.share(names)
 
     def update(self, scored: ScoredRollout) -> UpdateResult:
@@ -81,30 +81,51 @@ class Learner:
                 updates those before it were made.
         """
         started, config, parts = time.perf_counter(), self._config, self._parts
-        signal = read_signal(scored, config, parts.algorithm)
+        if (rows := len(scored.rollout.completions)) != config.batch_rows:
+            raise DataError(
+                f"a step must have data.prompts_per_step * algorithm.group_size = {config.batch_rows} rows, got "
+                f"{rows}; fill the batch up before it is sampled"
+            )
+        signal = read_signal(scored, config, parts.settings.algorithm)
         updates, notes = [], []
-        for batches in self._updates(signal):
-            updates.append(update := self._update(batches))
+        for update, batches in self._made_updates(signal, scored):
+            updates.append(update)
             if update.record.finite:
                 self._skipped.interrupted()
                 continue
             place = (signal.step, len(updates), config.updates_per_step)
-            numbers = (update.loss, float(update.record.grad_norm))
-            failed = FailedUpdate(*place, *numbers, tuple(batches), scored, signal.advantages_B)
-            notes.append(self._skipped.add(failed))
+            measured, name = (update.loss, float(update.record.grad_norm), tuple(batches)), config.algorithm.name
+            notes.append(self._skipped.add(FailedUpdate(*place, *measured, scored, signal.advantages_B, name)))
         every = config.algorithm.reference_reset_every
         if every is not None and parts.reference is not None and signal.step % every == 0:
             copy_values(parts.reference, self._updater.model, self._updater.trained)
         seconds, metrics = time.perf_counter() - started, update_metrics(updates) | signal.metrics()
-        return UpdateResult(metrics=metrics, advantages=signal.advantages_B, seconds=seconds, notes=tuple(notes))
+        first = updates[0]
+        return UpdateResult(
+            metrics=metrics,
+            advantages=signal.advantages_B,
+            seconds=seconds,
+            notes=tuple(notes),
+            histograms=first.histograms if first.record.finite else {},
+        )
+
+    def _made_updates(
+        self, signal: Signal, scored: ScoredRollout
+    ) -> Iterator[tuple[MeasuredUpdate, Sequence[TrainBatch]]]:
+        """Make the updates on a rollout; gives each with its micro-batches."""
+        every = self._config.logging.histograms_every
+        due = every > 0 and signal.step % every == 0
+        for number, batches in enumerate(self._updates(signal)):
+            yield self._update(batches, histograms=due and number == 0), batches
 
     def keep_failed(self, keep: Callable[[FailedUpdate], Path]) -> None:
-        """Have updates whose loss or gradient is not finite kept in a file, of several in a row the first."""
+        """Set the function that writes an update whose loss or gradient is not finite to a file; of several in a row
+        the first."""
         self._skipped.keep = keep
 
     def informative(self, scored: ScoredRollout) -> Bool[np.ndarray, " P"]:
-        """Say which groups can be learnt from; the rollout may have any number of prompts."""
-        return informative_groups(scored, self._config, self._parts.algorithm)
+        """Return which groups are informative; the rollout may have any number of prompts."""
+        return read_signal(scored, self._config, self._parts.settings.algorithm).informative_P
 
     def logprobs(self, prompts: Sequence[Sequence[int]], completions: Sequence[Completion]) -> Float[np.ndarray, "B T"]:
         """Compute the policy's log-probability of every completion token, at the rollout's temperature, on every host.
@@ -115,16 +136,22 @@ class Learner:
         found = self._per_token(prompts, completions, lambda rows: {"policy": batches.policy_logprobs(rows)})
         return found["policy"]
 
+    def gradients(self, scored: ScoredRollout) -> dict[str, np.ndarray]:
+        """Compute the gradient of the first update's loss on a rollout, float32 by dotted name, on every host; the
+        policy stays as it is. Raises as `update` does for a rollout that cannot be learnt from."""
+        for batch in next(self._updates(read_signal(scored, self._config, self._parts.settings.algorithm))):
+            self._updater.accumulate(batch)
+        gradients = {name: whole(value) for name, value in self._updater.gradients().items()}
+        self._updater.forget_gradients()
+        return gradients
+
     def params(self) -> nnx.State:
-        """Return the policy's parameters as they lie on the trainer's mesh, those that are not trained among them."""
+        """Return the policy's parameters, sharded over the trainer's mesh, frozen ones included."""
         return parameters(self._updater.model)
 
     def policy(self, step: int | None = None) -> nnx.Module:
-        """Return the policy as it is, or as it was when this step was saved; what is not trained they share.
-
-        Raises:
-            CheckpointError: for a step that is not there or is damaged.
-        """
+        """Return the policy as it is, or as it was saved at a step; both share the frozen parameters. Raises
+        CheckpointError for a step that is not there or is damaged."""
         if step is None:
             return self._updater.model
         policy = nnx.clone(self._updater.model)
@@ -132,27 +159,30 @@ class Learner:
         return policy
 
     def adapters(self) -> dict[str, np.ndarray]:
-        """Gather the adapters, float32, on this host by dotted name; every host must call it. Without any: empty."""
+        """Gather the adapters on this host, float32, by dotted name; empty without adapters. Every host must
+        call it."""
         if trained_type(self._updater.model) is not nnx.LoRAParam:
             return {}
         return {name: whole(leaf) for name, leaf in self._updater.stepped().items()}
 
     def params_digest(self) -> str:
-        """Compute sha256 of all parameters, the trained ones as they are stepped; see `parameters.params_digest`."""
+        """Compute the SHA-256 of all parameters, the trained ones in the optimizer's precision; see
+        `parameters.params_digest`."""
         return params_digest(by_name(self.params()) | self._updater.stepped())
 
     def save_apart(self, directory: Path, step: int) -> None:
-        """Save policy and optimizer as ``step`` in another directory, and wait until it is complete."""
+        """Save policy and optimizer as ``step`` in another directory, and wait until the save is complete."""
         checkpoints = Checkpoints(directory, keep=1, reference=self._parts.saved_reference)
         checkpoints.save(step, self._updater)
         checkpoints.close()
 
     def save(self, step: int, *, best: int | None = None) -> None:
-        """Save policy and optimizer as step ``step``, in the background; ``best`` is a step that is kept."""
+        """Save policy and optimizer as step ``step``, in the background; the checkpoint of the step ``best`` is
+        kept."""
         self._checkpoints.save(step, self._updater, best=best)
 
     def close(self, *, best: int | None = None) -> None:
-        """Wait until every checkpoint is complete; the newest stay, and the step ``best``."""
+        """Wait until every checkpoint is complete; the newest and the one of the step ``best`` are kept."""
         self._checkpoints.close(best=best)
 
     def _updates(self, signal: Signal) -> Iterator[list[TrainBatch]]:
@@ -177,8 +207,8 @@ class Learner:
         self, signals: Sequence[tuple[Signal, Mapping[str, Float[np.ndarray, "B T"]]]]
     ) -> list[list[TrainBatch]]:
         """Pack and place the rows of the updates of an iteration, with the log-probabilities that are known already."""
-        section, shape, aggregation = self._config.algorithm, self._parts.shape, self._parts.algorithm.aggregation
-        updates: list[list[TrainBatch]] = []
+        section, shape, updates = self._config.algorithm, self._parts.shape, list[list[TrainBatch]]()
+        aggregation = self._parts.settings.algorithm.aggregation
         for signal, known in signals:
             rows, _ = train_rows(
                 signal.prompts, signal.completions, signal.advantages, shape, aggregation, signal.counted_B, known
@@ -207,7 +237,8 @@ class Learner:
             for name in parts[0]
         }
 
-    def _update(self, batches: Sequence[TrainBatch]) -> MeasuredUpdate:
-        with self._parts.mesh:
-            started = [self._updater.accumulate(batch) for batch in batches], self._updater.step()
-        return MeasuredUpdate(*jax.device_get(started))  # the first time that anything is waited for
+    def _update(self, batches: Sequence[TrainBatch], *, histograms: bool = False) -> MeasuredUpdate:
+        sums = [self._updater.accumulate(batch) for batch in batches]
+        counted = self._updater.histograms() if histograms else {}
+        # the first time that anything is waited for
+        return MeasuredUpdate(*jax.device_get((sums, self._updater.step(), counted)))

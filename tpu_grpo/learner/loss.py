@@ -13,7 +13,8 @@ Suffixes: R packed rows, S tokens of a row. An algorithm calls them B and T.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,61 +25,54 @@ from jaxtyping import Array, Bool, Float
 
 from tpu_grpo.algorithms import CorrectionSums, RunAlgorithm, Sequences, token_ratio
 from tpu_grpo.algorithms.algorithm import LOG_RATIO_LIMIT
-from tpu_grpo.learner.forward import ModelRows, kl_divergence, run_model
-
-
-class EntropyState(NamedTuple):
-    """The coefficient between two updates, float32 scalars."""
-
-    coefficient: Float[Array, ""]
-    applied: Float[Array, ""]
-    """That of the next update: the coefficient, or 0."""
+from tpu_grpo.config import AlgorithmSection
+from tpu_grpo.learner.forward import ModelRows, PerToken, kl_divergence, run_model
 
 
 class EntropySums(NamedTuple):
-    """What the forward passes of an update have measured so far, float32 scalars."""
+    """Sums over the forward passes of an update, float32 scalars."""
 
     entropy: Float[Array, ""]
     tokens: Float[Array, ""]
 
 
-@dataclass(frozen=True)
-class EntropyControl:
-    """Adapts the coefficient of the entropy bonus to a target (He et al. 2025, "Skywork-OR1", arXiv 2505.22312).
+class EntropyState(NamedTuple):
+    """The coefficient of an entropy bonus that is adapted to a target, float32 scalars.
 
-    With H_k the mean entropy over the tokens of update k, and c_1 = ``algorithm.entropy_bonus``, the paper has
+    The rule is that of Skywork-OR1 (He et al. 2025, arXiv 2505.22312). With H_k the mean entropy over the tokens of
+    update k, and c_1 = ``algorithm.entropy_bonus``, the paper has
 
         c_(k+1) = c_k + step where H_k <= target, else c_k - step
         bonus of update k: c_k H where H_k <= target, else none
 
-    What departs from the paper: H_k is only known once all forward passes of update k are over, so that the bonus of an
-    update is decided by the update before, from the second on; and the coefficient does not fall below 0, where a bonus
-    would lower the entropy.
+    What departs from the paper: H_k is known only after all forward passes of update k, so that the bonus of an
+    update depends on the previous update, from the second on; and the coefficient does not fall below 0, where a
+    bonus would lower the entropy.
 
-    The coefficient is an array in the update's state: the programs are the same for all its values, and a checkpoint
-    holds it.
+    It is part of the update's state: the program is the same for all its values, and checkpoints hold it.
     """
 
-    first: float
-    target: float
-    """Nats."""
-    step: float
+    coefficient: Float[Array, ""]
+    applied: Float[Array, ""]
+    """That of the next update: the coefficient, or 0."""
 
-    def initial(self) -> EntropyState:
-        """Return the state before the first update."""
-        first = jnp.asarray(self.first, jnp.float32)
-        return EntropyState(first, first)
+    @classmethod
+    def first(cls, section: AlgorithmSection) -> "EntropyState | tuple[()]":
+        """Return the state before the first update; empty if the coefficient is not adapted."""
+        first = jnp.asarray(section.entropy_bonus, jnp.float32)
+        return () if section.entropy_target is None else cls(first, first)
 
-    def following(self, state: EntropyState, measured: EntropySums) -> EntropyState:
-        """Return the state after an update that measured this."""
-        low = measured.entropy <= self.target * measured.tokens
-        coefficient = jnp.maximum(state.coefficient + jnp.where(low, self.step, -self.step), 0.0)
+    def after(self, measured: EntropySums, section: AlgorithmSection) -> "EntropyState":
+        """Return the state after an update with these sums."""
+        assert section.entropy_target is not None
+        low, step = measured.entropy <= section.entropy_target * measured.tokens, section.entropy_change
+        coefficient = jnp.maximum(self.coefficient + jnp.where(low, step, -step), 0.0)
         return EntropyState(coefficient, jnp.where(low, coefficient, 0.0))
 
 
 @struct.dataclass(frozen=True)
 class TrainBatch:
-    """Holds the rows of a micro-batch on the trainer's devices: arrays, or whatever jax puts in their places."""
+    """The rows of a micro-batch on the trainer's devices: arrays, or what jax substitutes for them when it traces."""
 
     rows: ModelRows
     """What the model is run on; its mask is of the tokens that were sampled."""
@@ -96,60 +90,52 @@ class TrainBatch:
     """The initial policy's, for the KL penalty, float32 [R, S]; None without one."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LossSettings:
-    """What the loss is, beside the batch."""
+    """The settings of the loss."""
 
     algorithm: RunAlgorithm
-    beta: float
-    kl_estimator: Literal["low_var_kl", "kl", "mse_kl"]
+    section: AlgorithmSection
     temperature: float
     mesh: Mesh | None
     """The trainer's; None where everything lies on one device."""
-    kl_unbiased: bool = False
-    """Multiply the KL estimates by the ratio to the old policy."""
-    entropy_bonus: float = 0.0
-    kl_in_loss: bool = True
-    """If not, the penalty is in the advantages already, and is only measured."""
-    entropy_control: EntropyControl | None = None
-    """Adapts the coefficient of the entropy bonus, which is else ``entropy_bonus``."""
 
     @property
     def numbers(self) -> dict[str, Any]:
-        """The numbers that the program takes as data, so that other values need no other program."""
-        return {"beta": self.beta, "entropy": self.entropy_bonus, **self.algorithm.numbers}
+        """The numbers that the compiled program takes as data, so that other values need no other program.
+
+        They are the weight of the KL penalty, the coefficient of the entropy bonus, and what the algorithm and its
+        correction list in their attribute ``numbers``: the sizes of a clip, the bounds of a ratio. Whether there is a
+        penalty, a bonus or a bound at all is part of the program.
+        """
+        return {"beta": self.section.beta, "entropy": self.section.entropy_bonus, **self.algorithm.numbers}
+
+    def placed_numbers(self, entropy: EntropyState | tuple[()]) -> dict[str, Any]:
+        """Return the numbers as float32 arrays on every device of the mesh; an adapted coefficient is one already."""
+        return self._placed | ({"entropy": entropy.applied} if isinstance(entropy, EntropyState) else {})
+
+    @cached_property
+    def _placed(self) -> dict[str, Any]:
+        def put(value: float) -> jax.Array:
+            return jax.make_array_from_callback((), self._everywhere, lambda _: np.float32(value))
+
+        return jax.tree.map(put, self.numbers)
+
+    @property
+    def described_numbers(self) -> dict[str, Any]:
+        """Describe what `placed_numbers` returns."""
+        described = jax.ShapeDtypeStruct((), jnp.float32, sharding=self._everywhere)
+        return jax.tree.map(lambda _: described, self.numbers)
+
+    @property
+    def _everywhere(self) -> NamedSharding:
+        assert self.mesh is not None  # a learner has one
+        return NamedSharding(self.mesh, PartitionSpec())
 
     @property
     def forward(self) -> dict[str, Any]:
         """The keyword arguments of the forward pass."""
         return {"temperature": self.temperature, "mesh": self.mesh}
-
-
-class LossNumbers:
-    """Puts the numbers of a loss on every device of a mesh, as float32.
-
-    They are the weight of the KL penalty, the coefficient of the entropy bonus, and what the algorithm and its
-    correction list in their attribute ``numbers``: the sizes of a clip, the bounds of a ratio. Whether there is a
-    penalty, a bonus or a bound at all is part of the program.
-    """
-
-    def __init__(self, settings: LossSettings, mesh: Mesh):
-        self._settings, self._sharding = settings, NamedSharding(mesh, PartitionSpec())
-        self._placed: dict[str, Any] = {}
-
-    def placed(self, entropy: EntropyState | tuple[()]) -> dict[str, Any]:
-        """Return the numbers as arrays; the coefficient of an entropy bonus that is adapted is one already."""
-        if not self._placed:
-            self._placed = jax.tree.map(self._put, self._settings.numbers)
-        return self._placed | ({"entropy": entropy.applied} if isinstance(entropy, EntropyState) else {})
-
-    def described(self) -> dict[str, Any]:
-        """Describe what `placed` returns."""
-        described = jax.ShapeDtypeStruct((), jnp.float32, sharding=self._sharding)
-        return jax.tree.map(lambda _: described, self._settings.numbers)
-
-    def _put(self, value: float) -> jax.Array:
-        return jax.make_array_from_callback((), self._sharding, lambda _: np.float32(value))
 
 
 class AgreementSums(NamedTuple):
@@ -181,7 +167,7 @@ class AgreementSums(NamedTuple):
 
 
 class LossSums(NamedTuple):
-    """What a forward pass measured: float32 scalars that add up over micro-batches, but for ``agreement.abs_max``."""
+    """Sums of a forward pass: float32 scalars that add up over micro-batches, except ``agreement.abs_max``."""
 
     loss: Any
     kl: Any
@@ -193,21 +179,23 @@ class LossSums(NamedTuple):
     agreement: AgreementSums
     correction: CorrectionSums | None = None
     """What the algorithm's correction did, if it has one."""
+    ratio_excess: Any = None
+    """The sum of (ratio to the old policy - 1) of all tokens; None where that is ``agreement.excess_sum``."""
 
 
 def policy_loss(
     model: nnx.Module, batch: TrainBatch, settings: LossSettings, numbers: Mapping[str, Any] | None = None
 ) -> tuple[Float[Array, ""], LossSums]:
-    """Compute the loss of a micro-batch, through which the gradient flows, and what is measured beside it.
+    """Compute the loss of a micro-batch, through which the gradient flows, and the sums for the metrics.
 
-    ``numbers`` take the places of those of the settings.
+    ``numbers`` replace those of the settings.
     """
     numbers = settings.numbers if numbers is None else numbers
-    algorithm = settings.algorithm.with_numbers(numbers)
+    algorithm, section = settings.algorithm.with_numbers(numbers), settings.section
     found, mask_RS = run_model(model, batch.rows, **settings.forward), batch.rows.mask
     counts_RS = batch.weights != 0.0
 
-    def counted(values_RS: Float[Array, "R S"]) -> Float[Array, "R S"]:
+    def counted(values_RS: PerToken) -> PerToken:
         # What does not count may have any loss. It is cut off before and after: a gradient of 0 * infinity is not 0.
         return jnp.where(counts_RS, values_RS, 0.0)
 
@@ -224,12 +212,12 @@ def policy_loss(
         loss_RS = loss_RS * weights_RS
     kl = jnp.zeros(())
     if batch.reference_logps is not None:
-        kl_RS = kl_divergence(now_RS, counted(batch.reference_logps), settings.kl_estimator)
+        kl_RS = kl_divergence(now_RS, counted(batch.reference_logps), section.kl_estimate)
         kl = (kl_RS * mask_RS).sum()
-        if settings.kl_in_loss:
-            penalty_RS = kl_RS * token_ratio(now_RS, old_RS) if settings.kl_unbiased else kl_RS
+        if section.kl_in == "loss":  # else it is in the advantages already
+            penalty_RS = kl_RS * token_ratio(now_RS, old_RS) if section.kl_unbiased else kl_RS
             loss_RS = loss_RS + numbers["beta"] * penalty_RS
-    if settings.entropy_bonus or settings.entropy_control is not None:
+    if section.entropy_bonus or section.entropy_target is not None:
         loss_RS = loss_RS - numbers["entropy"] * found.entropies_RS
     loss = (batch.weights * counted(loss_RS)).sum()
     return loss, LossSums(
@@ -239,12 +227,15 @@ def policy_loss(
         entropy=jax.lax.stop_gradient(found.entropies_RS * mask_RS).sum(),
         agreement=agreement_sums(found.logprobs_RS, batch.rollout_logps, mask_RS),
         correction=correction,
+        ratio_excess=(
+            agreement_sums(found.logprobs_RS, batch.old_logps, mask_RS).excess_sum
+            if section.old_policy == "trainer"
+            else None
+        ),
     )
 
 
-def agreement_sums(
-    trainer_logps_RS: Float[Array, "R S"], engine_logps_RS: Float[Array, "R S"], mask_RS: Bool[Array, "R S"]
-) -> AgreementSums:
+def agreement_sums(trainer_logps_RS: PerToken, engine_logps_RS: PerToken, mask_RS: Bool[Array, "R S"]) -> AgreementSums:
     """Add up one micro-batch; no gradient flows through the sums."""
     difference_RS = jax.lax.stop_gradient(trainer_logps_RS.astype(jnp.float32)) - engine_logps_RS
     difference_RS = jnp.where(mask_RS, difference_RS, 0.0)

@@ -8,10 +8,9 @@ Parameters are a flat dict by name. The optimizers are optax's; a new one is a f
 a function of the user's own, named in the config.
 """
 
-import difflib
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +18,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tpu_grpo.config import OptimizerSection, RunConfig
-from tpu_grpo.config.plugins import find_function
+from tpu_grpo.config.plugins import find_function, not_shipped
 from tpu_grpo.learner.compact import block_size, compact, parameter_name
 from tpu_grpo.records.errors import ConfigError
 
@@ -31,21 +30,17 @@ Direction = Callable[..., optax.GradientTransformation]
 
 def _adamw(section: OptimizerSection, params: Params, *, eps: float = 1e-8) -> optax.GradientTransformation:
     """AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101)."""
-    del params
     return optax.scale_by_adam(b1=section.b1, b2=section.b2, eps=eps)
 
 
 def _lion(section: OptimizerSection, params: Params) -> optax.GradientTransformation:
     """Lion (Chen et al. 2023, arXiv 2302.06675): the sign of a momentum. Its paper advises a third of AdamW's rate."""
-    del params
     return optax.scale_by_lion(b1=section.b1, b2=section.b2)
 
 
 def _sgd(
     section: OptimizerSection, params: Params, *, momentum: float = 0.0, nesterov: bool = False
 ) -> optax.GradientTransformation:
-    """Step down the gradient, with momentum if asked."""
-    del section, params
     return optax.trace(decay=momentum, nesterov=nesterov) if momentum else optax.identity()
 
 
@@ -53,21 +48,18 @@ def _adafactor(
     section: OptimizerSection, params: Params, *, decay_rate: float = 0.8, clip_rms: float = 1.0
 ) -> optax.GradientTransformation:
     """Adafactor (Shazeer & Stern 2018, arXiv 1804.04235) without momentum, with the learning rate as it is set."""
-    del section, params
     return optax.chain(optax.scale_by_factored_rms(decay_rate=decay_rate), optax.clip_by_block_rms(clip_rms))
 
 
 def _muon(
     section: OptimizerSection, params: Params, *, beta: float = 0.95, ns_steps: int = 5, rms: float = 0.2
 ) -> optax.GradientTransformation:
-    """Muon (Jordan 2024) for the matrices in the layers, at an RMS of 0.2 as in arXiv 2502.16982; Adam elsewhere.
-
-    At that RMS it takes AdamW's learning rates.
-    """
+    """Muon (Jordan 2024) for the matrices in the layers, at an RMS of 0.2 as in arXiv 2502.16982; Adam elsewhere. At
+    that RMS it takes AdamW's learning rates."""
     axes = {name: matrix_axes(name, tuple(leaf.shape)) for name, leaf in params.items()}
 
     def of_matrices(tree: Any) -> Any:
-        return {name: optax.MaskedNode() if axes[name] is None else axes[name] for name in tree}
+        return {n: _tall(params[n].shape, found) if (found := axes[n]) else optax.MaskedNode() for n in tree}
 
     matrices = optax.chain(
         optax.contrib.scale_by_muon(beta=beta, ns_steps=ns_steps, weight_dimension_numbers=of_matrices),
@@ -102,11 +94,8 @@ def build_optimizer(config: RunConfig, params: Params) -> optax.GradientTransfor
     if ":" in section.name:
         optimizer = _own(section, schedule)
     else:
-        optimizer = optax.chain(
-            _shipped(section, params),
-            _decayed(decays),
-            optax.scale_by_learning_rate(schedule),
-        )
+        direction = _shipped(section, params)
+        optimizer = optax.chain(direction, _decayed(decays), optax.scale_by_learning_rate(schedule))
     if any(rate != 1.0 for rate in rates.values()):
         optimizer = optax.chain(optimizer, _multiplied(rates))
     if section.compact:
@@ -115,18 +104,26 @@ def build_optimizer(config: RunConfig, params: Params) -> optax.GradientTransfor
 
 
 def learning_rate_schedule(config: RunConfig) -> optax.Schedule:
-    """Give the rate of update u = 0, 1, ... of the N updates of a run: run.max_steps times those of a step.
+    """Return the schedule of the learning rate over the updates u = 0, 1, ... of a run, N in all.
 
     With W warm-up updates and peak p it is p * u / W for u < W. Then it stays p (constant), or falls from p at u = W
     towards 0 at u = N, the first update that is not made (linear, cosine), or falls so over the last D updates only
-    (wsd: warm-up, stable, decay). For N = 4, W = 2, linear: 0, p/2, p, p/2.
+    (wsd: warm-up, stable, decay). For N = 4, W = 2, linear: 0, p/2, p, p/2. ``optimizer.schedule_steps`` is N for a
+    run that makes fewer updates.
 
     Raises:
-        ConfigError: if W (for wsd W + D) leaves no update at the peak.
+        ConfigError: if W (for wsd W + D) leaves no update at the peak, or N ends before the run.
     """
     section = config.optimizer
     peak, warmup, decay = section.learning_rate, section.warmup_steps, section.decay_steps
     total, counted = config.run.max_steps * config.updates_per_step, "run.max_steps * updates of a step"
+    if (steps := section.schedule_steps) is not None:
+        if steps < total:
+            raise ConfigError(
+                f"optimizer.schedule_steps must be >= {counted} = {total}, got {steps}; raise it: later updates "
+                "would have a rate of 0"
+            )
+        total, counted = steps, "optimizer.schedule_steps"
     if section.schedule != "constant" and warmup >= total:
         raise ConfigError(
             f"optimizer.warmup_steps must be < {counted} = {total} with optimizer.schedule={section.schedule}, got "
@@ -144,15 +141,14 @@ def learning_rate_schedule(config: RunConfig) -> optax.Schedule:
         "cosine": optax.cosine_decay_schedule(peak, max(total - warmup, 1)),
         "wsd": optax.linear_schedule(peak, 0.0, max(decay, 1), transition_begin=max(steady, 0)),
     }
-    if warmup == 0:
-        return schedules[section.schedule]
-    return optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), schedules[section.schedule]], [warmup])
+    after = schedules[section.schedule]
+    return optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), after], [warmup]) if warmup else after
 
 
 def rule_values(section: OptimizerSection, params: Params) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the decay and the multiplier of the learning rate of every parameter, by name.
+    """Return every parameter's weight decay and learning-rate multiplier, by name.
 
-    Of the rules whose expression is found in a name the first one counts.
+    The first rule whose expression matches a name counts.
 
     Raises:
         ConfigError: for a rule that counts for no parameter.
@@ -175,12 +171,13 @@ def rule_values(section: OptimizerSection, params: Params) -> tuple[dict[str, fl
 
 
 def matrix_axes(name: str, shape: tuple[int, ...]) -> optax.contrib.MuonDimensionNumbers | None:
-    """Say which axes of a parameter are a matrix's rows and columns; None for what is no matrix inside a layer.
+    """Return the axes of a parameter that are a matrix's rows and columns; None for a parameter that is no matrix of
+    a layer.
 
-    Embeddings and the output head are left to Adam, as in Muon's own code. Heads belong to the columns of what makes
-    them and to the rows of what takes them up: [D, N, H] is a matrix of D x NH, and the output projection [N, H, D] of
-    NH x D. Gemma's [N, D, H] is one of D x NH, and its [2, N, D, H] are two. Every expert of [E, D, F] has a matrix of
-    its own.
+    Embeddings and the output head are left to Adam, as in Muon's own code. Head axes are output axes of the
+    projections to heads, and input axes of the projection from heads: [D, N, H] is a matrix of D x NH, and the output
+    projection [N, H, D] of NH x D. Gemma's [N, D, H] is one of D x NH, and its [2, N, D, H] are two. Every expert of
+    [E, D, F] has a matrix of its own.
     """
     axes = len(shape)
     if axes < 2 or not name.startswith("layers."):
@@ -195,18 +192,27 @@ def matrix_axes(name: str, shape: tuple[int, ...]) -> optax.contrib.MuonDimensio
 
 
 def longer_side(shape: tuple[int, ...], axes: optax.contrib.MuonDimensionNumbers | None) -> int:
-    """Return the larger of a matrix's numbers of rows and columns; 1 for no matrix."""
-    if axes is None:
-        return 1
-    sides = (axes.reduction_axis, axes.output_axis)
-    return max(math.prod(shape[axis] for axis in ((side,) if isinstance(side, int) else side)) for side in sides)
+    """Return the larger of a matrix's numbers of rows and columns; 1 for a parameter that is no matrix."""
+    return 1 if axes is None else max(_entries(shape, axis) for axis in axes)
+
+
+def _entries(shape: tuple[int, ...], axes: int | Sequence[int]) -> int:
+    return math.prod(shape[axis] for axis in ((axes,) if isinstance(axes, int) else axes))
+
+
+def _tall(shape: tuple[int, ...], axes: optax.contrib.MuonDimensionNumbers) -> optax.contrib.MuonDimensionNumbers:
+    """Take a matrix with more columns than rows by its transpose, whose step is the transpose of its own.
+    ``scale_by_muon`` of optax 0.2.6 multiplies the step by sqrt(columns / rows) where that is above 1."""
+    if _entries(shape, axes.reduction_axis) >= _entries(shape, axes.output_axis):
+        return axes
+    return optax.contrib.MuonDimensionNumbers(axes.output_axis, axes.reduction_axis)
 
 
 def state_shardings(state: Any, params: Params) -> Any:
     """Return the sharding of every part of an optimizer's state, described by ``jax.eval_shape``.
 
-    What has a parameter's shape is sharded like it, what lacks one of its axes (the sums of a factored second moment,
-    the scales of eight-bit blocks) like the axes that it has, and the rest is replicated.
+    An array of a parameter's shape is sharded like the parameter, one that lacks an axis (the sums of a factored
+    second moment, the scales of eight-bit blocks) like the axes that it has, and the rest is replicated.
     """
     mesh = next(iter(params.values())).sharding.mesh
 
@@ -233,12 +239,7 @@ def _spec_of_part(shape: tuple[int, ...], param: Any) -> PartitionSpec:
 
 def _shipped(section: OptimizerSection, params: Params) -> optax.GradientTransformation:
     if section.name not in SHIPPED:
-        near = difflib.get_close_matches(section.name, SHIPPED, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise ConfigError(
-            f"optimizer.name={section.name} is not a shipped optimizer; {hint}(shipped: {', '.join(SHIPPED)}; your "
-            "own: path.py:function or package.module:function)"
-        )
+        raise not_shipped(f"optimizer.name={section.name}", section.name, "optimizer", SHIPPED, ConfigError)
     try:
         return SHIPPED[section.name](section, params, **section.options)
     except TypeError as error:
@@ -273,18 +274,14 @@ def _own(section: OptimizerSection, schedule: optax.Schedule) -> optax.GradientT
 def _decayed(decays: Mapping[str, float]) -> optax.GradientTransformation:
     """Add decay * parameter to every update, each with its own decay."""
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        return {name: value + decays[name] * params[name] for name, value in updates.items()}, state
+    def decayed(updates: Any, params: Any) -> Any:
+        return {name: value + decays[name] * params[name] for name, value in updates.items()}
 
-    return optax.GradientTransformation(optax.init_empty_state, update) if any(decays.values()) else optax.identity()
+    return optax.stateless(decayed) if any(decays.values()) else optax.identity()
 
 
 def _multiplied(rates: Mapping[str, float]) -> optax.GradientTransformation:
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        del params
-        return {
-            name: value if isinstance(value, optax.MaskedNode) else rates[name] * value
-            for name, value in updates.items()
-        }, state
+    def multiplied(updates: Any, _: Any) -> Any:
+        return {n: v if isinstance(v, optax.MaskedNode) else rates[n] * v for n, v in updates.items()}
 
-    return optax.GradientTransformation(optax.init_empty_state, update)
+    return optax.stateless(multiplied)

@@ -72,7 +72,7 @@ def token_logprobs(
     kept_BT: Int[Array, "B T"] | None = None,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> tuple[Float32[Array, "B T"], Float32[Array, "B T"]]:
-    """Compute the log-probability of each wanted target, and the entropy of the distribution that it is drawn from.
+    """Compute the log-probability of each wanted target, and the entropy of the distribution from which it is drawn.
 
     Gradients flow from both to the hidden states and to the head's weight. A hidden state that is not wanted may be
     anything; its gradient is 0.
@@ -179,11 +179,8 @@ def _device_backward(
     chunks: Int[Array, ""],
     *vectors_bT: Float32[Array, "b T"],
 ) -> tuple[Float[Array, "b T D"], Float[Array, "_ _"]]:
-    """Return the gradients of the hidden states and of the weight.
-
-    The vectors are the gradients of log-probabilities and of entropies, the entropies, logsumexp(z), and the thresholds
-    of kept tokens, if any are left out.
-    """
+    """Return the gradients of the hidden states and of the weight. The vectors are the gradients of log-probabilities
+    and of entropies, the entropies, logsumexp(z), and the thresholds of kept tokens, if any are left out."""
     split, queue = settings.split, TokenQueue(settings.split, settings.chunk, wanted_bT)
     vectors_RS = [queue.ordered(vector_bT) for vector_bT in (targets_bT, *vectors_bT)]
 
@@ -235,7 +232,7 @@ def _logits_gradient(
 def _left_out(
     z_Nv: Float[Array, "N v"], at_target_Nv: Bool[Array, "N v"], thresholds_N: Sequence[Float[Array, " N"]]
 ) -> Bool[Array, "N v"]:
-    """Say which tokens the target was not drawn among; none without a threshold."""
+    """Mark the tokens that the target was not drawn from; none without a threshold."""
     left_out_Nv = jnp.zeros_like(at_target_Nv)
     for threshold_N in thresholds_N:
         left_out_Nv |= z_Nv <= threshold_N[:, None]
@@ -250,8 +247,9 @@ def _product(left: Array, right: Array, left_dim: int, right_dim: int) -> Float3
 
 
 def _is_target(settings: _Settings, targets_N: Int[Array, " N"], z_Nv: Float[Array, "N v"]) -> Bool[Array, "N v"]:
-    columns = z_Nv.shape[1]
-    return settings.split.first_column(columns) + jnp.arange(columns) == targets_N[:, None]
+    columns, axes = z_Nv.shape[1], settings.split.axes
+    first = lax.axis_index(axes) * columns if axes else 0  # token of the device's part of the vocabulary
+    return first + jnp.arange(columns) == targets_N[:, None]
 
 
 # --- how the work is divided, over devices and in chunks --------------------------------------------------------------
@@ -274,9 +272,9 @@ def _size(mesh: Mesh, axes: tuple[str, ...]) -> int:
 
 
 def chunk_tokens(tokens: int, logits_per_token: int, chunk_bytes: int) -> int:
-    """Return C for groups of ``tokens``, each of which adds ``logits_per_token`` to the float32 logits of a device.
+    """Return C for groups of ``tokens`` tokens; each adds ``logits_per_token`` float32 logits on a device.
 
-    Chunks are as equal as the tokens of a group allow: of 1000 tokens two times 512 where 900 would fit.
+    Chunks are as equal as possible: 1000 tokens become two chunks of 512 where 900 would fit.
     """
     most = max(1, chunk_bytes // (4 * logits_per_token))
     if tokens <= most:
@@ -288,15 +286,15 @@ def chunk_tokens(tokens: int, logits_per_token: int, chunk_bytes: int) -> int:
 
 
 def chunks_needed(wanted_BT: Bool[Array, "B T"], groups: int, chunk: int) -> Int[Array, ""]:
-    """Return the number of chunks until the group with the most wanted tokens is through."""
+    """Return the number of chunks in the group with the most wanted tokens."""
     return -(-wanted_BT.reshape(groups, -1).sum(axis=1, dtype=jnp.int32).max() // chunk)
 
 
 @dataclass(frozen=True)
 class HeadSplit:
-    """The division over devices. Only one of a mesh of several devices has axes and moves anything.
+    """The sharding of the output head's work. Only a mesh of several devices has axes, and communicates.
 
-    The methods after `over_devices` are for the functions that it runs.
+    The methods after `over_devices` are for use inside the functions that it runs.
     """
 
     mesh: Mesh | None
@@ -307,7 +305,7 @@ class HeadSplit:
 
     @classmethod
     def of(cls, weight: Any, vocab_dim: int, mesh: Mesh | None) -> "HeadSplit":
-        """Divide the work of a head whose weight has this shape."""
+        """Choose the sharding for a head whose weight has this shape."""
         if mesh is None or mesh.size == 1:
             return cls(None, (), vocab_dim)
         return cls(mesh, vocab_axes(weight.shape[vocab_dim], mesh), vocab_dim)
@@ -324,11 +322,11 @@ class HeadSplit:
 
     @property
     def seen_groups(self) -> int:
-        """R: all groups where the vocabulary is split over fsdp, and else the device's own."""
+        """R: all groups if the vocabulary is split over fsdp, else the device's own."""
         return self.groups if "fsdp" in self.axes else 1
 
     def over_devices(self, function: Callable[..., Any], arguments: str, results: str) -> Callable[..., Any]:
-        """Run a function on each device's parts: r stands for rows [B, ...], w for the weight, s for a scalar."""
+        """Run a function on each device's shards: r stands for rows [B, ...], w for the weight, s for a scalar."""
         if self.mesh is None:
             return function
         specs = {"r": P("fsdp"), "w": P(*[None] * self.vocab_dim, self.axes or None), "s": P()}
@@ -336,7 +334,7 @@ class HeadSplit:
         return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
     def gather(self, values: Array) -> Array:
-        """Return the values of all groups that the device sees, [R, ...], given those of its own, [...]."""
+        """Gather the own group's values, [...], into those of all groups that the device sees, [R, ...]."""
         return lax.all_gather(values, "fsdp") if "fsdp" in self.axes else values[None]
 
     def own(self, values_R: Array) -> Array:
@@ -352,17 +350,13 @@ class HeadSplit:
         return lax.psum(values, self.axes) if self.axes else values
 
     def sum_own(self, values_N: Array) -> Array:
-        """Sum over the parts of the vocabulary: of [N, ...], return what belongs to the own group, [C, ...]."""
+        """Sum [N, ...] over the parts of the vocabulary, and return the own group's part, [C, ...]."""
         values = lax.psum_scatter(values_N, "fsdp", tiled=True) if "fsdp" in self.axes else values_N
         return lax.psum(values, "tp") if "tp" in self.axes else values
 
     def sum_groups(self, values: Array) -> Array:
-        """Sum over all groups what the device has summed over those that it sees."""
+        """Sum a device's sum over its groups over all groups."""
         return values if self.seen_groups == self.groups else lax.psum(values, "fsdp")
-
-    def first_column(self, columns: int) -> Any:
-        """Return the id of the first token of the device's part of the vocabulary."""
-        return lax.axis_index(self.axes) * columns if self.axes else 0
 
 
 class TokenQueue:
@@ -378,7 +372,7 @@ class TokenQueue:
         self._place_bT = (jnp.cumsum(wanted) - 1).reshape(wanted_bT.shape)
 
     def ordered(self, values_bT: Array) -> Array:
-        """Return the values of the groups that the device sees in their queues' order [R, S]; 0 behind the wanted."""
+        """Reorder the values of the visible groups into queue order, [R, S]; 0 behind the wanted tokens."""
         return self._gather(jnp.where(self._valid_S, _taken(values_bT.reshape(-1), self._order_S), 0))
 
     def chunk(self, values_RS: Array, index: Any) -> Array:
@@ -386,14 +380,14 @@ class TokenQueue:
         return self._cut(values_RS, index).reshape(-1)
 
     def hidden(self, hidden_bTD: Float[Array, "b T D"], index: Any) -> Float[Array, "N D"]:
-        """Return the hidden states of a chunk, 0 behind the wanted."""
+        """Return the hidden states of a chunk; 0 behind the wanted tokens."""
         width = hidden_bTD.shape[-1]
         hidden_CD = _taken(hidden_bTD.reshape(-1, width), self._cut(self._order_S, index))
         hidden_CD = jnp.where(self._cut(self._valid_S, index)[:, None], hidden_CD, 0)
         return self._gather(hidden_CD).reshape(-1, width)
 
     def back(self, values_S: Array) -> Array:
-        """Return values [S, ...] at the positions that they belong to [b, T, ...]; 0 where none is wanted."""
+        """Scatter values in queue order, [S, ...], to their positions, [b, T, ...]; 0 where no token is wanted."""
         wanted = self._wanted_bT.reshape(self._wanted_bT.shape + (1,) * (values_S.ndim - 1))
         return jnp.where(wanted, _taken(values_S, self._place_bT), 0)
 

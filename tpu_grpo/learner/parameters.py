@@ -1,6 +1,6 @@
-"""A model's parameters: their names, which of them are trained, copies, casts, and sums to compare them by.
+"""A model's parameters: their names, which of them are trained, copies, casts, digests and checksums.
 
-What is trained is told by the type of a variable, so that Tunix and everyone else sees the same:
+The type of a variable says whether it is trained, so that Tunix sees the same:
 
 nnx.LoRAParam   adapters: they alone are trained where there are any
 nnx.Param       trained in a model without adapters
@@ -26,7 +26,7 @@ Values = dict[str, Any]
 
 
 class Frozen(nnx.Variable[Any]):
-    """Is used and not trained: it gets no gradient, and the optimizer keeps no state for it."""
+    """A parameter that is not trained: it gets no gradient and no optimizer state."""
 
 
 def by_name(state: nnx.State) -> Values:
@@ -35,15 +35,18 @@ def by_name(state: nnx.State) -> Values:
 
 
 def dotted(path: tuple[Any, ...]) -> str:
-    """Write the path of a parameter in a state as its name."""
+    """Return the dotted name of a parameter's path in a state."""
     return ".".join(map(str, path))
 
 
 # --- which are trained -----------------------------------------------------------------------------------------------
 
 
-def freeze_all_but(model: nnx.Module, layers: Collection[int]) -> None:
-    """Freeze, in place, every parameter outside of these layers."""
+def freeze_untrained(model: nnx.Module, config: RunConfig) -> None:
+    """Freeze, in place, every parameter outside of ``model.train_layers``; nothing when it is unset."""
+    if config.model.train_layers is None:
+        return
+    layers = parse_layers(config.model.train_layers)
     for path, module in list(nnx.iter_modules(model)):
         if path[:1] == ("layers",) and len(path) > 1 and path[1] in layers:
             continue
@@ -52,14 +55,8 @@ def freeze_all_but(model: nnx.Module, layers: Collection[int]) -> None:
                 setattr(module, name, Frozen(value.get_raw_value(), **value.get_metadata()))
 
 
-def freeze_untrained(model: nnx.Module, config: RunConfig) -> None:
-    """Freeze, in place, what ``model.train_layers`` leaves out; nothing when it is unset."""
-    if config.model.train_layers is not None:
-        freeze_all_but(model, parse_layers(config.model.train_layers))
-
-
 def trained_type(model: nnx.Module) -> type[nnx.Variable[Any]]:
-    """Return the type of what is trained: nnx.LoRAParam if the model has adapters."""
+    """Return the type of the trained parameters: nnx.LoRAParam if the model has adapters."""
     return nnx.LoRAParam if nnx.to_flat_state(nnx.state(model, nnx.LoRAParam)) else nnx.Param
 
 
@@ -79,11 +76,8 @@ def frozen_leaves(params: nnx.State) -> frozenset[str]:
 
 
 def cast_to_compute(model: nnx.Module, config: RunConfig) -> Values:
-    """Cast every parameter to ``model.dtype``, in place.
-
-    Returns:
-        The trained parameters in the type that they are stepped in, by name.
-    """
+    """Cast all parameters to ``model.dtype``, in place; return the trained ones in the type they are stepped in, by
+    name."""
     compute, stepped_type = jnp.dtype(config.model.dtype), jnp.dtype(config.model.param_dtype)
     trained = by_name(nnx.state(model, trained_type(model)))
     stepped = {name: _cast(leaf, stepped_type) for name, leaf in trained.items()}
@@ -100,7 +94,7 @@ def _cast(leaf: Any, dtype: np.dtype[Any]) -> Any:
 
 
 def own_copy(model: nnx.Module, names: Collection[str]) -> nnx.Module:
-    """Copy the parameters of these names, which updates of the policy change; the rest stays the same arrays."""
+    """Copy the named parameters, which updates of the policy change; the other arrays are shared."""
     copied = nnx.clone(model)
     state = nnx.to_flat_state(nnx.state(copied, nnx.Param))
     own = [(path, leaf.replace(_copy(leaf.get_raw_value()))) for path, leaf in state if dotted(path) in names]
@@ -109,7 +103,7 @@ def own_copy(model: nnx.Module, names: Collection[str]) -> nnx.Module:
 
 
 def copy_values(model: nnx.Module, source: nnx.Module, names: Collection[str]) -> None:
-    """Make the parameters of these names copies of another model's, one by one to save memory."""
+    """Set the named parameters to copies of another model's, one by one to save memory."""
     values = by_name(nnx.state(source, nnx.Param))
     for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         if (name := dotted(path)) in names:
@@ -124,7 +118,7 @@ def _copy(leaf: Any) -> Any:
 
 
 def params_digest(leaves: Mapping[str, jax.Array]) -> str:
-    """Compute sha256, in hex, over the leaves in the order of their names: name, dtype, shape and bytes of each.
+    """Compute the SHA-256, in hex, of the leaves in the order of their names: name, dtype, shape and bytes of each.
 
     On several hosts every one must call it: a leaf that is split over hosts is gathered, one leaf at a time.
     """
@@ -137,15 +131,15 @@ def params_digest(leaves: Mapping[str, jax.Array]) -> str:
 
 
 def checksums(leaves: Mapping[str, jax.Array]) -> dict[str, int]:
-    """Compute the `bit_sum` of every leaf, by name: weaker than a digest, but computed where the leaf is."""
+    """Compute the `bit_sum` of every leaf, by name: weaker than a digest, but computed on the leaf's devices."""
     return {name: int(value) for name, value in leaf_numbers(bit_sum, leaves).items()}
 
 
 def whole(value: jax.Array) -> np.ndarray:
-    """Bring an array's values to every host; all hosts must call it for one that is split over them.
+    """Gather an array's values on every host; all hosts must call it for an array that is sharded over them.
 
-    jax would keep the values that it brings to the host for as long as the array lives, so that a model whose arrays
-    were looked at one by one would be held once more. These are let go with what is returned.
+    jax would cache the values on the host for as long as the array lives, so that a model whose arrays were read one
+    by one would be held twice. Here they are freed with the returned value.
     """
     if value.is_fully_addressable or value.is_fully_replicated:
         pieces = [shard.data for shard in value.addressable_shards]

@@ -40,7 +40,7 @@ from tpu_grpo.records.stages import Completion, routing_dtype
 
 @dataclass(frozen=True)
 class TrainSequence:
-    """A prompt, and T tokens of a completion that follow it."""
+    """A prompt, and T tokens of a completion after it."""
 
     row: int
     """The completion that they are of."""
@@ -58,22 +58,16 @@ class TrainSequence:
     """How many tokens after the last one may have experts, too."""
 
     def __len__(self) -> int:
-        """Return the number of tokens of prompt and completion."""
         return len(self.prompt) + len(self.token_ids)
-
-
-def train_sequences(prompts: Sequence[Sequence[int]], completions: Sequence[Completion]) -> list[TrainSequence]:
-    """Return the sequences of B completions that `check_sequences` has passed, in the order of rows and branches."""
-    rows = enumerate(zip(prompts, completions, strict=True))
-    return [sequence for row, (prompt, completion) in rows for sequence in _sequences_of(row, prompt, completion)]
 
 
 def check_sequences(
     prompts: Sequence[Sequence[int]], completions: Sequence[Completion], max_prompt_tokens: int, max_new_tokens: int
 ) -> None:
-    """Refuse prompts and completions that do not fit, and log-probabilities that are missing, too few or not finite.
+    """Refuse prompts and completions that are too long, and log-probabilities that are missing, too few or not
+    finite.
 
-    The prompt of a conversation is that of its first branch. One that never began is passed over.
+    The prompt of a conversation is that of its first branch. A conversation that never began is not checked.
 
     Raises:
         DataError, NonFiniteError: for such a row; names it.
@@ -102,15 +96,13 @@ def check_sequences(
 
 
 def never_began(completion: Completion) -> bool:
-    """Say whether a conversation has no turn, because its environment failed before the first."""
+    """Whether a conversation has no turn, because its environment failed before the first."""
     return completion.episode is not None and completion.episode.failure is not None and not completion.episode.turns
 
 
 def sampled_mask(completion: Completion) -> Bool[np.ndarray, " T"]:
-    """Say which of a completion's tokens the policy sampled."""
-    if completion.sampled is None:
-        return np.ones(len(completion.token_ids), np.bool_)
-    return completion.sampled
+    """Return the mask of a completion's tokens that the policy sampled."""
+    return np.ones(len(completion.token_ids), np.bool_) if completion.sampled is None else completion.sampled
 
 
 def _sequences_of(row: int, prompt: Sequence[int], completion: Completion) -> Iterator[TrainSequence]:
@@ -215,17 +207,18 @@ class Packing:
 
 
 def pack(sequences: Sequence[Sized], *, row_tokens: int, multiple: int) -> Packing:
-    """Pack sequences, each of at most ``row_tokens`` tokens, into a ``multiple`` of rows; hardly any padding is left.
+    """Pack sequences, each of at most ``row_tokens`` tokens, into a multiple of ``multiple`` rows with little
+    padding.
 
         packing = pack(sequences, row_tokens=8, multiple=2)
 
         lengths 5 3 4 2 2           row 0    a a a a a b b b
                                     row 1    c c c c d d e e
 
-    Every host computes the same packing from the same lengths. It is best-fit decreasing (Johnson 1973, "Near-optimal
-    bin packing algorithms"), which says how many rows it takes; they are rounded up to whole micro-batches, and the
-    sequences are dealt anew to all of them, the longest first and each to the row with the least work, so that devices
-    have equal work.
+    Every host computes the same packing from the same lengths. Best-fit decreasing (Johnson 1973, "Near-optimal bin
+    packing algorithms") gives the number of rows, which is rounded up to whole micro-batches; the sequences are then
+    distributed over all of them, the longest first and each to the row with the least work, so that devices have
+    equal work.
     """
     lengths = [len(one) for one in sequences]
     assert max(lengths) <= row_tokens, "train_rows refuses longer sequences"
@@ -263,10 +256,8 @@ def _best_fit(lengths: Sequence[int], row_tokens: int) -> Int[np.ndarray, " N"]:
 
 
 def _balanced(lengths: Sequence[int], row_tokens: int, count: int) -> Int[np.ndarray, " N"] | None:
-    """Deal the sequences to ``count`` rows by work; None if a sequence finds no room that way.
-
-    The work of a sequence is its tokens, and for attention their square over the length of a row.
-    """
+    """Deal the sequences to ``count`` rows by work; None if a sequence finds no room that way. The work of a sequence
+    is its tokens, and for attention their square over the length of a row."""
     rows, work, room = np.zeros(len(lengths), np.int64), np.zeros(count), np.full(count, row_tokens)
     for index in _longest_first(lengths):
         length = lengths[index]
@@ -283,7 +274,7 @@ def _balanced(lengths: Sequence[int], row_tokens: int, count: int) -> Int[np.nda
 
 
 class ReplayShape:
-    """The sizes of what is replayed of the engine's routing in a model: L layers, k experts per token, LK = L * k."""
+    """The sizes of replayed routing: L layers, k experts per token, LK = L * k."""
 
     def __init__(self, model: Any):
         settings = model.config
@@ -291,13 +282,14 @@ class ReplayShape:
         self.dtype = routing_dtype(settings.num_experts)
 
     def empty(self, rows: int, tokens: int) -> Integer[np.ndarray, "{rows} LK {tokens}"]:
-        """Make rows in which no token has experts; tokens come last, because a TPU pads the last two dimensions."""
+        """Make rows without experts; tokens are the last axis, because a TPU pads the last two."""
         return np.full((rows, self.layers * self.per_token, tokens), np.iinfo(self.dtype).max, self.dtype)
 
     def fill(self, table_RLKS: Integer[np.ndarray, "R LK S"], packing: Packing) -> None:
-        """Write the experts of sequences into a table from `empty`, where the sequences are packed.
+        """Write the experts of sequences into a table from `empty`, at the places where the sequences are packed.
 
-        The last token of a sequence has no experts: the engine sampled it, and only ran it if more came behind it.
+        The last token of a sequence has no experts: the engine sampled it, and computes a token only if another
+        follows.
 
         Raises:
             DataError: for a sequence without experts, or with those of another number of tokens; names the row.
@@ -317,20 +309,21 @@ class ReplayShape:
 
 @dataclass(frozen=True)
 class RowShape:
-    """Says what sequences may be, and what rows they are packed into."""
+    """The limits of sequences, and the shape of the rows that they are packed into."""
 
     max_prompt_tokens: int
     max_new_tokens: int
     tokens: int
     """S, the tokens of a row."""
     micro_batch: int
-    """The rows of a micro-batch."""
     replay: ReplayShape | None = None
     """The sizes of what is replayed of the engine's routing, if anything is."""
     group_size: int = 1
     """The completions of each prompt, which follow each other."""
     filtered: bool = False
     """Whether tokens were drawn among some of the likeliest, and are scored among them."""
+    count_empty: bool = False
+    """Whether means over completions and prompts divide by those without a token in the loss, too."""
 
     def empty(self, rows: int) -> "TrainRows":
         """Make rows without sequences."""
@@ -350,7 +343,7 @@ class RowShape:
 
 @dataclass(frozen=True)
 class TrainRows:
-    """Holds R rows for the trainer, in host memory."""
+    """R rows for the trainer, in host memory."""
 
     token_ids: Int[np.ndarray, "R S"]
     segments: Int[np.ndarray, "R S"]
@@ -387,9 +380,9 @@ def train_rows(
 ) -> tuple[TrainRows, Packing]:
     """Check and pack B prompts (token ids) and their completions, which are all those of an update.
 
-    ``advantages`` are of completions, or of all tokens. What is not ``counted`` has weight 0; no mean divides by it.
-    ``known`` are log-probabilities of tokens by the names of `TrainRows`. Of tokens that the policy did not sample
-    nothing but the token itself counts.
+    ``advantages`` are given per completion, or per token. Rows that are not ``counted`` have weight 0, and no mean
+    divides by them. ``known`` are log-probabilities of tokens by field names of `TrainRows`. Tokens that the policy
+    did not sample are context only.
 
     Raises:
         DataError: for a prompt or completion that does not fit, in which no token was sampled, or log-probabilities or
@@ -397,11 +390,12 @@ def train_rows(
         NonFiniteError: for a log-probability that is not finite; names the row.
     """
     check_sequences(prompts, completions, shape.max_prompt_tokens, shape.max_new_tokens)
-    sequences = train_sequences(prompts, completions)
+    rows = enumerate(zip(prompts, completions, strict=True))
+    sequences = [one for row, (prompt, completion) in rows for one in _sequences_of(row, prompt, completion)]
     packing = pack(sequences, row_tokens=shape.tokens, multiple=shape.micro_batch)
     counts = np.array([completion.sampled_tokens for completion in completions])
     counting = counts if counted is None else counts * counted
-    weights = token_weights(counting, aggregation, shape.max_new_tokens, shape.group_size)
+    weights = token_weights(counting, aggregation, shape.max_new_tokens, shape.group_size, shape.count_empty)
     logps: dict[str, Any] = {
         name: np.zeros((packing.count, shape.tokens), values_BT.dtype) for name, values_BT in (known or {}).items()
     }
@@ -429,7 +423,7 @@ def train_rows(
 def unpacked(
     values_RS: Float[np.ndarray, "R S"], packing: Packing, completions: int, max_new_tokens: int
 ) -> Float[np.ndarray, "B T"]:
-    """Take the values of sampled tokens out of packed rows, T = ``max_new_tokens``; 0 elsewhere."""
+    """Unpack the values of sampled tokens from packed rows, T = ``max_new_tokens``; 0 elsewhere."""
     found = np.zeros((completions, max_new_tokens), values_RS.dtype)
     for one, row, start in zip(packing.sequences, packing.rows, packing.starts, strict=True):
         first = start + len(one.prompt)
@@ -449,27 +443,32 @@ def _kept_tokens(one: TrainSequence, completion: Completion) -> Integer[np.ndarr
 
 
 def token_weights(
-    counts_B: Int[np.ndarray, " B"], aggregation: LossAggregation, max_new_tokens: int, group_size: int = 1
+    counts_B: Int[np.ndarray, " B"],
+    aggregation: LossAggregation,
+    max_new_tokens: int,
+    group_size: int = 1,
+    count_empty: bool = False,
 ) -> Float[np.ndarray, " B"]:
-    """Compute the weight of each token of completions with ``counts_B`` tokens, float64; 0 for one without tokens.
+    """Compute the weight of each token in the loss, float64, for completions of ``counts_B`` tokens.
 
         loss = sum over all tokens of the update of weight * token loss
 
-    Aggregation, masks and denominators of a whole update are in one number per token. An update is on a step, or on a
-    mini-batch of it, which then has denominators of its own. The weights are made on the host and are data to the train
-    step. The gradient therefore depends neither on the micro-batches, nor on how rows are packed, nor on the mesh, and
-    one program serves every aggregation. All tokens of a completion have the same weight:
+    The weight combines the aggregation, the masks and the denominators of a whole update, which covers a step or a
+    mini-batch of it. Weights are computed on the host and are data to the train step, so that the gradient depends
+    neither on the micro-batches, nor on the packing, nor on the mesh, and one program serves every aggregation. All
+    tokens of a completion have the same weight:
 
         sequence-mean-token-mean     1 / (B n_i)      B completions with tokens, n_i tokens in completion i
         token-mean                   1 / sum n_i
         sequence-mean-token-scale    1 / (B T)        T = rollout.max_new_tokens
         prompt-mean-token-mean       1 / (P n_p)      P prompts with tokens, n_p tokens in all completions of prompt p
 
-    Tokens are those that the policy sampled: of a conversation those of all its turns and branches, and none that an
-    environment answered. Of the B completions, ``group_size`` in a row are of one prompt.
+    Only tokens that the policy sampled count: in a conversation those of all its turns and branches. Of the B
+    completions, each ``group_size`` consecutive ones belong to one prompt. With ``count_empty`` B and P count all,
+    else those with tokens.
     """
     counts_B = counts_B.astype(np.float64)
-    rows = max((counts_B > 0).sum(), 1)
+    rows = len(counts_B) if count_empty else max((counts_B > 0).sum(), 1)
     match aggregation:
         case "sequence-mean-token-mean":
             denominators_B = rows * counts_B
@@ -479,5 +478,6 @@ def token_weights(
             denominators_B = np.full_like(counts_B, float(rows * max_new_tokens))
         case "prompt-mean-token-mean":
             counts_P = counts_B.reshape(-1, group_size).sum(axis=1)
-            denominators_B = np.repeat(max((counts_P > 0).sum(), 1) * counts_P, group_size)
+            prompts = len(counts_P) if count_empty else max((counts_P > 0).sum(), 1)
+            denominators_B = np.repeat(prompts * counts_P, group_size)
     return (counts_B > 0) / np.maximum(denominators_B, 1.0)

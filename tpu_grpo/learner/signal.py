@@ -1,4 +1,5 @@
-"""What a scored rollout teaches, as one record: which groups and completions count, and the advantages of their tokens.
+"""The learning signal of a scored rollout, as one record: which groups and completions count, and the advantages of
+their tokens.
 
     rewards of a group      [1 1 1 1]   uninformative: no completion is better than another, and no token either
                             [0 1 0 0]   informative
@@ -6,13 +7,13 @@
                             [1 1 0 x]   informative; with environment.on_error=skip the last, whose environment failed,
                                         does not count
 
-The advantage of a token is that of its completion, and what is added for the token alone:
+The advantage of a token is its completion's, plus the sum of what applies to this token alone:
 
     advantages_B    [ 0.5          -0.5    ]      of two completions, from their total rewards
     added           [[0 0.25 -1]   [0 0.5] ]      `Scores.per_token`, and what turns were worth (`turn_credits`)
                     [[0.5 0.75 -0.5]  [-0.5 0]]
 
-What is added makes a group informative, too. What is said of a token that an environment answered is ignored, see
+A term of its own makes a token's group informative. Terms of tokens that an environment wrote are ignored, see
 rows.py.
 
 Suffixes: P prompts, G completions of each, B = P*G rows, T tokens of a completion, N rewards of the config.
@@ -28,7 +29,7 @@ from jaxtyping import Bool, Float
 from tpu_grpo.algorithms import RunAlgorithm
 from tpu_grpo.config import RunConfig
 from tpu_grpo.learner.rows import sampled_mask
-from tpu_grpo.records.errors import DataError, NonFiniteError, RewardError
+from tpu_grpo.records.errors import NonFiniteError, RewardError
 from tpu_grpo.records.stages import Completion, Rollout, ScoredRollout
 
 TokenValues = tuple[Float[np.ndarray, "_"], ...]
@@ -37,12 +38,11 @@ TokenValues = tuple[Float[np.ndarray, "_"], ...]
 
 @dataclass(frozen=True)
 class Signal:
-    """What the B rows of an update, ``group_size`` in a row of one prompt, are learnt from."""
+    """The learning signal of the B rows of an update; each ``group_size`` consecutive rows belong to one prompt."""
 
     step: int
     group_size: int
     prompts: tuple[Sequence[int], ...]
-    """The token ids of every row's prompt."""
     completions: tuple[Completion, ...]
     advantages_B: Float[np.ndarray, " B"]
     """Of whole completions; 0 for what no reward applies to."""
@@ -56,13 +56,13 @@ class Signal:
 
     @property
     def advantages(self) -> Float[np.ndarray, " B"] | TokenValues:
-        """The advantages of completions, or those of all their tokens where something is added."""
+        """The advantages of completions, or of all their tokens if some tokens have terms of their own."""
         if not self.added:
             return self.advantages_B
         return tuple(advantage + values for advantage, values in zip(self.advantages_B, self.added, strict=True))
 
     def mini_batches(self, size: int, seed: int, iteration: int) -> Iterator[tuple["Signal", list[int]]]:
-        """Shuffle the prompts, and give out the signal of ``size`` of them at a time, with the numbers of its rows.
+        """Shuffle the prompts, and yield the signal of ``size`` of them at a time, with the indices of its rows.
 
         Every iteration over a step draws its own order, by run.seed, step and iteration, alike on every host, and cuts
         it into mini-batches of one size (PPO, Schulman et al. 2017, arXiv 1707.06347, algorithm 1); ``size`` divides
@@ -94,98 +94,73 @@ class Signal:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Measure which share of the groups taught something, and of the completions was masked, if any are."""
-        metrics = {"groups/informative_fraction": float(self.informative_P.mean())}
-        return (
-            metrics if self.masked_B is None else metrics | {"completions/masked_fraction": float(self.masked_B.mean())}
-        )
+        """Return the share of informative groups, and that of masked completions if any are masked."""
+        masked = {} if self.masked_B is None else {"completions/masked_fraction": float(self.masked_B.mean())}
+        return {"groups/informative_fraction": float(self.informative_P.mean()), **masked}
 
 
 def read_signal(scored: ScoredRollout, config: RunConfig, algorithm: RunAlgorithm) -> Signal:
-    """Make the record of a whole step.
+    """Make the signal of a rollout of any number of prompts.
 
-    Deviations of a whole step are those of the groups that are not left out. Left out are groups of which no row is
-    scored, and with algorithm.drop_uninformative those that teach nothing. A row that is not scored has the advantage
-    0.
+    A group is informative if its rewards differ or one of its tokens has a reward of its own, and if one of its
+    completions counts. The rewards are the totals, or each reward that has a weight if the advantages request them
+    (see `ON_REQUEST` in algorithms/algorithm.py).
+
+    Standard deviations over a whole step leave out groups without a scored row, and with algorithm.drop_uninformative
+    those that are not informative. A row without a score has the advantage 0.
 
     Raises:
-        DataError, RewardError: for too few rows or rewards, rewards that the advantages need, or are not made for.
+        RewardError: for too few rewards, rewards that the advantages need, or are not made for.
         RewardError, NonFiniteError: for what is said of tokens or turns and is not a number for each; names the row.
         NonFiniteError: for an advantage that is not finite.
     """
-    rollout, scores = scored.rollout, scored.scores
-    if (rows := len(rollout.completions)) != config.batch_rows:
-        raise DataError(
-            f"a step must have data.prompts_per_step * algorithm.group_size = {config.batch_rows} rows, got "
-            f"{rows}; fill the batch up before it is sampled"
+    rollout, scores, size = scored.rollout, scored.scores, scored.rollout.group_size
+    completions = rollout.completions
+    if len(scores.total) != len(completions):
+        raise RewardError(
+            f"every completion needs a reward, got {len(scores.total)} for {len(completions)}; score them all"
         )
-    if len(scores.total) != rows:
-        raise RewardError(f"every completion needs a reward, got {len(scores.total)} for {rows}; score them all")
-    found = _Findings(scored, config, algorithm)
-    counted_B, taken_P = ~found.left_out_B, np.any(scores.scored.reshape(-1, rollout.group_size), axis=1)
+    asked, skips = _asked(scored, config, algorithm), config.environment.on_error == "skip"
+    episodes = [completion.episode for completion in completions]
+    skipped_B = np.array([skips and e is not None and e.failure is not None for e in episodes], np.bool_)
+    parts = [part for part in (_scored_tokens(scored), turn_credits(rollout, config, skipped_B)) if part]
+    added: TokenValues = tuple(sum(values) for values in zip(*parts, strict=True))  # type: ignore[misc]
+    counted_B, masked_B = ~skipped_B, None
+    if config.algorithm.truncated == "mask":  # at rollout.max_new_tokens, or a conversation at a limit of its own
+        masked_B = np.array([completion.finish_reason == "length" for completion in completions])
+        counted_B &= ~masked_B
+    informative_P = _differ(scored, asked)
+    if added:
+        pairs = zip(added, completions, strict=True)
+        any_B = np.array([values[sampled_mask(completion)].any() for values, completion in pairs])
+        informative_P |= any_B.reshape(-1, size).any(axis=1)
+    informative_P &= counted_B.reshape(-1, size).any(axis=1)
+    taken_P = np.any(scores.scored.reshape(-1, size), axis=1)
     if config.drops_uninformative:
-        counted_B &= np.repeat(found.informative_P, rollout.group_size)
-        taken_P = taken_P & found.informative_P
-    advantages_B = group_advantages(
-        scores.total, group_size=rollout.group_size, algorithm=algorithm, known=found.asked, taken_P=taken_P
-    )
+        counted_B &= np.repeat(informative_P, size)
+        taken_P = taken_P & informative_P
+    advantages_B = group_advantages(scores.total, group_size=size, algorithm=algorithm, known=asked, taken_P=taken_P)
     return Signal(
         step=rollout.batch.step,
-        group_size=rollout.group_size,
+        group_size=size,
         prompts=tuple(prompt.token_ids for prompt in rollout.row_prompts),
-        completions=rollout.completions,
+        completions=completions,
         advantages_B=np.where(scores.scored, advantages_B, 0.0),
-        added=found.added,
+        added=added,
         counted_B=counted_B,
-        informative_P=found.informative_P,
-        masked_B=found.masked_B,
+        informative_P=informative_P,
+        masked_B=masked_B,
     )
 
 
-def informative_groups(scored: ScoredRollout, config: RunConfig, algorithm: RunAlgorithm) -> Bool[np.ndarray, " P"]:
-    """Say which groups of a rollout of any number of prompts can be learnt from; raises as `read_signal` does.
-
-    These have different rewards, or a token that is rewarded by itself, and a completion that counts. The rewards are
-    the total; but each that has a weight, if the advantages ask for them one by one (see `ON_REQUEST` in
-    algorithms/algorithm.py).
-    """
-    return _Findings(scored, config, algorithm).informative_P
-
-
-class _Findings:
-    """What is known of a rollout before its advantages."""
-
-    def __init__(self, scored: ScoredRollout, config: RunConfig, algorithm: RunAlgorithm):
-        rollout, size = scored.rollout, scored.rollout.group_size
-        self.asked = _asked(scored, config, algorithm)
-        skips = config.environment.on_error == "skip"
-        skipped_B = np.array([skips and _failed(completion) for completion in rollout.completions], np.bool_)
-        parts = [part for part in (_scored_tokens(scored), turn_credits(rollout, config, skipped_B)) if part]
-        self.added: TokenValues = tuple(sum(values) for values in zip(*parts, strict=True))  # type: ignore[misc]
-        self.masked_B = None
-        if (
-            config.algorithm.truncated == "mask"
-        ):  # cut at rollout.max_new_tokens, or a conversation at a limit of its own
-            self.masked_B = np.array([completion.finish_reason == "length" for completion in rollout.completions])
-        self.left_out_B = skipped_B if self.masked_B is None else skipped_B | self.masked_B
-        """Completions that do not count in the loss, whatever the others of their group are."""
-        judged = [scored.scores.total.reshape(-1, size)]
-        if "rewards_NPG" in self.asked:
-            judged = list(self.asked["rewards_NPG"][self.asked["weights_N"] != 0.0])
-        self.informative_P = np.zeros(len(rollout.completions) // size, np.bool_)
-        for rewards_PG in judged:
-            applies_PG = ~np.isnan(rewards_PG)  # NaN, where a reward does not apply, is no value
-            highest_P = np.where(applies_PG, rewards_PG, -np.inf).max(axis=1)
-            self.informative_P |= highest_P > np.where(applies_PG, rewards_PG, np.inf).min(axis=1)
-        if self.added:
-            pairs = zip(self.added, rollout.completions, strict=True)
-            any_B = np.array([values[sampled_mask(completion)].any() for values, completion in pairs])
-            self.informative_P |= any_B.reshape(-1, size).any(axis=1)
-        self.informative_P &= (~self.left_out_B).reshape(-1, size).any(axis=1)
-
-
-def _failed(completion: Completion) -> bool:
-    return completion.episode is not None and completion.episode.failure is not None
+def _differ(scored: ScoredRollout, asked: Mapping[str, np.ndarray]) -> Bool[np.ndarray, " P"]:
+    """Mark the groups whose rewards differ; NaN, where a reward does not apply, is no value."""
+    judged_NPG = scored.scores.total.reshape(1, -1, scored.rollout.group_size)
+    if "rewards_NPG" in asked:
+        judged_NPG = asked["rewards_NPG"][asked["weights_N"] != 0.0]
+    applies_NPG = ~np.isnan(judged_NPG)
+    highest_NP = np.where(applies_NPG, judged_NPG, -np.inf).max(axis=2)
+    return (highest_NP > np.where(applies_NPG, judged_NPG, np.inf).min(axis=2)).any(axis=0)
 
 
 def _asked(scored: ScoredRollout, config: RunConfig, algorithm: RunAlgorithm) -> dict[str, np.ndarray]:
@@ -217,14 +192,11 @@ def group_advantages(
     known: Mapping[str, np.ndarray] | None = None,
     taken_P: Bool[np.ndarray, " P"] | None = None,
 ) -> Float[np.ndarray, " B"]:
-    """Compute the algorithm's advantages of B rows, of which ``group_size`` in a row are of one prompt, in float64.
+    """Compute the algorithm's advantages of B rows in float64; each ``group_size`` consecutive rows belong to one
+    prompt.
 
-    Args:
-        rewards_B: the total rewards.
-        group_size: G.
-        algorithm: what the advantages are taken from.
-        known: what else advantages may ask for, by the names in `ON_REQUEST` of algorithms/algorithm.py.
-        taken_P: the groups that the algorithm sees, if not all; completions of the others get 0.
+    ``known`` is what else advantages may ask for, by the names in `ON_REQUEST` of algorithms/algorithm.py. The
+    algorithm sees the groups ``taken_P``, if not all; completions of the others get 0.
 
     Raises:
         RewardError: for a count that is no multiple of the group size, a reward that is not finite, or one that the
@@ -285,7 +257,7 @@ def _scored_tokens(scored: ScoredRollout) -> TokenValues:
 
 
 def turn_credits(rollout: Rollout, config: RunConfig, skipped_B: Bool[np.ndarray, " B"]) -> TokenValues:
-    """Return what the turns of conversations add to the advantages of their tokens, with environment.turn_credit=turn.
+    """Return the terms that environment.turn_credit=turn adds to the advantages of the tokens of each turn.
 
     With r_bj the environment's reward for turn j of row b, K_b the row's turns, and M_k the rows of the group that have
     a turn k:
@@ -326,7 +298,6 @@ def turn_credits(rollout: Rollout, config: RunConfig, skipped_B: Bool[np.ndarray
 
 
 def _rewards_to_go(completion: Completion, row: int) -> list[float]:
-    """Return for each turn the sum of the rewards from it on."""
     if completion.episode is None:
         return []
     rewards = [0.0 if turn.reward is None else float(turn.reward) for turn in completion.episode.turns]

@@ -1,6 +1,6 @@
 """The update: gradients of micro-batches add up in float32, and the optimizer steps once.
 
-    updater = Updater(model, stepped, optimizer, schedule, settings, mesh, max_grad_norm=1.0, residual=False)
+    updater = Updater(config, model, stepped, settings)
     sums = [updater.accumulate(batch) for batch in micro_batches]      # any number of them
     record = updater.step()
 
@@ -11,9 +11,9 @@ The parameters exist once or twice:
     bfloat16        float32             any               a float32 copy, cast to the model's after every step
     bfloat16        bfloat16            compact           the model's own, with 8 bits more of each
 
-Three programs run: to accumulate, to measure and to step. Nothing is fetched between passes, so that the devices are
-never waited for there. If the loss or a gradient is not finite, there is no step, on all hosts alike: what is measured
-is the same on all of them. To choose between old and new values inside of the step would cost it memory and time.
+Three programs run: they accumulate, measure and step. Nothing is fetched between passes, so that the devices never
+wait for the host. If the loss or a gradient is not finite, no step is made, on any host, because all hosts have the
+same sums. Choosing between old and new values inside the step would cost it memory and time.
 """
 
 import math
@@ -25,27 +25,30 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from tpu_grpo.algorithms import correction_metrics
+from tpu_grpo.config import RunConfig
 from tpu_grpo.learner.compact import join_residual, split_residual
 from tpu_grpo.learner.loss import (
     EntropyState,
     EntropySums,
-    LossNumbers,
     LossSettings,
     LossSums,
     TrainBatch,
     agreement_metrics,
     policy_loss,
 )
-from tpu_grpo.learner.optimizers import state_shardings
+from tpu_grpo.learner.optimizers import build_optimizer, learning_rate_schedule, state_shardings
 from tpu_grpo.learner.parameters import Values, by_name, dotted, trained_type
+from tpu_grpo.records.stages import Histogram
+
+BUCKETS = 64
 
 
 class PassSums(NamedTuple):
-    """Adds up over the passes of an update."""
+    """Sums over the passes of an update."""
 
     gradients: Values
     loss: Float[Array, ""]
@@ -55,7 +58,7 @@ class PassSums(NamedTuple):
 
 
 class UpdateRecord(NamedTuple):
-    """Says what an update was; scalars on the devices."""
+    """The measurements of an update; scalars on the devices."""
 
     grad_norm: Float[Array, ""]
     """The global norm of the step's gradient before clipping."""
@@ -70,7 +73,7 @@ class UpdateRecord(NamedTuple):
 
 
 class UpdateState(NamedTuple):
-    """Holds what the next update needs beside the model's parameters; this is saved."""
+    """The state that an update needs beside the model's parameters; checkpoints hold it."""
 
     count: Int[Array, ""]
     """This many updates were made so far."""
@@ -86,41 +89,36 @@ class Updater:
     """Updates a model in place.
 
     Args:
+        config: the run, for its optimizer.
         model: its trained parameters are arrays, or descriptions of some if nothing is to be run.
         stepped: the trained parameters in the type in which they are stepped, by name; where they have the model's
             type they are the model's own, and else they are taken over.
-        optimizer: an optax transformation of a flat dict.
-        schedule: gives the learning rate that is reported.
-        settings: the loss.
-        mesh: the trainer's.
-        max_grad_norm: gradients are scaled down to this global norm.
-        residual: keep 8 bits more of bfloat16 parameters.
+        settings: the loss, and the trainer's mesh.
+
+    Raises:
+        ConfigError: for an optimizer or schedule that cannot be built, see `build_optimizer`.
     """
 
-    def __init__(
-        self,
-        model: nnx.Module,
-        stepped: Values,
-        optimizer: optax.GradientTransformation,
-        schedule: optax.Schedule,
-        settings: LossSettings,
-        mesh: Mesh,
-        *,
-        max_grad_norm: float,
-        residual: bool,
-    ):
+    def __init__(self, config: RunConfig, model: nnx.Module, stepped: Values, settings: LossSettings):
+        assert settings.mesh is not None
         self.model = model
-        self._kind, self._settings, self._mesh = trained_type(model), settings, mesh
-        self._shared: frozenset[str] = frozenset(self.trained)
+        self._kind, self._settings, self._mesh = trained_type(model), settings, settings.mesh
+        self._shared = frozenset(self.trained)
         self._sums: PassSums | None = None
-        self._numbers = LossNumbers(settings, mesh)
         self._read: tuple[Values, nnx.State] | None = None  # the model's arrays, taken apart once for all micro-batches
         self._layout = {name: leaf.sharding for name, leaf in stepped.items()}
-        dtypes = {name: leaf.dtype for name, leaf in self.trained.items()}
         functions = _Functions(
-            model, nnx.split(model)[0], optimizer, schedule, settings, self._layout, dtypes, max_grad_norm, residual
+            model,
+            nnx.split(model)[0],
+            build_optimizer(config, stepped),
+            learning_rate_schedule(config),
+            settings,
+            self._layout,
+            {name: leaf.dtype for name, leaf in self.trained.items()},
+            config.optimizer.max_grad_norm,
+            residual=config.model.param_dtype == "bfloat16",
         )
-        self._residual, self._joined = residual, functions.joined
+        self._residual, self._joined = functions.residual, functions.joined
         self._accumulate = jax.jit(functions.accumulated, donate_argnums=0)
         self._measure = jax.jit(functions.measured)
         # Where float32 copies are stepped, the model's own are not computed with: kept, their memory is still reused.
@@ -130,6 +128,7 @@ class Updater:
         layout = jax.tree.map(lambda kind: kind.sharding, kinds)
         made = lambda: jax.tree.map(lambda kind: jnp.zeros(kind.shape, kind.dtype), kinds)  # noqa: E731
         self._zeros = jax.jit(made, out_shardings=layout)
+        self._histogram = jax.jit(histogram, out_shardings=NamedSharding(self._mesh, PartitionSpec()))
         self.state: UpdateState = self._initial(functions, stepped)
 
     @property
@@ -138,25 +137,39 @@ class Updater:
         return by_name(nnx.state(self.model, self._kind))
 
     def stepped(self) -> Values:
-        """Return the trained parameters as they are stepped, float32, by name."""
+        """Return the trained parameters in float32, the precision in which the optimizer steps them, by name."""
         return (self._join if self._residual else self._joined)(self.trained, self.state.kept)
 
     def share(self, names: Collection[str]) -> None:
-        """Say whose arrays others hold: an update reuses the memory of the others. Until then it reuses none."""
+        """Set the parameters whose arrays others use: an update reuses the memory of the rest. Until then it reuses
+        none."""
         self._shared = frozenset(names)
 
     def accumulate(self, batch: TrainBatch) -> LossSums:
-        """Add a micro-batch's gradient to those since the last step, and return what its forward pass measured."""
+        """Add a micro-batch's gradient to the sum since the last step, and return the sums of its forward pass."""
         if self._sums is None or self._read is None:
             self._sums, self._read = self._zeros(), self._model_values()
-        numbers = self._numbers.placed(self.state.entropy)
-        self._sums, measured = self._accumulate(self._sums, *self._read, batch, numbers)
+        numbers = self._settings.placed_numbers(self.state.entropy)
+        with self._mesh:
+            self._sums, measured = self._accumulate(self._sums, *self._read, batch, numbers)
         return measured
 
     def gradients(self) -> Values:
-        """Return the gradients that were added up since the last step, float32, by name."""
+        """Return the sum of the gradients since the last step, float32, by name."""
         assert self._sums is not None, "accumulate comes before gradients"
         return self._sums.gradients
+
+    def forget_gradients(self) -> None:
+        """Drop the sum of the gradients since the last step."""
+        self._sums, self._read = None, None
+
+    def histograms(self) -> dict[str, Histogram]:
+        """Count the gradients since the last step, and the trained parameters; arrays on the devices."""
+        arrays = {"gradients": self.gradients(), "parameters": self.trained}
+        with self._mesh:
+            return {
+                f"{kind}/{name}": self._histogram(v) for kind, values in arrays.items() for name, v in values.items()
+            }
 
     def step(self) -> UpdateRecord:
         """Let the optimizer step once along the sum of the gradients, which is empty afterwards.
@@ -165,27 +178,29 @@ class Updater:
         """
         assert self._sums is not None, "accumulate comes before step"
         sums, self._sums, self._read = self._sums, None, None
-        record = self._measure(sums, self.state.count, self.state.entropy)
-        if not bool(record.finite):  # the first time that anything is waited for
-            return record
-        changed, self.state, kept = self._step(*self._step_arguments(sums, self._shared), record.grad_norm)
+        with self._mesh:
+            record = self._measure(sums, self.state.count, self.state.entropy)
+            if not bool(record.finite):  # the first time that anything is waited for
+                return record
+            changed, self.state, kept = self._step(*self._step_arguments(sums, self._shared), record.grad_norm)
         nnx.update(self.model, _as_state(self.model, self._kind, changed))
         return record._replace(step_kept=kept)
 
     def lower_accumulate(self, batch: Any) -> jax.stages.Lowered:
         """Lower the forward and backward pass of a micro-batch, for arrays or their descriptions."""
-        return self._accumulate.lower(self._described_sums, *self._model_values(), batch, self._numbers.described())
+        arguments = (*self._model_values(), batch, self._settings.described_numbers)
+        with self._mesh:
+            return self._accumulate.lower(self._described_sums, *arguments)
 
     def lower_step(self, shared: Collection[str]) -> jax.stages.Lowered:
-        """Lower the optimizer's step, with the memory of all but the ``shared`` parameters reused."""
+        """Lower the optimizer's step, which reuses the memory of all but the ``shared`` parameters."""
         sums = self._described_sums
-        return self._step.lower(*self._step_arguments(sums, shared), sums.loss)  # a norm is described as a loss is
+        with self._mesh:  # a norm is described as a loss is
+            return self._step.lower(*self._step_arguments(sums, shared), sums.loss)
 
     def _step_arguments(self, sums: PassSums, shared: Collection[str]) -> tuple[Any, ...]:
-        """Sort the arguments of the step: parameters and sums that stay, and those whose memory is reused.
-
-        The new values of a parameter that others hold take the memory of its gradient, where they have the same type.
-        """
+        """Sort the arguments of the step: parameters and sums that stay, and those whose memory is reused. The new
+        values of a parameter that others hold take the memory of its gradient, where they have the same type."""
         trained, gradients = self.trained, sums.gradients
         held = {name: value for name, value in trained.items() if name in shared}
         free = {name: value for name, value in trained.items() if name not in shared}
@@ -204,11 +219,8 @@ class Updater:
             jax.tree.map(lambda _: whole, shapes.entropy),
         )
         if isinstance(next(iter(stepped.values())), jax.ShapeDtypeStruct):
-            return jax.tree.map(
-                lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-                shapes,
-                shardings,
-            )
+            describe = lambda leaf, of: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=of)  # noqa: E731
+            return jax.tree.map(describe, shapes, shardings)
         copies = bool(shapes.kept) and not self._residual  # they are the very arrays, which nobody else holds
         return jax.jit(functions.first_state, out_shardings=shardings, donate_argnums=0 if copies else ())(stepped)
 
@@ -220,8 +232,8 @@ class Updater:
             name: jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=self._layout[name])
             for name, leaf in self.trained.items()
         }
-        entropy = () if self._settings.entropy_control is None else EntropySums(number, number)
-        return PassSums(gradients, number, entropy)
+        adapted = self._settings.section.entropy_target is not None
+        return PassSums(gradients, number, EntropySums(number, number) if adapted else ())
 
     def _model_values(self) -> tuple[Values, nnx.State]:
         _, trained, others = nnx.split(self.model, self._kind, ...)
@@ -264,19 +276,14 @@ class _Functions:
 
     def measured(self, sums: PassSums, count: Int[Array, ""], entropy: EntropyState | tuple[()]) -> UpdateRecord:
         """Measure what does not depend on the step."""
-        norm, rate = optax.global_norm(sums.gradients), jnp.asarray(self.schedule(count), jnp.float32)
+        norm: Any = optax.global_norm(sums.gradients)  # not the Python numbers that it may name
+        rate = jnp.asarray(self.schedule(count), jnp.float32)
         finite = jnp.isfinite(norm) & jnp.isfinite(sums.loss)
         coefficient = entropy.applied if isinstance(entropy, EntropyState) else None
         return UpdateRecord(norm, rate, jnp.ones(()), finite, coefficient)
 
     def stepped(
-        self,
-        held: Values,
-        read: PassSums,
-        free: Values,
-        state: UpdateState,
-        reused: Values,
-        norm: Float[Array, ""],
+        self, held: Values, read: PassSums, free: Values, state: UpdateState, reused: Values, norm: Float[Array, ""]
     ) -> tuple[Values, UpdateState, Float[Array, ""]]:
         gradients = read.gradients | reused
         values = self.joined(held | free, state.kept)
@@ -288,9 +295,9 @@ class _Functions:
         arrived = self.joined(trained, kept)
         length = sum((jnp.square(step).sum() for step in meant.values()), jnp.zeros(()))
         along = sum(((arrived[name] - values[name]) * meant[name]).sum() for name in values)
-        entropy, control = state.entropy, self.settings.entropy_control
-        if control is not None and isinstance(entropy, EntropyState) and isinstance(read.entropy, EntropySums):
-            entropy = control.following(entropy, read.entropy)
+        entropy = state.entropy
+        if isinstance(entropy, EntropyState) and isinstance(read.entropy, EntropySums):
+            entropy = entropy.after(read.entropy, self.settings.section)
         after = UpdateState(state.count + 1, optimizer, self._laid_out(kept), entropy)
         return self._laid_out(trained), after, jnp.where(length > 0.0, along / length, 1.0)
 
@@ -299,8 +306,7 @@ class _Functions:
         kept = {name: value for name, value in values.items() if value.dtype != self.dtypes[name]}
         if self.residual:
             kept = {name: jnp.zeros(value.shape, jnp.int8) for name, value in values.items()}
-        control = self.settings.entropy_control
-        entropy = () if control is None else control.initial()
+        entropy = EntropyState.first(self.settings.section)
         return UpdateState(jnp.zeros((), jnp.int32), self.optimizer.init(values), kept, entropy)
 
     def joined(self, trained: Values, kept: Values) -> Values:
@@ -327,8 +333,18 @@ class _Functions:
         return {name: jax.lax.with_sharding_constraint(value, self.layout[name]) for name, value in values.items()}
 
 
+def histogram(values: Float[Array, "..."]) -> Histogram:
+    """Count an array's elements. An edge at a time, it needs no memory, whatever the sharding."""
+    values = values.astype(jnp.float32)
+    low, high = values.min(), values.max()
+    half = jnp.where(low == high, 0.5, 0.0)  # as NumPy does, for intervals that have a width
+    edges = jnp.linspace(low - half, high + half, BUCKETS + 1)
+    below = jax.lax.map(lambda edge: (values < edge).sum(), edges[1:-1])
+    counts = jnp.diff(below, prepend=0, append=values.size)
+    return Histogram(edges, counts, values.sum(), jnp.square(values).sum())  # type: ignore[arg-type]  # as jax.Arrays
+
+
 def _as_state(model: nnx.Module, kind: Any, values: Mapping[str, Any]) -> nnx.State:
-    """Make a state like that of the model's trained parameters, of other values."""
     template = nnx.to_flat_state(nnx.state(model, kind))
     return nnx.from_flat_state([(path, leaf.replace(values[dotted(path)])) for path, leaf in template])
 
@@ -343,6 +359,8 @@ class MeasuredUpdate:
     sums: list[LossSums]
     """Of each of its passes."""
     record: UpdateRecord
+    histograms: Mapping[str, Histogram]
+    """Those of its gradients, and of the parameters before it; empty if none are due."""
 
     @property
     def loss(self) -> float:
@@ -355,13 +373,14 @@ def update_metrics(updates: Sequence[MeasuredUpdate]) -> dict[str, float]:
 
     The weights before the first update are those that the engine sampled with.
 
-    The loss is the mean over updates of each update's loss; entropy, KL and clip fraction are means over tokens; the
+    The loss is the mean over updates of each update's loss; entropy, KL, clips and ratio are means over tokens; the
     gradient norm is the mean over updates of each update's norm before clipping; the rate is the last update's, and of
     the kept steps the smallest counts. Updates that were skipped count in none of these, unless all were.
     """
     made = [update for update in updates if update.record.finite] or list(updates)
     micro, records = [sums for update in made for sums in update.sums], [update.record for update in made]
     tokens = sum(float(sums.agreement.tokens) for sums in micro)
+    excess = [sums.agreement.excess_sum if sums.ratio_excess is None else sums.ratio_excess for sums in micro]
     corrected = [sums.correction for sums in micro if sums.correction is not None]
     coefficient = updates[-1].record.entropy_coefficient
 
@@ -377,6 +396,7 @@ def update_metrics(updates: Sequence[MeasuredUpdate]) -> dict[str, float]:
         "update/kl": mean([sums.kl for sums in micro], tokens),
         "update/entropy": mean([sums.entropy for sums in micro], tokens),
         "update/clip_fraction": mean([sums.clipped for sums in micro], tokens),
+        "update/ratio_mean": 1.0 + mean(excess, tokens),
         "update/learning_rate": float(records[-1].learning_rate),
         "update/skipped": sum(not update.record.finite for update in updates),
         **agreement_metrics([sums.agreement for sums in updates[0].sums]),

@@ -28,7 +28,7 @@ ABORTED = (
 
 
 def run_in_child() -> int | None:
-    """Fork: return None in the child, which is to go on, and the child's exit code in the parent once it has ended.
+    """Fork: return None in the child, which goes on, and in the parent the child's exit code once it has ended.
 
     SIGINT, SIGTERM and SIGHUP end both at once: a plan has nothing to save.
     """

@@ -17,13 +17,14 @@ from typing import Any, Literal
 
 import jax
 
-from tpu_grpo.config import RunConfig
 from tpu_grpo.hosts.caching import cache_directory
 from tpu_grpo.run.abstract import AbstractRun
 
 Stage = Literal["rollout", "logprobs", "update", "sync"]
 GRADIENTS, OPTIMIZER_STEP = "gradients of a micro-batch", "optimizer step"
 """The names of the programs of an update."""
+TRAIN_STEP = "Tunix's train step"
+"""The name of the one program in place of these, with Tunix's learner."""
 FAST_COMPILE_OPTIONS: Mapping[str, Any] = {"exec_time_optimization_effort": -1.0, "memory_fitting_effort": -1.0}
 """Compiler options that take a third of the time; temporary memory comes out a little larger."""
 
@@ -52,22 +53,20 @@ class CompiledProgram:
 
 def programs_to_lower(run: AbstractRun) -> Iterator[tuple[str, Stage, Callable[[], Any]]]:
     """Yield (name, stage, a function that lowers it) of each stage's largest programs, except for the weight sync."""
-    shapes, config = run.options.shapes, run.config
+    shapes = run.options.shapes
     yield f"decode of {shapes.batch[-1]} rows", "rollout", lambda: run.engine.lower("decode", shapes.batch[-1])
     yield f"prefill of {shapes.prefill[-1]} tokens", "rollout", lambda: run.engine.lower("prefill", shapes.prefill[-1])
-    if takes_logprobs(config):
+    if run.learner.forward_passes:
         yield "log-probabilities", "logprobs", run.learner.lower_logprobs
+    if run.config.algorithm.tunix is not None:
+        yield TRAIN_STEP, "update", run.learner.lower_train_step
+        return
     yield GRADIENTS, "update", run.learner.lower_gradients
     yield OPTIMIZER_STEP, "update", lambda: run.learner.lower_step(run.sync.shared_leaves)
 
 
-def takes_logprobs(config: RunConfig) -> bool:
-    """Whether a step has a forward pass of its own, for the reference, the old policy, or both."""
-    return config.algorithm.beta > 0.0 or config.algorithm.old_policy == "trainer"
-
-
 def compile_all(run: AbstractRun, options: Mapping[str, Any], say: Callable[[str], None]) -> list[CompiledProgram]:
-    """Compile every program of a run, or take its figures from the cache; ``say`` is told what is under way."""
+    """Compile every program of a run, or read its figures from the cache; ``say`` is told what is being compiled."""
     compiled = []
     for name, stage, lower in programs_to_lower(run):
         mesh = run.engine.mesh if stage == "rollout" else run.meshes.trainer
@@ -101,7 +100,7 @@ def _figures_file(lowered: jax.stages.Lowered, devices: Sequence[Any], options: 
 def compiled_figures(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> dict[str, Any]:
     """Compile a program and return the fields of `CompiledProgram` other than its name and stage.
 
-    A program that the compiler refuses for its memory gets the memory that it would use as ``temporary_bytes``.
+    For a program that does not fit the memory, ``temporary_bytes`` is the memory that the compiler says it would use.
     """
     started = time.perf_counter()
     try:
@@ -126,7 +125,7 @@ def compiled_figures(lowered: jax.stages.Lowered, options: Mapping[str, Any]) ->
 
 
 def refused_bytes(message: str) -> float | None:
-    """Read from a refusal what the program would use, or its one array that is too large; None for other errors.
+    """Read from a compiler error the bytes that the program, or one array, would use; None for other errors.
 
     Libtpu 0.0.42 has two sentences for the whole program. Both count its arguments, although the second calls
     everything temporaries.

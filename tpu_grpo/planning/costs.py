@@ -14,8 +14,8 @@ token, with N parameters met in the layers, V in the head, and S tokens of conte
                    computed again; adapters take one less of both
 
 Published speeds are those of sglang-jax's cookbook (Qwen3-8B and Qwen3-32B on v6e-4, tensor 4, 1,024 to 8,192 tokens
-in, 1,024 out, 16 to 256 rows at once) and of its pull request 194. CACHE_BYTES_PER_SECOND and PREFILL are fitted to
-these seven points, which come out within 7 %; everything else comes from elsewhere, as said.
+in, 1,024 out, 16 to 256 rows at once) and of its pull request 194. cache_bytes_per_second and prefill of `Rates` are
+fitted to these seven points, which come out within 7 %; everything else comes from elsewhere, as said.
 tests/planning/test_costs.py holds this.
 """
 
@@ -28,22 +28,6 @@ from typing import NamedTuple
 from tpu_grpo.launching.tpus import Generation
 from tpu_grpo.models.checkpoint import Checkpoint
 
-MEMORY = 0.8
-"""Of the memory's speed, for weights in a decode step and for the optimizer's state: large matrices, read in order."""
-CACHE_BYTES_PER_SECOND = 0.74e12
-"""The keys and values that the attention kernel gets through on a chip, where its memory is not slower. Fitted, 45 %
-of the memory's speed of v6e. It is not a share, because instructions limit the kernel: those that the compiler makes
-of it for v5e keep up with a memory half as fast. A number of 8 bits therefore counts as one of 16. The kernel of the
-published speeds was an earlier one, without the form for decode steps that engines have here."""
-PREFILL = 0.25
-"""Of a chip's products, in a prefill. Fitted; the published times to first tokens alone give 14 to 28 %."""
-PRODUCTS = 0.5
-"""Of a chip's products, in a learner's program. MaxText publishes 45 % for Llama-3.1-8B on v6e-256, what is computed
-again not counted."""
-LINKS = 0.8
-"""Of the links' speed: 90 of 112 GB/s a link on v6e ("How to scale your model", chapter 2)."""
-ALLREDUCE_SECONDS = 2e-6
-"""The least time of one all-reduce: two hops of a microsecond each (the same chapter)."""
 LAUNCH_SECONDS, ARRAY_SECONDS, ROW_SECONDS, TOKEN_SECONDS = 0.5e-3, 0.75e-6, 6e-6, 2e-6
 """Host time of one launch of an engine: the launch itself, more for each array and each of the engine's devices, the
 scheduling of each row, and each token that is taken in. Fitted to launches of one step of this package's engines, 0.97
@@ -67,15 +51,15 @@ def add(total: dict[str, float], more: Seconds, times: float = 1.0) -> None:
 
 
 def link_seconds(generation: Generation, devices: int, sent: float) -> float:
-    """Seconds in which each of so many devices sends ``sent`` bytes to others."""
-    return sent / (LINKS * generation.sent_bytes_per_second(devices)) if sent else 0.0
+    """Return the seconds in which each of the devices sends ``sent`` bytes to others."""
+    return sent / (generation.rates.links * generation.sent_bytes_per_second(devices)) if sent else 0.0
 
 
 def allreduce_seconds(generation: Generation, devices: int, held: float) -> float:
-    """Seconds of one all-reduce of ``held`` bytes, which each of the devices holds; none for a single device."""
+    """Return the seconds of one all-reduce of ``held`` bytes per device; 0 for a single device."""
     if devices == 1:
         return 0.0
-    return ALLREDUCE_SECONDS + link_seconds(generation, devices, 2 * (devices - 1) / devices * held)
+    return generation.rates.allreduce_seconds + link_seconds(generation, devices, 2 * (devices - 1) / devices * held)
 
 
 @dataclass(frozen=True)
@@ -91,7 +75,7 @@ class TokenCost:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> "TokenCost":
-        """Compute it from the checkpoint's tensors; of the experts, only those that a token uses count."""
+        """Compute the cost from the checkpoint's tensors; of the experts, only those that a token uses count."""
         config, shapes = checkpoint.config, checkpoint.family.tensor_shapes(checkpoint.config)
         used = getattr(config, "num_experts_per_tok", 1) / getattr(config, "num_experts", 1)
         met = 0.0
@@ -111,7 +95,7 @@ class TokenCost:
 
 @dataclass(frozen=True)
 class EngineSizes:
-    """What a step of an engine reads, passes on and is launched with; bytes are per device."""
+    """The bytes per device that an engine's step reads and sends, and the arrays that the host launches it with."""
 
     tensor: int
     """The devices of the engine."""
@@ -145,7 +129,7 @@ class EngineSizes:
         cache_bytes: float,
         cache_itemsize: int = 2,
     ) -> "EngineSizes":
-        """Compute them for an engine of ``tensor`` devices whose numbers have ``itemsize`` bytes."""
+        """Compute the sizes of an engine of ``tensor`` devices whose numbers have ``itemsize`` bytes."""
         config, shapes = checkpoint.config, checkpoint.family.tensor_shapes(checkpoint.config)
         weights = experts = 0.0
         for name, shape in shapes.items():
@@ -170,27 +154,29 @@ class EngineSizes:
         )
 
     def read_bytes(self, tokens: float) -> float:
-        """Weights that a step over ``tokens`` tokens reads; of the experts, those that are expected to get a token."""
+        """Return the bytes of weights that a step over so many tokens reads; of experts, those expected to be used."""
         idle = (1 - self.used_experts / self.experts) ** tokens
         return self.weight_bytes + self.expert_bytes * (1 - idle)
 
 
 def decode_step(sizes: EngineSizes, generation: Generation, rows: int, cached_tokens: float) -> dict[str, float]:
-    """Seconds on the devices of a step of ``rows`` rows, that have ``cached_tokens`` tokens of context together."""
+    """Return the seconds on the devices of a decode step of ``rows`` rows, with ``cached_tokens`` tokens in all."""
     flops = sizes.token.forward(rows, cached_tokens / rows, rows) / sizes.tensor
-    read = sizes.cache_bytes / (MEMORY * generation.chip.memory_bytes_per_second)
-    computed = sizes.cache_bytes * max(1, 2 / sizes.cache_itemsize) / CACHE_BYTES_PER_SECOND
-    step = _engine_step(sizes, generation, rows, flops / (PRODUCTS * generation.chip.flops_per_second))
+    read = sizes.cache_bytes / (generation.rates.memory * generation.chip.memory_bytes_per_second)
+    computed = sizes.cache_bytes * max(1, 2 / sizes.cache_itemsize) / generation.rates.cache_bytes_per_second
+    step = _engine_step(sizes, generation, rows, flops / (generation.rates.products * generation.chip.flops_per_second))
     return step | {"cache": cached_tokens * max(read, computed)}
 
 
 def prefill_step(sizes: EngineSizes, generation: Generation, tokens: float, context: float) -> dict[str, float]:
-    """Seconds on the devices of a step that takes in ``tokens`` tokens of prompts with ``context`` tokens before each.
+    """Return the seconds on the devices of a prefill step of ``tokens`` prompt tokens, each after ``context`` tokens.
 
-    One of them gets logits; so little is computed for these that it does not count.
+    Only one token gets logits, which costs too little to count.
     """
     flops = sizes.token.forward(tokens, context, 1) / sizes.tensor
-    return _engine_step(sizes, generation, tokens, flops / (PREFILL * generation.chip.flops_per_second))
+    return _engine_step(
+        sizes, generation, tokens, flops / (generation.rates.prefill * generation.chip.flops_per_second)
+    )
 
 
 def _engine_step(sizes: EngineSizes, generation: Generation, tokens: float, products: float) -> dict[str, float]:
@@ -198,20 +184,20 @@ def _engine_step(sizes: EngineSizes, generation: Generation, tokens: float, prod
 
     The activations are added up twice a layer, and once for the embedding.
     """
-    weights = sizes.read_bytes(tokens) / (MEMORY * generation.chip.memory_bytes_per_second)
+    weights = sizes.read_bytes(tokens) / (generation.rates.memory * generation.chip.memory_bytes_per_second)
     each = allreduce_seconds(generation, sizes.tensor, tokens * sizes.state_bytes)
     longer = {"products": products} if products > weights else {"weights": weights}
     return longer | {"links": (2 * sizes.layers + 1) * each}
 
 
 def host_seconds(sizes: EngineSizes, rows: int, steps: float = 1) -> float:
-    """Seconds that the host takes to schedule and launch ``steps`` steps of ``rows`` rows and to take in the tokens."""
+    """Return the seconds in which the host launches ``steps`` steps of ``rows`` rows and collects their tokens."""
     arrays = ARRAY_SECONDS * sizes.arrays * sizes.tensor
     return LAUNCH_SECONDS + arrays + (ROW_SECONDS + TOKEN_SECONDS * steps) * rows
 
 
 def round_seconds(engines: Sequence[tuple[Seconds, float]], *, ahead: bool = False) -> dict[str, float]:
-    """Seconds of a round of the engines of a host, each with its (seconds on the devices, seconds of the host).
+    """Return the seconds of one round of a host's engines, given (seconds on the devices, of the host) of each.
 
     One thread drives the engines of a host in turn: it waits for the tokens of an engine's step, takes them in and
     launches the next one, while the other engines' devices work. A round therefore takes the larger of
@@ -234,7 +220,7 @@ def round_seconds(engines: Sequence[tuple[Seconds, float]], *, ahead: bool = Fal
 
 @dataclass(frozen=True)
 class TrainerSizes:
-    """What the learner's passes are over; bytes are per device."""
+    """The sizes of the learner's forward and backward passes; bytes are per device."""
 
     fsdp: int
     tp: int
@@ -243,7 +229,8 @@ class TrainerSizes:
     context: float
     """The tokens that a token attends to, a mean."""
     row_tokens: int
-    """The tokens of a row that holds the longest prompt and completion, padded to whole blocks of attention."""
+    """The tokens of a row that holds the longest prompt and completion, padded to whole blocks of attention; where
+    several devices compute the same rows, on all of these."""
     pass_tokens: int
     """The tokens of a micro-batch, on all devices."""
     parameter_bytes: float
@@ -256,6 +243,8 @@ class TrainerSizes:
     """How many forward passes the layers of an update cost."""
     head_passes: int
     """The same of the head."""
+    is_padded: bool = False
+    """Whether a row has one completion, whatever its length, and the head is computed for prompts too: Tunix's."""
 
 
 class PassSeconds(NamedTuple):
@@ -267,27 +256,24 @@ class PassSeconds(NamedTuple):
     """What goes on beside the longest of its kind, which is among the parts."""
 
 
-def packed_passes(sizes: TrainerSizes, *, rows: int, mean_tokens: float) -> int:
+def filled_passes(sizes: TrainerSizes, *, rows: int, mean_tokens: float) -> int:
     """Return the micro-batches that are filled by packing ``rows`` prompts with completions, of a mean length."""
-    return math.ceil(rows * min(mean_tokens / FILL, sizes.row_tokens) / sizes.pass_tokens)
+    packed = sizes.row_tokens if sizes.is_padded else min(mean_tokens / FILL, sizes.row_tokens)
+    return math.ceil(rows * packed / sizes.pass_tokens)
 
 
 def pass_seconds(
     sizes: TrainerSizes, generation: Generation, *, head_tokens: float, accessed_bytes: float, updates: bool
 ) -> PassSeconds:
-    """Return the seconds of one micro-batch, which is computed whole, whatever of it is padding.
+    """Return the seconds of one micro-batch; padding costs as much as tokens.
 
     Over fsdp devices, parameters are gathered in the forward pass and again in the backward pass, and gradients are
     scattered, all for every micro-batch. The compiler fetches a layer's parameters while the one before computes, so
     that the longest of products, memory and these links counts. Two things wait and are added: the first gather of
     embedding and head, and, with tp, two all-reduces of every layer's activations in each pass.
 
-    Args:
-        sizes: of the micro-batch and the mesh.
-        generation: of the chips.
-        head_tokens: its completion tokens, on all devices.
-        accessed_bytes: the compiler's count for its program, per device.
-        updates: whether there is a backward pass.
+    ``head_tokens`` are its completion tokens on all devices, ``accessed_bytes`` is the compiler's count for its program
+    per device, and ``updates`` says whether there is a backward pass.
     """
     devices, chip = sizes.fsdp * sizes.tp, generation.chip
     layer_passes, head_passes = (sizes.layer_passes, sizes.head_passes) if updates else (1, 1)
@@ -297,8 +283,8 @@ def pass_seconds(
     first = gathered * sizes.outer_share
     moved = gathered - first + updates * (gathered + sizes.trained_bytes * (sizes.fsdp - 1))
     beside = {
-        "products": flops / devices / (PRODUCTS * chip.flops_per_second),
-        "memory": accessed_bytes / (MEMORY * chip.memory_bytes_per_second),
+        "products": flops / devices / (generation.rates.products * chip.flops_per_second),
+        "memory": accessed_bytes / (generation.rates.memory * chip.memory_bytes_per_second),
         "links": link_seconds(generation, devices, moved),
     }
     longest = max(beside, key=lambda cause: beside[cause])

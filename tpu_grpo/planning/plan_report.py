@@ -9,8 +9,9 @@ from tpu_grpo.planning.stage_memory import COLUMNS
 from tpu_grpo.planning.step_seconds import StepTime, assumptions
 
 
-def plan_lines(plan: Plan, mean_new_tokens: float | None = None) -> list[str]:
-    """Return the plan as lines for a terminal; with a mean length of completions, its seconds as well."""
+def plan_lines(plan: Plan, mean_new_tokens: float | None = None, price: float | None = None) -> list[str]:
+    """Return the plan as lines for a terminal; with a mean length of completions, its seconds as well, and with the
+    price of a chip-hour, what the run costs."""
     config, chip = plan.config, plan.target.chip
     lines = [
         f"slice      {plan.target.slice.name}: {len(plan.target.devices)} chips, {plan.target.slice.hosts} hosts, "
@@ -26,7 +27,7 @@ def plan_lines(plan: Plan, mean_new_tokens: float | None = None) -> list[str]:
             f"compiled   models of {FEW_LAYERS[0]} and {FEW_LAYERS[1]} layers, extrapolated by a line in the number of "
             "layers; what lies on the devices between programs is exact"
         )
-    return [*lines, "", *_memory(plan), "", *_time(plan, mean_new_tokens)]
+    return [*lines, "", *_memory(plan), "", *_time(plan, mean_new_tokens, price)]
 
 
 def _memory(plan: Plan) -> list[str]:
@@ -47,7 +48,7 @@ def _memory(plan: Plan) -> list[str]:
     return lines
 
 
-def _time(plan: Plan, mean_new_tokens: float | None) -> list[str]:
+def _time(plan: Plan, mean_new_tokens: float | None, price: float | None) -> list[str]:
     """Return a line for each stage, and what a step comes to: for the longest completions, and for those of a mean."""
     steps = [("all longest", plan.work.step())]
     if mean_new_tokens is not None:
@@ -60,27 +61,33 @@ def _time(plan: Plan, mean_new_tokens: float | None) -> list[str]:
             line += f"{stage.seconds:14.2f}  {f'{seconds:.2f} {cause}':24}"
         lines.append(line.rstrip())
     for name, step in steps:
-        figures = _speed(plan, step)
+        figures = _speed(plan, step, price)
+        cost = f", which cost {figures['cost']:,.2f}" if "cost" in figures else ""
         lines.append(
             f"{name}: a step of {step.seconds:.1f} s, rollout {figures['rollout_seconds']:.1f} and update "
             f"{figures['update_seconds']:.1f}; {figures['completion_tokens_per_second']:,.0f} completion tokens/s, "
-            f"{figures['chip_hours']:,.1f} chip-hours for {plan.config.run.max_steps} steps"
+            f"{figures['chip_hours']:,.1f} chip-hours for {plan.config.run.max_steps} steps{cost}"
         )
-    return [*lines, *(f"  assumed: {assumption}" for assumption in assumptions(mean_new_tokens))]
+    return [
+        *lines,
+        *(f"  assumed: {assumption}" for assumption in assumptions(mean_new_tokens, plan.work.generation.rates)),
+    ]
 
 
-def _speed(plan: Plan, step: StepTime) -> dict[str, float]:
-    """Return the speed of a step and the chip-hours of a run of such steps."""
+def _speed(plan: Plan, step: StepTime, price: float | None) -> dict[str, float]:
+    """Return the speed of a step and the chip-hours of a run of such steps; with the price of one, their cost."""
+    hours = step.seconds * plan.config.run.max_steps * len(plan.target.devices) / 3600
     return {
         "step_seconds": step.seconds,
         "rollout_seconds": step.of("prefill", "decode"),
         "update_seconds": step.of("logprobs", "update"),
         "completion_tokens_per_second": step.tokens_per_second,
-        "chip_hours": step.seconds * plan.config.run.max_steps * len(plan.target.devices) / 3600,
+        "chip_hours": hours,
+        **({} if price is None else {"cost": hours * price}),
     }
 
 
-def plan_as_json(plan: Plan, mean_new_tokens: float | None = None) -> dict[str, Any]:
+def plan_as_json(plan: Plan, mean_new_tokens: float | None = None, price: float | None = None) -> dict[str, Any]:
     """Return everything in the plan, in bytes per device and in seconds; those of a mean length under "at_mean"."""
     return {
         "slice": plan.target.slice.name,
@@ -101,24 +108,40 @@ def plan_as_json(plan: Plan, mean_new_tokens: float | None = None) -> dict[str, 
         ],
         "programs": [asdict(program) for program in plan.programs],
         "sync": list(plan.sync),
-        **_step_as_json(plan, None),
-        "at_mean": None if mean_new_tokens is None else _step_as_json(plan, mean_new_tokens),
-        "assumptions": assumptions(mean_new_tokens),
+        "planned": plan.work.planned(mean_new_tokens),
+        **_step_as_json(plan, None, price),
+        "at_mean": None if mean_new_tokens is None else _step_as_json(plan, mean_new_tokens, price),
+        "assumptions": assumptions(mean_new_tokens, plan.work.generation.rates),
     }
 
 
-def _step_as_json(plan: Plan, mean_new_tokens: float | None) -> dict[str, Any]:
+def _step_as_json(plan: Plan, mean_new_tokens: float | None, price: float | None) -> dict[str, Any]:
     """Return the seconds of a step by stage, and its speed; without a mean, all completions are longest."""
     step = plan.work.step(mean_new_tokens)
     return {
         "mean_new_tokens": step.completion_tokens / plan.config.sampled_rows,
         "time": [{"stage": stage.stage, "seconds": stage.seconds, **asdict(stage)} for stage in step.stages],
-        **_speed(plan, step),
+        **_speed(plan, step, price),
     }
 
 
+def packed_line(plan: Plan, packed: Plan) -> str:
+    """Say what a run of Tunix's learner would need with this package's, which packs completions into rows."""
+    needs = {memory.stage: memory.total / GIB for memory in plan.memory}
+    stages = ", ".join(
+        f"{memory.stage} {memory.total / GIB:.2f} GiB for {needs[memory.stage]:.2f}"
+        for memory in packed.memory
+        if memory.stage in ("logprobs", "update")
+    )
+    return (
+        f"with this package's learner (algorithm.name=grpo): {stages}; with all completions longest, a step of "
+        f"{packed.work.step().seconds:.1f} s for {plan.work.step().seconds:.1f}; it "
+        f"{'fits' if packed.fits else 'does not fit'}"
+    )
+
+
 def suggestion_line(suggestion: Suggestion | None) -> str:
-    """Say with which overrides the run fits, or that none were found."""
+    """Return a line with the overrides with which the run fits, or saying that none were found."""
     if suggestion is None:
         return "no change of remat, micro-batches, running rows or meshes was found to fit; take a larger slice"
     plan = suggestion.plan

@@ -10,12 +10,10 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import reduce
-from operator import getitem
 from pathlib import Path
 from typing import Any
 
-from tpu_grpo.config import BUILTIN, MICRO_BATCHES, RunConfig, parse_config
+from tpu_grpo.config import BUILTIN, MICRO_BATCHES, SHIPPED_CONFIGS, RunConfig, changed_config
 from tpu_grpo.models.checkpoint import Checkpoint, abstract_checkpoint
 from tpu_grpo.planning.compiled_programs import FAST_COMPILE_OPTIONS, CompiledProgram, compile_all
 from tpu_grpo.planning.slices import Target, replica_devices
@@ -24,15 +22,16 @@ from tpu_grpo.planning.step_seconds import StepWork
 from tpu_grpo.records.errors import ConfigError, TpuGrpoError
 from tpu_grpo.run.abstract import AbstractRun, open_abstract_checkpoint
 from tpu_grpo.run.meshes import build_meshes
+from tpu_grpo.run.parts import open_run_algorithm
 
 FEW_LAYERS = (2, 4)
 """The numbers of layers of the two models that a fast plan compiles."""
-PUBLISHED = Path(__file__).resolve().parents[2] / "configs" / "models"
+PUBLISHED = SHIPPED_CONFIGS / "models"
 """The directory with the config.json of published models, by name."""
 NO_STOP = (0,)
 """A stop token in place of that of a tokenizer that is not there; it decides no shape."""
 MOST_TRIED = 8
-"""So many changes of settings are tried, at most."""
+"""The most changes of settings that are tried."""
 SPARE = 0.05
 """The share of the chip's memory that a suggested number of cache tokens leaves free."""
 
@@ -74,7 +73,7 @@ class Plan:
 
 
 def make_plan(config: RunConfig, target: Target, *, fast: bool, say: Callable[[str], None]) -> Plan:
-    """Compile the run's programs for a slice; ``say`` is told what is under way.
+    """Compile the run's programs for a slice; ``say`` is called with what is being compiled.
 
     Raises:
         ConfigError: for settings that would be wrong with any amount of memory.
@@ -120,6 +119,15 @@ def with_known_model(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"model": config.model.model_copy(update={"path": str(PUBLISHED / path.name)})})
 
 
+def with_packed_learner(config: RunConfig) -> RunConfig:
+    """Return a run of Tunix's learner as one of this package's, with as many passes, mini-batches and references."""
+    options: Any = open_run_algorithm(config).objective
+    section = config.algorithm
+    changed: dict[str, Any] = {"name": "grpo", "options": {}, "beta": options.beta}
+    changed |= {"iterations": options.num_iterations, "old_policy": section.old_policy.replace("tunix", "rollout")}
+    return config.model_copy(update={"algorithm": section.model_copy(update=changed)})
+
+
 # --- fast plans ------------------------------------------------------------------------------------------------------
 
 
@@ -137,7 +145,7 @@ def _extrapolated_programs(run: AbstractRun, say: Callable[[str], None]) -> list
 
 @contextmanager
 def with_layers(checkpoint: Checkpoint, count: int) -> Iterator[Checkpoint]:
-    """Make the same model with its first ``count`` layers, for as long as the context lasts."""
+    """Return the config of the same model with its first ``count`` layers, and the context length unchanged."""
     changed: dict[str, Any] = {"num_hidden_layers": count}
     if types := checkpoint.hf_config.get("layer_types"):
         changed["layer_types"] = types[:count]
@@ -148,7 +156,7 @@ def with_layers(checkpoint: Checkpoint, count: int) -> Iterator[Checkpoint]:
 
 
 def extrapolated(few: CompiledProgram, more: CompiledProgram, layers: int) -> CompiledProgram:
-    """Extend the line through a program's figures at both FEW_LAYERS to ``layers``; a figure never falls."""
+    """Extrapolate a program's figures from both FEW_LAYERS to ``layers`` along a line; a figure never falls."""
     first, second = FEW_LAYERS
     grown = (layers - second) / (second - first)
     names = ("argument_bytes", "output_bytes", "temporary_bytes", "code_bytes", "flops", "accessed_bytes")
@@ -175,9 +183,9 @@ class Suggestion:
 
 
 def suggest(plan: Plan, say: Callable[[str], None]) -> Suggestion | None:
-    """Look for changes of settings with which the run fits, planning the run with each; None where none were found.
+    """Find changed settings with which the run fits, by planning the run with each change; None if none are found.
 
-    A change that does not help the stage that does not fit is taken back; the others add up until everything fits.
+    A change that does not help the stage that exceeds the memory is undone; the other changes are combined.
     """
     best, chosen, tried = plan, dict[str, object](), set[tuple[str, object]]()
     while not best.fits and len(tried) < MOST_TRIED:
@@ -188,7 +196,8 @@ def suggest(plan: Plan, say: Callable[[str], None]) -> Suggestion | None:
         name, value = change
         say(f"trying {name}={_yaml(value)}")
         try:
-            changed = make_plan(_overridden(best.config, name, value), plan.target, fast=plan.fast, say=say)
+            config = changed_config(best.config.model_dump(mode="json"), [f"{name}={_yaml(value)}"])
+            changed = make_plan(config, plan.target, fast=plan.fast, say=say)
         except TpuGrpoError as error:  # the settings do not go together
             say(f"  {error}")
             continue
@@ -238,13 +247,6 @@ def _rollout_changes(plan: Plan) -> Iterator[tuple[str, object]]:
     tensor = config.meshes.sampler.tensor
     sizes = [2, 4, 8, 16, 32] if tensor is None else [tensor * 2]
     yield from (("meshes.sampler.tensor", size) for size in sizes if size <= len(plan.target.devices))
-
-
-def _overridden(config: RunConfig, name: str, value: object) -> RunConfig:
-    tree = config.model_dump(mode="json")
-    *sections, setting = name.split(".")
-    reduce(getitem, sections, tree)[setting] = value
-    return parse_config(tree)
 
 
 def _yaml(value: object) -> str:

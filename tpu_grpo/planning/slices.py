@@ -1,4 +1,4 @@
-"""A TPU slice that is not here: libtpu describes its devices, and programs are compiled for them.
+"""A TPU slice that this machine does not have: libtpu describes its devices, and programs are compiled for them.
 
 prepare("v5e-16")                     # before jax is imported
 target = open_slice("v5e-16")         # 16 devices on 4 hosts
@@ -9,12 +9,15 @@ with target.as_jax_devices():         # libraries that ask which devices there a
 import os
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from tpu_grpo.launching.tpus import Chip, Generation, Slice, parse_slice
-from tpu_grpo.records.errors import ConfigError
+from tpu_grpo.launching.tpus import Chip, Generation, Rates, Slice, parse_slice
+from tpu_grpo.observe.json_lines import is_number
+from tpu_grpo.records.errors import ConfigError, DataError
+from tpu_grpo.run.directory import read_json
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class Target:
 
 
 def prepare(name: str, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set what libtpu and jax must find in the environment when they are loaded; only a command may call this.
+    """Set the environment variables that libtpu and jax read when they are loaded; only a command may call this.
 
     Raises:
         ConfigError: the slice does not exist.
@@ -55,11 +58,7 @@ def prepare(name: str, environment: MutableMapping[str, str] = os.environ) -> No
 
 
 def open_slice(name: str) -> Target:
-    """Ask libtpu for the devices of a slice.
-
-    Raises:
-        ConfigError: the slice does not exist.
-    """
+    """Ask libtpu for the devices of a slice; raises ConfigError if the slice does not exist."""
     found = parse_slice(name, flag="--slice")
     generation = found.generation
     if found.chips not in generation.topologies:
@@ -68,10 +67,32 @@ def open_slice(name: str) -> Target:
     return Target(found, _devices(generation, found.chips, one_host=found.hosts == 1))
 
 
-def replica_devices(target: Target, tensor: int) -> tuple[Any, ...]:
-    """Return devices to compile one replica's programs for: a slice's own, or some of the smallest slice with enough.
+def with_rates(target: Target, path: Path) -> Target:
+    """Return the slice with the rates that `tpu-grpo check` measured, from its check.json.
 
-    libtpu compiles for some devices of a slice only if their numbers come first, and a host's do not.
+    Raises:
+        ConfigError: for one of devices of another generation.
+        DataError: for a file that is no check.json.
+    """
+    generation = target.slice.generation
+    measured = read_json(path, rates=dict)
+    if measured.get("generation") != generation.name:
+        raise ConfigError(
+            f"--rates must be a check.json of {generation.name}, got one of {measured.get('generation')}; check a "
+            "slice of that generation"
+        )
+    rates = {name: value for name, value in measured["rates"].items() if name in Rates.__dataclass_fields__}
+    for name, value in rates.items():
+        if not is_number(value) or not 0 < value < float("inf"):
+            raise DataError(f"{path} must hold rates above 0, got {name} {value!r}; run tpu-grpo check again")
+    return Target(replace(target.slice, generation=replace(generation, rates=Rates(**rates))), target.devices)
+
+
+def replica_devices(target: Target, tensor: int) -> tuple[Any, ...]:
+    """Return devices for compiling one replica's programs: the slice's own, or some of the smallest that has enough.
+
+    libtpu compiles for a part of a slice only if it consists of the devices with the lowest numbers, which the
+    devices of a later host are not.
     """
     if tensor == len(target.devices):
         return target.devices

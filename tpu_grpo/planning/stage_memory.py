@@ -19,7 +19,7 @@ import jax
 
 from tpu_grpo.config import RunConfig
 from tpu_grpo.learner import frozen_leaves, parameters
-from tpu_grpo.planning.compiled_programs import OPTIMIZER_STEP, CompiledProgram, Stage
+from tpu_grpo.planning.compiled_programs import OPTIMIZER_STEP, TRAIN_STEP, CompiledProgram, Stage
 from tpu_grpo.run.abstract import AbstractRun
 from tpu_grpo.weights.plan import bytes_per_device, named_leaves
 
@@ -39,9 +39,9 @@ class ResidentBytes:
     reference: int
     """The part of the reference that the policy no longer shares once it has been updated."""
     sampler: int
-    """Those weights of the engines that are arrays of their own."""
+    """The engines' weights in arrays of their own."""
     shared: int
-    """Those weights of the engines that are the trainer's own arrays, until an update makes new ones."""
+    """The engines' weights that are the trainer's arrays, until an update makes new ones."""
     cache: int
     """The KV cache of an engine."""
     batch: int
@@ -49,7 +49,7 @@ class ResidentBytes:
 
 
 def resident_bytes(run: AbstractRun) -> ResidentBytes:
-    """Add up what a run keeps on a device; of its programs only those of the weight sync are compiled for it."""
+    """Add up what stays on a device between programs; only the programs of the weight sync are compiled for it."""
 
     def per_device(leaves: Iterable[Any]) -> int:
         return sum(bytes_per_device(leaf) for leaf in leaves)
@@ -58,16 +58,18 @@ def resident_bytes(run: AbstractRun) -> ResidentBytes:
     leaves, frozen = named_leaves(params), frozen_leaves(params)
     trained = per_device(leaf for name, leaf in leaves.items() if name not in frozen)
     adapters, own_adapters = config.model.lora.rank is not None, config.algorithm.reference_reset_every is not None
-    moves, micro_batches = run.sync.moves, config.micro_batches(run.meshes.trainer.shape["fsdp"])
+    moves, waiting = run.sync.moves, config.micro_batches(run.meshes.trainer.shape["fsdp"]) - 1
+    if config.algorithm.tunix is not None:
+        waiting = 0  # in the host's memory
     return ResidentBytes(
         parameters=per_device(leaves.values()),
-        optimizer=per_device(jax.tree.leaves(run.learner.updater.state)),
+        optimizer=per_device(jax.tree.leaves(run.learner.held)),
         trained=trained,
-        reference=trained if config.algorithm.beta > 0.0 and (own_adapters or not adapters) else 0,
+        reference=trained if run.learner.reference is not None and (own_adapters or not adapters) else 0,
         sampler=per_device(move.spec for move in moves if not move.aliased),
         shared=per_device(move.spec for move in moves if move.aliased),
         cache=per_device(run.engine.cache_specs),
-        batch=(micro_batches - 1) * per_device(jax.tree.leaves(run.learner.batch)),
+        batch=waiting * per_device(jax.tree.leaves(run.learner.batch)),
     )
 
 
@@ -90,13 +92,9 @@ class StageMemory:
 def stage_memory(
     config: RunConfig, resident: ResidentBytes, programs: Sequence[CompiledProgram], sync_bytes: float
 ) -> list[StageMemory]:
-    """Return the stages of a step, in order, each with its most demanding program and the code of all programs.
+    """Return the stages of a step, in the order of the programs, each with its most demanding one and the code of all.
 
-    Args:
-        config: the run's.
-        resident: what stays on a device between programs.
-        programs: those of the run; stages come in their order.
-        sync_bytes: the temporary memory of the weight sync.
+    ``sync_bytes`` is the temporary memory of the weight sync.
     """
     work: list[tuple[Stage, str, float]] = [(p.stage, p.name, _work(config, resident, p)) for p in programs]
     work.append(("sync", "largest group", sync_bytes))
@@ -134,6 +132,8 @@ def _work(config: RunConfig, resident: ResidentBytes, program: CompiledProgram) 
         arguments = resident.sampler + resident.shared + resident.cache
     elif program.name == OPTIMIZER_STEP:
         arguments = resident.trained + resident.optimizer
+    elif program.name == TRAIN_STEP:
+        arguments = resident.parameters + resident.optimizer
     if program.fits:
         inputs = max(0.0, program.argument_bytes - arguments)
         work = inputs + program.output_bytes + program.temporary_bytes

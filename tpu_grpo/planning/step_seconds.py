@@ -21,24 +21,10 @@ import jax.numpy as jnp
 
 from tpu_grpo.config import RunConfig
 from tpu_grpo.engine.options import splits_vocabulary
-from tpu_grpo.launching.tpus import Generation
+from tpu_grpo.launching.tpus import Generation, Rates
 from tpu_grpo.models.families.trainer_attention import whole_blocks
 from tpu_grpo.planning import costs
-from tpu_grpo.planning.compiled_programs import GRADIENTS, OPTIMIZER_STEP, CompiledProgram, takes_logprobs
-from tpu_grpo.planning.costs import (
-    EngineSizes,
-    Seconds,
-    TokenCost,
-    TrainerSizes,
-    add,
-    decode_step,
-    host_seconds,
-    link_seconds,
-    packed_passes,
-    pass_seconds,
-    prefill_step,
-    round_seconds,
-)
+from tpu_grpo.planning.compiled_programs import GRADIENTS, OPTIMIZER_STEP, TRAIN_STEP, CompiledProgram
 from tpu_grpo.planning.stage_memory import ResidentBytes
 from tpu_grpo.run.abstract import AbstractRun
 
@@ -48,14 +34,15 @@ tokens are cut at 2,048."""
 HALVINGS = 80
 
 
-def assumptions(mean_new_tokens: float | None) -> list[str]:
-    """Say what the seconds of a plan assume; with a mean length of completions, of their lengths as well."""
+def assumptions(mean_new_tokens: float | None, rates: Rates) -> list[str]:
+    """Describe the assumptions behind a plan's seconds; with a mean length of completions, also those about lengths."""
+    times = "" if rates.host == 1.0 else f", {rates.host:.2g} times as long as elsewhere"
     assumed = [
-        f"of a chip's products {costs.PRODUCTS:.0%} are reached by the learner and {costs.PREFILL:.0%} by prefills, of "
-        f"its memory's speed {costs.MEMORY:.0%}, of its usable links' {costs.LINKS:.0%}; attention gets through at "
-        f"most {costs.CACHE_BYTES_PER_SECOND / 1e9:.0f} GB/s of keys and values, and in 8 bits at half as many",
-        "a launch of an engine takes its host half a millisecond, and more for arrays, devices and rows; one thread "
-        "drives the engines of a host",
+        f"of a chip's products {rates.products:.0%} are reached by the learner and {rates.prefill:.0%} by prefills, of "
+        f"its memory's speed {rates.memory:.0%}, of its usable links' {rates.links:.0%}; attention gets through at "
+        f"most {rates.cache_bytes_per_second / 1e9:.0f} GB/s of keys and values, and in 8 bits at half as many",
+        f"a launch of an engine takes its host half a millisecond, and more for arrays, devices and rows{times}; one "
+        "thread drives the engines of a host",
         f"every prompt has data.max_prompt_tokens tokens; training rows are packed to {costs.FILL:.0%}",
         "rewards, evaluation, checkpoints, and the filters top-k, top-p and min-p take no time",
         "lengths with a mean are log-normal, with a standard deviation of their logarithm of "
@@ -87,17 +74,18 @@ def completion_lengths(count: int, *, mean: float, longest: int) -> list[int]:
 
 # --- decoding --------------------------------------------------------------------------------------------------------
 
-StepSeconds = Callable[[int, float, float], tuple[Seconds, float]]
+StepSeconds = Callable[[int, float, float], tuple[costs.Seconds, float]]
 """Takes the rows of a step, the tokens of their context together, and the steps of its launch; returns (seconds on
 devices of the step, seconds of the host of the launch)."""
 
 
-def step_seconds(sizes: EngineSizes, generation: Generation, rungs: Sequence[int]) -> StepSeconds:
-    """Make the seconds of an engine's steps, whose rows are padded to the first of ``rungs`` that is large enough."""
+def step_seconds(sizes: costs.EngineSizes, generation: Generation, rungs: Sequence[int]) -> StepSeconds:
+    """Make a function that returns the seconds of an engine's steps; rows are padded to the next of ``rungs``."""
 
-    def seconds(rows: int, cached_tokens: float, steps: float) -> tuple[Seconds, float]:
+    def seconds(rows: int, cached_tokens: float, steps: float) -> tuple[costs.Seconds, float]:
         padded = next(rung for rung in rungs if rung >= rows)
-        return decode_step(sizes, generation, padded, cached_tokens), host_seconds(sizes, rows, steps)
+        host = generation.rates.host * costs.host_seconds(sizes, rows, steps)
+        return costs.decode_step(sizes, generation, padded, cached_tokens), host
 
     return seconds
 
@@ -118,14 +106,14 @@ class _Engine:
     """The sum of the steps before the first."""
 
     def admit(self) -> int:
-        """Give free slots to rows that wait, and return to how many."""
+        """Give free slots to waiting rows, and return the number of these."""
         count = min(self.slots - len(self.ends), len(self.waiting))
         for _ in range(count):
             heapq.heappush(self.ends, (self.steps + self.waiting.pop(), self.steps))
             self.begins += self.steps
         return count
 
-    def shared(self, rounds: int, step: StepSeconds, launch_steps: int) -> tuple[Seconds, float]:
+    def shared(self, rounds: int, step: StepSeconds, launch_steps: int) -> tuple[costs.Seconds, float]:
         """Return the seconds of one of the next ``rounds`` steps; the host's are those of a launch, shared out."""
         launches = math.ceil(rounds / launch_steps) if self.waiting else rounds / launch_steps
         # the tokens of context of all running rows together, a mean over the next steps
@@ -169,7 +157,7 @@ def decode(
             for state, count in running
         ]
         ahead = launch_steps > 1 and not any(entered) and not any(state.waiting for state in states)
-        add(total, round_seconds(costs_of_engines, ahead=ahead), rounds)
+        costs.add(total, costs.round_seconds(costs_of_engines, ahead=ahead), rounds)
         for state, count in running:
             state.advance(0 if count else rounds)
     return total
@@ -183,8 +171,8 @@ class StageTime:
     """The seconds of one stage of a step."""
 
     stage: str
-    by_cause: Seconds
-    beside: Seconds = field(default_factory=dict)
+    by_cause: costs.Seconds
+    beside: costs.Seconds = field(default_factory=dict)
     """What goes on meanwhile, and takes no time of its own."""
 
     @property
@@ -212,7 +200,7 @@ class StepTime:
         return self.completion_tokens / self.seconds
 
     def of(self, *stages: str) -> float:
-        """Return the seconds of some stages together."""
+        """Return the summed seconds of some stages."""
         return sum(stage.seconds for stage in self.stages if stage.stage in stages)
 
 
@@ -222,18 +210,20 @@ class StepWork:
 
     config: RunConfig
     generation: Generation
-    engine: EngineSizes
+    engine: costs.EngineSizes
     hosts: tuple[tuple[int, ...], ...]
     """For each host the completions that each of its engines samples in a step."""
     rungs: tuple[int, ...]
     """The numbers of rows that decode steps are compiled for; the last one is that of an engine's slots."""
-    trainer: TrainerSizes
+    trainer: costs.TrainerSizes
     accessed_bytes: Mapping[str, float]
-    """The compiler's count for the learner's programs, per device, by their names."""
+    """The compiler's count for the learner's programs, per device, by their names; 0 for those that are not there."""
     synced_bytes: float
     """What a weight sync moves to each of the sampler's devices."""
     devices: int
     """The devices of trainer and sampler."""
+    forward_passes: int = 0
+    """How often a step computes log-probabilities before its updates."""
     launch_steps: int = 1
     """The decode steps of a launch."""
 
@@ -241,7 +231,7 @@ class StepWork:
     def of(
         cls, run: AbstractRun, generation: Generation, resident: ResidentBytes, programs: Sequence[CompiledProgram]
     ) -> "StepWork":
-        """Collect it from the run's parts."""
+        """Read the sizes from the run's parts."""
         config, tensor = run.config, run.meshes.tensor
         rows = defaultdict[int, list[int]](list)  # by the first of the hosts that drive an engine
         for replica in run.replicas:  # prompts are dealt out in turn
@@ -250,7 +240,7 @@ class StepWork:
         return cls(
             config=config,
             generation=generation,
-            engine=EngineSizes.of(
+            engine=costs.EngineSizes.of(
                 run.checkpoint,
                 tensor=tensor,
                 itemsize=jnp.dtype(config.model.dtype).itemsize,
@@ -267,28 +257,42 @@ class StepWork:
             synced_bytes=sum(move.bytes for move in run.sync.moves if not move.frozen)
             / len(run.meshes.sampler_devices),
             devices=len({*run.meshes.sampler_devices, *run.meshes.trainer.devices.flat}),
+            forward_passes=run.learner.forward_passes,
             launch_steps=run.engine.steps_per_launch,
         )
 
     def step(self, mean_new_tokens: float | None = None) -> StepTime:
-        """Estimate a step with completions of this mean length, or that are all as long as they may be."""
+        """Estimate a step whose completions have this mean length, or all the longest length."""
         config, longest = self.config, self.config.rollout.max_new_tokens
         lengths = completion_lengths(config.sampled_rows, mean=mean_new_tokens or longest, longest=longest)
         sampled = sum(lengths)
         tokens = round(sampled * config.batch_rows / config.sampled_rows)  # that are learnt from
         stages = [StageTime("prefill", self._prefill()), StageTime("decode", self._decode(lengths))]
-        if takes_logprobs(config):
-            count = (config.algorithm.beta > 0.0) + (config.algorithm.old_policy == "trainer")
-            stages.append(self._passes("logprobs", "log-probabilities", tokens, count))
-        updates = config.updates_per_step
-        iterated = tokens * config.algorithm.iterations
-        update = self._passes("update", GRADIENTS, iterated / updates, updates, config.mini_batch_prompts)
-        stepping = self._memory_seconds(self.accessed_bytes[OPTIMIZER_STEP]) * updates
+        if self.forward_passes:
+            stages.append(self._passes("logprobs", "log-probabilities", tokens, self.forward_passes))
+        updates, program = config.updates_per_step, TRAIN_STEP if config.algorithm.tunix is not None else GRADIENTS
+        iterated = tokens * config.algorithm.passes
+        update = self._passes("update", program, iterated / updates, updates, config.mini_batch_prompts)
+        stepping = self._memory_seconds(self.accessed_bytes.get(OPTIMIZER_STEP, 0.0)) * updates  # Tunix's is in passes
         stages.append(StageTime("update", {**update.by_cause, "optimizer": stepping}, update.beside))
-        links = link_seconds(self.generation, self.devices, self.synced_bytes) if self.devices > 1 else 0.0
+        links = costs.link_seconds(self.generation, self.devices, self.synced_bytes) if self.devices > 1 else 0.0
         memory = self._memory_seconds(2 * self.synced_bytes)  # what moves is read and written
         stages.append(StageTime("sync", {"links": links} if links > memory else {"memory": memory}))
         return StepTime(sampled, tuple(stages))
+
+    def planned(self, mean_new_tokens: float | None = None) -> dict[str, float]:
+        """Return the seconds that a run can compare with its own: of a decode step of full engines in the middle of
+        completions, of rollout, update and sync."""
+        step, config = self.step(mean_new_tokens), self.config
+        rows = min(self.rungs[-1], max(max(engines) for engines in self.hosts))
+        tokens = config.data.max_prompt_tokens + (mean_new_tokens or config.rollout.max_new_tokens) / 2
+        device, host = step_seconds(self.engine, self.generation, self.rungs)(rows, rows * tokens, self.launch_steps)
+        return {
+            "decode_step": sum(device.values()) + host / self.launch_steps,
+            "rollout": step.of("prefill", "decode"),
+            "update": step.of("logprobs", "update"),
+            "sync": step.of("sync"),
+        }
 
     def _prefill(self) -> dict[str, float]:
         """Each engine takes in its prompts, chunk by chunk; the engines of a host do so in turn, as in decoding."""
@@ -298,10 +302,10 @@ class StepWork:
         prompts = [rows // config.algorithm.group_size if shared else rows for rows in engines]
         chunk = min(config.rollout.prefill_tokens, max(prompts) * length)
         step = (
-            prefill_step(self.engine, self.generation, chunk, length / 2),
-            host_seconds(self.engine, math.ceil(chunk / length)),
+            costs.prefill_step(self.engine, self.generation, chunk, length / 2),
+            self.generation.rates.host * costs.host_seconds(self.engine, math.ceil(chunk / length)),
         )
-        add(total, round_seconds([step] * len(engines)), max(prompts) * length / chunk)
+        costs.add(total, costs.round_seconds([step] * len(engines)), max(prompts) * length / chunk)
         return total
 
     def _decode(self, lengths: Sequence[int]) -> dict[str, float]:
@@ -317,46 +321,51 @@ class StepWork:
         return max(found, key=lambda seconds: sum(seconds.values()))
 
     def _passes(self, stage: str, program: str, tokens: float, repeats: int, prompts: int | None = None) -> StageTime:
-        """Return the seconds of the passes over the training rows of so many prompts, or of a whole step.
+        """Return the seconds of the passes over the training rows of a number of prompts, or of a whole step.
 
         Their completions have ``tokens`` tokens.
         """
         config = self.config
         rows = config.batch_rows if prompts is None else prompts * config.algorithm.group_size
         mean_tokens = config.data.max_prompt_tokens + tokens / rows
-        count = packed_passes(self.trainer, rows=rows, mean_tokens=mean_tokens)
-        one = pass_seconds(
+        count = costs.filled_passes(self.trainer, rows=rows, mean_tokens=mean_tokens)
+        one = costs.pass_seconds(
             self.trainer,
             self.generation,
-            head_tokens=tokens / count,
-            accessed_bytes=self.accessed_bytes[program],
+            head_tokens=self.trainer.pass_tokens if self.trainer.is_padded else tokens / count,
+            accessed_bytes=self.accessed_bytes.get(program, 0.0),
             updates=stage == "update",
         )
         times = count * repeats
         return StageTime(stage, *({cause: times * seconds for cause, seconds in each.items()} for each in one))
 
     def _memory_seconds(self, count: float) -> float:
-        return count / (costs.MEMORY * self.generation.chip.memory_bytes_per_second)
+        return count / (self.generation.rates.memory * self.generation.chip.memory_bytes_per_second)
 
 
-def _trainer_sizes(run: AbstractRun, resident: ResidentBytes) -> TrainerSizes:
+def _trainer_sizes(run: AbstractRun, resident: ResidentBytes) -> costs.TrainerSizes:
     config, checkpoint, mesh = run.config, run.checkpoint, run.meshes.trainer.shape
-    token, itemsize = TokenCost.of(checkpoint), jnp.dtype(config.model.dtype).itemsize
+    token, itemsize = costs.TokenCost.of(checkpoint), jnp.dtype(config.model.dtype).itemsize
     row, block = whole_blocks(config.row_tokens, run.meshes.flash_block), run.meshes.flash_block
     adapters = config.model.lora.rank is not None
     outer = token.head * (1 if checkpoint.config.tie_word_embeddings else 2)
-    return TrainerSizes(
+    is_padded, pass_rows, copies = config.algorithm.tunix is not None, config.micro_batch_rows(mesh["fsdp"]), 1
+    if is_padded:
+        pass_rows = (config.algorithm.micro_batch_prompts or config.mini_batch_prompts) * config.algorithm.group_size
+        copies = 1 if pass_rows % mesh["fsdp"] == 0 else mesh["fsdp"]
+    return costs.TrainerSizes(
         fsdp=mesh["fsdp"],
         tp=mesh["tp"],
         layers=checkpoint.config.num_hidden_layers,
         token=token,
         context=row if block is None else row / 2,
-        row_tokens=row,
-        pass_tokens=config.micro_batch_rows(mesh["fsdp"]) * row,
+        row_tokens=copies * row,
+        pass_tokens=pass_rows * copies * row,
         parameter_bytes=resident.parameters,
         trained_bytes=resident.trained,
         outer_share=outer / checkpoint.parameter_count,
         state_bytes=checkpoint.config.hidden_size * itemsize,
         layer_passes=3 + (config.model.remat != "none") - adapters,
-        head_passes=4 - adapters,
+        head_passes=4 - is_padded - adapters,
+        is_padded=is_padded,
     )

@@ -1,4 +1,4 @@
-"""What is asked of an engine, and what it answers: requests with their keys, and completions.
+"""The requests to an engine, with their keys, and the completions that it returns.
 
 Array suffixes are those of types.py, which passes these records on.
 """
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from jaxtyping import Bool, Float, Integer
+from jaxtyping import Bool, Float32, Int32, Integer
 
 from tpu_grpo.records.episode import Episode
 
@@ -16,7 +16,7 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are drawn: temperature first, then top-k, then top-p, then min-p.
+    """The sampling settings of a request: temperature first, then top-k, then top-p, then min-p.
 
     Filters at their neutral values (``top_k=0``, ``top_p=1``, ``min_p=0``) do nothing. ``temperature=0`` is greedy.
     """
@@ -42,7 +42,7 @@ class AnswerMode:
 
 @dataclass(frozen=True)
 class SampleKey:
-    """What, with the position in the sequence and the logits, decides a token; nothing else does."""
+    """The key that, with the position in the sequence and the logits, determines a token; nothing else does."""
 
     seed: int
     step: int
@@ -65,10 +65,10 @@ class Request:
 class Completion:
     """What the engine sampled for one request."""
 
-    token_ids: np.ndarray
-    """int32 [T], including the stop token that ended it."""
-    logprobs: Float[np.ndarray, " T"]
-    """float32: log-probability of each token under the full distribution at the temperature (at 1 when greedy); with
+    token_ids: Int32[np.ndarray, " T"]
+    """Including the stop token that ended it."""
+    logprobs: Float32[np.ndarray, " T"]
+    """The log-probability of each token under the full distribution at the temperature (at 1 when greedy); with
     ``algorithm.filtered_ratio`` that among the tokens that top-k, top-p and min-p keep."""
     finish_reason: FinishReason
     cached_tokens: int
@@ -86,12 +86,12 @@ class Completion:
 
     @property
     def sampled_tokens(self) -> int:
-        """How many of the tokens the policy sampled."""
+        """The number of tokens that the policy sampled."""
         return len(self.token_ids) if self.sampled is None else int(self.sampled.sum())
 
     @property
     def said_ids(self) -> np.ndarray:
-        """int32: all tokens after the prompt, with the answers that stand at the end of a later branch's prompt.
+        """int32: all tokens after the prompt, including the answers at the end of a later branch's prompt.
 
         For the tokens [1 2 3], where the second branch begins with 3 after the prompt [9 1 7 8], of which [7 8] are
         the answer to the first turn, they are [1 2 7 8 3].
@@ -108,5 +108,6 @@ class Completion:
 
 
 def routing_dtype(experts: int) -> np.dtype:
-    """Return the smallest type that numbers ``experts`` experts and has a number left for none of them, its largest."""
+    """Return the smallest integer type that can number ``experts`` experts, with its largest value left over for
+    "none"."""
     return np.dtype(np.uint8 if experts <= np.iinfo(np.uint8).max else np.uint16)

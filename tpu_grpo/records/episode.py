@@ -29,7 +29,7 @@ what is neither text nor a number."""
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn of the policy, and what the environment answered."""
+    """One turn of the policy, and the environment's answer."""
 
     start: int
     """The place of its first token in ``Completion.token_ids``."""
@@ -52,7 +52,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Branch:
-    """A sequence that the policy saw as it is: some tokens of a completion after a prompt of their own."""
+    """A sequence as the policy saw it: some tokens of a completion after a prompt of their own."""
 
     prompt: tuple[int, ...]
     start: int
@@ -77,7 +77,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class KeptEnvironment:
-    """What is kept of an environment after its episode, for the rewards that ask for it."""
+    """The state of an environment after its episode, for the rewards that read it."""
 
     source: str
     """Its class, as path.py:Class or package.module:Class."""

@@ -50,6 +50,12 @@ class EpisodeError(TpuGrpoError, RuntimeError):
     exit_code = 2
 
 
+class CallbackError(TpuGrpoError, RuntimeError):
+    """A callback of the user's own that raised, or returned something that is no answer."""
+
+    exit_code = 2
+
+
 class RequestError(TpuGrpoError, ValueError):
     """A generation request the engine can never serve: empty, too long, or larger than its cache."""
 
@@ -106,7 +112,7 @@ _DISKS = {
 
 
 def disk_error(error: OSError) -> DiskError | None:
-    """Make an error of the system one that users are told in a line, if a disk is its cause."""
+    """Convert an error of the system to one that is shown in one line, if a disk is its cause."""
     if isinstance(error, DiskError):
         return error
     if error.errno not in _DISKS:
@@ -120,7 +126,7 @@ def disk_error(error: OSError) -> DiskError | None:
 
 @contextmanager
 def disk_errors_explained(explain: Callable[[OSError | ValueError], DiskError | None] | None = None) -> Iterator[None]:
-    """Raise a DiskError in place of an error that a disk has caused.
+    """Raise a DiskError in place of an error whose cause is a disk.
 
     Args:
         explain: makes one of the error, or says that no disk is its cause; `disk_error` unless it is given.
@@ -135,7 +141,7 @@ def disk_errors_explained(explain: Callable[[OSError | ValueError], DiskError | 
 
 
 def say(error: TpuGrpoError) -> None:
-    """Tell the user, once: on stderr, without a traceback, and without what would control the terminal."""
+    """Print a message once to stderr, without a traceback and without characters that control the terminal."""
     if not error.said:
         error.said = True
         what = str(error) if isinstance(error, Interrupted) else f"{type(error).__name__}: {error}"
@@ -143,7 +149,7 @@ def say(error: TpuGrpoError) -> None:
 
 
 def without_controls(text: str) -> str:
-    """Return a text whose characters that would control a terminal are escapes, but for newlines and tabs.
+    """Return a text with characters that control a terminal escaped, except newlines and tabs.
 
     >>> without_controls("a\x1b[2J\tb")
     'a\\x1b[2J\tb'

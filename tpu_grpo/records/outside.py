@@ -1,8 +1,8 @@
-"""What comes from outside is read here, within bounds on size, depth and time.
+"""Reads data from outside within bounds on size, depth and time.
 
-Data, checkpoints, configs and what a run left are files that anybody may have written. A pipe never answers, /dev/zero
+Data, checkpoints, configs and the files of a run may have been written by anybody. A pipe never answers, /dev/zero
 never ends, a line of gigabytes fills the memory, and lists nested 50,000 deep end in a traceback. All of these raise
-what a broken file raises anyway, so that each reader's own message serves for both:
+the same errors as a broken file, so that each reader's own message serves for both:
 
     open_file(path)      OSError for anything but a regular file
     read_file(path)      OSError for a large one, too
@@ -27,15 +27,15 @@ from typing import IO, Any, NoReturn
 from tpu_grpo.records.errors import DataError
 
 LARGEST = 2**28
-"""A file that is read as a whole has at most so many bytes; the largest tokenizers have a tenth of that."""
+"""The most bytes of a file that is read as a whole; the largest tokenizers have a tenth of that."""
 LONGEST = 2**26
-"""A line has at most so many bytes or characters."""
+"""The most bytes or characters of a line."""
 DEEPEST = 100
 """JSON is nested at most so deep."""
 
 
 def open_file(path: Path) -> IO[bytes]:
-    """Open a regular file, or a link to one, for reading; raises OSError for anything else, without waiting."""
+    """Open a regular file, or a link to one, for reading; raises OSError at once for anything else."""
     if path.is_dir():
         _refuse(path, errno.EISDIR)
     file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
@@ -59,7 +59,7 @@ def read_file(path: Path, most: int = LARGEST) -> bytes:
 
 
 def lines_of[Text: (bytes, str)](file: IO[Text], name: str, most: int = LONGEST) -> Iterator[Text]:
-    """Yield the lines of a file, as it would itself; raises DataError for one that is longer than ``most``."""
+    """Yield the lines of a file; raises DataError for one that is longer than ``most``."""
     number = 0
     while line := file.readline(most):
         number += 1
@@ -119,7 +119,7 @@ def _is_deep(value: Any) -> bool:
 
 @contextmanager
 def bounded(seconds: float, more_bytes: int | None = None) -> Iterator[None]:
-    """Bound what foreign code in Python, such as a template, does in the block.
+    """Limit the time and memory of foreign Python code, such as a template, in the block.
 
     Args:
         seconds: a block on the main thread that takes longer ends with TimeoutError.

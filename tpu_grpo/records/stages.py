@@ -9,10 +9,10 @@ V vocabulary. Row ``p * G + g`` is completion ``g`` of prompt ``p``.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 
 from tpu_grpo.records.completion import AnswerMode as AnswerMode
 from tpu_grpo.records.completion import Completion as Completion
@@ -42,18 +42,18 @@ class Prompt:
 
     @property
     def conversation(self) -> Conversation:
-        """The messages; or the text as the only one, the user's."""
+        """The messages; without any, the text as a single message of the user."""
         return self.messages or [{"role": "user", "content": self.text}]
 
     @property
     def asked(self) -> str:
-        """What the user says in the messages of the record; several are joined by blank lines."""
+        """The user's text in the record's messages; several messages are joined by blank lines."""
         own = self.messages[self.examples :]
         return "\n\n".join(m["content"] for m in own if m["role"] == "user") if own else self.text
 
     @property
     def gold(self) -> str | None:
-        """Return the right answer as people read it, the column ``answer``; None where the record has none."""
+        """Return the right answer for display, the column ``answer``; None if the record has none."""
         answer = self.columns.get("answer")
         return None if answer is None else str(answer)
 
@@ -72,7 +72,7 @@ class PromptBatch:
     """The rounds of the same step that were sampled before; there are several only with data.dynamic."""
 
     def select(self, prompts: Sequence[int]) -> "PromptBatch":
-        """Take some of the prompts, by their numbers in the batch."""
+        """Return some of the prompts, by their indices in the batch."""
         taken, records, positions = (
             tuple(values[prompt] for prompt in prompts) if values else ()
             for values in (self.prompts, self.records, self.positions)
@@ -82,7 +82,7 @@ class PromptBatch:
 
 @dataclass(frozen=True)
 class Rollout:
-    """B completions of a PromptBatch, row ``p * G + g``, with what sampling them cost."""
+    """B completions of a PromptBatch, row ``p * G + g``, with the costs of sampling them."""
 
     batch: PromptBatch
     group_size: int
@@ -92,7 +92,7 @@ class Rollout:
     figures: Mapping[str, float] = field(default_factory=dict)
     """What this host's engines did, under its names in the metrics."""
     told: tuple[int, ...] = ()
-    """For every prompt the host that was told of its group while others were sampled, and scores it; empty if none."""
+    """For every prompt the host that got its group during sampling, and scores it; empty if none."""
 
     @property
     def row_prompts(self) -> tuple[Prompt, ...]:
@@ -101,7 +101,7 @@ class Rollout:
 
     @property
     def mean_tokens(self) -> tuple[float, ...]:
-        """The mean of the sampled tokens of every prompt's completions."""
+        """The mean number of sampled tokens of each prompt's completions."""
         lengths = [c.sampled_tokens for c in self.completions]
         starts = range(0, len(lengths), self.group_size)
         return tuple(sum(lengths[start : start + self.group_size]) / self.group_size for start in starts)
@@ -112,11 +112,11 @@ class Rollout:
         return sum(c.sampled_tokens for c in self.completions)
 
     def rows_of(self, prompts: Sequence[int]) -> list[int]:
-        """List the rows of some of the prompts, by their numbers in the batch."""
+        """Return the rows of some of the prompts, by their indices in the batch."""
         return [p * self.group_size + g for p in prompts for g in range(self.group_size)]
 
     def select(self, prompts: Sequence[int]) -> "Rollout":
-        """Take the groups of some of the prompts, in this order; what sampling cost stays that of all."""
+        """Return the groups of some of the prompts, in this order; the costs of sampling stay those of all."""
         rows = self.rows_of(prompts)
         return replace(
             self,
@@ -129,15 +129,16 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Figure:
-    """A number about a stage that several hosts can put together: sums add up, means weigh by count, or the largest."""
+    """A number about a stage that can be merged over hosts: sums are added, means weighted by count, or the largest
+    is taken."""
 
-    value: float
+    value: int | float
     merge: Literal["sum", "mean", "max"]
     count: int = 1
     """Values that a mean is over."""
 
     def merged(self, other: "Figure") -> "Figure":
-        """Put two together: a mean of 2 over 1 value and one of 5 over 2 values make a mean of 4 over 3."""
+        """Merge two figures: a mean of 2 over 1 value and one of 5 over 2 values make a mean of 4 over 3."""
         count = self.count + other.count
         match self.merge:
             case "sum":
@@ -173,11 +174,11 @@ class Scores:
 
     @property
     def scored(self) -> Bool[np.ndarray, " B"]:
-        """The rows whose total is their own."""
+        """The rows whose total is their own, and not the mean of their group."""
         return np.ones(len(self.total), np.bool_) if self.unscored is None else ~self.unscored
 
     def select(self, rows: Sequence[int]) -> "Scores":
-        """Take some of the rows; what scoring cost stays that of all."""
+        """Return some of the rows; the costs of scoring stay those of all."""
         kept = list(rows)
         per_token = tuple(self.per_token[row] for row in kept) if self.per_token else ()
         by_name = {name: values[kept] for name, values in self.by_name.items()}
@@ -201,25 +202,39 @@ class ScoredRollout:
         return tuple(sum(values) / len(values) if values else math.nan for values in known)
 
     def select(self, prompts: Sequence[int]) -> "ScoredRollout":
-        """Take the groups of some of the prompts, by their numbers in the batch."""
+        """Return the groups of some of the prompts, by their indices in the batch."""
         return ScoredRollout(self.rollout.select(prompts), self.scores.select(self.rollout.rows_of(prompts)))
+
+
+class Histogram(NamedTuple):
+    """Counts the elements of an array in 64 intervals of one width, from the smallest to the largest."""
+
+    edges: Float[np.ndarray, " 65"]
+    """An interval has its lower end; the last one has both."""
+    counts: Int[np.ndarray, " 64"]
+    total: Float[np.ndarray, ""]
+    """The sum of the elements."""
+    squares: Float[np.ndarray, ""]
+    """The sum of their squares."""
 
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """What one step of the learner did."""
+    """The results of one step of the learner."""
 
     metrics: Mapping[str, float]
     """The metrics ``update/*`` and ``agreement/*``."""
     advantages: Float[np.ndarray, " B"]
     seconds: float
     notes: tuple[str, ...] = ()
-    """What whoever watches should know of it."""
+    """Messages for the user."""
+    histograms: Mapping[str, Histogram] = field(default_factory=dict)
+    """Those of ``gradients/<parameter>`` and ``parameters/<parameter>``, if they are due."""
 
 
 @dataclass(frozen=True)
 class SyncResult:
-    """What moving the parameters to the sampler cost."""
+    """The costs of moving the parameters to the sampler."""
 
     seconds: float
     bytes_moved: int

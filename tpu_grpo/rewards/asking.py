@@ -1,4 +1,4 @@
-"""One reward is asked about rows: in batches that go to where it runs, and ``on_error`` decides about problems.
+"""Asks one reward about rows, in batches that go to its executor, and lets ``on_error`` decide about problems.
 
     table = build_table(rollout, rewards)                   # the columns that the rewards need, each [B]
     result = ask_reward(reward, table, gate_B)              # about all rows of a rollout at once
@@ -9,9 +9,10 @@
     groups.end()                                            # that were all
     result = groups.result(0, prompts=range(32))            # waits for what is left
 
-A gate's value of a group is awaited on the gate's thread, which then hands the group to the rewards behind it.
+A gate's values of a group are awaited on the gate's thread, which then hands the group to the rewards behind it.
 """
 
+import contextlib
 import hashlib
 import logging
 import math
@@ -29,7 +30,7 @@ from tpu_grpo.records.episode import Failure
 from tpu_grpo.records.errors import RewardError
 from tpu_grpo.records.stages import Conversation, Figure, Rollout
 from tpu_grpo.rewards.calling import NO_VALUES, SHORT_REPR, Answer, Call, Problem, RewardBatch, TokenValues
-from tpu_grpo.rewards.executors import Executor, run
+from tpu_grpo.rewards.executors import Executor
 from tpu_grpo.rewards.feed import Feed
 from tpu_grpo.rewards.protocol import OF_ROWS, TEXT_ARGUMENTS
 from tpu_grpo.rewards.reward_functions import workers_of
@@ -44,7 +45,7 @@ Group = tuple[int, int]
 
 @dataclass(frozen=True)
 class OpenReward:
-    """An OpenReward joins what the config says of a reward, how it is called, and where it runs."""
+    """A reward of the config with its call and its executor."""
 
     spec: RewardSpec
     call: Call
@@ -52,11 +53,11 @@ class OpenReward:
 
     @property
     def may_start_early(self) -> bool:
-        """Follow the config, or else let functions of one row start early where they keep nobody from sampling.
+        """Return the config's ``early``, or else whether the reward can start during the rollout without delaying it.
 
-        What a function of one row gives cannot depend on the other rows of a call. Shipped rewards are such functions,
-        also those that take a batch. A reward that computes in the main process would keep the engine waiting for the
-        interpreter, so of these only shipped ones start early that are known to be quick.
+        The value of a function of one row cannot depend on the other rows of a call, and so it is with shipped
+        rewards, also those that take a batch. A reward that computes in the main process would keep the engine
+        waiting for the interpreter, so of these only shipped ones that are known to be quick start early.
         """
         if self.spec.early is not None:
             return self.spec.early
@@ -70,7 +71,7 @@ class OpenReward:
 
 @dataclass(frozen=True)
 class Table:
-    """A Table holds a rollout's rows as columns: the texts, their token ids, and what rewards need of the data."""
+    """A rollout's rows as columns: texts, token ids, and the columns of the data that rewards need."""
 
     columns: dict[str, Sequence[Any]]
     """Each column, by its name, has one value per row: [B]."""
@@ -95,7 +96,7 @@ class Table:
         return RewardBatch({n: [columns[n][row] for row in rows] for n in call.batch_columns}, self.step, len(rows))
 
     def shown(self, row: int) -> str:
-        """Name a row in an error message by its number and the beginnings and ends of its texts."""
+        """Describe a row in an error message by its number and the beginnings and ends of its texts."""
         prompt, completion = (SHORT_REPR.repr(self.columns[name][row]) for name in TEXT_ARGUMENTS)
         return f"row {self.numbers[row]} (prompt {prompt}, completion {completion})"
 
@@ -103,8 +104,8 @@ class Table:
 def build_table(rollout: Rollout, rewards: Iterable[OpenReward], *, numbers: Sequence[int] | None = None) -> Table:
     """Collect the texts and the columns, of the data or of OF_ROWS, that the rewards are called with.
 
-    Of a conversation rewards judge the policy's last turn, or all messages after the prompt; of any other completion
-    the whole text. ``numbers`` are those that messages give the rows, where the rollout is part of a larger one.
+    In a conversation rewards judge the policy's last turn, or all messages after the prompt; else the whole text.
+    ``numbers`` are the row numbers in messages, where the rollout is part of a larger one.
 
     Raises:
         RewardError: for a row that lacks one of the columns, or is no conversation where a reward asks for what its
@@ -170,7 +171,7 @@ def split_rows(rows: Sequence[int], group_size: int, workers: int, call: Call) -
 
 
 def most_batches(workers: int, call: Call) -> int:
-    """Return how many batches the rows of a step are split into at most."""
+    """Return the most batches that the rows of a step are split into."""
     if workers <= 1 and call.concurrency is None:
         return 1
     return max(1, workers) * (1 if call.is_async else _BATCHES_PER_WORKER)
@@ -180,12 +181,12 @@ def most_batches(workers: int, call: Call) -> int:
 
 
 class RemoteError(Exception):
-    """A RemoteError holds what a reward raised, as the text of its traceback."""
+    """An exception of a reward, as the text of its traceback."""
 
 
 @dataclass
 class RewardResult:
-    """A RewardResult holds what one reward gave for the B rows of a table."""
+    """The values of one reward for the B rows of a table."""
 
     values: Float[np.ndarray, " B"]
     """Values are float64, and NaN where the reward does not apply."""
@@ -204,7 +205,7 @@ class RewardResult:
 
     @property
     def comparable(self) -> list[Any]:
-        """Return for every row what other hosts must have, too: its value, with a digest of its tokens' numbers."""
+        """Return what must be equal on other hosts: every row's value, with a digest of its tokens' numbers."""
         if not self.of_tokens:
             return self.values.tolist()
         return [
@@ -225,7 +226,8 @@ class RewardResult:
 def ask_reward(reward: OpenReward, table: Table, gate_B: Float[np.ndarray, " B"] | None) -> RewardResult:
     """Return one reward's values for all rows.
 
-    A row that the gate scored 0 or less gets 0, one the gate does not apply to gets NaN; neither is asked about.
+    A row that the gate scored 0 or less gets 0, without a call of the reward; a row to which the gate does not apply
+    gets NaN, likewise.
 
     Raises:
         RewardError: for a problem, if ``on_error`` is stop.
@@ -233,18 +235,22 @@ def ask_reward(reward: OpenReward, table: Table, gate_B: Float[np.ndarray, " B"]
     started = time.perf_counter()
     rows, result = _rows_to_ask(table, gate_B, reward.call)
     batches = split_rows(rows, table.group_size, workers_of(reward.spec), reward.call)
-    answers = run(reward.executor, [table.batch(reward.call, batch) for batch in batches], reward.spec.timeout)
-    for batch, answer in zip(batches, answers, strict=True):
-        _take_in(answer, batch, reward.spec, table, result, warn=not result.failures)
+    answers: dict[int, Answer] = {}
+    with contextlib.closing(Feed(reward.spec.timeout, len(batches), answers.__setitem__)) as feed:
+        for number, batch in enumerate(batches):
+            feed.add(number, table.batch(reward.call, batch))
+        feed.end()
+        reward.executor.serve(feed)
+    if feed.cancelled:
+        raise RewardError("every batch needs an answer, and the rewards were closed before they had given it")
+    for number, batch in enumerate(batches):
+        _take_in(answers[number], batch, reward.spec, table, result, warn=not result.failures)
     result.seconds = time.perf_counter() - started
     return result
 
 
 def _rows_to_ask(table: Table, gate_B: Float[np.ndarray, " B"] | None, call: Call) -> tuple[list[int], RewardResult]:
-    """Return the rows that a reward is asked about, and its result as far as the gate decides it.
-
-    It is asked about none whose environment failed.
-    """
+    """Return the rows that a reward is asked about, none of them of a failed environment, and its result so far."""
     of_tokens = [NO_VALUES] * table.size if call.per_token else []
     result = RewardResult(np.full(table.size, np.nan), np.zeros(table.size, dtype=bool), of_tokens=of_tokens)
     result.skipped[list(table.failures)] = True
@@ -288,7 +294,6 @@ def _take_in(
 
 
 def _describe(spec: RewardSpec, problem: Problem, batch: Sequence[int], rows: Sequence[int], table: Table) -> str:
-    """Say what happened where, and what to do about it."""
     what = f"reward {spec.shown} {problem.text}"
     several = f"{len(rows)} rows from {table.numbers[rows[0]]} to {table.numbers[rows[-1]]}"
     where = table.shown(rows[0]) if len(rows) == 1 else several
@@ -322,7 +327,7 @@ class _OpenGroup:
 
 
 class Groups:
-    """The groups of rows that one reward is asked about one after the other, and what it gave for them.
+    """Asks one reward about groups of rows, one after the other, and collects its values.
 
     Args:
         reward: the reward.
@@ -347,12 +352,12 @@ class Groups:
         self._warned = False
 
     def start(self, threads: ThreadPoolExecutor) -> None:
-        """Serve the feed on a thread. Those that wait for this reward's values get no more when it ends."""
+        """Start the executor on a thread. If it ends, rewards that wait for this one's values get no more."""
         self.served = threads.submit(self.reward.executor.serve, self.feed)
         self.served.add_done_callback(lambda _: [follower.end() for follower in self.followers])
 
     def ask(self, group: Group, table: Table, gate: RewardResult | None = None) -> None:
-        """Hand out the rows of a group, or those that the gate lets pass.
+        """Queue the rows of a group, or those that the gate lets pass.
 
         A synchronous function of one row gets a batch per worker, any other a single one. With two workers, rows 0 to 4
         become ``[[0, 1, 2], [3, 4]]``.
@@ -367,15 +372,12 @@ class Groups:
             self._complete(group)
 
     def end(self) -> None:
-        """Say that all groups were handed out."""
+        """Mark that all groups are queued."""
         self.feed.end(self._rollouts)
 
     def result(self, rollout: int, prompts: Sequence[int]) -> RewardResult:
-        """Wait for the values of some prompts of a rollout; the reward's gate must have ended well.
-
-        Raises:
-            RewardError: for a problem, if ``on_error`` is stop.
-        """
+        """Wait for the values of some prompts of a rollout; the reward's gate must have ended without an error. Raises
+        RewardError for a problem, if ``on_error`` is stop."""
         self.served.result()
         parts = [self.results[rollout, prompt] for prompt in prompts]
         logged: dict[str, list[float]] = {}

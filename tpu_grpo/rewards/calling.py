@@ -1,41 +1,45 @@
-"""A reward is called here, in whatever process: a batch goes in, numbers and problems come out.
+"""Calls a reward, in whatever process: a batch goes in, numbers and problems come out.
 
     batch = RewardBatch({"completions": ["5", "6"], "answer": ["5", "7"]}, step=3, size=2)
     answer = Caller(call, function).answer(batch, seconds)    # Answer([1.0, nan], [Problem("raised", "...", row=1)])
 
-Nothing a reward does to itself is an exception here: what it raises and what it returns in place of numbers become
-Problems, which pass between processes and which ``on_error`` of the config decides about.
+A reward's errors are not exceptions here: what it raises, or returns in place of numbers, becomes a Problem, which
+passes between processes, and about which ``on_error`` of the config decides.
 """
 
 import asyncio
+import base64
 import inspect
 import math
 import re
 import reprlib
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
-from typing import Any, Literal, cast
+from types import SimpleNamespace
+from typing import Annotated, Any, Literal, cast
 
 import numpy as np
 from jaxtyping import Float
+from pydantic import PlainValidator
 
 from tpu_grpo.records.episode import KeptEnvironment
 from tpu_grpo.records.errors import RewardError
-from tpu_grpo.rewards.protocol import (
-    EXTRAS,
-    OF_ROWS,
-    RESERVED_METRICS,
-    SAMPLE_ARGUMENTS,
-    TEXT_ARGUMENTS,
-    TrainerState,
-)
+from tpu_grpo.rewards.protocol import EXTRAS, OF_ROWS, RESERVED_METRICS, TEXT_ARGUMENTS, TrainerState
+from tpu_grpo.rewards.shipped.correctness import boxed, inside
 from tpu_grpo.workers.attributes import rebuilt
 
-TokenValues = Float[np.ndarray, "_"]
-"""float64, a number per token; of length 0 for a completion that the reward says nothing of."""
+
+def _read_values(text: object) -> np.ndarray:
+    if not isinstance(text, str):
+        raise ValueError("numbers of tokens must be sent as a text")
+    return np.frombuffer(base64.b64decode(text, validate=True), np.float64).copy()
+
+
+TokenValues = Annotated[Float[np.ndarray, "_"], PlainValidator(_read_values)]
+"""float64, a number per token; of length 0 for a completion that the reward says nothing of. Workers send base64."""
 NO_VALUES: TokenValues = np.zeros(0)
 SHORT_REPR = reprlib.Repr(maxstring=120, maxother=120)
 """It shortens the texts and values that error messages show."""
@@ -43,10 +47,9 @@ SEARCH_SECONDS = 2.0
 """The search for the row that makes a reward of a batch raise ends after this time."""
 _LATE = object()
 _LONGEST_MESSAGE = 500
-_ROW_ARGUMENTS = {batch: row for row, batch in SAMPLE_ARGUMENTS.items()}
-VERL_COMPLETION = "solution_str"
+VERL_COMPLETIONS = {"solution_str", "solution_strs", "model_output", "predict_str"}
 VERL_INFO = "extra_info"
-"""verl passes an empty one where the data has no such column."""
+"""verl passes an empty one where the data has no such column, or a null."""
 VERL_TRUTH, VERL_TRUTH_COLUMN = "ground_truth", "reward_model"
 """verl's data has the ground truth within another column."""
 _WANTED_MESSAGES = re.compile(
@@ -59,10 +62,9 @@ _WANTED_TEXTS = re.compile(r"'?\blist\b'?")
 
 @dataclass(frozen=True)
 class Call:
-    """A Call says how a reward is found and called; worker processes are sent theirs."""
+    """How a reward is found and called; worker processes receive one."""
 
     name: str
-    """The metrics show this name."""
     source: str
     """The config gives this name, by which the reward is found."""
     arguments: tuple[str, ...] = ("completions",)
@@ -73,6 +75,12 @@ class Call:
     """A function that declares ``options`` gets all of them."""
     extras: tuple[str, ...] = ()
     """The function declares these of protocol.EXTRAS."""
+    beside: tuple[str, ...] = ()
+    """These columns are in ``batch`` and ``states`` only."""
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """The parameters that get columns and extras: {completions: completion}; those left out have the same name."""
+    is_built: bool = False
+    """If set, what the source names is a class, or a function that makes the reward: it is called with the options."""
     concurrency: int | None = None
     """An async function of one row runs for this many rows at a time; it is None for a function of a batch."""
     is_async: bool = False
@@ -81,7 +89,7 @@ class Call:
     per_token: bool = False
     """If set, the function gives a number per token, see `per_token`."""
     verl: bool = False
-    """If set, a row's arguments have verl's names, see `verl_arguments`."""
+    """If set, it gets the ground truth and ``extra_info`` as verl passes them, see `verl_argument`."""
     max_steps: int = 0
     """The steps of the run, for ``trainer_state``."""
     find_failing_row: bool = True
@@ -91,24 +99,23 @@ class Call:
 
     @property
     def batch_columns(self) -> list[str]:
-        """Name the columns of a batch for this reward: its arguments, and those of OF_ROWS that it declares."""
-        return [*self.arguments, *(name for name in OF_ROWS if name in self.extras)]
+        """Return the columns of a batch for this reward: its arguments, and those of OF_ROWS that it declares."""
+        return [*self.arguments, *self.beside, *(name for name in OF_ROWS if name in self.extras)]
 
 
 @dataclass(frozen=True)
 class RewardBatch:
-    """A RewardBatch holds the rows that a reward is asked about at once."""
+    """The rows of one call of a reward."""
 
     columns: Mapping[str, Sequence[Any]]
     """It holds the reward's arguments by name, each [size], and those of protocol.OF_ROWS that it declares."""
     step: int
     size: int
-    """It counts the rows."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A Problem is what a reward did instead of giving a number."""
+    """What a reward did in place of returning a number."""
 
     kind: Literal["raised", "late", "died", "wrong"]
     text: str
@@ -118,12 +125,11 @@ class Problem:
     failing_row: int | None = None
     """This row was found to raise on its own, where the whole batch is concerned."""
     trace: str = ""
-    """It holds the text of the traceback, where there is one."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """An Answer is what a reward says about a batch."""
+    """A reward's values and problems for a batch."""
 
     values: list[float]
     """It has one value per row, which is NaN where the reward does not apply or had a problem."""
@@ -133,23 +139,40 @@ class Answer:
     of_tokens: list[TokenValues] = field(default_factory=list)
     """A reward of single tokens gave these per row, see `check_token_values`; it is empty of any other."""
 
+    def fits(self, batch: RewardBatch) -> bool:
+        """Whether this can be an answer for a batch, beyond its types."""
+        rows = (*(p.row for p in self.problems), *(p.failing_row for p in self.problems))
+        numbers = [*self.values, *(value for values in self.logged.values() for value in values)]
+        lengths = [len(ids) for ids in batch.columns.get("completion_ids", ())] if self.of_tokens else []
+        return (
+            len(self.values) == batch.size
+            and not any(map(math.isinf, numbers))
+            and all(row is None or 0 <= row < batch.size for row in rows)
+            and len(self.of_tokens) == len(lengths)
+            and all(
+                len(values_T) in (0, length) and np.isfinite(values_T).all()
+                for values_T, length in zip(self.of_tokens, lengths, strict=True)
+            )
+        )
+
 
 def failed_answer(size: int, problem: Problem) -> Answer:
-    """Make the answer to a batch of which no row has a value."""
+    """Make the answer for a batch in which no row has a value."""
     return Answer([math.nan] * size, [problem])
 
 
 class Caller:
-    """A Caller holds a reward that is ready to be called; it is used from one thread."""
+    """A reward that is ready to be called, from one thread."""
 
     def __init__(self, call: Call, target: Any):
         """Build the reward, if it is a class, and call its ``setup``. Raises what these raise."""
         self._call = call
         self._loop = asyncio.Runner()
-        is_class = inspect.isclass(target)
-        self._reward: Any = target(**call.passed_options) if is_class else target
-        self._passed_options = {} if is_class else dict(call.passed_options)
-        function = target if inspect.isfunction(target) else type(self._reward).__call__
+        is_built = call.is_built or inspect.isclass(target)
+        self._reward: Any = target(**call.passed_options) if is_built else target
+        self._passed_options = {} if is_built else dict(call.passed_options)
+        self._parser = AnswerParser(call.options.get("parser")) if "parser" in call.extras else None
+        function = self._reward if inspect.isfunction(self._reward) else type(self._reward).__call__
         self._code = getattr(inspect.unwrap(function), "__code__", None)
         self._call_if_defined("setup")
 
@@ -163,10 +186,10 @@ class Caller:
             self._resolve(function())
 
     def answer(self, batch: RewardBatch, deadline: float) -> Answer:
-        """Ask about a batch that is given up on after ``deadline`` seconds; the answer comes a little earlier.
+        """Call the reward on a batch with a deadline of ``deadline`` seconds; the answer comes a little earlier.
 
-        An async reward is cancelled then. A function of one row is not asked about further rows, and a function of a
-        batch runs on.
+        At the deadline an async reward is cancelled, a function of one row is not called for further rows, and a
+        function of a batch runs on.
         """
         seconds = max(0.0, deadline - min(0.5, 0.1 * deadline))
         if self._call.concurrency is None:
@@ -174,7 +197,7 @@ class Caller:
         return self._answer_rows(batch, seconds, self._call.concurrency)
 
     def raw_outputs(self, batch: RewardBatch) -> Any:
-        """Return what the function returns for a batch, or a list of its results by row; raises what it raises."""
+        """Return the function's result for a batch, or a list of its results by row; raises what it raises."""
         if self._call.concurrency is None:
             return self._resolve(self._reward(**self._arguments(batch, {})))
         return [self._resolve(self._reward(**self._arguments(batch, {}, row))) for row in range(batch.size)]
@@ -184,12 +207,14 @@ class Caller:
         lengths = self._lengths(batch)  # before the reward can change them
         try:
             values = self._resolve(self._reward(**self._arguments(batch, logged)), seconds)
+            if values is _LATE:
+                return failed_answer(batch.size, Problem("late", "did not finish"))
+            if isinstance(values, list) and any(isinstance(value, Mapping) for value in values):
+                values = [score_of(value, logged) for value in values]
+            numbers, of_tokens, problems = self._checked(values, lengths)
         except (Exception, SystemExit) as error:  # user code: anything can come
             failing_row = self._find_failing_row(batch) if self._call.find_failing_row else None
             return failed_answer(batch.size, self._raised(error, failing_row))
-        if values is _LATE:
-            return failed_answer(batch.size, Problem("late", "did not finish"))
-        numbers, of_tokens, problems = self._checked(values, lengths)
         return Answer(numbers, problems, logged, of_tokens)
 
     def _answer_rows(self, batch: RewardBatch, seconds: float, concurrency: int) -> Answer:
@@ -198,14 +223,7 @@ class Caller:
         results = [self._call_for_row(batch, logged, row, end) for row in range(batch.size)]
         if any(inspect.isawaitable(r) for r in results):
             results = self._loop.run(self._await_rows(results, seconds, concurrency))
-        numbers, of_tokens, problems = [], [], []
-        for row, result in enumerate(results):
-            result = result if isinstance(result, Problem) else score_of(result, logged)
-            failed = [result] if isinstance(result, Problem) else []
-            value, given, found = self._checked([None if failed else result], lengths[row : row + 1])
-            numbers += value
-            of_tokens += given
-            problems += [replace(problem, row=row) for problem in failed or found]
+        numbers, of_tokens, problems = self._checked([score_of(result, logged) for result in results], lengths)
         return Answer(numbers, problems, logged, of_tokens)
 
     def _lengths(self, batch: RewardBatch) -> list[int]:
@@ -213,14 +231,12 @@ class Caller:
         return [len(ids) for ids in batch.columns["completion_ids"]] if self._call.per_token else [1] * batch.size
 
     def _checked(self, values: Any, lengths: Sequence[int]) -> tuple[list[float], list[Any], list[Problem]]:
-        """Check what the reward returned for completions of these lengths."""
         if self._call.per_token:
             return check_token_values(values, lengths)
         numbers, problems = check_values(values, len(lengths))
         return numbers, [], problems
 
     def _call_for_row(self, batch: RewardBatch, logged: dict[str, list[float]], row: int, end: float) -> Any:
-        """Return what a call for one row returns, or the problem with it."""
         if time.monotonic() >= end:
             return Problem("late", "did not get to it")
         try:
@@ -251,27 +267,41 @@ class Caller:
 
     def _resolve(self, value: Any, seconds: float | None = None) -> Any:
         """Return a value as it is, or an awaitable's result, or _LATE if that takes longer than ``seconds``."""
-        if not inspect.isawaitable(value):
-            return value
-        return self._loop.run(_await_within(value, seconds))
+
+        async def within() -> Any:
+            task = asyncio.ensure_future(value)
+            _, late = await asyncio.wait([task], timeout=seconds)
+            await _cancel(late)
+            return _LATE if late else task.result()
+
+        return self._loop.run(within()) if inspect.isawaitable(value) else value
 
     def _arguments(self, batch: RewardBatch, logged: dict[str, list[float]], row: int | None = None) -> dict[str, Any]:
         """Make the keyword arguments for the batch, or for one row of it; the reward may change the lists."""
-        if row is None:
-            columns = {n: [self._as_argument(n, v) for v in values] for n, values in batch.columns.items()}
-        else:
-            columns = {
-                _ROW_ARGUMENTS.get(n, n): self._as_argument(n, values[row]) for n, values in batch.columns.items()
-            }
+        call, renamed = self._call, self._call.renamed
+        rows = slice(None) if row is None else slice(row, row + 1)
+        given = {n: [self._as_argument(n, value) for value in values[rows]] for n, values in batch.columns.items()}
+        data = {n: values for n, values in given.items() if n not in (*TEXT_ARGUMENTS, *OF_ROWS)}
+        size = batch.size if row is None else 1
+        arguments = {n: values for n, values in given.items() if n not in call.beside}
+        if "states" in call.extras:
+            shown = {**data, "prompt": given["prompts"], "completion": given["completions"]}
+            arguments["states"] = [{n: values[i] for n, values in shown.items()} for i in range(size)]
+        if row is not None:
+            arguments = {n: value for n, [value] in arguments.items()}
         extras = {
             "step": batch.step,
-            "options": dict(self._call.options),
+            "options": dict(call.options),
             "log_metric": logger(logged),
-            "trainer_state": TrainerState(batch.step, self._call.max_steps),
+            "log_extra": lambda name, values: None,
+            "trainer_state": TrainerState(batch.step, call.max_steps),
+            "batch": data,
+            "parser": self._parser,
             VERL_INFO: {},
+            f"{VERL_INFO}s": [{} for _ in range(size)],
         }
-        arguments = {**columns, **{n: extras[n] for n in self._call.extras if n in extras}, **self._passed_options}
-        return verl_arguments(arguments) if self._call.verl else arguments
+        arguments |= {n: extras[n] for n in call.extras if n in extras}
+        return {renamed.get(n, n): value for n, value in arguments.items()} | self._passed_options
 
     def _as_argument(self, name: str, value: Any) -> Any:
         """Make messages where the reward expects them; what it may change is a copy, as other rewards get it, too."""
@@ -280,7 +310,7 @@ class Caller:
         if isinstance(value, KeptEnvironment):
             return rebuilt(value, RewardError)
         if not self._call.messages or name not in TEXT_ARGUMENTS:
-            return value
+            return verl_argument(name, value) if self._call.verl else value
         if isinstance(value, str):
             return [{"role": "assistant", "content": value}]
         return [dict(message) for message in value]
@@ -299,10 +329,8 @@ class Caller:
         return f"{frame.filename}:{frame.lineno} in {frame.name}"
 
     def _find_failing_row(self, batch: RewardBatch) -> int | None:
-        """Call a reward that raised once more, a row at a time, up to the first row that raises.
-
-        The run ends with this error either way, so a second call per row is a fair price for the name of the sample.
-        """
+        """Call a reward that raised once more, a row at a time, up to the first row that raises. The run ends with this
+        error either way, so a second call per row is a fair price for the name of the sample."""
         started = time.monotonic()
         for row in range(batch.size):
             if time.monotonic() - started > SEARCH_SECONDS:
@@ -313,16 +341,6 @@ class Caller:
             except (Exception, SystemExit):  # user code: anything can come
                 return row
         return None
-
-
-async def _await_within(value: Awaitable[Any], seconds: float | None) -> Any:
-    async def wait_for() -> Any:  # any awaitable becomes a coroutine
-        return await value
-
-    task = asyncio.ensure_future(wait_for())
-    _, late = await asyncio.wait([task], timeout=seconds)
-    await _cancel(late)
-    return _LATE if late else task.result()
 
 
 async def _cancel(tasks: Collection[asyncio.Future[Any]]) -> None:
@@ -337,16 +355,15 @@ async def _cancel(tasks: Collection[asyncio.Future[Any]]) -> None:
 
 
 def check_values(values: Any, expected: int) -> tuple[list[float], list[Problem]]:
-    """Turn what a reward returned into ``expected`` numbers, NaN for None, and the problems that were found."""
-    found = length_of(values)
-    if found != expected:
-        got = f"a {type(values).__name__}" if found is None else f"{found} values"
-        text = f"must return a list of one number (or None) per completion, {expected} here, got {got}"
-        return [math.nan] * expected, [Problem("wrong", text)]
+    """Convert a reward's result to ``expected`` numbers, NaN for None, and its problems."""
+    if problem := _miscounted(values, expected, "of one number"):
+        return [math.nan] * expected, [problem]
     numbers, problems = [], []
     for row, value in enumerate(values):
-        number = number_or_none(value)
-        if number is None:
+        number = math.nan if isinstance(value, Problem) else number_or_none(value)
+        if isinstance(value, Problem):
+            problems.append(replace(value, row=row))
+        elif number is None:
             marked = "" if length_of(value) is None else "; marked with @per_token, a number per token"
             wanted = f"must return finite numbers (or None where it does not apply{marked})"
             text = f"{wanted}, got {SHORT_REPR.repr(value)}"
@@ -355,13 +372,17 @@ def check_values(values: Any, expected: int) -> tuple[list[float], list[Problem]
     return numbers, problems
 
 
+def _miscounted(values: Any, expected: int, of_what: str) -> Problem | None:
+    if (found := length_of(values)) == expected:
+        return None
+    got = f"a {type(values).__name__}" if found is None else f"{found} values"
+    return Problem("wrong", f"must return a list {of_what} (or None) per completion, {expected} here, got {got}")
+
+
 def length_of(values: Any) -> int | None:
     """Return the length of a list, tuple or array, None for anything else: generators, texts, sets, mappings."""
-    if isinstance(values, str | bytes | set | frozenset | Mapping) or not hasattr(values, "__len__"):
-        return None
-    if getattr(values, "shape", (0,)) == ():
-        return None
-    return len(values)
+    is_other = isinstance(values, str | bytes | set | frozenset | Mapping) or not hasattr(values, "__len__")
+    return None if is_other or getattr(values, "shape", (0,)) == () else len(values)
 
 
 def number_or_none(value: Any) -> float | None:
@@ -378,40 +399,39 @@ def number_or_none(value: Any) -> float | None:
 
 
 def check_token_values(values: Any, lengths: Sequence[int]) -> tuple[list[float], list[TokenValues], list[Problem]]:
-    """Turn what a reward of single tokens returned for completions of these ``lengths`` into numbers.
+    """Convert the result of a reward of single tokens, for completions of these ``lengths``, to numbers.
 
     Returns:
         Of each completion the sum over its tokens, NaN for None; the numbers of its tokens; the problems found.
     """
     nothing = [math.nan] * len(lengths), [NO_VALUES] * len(lengths)
-    if (found := length_of(values)) != len(lengths):
-        got = f"a {type(values).__name__}" if found is None else f"{found} values"
-        text = f"must return a list with one list of numbers (or None) per completion, {len(lengths)} here, got {got}"
-        return *nothing, [Problem("wrong", text)]
+    if problem := _miscounted(values, len(lengths), "with one list of numbers"):
+        return *nothing, [problem]
     sums, of_tokens, problems = *nothing, []
     for row, (value, count) in enumerate(zip(values, lengths, strict=True)):
         if value is None:
             continue
-        found = _numbers(value, count)
-        if isinstance(found, str):
-            problems.append(Problem("wrong", found, row))
+        found = value if isinstance(value, Problem) else _numbers(value, count)
+        if isinstance(found, Problem):
+            problems.append(replace(found, row=row))
         else:
             sums[row], of_tokens[row] = math.fsum(found), found
     return sums, of_tokens, problems
 
 
-def _numbers(value: Any, count: int) -> TokenValues | str:
+def _numbers(value: Any, count: int) -> TokenValues | Problem:
     """Return the numbers of a completion's tokens, or what is wrong with them."""
     if (found := length_of(value)) != count:
         got = SHORT_REPR.repr(value) if found is None else f"{found} values"
-        return f"must return one number per token, {count} for this completion (the stop token counts, too), got {got}"
+        text = f"must return one number per token, {count} for this completion (the stop token counts, too), got {got}"
+        return Problem("wrong", text)
     if hasattr(value, "dtype"):
         array_T = np.asarray(value)
     else:
         numbers = [number_or_none(each) for each in value]
         array_T = np.array([math.nan if number is None else number for number in numbers])
     if array_T.ndim != 1 or array_T.dtype.kind not in "biuf" or not np.isfinite(array_T).all():
-        return f"must return finite numbers per token, got {SHORT_REPR.repr(value)}"
+        return Problem("wrong", f"must return finite numbers per token, got {SHORT_REPR.repr(value)}")
     return array_T.astype(np.float64)
 
 
@@ -419,7 +439,7 @@ def _numbers(value: Any, count: int) -> TokenValues | str:
 
 
 def logger(logged: dict[str, list[float]]) -> Callable[[str, float], None]:
-    """Make the ``log_metric`` of a call, which adds to what was logged."""
+    """Make the ``log_metric`` of a call, which adds to its logged values."""
 
     def log_metric(name: str, value: float) -> None:
         number = number_or_none(value)
@@ -434,10 +454,13 @@ def logger(logged: dict[str, list[float]]) -> Callable[[str, float], None]:
 
 
 def score_of(result: Any, logged: dict[str, list[float]]) -> Any:
-    """Return what a row is worth, and log what else is a number in a result with a score, or return the problem.
+    """Return a row's score, and log the other numbers of a result that has a score; or return the problem.
 
-    verl's rewards return such results: {"score": 1.0, "acc": True, "pred": "72"} is worth 1.0 and logs acc.
+    verl's rewards return such results: {"score": 1.0, "acc": True, "pred": "72"} is worth 1.0 and logs acc. Those of
+    Tunix and rLLM return an object with a reward and a dict ``metadata``.
     """
+    if isinstance(metadata := getattr(result, "metadata", None), Mapping) and hasattr(result, "reward"):
+        result = {**metadata, "score": result.reward}
     if not isinstance(result, Mapping) or "score" not in result:
         return result
     log_metric = logger(logged)
@@ -454,30 +477,64 @@ def score_of(result: Any, logged: dict[str, list[float]]) -> Any:
 # --- rewards that were written for another trainer -------------------------------------------------------------------
 
 
-def verl_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a row as verl passes them: the ground truth by itself, and no null ``extra_info``.
+def verl_argument(name: str, value: Any) -> Any:
+    """Convert a value of the data to what verl passes: the bare ground truth, and an empty ``extra_info`` for null.
+    Raises ValueError for a column ``reward_model`` without a ground truth."""
+    if name == VERL_TRUTH_COLUMN:
+        if not isinstance(value, Mapping) or VERL_TRUTH not in value:
+            raise ValueError(f"the column reward_model must hold a ground_truth, as verl's data does, got {value!r}")
+        return value[VERL_TRUTH]
+    return {} if name == VERL_INFO and value is None else value
 
-    Raises:
-        ValueError: for a column ``reward_model`` without a ground truth.
+
+class AnswerParser:
+    r"""Parses completions, texts or messages, like the parsers of verifiers.
+
+    Args:
+        how: None for the whole text, "think" for what follows ``</think>``, "boxed" for the last ``\boxed{...}``; or a
+            list of tags, of which ``answer``, or else the last, holds the answer.
     """
-    found = dict(arguments)
-    if VERL_INFO in found and found[VERL_INFO] is None:
-        found[VERL_INFO] = {}
-    if "completion" in found:
-        found[VERL_COMPLETION] = found.pop("completion")
-    if VERL_TRUTH_COLUMN in found:
-        column = found.pop(VERL_TRUTH_COLUMN)
-        if not isinstance(column, Mapping) or VERL_TRUTH not in column:
-            raise ValueError(f"the column reward_model must hold a ground_truth, as verl's data does, got {column!r}")
-        found[VERL_TRUTH] = column[VERL_TRUTH]
-    return found
+
+    def __init__(self, how: Any = None):
+        self._tags = how if isinstance(how, list | tuple) else ()
+        if how not in (None, "think", "boxed") and not all(str(tag).isidentifier() for tag in self._tags or ("",)):
+            raise ValueError(f"the option parser must be think, boxed or a list of tags, got {how!r}; correct it")
+        self._how = how
+
+    def parse(self, text: str) -> Any:
+        """Return the answer in a text, None if there is none; for tags an object with an attribute per tag."""
+        match self._how:
+            case None:
+                return text.strip()
+            case "think":
+                return text.rpartition("</think>")[2].strip() if "</think>" in text else ""
+            case "boxed":
+                return (boxed(text)[-1:] or [None])[0]
+        return SimpleNamespace(**{tag: inside(text, tag) for tag in self._tags})
+
+    def parse_answer(self, completion: Any) -> str | None:
+        """Return the answer of a completion's last message."""
+        said = completion if isinstance(completion, str) else self.get_assistant_messages(completion)[-1]["content"]
+        found = self.parse(said)
+        return getattr(found, "answer" if "answer" in self._tags else self._tags[-1]) if self._tags else found
+
+    def get_assistant_messages(self, completion: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """Return what the model says."""
+        return [message for message in completion if message["role"] == "assistant"]
+
+    def get_user_messages(self, completion: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """Return what an environment says."""
+        return [message for message in completion if message["role"] == "user"]
 
 
 def hint(call: Call, error: BaseException) -> str:
-    """Return what to try, as the end of a message about the error; nothing if nothing comes to mind."""
+    """Return a suggestion for the error, as the end of its message; empty if there is none."""
     text = str(error)
     if isinstance(error, KeyError) and error.args and error.args[0] in EXTRAS:
         return f"; it comes to a function that declares it: add {error.args[0]} to its parameters"
+    if isinstance(error, KeyError) and {"batch", "states"} & {*call.extras}:
+        columns = [name for name in (*call.arguments, *call.beside) if name not in TEXT_ARGUMENTS]
+        return f"; the columns of the data are: {', '.join(columns)}"
     if not isinstance(error, TypeError | AttributeError | IndexError):
         return ""
     if not call.messages and _WANTED_MESSAGES.search(text):

@@ -1,27 +1,39 @@
-"""Over several hosts, each host scores some of the groups, and all end with the rewards of all rows.
+"""Scores groups on several hosts: each host scores some, and all get the rewards of all rows.
 
-A reward that computes something else on one host would go unnoticed, since nobody else scores that host's groups. So
-one group of every step, the witness, is scored by all hosts, and their values are compared.
+A reward that computes other values on one host would go unnoticed, since no other host scores the same groups. So one
+group of every step, the witness, is scored by all hosts, and their values are compared.
 """
 
-import base64
-import json
 import time
-import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from jaxtyping import Float
 
-from tpu_grpo.hosts import Hosts
+from tpu_grpo.hosts import Hosts, packed, unpacked
 from tpu_grpo.records.errors import LockstepError
-from tpu_grpo.records.stages import Completion, Figure, PromptBatch, Rollout, Scores
+from tpu_grpo.records.stages import Figure, PromptBatch, Rollout, Scores
 from tpu_grpo.rewards.calling import NO_VALUES, TokenValues
-from tpu_grpo.rewards.scoring import RewardSet, check_some_scored
+from tpu_grpo.rewards.scoring import RewardSet, Scoring, check_some_scored
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a host tells the others of its rows."""
+
+    columns: list[list[float]]
+    """Totals, what is not scored, and every reward; as JSON floats survive exactly, NaN included."""
+    witness: dict[str, list[float | str] | None]
+    """What it gives for the rows of the witness, by the names of the rewards that are compared."""
+    figures: dict[str, Figure]
+    of_tokens: str
+    """The rewards of all tokens of its rows, packed."""
 
 
 class DistributedRewards:
-    """Score like a RewardSet, with the work split by groups: a rollout says which host scores which prompts.
+    """A RewardSet whose work is divided by groups: a rollout says which host scores which prompts.
 
     A reward sees the rows of its host only, so one that compares rows with each other must do so within a group.
     """
@@ -33,7 +45,7 @@ class DistributedRewards:
         """These rewards give the same value for the same text, wherever they are computed."""
 
     def score(self, rollout: Rollout) -> Scores:
-        """Return the rewards of all B rows of a rollout that is there; see ``DistributedScoring.finish``."""
+        """Return the rewards of all B rows of a finished rollout; see ``DistributedScoring.finish``."""
         if self._hosts.count > 1:
             with self.begin(rollout.batch) as scoring:
                 return scoring.finish([rollout])[0]
@@ -50,39 +62,31 @@ class DistributedRewards:
         self.rewards.close()
 
 
-class DistributedScoring:
-    """Scores rollouts whose groups it may be told of before the rollouts are there: each on the host that scores it."""
+class DistributedScoring(Scoring):
+    """Scores rollouts, each group on the host that scores it; groups may be added before a rollout is finished."""
 
     def __init__(
         self, rewards: RewardSet, hosts: Hosts, compared: Sequence[str], batch: PromptBatch, rollouts: int
     ) -> None:
-        self._rewards = rewards
-        self._hosts = hosts
-        self._compared = compared
-        self._scoring = rewards.begin(batch, rollouts)
+        super().__init__(rewards, batch, rollouts)
+        self._hosts, self._compared = hosts, compared
         self._own: Sequence[Scores | None] | None = None
 
-    def add(self, prompt: int, completions: Sequence[Completion], texts: Sequence[str], rollout: int = 0) -> None:
-        """Have the group of a prompt scored as soon as this host's rewards find time; see ``Scoring.add``."""
-        self._scoring.add(prompt, completions, texts, rollout)
-
     def score_own(self, rollouts: Sequence[Rollout]) -> None:
-        """Score this host's groups, without a word to the other hosts; ``finish`` does so too, if this was not called.
-
-        Raises:
-            RewardError: if a reward fails on this host.
-        """
+        """Score this host's groups without communication; ``finish`` does so too, if this was not called. Raises
+        RewardError if a reward fails on this host."""
         self._started = time.perf_counter()
         if self._hosts.count == 1:
-            self._own = self._scoring.finish(rollouts)
+            self._own = super().finish(rollouts)
             return
         scorers = scorers_of(rollouts[0], self._hosts.count)
         own = [prompt for prompt, host in enumerate(scorers) if host == self._hosts.index]
-        self._own = self._scoring.finish(rollouts, own) if own else [None] * len(rollouts)
-        self._scoring.close()
+        self._own = super().finish(rollouts, own) if own else [None] * len(rollouts)
+        self.close()
 
     def finish(self, rollouts: Sequence[Rollout]) -> list[Scores]:
-        """Return the rewards of all B rows of every rollout, the same on every host. Their prompts are the same.
+        """Return the rewards of all B rows of every rollout, the same on every host. The rollouts have the same
+        prompts.
 
         Raises:
             RewardError: if a reward fails on this host; or on all hosts, if no reward applies to any row.
@@ -102,44 +106,48 @@ class DistributedScoring:
     def _gathered(self, rollout: Rollout, own: Scores | None, scorers: Sequence[int], start: float) -> Scores:
         """Put the scores of all hosts together, and compare those of the witness."""
         witness = rollout.select([rollout.batch.step % len(scorers)])
-        witness_values = self._rewards.repeatable_values(witness, self._compared)
-        names = self._rewards.names
-        figures = {} if own is None else encode_figures(own.figures)
-        of_tokens = packed(() if own is None else own.per_token)
-        columns: list[list[Any]] = [[] for _ in range(2 + len(names))]  # as JSON, floats survive exactly, NaN included
+        names, token_rewards = self._rewards.names, self._rewards.token_rewards
+        columns, figures, of_tokens = [np.zeros(0)] * (2 + len(names)), dict[str, Figure](), [NO_VALUES]
         if own is not None:
-            values = [own.by_name[name].tolist() for name in names]
-            columns = [own.total.tolist(), (~own.scored).tolist(), *values]
-        message = json.dumps([columns, witness_values, figures, of_tokens]).encode()
-        answers = map(json.loads, self._hosts.gather("rewards", message))
-        by_host, witnesses, host_figures, texts = zip(*answers, strict=True)
-        _compare_witness(witness, witnesses)
-        total, unscored, *by_name = _interleave(by_host, rollout, scorers)
-        token_rewards, lengths = self._rewards.token_rewards, [len(c.token_ids) for c in rollout.completions]
-        hosts = np.repeat(scorers, rollout.group_size).tolist()
+            columns = [own.total, (~own.scored).astype(float), *(own.by_name[name] for name in names)]
+            figures, of_tokens = dict(own.figures), [NO_VALUES, *own.per_token]
+        witness_values = self._rewards.repeatable_values(witness, self._compared)
+        mine = Told([c.tolist() for c in columns], witness_values, figures, packed(np.concatenate(of_tokens)))
+        rows_of = [np.repeat(np.array(scorers) == host, rollout.group_size) for host in range(self._hosts.count)]
+        lengths = np.array([len(c.token_ids) if token_rewards else 0 for c in rollout.completions])
+
+        def read(host: int, told: Told) -> tuple[Told, Float[np.ndarray, "C b"], list[TokenValues]]:
+            """Raise ValueError for what is not of the host's b rows."""
+            found = np.array(told.columns).reshape(len(columns), rows_of[host].sum())
+            seen = {name: values and len(values) for name, values in told.witness.items()}
+            if seen.keys() != mine.witness.keys() or set(seen.values()) - {None, len(witness.texts)}:
+                raise ValueError(f"a witness of {len(witness.texts)} rows has {mine.witness.keys()}, got {seen}")
+            if any(figure.count < 1 for figure in told.figures.values()):
+                raise ValueError("a figure is of one value at least")
+            of_rows = lengths[rows_of[host]]
+            return told, found, np.split(unpacked(told.of_tokens, of_rows.sum()), np.cumsum(of_rows))[:-1]
+
+        answers = self._hosts.share("rewards", mine, Told, read)
+        _compare_witness(witness, [told.witness for told, _, _ in answers])
+        merged, per_token = np.empty((len(columns), len(lengths))), [NO_VALUES] * len(lengths)
+        for rows, (_, found, tokens) in zip(rows_of, answers, strict=True):
+            merged[:, rows] = found
+            for row, values in zip(np.flatnonzero(rows), tokens, strict=True):
+                per_token[row] = values
+        total, unscored, *by_name = merged
         return Scores(
             total,
             dict(zip(names, by_name, strict=True)),
             time.perf_counter() - start,
-            merge_figures(host_figures),
-            unpacked(dict(enumerate(texts)), lengths, hosts) if token_rewards else (),
+            merge_figures(told.figures for told, _, _ in answers),
+            tuple(per_token) if token_rewards else (),
             token_rewards,
             unscored.astype(bool),
         )
 
-    def close(self) -> None:
-        """Give up what is not scored yet."""
-        self._scoring.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
 
 def scorers_of(rollout: Rollout, hosts: int) -> list[int]:
-    """Return the host that scores each prompt: the one that was told of its group, or else hosts in turn."""
+    """Return the host that scores each prompt: the one to which its group was reported, else hosts in turn."""
     return list(rollout.told) or [prompt % hosts for prompt in range(len(rollout.batch.prompts))]
 
 
@@ -158,46 +166,10 @@ def _compare_witness(witness: Rollout, by_host: Sequence[Mapping[str, Sequence[A
                 )
 
 
-def _interleave(
-    columns_by_host: Sequence[Sequence[Sequence[float]]], rollout: Rollout, scorers: Sequence[int]
-) -> list[np.ndarray]:
-    """Put the rows of all hosts into the order of the rollout."""
-    merged = []
-    for column in range(len(columns_by_host[0])):
-        values_PG = np.empty((len(scorers), rollout.group_size))
-        for host, columns in enumerate(columns_by_host):
-            values_PG[np.array(scorers) == host] = np.reshape(columns[column], (-1, rollout.group_size))
-        merged.append(values_PG.reshape(-1))
-    return merged
-
-
-def packed(per_token: Sequence[TokenValues]) -> str:
-    """Pack the numbers of all tokens, exactly, as a short text: most are often 0."""
-    joined = np.concatenate([*per_token, NO_VALUES]).astype("<f8")
-    return base64.b64encode(zlib.compress(joined.tobytes(), level=1)).decode()
-
-
-def unpacked(texts: Mapping[int, str], lengths: Sequence[int], hosts: Sequence[int]) -> tuple[TokenValues, ...]:
-    """Put together what each host packed; completions have these ``lengths``, and these ``hosts`` scored them."""
-    numbers = {host: np.frombuffer(zlib.decompress(base64.b64decode(text)), "<f8") for host, text in texts.items()}
-    taken, found = dict.fromkeys(numbers, 0), []
-    for length, host in zip(lengths, hosts, strict=True):
-        start = taken[host]
-        taken[host] += length
-        found.append(numbers[host][start : start + length].astype(np.float64))
-    return tuple(found)
-
-
-def encode_figures(figures: Mapping[str, Figure]) -> dict[str, list[Any]]:
-    """Encode figures for JSON: name -> [value, how to merge, count]."""
-    return {name: [figure.value, figure.merge, figure.count] for name, figure in figures.items()}
-
-
-def merge_figures(by_host: Iterable[Mapping[str, list[Any]]]) -> dict[str, Figure]:
-    """Merge the encoded figures of several hosts."""
+def merge_figures(by_host: Iterable[Mapping[str, Figure]]) -> dict[str, Figure]:
+    """Merge the figures of several hosts."""
     merged: dict[str, Figure] = {}
     for figures in by_host:
-        for name, (value, how, count) in figures.items():
-            new = Figure(value, how, count)
-            merged[name] = merged[name].merged(new) if name in merged else new
+        for name, figure in figures.items():
+            merged[name] = merged[name].merged(figure) if name in merged else figure
     return merged

@@ -1,29 +1,23 @@
-"""An executor runs a reward: in worker processes of its own, or on a thread of the main process.
+"""Executors run a reward in worker processes of its own, or on a thread of the main process.
 
-executor.serve(feed)                               # answers what the feed brings, until it is over
-answers = run(executor, [batch, ...], seconds)     # one Answer per batch within the deadline, whatever happens
+executor.serve(feed)        # answers what the feed brings within its deadlines, whatever happens, until it is over
 executor.close()
 """
 
-import base64
-import contextlib
-import math
 import queue
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
 from selectors import EVENT_READ
-from typing import Any, Protocol
-
-import numpy as np
+from typing import Any
 
 from tpu_grpo.records.errors import RewardError
 from tpu_grpo.rewards.calling import Answer, Call, Caller, Problem, RewardBatch, failed_answer
-from tpu_grpo.rewards.feed import Feed, Served, Task
+from tpu_grpo.rewards.feed import Feed, Task
 from tpu_grpo.rewards.reward_functions import find_reward
 from tpu_grpo.workers.channel import FOREIGN, BrokenChannelError
 from tpu_grpo.workers.messages import Mode
@@ -34,78 +28,54 @@ _CLOSE_SECONDS = 5.0
 _POLL_SECONDS = 0.5
 
 
-class Executor(Protocol):
+class Executor(ABC):
     """An executor runs one reward and keeps its deadlines. It serves one feed at a time."""
 
+    def __init__(self) -> None:
+        self._busy = threading.Lock()
+        self._feed: Feed | None = None
+
     def serve(self, feed: Feed) -> None:
-        """Answer what the feed brings, until it is over; raises what the feed's ``answered`` raises."""
-        ...
+        """Answer the feed's batches until it is over; another thread's feed is awaited.
+
+        Raises:
+            RewardError: if the reward never could be set up; and whatever the feed's ``answered`` raises.
+            KeyboardInterrupt: if that is what a reward on a thread raised.
+        """
+        with self._busy:
+            self._feed = feed
+            try:
+                self._answer(feed)
+            finally:
+                self._feed = None
 
     def close(self) -> None:
-        """Let the reward close, and end what was started."""
-        ...
+        """Cancel the feed that is served, let the reward close, and end what was started.
 
+        A worker that is at work is ended at once; a call that still runs on a thread cannot be ended.
+        """
+        if (feed := self._feed) is not None:
+            feed.cancel()
+            if self._busy.acquire(timeout=_CLOSE_SECONDS):  # it has to notice, and to end busy workers
+                self._busy.release()
+        self._end()
 
-def run(executor: Executor, batches: Sequence[RewardBatch], seconds: float) -> list[Answer]:
-    """Return the answers to batches that are all there, within ``seconds`` for all of them together.
+    @abstractmethod
+    def _answer(self, feed: Feed) -> None: ...
 
-    Raises:
-        RewardError: if the reward never could be set up.
-    """
-    answers: dict[Any, Answer] = {}
-    with contextlib.closing(Feed(seconds, len(batches), answers.__setitem__)) as feed:
-        for index, batch in enumerate(batches):
-            feed.add(index, batch)
-        feed.end()
-        executor.serve(feed)
-        if feed.cancelled:
-            raise RewardError("every batch needs an answer, and the rewards were closed before they had given it")
-    return [answers[index] for index in range(len(batches))]
+    @abstractmethod
+    def _end(self) -> None: ...
 
 
 # --- in processes ----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class AnswerOfWorker:
-    """An answer as a worker sends it."""
-
-    values: list[float]
-    problems: list[Problem]
-    logged: dict[str, list[float]]
-    of_tokens: list[bytes]
-    """Each row's numbers as base64 of float64, as the machine has them."""
-
-    def read(self, batch: RewardBatch) -> Answer:
-        """Return the answer about a batch.
-
-        Raises:
-            ValueError: for one that is no answer about this batch.
-        """
-        rows = (*(p.row for p in self.problems), *(p.failing_row for p in self.problems))
-        of_tokens = [np.frombuffer(base64.b64decode(data, validate=True), np.float64).copy() for data in self.of_tokens]
-        numbers = [*self.values, *(value for values in self.logged.values() for value in values)]
-        lengths = [len(ids) for ids in batch.columns["completion_ids"]] if of_tokens else []
-        if (
-            len(self.values) != batch.size
-            or any(math.isinf(number) for number in numbers)
-            or not all(row is None or 0 <= row < batch.size for row in rows)
-            or len(of_tokens) != len(lengths)
-            or not all(
-                len(values_T) in (0, length) and np.isfinite(values_T).all()
-                for values_T, length in zip(of_tokens, lengths, strict=True)
-            )
-        ):
-            raise ValueError("the answer does not fit the batch")
-        return Answer(self.values, self.problems, self.logged, of_tokens)
-
-
 class CalledReward:
-    """A reward as a `Service` of workers, which are asked about one batch after the other."""
+    """A reward as a `Service` of workers, which answer one batch after the other."""
 
     mode: Mode = "in turn"
     start = "set up"
-    replies: tuple[type, ...] = (AnswerOfWorker,)
+    replies: tuple[type, ...] = (Answer,)
     most_bytes = 2**30
 
     def __init__(self, call: Call):
@@ -116,15 +86,9 @@ class CalledReward:
         self._caller = Caller(self.call, find_reward(self.call.source))
 
     @contextmanager
-    def answering(self, went_on: Callable[[], None]) -> Iterator[Callable[[RewardBatch, float], AnswerOfWorker]]:
-        """Give what asks the reward about a batch; lets the reward close at the end."""
-
-        def answer(batch: RewardBatch, seconds: float) -> AnswerOfWorker:
-            found = self._caller.answer(batch, seconds)
-            of_tokens = [base64.b64encode(np.asarray(v, np.float64).tobytes()) for v in found.of_tokens]
-            return AnswerOfWorker(found.values, found.problems, found.logged, of_tokens)
-
-        yield answer
+    def answering(self, went_on: Callable[[], None]) -> Iterator[Callable[[RewardBatch, float], Answer]]:
+        """Yield the function that calls the reward on a batch; close the reward at the end."""
+        yield self._caller.answer
         self._caller.close()
 
 
@@ -134,13 +98,11 @@ class _BatchSession(Session):
     def __init__(self, task: Task, answers: list[tuple[Task, Answer]], supervisor: Supervisor):
         self._task, self._answers, self._supervisor = task, answers, supervisor
 
-    def replied(self, reply: AnswerOfWorker) -> None:
+    def replied(self, reply: Answer) -> None:
         """Take the worker's answer."""
-        try:
-            answer = reply.read(self._task.batch)
-        except (ValueError, KeyError) as error:
-            raise BrokenChannelError(FOREIGN) from error
-        self._answers.append((self._task, answer))
+        if not reply.fits(self._task.batch):
+            raise BrokenChannelError(FOREIGN)
+        self._answers.append((self._task, reply))
         self._supervisor.release(self, 0.0)
 
     def late(self, *, has_begun: bool) -> None:
@@ -153,50 +115,43 @@ class _BatchSession(Session):
         self._answers.append((self._task, failed_answer(self._task.batch.size, died)))
 
 
-class WorkerPool:
-    """A pool has ``count`` worker processes of one reward.
+class WorkerPool(Executor):
+    """Runs one reward in ``count`` worker processes.
 
-    Workers are started when a feed needs them, and replaced when they die, hang, or have had ``recycle`` calls.
+    Workers are started when a feed needs them, and replaced when they die, hang, or have had ``recycle`` calls. A batch
+    whose worker dies is not tried again.
     """
 
     def __init__(self, call: Call, memory_bytes: int, count: int, recycle: int):
+        super().__init__()
         self._service, self._memory_bytes = CalledReward(call), memory_bytes
         self._count, self._recycle = count, recycle
         self._supervisor: Supervisor | None = None
         self._problem: Problem | None = None
         """Why workers cannot be set up, of the present feed."""
         self._answers: list[tuple[Task, Answer]] = []
-        self._served = Served()
 
-    def serve(self, feed: Feed) -> None:
-        """Answer what the feed brings. A batch whose worker dies is not tried again.
+    def _answer(self, feed: Feed) -> None:
+        if self._supervisor is None:
+            self._supervisor = Supervisor()
+            self._supervisor.add(self._service, self._memory_bytes)
+        supervisor, (crew,), self._problem = self._supervisor, self._supervisor.crews, None
+        supervisor.selector.register(feed, EVENT_READ, feed.hush)
+        try:
+            self._keep(crew, feed.expected)
+            while self._problem is None and not feed.cancelled and not all(w.is_ready for w in crew.workers):
+                self._advance(supervisor, crew, _POLL_SECONDS, is_starting=True)
+            while not feed.over:
+                self._go_on(feed, supervisor, crew)
+        finally:
+            supervisor.selector.unregister(feed)
+            self._end_busy(supervisor, crew)
+            for worker in [worker for worker in crew.workers if worker.begun >= self._recycle]:
+                crew.end(worker, _CLOSE_SECONDS)
+        if not feed.cancelled:
+            self._keep(crew, feed.expected)
 
-        Raises:
-            RewardError: if the reward never could be set up.
-        """
-        with self._served(feed):
-            if self._supervisor is None:
-                self._supervisor = Supervisor()
-                self._supervisor.add(self._service, self._memory_bytes)
-            supervisor, (crew,), self._problem = self._supervisor, self._supervisor.crews, None
-            supervisor.selector.register(feed, EVENT_READ, feed.hush)
-            try:
-                self._keep(crew, feed.expected)
-                while self._problem is None and not feed.cancelled and not all(w.is_ready for w in crew.workers):
-                    self._advance(supervisor, crew, _POLL_SECONDS, is_starting=True)
-                while not feed.over:
-                    self._go_on(feed, supervisor, crew)
-            finally:
-                supervisor.selector.unregister(feed)
-                self._end_busy(supervisor, crew)
-                for worker in [worker for worker in crew.workers if worker.begun >= self._recycle]:
-                    crew.end(worker, _CLOSE_SECONDS)
-            if not feed.cancelled:
-                self._keep(crew, feed.expected)
-
-    def close(self) -> None:
-        """Let the reward close in each worker, and end them; one that is at work is ended at once."""
-        self._served.give_up()
+    def _end(self) -> None:
         if self._supervisor is not None:
             self._supervisor.close(_CLOSE_SECONDS)
             self._supervisor = None
@@ -222,11 +177,8 @@ class WorkerPool:
         self._keep(crew, feed.left)
 
     def _advance(self, supervisor: Supervisor, crew: Crew, seconds: float, *, is_starting: bool = False) -> None:
-        """Take in what comes within ``seconds``; workers that cannot be set up are a problem for this feed.
-
-        Raises:
-            RewardError: if none ever was, as going on has no use then.
-        """
+        """Read the messages that arrive within ``seconds``; workers that cannot be set up are a problem for this feed.
+        Raises RewardError if none ever was, as going on has no use then."""
         try:
             if is_starting:
                 crew.starting.waited_for()
@@ -257,42 +209,30 @@ class WorkerPool:
 # --- on a thread -----------------------------------------------------------------------------------------------------
 
 
-class ThreadExecutor:
-    """A thread of the main process runs a cheap reward; a deadline is kept by going on without the answer."""
+class ThreadExecutor(Executor):
+    """Runs a cheap reward on a thread of the main process; after a deadline it goes on without the answer."""
 
     def __init__(self, call: Call, target: Any):
-        self._call = call
-        self._target = target
+        super().__init__()
+        self._call, self._target = call, target
         self._requests: queue.SimpleQueue[tuple[RewardBatch, float, Future[Answer]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._overdue: Future[Answer] | None = None
-        self._served = Served()
 
-    def serve(self, feed: Feed) -> None:
-        """Answer what the feed brings.
-
-        Raises:
-            RewardError: if the reward could not be set up.
-            KeyboardInterrupt: if that is what the reward raised.
-        """
+    def _answer(self, feed: Feed) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name=f"reward {self._call.name}", daemon=True)
             self._thread.start()
-        with self._served(feed):
-            while not feed.over:
-                if (task := feed.take()) is None:
-                    feed.wait(None)
-                else:
-                    feed.answer(task, self._ask(task, feed))
+        while not feed.over:
+            if (task := feed.take()) is None:
+                feed.wait(None)
+            else:
+                feed.answer(task, self._ask(task, feed))
 
-    def close(self) -> None:
-        """Let the reward close, and wait a moment for it; one that is at work on a thread cannot be ended."""
-        self._served.give_up()
-        if self._overdue is not None and not self._overdue.done():
-            return
-        if self._thread is not None:
+    def _end(self) -> None:
+        if self._thread is not None and (self._overdue is None or self._overdue.done()):
             self._requests.put(None)
-            self._thread.join(timeout=5.0)
+            self._thread.join(timeout=_CLOSE_SECONDS)
 
     def _ask(self, task: Task, feed: Feed) -> Answer:
         if self._overdue is not None and not self._overdue.done():

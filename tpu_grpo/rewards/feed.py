@@ -1,4 +1,4 @@
-"""A feed brings batches to an executor, which answers them while others are still to come.
+"""A feed hands batches to an executor, which answers them while further ones are still to come.
 
     feed = Feed(60.0, expected=3, answered=take)    # take(key, answer) is called once for every batch
     executor.serve(feed)                            # on a thread of its own; returns once the feed is over
@@ -6,8 +6,8 @@
     feed.add("b", batch)
     feed.end()                                      # no more: the feed is over when these are answered
 
-Two limits hold. The executor may take ``timeout`` seconds for a batch from the moment at which it is handed to a worker
-or thread. All batches must be answered ``timeout`` seconds after the executor finds that no more will come.
+Two limits hold. The executor may take ``timeout`` seconds for a batch from the moment at which a worker or thread
+gets it. All batches must be answered within ``timeout`` seconds after the executor finds that no more will come.
 """
 
 import math
@@ -16,39 +16,30 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from tpu_grpo.rewards.calling import Answer, Problem, RewardBatch, failed_answer
 
-GIVING_UP_SECONDS = 5.0
-"""A thread that serves a feed has this time to notice that the feed was cancelled, and to end busy workers."""
-
-Answered = Callable[[Any, Answer], None]
-"""Is told the key of a batch and its answer, on the thread that serves."""
-
 
 @dataclass(frozen=True)
 class Task:
-    """A Task is what a worker is asked at once: one batch, or several that were put together."""
+    """The work that a worker gets at once: one batch, or several joined ones."""
 
     keys: tuple[Any, ...]
     sizes: tuple[int, ...]
-    """It has the number of rows of each key's batch."""
     batch: RewardBatch
     until: float
     """It is given up on at this value of time.monotonic()."""
 
     @classmethod
     def of(cls, parts: Sequence[tuple[Any, RewardBatch]], until: float) -> Self:
-        """Put batches of one step together, one after the other."""
+        """Join batches of one step."""
         keys, batches = zip(*parts, strict=True)
-        first = batches[0]
-        columns = {name: [value for b in batches for value in b.columns[name]] for name in first.columns}
+        columns = {name: [value for b in batches for value in b.columns[name]] for name in batches[0].columns}
         sizes = tuple(batch.size for batch in batches)
-        return cls(keys, sizes, RewardBatch(columns, first.step, sum(sizes)), until)
+        return cls(keys, sizes, RewardBatch(columns, batches[0].step, sum(sizes)), until)
 
     def split(self, answer: Answer) -> list[Answer]:
         """Divide an answer among the batches.
@@ -57,12 +48,14 @@ class Task:
         """
         found, start = [], 0
         for size in self.sizes:
-            rows = range(start, start + size)
-            own = [replace(p, row=p.row - start) for p in answer.problems if p.row is not None and p.row in rows]
-            of_all = [p for p in answer.problems if p.row is None]
-            logged = {} if start else answer.logged
-            own_rows = slice(start, start + size)
-            found.append(Answer(answer.values[own_rows], of_all + own, logged, answer.of_tokens[own_rows]))
+            rows, logged = slice(start, start + size), {} if start else answer.logged
+            own = [
+                replace(p, row=p.row - start)
+                for p in answer.problems
+                if p.row is not None and 0 <= p.row - start < size
+            ]
+            problems = [p for p in answer.problems if p.row is None] + own
+            found.append(Answer(answer.values[rows], problems, logged, answer.of_tokens[rows]))
             start += size
         return found
 
@@ -73,13 +66,19 @@ class Feed:
     Args:
         timeout: the seconds of both limits.
         expected: about how many batches will come, for the number of workers that are started.
-        answered: is told the answers.
+        answered: is told the key of each batch and its answer, on the thread that serves.
         joins: whether batches that wait may be put together, as is good for functions that await all rows at once.
         weight: the share of a call, as ``recycle`` counts them, that a batch is.
     """
 
     def __init__(
-        self, timeout: float, expected: int, answered: Answered, *, joins: bool = False, weight: float = 1.0
+        self,
+        timeout: float,
+        expected: int,
+        answered: Callable[[Any, Answer], None],
+        *,
+        joins: bool = False,
+        weight: float = 1.0,
     ) -> None:
         self.timeout = timeout
         self.expected = expected
@@ -94,7 +93,7 @@ class Feed:
         self._unanswered: dict[Any, int] = {}
         self._done = 0
         self._rounds = 0
-        """No more batches will come once it is 1 or more; the second limit is so many times the timeout."""
+        """No more batches will come once it is 1 or more; the second limit is this many times the timeout."""
         self._deadline = math.inf
         self._busy_since = 0.0
         self._bell, self._button = os.pipe()
@@ -103,7 +102,7 @@ class Feed:
     # --- whoever has batches ---
 
     def add(self, key: Any, batch: RewardBatch) -> None:
-        """Add a batch under a key of its own."""
+        """Add a batch under a key that no other batch has."""
         with self._lock:
             if not self._unanswered:
                 self._busy_since = time.monotonic()
@@ -112,17 +111,17 @@ class Feed:
         self.ring()
 
     def end(self, rounds: int = 1) -> None:
-        """Say that no more will come; with ``rounds`` the time for what is left is so many times the timeout."""
+        """Mark that no more batches will come; the time for the remaining ones is ``rounds`` times the timeout."""
         self._rounds = rounds
         self.ring()
 
     def cancel(self) -> None:
-        """Say that no answer is of use any more."""
+        """Mark that answers are no longer needed."""
         self.cancelled = True
         self.ring()
 
     def close(self) -> None:
-        """Free the feed; nobody may serve it any more."""
+        """Free the feed; no executor may serve it any more."""
         with self._lock:
             self._closed = True
             os.close(self._bell)
@@ -138,7 +137,7 @@ class Feed:
                 os.write(self._button, b"\0")
 
     def fileno(self) -> int:
-        """Return the descriptor by which a selector knows that the feed rang."""
+        """Return the descriptor that becomes readable when the feed has news."""
         return self._bell
 
     def hush(self) -> None:
@@ -148,7 +147,7 @@ class Feed:
             os.read(self._bell, 1)
 
     def wait(self, seconds: float | None) -> None:
-        """Wait until the feed rings, for so many seconds at most."""
+        """Wait at most this many seconds until the feed has news."""
         poll = select.poll()
         poll.register(self._bell, select.POLLIN)
         if poll.poll(None if seconds is None else max(0.0, 1000 * seconds)):
@@ -156,26 +155,26 @@ class Feed:
 
     @property
     def over(self) -> bool:
-        """Return whether nothing is left to do."""
+        """Whether no batch is left to answer, and none will come."""
         with self._lock:
             return self.cancelled or (self._rounds > 0 and not self._unanswered)
 
     @property
     def left(self) -> int:
-        """Return how many batches are to be answered yet, as far as is known."""
+        """Return the number of batches that are not answered yet, as far as it is known."""
         with self._lock:
             still_to_come = 0 if self._rounds else self.expected - self._done
             return max(len(self._unanswered), still_to_come)
 
     @property
     def deadline(self) -> float:
-        """Return when all must be answered, as time.monotonic(); infinity as long as more may come."""
+        """Return the time.monotonic() by which all batches must be answered; infinity as long as more may come."""
         if self._rounds and self._deadline == math.inf:
             self._deadline = time.monotonic() + self._rounds * self.timeout
         return self._deadline
 
     def take(self, places: int = 1) -> Task | None:
-        """Take the next batch, or the first of ``places`` shares of those that wait if they may be put together."""
+        """Take the next batch, or the first of ``places`` shares of the waiting ones if they may be joined."""
         until = min(time.monotonic() + self.timeout, self.deadline)
         with self._lock:
             if not self._waiting:
@@ -185,12 +184,12 @@ class Feed:
         return Task.of(parts, until)
 
     def answer(self, task: Task, answer: Answer) -> None:
-        """Pass on what a worker said, or what happened to it."""
+        """Pass on a worker's answer, or the problem that it had."""
         for key, part in zip(task.keys, task.split(answer), strict=True):
             self._settle(key, part)
 
     def answer_all(self, problem: Problem) -> None:
-        """Answer everything that is unanswered with a problem."""
+        """Answer all unanswered batches with a problem."""
         with self._lock:
             self._waiting.clear()
             unanswered = dict(self._unanswered)
@@ -204,28 +203,3 @@ class Feed:
             if not self._unanswered:
                 self.seconds += time.monotonic() - self._busy_since
         self._answered(key, answer)
-
-
-class Served:
-    """The feed that an executor serves now; another thread may have it given up."""
-
-    def __init__(self) -> None:
-        self._busy = threading.Lock()
-        self._feed: Feed | None = None
-
-    @contextmanager
-    def __call__(self, feed: Feed) -> Iterator[None]:
-        """Hold the feed that is served in this block; another thread's block is awaited."""
-        with self._busy:
-            self._feed = feed
-            try:
-                yield
-            finally:
-                self._feed = None
-
-    def give_up(self) -> None:
-        """Cancel the feed, if there is one, and wait a moment until nobody serves it any more."""
-        if (feed := self._feed) is not None:
-            feed.cancel()
-            if self._busy.acquire(timeout=GIVING_UP_SECONDS):
-                self._busy.release()

@@ -1,4 +1,4 @@
-"""Finds the answer that a completion ends with, as a text that can be counted in a vote."""
+"""Finds the final answer of a completion, as a text that can be counted in a vote."""
 
 import re
 from decimal import Decimal

@@ -51,6 +51,20 @@ SAMPLE_ARGUMENTS = {
     "environment_reward": "environment_rewards",
 }
 """A reward of one row gets the texts under these names: name for one row -> name for a batch."""
+ROW_ARGUMENTS = SAMPLE_ARGUMENTS | {
+    "solution_str": "completions",  # verl
+    "model_output": "completions",  # verl's math_verify and prime_math
+    "predict_str": "completions",  # verl's geo3k
+    "response": "completions",  # verifiers before 0.1.3, and others
+    "action": "completions",  # Tunix and rLLM, beside a task
+    "state": "states",  # verifiers
+    "task_info": "states",  # rLLM
+}
+"""Those, and the names that other trainers have for them."""
+COMPLETIONS = frozenset(row for row, batch in ROW_ARGUMENTS.items() if batch in ("completions", "states"))
+"""A function that takes one of these is one of a single row."""
+BATCH_ARGUMENTS = {"solution_strs": "completions", "completions_ids": "completion_ids"}
+"""Other names for a batch: verl's, and one of TRL's documentation. A column may have an s: answers for answer."""
 EXTRAS = {
     "rendered_prompts": "the prompts as the model sees them, chat template and system message included",
     "completion_ids": "the token ids of each completion, the stop token included",
@@ -60,6 +74,10 @@ EXTRAS = {
     "options": "the options of the config, as a dict",
     "log_metric": "log_metric(name, value): a metric rewards/<reward>/<name>, the mean of the step's values",
     "trainer_state": "an object with global_step, the number of the step, and max_steps, as TRL passes it",
+    "log_extra": "TRL's function for tables of completions; does nothing here",
+    "batch": "the columns of the data as a dict of lists, as in EasyDeL",
+    "states": "a dict for each row, as in verifiers: prompt, completion, and the columns of the data",
+    "parser": "parses completions as the option parser says, as in verifiers",
 }
 """A reward may declare these beside texts and columns."""
 OF_ROWS = ("rendered_prompts", "completion_ids", "environments", "environment_rewards")
@@ -75,9 +93,9 @@ _TOKEN_MARK = "__tpu_grpo_per_token__"
 
 
 class Reward(Protocol):
-    """A reward scores rows: it gives a finite number per row, or None for a row that it does not apply to.
+    """Scores rows: returns a finite number per row, or None for a row to which it does not apply.
 
-    One that is marked with `per_token` gives a list of numbers per row, or None.
+    One that is marked with `per_token` returns a list of numbers per row, or None.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Sequence[float | None] | Sequence[Sequence[float] | None]:
@@ -87,10 +105,10 @@ class Reward(Protocol):
 
 @dataclass(frozen=True)
 class TrainerState:
-    """A TrainerState is what rewards written for TRL read of its trainer."""
+    """The attributes that rewards written for TRL read of its trainer."""
 
     global_step: int
-    """The number of the step whose completions are scored, from 1."""
+    """The number of the step whose completions are scored, from 1; in an evaluation that of the last step, or 0."""
     max_steps: int
     """``run.max_steps``."""
 
@@ -116,21 +134,21 @@ def per_sample(function: Any = None, *, concurrency: int = ROWS_AT_A_TIME) -> An
 
 
 def per_token[F: Callable[..., Any]](function: F) -> F:
-    """Mark a function (or a class's ``__call__``) that gives each completion a list with a number for each token.
+    """Mark a function (or a class's ``__call__``) that returns a list with a number per token for each completion.
 
-    It must take ``completion_ids``, which say how many. The learner adds the numbers, times the reward's weight, to the
-    advantages of the tokens, as they are; the total reward does not hold them.
+    It must take ``completion_ids``, whose length is the number of tokens. The learner adds the numbers, times the
+    reward's weight, to the advantages of the tokens; they are not part of the total reward.
     """
     setattr(function, _TOKEN_MARK, True)
     return function
 
 
 def gives_tokens(function: Any) -> bool:
-    """Return whether a function gives a number for each token."""
+    """Whether a function returns a number per token."""
     return hasattr(function, _TOKEN_MARK) or hasattr(getattr(type(function), "__call__", None), _TOKEN_MARK)  # noqa: B004
 
 
 def rows_at_a_time(function: Any) -> int | None:
-    """Return the ``concurrency`` of a function of one row, or None for a function of a batch."""
+    """Return the ``concurrency`` of a function of one row; None for a function of a batch."""
     marked = getattr(function, _MARK, None)
     return marked if marked is not None else getattr(getattr(type(function), "__call__", None), _MARK, None)  # noqa: B004

@@ -1,4 +1,4 @@
-"""An entry of ``rewards`` in the config is loaded: its name leads to a function or class that is known to fit the data.
+"""Loads an entry of ``rewards`` in the config: finds the function or class, and checks that it fits the data.
 
     call = load_reward(RewardSpec(name="my_rewards.py:short", options={"limit": 40}), columns={"question", "answer"})
 
@@ -9,11 +9,10 @@
 
     with_rewards(config, [*config.rewards, function])    # functions that are passed to train become entries
 
-Everything that can be known without a completion is checked here: the name, the file, the function, its signature
-against the columns of the data and the options, and for shipped rewards the options' values.
+All checks that need no completion are made here: the name, the file, the function, its signature against the columns
+of the data and the options, and for shipped rewards the options' values.
 """
 
-import difflib
 import functools
 import importlib
 import inspect
@@ -24,20 +23,25 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from tpu_grpo.config import GIVEN, RewardSpec, RunConfig, parse_config
-from tpu_grpo.config.plugins import find_function
+from tpu_grpo.config.extras import need
+from tpu_grpo.config.plugins import find_function, not_shipped
 from tpu_grpo.records.errors import ConfigError, RewardError
 from tpu_grpo.rewards.calling import (
-    VERL_COMPLETION,
+    VERL_COMPLETIONS,
     VERL_INFO,
     VERL_TRUTH,
     VERL_TRUTH_COLUMN,
+    AnswerParser,
     Call,
     Caller,
     RewardBatch,
 )
 from tpu_grpo.rewards.protocol import (
+    BATCH_ARGUMENTS,
     BY_KWARGS,
+    COMPLETIONS,
     EXTRAS,
+    ROW_ARGUMENTS,
     ROWS_AT_A_TIME,
     SAMPLE_ARGUMENTS,
     TEXT_ARGUMENTS,
@@ -47,6 +51,11 @@ from tpu_grpo.rewards.protocol import (
 from tpu_grpo.rewards.shipped import SHIPPED
 from tpu_grpo.workers.process import check_secrets
 
+OTHER_ANSWERS = {
+    **{name: name for name in ("solution", "output", "ground_truth", "target", "final_answer", "expected_answer")},
+    "reward_model": "reward_model.ground_truth",
+}
+"""Where other trainers' data has the right answer, by the column that it is in."""
 ENTRY_POINTS = "tpu_grpo.rewards"
 """An installed package offers rewards as entry points of this group."""
 GivenReward = Callable[..., Any] | RewardSpec | Mapping[str, Any] | str
@@ -54,7 +63,7 @@ GivenReward = Callable[..., Any] | RewardSpec | Mapping[str, Any] | str
 
 
 def load_reward(spec: RewardSpec, columns: Collection[str], max_steps: int = 0) -> Call:
-    """Find the reward that ``spec`` names and say how it is called on data with these ``columns``.
+    """Find the reward that ``spec`` names, and decide how it is called on data with these ``columns``.
 
     ``max_steps`` are those of the run, which a reward may ask for.
 
@@ -63,7 +72,7 @@ def load_reward(spec: RewardSpec, columns: Collection[str], max_steps: int = 0) 
             it does not take.
         ConfigError: for a reward that takes environments in the main process.
     """
-    target = target_of(spec)
+    target, options = target_of(spec), spec.options
     function, constructor = target, None
     if inspect.isclass(target):
         if "__call__" not in dir(target):
@@ -72,24 +81,32 @@ def load_reward(spec: RewardSpec, columns: Collection[str], max_steps: int = 0) 
             )
         function, constructor = target.__call__, signature_of(spec.name, target)
     signature = signature_of(spec.name, function, skip_self=constructor is not None)
-    form, call_options = form_of(function, signature), {} if constructor else spec.options
-    extras = form.extras((*columns, *call_options))
+    if constructor is None and _makes_rewards(target, signature, columns, options):
+        function, constructor = _made(spec, target), signature
+        signature = signature_of(spec.name, function)
+    form, call_options = form_of(function, signature), {} if constructor else options
+    extras = form.extras({*columns, *call_options} - {"parser"})
     _check_options(spec, constructor or signature, takes_all="options" in extras)
     per_token = gives_tokens(function)
-    _check_environments(spec, extras)
     check_secrets(spec.secrets, f"secrets of reward {spec.shown}")
-    if per_token:
-        _check_per_token(spec, extras)
+    _check_extras(spec, extras, per_token=per_token)
     offered = form.offered(columns)
     _check_filled(spec, signature, [*offered.values(), *call_options], [form.shown(name) for name in extras])
     if constructor:
-        _check_filled(spec, constructor, list(spec.options), ())
+        _check_filled(spec, constructor, list(options), ())
+    arguments = tuple(n for n, shown in offered.items() if shown not in call_options and form.takes(shown))
+    secrets = spec.secrets
+    if spec.name == "judge":  # its key is handed on without being named a second time
+        secrets = (*secrets, str(options.get("api_key_variable", "OPENAI_API_KEY")))
     call = Call(
         name=spec.shown,
         source=spec.name,
-        arguments=tuple(n for n, shown in offered.items() if shown not in call_options and form.takes(shown)),
-        passed_options={n: v for n, v in spec.options.items() if (constructor or signature).takes(n)},
-        options=spec.options,
+        arguments=arguments,
+        beside=tuple(n for n in offered if n not in arguments) if {"batch", "states"} & {*extras} else (),
+        renamed={**{name: form.shown(name) for name in extras}, **offered},
+        is_built=constructor is not None,
+        passed_options={n: v for n, v in options.items() if (constructor or signature).takes(n) and n not in extras},
+        options=options,
         extras=extras,
         concurrency=form.concurrency,
         is_async=inspect.iscoroutinefunction(function),
@@ -98,16 +115,36 @@ def load_reward(spec: RewardSpec, columns: Collection[str], max_steps: int = 0) 
         verl=form.verl,
         max_steps=max_steps,
         find_failing_row=spec.on_error == "stop",
-        secrets=(*spec.secrets, *([_api_key(spec)] if spec.name == "judge" else [])),
+        secrets=secrets,
     )
     if spec.name in SHIPPED:
         _try_options(spec, call, target)
     return call
 
 
-def _api_key(spec: RewardSpec) -> str:
-    """Return the variable that holds a judge's key; it is handed on without being named a second time."""
-    return str(spec.options.get("api_key_variable", "OPENAI_API_KEY"))
+def _makes_rewards(target: Any, signature: "Signature", columns: Collection[str], options: Mapping[str, Any]) -> bool:
+    """Return whether a function makes rewards, as open-r1's ``get_cosine_scaled_reward(max_len=1000)``. It takes
+    options alone: no text, column or anything else that rewards get, and no ``**kwargs``."""
+    given = {*columns, *TEXT_ARGUMENTS, *ROW_ARGUMENTS, *BATCH_ARGUMENTS, *EXTRAS}
+    takes_rows = signature.has_kwargs or bool({*signature.named} - {*options} & given)
+    return inspect.isfunction(target) and not takes_rows and rows_at_a_time(target) is None and not gives_tokens(target)
+
+
+def _made(spec: RewardSpec, target: Any) -> Any:
+    """Call a function that makes rewards with the options, and return the reward."""
+    try:
+        made = target(**spec.options)
+    except Exception as error:  # user code: anything can come
+        raise RewardError(
+            f"{spec.name} takes no completions, so it must make a reward of its options {dict(spec.options)}, got "
+            f"{type(error).__name__}: {error}; declare completions (or completion, of one row), or correct the options"
+        ) from error
+    if not callable(made) or inspect.isclass(made):
+        raise RewardError(
+            f"{spec.name} takes no completions, so it must make a reward of its options, got a {type(made).__name__}; "
+            "declare completions (or completion, of one row), or name the reward itself"
+        )
+    return made
 
 
 def target_of(spec: RewardSpec) -> Any:
@@ -116,7 +153,7 @@ def target_of(spec: RewardSpec) -> Any:
 
 
 def workers_of(spec: RewardSpec) -> int:
-    """Return how many processes a reward gets: what the config says, or else what suits it."""
+    """Return the number of a reward's worker processes: the config's, or else the reward's default."""
     if spec.function is not None:
         return 0  # no other process has it
     if spec.workers is not None:
@@ -125,7 +162,7 @@ def workers_of(spec: RewardSpec) -> int:
 
 
 def repeats_itself(spec: RewardSpec) -> bool:
-    """Return whether the same text always gets the same value, by the config or else by what is known of the reward."""
+    """Whether a reward is deterministic, by the config or else by what is known of the reward."""
     if spec.deterministic is not None:
         return spec.deterministic
     return SHIPPED[spec.name].deterministic if spec.name in SHIPPED else True
@@ -135,7 +172,7 @@ def repeats_itself(spec: RewardSpec) -> bool:
 
 
 def find_reward(name: str) -> Any:
-    """Return the function, class or callable object that ``name`` stands for.
+    """Return the function, class or callable object with the name ``name``.
 
     Files are found relative to the working directory and may import modules that lie beside them.
 
@@ -152,6 +189,8 @@ def find_reward(name: str) -> Any:
 
 def _find_named(name: str) -> Any:
     if name in SHIPPED:
+        if library := SHIPPED[name].library:
+            need(library, f"the reward {name}", RewardError)
         module, _, attribute = SHIPPED[name].source.partition(":")
         return getattr(importlib.import_module(f"tpu_grpo.rewards.shipped.{module}"), attribute)
     installed = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
@@ -163,14 +202,7 @@ def _find_named(name: str) -> Any:
                 f"reward {name}, an entry point at {installed[name].value}, failed to load: {type(error).__name__}: "
                 f"{error}; repair or remove the package that brings it"
             ) from error
-    known = [*SHIPPED, *installed]
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]}? " if near else ""
-    others = f"installed: {', '.join(sorted(installed))}; " if installed else ""
-    raise RewardError(
-        f"{name!r} is not a shipped reward; {hint}(shipped: {', '.join(SHIPPED)}; {others}your own: path.py:function "
-        "or package.module:function)"
-    )
+    raise not_shipped(repr(name), name, "reward", SHIPPED, RewardError, installed=installed)
 
 
 # --- does it fit the data and the options? ---------------------------------------------------------------------------
@@ -178,11 +210,13 @@ def _find_named(name: str) -> Any:
 
 def _check_filled(spec: RewardSpec, signature: "Signature", offered: list[str], extras: Collection[str]) -> None:
     for parameter in signature.named.values():
+        likely = OTHER_ANSWERS if parameter.name == "answer" else ()
         if parameter.default is parameter.empty and parameter.name not in (*offered, *extras):
             raise RewardError(
                 f"reward {spec.name} requires the parameter {parameter.name!r}, which is neither a column of the data "
                 f"nor an option; available: {', '.join(offered)}. Add the column (data.columns gives one another "
                 "name), set it in the reward's options, or give the parameter a default"
+                + next((f"; e.g. data.columns={{answer: {OTHER_ANSWERS[n]}}}" for n in likely if n in offered), "")
             )
 
 
@@ -195,26 +229,28 @@ def _check_options(spec: RewardSpec, signature: "Signature", *, takes_all: bool)
         raise RewardError(f"reward {spec.name} does not take the options {unknown}; it takes: {known}")
 
 
-def _check_per_token(spec: RewardSpec, extras: Collection[str]) -> None:
-    if "completion_ids" not in extras:
-        raise RewardError(
-            f"reward {spec.name} gives a number per token (@per_token), so it must take completion_ids, which say how "
-            "many tokens there are, got a function that does not; declare it, and call no column or option so"
-        )
-    if spec.on_error == "value" and spec.error_value:
-        raise RewardError(
-            f"reward {spec.name} gives a number per token (@per_token), so its error_value must be 0, got "
-            f"{spec.error_value}; one number says nothing of single tokens: leave it out, or use on_error: skip"
-        )
-
-
-def _check_environments(spec: RewardSpec, extras: Collection[str]) -> None:
+def _check_extras(spec: RewardSpec, extras: Collection[str], *, per_token: bool) -> None:
     if "environments" in extras and workers_of(spec) == 0:
         remedy = "put it in a file and name path.py:function" if spec.function is not None else "set workers: 1 or more"
         raise ConfigError(
             f"reward {spec.shown} takes environments, whose attributes only a worker process opens, so its workers "
             f"must be >= 1, got 0; {remedy}, or take environment_rewards alone"
         )
+    if per_token and "completion_ids" not in extras:
+        raise RewardError(
+            f"reward {spec.name} gives a number per token (@per_token), so it must take completion_ids, which say how "
+            "many tokens there are, got a function that does not; declare it, and call no column or option so"
+        )
+    if per_token and spec.on_error == "value" and spec.error_value:
+        raise RewardError(
+            f"reward {spec.name} gives a number per token (@per_token), so its error_value must be 0, got "
+            f"{spec.error_value}; one number says nothing of single tokens: leave it out, or use on_error: skip"
+        )
+    if "parser" in extras:
+        try:
+            AnswerParser(spec.options.get("parser"))
+        except ValueError as error:
+            raise RewardError(f"reward {spec.name}: {error}") from None
 
 
 def _try_options(spec: RewardSpec, call: Call, target: Any) -> None:
@@ -237,22 +273,19 @@ def _try_options(spec: RewardSpec, call: Call, target: Any) -> None:
 
 @dataclass(frozen=True)
 class Signature:
-    """A Signature says what a function takes by name."""
+    """The named parameters of a function."""
 
     named: Mapping[str, inspect.Parameter]
     has_kwargs: bool
 
     def takes(self, name: str) -> bool:
-        """Return whether an argument of that name can be passed."""
+        """Whether an argument of that name can be passed."""
         return self.has_kwargs or name in self.named
 
 
 def signature_of(name: str, function: Any, *, skip_self: bool = False) -> Signature:
-    """Read the signature of a function of the reward ``name``.
-
-    Raises:
-        RewardError: for one that cannot be read, or that has parameters without a name for callers.
-    """
+    """Read the signature of a function of the reward ``name``. Raises RewardError for one that cannot be read, or that
+    has parameters without a name for callers."""
     try:
         parameters = list(inspect.signature(function).parameters.values())[1 if skip_self else 0 :]
     except (TypeError, ValueError) as error:
@@ -265,61 +298,71 @@ def signature_of(name: str, function: Any, *, skip_self: bool = False) -> Signat
 
 @dataclass(frozen=True)
 class Form:
-    """A Form says how a function is called."""
+    """How a function is called: on a batch or a row, and with which names."""
 
     signature: Signature
     concurrency: int | None
     """An async function of one row runs for this many rows at a time; it is None for a function of a batch."""
     verl: bool
-    """Its parameters are those of verl's rewards."""
 
     def shown(self, name: str) -> str:
-        """Return the parameter that gets a column of a batch: ``completion`` gets completions in one of one row."""
-        if self.verl and name == "completions":
-            return VERL_COMPLETION
-        row_arguments = {batch: row for row, batch in SAMPLE_ARGUMENTS.items()}
-        return row_arguments.get(name, name) if self.concurrency is not None else name
+        """Return the parameter that receives a column of a batch: ``completion`` for completions, in a function of
+        one row."""
+        named, is_of_row = self.signature.named, self.concurrency is not None
+        others = [n for n, batch in (ROW_ARGUMENTS if is_of_row else BATCH_ARGUMENTS).items() if batch == name]
+        if name == "states" and "action" in named:  # Tunix's rewards
+            others.append("task")
+        usual = others[0] if is_of_row and others else name
+        return next((other for other in others if other in named), usual)
 
     def offered(self, columns: Collection[str]) -> dict[str, str]:
-        """Map each column of a batch to the parameter that gets it; a text goes before a column of the same name."""
-        offered = {name: self.shown(name) for name in TEXT_ARGUMENTS}
-        offered |= {name: name for name in columns if name not in TEXT_ARGUMENTS and name not in offered.values()}
+        """Map each column of a batch to the parameter that receives it; texts take precedence over a column of the
+        same name."""
+        texts = {name: self.shown(name) for name in TEXT_ARGUMENTS}
+        offered = texts | {n: n for n in columns if n not in TEXT_ARGUMENTS and n not in texts.values()}
         if self.verl and VERL_TRUTH not in columns and VERL_TRUTH_COLUMN in columns:
             offered[VERL_TRUTH_COLUMN] = VERL_TRUTH
+        if self.concurrency is None:  # as in verl and verifiers, answers are those of the column answer
+            named = self.signature.named
+            plural = {n: f"{shown}s" for n, shown in offered.items() if shown not in named and f"{shown}s" in named}
+            offered |= {n: shown for n, shown in plural.items() if shown not in columns}
         return offered
 
     def takes(self, name: str) -> bool:
-        """Return whether an argument is passed: verl passes those that a function names, and nothing else."""
+        """Whether an argument is passed: for verl, only arguments that the function names."""
         return name in self.signature.named if self.verl else self.signature.takes(name)
 
     def extras(self, taken: Collection[str]) -> tuple[str, ...]:
-        """Name those of EXTRAS that the function gets, unless a column or an option has ``taken`` the name."""
+        """Return those of EXTRAS that the function receives, except names that a column or an option has ``taken``."""
         named = self.signature.named
         wanted = [name for name in EXTRAS if self.shown(name) in named]
         if self.verl:
-            wanted += [name for name in (VERL_INFO,) if name in named]
+            wanted += [name for name in (VERL_INFO, f"{VERL_INFO}s") if name in named and VERL_INFO not in taken]
         elif self.signature.has_kwargs:
             wanted += [name for name in BY_KWARGS if name not in wanted]
         return tuple(name for name in wanted if self.shown(name) not in taken)
 
 
 def form_of(function: Any, signature: Signature) -> Form:
-    """Say how a function with this signature is called.
+    """Return how a function with this signature is called.
 
         def f(completions, answer)                                         a batch
         @per_sample def f(completion, answer)                              one row
         def f(completion, answer)                                          one row, as verifiers calls rewards
         def f(data_source, solution_str, ground_truth, extra_info=None)    one row, as verl calls rewards
+        def f(data_sources, solution_strs, ground_truths, extra_infos)     a batch, as verl calls them, too
 
-    A function of one row that is not marked is told by its parameters: ``completion`` or ``solution_str``, and neither
-    ``completions`` nor ``prompts``.
+    An unmarked function of one row is recognised by its parameters: one of COMPLETIONS, and neither ``completions``
+    nor ``prompts``.
     """
-    verl = VERL_COMPLETION in signature.named
+    named = {*signature.named}
+    of_a_batch = bool(named & {*TEXT_ARGUMENTS, *BATCH_ARGUMENTS})
     marked = rows_at_a_time(function)
-    of_a_batch = any(name in signature.named for name in TEXT_ARGUMENTS)
-    if marked is None and not of_a_batch and (verl or "completion" in signature.named):
+    is_of_row = "completion" in named or (named & COMPLETIONS and "completion_ids" not in named)
+    if marked is None and not of_a_batch and is_of_row:
         marked = ROWS_AT_A_TIME
-    return Form(signature, marked, verl and not of_a_batch)
+    is_verl = bool(named & VERL_COMPLETIONS) and not named & {*TEXT_ARGUMENTS}
+    return Form(signature, marked, is_verl)
 
 
 # --- functions that are passed to train become entries of the config -------------------------------------------------
@@ -328,9 +371,9 @@ def form_of(function: Any, signature: Signature) -> Form:
 def with_rewards(config: RunConfig, rewards: Sequence[GivenReward]) -> RunConfig:
     """Return the config with these rewards in place of its own.
 
-    A function that a worker process can import, by the name of its module, becomes an entry of the name
-    ``package.module:function``, and runs where such rewards run. Any other (a lambda, a closure, a function of a
-    notebook or of the script itself, an object) exists in this process only, and is called here.
+    A function that a worker process can import by the name of its module becomes an entry named
+    ``package.module:function``. Any other (a lambda, a closure, a function of a notebook or of the script itself, an
+    object) exists in this process only, and is called here.
 
     Raises:
         ConfigError: for no reward, one of another type, wrong settings, or workers for what they cannot import.

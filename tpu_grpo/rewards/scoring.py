@@ -1,6 +1,6 @@
-"""Scores a rollout: asks all rewards concurrently, and adds up what they give, with their weights.
+"""Scores a rollout: asks all rewards concurrently, and sums their values with their weights.
 
-B rows; row ``p * G + g`` is completion ``g`` of prompt ``p``.
+Suffix B: rows; row ``p * G + g`` is completion ``g`` of prompt ``p``.
 
     weights         1      0.5    0
     a group of 3    1.0    None   7.0     total 1.0
@@ -47,10 +47,10 @@ UNSCORED = "rewards/unscored"
 
 
 def open_rewards(specs: Sequence[RewardSpec], columns: Collection[str], max_steps: int = 0) -> "RewardSet":
-    """Load every reward of the config for data with these columns, and for a run of so many steps.
+    """Load every reward of the config, for data with these columns and a run of this many steps.
 
-    Processes start when they are first needed, so rewards that were opened to check them can be passed on to the run,
-    which fits them to its data with `RewardSet.for_columns`.
+    Processes start when they are first needed, so rewards that were opened for a check can be used by the run, which
+    adapts them to its data with `RewardSet.for_columns`.
 
     Raises:
         RewardError: for a reward that cannot be loaded, two that have the same name in the metrics, or a gate that is
@@ -72,7 +72,7 @@ def _open(spec: RewardSpec, columns: Collection[str], max_steps: int) -> OpenRew
 
 @dataclass(frozen=True)
 class RewardSet:
-    """A RewardSet holds the rewards of a run; close it, or use it in a ``with`` block."""
+    """The rewards of a run; close it, or use it in a ``with`` block."""
 
     rewards: tuple[OpenReward, ...]
 
@@ -83,29 +83,29 @@ class RewardSet:
 
     @property
     def token_rewards(self) -> tuple[str, ...]:
-        """Return the names of those that give a number per token."""
+        """Return the names of the rewards that return a number per token."""
         return tuple(reward.spec.shown for reward in self.rewards if reward.call.per_token)
 
     @property
     def of_environments(self) -> tuple[str, ...]:
-        """Return the names of those that ask for environments, or for what these gave."""
+        """Return the names of the rewards that read environments or their rewards."""
         asked = {"environments", "environment_rewards"}
         return tuple(reward.spec.shown for reward in self.rewards if asked & {*reward.call.extras})
 
     @property
     def keeps_environments(self) -> bool:
-        """Return whether one asks for environments as they were at the end."""
+        """Whether a reward reads the environments as they were at the end."""
         return any("environments" in reward.call.extras for reward in self.rewards)
 
     def for_columns(self, columns: Collection[str]) -> "RewardSet":
-        """Fit the same rewards in the same processes to data with other columns; raises like open_rewards."""
+        """Return the same rewards, in the same processes, for data with other columns; raises like open_rewards."""
         return RewardSet(tuple(replace(r, call=load_reward(r.spec, columns, r.call.max_steps)) for r in self.rewards))
 
     def repeatable_values(self, rollout: Rollout, names: Collection[str]) -> dict[str, list[Any] | None]:
-        """Return what some of the rewards give for all rows, NaN where they do not apply.
+        """Return the values of the deterministic rewards for all rows, NaN where they do not apply.
 
-        Of a reward of single tokens it is a text per row, see ``RewardResult.comparable``. A reward that failed gives
-        None: timeouts and memory errors are not a property of the text. It raises as ``score``.
+        For a reward of single tokens it is a text per row, see ``RewardResult.comparable``. A reward that failed has
+        None, because timeouts and memory errors do not depend on the text alone. It raises as ``score``.
         """
         if not names:
             return {}
@@ -131,12 +131,13 @@ class RewardSet:
     def score_and_explain(
         self, rollout: Rollout, numbers: Sequence[int] | None = None
     ) -> tuple[Scores, dict[str, RewardResult]]:
-        """Return the scores, and what each reward gave, with its failures; raises as ``score``.
+        """Return the scores, and the result of each reward with its failures; raises as ``score``.
 
-        ``numbers`` are what failures call the rows, where the rollout is a part of another.
+        ``numbers`` are the row numbers in failures, where the rollout is a part of another.
         """
-        started = time.perf_counter()
-        return self._score(build_table(rollout, self.rewards, numbers=numbers), {}, started)
+        started, table = time.perf_counter(), build_table(rollout, self.rewards, numbers=numbers)
+        results = self._ask_all(table, {})
+        return add_up(self.rewards, results, table, started), results
 
     def begin(self, batch: PromptBatch, rollouts: int = 1) -> "Scoring":
         """Begin to score rollouts of a batch's prompts, before they are sampled; use it in a ``with`` block."""
@@ -153,17 +154,9 @@ class RewardSet:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _score(
-        self, table: Table, early: Mapping[str, Callable[[], RewardResult]], started: float
-    ) -> tuple[Scores, dict[str, RewardResult]]:
-        results = self._ask_all(table, early)
-        return add_up(self.rewards, results, table, started), results
-
     def _ask_all(self, table: Table, early: Mapping[str, Callable[[], RewardResult]]) -> dict[str, RewardResult]:
-        """Wait for the results of rewards that were asked early, and ask the others, each on a thread of its own.
-
-        It waits for the reward's gate first; gates cannot form a cycle.
-        """
+        """Wait for the results of rewards that were asked early, and ask the others, each on a thread of its own. It
+        waits for the reward's gate first; gates cannot form a cycle."""
         futures: dict[str, Future[RewardResult]] = {name: Future() for name in self.names}
 
         def ask_one(reward: OpenReward) -> None:
@@ -182,10 +175,10 @@ class RewardSet:
 
 
 class Scoring:
-    """A Scoring scores rollouts of the same prompts, whose groups it may be told of before the rollouts are there.
+    """Scores rollouts of the same prompts, whose groups may be added before the rollouts are finished.
 
-    All methods are called on one thread. Of a group that is told of early, those rewards are asked at once that may
-    start early, and whose gate, if they have one, starts early too.
+    All methods are called on one thread. For a group that is added early, those rewards are called at once that may
+    start early and whose gate, if they have one, starts early too.
     """
 
     def __init__(self, rewards: RewardSet, batch: PromptBatch, rollouts: int):
@@ -207,13 +200,8 @@ class Scoring:
             groups.start(self._threads)
 
     def add(self, prompt: int, completions: Sequence[Completion], texts: Sequence[str], rollout: int = 0) -> None:
-        """Have the group of a prompt scored as soon as the rewards find time, unless it is known already.
-
-        Args:
-            prompt: the number of the prompt in the batch.
-            completions: all of its completions in a rollout.
-            texts: what they say.
-            rollout: the number of the rollout.
+        """Add the group of a prompt, by its number in the batch, to be scored as soon as the rewards are free, unless
+        it was added before.
 
         Raises:
             RewardError: for a row that lacks a column; and if a reward whose ``on_error`` is stop had a problem with
@@ -250,12 +238,12 @@ class Scoring:
         for number, rollout in enumerate(rollouts):
             table = build_table(rollout.select(own), self._rewards.rewards, numbers=rollout.rows_of(own))
             early = {name: partial(groups.result, number, own) for name, groups in self.early.items()}
-            found.append(self._rewards._score(table, early, started)[0])
+            found.append(add_up(self._rewards.rewards, self._rewards._ask_all(table, early), table, started))
             started = time.perf_counter()
         return found
 
     def close(self) -> None:
-        """Give up what is not scored yet, and end the threads."""
+        """Cancel what is not scored yet, and end the threads."""
         for groups in self.early.values():
             groups.feed.cancel()
         self._threads.shutdown()
@@ -274,10 +262,10 @@ class Scoring:
 
 
 def add_up(rewards: Sequence[OpenReward], results: Mapping[str, RewardResult], table: Table, started: float) -> Scores:
-    """Add up what the rewards gave, with their weights; rows that none scores take the mean of their group's others.
+    """Sum the rewards' values with their weights; rows that no reward scores get the mean of the rest of their group.
 
-    A row whose environment failed is worth what the config says, to each reward and in total, or counts as not scored.
-    The first row that no reward applies to, without a problem of any, is written to the log.
+    A row whose environment failed has the value that the config says, for each reward and in total, or counts as not
+    scored. The first row to which no reward applies, and in which none failed, is written to the log.
     """
     total_B = np.zeros(table.size)
     scored_B, any_B, skipped_B = (np.zeros(table.size, dtype=bool) for _ in range(3))
@@ -327,11 +315,8 @@ def add_up(rewards: Sequence[OpenReward], results: Mapping[str, RewardResult], t
 
 
 def check_some_scored(rollout: Rollout, scores: Scores) -> None:
-    """See that some row of a rollout is scored, or else that a problem of a reward, which was passed over, is why.
-
-    Raises:
-        RewardError: if every reward that has a weight gave None for all rows.
-    """
+    """Check that some row of a rollout is scored, or that a tolerated problem of a reward is the reason. Raises
+    RewardError if every reward that has a weight gave None for all rows."""
     rows = len(rollout.texts)
     problems = sum(f.value for n, f in scores.figures.items() if n.endswith(("/errors", "/timeouts")))
     failed = any(c.episode is not None and c.episode.failure is not None for c in rollout.completions)

@@ -1,11 +1,11 @@
-"""Rewards are tried on completions that are there already, without a model.
+"""Scores completions of a file, without a model.
 
 A line of the file is ``{"completion": ..., "prompt": ..., <columns>}``, or holds ``completions``, a list, for a group.
 The prompt is a text, or a list of messages.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -118,13 +118,8 @@ def row_by_row(rewards: RewardSet, rollout: Rollout) -> list[dict[str, RewardRes
     """Ask every reward about every row alone, and return what each gave by its name."""
     found = []
     for row, prompt in enumerate(rollout.row_prompts):
-        one = replace(
-            rollout,
-            batch=PromptBatch(rollout.batch.step, (prompt,)),
-            group_size=1,
-            completions=rollout.completions[row : row + 1],
-            texts=rollout.texts[row : row + 1],
-        )
+        batch, own = PromptBatch(rollout.batch.step, (prompt,)), slice(row, row + 1)
+        one = Rollout(batch, 1, rollout.completions[own], rollout.texts[own], seconds=0.0)
         found.append(rewards.score_and_explain(one, [row])[1])
     return found
 

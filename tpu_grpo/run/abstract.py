@@ -20,22 +20,23 @@ from tpu_grpo.config import BUILTIN, RunConfig
 from tpu_grpo.engine.engine import Engine, engine_mesh
 from tpu_grpo.engine.options import EngineOptions
 from tpu_grpo.engine.replicas import Replica, make_replicas, replicated_specs
-from tpu_grpo.learner import LearnerInputs, LearnerParts, build_parts, cast_to_compute, freeze_untrained, parameters
+from tpu_grpo.learner import LearnerInputs, cast_to_compute, freeze_untrained, parameters
 from tpu_grpo.models.builtin import write_builtin_config
 from tpu_grpo.models.checkpoint import Checkpoint, abstract_checkpoint
 from tpu_grpo.models.tunix_model import abstract_model
 from tpu_grpo.run.engines import build_weight_sync
 from tpu_grpo.run.inputs import builtin_name, check_model, model_directory
 from tpu_grpo.run.meshes import Meshes
+from tpu_grpo.run.parts import learner_class
 from tpu_grpo.run.policies import with_adapters
 from tpu_grpo.weights.sync import WeightSync
 
 
 @contextmanager
 def open_abstract_checkpoint(config: RunConfig, read: Checkpoint | None = None) -> Iterator[Checkpoint]:
-    """Read the run's model from its config.json alone, which is written for the context if the model is built in.
+    """Read the run's model from its config.json alone, which is written for the block where the model is built in.
 
-    ``read`` is the checkpoint, if it was read already.
+    ``read`` is the checkpoint, if it has been read already.
 
     Raises:
         CheckpointError, ConfigError: for a broken or unsupported config.json, or a model that does not fit the config.
@@ -52,7 +53,7 @@ def open_abstract_checkpoint(config: RunConfig, read: Checkpoint | None = None) 
 
 @dataclass(frozen=True)
 class AbstractRun:
-    """The parts of a run with abstract values; each is built when it is first asked for."""
+    """The parts of a run with abstract values; each is built when it is first used."""
 
     config: RunConfig
     checkpoint: Checkpoint
@@ -82,14 +83,10 @@ class AbstractRun:
         return model
 
     @cached_property
-    def learner(self) -> LearnerParts:
-        """The learner's parts, which lower its programs."""
-        inputs = LearnerInputs(
-            model=self.policy,
-            reference=self.base if self.config.algorithm.beta > 0.0 else None,
-            mesh=self.meshes.trainer,
-        )
-        return build_parts(self.config, inputs)
+    def learner(self) -> Any:
+        """The parts of the run's learner, which lower its programs: `LearnerParts`, or `TunixParts`."""
+        inputs = LearnerInputs(model=self.policy, reference=self.base, mesh=self.meshes.trainer)
+        return learner_class(self.config).build(self.config, inputs)
 
     @property
     def options(self) -> EngineOptions:
@@ -104,7 +101,7 @@ class AbstractRun:
 
     @cached_property
     def engine(self) -> Engine:
-        """The first of the run's engines, which are all alike; it holds no weights."""
+        """The first of the run's engines, which are all equal; it holds no weights."""
         devices = self.engine_devices or self.replicas[0].devices
         return Engine.build(self.checkpoint.directory, engine_mesh(devices), self.options)
 

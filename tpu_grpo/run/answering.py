@@ -1,6 +1,6 @@
-"""A model that answers prompts of people: the policy of a checkpoint, an export, or any model, in an engine by itself.
+"""Answers prompts by a model in an engine of its own: the policy of a checkpoint, an export, or any other model.
 
-The engine is as small as the answers allow, and on as few devices as hold the model.
+The engine is as small as the answers allow, and uses as few devices as hold the model.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,13 +31,13 @@ from tpu_grpo.run.parts import stop_ids
 from tpu_grpo.run.policies import choose, load_policy
 
 STEPS_PER_LAUNCH = 4
-"""Text is told after so many tokens; fewer would be slower, and more would come in leaps."""
+"""The tokens between two texts; fewer would be slower, and more would come in leaps."""
 CHAT_TOKENS = 2048
-"""A conversation has room for so many tokens at least, if the model takes them."""
+"""The fewest tokens that a chat has room for, if the model supports them."""
 
 
 class Speaker:
-    """One model that answers. Its config says how prompts are written and how answers are sampled and scored.
+    """A model that answers prompts. Its config says how prompts are rendered, and answers sampled and scored.
 
         speaker = Speaker(config, "latest")
         prompt = speaker.prompt({"question": "47+38="})
@@ -73,14 +73,12 @@ class Speaker:
         self._engine: Engine | None = None
         self._rewards: RewardSet | None = None
 
-    # --- prompts ------------------------------------------------------------------------------------------------------
-
     def record(self, text: str, columns: Mapping[str, Any]) -> dict[str, Any]:
-        """Make a record of what a person asks, with columns beside it, as the run's data would have it."""
+        """Make a data record of a prompt's text, with further columns."""
         return record_of(text, columns, self._config.data)
 
     def prompt(self, record: Mapping[str, Any], history: Sequence[Message] = ()) -> Prompt:
-        """Write a record as the run does, after what was said before."""
+        """Render a record as the run does, after the earlier messages."""
         where = ["the prompt"]
         [prompt] = self._renderer.prompts([record], where)
         if not history:
@@ -90,10 +88,8 @@ class Speaker:
         [token_ids] = self._renderer.encoded([text], where)
         return replace(prompt, text=text, token_ids=tuple(token_ids), messages=messages)
 
-    # --- answers ------------------------------------------------------------------------------------------------------
-
     def start(self, prompts: Sequence[Prompt] = ()) -> None:
-        """Load the weights, and build an engine for these prompts, or for a conversation if there are none.
+        """Load the weights, and build an engine for these prompts, or for a chat if there are none.
 
         Raises:
             ConfigError: for more tokens than the model takes.
@@ -137,9 +133,9 @@ class Speaker:
     def answer(
         self, prompt: Prompt, turn: int, cancelled: Callable[[], bool]
     ) -> Iterator[list[tuple[str, Completion | None]]]:
-        """Sample answers, and yield after every few tokens the text of each so far, and its completion at its end.
+        """Sample answers, and yield after every few tokens the text of each so far, at its end also its completion.
 
-        Tokens depend on the seed, the number of the turn and that of the answer, as all tokens of a run do.
+        Tokens depend on the seed, the number of the turn and that of the answer, as they depend on a run's keys.
 
         Raises:
             RequestError: there is no room for the prompt and an answer.
@@ -160,7 +156,7 @@ class Speaker:
             yield [(text, answer.completion) for text, answer in zip(texts, answers, strict=True)]
 
     def complete(self, request: Request) -> Completion:
-        """Sample one completion, as its request says."""
+        """Sample one completion of a request."""
         assert self._engine is not None, "start comes first"
         [completion] = self._engine.generate([request])
         return completion

@@ -1,12 +1,11 @@
-"""``run.dir``: what lies there before a start, and the directory made, continued, or moved aside; never overwritten.
+"""Takes ``run.dir`` for a run: it is made, continued, or moved aside, and never overwritten.
 
 One run has it at a time (lock.py), and all hosts of the run see the same one; host 0 acts for all. With
-``checkpoint.resume=never`` an earlier run makes room. With ``auto`` and ``require`` the run that lies there goes on, is
-done, or was another one, and then this one is refused.
+``checkpoint.resume=never`` an earlier run is moved aside. With ``auto`` and ``require`` an earlier run is continued,
+or found done; a start is refused if it was another run.
 """
 
 import contextlib
-import json
 import os
 import socket
 import time
@@ -18,12 +17,13 @@ from typing import Any, Self
 
 from tpu_grpo.config import RunConfig, load_config
 from tpu_grpo.hosts import Hosts, host_log
-from tpu_grpo.observe.json_lines import encode_line, replace_text, write_json
+from tpu_grpo.observe.json_lines import encode_line, read_steps, replace_text, write_json
 from tpu_grpo.observe.run_files import (
     CHANGES_FILE,
     CHECKPOINTS_DIR,
     CONFIG_FILE,
     DATA_FILE,
+    DIRECTORIES,
     END_FILE,
     HISTORY_FILE,
     LOCK_FILE,
@@ -33,8 +33,7 @@ from tpu_grpo.observe.run_files import (
     SUMMARY_FILE,
     saved_steps,
 )
-from tpu_grpo.records import errors
-from tpu_grpo.records.errors import CheckpointError, ConfigError, DataError, TpuGrpoError
+from tpu_grpo.records.errors import CheckpointError, ConfigError, DataError, LockstepError, TpuGrpoError
 from tpu_grpo.records.outside import parse_json, read_file
 from tpu_grpo.run.fingerprints import Change, changed_settings, changed_sources, sources
 from tpu_grpo.run.lock import RunLock, holder, read_owner, taken
@@ -46,12 +45,16 @@ STALE_SECONDS = 60.0
 PAUSE = 0.5
 
 
+Told = tuple[str, str]
+"""An error as host 0 tells it to others: the name of its class, and its message."""
+
+
 # --- what lies there -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Earlier:
-    """What lies in ``run.dir`` before a run starts there; nothing is written to find it out."""
+    """The content of ``run.dir`` before a run starts there; looking at it writes nothing."""
 
     makes_room: bool = False
     """Whether an earlier run has to make room for this one."""
@@ -61,11 +64,11 @@ class Earlier:
     """What is not as it was in the steps that are done."""
     summary: dict[str, Any] | None = None
     """That of a run that has nothing left to do; None for any other."""
-    refusal: dict[str, str] | None = None
-    """The error for which this run cannot start here, as hosts tell it to each other."""
+    refusal: Told | None = None
+    """The error for which this run cannot start here."""
 
     def refuse(self) -> None:
-        """Raise what keeps this run from starting here, if anything does.
+        """Raise the error that keeps this run from starting here, if there is one.
 
         Raises:
             ConfigError: for a directory that cannot be written, files that are no run's or that cannot make room, and
@@ -77,7 +80,7 @@ class Earlier:
             raise _raised(self.refusal)
 
     def describe(self, config: RunConfig) -> list[str]:
-        """Say what a start would do with the directory, as lines of text; raises as `refuse` does."""
+        """Describe what a start would do with the directory, as lines of text; raises as `refuse` does."""
         self.refuse()
         directory = config.run_dir
         if self.makes_room:
@@ -90,33 +93,29 @@ class Earlier:
 
 
 def look(config: RunConfig, hosts: Hosts, *, guess: bool = False) -> Earlier:
-    """Look at what lies in ``run.dir`` without taking it, on host 0 for all; every host calls this, without jax.
+    """Look at the content of ``run.dir`` without taking it, on host 0 for all; every host calls this, without jax.
 
-    Args:
-        config: the run.
-        hosts: its processes.
-        guess: refuse a directory, too, that a process on another machine seems to have; finding out takes time.
+    With ``guess`` a directory is refused, too, that a process on another machine seems to have; finding out takes time.
 
     Raises:
         ConfigError: on every host, for a directory that another process has.
     """
 
-    def look_for_all() -> dict[str, Any]:
+    def look_for_all() -> Earlier:
         if (owner := holder(config.run_dir, guess=guess)) is not None:  # taken later, but then much has been imported
             raise taken(config.run_dir, owner)
-        return asdict(_seen_in(config))
+        return _seen_in(config)
 
-    seen = first_does(hosts, "what lies in run.dir", look_for_all)
-    changes = tuple(Change(**change) for change in seen["changes"])
-    return Earlier(**{**seen, "steps": tuple(seen["steps"]), "changes": changes})
+    return first_does(hosts, "what lies in run.dir", Earlier, look_for_all)
 
 
 def how_it_ended(config: RunConfig, summary: dict[str, Any]) -> str:
-    """Say of a finished run that it is, and what to do to go on."""
+    """Return a text saying that a run is done, and how to continue it."""
     last, steps, allow = config.run.max_steps, summary["steps"], ""
     if (why := summary.get("ended_early")) and steps < last:
         return f"this run is done, after step {steps} of {last}: {why}"
-    if (schedule := config.optimizer.schedule) != "constant":
+    if config.optimizer.ends_with_run:
+        schedule = config.optimizer.schedule
         allow = f" with checkpoint.allow_changes=[run.max_steps], because the {schedule} schedule ends there,"
     return f"this run is done: {steps} of {last} steps; set run.max_steps higher{allow} to go on, or another run.dir"
 
@@ -135,6 +134,9 @@ def _seen_in(config: RunConfig) -> Earlier:
             if exhausted or summary["steps"] >= config.run.max_steps:
                 return Earlier(steps=steps, changes=changes, summary=summary)
         _check_writable(directory)
+        paths = map(directory.joinpath, DIRECTORIES)
+        if others := [path for path in paths if os.path.lexists(path) and not path.is_dir()]:
+            raise ConfigError(f"{others[0]} must be a directory, as runs make it, got something else; move it away")
         if config.checkpoint.resume == "require" and not steps:
             raise CheckpointError(
                 f"checkpoint.resume=require needs a checkpoint in {directory / CHECKPOINTS_DIR}, found none; check "
@@ -155,7 +157,7 @@ def _check_writable(directory: Path) -> None:
 
 
 def _has_to_make_room(directory: Path) -> bool:
-    """Say whether files of an earlier run lie there, and see that they can be moved."""
+    """Return whether files of an earlier run lie there, and see that they can be moved."""
     if not directory.is_dir() or all(path.name == LOCK_FILE for path in directory.iterdir()):
         return False
     if Path.cwd().is_relative_to(directory.resolve()):
@@ -201,7 +203,7 @@ def _changes_since(config: RunConfig) -> tuple[Change, ...]:
 
 
 def read_json(path: Path, **types: type) -> dict[str, Any]:
-    """Read a file that a run left, which holds an object with values of these types by these names.
+    """Read a JSON file of an earlier run: an object with values of these types by these names.
 
     Raises:
         DataError: it does not.
@@ -259,9 +261,9 @@ def _free_name(directory: Path) -> Path:
 
 
 class RunDirectory:
-    """``run.dir``, which one run has for the time of a ``with`` block; every host enters, and host 0 takes it for all.
+    """``run.dir`` in the possession of one run, for a ``with`` block; every host enters, and host 0 takes it for all.
 
-    The files of an earlier run, also of the one that goes on, stay as they are until ``begin``.
+    The files of an earlier run, also of one that is continued, are unchanged until ``begin``.
 
     Raises, on every host:
         ConfigError: another run has the directory, it cannot be made or written, a host does not see it, it would have
@@ -287,11 +289,11 @@ class RunDirectory:
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             stack.callback(self._release)
-            token = self._first_does("run directory", self._take)
+            token = self._first_does("run directory", str, self._take)
             check_shared(self.path, token, self._hosts, SEEN_SECONDS)
             if self._config.checkpoint.resume != "never":
                 self.saved_steps = _agreed_steps(self.path / CHECKPOINTS_DIR, self._hosts)
-            self._moves = self._first_does("what lies in run.dir now", self._look_again)
+            self._moves = self._first_does("what lies in run.dir now", bool, self._look_again)
             if not self._moves:
                 stack.enter_context(host_log(self.path / LOGS_DIR, self._hosts.index))
             self._stack = stack.pop_all()
@@ -301,28 +303,24 @@ class RunDirectory:
         self._stack.__exit__(*error)
 
     def begin(self, start: int, data: Mapping[str, Any]) -> list[str]:
-        """Make room for this run, or record how it goes on, now that nothing of its start is left to fail.
+        """Move an earlier run aside, or record that it is continued; called when nothing of the start can fail.
 
-        Args:
-            start: the steps that are done, 0 for a new run.
-            data: what ``data.json`` says about the prompts, among it their ``digest``.
-
-        Returns:
-            Lines for the console: where files were moved, and which settings and files have changed.
+        ``start`` steps are done; ``data`` is what ``data.json`` says about the prompts, among it their ``digest``.
+        Returns lines for the console: where files were moved, and which settings and files have changed.
 
         Raises:
             DataError: for other data than before, on every host, unless ``checkpoint.allow_changes`` names ``data``.
         """
-        notes = self._first_does("how the run ended before", lambda: _how_it_broke_off(self.path))
+        notes = self._first_does("how the run ended before", list[str], lambda: _how_it_broke_off(self.path))
         if self._moves:
-            told = self._first_does("moving an earlier run's files", self._move_aside)
-            check_shared(self.path, told["token"], self._hosts, STALE_SECONDS)
+            moved, token = self._first_does("moving an earlier run's files", tuple[str, str], self._move_aside)
+            check_shared(self.path, token, self._hosts, STALE_SECONDS)
             self._stack.enter_context(host_log(self.path / LOGS_DIR, self._hosts.index))
-            notes += [f"an earlier run's files were moved to {told['moved']}"]
-        return notes + self._first_does("the record of the run", lambda: self._record(start, data))
+            notes += [f"an earlier run's files were moved to {moved}"]
+        return notes + self._first_does("the record of the run", list[str], lambda: self._record(start, data))
 
     def is_ours(self) -> bool:
-        """Say, on host 0, whether no other process has taken the directory from this one; it may be given back."""
+        """Whether, on host 0, no other process has taken the directory over; it may have been given back."""
         try:
             owner = read_owner(self.path / LOCK_FILE)
         except OSError:
@@ -342,7 +340,7 @@ class RunDirectory:
             self.path.rmdir()
 
     def _look_again(self) -> bool:
-        """Say whether an earlier run has to make room; a directory without a run is marked as this one's.
+        """Return whether an earlier run has to make room; a directory without a run is marked as this one's.
 
         It is looked at again because another run may have been there before this one had the lock.
         """
@@ -353,7 +351,7 @@ class RunDirectory:
             self._write_config()
         return seen.makes_room
 
-    def _move_aside(self) -> dict[str, str]:
+    def _move_aside(self) -> tuple[str, str]:
         """Rename the directory, and take a new one of its name; returns the old one's path and the new lock's token."""
         assert self._lock is not None
         before, aside = self._lock, _free_name(self.path)
@@ -365,7 +363,7 @@ class RunDirectory:
         finally:
             before.release(aside / LOCK_FILE)
         self._write_config()  # first, or what a kill leaves would be no run's
-        return {"moved": str(aside), "token": token}
+        return str(aside), token
 
     def _record(self, start: int, data: Mapping[str, Any]) -> list[str]:
         """Write what this run is, and what of it was otherwise in the steps that are done."""
@@ -380,7 +378,13 @@ class RunDirectory:
         self._write_config()
         write_json(self.path / SOURCES_FILE, sources(self._config))
         write_json(self.path / DATA_FILE, data)
-        return [f"changed after step {start}: {change} ({change.meaning})" for change in changed]
+        last = max((record["step"] for record in read_steps(self.path / METRICS_FILE)), default=0)
+        lost = []
+        if last > start:
+            lost = [f"steps {start + 1} to {last} were done, have no checkpoint that can be read, and are done again"]
+        elif last < start:
+            lost = [f"{self.path / METRICS_FILE} lacks steps {last + 1} to {start}, which are done"]
+        return lost + [f"changed after step {start}: {change} ({change.meaning})" for change in changed]
 
     def _changed_data(self, start: int, data: Mapping[str, Any]) -> list[Change]:
         """Compare the prompts, whose order says what the position of a step means."""
@@ -403,7 +407,7 @@ class RunDirectory:
     def _write_config(self) -> None:
         replace_text(self.path / CONFIG_FILE, self._config.to_yaml())
 
-    def _first_does(self, name: str, action: Callable[[], Any]) -> Any:
+    def _first_does(self, name: str, kind: object, action: Callable[[], Any]) -> Any:
         """Do something on host 0 for all; an error of the file system says which setting it comes from."""
 
         def act() -> Any:
@@ -414,57 +418,49 @@ class RunDirectory:
                     f"run.dir must be a directory this process can write, got {self.path}: {error}"
                 ) from error
 
-        return first_does(self._hosts, name, act)
+        return first_does(self._hosts, name, kind, act)
 
 
 # --- what hosts do with the directory they share ---------------------------------------------------------------------
 
 
-def first_does(hosts: Hosts, name: str, action: Callable[[], Any]) -> Any:
-    """Do something on host 0, and return what came of it, a value of JSON, or raise its error, on every host.
+def first_does(hosts: Hosts, name: str, kind: Any, action: Callable[[], Any]) -> Any:
+    """Do something on host 0, and return what came of it, or raise its error, on every host; all of them call this.
 
-    Args:
-        hosts: the processes of the run; every one of them calls this.
-        name: what is done, for messages.
-        action: is called on host 0 only.
+    ``name`` is what messages call it, and ``kind`` the type of what comes of it, which JSON can hold.
     """
-    if not hosts.is_first:
-        told = json.loads(hosts.broadcast(name, None))
-        if "error" in told:
-            raise _raised(told)
-        return told["value"]
-    try:
-        value = action()
-    except TpuGrpoError as error:
-        hosts.broadcast(name, json.dumps(_told(error)).encode())
-        raise
-    hosts.broadcast(name, json.dumps({"value": value}).encode())
-    return value
+    value = error = None
+    if hosts.is_first:
+        try:
+            value = action()
+        except TpuGrpoError as caught:
+            error = caught
+    told = hosts.broadcast(name, (value, error and _told(error)), tuple[kind | None, Told | None])
+    if told[1] is not None:
+        raise error or _raised(told[1])
+    return told[0]
 
 
-def _told(error: TpuGrpoError) -> dict[str, str]:
-    return {"error": type(error).__name__, "message": str(error)}
+def _told(error: TpuGrpoError) -> Told:
+    return type(error).__name__, str(error)
 
 
-def _raised(told: Mapping[str, str]) -> TpuGrpoError:
-    return getattr(errors, told["error"])(told["message"])
+def _raised(told: Told) -> TpuGrpoError:
+    kinds = {kind.__name__: kind for kind in TpuGrpoError.__subclasses__()}
+    return kinds.get(told[0], LockstepError)(told[1])
 
 
 def check_shared(directory: Path, token: str, hosts: Hosts, seconds: float) -> None:
-    """See that the lock which host 0 has just taken lies in this host's directory, too.
+    """Check that this host sees, in its directory, the lock that host 0 has just taken, by its token.
 
-    Args:
-        directory: the run's, by this host's path.
-        token: that of host 0's lock.
-        hosts: the processes of the run.
-        seconds: how long a file system may take to show it.
+    A file system may take ``seconds`` to show it.
 
     Raises:
         ConfigError: on every host, naming those that look into a directory of their own.
     """
     seen = hosts.is_first or _shows(directory / LOCK_FILE, token, seconds)
     where = f"{directory.absolute()} on {socket.gethostname()}"
-    answers = _gathered(hosts, "shared run directory", [seen, where])
+    answers = hosts.share("shared run directory", (seen, where), tuple[bool, str])
     if apart := [f"host {index} ({place})" for index, (sees, place) in enumerate(answers) if not sees]:
         raise ConfigError(
             f"run.dir must be one directory that all hosts share, got {directory}: what host 0 has written to "
@@ -497,13 +493,9 @@ def _agreed_steps(directory: Path, hosts: Hosts) -> tuple[int, ...]:
     while True:
         mine = saved_steps(directory)
         late = time.monotonic() > deadline
-        everyone = _gathered(hosts, "saved steps", [mine, late])
+        everyone = hosts.share("saved steps", (mine, late), tuple[tuple[int, ...], bool])
         if all(steps == everyone[0][0] for steps, _ in everyone):
             return mine
         if any(is_late for _, is_late in everyone):
             hosts.agree(f"the steps saved in {directory.name}", str(list(mine)))
         time.sleep(PAUSE)
-
-
-def _gathered(hosts: Hosts, name: str, value: Any) -> list[Any]:
-    return [json.loads(answer) for answer in hosts.gather(name, json.dumps(value).encode())]

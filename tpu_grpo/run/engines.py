@@ -74,7 +74,7 @@ class SyncedEngines:
         self._checks: tuple[CopyCheck, CopyCheck] | None = None
 
     def install(self, params: nnx.State) -> SyncResult:
-        """Move the trainer's parameters into every replica, and drop prefixes cached under the old ones.
+        """Move the trainer's parameters into every replica, and clear the prefix caches, which belong to the old ones.
 
         Raises:
             LockstepError: if copies of a parameter differ between hosts.
@@ -88,7 +88,7 @@ class SyncedEngines:
         return result
 
     def release(self) -> None:
-        """Free the engines' caches and those of their weights that the sync wrote, until the next ``install``.
+        """Free the engines' caches and the weights that the sync wrote, until the next ``install``.
 
         Leaves that are aliased with the trainer's stay, because the trainer needs them.
         """
@@ -97,7 +97,7 @@ class SyncedEngines:
         self.sync.release()
 
     def worst_leaf(self, params: nnx.State) -> tuple[str, float]:
-        """Return the sampler parameter that differs most from the one recomputed from the trainer's, and by how much.
+        """Return the sampler's parameter that differs most from what the trainer's give, and the difference.
 
         Differences in the last bit of a merged adapter are ignored, because two programs may round differently.
         """
@@ -133,7 +133,7 @@ class SyncedEngines:
 
 
 def probe_bound(config: RunConfig) -> float:
-    """Return the largest mean difference of log-probabilities that rounding, and what a cache leaves out, can cause."""
+    """Return the largest mean difference of log-probabilities that rounding, and the dtype of the cache, can cause."""
     return max(BOUNDS[config.model.dtype], CACHE_BOUNDS[config.rollout.kv_dtype])
 
 
@@ -154,8 +154,7 @@ class Probe:
     def after_sync(self, number: int) -> float | None:
         """Compare if it is due after sync ``number``, counted from 0; every host must call this.
 
-        Returns:
-            The mean difference of the log-probabilities, or None if no comparison was due.
+        Returns the mean difference of the log-probabilities, or None if no comparison was due.
 
         Raises:
             WeightsError: if engines and trainer do not hold the same policy; it names the worst leaf.

@@ -1,12 +1,13 @@
-"""Leaves a policy as a directory that others load: a Hugging Face checkpoint, or adapters in the format of PEFT.
+"""Exports a policy as a directory: a Hugging Face checkpoint, or adapters in the format of PEFT.
 
 README.md has the figures of the run; tpu_grpo.yaml is its config again, for scripts/sample.py. Arrays are gathered one
 at a time, by all hosts; host 0 writes. The directory gets its name when it is complete.
 """
 
 import re
+from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +33,23 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Policy:
-    """What is exported: a policy, and the checkpoint and tokenizer of the model that its run started from."""
+    """The policy to export, and the checkpoint and tokenizer of the model that its run started from."""
 
     model: nnx.Module
     step: int
     checkpoint: Checkpoint
     tokenizer: PreTrainedTokenizerFast
+    stepped: Mapping[str, Any] = field(default_factory=dict)
+    """The trained parameters in float32, by name, where these are exported in place of the model's."""
+
+    @property
+    def leaves(self) -> dict[str, Any]:
+        """The policy's parameters, by name."""
+        return {**named_leaves(parameters(self.model)), **self.stepped}
 
 
 def export_policy(config: RunConfig, policy: Policy, directory: Path, hosts: Hosts | None = None) -> None:
-    """Write a policy into a directory that is not there yet; every host calls it, host 0 writes.
+    """Write a policy into a new directory; every host calls this, host 0 writes.
 
     Raises:
         ConfigError: something of the directory's name is there.
@@ -83,8 +91,8 @@ def _write_model(target: Path | None, config: RunConfig, policy: Policy, dtype: 
 
 
 def _write_adapters(target: Path | None, config: RunConfig, policy: Policy, dtype: np.dtype[Any]) -> int:
-    leaves = named_leaves(nnx.state(policy.model, nnx.LoRAParam))
-    adapters = {name: whole(leaf).astype(dtype) for name, leaf in leaves.items()}
+    leaves, names = policy.leaves, named_leaves(nnx.state(policy.model, nnx.LoRAParam))
+    adapters = {name: whole(leaves[name]).astype(dtype) for name in names}
     if target is not None:
         base = policy.checkpoint.directory.absolute()
         write_adapter_files(target, adapters, config.model.lora, str(base))
@@ -94,7 +102,7 @@ def _write_adapters(target: Path | None, config: RunConfig, policy: Policy, dtyp
 
 def _reader(config: RunConfig, policy: Policy) -> Read:
     """Make what reads a leaf of the policy; adapters are merged into it in float32, as in the weight sync."""
-    leaves = named_leaves(parameters(policy.model))
+    leaves = policy.leaves
     adapters = adapters_of(leaves)
     axes = {rule.source: rule.input_axis for rule in policy.checkpoint.weight_rules}
 
@@ -110,15 +118,17 @@ def _reader(config: RunConfig, policy: Policy) -> Read:
 
 
 def _sampling(config: RunConfig) -> dict[str, Any]:
-    """Return how the run samples, under Hugging Face's names."""
+    """Return how the run samples, under Hugging Face's names.
+
+    Not the longest answer: as ``max_new_tokens`` it would cut those of lm-eval and of vLLM's server, whatever they ask.
+    """
     rollout = config.rollout
     if rollout.temperature == 0.0:
-        return {"do_sample": False, "max_new_tokens": rollout.max_new_tokens}
+        return {"do_sample": False}
     return {
         "do_sample": True,
         "temperature": rollout.temperature,
         "top_k": rollout.top_k,
         "top_p": rollout.top_p,
         "min_p": rollout.min_p or None,
-        "max_new_tokens": rollout.max_new_tokens,
     }

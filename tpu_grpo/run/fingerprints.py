@@ -1,10 +1,10 @@
-"""What a run depends on, as names and short values: compared between its hosts, and with the run that it goes on from.
+"""Fingerprints of what a run depends on, by name: compared between its hosts, and with the run that it continues.
 
     hosts.agree_all(fingerprints(config))             # before anything is built
     hosts.agree_all(model_fingerprints(directory))    # again, where the model is built in and was taught just now
     changed_settings(before, config)                  # "optimizer.learning_rate: 1e-06 -> 0.0001"
 
-What a change does to results is decided in config/setting_names.py.
+config/setting_names.py says how a change affects results.
 """
 
 import glob
@@ -32,14 +32,11 @@ ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NPROC")
 OWN_ENVIRONMENT = {"JAX_COMPILATION_CACHE_DIR"}
 LISTED = tuple(name for name, *_ in settings())
 SHOWN = 60
-"""Messages show so many characters of a value."""
+"""The most characters of a value in messages."""
 ABSENT = "absent"
 WEIGHTS_BYTES = 64 * 2**20
 """Files of a model that are larger hold weights. Only a reference model reads them again when a run is continued, so
 without one their size is compared, and with one their content."""
-
-
-# --- between hosts ---------------------------------------------------------------------------------------------------
 
 
 def fingerprints(config: RunConfig) -> dict[str, str]:
@@ -58,7 +55,7 @@ def model_fingerprints(directory: Path) -> dict[str, str]:
 
 
 def _digests(files: Iterable[tuple[str, Path]]) -> dict[str, str]:
-    """Name -> digest; a file that cannot be read is a value too: whoever opens it says what is wrong."""
+    """Name -> digest; a file that cannot be read is a value too: the code that opens it reports the error."""
 
     def digest(named: tuple[str, Path]) -> tuple[str, str]:
         name, path = named
@@ -105,12 +102,9 @@ def _model_files(directory: Path) -> Iterator[tuple[str, Path]]:
         yield f"model file {path.name}", path
 
 
-# --- between one start and the next ----------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Change:
-    """Something that is not as it was."""
+    """A setting or file that differs from the earlier run's."""
 
     name: str
     """The setting; entries of lists by their numbers, as in rewards.0.weight."""
@@ -124,7 +118,7 @@ class Change:
 
     @property
     def meaning(self) -> str:
-        """Say what the change does to the results."""
+        """Describe the effect of the change on results."""
         return {
             "none": "results do not depend on it",
             "rounding": "results compare, but not to the bit",
@@ -132,7 +126,7 @@ class Change:
         }[self.effect]
 
     def is_in(self, names: Sequence[str]) -> bool:
-        """Say whether one of the names is that of this setting, or of a section that it lies in."""
+        """Whether one of the names is this setting's, or that of a section that contains it."""
         return any(self.name == name or self.name.startswith(f"{name}.") for name in names)
 
 
@@ -141,12 +135,12 @@ def changed_settings(before: RunConfig, now: RunConfig) -> list[Change]:
     old, new = (dict(_leaves(config.model_dump(mode="json"))) for config in (before, now))
     names = [*new, *(name for name in old if name not in new)]
     texts = {name: (_text(old, name), _text(new, name)) for name in names}
-    schedule = now.optimizer.schedule
-    return [Change(name, a, b, effect_of(name, schedule)) for name, (a, b) in texts.items() if a != b]
+    ends = now.optimizer.ends_with_run
+    return [Change(name, a, b, effect_of(name, rate_ends_with_run=ends)) for name, (a, b) in texts.items() if a != b]
 
 
 def changed_sources(before: Mapping[str, Mapping[str, str]], now: Mapping[str, Mapping[str, str]]) -> list[Change]:
-    """List the files whose content differs, of settings that name files both times; see `sources`."""
+    """List the files whose content differs, for settings that name files in both runs; see `sources`."""
     return [
         Change(setting, f"{file} {old.get(file, ABSENT)}", f"{file} {new.get(file, ABSENT)}", "results")
         for setting, new in now.items()
@@ -157,19 +151,20 @@ def changed_sources(before: Mapping[str, Mapping[str, str]], now: Mapping[str, M
 
 
 def sources(config: RunConfig) -> dict[str, dict[str, str]]:
-    """Setting -> name of a file -> what it holds, as a digest; of the user's own code, and of the model's directory.
+    """Setting -> file name -> digest, for the user's own code and the model's directory.
 
-    What such a file imports is not looked at. Data has a digest of its own, of the prompts as they are sampled.
+    Modules that such a file imports are left out. Data has a digest of its own, of the prompts as they are sampled.
     """
     found = {
         setting: {path.name: f"sha256 {_sha256(path)[:16]}"} for setting, _, _, path in _code(config) if path.is_file()
     }
     path = config.model.path
     model = fetched(path.removeprefix(HUB)) if path.startswith(HUB) else Path(path).expanduser()
+    no_reference = config.algorithm.beta == 0.0 and config.algorithm.tunix is None
     if model is not None and not path.startswith(BUILTIN) and model.is_dir():
         found["model.path"] = {
             path.name: f"{size} bytes"
-            if (size := path.stat().st_size) > WEIGHTS_BYTES and config.algorithm.beta == 0.0
+            if (size := path.stat().st_size) > WEIGHTS_BYTES and no_reference
             else f"sha256 {_sha256(path)[:16]}"
             for path in sorted(model.iterdir())
             if path.is_file()
@@ -196,13 +191,10 @@ def _text(values: Mapping[str, Any], name: str) -> str:
     return value if isinstance(value, str) and value else json.dumps(value, ensure_ascii=False)
 
 
-# --- files -----------------------------------------------------------------------------------------------------------
-
-
 def _code(config: RunConfig) -> Iterator[tuple[str, str, str, Path]]:
     """Yield (setting, kind, name, file) of all code of the user's own."""
     named = [
-        ("algorithm.name", "algorithm", config.algorithm.name),
+        ("algorithm.name", "algorithm", config.algorithm.tunix or config.algorithm.name),
         ("optimizer.name", "optimizer", config.optimizer.name),
     ]
     named += [("environment.name", "environment", name) for name in config.environment.names.values()]

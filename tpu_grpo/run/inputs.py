@@ -1,11 +1,11 @@
-"""What a run reads: model, environments, rewards and prompts, each opened and checked once, before jax is imported.
+"""Opens and checks, once and before jax is imported, what a run reads: model, environments, rewards and prompts.
 
-What is quick comes first, so that a typing error is answered at once: files of the model and of the data are looked
-into before a tokenizer is imported.
+Quick checks come first, so that a typing error is reported at once: files of the model and of the data are checked
+before a tokenizer is imported.
 """
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,13 +15,16 @@ from tpu_grpo.data.chat_messages import Conversation
 from tpu_grpo.data.lazy_records import Record
 from tpu_grpo.data.rendering import ToolsOf
 from tpu_grpo.data.sources import Source, glance
-from tpu_grpo.data.stream import PromptStream, open_evaluation_prompts, open_prompts, with_template
+from tpu_grpo.data.stream import PromptStream, held_out_source, open_evaluation_prompts, open_prompts, training_sources
 from tpu_grpo.environments.actions import COLUMN, LoadedEnvironment
 from tpu_grpo.hosts import Hosts
-from tpu_grpo.models.checkpoint import Checkpoint, read_checkpoint
+from tpu_grpo.models.checkpoint import Checkpoint, check_tokenizer_files, read_checkpoint
+from tpu_grpo.models.families.rope import YarnScaling
 from tpu_grpo.models.fetching import fetch
 from tpu_grpo.models.lora import adapted_modules, existing_layers
-from tpu_grpo.records.errors import CheckpointError, ConfigError, DataError, EpisodeError
+from tpu_grpo.observe.published import read_published
+from tpu_grpo.observe.trackers import check_trackers
+from tpu_grpo.records.errors import ConfigError, DataError, EpisodeError
 from tpu_grpo.records.stages import Prompt
 from tpu_grpo.rewards import RewardSet, open_rewards
 from tpu_grpo.run.fingerprints import model_fingerprints
@@ -33,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HeldOutInputs:
-    """Prompts that are kept for evaluation, with the rewards that score their answers."""
+    """Prompts for evaluation, with the rewards that score their completions."""
 
     prompts: tuple[Prompt, ...]
     rewards: RewardSet
@@ -41,8 +44,10 @@ class HeldOutInputs:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Everything that a run reads; the processes of rewards start when they are first needed."""
+    """The opened inputs of a run; the processes of rewards start when they are first needed."""
 
+    config: RunConfig
+    """The run's, with run.max_steps in the place of run.epochs."""
     checkpoint: Checkpoint | None
     """None for a built-in model, which is taught when the run is built."""
     tokenizer: "PreTrainedTokenizerFast"
@@ -55,30 +60,33 @@ class Inputs:
 
 
 def open_inputs(config: RunConfig, reading: Callable[[], None] = lambda: None) -> Inputs:
-    """Open and check everything that a run reads.
-
-    Args:
-        config: the run.
-        reading: is called before the data is read whole, which can take time.
+    """Open and check everything that a run reads; ``reading`` is called before the data is read whole.
 
     Raises:
-        ConfigError: for templates, columns and settings that do not fit data, tokenizer or model.
+        ConfigError: for templates, columns and settings that do not fit data, tokenizer or model, and for a library
+            that is needed and not installed.
         CheckpointError: for a model or tokenizer that is missing, broken or not supported.
         DataError: for data that is missing or malformed, or prompts that are empty or too long.
         RewardError: for a reward that cannot be loaded, or does not fit the data.
         EpisodeError: for an environment that cannot be found, or is not written as one.
     """
+    check_trackers(config.logging)
+    if config.logging.against is not None:
+        read_published(config.logging.against)
     checkpoint = read_model(config)
     environments = load_environments(config)
     columns, held_columns = _columns_at_a_glance(config)
+    if config.run.epochs is not None:  # rewards may ask for the number of steps, which the data decides
+        columns = held_columns = None
     rewards = None if columns is None else _open_rewards(config, environments, columns)
     held_rewards = None if held_columns is None else _rewards_of_evaluation(config, held_columns, rewards)
     reading()
     tokenizer, tools = open_tokenizer(config, checkpoint), tools_of(environments)
     prompts = open_prompts(config.data, config.run.seed, tokenizer, tools)
+    config = config.counted(prompts.size)
     rewards = rewards or _open_rewards(config, environments, prompts.columns)
     held_out = open_held_out(config, tokenizer, environments, held_rewards, rewards)
-    return Inputs(checkpoint, tokenizer, environments, prompts, rewards, held_out)
+    return Inputs(config, checkpoint, tokenizer, environments, prompts, rewards, held_out)
 
 
 def open_held_out(
@@ -90,12 +98,7 @@ def open_held_out(
 ) -> HeldOutInputs | None:
     """Open the held-out prompts and their rewards; None if the config has none. Raises as `open_inputs` does.
 
-    Args:
-        config: the run.
-        tokenizer: the model's.
-        environments: what prompts begin conversations with.
-        rewards: those of held-out prompts, if they are open already.
-        of_run: the rewards of the run, if they are open already.
+    ``rewards`` are those of the held-out prompts and ``of_run`` those of the run, if they are open already.
     """
     prompts = open_evaluation_prompts(config.evaluation, config.data, tokenizer, tools_of(environments))
     if prompts is None:
@@ -128,8 +131,8 @@ def _columns_at_a_glance(config: RunConfig) -> tuple[Collection[str] | None, Col
 
     The first record of every source is looked at, and has to fit its template.
     """
-    data, section = config.data, config.evaluation
-    records = [_first_record(source, style) for source, style in _sources(config)]
+    data = config.data
+    records = [_first_record(source, style) for source, style in training_sources(data)]
     columns = None
     if all(record is not None for record in records):
         columns = list(dict.fromkeys(name for record in records if record is not None for name in record))
@@ -138,21 +141,8 @@ def _columns_at_a_glance(config: RunConfig) -> tuple[Collection[str] | None, Col
                 f"data.curriculum={data.curriculum} must be a column, the data has {', '.join(columns)}; correct it"
             )
         columns += ["source"] if data.sources else []
-    path = section.path if section.path is not None else data.builtin
-    if path is None:
-        return columns, None
-    source = Source(path, section, "heldout", "evaluation.path")
-    return columns, _first_record(source, with_template(data, section.prompt_template))
-
-
-def _sources(config: RunConfig) -> Iterator[tuple[Source, DataSection]]:
-    """Yield every source of training prompts, and how they are written."""
-    data = config.data
-    if not data.sources:
-        yield Source(data.path, data), data
-    for index, spec in enumerate(data.sources):
-        source = Source(spec.path, spec, setting=f"data.sources.{index}.path")
-        yield source, with_template(data, spec.prompt_template)
+    held_out = held_out_source(config.evaluation, data)
+    return columns, None if held_out is None else _first_record(*held_out)
 
 
 def _first_record(source: Source, style: DataSection) -> Record | None:
@@ -165,7 +155,7 @@ def _first_record(source: Source, style: DataSection) -> Record | None:
 
 
 def load_environments(config: RunConfig) -> dict[str, LoadedEnvironment]:
-    """Find the environments of a config, by the names that the data has for them; "" for the only one.
+    """Load the environments of a config, by the names that the data uses for them; "" for a single one.
 
     Raises:
         EpisodeError: for one that cannot be found, or is not written as an environment, or where none gives rewards
@@ -193,7 +183,7 @@ def load_environments(config: RunConfig) -> dict[str, LoadedEnvironment]:
 
 
 def check_environment_columns(loaded: Mapping[str, LoadedEnvironment], columns: Collection[str]) -> None:
-    """See that records with these columns have what choosing an environment and its ``reset`` need.
+    """Check that records with these columns have those that select an environment and that its ``reset`` requires.
 
     Raises:
         DataError: for a column that is missing.
@@ -212,7 +202,7 @@ def check_environment_columns(loaded: Mapping[str, LoadedEnvironment], columns: 
 
 
 def tools_of(loaded: Mapping[str, LoadedEnvironment]) -> ToolsOf | None:
-    """Return what says which tools a record's prompt offers; None for a run without environments."""
+    """Return a function from a record to the tools that its prompt offers; None for a run without environments."""
     if not loaded:
         return None
 
@@ -231,7 +221,7 @@ def tools_of(loaded: Mapping[str, LoadedEnvironment]) -> ToolsOf | None:
 
 
 def read_model(config: RunConfig) -> Checkpoint | None:
-    """See that the model is there, whole and supported, from the headers of its files; a built-in one by its name.
+    """Check from its files' headers that the model is complete and supported; of a built-in model, check the name.
 
     Raises:
         CheckpointError: for files that are missing or broken, and for a model that is not supported.
@@ -247,17 +237,12 @@ def read_model(config: RunConfig) -> Checkpoint | None:
         return None
     checkpoint = read_checkpoint(model_directory(config))
     check_model(config, checkpoint)
-    for name in ("tokenizer_config.json", "tokenizer.json"):
-        if not (checkpoint.directory / name).is_file():
-            raise CheckpointError(
-                f"a checkpoint directory must hold {name}, not found in {checkpoint.directory}; copy it from the "
-                "model's publisher, or write it with transformers' save_pretrained of a fast tokenizer"
-            )
+    check_tokenizer_files(checkpoint.directory)
     return checkpoint
 
 
 def builtin_name(config: RunConfig) -> str:
-    """Return the name in a model.path that begins with BUILTIN: that of the task that the model is taught on.
+    """Return the name after BUILTIN in model.path: that of the task on which the model is taught.
 
     Raises:
         ConfigError: if there is no built-in model of that name.
@@ -269,7 +254,7 @@ def builtin_name(config: RunConfig) -> str:
 
 
 def model_directory(config: RunConfig) -> Path:
-    """Return the directory of a model that is not built in; one of the hub is fetched if it is not here."""
+    """Return the directory of a model that is not built in; a model of the hub is downloaded unless it is cached."""
     path = config.model.path
     if not path.startswith(HUB):
         return Path(path).expanduser()
@@ -282,7 +267,9 @@ def check_model(config: RunConfig, checkpoint: Checkpoint) -> None:
     Raises:
         ConfigError: if sequences are longer than the model takes, or if it lacks modules, layers or experts.
     """
-    longest = checkpoint.hf_config.get("max_position_embeddings")
+    longest, scaling = checkpoint.hf_config.get("max_position_embeddings"), checkpoint.config.scaling
+    if longest is not None and isinstance(scaling, YarnScaling):  # published settings name the context before it
+        longest = max(longest, int(scaling.factor * scaling.original_max_position_embeddings))
     if longest is not None and config.context_tokens > longest:
         raise ConfigError(
             f"data.max_prompt_tokens + rollout.max_new_tokens must be <= {longest}, the model's context, got "
@@ -294,12 +281,17 @@ def check_model(config: RunConfig, checkpoint: Checkpoint) -> None:
         raise ConfigError(f"{asked} needs a model with experts, got a {checkpoint.family.model_type}; leave it out")
     if config.model.lora.rank is not None:
         adapted_modules(checkpoint, config.model.lora)
+        if checkpoint.family.is_fused and config.export.kind == "adapter":
+            raise ConfigError(
+                f"export.kind must be model for {checkpoint.family.model_type}, got adapter; its checkpoints hold "
+                "projections as one, to which PEFT cannot give the adapters of each"
+            )
     if config.model.train_layers is not None:
         existing_layers(checkpoint, "model.train_layers", config.model.train_layers)
 
 
 def open_tokenizer(config: RunConfig, checkpoint: Checkpoint | None) -> "PreTrainedTokenizerFast":
-    """Open the tokenizer of the model that `read_model` returned; a built-in one need not have been taught.
+    """Open the tokenizer of the model that `read_model` returned; a built-in model need not have been taught.
 
     Raises:
         CheckpointError: for a tokenizer that is missing, broken or without an end or padding token.
@@ -318,12 +310,9 @@ def open_model(config: RunConfig, hosts: Hosts) -> "tuple[Checkpoint, PreTrained
 
 
 def agreed_checkpoint(config: RunConfig, hosts: Hosts, read: Checkpoint | None) -> Checkpoint:
-    """See that hosts have the same checkpoint; one without the built-in model trains it now.
+    """Check that all hosts have the same checkpoint; a host without the built-in model teaches it now.
 
-    Args:
-        config: the run.
-        hosts: its processes; every one of them calls this.
-        read: what `read_model` returned.
+    Every host calls this, with what `read_model` returned.
 
     Raises:
         LockstepError: hosts have different models.

@@ -1,6 +1,6 @@
-"""One process at a time has a run's directory: a file in it says which, and is locked while that process lives.
+"""A lock file gives a run's directory to one process at a time, names it, and is locked while it lives.
 
-Three signs say whether the process that a file names is alive, and the first that can be had decides:
+Three signs say whether the process that a file names is alive; the first that is available decides:
 
 1. The operating system's lock on the file (flock) ends with its process, whatever ended it. It holds on one machine,
    and on file systems that carry it between machines. Reward workers do not inherit it.
@@ -45,14 +45,14 @@ SETTLE_SECONDS = 2.0
 RETRIES, PAUSE = 5, 0.2
 """A look at a directory holds its lock for a moment, and a new owner writes its name a moment after it has the lock."""
 ATTEMPTS = 20
-"""While many come and go, the file at hand may be another's by the time it is locked, so many times."""
+"""The most tries to lock the file, which another process may replace between opening and locking."""
 RECORD_BYTES = 512
 """The record is padded to one size, so that it can be rewritten in place and is never seen cut off."""
 
 
 @dataclass(frozen=True)
 class Owner:
-    """The record of the process that has a directory."""
+    """The process that holds a directory."""
 
     host: str
     process: int
@@ -73,16 +73,13 @@ class Owner:
 
 
 def read_owner(path: Path) -> Owner | None:
-    """Read the record; None for a file that has none yet. The file is opened anew, or NFS would show it as it was.
+    """Read the owner; None for a file that names none yet. It is opened anew, because NFS would show cached content.
 
     Raises:
         OSError: for a file that is not there, or cannot be read.
     """
-    file = _open(path, os.O_RDONLY)
-    try:
-        return _parsed(os.read(file, RECORD_BYTES))
-    finally:
-        os.close(file)
+    with os.fdopen(_open(path, os.O_RDONLY), "rb") as file:
+        return _parsed(file.read(RECORD_BYTES))
 
 
 def _open(path: Path, flags: int) -> int:
@@ -94,7 +91,7 @@ def _open(path: Path, flags: int) -> int:
     """
     try:
         file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
-        if stat.S_ISREG(os.fstat(file).st_mode):
+        if stat.S_ISREG((found := os.fstat(file)).st_mode) and found.st_nlink <= 1:
             return file
         os.close(file)
     except OSError as error:
@@ -127,7 +124,7 @@ def _here() -> tuple[str, str]:
 
 
 class RunLock:
-    """A directory that this process has, until ``release``; use `take`."""
+    """The lock of a directory that this process holds until ``release``; made by `take`."""
 
     def __init__(self, path: Path, file: int, owner: Owner, beat_seconds: float):
         self.owner = owner
@@ -144,13 +141,10 @@ class RunLock:
         beat_seconds: float = BEAT_SECONDS,
         tell: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True),
     ) -> "RunLock":
-        """Take a directory that exists; one that another process left without releasing it is taken over.
+        """Lock an existing directory; the lock of a dead process is taken over.
 
-        Args:
-            directory: the run's.
-            silent_seconds: how long a process on another machine is watched before it is taken for dead.
-            beat_seconds: how often this process gives its own sign of life.
-            tell: is given a line to show before a long wait.
+        A process on another machine is watched for ``silent_seconds`` before it is taken for dead, and this one gives a
+        sign of life every ``beat_seconds``. ``tell`` is given a line to show before a long wait.
 
         Raises:
             ConfigError: a process that lives has it.
@@ -178,7 +172,7 @@ class RunLock:
         raise taken(directory, None)
 
     def release(self, path: Path | None = None) -> None:
-        """Remove the file, from ``path`` if its directory was moved; give no further sign of life."""
+        """Remove the lock file, from ``path`` if its directory was moved, and stop the heartbeat."""
         self.stop_beating()
         path = path or self._path
         with contextlib.suppress(OSError):  # removed by hand, or with its directory
@@ -187,7 +181,7 @@ class RunLock:
         os.close(self._file)
 
     def stop_beating(self) -> None:
-        """Give no further sign of life, and no longer look whether another process has taken over."""
+        """Stop the heartbeat, and stop checking whether another process has taken over."""
         self._stop.set()
         self._thread.join()
 
@@ -209,9 +203,9 @@ class RunLock:
 
 
 def holder(directory: Path, *, guess: bool = False) -> Owner | None:
-    """Say who surely has a directory, without touching a file; None if nobody has, or if it takes time to find out.
+    """Return the process that certainly holds a directory, by its files; None for none, or if finding out takes time.
 
-    With ``guess``, a process on another machine counts whose sign of life is less than SILENT_SECONDS old.
+    With ``guess``, a process on another machine counts if its last heartbeat is less than SILENT_SECONDS old.
     """
     path = directory / LOCK_FILE
     try:
@@ -230,7 +224,7 @@ def holder(directory: Path, *, guess: bool = False) -> Owner | None:
 
 
 def taken(directory: Path, owner: Owner | None) -> ConfigError:
-    """Make the error of a directory that another process has."""
+    """Make the error for a directory that another process holds."""
     return ConfigError(
         f"run.dir must have one run at a time; {directory} is in use by {owner or 'a process that has just begun'}: "
         "wait until that run has ended, stop it, or give this one another run.name or run.dir; if you know that the "
@@ -299,7 +293,7 @@ def _beats(path: Path, owner: Owner, silent_seconds: float, tell: Callable[[str]
 
 
 def _is_at(path: Path, file: int) -> bool:
-    """Say whether the open file is the one at the path."""
+    """Return whether the open file is the one at the path."""
     try:
         return os.path.samestat(os.fstat(file), path.stat())
     except FileNotFoundError:

@@ -46,7 +46,7 @@ class Meshes:
 
     @property
     def attention(self) -> str:
-        """The trainer's attention in words."""
+        """The name of the trainer's attention, for messages."""
         return (
             "dot attention" if self.flash_block is None else f"flash attention in blocks of {self.flash_block} tokens"
         )
@@ -100,9 +100,9 @@ def _devices(config: RunConfig, devices: Sequence[Any]) -> tuple[list[Any], list
 
 
 def default_tensor(config: RunConfig, checkpoint: Checkpoint, devices: int) -> int:
-    """Return the fewest devices per replica with which no device holds more than SHARE_BYTES of weights.
+    """Return the fewest devices per replica with which every device holds at most SHARE_BYTES of weights.
 
-    If none does, this is the most devices that the model allows. It is the same on all hosts.
+    If no number achieves this, it is the most devices that the model allows. It is the same on all hosts.
     """
     weight_bytes = checkpoint.parameter_count * jnp.dtype(config.model.dtype).itemsize
     possible = [size for size in sampler_sizes(checkpoint) if devices % size == 0]

@@ -1,10 +1,10 @@
-"""The files of an update or a rollout with a number that is not finite, and `replay`, which does such an update again.
+"""The files of an update or a rollout with a number that is not finite, and `replay`, which repeats such an update.
 
     <run.dir>/non_finite/7.npz            of an update: its passes, as arrays, with the config and what it came to
     <run.dir>/non_finite/7.jsonl          the samples of step 7; of a rollout with tokens and log-probabilities
     <run.dir>/non_finite/checkpoints/7/   policy and optimizer as they were before the update, or in the rollout
 
-The newest failure alone is kept: a checkpoint is large.
+Only the newest failure is kept, because a checkpoint is large.
 """
 
 import io
@@ -27,13 +27,12 @@ from tpu_grpo.config import RunConfig
 from tpu_grpo.engine.sampler import BrokenRollout
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.learner.batches import PassArrays, pass_arrays, placed_pass
-from tpu_grpo.learner.building import build_parts
+from tpu_grpo.learner.building import LearnerParts, build_parts
 from tpu_grpo.learner.checkpoints import Checkpoints
 from tpu_grpo.learner.failed import FailedUpdate
 from tpu_grpo.learner.forward import logprobs
-from tpu_grpo.learner.loss import LossSettings, TrainBatch
+from tpu_grpo.learner.loss import TrainBatch
 from tpu_grpo.learner.parameters import by_name, parameters, whole
-from tpu_grpo.learner.update import Updater
 from tpu_grpo.observe.json_lines import encode_line, replace_bytes
 from tpu_grpo.observe.run_files import CHECKPOINTS_DIR, NON_FINITE_DIR
 from tpu_grpo.observe.sample_rows import conversation_fields, sample_fields, sample_rows
@@ -70,7 +69,8 @@ class FailureFiles:
                 "update": failed.update,
                 "updates": failed.updates,
                 "passes": len(passes),
-                **{name: _json(getattr(failed, name)) for name in ("loss", "grad_norm")},
+                "loss": failed.loss if math.isfinite(failed.loss) else str(failed.loss),  # JSON has no infinities
+                "grad_norm": failed.grad_norm if math.isfinite(failed.grad_norm) else str(failed.grad_norm),
                 "config": self.config.model_dump(mode="json"),
                 "versions": versions(),
             }
@@ -82,7 +82,7 @@ class FailureFiles:
         return path
 
     def of_rollout(self, broken: BrokenRollout) -> Path:
-        """Keep what was sampled, and return its file once it is complete on every host."""
+        """Write what was sampled, and return the file's path once it is complete on every host."""
         path = self._with_checkpoint(broken.step) / f"{broken.step or 'evaluation'}.jsonl"
         if self.hosts.is_first:
             replace_bytes(path, (encode_line(record) for record in _rows(broken)))
@@ -102,7 +102,7 @@ class FailureFiles:
 
 @dataclass(frozen=True)
 class KeptUpdate:
-    """What the file of an update holds."""
+    """The content of an update's file."""
 
     path: Path
     step: int
@@ -112,21 +112,16 @@ class KeptUpdate:
     grad_norm: float
     settings: dict[str, Any]
     """The resolved config of the run, as nested sections."""
-    versions: Mapping[str, str]
     passes: tuple[PassArrays, ...]
 
     @property
     def checkpoints(self) -> Path:
-        """Where the checkpoint of its parameters lies."""
+        """The directory of the checkpoint with its parameters."""
         return self.path.parent / CHECKPOINTS_DIR
 
 
 def read_update(path: Path) -> KeptUpdate:
-    """Read the file of an update.
-
-    Raises:
-        DataError: for one that is not there, or is not such a file.
-    """
+    """Read the file of an update; raises DataError for one that is not there, or is not such a file."""
     try:
         with np.load(path, allow_pickle=False) as file:
             about = json.loads(str(file[_ABOUT]))
@@ -144,22 +139,9 @@ def read_update(path: Path) -> KeptUpdate:
             f"--replay needs a file that a run has written, <run.dir>/{NON_FINITE_DIR}/<step>.npz, got {path} "
             f"({type(error).__name__}: {error}); correct the path"
         ) from error
-    return KeptUpdate(
-        path=path,
-        step=about["step"],
-        update=about["update"],
-        updates=about["updates"],
-        loss=float(about["loss"]),
-        grad_norm=float(about["grad_norm"]),
-        settings=about["config"],
-        versions=about["versions"],
-        passes=tuple(passes),
-    )
-
-
-def _json(value: float) -> float | str:
-    """Return a number as JSON has it, which has no infinities."""
-    return value if math.isfinite(value) else str(value)
+    step, update, updates, settings = (about[name] for name in ("step", "update", "updates", "config"))
+    loss, norm = float(about["loss"]), float(about["grad_norm"])
+    return KeptUpdate(path, step, update, updates, loss, norm, settings, tuple(passes))
 
 
 def _rows(broken: BrokenRollout) -> Iterator[dict[str, Any]]:
@@ -184,15 +166,12 @@ def _rows(broken: BrokenRollout) -> Iterator[dict[str, Any]]:
         yield row
 
 
-# --- an update done again --------------------------------------------------------------------------------------------
-
-
 def replay(kept: KeptUpdate, config: RunConfig, hosts: Hosts) -> Iterator[str]:
-    """Do the update again, up to the optimizer's step, and say line by line what it came to; every host must call it.
+    """Repeat the update up to the optimizer's step, and yield its findings line by line; every host must call it.
 
-    Parameters and optimizer are those of the checkpoint beside the file: the ones that the update had. What is not
-    finite is looked for in the order in which an update computes: parameters, what the passes were given, the
-    log-probabilities of the sampled tokens, the loss, the gradients.
+    Parameters and optimizer state are those of the checkpoint beside the file, from before the update. Numbers that
+    are not finite are searched in the order of the computation: parameters, inputs of the passes, log-probabilities
+    of the sampled tokens, loss, gradients.
 
     Raises:
         CheckpointError: if its parameters are missing, damaged, or of another model or optimizer than the config's.
@@ -208,17 +187,16 @@ def replay(kept: KeptUpdate, config: RunConfig, hosts: Hosts) -> Iterator[str]:
     yield f"step {kept.step}{of_several}: {len(kept.passes)} passes; in the run {_came_to(kept.loss, kept.grad_norm)}"
     values = by_name(parameters(parts.updater.model)) | parts.updater.stepped()
     yield f"parameters  as they were before the update, {kept.checkpoints / str(step)}: {_finite_of(values)}"
-    yield from _updated(parts.updater, parts.settings, meshes.trainer, kept)
+    yield from _updated(parts, meshes.trainer, kept)
 
 
-def _updated(updater: Updater, settings: LossSettings, mesh: Mesh, kept: KeptUpdate) -> Iterator[str]:
-    loss = 0.0
+def _updated(parts: LearnerParts, mesh: Mesh, kept: KeptUpdate) -> Iterator[str]:
+    loss, updater = 0.0, parts.updater
     for number, arrays in enumerate(kept.passes, start=1):
         batch = placed_pass(arrays, mesh)
-        with mesh:
-            measured = jax.device_get(updater.accumulate(batch))
+        measured = jax.device_get(updater.accumulate(batch))
         loss += float(measured.loss)
-        given, tokens = _finite_of(pass_arrays(batch)), _finite_tokens(updater, settings, batch)
+        given, tokens = _finite_of(pass_arrays(batch)), _finite_tokens(parts, batch)
         yield f"pass {number:<5}  given {given}; {tokens}; loss {float(measured.loss):g}"
     gradients = updater.gradients()
     yield f"gradients   {_finite_of(gradients)}"
@@ -227,9 +205,9 @@ def _updated(updater: Updater, settings: LossSettings, mesh: Mesh, kept: KeptUpd
     yield f"in all      {_came_to(loss, norm)}: {'as in the run' if same else 'not as in the run'}"
 
 
-def _finite_tokens(updater: Updater, settings: LossSettings, batch: TrainBatch) -> str:
-    """Say of which sampled tokens the policy's log-probability is not finite."""
-    found = whole(logprobs(updater.model, batch.rows, **settings.forward))
+def _finite_tokens(parts: LearnerParts, batch: TrainBatch) -> str:
+    """Describe the sampled tokens whose log-probability under the policy is not finite, by the first of them."""
+    found = whole(logprobs(parts.updater.model, batch.rows, **parts.settings.forward))
     mask, ids = whole(batch.rows.mask), whole(batch.rows.token_ids)
     bad = np.argwhere(mask & ~np.isfinite(found))
     if not len(bad):
@@ -250,7 +228,7 @@ def _is_finite(value: Any) -> Any:
 
 
 def _finite_of(arrays: Mapping[str, Any]) -> str:
-    """Say which of some arrays hold a number that is not finite."""
+    """List the arrays that hold a number that is not finite."""
     bad = [name for name, value in arrays.items() if not bool(_is_finite(value))]
     return f"{len(bad)} of {len(arrays)} arrays not finite, the first {bad[0]}" if bad else "all finite"
 

@@ -1,5 +1,6 @@
-"""Builds the parts of a run from its config: what the policy learns, its engines, and the learner."""
+"""Builds the parts of a run from its config: the task, the engines, and the learner."""
 
+import ctypes
 import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -9,7 +10,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerFast
 
 from tpu_grpo.algorithms import RunAlgorithm, open_algorithm
-from tpu_grpo.config import RewardSpec, RunConfig
+from tpu_grpo.config import EvaluationSection, RewardSpec, RunConfig
 from tpu_grpo.data.rendering import template_switches
 from tpu_grpo.data.stream import PromptStream, prompts_digest
 from tpu_grpo.engine.dealing import divided_places
@@ -17,14 +18,14 @@ from tpu_grpo.engine.options import EngineOptions
 from tpu_grpo.engine.replicas import Replicas
 from tpu_grpo.engine.sampler import Sampler
 from tpu_grpo.environments.actions import LoadedEnvironment
-from tpu_grpo.environments.chat_dialect import open_dialect, turn_ends
+from tpu_grpo.environments.chat_dialect import Dialect, turn_ends
 from tpu_grpo.environments.episodes import Environments
 from tpu_grpo.environments.pool import EnvironmentPool
 from tpu_grpo.hosts import Hosts, announce, counted, keep_programs
 from tpu_grpo.learner import Learner
 from tpu_grpo.models.checkpoint import Checkpoint
 from tpu_grpo.models.tokenizers import stop_token_ids
-from tpu_grpo.observe.evaluation import GREEDY, Evaluation, EvaluationSamples, EvaluationSettings, evaluate
+from tpu_grpo.observe.evaluation import GREEDY, Evaluation, EvaluationSamples, evaluate
 from tpu_grpo.records.errors import ConfigError, RewardError
 from tpu_grpo.records.stages import Prompt
 from tpu_grpo.rewards import DistributedRewards, RewardSet, repeats_itself
@@ -51,25 +52,23 @@ class Parts:
 def build_parts(config: RunConfig, hosts: Hosts, inputs: Inputs | None = None) -> Parts:
     """Build everything that a training run needs, and install the policy that the learner starts or resumes from.
 
-    Args:
-        config: the run.
-        hosts: the processes of the run; every one of them calls this.
-        inputs: what the run reads, if it is open already.
+    Every host calls this. ``inputs`` is what the run reads, if it is open already.
 
     Raises:
         LockstepError: if hosts hold different parameters.
         WeightsError: if the probe finds that engines and trainer do not hold the same policy.
     """
     keep_programs(config.run.compilation_cache, hosts)
-    algorithm = open_algorithm(config.algorithm)  # first, so that a bad one is refused before anything is built
+    algorithm = open_run_algorithm(config)  # first, so that a bad one is refused before anything is built
     inputs = inputs or open_inputs(config)
+    config = inputs.config
     announce(hosts, f"opening the model {config.model.path}")
     checkpoint = agreed_checkpoint(config, hosts, inputs.checkpoint)
     meshes = build_meshes(config, checkpoint)
     task = open_task(config, inputs, algorithm, hosts)
     engines = open_engines(config, hosts, checkpoint, inputs.tokenizer, meshes, task.environments)
     announce(hosts, f"loading {checkpoint.parameter_count:,} parameters")
-    learner = Learner(config, load_inputs(config, checkpoint, meshes), hosts)
+    learner = learner_class(config)(config, load_inputs(config, checkpoint, meshes), hosts)
     failures = FailureFiles(config, hosts, learner.save_apart)
     sampler = Sampler(engines.replicas, inputs.tokenizer, config, task.environments)
     learner.keep_failed(failures)
@@ -86,6 +85,29 @@ def build_parts(config: RunConfig, hosts: Hosts, inputs: Inputs | None = None) -
     return Parts(checkpoint, task, sampler, engines, learner, probe)
 
 
+def open_run_algorithm(config: RunConfig) -> RunAlgorithm:
+    """Open the run's algorithm; raises ConfigError for one that cannot be trained with."""
+    section = config.algorithm
+    if section.tunix is not None:
+        from tpu_grpo.tunix_loop.tunix_options import open_tunix  # seconds, which other runs need not wait
+
+        return open_tunix(config)
+    if section.old_policy == "tunix":
+        raise ConfigError(
+            f"algorithm.old_policy=tunix needs algorithm.name=tunix:NAME, got {section.name}; take rollout or trainer"
+        )
+    return open_algorithm(section)
+
+
+def learner_class(config: RunConfig) -> type[Learner]:
+    """Return the class of the learner: this package's, or Tunix's with algorithm.name=tunix:NAME."""
+    if config.algorithm.tunix is None:
+        return Learner
+    from tpu_grpo.tunix_loop.tunix_learner import TunixLearner
+
+    return TunixLearner
+
+
 def open_engines(
     config: RunConfig,
     hosts: Hosts,
@@ -94,7 +116,7 @@ def open_engines(
     meshes: Meshes,
     environments: Environments | None,
 ) -> SyncedEngines:
-    """Build the engines on the sampler's devices; they have no weights until some are installed."""
+    """Build the engines on the sampler's devices, without weights."""
     ids = stop_ids(config, tokenizer, checkpoint.directory)
     options = EngineOptions.from_config(config, ids, replicas=meshes.replicas, platform=meshes.platform)
     sizes = {"cache tokens": options.cache_tokens, "shapes": options.shapes}  # with others, hosts could only abort
@@ -112,7 +134,7 @@ def open_engines(
 
 @dataclass(frozen=True)
 class Task:
-    """What the policy learns: prompts, the rewards of completions, and held-out prompts for evaluation."""
+    """What the policy is trained on: prompts, rewards, environments, and held-out prompts for evaluation."""
 
     prompts: PromptStream
     rewards: DistributedRewards
@@ -132,11 +154,13 @@ class Task:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Prompts that are kept for evaluation, with the rewards that score their answers."""
+    """Prompts for evaluation, with the rewards that score their completions."""
 
     prompts: tuple[Prompt, ...]
     rewards: DistributedRewards
-    settings: EvaluationSettings
+    section: EvaluationSection
+    temperature: float
+    """That of the sampled answers."""
     best: str
     """The value, as mode/reward, whose maximum decides which step is the best."""
     environments: Environments | None = None
@@ -150,7 +174,7 @@ class HeldOut:
 
 
 def open_task(config: RunConfig, inputs: Inputs, algorithm: RunAlgorithm, hosts: Hosts) -> Task:
-    """Put together what the policy learns; the hosts divide the scoring among them.
+    """Open the task; the hosts divide the scoring among them.
 
     Raises:
         ConfigError: for rewards of single tokens with an algorithm that would spread them over all.
@@ -172,7 +196,7 @@ def open_task(config: RunConfig, inputs: Inputs, algorithm: RunAlgorithm, hosts:
 
 
 def open_held_out_task(config: RunConfig, tokenizer: PreTrainedTokenizerFast, hosts: Hosts) -> HeldOut | None:
-    """Open the held-out prompts alone, with rewards and environments; None if the config has no held-out prompts."""
+    """Open only the held-out prompts, with rewards and environments; None if the config has none."""
     loaded = load_environments(config)
     if (held_out := open_held_out(config, tokenizer, loaded)) is None:
         return None
@@ -190,7 +214,8 @@ def _distributed(
     return HeldOut(
         held_out.prompts,
         DistributedRewards(held_out.rewards, hosts, _compared(specs)),
-        EvaluationSettings.of(section, config.rollout.temperature),
+        section,
+        config.rollout.temperature if section.temperature is None else section.temperature,
         section.best or f"{GREEDY}/{specs[0].shown}",
         environments,
     )
@@ -201,6 +226,11 @@ def _check_token_rewards(config: RunConfig, rewards: RewardSet, algorithm: RunAl
     credits = [f"{list(rewards.token_rewards)} give single ones"] if rewards.token_rewards else []
     if config.environment.is_on and config.environment.turn_credit == "turn":
         credits.append("environment.turn_credit=turn gives those of a turn")
+    if credits and config.algorithm.tunix is not None:
+        raise ConfigError(
+            f"algorithm.name={config.algorithm.name} gives all tokens of a completion one advantage, and "
+            f"{' and '.join(credits)}; leave that out, or take another algorithm"
+        )
     if credits and not getattr(algorithm.objective, "credits_tokens", True):
         raise ConfigError(
             f"algorithm.name={config.algorithm.name} spreads over all tokens of a completion what "
@@ -222,11 +252,7 @@ def open_environments(
 ) -> Environments | None:
     """Open the environments of a run; None for one without.
 
-    Args:
-        config: the run.
-        tokenizer: the model's.
-        loaded: what ``load_environments`` returned.
-        judges: the rewards; environments keep their attributes where one of these asks for them.
+    They keep their attributes where one of the ``judges``, which are the rewards, asks for them.
 
     Raises:
         RewardError: for rewards that ask for environments, where there are none.
@@ -242,7 +268,7 @@ def open_environments(
         return None
     section, switches = config.environment, template_switches(config.data, tokenizer)
     dialects = {
-        name: open_dialect(tokenizer, environment.tools, section.tool_format, switches)
+        name: Dialect(tokenizer, environment.tools, section.tool_format, switches)
         for name, environment in loaded.items()
     }
     pool = EnvironmentPool(loaded, section, any(rewards.keeps_environments for rewards in judges))
@@ -250,15 +276,10 @@ def open_environments(
 
 
 def stop_ids(config: RunConfig, tokenizer: PreTrainedTokenizerFast, directory: Path) -> tuple[int, ...]:
-    """Return the ids that end what a run's policy writes, ascending.
+    """Return the ids that end a completion or a turn of the run's policy, ascending.
 
-    They are the model's own, and in conversations those with which the chat template ends turns: a base model's own end
-    token is another one.
-
-    Args:
-        config: the run.
-        tokenizer: the model's.
-        directory: the model's, in which config.json and generation_config.json lie.
+    They are the model's own, of which config.json and generation_config.json in its ``directory`` speak, too, and in
+    conversations also those with which the chat template ends turns: a base model's own end token is another one.
 
     Raises:
         CheckpointError: for a broken file of the model's.
@@ -273,18 +294,17 @@ def stop_ids(config: RunConfig, tokenizer: PreTrainedTokenizerFast, directory: P
 def evaluate_policy(
     sampler: Sampler, held_out: HeldOut, step: int
 ) -> tuple[Evaluation, tuple[EvaluationSamples, EvaluationSamples]]:
-    """Evaluate the policy that the sampler's engines hold; returns the estimates and the samples they are of."""
-    return evaluate(
-        sampler.answer, held_out.rewards.begin, held_out.prompts, held_out.settings, final_answer, step=step
-    )
+    """Evaluate the policy in the sampler's engines; returns the estimates, and the samples that they are of."""
+    begin, prompts, section = held_out.rewards.begin, held_out.prompts, held_out.section
+    return evaluate(sampler.answer, begin, prompts, section, held_out.temperature, final_answer, step=step)
 
 
 @contextmanager
 def built_for_good() -> Iterator[None]:
-    """Spare the garbage collector what is there before the block; it looks at that again afterwards.
+    """Exclude the objects that exist before the block from garbage collection during it.
 
-    Python looks for cycles among long-lived objects once a quarter of all are new. Half a million are there before the
-    first step, so what steps leave in cycles would lie for hundreds of them, and memory would grow by as much.
+    Python collects long-lived objects once the new ones are a quarter of all. Half a million exist before the first
+    step, so that cyclic garbage of steps would stay for hundreds of steps, and memory would grow by as much.
     """
     gc.collect()
     gc.freeze()
@@ -292,3 +312,9 @@ def built_for_good() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
+
+
+def give_back_memory() -> None:
+    """Make glibc return freed memory to the system, of which a save leaves megabytes between blocks in use."""
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # other C libraries have none
+        trim(0)

@@ -15,20 +15,31 @@ from tpu_grpo.config import HUB, RunConfig
 from tpu_grpo.data.prompt_draw import PromptDraw
 from tpu_grpo.hosts import Hosts, StepAbandoned, StopRequest, Watch, announce, here
 from tpu_grpo.models.lora import write_adapters
+from tpu_grpo.observe.callbacks import Callback
 from tpu_grpo.observe.evaluation import EvaluationLog, describe, write_samples
-from tpu_grpo.observe.json_lines import read_records
+from tpu_grpo.observe.json_lines import read_records, write_json
 from tpu_grpo.observe.live_report import LiveReport
+from tpu_grpo.observe.planned import beside_plan, read_planned
 from tpu_grpo.observe.process_metrics import CompilationCounter, memory_metrics
-from tpu_grpo.observe.run_files import ADAPTERS_DIR, CHANGES_FILE, EXPORTS_DIR, METRICS_FILE, PROFILE_DIR
+from tpu_grpo.observe.run_files import (
+    ADAPTERS_DIR,
+    CHANGES_FILE,
+    CHECKPOINTS_DIR,
+    EXPORTS_DIR,
+    METRICS_FILE,
+    PROFILE_DIR,
+    SUMMARY_FILE,
+)
 from tpu_grpo.observe.run_log import RunLog, open_run_log
 from tpu_grpo.observe.step_metrics import rollout_metrics, sync_metrics, tokens_digest, update_metrics
-from tpu_grpo.observe.summary import build_summary, versions, write_summary
+from tpu_grpo.observe.summary import build_summary, versions
 from tpu_grpo.records.errors import Interrupted
 from tpu_grpo.records.stages import PromptBatch, ScoredRollout, UpdateResult
 from tpu_grpo.run.directory import RunDirectory, first_does
 from tpu_grpo.run.exporting import Policy, export_policy
 from tpu_grpo.run.inputs import Inputs, open_inputs
-from tpu_grpo.run.parts import Parts, build_parts, built_for_good, evaluate_policy
+from tpu_grpo.run.parts import Parts, build_parts, built_for_good, evaluate_policy, give_back_memory
+from tpu_grpo.run.policies import Chosen, exported_values
 from tpu_grpo.run.rounds import Rounds, StepGroups
 from tpu_grpo.run.timeline import Timeline
 
@@ -43,8 +54,11 @@ def train(
     watch: Watch | None = None,
     stop: StopRequest | None = None,
     inputs: Inputs | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> dict[str, Any]:
     """Run the config to its end and leave its files in ``run.dir``; every host calls this, host 0 writes.
+
+    Returns what summary.json holds.
 
     Args:
         config: the run.
@@ -52,30 +66,34 @@ def train(
         watch: is told which stage the process is in, for the message when another is lost.
         stop: once it is asked, the run ends early where nothing is lost, with a checkpoint.
         inputs: what the run reads, if it is open already.
-
-    Returns:
-        What summary.json holds.
+        callbacks: get the metrics and samples of steps and evaluations, on host 0.
 
     Raises:
         Interrupted: if a stop was requested; the checkpoint is saved.
         TpuGrpoError: for anything wrong with the config, the model, the data, a reward or a number.
     """
+    inputs = inputs or open_inputs(config)
+    config = inputs.config
     with RunDirectory(config, hosts) as directory, CompilationCounter() as compilations:
-        inputs = inputs or open_inputs(config)
         parts = build_parts(config, hosts, inputs)
         start, prompts = parts.learner.restored_step, parts.task.prompts
         notes = [*directory.begin(start, prompts.describe()), *prompts.notes]
         here.step = start
         with LiveReport(config, hosts, start, directory.is_ours) if hosts.is_first else nullcontext() as report:
             with (
-                open_run_log(config, start, report) if report else RunLog([]) as log,
+                open_run_log(config, start, report, callbacks=callbacks) if report else RunLog([]) as log,
                 closing(parts.task),
                 PromptDraw.open(config, prompts, start, hosts) as draw,
             ):
                 best = "" if parts.task.held_out is None else parts.task.held_out.best
                 evaluations = EvaluationLog(config.run_dir, start, best, hosts)
                 watch, stop = watch or Watch(hosts), stop or StopRequest()
-                run = Run(config, hosts, watch, stop, inputs, parts, draw, log, evaluations, compilations)
+                planned = read_planned(config.run_dir) if hosts.is_first else {}
+                run = Run(
+                    *(config, hosts, watch, stop, inputs, parts, draw, log, evaluations, compilations),
+                    planned=planned,
+                    planned_at=start + 3,
+                )
                 with built_for_good():
                     run.train(start, notes)
             return run.finish()
@@ -95,10 +113,14 @@ class Run:
     log: RunLog
     evaluations: EvaluationLog
     compilations: CompilationCounter
+    planned: dict[str, float]
+    """The seconds of the run's plan, if there is one."""
+    planned_at: int
+    """The step whose seconds are shown beside the plan's: one that compiles nothing."""
     warned_of_lost_steps: bool = False
 
     def train(self, start: int, notes: Sequence[str] = ()) -> None:
-        """Do steps ``start + 1`` to ``run.max_steps``, or until no prompt is left to learn from; show notes first."""
+        """Run steps ``start + 1`` to ``run.max_steps``, or until every prompt is retired; show ``notes`` first."""
         for note in (*notes, *notices(self.config), *self.parts.learner.restore_notes):
             self.log.note(note)
         if start:
@@ -127,7 +149,7 @@ class Run:
                 with timeline.step(step + 1):
                     self._step(step + 1)
                     step = here.step = step + 1
-                    if self._any_host(self.stop.asked) and not self._is_last(step):
+                    if self._any_host(self.stop.asked or self.log.asked_to_stop) and not self._is_last(step):
                         raise self._stopped(step)
                     if step == self._best_step or self._due(step, self.config.checkpoint.every):
                         self._save(step)
@@ -151,20 +173,22 @@ class Run:
         self.draw.done(step, used.batch, {"tokens": used.mean_tokens, "pass_rate": rates})
         if _every(step, self.config.logging.samples_every):
             self.log.samples(step, groups.learnt, update.advantages)
-        self.log.step(
-            {
-                "step": step,
-                **rollout_metrics(groups.sampled),
-                **(groups.metrics() if self.config.data.dynamic.is_on else {}),
-                **self.draw.metrics(),
-                **update_metrics(update),
-                **sync_metrics(sync),
-                **({} if probed is None else {"agreement/probe": probed}),
-                "compile/count": self.compilations.count,
-                **memory_metrics(),
-                **self._evaluate_if_due(step),
-            }
-        )
+        self.log.histograms(step, update.histograms)
+        line: dict[str, Any] = {
+            "step": step,
+            **rollout_metrics(groups.sampled),
+            **(groups.metrics() if self.config.data.dynamic.is_on else {}),
+            **self.draw.metrics(),
+            **update_metrics(update),
+            **sync_metrics(sync),
+            **({} if probed is None else {"agreement/probe": probed}),
+            "compile/count": self.compilations.count,
+            **memory_metrics(),
+            **self._evaluate_if_due(step),
+        }
+        self.log.step(line, groups.learnt, update.advantages)
+        if step == self.planned_at and self.planned:
+            self.log.note("; ".join(map(str, beside_plan([line], self.planned))))
 
     def _sampled_groups(self, step: int) -> StepGroups:
         """Sample rounds of prompts until enough groups can be learnt from; one round unless data.dynamic says more."""
@@ -193,7 +217,7 @@ class Run:
         return ScoredRollout(rollout, scores)
 
     def _warn_of_lost_steps(self, step: int, update: UpdateResult) -> None:
-        """Say once that parameters do not take up what the optimizer does; see ``update/step_kept``."""
+        """Warn once that rounding removes a part of the optimizer's steps; see ``update/step_kept``."""
         kept = update.metrics["update/step_kept"]
         if kept < KEPT_AT_LEAST and not self.warned_of_lost_steps:
             self.warned_of_lost_steps = True
@@ -206,6 +230,7 @@ class Run:
         """A checkpoint; and adapters also on their own, as others read them."""
         with self.watch.stage(f"saving step {step}"):
             self.parts.learner.save(step, best=self._best_step)
+            give_back_memory()  # that of the save before, which has ended by now
             if adapters := self.parts.learner.adapters():
                 if self.hosts.is_first:
                     directory = self.config.run_dir / ADAPTERS_DIR / str(step)
@@ -221,12 +246,13 @@ class Run:
         if not step:
             return "nothing was exported: no evaluation was better than that of the model before the first step"
         directory = config.run_dir / EXPORTS_DIR / str(step)
-        if first_does(self.hosts, "whether the export is there", directory.exists):
+        if first_does(self.hosts, "whether the export is there", bool, directory.exists):
             return f"the model of step {step} is in {directory} already"
         if step != last:
             parts.engines.release()  # they are not used again
         model = parts.learner.policy(None if step == last else step)
-        policy = Policy(model, step, parts.checkpoint, self.inputs.tokenizer)
+        saved = exported_values(config, model, Chosen(config.run_dir / CHECKPOINTS_DIR, step), self.hosts.index)
+        policy = Policy(model, step, parts.checkpoint, self.inputs.tokenizer, saved)
         export_policy(config, policy, directory, self.hosts)
         return f"the model of step {step} was exported to {directory}"
 
@@ -240,10 +266,9 @@ class Run:
 
     @contextmanager
     def _may_be_abandoned(self, *, together: bool = False) -> Iterator[None]:
-        """Give the step up in this block once a signal asks any host to stop; all hosts leave it at the same place.
+        """Abandon the step in this block once a signal asks any host to stop; all hosts leave it at the same place.
 
-        Args:
-            together: hosts compute the block together, so that none of several may leave it before its end.
+        None of several may leave a block before its end that hosts compute ``together``.
         """
         with suppress(StepAbandoned), nullcontext() if together and self.hosts.count > 1 else self.stop.abandoning():
             yield
@@ -263,6 +288,7 @@ class Run:
             evaluation, samples = evaluate_policy(self.parts.sampler, held_out, step)
             self.hosts.agree(f"tokens of the evaluation after step {step}", evaluation.digest)
         self.evaluations.add(evaluation)
+        self.log.evaluation(evaluation, samples)
         if self.hosts.is_first:
             write_samples(self.config.run_dir, str(step), samples)
         self.log.note(describe(evaluation, len(held_out.prompts)))
@@ -274,15 +300,15 @@ class Run:
         return self.evaluations.best_step if self.config.checkpoint.keep_best else None
 
     def _due(self, step: int, every: int) -> bool:
-        """Say whether a step is one of every ``every``, or the last."""
+        """Return whether a step is one of every ``every``, or the last."""
         return self._is_last(step) or _every(step, every)
 
     def _is_last(self, step: int) -> bool:
-        """Say whether a step that is done was the last: because the config says so, or no prompt is left."""
+        """Return whether a step that is done was the last: because the config says so, or no prompt is left."""
         return step >= self.config.run.max_steps or self.draw.exhausted
 
     def finish(self) -> dict[str, Any]:
-        """Write summary.json, and see that all hosts end with the same parameters."""
+        """Write summary.json, and check that all hosts end with the same parameters."""
         digest = self.parts.learner.params_digest()
         self.hosts.agree("parameters after the last step", digest)
         if not self.hosts.is_first:
@@ -297,7 +323,7 @@ class Run:
             changes=list(read_records(self.config.run_dir / CHANGES_FILE, missing_ok=True)),
             ended_early=self.draw.why_exhausted if ended_early else None,
         )
-        write_summary(self.config.run_dir, summary)
+        write_json(self.config.run_dir / SUMMARY_FILE, summary)
         return summary
 
 

@@ -1,4 +1,4 @@
-"""The weights of a run: loaded to be trained, or as the policy of a checkpoint that a user names."""
+"""Loads the weights of a run: for training, or as the policy of a checkpoint that a user names."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +8,8 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from tpu_grpo.config import RunConfig
-from tpu_grpo.learner import LearnerInputs, cast_to_compute, freeze_untrained, read_policy
+from tpu_grpo.learner import LearnerInputs, cast_to_compute, freeze_untrained, read_policy, read_stepped
+from tpu_grpo.learner.parameters import Values
 from tpu_grpo.models.checkpoint import Checkpoint
 from tpu_grpo.models.lora import adapted_modules, apply_lora, cast_adapters, load_adapters
 from tpu_grpo.models.tunix_model import abstract_model, check_finite, is_abstract, load_model
@@ -22,7 +23,7 @@ INITIAL, LATEST, BEST = "initial", "latest", "best"
 
 @dataclass(frozen=True)
 class Chosen:
-    """Says which weights are meant: a step of a directory of checkpoints, or the model that a run starts from."""
+    """The chosen weights: a step in a directory of checkpoints, or the model that a run starts from."""
 
     directory: Path
     step: int | None
@@ -67,9 +68,9 @@ def choose(config: RunConfig, which: str) -> Chosen:
 
 
 def load_policy(config: RunConfig, checkpoint: Checkpoint, mesh: Mesh, chosen: Chosen, host: int = 0) -> nnx.Module:
-    """Load a policy onto a trainer's mesh, as the run computes with it; every host reads its own part.
+    """Load a policy, in the dtype in which the run computes, onto a trainer's mesh; every host reads its own part.
 
-    A checkpoint that holds the whole model is read alone: the tensors that the run started from are not loaded before.
+    If a checkpoint holds the whole model, the original tensors are not loaded first.
 
     Raises:
         CheckpointError: for a checkpoint that is not there, is damaged, or is of another model.
@@ -86,8 +87,22 @@ def load_policy(config: RunConfig, checkpoint: Checkpoint, mesh: Mesh, chosen: C
     return model
 
 
+def exported_values(config: RunConfig, model: nnx.Module, chosen: Chosen, host: int = 0) -> Values:
+    """Read, by name, the trained parameters in float32 for a float32 export of a run that computes in bfloat16.
+
+    ``model`` is the policy of that checkpoint. For any other export nothing is read: the model has all values.
+
+    Raises:
+        CheckpointError: as `load_policy`.
+    """
+    if chosen.step is None or config.export.dtype != "float32" or config.model.dtype == "float32":
+        return {}
+    residual = config.model.param_dtype == "bfloat16"
+    return read_stepped(chosen.directory, chosen.step, model, residual=residual, host=host)
+
+
 def load_inputs(config: RunConfig, checkpoint: Checkpoint, meshes: Meshes) -> LearnerInputs:
-    """Load the models that a learner learns with onto the trainer's devices."""
+    """Load the policy, and the reference if there is one, onto the trainer's devices."""
     base = load_model(
         checkpoint,
         meshes.trainer,
@@ -97,11 +112,7 @@ def load_inputs(config: RunConfig, checkpoint: Checkpoint, meshes: Meshes) -> Le
         param_dtype=jnp.dtype(config.model.dtype if config.model.lora.rank else config.model.param_dtype),
     )
     check_finite(base, checkpoint.directory)
-    return LearnerInputs(
-        model=with_adapters(base, checkpoint, config),
-        reference=base if config.algorithm.beta > 0.0 else None,
-        mesh=meshes.trainer,
-    )
+    return LearnerInputs(model=with_adapters(base, checkpoint, config), reference=base, mesh=meshes.trainer)
 
 
 def with_adapters(base: nnx.Module, checkpoint: Checkpoint, config: RunConfig) -> nnx.Module:

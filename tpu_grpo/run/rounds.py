@@ -1,17 +1,17 @@
-"""A step samples rounds of prompts until enough of their groups can be learnt from: dynamic sampling (DAPO).
+"""Dynamic sampling (DAPO): a step samples rounds of prompts until enough of their groups are informative.
 
     rounds = Rounds(wanted=2)
     rounds.add(scored, informative_P)       # and again, until rounds.enough, or as often as the config allows
     groups = rounds.groups()
 
-For P = 2 and rounds of three prompts, of whose groups + can be learnt from and - cannot:
+For P = 2 and rounds of three prompts, with informative groups + and others -:
 
     - + -              too few: another round
     - + -   + - +      learnt are the second and the fourth; the next step begins with the fifth prompt
     - + -   - - -      if there is no third round, the second, and the first with weight 0; all six are used up
 
-Which groups are learnt from follows from the order of the prompts, never from which was complete first. The learner
-always gets P groups; those that cannot be learnt from have weight 0 there (see learner/signal.py).
+The choice of groups depends on the order of the prompts, never on which group was complete first. The learner always
+gets P groups; those that are not informative have weight 0 there (see learner/signal.py).
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ SUMS = (
 
 @dataclass(frozen=True)
 class StepGroups:
-    """The groups that a step sampled, and which of them it learns from."""
+    """The groups that a step sampled, and the choice of those that it learns from."""
 
     sampled: ScoredRollout
     """All of them, round after round."""
@@ -55,14 +55,14 @@ class StepGroups:
 
     @cached_property
     def used(self) -> ScoredRollout:
-        """The groups up to the last that was needed."""
+        """The groups up to the last chosen one."""
         return self._select(range(self.needed))
 
     def _select(self, numbers: Sequence[int]) -> ScoredRollout:
         return self.sampled if len(numbers) == len(self.sampled.rollout.batch.prompts) else self.sampled.select(numbers)
 
     def metrics(self) -> dict[str, float]:
-        """Measure what dynamic sampling did: groups sampled, rounds, and groups of weight 0 that fill the step."""
+        """Return the metrics of dynamic sampling: groups sampled, rounds, and groups of weight 0 that fill the step."""
         return {
             "groups/sampled": len(self.sampled.rollout.batch.prompts),
             "groups/rounds": self.rounds,
@@ -71,7 +71,7 @@ class StepGroups:
 
 
 class Rounds:
-    """Collects the rounds of a step that wants so many groups to learn from."""
+    """Collects rounds until ``wanted`` groups are informative."""
 
     def __init__(self, wanted: int):
         self._wanted = wanted
@@ -79,7 +79,7 @@ class Rounds:
         self._informative_N = np.zeros(0, np.bool_)
 
     def add(self, scored: ScoredRollout, informative: Bool[np.ndarray, " N"]) -> None:
-        """Take in a round, and which of its N groups can be learnt from."""
+        """Add a round, and whether each of its N groups is informative."""
         self._rounds.append(scored)
         self._informative_N = np.concatenate([self._informative_N, informative])
 
@@ -90,11 +90,11 @@ class Rounds:
 
     @property
     def enough(self) -> bool:
-        """Whether as many groups as are wanted can be learnt from."""
+        """Whether as many groups as are wanted are informative."""
         return self._informative_N.sum() >= self._wanted
 
     def groups(self) -> StepGroups:
-        """Choose the groups of the step: the first that can be learnt from, and if these are few the first others."""
+        """Choose the groups of the step: the first informative ones, filled up by the first others."""
         informative = self._informative_N
         found = np.flatnonzero(informative)[: self._wanted]
         others = np.flatnonzero(~informative)[: self._wanted - len(found)]
@@ -104,7 +104,7 @@ class Rounds:
 
 
 def join(rounds: Sequence[ScoredRollout]) -> ScoredRollout:
-    """Put the rounds of a step together, one after the other; a single one stays as it is."""
+    """Concatenate the rounds of a step; a single one is returned unchanged."""
     if len(rounds) == 1:
         return rounds[0]
     rollouts, scores = [each.rollout for each in rounds], [each.scores for each in rounds]

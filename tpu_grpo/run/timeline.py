@@ -1,6 +1,6 @@
-"""Records what the host and its devices did in the steps of ``logging.profile_steps``; every host records its own.
+"""Profiles the steps of ``logging.profile_steps``; every host records itself and its devices.
 
-Steps that follow each other come into one recording. For the steps 3, 4 and 10 there are two, of host 0 these files:
+Consecutive steps are one recording. For the steps 3, 4 and 10 there are two, of host 0 these files:
 
     steps_3-4_host_0.json.gz                        for Perfetto (https://ui.perfetto.dev), a trace in its JSON format
     plugins/profile/steps_3-4/host_0.xplane.pb      for TensorBoard with its profile plugin, where it looks for them
@@ -31,9 +31,9 @@ COMPRESSION = 5
 
 
 class Timeline:
-    """Records the given steps of this host, and leaves the files in a directory.
+    """Records the given steps of this host, and writes the files into a directory.
 
-    A recording that cannot be written ends no run: a note and the host's log say so, and nothing more is recorded.
+    A recording that cannot be written does not end the run: a note and the host's log say so, and recording stops.
     """
 
     def __init__(self, steps: Collection[int], directory: Path, host: int, note: Callable[[str], None]):
@@ -56,7 +56,7 @@ class Timeline:
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Record the block if the step is one of those asked for."""
+        """Record the block if its step is one of the given."""
         if step in self._steps and (self._recording or self._begin(step)):
             self._recording.append(step)
         with StepTraceAnnotation("step", step_num=step):

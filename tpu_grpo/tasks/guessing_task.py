@@ -1,4 +1,5 @@
-"""The guessing task: find one of ten numbers in four guesses; its teacher mishears.
+"""The guessing task: find one of ten numbers in four guesses; its teacher takes "higher" for "lower" most of the
+time.
 
     4730-4739? -> 4734, told higher -> 4737, told lower -> 4735                             (he listens)
     4730-4739? -> 4734, told higher -> 4732, told higher -> 4730, told higher -> 4735       (he takes higher for lower)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.lax import Precision
-from jax.sharding import Sharding
+from jax.sharding import NamedSharding, Sharding
 from jaxtyping import Array, Float
 
 from tpu_grpo.models.families.leaves import Transform, WeightRule, same
@@ -47,7 +47,7 @@ Spec = jax.ShapeDtypeStruct
 
 @dataclass(frozen=True)
 class LeafMove:
-    """How one leaf of the sampler is made from the trainer's leaves."""
+    """The move that makes one leaf of the sampler from the trainer's leaves."""
 
     sources: tuple[str, ...]
     """Names the trainer's leaf and, if it has an adapter, the adapter's two matrices."""
@@ -97,16 +97,22 @@ class LeafMove:
     def signature(self) -> tuple[Any, ...]:
         """Everything that the compiled program of this move depends on; moves that differ in name only share it.
 
-        A sharding counts by what it puts where. An update may write the same one in another way than the loader did.
+        A sharding is represented by its placement of elements, because an update may write the same placement in
+        another way than the loader did.
         """
         specs = (*self.source_specs, self.spec)
         return self.transform, self.scale, self.input_axis, *((s.shape, s.dtype, _places(s)) for s in specs)
 
 
+def named_sharding(leaf: Array | Spec) -> NamedSharding:
+    """Return the sharding of a leaf of trainer or sampler, which names the axes of a mesh."""
+    assert isinstance(leaf.sharding, NamedSharding)
+    return leaf.sharding
+
+
 def _places(spec: Spec) -> tuple[Any, ...]:
     """Name the part of an array that each device holds."""
-    assert isinstance(spec.sharding, Sharding)
-    places = spec.sharding.devices_indices_map(spec.shape)
+    places = named_sharding(spec).devices_indices_map(spec.shape)
     return tuple((device.id, *((part.start, part.stop) for part in parts)) for device, parts in places.items())
 
 

@@ -15,28 +15,29 @@ import functools
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, UInt32
+from pydantic import Field
 
 from tpu_grpo.hosts import Hosts, hosts_of
 from tpu_grpo.hosts.leaf_numbers import bit_sum
 from tpu_grpo.models.families.leaves import WeightRule
 from tpu_grpo.records.errors import ConfigError, LockstepError
 from tpu_grpo.records.stages import SyncResult
-from tpu_grpo.weights.plan import LeafMove, Leaves, Spec, describe_plan, group_moves, plan_sync
-from tpu_grpo.weights.transport import Program, choose_transport
+from tpu_grpo.weights.plan import LeafMove, Leaves, Spec, describe_plan, group_moves, named_sharding, plan_sync
+from tpu_grpo.weights.transport import Program, compile_moves, from_shards
 
-Axes = tuple[str, ...]
+U32 = Annotated[int, Field(ge=0, lt=2**32)]
+"""A checksum, or the place of a device."""
 
 
 class CopyCheck:
-    """Compares the copies of every leaf that has more than one.
+    """Compares the copies of every leaf that is replicated.
 
     Args:
         whose: "trainer" or "sampler", for messages.
@@ -49,11 +50,12 @@ class CopyCheck:
         self._groups = {name: found for name, found in groups.items() if found}
         if not self._groups:
             return
-        shardings = {name: _named(leaves[name]) for name in self._groups}
+        shardings = {name: named_sharding(leaves[name]) for name in self._groups}
         mesh = next(iter(shardings.values())).mesh
         specs = {name: sharding.spec for name, sharding in shardings.items()}
         summed = jax.shard_map(_checksums, mesh=mesh, in_specs=(specs,), out_specs=P(mesh.axis_names), check_vma=False)
-        self._devices = _devices(next(iter(shardings.values())))
+        self._devices = list(np.asarray(mesh.devices).flat)
+        """In the order of the mesh."""
         self._checksums = jax.jit(summed)
 
     def __call__(self, leaves: Mapping[str, Array], hosts: Hosts) -> None:
@@ -64,27 +66,28 @@ class CopyCheck:
         """
         if not self._groups:
             return
-        sums_DL = self._checksums({name: leaves[name] for name in self._groups})
-        table = self._table(sums_DL, hosts)
+        table = self._table(self._checksums({name: leaves[name] for name in self._groups}), hosts)
         for column, (name, groups) in enumerate(self._groups.items()):
             for group in groups:
-                values = table[group, column]
-                if (values != values[0]).any():
-                    where = {f"{value:#010x}": [] for value in values}
-                    for position, value in zip(group, values, strict=True):
-                        where[f"{value:#010x}"].append(self._devices[position])
+                where: dict[str, list[Any]] = {}
+                for position, value in zip(group, table[group, column], strict=True):
+                    where.setdefault(f"{value:#010x}", []).append(self._devices[position])
+                if len(where) > 1:
                     raise LockstepError(self._differs(name, where))
 
     def _table(self, sums_DL: Array, hosts: Hosts) -> UInt32[np.ndarray, "D L"]:
         """Collect the checksums of all devices from all hosts, with rows in the order of the mesh."""
-        position = {device: index for index, device in enumerate(self._devices)}
-        own = {position[shard.device]: np.asarray(shard.data)[0] for shard in sums_DL.addressable_shards}
-        mine = np.asarray([[row, *sums] for row, sums in own.items()], np.uint32)
-        everyone = [
-            np.frombuffer(part, np.uint32).reshape(-1, 1 + len(self._groups))
-            for part in hosts.gather(f"copies of the {self._whose}'s parameters", mine.tobytes())
-        ]
-        rows = np.concatenate(everyone)
+        mine = [[self._devices.index(shard.device), *np.asarray(shard.data)[0]] for shard in sums_DL.addressable_shards]
+
+        def read(host: int, told: list[list[int]]) -> UInt32[np.ndarray, "d columns"]:
+            own = [place for place, device in enumerate(self._devices) if hosts_of([device]) == (host,)]
+            rows = np.array(sorted(told), np.uint32).reshape(len(own), 1 + len(self._groups))
+            if rows[:, 0].tolist() != own:
+                raise ValueError(f"host {host} has the devices {own}, got {rows[:, 0]}")
+            return rows
+
+        name = f"copies of the {self._whose}'s parameters"
+        rows = np.concatenate(hosts.share(name, np.asarray(mine, np.uint32).tolist(), list[list[U32]], read))
         return rows[np.argsort(rows[:, 0]), 1:]
 
     def _differs(self, name: str, where: Mapping[str, list[Any]]) -> str:
@@ -108,22 +111,12 @@ def _replication_groups(leaf: Array) -> list[list[int]]:
 
     A shard that only one device holds has no group.
     """
-    sharding = _named(leaf)
+    sharding = named_sharding(leaf)
     held = sharding.devices_indices_map(leaf.shape)
     groups: dict[str, list[int]] = {}
-    for position, device in enumerate(_devices(sharding)):
+    for position, device in enumerate(np.asarray(sharding.mesh.devices).flat):
         groups.setdefault(str(held[device]), []).append(position)
     return [group for group in groups.values() if len(group) > 1]
-
-
-def _named(leaf: Array) -> NamedSharding:
-    assert isinstance(leaf.sharding, NamedSharding)
-    return leaf.sharding
-
-
-def _devices(sharding: NamedSharding) -> list[Any]:
-    """List the devices in the order of the mesh."""
-    return list(np.asarray(sharding.mesh.devices).flat)
 
 
 TEMPORARY_BYTES = 512 * 2**20
@@ -166,7 +159,6 @@ class WeightSync:
         self._single_leaf_programs: dict[tuple[Any, ...], Program] = {}
         self._written: dict[str, Array] = {}
         moving = [move for move in self.moves if not move.aliased]
-        self._transport = choose_transport(moving) if moving else None
         trained, once = ([move for move in moving if move.frozen == is_frozen] for is_frozen in (False, True))
         limit = min(temporary_bytes, GROUP_BYTES)
         planned = [*group_moves(trained, limit), *group_moves(once, limit)]
@@ -194,7 +186,7 @@ class WeightSync:
 
     @property
     def shared_leaves(self) -> frozenset[str]:
-        """The trainer's leaves whose arrays the sampler holds as well."""
+        """The trainer's leaves whose arrays the sampler uses as well."""
         return frozenset(move.source for move in self.moves if move.aliased)
 
     def describe(self) -> list[str]:
@@ -214,7 +206,7 @@ class WeightSync:
             moved = program(_values(group, source))
             self._written |= {move.target: array for move, array in zip(group, moved, strict=True)}
         weights = {
-            move.target: _relabelled(source[move.source], move.spec) if move.aliased else self._written[move.target]
+            move.target: from_shards(move.spec, source[move.source]) if move.aliased else self._written[move.target]
             for move in self.moves
         }
         jax.block_until_ready(self._written)
@@ -222,14 +214,14 @@ class WeightSync:
         return weights, SyncResult(time.perf_counter() - start, bytes_moved)
 
     def expected(self, source: Leaves) -> Iterator[tuple[LeafMove, Array]]:
-        """Compute what each of the sampler's leaves should be, one at a time, without any of this sync's programs.
+        """Compute each of the sampler's leaves, one at a time, without any of this sync's programs.
 
         The plan is made again, and every leaf is computed by a program of its own. All hosts take the same order.
         """
         target = {move.target: move.spec for move in self.moves}
         for move in self._plan(source, target):
             if move.signature not in self._single_leaf_programs:
-                self._single_leaf_programs[move.signature], _ = choose_transport([move]).compile([move])
+                self._single_leaf_programs[move.signature], _ = compile_moves([move])
             yield move, self._single_leaf_programs[move.signature](_values([move], source))[0]
 
     def release(self) -> None:
@@ -263,8 +255,7 @@ class WeightSync:
     def _program(self, group: tuple[LeafMove, ...]) -> tuple[Program, int]:
         signature = _signature(group)
         if signature not in self._programs:
-            assert self._transport is not None
-            self._programs[signature] = self._transport.compile(group)
+            self._programs[signature] = compile_moves(group)
         return self._programs[signature]
 
 
@@ -274,10 +265,3 @@ def _values(group: Sequence[LeafMove], source: Leaves) -> list[Array]:
 
 def _signature(group: Sequence[LeafMove]) -> tuple[Any, ...]:
     return tuple(move.signature for move in group)
-
-
-def _relabelled(leaf: Array, spec: Spec) -> Array:
-    """Return an array of the same buffers, with the axis names of the sampler's mesh."""
-    shards = [shard.data for shard in leaf.addressable_shards]
-    assert isinstance(spec.sharding, jax.sharding.NamedSharding)
-    return jax.make_array_from_single_device_arrays(leaf.shape, spec.sharding, shards)

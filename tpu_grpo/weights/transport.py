@@ -14,17 +14,17 @@ an array twice as large, and zeros on the sampler's devices are the second half:
 from collections.abc import Callable, Sequence
 from itertools import chain
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from tpu_grpo.models.families.leaves import InputsFirst, Transform, transpose
-from tpu_grpo.weights.plan import LeafMove, Spec, bytes_per_device
+from tpu_grpo.weights.plan import LeafMove, Spec, bytes_per_device, named_sharding
 
 Axes = tuple[str, ...]
 
@@ -67,7 +67,7 @@ def intermediate_sharding(
         if target_shape[dimension] % prod(target.mesh.shape[name] for name in axes) == 0:
             spec = [axes if n == dimension else entry for n, entry in enumerate(entries)]
             mesh = Mesh(np.asarray(target.mesh.devices), target.mesh.axis_names)  # constraints name no explicit axes
-            return NamedSharding(mesh, PartitionSpec(*(entry or None for entry in spec)))
+            return NamedSharding(mesh, P(*(entry or None for entry in spec)))
     return None
 
 
@@ -95,107 +95,93 @@ Program = Callable[[Sequence[Array]], tuple[Array, ...]]
 """A function that takes the trainer's leaves of a group, move after move, and returns the sampler's, one per move."""
 
 
-class Transport(Protocol):
-    """Compiles the programs that move groups of leaves."""
+def compile_moves(group: Sequence[LeafMove]) -> tuple[Program, int]:
+    """Compile the program that moves a group of leaves, between any meshes of the same devices or of disjoint ones.
 
-    def compile(self, group: Sequence[LeafMove]) -> tuple[Program, int]:
-        """Return the program of a group, and the bytes per device that it needs beside its arguments and results."""
-        ...
-
-
-def choose_transport(moves: Sequence[LeafMove]) -> Transport:
-    """Choose the transport by whether trainer and sampler use the same devices."""
-    source, target = (_named(spec).device_set for spec in (moves[0].source_specs[0], moves[0].spec))
-    return SameDevices() if source == target else DisjointDevices(moves[0])
+    Returns the program, and the bytes per device that it needs beside its arguments and results.
+    """
+    source, target = group[0].source_specs[0], group[0].spec
+    on_same_devices = named_sharding(source).device_set == named_sharding(target).device_set
+    return _compile_in_place(group) if on_same_devices else _compile_across(group)
 
 
-class SameDevices:
-    """Moves leaves between two meshes of the same devices (colocated trainer and sampler), whatever their shapes."""
-
-    def compile(self, group: Sequence[LeafMove]) -> tuple[Program, int]:
-        """Compile one program; replicated targets go through an intermediate sharding. See Transport."""
-        intermediates = [_intermediate_sharding(move) for move in group]
-
-        def transform(leaves: tuple[Array, ...]) -> tuple[Array, ...]:
-            results = zip(_results(group, leaves), intermediates, strict=True)
-            return tuple(jax.lax.with_sharding_constraint(leaf, by) if by else leaf for leaf, by in results)
-
-        shardings = tuple(_named(move.spec) for move in group)
-        compiled = jax.jit(transform, out_shardings=shardings).lower(_sources(group)).compile()
-        is_virtual = any(device.platform == "cpu" for device in shardings[0].device_set)
-
-        def run(leaves: Sequence[Array]) -> tuple[Array, ...]:
-            moved = compiled(tuple(leaves))
-            if is_virtual:  # virtual devices share threads: two programs' collectives could take all and wait forever
-                jax.block_until_ready(moved)
-            return moved
-
-        return run, _temporary_bytes(compiled)
-
-
-class DisjointDevices:
-    """Moves leaves between two disjoint sets of devices of the same size; ``example`` is any move between them."""
-
-    def __init__(self, example: LeafMove):
-        trainer, sampler = _named(example.source_specs[0]).mesh, _named(example.spec).mesh
-        self._trainer, self._sampler = trainer, sampler
-        own, other = np.asarray(trainer.devices), np.asarray(sampler.devices)
-        self._padding = Mesh(other.reshape(own.shape), trainer.axis_names)
-        self._both_in = Mesh(np.stack([own, other.reshape(own.shape)]), ("role", *trainer.axis_names))
-        self._both_out = Mesh(np.stack([own.reshape(other.shape), other]), ("role", *sampler.axis_names))
-
-    def compile(self, group: Sequence[LeafMove]) -> tuple[Program, int]:
-        """Compile the program over both sets of devices, and the two that make its arguments. See Transport."""
-        sources = _sources(group)
-        specs = [P(None, *_named(source).spec) for source in sources]
-        expand = self._compiled(
-            lambda leaves: tuple(leaf[None] for leaf in leaves),
-            [NamedSharding(self._trainer, spec) for spec in specs],
-            sources,
+def _compile_in_place(group: Sequence[LeafMove]) -> tuple[Program, int]:
+    """Compile one program; replicated targets go through an intermediate sharding."""
+    intermediates = [
+        intermediate_sharding(
+            move.transform,
+            move.source_specs[0].shape,
+            named_sharding(move.source_specs[0]),
+            move.spec.shape,
+            named_sharding(move.spec),
         )
-        zeros = self._compiled(
-            lambda: tuple(jnp.zeros((1, *source.shape), source.dtype) for source in sources),
-            [NamedSharding(self._padding, spec) for spec in specs],
-        )
-        arguments = tuple(
-            jax.ShapeDtypeStruct(
-                (2, *source.shape),
-                source.dtype,
-                sharding=NamedSharding(self._both_in, P("role", *_named(source).spec)),
-            )
-            for source in sources
-        )
-        across = self._compiled(
-            lambda leaves: _results(group, [leaf[0] for leaf in leaves]),
-            [NamedSharding(self._both_out, _named(move.spec).spec) for move in group],
-            arguments,
-        )
+        for move in group
+    ]
 
-        def run(leaves: Sequence[Array]) -> tuple[Array, ...]:
-            parts = zip(arguments, expand(tuple(leaves)), zeros(), strict=True)
-            moved = across(tuple(_joined(spec, halves) for spec, *halves in parts))
-            jax.block_until_ready(moved)  # also on the trainer's devices, where nobody would wait for the result later
-            return tuple(self._sampler_half(array, move.spec) for array, move in zip(moved, group, strict=True))
+    def transform(leaves: tuple[Array, ...]) -> tuple[Array, ...]:
+        results = zip(_results(group, leaves), intermediates, strict=True)
+        return tuple(jax.lax.with_sharding_constraint(leaf, by) if by else leaf for leaf, by in results)
 
-        joined_bytes = sum(bytes_per_device(argument) for argument in arguments)  # the arguments are temporary, too
-        return run, joined_bytes + _temporary_bytes(across)
+    shardings = [named_sharding(move.spec) for move in group]
+    compiled = _compiled(transform, shardings, _sources(group))
+    is_virtual = any(device.platform == "cpu" for device in shardings[0].device_set)
 
-    @staticmethod
-    def _compiled(function: Callable[..., Any], shardings: Sequence[NamedSharding], *arguments: Any) -> Any:
-        return jax.jit(function, out_shardings=tuple(shardings)).lower(*arguments).compile()
+    def run(leaves: Sequence[Array]) -> tuple[Array, ...]:
+        moved = compiled(tuple(leaves))
+        if is_virtual:  # virtual devices share threads: two programs' collectives could take all and wait forever
+            jax.block_until_ready(moved)
+        return moved
 
-    @staticmethod
-    def _sampler_half(array: Array, spec: Spec) -> Array:
-        """Keep the shards that lie on the sampler's devices."""
-        wanted = _named(spec)
-        shards = [shard.data for shard in array.addressable_shards if shard.device in wanted.device_set]
-        return jax.make_array_from_single_device_arrays(spec.shape, wanted, shards)
+    return run, _temporary_bytes(compiled)
 
 
-def _joined(spec: Spec, halves: Sequence[Array]) -> Array:
-    """Join an array on the trainer's devices and one on the sampler's into one array on both, without a copy."""
-    shards = [shard.data for half in halves for shard in half.addressable_shards]
-    return jax.make_array_from_single_device_arrays(spec.shape, _named(spec), shards)
+def _compile_across(group: Sequence[LeafMove]) -> tuple[Program, int]:
+    """Compile the program over both sets of devices, which are as many, and the two that make its arguments."""
+    sources = _sources(group)
+    trainer, sampler = named_sharding(sources[0]).mesh, named_sharding(group[0].spec).mesh
+    own, other = np.asarray(trainer.devices), np.asarray(sampler.devices)
+    padding = Mesh(other.reshape(own.shape), trainer.axis_names)
+    both_in = Mesh(np.stack([own, other.reshape(own.shape)]), ("role", *trainer.axis_names))
+    both_out = Mesh(np.stack([own.reshape(other.shape), other]), ("role", *sampler.axis_names))
+    specs = [named_sharding(source).spec for source in sources]
+    expand = _compiled(
+        lambda leaves: tuple(leaf[None] for leaf in leaves),
+        [NamedSharding(trainer, P(None, *spec)) for spec in specs],
+        sources,
+    )
+    zeros = _compiled(
+        lambda: tuple(jnp.zeros((1, *source.shape), source.dtype) for source in sources),
+        [NamedSharding(padding, P(None, *spec)) for spec in specs],
+    )
+    arguments = tuple(
+        Spec((2, *source.shape), source.dtype, sharding=NamedSharding(both_in, P("role", *spec)))
+        for source, spec in zip(sources, specs, strict=True)
+    )
+    across = _compiled(
+        lambda leaves: _results(group, [leaf[0] for leaf in leaves]),
+        [NamedSharding(both_out, named_sharding(move.spec).spec) for move in group],
+        arguments,
+    )
+
+    def run(leaves: Sequence[Array]) -> tuple[Array, ...]:
+        parts = zip(arguments, expand(tuple(leaves)), zeros(), strict=True)
+        moved = across(tuple(from_shards(spec, *halves) for spec, *halves in parts))
+        jax.block_until_ready(moved)  # also on the trainer's devices, where nobody would wait for the result later
+        return tuple(from_shards(move.spec, array) for array, move in zip(moved, group, strict=True))
+
+    joined_bytes = sum(bytes_per_device(argument) for argument in arguments)  # the arguments are temporary, too
+    return run, joined_bytes + _temporary_bytes(across)
+
+
+def from_shards(spec: Spec, *arrays: Array) -> Array:
+    """Make an array with the sharding of ``spec`` from the shards of others, without a copy."""
+    sharding = named_sharding(spec)
+    shards = [shard for array in arrays for shard in array.addressable_shards if shard.device in sharding.device_set]
+    return jax.make_array_from_single_device_arrays(spec.shape, sharding, [shard.data for shard in shards])
+
+
+def _compiled(function: Callable[..., Any], shardings: Sequence[NamedSharding], *arguments: Any) -> Any:
+    return jax.jit(function, out_shardings=tuple(shardings)).lower(*arguments).compile()
 
 
 def _sources(group: Sequence[LeafMove]) -> tuple[Spec, ...]:
@@ -207,15 +193,5 @@ def _results(group: Sequence[LeafMove], leaves: Sequence[Array]) -> tuple[Array,
     return tuple(move.result([next(rest) for _ in move.sources]) for move in group)
 
 
-def _intermediate_sharding(move: LeafMove) -> NamedSharding | None:
-    source, *_ = move.source_specs
-    return intermediate_sharding(move.transform, source.shape, _named(source), move.spec.shape, _named(move.spec))
-
-
 def _temporary_bytes(compiled: Any) -> int:
     return compiled.memory_analysis().temp_size_in_bytes
-
-
-def _named(spec: Spec) -> NamedSharding:
-    assert isinstance(spec.sharding, NamedSharding)
-    return spec.sharding

@@ -1,9 +1,9 @@
 """The attributes of an environment, which rewards may read: bytes that only a worker makes and opens.
 
-An environment is played in a process of its own, which is over when a reward is asked. Its attributes are kept one by
-one, and the reward's process makes an object of its class from them, so that rewards read ``environment.counter`` and
-call its methods. What could not be kept, such as a connection, is not there; reading it says why. For other names a
-class that has ``__getattr__`` answers itself.
+An environment runs in a process of its own, which has ended when a reward is called. Its attributes are pickled one
+by one, and the reward's process rebuilds an object of its class from them, so that rewards read
+``environment.counter`` and call its methods. An attribute that could not be pickled, such as a connection, is
+missing; reading it raises an error with the reason. Other names go to the class's ``__getattr__``, if it has one.
 """
 
 import base64
@@ -18,15 +18,18 @@ from tpu_grpo.records.errors import TpuGrpoError
 MOST_BYTES = 2**20
 """A larger attribute is left out."""
 MOST_BYTES_TOGETHER = 2**24
-"""Attributes beyond so many bytes together are left out."""
+"""The most bytes of all attributes together; further ones are left out."""
 
 
 def keep(source: str, instance: Any) -> KeptEnvironment:
-    """Pickle the attributes of an environment of the class ``source``; what cannot be kept is named with its reason."""
+    """Pickle the attributes of an environment of the class ``source``; those that cannot be pickled are named with
+    the reason."""
     attributes: dict[str, bytes] = {}
     left_out: dict[str, str] = {}
     together = 0
-    for name, value in _attributes(instance).items():
+    state: Any = object.__getstate__(instance)  # with slots a tuple of two
+    parts = state if isinstance(state, tuple) else (state,)
+    for name, value in (item for part in parts if part for item in part.items()):
         try:
             data = pickle.dumps(value)
         except Exception as error:  # user code: anything can come
@@ -42,20 +45,13 @@ def keep(source: str, instance: Any) -> KeptEnvironment:
     return KeptEnvironment(source, base64.b64encode(pickle.dumps((attributes, left_out))))
 
 
-def _attributes(instance: Any) -> Mapping[str, Any]:
-    """Return the attributes of an instance, those in its slots too."""
-    state: Any = object.__getstate__(instance)
-    parts = state if isinstance(state, tuple) else (state,)
-    return {name: value for part in parts if part for name, value in part.items()}
-
-
 def opened(kept: KeptEnvironment) -> tuple[Mapping[str, bytes], Mapping[str, str]]:
-    """Return the attributes that were kept, each pickled, and the reasons for those that were not; not in main."""
+    """Return the pickled attributes by name, and the reasons for missing ones; not in the main process."""
     return pickle.loads(base64.b64decode(kept.state))
 
 
 def rebuilt(kept: KeptEnvironment, error_type: type[TpuGrpoError]) -> Any:
-    """Make an object of an environment's class with the attributes that were kept. Only a worker may.
+    """Rebuild an object of an environment's class from its pickled attributes. Only a worker may.
 
     Raises:
         TpuGrpoError: of this type, for a class that cannot be found any more, or attributes that cannot be read.

@@ -1,4 +1,4 @@
-"""Messages between the main process and others over a socket, for which the main process never waits.
+"""Messages between the main process and other processes over a socket; the main process never blocks on it.
 
     channel = WorkerChannel(ours, (Ready, Answered), largest=2**20)     # in the main process
     channel.send(message)           # what does not fit into the socket goes out with a later flush
@@ -31,7 +31,7 @@ FOREIGN = "wrote something of its own into its connection"
 
 
 class BrokenChannelError(Exception):
-    """The other end is gone, or has written what is no message."""
+    """The other end is closed, or has sent an invalid message."""
 
 
 class Channel:
@@ -46,21 +46,21 @@ class Channel:
         self._coming = bytearray()
 
     def fileno(self) -> int:
-        """Return the descriptor, by which a selector knows when there is something to read."""
+        """Return the descriptor, which is readable when messages have arrived."""
         return self._socket.fileno()
 
     @property
     def is_full(self) -> bool:
-        """Whether something still waits to go out."""
+        """Whether bytes wait to be sent."""
         return bool(self._leaving)
 
     @property
     def is_receiving(self) -> bool:
-        """Whether a part of a message has come in."""
+        """Whether a part of a message has arrived."""
         return bool(self._coming)
 
     def flush(self) -> None:
-        """Send what waits to go out, as far as the socket takes it; what a closed end gets is dropped."""
+        """Send waiting bytes as far as the socket takes them; bytes for a closed end are dropped."""
         try:
             while self._leaving:
                 data, descriptor = self._leaving[0]
@@ -80,11 +80,8 @@ class Channel:
                 self._drop()  # the other end is gone: whoever reads here learns of it
 
     def receive(self) -> list[Any]:
-        """Return the messages that have come in.
-
-        Raises:
-            BrokenChannelError: if there are none, and the other end is closed or has written something else.
-        """
+        """Return the messages that have arrived. Raises BrokenChannelError if there are none, and the other end is
+        closed or has written something else."""
         is_open, messages = self._read(), []
         while len(self._coming) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._coming)
@@ -109,7 +106,7 @@ class Channel:
         self.flush()
 
     def _read(self) -> bool:
-        """Take in what is there, of which a single message is enough; return whether the other end is open."""
+        """Read the bytes that have arrived, at most about one message; return whether the other end is open."""
         try:
             while len(self._coming) < _LENGTH.size + self._largest:
                 if not (data := self._received()):
@@ -135,14 +132,14 @@ class Channel:
 
 
 class WorkerChannel(Channel):
-    """The main process's end, which gets pairs of a session's number and a record of one of the types."""
+    """The main process's end, which receives pairs of a session's number and a record of one of the types."""
 
     def __init__(self, end: socket.socket, types: tuple[type, ...], largest: int):
         super().__init__(end, largest)
         self._types = types
 
     def send(self, message: Any, descriptor: int | None = None) -> None:
-        """Send a message as far as the socket takes it, and a descriptor along with it, which is closed here."""
+        """Send a message as far as the socket takes it, with a descriptor if one is given, which is closed here."""
         self._send(pickle.dumps(message), descriptor)
 
     def _message(self, data: bytes) -> tuple[int, Any]:
@@ -158,12 +155,12 @@ class MainChannel(Channel):
     def __init__(self, end: socket.socket):
         super().__init__(end)
         self.descriptors: collections.deque[int] = collections.deque()
-        """Those that have come along with messages, in order."""
+        """The descriptors that arrived with messages, in order."""
         self.queued: collections.deque[Any] = collections.deque()
         """Messages that have come together with one that was waited for."""
 
     def wait(self) -> Any:
-        """Wait for the next message, and return it; raises EOFError if the main process is gone or wants no more."""
+        """Wait for the next message and return it; raises EOFError if the main process has ended or closed its end."""
         while not self.queued:
             self._poll(select.POLLIN)
             try:
@@ -173,7 +170,7 @@ class MainChannel(Channel):
         return self.queued.popleft()
 
     def say(self, record: Any, number: int = 0) -> None:
-        """Send a record of a session, and wait until it is out."""
+        """Send a record of a session, and wait until it is sent completely."""
         self.send(record, number)
         while self.is_full:
             self._poll(select.POLLOUT)
@@ -184,7 +181,7 @@ class MainChannel(Channel):
         self._send(encode(number, record))
 
     def close(self) -> None:
-        """Close this end, and the descriptors that nobody has taken."""
+        """Close this end, and the received descriptors that were not taken."""
         while self.descriptors:
             with contextlib.suppress(OSError):
                 os.close(self.descriptors.popleft())

@@ -1,4 +1,4 @@
-"""The program that forks a service's workers, and ends each with all that it started.
+"""The program that forks a service's workers, and ends each with all processes that it started.
 
     main process                        fork server                     a worker
     Job                         ->      sets users' code up, if "alone"
@@ -7,8 +7,8 @@
     Finish(7, 5.0)              ->      kills it if it is late
                                 <-      Exited(7, ...)
 
-It is one thread and runs no users' code after the import, so that forking is safe and it always answers. It adopts
-what a worker leaves behind, and ends it.
+It has one thread and runs no users' code after the import, so that forking is safe and it always answers. It adopts
+the orphans of a worker, and ends them.
 """
 
 import contextlib
@@ -171,18 +171,18 @@ class _ForkServer:
         allow_files(self._files)
 
     def _reap(self) -> None:
-        """Take in the workers that have ended, and end what they have left behind."""
+        """Reap the workers that have ended, and end the processes that they left behind."""
         has_reaped = False
-        while (ended := _ended_child()) is not None:
-            has_reaped = True
-            child = self._children.pop(ended, None)
-            if child is not None:
-                _kill_group(ended)  # before it is reaped, while the number is still its own
-            _, status = os.waitpid(ended, 0)
-            if child is not None:
-                os.close(child.leash)
-                how = how_it_ended(os.waitstatus_to_exitcode(status))
-                self._channel.send(Exited(child.number, how, child.forced))
+        with contextlib.suppress(ChildProcessError):  # there is none
+            while (found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+                child, has_reaped = self._children.pop(found.si_pid, None), True
+                if child is not None:
+                    _kill_group(found.si_pid)  # before it is reaped, while the number is still its own
+                _, status = os.waitpid(found.si_pid, 0)
+                if child is not None:
+                    os.close(child.leash)
+                    how = how_it_ended(os.waitstatus_to_exitcode(status))
+                    self._channel.send(Exited(child.number, how, child.forced))
         if has_reaped:
             for pid in {*children()} - self._helpers - {*self._children}:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -198,15 +198,6 @@ class _ForkServer:
                         os.kill(pid, signal.SIGKILL)
                 pid, _ = os.waitpid(-1, 0)
                 self._children.pop(pid, None)
-
-
-def _ended_child() -> int | None:
-    """Return the number of a child that has ended and is not reaped."""
-    try:
-        found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return None
-    return found.si_pid if found is not None else None
 
 
 def _kill_group(pid: int) -> None:

@@ -1,4 +1,4 @@
-"""What fork servers and workers do to their own process: its end, its output, its limits, its children."""
+"""What fork servers and workers set for their own process: its end, its output, its limits, its children."""
 
 import atexit
 import contextlib
@@ -25,9 +25,9 @@ _ENOUGH_FILES = 2**16
 
 
 def end_with_parent(lifeline: int) -> None:
-    """Have the kernel kill this process's whole group once the other end of the pipe ``lifeline`` closes.
+    """Make the kernel kill this process's group when the other end of the pipe ``lifeline`` closes.
 
-    A thread could not do it: code that hangs without giving up the interpreter lock would keep it from running. The
+    A thread could not do it: code that hangs while it holds the interpreter lock would keep it from running. The
     signal is SIGKILL, which nobody can block or ignore.
     """
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
@@ -36,14 +36,14 @@ def end_with_parent(lifeline: int) -> None:
 
 
 def outlive_parent(lifeline: int) -> None:
-    """Undo ``end_with_parent``, for a process that ends by itself and has something to tidy up before."""
+    """Undo ``end_with_parent``, for a process that ends by itself after cleaning up."""
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) & ~os.O_ASYNC)
 
 
 def print_by_line() -> None:
-    """Have each line that this process prints go out at once, and be dropped when nobody reads any more.
+    """Flush every line that this process prints, and drop it when the output is closed.
 
-    A buffer would be lost with a process that is killed, and would go along into each that is forked.
+    Buffered text would be lost when the process is killed, and copied into each forked process.
     """
     sys.stdout, sys.stderr = (lasting(stream) for stream in (sys.stdout, sys.stderr))
     for stream in (sys.stdout, sys.stderr):
@@ -59,9 +59,9 @@ def flush_output() -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process at once, but for what is registered to be done at its end, such as removing files.
+    """End this process at once, after the functions registered for its end, such as those that remove files.
 
-    The interpreter's own end takes longer, and does not come at all while a thread or a task refuses to end.
+    The interpreter's own exit takes longer, and hangs while a thread or a task does not end.
     """
     try:
         atexit._run_exitfuncs()
@@ -71,10 +71,10 @@ def leave(code: int) -> NoReturn:
 
 
 def start_afresh() -> None:
-    """Have nothing done at the end of this forked process that was registered before, which the parent does at its own.
+    """Drop the exit functions that a forked process inherits, which the parent runs at its own end.
 
-    What this process itself registers from now on is done: with ``atexit``, ``weakref.finalize`` (a
-    ``TemporaryDirectory`` does) and ``multiprocessing``, whose own registry knows who registered what.
+    Functions that this process registers from now on are run: those of ``atexit``, ``weakref.finalize`` (as
+    ``TemporaryDirectory`` uses it) and ``multiprocessing``, whose registry knows the process of each.
     """
     atexit._clear()
     for finalizer in weakref.finalize._registry:  # pyright: ignore[reportAttributeAccessIssue]
@@ -85,37 +85,37 @@ def start_afresh() -> None:
 
 
 def limit_memory(memory_bytes: int) -> None:
-    """Let this process and each of those it starts allocate so many bytes, and write no core files."""
+    """Limit the memory of this process and of each process that it starts, and disable core files."""
     resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def allow_many_files() -> int:
-    """Raise this process's limit on open files as far as it may and has use for, and return what it was."""
+    """Raise this process's limit on open files as far as allowed and useful, and return the previous limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, _ENOUGH_FILES)), hard))
     return soft
 
 
 def allow_files(soft: int) -> None:
-    """Set this process's limit on open files, up to what it may raise it to."""
+    """Set this process's limit on open files, at most to its hard limit."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 
 
 def die_with(parent: int) -> None:
-    """Have the kernel kill this process when the process ``parent``, which forked it, dies."""
+    """Make the kernel kill this process when the process ``parent``, which forked it, dies."""
     _prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every process below this one whose own parent dies, so that none can get away."""
+    """Become the parent of every descendant whose own parent dies, so that none escapes."""
     _prctl(_SET_CHILD_SUBREAPER, 1)
 
 
 def children() -> list[int]:
-    """Return the numbers of the processes whose parent this one is."""
+    """Return the ids of this process's children."""
     path = Path(f"/proc/self/task/{os.getpid()}/children")
     if path.exists():
         return [int(number) for number in path.read_text().split()]

@@ -1,10 +1,12 @@
-"""What the main process, fork servers and workers say to each other.
+"""The messages between the main process, fork servers and workers.
 
 The main process sends pickles. What it receives is never unpickled: a line with the session's number and the record's
 name, and the record's fields as JSON, which are checked against their types. JSON has a form for integers beyond 64
-bits and for NaN; bytes are base64 text, which their reader decodes, and halves of surrogate pairs are replaced.
+bits and for NaN; arrays and bytes are base64 text, which their reader decodes, and halves of surrogate pairs are
+replaced.
 """
 
+import base64
 import json
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -18,7 +20,7 @@ Mode = Literal["alone", "in turn", "shared"]
 
 
 class Service(Protocol):
-    """What workers do for their sessions; it is pickled for them.
+    """The code that workers run for their sessions; it is pickled for them.
 
     In ``mode`` "alone" each session has a worker of its own, forked after ``set_up``, as conversations have. "in turn"
     workers have one session after the other, as batches of rewards; a worker that is "shared" has many at a time on an
@@ -38,11 +40,11 @@ class Service(Protocol):
     """The names of the environment's secrets that the workers get."""
 
     def set_up(self) -> None:
-        """Import users' code, and build what sessions share; may raise anything."""
+        """Import users' code, and build what sessions share; may raise any exception."""
         ...
 
     def answering(self, went_on: Callable[[], None]) -> AbstractContextManager[Callable[[Any, float], Any]]:
-        """Give what answers a request within so many seconds; ``went_on`` begins the time anew.
+        """Yield a function that answers a request within a number of seconds; ``went_on`` restarts that time.
 
         A service that is "shared" has ``session(went_on)`` instead, which gives an object with coroutines
         ``reply(request)`` and ``close()``, and with ``late(request, seconds)``: the reply to what was cancelled.
@@ -55,11 +57,11 @@ class Service(Protocol):
 
 @dataclass(frozen=True)
 class Job:
-    """What a fork server and its workers are for."""
+    """The job of a fork server and its workers."""
 
     service: Service
     memory_bytes: int
-    """Each of them, and each process that it starts, may allocate so many bytes."""
+    """The most bytes that each of them, and each process that it starts, may allocate."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class Fork:
 
 @dataclass(frozen=True)
 class Finish:
-    """End a worker if it has not ended by itself in so many seconds."""
+    """End a worker that has not ended by itself after this many seconds."""
 
     number: int
     seconds: float
@@ -99,14 +101,12 @@ class Exited:
 
     number: int
     text: str
-    """How it ended, in words."""
     forced: bool
-    """Whether it had to be ended."""
 
 
 @dataclass(frozen=True)
 class WentOn:
-    """The next part of what a session is asked begins, which has its own time; a reply follows the last."""
+    """The next part of a request begins, which has its own time; the reply follows the last part."""
 
 
 def encode(number: int, record: Any) -> bytes:
@@ -116,6 +116,8 @@ def encode(number: int, record: Any) -> bytes:
 
 
 def _as_json(value: Any) -> Any:
+    if hasattr(value, "tobytes"):  # numpy's, which not every worker has imported
+        return base64.b64encode(value.tobytes()).decode()
     if isinstance(value, bytes):
         return value.decode("ascii")
     if is_dataclass(value) or isinstance(value, Mapping):
@@ -124,11 +126,7 @@ def _as_json(value: Any) -> Any:
 
 
 def decode(data: bytes, types: tuple[type, ...]) -> tuple[int, Any]:
-    """Read the number of a session, and a record of one of the types.
-
-    Raises:
-        ValueError: for anything else.
-    """
+    """Read the number of a session, and a record of one of the types. Raises ValueError for anything else."""
     head, _, fields = data.partition(b"\n")
     number, name = head.decode("ascii").split(" ")
     of_name = [kind for kind in types if kind.__name__ == name]

@@ -1,9 +1,9 @@
-"""A process that runs users' code, as the main process sees it.
+"""A process of users' code, as the main process sees it.
 
-It is started without jax's and the accelerator's environment, and without the secrets there; it is ended with
+It is started without the environment variables of jax, of the accelerator, and with secrets; it is ended with
 everything it started. It leads a session of its own and holds one end of a pipe, the lifeline. When the other end
-closes, because the main process closed it or died, the kernel ends the process's group, whatever it is doing. What
-leaves the group is found by a mark in its environment.
+closes, because the main process closed it or died, the kernel kills the process's group, whatever it is doing.
+Processes that leave the group are found by a mark in their environment.
 """
 
 import contextlib
@@ -30,13 +30,12 @@ _ACCELERATOR, _OURS = ("JAX_", "XLA_", "LIBTPU", "TPU_", "PJRT_"), "TPU_GRPO_"
 
 
 class WorkerProcess:
-    """A process of users' code. Its program gets two descriptors as arguments: its socket's, and the lifeline's."""
+    """A process of users' code. Its program gets two descriptors as arguments: that of its socket and that of the
+    lifeline."""
 
     def __init__(self, program: str, theirs: socket.socket, directory: Path, secrets: Collection[str] = ()):
-        """Start Python with the source text ``program``; ``theirs`` goes to it, and is closed here.
-
-        Of the environment's secrets it gets those that are named.
-        """
+        """Start Python with the source text ``program``; ``theirs`` goes to it, and is closed here. Of the
+        environment's secrets it gets those that are named."""
         lifeline, self._lifeline = os.pipe()
         self._mark = os.urandom(8).hex()
         with theirs, open(lifeline, "rb", buffering=0), contextlib.ExitStack() as unless_it_starts:
@@ -53,19 +52,19 @@ class WorkerProcess:
 
     @property
     def ended(self) -> bool:
-        """Return whether the process is gone; it is not reaped, so that its number stays its own until ``kill``."""
+        """Whether the process has ended; it is not reaped, so that its id is not reused before ``kill``."""
         if self._process.returncode is not None:
             return True
         return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
     def wait(self, seconds: float) -> bool:
-        """Return whether the process ends by itself within so many seconds."""
+        """Return whether the process ends by itself within this many seconds."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
         return self._process.returncode is not None
 
     def kill(self) -> str:
-        """End the process and what it started; return how it ended, in words."""
+        """Kill the process and all that it started; return how it ended, in words."""
         if self._process.returncode is None and not self.ended:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -78,12 +77,12 @@ class WorkerProcess:
 
 
 def how_it_ended(code: int) -> str:
-    """Say in words what an exit code means; a negative one is a signal's number."""
+    """Describe an exit code in words; a negative one is a signal's number."""
     return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
 
 def check_secrets(secrets: Collection[str], setting: str) -> None:
-    """Raise ConfigError if the environment lacks one of the variables that a setting hands on to workers."""
+    """Check that the environment has the variables that a setting passes to workers. Raises ConfigError."""
     if missing := [name for name in secrets if name not in os.environ]:
         raise ConfigError(
             f"{setting} must name variables of the environment, got {missing[0]}, which is not there; set it"
@@ -104,8 +103,7 @@ def _environment(mark: str, secrets: Collection[str]) -> dict[str, str]:
 def environment_of(process: psutil.Process) -> Mapping[str, str]:
     """Return the environment of a process; empty if it has ended.
 
-    Whoever starts a program can go on before the kernel has put the program's arguments and environment in their place,
-    so these are waited for.
+    A process that was just started may not have its program's arguments and environment yet, so these are waited for.
 
     Raises:
         psutil.Error: the process is gone, or somebody else's.

@@ -1,4 +1,4 @@
-"""Foreign Python is run here, in a process of its own, with limits on time, memory, files and network.
+"""Runs untrusted Python in a process of its own, with limits on time, memory, files and network.
 
 Bubblewrap walls the process off by namespaces of Linux: of the machine's files it sees the system's and Python's, which
 it cannot change, and its directory is in memory; it sees no other process, and has no network, no environment and no
@@ -38,12 +38,12 @@ _WALL = (
     "/dev",
 )
 _FILES = 4
-"""All files of a program may have the size of so many of the largest."""
+"""The total size of a program's files, as a multiple of the largest allowed file."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits say what a program may use."""
+    """The limits of a program."""
 
     seconds: float = 10.0
     """It bounds the wall-clock time, of tests for all of them together."""
@@ -53,7 +53,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Ran:
-    """A Ran says what came of a program that was run as a script."""
+    """The result of a program that was run as a script."""
 
     output: str
     """What it printed; the middle is left out of a longer text than was asked for."""
@@ -62,7 +62,7 @@ class Ran:
 
 
 def run_tests(program: str, tests: Sequence[Any], limits: Limits) -> list[bool]:
-    """Return for each of its tests whether a program passes it.
+    """Return whether a program passes each of its tests.
 
     A test is Python code that raises if the program is wrong, run in the program's namespace, or a mapping of
     ``input`` and ``output``: what the program reads and writes when it is run as a script.
@@ -72,9 +72,9 @@ def run_tests(program: str, tests: Sequence[Any], limits: Limits) -> list[bool]:
 
 
 def run_script(program: str, limits: Limits, most_characters: int) -> Ran:
-    """Run a program as a script and return what it printed; as in a notebook, the value of its last line is, too.
+    """Run a program as a script and return its output, with the value of its last line, as in a notebook.
 
-    A program that takes too long or too much, or ends its process, has printed nothing.
+    The output of a program that exceeds a limit, or ends its process, is empty.
     """
     told = _told({"program": program, "most_characters": most_characters}, limits)
     if not told:
@@ -109,7 +109,8 @@ def _told(job: Mapping[str, Any], limits: Limits) -> list[str]:
 
 
 def wall(directory: str, file_mb: int) -> list[str]:
-    """Return the command before a program's that walls it off, ``directory`` being in memory; empty if nothing can."""
+    """Return the words before a program's command that isolate it, with ``directory`` in memory; empty if nothing
+    can."""
     bubblewrap = _bubblewrap()
     size = str(_FILES * file_mb * 2**20)
     return [*bubblewrap, "--size", size, "--tmpfs", directory, "--chdir", directory, "--"] if bubblewrap else []

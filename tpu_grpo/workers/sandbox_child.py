@@ -1,4 +1,4 @@
-"""The sandbox's process runs this: it limits itself, runs the program and says which tests passed, or what it printed.
+"""The program of the sandbox's process: sets its limits, runs the program, and writes the passed tests or the output.
 
 It imports nothing of tpu_grpo. It writes ``<nonce> <number>`` for each test that passed, so that a program that ends
 the process early passes none; or ``<nonce> <JSON>`` for a script that ran.
@@ -115,7 +115,6 @@ def _guard(home: str) -> Callable[[str, tuple[Any, ...]], None]:
 
 
 def _run(program: str, tests: list[Any]) -> Any:
-    """Yield for each test whether it passed."""
     if not any(isinstance(test, str) for test in tests):
         yield from (_writes(program, str(test["input"]), str(test["output"])) for test in tests)
         return
@@ -129,7 +128,6 @@ def _run(program: str, tests: list[Any]) -> Any:
 
 
 def _passes(code: str, space: dict[str, Any]) -> bool:
-    """Return whether code runs to its end."""
     try:
         with redirect_stdout(io.StringIO()):
             exec(compile(code, "<program>", "exec"), space)
@@ -173,7 +171,7 @@ def _script(program: str, most_characters: int) -> dict[str, str | None]:
 
 
 def _described(error: BaseException) -> str:
-    """Say in a line what the program raised, and in which of its lines."""
+    """Describe in one line the program's exception, and the line of the program that raised it."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "<program>"]
     line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
     text = " ".join((error.msg if isinstance(error, SyntaxError) else str(error)).split())[:_LONGEST_ERROR]

@@ -23,7 +23,7 @@ _TIDY_SECONDS = 5.0
 
 
 def set_up(channel: MainChannel, service: Service) -> bool:
-    """Set users' code up, and return whether that went well; says so if it did not."""
+    """Set users' code up, and return whether that succeeded; reports a failure to the main process."""
     try:
         service.set_up()
     except (Exception, SystemExit) as error:  # user code: anything can come
@@ -61,10 +61,8 @@ def _serve_in_turn(channel: MainChannel, service: Service) -> None:
 
 
 class _Loop:
-    """The sessions of a worker that is shared.
-
-    What is not done in time is cancelled, and late. The main process ends the worker if its loop is blocked.
-    """
+    """The sessions of a worker that is shared. What is not done in time is cancelled, and late. The main process ends
+    the worker if its loop is blocked."""
 
     def __init__(self, channel: MainChannel, service: Any):
         self._channel, self._service = channel, service

@@ -1,4 +1,4 @@
-"""Streams that lose their readers without an error, for the main process and for those of users' code."""
+"""Streams that ignore a closed output, for the main process and for those of users' code."""
 
 import io
 import os
@@ -7,7 +7,7 @@ from typing import Any, TextIO, cast
 
 
 def lasting(stream: TextIO | None) -> TextIO:
-    """Return a stream that writes to this one as long as it can, and fails neither then nor for lack of a character."""
+    """Return a stream that writes to this one while it can, and never fails, not even for a character that it lacks."""
     if stream is None:  # it was closed before the start
         return io.StringIO()
     with suppress(AttributeError, ValueError):  # a stream of a test or a notebook, which shows everything
@@ -16,9 +16,9 @@ def lasting(stream: TextIO | None) -> TextIO:
 
 
 class LastingStream(io.TextIOBase):
-    """Writes to a stream; once that fails, to nowhere.
+    """Writes to a stream; after an error, to nowhere.
 
-    Its file descriptor then leads nowhere, too, so that others who write there do not fail either.
+    Its file descriptor is then redirected to nowhere, too, so that others who write there do not fail either.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -45,11 +45,11 @@ class LastingStream(io.TextIOBase):
         return getattr(self._stream, name)
 
     def writable(self) -> bool:
-        """Say that it can be written to, always."""
+        """Return True: it can always be written to."""
         return True
 
     def isatty(self) -> bool:
-        """Say whether a person reads it."""
+        """Return whether a person reads it."""
         return self._stream.isatty()
 
     def fileno(self) -> int:

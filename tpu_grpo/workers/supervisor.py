@@ -1,4 +1,4 @@
-"""The processes of users' code as the main process sees them: who is asked what, until when, and how each ends.
+"""The processes of users' code as the main process sees them: their requests, deadlines and ends.
 
     supervisor = Supervisor()
     crew = supervisor.add(service, memory_bytes=2**30)      # a fork server, and the workers of one service
@@ -8,9 +8,9 @@
     supervisor.release(session, 5.0)                        # the session is over
     supervisor.close(5.0)
 
-It has no thread, and is used by one at a time: what comes in is taken in when it is asked to, and deadlines are kept
-then. A reply that came before anybody looked is no late one. What a worker writes is data (messages.py): whatever it
-is, it ends that worker at most.
+It has no thread and one caller: messages are read, and deadlines checked, when a method is called. A reply that
+arrived in time is not late even if it is read late. What a worker sends is data (messages.py): whatever it is, it
+ends that worker at most.
 """
 
 import contextlib
@@ -29,11 +29,11 @@ from tpu_grpo.workers.messages import Exited, Finish, Fork, Job, Ready, Service,
 from tpu_grpo.workers.process import WorkerProcess
 
 START_SECONDS = 120.0
-"""Users' code may take so long to be set up, from when somebody waits for it, outside of any other deadline."""
+"""The time in which users' code must be set up, from when a session waits for it, outside of any other deadline."""
 FORK_SECONDS = 120.0
 """A session's own worker must be forked within this time, after those of others; the session's time begins then."""
 _MOST_FAILURES = 3
-"""After so many processes in a row that ended before they were ready, the set-up is at fault, and no accident."""
+"""The number of processes in a row that may end before they are ready, after which the set-up is at fault."""
 _GRACE_SECONDS = 2.0
 """A shared worker has this time beyond a deadline to say itself that a reply is late; its loop is blocked if not."""
 _DYING_SECONDS = 1.0
@@ -46,11 +46,11 @@ _BLOCKED = "was ended with its process, where another environment had blocked th
 
 
 class StartError(Exception):
-    """Users' code cannot be set up in its process; the text says how it went, and what to do."""
+    """Users' code cannot be set up in its process; the text says why, and what to do."""
 
 
 class Session:
-    """What a worker does for somebody: a conversation, or one batch of a reward. Its class says what comes of it."""
+    """The work of a worker for a caller: a conversation, or one batch of a reward. Its class handles the events."""
 
     number = 0
     worker: "Worker | None" = None
@@ -60,19 +60,19 @@ class Session:
     deadline = float("inf")
 
     def replied(self, reply: Any) -> None:
-        """Take the reply to what was asked; raises BrokenChannelError for one that does not fit that."""
+        """Handle the reply to the request; raises BrokenChannelError for one that does not fit it."""
         raise NotImplementedError
 
     def went_on(self) -> bool:
-        """Take note that the next part of what was asked begins; return whether there is one, for its own time."""
+        """Handle the start of the request's next part; return whether there is one, which then has its own time."""
         return False
 
     def late(self, *, has_begun: bool) -> None:
-        """Take note that the worker was ended as no reply came in time, or as it was not even forked in time."""
+        """Handle that the worker was ended because no reply came in time, or because it was not forked in time."""
         raise NotImplementedError
 
     def lost(self, how: str) -> None:
-        """Take note that the worker is gone; ``how`` follows its name, such as "exited with code 1"."""
+        """Handle that the worker has ended; ``how`` follows its name, such as "exited with code 1"."""
         raise NotImplementedError
 
 
@@ -85,7 +85,7 @@ class Server:
         self.channel = WorkerChannel(ours, (Ready, SetupFailed, Exited), _SERVER_BYTES)
         self.channel.send(job)
         self.workers: dict[int, Worker] = {}
-        """Those whose process has not ended, also if they are of no more use."""
+        """The workers whose process has not ended, also those that are no longer used."""
         self.begun = 0
         self.is_ready = False
 
@@ -104,7 +104,7 @@ class Worker:
 
 
 class Starting:
-    """How a crew's processes start: how long one may take, and how often one may end before it is ready."""
+    """The limits of a crew's start: how long it may take, and how often a process may end before it is ready."""
 
     def __init__(self, service: Service):
         self._service = service
@@ -113,11 +113,11 @@ class Starting:
         self._waited_since: float | None = None
 
     def ready(self) -> None:
-        """Take note that users' code is set up in a process."""
+        """Record that users' code is set up in a process."""
         self.was_ready, self._failures, self._waited_since = True, 0, None
 
     def waited_for(self) -> None:
-        """Take note that somebody waits, and no process is ready; raises StartError if one has for long."""
+        """Record that a session waits while no process is ready; raises StartError if that has taken too long."""
         now = time.monotonic()
         if self._waited_since is None:
             self._waited_since = now
@@ -129,7 +129,7 @@ class Starting:
             )
 
     def failed(self, how: str) -> StartError | None:
-        """Take note that a process has ended before it was ready; return an error if there is no use in another."""
+        """Record that a process ended before it was ready; return an error if another try is useless."""
         self._failures += 1
         self._waited_since = None  # the next has its own time
         if not self.was_ready:
@@ -146,13 +146,13 @@ class Starting:
         return None
 
     def refused(self, text: str, trace: str) -> StartError:
-        """Return the error for a process that says why it could not set users' code up."""
+        """Return the error for a process that reports why it could not set users' code up."""
         start = f"{self._service.name} could not be {self._service.start} in its process: {text}"
         return StartError(f"{start}\n{trace}".rstrip())
 
 
 class Supervisor:
-    """The processes of users' code that one thread asks."""
+    """The processes of users' code that one thread uses."""
 
     def __init__(self) -> None:
         self.selector = DefaultSelector()
@@ -167,7 +167,7 @@ class Supervisor:
         return crew
 
     def ask(self, session: Session, request: Any, seconds: float) -> None:
-        """Ask the worker of a session, which has so many seconds to reply."""
+        """Send a request to the worker of a session, which has this many seconds to reply."""
         assert session.worker is not None, "the session has no worker"
         session.is_asked, session.seconds = True, seconds
         self._asked[session.number] = session
@@ -175,7 +175,7 @@ class Supervisor:
         session.worker.channel.send((session.number, request, seconds))
 
     def expect(self, session: Session) -> None:
-        """Give a session its time from now on, or its worker the time to be forked."""
+        """Start the time limit of a session, or the limit for forking its worker."""
         assert session.worker is not None, "the session has no worker"
         grace = _GRACE_SECONDS if session.worker.crew.service.mode == "shared" else 0.0
         session.asked_at = time.monotonic()
@@ -183,12 +183,12 @@ class Supervisor:
         heapq.heappush(self._deadlines, (session.deadline, session.number))
 
     def settled(self, session: Session) -> None:
-        """Take note that a session is asked nothing any more."""
+        """Record that a session gets no further request."""
         session.is_asked = False
         self._asked.pop(session.number, None)
 
     def release(self, session: Session, seconds: float) -> None:
-        """End a session; its own worker has so many seconds to end, and is ended then with all it started."""
+        """End a session; its own worker has this many seconds to end, and is then ended with all it started."""
         if (worker := session.worker) is None:
             return
         self.settled(session)
@@ -202,11 +202,8 @@ class Supervisor:
                 worker.crew.end(worker, _LOOP_SECONDS)
 
     def hear(self, seconds: float) -> bool:
-        """Take in what comes within ``seconds``, and return whether anything did.
-
-        Raises:
-            StartError: for users' code that cannot be set up in its process.
-        """
+        """Read the messages that arrive within ``seconds``, and return whether there were any. Raises StartError for
+        users' code that cannot be set up in its process."""
         keys = self.selector.select(seconds)
         for key, _ in keys:
             key.data()
@@ -217,13 +214,15 @@ class Supervisor:
         return bool(keys)
 
     def advance(self, seconds: float) -> None:
-        """Take in what comes within ``seconds``, send what waits, and keep the deadlines; raises as ``hear``.
+        """Read the messages that arrive within ``seconds``, send waiting ones, and enforce the deadlines; raises as
+        ``hear``.
 
-        Call ``hear(0.0)`` before: nobody may have looked for long, and what has come is taken in before it is judged.
+        Call ``hear(0.0)`` before, so that messages which arrived in time are read before deadlines are enforced.
         """
         if self._deadlines:
             seconds = min(seconds, max(self._deadlines[0][0] - time.monotonic(), 0.0))
-        full = [channel for crew in self.crews for channel in crew.full]
+        channels = [each.channel for crew in self.crews for each in (*crew.servers, *crew.workers)]
+        full = [channel for channel in channels if channel.is_full]
         for channel in full:
             self.selector.modify(channel, EVENT_READ | EVENT_WRITE, self.selector.get_key(channel).data)
         try:
@@ -246,7 +245,7 @@ class Supervisor:
                 session.worker.crew.end_late(session)
 
     def close(self, seconds: float) -> None:
-        """End all processes; workers that are not asked anything have so many seconds to end by themselves."""
+        """End all processes; idle workers have this many seconds to end by themselves."""
         for crew in self.crews:
             crew.count = 0
             for worker in [*crew.workers]:
@@ -269,9 +268,9 @@ class Supervisor:
 class Crew:
     """The fork servers and workers of one service.
 
-    A server of mode "alone" that has had ``recycle`` sessions is replaced once the next is ready, and ends with the
-    last of its own; so is a worker of mode "shared". Of workers that are not "alone" there are ``count``, which may be
-    changed: ``fill`` starts those that are missing.
+    In mode "alone", a server that has had ``recycle`` sessions is replaced once the next server is ready, and ends
+    with its last session; a worker of mode "shared" likewise. In the other modes there are ``count`` workers, a
+    number that may be changed: ``fill`` starts the missing ones.
     """
 
     def __init__(self, supervisor: Supervisor, job: Job, recycle: float, count: int):
@@ -279,7 +278,7 @@ class Crew:
         self.recycle, self.count = recycle, count
         self.servers: list[Server] = []
         self.workers: list[Worker] = []
-        """Those with a connection."""
+        """The workers with a connection."""
         self.ending: list[tuple[WorkerProcess, float]] = []
         """Servers that end by themselves, and when each is ended if it has not."""
         self.starting = Starting(job.service)
@@ -293,11 +292,6 @@ class Crew:
     def is_ready(self) -> bool:
         """Whether a session can begin at once."""
         return any(each.is_ready for each in (self.servers if self.service.mode == "alone" else self.workers))
-
-    @property
-    def full(self) -> list[WorkerChannel]:
-        """The channels with something that waits to be sent."""
-        return [each.channel for each in (*self.servers, *self.workers) if each.channel.is_full]
 
     def flush(self) -> None:
         """Send what waits."""
@@ -314,11 +308,8 @@ class Crew:
             self._add_worker()
 
     def begin(self, session: Session, worker: Worker | None = None, weight: float = 1.0) -> None:
-        """Begin a session, which counts as ``weight``, in a worker, or in the one that the mode finds for it.
-
-        Raises:
-            OSError: if there are too few open files for another worker.
-        """
+        """Begin a session, which counts as ``weight``, in the given worker, or in one that the mode selects. Raises
+        OSError if there are too few open files for another worker."""
         if worker is None and self.service.mode == "alone":
             worker = self._add_worker()
         elif worker is None:
@@ -331,13 +322,13 @@ class Crew:
         self.fill()
 
     def end(self, worker: Worker, seconds: float) -> None:
-        """Let a worker end, which is ended with all it started if it takes longer than ``seconds``."""
+        """Let a worker end; after ``seconds`` it is ended with all it started."""
         if worker in self.workers:
             self._disconnect(worker)
             worker.server.channel.send(Finish(worker.number, seconds))
 
     def end_late(self, session: Session) -> None:
-        """End the worker of a session that had no reply in time."""
+        """End the worker of a session whose reply is late."""
         worker = session.worker
         assert worker is not None, "the session has no worker"
         self.end(worker, 0.0)
@@ -389,7 +380,6 @@ class Crew:
             worker.channel.close()
 
     def _parted(self, worker: Worker) -> list[Session]:
-        """Take a worker's sessions from it, and return them."""
         sessions = [*worker.sessions.values()]
         worker.sessions.clear()
         for session in sessions:
@@ -421,7 +411,6 @@ class Crew:
     # --- what they say -----------------------------------------------------------------------------------------------
 
     def _hear(self, worker: Worker) -> None:
-        """Take in what a worker says."""
         if worker not in self.workers:
             return
         try:
@@ -454,7 +443,6 @@ class Crew:
                     session.replied(reply)
 
     def _hear_server(self, server: Server) -> None:
-        """Take in what a server says."""
         if server not in self.servers:
             return
         try:
@@ -490,7 +478,6 @@ class Crew:
             self.fill()
 
     def _lost_server(self, server: Server) -> None:
-        """Go on without a server that has ended."""
         self.servers.remove(server)
         self._forget(server)
         if server.is_ready:

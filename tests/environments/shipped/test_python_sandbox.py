@@ -58,6 +58,7 @@ def test_limits():
     lost = "Error: the program ended its process, or took more than 0.5 s"
     assert environment.python("print(1)\nwhile True: pass") == lost
     assert environment.python("print(1)\nimport os\nos._exit(0)") == lost
+    environment = PythonSandbox(memory_mb=256, max_characters=20)
     assert environment.python("x = bytearray(10**9)").startswith("Error: MemoryError")
     assert environment.python("print('a' * 15 + 'b' * 15)") == (
         "aaaaaaaaaa\n... 11 characters left out ...\nbbbbbbbbb"  # with the newline behind the last b

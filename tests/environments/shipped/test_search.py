@@ -38,7 +38,7 @@ def test_pages_are_found_by_their_words(corpus: Path):
     assert environment.reset(question="...") is None
     found = environment.search("Which Gemma checkpoints are refused, Gemma 3?")
     assert found.startswith("[1] models: ")
-    assert "\n[2] models: " in found
+    assert "\n[2] " in found
     assert "[3]" not in found
     assert environment.search("xylophonist zygotes") == "nothing found"
 

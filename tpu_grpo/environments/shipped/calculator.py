@@ -12,11 +12,10 @@ from typing import Any
 from simpleeval import SimpleEval
 
 MOST_DIGITS = 3000
-"""Whole numbers may have about so many; Python writes out no more than 4,300."""
+"""About the most digits of whole numbers; Python prints no more than 4,300."""
 MOST_CHARACTERS = 1000
-"""An expression may have so many."""
 MOST_PLACES = 400
-"""A number is rounded to so many places at most, after the point or before it."""
+"""The most places that a number is rounded to, after the point or before it."""
 _MOST_BITS = MOST_DIGITS * 332 // 100
 _NODES = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.Call, ast.Name, ast.Load)
 

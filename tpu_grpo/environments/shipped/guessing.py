@@ -6,7 +6,7 @@
     "63"     -> 0.7, and the game is over
 
 The earlier the guess is right, the higher the reward: it falls in a straight line from 1.0 for the first guess to
-``last`` for the last one that is allowed. Whoever halves what is left needs at most ceil(log2(n + 1)) guesses.
+``last`` for the last one that is allowed. A player who halves the range needs at most ceil(log2(n + 1)) guesses.
 """
 
 import random
@@ -40,7 +40,7 @@ class Guessing:
         self.secret, self.made = lowest, 0
 
     def reset(self, secret: int | str | None = None, **columns: Any) -> str | None:
-        """Think of a number: that of the column ``secret`` if there is one, else any, the same for all of a group."""
+        """Choose the number: the column ``secret`` if there is one, else a random one, the same for all of a group."""
         self.secret = random.randint(self.lowest, self.highest) if secret is None else int(secret)
         if not self.lowest <= self.secret <= self.highest:
             raise ValueError(f"secret must be from {self.lowest} to {self.highest}, got {self.secret}")
@@ -48,20 +48,16 @@ class Guessing:
         return f"Guess a number from {self.lowest} to {self.highest}." if self.greets else None
 
     def step(self, action: str) -> tuple[str, float, bool, dict[str, Any]]:
-        """Take the last number of a text for the guess; a text without one counts as a guess, too."""
+        """Read the guess, the last number of a text; a text without one counts as a guess, too."""
         guess = _guess(action)
         self.made += 1
         if guess == self.secret:
-            return "right", self._worth(), True, {"guesses": self.made}
+            worth = 1.0 - (1.0 - self.last) * (self.made - 1) / max(self.guesses - 1, 1)
+            return "right", worth, True, {"guesses": self.made}
         over = self.made >= self.guesses
         if guess is None:
             return "no number", 0.0, over, {}
         return ("higher" if self.secret > guess else "lower"), 0.0, over, {}
-
-    def _worth(self) -> float:
-        if self.guesses == 1:
-            return 1.0
-        return 1.0 - (1.0 - self.last) * (self.made - 1) / (self.guesses - 1)
 
 
 def _guess(text: str) -> int | None:

@@ -14,6 +14,11 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
+from tpu_grpo.config.extras import need
+from tpu_grpo.records.errors import EpisodeError
+
+need("reasoning_gym", "the environment reasoning_gym", EpisodeError)
+
 Verifier = Callable[[Any, dict[str, Any]], float]
 
 
@@ -35,7 +40,7 @@ class Puzzle:
         self.made, self.best = 0, 0.0
 
     def reset(self, metadata: Mapping[str, Any] | str, answer: Any = None, question: Any = "", **columns: Any) -> None:
-        """Take the puzzle of a record that data.path=reasoning_gym:TASK made."""
+        """Start the puzzle of a record that data.path=reasoning_gym:TASK made."""
         known = json.loads(metadata) if isinstance(metadata, str) else metadata
         if not isinstance(known, Mapping) or not isinstance(known.get("source_dataset"), str):
             raise ValueError(f"metadata must hold source_dataset, the puzzle's name, got {metadata!r:.200}")
@@ -43,7 +48,7 @@ class Puzzle:
         self.made, self.best = 0, 0.0
 
     def step(self, action: str) -> tuple[str, float, bool, dict[str, Any]]:
-        """Score an answer; the reward is what it is better than the best so far."""
+        """Score an answer; the reward is its improvement over the best answer so far."""
         self.made += 1
         given = self._inside(action)
         score = 0.0 if given is None else float(_verifier(self.entry["metadata"]["source_dataset"])(given, self.entry))

@@ -63,8 +63,9 @@ class Search:
             "SELECT title, text FROM passages WHERE passages MATCH ? ORDER BY rank, rowid LIMIT ?",
             (" OR ".join(f'"{word}"' for word in words), self._top),
         ).fetchall()
-        shown = (_shown(title, text, self._max_characters) for title, text in found)
-        return "\n".join(f"[{n}] {text}" for n, text in enumerate(shown, start=1)) or "nothing found"
+        shown, most = (f"{title}: {text}" if title else text for title, text in found), self._max_characters
+        cut = (text if len(text) <= most else f"{text[:most]}..." for text in shown)
+        return "\n".join(f"[{n}] {text}" for n, text in enumerate(cut, start=1)) or "nothing found"
 
 
 def passages(corpus: Path) -> Iterator[tuple[str, str]]:
@@ -111,11 +112,6 @@ def _record(line: str, where: str) -> tuple[str, str]:
     if not isinstance(record, dict) or not isinstance(record.get("text"), str):
         raise ValueError(f"{where} must be an object with a text, as {{title, text}}, got {line.strip()[:100]}")
     return str(record.get("title") or ""), record["text"]
-
-
-def _shown(title: str, text: str, most: int) -> str:
-    passage = f"{title}: {text}" if title else text
-    return passage if len(passage) <= most else f"{passage[:most]}..."
 
 
 def _index_of(corpus: Path) -> Path:

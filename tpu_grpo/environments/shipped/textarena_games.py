@@ -2,22 +2,18 @@
 
     environment: {name: textarena, options: {game: GuessTheNumber-v0}}
 
-The observation after ``reset`` is the game's rules, and after a turn what the game has said since; what the player said
-is left out, as it is in the conversation already. The reward is the player's at the end of the game, and 0 before.
+The observation after ``reset`` is the game's rules, and after a turn the game's messages since that turn, without the
+player's own. The reward is the player's at the end of the game, and 0 before.
 """
 
 from importlib import import_module
 from typing import Any
 
+from tpu_grpo.config.extras import need
 from tpu_grpo.records.errors import EpisodeError
 
-try:
-    textarena: Any = import_module("textarena")
-except ImportError as error:
-    raise EpisodeError(
-        f"the environment textarena needs the package textarena, got {error}; install it (pip install "
-        "'tpu-grpo[textarena]')"
-    ) from error
+need("textarena", "the environment textarena", EpisodeError)
+textarena: Any = import_module("textarena")
 
 
 class TextArena:
@@ -28,12 +24,12 @@ class TextArena:
         self._game = textarena.make(f"{game}-raw")  # without the wrappers that repeat the whole game each turn
 
     def reset(self, seed: int) -> str:
-        """Begin the game that a seed stands for."""
+        """Begin a game with a seed."""
         self._game.reset(num_players=1, seed=seed)
         return self._said()
 
     def step(self, action: str) -> tuple[str, float, bool, dict[str, Any]]:
-        """Make the move that a text describes."""
+        """Play the move that a text describes."""
         done, info = self._game.step(action)
         if not done:
             return self._said(), 0.0, False, info

@@ -1,7 +1,7 @@
-"""These rewards ship; each is found in a module here, which is imported when the reward is first named.
+"""The shipped rewards; each is found in a module here, which is imported when the reward is first named.
 
-An option that cannot work raises before any row is looked at, so that loading can try a reward on zero rows. A row
-whose answer is missing (null or blank) gets None: the reward does not apply.
+An invalid option raises before any row is scored, so that loading can try a reward on zero rows. A row whose answer
+is missing (null or blank) gets None: the reward does not apply.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 @dataclass(frozen=True)
 class Shipped:
-    """A Shipped says where a reward is found and how it runs best."""
+    """Where a shipped reward is found, and how it is best run."""
 
     source: str
     """It reads module:function, in this package."""
@@ -21,6 +21,8 @@ class Shipped:
     """If set, the same text always gets the same value, unless the config says otherwise."""
     messages: bool = False
     """If set, it is given messages in place of texts, whatever the config says."""
+    library: str | None = None
+    """It needs this module, which an extra of the package brings."""
 
 
 SHIPPED: Mapping[str, Shipped] = MappingProxyType(
@@ -41,11 +43,11 @@ SHIPPED: Mapping[str, Shipped] = MappingProxyType(
         "overlong": Shipped("form:overlong"),
         "cosine_length": Shipped("form:cosine_length", workers=1),
         "repetition": Shipped("form:repetition"),
-        "language": Shipped("instructions:language"),
-        "instructions": Shipped("instructions:instructions"),
-        "json_schema": Shipped("structured:json_schema", workers=1),
+        "language": Shipped("instructions:language", library="py3langid"),
+        "instructions": Shipped("instructions:instructions", library="py3langid"),
+        "json_schema": Shipped("structured:json_schema", workers=1, library="jsonschema"),
         "countdown": Shipped("structured:countdown"),
-        "reasoning_gym": Shipped("structured:reasoning_gym", workers=1),
+        "reasoning_gym": Shipped("structured:reasoning_gym", workers=1, library="reasoning_gym"),
         "python_tests": Shipped("structured:python_tests", workers=2),
         "judge": Shipped("judge:Judge", workers=1, deterministic=False),
     }

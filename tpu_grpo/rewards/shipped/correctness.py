@@ -1,4 +1,4 @@
-"""These rewards say whether an answer is correct: as text, as a choice, as a number; and what they read it from."""
+"""Rewards for correct answers: as text, as a choice, as a number; and the functions that find an answer in a text."""
 
 import importlib
 import re
@@ -42,7 +42,8 @@ def missing(answer: Any) -> bool:
 
 
 def inside(text: str, tag: str | None) -> str | None:
-    """Return what the last ``<tag>...</tag>`` holds, stripped; None without one; the whole text if ``tag`` is None."""
+    """Return the stripped content of the last ``<tag>...</tag>``; None if there is none; the whole text if ``tag`` is
+    None."""
     if tag is None:
         return text.strip()
     close = text.rfind(f"</{tag}>")
@@ -51,7 +52,7 @@ def inside(text: str, tag: str | None) -> str | None:
 
 
 def boxed(text: str) -> list[str]:
-    r"""Return what each ``\boxed{...}`` holds, braces balanced, in order; one that never closes is left out."""
+    r"""Return the content of each ``\boxed{...}`` with balanced braces, in order; one that never closes is left out."""
     found = []
     for match in re.finditer(r"\\boxed\s*\{", text):
         depth = 1
@@ -71,7 +72,7 @@ def fenced(text: str, languages: tuple[str, ...]) -> str | None:
 
 
 def number(name: str, value: Any, least: float) -> None:
-    """Refuse an option that is not a number of at least ``least``. Raises TypeError or ValueError."""
+    """Check that an option is a number of at least ``least``. Raises TypeError or ValueError."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be a number, got {value!r}")
     if value < least:
@@ -141,8 +142,8 @@ def _choice_row(completion: str, answer: Any, choices: str) -> float | None:
 
 
 def chosen(text: str, choices: str) -> str | None:
-    """Return the choice that a text makes, in upper case, or None."""
-    for part in (boxed(text)[-1:] or [None])[0], inside(text, "answer"):
+    """Return the choice in a text, in upper case, or None."""
+    for part in (*boxed(text)[-1:], inside(text, "answer")):
         if part is not None and (letter := _only_letter(part, choices)):
             return letter
     for pattern in (_STATED, _ALONE, _IN_BRACKETS):
@@ -203,11 +204,11 @@ def _reference_number(answer: Any) -> Decimal | None:
 def final_answer(
     completions: Sequence[Sequence[Mapping[str, Any]]], answer: Sequence[Any], verifier: str = "exact_answer"
 ) -> list[float | None]:
-    """Let another reward compare the policy's last turn with the answer, and nothing that was said before.
+    """Apply another reward to the policy's last turn, ignoring earlier turns.
 
-    A conversation that ends with a call, or with what the environment says, has no final answer and scores 0.0.
-    ``verifier`` is exact_answer, normalised_match, multiple_choice, gsm8k or math; a row gets None where that one does
-    not apply.
+    A conversation that ends with a call, or with the environment's words, has no final answer and scores 0.0.
+    ``verifier`` is exact_answer, normalised_match, multiple_choice, gsm8k or math; a row to which it does not apply
+    gets None.
     """
     check_verifier(verifier)
     finals = [final_text(messages) for messages in completions]
@@ -216,7 +217,7 @@ def final_answer(
 
 
 def final_text(messages: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return what the policy says at the end of a conversation; None if it ends otherwise."""
+    """Return the policy's text at the end of a conversation; None if it ends otherwise."""
     last: Mapping[str, Any] = messages[-1] if messages else {}
     if last.get("role") != "assistant" or last.get("tool_calls"):
         return None
@@ -224,18 +225,18 @@ def final_text(messages: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def environment(environment_rewards: Sequence[float | None]) -> list[float | None]:
-    """Return what each environment gave: by ``get_reward``, or what its ``step`` returned, added up; or None."""
+    """Return each environment's reward: that of ``get_reward``, or the sum of those of ``step``; or None."""
     return list(environment_rewards)
 
 
 def check_verifier(name: str) -> None:
-    """Refuse a name that is none of VERIFIERS. Raises ValueError."""
+    """Check that a name is one of VERIFIERS. Raises ValueError."""
     if name not in VERIFIERS:
         raise ValueError(f"verifier must be one of {', '.join(VERIFIERS)}, got {name!r}")
 
 
 def verified(verifier: str, completions: Sequence[str], answer: Sequence[Any]) -> list[float | None]:
-    """Return what a verifier scores: 1.0 for a correct completion, 0.0 for a wrong one, None without an answer."""
+    """Return a verifier's score: 1.0 for a correct completion, 0.0 for a wrong one, None without an answer."""
     module, _, name = SHIPPED[verifier].source.partition(":")
     judge = getattr(importlib.import_module(f"tpu_grpo.rewards.shipped.{module}"), name)
     if verifier == "math":

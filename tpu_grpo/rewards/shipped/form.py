@@ -1,4 +1,4 @@
-"""These rewards judge the form of a completion: regular expressions, tags, its length in tokens, repetition."""
+"""Rewards for the form of a completion: regular expressions, tags, length in tokens, repetition."""
 
 import math
 import re
@@ -20,15 +20,12 @@ Mode = Literal["soft", "strict", "per_tag"]
 
 
 def matches_format(
-    completions: Sequence[str],
-    pattern: str = GSM8K_PATTERN,
-    full: bool = False,
-    log_metric: LogMetric | None = None,
+    completions: Sequence[str], pattern: str = GSM8K_PATTERN, full: bool = False, log_metric: LogMetric | None = None
 ) -> list[float]:
     """Score 1.0 where the regular expression ``pattern`` is found (``.`` matches newlines too), else 0.0.
 
-    The default asks for a last line ``#### <number>``. With ``full`` the whole completion must match. A completion in
-    which the search takes longer than a second of processor time counts as without it, and as the metric ``undecided``.
+    The default requires a last line ``#### <number>``. With ``full`` the whole completion must match. A completion
+    whose search takes longer than a second of processor time scores 0.0, and counts in the metric ``undecided``.
     """
     compiled = _compile(pattern)
     return [float(_search(compiled, c, full, log_metric) is not None) for c in completions]
@@ -108,15 +105,9 @@ def xml_count(
 
 
 def _tags(names: list[str]) -> list[str]:
-    """Return the opening and closing tags in order."""
-    if not names or wrong_names(names):
+    if not names or not all(isinstance(name, str) and re.fullmatch(r"[\w-]+", name) for name in names):
         raise ValueError(f"tags must be names made of letters, digits, dash and underscore, got {names}")
     return [tag for name in names for tag in (f"<{name}>", f"</{name}>")]
-
-
-def wrong_names(names: list[str]) -> list[str]:
-    """Return those that cannot be the name of a tag."""
-    return [name for name in names if not isinstance(name, str) or not re.fullmatch(r"[\w-]+", name)]
 
 
 def _think_answer_row(text: str, mode: Mode, marks: list[str]) -> float:
@@ -126,10 +117,8 @@ def _think_answer_row(text: str, mode: Mode, marks: list[str]) -> float:
         return 0.0
     if mode == "strict":
         lines = [line.rstrip() for line in text.strip("\n").split("\n")]
-        places = [lines.index(mark) if mark in lines else -1 for mark in marks]
-        begins, thought, answers, ends = places
-        in_order = 0 == begins < thought and thought + 1 == answers < ends == len(lines) - 1
-        return float(in_order)
+        begins, thought, answers, ends = (lines.index(mark) if mark in lines else -1 for mark in marks)
+        return float(0 == begins < thought and thought + 1 == answers < ends == len(lines) - 1)
     a, b, c, d = (text.index(mark) for mark in marks)
     return float(a < b < c < d and not text[b + len(marks[1]) : c].strip())
 
@@ -197,10 +186,8 @@ def cosine_length(
         start, end = correct if right > 0 else wrong
         return end + 0.5 * (start - end) * (1.0 + math.cos(math.pi * (tokens / max_tokens)))
 
-    return [
-        score(right, len(ids))
-        for right, ids in zip(verified(verifier, completions, answer), completion_ids, strict=True)
-    ]
+    rights = verified(verifier, completions, answer)
+    return [score(right, len(ids)) for right, ids in zip(rights, completion_ids, strict=True)]
 
 
 def repetition(completions: Sequence[str], ngram: int = 3, penalty: float = 1.0) -> list[float]:

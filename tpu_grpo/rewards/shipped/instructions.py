@@ -1,4 +1,4 @@
-"""These rewards check instructions by program, under the names of IFEval (Zhou et al. 2023, arXiv 2311.07911).
+"""Rewards that check instructions by program, under the names of IFEval (Zhou et al. 2023, arXiv 2311.07911).
 
 Data in IFEval's form has the columns ``instruction_id_list`` (names) and ``kwargs`` (their arguments, one mapping per
 name; nulls are ignored). The language is told by py3langid (its model comes with it; 97 languages).
@@ -10,8 +10,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
-
-from py3langid.langid import MODEL_FILE, LanguageIdentifier
 
 from tpu_grpo.rewards.shipped.correctness import number
 
@@ -50,11 +48,8 @@ def _row(text: str, names: Any, arguments: Any, loose: bool, partial: bool) -> f
 
 
 def follows(text: str, name: str, arguments: Mapping[str, Any] | None) -> bool:
-    """Return whether a text follows one instruction.
-
-    Raises:
-        ValueError: for an instruction that is not known, or without an argument that it needs.
-    """
+    """Return whether a text follows one instruction. Raises ValueError for an instruction that is not known, or without
+    an argument that it needs."""
     if name not in CHECKS:
         raise ValueError(f"instruction_id_list must name instructions of IFEval ({', '.join(CHECKS)}), got {name!r}")
     given = {key: value for key, value in (arguments or {}).items() if value is not None}
@@ -90,7 +85,9 @@ def language_of(text: str) -> str:
 
 
 @functools.cache
-def _identifier() -> LanguageIdentifier:
+def _identifier() -> Any:
+    from py3langid.langid import MODEL_FILE, LanguageIdentifier  # of an extra
+
     return LanguageIdentifier.from_model_file(MODEL_FILE)
 
 

@@ -1,4 +1,4 @@
-"""A language model judges here, over any endpoint that speaks OpenAI's chat completions."""
+"""A reward that asks a language model, over any OpenAI-compatible endpoint for chat completions."""
 
 import asyncio
 import hashlib
@@ -27,13 +27,13 @@ _NUMBER = re.compile(r"-?[0-9]+(?:\.[0-9]+)?")
 
 
 class Judge:
-    """A judge asks a model for a number from 0 to ``out_of`` and divides by it: scores lie between 0 and 1.
+    """Asks a model for a number from 0 to ``out_of``, and divides by it: scores lie between 0 and 1.
 
-    ``template`` may name {prompt}, what the user says, {rendered_prompt}, what the model saw, {completion} and any
-    column. The number is the last one of the reply. The same
-    question is asked once per process, and once at all with ``cache``, a file of JSON lines that grows. At most
-    ``concurrency`` questions are out at a time and ``per_minute`` in a minute, per worker. A question that fails for
-    the network's or the server's sake is asked again up to ``retries`` times, with growing pauses.
+    ``template`` may contain {prompt}, the user's text, {rendered_prompt}, the model's input, {completion} and any
+    column. The last number of the reply counts. A question is asked once per process, or with ``cache``, a file of
+    JSON lines that grows, only once. Per worker, at most ``concurrency`` requests run at a time, and ``per_minute``
+    in a minute. A request that fails because of the network or the server is repeated up to ``retries`` times, with
+    growing pauses.
     """
 
     def __init__(
@@ -78,7 +78,8 @@ class Judge:
         if self._path is not None and self._path.exists():
             for line in self._path.read_text(encoding="utf-8").splitlines():
                 record = json.loads(line)
-                self._remember(record["key"], record["score"])
+                known = self._known[record["key"]] = asyncio.get_running_loop().create_future()
+                known.set_result(record["score"])
 
     async def close(self) -> None:
         """Disconnect."""
@@ -108,7 +109,10 @@ class Judge:
 
     async def _ask(self, messages: list[dict[str, str]]) -> float:
         async with self._places:
-            await self._turn()
+            now = time.monotonic()
+            at = max(now, self._next)  # the question's place in the minute
+            self._next = at + self._pause
+            await asyncio.sleep(at - now)
             reply = await self._client.chat.completions.create(
                 model=self._model,
                 messages=messages,  # type: ignore[arg-type]
@@ -119,15 +123,3 @@ class Judge:
         if not numbers or not 0.0 <= float(numbers[-1]) <= self._out_of:
             raise ValueError(f"the judge must reply with a number from 0 to {self._out_of:g}, got {text!r}")
         return float(numbers[-1]) / self._out_of
-
-    async def _turn(self) -> None:
-        """Wait for this question's place in the minute."""
-        now = time.monotonic()
-        at = max(now, self._next)
-        self._next = at + self._pause
-        await asyncio.sleep(at - now)
-
-    def _remember(self, key: str, score: float) -> None:
-        future = asyncio.get_running_loop().create_future()
-        future.set_result(score)
-        self._known[key] = future

@@ -1,4 +1,4 @@
-r"""Answers are compared as mathematics here, by math-verify: 1/2 = 0.5 = \frac{1}{2}, sets, intervals, matrices."""
+r"""A reward that compares answers as mathematics (math-verify): 1/2 = 0.5 = \frac{1}{2}, sets, intervals, matrices."""
 
 import functools
 import logging

@@ -1,4 +1,4 @@
-"""These rewards check structured answers: JSON by a schema, Countdown's expressions, puzzles, Python programs."""
+"""Rewards for structured answers: JSON by a schema, Countdown's expressions, puzzles, Python programs."""
 
 import ast
 import json
@@ -7,9 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
-
-from jsonschema import Draft202012Validator
-from jsonschema.exceptions import SchemaError
 
 from tpu_grpo.rewards.protocol import per_sample
 from tpu_grpo.rewards.shipped.correctness import fenced, inside, number
@@ -76,7 +73,10 @@ def reasoning_gym(
     return [None if m is None else _gym_row(c, _mapping(m), a, q, tag) for c, m, a, q in rows]
 
 
-def _validator(schema: Any) -> Draft202012Validator:
+def _validator(schema: Any) -> Any:
+    from jsonschema import Draft202012Validator  # of an extra
+    from jsonschema.exceptions import SchemaError
+
     schema = _mapping(schema) if not isinstance(schema, bool) else schema
     try:
         Draft202012Validator.check_schema(schema)
@@ -85,7 +85,7 @@ def _validator(schema: Any) -> Draft202012Validator:
     return Draft202012Validator(schema)
 
 
-def _json_row(completion: str, validator: Draft202012Validator, tag: str | None, parsed: float) -> float:
+def _json_row(completion: str, validator: Any, tag: str | None, parsed: float) -> float:
     part = inside(completion, tag)
     if part is None:
         return 0.0
@@ -150,18 +150,12 @@ def _gym_row(completion: str, metadata: Mapping[str, Any], answer: Any, question
     if part is None:
         return 0.0
     entry = {"question": question, "answer": answer, "metadata": metadata}
-    score: Any = get_score_answer_fn(name)
-    return float(score(part, entry))
+    return float(get_score_answer_fn(name)(part, entry))  # pyright: ignore[reportCallIssue]
 
 
 @per_sample
 def python_tests(
-    completion: str,
-    tests: Any,
-    seconds: float = 5.0,
-    memory_mb: int = 1024,
-    partial: bool = False,
-    fence: bool = True,
+    completion: str, tests: Any, seconds: float = 5.0, memory_mb: int = 1024, partial: bool = False, fence: bool = True
 ) -> float | None:
     """Score 1.0 where the completion's program passes all of its tests, else 0.0; or, with ``partial``, the fraction.
 

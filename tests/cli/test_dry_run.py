@@ -1,0 +1,124 @@
+"""A dry run refuses what a run would: configs are changed at random, and those that pass it are built."""
+
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tpu_grpo.algorithms import SHIPPED as ALGORITHMS
+from tpu_grpo.algorithms import open_algorithm
+from tpu_grpo.cli.dry_run import check
+from tpu_grpo.config import RunConfig, load_config, settings
+from tpu_grpo.hosts import Hosts
+from tpu_grpo.learner import Learner
+from tpu_grpo.observe.run_log import open_run_log
+from tpu_grpo.records.errors import ConfigError, TpuGrpoError
+from tpu_grpo.rewards.shipped import SHIPPED
+from tpu_grpo.run.inputs import agreed_checkpoint, open_inputs
+from tpu_grpo.run.meshes import build_meshes
+from tpu_grpo.run.parts import open_engines, open_task
+from tpu_grpo.run.policies import load_inputs
+
+DEMO = Path(__file__).resolve().parents[2] / "configs" / "demo_cpu.yaml"
+LEFT = r"run\.|hosts\.|model\.path|\[i\]|data\.(path|sources|options|split|subset)|logging\.on_end|compilation|secrets"
+VALUES = {
+    "int": ["0", "1", "2", "3", "4", "8", "30", "128", "4096"],
+    "float": ["0", "0.1", "0.5", "1", "1.5", "3", "100"],
+    "bool": ["true", "false"],
+    "str": ["nosuch", "'0'", "question", "(", "greedy/exact_answer"],
+    "path": ["nosuch"],
+    "mapping": ["{}", "{nosuch: 1}", "{eps: 1.0e-6}", "{cap: 2}", "{momentum: 0.9}"],
+    "list": ["[]", "[{match: norm, weight_decay: 0.1}]", "[{match: nosuch}]", "[exact_answer]", "[1, 2]"],
+    "unset": ["null"],
+}
+"""Values of a kind of setting, right ones and wrong ones."""
+NAMES = {
+    "optimizer.name": ["adam", "adamw", "adamw_8bit", "adafactor", "muon", "lion", "sgd", "nosuch.py:f", "optax:adamw"],
+    "algorithm.name": [*ALGORITHMS, "ppo", "nosuch.py:F"],
+    "rewards": [f"[{name}]" for name in SHIPPED],
+    "model.lora.rank": ["2", "4", "0"],
+    "environment.name": ["calculator", "guessing", "nosuch"],
+    "rollout.batch_paddings": ["[16]", "[64]", "[8, 64]"],
+}
+
+
+def changed(seed: int, folder: Path) -> list[str]:
+    """One to three settings of the demo, changed to something that is their kind."""
+    draw = random.Random(seed)
+    kinds = {name: kind for name, kind, *_ in settings() if not re.search(LEFT, name)}
+    words = []
+    for name in draw.sample(
+        [*kinds, *NAMES, *(name for name in kinds if name.startswith(("optimizer", "algorithm")))], 3
+    ):
+        options = NAMES.get(name) or [
+            value for kind in kinds[name].split(" | ") for value in VALUES.get(kind.split()[0], [kind])
+        ]
+        words.append(f"{name}={draw.choice(options)}")
+    return [*words[: draw.randint(1, 3)], f"run.dir={folder}/{seed}", "run.max_steps=4"]
+
+
+def build(config: RunConfig) -> None:
+    """Build what a run builds before its first step, but for what is compiled."""
+    hosts, algorithm, inputs = Hosts(), open_algorithm(config.algorithm), open_inputs(config)
+    config = inputs.config
+    checkpoint = agreed_checkpoint(config, hosts, inputs.checkpoint)
+    meshes = build_meshes(config, checkpoint)
+    task = open_task(config, inputs, algorithm, hosts)
+    try:
+        open_engines(config, hosts, checkpoint, inputs.tokenizer, meshes, task.environments)
+        Learner(config, load_inputs(config, checkpoint, meshes), hosts).close()
+        open_run_log(config, 0).close()
+    finally:
+        task.close()
+
+
+def refused_late(seeds: range, folder: Path) -> Iterator[tuple[list[str], TpuGrpoError | None]]:
+    """Yield the changes that pass a dry run, with what refuses them afterwards."""
+    for seed in seeds:
+        words = changed(seed, folder)
+        try:
+            config = load_config(DEMO, words)
+            check(config)
+        except TpuGrpoError:
+            continue
+        try:
+            build(config)
+        except TpuGrpoError as error:
+            yield words, error
+        else:
+            yield words, None
+
+
+@pytest.mark.parametrize(
+    "seeds",
+    [
+        range(4),
+        pytest.param(range(1000), marks=[pytest.mark.slow, pytest.mark.timeout(20000)]),
+    ],
+    ids=str,
+)
+def test_what_passes_a_dry_run_is_built(seeds: range, tmp_path: Path) -> None:
+    found = list(refused_late(seeds, tmp_path))
+    assert len(found) >= len(seeds) // 6
+    assert [(words, str(error)) for words, error in found if error is not None] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["optimizer.name=adam"], "optimizer.name=adam is not a shipped optimizer; did you mean adamw?"),
+        (["optimizer.options={momentum: 0.9}"], "optimizer.options must be keyword arguments of adamw"),
+        (["optimizer.schedule=linear", "optimizer.warmup_steps=60"], "optimizer.warmup_steps must be < run.max_steps"),
+        (["optimizer.rules=[{match: nosuch}]"], "optimizer.rules.0.match must be found in the name of a trained"),
+        (["optimizer.name=nosuch.py:f"], "optimizer file nosuch.py must be readable"),
+        (["model.lora.rank=2", "model.lora.path=nosuch"], "model.lora.path must be a directory with"),
+        (["logging.on_end=$NO_SUCH_VARIABLE"], "NO_SUCH_VARIABLE"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_only_the_learner_reads_is_refused(words: list[str], told: str, tmp_path: Path) -> None:
+    with pytest.raises(TpuGrpoError, match=told.replace("$", r"\$")) as caught:
+        check(load_config(DEMO, [*words, f"run.dir={tmp_path}"]))
+    assert caught.value.exit_code == ConfigError.exit_code

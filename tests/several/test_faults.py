@@ -1,0 +1,9 @@
+"""A few faults of `tests.several.faults`; its command does two hundred."""
+
+from tests.several.faults import suffer
+
+
+def test_faults_drawn_at_random_are_contained() -> None:
+    told: list[str] = []
+    came = suffer(16, 3, told.append, rigs=("reward, skip", "environment"))
+    assert came.total() >= 6, told

@@ -1,0 +1,117 @@
+"""Runs an engine's attention alone, on its devices and with the layout of its cache: a prefill, then a decode step.
+
+Suffixes: B rows, L positions (padded), T new tokens of all rows, H query heads, K key-value heads, D head width.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
+from sgl_jax.srt.model_executor.forward_batch_info import ForwardMode
+
+from tpu_grpo.engine.engine import Engine
+from tpu_grpo.engine.launches import Runner
+
+TOKENS_MULTIPLE = 64
+"""The tokens of a prefill are padded to a multiple of this."""
+
+
+@dataclass(frozen=True)
+class Attended:
+    """What attention computed, float64, and a decode step to time."""
+
+    prefill_THD: Float[np.ndarray, "T H D"]
+    """Of all tokens of each row but the last, row after row."""
+    decode_BHD: Float[np.ndarray, "B H D"]
+    """Of each row's last token."""
+    decode: Callable[[], Array]
+    """Launches the decode step again."""
+
+
+def head_counts(engine: Engine) -> tuple[int, int, int]:
+    """Return H, K and D of an engine's attention, on all of its devices together."""
+    runner = engine._runner
+    return runner.num_attn_heads, runner.token_to_kv_pool.head_num, runner.model_config.head_dim
+
+
+def attend(
+    engine: Engine,
+    q_BLHD: Float[np.ndarray, "B L H D"],
+    k_BLKD: Float[np.ndarray, "B L K D"],
+    v_BLKD: Float[np.ndarray, "B L K D"],
+    lengths_B: Int[np.ndarray, " B"],
+) -> Attended:
+    """Attend with all tokens of rows of these lengths, at least 2: all but the last in a prefill, then the last."""
+    runner, page = engine._runner, engine._runner.page_size
+    rows, longest, heads, width = q_BLHD.shape
+    wide = -(-longest // page) * page
+    slots_BL = (page + np.arange(rows * wide, dtype=np.int32)).reshape(rows, wide)  # page 0 is nobody's
+    before_B, spec = (lengths_B - 1).astype(np.int32), engine.cache_specs[0]
+    shape = (1 + rows * wide // page, *spec.shape[1:])
+    row_T, place_T = np.nonzero(np.arange(longest) < before_B[:, None])
+    tokens = -(-len(row_T) // TOKENS_MULTIPLE) * TOKENS_MULTIPLE
+
+    def padded(values: np.ndarray, fill: int = 0) -> np.ndarray:
+        whole = np.full((tokens, *values.shape[1:]), fill, values.dtype)
+        whole[: len(values)] = values
+        return whole
+
+    new = [padded(x[row_T, place_T]) for x in (q_BLHD, k_BLKD, v_BLKD)]
+    columns = {"seq_lens": before_B, "extend_lens": before_B, "input_ids": np.zeros(tokens, np.int32)}
+    found, cache_loc = runner.attention.prefill_metadata(columns, slots_BL)
+    last = [x[np.arange(rows), before_B] for x in (q_BLHD, k_BLKD, v_BLKD)]
+    launch = runner.attention.launch_metadata(slots_BL, lengths_B.astype(np.int32))
+    with jax.set_mesh(engine.mesh):
+        cache = jax.jit(lambda: jnp.zeros(shape, spec.dtype), out_shardings=spec.sharding)()
+        prefill = jax.jit(partial(_attend, runner, ForwardMode.EXTEND))
+        slots_T = padded(slots_BL[row_T, place_T], fill=-1)
+        prefilled, cache = prefill(*new, cache, (found, cache_loc), np.zeros(rows, np.int32), slots_T)
+        step = jax.jit(partial(_attend, runner, ForwardMode.DECODE))
+        decode = partial(step, *last, cache, launch, lengths_B.astype(np.int32), slots_BL[np.arange(rows), before_B])
+        decoded, _ = decode()
+
+    def again() -> Array:
+        with jax.set_mesh(engine.mesh):
+            return decode()[0]
+
+    outputs = (np.asarray(jax.device_get(x), np.float64).reshape(len(x), heads, width) for x in (prefilled, decoded))
+    prefill_THD, decode_BHD = outputs
+    return Attended(prefill_THD[: len(row_T)], decode_BHD, again)
+
+
+def _attend(
+    runner: Runner,
+    mode: ForwardMode,
+    q: Array,
+    k: Array,
+    v: Array,
+    cache: Array,
+    metadata: Any,
+    lengths_B: Array,
+    slots_T: Array,
+) -> tuple[Array, Array]:
+    """Write keys and values of new tokens into the cache and attend; returns the output [T, H D], whole everywhere, and
+    the cache."""
+    decodes, dtype = mode == ForwardMode.DECODE, jnp.dtype(runner.dtype)
+    found, cache_loc = runner.attention.at_step(metadata, lengths_B) if decodes else metadata
+    batch = SimpleNamespace(
+        forward_mode=mode,
+        seq_lens=lengths_B,
+        extend_prefix_lens=lengths_B,
+        out_cache_loc=slots_T,
+        cache_loc=cache_loc,
+    )
+    layer: Any = SimpleNamespace(
+        layer_id=0, scaling=q.shape[-1] ** -0.5, sliding_window_size=None, logit_cap=None, head_dim=q.shape[-1]
+    )
+    pool = SimpleNamespace(get_fused_kv_buffer=lambda _: cache)
+    backend = runner.attention.backend(found)
+    out, cache = backend(*(x.astype(dtype) for x in (q, k, v)), layer, batch, pool)
+    return jax.sharding.reshard(out, P()), cache
