@@ -27,6 +27,10 @@ def odd_on_host_1(completions):
 """
 
 
+SOON = {"hosts": {"lost_timeout_seconds": 12, "start_timeout_seconds": 300}}
+"""Laid over settings: a host that is lost is missed within seconds."""
+
+
 def write_files(directory: Path, kv_heads: int = 4, model_type: str = "qwen3", **options: Any) -> Path:
     """A model, data and a reward; every name in the config is relative, so a host can be given other files."""
     directory.mkdir(parents=True, exist_ok=True)

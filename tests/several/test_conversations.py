@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.several.runs import outcome, run_hosts, settings
+from tests.several.runs import SOON, outcome, run_hosts, settings
 from tests.talking import SIZES, write_talking_files
 
 pytestmark = [pytest.mark.several_hosts, pytest.mark.timeout(900)]
@@ -61,7 +61,7 @@ def test_a_replica_over_hosts_says_the_same(talking: Path, tmp_path: Path) -> No
 def test_killed_and_continued_is_as_undisturbed(talking: Path, alone: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     saved = tree(run_dir, checkpoint={"every": 1})
-    killed = run_hosts(2, 2, talking, saved, fault="lost:SIGKILL,rollout of step 3", grace=25)
+    killed = run_hosts(2, 2, talking, saved | SOON, fault="lost:SIGKILL,rollout of step 3")
     assert "LockstepError: lost host 1: " in killed.of_host(0), killed.errors
     ended = run_hosts(2, 2, talking, saved)
     assert ended.code == 0, ended.errors

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.several.runs import outcome, run_hosts, settings
+from tests.several.runs import SOON, outcome, run_hosts, settings
 from tests.test_pipeline_signal import DATA, LUCKY
 
 pytestmark = [pytest.mark.several_hosts, pytest.mark.timeout(900)]
@@ -31,7 +31,7 @@ def test_two_processes_take_the_prompts_of_one_also_after_a_kill(files: Path, tm
     one, two = tmp_path / "one", tmp_path / "two"
     ended = run_hosts(1, 4, files, tree(one))
     assert ended.code == 0, ended.errors
-    killed = run_hosts(2, 2, files, tree(two), fault="lost:SIGKILL,update of step 4", grace=25)
+    killed = run_hosts(2, 2, files, tree(two) | SOON, fault="lost:SIGKILL,update of step 4")
     assert "LockstepError: lost host 1: " in killed.of_host(0), killed.errors
     assert history(two) == history(one)[:3]
     ended = run_hosts(2, 2, files, tree(two))
