@@ -20,7 +20,7 @@ LEVELS = (
     {"records"},
     {"config"},
     {"workers", "hosts"},
-    {"tasks", "algorithms", "launching"},
+    {"algorithms", "launching"},
     {"models", "observe"},
     {"data", "engine", "rewards", "environments", "weights", "learner"},
     {"tunix_loop"},

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
+import psutil
 import pytest
 
 from tpu_grpo.checking import machine
@@ -131,17 +132,14 @@ def test_memory_that_is_taken_is_named(used: float, verdict: str, said: str, mon
     whole = V5E.chip.memory_bytes
     stats = {"bytes_limit": whole, "bytes_in_use": used * whole}
     monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(memory_stats=lambda: stats)])
-    monkeypatch.setattr(machine, "free_host_bytes", lambda: 100.0 * GIB)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=100 * GIB))
     finding = found("memory", machine.memory, SimpleNamespace(generation=V5E))
     assert finding.verdict == verdict
     assert said in finding.said
 
 
-def test_a_host_without_memory_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    info = tmp_path / "meminfo"
-    info.write_text("MemTotal:       16384 kB\nMemAvailable:    1024 kB\n")
-    assert machine.free_host_bytes(info) == 2**20
-    monkeypatch.setattr(machine, "free_host_bytes", lambda: machine.HOST_BYTES / 2)
+def test_a_host_without_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=machine.HOST_BYTES // 2))
     finding = found("memory", machine.memory, SimpleNamespace(generation=None))
     assert finding.said == "2.0 GiB of the host's memory are free, a run needs 4"
 

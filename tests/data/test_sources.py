@@ -12,8 +12,8 @@ from pyarrow import parquet
 from tpu_grpo.config import ReadingSection
 from tpu_grpo.data import sources
 from tpu_grpo.data.sources import Source, read_records
+from tpu_grpo.models.tasks import TASKS, addition
 from tpu_grpo.records.errors import ConfigError, DataError, TpuGrpoError
-from tpu_grpo.tasks import TASKS, addition
 
 
 def test_one_record_per_line(tmp_path: Path):
@@ -211,7 +211,7 @@ def test_a_function_gets_the_options(functions: Path) -> None:
 
 
 def test_a_function_of_a_module() -> None:
-    rows = read("tpu_grpo.tasks.addition:problems", options={"split": "heldout"})
+    rows = read("tpu_grpo.models.tasks.addition:problems", options={"split": "heldout"})
     assert len(rows) == 512
 
 

@@ -32,6 +32,8 @@ from tpu_grpo.models.builtin import (
     taught_loss,
     teach,
 )
+from tpu_grpo.models.tasks import TASKS, addition
+from tpu_grpo.models.tasks.lessons import Lesson, Task
 from tpu_grpo.models.tokenizers import (
     build_byte_tokenizer,
     build_tool_tokenizer,
@@ -40,8 +42,6 @@ from tpu_grpo.models.tokenizers import (
     stop_token_ids,
 )
 from tpu_grpo.records.errors import CheckpointError, NonFiniteError
-from tpu_grpo.tasks import TASKS, addition
-from tpu_grpo.tasks.lessons import Lesson, Task
 
 TINY = Recipe(layers=2, width=32, mlp_width=48, heads=4, kv_heads=2, head_dim=16, steps=2, batch=8, warmup_steps=1)
 

@@ -36,7 +36,7 @@ def config(files: Path, **sections: Any) -> RunConfig:
         "model": {"path": str(files / "model")},
         "data": {"path": str(files / "train.jsonl")},
         "evaluation": {"path": str(files / "held.jsonl")},
-        "rewards": [{"name": f"{files}/mine.py:score"}, {"name": "tpu_grpo.tasks.addition:forgot_carry"}],
+        "rewards": [{"name": f"{files}/mine.py:score"}, {"name": "tpu_grpo.models.tasks.addition:forgot_carry"}],
     }
     return parse_config(tree | sections)
 
@@ -78,7 +78,7 @@ def test_a_file_that_differs_is_named(files: Path, change: Callable[[Path], None
     before = fingerprints(config(files, **own))
     change(files)
     assert differing(before, fingerprints(config(files, **own))) == {name.format(files=files)}
-    assert "source of reward tpu_grpo.tasks.addition:forgot_carry" in before
+    assert "source of reward tpu_grpo.models.tasks.addition:forgot_carry" in before
 
 
 def test_every_source_of_a_mixture_is_compared(files: Path) -> None:
@@ -89,7 +89,7 @@ def test_every_source_of_a_mixture_is_compared(files: Path) -> None:
         {"path": str(files / "train.jsonl")},
         {"path": str(folder)},
         {"path": f"{files}/mine.py:problems"},
-        {"path": "tpu_grpo.tasks.addition:problems"},
+        {"path": "tpu_grpo.models.tasks.addition:problems"},
         {"path": "reasoning_gym:chain_sum"},  # what is made or fetched is compared as prompts, by run/parts.py
         {"path": "hf:openai/gsm8k"},
     ]

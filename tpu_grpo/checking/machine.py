@@ -14,19 +14,17 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 from packaging.requirements import Requirement
 
 from tpu_grpo.checking.findings import Finding
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.hosts.joining import TPU_DEVICE_FILES
-from tpu_grpo.launching.tpus import GENERATIONS, GIB, parse_slice
+from tpu_grpo.launching.tpus import DEVICE_KINDS, GENERATIONS, GIB, parse_slice
 from tpu_grpo.observe.json_lines import read_steps
 from tpu_grpo.observe.run_files import CHECKPOINTS_DIR, METRICS_FILE, saved_steps
 from tpu_grpo.run.fingerprints import fingerprints
 
-KINDS = {"v4": ("TPU v4",), "v5p": ("TPU v5", "TPU v5p"), "v5e": ("TPU v5 lite", "TPU v5e")}
-KINDS |= {"v6e": ("TPU v6 lite", "TPU v6e")}
-"""jax's names of the devices of a generation."""
 ACCELERATOR = ("TPU_ACCELERATOR_TYPE", "ACCELERATOR_TYPE")
 """Variables by which a machine says which slice it is of."""
 CLOCK_SECONDS = 5.0
@@ -143,7 +141,7 @@ def devices(shared: Any) -> Finding:
     except RuntimeError as error:
         return _refused(str(error))
     kind, platform = found[0].device_kind, found[0].platform
-    shared.generation = next((g for g in GENERATIONS if kind in KINDS[g.name]), None)
+    shared.generation = next((g for g in GENERATIONS if kind in DEVICE_KINDS[g.name]), None)
     said = f"{len(found)} devices of kind {kind} on {shared.hosts.count} hosts"
     if platform == "cpu":
         return Finding("works", said)
@@ -175,7 +173,7 @@ def memory(shared: Any) -> Finding:
     """Find out how much memory of the devices and of the host is really free."""
     import jax
 
-    host = free_host_bytes()
+    host = psutil.virtual_memory().available
     figures: dict[str, float] = {"host_free_bytes": host}
     if host < HOST_BYTES:
         said = f"{host / GIB:.1f} GiB of the host's memory are free, a run needs {HOST_BYTES / GIB:.0f}"
@@ -194,12 +192,6 @@ def memory(shared: Any) -> Finding:
 def _free_bytes(device: Any) -> float:
     stats = device.memory_stats()
     return stats["bytes_limit"] - stats["bytes_in_use"]
-
-
-def free_host_bytes(path: Path = Path("/proc/meminfo")) -> float:
-    """Return the bytes of the host's memory that are available, as Linux says."""
-    values = dict(line.split(":") for line in path.read_text().splitlines())
-    return float(values["MemAvailable"].split()[0]) * 1024
 
 
 # --- a run that is killed --------------------------------------------------------------------------------------------

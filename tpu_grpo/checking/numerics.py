@@ -35,6 +35,7 @@ from tpu_grpo.models.checkpoint import Checkpoint, read_checkpoint
 from tpu_grpo.models.fetching import fetched
 from tpu_grpo.models.hf_directory import copy_tokenizer, new_directory, save_tensors
 from tpu_grpo.models.reference import read_weights, reference_logprobs
+from tpu_grpo.models.tasks import TASKS
 from tpu_grpo.models.tokenizers import builtin_tokenizer
 from tpu_grpo.planning.slice_plan import with_known_model, with_layers
 from tpu_grpo.records.stages import (
@@ -52,7 +53,6 @@ from tpu_grpo.run.abstract import open_abstract_checkpoint
 from tpu_grpo.run.engines import SyncedEngines, probe_bound
 from tpu_grpo.run.meshes import Meshes, build_meshes
 from tpu_grpo.run.policies import load_inputs
-from tpu_grpo.tasks import TASKS
 from tpu_grpo.weights.plan import named_leaves
 
 LAYERS = 2

@@ -26,8 +26,8 @@ from tpu_grpo.config.extras import need
 from tpu_grpo.config.plugins import find_function, source_file
 from tpu_grpo.data.lazy_records import ArrowRows, Mapped, Record, Records, check_keys
 from tpu_grpo.data.record_files import first_record, is_address, is_file_name, read_files
+from tpu_grpo.models.tasks import TASKS
 from tpu_grpo.records.errors import ConfigError, DataError
-from tpu_grpo.tasks import TASKS
 
 OWN_TASKS = 10_000
 """The prompts of an epoch whose texts environments make; held-out ones are numbered from here on."""

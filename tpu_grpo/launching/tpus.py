@@ -143,6 +143,13 @@ GENERATIONS = (
         libtpu_args=(*OVERLAP_COLLECTIVES, "--xla_tpu_scoped_vmem_limit_kib=98304"),  # of 128 MiB; the default is 16
     ),
 )
+DEVICE_KINDS = {
+    "v4": ("TPU v4",),
+    "v5p": ("TPU v5", "TPU v5p"),
+    "v5e": ("TPU v5 lite", "TPU v5e"),
+    "v6e": ("TPU v6 lite", "TPU v6e"),
+}
+"""These are jax's names of the devices of a generation."""
 
 
 @dataclass(frozen=True)

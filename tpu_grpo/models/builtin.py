@@ -35,10 +35,10 @@ from tunix.models.qwen3.model import ModelConfig, Qwen3
 from tpu_grpo.hosts.caching import CACHE_VARIABLE, cache_directory, exclusive
 from tpu_grpo.models.checkpoint import CONFIG_FILE, abstract_checkpoint
 from tpu_grpo.models.hf_directory import new_directory, write_tensors
+from tpu_grpo.models.tasks import TASKS
+from tpu_grpo.models.tasks.lessons import Lesson, Task
 from tpu_grpo.models.tokenizers import ASSISTANT, END, builtin_tokenizer
 from tpu_grpo.records.errors import CheckpointError, NonFiniteError
-from tpu_grpo.tasks import TASKS
-from tpu_grpo.tasks.lessons import Lesson, Task
 
 RECORD = "teaching.json"
 _FORMAT = 1  # the version of the written files, which is part of the digest

@@ -22,13 +22,13 @@ from tpu_grpo.models.checkpoint import Checkpoint, check_tokenizer_files, read_c
 from tpu_grpo.models.families.rope import YarnScaling
 from tpu_grpo.models.fetching import fetch
 from tpu_grpo.models.lora import adapted_modules, existing_layers
+from tpu_grpo.models.tasks import TASKS
 from tpu_grpo.observe.published import read_published
 from tpu_grpo.observe.trackers import check_trackers
 from tpu_grpo.records.errors import ConfigError, DataError, EpisodeError
 from tpu_grpo.records.stages import Prompt
 from tpu_grpo.rewards import RewardSet, open_rewards
 from tpu_grpo.run.fingerprints import model_fingerprints
-from tpu_grpo.tasks import TASKS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

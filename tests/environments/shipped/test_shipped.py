@@ -12,8 +12,8 @@ from transformers.utils import get_json_schema
 
 from tpu_grpo.environments.environment_classes import load_environment
 from tpu_grpo.environments.shipped import SHIPPED
+from tpu_grpo.models.tasks import TASKS
 from tpu_grpo.models.tokenizers import build_tool_tokenizer
-from tpu_grpo.tasks import TASKS
 
 OWN = [name for name in SHIPPED if name != "textarena"]
 """Those that need no extra."""

@@ -13,10 +13,10 @@ from tpu_grpo.environments.actions import Answered, LoadedEnvironment
 from tpu_grpo.environments.chat_dialect import Dialect
 from tpu_grpo.environments.conversation import Conversation, Start
 from tpu_grpo.environments.shipped.guessing import Guessing
+from tpu_grpo.models.tasks import guessing_task as guessing
+from tpu_grpo.models.tasks.lessons import Lesson, Problem
 from tpu_grpo.models.tokenizers import builtin_tokenizer
 from tpu_grpo.records.stages import Completion, Prompt, Request, SampleKey, SamplingParams
-from tpu_grpo.tasks import guessing_task as guessing
-from tpu_grpo.tasks.lessons import Lesson, Problem
 
 DEMO = load_config(Path(__file__).parents[2] / "configs" / "demo_guessing_cpu.yaml")
 NUMBERS, GUESSES = tuple(range(10)), 4

@@ -13,7 +13,7 @@ from functools import cache
 
 import numpy as np
 
-from tpu_grpo.tasks.lessons import Lesson, Problem, Split, Task
+from tpu_grpo.models.tasks.lessons import Lesson, Problem, Split, Task
 
 COUNT = 10
 """The numbers of a game, which differ in their last digit alone."""

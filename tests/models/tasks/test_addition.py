@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tpu_grpo.tasks import addition
+from tpu_grpo.models.tasks import addition
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,12 @@ import numpy as np
 
 from tpu_grpo.cli.playing import Game
 from tpu_grpo.config import RunConfig, load_config
+from tpu_grpo.models.tasks import calculator_task as calculator
+from tpu_grpo.models.tasks.lessons import Lesson
 from tpu_grpo.models.tokenizers import build_tool_tokenizer
 from tpu_grpo.records.stages import Prompt
 from tpu_grpo.run.inputs import load_environments
 from tpu_grpo.run.parts import open_environments
-from tpu_grpo.tasks import calculator_task as calculator
-from tpu_grpo.tasks.lessons import Lesson
 
 DEMO = load_config(Path(__file__).parents[2] / "configs" / "demo_tools_cpu.yaml")
 

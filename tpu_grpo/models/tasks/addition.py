@@ -13,7 +13,7 @@ from itertools import combinations
 
 import numpy as np
 
-from tpu_grpo.tasks.lessons import Lesson, Problem, Split, Task, without_a_call
+from tpu_grpo.models.tasks.lessons import Lesson, Problem, Split, Task, without_a_call
 
 SMALLEST, LARGEST = 10, 99
 HELDOUT_PAIRS = 256

@@ -6,8 +6,8 @@ Each gives the data ``builtin:NAME``, and teaches the model of that name.
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from tpu_grpo.tasks import addition, calculator_task, guessing_task
-from tpu_grpo.tasks.lessons import Task
+from tpu_grpo.models.tasks import addition, calculator_task, guessing_task
+from tpu_grpo.models.tasks.lessons import Task
 
 TASKS: Mapping[str, Task] = MappingProxyType(
     {"addition": addition.TASK, "calculator": calculator_task.TASK, "guessing": guessing_task.TASK}

@@ -14,7 +14,7 @@ from functools import cache
 
 import numpy as np
 
-from tpu_grpo.tasks.lessons import Lesson, Problem, Split, Task, without_a_call
+from tpu_grpo.models.tasks.lessons import Lesson, Problem, Split, Task, without_a_call
 
 SMALLEST, LARGEST = 100, 999
 TRAIN_PROBLEMS, HELDOUT_PROBLEMS = 8192, 512
