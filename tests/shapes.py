@@ -8,13 +8,16 @@ traced.
 
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, get_args
 
 from beartype import beartype
 from jaxtyping import AbstractArray, install_import_hook
 
-ROOMS = ("algorithms", "learner", "models", "rewards", "run", "weights")
+ROOMS = ("algorithms", "engine", "learner", "models", "observe", "rewards", "run", "weights")
 """Where functions take and return arrays. Records are left out, because tests make broken ones on purpose."""
+EXCEPT = ("engine/exchange.py",)
+"""pydantic asks there for many completions in one call, each with a length T of its own."""
 
 
 def check_arrays(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -33,4 +36,7 @@ def names_array(kind: Any) -> bool:
 
 def install() -> None:
     """Check the modules of ROOMS from now on; call it before they are imported."""
-    install_import_hook([f"tpu_grpo.{room}" for room in ROOMS], f"{__name__}.check_arrays")
+    package = Path(__file__).parents[1] / "tpu_grpo"
+    files = [path.relative_to(package) for room in ROOMS for path in (package / room).rglob("*.py")]
+    modules = [".".join(("tpu_grpo", *path.with_suffix("").parts)) for path in files if str(path) not in EXCEPT]
+    install_import_hook(modules, f"{__name__}.check_arrays")
