@@ -34,7 +34,7 @@ def alone(talking: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
-@pytest.mark.parametrize(("hosts", "devices"), [(2, 2), (4, 1)])
+@pytest.mark.parametrize(("hosts", "devices"), [pytest.param(2, 2, marks=pytest.mark.slow), (4, 1)])
 def test_replicas_within_hosts_say_what_those_of_one_process_do(
     talking: Path, alone: Path, tmp_path: Path, hosts: int, devices: int
 ) -> None:
@@ -58,6 +58,7 @@ def test_a_replica_over_hosts_says_the_same(talking: Path, tmp_path: Path) -> No
     assert outcome(one)[0] == outcome(two)[0]
 
 
+@pytest.mark.slow  # test_signal.py kills a run whose state is larger
 def test_killed_and_continued_is_as_undisturbed(talking: Path, alone: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     saved = tree(run_dir, checkpoint={"every": 1})

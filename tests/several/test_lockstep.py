@@ -27,7 +27,7 @@ def one_process(one_run: Path) -> tuple[list[str], str]:
     return outcome(one_run)
 
 
-@pytest.mark.parametrize(("hosts", "devices"), [(2, 2), (4, 1)])
+@pytest.mark.parametrize(("hosts", "devices"), [pytest.param(2, 2, marks=pytest.mark.slow), (4, 1)])
 def test_tokens_and_parameters_are_those_of_one_process(
     files: Path, tmp_path: Path, one_run: Path, one_process: tuple[list[str], str], hosts: int, devices: int
 ) -> None:
