@@ -1,9 +1,11 @@
-"""Whether TRL, fed the same completions, goes where this package goes: three commands, and a folder between them.
+"""Whether TRL, fed the same completions, goes where this package goes: commands, and a folder between them.
 
     python -m benchmarks.against_trl record /tmp/against         # 60 steps of the demo, and their rollouts
     uv venv /tmp/trl && uv pip install -p /tmp/trl/bin/python trl==1.16.0 torch
     /tmp/trl/bin/python benchmarks/against_trl.py follow /tmp/against      # PyTorch, and nothing of this package
     python -m benchmarks.against_trl compare /tmp/against        # the table
+    /tmp/trl/bin/python benchmarks/against_trl.py free /tmp/against --seed 0   # TRL samples by itself, on these prompts
+    python -m benchmarks.against_trl accuracy /tmp/against --seed 0
 
 TRL's ``GRPOTrainer`` starts from the taught model that the demo starts from. Its ``rollout_func`` hands it the prompts
 and completions of each step that were sampled here; rewards, advantages, loss, clipping and AdamW are its own. Those
@@ -65,8 +67,11 @@ def record(directory: Path) -> None:
         parts.learner.close()
 
 
-def follow(directory: Path) -> None:
-    """Let TRL train on the rollouts; in an environment that has torch and trl, and need not have this package."""
+def follow(directory: Path, seed: int | None = None) -> None:
+    """Let TRL train on the rollouts; in an environment that has torch and trl, and need not have this package.
+
+    With a seed it takes their prompts alone, and samples completions itself.
+    """
     import torch  # type: ignore[import-not-found]
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -75,6 +80,9 @@ def follow(directory: Path) -> None:
     rollouts = [json.loads(line) for line in (directory / "rollouts.jsonl").open()]
     tokenizer = AutoTokenizer.from_pretrained(directory / "ours" / "0")
     model = AutoModelForCausalLM.from_pretrained(directory / "ours" / "0", dtype=torch.float32)
+    problems = [row for rows in rollouts for row in rows[::GROUP]]
+    texts = [tokenizer.decode(row["prompt"]) for row in problems]
+    assert tokenizer(texts)["input_ids"] == [row["prompt"] for row in problems]
 
     def handed_on(prompts: list[Any], trainer: Any) -> dict[str, Any]:
         rows = rollouts[trainer.state.global_step]
@@ -89,7 +97,7 @@ def follow(directory: Path) -> None:
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             print(f"step {state.global_step}", flush=True)
             if state.global_step in SHOWN:
-                target = directory / "theirs" / str(state.global_step)
+                target = directory / whose(seed) / str(state.global_step)
                 model.save_pretrained(target)
                 tokenizer.save_pretrained(target)
 
@@ -97,6 +105,8 @@ def follow(directory: Path) -> None:
         output_dir=str(directory / "trl"),
         per_device_train_batch_size=PROMPTS * GROUP,
         num_generations=GROUP,
+        max_completion_length=max(len(row["completion"]) for rows in rollouts for row in rows),
+        seed=seed or 0,
         max_steps=len(rollouts),
         loss_type="grpo",  # the mean over completions of their means
         learning_rate=RATE,
@@ -109,31 +119,43 @@ def follow(directory: Path) -> None:
         save_strategy="no",
         report_to=[],
     )
-    data = Dataset.from_dict({"prompt": [str(number) for number in range(len(rollouts) * PROMPTS)]})
-    trainer = GRPOTrainer(
-        model, is_right, settings, data, processing_class=tokenizer, callbacks=[Shown()], rollout_func=handed_on
-    )
+    data = Dataset.from_dict({"prompt": texts, "answer": [row["answer"] for row in problems]})
+    sampler = {"rollout_func": handed_on} if seed is None else {}
+    trainer = GRPOTrainer(model, is_right, settings, data, processing_class=tokenizer, callbacks=[Shown()], **sampler)
     trainer.train()
+
+
+def whose(seed: int | None) -> str:
+    """Return the folder of TRL's models."""
+    return "theirs" if seed is None else f"free_{seed}"
+
+
+def greedy(directory: Path, name: str) -> float:
+    """Return the held-out accuracy of a model, by the evaluation of this package."""
+    import tpu_grpo
+    from tpu_grpo.cli.evaluate import evaluate_checkpoint
+
+    words = [f"model.path={directory}/{name}", f"run.dir={directory}/evaluated/{name}"]
+    config = tpu_grpo.load_config(CONFIG, words)
+    with tpu_grpo.start(config) as (hosts, watch):
+        _, evaluation = evaluate_checkpoint(config, "initial", hosts, watch)
+    return evaluation.means["greedy"]["exact_answer"]
+
+
+def accuracy(directory: Path, seed: int) -> None:
+    """Print the held-out accuracy of a run of TRL's that sampled by itself."""
+    print(*[f"step {step}: {greedy(directory, f'{whose(seed)}/{step}'):.3f}" for step in SHOWN], sep="  ")
 
 
 def compare(directory: Path) -> None:
     """Print the table."""
-    import tpu_grpo
-    from tpu_grpo.cli.evaluate import evaluate_checkpoint
-
     print("| step | apart | moved | ours, greedy | TRL, greedy |\n|---|---|---|---|---|")
     start = tensors(directory / "ours" / "0")
     for step in SHOWN:
-        ours, theirs = (tensors(directory / whose / str(step)) for whose in ("ours", "theirs"))
+        ours, theirs = (tensors(directory / name / str(step)) for name in ("ours", "theirs"))
         assert ours.keys() == theirs.keys() == start.keys()
         moved = distance(ours, start)
-        found = []
-        for whose in ("ours", "theirs"):
-            words = [f"model.path={directory}/{whose}/{step}", f"run.dir={directory}/evaluated/{whose}/{step}"]
-            config = tpu_grpo.load_config(CONFIG, words)
-            with tpu_grpo.start(config) as (hosts, watch):
-                _, evaluation = evaluate_checkpoint(config, "initial", hosts, watch)
-            found.append(evaluation.means["greedy"]["exact_answer"])
+        found = [greedy(directory, f"{name}/{step}") for name in ("ours", "theirs")]
         print(f"| {step} | {distance(theirs, ours) / moved:.1e} | {moved:.3f} | {found[0]:.3f} | {found[1]:.3f} |")
 
 
@@ -157,13 +179,15 @@ def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
 
 def main() -> None:
     """Do the part that is named."""
-    parts = {"record": record, "follow": follow, "compare": compare}
+    parts = {"record": record, "follow": follow, "compare": compare, "free": follow, "accuracy": accuracy}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=parts)
     parser.add_argument("directory", type=Path)
+    parser.add_argument("--seed", type=int, default=0, help="of free and accuracy")
     options = parser.parse_args()
     options.directory.mkdir(parents=True, exist_ok=True)
-    parts[options.part](options.directory.resolve())
+    seed = {"seed": options.seed} if options.part in ("free", "accuracy") else {}
+    parts[options.part](options.directory.resolve(), **seed)
 
 
 if __name__ == "__main__":
