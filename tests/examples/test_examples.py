@@ -20,7 +20,7 @@ def run_example(name: str, tmp_path: Path, directory: Path = REPOSITORY / "examp
     """What an example prints, in an environment without what the tests set for their own process."""
     environment = {k: v for k, v in os.environ.items() if k not in ("JAX_PLATFORMS", "XLA_FLAGS")}
     command = [sys.executable, str(directory / f"{name}.py"), "run.max_steps=3"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=850)
     assert done.returncode == 0, done.stderr
     assert re.search(r"tpu|grpc|metadata|warning", done.stderr, flags=re.IGNORECASE) is None, done.stderr
     return done.stdout
@@ -68,6 +68,7 @@ def test_the_loop_by_hand_is_short() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("hosts", [0, 2])
 def test_tunix_own_loop_learns_from_the_engines_samples(tmp_path: Path, hosts: int) -> None:
     if hosts:
@@ -76,7 +77,7 @@ def test_tunix_own_loop_learns_from_the_engines_samples(tmp_path: Path, hosts: i
         script, words = REPOSITORY / "scripts" / "local_hosts.py", [*options, "run.max_steps=3"]
         environment = {k: v for k, v in os.environ.items() if k not in ("JAX_PLATFORMS", "XLA_FLAGS")}
         command = [sys.executable, str(script), *words]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280)
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=850)
         assert done.returncode == 0, done.stderr
         shown = done.stdout
     else:
