@@ -5,8 +5,8 @@
     config = tpu_grpo.load_config("configs/demo_cpu.yaml", ["run.max_steps=5"])
     summary = tpu_grpo.train(config)
 
-Every name is imported when it is first used, so that ``import tpu_grpo`` costs nothing and jax is not imported before
-its platform is chosen.
+Every name is imported when it is first used. So ``import tpu_grpo`` costs nothing, and jax's platform can be chosen
+before jax is imported.
 """
 
 from importlib import import_module
@@ -96,7 +96,7 @@ _HOMES = {
     **dict.fromkeys(("RunConfig", "load_config", "parse_config"), "config"),
     **dict.fromkeys(("Episode", "Turn"), "records.episode"),
 }
-"""Modules of the names that are neither an error nor a record of a stage."""
+"""Name -> module. Names that are missing here are errors or records of stages."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,12 +1,12 @@
-"""Training from plain Python: ``tpu_grpo.train``, and ``tpu_grpo.start`` for a loop of one's own.
+"""Training from plain Python: ``tpu_grpo.train``, and ``tpu_grpo.start`` for a training loop of your own.
 
     import tpu_grpo
 
     config = tpu_grpo.load_config("configs/demo_cpu.yaml", ["run.max_steps=5"])
     summary = tpu_grpo.train(config)
-    summary = tpu_grpo.train(config, rewards=[function])     # functions of one's own, also those of a notebook
+    summary = tpu_grpo.train(config, rewards=[function])     # your own functions, also from a notebook
 
-A loop of one's own builds the parts of a run inside ``start``; examples/own_loop.py does it:
+Your own training loop builds the parts of a run inside ``start``, as examples/own_loop.py does:
 
     with tpu_grpo.start(config) as (hosts, watch):
         parts = build_parts(config, hosts)
@@ -38,21 +38,21 @@ def train(
     """Run a config to its end, as ``scripts/run.py`` does, and leave its files in ``run.dir``.
 
     Chooses jax's platform, meets the other hosts of the run if there are any, and watches them. Call it before jax uses
-    a device in this process. Errors are printed on stderr before they are raised, so that the first of several hosts to
-    fail is the one that is read. A run that is done already is left as it is, unless ``checkpoint.resume=never``.
-    Ctrl-C, or the stop button of a notebook, stops the run as ``stop_requested`` does; a second one ends it at once.
+    a device in this process. Errors are printed on stderr before they are raised, so that of several hosts the one
+    that failed first is seen first. A run that is done already is left as it is, unless ``checkpoint.resume=never``.
+    Ctrl-C, or the stop button of a notebook, stops the run as ``stop_requested`` does; a second Ctrl-C ends it at once.
 
     Args:
         config: the run, from ``load_config`` or ``parse_config``.
-        rewards: score with these in place of ``config.rewards``: functions, or entries of the config whose name may be
-            a function. Those that worker processes cannot import run in this process; see docs/python.md.
-        on_step: is called on host 0 after every step, with its metrics (a line of metrics.jsonl) and all of its samples
-            (lines of samples.jsonl); True asks the run to stop, as ``stop_requested`` does.
-        on_evaluation: the same for every evaluation: its step and ``evaluation/*``, and the lines of its samples.
-        stop_requested: is asked after every step; once it says yes, a checkpoint is saved and the run ends early.
+        rewards: score with these in place of ``config.rewards``: functions, or config entries, whose name may be a
+            function. Functions that worker processes cannot import run in this process; see docs/python.md.
+        on_step: called on host 0 after every step, with its metrics (a line of metrics.jsonl) and its samples (lines of
+            samples.jsonl). Returning True asks the run to stop, as ``stop_requested`` does.
+        on_evaluation: the same after every evaluation, with its step and ``evaluation/*`` metrics, and its samples.
+        stop_requested: called after every step; once it returns True, a checkpoint is saved and the run ends early.
 
     Returns:
-        What summary.json holds; on hosts other than the first only ``params_digest``.
+        The content of summary.json; on hosts other than host 0 only ``params_digest``.
 
     Raises:
         Interrupted: if a stop was requested; the checkpoint is saved.
@@ -72,8 +72,8 @@ def start(config: RunConfig) -> Iterator[tuple[Hosts, Watch]]:
     """Choose jax's platform, meet the other hosts of the run, and watch them for as long as the block lasts.
 
     Raises:
-        ConfigError: if the run is one of several hosts, and jax has devices already.
-        LockstepError: if a host does not come, or was started with something else.
+        ConfigError: if the run has several hosts, and jax has created its devices already.
+        LockstepError: if a host does not join in time, or was started with other settings or files.
     """
     prepare(config)
     with joined_hosts(config) as joined:

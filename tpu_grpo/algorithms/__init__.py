@@ -1,8 +1,8 @@
-"""One algorithm a file: its advantages and its token loss side by side, with paper and equations.
+"""The algorithms, one per file: advantages and token loss side by side, with paper and equations.
 
     algorithm = open_algorithm(config.algorithm)
 
-A new algorithm is a file here, a line in `SHIPPED`, and its test; or a file of the user's own, named in the config.
+A new algorithm is a file here, a line in `SHIPPED`, and its test; or the user's own file, named in the config.
 """
 
 from collections.abc import Mapping
@@ -44,16 +44,16 @@ _PPO = "take grpo, which has PPO's clip, and the mean of a group in the place of
 _ELSEWHERE = {"ppo": _PPO, "gae": _PPO} | dict.fromkeys(
     ("reinforce++", "reinforce_plus_plus"), "take reinforce with algorithm.advantage=reinforce_pp "
 )
-"""What to take for a name of other libraries."""
+"""What to take instead of algorithm names from other libraries."""
 _BOUNDS = ("clip_low", "clip_high", "dual_clip", "delta")
-"""The settings of the clip; a class of one's own may leave the first two, which always have a value, unused."""
+"""The settings of the clip; the user's own class may ignore the first two, because they always have a value."""
 
 
 def open_algorithm(section: AlgorithmSection) -> RunAlgorithm:
     """Build the algorithm that the section names, and check it if it is the user's own.
 
     Raises:
-        ConfigError: for an unknown name, a file that does not import, options that the constructor does not take,
+        ConfigError: for an unknown name, a file that cannot be imported, options that the constructor does not take,
             settings that do not go together, and a class that lacks a method or answers a trial call with wrong shapes
             or with numbers that are not finite.
     """
@@ -74,7 +74,7 @@ def open_algorithm(section: AlgorithmSection) -> RunAlgorithm:
 
 
 def _settings(section: AlgorithmSection) -> dict[str, Any]:
-    """What a shipped class can ask for; it has defaults of its own for what is None."""
+    """Return the settings that a shipped class can take; for None, the class has a default of its own."""
     names = ("group_size", "iterations", "mini_batch_prompts", "old_policy")
     return {name: getattr(section, name) for name in (*names, *_BOUNDS)}
 

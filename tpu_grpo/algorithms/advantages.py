@@ -1,7 +1,7 @@
-"""Advantages that belong to no objective of their own: ``algorithm.advantage`` combines them with any algorithm.
+"""Advantages without an objective of their own: ``algorithm.advantage`` combines them with any algorithm.
 
-Each is a class with the method ``advantages``, which an `Algorithm` also has; those of GRPO, Dr. GRPO and RLOO stand
-with their algorithms. All run on the host in float64 once per step.
+Each is a class with the method ``advantages``, which an `Algorithm` also has; those of GRPO, Dr. GRPO and RLOO are in
+the files of their algorithms. All run on the host in float64 once per step.
 
 Suffixes: P prompts, G completions of each, N rewards of the config. R is the total reward of a completion, and m the
 mean of its group. Standard deviations divide by one less than the number of values and have 1e-6 added, so that equal
@@ -30,7 +30,7 @@ class LitePpo:
     advantage_formula = "(R - mean_g(R)) / (std_step(R) + 1e-6)"
 
     def advantages(self, rewards_PG: Float[np.ndarray, "P G"]) -> Float[np.ndarray, "P G"]:
-        """[[0, 2], [4, 6]] has the deviations -1 1 -1 1, and all four the standard deviation sqrt(20 / 3)."""
+        """[[0, 2], [4, 6]] deviates from its group means by -1 1 -1 1; the four have std sqrt(20 / 3)."""
         return _centred(rewards_PG) / (rewards_PG.std(ddof=1) + STD_FLOOR)
 
 
@@ -43,7 +43,7 @@ class ScaleRl:
     advantage_formula = "(R - mean_g(R)) / (std_step(R - mean_g(R)) + 1e-6)"
 
     def advantages(self, rewards_PG: Float[np.ndarray, "P G"]) -> Float[np.ndarray, "P G"]:
-        """[[0, 2], [4, 6]] has the deviations -1 1 -1 1, whose standard deviation is sqrt(4 / 3)."""
+        """[[0, 2], [4, 6]] deviates from its group means by -1 1 -1 1, which has std sqrt(4 / 3)."""
         centred_PG = _centred(rewards_PG)
         return centred_PG / (centred_PG.std(ddof=1) + STD_FLOOR)
 
@@ -51,8 +51,8 @@ class ScaleRl:
 class ReinforcePlusPlus:
     """R, whitened over all tokens of the step (Hu 2025, "REINFORCE++", arXiv 2501.03262).
 
-    There is no baseline per prompt. All tokens of a completion have the return R, without discount, so that a long
-    completion weighs as much as it is long in mean and standard deviation.
+    There is no baseline per prompt. All tokens of a completion have the return R, without discount, so that a
+    completion's weight in mean and standard deviation is its length.
     """
 
     advantage_formula = "(R - mean_tokens(R)) / (std_tokens(R) + 1e-6)"
@@ -60,7 +60,7 @@ class ReinforcePlusPlus:
     def advantages(
         self, rewards_PG: Float[np.ndarray, "P G"], lengths_PG: Int[np.ndarray, "P G"]
     ) -> Float[np.ndarray, "P G"]:
-        """Rewards 0 and 3 of completions with 2 tokens and 1 are the tokens 0 0 3: mean 1, std sqrt(3)."""
+        """Rewards 0 and 3 of completions with 2 tokens and 1 give token values 0 0 3: mean 1, std sqrt(3)."""
         return _whitened(rewards_PG, lengths_PG)
 
 
@@ -72,21 +72,21 @@ class ReinforcePlusPlusBaseline:
     def advantages(
         self, rewards_PG: Float[np.ndarray, "P G"], lengths_PG: Int[np.ndarray, "P G"]
     ) -> Float[np.ndarray, "P G"]:
-        """Rewards 0 and 2 of completions with 1 token and 3 are the tokens -1 1 1 1: mean 1/2, std 1."""
+        """Rewards 0 and 2 of completions with 1 token and 3 give token values -1 1 1 1: mean 1/2, std 1."""
         return _whitened(_centred(rewards_PG), lengths_PG)
 
 
 class MaxRl:
     """(R - m) / m, 0 where m is 0 (Tajwar et al. 2026, "Maximum Likelihood RL", arXiv 2602.02710).
 
-    With rewards 0 and 1, m estimates the probability of a right answer, whose logarithm is then what is maximized: hard
-    prompts count more.
+    With rewards 0 and 1, m estimates the probability of a right answer, and the objective becomes the logarithm of that
+    probability: hard prompts count more.
     """
 
     advantage_formula = "(R - mean_g(R)) / mean_g(R) if mean_g(R) > 0 else 0"
 
     def advantages(self, rewards_PG: Float[np.ndarray, "P G"]) -> Float[np.ndarray, "P G"]:
-        """[1, 0, 0, 0] becomes [3, -1, -1, -1]; [0, 0] stays. Raises RewardError for a reward below 0."""
+        """[1, 0, 0, 0] becomes [3, -1, -1, -1]; [0, 0] stays [0, 0]. Raises RewardError for a reward below 0."""
         if (lowest := rewards_PG.min()) < 0.0:
             raise RewardError(
                 f"algorithm.advantage=max_rl divides by the mean of a group and needs rewards >= 0, got {lowest}; "
@@ -97,14 +97,15 @@ class MaxRl:
 
 
 class Gdpo:
-    """Each reward standardized in its group, then their weighted sum over the step (Liu et al. 2026, arXiv 2601.05242).
+    """Rewards standardized in their group, weighted, summed, and standardized over the step (Liu et al. 2026, arXiv
+    2601.05242).
 
     GRPO standardizes the sum, which does not distinguish different rewards with the same sum. Here
 
         A = sum_k weight_k (R_k - m_k) / std_k,   advantage = (A - mean of A) / std of A, both over the step
 
     What departs from the paper: where a reward does not apply to a completion it adds 0, and the group's mean and
-    standard deviation are over those that it applies to.
+    standard deviation are over the completions that it applies to.
     """
 
     advantage_formula = (
@@ -141,7 +142,7 @@ ADVANTAGES: Mapping[str, type] = {
     "max_rl": MaxRl,
     "gdpo": Gdpo,
 }
-"""Whose advantages ``algorithm.advantage`` takes."""
+"""The classes whose advantages are used, by ``algorithm.advantage``."""
 
 
 def _centred(rewards_PG: Float[np.ndarray, "P G"]) -> Float[np.ndarray, "P G"]:

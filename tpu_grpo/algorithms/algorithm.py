@@ -24,15 +24,15 @@ from jaxtyping import Array, Bool, Float, Int
 from tpu_grpo.config import LossAggregation
 
 LOG_RATIO_LIMIT = 20.0
-"""Differences of log-probabilities are cut to this before exp, which overflows float32 beyond 88."""
+"""Log-ratios are clipped to plus or minus this before exp, which overflows float32 above 88."""
 ON_REQUEST: Mapping[str, tuple[str, ...]] = {
     "advantages": ("lengths_PG", "rewards_NPG", "weights_N"),
     "token_losses": ("sequences",),
 }
-"""What a method also gets, by name, if it has a parameter of that name.
+"""Further arguments of each method, which gets, by name, those that it has parameters for.
 
-lengths_PG: the sampled tokens of each completion. rewards_NPG: the rewards of the config one by one, before weighting,
-NaN where one does not apply. weights_N: their weights at this step. sequences: see `Sequences`.
+lengths_PG: the number of sampled tokens of each completion. rewards_NPG: the rewards of the config one by one, before
+weighting, NaN where one does not apply. weights_N: their weights at this step. sequences: see `Sequences`.
 """
 
 PerToken = Float[Array, "B T"]
@@ -45,17 +45,17 @@ class TokenLosses(NamedTuple):
     loss_BT: PerToken
     """The loss: a gradient step makes it smaller."""
     clipped_BT: Bool[Array, "B T"]
-    """Whether clipping changed the loss; ``update/clip_fraction`` is the mean of it."""
+    """Whether clipping changed the loss; ``update/clip_fraction`` is its mean."""
 
 
 @dataclass(frozen=True)
 class Sequences:
     """Says which tokens of a training row belong to the same completion, for objectives over whole completions.
 
-    Values [[1 3 5 | 2 4]] of two sequences in a row, of which all tokens count but the first, have the sums
+    For two sequences in a row, with the values [[1 3 5 | 2 4]] of which all count except the first, the sums are
     [[8 8 8 | 6 6]] and the means [[4 4 4 | 3 3]]. The program is the same for all lengths; it takes 2 log2 T steps over
-    the row, and moves nothing between devices. The tokens of a sequence lie side by side. A conversation is a sequence,
-    whose answers of the environment do not count; where the chat template changed its past, it is several.
+    the row, and moves nothing between devices. The tokens of a sequence are contiguous. A conversation is one sequence
+    (several, if the chat template changed its past), in which the environment's answers do not count.
     """
 
     segments_BT: Int[Array, "B T"]
@@ -64,7 +64,7 @@ class Sequences:
     """Whether the token counts in the loss."""
 
     def sum(self, values_BT: PerToken) -> PerToken:
-        """Give every token the sum over the counted tokens of its sequence: to all of them exactly the same number."""
+        """Give every token the sum over the counted tokens of its sequence; all get exactly the same number."""
         so_far_BT = self._added_up(jnp.where(self.counts_BT, values_BT, 0.0), to_right=True)
         next_BT = jnp.pad(self.segments_BT[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
         return self._added_up(jnp.where(self.segments_BT != next_BT, so_far_BT, 0.0), to_right=False)
@@ -74,10 +74,10 @@ class Sequences:
         return self.sum(values_BT) / jnp.maximum(self.sum(jnp.ones_like(values_BT)), 1.0)
 
     def _added_up(self, values_BT: PerToken, *, to_right: bool) -> PerToken:
-        """Add to each token those of its sequence on one side: over distances 1, 2, 4 ... a sum covers twice as many.
+        """Add to each value all values on one side of it in its sequence, in steps over the distances 1, 2, 4 ...
 
-        Two tokens of one sequence have no other sequence between them. A cumulative sum of the row would do the same
-        with fewer steps, but a sequence's sum would be the difference of two large numbers.
+        A cumulative sum of the row would take fewer steps, but a sequence's sum would then be the difference of two
+        large numbers, and inexact.
         """
         distance = 1
         while distance < values_BT.shape[1]:
@@ -92,10 +92,10 @@ class Sequences:
 class Algorithm(Protocol):
     """The methods that a class needs to be an algorithm. They are called with their arguments by name.
 
-    The constructor gets, by name, whichever of group_size, iterations, clip_low and clip_high it has parameters for,
-    of dual_clip and delta those that are set, and the options of the config. The methods get what they ask for of
-    `ON_REQUEST`. The attributes ``formula`` and ``advantage_formula`` are for people, see formula.py. Those of its
-    attributes that the attribute ``numbers`` names are handed to the compiled program as data.
+    The constructor gets, by name, those of group_size, iterations, clip_low and clip_high that it has parameters for,
+    dual_clip and delta if they are set, and the options of the config. A method also gets the arguments of `ON_REQUEST`
+    that it has parameters for. The attributes ``formula`` and ``advantage_formula`` are for people, see formula.py. The
+    attribute ``numbers`` lists the names of attributes that the compiled program takes as data.
     """
 
     @property
@@ -104,28 +104,28 @@ class Algorithm(Protocol):
         ...
 
     def advantages(self, rewards_PG: Float[np.ndarray, "P G"]) -> Float[np.ndarray, "P G"]:
-        """How much better each completion is than the others of its prompt; float64 in and out."""
+        """Compute how much better each completion is than the others of its prompt; float64 in and out."""
         ...
 
     def token_losses(self, logprobs_BT: PerToken, old_logprobs_BT: PerToken, advantages_BT: PerToken) -> TokenLosses:
         """Compute the loss of every token; float32 in and out, traced by jax.
 
         Args:
-            logprobs_BT: the policy's, through which the gradient flows.
-            old_logprobs_BT: those of the policy that sampled, as ``algorithm.old_policy`` says.
-            advantages_BT: the advantage of each token, which all tokens of a completion share unless a reward of single
-                tokens adds to it.
+            logprobs_BT: the policy's log-probabilities, through which the gradient flows.
+            old_logprobs_BT: the old policy's log-probabilities, see ``algorithm.old_policy``.
+            advantages_BT: the advantage of each token. It is the same for all tokens of a completion, unless single
+                tokens have rewards.
         """
         ...
 
 
 def token_ratio(logprobs_BT: PerToken, old_logprobs_BT: PerToken) -> PerToken:
-    """The ratio of the policy's to the old policy's probability of every token, between exp(-20) and exp(20)."""
+    """Compute the ratio policy / old policy of each token's probability, limited to between exp(-20) and exp(20)."""
     return limited_exp(logprobs_BT - old_logprobs_BT)
 
 
 def limited_exp(log_ratio_BT: PerToken) -> PerToken:
-    """The exponential of a log-ratio, limited to between exp(-20) and exp(20)."""
+    """Compute the exponential of a log-ratio, limited to between exp(-20) and exp(20)."""
     return jnp.exp(jnp.clip(log_ratio_BT, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
 
 
@@ -136,5 +136,5 @@ def requested(method: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def asked(method: Callable[..., Any], known: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of the known values that a method has parameters for."""
+    """Return the ``known`` values that a method has parameters for."""
     return {name: known[name] for name in requested(method) if name in known}

@@ -15,13 +15,13 @@ from tpu_grpo.config import LossAggregation, RunConfig
 from tpu_grpo.records.errors import ConfigError
 
 LONG_ANSWER = 128
-"""Tokens from which on a product of ratios, whose logarithm grows with their number, is likely to leave its bounds."""
+"""The number of tokens from which the product of their ratios is likely to leave its bounds."""
 USUAL_GAP = 0.01
-"""Nats by which engine and trainer may differ at a token in bfloat16."""
+"""How much the log-probabilities of engine and trainer may differ at a token in bfloat16, in nats."""
 
 
 def notices(config: RunConfig) -> list[str]:
-    """Return sentences of warning, each with the settings that it concerns and what to do."""
+    """Return warnings, each with the settings that it concerns and what to do."""
     found, filters, tokens = [], config.rollout.filters, config.rollout.max_new_tokens
     if filters and not config.algorithm.filtered_ratio:
         shown = " and ".join(f"rollout.{name}={value:g}" for name, value in filters.items())
@@ -43,7 +43,7 @@ METHODS: Mapping[str, tuple[str, ...]] = {
     "advantages": ("rewards_PG",),
     "token_losses": ("logprobs_BT", "old_logprobs_BT", "advantages_BT"),
 }
-"""The methods of an algorithm, and what each is called with, by name."""
+"""The methods of an algorithm, and the names of the arguments that each is called with."""
 
 
 def build(
@@ -51,12 +51,12 @@ def build(
 ) -> Algorithm:
     """Construct an algorithm with the settings that it has parameters for, and with all of the options.
 
-    A setting that is None is left to the class's default. A setting of ``bounds`` that is not None must have a
-    parameter.
+    A setting that is None is left to the class's default. For a setting of ``bounds`` that is not None, the class must
+    have a parameter.
 
     Raises:
-        ConfigError: for what is no class or lacks a method, options or bounds that it does not take, or a constructor
-            that raises.
+        ConfigError: if ``found`` is not a class, lacks a method or an aggregation, does not take an option or a bound,
+            or its constructor raises.
     """
     if not inspect.isclass(found):
         raise ConfigError(
@@ -82,7 +82,7 @@ def build(
 
 
 def try_out(name: str, algorithm: Algorithm, group_size: int) -> None:
-    """Call both methods on a few numbers, a group of equal rewards and ratios beyond the clip among them. Raises
+    """Call both methods on a few numbers, with a group of equal rewards and ratios beyond the clip. Raises
     ConfigError for an exception, a wrong shape, numbers that are not finite, or a loss without a gradient."""
     try_advantages(name, algorithm, group_size)
     logprobs_BT = jnp.asarray([[-0.5, -1.0], [-1.5, -2.0], [-2.5, -3.0]])

@@ -1,19 +1,19 @@
 """CISPO, Clipped IS-weight Policy Optimization (MiniMax 2025, "MiniMax-M1", arXiv 2506.13585), section 3.1.
 
 GRPO's clip takes a token out of the gradient once its ratio has moved too far. CISPO keeps every token: it weights the
-log-probability with the ratio, cuts the weight, and lets no gradient through it (equations 4 and 5). A token's loss is
+log-probability with the ratio, clips that weight, and stops its gradient (equations 4 and 5). A token's loss is
 
     - stop_gradient(clip(ratio, lowest, highest)) A log policy
 
 averaged over all tokens of a step. Advantages are GRPO's.
 
-The paper leaves the bounds open and has none below. Projects write the upper one in two ways, and so can a config:
+The paper gives no values for the bounds, and has no lower one. The upper bound can be set in either of two ways:
 
-    options: {cap: 5.0}      highest = cap, the default; 4, 5 and 8 do alike (ScaleRL, arXiv 2510.13786); below 1, as
-                             0.28 in TRL, it is the weight of nearly every token
+    options: {cap: 5.0}      highest = cap, the default; 4, 5 and 8 perform alike (ScaleRL, arXiv 2510.13786); a cap
+                             below 1, as 0.28 in TRL, is the weight of nearly every token
     clip_high: 4.0           highest = 1 + clip_high
-    clip_low: 0.2            lowest = 1 - clip_low; unset there is none, because a weight that is held up while the
-                             policy moves away pushes it on
+    clip_low: 0.2            lowest = 1 - clip_low; no lower bound by default, because a weight that stays high while
+                             the policy moves away pushes it further
 """
 
 import jax
@@ -28,7 +28,7 @@ CAP = 5.0
 
 
 class Cispo:
-    """Weighs every token's log-probability with its ratio, cut at a cap."""
+    """Weights every token's log-probability with its clipped ratio."""
 
     aggregation: LossAggregation = "token-mean"
     numbers = ("_lowest", "_highest")
@@ -54,7 +54,7 @@ class Cispo:
         return f"-sg({weight})*A*log(p)"
 
     def token_losses(self, logprobs_BT: PerToken, old_logprobs_BT: PerToken, advantages_BT: PerToken) -> TokenLosses:
-        """Minus the weighted log-probability; its gradient is minus weight times advantage."""
+        """Return minus weight times advantage times log-probability."""
         ratio_BT = token_ratio(logprobs_BT, old_logprobs_BT)
         weight_BT = jax.lax.stop_gradient(jnp.clip(ratio_BT, self._lowest, self._highest))
         cut_BT = (ratio_BT < self._lowest) | (ratio_BT > self._highest)

@@ -1,23 +1,23 @@
-"""Corrections between the engine that sampled and the trainer: weights and masks, for any algorithm.
+"""Corrections for differences between engine and trainer: weights and masks, for any algorithm.
 
-With rho the ratio of the trainer's to the engine's probability of a token, the trainer being the old policy
-(``algorithm.old_policy: trainer``), or the policy now (``rollout``):
+rho is the ratio of the trainer's to the engine's probability of a token, where the trainer's is that of the old policy
+(``algorithm.old_policy: trainer``) or of the current policy (``rollout``):
 
     correction   ratio of a token            source
     token        rho                         truncated: Yao et al. 2025; masked: IcePop
     sequence     product over its sequence   Liu et al. 2025, "When Speed Kills Stability"
-    geometric    geometric mean over it      the same; a filter, and no importance weight
+    geometric    geometric mean over it      the same; a filter, not an importance weight
 
     truncate     clip(ratio, importance_floor, importance_cap)
-    mask         the ratio, or 0 outside of the bounds; 1 inside where the objective's own ratio has the engine's
-                 probability as its denominator (``rollout``), and for geometric
+    mask         0 outside of the bounds; inside, the ratio, or 1 for geometric and for ``rollout`` (the objective's own
+                 ratio then has the engine's probability as its denominator)
 
-Two more filters take out whole sequences: a veto on one with any token whose rho is beyond bounds, and off-policy
-sequence masking (OPSM, DeepSeek-V3.2, arXiv 2512.02556), which drops one with a negative advantage where the mean of
-log(engine's / policy's probability now) is above ``opsm``.
+Two more filters drop whole sequences: a veto drops those in which any token's rho is beyond bounds, and off-policy
+sequence masking (OPSM, DeepSeek-V3.2, arXiv 2512.02556) those of negative advantage in which the mean of
+log(engine's / current policy's probability) is above ``opsm``.
 
-Weights multiply token losses, and not the KL penalty; the means over tokens still divide by all tokens. No gradient
-flows through them. Suffixes: B training rows, T tokens of a row.
+Weights multiply the token losses but not the KL penalty, and no gradient flows through them. Means over tokens still
+divide by the number of all tokens. Suffixes: B training rows, T tokens of a row.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ from tpu_grpo.config import AlgorithmSection
 from tpu_grpo.records.errors import ConfigError
 
 GEOMETRIC_BOUNDS = (0.99, 1.01)
-"""SkyRL's first recommendation; what is unset of the others has no floor and the cap 2."""
+"""The default bounds of geometric, SkyRL's first recommendation; the other ratios have no floor and the cap 2."""
 
 
 class CorrectionSums(NamedTuple):
@@ -42,7 +42,7 @@ class CorrectionSums(NamedTuple):
 
     tokens: Any
     bounded: Any
-    """Tokens whose ratio is outside of the bounds, and was cut or masked."""
+    """The number of tokens whose ratio is outside of the bounds, and was clipped or masked."""
     vetoed: Any
     opsm: Any
     weight: Any
@@ -51,7 +51,7 @@ class CorrectionSums(NamedTuple):
 
 @dataclass(frozen=True)
 class Correction:
-    """The factor of the token losses beside the advantages."""
+    """Computes the weights that token losses are multiplied by."""
 
     numbers: ClassVar[tuple[str, ...]] = ("bounds", "veto", "opsm")
 
@@ -64,7 +64,7 @@ class Correction:
 
     @property
     def formula(self) -> str:
-        """The weight of a token, and what its names mean."""
+        """The formula of a token's weight, and the definitions of its names."""
         names = {"token": "rho", "sequence": "prod_t(rho)", "geometric": "exp(mean_t(log(rho)))"}
         weighs = self.mode == "truncate" or self._weighs
         value, low, high, conditions = "q" if weighs else "1", *map("{:g}".format, self.bounds), []
@@ -86,13 +86,13 @@ class Correction:
 
     @property
     def _weighs(self) -> bool:
-        """Whether what is not masked is multiplied by its ratio."""
+        """Whether the weight of a token that is not masked is its ratio, and not 1."""
         return self.old_policy == "trainer" and self.ratio in ("token", "sequence")
 
     def weights(
         self, now_BT: PerToken, old_BT: PerToken, engine_BT: PerToken, advantages_BT: PerToken, sequences: Sequences
     ) -> tuple[PerToken, CorrectionSums]:
-        """Compute the weight of every token from three log-probabilities; 0 where it does not count."""
+        """Compute the weight of every token from three log-probabilities; 0 for tokens that do not count."""
         counts_BT, now_BT = sequences.counts_BT, jax.lax.stop_gradient(now_BT)
         log_ratio_BT = (old_BT if self.old_policy == "trainer" else now_BT) - engine_BT
         weights_BT, bounded_BT = self._bounded(log_ratio_BT, sequences)
@@ -118,7 +118,7 @@ class Correction:
         )
 
     def _bounded(self, log_ratio_BT: PerToken, sequences: Sequences) -> tuple[PerToken, Bool[Array, "B T"]]:
-        """The weights by the ratio alone, and where it is outside of the bounds."""
+        """Return the weights by the ratio alone, and which ratios are outside of the bounds."""
         match self.ratio:
             case None:
                 return jnp.ones_like(log_ratio_BT), jnp.zeros_like(log_ratio_BT, bool)

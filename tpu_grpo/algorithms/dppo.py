@@ -1,14 +1,14 @@
 """DPPO, Divergence PPO (Qi et al. 2026, "Rethinking the Trust Region in LLM Reinforcement Learning", arXiv 2602.04879).
 
 A ratio says little about how far the policy has moved: an unlikely token's may double where nothing else changed. DPPO
-looks at the difference of the probabilities themselves, the total variation between "this token" and "another one"
-(Binary-TV). With p the policy's probability and q that of the policy that sampled, the loss of a token is
+looks at the difference of the probabilities themselves, which is the total variation over the two outcomes "this token"
+and "another one" (Binary-TV). With p the policy's probability and q the sampling policy's, the loss of a token is
 
     - ratio A + kl_weight log(ratio)^2,   ratio = p / q
 
-but without its first term where the step would lead further away than allowed: where A > 0 and p - q > mask_high, or
-A < 0 and q - p > mask_low. The ratio itself is not cut. The bounds 0.2 and the second term, with 1e-3, are
-prime-rl's; the paper has no such term (kl_weight = 0).
+The first term is dropped where the token has moved too far in the direction of the step: where A > 0 and
+p - q > mask_high, or A < 0 and q - p > mask_low. The ratio itself is not clipped. The bounds 0.2 and the second term,
+with 1e-3, are prime-rl's; the paper has no such term (kl_weight = 0).
 
 The paper compares with what was sampled from, and finds that a recomputed old policy does harm: algorithm.old_policy
 must be rollout. Advantages are centred (Dr. GRPO's), and all tokens of a step count alike, as in prime-rl.
@@ -56,7 +56,7 @@ class Dppo:
         return f"(0 if far else -r*A){penalty}; far = {far}"
 
     def token_losses(self, logprobs_BT: PerToken, old_logprobs_BT: PerToken, advantages_BT: PerToken) -> TokenLosses:
-        """Minus ratio times advantage where the token is kept, and the penalty everywhere."""
+        """Return minus ratio times advantage for tokens that are not dropped, plus the penalty for all tokens."""
         log_ratio_BT = logprobs_BT - old_logprobs_BT
         moved_BT = jax.lax.stop_gradient(jnp.exp(logprobs_BT) - jnp.exp(old_logprobs_BT))
         dropped_BT = jnp.where(advantages_BT > 0.0, moved_BT > self._high, moved_BT < -self._low)

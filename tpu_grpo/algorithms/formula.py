@@ -2,7 +2,7 @@
 
     mean_it [ sg(w)*(-min(r*A, clip(r, 0.8, 1.28)*A)) + 0.001*k ]; w = ...; r = p/p_engine; A = R - mean_g(R); k = ...
 
-The brackets hold the loss of a token t of completion i, and definitions of its names follow. Formulas are valid
+The brackets hold the loss of token t of completion i; the definitions of its names follow. Formulas are valid
 Python, so that a test can evaluate them and compare them with the program. Their names are
 
     p, p_engine, p_old, p_ref    a token's probability under the policy now, the engine, the trainer before the update
@@ -62,7 +62,7 @@ def objective_line(config: RunConfig, algorithm: RunAlgorithm) -> str:
 
 
 def token_formula(objective: Any, old: str) -> str:
-    """Return a class's formula of its token losses, or else the call of its method."""
+    """Return a class's formula of its token losses, or the call of its method if it has no formula."""
     return getattr(objective, "formula", f"{type(objective).__name__}.token_losses(log(p), log({old}), A)")
 
 

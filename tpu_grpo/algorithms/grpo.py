@@ -11,12 +11,13 @@ their tokens of
 
 What departs from the paper: the standard deviation divides by G - 1 and has 1e-6 added, so that a group of equal
 rewards has advantages of zero; clip_high may be larger than clip_low ("clip-higher", DAPO, Yu et al. 2025, arXiv
-2503.14476, equation 10), which leaves unlikely tokens more room to grow. With both at 0.2 it is the paper's.
+2503.14476, equation 10), which leaves unlikely tokens more room to grow. With both at 0.2 the clip is the paper's.
 
-Where A_i < 0 the surrogate falls without end as the ratio grows. Two papers bound it; either setting is off by default:
+Where A_i < 0 the surrogate falls without bound as the ratio grows. Two papers bound it; both settings are off by
+default:
 
     dual_clip c > 1               max(surrogate, c A_i)                     Ye et al. 2020, arXiv 1912.09729
-    delta > 1 + clip_high         min(ratio, delta) in its first term       INTELLECT-2, arXiv 2505.07291
+    delta > 1 + clip_high         min(ratio, delta) in the first term       INTELLECT-2, arXiv 2505.07291
 
 For c = delta they are the same function: for A_i >= 0 neither changes anything, and for A_i < 0 both end at c A_i.
 """
@@ -58,17 +59,17 @@ class Grpo:
         return loss if self._bound is None else f"min({loss}, -{self._bound:g}*A if A < 0 else inf)"
 
     def advantages(self, rewards_PG: Float[np.ndarray, "P G"]) -> Float[np.ndarray, "P G"]:
-        """Standardize the rewards of each group: [1, 2, 6] has mean 3 and std sqrt(7), so [-2, -1, 3] / sqrt(7)."""
+        """Standardize the rewards of each group: [1, 2, 6] with mean 3, std sqrt(7) becomes [-2, -1, 3] / sqrt(7)."""
         mean_P1 = rewards_PG.mean(axis=1, keepdims=True)
         std_P1 = rewards_PG.std(axis=1, ddof=1, keepdims=True)
         return (rewards_PG - mean_P1) / (std_P1 + 1e-6)
 
     def token_losses(self, logprobs_BT: PerToken, old_logprobs_BT: PerToken, advantages_BT: PerToken) -> TokenLosses:
-        """Minus the clipped surrogate of each token's own ratio."""
+        """Return minus the clipped surrogate, with each token's own ratio."""
         return self.clipped_surrogate(token_ratio(logprobs_BT, old_logprobs_BT), advantages_BT)
 
     def clipped_surrogate(self, ratio_BT: PerToken, advantages_BT: PerToken) -> TokenLosses:
-        """Minus the surrogate; the larger of two losses is the smaller of two objectives."""
+        """Return minus the surrogate, as the maximum of two losses, which is minus the minimum of two objectives."""
         plain_BT = -advantages_BT * ratio_BT
         clipped_BT = -advantages_BT * jnp.clip(ratio_BT, self._lowest, self._highest)
         losses = TokenLosses(jnp.maximum(plain_BT, clipped_BT), clipped_BT > plain_BT)

@@ -1,7 +1,7 @@
 """GSPO, Group Sequence Policy Optimization (Zheng et al. 2025, arXiv 2507.18071), sections 4.1 and 4.3.
 
-The ratio is that of a whole completion i, of which it is the geometric mean over its tokens (equation 7), and it takes
-the place of every token's own ratio in GRPO's clipped surrogate (equation 5):
+The ratio of a whole completion i, which is the geometric mean of its tokens' ratios (equation 7), replaces every
+token's own ratio in GRPO's clipped surrogate (equation 5):
 
     s_i = exp(mean_t log(policy(o_it) / old policy(o_it)))
 
@@ -9,8 +9,8 @@ so that a completion is clipped as a whole. Such ratios stay near 1: the clip is
 5.1). Advantages are GRPO's (equation 6).
 
 With the option per_token, GSPO-token (equations 13 and 14): s_it = stop_gradient(s_i) policy(o_it) /
-stop_gradient(policy(o_it)) has the value of s_i, and the gradient of each token's own log-probability. Where the tokens
-of a completion have one advantage, as all that ship give them, losses and gradients are those of GSPO.
+stop_gradient(policy(o_it)) has the value of s_i, and the gradient of each token's own log-probability. Where all
+tokens of a completion have the same advantage, losses and gradients are those of GSPO.
 """
 
 import jax
@@ -47,7 +47,7 @@ class Gspo(Grpo):
     def token_losses(  # type: ignore[override]  # it asks for more
         self, logprobs_BT: PerToken, old_logprobs_BT: PerToken, advantages_BT: PerToken, sequences: Sequences
     ) -> TokenLosses:
-        """Minus the clipped surrogate of the completion's ratio, at each of its tokens."""
+        """Return minus the clipped surrogate, with the completion's ratio at each of its tokens."""
         log_ratio_BT = sequences.mean(logprobs_BT - old_logprobs_BT)
         if self._per_token:
             log_ratio_BT = jax.lax.stop_gradient(log_ratio_BT) + logprobs_BT - jax.lax.stop_gradient(logprobs_BT)

@@ -3,11 +3,11 @@
 With x = log(policy / reference) of a sampled token, the estimates of KL(policy || reference) are
 
     k1    x                 its mean is the divergence; as a loss its gradient is zero in expectation
-    k2    x^2 / 2           its gradient is right for what the policy now has sampled
-    k3    exp(-x) - 1 + x   its mean is the divergence, and its gradient that of the divergence the other way round
+    k2    x^2 / 2           its gradient is right for tokens that the current policy sampled
+    k3    exp(-x) - 1 + x   its mean is the divergence, but its gradient is that of KL(reference || policy)
 
-(http://joschu.net/blog/kl-approx.html). Times the ratio to the old policy, k1 and k3 have the right gradient. As a part
-of the reward k1 has it too: there it has no gradient of its own, and is a cost of the token like any other.
+(http://joschu.net/blog/kl-approx.html). Multiplied by the ratio to the old policy, k1 and k3 have the right gradient.
+So has k1 in the reward, where it is a cost of the token, without a gradient of its own.
 """
 
 from collections.abc import Mapping

@@ -7,9 +7,9 @@ The loss of a token is
 summed over a completion, which is one episode, and divided by the constant ``rollout.max_new_tokens`` (the aggregation
 sequence-mean-token-scale). The advantage is the reward minus the mean of the group.
 
-There is no ratio, so that the gradient is right only for what this very policy sampled: a second update on a rollout is
+Without a ratio, the gradient is right only for samples of the current policy, so that a second update on a rollout is
 refused, and so are mini-batches. With the option importance_sampling the loss is - ratio A, which has the same gradient
-at ratio 1 and stays right beyond, with nothing to bound its variance.
+at ratio 1 and stays right elsewhere, but its variance is not bounded.
 """
 
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from tpu_grpo.records.errors import ConfigError
 
 
 class Reinforce:
-    """Is the policy gradient itself."""
+    """The plain policy gradient."""
 
     aggregation: LossAggregation = "sequence-mean-token-scale"
     advantage_formula = DrGrpo.advantage_formula
@@ -44,6 +44,6 @@ class Reinforce:
         return "-r*A" if self._importance_sampling else "-A*log(p)"
 
     def token_losses(self, logprobs_BT: PerToken, old_logprobs_BT: PerToken, advantages_BT: PerToken) -> TokenLosses:
-        """Minus advantage times log-probability, or times the ratio."""
+        """Return minus advantage times log-probability, or minus advantage times ratio."""
         factor_BT = token_ratio(logprobs_BT, old_logprobs_BT) if self._importance_sampling else logprobs_BT
         return TokenLosses(-advantages_BT * factor_BT, jnp.zeros_like(logprobs_BT, bool))

@@ -4,14 +4,13 @@ The baseline of a completion is the mean reward of the other G - 1 completions o
 
     A_i = r_i - sum_{j != i} r_j / (G - 1)
 
-The paper takes a whole completion for one action, whose gradient is A_i times that of the sum of its tokens'
+The paper treats a whole completion as one action, whose gradient is A_i times the gradient of the sum of its tokens'
 log-probabilities. The aggregation sequence-mean-token-scale is that sum, divided by the constant
 ``rollout.max_new_tokens``.
 
 What departs from the paper: REINFORCE has no ratio and no clip. Here each token's log-probability is replaced by the
-clipped ratio to the old policy, as in PPO. At ratio 1, which is where the first update on a rollout stands if engine
-and trainer agree, the gradient is the paper's; the clip only acts when a rollout is used again, or was sampled by a
-policy that has moved on.
+clipped ratio to the old policy, as in PPO. At ratio 1 (the first update on a rollout, if engine and trainer agree) the
+gradient is the paper's; the clip only acts when a rollout is used again, or was sampled by an older policy.
 """
 
 import numpy as np
@@ -28,6 +27,6 @@ class Rloo(Grpo):
     advantage_formula = "R - mean_others(R)"
 
     def advantages(self, rewards_PG: Float[np.ndarray, "P G"]) -> Float[np.ndarray, "P G"]:
-        """Subtract the mean of the others: of [1, 2, 6] these are [4, 3.5, 1.5], so [-3, -1.5, 4.5]."""
+        """Subtract the mean of the others: for [1, 2, 6] the means are [4, 3.5, 1.5], the result [-3, -1.5, 4.5]."""
         others_PG = (rewards_PG.sum(axis=1, keepdims=True) - rewards_PG) / (rewards_PG.shape[1] - 1)
         return rewards_PG - others_PG

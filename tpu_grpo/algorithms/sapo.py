@@ -4,10 +4,10 @@ In place of a clip, a sigmoid lets the gradient fade as the ratio leaves 1. The 
 
     - (4 / t) sigmoid(t (ratio - 1)) A,   t = 1.0 where A > 0, and 1.05 elsewhere
 
-Its gradient is - 4 s (1 - s) ratio A with s the sigmoid: at ratio 1 that of the plain policy gradient, on both sides
-less. Tokens of negative advantage fade faster, because lowering one probability raises those of many tokens that nobody
-asked for. Advantages are GRPO's, and completions count alike, whatever their length. The options temperature_positive
-and temperature_negative are the two t; nothing is ever clipped, and ``update/clip_fraction`` is 0.
+Its gradient is - 4 s (1 - s) ratio A with s the sigmoid: that of - ratio A, times a factor that is 1 at ratio 1 and
+falls on both sides. It falls faster for negative advantages, because lowering one token's probability raises those of
+many unrelated tokens. Advantages are GRPO's, and completions count alike, whatever their length. The options
+temperature_positive and temperature_negative are the two t; nothing is ever clipped, and ``update/clip_fraction`` is 0.
 """
 
 import jax
@@ -42,7 +42,7 @@ class Sapo:
         return f"-4/t*sigmoid(t*(r - 1))*A; t = {self._positive:g} if A > 0 else {self._negative:g}"
 
     def token_losses(self, logprobs_BT: PerToken, old_logprobs_BT: PerToken, advantages_BT: PerToken) -> TokenLosses:
-        """Minus the gated ratio times the advantage."""
+        """Return minus the scaled sigmoid of the ratio times the advantage."""
         ratio_BT = token_ratio(logprobs_BT, old_logprobs_BT)
         temperature_BT = jnp.where(advantages_BT > 0.0, self._positive, self._negative)
         gate_BT = 4.0 / temperature_BT * jax.nn.sigmoid(temperature_BT * (ratio_BT - 1.0))

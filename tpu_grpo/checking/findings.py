@@ -1,6 +1,6 @@
 """The rows of a check, what each of them found, and how they are run one after the other on all hosts.
 
-Imports no jax: the rows that use it import it.
+Imports no jax; the rows that use jax import it.
 """
 
 import time
@@ -25,21 +25,21 @@ class Finding:
     verdict: Verdict
     said: str
     remedy: str = ""
-    """What to do, unless it works."""
+    """What to do; empty if the row works."""
     figures: Mapping[str, float] = field(default_factory=dict)
     """What was measured, by name."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A thing to check. ``check`` gets what the rows of a process share, and returns or raises what is wrong."""
+    """A check. The function ``check`` gets the object that all rows share, and returns its finding or raises."""
 
     name: str
     budget: float
-    """The seconds that it should take on a usual machine's CPU."""
+    """The seconds that the check should take on the CPU of a usual machine."""
     check: Callable[[Any], Finding]
     needs: tuple[str, ...] = ()
-    """Rows without which it cannot be checked."""
+    """The names of the rows that must work before this one can be checked."""
 
 
 @dataclass(frozen=True)
@@ -53,14 +53,14 @@ class Done:
 
     @property
     def line(self) -> str:
-        """Return the row as a line of the block."""
+        """Return the row as a line of the printed block."""
         found = self.finding
         do = f"; do: {found.remedy}" if found.remedy else ""
         return f"{self.row:24}{found.verdict:16}{self.seconds:6.1f} of {self.budget:3.0f} s  {found.said}{do}"
 
 
 def within(gap: float, bound: float, what: str, remedy: str) -> Finding:
-    """Say that a difference is within its bound, or beyond it; NaN is beyond."""
+    """Report whether a difference is within its bound; NaN is not."""
     works = gap <= bound
     said = f"{what} off by {gap:.2g}, {'within' if works else 'must be within'} {bound:.2g}"
     return Finding("works" if works else "broken", said, "" if works else remedy, {"difference": gap, "bound": bound})
@@ -73,14 +73,14 @@ def run_rows(
     hosts: Callable[[], Hosts] = Hosts,
     budgets: float = 1.0,
 ) -> None:
-    """Check rows in their order on all hosts, and tell each row's name as it begins and what was found.
+    """Check rows in order on all hosts, and report each row's name as it begins, and then its result.
 
     Args:
         rows: what to check.
-        shared: is given to each row.
-        tell: gets the name of a row, and then its result; the worst of all hosts.
-        hosts: the hosts that check, as far as they have met.
-        budgets: a factor of the rows' budgets.
+        shared: the object that each row's ``check`` gets.
+        tell: is called with the name of a row, and then with its result, which is the worst of all hosts.
+        hosts: returns the hosts that have met so far.
+        budgets: multiplies the rows' budgets.
     """
     found: dict[str, Finding] = {}
     for row in rows:

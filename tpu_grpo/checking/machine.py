@@ -1,6 +1,6 @@
 """The rows about machines: packages, devices, hosts with their files and clocks, memory, and a run that is killed.
 
-Some must be checked before jax is imported, and the killed run by a process that holds no device.
+Some must be checked before jax is imported. The killed run must be started by a process that holds no device.
 """
 
 import importlib.metadata
@@ -26,15 +26,15 @@ from tpu_grpo.observe.run_files import CHECKPOINTS_DIR, METRICS_FILE, saved_step
 from tpu_grpo.run.fingerprints import fingerprints
 
 ACCELERATOR = ("TPU_ACCELERATOR_TYPE", "ACCELERATOR_TYPE")
-"""Variables by which a machine says which slice it is of."""
+"""Environment variables that name the slice of a machine."""
 CLOCK_SECONDS = 5.0
-"""Clocks may differ by this: tokens of Google's services and the order of logs depend on them."""
+"""The most seconds by which clocks may differ. Google's access tokens and the order of logs depend on clocks."""
 FREE_SHARE = 0.9
 """The share of a chip's memory that must be free."""
 HOST_BYTES = 4 * GIB
 """The memory that a host must have free: a small run takes half of it."""
 CONTINUED_STEPS = 6
-"""The last step of the run that is killed after its third."""
+"""The last step of the continued run, which was killed after its third step."""
 PACKAGE = Path(__file__).parents[1]
 
 
@@ -94,7 +94,7 @@ def _holders(files: Sequence[Path], processes: Path) -> Iterator[str]:
             if names & {os.readlink(file) for file in (process / "fd").iterdir()}:
                 words = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
                 yield f"process {process.name} ({words.strip()[:80]})"
-        except OSError:  # it has ended, or is another user's
+        except OSError:  # the process has ended, or belongs to another user
             continue
 
 
@@ -114,7 +114,7 @@ def meet(shared: Any) -> Finding:
 
 
 def clocks(shared: Any) -> Finding:
-    """Compare the hosts' clocks, and that of the file system that the check writes to."""
+    """Compare the clocks of the hosts and of the file system to which the check writes."""
     hosts: Hosts = shared.hosts
     hosts.barrier("clocks")
     mine = time.time()
@@ -156,7 +156,7 @@ def devices(shared: Any) -> Finding:
 
 
 def _refused(error: str) -> Finding:
-    """Tell apart why jax found no devices."""
+    """Find the reason why jax found no devices from its error."""
     low, said = error.lower(), " ".join(error.split())[:300]
     if any(word in low for word in ("already in use", "in use by", "device or resource busy")):
         return Finding(
@@ -200,13 +200,13 @@ def _free_bytes(device: Any) -> float:
 def killed_run(host: int, words: Sequence[str], directory: Path, wait_seconds: float) -> Finding:
     """Run a few steps as ``tpu-grpo run`` does, kill the process, and continue.
 
-    A step after the last checkpoint is done again, and must sample the same tokens. On several hosts every one starts
-    the same processes; host 0 kills its own, and the others end by themselves.
+    Steps after the last checkpoint are done again, and must sample the same tokens. If there are several hosts, each
+    starts the same processes; host 0 kills its own, and the others end by themselves.
 
     Args:
-        host: the number of this one.
+        host: the number of this host.
         words: the command line of the run.
-        directory: where to run, which all hosts see.
+        directory: the run's directory, which all hosts share.
         wait_seconds: how long one process may take.
     """
     first, log = host == 0, directory.with_name(f"{directory.name}_{host}.log")
@@ -237,7 +237,7 @@ def _start(words: Sequence[str], directory: Path, steps: int, log: Path) -> "sub
     settings = {"run.dir": directory, "run.max_steps": steps, "checkpoint.every": 2, "checkpoint.resume": "auto"}
     settings |= {"checkpoint.allow_changes": "[run]", "run.epochs": "null", "evaluation.prompts": 1}
     settings |= {"export.every": "null", "logging.on_end": "null", "logging.callbacks": "[]", "logging.wandb": "off"}
-    settings |= {"logging.histograms_every": 0}  # which needs a tracker
+    settings |= {"logging.histograms_every": 0}  # histograms need a tracker
     own = [f"{name}={value}" for name, value in settings.items()]
     with log.open("ab") as output:
         return subprocess.Popen(**command("run", *words, *own), stdout=output, stderr=output)
@@ -256,7 +256,7 @@ def _digests(directory: Path) -> dict[int, str]:
 
 
 def _until(done: Callable[[], bool], seconds: float) -> bool:
-    """Wait until something is done, at most so long; returns whether it is."""
+    """Wait until ``done`` returns True, for at most ``seconds``; returns whether it did."""
     end = time.monotonic() + seconds
     while not (there := done()) and time.monotonic() < end:
         time.sleep(0.05)

@@ -1,6 +1,6 @@
 """The rows about speed: the rates that plans assume, measured on these devices, and a plan with them.
 
-A rate is a share of the speed that a chip has on paper. A CPU has none there: its measured speeds take that place.
+A rate is a share of the speed that a chip has on paper. A CPU's measured speeds take the place of those on paper.
 """
 
 import statistics
@@ -29,19 +29,19 @@ from tpu_grpo.run.abstract import AbstractRun, open_abstract_checkpoint
 from tpu_grpo.run.meshes import build_meshes
 
 SLOW = 0.7
-"""A speed below this share of what plans assume is slow."""
+"""A speed below this share of the one that plans assume is slow."""
 REACHED = 0.9
-"""The share of its products, and of its memory's speed, that a chip should reach where nothing else is to be done."""
+"""The share of its FLOP/s and of its memory bandwidth on paper that a chip should reach when it does nothing else."""
 CPU_LINKS = 50e6
 """Bytes per second that CPU devices must send each other: a network of 1 Gbit/s carries twice that."""
 KERNEL_NUMBERS = 2**26
-"""The most numbers of queries that the attention kernel is timed with."""
+"""The most elements of the array of queries with which the attention kernel is timed."""
 REPEATS = 3
 CHIP_REMEDY = "restart the machine; see that nothing else runs on it"
 
 
 def seconds_of(call: Callable[[], Any], times: int = 1) -> float:
-    """Return the seconds of a call, the median of REPEATS after a first one; of ``times`` calls each."""
+    """Return the seconds of one call: after a first call, the median of REPEATS runs of ``times`` calls each."""
     jax.block_until_ready(call())
     found = []
     for _ in range(REPEATS):
@@ -52,7 +52,7 @@ def seconds_of(call: Callable[[], Any], times: int = 1) -> float:
 
 
 def generation_of(shared: Shared) -> Generation:
-    """Return the generation of the devices; for a CPU, one of its measured speeds."""
+    """Return the generation of the devices; for a CPU, a made-up one with its measured speeds."""
     if shared.generation is not None:
         return shared.generation
     flops, memory = (shared.rates[f"{name}_per_second"] for name in ("flops", "memory_bytes"))
@@ -60,7 +60,7 @@ def generation_of(shared: Shared) -> Generation:
 
 
 def _speed(shared: Shared, what: str, found: float, paper: float | None, unit: str) -> Finding:
-    """Say how fast something is, beside the speed on paper, if there is one."""
+    """Report a speed, compared with the speed on paper if there is one."""
     said, figures = f"{found:,.4g} {unit}", {"per_second": found}
     if paper is None:
         return Finding("works", said, figures=figures)
@@ -96,7 +96,7 @@ def bandwidth(shared: Shared) -> Finding:
 
 
 def all_reduce(devices: Sequence[Any], numbers: int) -> Callable[[], jax.Array]:
-    """Make a call that adds up ``numbers`` float32 numbers of each device over all of them."""
+    """Return a function that sums arrays of ``numbers`` float32 numbers, one per device, over all devices."""
     mesh = Mesh(np.asarray(devices), ("all",))
     make = jax.jit(lambda: jnp.ones((len(devices), numbers)), out_shardings=NamedSharding(mesh, P("all")))
     add = jax.shard_map(lambda x: jax.lax.psum(x, "all"), mesh=mesh, in_specs=P("all"), out_specs=P(), check_vma=False)
@@ -167,7 +167,7 @@ def prefill(shared: Shared) -> Finding:
 
 
 def host_time(shared: Shared) -> Finding:
-    """Compare the host's seconds for a launch, as the row of the decode loop measured them, with those of plans."""
+    """Compare the host's seconds per launch, measured by the row of the decode loop, with those that plans assume."""
     build, seconds = shared.build("float32"), shared.rates["launch_seconds"]
     sizes = EngineSizes.of(
         build.checkpoint, tensor=build.meshes.tensor, itemsize=4, split_vocabulary=False, cache_bytes=1.0
@@ -181,7 +181,7 @@ def host_time(shared: Shared) -> Finding:
 
 
 def learner(shared: Shared) -> Finding:
-    """Time an update of a whole step, all of whose completions have the longest length."""
+    """Time an update of a whole step whose completions all have (nearly) the greatest length."""
     build = shared.build(shared.config.model.dtype)
     config = build.config
     longest = config.data.max_prompt_tokens, config.rollout.max_new_tokens
@@ -199,7 +199,7 @@ def learner(shared: Shared) -> Finding:
 
 
 def plan(shared: Shared) -> Finding:
-    """Estimate a step of the whole model with the measured rates; nothing of it is compiled but the weight sync."""
+    """Estimate a step of the whole model with the measured rates; only the weight sync is compiled."""
     names = Rates.__dataclass_fields__
     rates = Rates(**{name: value for name, value in shared.rates.items() if name in names})
     with open_abstract_checkpoint(shared.known) as whole:

@@ -1,5 +1,5 @@
-"""The rows about numbers: the config's model at its real widths, of few layers and random weights, against float64
-NumPy on these devices.
+"""The rows about numbers: they compare the config's model (real widths, few layers, random weights) on these devices
+with float64 NumPy.
 
 Suffixes: P prompts, G completions of each, B = P*G rows, R requests of a check, T tokens, V vocabulary, and those of
 attention: L positions, H query heads, K key-value heads, D head width.
@@ -57,17 +57,17 @@ from tpu_grpo.weights.plan import named_leaves
 
 LAYERS = 2
 PROMPT_TOKENS, NEW_TOKENS = 40, 12
-"""The most tokens of prompts and completions that NumPy computes."""
+"""The most tokens of a prompt, and of a completion, that NumPy computes."""
 FEW_ROWS = 8
 INFORMATIVE = 2
-"""The groups whose rewards differ; all others have the advantage 0."""
+"""The number of groups whose rewards differ; rows of all other groups have the advantage 0."""
 EXACT = {"cpu": 3e-4, "tpu": 1e-2}
-"""The largest difference of a log-probability in float32. Measured on CPUs: 1e-6 to 8e-5; TPUs were not measured, and
-their products of float32 have several passes of bfloat16."""
+"""The largest allowed difference of a log-probability in float32. Measured on CPUs: 1e-6 to 8e-5. TPUs were not
+measured; they compute float32 products in several bfloat16 passes."""
 ATTENTION = {"float32": 2e-5, "bfloat16": 2e-2}
-"""The largest difference of attention's outputs, which are of size 1. Measured on CPUs: 1e-6, and 4e-3."""
+"""The largest allowed difference of attention's outputs, which are about 1. Measured on CPUs: 1e-6 and 4e-3."""
 GRADIENT = {"cpu": 2e-3, "tpu": 5e-2}
-"""The largest relative difference of the loss's derivative along the gradient. Measured on CPUs: below 1e-4."""
+"""The largest allowed relative difference of the loss's derivative along the gradient. On CPUs it is below 1e-4."""
 REPORT = "paste this block into an issue"
 
 
@@ -92,7 +92,7 @@ class Shared:
         return with_known_model(self.config)
 
     def build(self, dtype: str) -> "Build":
-        """Return the run with a model of few layers, in a type; built at the first call."""
+        """Return the run's build with a model of few layers in ``dtype``; it is made at the first call."""
         if dtype not in self.builds:
             path = small_model(self.known, tokenizer_directory(self.config))
             self.builds[dtype] = Build.make(self.known, path, dtype, self.hosts)
@@ -103,7 +103,7 @@ class Shared:
 
 
 def tokenizer_directory(config: RunConfig) -> Path | None:
-    """Return the directory with the model's files; None for a built-in model, and for one that was not fetched yet."""
+    """Return the directory with the model's files; None for a built-in model or one that was not fetched yet."""
     path = config.model.path
     if path.startswith(BUILTIN):
         return None
@@ -111,10 +111,10 @@ def tokenizer_directory(config: RunConfig) -> Path | None:
 
 
 def small_model(config: RunConfig, tokenizer: Path | None) -> Path:
-    """Write a random model of the config's family and widths, of LAYERS layers, with its tokenizer if that is here.
+    """Write a random model with the config's family and widths and LAYERS layers, and its tokenizer if there is one.
 
-    Matrices are normal with a standard deviation of width^-1/2, embedding and head three times that, so that logits
-    have one of 3. All numbers are bfloat16's, so that both types compute with the same ones.
+    Matrices are normal with a standard deviation of width^-1/2. Embedding and head have three times that, so that
+    logits have a standard deviation of 3. All weights are exact in bfloat16, so that both types compute with the same.
     """
     with ExitStack() as stack:
         whole = stack.enter_context(open_abstract_checkpoint(config))
@@ -136,7 +136,7 @@ def _write_random(directory: Path, few: Checkpoint) -> None:
     tensors: dict[str, np.ndarray] = {}
     for name, shape in family.tensor_shapes(few.config).items():
         if len(shape) == 1:
-            norms = rng.uniform(0.7, 1.3, shape) - (family.model_type == "gemma2")  # which adds 1 itself
+            norms = rng.uniform(0.7, 1.3, shape) - (family.model_type == "gemma2")  # gemma2 adds 1 itself
             value = norms if name.endswith("norm.weight") else 0.02 * rng.standard_normal(shape)
         else:
             scale = shape[-1] ** -0.5 if ".layers." in name else 3 * width**-0.5
@@ -147,7 +147,7 @@ def _write_random(directory: Path, few: Checkpoint) -> None:
 
 
 def _fused(checkpoint: Checkpoint, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Join the tensors that the family's checkpoints have as one, in place."""
+    """Concatenate, in place, tensors that the family's checkpoints store as one tensor."""
     family = checkpoint.family
     for name, parts in (family.fused_tensors(checkpoint.config) if family.is_fused else {}).items():
         tensors[name] = np.concatenate([tensors.pop(part) for part in parts])
@@ -163,9 +163,9 @@ def _write_tokenizer(directory: Path, config: RunConfig, source: Path | None) ->
 
 
 def checked_config(config: RunConfig, path: Path, dtype: str, tensor: int) -> RunConfig:
-    """Return the run with the small model, GRPO without options, all parameters trained, and nothing that is read.
+    """Return the run with the small model, plain GRPO, all parameters trained, and no files of data or rewards.
 
-    In the run's own type the engines have its sizes, and in the other one few rows, which compiles less.
+    In the run's own dtype the engines have the run's sizes. In the other dtype they have few rows, to compile less.
     """
     keep = ("group_size", "micro_batch_prompts", "row_tokens")
     filters = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
@@ -204,7 +204,7 @@ class Build:
 
     @classmethod
     def make(cls, run: RunConfig, path: Path, dtype: str, hosts: Hosts) -> "Build":
-        """Build it of the small model, and move the weights into the engines."""
+        """Build engines and learner for the small model at ``path``, and move the weights into the engines."""
         with open_abstract_checkpoint(run) as whole:
             tensor = build_meshes(run, whole).tensor
         config, checkpoint = checked_config(run, path, dtype, tensor), read_checkpoint(path)
@@ -256,7 +256,7 @@ class Build:
     def reference(
         self, prompts: Sequence[Sequence[int]], completions: Sequence[Completion], weights: Any = None
     ) -> list[Float[np.ndarray, "T V"]]:
-        """Compute in float64 the log-probabilities at every sampled token of some rows."""
+        """Compute in float64 the log-probabilities of the whole vocabulary at every sampled token of these rows."""
         ids = [[*prompt, *c.token_ids] for prompt, c in zip(prompts, completions, strict=True)]
         tokens_BT = np.zeros((len(ids), max(map(len, ids))), np.int64)
         for row, line in zip(tokens_BT, ids, strict=True):
@@ -271,7 +271,7 @@ class Build:
 
 
 def compile_programs(shared: Shared) -> Finding:
-    """Compile the programs of engines and weight sync, of a model of few layers."""
+    """Compile the programs of engines and weight sync for a model of few layers."""
     build = shared.build("float32")
     with build.exact():
         count = build.engines.replicas.compile_all()
@@ -292,7 +292,7 @@ def attention(shared: Shared) -> Finding:
 
 
 def _attended(build: Build) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return what a prefill and a decode step computed, each with the same in float64."""
+    """Return the outputs of a prefill and of a decode step, each with the same outputs in float64."""
     heads, kv_heads, width = head_counts(build.engine)
     lengths_B = np.array([2, 7, PROMPT_TOKENS, PROMPT_TOKENS - 3])
     rng, dtype = np.random.default_rng(2), ml_dtypes.bfloat16
@@ -343,7 +343,7 @@ def _logits(shared: Shared) -> tuple[Float[np.ndarray, "B V"], SamplingColumns]:
 
 
 def _kept(logits: np.ndarray, top_k: int, top_p: float, min_p: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return which tokens the filters keep, one after the other, and which are too near a threshold to tell."""
+    """Return which tokens the filters, applied in turn, keep, and which are too near a threshold to tell."""
     values = logits.astype(np.float64)
     order = np.argsort(-values)
     rank, weights = np.argsort(order), np.exp(values - values.max())
@@ -398,7 +398,7 @@ def _threefry(key: tuple[np.ndarray, np.ndarray], x: np.ndarray, y: np.ndarray) 
 
 
 def log_probabilities(dtype: str) -> Callable[[Shared], Finding]:
-    """Make the row that compares engine and trainer in a type with float64."""
+    """Make the check that compares the log-probabilities of engine and trainer in ``dtype`` with float64."""
 
     def check(shared: Shared) -> Finding:
         build = shared.build(dtype)
@@ -425,17 +425,17 @@ def log_probabilities(dtype: str) -> Callable[[Shared], Finding]:
 
 
 def _wrong_types(build: Build, dtype: str) -> str:
-    """Name the first array of trainer, engine or cache that has another type."""
+    """Name the first array of trainer, engine or cache that has another type; empty if there is none."""
     cache = dtype if build.config.rollout.kv_dtype == "auto" else None
     found = {f"the trainer's {name}": leaf.dtype for name, leaf in named_leaves(build.learner.params()).items()}
     found |= {f"the engine's {name}": spec.dtype for name, spec in build.engine.weight_specs.items()}
-    if cache is not None and build.engine.options.attention != "gather":  # which keeps bfloat16's bits as integers
+    if cache is not None and build.engine.options.attention != "gather":  # gather keeps bfloat16's bits as integers
         found["the engine's cache"] = build.engine.cache_specs[0].dtype
     return next((f"{name} in {kind}" for name, kind in found.items() if kind != jnp.dtype(dtype)), "")
 
 
 def decode_loop(shared: Shared) -> Finding:
-    """Compare greedy tokens with float64, and all tokens with those of other batches and one step a launch."""
+    """Compare greedy tokens with float64, and all tokens with those of an engine with 2 rows and 1 step a launch."""
     build = shared.build("float32")
     with build.exact():
         asked, completions = build.sample()
@@ -474,9 +474,9 @@ def decode_loop(shared: Shared) -> Finding:
 
 
 def scored_rollout(build: Build, groups: int, prompt_tokens: int, new_tokens: int) -> ScoredRollout:
-    """Return a step of random tokens, whose first groups have rewards that differ; rows of others have one token.
+    """Return a step of random tokens. Rewards differ in the first ``groups`` groups; rows of the others have one token.
 
-    What the engine is said to have found is what the trainer finds, so that all ratios are 1.
+    The engine's log-probabilities are those of the trainer, so that all ratios are 1.
     """
     config, rng = build.config, np.random.default_rng(4)
     size, rows, vocabulary = config.algorithm.group_size, config.batch_rows, build.checkpoint.config.vocab_size
@@ -514,7 +514,7 @@ def update(shared: Shared) -> Finding:
 
 
 def _published(checkpoint: Checkpoint, leaves: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return values by the trainer's names as tensors by the checkpoint's."""
+    """Convert values under the trainer's names to tensors under the checkpoint's names."""
     found: dict[str, np.ndarray] = {}
     for leaf in checkpoint.family.all_leaves(checkpoint.config):
         found |= dict(leaf.publish(leaves[leaf.source]))
@@ -524,8 +524,8 @@ def _published(checkpoint: Checkpoint, leaves: Mapping[str, np.ndarray]) -> dict
 def _slope(build: Build, scored: ScoredRollout, along: Mapping[str, np.ndarray]) -> float:
     """Return the loss's derivative in a direction, by central differences in float64.
 
-    The loss is GRPO's, the mean over all rows of -A times the mean over tokens of the ratio, which is not clipped so
-    near to 1 (arXiv 2402.03300, equation 3).
+    The loss is GRPO's (arXiv 2402.03300, equation 3): the mean over all rows of -A times the mean ratio of the row's
+    tokens. So near to 1, ratios are not clipped.
     """
     size, rollout = scored.rollout.group_size, scored.rollout
     weights = read_weights(build.checkpoint.directory)
@@ -550,7 +550,7 @@ def _slope(build: Build, scored: ScoredRollout, along: Mapping[str, np.ndarray])
 
 
 def weight_sync(shared: Shared) -> Finding:
-    """Move updated weights into the engines, compute every leaf again, and compare what tokens are worth."""
+    """Move updated weights into the engines, recompute every leaf, and compare log-probabilities with the trainer's."""
     build = shared.build("float32")
     with build.exact():
         result = build.engines.install(build.learner.params())

@@ -1,1 +1,1 @@
-"""The command line, a file per command, whose ``main`` parses, calls, prints and returns an exit code; see main.py."""
+"""The command line: one file per command; its ``main`` parses, calls, prints and returns an exit code. See main.py."""

@@ -1,7 +1,7 @@
-"""What ``scripts/sample.py`` writes: answers as they come, their rewards, and a conversation with models.
+"""The output of ``scripts/sample.py``: answers as they are sampled, their rewards, and conversations with models.
 
-The conversation is held at the terminal or through a pipe; all models get the same messages. Nothing here imports
-jax: a `Speaker` (run/answering.py) answers.
+A conversation reads from the terminal or a pipe; all models get the same messages. Nothing here imports jax; a
+`Speaker` (run/answering.py) samples the answers.
 """
 
 import math
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tpu_grpo.run.answering import Speaker
 
 Write = Callable[[str], object]
-"""Writes a text, without a new line, so that it is seen at once."""
+"""Writes a text without adding a newline, and flushes it."""
 HELP = """/reset   begin a new conversation
 /exit    end, as /quit and Ctrl-D do; Ctrl-C ends an answer"""
 PROMPT = "> "
@@ -38,7 +38,7 @@ class Voice:
         """Answer a message, write the answer, and remember both.
 
         Raises:
-            RequestError: there is no room for it; nothing is remembered.
+            RequestError: the context has no room for the answer; nothing is remembered.
         """
         prompt = self._speaker.prompt(self._speaker.record(text, self._columns), self._said)
         answer = self.answer(prompt, turn)
@@ -55,15 +55,15 @@ class Voice:
         return texts[0]
 
     def reset(self) -> None:
-        """Forget what was said."""
+        """Forget the conversation."""
         self._said = []
 
 
 def chat(voices: Sequence[Voice], lines: Iterator[str], write: Write) -> None:
     """Answer every line of the input until it ends, or until /exit or /quit.
 
-    The models answer one after another, each under its name if there are several. Turns are counted on after /reset,
-    so that the same words may get another answer.
+    The models answer one after another, each under its name if there are several. Turn numbers continue after /reset,
+    so that the same message can get another answer.
     """
     turn = 0
     for line in lines:
@@ -90,7 +90,7 @@ def chat(voices: Sequence[Voice], lines: Iterator[str], write: Write) -> None:
 
 
 def named_in_turn(voices: Sequence[Voice], write: Write) -> Iterator[Voice]:
-    """Yield the models one after another, after writing its name if there are several."""
+    """Yield the models one after another; with several, first write each one's name."""
     for voice in voices:
         if len(voices) > 1:
             write(f"--- {voice.name}\n")
@@ -98,14 +98,14 @@ def named_in_turn(voices: Sequence[Voice], write: Write) -> Iterator[Voice]:
 
 
 def ask(prompt: str) -> str:
-    """Read a line from the terminal itself: ``input`` edits lines only if stdin and stdout are the original streams."""
+    """Read a line with the original stdout in place, because ``input`` supports editing only with original streams."""
     with redirect_stdout(sys.__stdout__):
         return input(prompt)
 
 
 def typed_lines(read: Callable[[str], str] = ask) -> Iterator[str]:
-    """Yield the lines that a person types, until Ctrl-D; Ctrl-C discards a line."""
-    import readline  # noqa: F401  # arrows edit lines and bring earlier ones back
+    """Yield lines typed at the terminal, until Ctrl-D; Ctrl-C discards a line."""
+    import readline  # noqa: F401  # makes ``input`` support editing and history
 
     while True:
         try:
@@ -119,7 +119,7 @@ def typed_lines(read: Callable[[str], str] = ask) -> Iterator[str]:
 
 @contextmanager
 def noticing_ctrl_c() -> Iterator[Callable[[], bool]]:
-    """Yield a function that says whether Ctrl-C was pressed in the block; a second Ctrl-C ends the program as usual."""
+    """Yield a function that says whether Ctrl-C was pressed in the block; a second one ends the program as usual."""
     pressed: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -139,11 +139,11 @@ def write_answers(
     cancelled: Callable[[], bool],
     write: Write,
 ) -> tuple[list["Completion"], list[str]]:
-    """Write ``count`` answers as they grow, each after the one before it has ended.
+    """Write ``count`` answers as they grow, one after another.
 
-    ``progress`` gives the text of every answer so far, and its completion once it has ended, again and again;
-    ``cancelled`` says whether the reader cut answers off. Returns the completions, none if the reader did, and what was
-    written of each answer.
+    Each item of ``progress`` has, for every answer, its text so far and, once it has ended, its completion.
+    ``cancelled`` says whether the user has interrupted the answers. Returns the completions (none if interrupted), and
+    the written text of each answer.
     """
 
     def head(number: int) -> None:
@@ -166,14 +166,14 @@ def write_answers(
             write(f"{'' if completion.finish_reason == 'stop' else cut}\n")
             now += 1
             head(now)
-    if now < count:  # cut off before it began
+    if now < count:  # interrupted before its end
         write(f"{_CUT_OFF}\n")
     done = [] if cancelled() else [completion for _, completion in latest or () if completion is not None]
     return done, written
 
 
 def write_scores(scores: "Scores", write: Write) -> None:
-    """Write the rewards of each answer by name, a line per answer; "-" marks a reward that does not apply."""
+    """Write one line per answer with its rewards by name; "-" marks a reward that does not apply."""
     rows = len(scores.total)
     for row in range(rows):
         values = {name: float(values[row]) for name, values in scores.by_name.items()}

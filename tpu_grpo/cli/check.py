@@ -1,8 +1,8 @@
-"""The command line of ``scripts/check.py``: checks a machine row by row, and writes what it found.
+"""The command line of ``scripts/check.py``: checks a machine row by row, and writes the findings.
 
-    this process                packages, files of devices            before jax is imported
-    a process of its own        hosts, numbers, speeds, a plan        if it dies, the row that it was in is known
-    processes of a run          a run that is killed and continued    the devices are free again
+    this process                packages, device files                before jax is imported
+    a child process             hosts, numbers, speeds, a plan        if it dies, its last row is known
+    processes of a run          a run that is killed and continued    once the devices are free again
 
 Nothing that imports jax is imported in this process.
 """
@@ -38,15 +38,15 @@ RUN_check/check.json and check.html beside run.dir.
 Exit codes: 0 everything works; 1 something is broken; 2 the configuration is bad."""
 USAGE = "python scripts/check.py [CONFIG.yaml] [section.key=value ...]"
 AGREE_SECONDS = 300.0
-"""Hosts wait so long for each other after a row."""
+"""Hosts wait this long for each other after a row."""
 RUN_SECONDS = 300.0
-"""A process of the killed run may take so long."""
+"""Time limit for each process of the killed run."""
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit code."""
     parser = command_parser(USAGE, ABOUT, words="the config, and settings")
-    parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)  # the process of its own, which writes there
+    parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)  # for the child process: the file for its findings
     options = parser.parse_intermixed_args(arguments)
     with tempfile.TemporaryDirectory() as scratch:
         check = partial(_check_rows, file=options.rows) if options.rows else partial(_check, scratch=Path(scratch))
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def rows() -> "list[Row]":
-    """Return the rows of the process that has the devices, in their order, with budgets of a CPU."""
+    """Return the rows that the child process checks, in order, with time budgets for a CPU."""
     from tpu_grpo.checking import machine, measured_rates, numerics
     from tpu_grpo.checking.findings import Row
 
@@ -85,15 +85,15 @@ def rows() -> "list[Row]":
 
 
 def _budgets() -> float:
-    """Return the factor of all budgets: 1 on a CPU, for two minutes in all, and 5 elsewhere, for ten."""
+    """Return the factor on all budgets: 1 on a CPU (two minutes in all), 5 elsewhere (ten minutes)."""
     return 1.0 if os.environ.get("JAX_PLATFORMS") == "cpu" else 5.0
 
 
-# --- the process that has the devices --------------------------------------------------------------------------------
+# --- the child, which has the devices --------------------------------------------------------------------------------
 
 
 def _check_rows(config: RunConfig, file: Path) -> None:
-    """Check the rows, and write the name of each as it begins, and what was found, as lines of JSON."""
+    """Check the rows; write the name of each row at its start, and the findings, to ``file`` as lines of JSON."""
     prepare(config)
     from tpu_grpo.checking.findings import run_rows
     from tpu_grpo.checking.numerics import Shared
@@ -103,7 +103,7 @@ def _check_rows(config: RunConfig, file: Path) -> None:
         def join() -> Hosts:
             hosts, _ = stack.enter_context(met_hosts(config))
             hosts.timeout_seconds = AGREE_SECONDS
-            keep_programs(config.run.compilation_cache, hosts)  # which the killed run takes up
+            keep_programs(config.run.compilation_cache, hosts)  # the killed run reads them
             return hosts
 
         def tell(what: "str | Done") -> None:
@@ -142,7 +142,7 @@ def _check(config: RunConfig, scratch: Path) -> int:
     choose_platform()
     run_rows([Row("packages", 1, machine.packages), Row("TPU files", 1, machine.device_files)], None, tell)
     found = _other_process(settings, done)
-    host = found.get("host", config.hosts.index)  # a slice numbers its hosts itself
+    host = found.get("host", config.hosts.index)  # on a slice, not hosts.index
     words = [str(settings), f"model.path={found.get('model')}", "model.train_layers=null", "model.lora.layers=null"]
 
     def killed_run(_: Any) -> Finding:
@@ -158,7 +158,7 @@ def _check(config: RunConfig, scratch: Path) -> int:
 
 
 def _other_process(settings: Path, done: "list[Done]") -> dict[str, Any]:
-    """Check rows in a process of its own, and add them to ``done``; returns what else it found."""
+    """Check rows in a child process, and add the results to ``done``; returns the child's other findings."""
     from tpu_grpo.checking.findings import Done, Finding
     from tpu_grpo.checking.machine import command
 
@@ -178,7 +178,7 @@ def _other_process(settings: Path, done: "list[Done]") -> dict[str, Any]:
 
 
 def _write(directory: Path, config: RunConfig, done: "list[Done]", found: dict[str, Any], works: bool) -> None:
-    """Write check.json and the page, and print the block to paste."""
+    """Write check.json and the page, and print a summary to paste into a report."""
     from tpu_grpo.observe.page_tables import Cell, Column, Table
     from tpu_grpo.observe.run_page import write_page
     from tpu_grpo.observe.summary import versions

@@ -22,7 +22,7 @@ Shows how many prompts there are, how long they are, how many were dropped as to
 will see them: the text, the tokens, and the columns that the rewards get."""
 USAGE = "python scripts/data.py [CONFIG.yaml] [--preview 5] [--step 1] [--evaluation] [section.key=value ...]"
 MEASURED = 10_000
-"""The most prompts whose lengths are measured, because each must be tokenized for it."""
+"""Lengths are measured on at most this many prompts, because each must be tokenized."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -39,7 +39,7 @@ def show(config: RunConfig, console: Console, options: argparse.Namespace) -> No
     """Print the table of sources and the first prompts.
 
     Raises:
-        TpuGrpoError: for data, templates or a tokenizer that do not fit.
+        TpuGrpoError: for data, templates or a tokenizer that do not fit the config.
     """
     prepare(config)
     from tpu_grpo.run.inputs import open_inputs
@@ -51,7 +51,7 @@ def show(config: RunConfig, console: Console, options: argparse.Namespace) -> No
     for number, prompt in enumerate(list(chosen)[: options.preview], start=1):
         console.rule(f"prompt {number}: {len(prompt.token_ids)} tokens")
         console.print(Text(prompt.text))
-        tokens = Text()  # each token's text in quotes after its id: 151644'<|im_start|>' 872'user' 198'\\n'
+        tokens = Text()  # each token's id and its text in quotes: 151644'<|im_start|>' 872'user' 198'\\n'
         for token in prompt.token_ids:
             tokens.append(str(token), style="dim").append(f"{inputs.tokenizer.decode([token])!r} ")
         console.print(tokens)
@@ -59,7 +59,7 @@ def show(config: RunConfig, console: Console, options: argparse.Namespace) -> No
 
 
 def first(stream: "PromptStream", count: int, *, step: int = 1) -> "Iterator[Prompt]":
-    """Yield the first ``count`` prompts that a run samples, starting with those of a step."""
+    """Yield ``count`` prompts in the order in which a run samples them, starting at ``step``."""
     while count > 0:
         prompts = stream.batch(step).prompts[:count]
         yield from prompts
@@ -84,7 +84,7 @@ class Lengths:
 
     @classmethod
     def of(cls, prompts: "Sequence[Prompt]") -> "Lengths":
-        """Measure at most MEASURED prompts; the median of an even number of lengths is the upper of the middle ones."""
+        """Measure at most MEASURED prompts; for an even number, the median is the upper of the two middle lengths."""
         count = min(len(prompts), MEASURED)
         chosen = prompts if count == len(prompts) else (prompts[n * len(prompts) // count] for n in range(count))
         lengths = sorted(len(prompt.token_ids) for prompt in chosen)

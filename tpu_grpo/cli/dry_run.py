@@ -20,11 +20,11 @@ from tpu_grpo.run.parts import open_run_algorithm, open_task
 def check(config: RunConfig, devices: Sequence[Any] | None = None, inputs: Inputs | None = None) -> list[str]:
     """Check everything that can be checked without sampling a token, and return the findings as lines of text.
 
-    ``devices`` are the run's devices; None stands for those of this machine, or of all hosts. ``inputs`` are the
-    run's opened inputs, if they are open already.
+    ``devices`` are the run's devices; None for those of all hosts. ``inputs`` are the run's inputs, if they are open
+    already.
 
     Raises:
-        TpuGrpoError: for the first thing that cannot work.
+        TpuGrpoError: for the first problem found.
     """
     algorithm, inputs = open_run_algorithm(config), inputs or open_inputs(config)
     config = inputs.config
@@ -34,7 +34,7 @@ def check(config: RunConfig, devices: Sequence[Any] | None = None, inputs: Input
         meshes = build_meshes(config, checkpoint, devices)
         run = AbstractRun(config, checkpoint, meshes, [cast(int, inputs.tokenizer.eos_token_id)])
         task, options = open_task(config, inputs, algorithm, Hosts()), run.options
-        _ = run.learner  # of descriptions of arrays: optimizer, schedule, rules, loss
+        _ = run.learner  # builds optimizer, schedule, rules and loss from array specs
         if config.model.lora.path is not None:
             read_adapters(run.policy, config.model.lora)
         if task.environments is not None:

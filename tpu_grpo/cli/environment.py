@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _named(words: Sequence[str]) -> NamedModel:
-    """Find the config, and the model that goes with it."""
+    """Return the config of a config file, or of a run or model, together with the model to use."""
     if words and "=" not in words[0] and not words[0].endswith((".yaml", ".yml")):
         [named] = named_models(words[:1], words[1:])
         return named
@@ -62,8 +62,8 @@ def _play(named: NamedModel, console: Console, options: argparse.Namespace) -> N
     """Play one conversation, and show it.
 
     Raises:
-        ConfigError: for a config without environments, or a record that is not there.
-        TpuGrpoError: for data, templates, an environment or a policy that do not fit.
+        ConfigError: for a config without environments, or a record that does not exist.
+        TpuGrpoError: for data, templates, an environment or a policy that do not fit the config.
     """
     config = named.config
     if not config.environment.is_on:
@@ -87,7 +87,7 @@ def _play(named: NamedModel, console: Console, options: argparse.Namespace) -> N
             if options.model:
                 from tpu_grpo.run.answering import Speaker
 
-                speaker = Speaker(config, named.which, context=config.context_tokens)  # as in the run
+                speaker = Speaker(config, named.which, context=config.context_tokens)  # as long as in the run
                 print(f"loading {named.name}", file=sys.stderr)
                 speaker.start()
                 model = speaker.complete
@@ -115,19 +115,19 @@ def _recorded(prompts: "PromptStream", record: int) -> "Prompt":
 
 
 def typed(console: Console) -> str | None:
-    """Read a turn, up to an empty line, from the terminal; None at the end of the input."""
+    """Read a turn from stdin, up to an empty line; None at the end of the input."""
     console.print(Text("your turn; an empty line ends it, Ctrl-D the conversation", style="italic"))
     lines: list[str] = []
     for line in sys.stdin:
         if not line.strip():
             return "\n".join(lines)
         lines.append(line.rstrip("\n"))
-    console.print()  # the terminal has not begun a new line
+    console.print()  # Ctrl-D leaves the cursor in the line
     return "\n".join(lines) if lines else None
 
 
 def show(game: "Game", model: "Model", console: Console, *, tokens: bool) -> None:
-    """Play the game, and show the tokens that every request and every turn adds."""
+    """Play the game, and show the text that each request and each turn adds; with ``tokens``, also the tokens."""
     turn = 0
     for stretches in game.play(model):
         turn += stretches[0].sampled
@@ -136,12 +136,12 @@ def show(game: "Game", model: "Model", console: Console, *, tokens: bool) -> Non
         for stretch in stretches:
             console.print(Text(without_controls(stretch.text), style=SAMPLED if stretch.sampled else OBSERVED))
             if tokens:
-                mark = "1" if stretch.sampled else "0"  # whether they are trained on
+                mark = "1" if stretch.sampled else "0"  # 1: trained on
                 console.print(Text(" ".join(f"{token}/{mark}" for token in stretch.token_ids), style="dim"))
 
 
 def outcome(game: "Game", rewards: Any, prompt: Any, tokenizer: Any) -> Table:
-    """Show how the conversation ended, how it counts in the loss, and its rewards."""
+    """Return a table: how the conversation ended, which tokens are trained on, and the rewards."""
     completion = game.completion
     episode = completion.episode
     assert episode is not None
@@ -163,7 +163,7 @@ def outcome(game: "Game", rewards: Any, prompt: Any, tokenizer: Any) -> Table:
 
 
 def _scores(completion: "Completion", rewards: Any, prompt: Any, tokenizer: Any) -> dict[str, str]:
-    """Return what the rewards of the run give a conversation, and their total."""
+    """Return the run's rewards for a conversation, by name, and their total."""
     from tpu_grpo.engine.sampler import completion_text
     from tpu_grpo.records.stages import PromptBatch, Rollout
 

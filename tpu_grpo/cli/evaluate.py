@@ -50,7 +50,7 @@ def _evaluate(config: RunConfig, which: str) -> None:
 
 
 def evaluate_checkpoint(config: RunConfig, which: str, hosts: Hosts, watch: Watch) -> "tuple[Chosen, Evaluation]":
-    """Evaluate a checkpoint, and write samples and figures into the run's directory; every host calls, host 0 writes.
+    """Evaluate a checkpoint, and write samples and figures into the run's directory; every host calls this.
 
     Raises:
         TpuGrpoError: for anything wrong with the config, the checkpoint, the data or a reward.

@@ -1,6 +1,6 @@
 """The command line of ``scripts/export.py``: exports one checkpoint of a run, in one process on a CPU.
 
-Nothing that imports jax is imported before ``prepare`` has chosen jax's platform, which is the CPU here.
+Modules that import jax are imported only after ``prepare`` has chosen jax's platform, here always the CPU.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def _export(options: argparse.Namespace) -> None:
     words += [f"export.dtype={options.dtype}"] if options.dtype else []
     config = run_config(options.run, words)
     check_free(options.out)
-    os.environ["JAX_PLATFORMS"] = "cpu"  # a TPU belongs to the run
+    os.environ["JAX_PLATFORMS"] = "cpu"  # leave a TPU to the run
     if options.push is not None:
         os.environ.setdefault("HF_HUB_OFFLINE", "0")
     prepare(config)
@@ -63,9 +63,9 @@ def export_checkpoint(config: RunConfig, which: str, directory: Path) -> str:
     """Export a checkpoint (latest, best, or a step) into a new directory, and print what was written.
 
     Raises:
-        ConfigError: something of the directory's name is there.
+        ConfigError: the directory, or a file of that name, exists already.
         CheckpointError: the run has no such checkpoint, or it is damaged.
-        OSError: the disk does not take it.
+        OSError: writing failed.
     """
     import jax
     import numpy as np

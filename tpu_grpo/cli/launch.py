@@ -26,7 +26,7 @@ WATCHED = (CONFIG_FILE, METRICS_FILE, EVALUATION_FILE, REPORT_FILE, END_FILE)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; returns the exit code: 0, 2 for bad input, 1 else, and for babysit that of the run."""
+    """Run the command; returns 0, 2 for bad input, or 1 for other errors; for babysit, the exit code of the run."""
     try:
         return _launch(parse(arguments)) or 0
     except KeyboardInterrupt:
@@ -101,7 +101,7 @@ def _babysit(launcher: Launcher, options: Options) -> int:
 
 
 def _watch(launcher: Launcher, options: Options) -> None:
-    from tpu_grpo.observe.json_lines import numbers  # which imports NumPy
+    from tpu_grpo.observe.json_lines import numbers  # imports NumPy
     from tpu_grpo.observe.run_reader import Standing, read_run
 
     into = options.to or Path("watched", PurePosixPath(options.run_dir).name)
@@ -110,7 +110,7 @@ def _watch(launcher: Launcher, options: Options) -> None:
     )
     standing = Standing("going")
     while standing.outcome == "going":
-        (into / END_FILE).unlink(missing_ok=True)  # of a run that goes on again
+        (into / END_FILE).unlink(missing_ok=True)  # outdated if the run has been resumed
         launcher.bring(WATCHED, options.run_dir, into)
         if launcher.gcloud.dry_run:
             return

@@ -1,9 +1,9 @@
 """Every command behind one name: ``tpu-grpo COMMAND ...``, or ``python -m tpu_grpo COMMAND ...``.
 
-    tpu-grpo run configs/demo_cpu.yaml run.seed=1      is  python scripts/run.py configs/demo_cpu.yaml run.seed=1
-    tpu-grpo rewards my.yaml --completions some.jsonl  is  python scripts/rewards.py my.yaml --completions some.jsonl
+    tpu-grpo run configs/demo_cpu.yaml run.seed=1      =   python scripts/run.py configs/demo_cpu.yaml run.seed=1
+    tpu-grpo rewards my.yaml --completions some.jsonl  =   python scripts/rewards.py my.yaml --completions some.jsonl
 
-A command's module is imported once the command is known, so that help and typing errors answer at once.
+A command's module is imported only when that command is called, so that help and typing errors answer at once.
 """
 
 import sys
@@ -25,16 +25,16 @@ COMMANDS = {
     "rewards": ("rewards", "try the rewards of a config on completions of a file"),
     "launch": ("launch", "run on a Cloud TPU slice: create, setup, run, status, logs, stop, delete, babysit"),
 }
-"""What each command does, and the module of this package whose ``main`` does it."""
+"""Command -> (module of this package whose ``main`` runs it, description)."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command by its own arguments; returns its exit code, which is 2 for an unknown command.
+    """Run the command that the first argument names; returns its exit code, or 2 for an unknown command.
 
-    The arguments are those of the process when None, as an entry point calls it.
+    ``arguments`` defaults to those of the process, as when called as an entry point.
     """
     command, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
-    with lasting_output():  # a reader that has seen enough, such as head
+    with lasting_output():  # the reader may close the pipe, as head does
         if command in ("--help", "-h"):
             print(help_text())
             return 0
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def help_text() -> str:
-    """Usage, and what each command does."""
+    """Return the usage, and what each command does."""
     named = [f"  {name:11} {what}" for name, (_, what) in COMMANDS.items()]
     more = "tpu-grpo COMMAND --help explains a command; tpu-grpo run --help shows the settings."
     return "\n".join(["usage: tpu-grpo COMMAND ...", "", "Commands:", "", *named, "", more])

@@ -1,11 +1,11 @@
 """Finds the model that a command names, and the config by which it is prompted.
 
     runs/mine              a run: its newest checkpoint;  runs/mine@best, runs/mine@40, runs/mine@initial
-    my_model               what scripts/export.py wrote, a model or adapters
+    my_model               a model or adapters that scripts/export.py wrote
     Qwen3-0.6B             any other Hugging Face checkpoint directory
     builtin:addition       a built-in model
 
-A run and an export have a config of their own; another model uses that of the first model that has one.
+A run and an export have their own config; any other model uses the config of the first model that has one.
 """
 
 import json
@@ -32,7 +32,7 @@ MODEL_FILE = "config.json"
 
 
 class NamedModel(NamedTuple):
-    """A named model, and its config on this machine."""
+    """A named model, and its config, adapted to this machine."""
 
     name: str
     config: RunConfig
@@ -44,14 +44,14 @@ def named_models(names: Sequence[str], words: Sequence[str]) -> list[NamedModel]
     """Find all models; ``words`` are overrides that apply to each config.
 
     Raises:
-        ConfigError: for a name that is no model's, or settings that are wrong.
+        ConfigError: for a name that is not a model, or wrong settings.
     """
     known = [_own_config(name) for name in names]
     first = next((config for config, _ in known if config is not None), RunConfig())
     models = []
     for name, (config, which) in zip(names, known, strict=True):
         config = config or _of_model(first, name)
-        here = {  # without what the slice of the run decided
+        here = {  # reset settings that depend on the run's slice
             "meshes": MeshesSection(),
             "hosts": HostsSection(),
             "rollout": config.rollout.model_copy(update={"attention": "auto", "experts": "ragged", "kv_dtype": "auto"}),
@@ -63,7 +63,7 @@ def named_models(names: Sequence[str], words: Sequence[str]) -> list[NamedModel]
 
 
 def _own_config(name: str) -> tuple[RunConfig | None, str]:
-    """Return the config that comes with a model, if one does, and which checkpoint is meant."""
+    """Return (the config that comes with a model, or None; the checkpoint that the name selects)."""
     if name.startswith(BUILTIN):
         return None, "initial"
     text, which = name, "latest"
@@ -91,6 +91,6 @@ def _own_config(name: str) -> tuple[RunConfig | None, str]:
 
 
 def _of_model(config: RunConfig, path: str) -> RunConfig:
-    """Put a whole model in the place of a run's."""
+    """Return the config with the model at ``path`` in place of the run's, without adapters."""
     model = config.model.model_copy(update={"path": path, "lora": LoraSection(), "train_layers": None})
     return config.model_copy(update={"model": model, "export": ExportSection()})

@@ -1,7 +1,6 @@
 """Notifies people of the end of a run (``logging.on_end``): a command gets a JSON object on stdin, a URL by POST.
 
-The report is written before. A command or URL that fails is reported in one line on stderr, and does not change the
-exit code.
+The run's report is written first. If the command or URL fails, one line on stderr says so; the exit code is unchanged.
 """
 
 import json
@@ -36,13 +35,13 @@ def check_on_end(config: RunConfig) -> None:
 
 
 class PeopleTold:
-    """Sends one notification of how the run of this block ended, whatever ended it; on host 0, once hosts have met.
+    """Sends one notification of how the run in this block ended, whatever the reason; on host 0, after ``begin``.
 
     with PeopleTold(config) as told, joined_hosts(config) as (hosts, watch):
         told.begin(hosts)
         ...
 
-    A thread that ends the process sends it, too.
+    If another thread ends the process, the notification is sent, too.
     """
 
     def __init__(self, config: RunConfig, seconds: float = SECONDS):
@@ -51,10 +50,10 @@ class PeopleTold:
         self._due = False
 
     def begin(self, hosts: Hosts, config: RunConfig | None = None) -> None:
-        """Arm the notification: from now on the end of the run is reported, by ``config`` if it is given.
+        """Arm the notification: from now on the end of the run is reported; ``config`` replaces the earlier config.
 
         Raises:
-            ConfigError: for a variable that the environment does not have.
+            ConfigError: for a variable that the environment lacks.
         """
         self._config = config or self._config
         if hosts.is_first and self._config.logging.on_end is not None:
@@ -63,7 +62,7 @@ class PeopleTold:
             here.at_end[NAME] = self.tell
 
     def tell(self, end: End) -> None:
-        """Send the notification, unless it is sent or being sent already."""
+        """Send the notification, unless that was done or begun before."""
         with self._lock:
             due, self._due = self._due, False
         if due:
@@ -80,13 +79,13 @@ class PeopleTold:
 
 
 def description(config: RunConfig, end: End) -> dict[str, Any]:
-    """Describe an end: ``text`` is one line for chats, the other fields are its parts."""
-    from tpu_grpo.observe.json_lines import jsonable, numbers, read_records  # with numpy, which takes a moment
+    """Describe an end: ``text`` is one line for chats, the other fields have the details."""
+    from tpu_grpo.observe.json_lines import jsonable, numbers, read_records  # imports numpy, which takes a moment
     from tpu_grpo.observe.summary import edge_means
 
     directory, steps = config.run_dir.resolve(), here.step
     known: dict[str, Any] = {}
-    if steps is not None:  # the files in the directory are this run's
+    if steps is not None:  # the run has its directory, so the files are its own
         known["report"] = str(directory / REPORT_FILE)
         with suppress(DataError, OSError):
             if rewards := numbers(read_records(directory / METRICS_FILE, missing_ok=True), "rewards/mean"):
@@ -117,7 +116,7 @@ def _line(config: RunConfig, end: End, steps: int | None, known: dict[str, Any])
 
 
 def _address(setting: str) -> str:
-    """Return the setting, or for ``$NAME`` what the environment holds under that name."""
+    """Return the setting, or for ``$NAME`` the value of that environment variable."""
     if not (named := VARIABLE.fullmatch(setting.strip())):
         return setting.strip()
     name = named[1].strip("{}")
@@ -140,7 +139,7 @@ def _tell(where: str, config: RunConfig, told: dict[str, Any], seconds: float) -
 
 
 def _post(address: str, data: bytes, seconds: float) -> str:
-    """Return what went wrong, without the URL, which is often a secret."""
+    """Post the data; return an error text or "". The text omits the URL's path, which is often secret."""
     try:
         shown = f"{urlsplit(address).scheme}://{urlsplit(address).hostname}"
     except ValueError:
@@ -156,17 +155,17 @@ def _post(address: str, data: bytes, seconds: float) -> str:
             answer.append(f"{shown} answered {error.code} {error.reason}")
         except (OSError, HTTPException, ValueError) as error:
             reason = getattr(error, "reason", None)
-            if not isinstance(reason or error, TimeoutError):  # that is what no answer means
+            if not isinstance(reason or error, TimeoutError):  # a timeout counts as no answer, below
                 answer.append(f"{shown} did not take it: {reason or type(error).__name__}")
 
-    thread = threading.Thread(target=post, daemon=True)  # a server that answers a byte at a time meets no timeout
+    thread = threading.Thread(target=post, daemon=True)  # a slow trickle of bytes never times out
     thread.start()
     thread.join(seconds)
     return answer[0] if answer else f"{shown} did not answer within {seconds:g} s"
 
 
 def _run(command: str, data: bytes, told: dict[str, Any], seconds: float) -> str:
-    """Run a command by the shell, with its output on stderr; returns what went wrong."""
+    """Run a shell command with its output on stderr; return an error text or ""."""
     names = {"STATUS": "status", "EXIT_CODE": "exit_code", "MESSAGE": "message", "RUN": "run", "RUN_DIR": "dir"}
     environment = os.environ | {f"TPU_GRPO_{name}": str(told[key]) for name, key in names.items()}
     try:

@@ -1,7 +1,7 @@
-"""Lets a command outlive the readers of its output.
+"""Lets a command go on after the readers of its output are gone.
 
-A run outlives the terminal, pipe or ssh connection that it was started in: when its output is closed, it goes on.
-Characters that the output's encoding lacks are written as escapes. The streams are in ``streams.py``.
+A run outlives the terminal, pipe or ssh connection in which it was started: it goes on when its output is closed.
+Characters that the output's encoding lacks are written as escapes. The streams are in ``workers/streams.py``.
 """
 
 import os
@@ -22,14 +22,14 @@ def lasting_output() -> Iterator[None]:
         yield
     finally:
         for stream in (sys.stdout, sys.stderr):
-            stream.flush()  # here, where an error is met; the interpreter's own flush would change the exit code
+            stream.flush()  # errors are handled here; the interpreter's own flush would change the exit code
         sys.stdout, sys.stderr = before
 
 
 def _occupy_descriptors() -> None:
-    """Open what was closed before the start: else a file of the run would get its number, and what is printed."""
+    """Open closed standard descriptors; otherwise a file of the run could get number 1 or 2, and printed text."""
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number

@@ -79,11 +79,11 @@ def plan_and_print(
 ) -> int:
     """Plan and print the plan; suggest settings if the run does not fit. Returns the exit code.
 
-    With ``mean_new_tokens``, also estimate a step whose completions have this mean length, and with ``price``, that of
-    a chip-hour, the cost of the run. ``rates`` is a check.json whose measured rates take the place of those assumed.
+    ``mean_new_tokens`` adds an estimate of a step with this mean length of completions; ``price``, of a chip-hour, adds
+    the cost of the run. ``rates`` is a check.json, whose measured rates replace the assumed ones.
 
     Raises:
-        TpuGrpoError: for a run that would be wrong with any amount of memory.
+        TpuGrpoError: for a run that is wrong whatever the memory.
     """
     prepare_slice(slice_name)
     prepare(config)

@@ -1,9 +1,9 @@
 """Plays an environment without a model: a person, a file or a function takes the policy's part.
 
     game = Game(config, prompt, environments, tokenizer, number)
-    for stretches in game.play(game.writing(policy)):      # what a request, or a turn, adds to the tokens
+    for stretches in game.play(game.writing(policy)):      # the tokens that a request or a turn adds
         ...
-    game.completion                          # the conversation, as a run would have it
+    game.completion                          # the conversation, as in a run
 
 The prompt, tokens, masks and rewards are those that a run would have.
 """
@@ -25,11 +25,11 @@ from tpu_grpo.records.outside import read_file
 from tpu_grpo.records.stages import Completion, Prompt, Request, SampleKey
 
 Policy = Callable[[Sequence[Mapping[str, Any]]], str | None]
-"""Gets the conversation so far as messages, and returns what the policy writes next; None ends the conversation."""
+"""A function of the messages so far that returns the policy's next turn; None ends the conversation."""
 Model = Callable[[Request], Completion]
-"""Samples a turn."""
+"""A function that samples a turn."""
 BETWEEN_TURNS = "---"
-"""A line like this stands between the turns of a file."""
+"""The line that separates turns in a file."""
 
 
 class Stopped(Exception):
@@ -37,7 +37,7 @@ class Stopped(Exception):
 
 
 class Stretch(NamedTuple):
-    """Consecutive tokens that were all sampled, or all not."""
+    """Consecutive tokens that are either all sampled or all not."""
 
     token_ids: tuple[int, ...]
     text: str
@@ -79,7 +79,7 @@ def policy_of_function(name: str) -> Policy:
     The policy raises an EpisodeError if the function returns anything else.
 
     Raises:
-        EpisodeError: for one that is not there, or takes something else.
+        EpisodeError: for a function that does not exist, or does not take one argument.
     """
     found: Any = find_function(name, "policy", EpisodeError)
     if not callable(found) or len(inspect.signature(found).parameters) != 1:
@@ -100,9 +100,9 @@ def policy_of_function(name: str) -> Policy:
 
 
 class Game:
-    """One conversation within the limits of a run, which begins with a prompt, is played, and then closed.
+    """One conversation, with the limits of a run: it begins with a prompt, is played, and then closed.
 
-    ``number`` is the prompt's in the data, which decides the environment's seed.
+    ``number`` is the number of the prompt in the data; the environment's seed depends on it.
     """
 
     def __init__(
@@ -121,12 +121,12 @@ class Game:
         """Whether the policy ended the conversation before it was over."""
 
     def play(self, model: Model) -> Iterator[list[Stretch]]:
-        """Play to the end, and yield the tokens that each turn's request and answer add."""
+        """Play to the end; yield in turn the tokens that each request adds, and those that each answer adds."""
         episodes = self._episodes
         episodes.begin(0)
         while (request := episodes.next(0)) is not None:
             ids, seen = request.token_ids, self._seen
-            start = len(seen) if ids[: len(seen)] == seen else 0  # all of a request whose past is another one
+            start = len(seen) if ids[: len(seen)] == seen else 0  # whole request if its past was changed
             yield [self._stretch(ids[start:], sampled=False)]
             try:
                 completion = model(request)
@@ -144,11 +144,11 @@ class Game:
         return self._episodes.result(0)
 
     def close(self) -> None:
-        """Discard the conversation, if it is not over."""
+        """Discard the conversation if it is not over."""
         self._episodes.close()
 
     def writing(self, policy: Policy) -> Model:
-        """Make a model of a policy that writes texts; its turns are cut where a run would cut them."""
+        """Turn a policy, which writes text, into a model; its turns are cut at a run's limits."""
 
         def model(request: Request) -> Completion:
             if (text := policy(self._episodes.messages(0))) is None:

@@ -1,6 +1,6 @@
-"""The command line of ``scripts/report.py``: writes the page of a run, or one that compares several.
+"""The command line of ``scripts/report.py``: writes a page about one run, or one that compares several.
 
-It imports no jax, and only reads the directories of runs, so that it can be called beside runs that go on.
+It does not import jax, and only reads the directories of runs, so it can be used while the runs are active.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
 def _write(directories: Sequence[Path], output: Path | None, against: str | None) -> None:
     if output is not None and not output.parent.is_dir():
         raise ConfigError(f"--output must lie in a directory that is there, got {output}; make {output.parent} first")
-    # whether a process has the directory, on this machine or on another one
+    # whether each run is active, on this machine or another one
     going = [path.is_dir() and holder(path, guess=True) is not None for path in directories]
     if against is not None and len(directories) > 1:
         raise ConfigError(f"--against compares one run, got {len(directories)}; name one of them")

@@ -1,4 +1,4 @@
-"""The command line of ``scripts/rewards.py``: tries the rewards of a config on completions of a file."""
+"""The command line of ``scripts/rewards.py``: tries the rewards of a config on the completions in a file."""
 
 import argparse
 import logging
@@ -22,9 +22,9 @@ A line of the file is {"completion": "...", "prompt": "...", and the columns tha
 "completions": [...]. Shows each reward's values, the slowest samples, and where rewards disagree. If a reward fails, it
 says on which rows, and exits with 1."""
 _TOKENS = 24
-"""Tokens of a completion that are shown."""
+"""The number of tokens shown per completion."""
 _FAILURES = 20
-"""Failures whose texts are shown."""
+"""The number of failures whose texts are shown."""
 USAGE = "python scripts/rewards.py CONFIG.yaml --completions file.jsonl [section.key=value ...]"
 
 
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--step", type=int, default=0, help="the step to score for (default: 0)")
     parser.add_argument("--show", type=int, default=5, help="rows per table (default: 5)")
     options = parser.parse_intermixed_args(arguments)
-    choose_platform()  # a reward of the user's own may import jax
+    choose_platform()  # the user's rewards may import jax
     return exit_code_of(lambda: _try_and_show(options))
 
 
@@ -45,7 +45,7 @@ def _try_and_show(options: argparse.Namespace) -> int:
     config = load_config(options.config, options.overrides)
     logger = logging.getLogger("tpu_grpo.rewards")
     level = logger.level
-    logger.setLevel(logging.ERROR)  # no warning of a step's first problem: all problems are shown at the end
+    logger.setLevel(logging.ERROR)  # all problems are shown at the end instead
     try:
         trial = try_rewards(
             config.rewards, options.completions, step=options.step, max_steps=config.run.max_steps, slowest=options.show
@@ -59,7 +59,7 @@ def _try_and_show(options: argparse.Namespace) -> int:
 
 
 def failure_lines(trial: Trial) -> list[str]:
-    """List the rows on which each reward failed, and the errors of the first ones, one line each."""
+    """List, line by line, the rows on which each reward failed, and the first _FAILURES error texts."""
     by_text: dict[tuple[str, str], list[int]] = {}
     for failure in trial.failures:
         by_text.setdefault((failure.reward, failure.text), []).extend(failure.rows)
@@ -74,7 +74,7 @@ def failure_lines(trial: Trial) -> list[str]:
 
 
 def show(trial: Trial, console: Console, most: int) -> None:
-    """Print a table of rewards, one of samples, one of the slowest samples, and one for each pair that disagrees."""
+    """Print tables: the rewards, samples, the slowest samples, and each pair of rewards that disagrees."""
     console.print(_by_reward(trial))
     console.print(_samples(trial, most))
     if trial.scores.per_token:

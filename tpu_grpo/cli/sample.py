@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     def number(kind: Callable[[str], float], low: float, high: float | None = None) -> Callable[[str], float]:
-        """Make what reads a number of an option, and refuses one that is out of range."""
+        """Return a function that parses an option's number, and refuses one out of range."""
 
         def read(text: str) -> float:
             value = kind(text)
@@ -41,7 +41,7 @@ def _parser() -> argparse.ArgumentParser:
                 raise argparse.ArgumentTypeError(f"must be {limit}, got {text}")
             return value
 
-        read.__name__ = "number"  # argparse names it where the text is no number at all
+        read.__name__ = "number"  # argparse shows this name if the text is not a number
         return read
 
     unless = "the run's unless it is given"
@@ -111,7 +111,7 @@ def _sample(options: argparse.Namespace) -> None:
 
 
 def _records(model: NamedModel, file: str, rows: Sequence[int]) -> list[Any]:
-    """Read records of a model's data, or of another file that is read as it."""
+    """Read records of the model's data, or of another file with the same data settings."""
     from tpu_grpo.data.sources import Source, read_records
 
     data = model.config.data
@@ -124,13 +124,13 @@ def _records(model: NamedModel, file: str, rows: Sequence[int]) -> list[Any]:
 
 
 def _is_setting(word: str) -> bool:
-    """Tell settings from prompts: a setting has a dot, and no blank before its equals sign."""
+    """Return whether a word is a setting, not a prompt: its name has a dot, and no blank before the equals sign."""
     name, equals, _ = word.partition("=")
     return bool(equals) and "." in name and name.replace(".", "").replace("_", "").isalnum() and name[0].isalpha()
 
 
 def _column(word: str) -> tuple[str, Any]:
-    """Read NAME=VALUE: a list or an object as JSON, anything else as text."""
+    """Parse NAME=VALUE; a list or an object is read as JSON, any other value as text."""
     name, equals, value = word.partition("=")
     if not equals or not name:
         raise ConfigError(f"--column must read name=value, got {word!r}; example: --column answer=85")
@@ -145,7 +145,7 @@ def _column(word: str) -> tuple[str, Any]:
 
 
 def _write(text: str) -> None:
-    """Write a text at once; on a terminal characters that would control it are shown as escapes."""
+    """Write and flush a text; on a terminal, control characters are shown as escapes."""
     if sys.stdout.isatty():
         text = without_controls(text)
     print(text, end="", flush=True)

@@ -1,7 +1,7 @@
-"""What the commands share at their start: the config from their words, jax's platform, and the hosts of the run.
+"""The common start of commands: the config from their arguments, jax's platform, and the hosts of the run.
 
-Nothing heavy is imported here: jax reads its platform from the environment when it is imported, and ``prepare`` should
-have chosen it by then.
+Nothing heavy is imported here, because jax reads its platform from the environment when it is imported, and
+``prepare`` must have chosen the platform by then.
 """
 
 import argparse
@@ -25,13 +25,13 @@ from tpu_grpo.observe.run_files import CONFIG_FILE
 from tpu_grpo.records.errors import ConfigError, TpuGrpoError, disk_errors_explained, say
 
 DEFAULT_CONFIG = SHIPPED_CONFIGS / "demo_cpu.yaml"
-"""The config of a command that names none."""
+"""The config of a command that does not name one."""
 DEMO_NEEDS = ("model.path", "data.path", "data.sources")
-"""A command without a config is the demo as long as these are built in."""
+"""A command without a config uses the demo's, unless one of these settings is not built in."""
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Parses the words of a command; for a setting that is written as a flag, the error shows the form to type."""
+    """Parses a command's arguments; the error for a setting written as a flag shows the correct form."""
 
     def parse_intermixed_args(self, args: Sequence[str], namespace: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Parse as argparse does; exits with code 2 for a setting that is written as a flag."""
@@ -48,18 +48,18 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def setting_named(word: str) -> str | None:
-    """Return the setting that a word names, by its full name, its last part or another library's name, or None."""
+    """Return the setting that a word means: its full name, its last part, or another library's name; else None."""
     name, known = word.lstrip("-").replace("-", "_"), [setting for setting, *_ in settings()]
     return name if name in known else meant(name, known)
 
 
 def _value(following: str) -> str:
-    """Return the word after a setting, if it can be its value."""
+    """Return the word after a setting if it can be the value, else "VALUE"."""
     return following if following and following[0] != "-" and "=" not in following else "VALUE"
 
 
 def command_parser(usage: str, about: str, words: str | None = None) -> argparse.ArgumentParser:
-    """Make a command's parser, with config and overrides as positional words if their help, ``words``, is given."""
+    """Make a command's parser; ``words`` is the help of its positional config and overrides, None for neither."""
     parser = CommandParser(
         usage=usage, description=about, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -71,11 +71,11 @@ def command_parser(usage: str, about: str, words: str | None = None) -> argparse
 def config_from_words(words: Sequence[str]) -> RunConfig:
     """Load the config file that the first word names, with the overrides of the other words.
 
-    Without a file it is the demo's config; but if the overrides set a model or data that is not built in, every other
-    setting has its own default, because the demo's lengths suit two-digit sums only.
+    Without a file, the demo's config is used. But if the overrides set a model or data that is not built in, other
+    settings have their defaults, because the demo's lengths suit two-digit sums only.
 
     Raises:
-        ConfigError: for a file, a setting or an override that is wrong.
+        ConfigError: for a wrong file, setting or override.
     """
     for word, following in zip_longest(words, words[1:], fillvalue=""):
         if "=" not in word and not Path(word).exists() and (setting := setting_named(word)):
@@ -90,10 +90,10 @@ def config_from_words(words: Sequence[str]) -> RunConfig:
 
 
 def run_config(directory: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Load the config in a run's directory, which may have been moved, with overrides.
+    """Load the config in a run's directory, with overrides; run.dir becomes this directory.
 
     Raises:
-        ConfigError: for a directory without a run, and for overrides that are wrong.
+        ConfigError: for a directory without a run, and for wrong overrides.
     """
     if not (directory / CONFIG_FILE).is_file():
         raise ConfigError(f"RUN must be the directory of a run, with its {CONFIG_FILE}, got {directory}; name run.dir")
@@ -101,7 +101,7 @@ def run_config(directory: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def exit_code_of(command: Callable[[], int | None]) -> int:
-    """Run a command and return its exit code; an error is printed in one line and gives its own code, Ctrl-C 1."""
+    """Run a command and return its exit code; an error is printed and gives its class's code, Ctrl-C gives 1."""
     with lasting_output():
         try:
             with disk_errors_explained():
@@ -115,29 +115,29 @@ def exit_code_of(command: Callable[[], int | None]) -> int:
 
 
 def prepare(config: RunConfig) -> None:
-    """Choose jax's platform and silence libraries; call this before they are imported."""
+    """Choose jax's platform and silence libraries; call this before jax is used."""
     choose_platform()
     if "jax" in sys.modules and (
         platform := os.environ.get("JAX_PLATFORMS")
-    ):  # imported before, it would look for a TPU
+    ):  # a jax imported before would look for a TPU
         import jax
 
         if not jax.config.jax_platforms:  # pyright: ignore[reportAttributeAccessIssue]
             jax.config.update("jax_platforms", platform)
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # errors of the compiler only
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # only errors of the compiler are shown
     if not any(path.startswith(HUB) for path in (config.model.path, *config.data_paths.values())):
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # every file a run reads is named in its config
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the config needs nothing from the hub
     logging.getLogger("absl").setLevel(logging.ERROR)
-    logging.raiseExceptions = False  # a log that cannot be written is no reason to print a traceback for every line
+    logging.raiseExceptions = False  # else an unwritable log prints a traceback for every line
     warnings.filterwarnings("ignore", category=DeprecationWarning)
 
 
 @contextmanager
 def joined_hosts(config: RunConfig) -> Iterator[tuple[Hosts, Watch]]:
-    """Join the hosts of the run, check that they agree on their settings and files, and watch them.
+    """Join the hosts of the run, check that their settings and files agree, and watch them.
 
     Raises:
-        LockstepError: for hosts that do not come, or that were started with something else.
+        LockstepError: if hosts do not join in time, or were started with other settings or files.
     """
     with met_hosts(config) as (hosts, watch):
         if hosts.count > 1:
@@ -149,7 +149,7 @@ def joined_hosts(config: RunConfig) -> Iterator[tuple[Hosts, Watch]]:
 
 @contextmanager
 def met_hosts(config: RunConfig) -> Iterator[tuple[Hosts, Watch]]:
-    """Join the hosts of the run, and watch them; raises LockstepError for hosts that do not come."""
+    """Join the hosts of the run, and watch them; raises LockstepError if some do not join in time."""
     ours = config.hosts
     hosts = start(
         ours.coordinator, ours.count, ours.index, run=config.run.name, timeout_seconds=ours.start_timeout_seconds
@@ -161,7 +161,7 @@ def met_hosts(config: RunConfig) -> Iterator[tuple[Hosts, Watch]]:
 
 @contextmanager
 def _errors_printed_first() -> Iterator[None]:
-    """Print an error before the other hosts hear of it, so that theirs do not come first; a full pipe delays nobody."""
+    """Print an error before the other hosts hear of it and print theirs; waits only briefly for a full pipe."""
     try:
         yield
     except TpuGrpoError as error:

@@ -1,6 +1,6 @@
-"""This is the command line of ``scripts/run.py``: it parses, calls, prints and returns an exit code.
+"""The command line of ``scripts/run.py``: parses, calls, prints and returns an exit code.
 
-Nothing heavy is imported before it is needed, so that help and typing errors answer at once.
+Heavy modules are imported only when needed, so that help and typing errors answer at once.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_intermixed_args(arguments)
     try:
         return exit_code_of(lambda: _command(options))
-    except KeyboardInterrupt:  # a dry run or a replay, which has nothing to lose
+    except KeyboardInterrupt:  # in a dry run or a replay, which has nothing to save
         print("interrupted", file=sys.stderr)
         return 1
 
@@ -64,9 +64,9 @@ def _command(options: argparse.Namespace) -> int:
 
 
 def _replay(options: argparse.Namespace) -> int:
-    """Do an update again that was not finite, with the config that its file holds and the overrides of the words.
+    """Repeat an update that was not finite, with the config in its file and overrides from the command line.
 
-    Which processes do it is not the run's: hosts.coordinator, count and index are those of the words.
+    hosts.coordinator, count and index are not taken from the file, only from the command line.
     """
     if others := [name for name in ("print_config", "dry_run", "slice") if getattr(options, name)]:
         flag = f"--{others[0].replace('_', '-')}"
@@ -74,7 +74,7 @@ def _replay(options: argparse.Namespace) -> int:
     if other := [word for word in options.words if "=" not in word]:
         raise ConfigError(f"--replay takes the config from its file, got {other[0]}; leave it out")
     _let_signals_come()
-    choose_platform()  # before jax is imported, which happens now
+    choose_platform()  # before the next line imports jax
     from tpu_grpo.run.non_finite import read_update, replay
 
     kept = read_update(options.replay)
@@ -90,13 +90,13 @@ def _replay(options: argparse.Namespace) -> int:
 
 
 def _let_signals_come() -> None:
-    """End by SIGINT and SIGTERM, which scripts/run.py keeps until a run has its own answer to them."""
+    """Unblock SIGINT and SIGTERM, which scripts/run.py blocks until the run's own handlers are installed."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
 
 
 def help_text(topic: str = "") -> str:
-    """Describe settings with their values, default and meaning: those of a topic, that is a section, a setting or
-    ``all``; without one, the usage and the settings that most people change.
+    """Describe settings with values, default and meaning. ``topic`` is a section, a setting or ``all``; without a
+    topic, return the usage and the settings that most people change.
 
     Raises:
         ConfigError: there is no such section or setting.
@@ -154,7 +154,7 @@ def _dry_run(config: RunConfig) -> int:
 
 
 def _dry_run_on(config: RunConfig, slice_name: str) -> int:
-    """Check the config as on a slice that is not here, and say whether the run fits it."""
+    """Check the config for a slice that this machine does not have, and print whether the run fits it."""
     from tpu_grpo.cli.plan import plan_and_print
     from tpu_grpo.planning.child_process import run_in_child
     from tpu_grpo.planning.slices import open_slice
@@ -194,12 +194,12 @@ def _train(config: RunConfig) -> int:
 
 
 class Trained(NamedTuple):
-    """What came of a run."""
+    """The result of a run."""
 
     config: RunConfig
     summary: dict[str, Any]
     was_done: bool
-    """Whether it was done before it was asked for."""
+    """Whether the run had been completed earlier, so that nothing was done now."""
 
 
 def train_together(
@@ -211,13 +211,13 @@ def train_together(
     on_step: "EventFunction | None" = None,
     on_evaluation: "EventFunction | None" = None,
 ) -> Trained:
-    """Train on hosts that have met, for the command and `tpu_grpo.train`; a run that is done is left unchanged."""
+    """Train on joined hosts; used by the command and `tpu_grpo.train`. A run that is done is left unchanged."""
     from tpu_grpo.observe.callbacks import find_callbacks
     from tpu_grpo.run.directory import look
     from tpu_grpo.run.inputs import open_inputs
 
     inputs = None
-    if config.run.epochs is not None:  # the data decides how many steps that is, and so whether the run is done
+    if config.run.epochs is not None:  # whether the run is done depends on the size of the data
         inputs = open_inputs(config, lambda: announce(hosts, "checking the data"))
         config = inputs.config
     earlier = look(config, hosts)
@@ -234,7 +234,7 @@ def train_together(
 
 
 def closing_lines(config: RunConfig, summary: dict[str, Any]) -> str:
-    """Return the last lines of the output: the result of the run, and where its report is."""
+    """Return the last lines of the output: the results of the run, and the path of its report."""
     first, last = summary.get("rewards/first_mean"), summary.get("rewards/last_mean")
     lines = [f"done: {summary['steps']} steps"]
     if first is not None:

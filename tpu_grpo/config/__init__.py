@@ -1,8 +1,8 @@
-"""Every setting of a run, once, typed, documented and validated; unknown keys are refused.
+"""Defines, types, documents and validates every setting of a run; unknown keys are refused.
 
     config = load_config("configs/demo_cpu.yaml", ["run.seed=1", "optimizer.learning_rate=3e-4"])
 
-Nothing heavy is imported, so that ``--help`` and a typing error cost nothing.
+Nothing heavy is imported, so that ``--help`` and typing errors answer at once.
 """
 
 from tpu_grpo.config.config_files import SHIPPED_CONFIGS, changed_config, load_config, parse_config

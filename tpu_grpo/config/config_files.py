@@ -1,4 +1,4 @@
-"""Turns YAML and overrides into a RunConfig, or raises errors that name setting, value and remedy."""
+"""Turns YAML and overrides into a RunConfig; errors name the setting, its value, and a remedy."""
 
 import re
 from collections.abc import Sequence
@@ -16,15 +16,16 @@ from tpu_grpo.records.outside import read_file
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 SHIPPED_CONFIGS = (_PACKAGE if (_PACKAGE / "configs").is_dir() else _PACKAGE.parent) / "configs"
-"""Where the configs that ship are: in the package that a wheel installed, or beside it in a checkout."""
+"""The directory of the shipped configs: inside an installed package, or beside the package in a checkout."""
 LARGEST_CONFIG = 2**22
-"""The most bytes of a config."""
+"""The largest size of a config file, in bytes."""
 
 
 def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a YAML file and apply ``section.key=value`` overrides in order.
 
-    A run without a name gets that of its file, grpo for experiments/grpo.yaml: runs of two files share no directory.
+    A run without a name is named after the file (grpo for experiments/grpo.yaml), so that configs use different
+    directories.
 
     Raises:
         ConfigError: for an unreadable file, an unknown key (with the nearest known one) or a wrong value.
@@ -49,12 +50,12 @@ def parse_config(tree: dict[str, Any]) -> RunConfig:
     """Validate a nested mapping of settings.
 
     Raises:
-        ConfigError: for an unknown key or a wrong value, all of them in one message.
+        ConfigError: for unknown keys and wrong values; one message lists all.
     """
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
-        found = {_place(each): each for each in reversed(error.errors())}  # of one that takes several types the first
+        found = {_place(each): each for each in reversed(error.errors())}  # one error per setting: the first
         raise ConfigError("\n".join(_explain(where, each) for where, each in reversed(found.items()))) from None
 
 
@@ -100,7 +101,7 @@ def _quoted(name: str) -> str:
 
 
 def _problem(error: Exception) -> str:
-    """Say in one line what keeps a text from being YAML, and where."""
+    """Say in one line why a text is not valid YAML, and where."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         what = f"{error.context}, {error.problem}" if str(error.problem).startswith("but ") else error.problem
         return f"{what}, in line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}"
@@ -108,7 +109,7 @@ def _problem(error: Exception) -> str:
 
 
 def _place(error: Any) -> str:
-    """Name the setting of an error, without the type that was tried of those that it may have."""
+    """Return the name of the setting in an error, without pydantic's suffix for one of several possible types."""
     parts = map(str, error["loc"])
     return ".".join(part for part in parts if not re.fullmatch(r"str|float|(tuple|dict)\[.*", part))
 
@@ -137,10 +138,10 @@ def _explain(where: str, error: Any) -> str:
 
 
 def _suggestion(where: str, value: Any) -> str:
-    """Suggest the intended setting: by the names of other libraries, by the last part of the name, or by spelling."""
+    """Suggest the intended setting, by other libraries' names, by the last part of the name, or by spelling."""
     section, known = where.rpartition(".")[0], known_names()
     whole = where
-    while isinstance(value, dict) and len(value) == 1:  # trainer.save_freq=5 is refused as trainer
+    while isinstance(value, dict) and len(value) == 1:  # for trainer.save_freq=5, the error names only trainer
         (key, value), *_ = value.items()
         whole = f"{whole}.{key}"
     if why := ABSENT.get(whole.rpartition(".")[2]):

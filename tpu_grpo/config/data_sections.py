@@ -11,16 +11,16 @@ from pydantic import AfterValidator, Field, PrivateAttr, model_validator
 from tpu_grpo.config.section import HAS_PASSWORD, Day, Options, PlainName, PositiveInt, Section, expression, must
 
 BUILTIN = "builtin:"
-"""A path that starts so names a built-in task."""
+"""The prefix of a path that names a built-in task."""
 GYM = "reasoning_gym:"
-"""A path that starts so names a task of reasoning-gym."""
+"""The prefix of a path that names a task of reasoning-gym."""
 HUB = "hf:"
-"""A path that starts so names a dataset of the Hugging Face hub."""
+"""The prefix of a path that names a dataset (or a model) of the Hugging Face hub."""
 BUILTIN_TASK = f"{BUILTIN}addition"
 NO_DATA = f"{BUILTIN}environment"
-"""Prompts that environments give by themselves: empty messages, to which ``reset`` adds what it returns."""
+"""The path for prompts that come from environments: an empty message, to which the result of ``reset`` is added."""
 GIVEN = "python:"
-"""The name of a reward that was passed to `tpu_grpo.train` as a function begins so."""
+"""The prefix in the name of a reward that was passed to `tpu_grpo.train` as a function."""
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
@@ -48,7 +48,7 @@ Paths = Annotated[
     AfterValidator(must("name a source, got {!r}; builtin:addition is the default", len)),
     AfterValidator(_without_passwords),
 ]
-"""A path, or a list of those of several files."""
+"""A path, or a list of paths."""
 
 
 class ReadingSection(Section):
@@ -73,7 +73,7 @@ class SourceSpec(ReadingSection):
     weight: float = Field(default=1.0, gt=0.0)
     """Take this source's share of the prompts in proportion to the other sources' weights."""
     name: PlainName | None = None
-    """Call the source so in the column `source` and in messages; source0, source1, ... when unset."""
+    """Use this name for the source in the column `source` and in messages; source0, source1, ... when unset."""
     prompt_template: str | None = None
     """Write this source's prompts with this template; data.prompt_template when unset."""
 
@@ -85,7 +85,7 @@ class DynamicSection(Section):
     """Sample this share of data.prompts_per_step more prompts in every round, rounded up. The first prompts_per_step
     groups of different rewards are learnt from, in the order of the prompts."""
     rounds: PositiveInt = 1
-    """Sample up to this many rounds, as long as there are fewer such groups. If there are too few after the last,
+    """Sample up to this many rounds, until there are enough such groups. If there are too few after the last round,
     groups of equal rewards fill the step with weight 0."""
 
     @property
@@ -100,8 +100,8 @@ class PoolsSection(Section):
     edges: tuple[float, ...] = ()
     """Divide prompts by pass rate into pools: [0.25, 0.75] makes three, up to 0.25, up to 0.75, and above."""
     weights: tuple[Probability, ...] = ()
-    """Sample a prompt whose turn has come with this probability, by its pool, e.g. [0.2, 1, 0.2]; else pass it over.
-    Prompts that were never sampled always are."""
+    """Sample a prompt, when its turn comes, with the probability of its pool, e.g. [0.2, 1, 0.2]; otherwise skip it.
+    Prompts that were never sampled before are always sampled."""
 
     @model_validator(mode="after")
     def _weights_fit(self) -> "PoolsSection":
@@ -141,12 +141,12 @@ class DataSection(ReadingSection):
     """Mix these sources, instead of reading data.path alone."""
     prompt_template: str = "{question}"
     """Write the user's message with this Python format string over the record's columns. The default takes the column
-    prompt where there is no question. A column of messages, alone, is the conversation."""
+    prompt where there is no question. A template that is only a column of messages takes it as the conversation."""
     messages: str | None = None
     """Take the conversation from this column, a list of {role, content}, instead of data.prompt_template."""
     final_assistant: Literal["error", "drop", "continue"] = "error"
-    """Do this with a conversation of a column that ends with the assistant: refuse it, leave its last messages out, or
-    let the completion continue the last."""
+    """Do this with a column's conversation that ends with the assistant: refuse it (error), leave out the last messages
+    of the assistant (drop), or let the completion continue the last one (continue)."""
     system_prompt: str = ""
     """Put this system message before the user's; none when empty."""
     examples: tuple[dict[str, Any], ...] = ()
@@ -180,15 +180,15 @@ class DataSection(ReadingSection):
 
     @property
     def builtin(self) -> str | None:
-        """Return the path of the prompts' built-in task, which has held-out prompts too; None without one."""
+        """The path of the built-in task, which also has held-out prompts; None for other data."""
         path = self.path
         has_held_out = isinstance(path, str) and path.startswith(BUILTIN) and path != NO_DATA and not self.sources
         return str(path) if has_held_out else None
 
     @property
     def prompts_per_round(self) -> int:
-        """Return the prompts that are sampled at once: P(1 + data.dynamic.extra), rounded up."""
-        extra = round(self.prompts_per_step * self.dynamic.extra, 6)  # 30 * 0.1 is a little more than 3
+        """The number of prompts sampled in a round: P(1 + data.dynamic.extra), rounded up."""
+        extra = round(self.prompts_per_step * self.dynamic.extra, 6)  # as 30 * 0.1 > 3 in floating point
         return self.prompts_per_step + math.ceil(extra)
 
     @property
@@ -204,7 +204,7 @@ class RewardSpec(Section):
     """Score with this reward: a shipped name (docs/rewards.md lists them), an installed entry point, path.py:function
     or package.module:function."""
     label: PlainName | None = None
-    """Call the reward so in metrics; by the shipped name or the function's when unset."""
+    """Use this name for the reward in metrics; when unset, the shipped name or the function's."""
     weight: Annotated[
         float | dict[int, float],
         AfterValidator(
@@ -222,23 +222,23 @@ class RewardSpec(Section):
     """Ask this reward only about rows that another reward, named as in metrics, scores above 0; the other rows get 0
     from this one."""
     workers: int | None = Field(default=None, ge=0)
-    """Run the reward in this many processes of its own; 0 calls it in the main process, for what is cheap and cannot
-    hang. Unset: 1 for your own rewards and for shipped ones that run foreign code or long computations, 0 for the
+    """Run the reward in this many separate processes; 0 calls it in the main process, if it is cheap and cannot hang.
+    Unset: 1 for your own rewards and for shipped ones that run foreign code or long computations, 0 for the
     rest."""
     early: bool | None = None
-    """Score a group once its completions are all there, in a call of its own, while others are still sampled. Unset:
-    true where no value can depend on it, for functions of one row in workers and for shipped rewards."""
+    """Score each group in a separate call as soon as its completions are complete, while others are still sampled.
+    Unset: true where this cannot change a value: for functions of one row in workers, and for shipped rewards."""
     timeout: float = Field(default=60.0, gt=0.0)
-    """Give the reward this many seconds for a batch, and for all that is left after the rollout."""
+    """Give the reward this many seconds for a batch, and for all remaining rows after the rollout."""
     on_error: Literal["stop", "skip", "value"] = "stop"
     """Do this when the reward raises, is late, dies or returns what is not a number. stop: the run ends and says why;
-    skip: the rows concerned go without this reward, and one left without any takes its group's mean; value: they get
-    error_value."""
+    skip: the rows concerned go without this reward, and a row without any reward gets its group's mean; value: these
+    rows get error_value."""
     error_value: float = 0.0
     """Give this value to the rows concerned when on_error is value."""
     messages: bool = False
     """Pass each completion as a list of one message, {role, content}, and each prompt as the whole conversation,
-    instead of as texts: the completion, and what the user says."""
+    instead of the texts of completion and user message."""
     recycle: PositiveInt = 1000
     """Replace a worker process by a fresh one after this many calls."""
     memory_gb: float = Field(default=8.0, gt=0.0)
@@ -247,29 +247,29 @@ class RewardSpec(Section):
     """Hand these variables of the environment on to worker processes, e.g. [MY_API_KEY]; those whose names look secret,
     such as HF_TOKEN, are withheld otherwise."""
     deterministic: bool | None = None
-    """Promise that the same text always gets the same value: hosts then compare it on one group a step. When unset
-    true, but false for the shipped judge; set it to false for a reward of your own that asks a model, or draws."""
+    """Promise that the same text always gets the same value: hosts then compare it on one group a step. Unset: true,
+    except for the shipped judge. Set it to false if your own reward asks a model, or is random."""
 
     _function: Any = PrivateAttr(default=None)
 
     @property
     def function(self) -> Any:
-        """Return what was passed to `tpu_grpo.train`, in this process only; None for a reward that can be imported."""
+        """The function passed to `tpu_grpo.train`, known to this process only; None for an importable reward."""
         return self._function
 
     def calling(self, function: Any) -> Self:
-        """Return the same entry for a function that exists in this process only."""
+        """Return this entry with a function that exists in this process only."""
         entry = self.model_copy()
         entry._function = function
         return entry
 
     @property
     def shown(self) -> str:
-        """Return the reward's name in metrics."""
+        """The reward's name in metrics."""
         return self.label or self.name.rpartition(":")[2]
 
     def weight_at(self, step: int) -> float:
-        """Return the weight at a step: before the first step of a schedule its first value, after the last its last.
+        """Return the weight at a step; before and after its schedule, the first and the last value apply.
 
         With ``{100: 0, 200: 1}`` it is 0 at step 100, 0.5 at step 150 and 1 from step 200 on.
         """
@@ -288,7 +288,7 @@ def check_rewards(specs: Sequence[RewardSpec]) -> None:
     """Check that rewards have different names and that each ``only_if`` names one of them.
 
     Raises:
-        ValueError: for two rewards of one name, a gate that is not there, or gates in a circle.
+        ValueError: for two rewards with one name, an ``only_if`` without such a reward, or a cycle of them.
     """
     shown = [spec.shown for spec in specs]
     if twice := sorted({name for name in shown if shown.count(name) > 1}):
@@ -311,8 +311,8 @@ class EvaluationSection(ReadingSection):
     """These settings measure accuracy on prompts that are not trained on."""
 
     path: Paths | None = None
-    """Read held-out records from here, anything that data.path takes. When unset the built-in task is evaluated on
-    problems of its own, and other data not at all."""
+    """Read held-out records from here, anything that data.path takes. When unset, a built-in task is evaluated on
+    held-out problems of its own, and other data is not evaluated."""
     prompt_template: str | None = None
     """Write the prompts of the evaluation with this template; data.prompt_template when unset."""
     every: int = Field(default=0, ge=0)
@@ -341,5 +341,5 @@ class EvaluationSection(ReadingSection):
 
     @property
     def every_k(self) -> tuple[int, ...]:
-        """Return the k of pass@k and maj@k: those that are set, else powers of two, such as 2 and 4 for 6 samples."""
+        """The values of k for pass@k and maj@k: evaluation.k, or powers of two, such as 2 and 4 for 6 samples."""
         return self.k if self.k is not None else tuple(2**n for n in range(1, self.samples.bit_length()))

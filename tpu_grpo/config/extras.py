@@ -1,4 +1,4 @@
-"""The libraries that only one feature needs, which are extras of the package."""
+"""Optional libraries, each needed by a single feature; they are extras of the package."""
 
 from importlib.util import find_spec
 
@@ -11,13 +11,13 @@ EXTRAS = {
     "jsonschema": "schema",
     "gcsfs": "gcs",
 }
-"""The name of the extra in pyproject.toml that brings a module."""
+"""Module -> extra in pyproject.toml that installs it."""
 
 
 def need(library: str, user: str, error: type[TpuGrpoError]) -> None:
-    """Check that the library of an extra, by the name of its module, is installed, without importing it.
+    """Check, without importing it, that the library with this module name, which an extra installs, is there.
 
-    ``user`` is what needs it, for the message: a setting with its value, or a reward or environment by its name.
+    ``user`` names what needs the library, for the message: a setting with its value, a reward, or an environment.
 
     Raises:
         TpuGrpoError: of type ``error``, if the library is not installed.

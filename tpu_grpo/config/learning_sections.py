@@ -31,7 +31,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "drop_uninformative": True,
     },
 }
-"""What ``algorithm.preset`` sets of the section, unless a setting is given. ScaleRL: arXiv 2510.13786."""
+"""Preset -> defaults of settings in the algorithm section. ScaleRL: arXiv 2510.13786."""
 
 
 class AlgorithmSection(Section):
@@ -55,7 +55,7 @@ class AlgorithmSection(Section):
     beta: float = Field(default=0.0, ge=0.0)
     """Weigh the KL penalty against the initial policy by this; 0 keeps no reference model."""
     iterations: PositiveInt = 1
-    """Go through the same rollout this many times, with an update each time, or with one for each mini-batch."""
+    """Go through the same rollout this many times, each time with one update, or one for each mini-batch."""
     mini_batch_prompts: PositiveInt | None = None
     """Update once for this many prompts, with all completions of each, as PPO does: every iteration shuffles the
     prompts by run.seed and step, and cuts them into mini-batches. Once an iteration for all prompts when unset."""
@@ -64,16 +64,16 @@ class AlgorithmSection(Section):
     update and corrected towards the engine by truncated importance weights (trainer), or what Tunix's learner takes by
     itself (tunix, only with name=tunix:...)."""
     importance_cap: float | None = Field(default=None, gt=0.0)
-    """Truncate the importance weights of old_policy=trainer at this, or bound the ratios of correction; 2 when unset,
-    for correction=geometric 1.01."""
+    """Truncate the importance weights of old_policy=trainer, or bound the ratios of correction from above, at this.
+    Unset: 1.01 for correction=geometric, otherwise 2."""
     importance_floor: float | None = Field(default=None, gt=0.0)
-    """Bound the ratios of correction below at this; for geometric 0.99 when unset, else not at all."""
+    """Bound the ratios of correction from below at this. Unset: 0.99 for geometric, no lower bound otherwise."""
     correction: Literal["token", "sequence", "geometric"] | None = None
-    """Correct for the difference of engine and trainer by the ratio of each token, by the product or by the geometric
-    mean of a completion's. Unset: truncated weights of tokens with old_policy=trainer, and nothing with rollout."""
+    """Correct for the difference of engine and trainer by each token's ratio (token), or by the product (sequence) or
+    geometric mean of a completion's ratios. Unset: truncated token weights for old_policy=trainer, none for rollout."""
     correction_mode: Literal["truncate", "mask"] = "mask"
-    """Cut the ratios of correction at their bounds, for old_policy=trainer; or leave out tokens (completions) beyond
-    them."""
+    """Cut the ratios of correction at their bounds (truncate, for old_policy=trainer), or leave out the tokens or
+    completions beyond the bounds (mask)."""
     veto_low: float | None = Field(default=None, gt=0.0, lt=1.0)
     """Leave out completions that hold a token whose ratio of trainer to engine is below this, e.g. 0.0001."""
     veto_high: float | None = Field(default=None, gt=1.0)
@@ -82,11 +82,11 @@ class AlgorithmSection(Section):
     """Leave out completions of negative advantage from which the policy has moved away by more than this many nats per
     token since they were sampled (off-policy sequence masking, arXiv 2512.02556)."""
     filtered_ratio: bool = False
-    """Take log-probabilities, the ratio and the entropy among the tokens that rollout.top_k, top_p and min_p kept, in
-    engine and trainer; else they are those of the full distribution, which is not what was drawn from."""
+    """Compute log-probabilities, ratio and entropy over the tokens that rollout.top_k, top_p and min_p keep, in engine
+    and trainer. Otherwise they are of the full distribution, which differs from the one that tokens are drawn from."""
     routing_replay: bool = False
-    """Let the trainer's tokens pass the experts that the engine chose for them (R3, arXiv 2510.11370); only for models
-    with experts. The reference model keeps its own choice."""
+    """Route the trainer's tokens to the experts that the engine chose for them (R3, arXiv 2510.11370); only for models
+    with experts. The reference model chooses by itself."""
     clip_low: float | None = Field(default=None, gt=0.0, lt=1.0)
     """Clip the ratio below at 1 - clip_low. The algorithm's own when unset: 0.2, for gspo 0.0003, for cispo none."""
     clip_high: float | None = Field(default=None, gt=0.0)
@@ -108,14 +108,14 @@ class AlgorithmSection(Section):
     sequence-mean-token-mean for grpo, gspo and sapo, token-mean for dapo, cispo and dppo, sequence-mean-token-scale for
     dr_grpo, rloo and reinforce."""
     count_empty: bool = False
-    """Let means over completions, or prompts, also divide by those without a token in the loss, as TRL does: cut ones
-    with truncated=mask, or conversations whose environment failed."""
+    """In means over completions or prompts, also count those without a token in the loss, as TRL does: truncated ones
+    with truncated=mask, and conversations whose environment failed."""
     kl_estimator: Literal["k1", "k2", "k3", "kl", "mse_kl", "low_var_kl"] | None = None
     """Estimate the KL divergence by this: k1 (also kl), k2 (mse_kl) or k3 (low_var_kl). When unset k3, which is the
     paper's, and k1 with kl_in=reward."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """Add the KL penalty to the loss of every token, or take k1 without gradient from every token's advantage, after
-    its mean over the step was subtracted."""
+    """Add the KL penalty to the loss of every token (loss), or subtract k1, minus its mean over the step and without
+    gradient, from every token's advantage (reward)."""
     kl_unbiased: bool = False
     """Multiply the estimates low_var_kl and kl by the ratio to the old policy, so that the gradient is that of the KL
     divergence (arXiv 2512.02556)."""
@@ -137,8 +137,8 @@ class AlgorithmSection(Section):
     """Train on completions that were cut at rollout.max_new_tokens (keep), or leave them out of the loss; their rewards
     still count for their group's baseline. The shipped reward overlong penalises them."""
     row_tokens: PositiveInt | None = None
-    """Pack prompts and completions into training rows of this many tokens, at least those of the longest of them:
-    data.max_prompt_tokens + rollout.max_new_tokens, which is also taken when unset."""
+    """Pack prompts and completions into training rows of this many tokens. The minimum, and the value when unset, is
+    data.max_prompt_tokens + rollout.max_new_tokens."""
     micro_batch_prompts: PositiveInt | None = None
     """Take as many training rows per forward and backward pass as this many prompts (groups) need when all completions
     are as long as they may be; gradients accumulate over the passes. When unset, a pass takes an eighth of that, but at
@@ -151,17 +151,17 @@ class AlgorithmSection(Section):
 
     @property
     def passes(self) -> int:
-        """How often a rollout is used for updates: iterations, or Tunix's option num_iterations."""
+        """The number of passes over a rollout: iterations, or Tunix's option num_iterations."""
         return self.iterations if self.tunix is None else int(self.options.get("num_iterations", 1))
 
     @property
     def upper_importance(self) -> float:
-        """Where the importance weights of old_policy=trainer are cut: importance_cap, or 2 when that is unset."""
+        """The upper limit of the importance weights of old_policy=trainer: importance_cap, or 2 when that is unset."""
         return 2.0 if self.importance_cap is None else self.importance_cap
 
     @property
     def kl_estimate(self) -> Literal["kl", "mse_kl", "low_var_kl"]:
-        """The estimate of the KL divergence, by Tunix's names: kl is k1, mse_kl k2, low_var_kl k3."""
+        """The estimator of the KL divergence by its name in Tunix: kl is k1, mse_kl is k2, low_var_kl is k3."""
         match self.kl_estimator or ("k1" if self.kl_in == "reward" else "k3"):
             case "k1" | "kl":
                 return "kl"
@@ -172,17 +172,17 @@ class AlgorithmSection(Section):
 
     @property
     def entropy_change(self) -> float:
-        """By how much an adapted coefficient of the entropy bonus changes: entropy_step, or 0.005 if that is unset."""
+        """The change of an adaptive entropy coefficient per update: entropy_step, or 0.005 if that is unset."""
         return 0.005 if self.entropy_step is None else self.entropy_step
 
     @property
     def lower_clip(self) -> float:
-        """What a class of one's own gets as clip_low: clip_low, or 0.2 when that is unset."""
+        """The clip_low that a user's own class gets: clip_low, or 0.2 when that is unset."""
         return 0.2 if self.clip_low is None else self.clip_low
 
     @property
     def upper_clip(self) -> float:
-        """What a class of one's own gets as clip_high: clip_high, or `lower_clip` when that is unset."""
+        """The clip_high that a user's own class gets: clip_high, or `lower_clip` when that is unset."""
         return self.lower_clip if self.clip_high is None else self.clip_high
 
     @model_validator(mode="before")
@@ -217,7 +217,7 @@ class UpdateSection(Section):
 
 
 class OptimizerRule(Section):
-    """These settings are for the parameters in whose name an expression is found."""
+    """These settings are for the parameters whose name matches an expression."""
 
     match: Annotated[str, expression("norm|embedder")]
     """Find this regular expression in the dotted names of parameters, e.g. norm|embedder."""
@@ -231,26 +231,26 @@ class OptimizerSection(Section):
     """These settings choose the optimizer, its schedule and gradient clipping."""
 
     name: str = "adamw"
-    """Step with this optimizer: adamw, adamw_8bit, adafactor, muon, lion, sgd, or a function of your own that takes
+    """Update with this optimizer: adamw, adamw_8bit, adafactor, muon, lion, sgd, or a function of your own that takes
     learning_rate and returns an optax transformation, as path.py:function or package.module:function."""
     options: Options = Field(default={})
     """Pass these keyword arguments to the optimizer: eps to adamw; momentum and nesterov to sgd; beta, ns_steps and rms
     to muon; decay_rate and clip_rms to adafactor; to a function of your own what it takes."""
     state: Literal["full", "compact"] = "full"
-    """Keep the optimizer's moments in float32 (full), or in 8 bits; compact also keeps what model.param_dtype=bfloat16
-    leaves out of the parameters. adamw_8bit is adamw with compact."""
+    """Keep the optimizer's moments in float32 (full), or in 8 bits (compact); compact also keeps the bits of parameters
+    that model.param_dtype=bfloat16 drops. adamw_8bit is adamw with compact."""
     learning_rate: float = Field(default=1e-6, ge=0.0)
     """Set the peak of the learning rate."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
-    """After the warm-up keep the rate constant, or let it fall so that zero would come one update after the last: from
-    then on (linear, cosine), or over the last decay_steps updates (wsd)."""
+    """After the warm-up, keep the rate constant, or let it fall, right away (linear, cosine) or in the last decay_steps
+    updates (wsd). It would reach zero one update after the last."""
     warmup_steps: int = Field(default=0, ge=0)
     """Let the rate rise linearly from 0 over this many updates."""
     decay_steps: int = Field(default=0, ge=0)
     """Let the rate fall over this many updates at the end; for schedule=wsd."""
     schedule_steps: PositiveInt | None = None
-    """Let the rate fall as in a run of this many updates, of which this run makes the first; of the run's own when
-    unset."""
+    """Let the rate fall as in a longer run of this many updates, of which this run does the first part; when unset, the
+    run's own number counts."""
     b1: float = Field(default=0.9, ge=0.0, lt=1.0)
     """Decay the first moment of AdamW by this; for Lion, weigh its momentum against the gradient."""
     b2: float = Field(default=0.95, ge=0.0, lt=1.0)
@@ -260,11 +260,11 @@ class OptimizerSection(Section):
     max_grad_norm: float = Field(default=1.0, gt=0.0)
     """Scale gradients down to this global norm."""
     rules: tuple[OptimizerRule, ...] = ()
-    """Give some parameters a decay or a learning rate of their own; of the rules that match the first counts."""
+    """Give some parameters their own decay or learning rate; the first rule that matches counts."""
 
     @property
     def ends_with_run(self) -> bool:
-        """Whether the learning rate depends on where the run ends."""
+        """Whether the learning rate depends on the last step of the run."""
         return self.schedule != "constant" and self.schedule_steps is None
 
     @property

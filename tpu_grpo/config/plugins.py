@@ -1,10 +1,10 @@
-"""Functions of the user's own, named in a config as ``path.py:function`` or ``package.module:function``.
+"""Imports the user's own functions, named in a config as ``path.py:function`` or ``package.module:function``.
 
 find_function("my_rewards.py:short", "reward", RewardError)      # a file, relative to the working directory
 find_function("my_package.data:puzzles", "data", DataError)      # a module
 
-A file may import modules that lie beside it. Errors are raised as the caller's error class, with the kind of the
-setting.
+A file may import modules in its own directory. Errors are raised as the caller's error class, and name the kind of
+function.
 """
 
 import difflib
@@ -27,7 +27,7 @@ def find_function(name: str, kind: str, error: type[TpuGrpoError]) -> Any:
     """Return the function, class or callable object with the name ``name``.
 
     Raises:
-        TpuGrpoError: of type ``error``, for a file or module that is missing or fails to import, or one without it.
+        TpuGrpoError: of type ``error``, if the file or module is missing, fails to import, or lacks the function.
     """
     source, _, attribute = name.rpartition(":")
     if not source or not attribute.isidentifier():
@@ -36,7 +36,7 @@ def find_function(name: str, kind: str, error: type[TpuGrpoError]) -> Any:
 
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
-    """Return a question for the most similar of the known names; empty if none is similar."""
+    """Return "did you mean NAME? " for the most similar known name; empty if none is similar."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"did you mean {near[0]}? " if near else ""
 
@@ -52,7 +52,7 @@ def not_shipped(
     instead: str = "",
     installed: Collection[str] = (),
 ) -> TpuGrpoError:
-    """Return the error for a name that is none of those that ship or are installed, and names no ``form`` in a file."""
+    """Return the error for a name that is neither shipped nor installed, nor a ``form`` in a file or module."""
     hint = instead or did_you_mean(name, [*shipped, *installed])
     others = f"installed: {', '.join(sorted(installed))}; " if installed else ""
     return error(
@@ -67,7 +67,7 @@ def load_source(source: str, kind: str, error: type[TpuGrpoError]) -> ModuleType
 
 
 def source_file(name: str) -> Path | None:
-    """The file that ``path.py:function`` or ``package.module:function`` is written in; None for any other name."""
+    """Return the file of ``path.py:function`` or ``package.module:function``; None for any other name."""
     where, colon, _ = name.rpartition(":")
     if not colon:
         return None
@@ -76,13 +76,13 @@ def source_file(name: str) -> Path | None:
     try:
         with _search_first(Path.cwd()):
             spec = importlib.util.find_spec(where)
-    except (ImportError, ValueError):  # a parent that is missing, or no package; who loads it says so
+    except (ImportError, ValueError):  # the parent package is missing; loading it reports that
         return None
     return Path(spec.origin) if spec is not None and spec.origin else None
 
 
 def _load_file(source: str, kind: str, error_type: type[TpuGrpoError]) -> ModuleType:
-    """Execute a file as a module of its own, once per path and content."""
+    """Execute a file as a module; only once for the same path and content."""
     path = Path(source)
     try:
         text = read_file(path)
@@ -98,7 +98,7 @@ def _load_file(source: str, kind: str, error_type: type[TpuGrpoError]) -> Module
     module_spec = importlib.util.spec_from_file_location(name, path.resolve())
     assert module_spec is not None  # a path that ends in .py always has one
     module = importlib.util.module_from_spec(module_spec)
-    sys.modules[name] = module  # dataclasses and pickle look their module up
+    sys.modules[name] = module  # dataclasses and pickle look up the module there
     try:
         with _search_first(path.resolve().parent):
             exec(compile(text, str(path), "exec"), module.__dict__)
@@ -131,7 +131,7 @@ PACKAGES = {
     "PIL": "pillow",
     "sklearn": "scikit-learn",
 }
-"""Packages that are installed by another name than they are imported by."""
+"""Module -> package to install, for packages whose names differ."""
 
 
 def _remedy(error: BaseException) -> str:
@@ -146,7 +146,7 @@ def _remedy(error: BaseException) -> str:
 
 @contextmanager
 def _search_first(directory: Path) -> Iterator[None]:
-    """Find modules in ``directory`` too, for the time of an import only."""
+    """Put ``directory`` first on the import path, during the block."""
     sys.path.insert(0, str(directory))
     try:
         yield

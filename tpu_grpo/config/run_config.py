@@ -1,6 +1,6 @@
 """The complete config: all sections, the sizes derived from them, and the rules that hold between sections.
 
-Each rule raises ValueError with rule, value and remedy.
+Each rule raises a ValueError that names the rule, the value, and a remedy.
 """
 
 import math
@@ -38,16 +38,16 @@ from tpu_grpo.config.yaml_dialect import Dumper
 from tpu_grpo.records.errors import ConfigError
 
 CACHE_MARGIN_TOKENS = 2
-"""sglang-jax cuts a completion short when the cache has fewer tokens than this beside it."""
+"""sglang-jax cuts a completion short if the cache has fewer free tokens than this."""
 PROMPT_MARGIN_TOKENS = 7
-"""sglang-jax takes another prompt in the place of one beside which the cache has fewer tokens than this."""
+"""sglang-jax passes over a prompt in favour of another if it would leave the cache fewer tokens than this."""
 MICRO_BATCHES, MICRO_BATCH_TOKENS = 8, 512
-"""Unless the config says more, a step has this many forward and backward passes at most, of at least this many tokens
-on a device: short completions, packed, then need fewer passes, and a pass still fills a device."""
+"""Unless micro_batch_prompts is set, a step has at most MICRO_BATCHES forward and backward passes, each of at least
+MICRO_BATCH_TOKENS tokens per device. So short packed completions need fewer passes, and a pass still fills a device."""
 
 
 class RunConfig(Section):
-    """A run is described by these sections; they fit together, or `ValueError` says what does not."""
+    """All sections of a run's config; a ValueError says which of them do not fit together."""
 
     run: RunSection = RunSection()
     model: ModelSection = ModelSection()
@@ -55,8 +55,8 @@ class RunConfig(Section):
     rollout: RolloutSection = RolloutSection()
     environment: EnvironmentSection = EnvironmentSection()
     rewards: tuple[RewardSpec, ...] = (RewardSpec(name="exact_answer"),)
-    """Score completions with these rewards, summed with their weights; exact_answer when unset, or with
-    environment.name what the environment gives (environment)."""
+    """Score completions with these rewards, summed with their weights. When unset: exact_answer, or with
+    environment.name the environment's own reward (environment)."""
     algorithm: AlgorithmSection = AlgorithmSection()
     optimizer: OptimizerSection = OptimizerSection()
     update: UpdateSection = UpdateSection()
@@ -70,7 +70,7 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _environments_give_rewards(cls, given: Any) -> Any:
-        """Take what the environment gives as the only reward, where the config names none."""
+        """If there is an environment, and no rewards are set, use the environment's reward as the only one."""
         section = given.get("environment") if isinstance(given, dict) else None
         named = section.get("name") if isinstance(section, dict) else getattr(section, "name", None)
         return {**given, "rewards": [{"name": "environment"}]} if named and "rewards" not in given else given
@@ -87,12 +87,12 @@ class RunConfig(Section):
 
     @property
     def run_dir(self) -> Path:
-        """Return the directory where the run leaves its files."""
+        """The directory of the run's files."""
         return (self.run.dir or Path("runs") / self.run.name).expanduser()
 
     @property
     def going_on(self) -> str:
-        """Return the sentence that says how to continue a stopped run after its newest checkpoint."""
+        """A sentence that says how to continue a stopped run from its newest checkpoint."""
         if self.checkpoint.resume == "never":
             return (
                 "start the command again with checkpoint.resume=auto to continue; with checkpoint.resume=never, as it "
@@ -102,57 +102,57 @@ class RunConfig(Section):
 
     @property
     def batch_rows(self) -> int:
-        """Return B, the completions of one step."""
+        """The number of completions that a step learns from, called B."""
         return self.data.prompts_per_step * self.algorithm.group_size
 
     @property
     def sampled_rows(self) -> int:
-        """Return the completions that are sampled at once; more than B with data.dynamic."""
+        """The number of completions sampled in a round; more than B with data.dynamic."""
         return self.data.prompts_per_round * self.algorithm.group_size
 
     @property
     def step_text(self) -> str:
-        """Return a description of the completions that a step samples and learns from."""
+        """A description of the completions that a step samples and learns from."""
         data = self.data
         rounds = f", of {data.prompts_per_round} in up to {data.dynamic.rounds} rounds" * data.dynamic.is_on
         return f"{data.prompts_per_step} prompts x {self.algorithm.group_size} completions{rounds}"
 
     @property
     def drops_uninformative(self) -> bool:
-        """Whether groups of equal rewards are left out of the loss and of its denominators."""
+        """Whether groups with equal rewards are excluded from the loss and its denominators."""
         return self.algorithm.drop_uninformative or self.data.dynamic.is_on
 
     @property
     def row_tokens(self) -> int:
-        """Return the tokens of a training row; one that holds the longest sequence unless the setting says more."""
+        """The number of tokens in a training row: algorithm.row_tokens, or those of the longest sequence."""
         return self.algorithm.row_tokens or self.context_tokens
 
     @property
     def step_rows(self) -> int:
-        """Return the most training rows of a step, whose completions are all of the longest length."""
+        """The number of training rows in a step whose completions all have the longest length."""
         return self._full_rows(self.batch_rows)
 
     @property
     def mini_batch_prompts(self) -> int:
-        """Return the prompts of one update: those of a mini-batch, or of the whole step."""
+        """The number of prompts in one update: those of a mini-batch, or of the whole step."""
         return self.algorithm.mini_batch_prompts or self.data.prompts_per_step
 
     @property
     def updates_per_step(self) -> int:
-        """Return the optimizer's steps on one rollout."""
+        """The number of optimizer updates per rollout."""
         return self.algorithm.passes * (self.data.prompts_per_step // self.mini_batch_prompts)
 
     @property
     def update_rows(self) -> int:
-        """Return the most training rows of an update, whose completions are all of the longest length."""
+        """The number of training rows in an update whose completions all have the longest length."""
         return self._full_rows(self.mini_batch_prompts * self.algorithm.group_size)
 
     def _full_rows(self, completions: int) -> int:
-        """Return the training rows of a number of completions that are all of the longest length."""
+        """Return the number of training rows for ``completions`` completions that all have the longest length."""
         return -(-completions // (self.row_tokens // self.context_tokens))
 
     def micro_batch_rows(self, devices: int) -> int:
-        """Return the training rows of one forward and backward pass, which the devices that shard rows divide."""
+        """Return the number of training rows in one forward and backward pass, a multiple of ``devices``."""
         prompts = self.algorithm.micro_batch_prompts
         if prompts is None:
             rows = max(-(-self.step_rows // MICRO_BATCHES), MICRO_BATCH_TOKENS * devices // self.row_tokens)
@@ -161,18 +161,18 @@ class RunConfig(Section):
         return -(-min(rows, self.update_rows) // devices) * devices
 
     def micro_batches(self, devices: int) -> int:
-        """Return the most forward and backward passes in one pass through a step."""
+        """Return the largest number of forward and backward passes in one iteration over a step."""
         updates = self.data.prompts_per_step // self.mini_batch_prompts
         return updates * -(-self.update_rows // self.micro_batch_rows(devices))
 
     @property
     def context_tokens(self) -> int:
-        """Return the tokens of the longest sequence, prompt and completion together."""
+        """The number of tokens in the longest sequence, prompt and completion together."""
         return self.data.max_prompt_tokens + self.rollout.max_new_tokens
 
     @property
     def data_paths(self) -> dict[str, str]:
-        """Return every path by its setting: data.path, data.sources.0.path, evaluation.path.1 of a list."""
+        """Setting -> path of data; names are data.path, data.sources.0.path, or evaluation.path.1 (in a list)."""
         sources = {f"data.sources.{index}.path": source.path for index, source in enumerate(self.data.sources)}
         held_out = {} if self.evaluation.path is None else {"evaluation.path": self.evaluation.path}
         found: dict[str, str] = {}
@@ -182,10 +182,10 @@ class RunConfig(Section):
         return found
 
     def counted(self, prompts: int) -> "RunConfig":
-        """Return the config with the steps in place of ``run.epochs``, once the number of prompts is known.
+        """Return the config with ``run.epochs`` converted to ``run.max_steps``, given the number of prompts.
 
         Raises:
-            ConfigError: for a setting that needs more steps.
+            ConfigError: if a setting needs more steps than that.
         """
         if self.run.epochs is None:
             return self
@@ -199,7 +199,7 @@ class RunConfig(Section):
         return counted
 
     def to_yaml(self) -> str:
-        """Return the resolved config as YAML, every setting written out."""
+        """Return the resolved config as YAML, with every setting."""
         return yaml.dump(self.model_dump(mode="json"), Dumper=Dumper, sort_keys=False, width=120)
 
 
@@ -209,13 +209,13 @@ def settings() -> Iterator[tuple[str, str, str, str]]:
 
 
 def known_names() -> list[str]:
-    """Name every section, entries of lists included, then every setting."""
+    """List the names of all sections, including entries of lists, then those of all settings."""
     listed = [name for name, *_ in settings()]
     parts = [name.split(".")[:-1] for name in listed]
     return [*dict.fromkeys(".".join(around[:end]) for around in parts for end in range(1, len(around) + 1)), *listed]
 
 
-# --- what must hold between sections ---------------------------------------------------------------------------------
+# --- rules between sections ------------------------------------------------------------------------------------------
 
 
 def _names_are_known(config: RunConfig) -> None:
@@ -257,7 +257,7 @@ def _rewards_fit_together(config: RunConfig) -> None:
 
 def _engine_can_sample(config: RunConfig) -> None:
     rollout, page = config.rollout, config.rollout.page_size
-    prompt = config.context_tokens - 1 if config.environment.is_on else config.data.max_prompt_tokens  # of a last turn
+    prompt = config.context_tokens - 1 if config.environment.is_on else config.data.max_prompt_tokens  # for a last turn
     tokens = max(config.context_tokens + CACHE_MARGIN_TOKENS, prompt + PROMPT_MARGIN_TOKENS)
     needed = -(-tokens // page) * page
     if rollout.kv_tokens is not None and rollout.kv_tokens < needed:

@@ -1,4 +1,4 @@
-"""The base class `Section` of every section of a config, and types of values that several settings share."""
+"""The base class `Section` of all sections of a config, and value types that several settings share."""
 
 import datetime
 import re
@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 
 class Section(BaseModel):
-    """A part of the config; it is frozen and refuses keys that it does not know."""
+    """A part of the config; frozen, and refuses unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
@@ -17,7 +17,7 @@ class Section(BaseModel):
     @classmethod
     def _switches_are_not_numbers(cls, value: Any, info: ValidationInfo) -> Any:
         kind = cls.model_fields[info.field_name or ""].annotation
-        if isinstance(value, bool) and bool not in (get_args(kind) or (kind,)):  # ``bool | None`` has two types
+        if isinstance(value, bool) and bool not in (get_args(kind) or (kind,)):  # ``bool | None`` has two args
             got, choices = str(value).lower(), get_args(kind) if get_origin(kind) is Literal else ()
             rule = f"be {', '.join(choices[:-1])} or {choices[-1]}" if choices else "not be a switch"
             raise ValueError(f"must {rule}, got {got}; `--help all` lists what every setting takes")
@@ -25,7 +25,7 @@ class Section(BaseModel):
 
 
 def must(message: str, holds: Callable[[Any], object]) -> Callable[[Any], Any]:
-    """Return a validator for values that are set; its message is formatted with the value."""
+    """Return a validator that raises ValueError unless ``holds(value)``; None passes. ``message`` shows the value."""
 
     def check(value: Any) -> Any:
         if value is not None and not holds(value):
@@ -37,11 +37,11 @@ def must(message: str, holds: Callable[[Any], object]) -> Callable[[Any], Any]:
 
 PositiveInt = Annotated[int, Field(ge=1)]
 LOOKS_SECRET = re.compile(r"KEY|TOKEN(?!IZER)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|CONNECTION_STRING", re.IGNORECASE)
-"""Variables of the environment with such names hold what nobody else may see."""
+"""Matches names of environment variables that probably hold secrets."""
 HAS_PASSWORD = re.compile(r"://[^/\s@]*:(?!\$)[^/\s@]*@")
-"""A URL with a password in clear, as https://me:word@example.org; a variable in its place is none."""
+"""Matches a URL with a plain password, such as https://me:word@example.org; a $VARIABLE there does not match."""
 PlainName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-"""Such a name can be part of a file's name: it has letters, digits, dot, dash and underscore."""
+"""A name that can be part of a file name: letters, digits, dot, dash and underscore."""
 
 AutoOrCount = Annotated[
     Literal["auto"] | int,
@@ -52,11 +52,11 @@ AutoOrCount = Annotated[
         )
     ),
 ]
-"""The number is chosen for the run unless it is given."""
+"""A positive number, or auto: then the number is chosen for the run."""
 
 
 class BareSwitch(str):
-    """An unquoted yes, no, on or off: YAML 1.1 reads it as a switch, YAML 1.2 as a text."""
+    """An unquoted yes, no, on or off, which YAML 1.1 reads as a boolean, and YAML 1.2 as text."""
 
     __slots__ = ()
 
@@ -77,7 +77,7 @@ def _bare_switches(value: Any) -> Iterator[str]:
 
 
 Options = Annotated[dict[str, Any], AfterValidator(_refuse_bare_switches)]
-"""Keyword arguments take no bare switch: any text is true to Python, so that ``strict: no`` would mean yes."""
+"""Keyword arguments; bare switches are refused, because as text ``strict: no`` would be true in Python."""
 
 
 def _check_day(value: str) -> str:
@@ -91,11 +91,11 @@ def _check_day(value: str) -> str:
 
 
 Day = Annotated[str, AfterValidator(_check_day)]
-"""People write a day like this: 2024-07-26."""
+"""A day, such as 2024-07-26."""
 
 
 def expression(example: str) -> AfterValidator:
-    """Return a validator for regular expressions; ``example`` shows one in its message."""
+    """Return a validator for regular expressions; its message shows ``example``."""
 
     def check(text: str) -> str:
         try:
@@ -108,12 +108,12 @@ def expression(example: str) -> AfterValidator:
 
 
 def parse_layers(text: str) -> tuple[int, ...]:
-    """Return the selected layers, ascending, each once: ``"28-29, 0"`` -> ``(0, 28, 29)``.
+    """Parse layer numbers into a sorted tuple without duplicates: ``"28-29, 0"`` -> ``(0, 28, 29)``.
 
     A range includes both ends.
 
     Raises:
-        ValueError: for anything else than numbers and ranges between commas, or a range that ends before it starts.
+        ValueError: for anything but numbers and ranges separated by commas, or a range that ends before it starts.
     """
     layers: set[int] = set()
     for part in text.split(","):
@@ -129,7 +129,7 @@ def parse_layers(text: str) -> tuple[int, ...]:
 
 LayerRanges = Annotated[
     str,
-    BeforeValidator(lambda value: str(value) if type(value) is int else value),  # YAML's 5 is a number
+    BeforeValidator(lambda value: str(value) if type(value) is int else value),  # YAML reads 5 as a number
     AfterValidator(lambda value: parse_layers(value) and value),
 ]
-"""People write ranges of layers like this: 20-31, or 0-3,28-31, or 5."""
+"""Ranges of layers, such as 20-31, or 0-3,28-31, or 5."""

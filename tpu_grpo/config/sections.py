@@ -1,4 +1,4 @@
-"""The settings of the run itself, the policy, sampling, environments, the devices, and what a run leaves."""
+"""The settings of the run itself, policy, sampling, environments, devices, checkpoints, exports and logs."""
 
 import re
 from pathlib import Path
@@ -31,15 +31,15 @@ class RunSection(Section):
     """End the whole run, resumed parts included, after this many steps; a step is one rollout with its updates."""
     epochs: float | None = Field(default=None, gt=0.0)
     """Go through the prompts of the data this many times, in place of max_steps, which then follows from their number
-    and data.prompts_per_step. Of the two the one that is set last counts; a file may set one of them."""
+    and data.prompts_per_step. A file may set only one of the two; of overrides, the last one counts."""
     compilation_cache: Annotated[str, IsDirectory] = "auto"
     """Keep compiled programs in this directory, so that the next start compiles less. auto: below the user's cache
-    directory, or $TPU_GRPO_CACHE; off: nowhere. JAX_COMPILATION_CACHE_DIR in the environment goes before it."""
+    directory, or $TPU_GRPO_CACHE; off: nowhere. JAX_COMPILATION_CACHE_DIR takes precedence."""
 
     @model_validator(mode="before")
     @classmethod
     def _steps_follow_from_epochs(cls, given: Any) -> Any:
-        """Take ``max_steps: null`` beside epochs as unset, as `to_yaml` writes it."""
+        """Treat ``max_steps: null`` together with epochs, as `to_yaml` writes it, as unset."""
         unset = isinstance(given, dict) and given.get("epochs") is not None and given.get("max_steps", 0) is None
         return {name: value for name, value in given.items() if name != "max_steps"} if unset else given
 
@@ -56,8 +56,8 @@ class LoraSection(Section):
     alpha: float = Field(default=16.0, gt=0.0)
     """Scale the adapters by alpha / rank."""
     targets: Annotated[str, expression("attn.(q|v)_proj")] = r"(q|k|v|o|gate|up|down)_proj"
-    """Give an adapter to the modules in whose path this regular expression is found, e.g. layers.3.attn.q_proj. The
-    default takes all projections of attention and MLP; experts have none."""
+    """Give an adapter to modules whose path, e.g. layers.3.attn.q_proj, matches this regular expression. The default
+    matches all projections of attention and MLP; experts cannot have adapters."""
     layers: LayerRanges | None = None
     """Give adapters to these layers, e.g. 20-31 or 0-3,28-31; to all when unset."""
     path: Path | None = None
@@ -78,21 +78,21 @@ class LoraSection(Section):
 
 
 class ModelSection(Section):
-    """These settings describe the policy, and what of it is trained."""
+    """These settings describe the policy, and which parts of it are trained."""
 
     path: str = "builtin:addition"
     """Train this model: a Hugging Face checkpoint directory; hf:OWNER/NAME or hf:OWNER/NAME@REVISION, which is fetched
     from the hub into its cache; or builtin:addition, builtin:calculator or builtin:guessing (small models that
     are taught on first use, then cached)."""
     pad_token: str | None = None
-    """Pad with this token of the tokenizer, which neither prompts nor the model write, e.g. <|endoftext|>; with the
-    tokenizer's own when unset. Models whose padding token is their end token need it."""
+    """Pad with this token of the tokenizer, which must not occur in prompts or completions, e.g. <|endoftext|>; when
+    unset, with the tokenizer's own. Needed for models whose padding token is their end token."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute on both sides in this type, with the parameters cast to it; logits and log-probabilities are float32
     throughout."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Keep and step the trained parameters in this type. bfloat16 needs optimizer.state=compact, which keeps what it
-    leaves out in 8 bits more; steps would be lost without."""
+    """Keep and update the trained parameters in this type. bfloat16 needs optimizer.state=compact, which keeps 8 more
+    bits of each parameter; otherwise small updates would be lost to rounding."""
     attention: Literal["auto", "flash", "dot"] = "auto"
     """Choose the trainer's attention. flash: Tunix's Pallas kernel (TPU), which stores no score of every token against
     every other; dot: any device; auto: flash on TPU where the family has it, dot elsewhere."""
@@ -149,14 +149,14 @@ class RolloutSection(Section):
 
     @property
     def filters(self) -> dict[str, float]:
-        """The filters that leave out tokens, of top_k, top_p and min_p, by name."""
+        """Name -> value of the active filters among top_k, top_p and min_p."""
         neutral = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
         return {name: value for name, off in neutral.items() if (value := getattr(self, name)) != off}
 
 
 class EnvironmentSection(Section):
-    """These settings say with what the policy has conversations: tools and turns. Without a name there are none, and a
-    completion is one answer."""
+    """These settings describe environments for conversations: tools and turns. Without a name there are none, and a
+    completion is a single answer."""
 
     name: Annotated[
         str | dict[PlainName, str] | None,
@@ -167,31 +167,31 @@ class EnvironmentSection(Section):
     options: Options = Field(default={})
     """Pass these keyword arguments to the environment's constructor."""
     workers: AutoOrCount = "auto"
-    """Let this many conversations have an environment at once on each host, each in a process of its own, and begin the
-    next when one is over; the engines of a host share them. Of an environment with async tools, which a process has
-    many of, use this many processes. auto: no limit, and one process."""
+    """Allow this many conversations at once on each host, each with its environment in a separate process; the next one
+    begins when one is over. The engines of a host share them. For environments with async tools, of which one process
+    holds many, use this many processes. auto: no limit; one process with async tools."""
     timeout: float = Field(default=60.0, gt=0.0)
-    """Give each call of a tool, and everything else that an environment is asked, this many seconds."""
+    """Give each call of a tool, and every other call of an environment, this many seconds."""
     max_turns: PositiveInt = 8
     """End a conversation after this many turns of the policy."""
     max_turn_tokens: PositiveInt | None = None
     """Sample at most this many tokens in a turn; when unset, what is left of rollout.max_new_tokens, which limits the
     whole conversation after its prompt, answers of the environment included."""
     max_observation_tokens: PositiveInt = 512
-    """Cut what an environment answers in a turn after this many tokens; the answers to several calls share them."""
+    """Cut an environment's answers in a turn after this many tokens, shared by the answers to several calls."""
     tool_format: ToolFormat = "auto"
-    """Read tool calls so. hermes: JSON in <tool_call> tags, as Qwen writes it; llama3: JSON alone; qwen3_coder: XML in
-    <tool_call> tags; python: calls as in Python. auto: what the chat template shows."""
+    """Parse tool calls in this format. hermes: JSON in <tool_call> tags, as Qwen writes it; llama3: JSON alone;
+    qwen3_coder: XML in <tool_call> tags; python: calls as in Python. auto: what the chat template shows."""
     on_error: Literal["stop", "skip", "value"] = "stop"
     """Do this when an environment raises outside of a tool, is late, dies, or gives rubbish. stop: the run ends and
-    says why; skip: the conversation ends there and is not learned from, and takes its group's mean where advantages
-    are computed; value: it ends there, and every reward, and all together, is error_value. A tool that raises is none
-    of these: the policy is told what it raised."""
+    says why; skip: the conversation ends there and is not learned from; in advantages it counts with its group's
+    mean; value: it ends there, and every reward, and their sum, is error_value. A tool that raises is not such a case:
+    the policy is told the exception."""
     error_value: float = 0.0
     """Give this reward to a conversation whose environment failed, when on_error is value."""
     turn_credit: Literal["episode", "turn"] = "episode"
-    """Give all turns the advantage of their conversation, or add to each what its own rewards were worth (turn): the
-    sum of them from it on, less the mean over the group's conversations that came as far."""
+    """Give all turns the advantage of their conversation (episode), or add to each the value of its rewards (turn): the
+    sum of rewards from that turn on, minus the mean of this over the group's conversations that reached it."""
     memory_gb: float = Field(default=8.0, gt=0.0)
     """Let an environment's process allocate this much memory, in GB."""
     secrets: tuple[str, ...] = ()
@@ -200,17 +200,17 @@ class EnvironmentSection(Section):
     recycle: PositiveInt = 1000
     """Replace a process by a fresh one after this many conversations."""
     tool_steps: PositiveInt = 16
-    """Go on with a conversation this many decode steps after its turn ended, while others decode; its environment has
-    that time for free. Engines that have nothing else to do go on as soon as it has answered."""
+    """Continue a conversation this many decode steps after its turn has ended, while others decode; its environment
+    answers meanwhile at no cost. Engines without other work continue as soon as it has answered."""
 
     @property
     def is_on(self) -> bool:
-        """Return whether the policy has conversations."""
+        """Whether the policy has conversations with environments."""
         return self.name is not None
 
     @property
     def names(self) -> dict[str, str]:
-        """Return the environments by the names that the column `environment` has for them; "" for the only one."""
+        """The environments by their names in the column `environment`; a single one has the name ""."""
         return self.name if isinstance(self.name, dict) else {} if self.name is None else {"": self.name}
 
 
@@ -218,13 +218,13 @@ class TrainerMeshSection(Section):
     """These settings are the shape of the trainer's mesh."""
 
     fsdp: PositiveInt | None = None
-    """Split parameters and batch rows over this many devices; over all that tp leaves when unset."""
+    """Split parameters and batch rows over this many devices; when unset, over all devices divided by tp."""
     tp: PositiveInt = 1
     """Split heads and hidden units over this many devices."""
 
 
 class SamplerMeshSection(Section):
-    """These settings cut the sampler's devices into replicas, each an engine of its own."""
+    """These settings divide the sampler's devices into replicas, one engine each."""
 
     tensor: PositiveInt | None = None
     """Split the model's heads and hidden units over this many devices in each replica; when unset, over the fewest that
@@ -268,8 +268,8 @@ class HostsSection(Section):
     start_timeout_seconds: float = Field(default=300.0, gt=0.0)
     """Wait this many seconds for the other processes at start-up."""
     lost_timeout_seconds: float = Field(default=40.0, ge=2.0)
-    """Take a process that gives no sign of life for this many seconds as lost, and end the others; a slow one does give
-    signs."""
+    """Take a process that gives no sign of life for this many seconds as lost, and end the others; a process that
+    is only slow does give signs of life."""
 
 
 class CheckpointSection(Section):
@@ -285,29 +285,29 @@ class CheckpointSection(Section):
     """Continue an earlier run or start anew. auto: continue from the newest checkpoint in run.dir if there is one;
     never: start anew (files of an earlier run are moved aside, not deleted); require: fail without a checkpoint."""
     allow_changes: tuple[str, ...] = ()
-    """Continue although these settings, or settings of these sections, are not what they were, e.g.
-    [optimizer.learning_rate, rewards]. Without, a change is refused that makes results before and after incomparable.
-    data: also other prompts than before."""
+    """Continue although these settings, or settings in these sections, have changed, e.g.
+    [optimizer.learning_rate, rewards]. Other changes are refused if they make earlier and later results incomparable.
+    data also allows other prompts than before."""
 
 
 class ExportSection(Section):
-    """These settings say how a model is left in Hugging Face's format: at the end of the run, and by
+    """These settings say how a model is exported in Hugging Face's format, at the end of the run and by
     scripts/export.py."""
 
     every: Literal["best", "last"] | None = None
-    """Leave this model of every run in run.dir/exports, at its end: that of the best step (evaluation.best), or the
-    last; none when unset."""
+    """At its end, export this model of the run to run.dir/exports: that of the best step (evaluation.best), or of the
+    last step; none when unset."""
     kind: Literal["model", "adapter"] = "model"
     """Write the whole model, into which adapters are merged, or the adapters alone, in the format of PEFT."""
     dtype: Literal["float32", "bfloat16"] | None = None
-    """Write tensors of this type; of model.dtype when unset. float32 has the parameters that were trained, also where
-    the policy computes in bfloat16."""
+    """Write tensors in this type; in model.dtype when unset. float32 writes the parameters as trained, even if the
+    policy computes in bfloat16."""
     shard_mib: PositiveInt = 4096
     """Write files of up to this many MiB of tensors each; one that is larger by itself gets a file of its own."""
 
 
 VARIABLE = re.compile(r"\$(\w+|\{\w+\})")
-"""The value of a setting that is to be taken from the environment."""
+"""Matches a setting whose value comes from an environment variable."""
 
 
 class LoggingSection(Section):
@@ -318,7 +318,7 @@ class LoggingSection(Section):
     tensorboard: bool = False
     """Also write event files for TensorBoard, in run.dir/tensorboard."""
     wandb: Literal["off", "offline", "online"] = "off"
-    """Also log to Weights & Biases; online without an API key falls to offline, and says so."""
+    """Also log to Weights & Biases; online without an API key falls back to offline, and says so."""
     wandb_project: str = "tpu_grpo"
     """Log to this project of Weights & Biases."""
     wandb_entity: str | None = None
@@ -332,8 +332,8 @@ class LoggingSection(Section):
     """Call these classes of your own, path.py:Class or package.module:Class, with the metrics and samples of every step
     and evaluation, on host 0; see docs/logging.md."""
     against: str | None = None
-    """Compare the run, in console and report, with what was published of one: the name of a config under
-    configs/reference, or a file of your own like the .json beside it."""
+    """Compare the run, in console and report, with a published run: the name of a config under configs/reference, or a
+    file of your own in the format of the .json beside it."""
     profile_steps: tuple[PositiveInt, ...] = ()
     """Record a timeline of these steps, e.g. [3, 4], in run.dir/profile, for Perfetto and TensorBoard."""
     on_end: Annotated[

@@ -1,8 +1,8 @@
-"""The settings there are: name, type, default and meaning of each, and what changing it does to a run that goes on.
+"""Lists all settings with name, type, default and meaning, and the effect of a change on a run that is continued.
 
-none        nothing that is learnt or measured depends on it
-rounding    the same is computed in another order: results compare, but not to the bit
-results     before and after cannot be compared; needs ``checkpoint.allow_changes``
+none        results do not depend on the setting
+rounding    only the order of computation changes: results are comparable, but not bit by bit
+results     earlier and later results cannot be compared; needs ``checkpoint.allow_changes``
 """
 
 import difflib
@@ -61,21 +61,21 @@ EFFECTS: Mapping[str, Effect] = {
     **dict.fromkeys(_ROUNDING.split(), "rounding"),
     **dict.fromkeys(_RESULTS.split(), "results"),
 }
-"""Setting -> effect, by the names that ``--help`` lists, or section -> effect of its settings that are not named; no
-section is named whose settings have none, so that a new one of theirs is decided.
+"""Setting -> effect, by the names in ``--help``; a section's entry is for its settings that have no entry. No section
+has the effect none, so that for each new setting somebody must decide.
 
-A test fails for a new setting without one. A learning rate that falls towards the end depends on ``run.max_steps``,
-too; see `effect_of`.
+A test fails for a new setting without an effect. ``run.max_steps`` has another effect if the learning rate falls
+towards the end; see `effect_of`.
 """
 
 
 def effect_of(name: str, *, rate_ends_with_run: bool) -> Effect:
-    """Return the effect of a setting; entries of lists are named by their numbers, as in rewards.0.weight.
+    """Return the effect of a setting; entries of lists are numbered, as in rewards.0.weight.
 
-    ``rate_ends_with_run`` says whether the learning rate depends on where the run ends.
+    ``rate_ends_with_run`` says whether the learning rate depends on the last step of the run.
 
     Raises:
-        KeyError: nobody has decided what a change of it does.
+        KeyError: EFFECTS has no entry for the setting or its sections.
     """
     if name == "run.max_steps" and rate_ends_with_run:
         return "results"
@@ -104,7 +104,7 @@ meshes.layout
 checkpoint.every
 evaluation.path evaluation.every
 logging.wandb
-""".split()  # noqa: SIM905  # a section a line
+""".split()  # noqa: SIM905  # one section per line
 """The settings that most people change, which ``--help`` shows, in the order of the sections."""
 _ELSEWHERE = """
 algorithm.group_size: num_generations num_return_sequences num_samples_per_prompt n_samples_per_prompt rollout_n n
@@ -160,15 +160,15 @@ rollout.kv_tokens: gpu_memory_utilization vllm_gpu_memory_utilization mem_fracti
 meshes.sampler.tensor: tensor_parallel_size tensor_model_parallel_size vllm_tensor_parallel_size
 meshes.trainer.fsdp: fsdp_size fsdp
 """
-"""A setting, and what TRL, verl, EasyDeL and Atropos call it."""
+"""Setting: its names in TRL, verl, EasyDeL and Atropos."""
 MEANT: Mapping[str, str] = {
     name: setting
     for setting, _, names in (line.partition(":") for line in _ELSEWHERE.strip().splitlines())
     for name in names.split()
 }
-"""The last part of another library's name -> the setting that does the same here."""
+"""Last part of another library's setting name -> equivalent setting here."""
 SAME_VALUES = {"bf16": "bfloat16", "fp32": "float32", "flash_attention_2": "flash", "sdpa": "dot", "eager": "dot"}
-"""Values as other libraries write them, and as settings here do."""
+"""Value in other libraries -> value here."""
 ABSENT = {
     "push_to_hub": "nothing is uploaded; export.every=last leaves a Hugging Face directory in run.dir/exports, which "
     "`hf upload` takes",
@@ -178,17 +178,17 @@ ABSENT = {
     "config": "the config is named alone: scripts/run.py CONFIG.yaml",
     "logging_steps": "every step is logged; leave it out",
 }
-"""Names of other libraries for what needs no setting here, and why."""
+"""Setting in other libraries that is not needed here -> the reason."""
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
-    """Return a question for the one of the names that may have been meant; None if none is similar."""
+    """Return "did you mean NAME?" for the most similar of the names; None if none is similar."""
     near = difflib.get_close_matches(listed_name(name), list(names), n=1, cutoff=0.5)
     return f"did you mean {near[0]}?" if near else None
 
 
 def meant(name: str, names: Iterable[str]) -> str | None:
-    """Return the setting that a name of another library, or of another section, corresponds to; None for other names.
+    """Return the setting that corresponds to a name in another library or another section; None if there is none.
 
     >>> meant("num_generations", []), meant("trainer.temperature", ["rollout.temperature", "rollout.top_p"])
     ('algorithm.group_size', 'rollout.temperature')
@@ -207,7 +207,7 @@ def settings_of(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[st
         elif entry := _entry_of(kind):
             default = "unset" if info.default is None else str([e.name for e in info.default])
             yield prefix + name, "list", default, info.description or ""
-            if f"{prefix}{name}" != "evaluation.rewards":  # they are described once, in rewards[i]
+            if f"{prefix}{name}" != "evaluation.rewards":  # described under rewards[i]
                 yield from settings_of(entry, f"{prefix}{name}[i].")
         else:
             default = "required" if info.is_required() else _yaml_scalar(info.get_default())
@@ -215,7 +215,7 @@ def settings_of(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[st
 
 
 def _entry_of(kind: Any) -> type[Section] | None:
-    """Return the section that a list holds: RewardSpec of ``tuple[RewardSpec, ...]``, also of that or None."""
+    """Return the section class of a list's entries: RewardSpec for ``tuple[RewardSpec, ...]``, with or without None."""
     if get_origin(kind) in (Union, types.UnionType):
         return next(filter(None, map(_entry_of, get_args(kind))), None)
     inside = get_args(kind)[0] if get_origin(kind) is tuple else None

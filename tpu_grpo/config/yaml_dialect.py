@@ -1,4 +1,4 @@
-"""Configs and overrides are written in this YAML: it has the plain values of YAML 1.2, and no tags beyond them."""
+"""The YAML dialect of configs and overrides: plain values as in YAML 1.2, and no other tags."""
 
 import re
 from typing import Any
@@ -15,17 +15,17 @@ _PLAIN_VALUES = {
     "float": r"([-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))",
     "merge": r"<<",
 }
-"""Unquoted YAML is one of these or else a text: the core schema of YAML 1.2 (section 10.3), and merge keys."""
+"""Patterns of unquoted values; any other is text. The core schema of YAML 1.2 (section 10.3), and merge keys."""
 _BARE_SWITCHES = ("yes", "no", "on", "off")
 MOST_NODES = 200_000
-"""The most values of a document, those that aliases repeat included."""
+"""The most values in a document, including those that aliases repeat."""
 
 
 def read_yaml(text: str) -> Any:
     """Read a document of this dialect.
 
     Raises:
-        yaml.YAMLError, ValueError: for what is none, is nested too deep, or repeats itself too often by aliases.
+        yaml.YAMLError, ValueError: for invalid YAML, too deep nesting, or too many values by aliases.
     """
     try:
         return yaml.load(text, Loader)
@@ -34,19 +34,19 @@ def read_yaml(text: str) -> Any:
 
 
 class Loader(yaml.SafeLoader):
-    """PyYAML reads YAML 1.1, where off is a switch, 1e-4 a text, 010 eight and 2026-01-01 a date; people mean 1.2.
+    """Reads YAML 1.2. PyYAML reads 1.1, where off is a boolean, 1e-4 is text, 010 is eight and 2026-01-01 is a date.
 
-    A key that is set twice is refused, where PyYAML keeps the last; so is a value that contains itself.
+    Unlike in PyYAML, a key that is set twice is refused; so is a value that contains itself.
     """
 
-    yaml_implicit_resolvers = {}  # noqa: RUF012  # PyYAML's way to drop the parent's
-    yaml_constructors = {  # noqa: RUF012  # and its table of tags; dates and bytes are of no use to a setting
+    yaml_implicit_resolvers = {}  # noqa: RUF012  # this is how PyYAML drops inherited ones
+    yaml_constructors = {  # noqa: RUF012  # tags; settings need no dates or bytes
         tag: yaml.SafeLoader.yaml_constructors[tag]
         for tag in (f"{_TAG}null", f"{_TAG}float", f"{_TAG}seq", f"{_TAG}map", None)
     }
 
     def compose_mapping_node(self, anchor: Any) -> Any:
-        """Compose a mapping whose keys differ both as texts and as values: 1, "1", 01 and 1.0 are one key."""
+        """Compose a mapping; refuse keys that are equal as texts or as values: 1, "1", 01 and 1.0 are one key."""
         node: Any = super().compose_mapping_node(anchor)
         texts, values = set(), set()
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
@@ -59,7 +59,7 @@ class Loader(yaml.SafeLoader):
         return node
 
     def get_single_node(self) -> Any:
-        """Compose the document, whose aliases must not multiply: nine levels of nine aliases are 300 bytes."""
+        """Compose the document; refuse aliases that multiply (nine levels of nine aliases need only 300 bytes)."""
         node: Any = super().get_single_node()
         sizes: dict[int, int] = {}
         if node is not None and _size(node, sizes) > MOST_NODES:
@@ -67,12 +67,12 @@ class Loader(yaml.SafeLoader):
         return node
 
     def construct_object(self, node: Any, deep: bool = False) -> Any:
-        """Construct a value with all that it contains, so that PyYAML refuses one that contains itself."""
+        """Construct a value together with its content, so that PyYAML refuses a value that contains itself."""
         return super().construct_object(node, deep=True)
 
 
 def _size(node: Any, sizes: dict[int, int]) -> int:
-    """Count a node and all in it, as often as it is repeated; ``sizes`` remembers them, and 1 for a node in itself."""
+    """Count a node and its content, repetitions included; ``sizes`` caches counts, and stops cycles with a 1."""
     if id(node) not in sizes:
         sizes[id(node)] = 1
         parts = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
@@ -82,7 +82,7 @@ def _size(node: Any, sizes: dict[int, int]) -> int:
 
 
 class Dumper(yaml.SafeDumper):
-    """This dumper quotes texts that either version of YAML would read as something else."""
+    """Quotes texts that YAML 1.1 or 1.2 would read as something else."""
 
 
 def _text(loader: Loader, node: yaml.ScalarNode) -> str:

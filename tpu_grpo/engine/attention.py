@@ -10,14 +10,14 @@ for the rows' greatest possible lengths; ``at_step`` derives the metadata of eac
     auto    the model's type, so that nothing is lost
     fp8     float8_e4m3fn (Micikevicius et al. 2022, arXiv 2209.05433), without scales: a number from 2^-6 to 448 is off
             by at most 1/16 of itself, a smaller one by at most 2^-10, and a larger one becomes 448
-    int8    whole numbers from -127 to 127 times a scale, which every head of a token's key, and of its value, has for
-            itself: a number is off by at most 1/254 of the largest of its head. The four bytes of the scale follow the
+    int8    integers from -127 to 127 times a scale. Each head of a token's key, and of its value, has its own scale, so
+            a number is off by at most 1/254 of the largest one in its head. The four bytes of the scale follow the
             head's numbers
 
 NaN and infinite values become NaN in 8 bits.
 
 Suffixes: b rows of the batch, B rows (padded), L context, S cache slots of all rows, T new tokens of all rows, D
-numbers of a head, W numbers of the cache for it.
+head width, W head width in the cache.
 """
 
 from abc import ABC, abstractmethod
@@ -72,11 +72,11 @@ class AttentionMode(ABC):
 
     @abstractmethod
     def launch_metadata(self, slots_bL: Int[np.ndarray, "b L"], ends_B: Int[np.ndarray, " B"]) -> Any:
-        """Build the metadata of the decode steps of a launch, at whose end each row has at most ``ends`` tokens."""
+        """Build the metadata of a launch of decode steps, after which each row has at most ``ends`` tokens."""
 
     @abstractmethod
     def at_step(self, metadata: Any, seq_lens_B: Int[Array, " B"]) -> tuple[Any, Int[Array, " S"]]:
-        """Return the metadata of one decode step, and its cache_loc, inside a trace; rows of length 0 are padding."""
+        """Compute, inside a trace, the metadata and cache_loc of one decode step; rows of length 0 are padding."""
 
     @abstractmethod
     def backend(self, metadata: Any) -> Any:
@@ -95,7 +95,7 @@ class NativeMode(AttentionMode):
     @override
     def library_backend(self) -> Any:
         cap = getattr(self._runner.model_config.hf_config, "attn_logit_softcapping", None)
-        if cap is not None:  # which the library's native attention leaves out
+        if cap is not None:  # the library's native attention ignores it
             raise ConfigError(
                 "rollout.attention=native needs a model without attn_logit_softcapping, got "
                 f"{cap:g}; use gather or auto"
@@ -155,13 +155,13 @@ class NativeMode(AttentionMode):
 
 
 class CutNativeAttention(NativeAttention):
-    """NativeAttention, which pads heads as the cache does, with outputs as wide as the model's heads."""
+    """NativeAttention whose outputs, which are padded like the cache, are cut to the width of the model's heads."""
 
     def __call__(
         self, q: Array, k: Array, v: Array, layer: RadixAttention, *args: Any, **kwargs: Any
     ) -> tuple[Float[Array, "T heads"], Array]:
         """Attend; returns the output and the updated cache, as the library's class does."""
-        attend: Any = super().__call__  # which the library leaves without types
+        attend: Any = super().__call__  # untyped in the library
         output, cache = attend(q, k, v, layer, *args, **kwargs)
         padded = cache.shape[-1]
 
@@ -176,13 +176,13 @@ class CutNativeAttention(NativeAttention):
 
 FP8 = jnp.dtype(jnp.float8_e4m3fn)
 FP8_LARGEST = 448.0
-"""The type has no infinity, and a plain conversion makes larger numbers NaN."""
+"""The largest number of the type. It has no infinity, and a plain conversion makes larger numbers NaN."""
 INT8 = jnp.dtype(jnp.int8)
 INT8_LARGEST = 127
 SCALE_BYTES = 4
 BITS = {jnp.dtype(jnp.uint16): jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.uint8): FP8}
-"""Arrays of these types hold the bits of those. Gather attention keeps bfloat16 and float8 so: on a CPU, XLA converted
-the whole cache at every write and every read, 0.3 s each for a layer of 80 MB."""
+"""Integer types whose arrays hold the bits of small float types in the cache of gather attention. With float arrays,
+XLA converted the whole cache on a CPU at every write and every read, 0.3 s each for a layer of 80 MB."""
 
 
 def cache_dtype(name: KVDtype, model_dtype: Any) -> jnp.dtype:
@@ -217,7 +217,7 @@ def encode(numbers: Float[Array, "*heads D"], dtype: jnp.dtype) -> Shaped[Array,
 
 
 def decode(kept: Shaped[Array, "*heads W"]) -> Float[Array, "*heads D"]:
-    """Convert cached keys or values back; those of 8 bits become float32."""
+    """Convert cached keys or values back; 8-bit ones become float32."""
     if kept.dtype in BITS:
         return decode(jax.lax.bitcast_convert_type(kept, BITS[kept.dtype]))
     if kept.dtype == INT8:

@@ -25,12 +25,12 @@ TOKENS_MULTIPLE = 64
 
 @dataclass(frozen=True)
 class Attended:
-    """What attention computed, float64, and a decode step to time."""
+    """The outputs of attention in float64, and a decode step to time."""
 
     prefill_THD: Float[np.ndarray, "T H D"]
-    """Of all tokens of each row but the last, row after row."""
+    """The outputs of all tokens but the last of each row, row after row."""
     decode_BHD: Float[np.ndarray, "B H D"]
-    """Of each row's last token."""
+    """The outputs of each row's last token."""
     decode: Callable[[], Array]
     """Launches the decode step again."""
 
@@ -48,11 +48,11 @@ def attend(
     v_BLKD: Float[np.ndarray, "B L K D"],
     lengths_B: Int[np.ndarray, " B"],
 ) -> Attended:
-    """Attend with all tokens of rows of these lengths, at least 2: all but the last in a prefill, then the last."""
+    """Attend with all tokens of rows of these lengths (at least 2): all but the last in a prefill, then the last."""
     runner, page = engine._runner, engine._runner.page_size
     rows, longest, heads, width = q_BLHD.shape
     wide = -(-longest // page) * page
-    slots_BL = (page + np.arange(rows * wide, dtype=np.int32)).reshape(rows, wide)  # page 0 is nobody's
+    slots_BL = (page + np.arange(rows * wide, dtype=np.int32)).reshape(rows, wide)  # page 0 belongs to no row
     before_B, spec = (lengths_B - 1).astype(np.int32), engine.cache_specs[0]
     shape = (1 + rows * wide // page, *spec.shape[1:])
     row_T, place_T = np.nonzero(np.arange(longest) < before_B[:, None])
@@ -97,8 +97,8 @@ def _attend(
     lengths_B: Array,
     slots_T: Array,
 ) -> tuple[Array, Array]:
-    """Write keys and values of new tokens into the cache and attend; returns the output [T, H D], whole everywhere, and
-    the cache."""
+    """Write keys and values of new tokens into the cache and attend; returns the output [T, H D], replicated, and the
+    cache."""
     decodes, dtype = mode == ForwardMode.DECODE, jnp.dtype(runner.dtype)
     found, cache_loc = runner.attention.at_step(metadata, lengths_B) if decodes else metadata
     batch = SimpleNamespace(

@@ -3,15 +3,15 @@
     groups = make_groups(requests, expected_tokens(requests, known))
     dealer = Dealer(groups, drivers=[[0], [0, 1]])     # two replicas, and the hosts that drive them
     dealer.deal(loads)          # at the start: two idle replicas
-    dealer.deal(loads)          # at every agreed point while groups wait
+    dealer.deal(loads)          # at every synchronization point while groups wait
     dealer.assigned             # the requests of each replica, once none waits
 
-A replica starts a group when it has a place for one of its rows. Groups that have not been started are dealt again at
-every synchronization point, so that an idle replica takes over groups that wait at a busy one. For two replicas of 2
-places and six groups of one request each, whose expected tokens are 9 7 5 4 2 1:
+A replica starts a group when it has a place for one of the group's rows. Groups that have not been started are dealt
+again at every synchronization point, so that an idle replica takes over groups that wait at a busy one. For two
+replicas of 2 places and six groups of one request each, whose expected tokens are 9 7 5 4 2 1:
 
     at the start    9 and 4 run on replica 0 (13), 7 and 5 on replica 1 (12);  2 waits at replica 1, 1 at replica 0
-    at a point      replica 1 has ended 7, 5 and its own 2, and takes over 1, for which replica 0 has no place yet
+    at a point      replica 1 has finished 7, 5 and 2, and takes over 1, for which replica 0 has no place yet
 
 The dealing depends only on the requests, the expected tokens and the tokens sampled so far, so that every host
 computes the same.
@@ -27,7 +27,7 @@ from tpu_grpo.records.stages import Request
 POINTS = 32
 """The approximate number of synchronization points during the longest answer, if groups wait that long."""
 FEWEST_STEPS = 16
-"""Decode steps between two points, at least: a point costs an exchange between hosts, and the others' waiting."""
+"""The fewest decode steps between two points: at each, hosts exchange messages and wait for the slowest replica."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class Group:
 
     number: int
     members: tuple[int, ...]
-    """Their indices, ascending."""
+    """The requests' indices, ascending."""
     tokens: int
-    """Tokens that are expected of all of them together."""
+    """The expected number of tokens of all requests together."""
 
 
 @dataclass(frozen=True)
@@ -46,20 +46,20 @@ class Load:
     """The work of a replica at a synchronization point."""
 
     rows: int
-    """Requests of groups that it has started and that have not ended."""
+    """The number of requests in started groups that have not ended."""
     places: int
-    """The requests that it can run at once."""
+    """The number of requests that the replica can run at once."""
     tokens: int = 0
-    """Tokens that are still expected of the rows."""
+    """The number of tokens that are still expected of these requests."""
     held: tuple[int, ...] = ()
-    """The numbers of the groups that it has not started."""
+    """The numbers of the groups that the replica holds and has not started."""
 
 
 def expected_tokens(requests: Sequence[Request], known: Sequence[float | None] | None = None) -> list[int]:
-    """Return the expected tokens of each request, given those that are known.
+    """Return the expected number of tokens of each request; ``known`` has the numbers that are known.
 
-    Unknown ones get the mean of the known. If none is known, each is expected to take half of the longest answer
-    allowed.
+    The other requests get the mean of these. If none is known, each request is expected to take half of the longest
+    answer allowed.
     """
     known = known or [None] * len(requests)
     told = [value for value in known if value is not None]
@@ -109,8 +109,7 @@ def steps_between_points(requests: Sequence[Request]) -> int:
 
 
 def startable(held: Sequence[Group], rows: int, places: int) -> int:
-    """Return how many of the groups, in order, a replica starts now: as long as it has a place for a group's first
-    row."""
+    """Return how many of the groups a replica starts now: in order, as long as a group's first row has a place."""
     for count, group in enumerate(held):
         if rows >= places:
             return count
@@ -119,10 +118,9 @@ def startable(held: Sequence[Group], rows: int, places: int) -> int:
 
 
 def host_told(group: int, drivers: Sequence[int], replicas: int) -> int:
-    """Choose the host, of those that drive a replica, that reports the completions of a group which the replica
-    serves.
+    """Choose which of the hosts that drive a group's replica (``drivers``) reports the group's completions.
 
-    The hosts take turns, as replicas do in getting groups; every host computes the same choice.
+    They take turns, by the number of the group; every host computes the same choice.
     """
     return drivers[group // replicas % len(drivers)]
 
@@ -131,11 +129,11 @@ def divided_places(places: int | None, drivers: Sequence[Sequence[int]]) -> list
     """Divide the number of environments that each host may run at once among the replicas that it drives.
 
     Args:
-        places: of each host; None for any number.
-        drivers: for every replica the hosts that drive it: one that drives several, or several that drive one.
+        places: the number of environments per host; None for any number.
+        drivers: the hosts that drive each replica. One host may drive several replicas, or several hosts one replica.
 
     Raises:
-        ConfigError: if there are fewer than replicas, of which each needs one.
+        ConfigError: if a host has fewer places than replicas, since each replica needs one.
     """
     if places is None:
         return [None] * len(drivers)
@@ -166,8 +164,8 @@ class Dealer:
     def deal(self, loads: Sequence[Load]) -> list[list[Group]]:
         """Deal all groups that have not been started, and return the groups of each replica from now on.
 
-        The next group goes to the replica where the fewest of its rows have to wait for a place, then to the one with
-        the fewest expected tokens, then to the first.
+        Each group goes to the replica where the fewest of its rows have to wait for a place. Ties go to the replica
+        with the fewest expected tokens, then to the first.
         """
         held = {number for load in loads for number in load.held}
         rows, tokens = [load.rows for load in loads], [load.tokens for load in loads]
@@ -197,7 +195,7 @@ class Dealer:
 
     @property
     def told(self) -> list[int]:
-        """The host that gets the completion of each request."""
+        """For each request, the host that reports its completion."""
         told = {
             index: host_told(number, self._drivers[owner], len(self._drivers))
             for number, owner in self._owners.items()

@@ -1,6 +1,6 @@
 """Several decode steps in one launch: a loop on the devices that samples tokens and appends them to their rows.
 
-This file is what is traced and compiled; launches.py has the host's side.
+This file has the traced code; launches.py has the host's side.
 
 The cache slots of all steps are reserved before the launch, so that the loop needs nothing from the host. A row ends
 inside the launch by a stop token, or when its slots are used up; from then on it counts as padding and writes
@@ -56,7 +56,7 @@ class StepOutput(NamedTuple):
     experts: Integer[Array, "T L K"] | None
     """The experts of every token that the step computed, if the runner returns them."""
     kept: Int[Array, " B"] | None = None
-    """How many tokens the filters kept, if the runner's log-probabilities are those among them."""
+    """How many tokens the filters kept, if log-probabilities are taken among these tokens."""
 
 
 Cache = list[Array]
@@ -65,44 +65,44 @@ Step = Callable[[Cache, StepInputs], tuple[StepOutput, Cache]]
 
 
 class LaunchRows(NamedTuple):
-    """The inputs of a launch that each row has."""
+    """The per-row inputs of a launch."""
 
     token: Int[AnyArray, " B"]
-    """The token that the first step takes in."""
+    """The input token of the first step."""
     length: Int[AnyArray, " B"]
     """Tokens that the row has after the first step, or 0 for padding."""
     stops: Bool[AnyArray, " B"]
     """Whether a stop token ends the row."""
     sampling: SamplingColumns
     slots: Int[AnyArray, "B k"]
-    """The cache slots of the tokens that the steps take in; -1 after the row's last."""
+    """The cache slots of the steps' input tokens; -1 after the row's last."""
 
 
 class LaunchInputs(NamedTuple):
-    """The inputs of a launch on the devices, all replicated, in few arrays because each costs time."""
+    """The inputs of a launch on the devices, all replicated; they are few arrays because each array costs time."""
 
     rows: Int[AnyArray, "B columns"]
     """LaunchRows side by side in int32; ``pack_rows`` makes it."""
     control: Int[AnyArray, " 3"]
-    """The number of steps; how many running rows are so few that the launch ends; and 1 to take up ``before``."""
+    """The most steps; the number of running rows at or below which the launch ends; and 1 to use ``before``."""
     attention: Any
-    """The attention mode's arrays, which stay as they are during a launch."""
+    """The attention mode's metadata, constant during a launch."""
     before: Int[AnyArray, "2 B"]
-    """What the launch before left in ``LaunchOutput.after``; anything for a launch that does not take it up."""
+    """``LaunchOutput.after`` of the previous launch; any values if ``control`` does not say to use it."""
 
 
 class LaunchOutput(NamedTuple):
     """The outputs of a launch on the devices, beside the cache."""
 
     results: Int[Array, "results B"]
-    """2 k + 1 lines: the number of tokens of each row, the tokens of every step, and the bits of their
-    log-probabilities."""
+    """2 k + 1 lines: the number of tokens of each row; k lines with the tokens of each step; and k lines with the bits
+    of their log-probabilities."""
     experts: Integer[Array, "k B L K"] | None
-    """The experts of every token that a step took in, if the runner returns them."""
+    """The experts of every step's input tokens, if the runner returns them."""
     after: Int[Array, "2 B"] | None
-    """Each row's last token, and 1 if that is a stop token; the next launch reads it, and the host does not."""
+    """Each row's last token, and 1 if it is a stop token. The next launch reads this; the host does not."""
     kept: Int[Array, "k B"] | None = None
-    """How many tokens the filters kept of every step's, if log-probabilities are those among them."""
+    """How many tokens the filters kept at each step, if log-probabilities are taken among these tokens."""
 
 
 def for_host(output: StepOutput | LaunchOutput) -> StepOutput | LaunchOutput:
@@ -111,13 +111,13 @@ def for_host(output: StepOutput | LaunchOutput) -> StepOutput | LaunchOutput:
 
 
 class Sampled(NamedTuple):
-    """The tokens of b rows in a launch or a prefill step, on the host: the first ``count`` of each row."""
+    """What b rows sampled in a launch or a prefill step, on the host. Only the first ``count`` of a row are valid."""
 
     count: Int[np.ndarray, " b"]
     tokens: Int[np.ndarray, "k b"]
     logprobs: Float[np.ndarray, "k b"]
     kept: Int[np.ndarray, "k b"] | None = None
-    """How many tokens the filters kept, if log-probabilities are those among them."""
+    """How many tokens the filters kept, if log-probabilities are taken among these tokens."""
 
     @classmethod
     def of_prefill(cls, output: StepOutput, rows: int) -> "Sampled":
@@ -130,7 +130,7 @@ class Sampled(NamedTuple):
     def of_launch(
         cls, results: Int[np.ndarray, "results B"], columns: Int[np.ndarray, " b"], kept: Any = None
     ) -> "Sampled":
-        """Read these rows from the arrays of a launch's output on the host."""
+        """Read the rows at ``columns`` from the arrays of a launch's output on the host."""
         chosen = np.ascontiguousarray(np.asarray(results)[:, columns])
         tokens, bits = np.split(chosen[1:], 2)
         counts = None if kept is None else np.asarray(kept)[:, columns]
@@ -183,7 +183,7 @@ def decode_loop(
     experts: ExpertLayout | None,
     filtered: bool = False,
 ) -> tuple[LaunchOutput, Cache]:
-    """Trace the steps of a launch. The first is always made, unless all rows are padding.
+    """Trace the steps of a launch. No step runs if too few rows are running at its start: see ``LaunchInputs.control``.
 
     Returns what was sampled, and the cache, which is updated in place.
     """
@@ -253,6 +253,6 @@ def _step_inputs(carry: _Carry, rows: LaunchRows, metadata: Any, attention: Atte
 
 
 def _slots_at(rows: LaunchRows, step: Int[Array, ""]) -> Int[Array, " B"]:
-    """Return the slots of a step; -1 after the last."""
+    """Return each row's slot at a step; -1 after the last step."""
     slots = jnp.pad(rows.slots, ((0, 0), (0, 1)), constant_values=-1)
     return jax.lax.dynamic_index_in_dim(slots, step, axis=1, keepdims=False)

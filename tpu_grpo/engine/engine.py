@@ -4,7 +4,7 @@
     engine.install_weights(weights)          # name -> array, as engine.weight_specs says; forgets cached prefixes
     completions = engine.generate(requests)  # in the order of the requests
 
-Everything happens on the calling thread. A call goes down these floors:
+Everything happens on the calling thread. A call passes through these layers:
 
     Engine.generate -> Generation.advance       which requests to submit            generation.py
         SteppedScheduler.start, finish          which rows to launch, which slots   scheduler.py
@@ -58,11 +58,11 @@ class Engine:
         self.cache_specs = self._runner.cache_specs
         """The shape, dtype and sharding of every layer's cache."""
         self.expert_layout = self._programs.expert_layout
-        """What the engine returns of the experts that served each token; None if it was not built to return any."""
+        """The layout of the expert indices that the engine returns; None if it was not built to return them."""
         self.steps_per_launch = self._programs.steps
         """The most decode steps of a launch."""
         self.figures: Mapping[str, float] = {}
-        """What the last ``generate`` took, under the metrics' names."""
+        """The metrics of the last ``generate``, by name."""
 
     @classmethod
     def build(cls, checkpoint: Path, mesh: Mesh, options: EngineOptions) -> "Engine":
@@ -75,7 +75,7 @@ class Engine:
 
         Raises:
             ConfigError: if ``options.shard_vocab`` is set and the mesh's size does not divide the vocabulary, if flash
-                attention cannot take the pages, or the fused experts a number of tokens.
+                attention does not support the pages, or if fused experts do not support a number of tokens.
         """
         context, chunk = options.context_tokens + CONTEXT_MARGIN_TOKENS, options.shapes.prefill[-1]
         if options.attention == "flash":
@@ -84,7 +84,7 @@ class Engine:
             check_tokens(options.shapes, mesh.size)
         repairs.require_repaired_version()
         repairs.count_instead_of_clock()
-        arguments = ServerArgs(  # with which no port, thread or clock takes part in what the library does
+        arguments = ServerArgs(  # with these the library uses no port, thread or clock
             model_path=str(checkpoint),
             device=jax.default_backend(),
             dtype=options.dtype,
@@ -127,7 +127,7 @@ class Engine:
     # --- weights and programs -----------------------------------------------------------------------------------------
 
     def install_weights(self, weights: Mapping[str, Array]) -> None:
-        """Set the parameters to sample with, and clear the prefix cache, which belongs to the previous ones.
+        """Set the parameters to sample with, and clear the prefix cache, which belongs to the old ones.
 
         Raises:
             WeightsError: if names, shapes or types are not those of ``weight_specs``.
@@ -176,13 +176,13 @@ class Engine:
         Args:
             requests: what to sample.
             finished: is called with the index and the completion of each request as it ends.
-            conversations: those of the requests, if their answers are conversations.
+            conversations: the conversations that begin with the requests, if completions are conversations.
 
         Returns:
             The completions in the order of ``requests``.
 
         Raises:
-            RequestError: if the engine can never serve one of them; none is started then.
+            RequestError: if the engine can never serve one of the requests; then none is started.
         """
         generation, before = self.start(requests, finished, conversations), self.use
         while generation.advance():
@@ -207,8 +207,7 @@ class Engine:
     def begin(
         self, requests: Sequence[Request], expected: Sequence[int], waves: Waves, finished: Finished | None = None
     ) -> Generation:
-        """Start a generation that serves those requests which its ``hold`` is given; ``check`` must have accepted
-        them.
+        """Start a generation, whose ``hold`` sets the requests to serve; ``check`` must have accepted them.
 
         See `Generation` for the arguments. The caller advances it launch by launch.
         """
@@ -216,8 +215,7 @@ class Engine:
         return Generation(self._scheduler, requests, expected, waves, finished)
 
     def limits(self, requests: Sequence[Request], expected: Sequence[int], places: int | None = None) -> Limits:
-        """Return the limits of conversations that begin with these requests, with this number of environments on each
-        host."""
+        """Return the limits of conversations that begin with these requests; each host has ``places`` environments."""
         return Limits(self.options.tool_steps, places, rows_kept(requests, expected, self.options), self._check)
 
     def check(self, requests: Sequence[Request]) -> None:
@@ -250,9 +248,9 @@ class Engine:
 
 
 def engine_mesh(devices: Sequence[Any], engines: int = 1) -> Mesh:
-    """Make the mesh of one engine, which shards heads and hidden units over ``devices``, or of several alike.
+    """Make the mesh of one engine, which shards heads and hidden units over ``devices``, or of several equal engines.
 
-    Its axes are explicit: the type of a traced array says how it is sharded, as sglang-jax's models ask. The devices of
-    several engines are listed engine by engine.
+    Its axes are explicit, as sglang-jax's models require: the type of a traced array says how it is sharded. The
+    devices of several engines are listed engine by engine.
     """
     return Mesh(np.asarray(devices).reshape(engines, -1), AXES, axis_types=(AxisType.Explicit,) * len(AXES))

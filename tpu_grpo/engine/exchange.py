@@ -1,9 +1,9 @@
-"""Brings the completions of all replicas to all hosts, with all that they hold, over the devices' interconnect.
+"""Brings all completions, with all of their arrays, to all hosts over the devices' interconnect.
 
     completions = exchange_completions(own, count=64, hosts=hosts, room=share_bytes(requests, senders=2))
 
-A host sends bytes: the size of a JSON text, that text, and the arrays to which it refers, bit for bit. They are
-divided into pieces of equal size, of which a host with more completions sends several. Received bytes are never
+A host sends bytes: the size of a JSON text, the text, and the arrays to which it refers, bit for bit. All hosts send
+them in equally many pieces of one size, as many as the host with the most bytes needs. Received bytes are never
 executed.
 """
 
@@ -24,12 +24,12 @@ from tpu_grpo.records.errors import LockstepError
 from tpu_grpo.records.stages import Completion, Request
 
 PIECE_BYTES = 64 * 2**20
-"""The most bytes of a piece, about, over all hosts, as every device holds a piece."""
+"""The most bytes, roughly, of one piece of every host together, because each device holds all of these."""
 FEWEST_BYTES = 2**16
-"""The fewest bytes that a host sends at once; more are powers of 2, so that few sizes are compiled."""
+"""The smallest piece, in bytes; larger ones are powers of 2, so that few sizes are compiled."""
 ROW_BYTES, TOKEN_BYTES = 320, 12
-"""What the JSON text of a completion takes at most, and what a token with its log-probability and count of the tokens
-that the filters kept."""
+"""The most bytes of a completion's JSON text, and the bytes per token: its id, its log-probability, and the number of
+tokens that the filters kept."""
 
 SIZE = Annotated[int, Field(ge=0, le=2**40)]
 """Bytes that a host may have to send."""
@@ -55,10 +55,10 @@ def exchange_completions(
     """Gather ``count`` completions in the order of the requests.
 
     Args:
-        own: those that this host sends, by the index of the request; nobody else sends them.
-        count: the requests.
+        own: the completions that this host, and no other, sends, by the index of the request.
+        count: the number of requests.
         hosts: the processes of the run, which all call this.
-        room: the bytes that a host sends at once; when None, as many as the host with the most has.
+        room: the wanted bytes of a piece, before rounding and limits; None: those of the host with the most.
     """
     if hosts.count == 1:
         return [own[index] for index in range(count)]
@@ -70,7 +70,7 @@ def exchange_completions(
     buffers = [bytearray() for _ in sizes]
     for start in range(0, max(sizes), piece):
         part = data[start : start + piece].ljust(piece, b"\0")
-        tables = hosts.gather_array("completions", np.frombuffer(part, np.int32))  # which no device pads
+        tables = hosts.gather_array("completions", np.frombuffer(part, np.int32))  # devices do not pad int32
         for buffer, table in zip(buffers, tables, strict=True):
             buffer += table.tobytes()
     found: dict[int, Completion] = {}
@@ -106,7 +106,7 @@ def decode_completions(data: bytes | bytearray, host: int = 0) -> dict[int, Comp
     """Decode the bytes that ``encode_completions`` made on another host.
 
     Raises:
-        LockstepError: no host has written this: a value is of another type, shape or size.
+        LockstepError: if a value has a type, shape or size that ``encode_completions`` never writes.
     """
     end = 8 + int.from_bytes(data[:8], "little")
     raw = memoryview(data)[end:]

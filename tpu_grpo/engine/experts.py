@@ -1,7 +1,7 @@
 """Mixture of experts in the sampler's model: the layer, and a record of the experts that served each token.
 
-The layer replaces sglang-jax's ``EPMoE``, whose constructor and weight names it has. Experts are sharded over the mesh,
-and no token is ever dropped. There are two ways, which take the same weights in the same layout:
+The layer replaces sglang-jax's ``EPMoE``, and has the same constructor and weight names. Experts are sharded over the
+mesh, and no token is ever dropped. There are two implementations, with the same weights in the same layout:
 
     Experts         every device has all tokens: it computes what its own experts contribute, and an all-reduce adds up
                     the contributions
@@ -9,13 +9,13 @@ and no token is ever dropped. There are two ways, which take the same weights in
                     it loads their weights
 
 The trainer may replay the experts that the engine's routers chose (``algorithm.routing_replay``). A step computes only
-tokens that are not in the cache. So experts are kept by cache slot until a request takes them; with a
-cached prefix a request gets the experts that were chosen when the prefix was computed:
+tokens that are not in the cache yet, so the chosen experts are stored by cache slot until the request ends. For a
+cached prefix, a request gets the experts that were chosen when the prefix was computed:
 
     table = ExpertTable(layout, slots=4096)
-    table.store(slots, experts)     # after every step: its new tokens
-    table.read(slots)               # when a request ends: its tokens, before their slots are free again
-    table.forget()                  # with the cache
+    table.store(slots, experts)     # after every step, for its new tokens
+    table.read(slots)               # when a request ends, before its slots are freed
+    table.forget()                  # whenever the cache is emptied
 
 Suffixes: T tokens, D width, E experts (e on this device), K experts per token, F hidden width of an expert, L layers.
 """
@@ -39,7 +39,7 @@ AXIS = "tensor"
 
 
 class Experts(nnx.Module):
-    """The gated MLPs of one layer, with every token routed to the experts that its router chose."""
+    """The gated MLPs (experts) of one layer; each token is computed by the experts that its router chose."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Experts(nnx.Module):
 
 
 class FusedExperts(Experts):
-    """The same in one Pallas kernel. The number of tokens of a step must be divisible by the devices."""
+    """``Experts`` as one Pallas kernel. A step's number of tokens must be divisible by the number of devices."""
 
     def __call__(
         self,
@@ -115,7 +115,7 @@ def _mix_own_experts(
 ) -> Float[Array, "T D"]:
     """Compute the contribution of this device's experts, and add it up over the devices.
 
-    There is a row for every pair of token and expert. Rows are sorted by expert; those of other devices come last.
+    Each (token, expert) pair is a row. Rows are sorted by expert; rows for experts of other devices come last.
     """
     own, per_token = gate_eDF.shape[0], experts_TK.shape[1]
     local = experts_TK.reshape(-1) - jax.lax.axis_index(AXIS) * own
@@ -151,7 +151,7 @@ class ExpertLayout:
         return self.layers * self.per_token * self.dtype.itemsize
 
     def stack(self, layers: list[Integer[Array, "T K"]]) -> Integer[Array, "T L K"]:
-        """Stack the expert indices of the model's layers into one array of the small type, replicated."""
+        """Stack the expert indices of the model's layers into one replicated array of type ``dtype``."""
         assert len(layers) == self.layers, f"{len(layers)} layers chose experts, expected {self.layers}"
         experts_TLK = jnp.stack(layers, axis=1).astype(self.dtype)
         return jax.sharding.reshard(experts_TLK, jax.sharding.PartitionSpec())
@@ -162,7 +162,7 @@ class ExpertLayout:
 
 
 class ExpertTable:
-    """Host memory for the experts of every cache slot; the system backs only what was written."""
+    """Host memory for the experts of every cache slot; the system backs only the pages that were written."""
 
     def __init__(self, layout: ExpertLayout, slots: int):
         self._layout = layout
@@ -170,7 +170,7 @@ class ExpertTable:
         self.forget()
 
     def forget(self) -> None:
-        """Know no token's experts."""
+        """Discard the experts of all tokens."""
         shape = self._slots, self._layout.layers, self._layout.per_token
         self._experts = np.zeros(shape, self._layout.dtype)
         self._known = np.zeros(self._slots, np.bool_)

@@ -1,18 +1,18 @@
 """sglang-jax's flash attention for TPUs (ragged paged attention, version 3), and the sizes of its blocks.
 
-A decode step runs in the kernel's decode form, whose queries are one token per row, and a prefill in its mixed form.
-The kernel pads heads to multiples of 128 numbers, and so does the cache.
+A decode step uses the kernel's decode mode, with one query per row, and a prefill its mixed mode. The kernel and the
+cache pad heads to multiples of 128 numbers.
 
-The kernel reads the cache of a row in blocks of keys and values, from the chip's large memory (HBM) into two buffers in
-its small one (VMEM), and computes on parts of a block, of which it skips those beyond the row's end. The sizes come
-from programs compiled for each generation, for 2 and for 8 key-value heads a device and heads of 128 numbers:
+The kernel reads a row's cache in blocks of keys and values, from HBM into two buffers in VMEM. It computes on one part
+of a block at a time, and skips parts beyond the row's end. The sizes were chosen from programs compiled for each TPU
+generation, with 2 and with 8 key-value heads per device and a head width of 128:
 
-- Every launch first fills the buffers of a decode step with zeros, one bundle (cycle) for each key and pair of heads:
-  6,144 bundles for 1,024 keys of 2 heads, 18,432 for 8 heads. A block costs about 900 bundles, and a key about 1 for 2
-  heads. So decode blocks are as long as the context, up to 1,024 keys, and shorter for many heads.
-- Parts of 256 keys take the fewest bundles: 7,574 against 7,733 (512 keys) and 8,098 (1,024) on v5e, and a short row
-  skips more of them.
-- Buffers above half of the kernel's VMEM do not compile: on v4, 1,024 keys of 8 heads do not.
+- In a decode step, every launch of the kernel first zeroes the buffers, at one bundle (cycle) per key and pair of
+  heads: 6,144 bundles for 1,024 keys of 2 heads, 18,432 for 8 heads. A block then costs about 900 bundles, and a key
+  about 1 for 2 heads. So decode blocks are as long as the context, up to 1,024 keys, and shorter for many heads.
+- Parts of 256 keys take the fewest bundles: 7,574 against 7,733 (512 keys) and 8,098 (1,024 keys) on v5e. A short row
+  also skips more of them.
+- Buffers larger than half of the kernel's VMEM do not compile, such as 1,024 keys of 8 heads on v4.
 
 Suffixes: b rows of the batch, B rows (padded), L context, S cache slots of all rows, T new tokens of all rows, H query
 heads, K key-value heads, D head width.
@@ -39,9 +39,9 @@ PAGE_TABLE = 2**17
 """The most pages that all rows may have together. The library lets their table take half of the 1 MiB of scalar memory,
 and silently runs fewer rows at once beyond that."""
 WITHOUT_FP8 = ("TPU v4",)
-"""There the compiler refuses the kernel's products of float32 and float8."""
+"""On these devices the compiler refuses the kernel's products of float32 and float8."""
 PAGES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-"""The page sizes that are suggested."""
+"""The page sizes that error messages suggest."""
 Block = tuple[int, int, int, int]
 """(queries fetched, keys fetched, queries computed at once, keys computed at once), in tokens."""
 MIB = 2**20
@@ -54,9 +54,9 @@ VMEM_BYTES = {
     "TPU v6 lite": 64 * MIB,
     "TPU v6e": 64 * MIB,
 }
-"""The VMEM that the kernel may use, by jax's name of the device: half of the chip's, as the library takes."""
+"""The VMEM that the kernel may use, by jax's name of the device: half of the chip's VMEM, as in the library."""
 BUFFER_BYTES = 5 * MIB
-"""The most that both buffers may take where there is VMEM enough; more would take too long to fill."""
+"""The most bytes of both buffers together, even if VMEM has room for more: larger ones take too long to zero."""
 DECODE_KEYS = 1024
 PREFILL_QUERIES = 32
 PREFILL_KEYS = 512
@@ -83,10 +83,9 @@ class FlashMode(NativeMode):
 
     @override
     def launch_metadata(self, slots_bL: Int[np.ndarray, "b L"], ends_B: Int[np.ndarray, " B"]) -> Any:
-        """Compute the library's metadata for the longest that the rows may get; the pages stay the same during a
-        launch.
+        """Compute the library's metadata for the rows' greatest possible lengths. Pages stay the same during a launch.
 
-        Padding between rows gets page 0, which no request owns, as ended rows do.
+        Padding rows between others get page 0, as ended rows do; no request owns it.
         """
         rows = int(np.max(np.nonzero(ends_B)[0], initial=-1)) + 1
         ends_B = np.where((np.arange(len(ends_B)) < rows) & (ends_B == 0), 1, ends_B).astype(np.int32)
@@ -112,7 +111,7 @@ class FlashMode(NativeMode):
         cache_loc: Int[np.ndarray, " S"],
         ends: tuple[int, int, int],
     ) -> FlashAttentionMetadata:
-        """Build the library's metadata; ``ends`` are where decode rows, prefill rows and mixed rows end."""
+        """Build the library's metadata; ``ends`` has the ends of the decode, prefill and mixed rows."""
         page = self._runner.page_size
         arrays: dict[str, Any] = {
             "cu_q_lens": _starts(new_B),
@@ -145,8 +144,8 @@ def _starts(lengths_B: Int[np.ndarray, " B"]) -> Int[np.ndarray, " B+1"]:
 class BlockedFlashAttention(FlashAttention):
     """FlashAttention with our block sizes, and with float32 queries.
 
-    The kernel keeps its running maxima, sums and outputs in the type of the queries, and with bfloat16 rounds them at
-    every block of keys: 2.6 to 4.6 times the error of rounding the output once. Float32 queries take no more bundles.
+    The kernel keeps its running maxima, sums and outputs in the type of the queries. With bfloat16 it rounds them at
+    every block of keys: 2.6 to 4.6 times the error of rounding the output once. Float32 queries cost no extra cycles.
     """
 
     def __call__(
@@ -200,7 +199,7 @@ class BlockedFlashAttention(FlashAttention):
             out_specs=(by_head, cached),
             check_vma=False,
         )
-        # a single head is split by width as it comes
+        # a single head arrives split by width
         queries, k, v = (jax.sharding.reshard(x, by_head) for x in (q.astype(jnp.float32), k, v))
         given = (jax.sharding.reshard(array, by_row) for array in metadata)
         output, cache = attend(queries, k, v, cache, *given)
@@ -212,7 +211,7 @@ class BlockedFlashAttention(FlashAttention):
 
 @dataclass(frozen=True)
 class Blocks:
-    """The kernel's sizes for one engine."""
+    """The kernel's block sizes and VMEM for one engine."""
 
     decode: Block
     prefill: Block
@@ -222,10 +221,10 @@ class Blocks:
 def choose_blocks(
     device_kind: str, *, kv_heads: int, head_dim: int, page_size: int, context_tokens: int, dtype: np.dtype
 ) -> Blocks:
-    """Choose the blocks for ``kv_heads`` heads a device of width ``head_dim``, in whole pages of one row's context.
+    """Choose blocks of whole pages, up to one row's context; ``kv_heads`` are those of one device.
 
     Raises:
-        ConfigError: if the devices are not TPUs of the table.
+        ConfigError: if VMEM_BYTES does not list the kind of device.
     """
     vmem_bytes = VMEM_BYTES.get(device_kind)
     if vmem_bytes is None:
@@ -246,10 +245,10 @@ def choose_blocks(
 
 
 def check_pages(*, rows: int, context_tokens: int, page_size: int) -> None:
-    """Refuse a page size that the kernel does not support, or more pages than its table holds.
+    """Refuse a page size that the kernel does not support, or more pages than its page table holds.
 
     Raises:
-        ConfigError: if it cannot; the message names sizes that fit.
+        ConfigError: in either case; the message names sizes that fit.
     """
     if page_size > PAGES[-1]:
         raise ConfigError(
@@ -268,17 +267,17 @@ def check_pages(*, rows: int, context_tokens: int, page_size: int) -> None:
 
 
 def check_fp8(kv_heads: int, model_dtype: jnp.dtype, device_kind: str) -> None:
-    """Refuse an 8-bit cache that the devices cannot read, or that would be no smaller.
+    """Refuse an 8-bit cache that the devices cannot read, or that would save no memory.
 
-    The kernel packs rows, a key or a value of a head each, into words of 32 bits, and pads them to whole words.
+    The kernel packs rows (a key or a value of one head each) into words of 32 bits, and pads them to whole words.
 
     Args:
-        kv_heads: key-value heads of a device.
+        kv_heads: the number of key-value heads per device.
         model_dtype: the type that a cache would have otherwise.
         device_kind: jax's name of the devices.
 
     Raises:
-        ConfigError: if they cannot, or if it would not.
+        ConfigError: in either case.
     """
     if device_kind in WITHOUT_FP8:
         raise ConfigError(

@@ -1,16 +1,16 @@
 """Paged attention for any device, behind sglang-jax's backend interface: each row gathers its own pages.
 
 The library's native attention scores every query against every row's cache (rows x rows x length) and is wrong for
-pages above one token. This one costs rows x length, for any page size, with the same numbers. A row's cache is read in
-chunks of CHUNK_TOKENS with a running softmax (Milakov and Gimelshein 2018, arXiv 1805.02867), as many as the longest
-row needs at that moment: one program serves every length.
+pages above one token. This attention costs rows x length, for any page size, with the same results. Each row's cache is
+read in chunks of CHUNK_TOKENS with a running softmax (Milakov and Gimelshein 2018, arXiv 1805.02867). The loop over
+chunks ends at the end of the longest row, so one program serves every length.
 
-Queries of a prefill are split into blocks of QUERY_BLOCK tokens of one row, so that rows of very different lengths (a
-whole prompt beside rows that found theirs in the cache) cost what they are long.
+Queries of a prefill are split into blocks of QUERY_BLOCK tokens of one row. So each row costs in proportion to its new
+tokens, even when a row with a whole prompt runs beside rows whose prompts are in the cache.
 
 Suffixes: b rows of the batch, B rows (padded), L context, N pages of a row, T new tokens of all rows, R rows or blocks
-that attend together, Q queries of each, K key-value heads, G query heads per key-value head, D head width, W numbers of
-the cache for a head, C tokens of a chunk.
+that attend together, Q queries of each, K key-value heads, G query heads per key-value head, D head width, W head
+width in the cache, C tokens of a chunk.
 """
 
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ NO_SLOTS = np.zeros(0, np.int32)
 
 
 class GatherMetadata(NamedTuple):
-    """The pages of the rows' tokens. Only prefill uses the fields of blocks."""
+    """The pages of each row. The other fields split the queries of a prefill into blocks; decode steps have none."""
 
     pages_BN: Int[AnyArray, "B N"]
     block_row: Int[AnyArray, " blocks"]
@@ -84,7 +84,7 @@ class GatherMode(AttentionMode):
 
     @override
     def launch_metadata(self, slots_bL: Int[np.ndarray, "b L"], ends_B: Int[np.ndarray, " B"]) -> GatherMetadata:
-        """List the pages of each row, which has one query a step and no blocks."""
+        """List the pages of each row. There are no blocks, because each row has one query per step."""
         none = NO_SLOTS
         return GatherMetadata(
             self._pages(slots_bL, len(ends_B)), none, none, none, np.zeros((0, QUERY_BLOCK), np.int32), none
@@ -92,7 +92,7 @@ class GatherMode(AttentionMode):
 
     @override
     def at_step(self, metadata: Any, seq_lens_B: Int[Array, " B"]) -> tuple[Any, Int[Array, " S"]]:
-        """Return the pages, which serve every step, because the backend reads only as many as the longest row has."""
+        """Return the same pages at every step; the backend reads only as many as the longest row has."""
         return metadata, jnp.zeros(0, jnp.int32)
 
     def _pages(self, slots_bL: Int[np.ndarray, "b L"], rows: int) -> Int[np.ndarray, "{rows} N"]:
@@ -141,11 +141,11 @@ def block_metadata(
 
 @dataclass(frozen=True)
 class Scoring:
-    """The scores of a layer: q k scale, then the soft cap, then the softmax over the visible keys."""
+    """How a layer scores: q k scale, then the soft cap, then the softmax over the visible keys."""
 
     scale: float
     window: int | None = None
-    """A query sees itself and the ``window - 1`` tokens before it, or all of them without a window."""
+    """A query sees itself and the ``window - 1`` tokens before it; with None, all tokens before it."""
     soft_cap: float | None = None
     """Scores x become soft_cap * tanh(x / soft_cap)."""
 
@@ -189,7 +189,7 @@ class GatherAttention:
             attend_own_heads, in_specs=specs, out_specs=(P("data", "tensor"), CACHE_PARTITION), check_vma=False
         )
         paged = token_to_kv_pool.get_fused_kv_buffer(layer.layer_id)
-        q, k, v = (jax.sharding.reshard(x, heads) for x in (q, k, v))  # a single head is split by width as it comes
+        q, k, v = (jax.sharding.reshard(x, heads) for x in (q, k, v))  # a single head arrives split by width
         return attend_sharded(q, k, v, paged, forward_batch.out_cache_loc, lengths, self.metadata)
 
 
@@ -199,9 +199,9 @@ def write_cache(
     k: Float[Array, "T K D"],
     v: Float[Array, "T K D"],
 ) -> Shaped[Array, "pages page K 2 W"]:
-    """Write keys and values of new tokens into their cache slots; those with slot -1 are dropped.
+    """Write keys and values of new tokens into their cache slots; tokens with slot -1 are dropped.
 
-    The cache keeps its shape on the way: with pages of one token, XLA copied it whole for a reshape.
+    The cache is not reshaped: with pages of one token, XLA copied the whole cache for a reshape.
     """
     page_T, offset_T = jnp.where(slots_T >= 0, slots_T // paged.shape[1], len(paged)), slots_T % paged.shape[1]
     return paged.at[page_T, offset_T].set(encode(jnp.stack([k, v], axis=2), paged.dtype), mode="drop")
@@ -228,7 +228,7 @@ def prefill_attention(
     prefix_lens_B: Int[Array, " B"],
     scoring: Scoring,
 ) -> Float[Array, "T K G D"]:
-    """Attend causally with new tokens to their row's cached prefix and to each other."""
+    """Attend causally: each new token to its row's cached prefix and to the row's new tokens up to itself."""
 
     def attend(blocks: tuple[Array, Array, Array, Array]) -> Array:
         row, start, token, length = blocks
@@ -282,7 +282,7 @@ def paged_attention(
 
 
 def _chunks(visible_RQ: Int[Array, "R Q"], window: int | None, chunk: int) -> tuple[Any, Any]:
-    """Return the first chunk that any query sees, and the one after the last."""
+    """Return the indices of the first chunk that any query sees, and of the chunk after the last one."""
     end = -(-jnp.max(visible_RQ) // chunk)
     if window is None:
         return 0, end
@@ -297,7 +297,7 @@ def _seen_scores(
     visible_RQ: Int[Array, "R Q"],
     scoring: Scoring,
 ) -> Float[Array, "R Q K G C"]:
-    """Score the keys at these positions; MASKED where a query does not see one."""
+    """Score the keys at these positions; a key that a query does not see scores MASKED."""
     seen = position_C < visible_RQ[..., None]
     if scoring.window is not None:
         seen &= position_C >= visible_RQ[..., None] - scoring.window

@@ -1,11 +1,11 @@
-"""A batch of requests while an engine serves it, one launch after the other.
+"""Serves a batch of requests on one engine, launch by launch.
 
 Requests with equal prompts form a group. The first of them prefills the prompt; the others wait for it and reuse its
-cached keys and values. A group is started when there is a place for one of its rows, in the order in which groups are
-held. Time is counted in decode steps, which are the same on every machine.
+cached keys and values. Groups are started in the order in which they are held, each when there is a place for one of
+its rows. Time is counted in decode steps, which are the same on every machine.
 
-Where completions are conversations, a request is one turn, and a row is "out" while its environment works; see
-waves.py. If no row can be decoded, the clock jumps to the time at which the first row is due.
+If completions are conversations, a request is one turn, and a row is "out" while its environment works; see waves.py.
+If no row can be decoded, the clock jumps to the step at which the first row is due.
 """
 
 import time
@@ -19,9 +19,9 @@ from tpu_grpo.engine.waves import Waves
 from tpu_grpo.records.stages import Completion, Request
 
 Finished = Callable[[int, Completion], None]
-"""Is told the index of a request and its completion, once, as soon as it has ended; on the thread that generates."""
+"""Called once with a request's index and its completion, as soon as the request has ended, on the calling thread."""
 POLL_SECONDS = 0.0002
-"""While no engine is ready, this long passes between two looks."""
+"""The seconds between two polls while no engine is ready."""
 
 
 class Partial(NamedTuple):
@@ -29,13 +29,13 @@ class Partial(NamedTuple):
 
     token_ids: Sequence[int]
     completion: Completion | None
-    """The whole completion, once it has ended."""
+    """The whole completion; None until it has ended."""
 
 
 class Generation:
-    """The requests of a batch that one engine serves; ``hold`` sets them. Call ``advance`` until it returns False.
+    """Serves one engine's requests of a batch, which ``hold`` sets. Call ``advance`` until it returns False.
 
-    Each call collects the tokens of the launch before and starts the next one. Engines on different devices therefore
+    Each call collects the tokens of the previous launch and starts the next one. Engines on different devices therefore
     work at the same time if each is advanced once it is ``ready``.
     """
 
@@ -47,60 +47,58 @@ class Generation:
         waves: Waves,
         finished: Finished | None = None,
     ):
-        """Serve nothing yet.
+        """Begin without requests to serve; ``hold`` sets them.
 
         Args:
-            scheduler: the engine's.
-            requests: the whole batch; indices count these.
-            expected: the tokens that are expected of each request.
-            waves: brings the rows' turns, if their answers are conversations.
+            scheduler: the engine's scheduler.
+            requests: the whole batch, to which indices refer.
+            expected: the expected number of tokens of each request.
+            waves: brings the rows' turns, if completions are conversations.
             finished: is called with every completion as it ends.
         """
         self._scheduler, self._requests, self._expected = scheduler, requests, expected
         self._waves, self._finished = waves, finished
         self._places = places_for(requests, expected, scheduler.runner.options)
-        """How many rows to start at once; then it is one group after another, until requests have to wait."""
+        """The number of rows to run at once. It grows group by group while all fit, and shrinks when requests wait."""
         self._held: deque[Group] = deque()
         self._followers: dict[int, list[tuple[int, Request]]] = {}
-        """By the index of the request that prefills their prompt, those that wait for it."""
+        """The requests that wait for their prompt, by the index of the request that prefills it."""
         self._running: dict[int, RunningRequest] = {}
         self._first_step, self._idle_steps = scheduler.use.steps, 0
         self._late, self._untold = False, dict[int, Completion]()
         self.completions: dict[int, Completion] = {}
-        """What has ended so far, by the index of the request."""
+        """The completions that have ended so far, by the index of the request."""
 
     def hold(self, groups: Sequence[Group]) -> None:
-        """Serve these groups next, in this order, instead of the groups that were set before and have not been
-        started."""
+        """Serve these groups next, in this order. They replace held groups that have not been started."""
         self._held = deque(groups)
 
     @property
     def ready(self) -> bool:
-        """Whether ``advance`` would return without waiting for the devices, or for an environment's answer that is
-        due."""
+        """Whether ``advance`` would wait neither for the devices nor for an environment's answer that is due."""
         return self._waves.ready(self.clock) if self._late else self._scheduler.ready
 
     @property
     def computing(self) -> bool:
-        """Whether the devices have a launch."""
+        """Whether a launch is in flight on the devices."""
         return self._scheduler.in_flight is not None
 
     @property
     def steps(self) -> int:
-        """Decode steps so far."""
+        """The number of decode steps so far."""
         return self._scheduler.use.steps - self._first_step
 
     @property
     def clock(self) -> int:
-        """The decode steps so far, and those during which this engine was idle while other engines worked."""
+        """The decode steps so far, plus those for which this engine waited for other engines or for environments."""
         return self.steps + self._idle_steps
 
     def advance(self, until: int | None = None, *, wait: bool = True) -> bool:
         """Finish the launch in flight and start the next; returns False once there is nothing left to do.
 
-        With ``until``, it also returns False when the clock reaches that step, which no launch passes. Completions
+        With ``until``, it also returns False when the clock reaches that step; no launch goes beyond it. Completions
         are reported while the devices compute the next launch. With ``wait=False`` nothing is launched while an
-        environment's answer is due and missing: ``ready`` says when to call again.
+        environment's answer is due but missing: ``ready`` says when to call again.
         """
         self._scheduler.finish()
         for index in [index for index, row in self._running.items() if row.req.finished()]:
@@ -117,7 +115,7 @@ class Generation:
         if going_on and not self._late:
             self._start(None if until is None else until - self.clock)
         elif not self._rows and self._scheduler.running:
-            self._scheduler.start()  # an empty one, which hands back the slots of the last rows
+            self._scheduler.start()  # launches nothing, but frees the slots of the last rows
             self._scheduler.running.clear()
         self._tell()
         return going_on
@@ -132,7 +130,7 @@ class Generation:
     def cancel(self) -> None:
         """End every request with the tokens that it has after the current launch, and start no other request.
 
-        The scheduler treats each as if it had reached its last token; ``advance`` must still be called. Conversations
+        The scheduler treats each as if it had reached its token limit; ``advance`` must still be called. Conversations
         end without a completion.
         """
         self._held.clear()
@@ -142,23 +140,23 @@ class Generation:
             running.req.sampling_params.max_new_tokens = 1
 
     def pause(self, point: int) -> Load:
-        """Return the engine's load at a synchronization point; an engine without work has been idle until this step."""
+        """Return the engine's load at a synchronization point; if its clock is behind, it has been idle until then."""
         self._idle_steps += max(0, point - self.clock)
         return Load(self._places - self._free, self._places, self._left, tuple(group.number for group in self._held))
 
     @property
     def _inside(self) -> int:
-        """Requests that the scheduler has, and those that wait for the first of theirs."""
+        """The number of requests in the scheduler, and of those that wait for the first request of their group."""
         return len(self._running) + sum(map(len, self._followers.values()))
 
     @property
     def _rows(self) -> int:
-        """Requests of started groups that have not ended; conversations that are not over."""
+        """The number of requests (or conversations) of started groups that have not ended."""
         return self._inside + len(self._waves.out)
 
     @property
     def _free(self) -> int:
-        """Rows that can be started now; below 0 if more were started than there are places now."""
+        """The number of rows that can be started now; below 0 if more rows run than there are places now."""
         kept = max(self._waves.limits.kept, self._places)
         return min(self._places - self._inside, kept - self._rows, self._waves.room)
 
@@ -180,9 +178,9 @@ class Generation:
                 self._finished(index, completion)
 
     def _prepare(self, until: int | None, *, wait: bool) -> bool:
-        """Submit all that can run now; says whether there is anything to do before ``until``.
+        """Submit all that can run now; returns whether there is anything to do before ``until``.
 
-        A conversation that is over leaves its place to a group, whose rows are out at once; therefore the loop.
+        It is a loop because a conversation that is over leaves its place to a group, whose rows are out at once.
         """
         self._late = False
         while until is None or self.clock < until:
@@ -195,7 +193,7 @@ class Generation:
                     break
             if due > self.clock:
                 return True
-            self._tell()  # environments of what they wait for
+            self._tell()  # environments get the turns that they wait for
             self._late = not wait and not self._waves.ready(self.clock)
             if self._late:
                 return True
@@ -211,7 +209,7 @@ class Generation:
         self.completions[index] = self._untold[index] = completion
 
     def _fill(self) -> None:
-        """Submit what can run: the first requests of held groups, and those that waited for the first of theirs."""
+        """Submit what can run: first requests of held groups, and requests whose prompt has been prefilled by now."""
         for leader in [i for i in self._followers if i not in self._running or self._running[i].prefilled]:
             for index, request in self._followers.pop(leader):
                 self._running[index] = self._scheduler.submit(request)
@@ -225,7 +223,7 @@ class Generation:
                 self._admit([(index, self._requests[index]) for index in members])
 
     def _admit(self, requests: Sequence[tuple[int, Request]]) -> None:
-        """Submit requests; of those with equal prompts only the first, which prefills it for the others."""
+        """Submit requests. Of several with equal prompts submit only the first, which prefills it for the others."""
         leaders, share = dict[tuple[int, ...], int](), self._scheduler.runner.options.prefix_cache
         for index, request in requests:
             leader = leaders.setdefault(request.token_ids, index) if share else index
@@ -235,11 +233,11 @@ class Generation:
                 self._followers.setdefault(leader, []).append((index, request))
 
     def _start(self, most_steps: int | None) -> None:
-        """Launch, and note how many rows can run, if requests wait beside decode steps."""
+        """Launch. If requests wait beside decode steps, the engine is full: then note how many rows it runs."""
         scheduler = self._scheduler
         ahead = most_steps is None and not self._held and not self._followers  # all requests are in the scheduler
         if ahead and (due := self._waves.next_due) is not None:
-            ahead = due > self.clock + scheduler.programs.steps  # and none comes back before the launch ahead
+            ahead = due > self.clock + scheduler.programs.steps  # and no row comes back before the next launch
         scheduler.start(most_steps=most_steps, more_wait=bool(self._held) or self._waves.more_wait, ahead=ahead)
         flight = scheduler.in_flight
         if flight is not None and flight.reservation is not None and scheduler.waiting_queue:
@@ -247,14 +245,14 @@ class Generation:
 
 
 def advance_all(generations: Sequence[Generation], until: int | None = None) -> EngineUse:
-    """Advance several generations to their ends, or to a synchronization point, each as soon as it need not wait.
+    """Advance several generations to their ends, or to a synchronization point, each as soon as it is ready.
 
-    No engine waits for another. The engines of one process lie inside its host, so their launches may come in another
-    order on other hosts; an engine over several hosts is the only one of each of these hosts.
+    No engine waits for another. If a process has several engines, all lie inside its host, so the order of their
+    launches may differ between hosts. An engine over several hosts is the only engine of each of these hosts.
 
     Returns:
-        The seconds in which no engine was ready: ``wait`` if at least one was at a launch, ``environments`` if all
-        waited for these. One that is alone counts by itself what it waits for.
+        The seconds in which no engine was ready: in ``wait`` if at least one had a launch in flight, else in
+        ``environments``. An engine that is alone counts its seconds itself.
     """
     active, waited = list(generations), EngineUse()
     while len(active) > 1:

@@ -1,14 +1,14 @@
-"""Where prefill steps and decode steps are launched on the devices: ``Programs.prefill`` and ``Programs.launch``.
+"""Launches prefill steps and decode steps on the devices: ``Programs.prefill`` and ``Programs.launch``.
 
-    runner.install_weights({"model.embed_tokens.embedding": array, ...})    # of sglang-jax's ModelRunner
+    runner.install_weights({"model.embed_tokens.embedding": array, ...})    # a sglang-jax ModelRunner
     programs = runner.programs
-    programs.inputs.admit(row, request)             # how a request is sampled, once it has a row
+    programs.inputs.admit(row, request)             # stores a request's sampling settings, once it has a row
     output = programs.prefill(batch)                # device arrays; the cache was updated in place
     output = programs.launch(batch, reservation)    # several decode steps: decode_loop.py
 
-A batch of the scheduler is padded to the arrays of one compiled shape, the program of that shape runs the model and
-samples tokens, and the cache that it returns replaces the one before. Weights are arguments of the programs, so that
-new ones need no compilation.
+A scheduled batch is padded to one of the compiled shapes. The program of that shape runs the model and samples tokens,
+and the cache that it returns replaces the previous one. Weights are arguments of the programs, so new weights need no
+compilation.
 
 Suffixes: B rows (padded), b rows of the batch, T tokens of the step (padded), L context, k the most steps of a launch.
 """
@@ -61,19 +61,19 @@ from tpu_grpo.records.stages import Request
 
 
 class Programs:
-    """The compiled programs of an engine: one for each number of rows of a decode step and of tokens of a prefill."""
+    """The compiled programs of an engine: one per number of rows of decode steps, and one per size of a prefill."""
 
     def __init__(self, runner: "Runner"):
         self._runner = runner
         self._options, config = runner.options, runner.model_config
         self._mesh: Mesh = runner.mesh
         self.expert_layout = ExpertLayout.of(config.hf_config) if self._options.return_experts else None
-        """What a step returns of the experts that its tokens passed; None if it returns nothing of them."""
+        """The layout of the expert indices that a step returns; None if it returns none."""
         self.steps = self._options.steps_per_launch or self._choose_steps()
         """The most decode steps of a launch."""
         self.inputs = InputBuilder(self._options.shapes, runner.attention, self.steps)
         eos: set[int] = config.hf_eos_token_id or set()
-        self._stop_token_ids = self._options.stop_token_ids | eos  # which the library looks for, too
+        self._stop_token_ids = self._options.stop_token_ids | eos  # the library stops at eos, too
 
     def _choose_steps(self) -> int:
         per_device = (
@@ -92,7 +92,7 @@ class Programs:
     ) -> LaunchOutput:
         """Launch several decode steps of a scheduled batch; rows beyond those of the batch are padding.
 
-        With ``before``, the launch continues the rows from that launch's outputs on the devices.
+        With ``before``, the output of the previous launch, rows continue from its arrays on the devices.
         """
         return self._run(self.inputs.launch(batch, reservation, None if before is None else before.after))
 
@@ -130,7 +130,7 @@ class Programs:
 
     @cached_property
     def _programs(self) -> dict[type, Any]:
-        """The jitted steps (weights, cache, inputs) -> (output, cache), which donate the cache, by their inputs."""
+        """The jitted steps (weights, cache, inputs) -> (output, cache) by type of inputs; they donate the cache."""
         pool, prefill = self._runner.token_to_kv_pool, functools.partial(self._step, mode=ForwardMode.EXTEND)
         shardings = NamedSharding(self._mesh, P()), [pool.kv_sharding] * pool.layer_num
         steps = {StepInputs: prefill, LaunchInputs: self._decode_steps}
@@ -169,7 +169,7 @@ class Programs:
             extend_seq_lens=inputs.extend_lens if extend else None,
         )
         asked = LogitsMetadata(forward_mode=mode, capture_hidden_mode=CaptureHiddenMode.NULL)
-        if extend:  # the logits of each row's last token, which are those of all tokens in a decode step
+        if extend:  # only each row's last token needs logits; in a decode step that is every token
             asked.extend_seq_lens = inputs.extend_lens
             last = jnp.maximum(jnp.cumsum(inputs.extend_lens) - 1, 0)
             asked.logits_indices = jax.sharding.reshard(last, P("data"))
@@ -181,7 +181,7 @@ class Programs:
 
 @functools.cache
 def _nothing_before(rows: int, mesh: Mesh) -> Int[Array, "2 B"]:
-    """Return the ``before`` of launches that follow none. It is on the devices, or they would have another program."""
+    """Return ``before`` for launches that follow none, on the devices: a host array would need another program."""
     return jax.jit(lambda: jnp.zeros((2, rows), jnp.int32), out_shardings=NamedSharding(mesh, P()))()
 
 
@@ -237,8 +237,8 @@ class InputBuilder:
     def launch(
         self, batch: ScheduleBatch, reservation: Reservation, before: Int[AnyArray, "2 B"] | None = None
     ) -> LaunchInputs:
-        """Build the inputs of a launch of decode steps; ``before`` is the output of the launch that it continues, if
-        any."""
+        """Build the inputs of a launch of decode steps. If it continues another launch, ``before`` is the ``after`` of
+        that launch's output."""
         follows, places = before is not None, reservation.columns
         rows = before.shape[1] if before is not None else pad_to(self._shapes.batch, len(places))
         slots = np.full((rows, self._steps), -1, np.int32)
@@ -252,7 +252,7 @@ class InputBuilder:
             slots=slots,
         )
         filled = self._slots(batch)
-        if follows:  # else rows lie one after the other, and need no copy
+        if follows:  # else rows have no gaps between them, and need no copy
             filled = _placed(filled, places, rows)
         metadata = self._attention.launch_metadata(filled, _placed(reservation.ends, places, rows))
         control = np.array([reservation.steps, reservation.left, follows], np.int32)
@@ -292,7 +292,7 @@ def _padded(values: Sequence[int] | np.ndarray, size: int, fill: int = 0) -> Int
 
 
 def _read_settings(config: Any) -> Scaling | None:
-    """Correct the library's ModelConfig, whose transformers 4 knows fewer names; return the scaling of positions."""
+    """Correct the library's ModelConfig (its transformers 4 knows fewer names of settings); return the RoPE scaling."""
     _, family, sizes = read_hf_config(Path(config.model_path))
     read = {"rope_theta": sizes.rope_theta, "rope_scaling": None, "head_dim": sizes.head_dim}
     if isinstance(sizes, MoeConfig):
@@ -303,7 +303,7 @@ def _read_settings(config: Any) -> Scaling | None:
 
 
 class Runner(ModelRunner):
-    """sglang-jax's ModelRunner, with our own step around the model and the cache that it builds."""
+    """sglang-jax's ModelRunner with our own step around its model and cache."""
 
     attention: AttentionMode
     weights: list[Array] | None = None
@@ -325,7 +325,7 @@ class Runner(ModelRunner):
         config = self.model_config
         config.validate_tensor_parallel_config(self.tp_size)
         config.configure_for_tensor_parallel(self.tp_size)
-        config.hf_config.ep_size, config.hf_config.moe_backend = 1, "epmoe"  # what models with experts ask for
+        config.hf_config.ep_size, config.hf_config.moe_backend = 1, "epmoe"  # read by models with experts
         split = splits_vocabulary(self.options.shard_vocab, config.vocab_size, self.tp_size)
         model_class, _ = get_model_architecture(config)
         model = repairs.abstract_model(
@@ -359,16 +359,16 @@ class Runner(ModelRunner):
 
     @override
     def _init_kv_cache_dtype(self) -> None:
-        """Choose the cache's type, of which the library knows none of 8 bits."""
+        """Choose the cache's type; the library knows no 8-bit types."""
         self.kv_cache_dtype = cache_dtype(self.options.kv_dtype, self.dtype)
 
     @override
     def init_routed_experts_capturer(self) -> None:
-        """Record no experts on the devices; the step returns them."""
+        """Do nothing: the step returns the experts."""
 
     @override
     def profile_max_num_token(self, total_device_memory: int) -> int:
-        """Return the configured size, because free memory differs between hosts and its measurement drops programs."""
+        """Return the configured size. Free memory differs between hosts, and measuring it drops compiled programs."""
         size = self.server_args.max_total_tokens
         assert size is not None
         return size
@@ -407,7 +407,7 @@ class Runner(ModelRunner):
         """Use these parameters from the next step on, and allocate an empty cache if there is none.
 
         Raises:
-            WeightsError: if names are missing or unknown, or an array has another shape or type; it lists them.
+            WeightsError: if names are missing or unknown, or an array has another shape or type.
         """
         specs = self.weight_specs
         if weights.keys() != specs.keys():

@@ -3,7 +3,7 @@
 All are chosen once from the config and the devices, and do not depend on the requests.
 
 A decode program has one batch size, and a prefill program one number of tokens. Both take rows of any length up to the
-context. All are compiled before the first step, and nothing after that.
+context. All programs are compiled before the first step, and none after it.
 """
 
 from bisect import bisect_left
@@ -21,11 +21,11 @@ KVDtype = Literal["auto", "int8", "fp8"]
 SMALLEST_BATCH = 8
 SMALLEST_PREFILL = 64
 REFILL_SHARE = 16
-"""While requests wait, a launch ends once a row out of this many has ended, and one row at least."""
+"""While requests wait, a launch ends once 1 / REFILL_SHARE of its rows have ended, and at least one."""
 LAUNCH_SECONDS = 0.05
 """A launch of decode steps should take at least this long: the host's part of it is a few milliseconds."""
 BYTES_PER_SECOND = {"tpu": 1e12, "gpu": 1e12, "cpu": 2e10}
-"""How fast a device of each platform reads weights, about; a decode step reads all of them."""
+"""Roughly how fast a device of each platform reads weights; a decode step reads all of them."""
 FEWEST_STEPS, MOST_STEPS = 4, 32
 
 
@@ -63,18 +63,18 @@ class EngineOptions:
     prefix_cache: bool
     batch_paddings: tuple[int, ...] | None
     shard_vocab: bool | None
-    """Whether to shard embedding and output head by vocabulary; None does so where the number of devices divides it."""
+    """Whether to shard embedding and output head by vocabulary; None: if the number of devices divides it."""
     return_experts: bool = False
     """Whether requests may ask for the experts that served their tokens; only for a model with experts."""
     experts: ExpertsName = "ragged"
     steps_per_launch: int | None = None
     """The most decode steps of a launch; None chooses by the model's size and the devices."""
     kv_dtype: KVDtype = "auto"
-    """What the KV cache keeps its numbers in; auto is ``dtype``."""
+    """The type of the numbers in the KV cache; auto is ``dtype``."""
     filtered: bool = False
-    """Whether log-probabilities are those among the tokens that the filters keep, and completions hold their number."""
+    """Whether log-probabilities are taken among the tokens that the filters keep, and completions hold their number."""
     tool_steps: int = 16
-    """Decode steps after which a row comes back whose environment works."""
+    """Decode steps after which a row comes back from its environment."""
 
     @classmethod
     def from_config(
@@ -145,7 +145,7 @@ def pad_to(rungs: Sequence[int], size: int) -> int:
     """Return the first rung that is at least ``size``.
 
     Raises:
-        ValueError: if no rung is.
+        ValueError: if no rung is large enough.
     """
     index = bisect_left(rungs, size)
     if index == len(rungs):
@@ -156,9 +156,9 @@ def pad_to(rungs: Sequence[int], size: int) -> int:
 def choose_steps(weight_bytes: int, platform: str) -> int:
     """Choose the most decode steps of a launch: a power of two, for the bytes of weights on each device.
 
-    It is the number for which reading the weights takes LAUNCH_SECONDS, within FEWEST_STEPS and MOST_STEPS. On a TPU,
-    0.6B parameters in bfloat16 (1.2 GB) get 32 steps, 8B on four devices (4 GB) 16, and 32B on four devices (16 GB)
-    4.
+    It is the first number, from FEWEST_STEPS to MOST_STEPS, for which reading the weights at every step takes
+    LAUNCH_SECONDS or more. On a TPU, 0.6B parameters in bfloat16 (1.2 GB) get 32 steps, 8B on four devices (4 GB) get
+    16, and 32B on four devices (16 GB) get 4.
     """
     step_seconds, steps = weight_bytes / BYTES_PER_SECOND[platform], FEWEST_STEPS
     while steps < MOST_STEPS and steps * step_seconds < LAUNCH_SECONDS:
@@ -169,7 +169,7 @@ def choose_steps(weight_bytes: int, platform: str) -> int:
 def rows_left(rungs: Sequence[int], rows: int, *, waiting: bool) -> int:
     """Return the number of running rows at or below which a launch of ``rows`` rows ends early.
 
-    So few rows fit a smaller program, or leave room for waiting requests.
+    That few rows fit a smaller program, or leave room for waiting requests.
     """
     smaller = max((rung for rung in rungs if rung < rows), default=0)
     return max(smaller, rows - max(1, rows // REFILL_SHARE)) if waiting else smaller
@@ -231,7 +231,7 @@ def check_tokens(shapes: Shapes, devices: int) -> None:
     """Check that every step's tokens are divisible among the devices of `FusedExperts`.
 
     Raises:
-        ConfigError: for a number of rows or of prompt tokens that does not divide over the devices.
+        ConfigError: if a number of rows or of prompt tokens is not divisible by the number of devices.
     """
     for setting, sizes in (("rollout.batch_paddings", shapes.batch), ("rollout.prefill_tokens", shapes.prefill)):
         if odd := [size for size in sizes if size % devices]:
@@ -242,7 +242,7 @@ def check_tokens(shapes: Shapes, devices: int) -> None:
 
 
 def splits_vocabulary(asked: bool | None, vocabulary: int, tensor: int) -> bool:
-    """Decide whether ``tensor`` devices shard the vocabulary; unset, they do if ``tensor`` divides it.
+    """Decide whether ``tensor`` devices shard the vocabulary; if ``asked`` is None, they do if ``tensor`` divides it.
 
     Raises:
         ConfigError: if sharding was asked for and ``tensor`` does not divide the vocabulary.

@@ -1,9 +1,9 @@
-"""Everything changed in sglang-jax 0.1.0rc0, in one place, each with its reason.
+"""All changes to sglang-jax 0.1.0rc0, each with its reason.
 
 Nothing here runs at import. A repair is a context manager around the one call that needs it, or a function that fixes
-an object after it was built. Whatever is replaced in the library is replaced by ``mock.patch.object``, and only for the
-duration of that call. The one exception is the clock of the prefix tree, which the tree reads at every step. Each
-repair has a test that fails once the library no longer needs it.
+an object after it was built. Parts of the library are replaced by ``mock.patch.object``, and only for the duration of
+that call. The one exception is the clock of the prefix tree, which the tree reads at every step. Each repair has a
+test that fails once the library no longer needs it.
 """
 
 import contextlib
@@ -32,10 +32,10 @@ REPAIRED_VERSION = "0.1.0rc0"
 
 
 def require_repaired_version() -> None:
-    """Refuse another sglang-jax: these repairs reach into its internals.
+    """Refuse other versions of sglang-jax: these repairs reach into its internals.
 
     Raises:
-        ConfigError: if another version is installed; it names both.
+        ConfigError: if another version is installed; the message names both.
     """
     found = version("sglang-jax")
     if found != REPAIRED_VERSION:
@@ -52,9 +52,9 @@ def in_process(build_runner: Callable[..., Any]) -> Iterator[None]:
     ``build_runner`` is called in place of ``ModelRunner``, with the arguments of its constructor.
 
     Reason: ``Scheduler.__init__`` makes a zmq context, starts a thread that kills the process when a step takes long,
-    seeds ``random`` and ``numpy.random``, and points jax at a compilation cache of its own; ``ModelWorker`` names its
-    runner class and starts a thread. The environment variable SGLANG_CI_SMALL_KV_SIZE would change the cache's size on
-    one host only.
+    seeds ``random`` and ``numpy.random``, and points jax at a compilation cache of its own; ``ModelWorker`` hard-codes
+    its runner class and starts a thread. The environment variable SGLANG_CI_SMALL_KV_SIZE would change the cache's size
+    on one host only.
     """
     from sgl_jax.srt.managers import scheduler, tp_worker
 
@@ -88,7 +88,7 @@ def abstract_model(
 ) -> Any:
     """Build the model with ``jax.ShapeDtypeStruct`` parameters, so that nothing is allocated.
 
-    Reason: the library builds models of random numbers.
+    Reason: the library allocates random parameters.
     """
     with jax.set_mesh(mesh), _our_experts(experts), _vocabulary(split_vocabulary):
         return nnx.eval_shape(lambda: model_class(hf_config, mesh=mesh, dtype=dtype))
@@ -96,9 +96,9 @@ def abstract_model(
 
 @contextmanager
 def _vocabulary(split: bool) -> Iterator[None]:
-    """Let models keep all rows of embedding and output head on every device, unless ``split`` is True.
+    """Let models replicate embedding and output head on every device, unless ``split`` is True.
 
-    Reason: models shard both by rows, which fails for a vocabulary that the number of devices does not divide.
+    Reason: models shard both by rows, which fails if the vocabulary is not divisible by the number of devices.
     """
     from sgl_jax.srt.layers.embeddings import Embed
 
@@ -113,10 +113,10 @@ def _vocabulary(split: bool) -> Iterator[None]:
 
 @contextmanager
 def _our_experts(experts: type[Experts]) -> Iterator[None]:
-    """Let models build their mixture-of-experts layers from a class of ours.
+    """Let models build their mixture-of-experts layers from our class ``experts``.
 
-    Reason: ``EPMoE`` keeps its weights on a mesh of its own, with an axis "expert", so that no array of the engine's
-    mesh can be handed to it.
+    Reason: ``EPMoE`` keeps its weights on a mesh of its own, with an axis "expert", so it cannot take arrays on the
+    engine's mesh.
     """
     from sgl_jax.srt.models import qwen3_moe
 
@@ -126,10 +126,10 @@ def _our_experts(experts: type[Experts]) -> Iterator[None]:
 
 @contextmanager
 def cache_without_arrays(layer: Callable[[Any], jax.ShapeDtypeStruct]) -> Iterator[None]:
-    """Build a cache whose layers are all ``layer(pool)``.
+    """Let the library build a cache that has the spec ``layer(pool)`` in place of each layer's array.
 
-    Reason: ``MHATokenToKVPool`` allocates its layers when it is built; ours come with the weights, and an engine that
-    is only compiled has none.
+    Reason: ``MHATokenToKVPool`` allocates its layers when it is built. We allocate them with the weights, and never for
+    an engine that is only compiled.
     """
     from sgl_jax.srt.mem_cache.memory_pool import MHATokenToKVPool
 
@@ -142,10 +142,10 @@ def cache_without_arrays(layer: Callable[[Any], jax.ShapeDtypeStruct]) -> Iterat
 
 
 def rope_as_published(model: nnx.Module, dtype: jnp.dtype, scaling: Scaling | None) -> None:
-    """Scale rotary angles of a model that was built without a scaling, and round their sines to the model's type.
+    """Apply ``scaling`` to the rotary embeddings of a model, and let them return sines and cosines in its dtype.
 
-    Reason: ``Llama3RotaryEmbedding`` has the scaled frequencies and never uses them, models of Qwen3 ignore a scaling,
-    and ``get_rope`` shares these objects between models, so the model gets its own.
+    Reason: ``Llama3RotaryEmbedding`` computes the scaled frequencies but never uses them, and Qwen3 models ignore a
+    scaling. ``get_rope`` shares these objects between models, so the model gets its own copies.
     """
     from sgl_jax.srt.layers.embeddings import RotaryEmbedding
 
@@ -168,8 +168,8 @@ def _amplified(cosines_and_sines: Callable[[Any], Any], amplitude: float) -> Cal
 def count_instead_of_clock() -> None:
     """Let the prefix tree order its nodes by a counter.
 
-    Reason: it evicts by ``time.monotonic()``, so hosts, or two runs of one program, could evict different prefixes. A
-    second call changes nothing.
+    Reason: the tree evicts by ``time.monotonic()``, so hosts, or two runs of one program, could evict different
+    prefixes. A second call changes nothing.
     """
     from sgl_jax.srt.mem_cache import radix_cache
 
@@ -183,7 +183,7 @@ def count_instead_of_clock() -> None:
 def slots_taken(slots_b: np.ndarray) -> Iterator[None]:
     """Let the library prepare a decode step with cache slots that were reserved before.
 
-    Reason: it looks for free memory, evicts prefixes or puts rows back if there is none, and allocates the slots.
+    Reason: the library would check for free slots, evict prefixes or retract rows if there are none, and allocate.
     """
     from sgl_jax.srt.managers import schedule_batch
 
@@ -205,8 +205,8 @@ def slots_taken(slots_b: np.ndarray) -> Iterator[None]:
 class NoSamplingInfo:
     """Stands in for the library's ``SamplingBatchInfo``: our sampler's columns live in the runner's table.
 
-    Reason: building, filtering and merging it (with three penalty objects) at every change of the batch is a good part
-    of a small step, and nothing here reads it.
+    Reason: building, filtering and merging it (with three penalty objects) at every change of the batch takes a good
+    part of the time of a small step, and nothing here reads it.
     """
 
     penalizer_orchestrator = types.SimpleNamespace(is_required=False)

@@ -2,18 +2,18 @@
 
     replicas = Replicas.build(checkpoint, devices, tensor=2, options, hosts)   # 8 devices: 4 replicas of 2
     replicas.install_weights(weights)           # arrays on all replicas, as replicas.weight_specs says
-    completions = replicas.generate(requests)   # all of them, on every host
+    completions = replicas.generate(requests)   # all completions, on every host
 
 For 8 devices on 2 hosts (4 each) and three groups of requests a, b, c with equal expected lengths:
 
     tensor 2    host 0: replicas 0 and 1 sample a and b     host 1: replica 2 samples c, replica 3 has nothing to do
     tensor 8    one replica over both hosts samples a, b and c, both hosts making the same decisions
 
-Which replica serves what: see dealing.py. While groups wait that no replica has started, replicas stop after the same
-number of decode steps, hosts tell each other what theirs have to do, and all compute the same dealing. From the moment
-when no group waits, no replica inside one host waits for another host. An engine that is alone has its own queue and
-needs no such points. Afterwards the hosts that drive one replica together compare what it decided and sampled, and
-every host receives the whole batch. Tokens do not depend on which replica serves a request: see sampling.py.
+dealing.py decides which replica serves which request. While any group waits to be started, all replicas stop after the
+same number of decode steps (a synchronization point), hosts share the loads of their replicas, and all compute the same
+dealing. Once no group waits, no replica inside one host waits for another host. A single replica has its own queue and
+needs no synchronization points. At the end, the hosts that drive a replica together compare its decisions and tokens,
+and every host receives the whole batch. Tokens do not depend on which replica serves a request: see sampling.py.
 """
 
 import functools
@@ -53,7 +53,7 @@ from tpu_grpo.records.errors import ConfigError, LockstepError
 from tpu_grpo.records.stages import Completion, Request
 
 Served = tuple[str, dict[int, str], dict[int, tuple[int, int]]]
-"""What a host tells of a batch: the digest of how it was dealt, and by replica its digest, and its steps and clock."""
+"""What a host shares about a batch: the digest of its dealing, and each replica's digest, steps and clock."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def make_replicas(devices: Sequence[Any], tensor: int) -> tuple[Replica, ...]:
     """Divide devices, in order, into replicas of ``tensor`` devices, each inside one host or over whole hosts.
 
     Raises:
-        ConfigError: if ``tensor`` allows neither; it lists the sizes that do.
+        ConfigError: if ``tensor`` allows neither; the message lists the sizes that do.
     """
     per_host, total = devices_per_host(devices), len(devices)
     fitting = [t for t in range(1, total + 1) if total % t == 0 and (per_host % t == 0 or t % per_host == 0)]
@@ -105,11 +105,11 @@ class Replicas:
             for replica in self.replicas
             if replica.number in self.engines and len(replica.hosts) > 1
         }
-        """For each of this host's replicas over several hosts those that drive it."""
+        """For each of this host's replicas that span several hosts, the hosts that drive it."""
         self.figures: dict[str, float] = {}
-        """What the last ``generate`` took of this host's engines, under the metrics' names."""
+        """The metrics of this host's engines in the last ``generate``, by name."""
         self.told: Sequence[int] = ()
-        """The host that got the completion of each request of the last ``generate``."""
+        """For each request of the last ``generate``, the host that reported its completion."""
 
     @classmethod
     def build(
@@ -148,7 +148,7 @@ class Replicas:
             self.engines[number].before_every_launch(_launch_hook(number, partners))
 
     def install_weights(self, weights: Mapping[str, Array]) -> None:
-        """Set the parameters to sample with. Their arrays are replicated over the replicas, and each engine uses its
+        """Set the parameters to sample with. The arrays are replicated over the replicas, and each engine uses its
         own copy.
 
         Raises:
@@ -197,15 +197,14 @@ class Replicas:
 
         Args:
             requests: what to sample.
-            finished: is called with the index and the completion of each request as it ends, on one host: one of those
-                that drive the replica which serves it.
-            known: the tokens that are expected of each request, where something is known; no token depends on them.
-            conversations: the requests' conversations, if completions are conversations. Each host plays those of the
-                groups whose completions it gets.
+            finished: is called with the index and the completion of each request as it ends, on one of the hosts that
+                drive the request's replica.
+            known: the expected number of tokens of each request, or None; no token depends on it.
+            conversations: the requests' conversations, if completions are conversations. Each host runs the
+                conversations of the groups whose completions it reports.
 
         Raises:
-            RequestError: if no engine can ever serve one of them; none is started then. In the middle, if a turn is
-                more than an engine can serve.
+            RequestError: if no engine can ever serve one of the requests (then none is started), or a later turn.
             LockstepError: if hosts decided differently, or sampled differently in a replica that they share.
         """
         next(iter(self.engines.values())).check(requests)
@@ -220,7 +219,7 @@ class Replicas:
         return self._exchange(serving, requests, conversations is not None)
 
     def _compare(self, serving: "Serving") -> dict[str, float]:
-        """Check that hosts dealt alike, and decided and sampled alike in the replicas they share; returns idle shares.
+        """Check that all hosts dealt alike, and decided and sampled alike in shared replicas; returns the idle share.
 
         All hosts take part, so all raise.
         """
@@ -246,9 +245,9 @@ class Replicas:
 
 
 class Serving:
-    """A batch of requests in service by all replicas, from one synchronization point to the next.
+    """Serves a batch of requests with all replicas, from one synchronization point to the next.
 
-    See ``Replicas.generate`` for the arguments; ``dealer.told`` names the host that gets each completion.
+    See ``Replicas.generate`` for the arguments; ``dealer.told`` names the host that reports each completion.
     """
 
     def __init__(
@@ -261,7 +260,7 @@ class Serving:
     ):
         self._hosts, self._finished = replicas.hosts, finished
         self._drivers = [replica.hosts for replica in replicas.replicas]
-        """For every replica the hosts that drive it; the first speaks for it."""
+        """For every replica the hosts that drive it; the first of them reports its load."""
         expected = expected_tokens(requests, known)
         groups = make_groups(requests, expected, converse=conversations is not None)
         self._group_of = {index: group.number for group in groups for index in group.members}
@@ -308,14 +307,14 @@ class Serving:
         return {i: completion for g in self.generations.values() for i, completion in g.completions.items()}
 
     def _deal(self) -> bool:
-        """Deal what has not been started; says whether it has to be dealt again, at the next agreed point."""
+        """Deal the groups that have not been started; returns whether to deal again at a synchronization point."""
         dealt = self.dealer.deal(self._loads)
         for number, generation in self.generations.items():
             generation.hold(dealt[number])
         return self.dealer.waits and len(self._drivers) > 1
 
     def _gather(self, point: int) -> list[Load]:
-        """Tell the other hosts what this host's replicas have to do at a point, and hear of all."""
+        """Share the loads of this host's replicas at a synchronization point, and return the loads of all replicas."""
 
         def read(host: int, told: dict[int, Load]) -> dict[int, Load]:
             if told.keys() != (driven := {n for n, drivers in enumerate(self._drivers) if host in drivers}):
@@ -327,7 +326,7 @@ class Serving:
         return [everyone[drivers[0]][number] for number, drivers in enumerate(self._drivers)]
 
     def _tell(self, number: int) -> Finished | None:
-        """Make the call for a replica's completions, of which this host passes on its own."""
+        """Make the callback for a replica's completions; it passes on only those that this host reports."""
         finished, drivers = self._finished, self._drivers[number]
         if finished is None or self._hosts.index not in drivers:
             return None
@@ -339,7 +338,7 @@ class Serving:
         return tell
 
     def _told(self, number: int, index: int) -> int:
-        """Return the host that gets a request's completion, if this replica serves it."""
+        """Return the host that reports a request's completion if this replica serves the request."""
         return host_told(self._group_of[index], self._drivers[number], len(self._drivers))
 
 
@@ -353,9 +352,9 @@ def _check_alike(what: str, found: Mapping[int, str]) -> None:
 
 
 def _launch_hook(number: int, partners: Hosts | None = None) -> Callable[[int, str], None]:
-    """Make the call before each launch of a replica that spans hosts.
+    """Make the callback that runs before each launch of a replica that spans hosts.
 
-    It notes the launch for the watch over lost hosts, and compares its digest with those of ``partners``, if given.
+    It notes the launch, so that lost hosts are found, and compares the digest with those of ``partners``, if any.
     """
 
     def note(launch: int, digest: str) -> None:
@@ -393,7 +392,7 @@ def idle_share(steps: Sequence[tuple[int, int]]) -> dict[str, float]:
 
     Args:
         steps: for every replica its decode steps, and its clock at the end. Time is counted in decode steps, up to the
-            latest end. Nothing is returned for one replica, or if nobody made a decode step.
+            latest end. The result is empty for a single replica, or if no replica made a decode step.
     """
     end = max(clock for _, clock in steps)
     if len(steps) == 1 or not end:

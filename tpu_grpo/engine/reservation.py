@@ -1,7 +1,7 @@
 """Cache slots for several decode steps, taken from the scheduler's own allocator before a launch.
 
-The scheduler gives every row of a decode batch the slot of one token. ``reserve`` takes the slots of the tokens after
-it, for as many steps as free slots last, and ``keep`` frees those that a launch did not use. A launch ends where
+The scheduler gives every row of a decode batch the slot of one token. ``reserve`` takes slots for the following tokens,
+for as many steps as there are free slots, and ``keep`` frees the slots that a launch did not use. A launch ends where
 single steps would have evicted prefixes or retracted rows, so that eviction, retraction and admission decide as they
 would after single steps.
 
@@ -9,8 +9,8 @@ would after single steps.
     ...                                     # the launch
     keep(batch, reservation, counts)        # the tokens that each row has sampled
 
-While no request waits, the next launch is made before this one's tokens are known. ``reserve_ahead`` takes the slots
-of all rows for it, as if none ended, and ``give_back`` frees those of rows that have ended.
+While no request waits, the next launch is made before the tokens of the current one are known. ``reserve_ahead`` takes
+its slots for all rows, as if none ended, and ``give_back`` frees the slots of rows that have ended.
 
 Suffixes: b rows of the batch (B padded), k steps of the launch, T tokens, L layers, K experts per token.
 """
@@ -27,15 +27,15 @@ class Reservation:
     """The cache slots that the rows of a launch may fill."""
 
     slots: Int[np.ndarray, "b k"]
-    """The cache slots of the tokens that the steps take in; -1 after the row's last."""
+    """The cache slots of the steps' input tokens; -1 after the row's last."""
     lengths: Int[np.ndarray, " b"]
     """Tokens that each row has after the first step."""
     ends: Int[np.ndarray, " b"]
-    """Tokens that each row has after all of its steps."""
+    """Tokens that each row has after all steps for which it has slots."""
     left: int
-    """The launch ends early when no more rows than these are running."""
+    """The launch ends early when this number of rows, or fewer, are running."""
     columns: Int[np.ndarray, " b"]
-    """Where each row lies on the devices: one that follows another launch leaves it where it was."""
+    """The index of each row on the devices. A launch that continues another keeps its rows' indices."""
 
     @property
     def steps(self) -> int:
@@ -44,23 +44,23 @@ class Reservation:
 
     @property
     def places(self) -> Int[np.ndarray, "b k"]:
-        """The position in its row of each token that a step takes in."""
+        """The position of each step's input token in its row."""
         return self.lengths[:, None] - 1 + np.arange(self.steps)
 
     def of(self, rows: Bool[np.ndarray, " b"]) -> "Reservation":
-        """Leave only these rows."""
+        """Return the reservation of only these rows."""
         return Reservation(self.slots[rows], self.lengths[rows], self.ends[rows], self.left, self.columns[rows])
 
 
 def reserve(batch: ScheduleBatch, most_steps: int, left: int) -> Reservation:
-    """Reserve slots for up to ``most_steps`` steps of a batch that is prepared for its first.
+    """Reserve slots for up to ``most_steps`` steps of a batch whose first step is prepared.
 
-    A row gets no more slots than its request may still sample tokens.
+    A row gets at most one slot for each token that its request may still sample.
 
     Args:
         batch: the decode batch, whose rows have a slot for their first token.
         most_steps: the most steps of a launch.
-        left: the launch is to end early when no more rows than these are running.
+        left: the launch ends early when this number of rows, or fewer, are running.
     """
     lengths_b, limits_b = np.asarray(batch.seq_lens), _limits(batch)
     steps = _affordable(batch, lengths_b, limits_b, most_steps)
@@ -71,14 +71,13 @@ def reserve(batch: ScheduleBatch, most_steps: int, left: int) -> Reservation:
 
 
 def reserve_ahead(batch: ScheduleBatch, before: Reservation, most_steps: int) -> Reservation | None:
-    """Reserve slots for the launch after the current one; none if it has no use, or if there is not room for all its
-    steps.
+    """Reserve slots for the launch after the current one; None if no row needs it, or if too few are free.
 
-    The library's request table gets these slots only for rows that continue.
+    In the library's request table, only rows that may continue get slots.
 
     Args:
         batch: the decode batch in flight.
-        before: its reservation.
+        before: the reservation of that batch.
         most_steps: the most steps of a launch.
     """
     limits_b = np.maximum(before.lengths + _limits(batch) - 1 - before.ends, 0)
@@ -94,9 +93,9 @@ def reserve_ahead(batch: ScheduleBatch, before: Reservation, most_steps: int) ->
 
 
 def give_back(batch: ScheduleBatch, ahead: Reservation) -> None:
-    """Free the slots of a launch that was made ahead, for rows that had ended before it.
+    """Free the slots of rows that ended before a launch that was made ahead.
 
-    A page that the previous launch has filled in part belongs to the reservation of that launch.
+    A page that the previous launch has partly filled is not freed: it belongs to that launch's reservation.
     """
     allocator = batch.token_to_kv_pool_allocator
     first_b = -(-(ahead.lengths - 1) // allocator.page_size) * allocator.page_size
@@ -140,7 +139,7 @@ def computed_experts(
 
 
 def _limits(batch: ScheduleBatch) -> Int[np.ndarray, " b"]:
-    """Return how many tokens each row may still sample, by what the host knows."""
+    """Return how many tokens each row may still sample, as far as the host knows."""
     return np.array([req.sampling_params.max_new_tokens - len(req.output_ids) for req in batch.reqs])
 
 
@@ -161,9 +160,9 @@ def _reservation(
 def _affordable(
     batch: ScheduleBatch, lengths_b: Int[np.ndarray, " b"], limits_b: Int[np.ndarray, " b"], most_steps: int
 ) -> int:
-    """Return the most steps before which the library would evict nothing; the first is prepared already.
+    """Return the most steps that the library would make without evicting; the first is prepared already.
 
-    It evicts when fewer pages are free than there are rows.
+    The library evicts when fewer pages are free than there are rows.
     """
     page, rows = batch.token_to_kv_pool_allocator.page_size, len(lengths_b)
     steps_k1 = np.arange(1, min(most_steps, int(limits_b.max())) + 1)[:, None]

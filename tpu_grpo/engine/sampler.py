@@ -1,4 +1,4 @@
-"""The rollout stage: it turns a batch of prompts into requests with keys, completions and decoded texts.
+"""The rollout stage: it turns a batch of prompts into requests, then into completions and their decoded texts.
 
     sampler = Sampler(replicas, tokenizer, config)
     rollout = sampler.rollout(batch)                        # for training
@@ -10,7 +10,7 @@ For callers who show an answer as it grows, ``stream`` yields the tokens of one 
         answers[0].token_ids            # the tokens of request 0 so far
         answers[0].completion           # and its completion, once it has ended
 
-A log-probability that is not finite, or above 0, means that the weights or the computation are broken: the rollout is
+A log-probability that is not finite or is above 0 means that the weights or the computation are broken: the rollout is
 a `BrokenRollout`, from which nothing is learnt.
 """
 
@@ -49,7 +49,7 @@ PROBE_SAMPLE = EVALUATION_SAMPLE - 1
 TEXTS_SAMPLE = EVALUATION_SAMPLE - 2
 """The sample numbers of requests that belong to neither training nor evaluation."""
 GroupEnded = Callable[[int, Sequence[Completion], Sequence[str]], None]
-"""Is told the number of a prompt, its completions and their texts, both in the order of the samples."""
+"""Called with the index of a prompt, its completions and their texts; both are in the order of the samples."""
 _SHORT = reprlib.Repr(maxstring=120)
 
 
@@ -69,7 +69,7 @@ class BrokenRollout:
     """A rollout in which some log-probability is not finite, or above 0."""
 
     step: int
-    """The step that it was sampled for, and 0 for an evaluation."""
+    """The training step for which it was sampled; 0 for an evaluation."""
     prompts: tuple[Prompt, ...]
     """The prompt of each completion."""
     completions: tuple[Completion, ...]
@@ -82,12 +82,11 @@ class BrokenRollout:
 
     @property
     def rows(self) -> list[int]:
-        """List the rows with such a log-probability."""
+        """List the rows with a log-probability that is not finite or is above 0."""
         return [row for row, completion in enumerate(self.completions) if impossible(completion).any()]
 
     def error(self, kept_in: Path | None) -> NonFiniteError:
-        """Make the error that names the first such row with its prompt and completion, and the file with all of
-        them."""
+        """Make the error. It names the first broken row with its prompt and completion, and the file with all rows."""
         row = self.rows[0]
         bad_T = impossible(self.completions[row])
         place = int(np.argmax(bad_T))
@@ -103,7 +102,7 @@ class BrokenRollout:
 
 
 KeepBroken = Callable[[BrokenRollout], Path]
-"""Keeps them in a file, on every host, and returns where."""
+"""Writes a broken rollout to a file, on every host, and returns the path."""
 
 
 def impossible(completion: Completion) -> Bool[np.ndarray, " T"]:
@@ -117,10 +116,10 @@ class Sampler:
 
     Args:
         engines: serve the requests.
-        tokenizer: the run's.
-        config: the run's; of it seed, group size and settings of sampling are used.
+        tokenizer: the run's tokenizer.
+        config: the run's config; seed, group size and sampling settings are read from it.
         converse: opens the conversations of a batch, if completions are conversations with environments. They are
-            closed when the batch is sampled, and when sampling fails.
+            closed once the batch is sampled or sampling fails.
     """
 
     def __init__(
@@ -138,7 +137,7 @@ class Sampler:
         self._sampling = sampling_params(config)
         self._return_experts = config.algorithm.routing_replay
         self.keep_broken: KeepBroken | None = None
-        """Keeps rollouts in which a log-probability is not finite."""
+        """Is called with a broken rollout before the error is raised."""
 
     def rollout(
         self,
@@ -148,16 +147,16 @@ class Sampler:
     ) -> Rollout:
         """Sample a group of completions for every prompt of a step.
 
-        ``ended`` is called during the rollout, on the calling thread, once for every prompt whose completions have
-        all been sampled: on one host, namely the one whose engine sampled them. It should take little time, because
-        that host's engines wait for it. An exception in it ends the run, because the engines are then in the middle
-        of their work.
+        ``ended`` is called during the rollout, on the calling thread, once for every prompt, when all its completions
+        have been sampled, and only on one of the hosts that sampled them. It should take little time, because that
+        host's engines wait for it. An exception in it ends the run, because the engines are then in the middle of
+        their work.
 
-        ``known`` are the expected mean tokens of a completion of each prompt, where known. Prompts with long answers
-        are started first. No token depends on it; the last bits of log-probabilities may.
+        ``known`` has the expected mean number of tokens of each prompt's completions, or None. Prompts with long
+        answers are started first. No token depends on it; the last bits of log-probabilities may.
 
-        The cache is emptied first. What an evaluation or a probe left in it would change the chunks in which prompts
-        are prefilled and thereby the last bits, so that a run's numbers would depend on when it was evaluated.
+        The cache is emptied first. Prefixes that an evaluation or a probe left would change the chunks in which prompts
+        are prefilled and thereby the last bits, so a run's numbers would depend on when it was evaluated.
 
         Raises:
             NonFiniteError: if a log-probability is not finite, which means that weights or computation are broken. The
@@ -183,7 +182,7 @@ class Sampler:
         not leave engines idle. The cache is emptied first, so that the same weights give the same answers whatever was
         sampled before: during the run, after it was continued, or from a checkpoint.
 
-        ``ended`` has a function for every mode, which is called as that of ``rollout``.
+        ``ended`` has a function for every mode, which is called like ``ended`` of ``rollout``.
         """
         count = len(prompts)
         requests = [
@@ -220,7 +219,7 @@ class Sampler:
         ended: GroupEnded | None,
         known: Sequence[float | None] | None = None,
     ) -> tuple[tuple[Completion, ...], tuple[str, ...], float]:
-        """Sample a completion for every request, or have a conversation; ``prompts`` are those of the requests.
+        """Sample a completion, or a conversation, for every request; ``prompts`` has the prompt of each request.
 
         The cache is emptied first. ``ended`` is called for groups of ``sizes`` rows. Raises as ``rollout`` does.
 
@@ -260,7 +259,7 @@ class _Groups:
         """The texts of whole groups, by row."""
 
     def finished(self, row: int, completion: Completion) -> None:
-        """Take a completion, and pass its group on if it was the last one."""
+        """Take a completion, and pass its group on if that completes the group."""
         number = bisect_right(self._starts, row) - 1
         start, end = self._starts[number], self._starts[number + 1]
         group = self._found.setdefault(number, {})
@@ -285,12 +284,12 @@ def stream(engine: Engine, requests: Sequence[Request], cancelled: Callable[[], 
     A caller who closes the iterator ends the requests; the engine can be used again afterwards.
 
     Args:
-        engine: has weights, and nothing else to do.
+        engine: an idle engine that has weights.
         requests: what to sample.
-        cancelled: is asked before every launch; once it says yes, requests end with the tokens that they have.
+        cancelled: is asked before every launch; once it returns True, requests end with the tokens that they have.
 
     Raises:
-        RequestError: if the engine can never serve one of them; none is started then.
+        RequestError: if the engine can never serve one of the requests; then none is started.
         NonFiniteError: if a log-probability is not finite.
     """
     generation, going = engine.start(requests), True

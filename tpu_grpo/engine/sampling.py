@@ -1,15 +1,15 @@
 """Token sampling: one program serves all settings, and a token depends on its key, position and logits alone.
 
-Order of the filters: temperature, top-k, top-p, min-p. The log-probability is that of the *full* distribution at the
-temperature, before any filter, in float32: the quantity the trainer computes for the same token; or, with
-``algorithm.filtered_ratio``, that among the tokens that the filters keep, with their number. Drawing uses the
-Gumbel-max trick (argmax of log-probabilities plus Gumbel noise is a sample of the distribution), with noise keyed by
-(seed, step, prompt, sample, position) through threefry: batch, mesh, host and cache do not enter.
+Order of the filters: temperature, top-k, top-p, min-p. Log-probabilities are float32. They are taken under the *full*
+distribution at the temperature, before any filter, as the trainer computes them for the same token. With
+``algorithm.filtered_ratio`` they are taken among the tokens that the filters keep, and the number of these is returned
+too. Drawing uses the Gumbel-max trick (argmax of log-probabilities plus Gumbel noise is a sample of the distribution).
+The noise is keyed by (seed, step, prompt, sample, position) through threefry; batch, mesh, host and cache do not enter.
 
-Embedding and output head are sharded by vocabulary over the devices of an engine, the first by sglang-jax and the
-second by us. A token is looked up on the device that has its row, and the results are added with one all-reduce of
-[T, D], as after every layer. Each device computes the logits of its own part of the vocabulary. Token sampling needs
-the whole vocabulary of a row on one device: see ``sample_rows``.
+Embedding and output head are sharded by vocabulary over the devices of an engine (the embedding by sglang-jax, the
+output head by us). A token's embedding is read on the device that has its row; one all-reduce of [T, D], as after
+every layer, brings it to all devices. Each device computes the logits of its own part of the vocabulary. Sampling a
+token needs all logits of a row on one device: see ``sample_rows``.
 
 Suffixes: B rows, V vocabulary, D width, N ranks that one pass over the vocabulary tries.
 """
@@ -36,8 +36,8 @@ else:
     AnyArray = jax.Array | np.ndarray
 
 FIRST_STEP = 2.0
-"""What lies between the logits that the first pass tries, from the likeliest down. Nearly all thresholds lie there, but
-few of all float32 numbers."""
+"""The spacing of the logits that the first pass tries, from the largest down. Nearly all thresholds lie in that range,
+but only few of all float32 numbers do."""
 VOCABULARY_LEAVES = ("embed_tokens.embedding", "lm_head.embedding")
 """The names of all parameters of shape [V, D] end in one of these."""
 
@@ -62,13 +62,13 @@ class Drawn(NamedTuple):
 
     token: Int[Array, " B"]
     logprob: Float[Array, " B"]
-    """float32, under the full distribution at the temperature (at 1 for greedy rows); or among the kept tokens."""
+    """Under the full distribution at the temperature (1 for greedy rows), or among the kept tokens; float32."""
     kept: Int[Array, " B"] | None
-    """How many tokens the filters kept, if that was asked for."""
+    """The number of tokens that the filters kept; None without ``filtered``."""
 
 
 def sample_tokens(logits_BV: Float[Array, "B V"], columns: SamplingColumns, *, filtered: bool = False) -> Drawn:
-    """Draw one token per row; with ``filtered`` its log-probability is that among the tokens that the filters keep."""
+    """Draw one token per row; with ``filtered`` its log-probability is taken among the tokens that the filters keep."""
     greedy_B = columns.temperature == 0.0
     scaled_BV = logits_BV.astype(jnp.float32) / (columns.temperature + greedy_B)[:, None]
     noise_BV = jax.vmap(_gumbel, in_axes=(0, 0, None))(columns.key, columns.position, scaled_BV.shape[-1])
@@ -85,11 +85,10 @@ def sample_tokens(logits_BV: Float[Array, "B V"], columns: SamplingColumns, *, f
 def sample_rows(
     logits_BV: Float[Array, "B V"], columns: SamplingColumns, mesh: Mesh, *, filtered: bool = False
 ) -> Drawn:
-    """Draw one token per row: each device of ``mesh`` draws for B / tensor rows. Returns what ``sample_tokens`` does.
+    """Draw one token per row, as ``sample_tokens`` does; each device of ``mesh`` draws for B / tensor rows.
 
-    Logits that are sharded by vocabulary are exchanged with one all-to-all. With whole rows, every maximum and sum over
-    the vocabulary is computed by one device in the same order as without sharding, so that sharding the vocabulary
-    changes no token.
+    One all-to-all turns logits that are sharded by vocabulary into whole rows. One device then computes every maximum
+    and sum over a row's vocabulary, in the same order as without sharding, so sharding the vocabulary changes no token.
     """
     rows, by_rows = len(logits_BV), P("tensor")
     padding = -rows % mesh.shape["tensor"]
@@ -103,7 +102,7 @@ def sample_rows(
 
 
 class WholeVocabularyLogits(LogitsProcessor):
-    """The library's LogitsProcessor for an output head that every device holds whole."""
+    """The library's LogitsProcessor for an output head that is replicated on every device."""
 
     def _get_logits(self, hidden_states: Float[Array, "B D"], lm_head: Embed) -> Float[Array, "B V"]:
         """Compute the logits of all rows on every device."""
@@ -114,9 +113,9 @@ class WholeVocabularyLogits(LogitsProcessor):
 
 
 def filter_logits(scaled_BV: Float[Array, "B V"], columns: SamplingColumns) -> Float[Array, "B V"]:
-    """Set logits that top-k, then top-p, then min-p drop to -inf; ties at a threshold are kept.
+    """Set to -inf the logits that top-k, then top-p, then min-p drop; ties at a threshold are kept.
 
-    Only what some row asks for is computed. Greedy rows ask for nothing, and the rows that pad a batch are greedy.
+    Top-k and top-p are computed only if some row uses them. Greedy rows use neither, and padding rows are greedy.
     """
     sampled_B = columns.temperature > 0.0
     by_top_k_B = sampled_B & (columns.top_k > 0) & (columns.top_k < scaled_BV.shape[-1])
@@ -150,9 +149,9 @@ def _last_dropped(
 ) -> Int[Array, " B"]:
     """Find the highest rank per row such that the weights of all higher logits add up to ``needed`` or more.
 
-    It lies in [low, high), and is ``low`` where high is not above low. The first pass tries what is likely. Every other
-    one cuts the range into 16 parts, so that there are at most 9, and draws it in to the logits within it. A sort takes
-    XLA's compiler for TPUs a minute per program. Numbers of tokens are exact up to 2^24; masses are float32 sums.
+    The rank lies in [low, high), or is ``low`` where high is not above low. The first pass tries likely ranks. Each
+    later pass cuts the range into 16 parts, and narrows it to the logits within it, so that 9 passes are enough. A sort
+    would take XLA's compiler for TPUs a minute per program. Token counts are exact up to 2^24; masses are float32 sums.
     """
 
     def open_rows(state: tuple[Array, Array, Array]) -> Array:
@@ -180,8 +179,9 @@ def _survey(
 ) -> tuple[Float[Array, "B N"], Float[Array, " B"], Float[Array, " B"]]:
     """Sum the weights above each trial, and find the lowest logit above ``low`` and the highest up to ``high``.
 
-    XLA for TPUs fuses all of these into one reading of the rows. Sums are written one by one because XLA adds up a
-    reduction of several operands, or of [B, N, V], worse: the first in sequence on a CPU, the second 5 times slower.
+    XLA for TPUs fuses all of these into one pass over the rows. The sums are written one by one because the
+    alternatives are slower: on a CPU, XLA runs one reduction of several operands sequentially, and a reduction of
+    [B, N, V] takes 5 times as long.
     """
     above = [jnp.sum(jnp.where(scaled_BV > trial_BN[:, n, None], weight_BV, 0.0), axis=-1) for n in range(TRIALS)]
     lowest_B = jnp.min(jnp.where(scaled_BV > low_B[:, None], scaled_BV, jnp.inf), axis=-1)
@@ -190,7 +190,7 @@ def _survey(
 
 
 def _first_trials(low_B: Int[Array, " B"], high_B: Int[Array, " B"]) -> Int[Array, "B N"]:
-    """Return the ranks in [low, high) of numbers in steps down from that of ``high``, or evenly down to that of low."""
+    """Return the first ranks to try: logits from ``high`` down in steps of FIRST_STEP, or less if ``low`` is near."""
     value_B = values(high_B)
     step_B = jnp.minimum((value_B - values(low_B)) / (TRIALS + 1), FIRST_STEP)
     trial_BN = ranks(value_B[:, None] - step_B[:, None] * jnp.arange(1, TRIALS + 1))
@@ -198,10 +198,10 @@ def _first_trials(low_B: Int[Array, " B"], high_B: Int[Array, " B"]) -> Int[Arra
 
 
 def _gumbel(key: UInt32[Array, " 4"], position: Int[Array, ""], vocabulary: int) -> Float[Array, " V"]:
-    """Return the standard Gumbel noise of each token, from one hash of its number.
+    """Return standard Gumbel noise for each token, from one hash of its id.
 
-    ``jax.random.gumbel`` uses 23 of a hash's 64 bits unless it hashes twice (mode="high"). Its noise ends at 15.9, so
-    that tokens more than 20.4 below the likeliest would never be drawn.
+    ``jax.random.gumbel`` uses 23 of a hash's 64 bits unless it hashes twice (mode="high"). Its noise is at most 15.9,
+    so tokens whose logits are more than 20.4 below the largest would never be drawn.
     """
     random_key = jax.random.key(key[0])
     for part in (key[1], key[2], key[3], position):
@@ -212,7 +212,7 @@ def _gumbel(key: UInt32[Array, " 4"], position: Int[Array, ""], vocabulary: int)
 
 
 def _gumbel_of_bits(coarse_V: UInt32[Array, " V"], fine_V: UInt32[Array, " V"]) -> Float[Array, " V"]:
-    """Map random bits to -log(-log(1 - u)), which lies between -2.82 and 33.97; u in (0, 1) has 48 bits where small."""
+    """Map random bits to -log(-log(1 - u)), from -2.82 to 33.97; u in (0, 1) has 48 bits below 0.5, and 24 above."""
     u_V = (coarse_V >> 8).astype(jnp.float32) * 2.0**-24
     finer_V = u_V + ((fine_V >> 8).astype(jnp.float32) + 0.5) * 2.0**-48
     return -jnp.log(-jnp.log1p(-jnp.where(u_V < 0.5, finer_V, u_V)))  # from 0.5 on, finer bits could round up to 1

@@ -55,7 +55,7 @@ class RunningRequest:
     stop_token_ids: frozenset[int]
     logprobs: list[float] = field(default_factory=list)
     kept: list[int] | None = None
-    """How many tokens the filters kept for each, if the engine counts them."""
+    """For each sampled token the number of tokens that the filters kept; None if the engine does not count them."""
 
     @property
     def prefilled(self) -> bool:
@@ -82,7 +82,7 @@ class InFlight:
 
     batch: ScheduleBatch
     reservation: Reservation | None
-    """The cache slots of a launch of decode steps."""
+    """The cache slots of a launch of decode steps; None for a prefill step."""
     output: StepOutput | LaunchOutput
 
 
@@ -101,7 +101,7 @@ class EngineUse:
     prefills: int = 0
     """Launches of a prefill step."""
     accepted: int = 0
-    """Rows whose prompts they completed, so that decode steps go on with them."""
+    """Rows whose prompts were completed by prefills, so that decode steps can go on with them."""
     retracted: int = 0
     """Rows that were put back because the cache ran short, and were computed anew later."""
     launches: int = 0
@@ -111,28 +111,28 @@ class EngineUse:
     tokens: int = 0
     """Tokens that decode steps sampled."""
     places: int = 0
-    """Tokens that they would have sampled with as many rows as run at once."""
+    """Tokens that decode steps would have sampled if as many rows had run as can run at once."""
     decode: float = 0.0
-    """The part of launch, wait and collect that is of decode steps."""
+    """The part of ``launch``, ``wait`` and ``collect`` that decode steps took."""
     environments: float = 0.0
-    """Waiting for environments, with nothing to do."""
+    """Waiting for environments while there is nothing else to do."""
     turns: int = 0
     """Turns of conversations that have ended."""
     later_tokens: int = 0
-    """Prompt tokens of those turns that were not the first of their conversations."""
+    """Prompt tokens of all turns except the first of each conversation."""
     later_cached: int = 0
-    """The tokens of these that were found in the prefix cache."""
+    """The part of ``later_tokens`` that was found in the prefix cache."""
 
     @contextmanager
     def time(self, what: Literal["schedule", "launch", "wait", "collect", "decode", "environments"]) -> Iterator[None]:
-        """Add the seconds of the block to this field, which also names the block in a timeline."""
+        """Add the seconds of the ``with`` block to the field ``what``, which also names the block in a profile."""
         start = time.perf_counter()
         with TraceAnnotation(what):
             yield
         setattr(self, what, getattr(self, what) + time.perf_counter() - start)
 
     def time_decode(self, reservation: Reservation | None) -> AbstractContextManager[None]:
-        """Add the seconds of the block to ``decode``, if it is about a launch of decode steps: one with slots."""
+        """Add the seconds of the ``with`` block to ``decode`` if there is a reservation: only decode steps have one."""
         return nullcontext() if reservation is None else self.time("decode")
 
     def __sub__(self, before: "EngineUse") -> "EngineUse":
@@ -140,7 +140,7 @@ class EngineUse:
 
     @property
     def figures(self) -> dict[str, float]:
-        """Return the metrics of a rollout; shares of decode steps or of turns only if there were any."""
+        """Return the metrics of a rollout; metrics of decode steps or of turns only if there were any."""
         values = {"rollout/wait_seconds": self.wait}
         if self.prefills:
             values["rollout/prefills"] = self.prefills
@@ -173,7 +173,7 @@ class _NoPeers(CommunicationBackend):
 
     @override
     def send_pyobj(self, data: Any) -> None:
-        """Refuse: the library sends only that it gave a request up, which ``Engine.check`` rules out."""
+        """Fail: the library only sends that it gave up a request, which ``Engine.check`` rules out."""
         raise AssertionError(f"sglang-jax gave a request up: {data}")
 
 
@@ -182,14 +182,14 @@ class SteppedScheduler(Scheduler):
 
     ``submit`` queues requests. ``start`` launches a prefill step or several decode steps and returns while the devices
     work, so that other engines can be served meanwhile; ``finish`` collects the tokens. ``forget_prefixes`` empties the
-    cache. What a server has around it is left out: sockets, streams, logs and settings of the environment.
+    cache. The server's sockets, streams, logs and environment variables are left out.
     """
 
     def __init__(self, server_args: ServerArgs, mesh: Mesh, build_runner: Callable[..., Runner]):
         no_ports: Any = SimpleNamespace(**dict.fromkeys(PortArgs.__dataclass_fields__))
         with repairs.in_process(build_runner):
             super().__init__(server_args, no_ports, communication_backend=_NoPeers(), mesh=mesh)
-        self._decode_first_n = self._consec_decode = 0  # or the library takes them from the environment of this host
+        self._decode_first_n = self._consec_decode = 0  # else the library reads environment variables
         worker: Any = self.tp_worker
         self.runner: Runner = worker.model_runner
         self.programs = self.runner.programs
@@ -198,7 +198,7 @@ class SteppedScheduler(Scheduler):
         self.before_launch: Callable[[], None] | None = None
         self.in_flight: InFlight | None = None
         self._ahead: tuple[Reservation, LaunchOutput] | None = None
-        """A launch that the devices got while they compute the one in flight, whose rows it takes up."""
+        """The launch that is queued on the devices behind the launch in flight, and continues its rows."""
         self._decisions = hashlib.sha256()
         layout, (_, allocator) = self.programs.expert_layout, self.pools()
         self._experts = None if layout is None else ExpertTable(layout, allocator.size + allocator.page_size)
@@ -245,10 +245,10 @@ class SteppedScheduler(Scheduler):
         """Schedule one batch and launch it on the devices, unless it was launched ahead; call ``finish`` next.
 
         Args:
-            most_steps: decode steps of a launch, if it is to have fewer than others.
-            more_wait: whether requests wait for a place that have not been submitted.
-            ahead: whether the devices may get the launch after this one, too, if it is one of decode steps and no
-                request waits. No request may be submitted before the second ``start`` from here.
+            most_steps: the most decode steps of this launch, if fewer than usual.
+            more_wait: whether requests that have not been submitted wait for a place.
+            ahead: whether to queue the next launch on the devices already, if this one has decode steps and no request
+                waits. Then no request may be submitted until the next ``start`` has returned.
 
         Raises:
             RequestError: if requests wait but none of them can ever run.
@@ -277,7 +277,8 @@ class SteppedScheduler(Scheduler):
     def _launch_ahead(self, flight: InFlight) -> None:
         """Queue the launch after this one on the devices; it continues this one's rows.
 
-        So they need not wait until the host has collected tokens and built inputs. A launch of one step is left alone.
+        So the devices need not wait until the host has collected tokens and built inputs. With one step per launch,
+        nothing is queued.
         """
         steps = self.programs.steps
         if flight.reservation is None or self.waiting_queue or steps == 1:
@@ -291,7 +292,7 @@ class SteppedScheduler(Scheduler):
             self._ahead = reservation, output
 
     def _take_up(self) -> InFlight | None:
-        """Take up the launch that was made ahead; none if so few rows are left that it makes no step."""
+        """Take up the launch that was queued ahead; None if there is none, or too few rows are left for it."""
         ahead, self._ahead = self._ahead, None
         if ahead is None:
             return None
@@ -332,7 +333,7 @@ class SteppedScheduler(Scheduler):
         return self._decisions.hexdigest()
 
     def _note_launch(self, batch: ScheduleBatch, reservation: Reservation | None) -> None:
-        """Add a launch to the digest; one of decode steps has a reservation."""
+        """Add a launch to the digest; a launch of decode steps has a reservation."""
         rids = ",".join(req.rid for req in batch.reqs)
         slots, lengths, left = batch.out_cache_loc, batch.seq_lens, 0
         if reservation is not None:
@@ -344,7 +345,7 @@ class SteppedScheduler(Scheduler):
     def _launch(
         self, batch: ScheduleBatch, reservation: Reservation | None, before: LaunchOutput | None = None
     ) -> StepOutput | LaunchOutput:
-        """Launch a scheduled batch, and let what it leaves on the devices come to the host as soon as it is there."""
+        """Launch a scheduled batch, and start the asynchronous copy of its outputs to the host."""
         with self.use.time_decode(reservation), self.use.time("launch"):
             self.forward_ct += 1
             self._note_launch(batch, reservation)
@@ -365,7 +366,7 @@ class SteppedScheduler(Scheduler):
         """Process a StepOutput or LaunchOutput whose arrays are on the host."""
         if reservation is None:
             sampled = Sampled.of_prefill(output, len(batch.reqs))
-            self.use.accepted += sum(req.is_chunked <= 0 for req in batch.reqs)  # before the library counts a chunk off
+            self.use.accepted += sum(req.is_chunked <= 0 for req in batch.reqs)  # before the library lowers is_chunked
         else:
             sampled = Sampled.of_launch(output.results, reservation.columns, output.kept)
             keep(batch, reservation, sampled.count)
@@ -388,12 +389,12 @@ class SteppedScheduler(Scheduler):
         """Append the sampled tokens and their log-probabilities to their requests."""
         reqs, counts, tokens = list(batch.reqs), sampled.count.tolist(), sampled.tokens.T.tolist()
         kept = counts if sampled.kept is None else sampled.kept.T.tolist()
-        sampling = [req.is_chunked <= 0 for req in reqs]  # a chunk of a prompt samples none
+        sampling = [req.is_chunked <= 0 for req in reqs]  # a row whose prompt has more chunks samples no token
         for req, count, row in zip(reqs, counts, tokens, strict=True):
-            req.output_ids.extend(row[: count - 1])  # the library appends the last one, and looks whether it ends
+            req.output_ids.extend(row[: count - 1])  # the library appends the last, and checks for the end
         last = [row[count - 1] for count, row in zip(counts, tokens, strict=True)]
         batch.output_ids = np.array(last, np.int32)
-        batch.per_dp_bs_size = len(last)  # the library drops the tokens of all rows from this one on
+        batch.per_dp_bs_size = len(last)  # the library drops the tokens of all rows from this index on
         self.process_batch_result(batch, GenerationBatchResult(None, last, [], [], 0, 0))
         rows = zip(reqs, sampling, counts, sampled.logprobs.T.tolist(), kept, strict=True)
         for req, samples, count, logprobs, kept_of_row in rows:
@@ -407,7 +408,7 @@ class SteppedScheduler(Scheduler):
     def _drop_finished(self, batch: ScheduleBatch) -> None:
         """Take finished rows out of the running batch, so that requests can take their places before the next launch.
 
-        The library does so when it prepares a decode step, and lets nobody in before that.
+        The library does so only when it prepares a decode step, and admits no request before that.
         """
         stays = np.array([not req.finished() for req in batch.reqs])
         if self._ahead is not None:
@@ -443,18 +444,18 @@ class SteppedScheduler(Scheduler):
             self._experts.forget()
 
     def _extend_requests_to_queue(self, reqs: list[Req], is_retracted: bool = False) -> None:
-        """Queue requests as the library does, and count those that return because the cache ran short."""
+        """Queue requests as the library does, and count those that were retracted because the cache ran short."""
         self.use.retracted += len(reqs) if is_retracted else 0
         super()._extend_requests_to_queue(reqs, is_retracted)
 
     def _rest(self) -> None:
-        """Check, when there is no batch, for leaked slots, as the library does, and for requests that can never run.
+        """Check, if there is no batch, for requests that can never run and, as the library does, for leaked slots.
 
-        One empty step while requests wait is normal, because the library notices only then that its batch is empty.
+        One empty step while requests wait is normal, because only then does the library notice that its batch is empty.
         """
         if self.waiting_queue and self.last_batch is None:
             req, (_, allocator) = self.waiting_queue[0], self.pools()
-            free = allocator.available_size() + self.tree_cache.evictable_size()  # or held only by such prefixes
+            free = allocator.available_size() + self.tree_cache.evictable_size()  # evictable prefixes can be freed
             raise RequestError(
                 f"request {req.rid} ({len(req.origin_input_ids)} prompt tokens, up to "
                 f"{req.sampling_params.max_new_tokens} new) cannot be scheduled although nothing else runs: "

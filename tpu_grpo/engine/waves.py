@@ -1,18 +1,19 @@
 """Conversations in the engine: the rows whose environments are working, and the waves in which these rows return.
 
-A row is out from the end of a turn on, and from the start of its group on. It is due ``tool_steps`` decode steps later,
-by the engine's clock. At the first launch boundary at which rows are due, all of them come back together, in ascending
-order; the engine waits for answers that are not there yet. So what is admitted when is a function of the requests and
-their tokens, and of no time. For ``tool_steps`` 16 and launches of 16 steps:
+A row is out (its environment works) from the start of its group, and again from the end of each turn. It is due
+``tool_steps`` decode steps later, by the engine's clock. At the first launch boundary at which rows are due, all due
+rows come back together, in ascending order; the engine waits for missing answers. So when a row comes back depends only
+on the requests and their tokens, and not on wall-clock time. For ``tool_steps`` 16 and launches of 16 steps:
 
     clock   0    16                   32                   48
             rows 3 and 5 end a turn   a launch of others   3 and 5 are due: one wave, in which 3 is first
 
-Environments may have a limited number of places. Then a row begins when another conversation is over, however long the
-environments take, and no environment is asked for more at once than it has places for.
+The number of environments that a host runs at once may be limited (``places``). Then a row without a place begins when
+another conversation is over, at a step that does not depend on how long environments take.
 
-A replica over several hosts has its environments where its groups are told: each host brings the requests of its own
-rows to the others, in one exchange a wave, and all see that they speak of the same rows with the same pasts.
+If a replica spans several hosts, a row's environment is on the host that reports the completions of its group. In one
+exchange per wave, each host sends the requests of its own rows to the others, and all hosts check that they agree on
+the wave's rows and on these rows' past tokens.
 """
 
 import hashlib
@@ -28,20 +29,20 @@ from tpu_grpo.records.errors import LockstepError
 from tpu_grpo.records.stages import Completion, Prompt, Request
 
 Wave = tuple[str, dict[int, tuple[int, Request] | None]]
-"""What hosts tell each other in JSON: the digest of a wave, and by row how many tokens its request has in common with
-its past, and the request without them; None for a conversation that is over."""
+"""What hosts send each other in JSON: the digest of a wave, and for each row the number of tokens that its request
+shares with the row's past, and the request without these tokens; None if the conversation is over."""
 
 
 class Conversations(Protocol):
     """The conversations of a batch of rows, as the engine sees them: the interface to their environments.
 
-    A row's next request depends on no other row and on no time. The methods are called on the thread that generates,
+    A row's next request must not depend on other rows or on time. The methods are called on the thread that generates,
     and only by the host that holds the row's environment.
 
-        conversations.begin(3)                  # the environment of row 3 is started; nothing is waited for
+        conversations.begin(3)                  # starts the environment of row 3, without waiting
         conversations.ready(3)                  # False, then True
         conversations.next(3)                   # Request: its first turn
-        conversations.ended(3, completion)      # the turn has been sampled; the environment gets it
+        conversations.ended(3, completion)      # the environment gets the turn, which has been sampled
         conversations.next(3)                   # Request of the next turn, or None: the conversation is over
         conversations.result(3)                 # the Completion of the whole conversation
     """
@@ -52,7 +53,7 @@ class Conversations(Protocol):
         ...
 
     def needs_place(self, row: int) -> bool:
-        """Whether a row's conversation counts towards ``places``; every host knows this of every row."""
+        """Whether a row's conversation counts towards ``places``; every host knows this for every row."""
         ...
 
     def begin(self, row: int) -> None:
@@ -81,22 +82,22 @@ class Conversations(Protocol):
 
 
 OpenConversations = Callable[[Sequence[Prompt], Sequence[Request]], Conversations]
-"""Opens the conversations of rows with these prompts, whose first requests would be these without any. A request says
-how the row is sampled; its ``max_new_tokens`` limits the whole conversation after the prompt."""
+"""Opens the conversations of rows, given each row's prompt and the request that it would have without a conversation.
+The request says how to sample the row; its ``max_new_tokens`` limits the whole conversation after the prompt."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What an engine lets conversations do."""
+    """The limits that an engine sets for conversations."""
 
     tool_steps: int
     """Decode steps after which a row is due."""
     places: int | None = None
-    """How many conversations of each host may have an environment at once; the next begin once others are over."""
+    """How many conversations of each host may have an environment at once (None: any number). The others wait."""
     kept: int = 2**31
-    """How many conversations to have at once, those that are out among them: those that its cache can keep."""
+    """How many conversations to have at once, including rows that are out: as many as the engine's cache can hold."""
     check: Callable[[int, Request], None] = lambda row, request: None
-    """Raises RequestError if the engine can never serve a request, which has this index."""
+    """Raises RequestError if the engine can never serve the request of this row."""
 
 
 class Waves:
@@ -112,15 +113,15 @@ class Waves:
         here: int = 0,
         partners: Hosts | None = None,
     ):
-        """Nothing is out yet.
+        """Begin with no row out.
 
         Args:
-            conversations: those of the whole batch, of which this host asks for its own rows; None if answers are no
-                conversations, so that no row is ever out.
-            limits: those of the replica's engine.
-            host_of: the host that has the environment of a row.
-            here: this host.
-            partners: the hosts that drive the replica, if they are several.
+            conversations: the conversations of the whole batch, which this host asks only about its own rows; None if
+                completions are not conversations, so that no row is ever out.
+            limits: the limits of the replica's engine.
+            host_of: returns the host that has the environment of a row.
+            here: the number of this host.
+            partners: the hosts that drive the replica, if there are several.
         """
         self.converses = conversations is not None
         """Whether answers are conversations."""
@@ -176,7 +177,7 @@ class Waves:
 
     @property
     def room(self) -> int:
-        """The number of free places; for a replica over several hosts, on all of them together."""
+        """The number of places, summed over the replica's hosts, that no row has or waits for."""
         if self.limits.places is None:
             return 2**31
         hosts = 1 if self._partners is None else len(self._partners.members)
@@ -192,15 +193,14 @@ class Waves:
         return self._sampled.get(row, 0)
 
     def ready(self, clock: int) -> bool:
-        """Whether every row that is due has its answer; for a replica over several hosts, every such row of this
-        host."""
+        """Whether every due row whose environment is on this host has its answer."""
         return all(self._conversations.ready(row) for row in self._at(clock) if self._holds(row))
 
     def take(self, clock: int) -> dict[int, Request | None]:
         """Wait for all rows that are due, and return their requests in ascending order; None ends a conversation.
 
         Raises:
-            LockstepError: if hosts that drive the replica together have other rows, or other tokens of them.
+            LockstepError: if the hosts that drive the replica have different rows, or different tokens of a row.
             RequestError: if the engine can never serve one of the requests.
         """
         rows = self._at(clock)
@@ -231,7 +231,7 @@ class Waves:
         return self._host_of(row) == self._here
 
     def _fill(self, clock: int) -> None:
-        """Begin rows, in their order, while the host of the next one has a place for it."""
+        """Begin waiting rows, in order, as long as the next row's host has a place for it."""
         while self._waiting:
             row, places = self._waiting[0], self.limits.places
             host, needed = self._host_of(row), self._conversations.needs_place(row)
@@ -257,7 +257,7 @@ class Waves:
     ) -> dict[int, Request | None]:
         """Bring the requests of a wave to all hosts that drive the replica.
 
-        A request goes without the tokens that it has in common with the row's past, which all of them know.
+        A request is sent without the tokens that it shares with the row's past, which all hosts know.
         """
         digest = self._digest(clock, rows)
         short = {row: request and _without(request, self._pasts.get(row, ())) for row, request in mine.items()}
@@ -277,7 +277,7 @@ class Waves:
         return found
 
     def _digest(self, clock: int, rows: Sequence[int]) -> str:
-        """Return the sha256 of a wave: when it is, its rows, and all tokens that they have so far."""
+        """Return the SHA-256 of a wave: its clock, its rows, and all tokens of these rows so far."""
         digest = hashlib.sha256(f"{clock} {list(rows)}".encode())
         for row in rows:
             digest.update(b"|" + np.asarray(self._pasts.get(row, ()), np.int32).tobytes())
@@ -285,7 +285,7 @@ class Waves:
 
 
 def _without(request: Request, past: Sequence[int]) -> tuple[int, Request]:
-    """Return how many tokens a request has in common with the row's past, and the request without them."""
+    """Return the length of the prefix that a request shares with the row's past, and the request without the prefix."""
     ids = request.token_ids
     differing = (place for place, (a, b) in enumerate(zip(ids, past, strict=False)) if a != b)
     same = next(differing, min(len(ids), len(past)))

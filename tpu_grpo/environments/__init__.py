@@ -1,5 +1,5 @@
 """Environments: the policy has conversations of several turns with them, through tools or texts.
 
-`EnvironmentPool` (pool.py) has the environments of one host, and `Conversation` (conversation.py) is one as tokens.
-Users' classes run in processes of ``workers/``, which ``playing.py`` drives there.
+`EnvironmentPool` (pool.py) runs the environments of one host, and `Conversation` (conversation.py) keeps the tokens of
+one conversation. Users' classes run in processes of ``workers/``, where ``playing.py`` calls them.
 """

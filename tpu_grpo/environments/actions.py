@@ -1,9 +1,9 @@
-"""What passes between the policy's turns and an environment.
+"""The data that is exchanged between the policy and an environment.
 
-Action      what the policy wrote in a turn, read: its text, and the tools that it called
-Answered    what the environment answered to it, or to the call of ``reset``
-Ended       what the environment said when its episode was over
-Failed      what it did instead of either
+Action      the policy's turn, parsed: its text, and its tool calls
+Answered    the environment's answer to an action, or the result of ``reset``
+Ended       the environment's rewards at the end of the episode
+Failed      the environment's failure, in place of Answered or Ended
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ Message = Mapping[str, Any]
 COLUMN = "environment"
 """This column of the data chooses among several environments; ``reset`` does not get it."""
 CUT = " [...]"
-"""Stands after a text of which the rest is left out."""
+"""Follows a text whose rest was cut off."""
 
 
 @dataclass(frozen=True)
@@ -32,15 +32,15 @@ class BadCall:
     """A call that cannot be read."""
 
     problem: str
-    """What is wrong with it, as the policy is told."""
+    """What is wrong with the call, as the policy is told."""
 
 
 @dataclass(frozen=True)
 class Action:
-    """The policy's turn, as it was read."""
+    """The policy's turn, parsed."""
 
     text: str
-    """All of it, special tokens left out."""
+    """The whole text without special tokens."""
     content: str
     """The text without thinking and tool calls."""
     calls: tuple[ToolCall | BadCall, ...] = ()
@@ -52,12 +52,12 @@ class Answered:
     """What an environment answered."""
 
     messages: tuple[Mapping[str, str], ...]
-    """What is put to the policy: {role: tool, name, content} for each call, or {role: user, content}; after ``reset``
-    one of the role user, or none."""
+    """The messages for the policy: {role: tool, name, content} for each call, or one {role: user, content}; after
+    ``reset``, one of the role user or none."""
     reward: float | None = None
     done: bool = False
     errors: int = 0
-    """How many of the calls raised, or could not be read."""
+    """The number of calls that raised or could not be read."""
 
 
 @dataclass(frozen=True)
@@ -86,20 +86,20 @@ class LoadedEnvironment:
     """An environment that was found and checked, before any conversation."""
 
     name: str
-    """Its name in the config's table; that of its class, if there is only one."""
+    """Its name in the config's table; the name of its class if it is the only environment."""
     source: str
     """Its class, as path.py:Class or package.module:Class."""
     takes: str
-    """"calls" of tools, or "texts", which go to its method ``step``."""
+    """What it takes from the policy: "calls" of its tools, or "texts" for its method ``step``."""
     tools: tuple[Mapping[str, Any], ...] = ()
     """The JSON schemas of its tools, as chat templates take them: {type: function, function: {name, ...}}."""
     is_async: bool = False
-    """Whether ``reset``, and all its tools or ``step``, have to be awaited. Then its conversations share a process, and
-    an event loop."""
+    """Whether ``reset`` and all its tools (or ``step``) are async. If so, its conversations share a process and an
+    event loop."""
     awaits: bool = False
-    """Whether any of its methods has to be awaited."""
+    """Whether any of its methods is async."""
     gives_reward: bool = False
-    """Whether it scores its episodes: by ``get_reward``, or by what its turns are worth, added up."""
+    """Whether it scores its episodes: by ``get_reward``, or by the sum of its turns' rewards."""
     gives_turn_rewards: bool = False
     """Whether it scores turns: by ``get_turn_rewards``, or by what ``step`` returns."""
     options: Mapping[str, Any] = field(default_factory=dict)

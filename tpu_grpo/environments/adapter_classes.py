@@ -1,7 +1,6 @@
-"""Adapters for classes whose actions are texts: Gym, Tunix, SkyRL-Gym and OpenEnv; the first one that fits a class is
-used.
+"""Adapters for classes whose actions are texts: Gym, Tunix, SkyRL-Gym and OpenEnv.
 
-The option ``adapter`` names one for a class that is not recognised.
+The first adapter that fits a class is used. For a class that is not recognised, the option ``adapter`` names one.
 """
 
 import inspect
@@ -19,9 +18,9 @@ class Adapter:
     """One environment whose actions are texts."""
 
     called: ClassVar[tuple[str, ...]] = ("init", "reset", "step", "get_reward", "get_turn_rewards", "close")
-    """Methods of the class that are called here, as far as it has them, and may have to be awaited."""
+    """The methods that the adapter calls if the class has them; they may be async."""
     resets_by_name: ClassVar[bool] = False
-    """Whether its ``reset`` receives the columns of the data by name; else any are accepted."""
+    """Whether ``reset`` gets the columns of the data by name, so that the data must have the ones that it requires."""
     instance: Any = None
     """The environment itself, once it is started."""
 
@@ -68,7 +67,7 @@ def ancestors(target: Any) -> list[str]:
 
 _GYM_BASES = ("gymnasium.core.Env", "gym.core.Env")
 _BESIDE = {"reset", "step", "close", "render", "seed", "state", "get_reward", "get_turn_rewards"}
-"""A class that has ``step`` and other public methods than these is taken for one of tools."""
+"""If a class with ``step`` has public methods other than these, its methods are taken for tools."""
 
 
 class GymAdapter(Adapter):
@@ -92,7 +91,7 @@ class GymAdapter(Adapter):
 
 _BASE = "tunix.rl.agentic.environments.base_environment.BaseEnv"
 _EXAMPLES = ("task", "single_example", "entry")
-"""Constructors of Tunix's environments call the example so."""
+"""The names that constructors of Tunix's environments have for the parameter of the example."""
 _QUESTIONS = ("prompts", "question")
 
 
@@ -127,7 +126,7 @@ class TunixAdapter(Adapter):
 
 
 def _told(observation: Any) -> Any:
-    """Return what Tunix's agents tell the policy of an observation."""
+    """Return the part of an observation that Tunix's agents show to the policy."""
     if isinstance(observation, Mapping):
         return next((observation[name] for name in _QUESTIONS if name in observation), observation)
     return observation
@@ -182,7 +181,7 @@ _BOOKKEEPING = ("reward", "done", "metadata")
 class OpenenvAdapter(Adapter):
     """An environment of OpenEnv on its server."""
 
-    called = ()  # but those of a client's synchronous form
+    called = ()  # only methods of the client's synchronous form are called
 
     @staticmethod
     def fits(target: Any) -> bool:
@@ -205,12 +204,12 @@ class OpenenvAdapter(Adapter):
 
 
 def _action(target: Any, text: str) -> Any:
-    """Make the action that a text stands for. Raises ValueError for a text that is no JSON object, where an action has
-    several fields."""
+    """Convert a text to an action of the client. Raises ValueError for a text that is not JSON, unless the action has
+    exactly one required field."""
     bases = (base for each in target.__mro__ for base in getattr(each, "__orig_bases__", ()))
     named = (argument for base in bases for argument in typing.get_args(base)[:1])  # the client's class for its actions
     if (action := next((each for each in named if hasattr(each, "model_fields")), None)) is None:
-        return json.loads(text)  # it takes any mapping
+        return json.loads(text)  # the client takes any mapping
     required = [name for name, field in action.model_fields.items() if field.is_required()]
     return action(**{required[0]: text}) if len(required) == 1 else action(**json.loads(text))
 
@@ -225,15 +224,15 @@ def _observed(observation: Any) -> Any:
 
 OPTION = "adapter"
 TOOLS = "tools"
-"""The value of the option for a class that is one of tools, though one of them is called ``step``."""
+"""The option's value for a class whose methods are tools, although one of them is called ``step``."""
 ADAPTERS: Mapping[str, type[Adapter]] = MappingProxyType(
     {"tunix": TunixAdapter, "openenv": OpenenvAdapter, "skyrl": SkyrlAdapter, "gym": GymAdapter}
 )
 
 
 def adapter_for(target: Any, options: Mapping[str, Any]) -> type[Adapter] | None:
-    """Return the adapter for a class; None for a class with tools. Raises EpisodeError for an option ``adapter`` that
-    names none."""
+    """Return the adapter for a class; None for a class with tools. Raises EpisodeError for an unknown name in the
+    option ``adapter``."""
     if (named := options.get(OPTION)) is not None:
         if named not in (*ADAPTERS, TOOLS):
             raise EpisodeError(
@@ -244,5 +243,5 @@ def adapter_for(target: Any, options: Mapping[str, Any]) -> type[Adapter] | None
 
 
 def own_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that are the class's own."""
+    """Return the options for the class itself, which are all but ``adapter``."""
     return {name: value for name, value in options.items() if name != OPTION}

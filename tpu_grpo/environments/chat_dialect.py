@@ -1,5 +1,4 @@
-"""The text that a chat template writes around the turns of a conversation, in tokens: before the first, and after
-each."""
+"""Finds the tokens that a chat template writes before the first turn of a conversation and after each turn."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -38,19 +37,19 @@ class ChatTemplate:
         """Whether the rendering of a conversation changes when tools are offered."""
         try:
             return self.write(messages) != self.write(messages, with_tools=False)
-        except ConfigError:  # a template for tools alone may refuse to write without
+        except ConfigError:  # a template may refuse to write without tools
             return True
 
     def write(self, messages: Sequence[Message], *, is_open: bool = True, with_tools: bool = True) -> str:
         """Return the rendered text of a conversation.
 
         Args:
-            messages: the conversation; if the last one is the assistant's and it is open, it goes on there.
-            is_open: whether the policy's turn begins at the end.
+            messages: the conversation; if ``is_open`` and the last message is the assistant's, that one is continued.
+            is_open: whether the text ends with the opening of the policy's turn.
             with_tools: whether the template gets the tools.
 
         Raises:
-            ConfigError: if the template refuses it.
+            ConfigError: if the template refuses the conversation.
         """
         from jinja2 import TemplateError  # what chat templates are written in; transformers imports it lazily too
 
@@ -74,9 +73,9 @@ class ChatTemplate:
 
 
 QUESTION, SAID, THOUGHT, CALLED, ANSWERED = "q7zq", "c7zc", "t7zt", "v7zv", "a7za"
-"""The marks; turns and answers have a number after theirs."""
+"""Marks that are looked for in rendered texts; in turns and answers a number follows the mark."""
 CALL_ID = "call00000"
-"""Some templates ask for one, of nine letters and digits, and write it nowhere that matters here."""
+"""Some templates require an id of nine letters and digits for each call; its value does not matter here."""
 
 
 @dataclass(frozen=True)
@@ -85,11 +84,11 @@ class Past:
 
     drops_thinking: bool
     drops_newlines: bool
-    """Whether the newlines after the thinking go with it."""
+    """Whether the newlines after the thinking are dropped, too."""
 
 
 class Prober:
-    """Renders conversations with marked texts by a template, and finds what became of the marks."""
+    """Finds out what a template does by rendering conversations that contain marks."""
 
     def __init__(self, template: ChatTemplate, encoder: Encoder):
         self._template = template
@@ -103,7 +102,7 @@ class Prober:
             )
         prompt = self.begin[len(closed) :]
         self.opened = prompt[prompt.index(OPEN) :] if OPEN in prompt else ""
-        """What the generation prompt writes of thinking: "<think>\\n", or an empty block."""
+        """The thinking part of the generation prompt: "<think>\\n", an empty block, or nothing."""
         text = template.write([question, said(1)], is_open=False)
         end = encoder.special.search(text, text.find(SAID))
         if SAID not in text or end is None:
@@ -122,8 +121,8 @@ class Prober:
         return text[: len(text) - len(self.opened)]
 
     def past(self, role: str) -> Past:
-        """Find out what the template changes in earlier turns when answers of a role follow, "tool" or "user". Raises
-        ConfigError if the template refuses them, leaves them out, or changes more of the past than thinking."""
+        """Find out what the template changes in earlier turns when answers of the role "tool" or "user" follow. Raises
+        ConfigError if the template refuses or omits the answers, or changes more of the past than thinking."""
         self._compare(role, self._growing(role, thinks=False))
         if CLOSE not in self._template.source:
             return Past(drops_thinking=False, drops_newlines=False)
@@ -137,7 +136,7 @@ class Prober:
         raise _changed(role, f"writes a turn's thinking as {written[:80]!r}")
 
     def _growing(self, role: str, *, thinks: bool) -> list[str]:
-        """Return the renderings of the question, and with one and two turns and answers more."""
+        """Return three renderings: the question alone, then with one and with two pairs of a turn and its answer."""
         messages: list[Message] = [{"role": "user", "content": QUESTION}]
         texts = [self.begin]
         for number in (1, 2):
@@ -166,7 +165,7 @@ class Prober:
         return str(self._template.tools[0]["function"]["name"])
 
     def call(self, mark: str, name: str | None = None) -> dict[str, Any]:
-        """Return a call with a mark as its argument, of the named tool or else of the first."""
+        """Return a call of the named tool, or else of the first tool, with a mark as its argument."""
         function = {"name": name or self._name, "arguments": {"mark": mark}}
         return {"type": "function", "id": CALL_ID, "function": function}
 
@@ -179,7 +178,7 @@ class Prober:
 
 
 def said(number: int, *, thinks: bool = False) -> Message:
-    """Return a turn with marks; thinking has the form in which models write it before their answer."""
+    """Return a turn with marks; with ``thinks`` it has thinking before the answer, as models write it."""
     thinking = f"{OPEN}\n{THOUGHT}{number}\n{CLOSE}\n\n" if thinks else ""
     return {"role": "assistant", "content": f"{thinking}{SAID}{number}"}
 
@@ -192,27 +191,27 @@ def _changed(role: str, how: str) -> ConfigError:
 
 
 ALSO_ENDS = ("<|eom_id|>",)
-"""Llama 3 may end a turn that calls a tool with this one."""
+"""Llama 3 may end a turn that calls a tool with this token."""
 
 
 @dataclass(frozen=True)
 class Following:
-    """What comes after a turn."""
+    """The tokens that follow a turn."""
 
     suffix: tuple[int, ...]
-    """The tokens to append for the answers; they end with what opens the next turn."""
+    """The tokens to append for the answers; they end with the opening of the next turn."""
     new_prompt: tuple[int, ...] | None = None
-    """The past with thinking cut out, which the suffix follows; None if the past stays as it is."""
+    """The past without its thinking, to which the suffix is appended; None if the past stays as it is."""
 
 
 def turn_ends(tokenizer: "PreTrainedTokenizerFast", switches: Mapping[str, Any] | None = None) -> tuple[int, ...]:
     """Return the tokens with which a chat template ends the policy's turns, the usual one first.
 
-    A model that was trained in conversations ends its turns with them, whatever its own end token is. ``switches`` are
-    what the template is told beside the messages.
+    A model that was trained on conversations ends its turns with these tokens, whatever the tokenizer's end token is.
+    ``switches`` are further arguments of the template.
 
     Raises:
-        ConfigError: if there is no template, or it opens or ends no turns.
+        ConfigError: if there is no template, or it does not open or end turns.
     """
     return _turn_ends(tokenizer, Prober(ChatTemplate(tokenizer, (), switches or {}), Encoder(tokenizer)))
 
@@ -232,11 +231,11 @@ class Dialect:
         tokenizer: the policy's.
         tools: the schemas of the environment's tools, {type: function, function: {name, ...}}; empty if it has none.
         tool_format: how calls are written, as in the config.
-        switches: what the template is told beside the messages, such as {enable_thinking: False}.
+        switches: further arguments of the template, such as {enable_thinking: False}.
 
     Raises:
-        ConfigError: for a template that cannot do it: there is none, it shows no tools, refuses a role, changes more of
-            the past than thinking, or writes calls in no known way.
+        ConfigError: if there is no template, or it shows no tools, refuses a role, changes more of the past than
+            thinking, or writes calls in an unknown format.
     """
 
     def __init__(
@@ -271,11 +270,11 @@ class Dialect:
         """Return the first prompt, as text and ids, and its messages.
 
         Args:
-            messages: the prompt's, which the template writes with the tools' schemas.
-            observation: what ``reset`` gave; it is put after the last user message, and none of it is a special token.
+            messages: the prompt's messages, which the template writes with the tools' schemas.
+            observation: what ``reset`` returned; it is appended to the last user message, without special tokens.
 
         Raises:
-            ConfigError: if the template refuses the messages, or an observation has no message to stand in.
+            ConfigError: if the template refuses the messages, or an observation has no user message to be appended to.
             DataError: for a prompt that holds the pad token.
         """
         told, guarded = list(messages), list(messages)
@@ -302,7 +301,7 @@ class Dialect:
     # --- reading a turn -----------------------------------------------------------------------------------------------
 
     def ends(self, ids: Sequence[int]) -> bool:
-        """Whether a turn ended with the token with which the template ends turns, so that an answer can follow."""
+        """Whether a turn ended with one of the template's end tokens, so that an answer can follow."""
         return len(ids) > 0 and ids[-1] in self.end_ids
 
     def read(self, ids: Sequence[int]) -> Action:
@@ -332,7 +331,7 @@ class Dialect:
         return self._encoder.count(text)
 
     def shortened(self, text: str, tokens: int) -> str:
-        """Return the beginning of an answer with a mark after it, with at most the given number of tokens."""
+        """Cut an answer to at most ``tokens`` tokens, including a mark after the cut."""
         return self._encoder.shortened(text, tokens)
 
     # --- after a turn -------------------------------------------------------------------------------------------------
@@ -340,16 +339,16 @@ class Dialect:
     def follow(
         self, ids: Sequence[int], prompt_length: int, sampled: Sequence[bool], answers: Sequence[Message]
     ) -> Following:
-        """Return the tokens after a turn that these messages answer.
+        """Return the tokens that follow a turn and contain the answers to it.
 
         Args:
             ids: [T], the whole sequence so far; it ends with the token that ended the turn.
-            prompt_length: how many of them are the first prompt's, none of which the policy sampled.
-            sampled: [T], which of them the policy sampled.
-            answers: messages of the role tool, one for each call and in their order, or one of the role user.
+            prompt_length: the number of tokens of the first prompt, none of which the policy sampled.
+            sampled: [T], whether the policy sampled each token.
+            answers: messages of the role tool, one per call in the order of the calls, or one of the role user.
 
         Raises:
-            ConfigError: for a role that was not checked at the start, and that the template cannot write there.
+            ConfigError: for a role that the template cannot write there, if it was not checked at the start.
         """
         if not self.ends(ids):
             raise ValueError(f"nothing follows a turn that was cut, which ended with the token {ids[-1:]}")
@@ -365,7 +364,7 @@ class Dialect:
         return Following(suffix, past if len(past) < len(ids) else None)
 
     def _suffix(self, answers: Sequence[Message]) -> list[int]:
-        """Return the ids that the template writes for answers, from after the token that ended the turn."""
+        """Return the ids that the template writes for answers, beginning after the token that ended the turn."""
         written = [self._as_data(answer) for answer in answers]
         names = [str(answer.get("name") or "") for answer in written if answer["role"] == "tool"]
         if len(names) > 1 and not self._many_calls:
@@ -382,7 +381,7 @@ class Dialect:
         return suffix[1:]
 
     def _as_data(self, answer: Message) -> Message:
-        """Guard what an answer holds: the environment wrote its content, and the policy the name of the tool."""
+        """Guard an answer's content, written by the environment, and its tool's name, written by the policy."""
         held = {key: self._encoder.guarded(str(answer[key])) for key in ("name", "content") if key in answer}
         return {**({"tool_call_id": CALL_ID} if answer["role"] == "tool" else {}), **answer, **held}
 
@@ -400,7 +399,7 @@ class Dialect:
     # --- the start ----------------------------------------------------------------------------------------------------
 
     def _past_cutter(self, role: str) -> Cutter | None:
-        """Return what cuts the past when answers of a role follow, None if it stays; raises as `Prober.past` does."""
+        """Return what cuts earlier turns when answers of a role follow; None for no cut. Raises like `Prober.past`."""
         if role not in self._pasts:
             past = self._prober.past(role)
             self._pasts[role] = self._cutter(past) if past.drops_thinking else None
@@ -417,7 +416,7 @@ class Dialect:
         return Cutter(tuple(self._encoder.encode(self._prober.opened)), closing[0], newlines)
 
     def _check_encoding(self) -> None:
-        """Check that what stands between markers is encoded alike alone and in a whole text."""
+        """Check that text between markers is encoded the same alone and within a whole text."""
         text = self._prober.begin
         whole, pieces = self._encoder.encode(text), self._encoder.in_pieces(text)
         if whole != pieces or (spelled := self._encoder.spelled_by_accident()) is not None:
@@ -428,7 +427,7 @@ class Dialect:
             )
 
     def _reader(self, tool_format: ToolFormat) -> tuple[ToolFormat, CallReader] | tuple[None, None]:
-        """Return the format of calls, and what reads it; nothing without tools."""
+        """Return the format of calls and the reader for it; (None, None) without tools."""
         if not (tools := self._template.tools):
             return None, None
         written, name = self._prober.written_call(), str(tools[0]["function"]["name"])

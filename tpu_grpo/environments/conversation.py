@@ -1,9 +1,9 @@
 """One conversation between the policy and its environment, as tokens to which others are only appended.
 
     conversation = Conversation(start)
-    request = conversation.first(answered)          # what reset gave
+    request = conversation.first(answered)          # what reset returned
     action = conversation.turn(completion)          # what the policy wrote; None: the conversation is over
-    request = conversation.answered(answered)       # what the environment said; None: it is over
+    request = conversation.answered(answered)       # what the environment said; None: the conversation is over
     conversation.ended(ended)
     completion = conversation.completion()
 
@@ -38,7 +38,7 @@ def cut_answers(messages: Sequence[Message], most: int, dialect: "Dialect") -> l
 
 
 def shares(wanted: Sequence[int], most: int) -> list[int]:
-    """Divide a number of tokens among answers: none gets more than it needs, and a cut answer no less than any other.
+    """Divide ``most`` tokens among answers: none gets more than it needs, and a cut answer no less than an uncut one.
 
     The remainder goes to the longest answers, among equally long ones to the last.
     """
@@ -51,8 +51,8 @@ def shares(wanted: Sequence[int], most: int) -> list[int]:
 
 
 BRANCH_SAMPLES = 2**20
-"""Later branches of a conversation draw as samples that are this many further on, because they come to the same
-positions again. No group has so many samples."""
+"""Each further branch of a conversation adds this to its sample number, because its tokens come to positions that were
+drawn for before. Groups are smaller than this."""
 
 
 @dataclass(frozen=True)
@@ -130,8 +130,8 @@ class Conversation:
     def turn(self, completion: Completion) -> Action | None:
         """Take the policy's turn, and return it in the form for the environment; None if the conversation ends there.
 
-        It ends if the turn was cut, if it calls no tool of an environment that has only tools, or if the turn's end
-        token is not the one after which the chat template writes answers.
+        It ends if the turn was cut, if it calls no tool although the environment has only tools, or if the chat
+        template writes no answers after the turn's end token.
         """
         start, count, ids = len(self._tokens), len(completion.token_ids), completion.token_ids.tolist()
         self._append(ids, completion.logprobs.tolist(), sampled=True)
@@ -165,8 +165,8 @@ class Conversation:
         return None
 
     def ended(self, reply: Ended) -> None:
-        """Take the environment's result for the whole conversation. Raises WrongError for the reward of a turn that
-        there was not."""
+        """Take the environment's result for the whole conversation. Raises WrongError for more turn rewards than
+        turns."""
         if reply.turn_rewards is not None and (given := len(reply.turn_rewards)) > (turns := len(self._turns)):
             raise WrongError(
                 f"must give a list of {turns} numbers, one for each turn, got {given} from get_turn_rewards; correct it"
@@ -182,8 +182,8 @@ class Conversation:
         self._failure, self._ending = failure, "failed"
 
     def completion(self, seconds: float = 0.0) -> Completion:
-        """Return the whole conversation, without a token if it failed before its first turn; ``seconds`` is the time
-        for which its row waited for the environment."""
+        """Return the whole conversation, which has no tokens if it failed before its first turn. ``seconds`` is how
+        long its row waited for the environment."""
         self._end_branch()
         assert self._ending is not None, "the conversation is not over"
         kept = bool(self._completions) and self._completions[0].kept is not None
@@ -200,8 +200,8 @@ class Conversation:
     # --- its tokens ---------------------------------------------------------------------------------------------------
 
     def _next_request(self) -> Request:
-        """Make the request of the next turn. There is room for it after what the policy sees now, and after all tokens
-        of the conversation, which are more where the template left some out of a later branch."""
+        """Make the request of the next turn. The turn must fit after the current prompt, and also after all tokens of
+        the conversation, which are more if the template dropped some from a later branch."""
         request = self._start.request
         most_tokens = request.sampling.max_new_tokens
         room = most_tokens - max(len(self._ids) - self._first_tokens, len(self._tokens))
@@ -213,7 +213,7 @@ class Conversation:
         return replace(request, token_ids=tuple(self._ids), sampling=sampling, key=key)
 
     def _follow(self, messages: Sequence[Message]) -> Request | None:
-        """Append the answer's tokens, if they leave room for another turn; an answer that does not is left out."""
+        """Append the answer's tokens if they leave room for another turn; otherwise end the conversation."""
         sampled = [False] * len(self._branch_prompt) + self._sampled[self._branch_start :]
         following = self._start.dialect.follow(self._ids, self._first_tokens, sampled, messages)
         past = self._ids if following.new_prompt is None else list(following.new_prompt)
@@ -242,7 +242,7 @@ class Conversation:
         self._branch_prompt, self._branch_start = tuple(self._ids), len(self._tokens)
 
     def _end_branch(self) -> None:
-        """Keep the present branch, if a token was sampled in it."""
+        """Store the current branch if a token was sampled in it."""
         start, end = self._branch_start, len(self._tokens)
         if any(self._sampled[start:end]):
             self._branches.append(Branch(self._branch_prompt, start, end, self._completions[-1].experts))
@@ -268,8 +268,8 @@ class Conversation:
         )
 
     def _reward(self, turns: Sequence[Turn]) -> float | None:
-        """Return what the environment gave: for the whole conversation, or else the sum over the turns. A conversation
-        that was cut in its first turn has no part of what a method ``step`` gives, which is 0."""
+        """Return the environment's reward for the whole conversation, or else the sum of its turns' rewards. With a
+        method ``step`` the sum is 0 if the conversation was cut in its first turn."""
         if self._failure is not None or self._ended.reward is not None:
             return None if self._failure is not None else self._ended.reward
         known = [turn.reward for turn in turns if turn.reward is not None]

@@ -1,4 +1,4 @@
-"""The class of an environment: found by its name, imported, checked, and its tools described."""
+"""Finds the class of an environment by its name, imports and checks it, and describes its tools."""
 
 import importlib
 import inspect
@@ -17,7 +17,7 @@ from tpu_grpo.records.errors import EpisodeError
 
 def source_of(name: str) -> str:
     """Return the place of an environment's class, as path.py:Class or package.module:Class. Raises EpisodeError for a
-    name that is neither, and none of those that ship."""
+    name that is neither such a place nor a shipped environment."""
     if name in SHIPPED:
         return SHIPPED[name]
     if ":" in name:
@@ -26,14 +26,14 @@ def source_of(name: str) -> str:
 
 
 find_environment = partial(find_function, kind="environment", error=EpisodeError)
-"""Returns the class, or what else it is, at a place: path.py:Class or package.module:Class; raises EpisodeError."""
+"""Returns the object at a place: path.py:Class or package.module:Class; raises EpisodeError if there is none."""
 
 
 def import_beforehand(target: Any) -> None:
     """Import the packages that a shipped class lists in ``_imported_before``, before its conversations are forked.
 
-    The main process imports the class without them. Otherwise each conversation's process would import them, which
-    takes seconds of CPU each time.
+    Otherwise each conversation's process would import them, which takes seconds of CPU each time. The main process
+    does not import them.
 
     Raises:
         EpisodeError: for a package that cannot be imported.
@@ -46,7 +46,7 @@ def import_beforehand(target: Any) -> None:
 
 
 _WRITTEN = (int, float, str, bool, type(None), Any, dict)
-"""The schemas of arguments of these types say what a call writes; of other classes they say that it is an object."""
+"""The types that a schema can describe; for any other class, a schema only says that it is an object."""
 
 
 def tools_of(target: Any) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def tools_of(target: Any) -> dict[str, Any]:
 
 def schema_of(environment: str, target: Any, tool: str) -> Mapping[str, Any]:
     """Return the schema of a tool: {type: function, function: {name, description, parameters, return}}. Raises
-    EpisodeError for a method without type hints or docstring, or with an argument that no call could give."""
+    EpisodeError for a method without type hints or docstring, or with an argument that a call cannot write."""
     from transformers.utils import get_json_schema
     from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
@@ -81,7 +81,7 @@ def schema_of(environment: str, target: Any, tool: str) -> Mapping[str, Any]:
 
 
 def _check_parameters(tool: str, method: Any) -> None:
-    """Check that a call, which gives JSON's values by their names, can give what a tool takes."""
+    """Check that a call, which passes JSON values by name, can write all arguments of a tool."""
     hints = get_type_hints(method)
     for name, parameter in inspect.signature(method).parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.POSITIONAL_ONLY):
@@ -98,7 +98,7 @@ def _check_parameters(tool: str, method: Any) -> None:
 
 
 def _unknown_in(hint: Any) -> Any:
-    """Return a type within a type hint that no schema says anything of; None if there is none such."""
+    """Return a type within a type hint that a schema cannot describe; None if there is no such type."""
     if get_origin(hint) is Literal:
         return None
     if get_origin(hint) is not None:
@@ -112,11 +112,11 @@ def _shown(hint: Any) -> str:
 
 
 def load_environment(name: str, options: Mapping[str, Any], key: str = "") -> LoadedEnvironment:
-    """Find an environment by its name in the config, and check it; ``key`` is that in its table, if there are several.
+    """Find an environment by its name in the config, and check it; ``key`` is its key in a table of several.
 
     Raises:
-        EpisodeError: for a name that leads nowhere, a class that is no environment, a tool without a schema, or options
-            that it does not take.
+        EpisodeError: for a name that is not found, a class that is not an environment, a tool without a schema, or
+            options that the class does not take.
     """
     source = source_of(name)
     target = find_environment(source)
@@ -185,7 +185,7 @@ def _check_methods(name: str, target: Any, tools: Mapping[str, Any]) -> None:
 
 
 def _check_options(name: str, constructor: Any, options: Mapping[str, Any]) -> None:
-    """Check that a constructor takes the options, and requires nothing beside."""
+    """Check that a constructor takes the options, and has no other required parameters."""
     if constructor is None:
         return
     parameters = inspect.signature(constructor).parameters.values()

@@ -36,9 +36,9 @@ class Environments:
     """The environments of a run, with the processes in which they run; close it at the end.
 
     Args:
-        loaded: the environments, by the names that the column `environment` has for them; "" for the only one.
-        dialects: for each what is written around its turns.
-        pool: where they are played.
+        loaded: the environments by their names in the column `environment`; "" for the only one.
+        dialects: the dialect of each environment, by the same names.
+        pool: runs the environments.
     """
 
     def __init__(
@@ -85,21 +85,21 @@ class Episodes:
         self._pool = pool
         self._open: dict[int, Conversation] = {}
         self._next: dict[int, Request | None] = {}
-        """What a row's next turn is, once that is known."""
+        """Row -> the request of its next turn, once that is known; None if the conversation is over."""
         self._out_since: dict[int, float] = {}
         self._seconds = [0.0] * len(starts)
         self._done: dict[int, Completion] = {}
         self._has_failed = False
 
     def needs_place(self, row: int) -> bool:
-        """Whether a row's environment has a process of its own, whose number is limited."""
+        """Whether a row's environment needs a process of its own; the number of such processes is limited."""
         return not self._starts[row].environment.is_async
 
     def begin(self, row: int) -> None:
         """Start the environment of a row, without waiting for it."""
         start = self._starts[row]
         self._open[row] = Conversation(start)
-        chosen = () if self._names[row] == "" else (COLUMN,)  # reset does not get the column that chooses
+        chosen = () if self._names[row] == "" else (COLUMN,)  # reset does not get the column `environment`
         columns = {name: value for name, value in start.prompt.columns.items() if name not in chosen}
         self._out_since[row] = time.perf_counter()
         self._pool.start(row, self._names[row], columns, seed_of(start.request.key))
@@ -114,7 +114,7 @@ class Episodes:
             self._pool.act(row, action)
 
     def stop(self, row: int) -> None:
-        """End a conversation before the policy's next turn, as a person who plays it may; ``next`` is None then."""
+        """End a conversation before the policy's next turn, as a person who plays may do; ``next`` then gives None."""
         self._open[row].stop()
         self._out_since[row] = time.perf_counter()
         self._pool.end(row)
@@ -151,7 +151,7 @@ class Episodes:
         self._open.clear()
 
     def _take(self, row: int, reply: Reply) -> None:
-        """Handle a reply: the row's next turn is known then, or its environment gets another request."""
+        """Handle a reply: store the row's next turn, or send its environment another request."""
         conversation = self._open[row]
         match reply:
             case Failed(failure):
@@ -212,7 +212,7 @@ def seed_of(key: SampleKey) -> int:
 
 
 def _where(key: SampleKey, asked: str) -> str:
-    """Say which conversation it is: the system's message and the tools of all conversations are alike."""
+    """Describe a conversation by its user message, as all conversations have the same system message and tools."""
     step = f"in step {key.step}" if key.step else "in an evaluation"
     shown = asked if len(asked) <= 2 * _SHOWN else f"{asked[:_SHOWN]} [...] {asked[-_SHOWN:]}"
     return f"{step} with its prompt {key.prompt} (from 0), which asks {shown!r}"

@@ -2,13 +2,13 @@
 
     service = PlayedEnvironment(loaded, keep=False)         # in a process, once for all of its conversations:
     service.set_up()
-    playing = Playing(service)                              # one of them
+    playing = Playing(service)                              # one conversation
     reply = await playing.reply(Start(columns, seed))       # Answered with the first observation
     reply = await playing.reply(Act(action))                # Answered
     reply = await playing.reply(End())                      # Ended
     await playing.close()
 
-Every outcome of the user's code becomes a Reply: Failed, unless it is an answer or a tool's error.
+Every outcome of the user's code becomes a Reply. A tool's error is part of an answer; any other error becomes Failed.
 """
 
 import asyncio
@@ -70,15 +70,15 @@ Request = Start | Act | End
 
 
 class PlayedEnvironment:
-    """An environment as a `Service` of workers, with what all its conversations share."""
+    """An environment as a `Service` for workers; holds what all its conversations share."""
 
     start = "imported"
     replies: tuple[type, ...] = (Answered, Ended, Failed)
     most_bytes = 2**26
-    """A reply has texts of at most 1 MiB for each of at most 16 calls, or what is kept, which is limited, too."""
+    """A reply has a text of at most 1 MiB for each of at most 16 calls, or the kept attributes, limited likewise."""
 
     def __init__(self, loaded: LoadedEnvironment, keep: bool, secrets: tuple[str, ...] = ()):
-        """``keep`` says whether ``Ended`` brings the attributes of the environment."""
+        """``keep`` says whether ``Ended`` contains the attributes of the environment."""
         self.loaded, self.keep, self.secrets = loaded, keep, secrets
         self.name = f"environment {loaded.name}"
         self.mode: Mode = "shared" if loaded.is_async else "alone"
@@ -92,11 +92,11 @@ class PlayedEnvironment:
         self.tools = {schema["function"]["name"]: schema for schema in loaded.tools}
         for name in ("reset", *self.tools):
             if inspect.isfunction(method := getattr(self.target, name, None)):
-                parameters_of(MethodType(method, self))  # which remembers them
+                parameters_of(MethodType(method, self))  # fills its cache
 
     @contextmanager
     def answering(self, went_on: Callable[[], None]) -> Iterator[Callable[[Request, float], Reply]]:
-        """Run a conversation, whose requests are answered one after the other; closes the environment at the end."""
+        """Yield a function that answers a conversation's requests in order; close the environment at the end."""
         playing = Playing(self, went_on)
         with asyncio.Runner() if self.loaded.awaits else nullcontext() as runner:
             run = _now if runner is None else runner.run
@@ -116,8 +116,8 @@ class PlayedEnvironment:
 
 
 def _now(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Return what a coroutine returns that waits for nothing, as those of a class without async methods. Raises
-    WrongError for one that waits."""
+    """Run a coroutine that never waits, as for a class without async methods, and return its result. Raises WrongError
+    if it waits."""
     try:
         coroutine.send(None)
     except StopIteration as done:
@@ -127,7 +127,7 @@ def _now(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 
 def late(request: Request, takes: str, seconds: float, made: int = 0) -> Failed:
-    """Return the failure of an environment that did not answer in time, in the given call of its turn."""
+    """Return the failure of an environment that did not answer in time, after ``made`` finished calls of its turn."""
     match request:
         case Start():
             asked = "its constructor and reset"
@@ -145,14 +145,14 @@ class Playing:
     """An environment of one conversation."""
 
     def __init__(self, service: PlayedEnvironment, went_on: Callable[[], None] = lambda: None):
-        """Make nothing yet; ``went_on`` is called between the calls of a turn, each of which has its own time."""
+        """Build nothing yet; ``went_on`` is called between the calls of a turn, each of which has its own timeout."""
         self._service, self._target = service, service.target
         self._adapter: Adapter | None = service.adapter(service.target, service.options) if service.adapter else None
         self._instance: Any = None
         self._went_on = went_on
-        self.made = 0  # calls of the present turn
+        self.made = 0  # finished calls of the current turn
         self._turns: list[int] = []
-        """Of each turn so far, how long the list of ``get_turn_rewards`` was after it."""
+        """The length of the list of ``get_turn_rewards`` after each turn so far."""
         self._asked = ""
 
     async def reply(self, request: Request) -> Reply:
@@ -174,7 +174,7 @@ class Playing:
             return _failed("memory", f"took more memory than environment.memory_gb in {self._asked}", error)
         except SystemExit as error:
             return _failed("died", f"called sys.exit({error.code!r}) in {self._asked}{_line(error)}", error)
-        except (Exception, asyncio.CancelledError) as error:  # user code: anything can come
+        except (Exception, asyncio.CancelledError) as error:  # user code can raise anything
             return _failed("raised", f"raised {described(error)} in {self._asked}{_line(error)}", error)
 
     def late(self, request: Request, seconds: float) -> Failed:
@@ -182,7 +182,7 @@ class Playing:
         return late(request, self._service.loaded.takes, seconds, self.made)
 
     async def close(self) -> None:
-        """Close the environment; raises what that raises."""
+        """Close the environment; raises whatever its ``close`` raises."""
         if self._adapter is not None:
             await resolved(self._adapter.close())
         elif self._instance is not None and (close := self._method("close")) is not None:
@@ -224,7 +224,7 @@ class Playing:
         observation, reward, done = step_of(await resolved(adapter.step(action.text)))
         messages = _observed(observation, "step")
         if not messages and not done:
-            messages = ({"role": "user", "content": ""},)  # nothing is to be seen, and the policy goes on
+            messages = ({"role": "user", "content": ""},)  # the policy goes on without an observation
         return Answered(messages, reward, done)
 
     async def _end(self) -> Ended:
@@ -241,11 +241,11 @@ class Playing:
         return self._instance if self._adapter is None else self._adapter.instance
 
     def _method(self, name: str) -> Any:
-        """Return a method that the class has, as it was seen when it was loaded: an instance may answer to any name."""
+        """Return a method if the class defines it; the instance itself may have attributes of any name."""
         return getattr(self._played_instance, name, None) if callable(getattr(self._target, name, None)) else None
 
     async def _turn_rewards(self) -> Sequence[Any] | None:
-        """Ask for the rewards of the turns so far; None of a class without."""
+        """Return the rewards of the turns so far; None if the class has no ``get_turn_rewards``."""
         if (get_turn_rewards := self._method("get_turn_rewards")) is None:
             return None
         self._asked = "get_turn_rewards"

@@ -1,14 +1,14 @@
-"""The conversations with environments of one host, as its main process sees them.
+"""The conversations of one host with environments, as seen by its main process.
 
     pool = EnvironmentPool({"": load_environment(section.name, section.options)}, section, keep=False)
-    pool.start(3, "", columns, seed)        # a new environment in a process, and its reset; nothing is waited for
-    pool.act(3, action)                     # the calls of an Action in order, or its text
-    pool.end(3)                             # what the episode is worth; then the process is free again
+    pool.start(3, "", columns, seed)        # builds and resets an environment in a process, without waiting
+    pool.act(3, action)                     # makes the calls of an Action in order, or passes its text
+    pool.end(3)                             # asks for the rewards; then the process is free again
     pool.ready(3)                           # whether take would not wait
     pool.take(3)                            # Answered, Ended or Failed; waits
     pool.close()
 
-It has no thread: messages are read, and deadlines checked, when one of its methods is called.
+The pool has no thread: messages are read, and deadlines checked, when one of its methods is called.
 """
 
 import collections
@@ -30,30 +30,30 @@ from tpu_grpo.workers.process import check_secrets
 from tpu_grpo.workers.supervisor import FORK_SECONDS, Crew, Session, StartError, Supervisor
 
 _CLOSE_SECONDS = 5.0
-"""A process has this time to close its environment after the episode."""
+"""The time that a process has to close its environment after the episode."""
 _POLL_SECONDS = 0.5
 _PATIENCE_SECONDS = 1.0
-"""Who polls for a conversation that has no place gets one for it if nobody was asked anything for so long."""
+"""A conversation that is polled without having a place gets one after this time without any request or reply."""
 
 
 class _Conversation(Session):
-    """One conversation: what is asked of its environment, and what that answered."""
+    """One conversation: the current request to its environment, and the reply."""
 
     def __init__(self, pool: "EnvironmentPool", key: int, loaded: LoadedEnvironment, crew: Crew):
         self._pool, self.key, self.loaded, self.crew = pool, key, loaded, crew
         self.request: Request | None = None
-        """What is asked and not answered."""
+        """The request that is not answered yet."""
         self.reply: Reply | None = None
-        """What was answered and not taken."""
+        """The reply that is not taken yet."""
         self.failed: Failed | None = None
-        """Why it has no environment any more."""
+        """The failure that ended its environment, if any."""
         self._made = 0
-        """How many calls of its turn have been made."""
+        """The number of finished calls of the current turn."""
 
     def ask(self, request: Request) -> None:
-        """Take note of what is asked."""
+        """Store a request."""
         self.request, self._made = request, 0
-        if self.failed is not None:  # its process is gone since
+        if self.failed is not None:  # its process has ended before
             self.request, self.reply = None, self.failed
 
     def replied(self, reply: Reply) -> None:
@@ -64,13 +64,13 @@ class _Conversation(Session):
             self._pool.supervisor.release(self, _CLOSE_SECONDS)
 
     def went_on(self) -> bool:
-        """Take note that the next call of the turn has begun, which has its own time."""
+        """Take note that the next call of the turn has begun, which has its own timeout."""
         has_more = isinstance(self.request, Act) and self._made + 1 < len(self.request.action.calls)
         self._made += has_more
         return has_more
 
     def late(self, *, has_begun: bool) -> None:
-        """Take note that no answer came in time, or no process."""
+        """Take note that no answer came in time, or that no process was forked in time."""
         assert self.request is not None, "nothing is asked"
         text = f"had no process after {FORK_SECONDS:g} s; see which threads its import starts, and what else runs"
         not_begun = Failed(Failure("late", text))
@@ -92,8 +92,8 @@ class _Conversation(Session):
 
 
 def _check(reply: Reply, request: Request | None) -> None:
-    """Check what the types of a reply do not say. Raises BrokenChannelError for a reply that this package's code does
-    not give to such a request."""
+    """Check a reply beyond its types. Raises BrokenChannelError for a reply that this package's code does not send to
+    such a request."""
     numbers: tuple[float | None, ...] = ()
     match reply:
         case Answered(messages, reward):
@@ -115,7 +115,7 @@ class EnvironmentPool:
 
     def __init__(self, loaded: Mapping[str, LoadedEnvironment], section: EnvironmentSection, keep: bool):
         """Start the processes that import the environments, without waiting for them. ``keep`` says whether ``Ended``
-        brings the attributes of the environment."""
+        contains the attributes of the environment."""
         check_secrets(section.secrets, "environment.secrets")
         allow_many_files()
         self._loaded, self._timeout = dict(loaded), section.timeout
@@ -143,13 +143,13 @@ class EnvironmentPool:
         self.close()
 
     def start(self, key: int, name: str, columns: Mapping[str, Any], seed: int) -> None:
-        """Begin a conversation with an environment, and call its reset; raises as ``take``.
+        """Begin a conversation with an environment, and call its reset; raises like ``take``.
 
         Args:
-            key: the conversation's, by which it is asked.
-            name: the environment's in the config's table; "" for the only one.
-            columns: what ``reset`` gets, as far as it takes them.
-            seed: what random numbers of the process, and a parameter ``seed`` of ``reset``, come from.
+            key: identifies the conversation in later calls.
+            name: the environment's name in the config's table; "" for the only one.
+            columns: the columns of the row; ``reset`` gets those that it takes.
+            seed: seeds the random numbers of the process, and is passed to ``reset`` if that takes ``seed``.
         """
         assert key not in self._by_key, f"conversation {key} is not over"
         conversation = self._by_key[key] = _Conversation(self, key, self._loaded[name], self.crews[name])
@@ -236,8 +236,8 @@ class EnvironmentPool:
     def _place(self, wanted: _Conversation | None, patience: float) -> None:
         """Start the conversations that wait, in their order, as long as there are places for them.
 
-        An engine begins no more than there are places for. Of another caller the one that it waits for gets a place
-        when nobody else is at work, even if there is none: the others may go on only once this one has.
+        An engine begins no more conversations than there are places. Another caller may wait for a conversation
+        without a place before it goes on with the others: that one is started anyway if all others are idle.
         """
         if not self._waiting:
             return

@@ -3,7 +3,7 @@
 hermes        <tool_call>{"name": "add", "arguments": {"a": 47, "b": 38}}</tool_call>
 llama3        {"name": "add", "parameters": {"a": 47, "b": 38}}
 qwen3_coder   <tool_call><function=add><parameter=a>47</parameter></function></tool_call>, each tag on a line
-python        [add(a=47, b=38), now()], with or without marks around, as <|call|>add(47,38)<|end_call|>
+python        [add(a=47, b=38), now()], or calls between marks, such as <|call|>add(47,38)<|end_call|>
 """
 
 import ast
@@ -22,14 +22,14 @@ from tpu_grpo.environments.actions import BadCall, ToolCall
 from tpu_grpo.records.errors import ConfigError
 
 MOST_DIGITS = 4000
-"""About the most digits of whole numbers; Python prints no more than 4,300."""
+"""The limit on the digits of whole numbers, approximately; Python prints no more than 4,300."""
 MOST_LEVELS = 64
-"""Lists and objects may be nested so deep; processes cannot send each other what is nested far deeper."""
+"""The deepest nesting of lists and objects; values nested far deeper cannot be sent between processes."""
 _MOST_BITS = MOST_DIGITS * 332 // 100
 
 
 def checked_call(call: ToolCall | BadCall) -> ToolCall | BadCall:
-    """Return a call with tuples as lists; raises BadCall for values that JSON lacks, and for unpaired surrogates."""
+    """Return a call with tuples as lists; return a BadCall for values that JSON lacks, or for unpaired surrogates."""
     if isinstance(call, BadCall):
         return call
     try:
@@ -66,11 +66,11 @@ def _checked_value(value: Any, level: int = 0) -> Any:
 OPEN, CLOSE, PYTHON_TAG = "<tool_call>", "</tool_call>", "<|python_tag|>"
 Calls = list[ToolCall | BadCall]
 _BARE = re.compile(r"\{\s*[\"'](name|parameters|arguments|function|type)[\"']")
-"""How an object begins that is meant as a call; other text that begins with a brace is an answer."""
+"""The beginning of an object that is meant as a call; other text that begins with a brace is an answer."""
 
 
 def read_hermes(text: str, *, ended: bool) -> tuple[str, Calls]:
-    """Return the text around the calls of a turn, and the calls; a turn that was cut loses a call that is not closed.
+    """Return the text around the calls of a turn, and the calls; if the turn was cut, an unclosed call is dropped.
 
     A closing tag inside an argument's text is part of that text.
     """
@@ -92,14 +92,14 @@ def read_hermes(text: str, *, ended: bool) -> tuple[str, Calls]:
 def read_llama3(text: str, *, ended: bool) -> tuple[str, Calls]:
     """Return the text before the calls of a turn, and the calls, separated by semicolons; see `read_hermes`."""
     content, calls_text = "", text
-    if _BARE.match(text.lstrip()) is None:  # else a tag stands in an argument
+    if _BARE.match(text.lstrip()) is None:  # otherwise a tag is part of an argument
         content, tag, calls_text = text.partition(PYTHON_TAG)
         if not tag:
             return text, []
     calls, at = [], 0
     while calls_text[at:].strip():
         call, behind = _decode(calls_text, at)
-        if isinstance(call, BadCall) and behind == at:  # where it ends cannot be told
+        if isinstance(call, BadCall) and behind == at:  # its end is unknown
             return content, [*calls, *([call] if ended else [])]
         rest = calls_text[behind:].lstrip()
         calls.append(call)
@@ -114,7 +114,7 @@ def _unclosed(ended: bool, closing: str) -> Calls:
 
 
 def _decode(text: str, begin: int) -> tuple[ToolCall | BadCall, int]:
-    """Read the JSON value from a place on; return the call and the place after it, or ``begin`` for no JSON."""
+    """Read the JSON value at ``begin``; return the call and the place after it, or ``begin`` if it is not JSON."""
     start = begin + len(text[begin:]) - len(text[begin:].lstrip())
     try:
         value, behind = _DECODER.raw_decode(text, start)
@@ -128,7 +128,7 @@ def _decode(text: str, begin: int) -> tuple[ToolCall | BadCall, int]:
 
 
 def _call_of_json(value: Any) -> ToolCall | BadCall:
-    """Read a call from its JSON value: an object with a name, and an object of arguments or that object's JSON."""
+    """Read a call from its JSON value: an object with a name, and with arguments as an object or as JSON text."""
     if not isinstance(value, dict):
         return BadCall(f"the call must be a JSON object with a name and arguments, got {_short(json.dumps(value))}")
     name = value.get("name")
@@ -173,12 +173,12 @@ _KINDS = {
 
 
 def read_qwen3_coder(text: str, schemas: Schemas, *, ended: bool) -> tuple[str, Calls]:
-    """Return the text around the calls of a turn, and the calls; a cut turn loses a call that is not closed."""
+    """Return the text around the calls of a turn, and the calls; if the turn was cut, an unclosed call is dropped."""
     return _between(text, OPEN, CLOSE, lambda body: [_xml_call(body, schemas)], ended=ended)
 
 
 def _between(text: str, opening: str, closing: str, parse: Callable[[str], Calls], *, ended: bool) -> tuple[str, Calls]:
-    """Return the text around marks and the calls between them; without a closing mark, up to the next opening one."""
+    """Return the text around marks, and the calls between marks; if ``closing`` is empty, the next opening ends one."""
     content, calls, at = "", [], 0
     while (opened := text.find(opening, at)) >= 0:
         content += text[at:opened]
@@ -218,11 +218,11 @@ def _xml_call(body: str, schemas: Schemas) -> ToolCall | BadCall:
 
 
 def _xml_value(text: str, key: str, schema: Any) -> Any:
-    """Return a text as the first of the schema's types that it can be; as it is where nothing is known of it."""
+    """Convert a text to the first of the schema's types that fits; without types, return the text unchanged."""
     types = _types(schema)
     if not types:
         return text
-    for kind in sorted(types, key=lambda kind: kind == "string"):  # text is what anything can be
+    for kind in sorted(types, key=lambda kind: kind == "string"):  # string last, as any text fits it
         try:
             return _as(kind, text)
         except (ValueError, RecursionError):
@@ -232,7 +232,7 @@ def _xml_value(text: str, key: str, schema: Any) -> Any:
 
 
 def _types(schema: Any) -> list[str]:
-    """Return the JSON types that a schema takes, of ``type``, ``anyOf`` or ``oneOf``; those of an enum's values."""
+    """Return the JSON types that a schema allows by ``type``, ``anyOf`` or ``oneOf``; empty if it has none of these."""
     if not isinstance(schema, Mapping):
         return []
     named = schema.get("type")
@@ -245,7 +245,7 @@ def _types(schema: Any) -> list[str]:
 
 
 def _as(kind: str, text: str) -> Any:
-    """Return a text as a value of a JSON type; ValueError if it is none."""
+    """Convert a text to a value of a JSON type. Raises ValueError if it does not fit."""
     bare = text.strip()
     match kind:
         case "string":
@@ -272,7 +272,7 @@ def _as(kind: str, text: str) -> Any:
 
 
 _WORDS = {"true": True, "false": False, "null": None}
-"""Names of JSON that models, and templates that write values by tojson, put for Python's."""
+"""JSON's words, which models and templates with tojson write in place of True, False and None."""
 _LIST = re.compile(r"\[\s*[A-Za-z_][\w.]*\(")
 
 
@@ -285,7 +285,7 @@ class PythonCalls:
     closing: str = ""
 
     def read(self, text: str, *, ended: bool) -> tuple[str, Calls]:
-        """Return the text around the calls of a turn, and the calls; a cut turn loses a call that is not closed.
+        """Return the text around the calls of a turn, and the calls; if the turn was cut, an unclosed call is dropped.
 
         Without marks, a turn is calls if it begins like a list of them, or like a call of a known tool.
         """
@@ -314,7 +314,7 @@ class PythonCalls:
         except SyntaxError as error:
             where = "" if error.offset is None else f" at character {error.offset} of line {error.lineno}"
             return [BadCall(f"the call is not Python: {error.msg}{where}")]
-        except (ValueError, RecursionError, MemoryError) as error:  # a null byte; what is nested too deep for ast
+        except (ValueError, RecursionError, MemoryError) as error:  # a null byte, or too deep nesting
             return [BadCall(f"the call is not Python: {error or 'it is nested too deep'}")]
 
     def _call(self, node: ast.expr) -> ToolCall | BadCall:
@@ -341,7 +341,7 @@ class PythonCalls:
 
 
 def _listed(tree: ast.Module) -> Iterator[ast.expr]:
-    """Yield the calls of a module: of lists, of tuples, or each a statement."""
+    """Yield the calls of a module: statements, and the elements of lists and tuples."""
     for statement in tree.body:
         if not isinstance(statement, ast.Expr):
             raise ValueError(f"there are calls alone, got {ast.unparse(statement)[:80]}")
@@ -350,7 +350,7 @@ def _listed(tree: ast.Module) -> Iterator[ast.expr]:
 
 
 def _literal(node: ast.expr) -> Any:
-    """Return the value of an argument that is written out; a BadCall for anything that would have to be computed."""
+    """Return the value of a literal argument; a BadCall for anything that would have to be computed."""
     try:
         return ast.literal_eval(_Words().visit(node))
     except (ValueError, TypeError):
@@ -363,8 +363,8 @@ class _Words(ast.NodeTransformer):
 
 
 CallReader = Callable[..., tuple[str, Calls]]
-"""Takes the text of a turn, without its thinking and the token that ended it, and ``ended``, which says whether it
-ended by itself; if it was cut, so may be its last call. Returns the text around the calls, and the calls in order."""
+"""Takes the text of a turn, without thinking and end token, and ``ended``, which is false if the turn was cut, so that
+its last call may be cut, too. Returns the text around the calls, and the calls in order."""
 
 
 def format_of(written: str, name: str) -> ToolFormat:
@@ -405,7 +405,7 @@ def schemas_of(tools: list[dict[str, Any]]) -> Schemas:
 
 
 def _marks(written: str, name: str) -> tuple[str, str]:
-    """Return what a template writes around Python-style calls beside brackets: "" and "" if nothing."""
+    """Return the marks that a template writes before and after Python-style calls, without brackets; "" for none."""
     before, called, rest = written.partition(f"{name}(")
     if not called:
         return "", ""

@@ -14,9 +14,9 @@ from tpu_grpo.environments.actions import CUT, BadCall, Message, ToolCall
 AT_THE_END = ("get_reward", "get_turn_rewards", "close")
 """Methods that are called when the conversation is over."""
 RESERVED = ("reset", *AT_THE_END)
-"""Public methods with these names are no tools."""
+"""Public methods with these names are not tools."""
 MOST_CALLS = 16
-"""Of a turn no more calls are made; any more are answered together, with an error."""
+"""The most calls that are made in one turn; the calls beyond it get one error message together."""
 _LONGEST_ERROR = 2000
 
 
@@ -33,8 +33,8 @@ async def called(instance: Any, tools: Mapping[str, Any], call: ToolCall | BadCa
     """Make a call; return the message with its result, and whether it failed.
 
     Raises:
-        WrongError: if the tool returned what is no text.
-        MemoryError: if it needed more memory than it may have.
+        WrongError: if the tool returned a value that has no text.
+        MemoryError: if the tool needed more memory than is allowed.
     """
     name = call.name if isinstance(call, ToolCall) else ""
     try:
@@ -44,7 +44,7 @@ async def called(instance: Any, tools: Mapping[str, Any], call: ToolCall | BadCa
         raise
     except CallError as error:
         return _message(name, f"Error: {error}"), True
-    except Exception as error:  # user code: anything can come
+    except Exception as error:  # user code can raise anything
         return _message(name, f"Error: {described(error)}"), True
     return _message(name, cut_text(text)), False
 
@@ -59,7 +59,7 @@ def described(error: BaseException) -> str:
     """Return an exception's type and text, which may be shortened."""
     try:
         text = str(error)
-    except Exception:  # user code: anything can come
+    except Exception:  # user code can raise anything
         text = "its text cannot be had"
     text = text if len(text) <= _LONGEST_ERROR else f"{text[:_LONGEST_ERROR]}..."
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
@@ -70,7 +70,7 @@ def _message(name: str, content: str) -> Message:
 
 
 def _found(instance: Any, tools: Mapping[str, Any], call: ToolCall | BadCall) -> tuple[Any, Mapping[str, Any]]:
-    """Return the method that a call means, and its arguments."""
+    """Return the method that a call names, and the arguments. Raises CallError if the call does not fit a tool."""
     if isinstance(call, BadCall):
         raise CallError(call.problem)
     if call.name not in tools:
@@ -88,20 +88,20 @@ def _found(instance: Any, tools: Mapping[str, Any], call: ToolCall | BadCall) ->
 
 
 MOST_BYTES = 2**20
-"""A longer text of an observation is refused, and one of a tool's is cut."""
+"""A longer observation is refused, and a longer result of a tool is cut."""
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+>")
-"""Python writes this of objects that have no text of their own."""
+"""Part of the text that Python writes for objects without a text of their own."""
 
 
 class WrongError(Exception):
-    """An environment returned an invalid value; the text says which, after the environment's name."""
+    """An environment returned an invalid value; the message is phrased to follow the environment's name."""
 
 
 def text_of(value: Any, giver: str) -> str:
     """Return the text of the value that ``giver`` returned.
 
     Raises:
-        WrongError: for bytes, and for an object whose text is where it lies in memory, which is never the same.
+        WrongError: for bytes, and for an object whose text is its address in memory, which varies between runs.
         Exception: whatever str() raises, such as ValueError for a number of more digits than Python writes.
     """
     text = value if isinstance(value, str) else _blocks(value)
@@ -135,8 +135,8 @@ def _blocks(value: Any) -> str | None:
 
 
 def number_of(value: Any, giver: str) -> float | None:
-    """Return the number that ``giver`` returned; None if it returned None. Raises WrongError for what is not a finite
-    number."""
+    """Return the number that ``giver`` returned; None if it returned None. Raises WrongError for anything else, also
+    for numbers that are not finite."""
     if value is None:
         return None
     number = _plain(value)
@@ -155,11 +155,12 @@ def turn_rewards_of(value: Any, lengths: Sequence[int]) -> tuple[float, ...]:
     3).
 
     Args:
-        value: what ``get_turn_rewards`` gave in the end.
-        lengths: of what it gave after each turn. Where these were empty, the list has a number for each turn.
+        value: what ``get_turn_rewards`` returned at the end.
+        lengths: the lengths of the lists that it returned after each turn. If all are 0, ``value`` has one number per
+            turn.
 
     Raises:
-        WrongError: for something else.
+        WrongError: for any other value.
     """
     values = growing(value, 0)
     rewards = [number_of(number, "get_turn_rewards") or 0.0 for number in values]
@@ -177,8 +178,8 @@ def turn_rewards_of(value: Any, lengths: Sequence[int]) -> tuple[float, ...]:
 
 
 def growing(value: Any, least: int) -> Sequence[Any]:
-    """Return the list of ``get_turn_rewards``, which must be at least as long as a turn before. Raises WrongError for
-    something else."""
+    """Return the list of ``get_turn_rewards``, which must have at least ``least`` items, as many as a turn earlier.
+    Raises WrongError for anything else."""
     values = _plain(value)
     if not isinstance(values, Sequence) or isinstance(values, str) or len(values) < least:
         raise WrongError(
@@ -189,13 +190,13 @@ def growing(value: Any, least: int) -> Sequence[Any]:
 
 
 def step_of(value: Any) -> tuple[Any, float | None, bool]:
-    """Return the observation, the reward, and whether the episode is over, of what a method ``step`` returned.
+    """Split the result of a method ``step`` into the observation, the reward, and whether the episode is over.
 
     It may be ``(observation, reward, done, info)``, ``(observation, reward, terminated, truncated, info)``, a mapping
-    with these names (``observations`` is a list of messages, as in SkyRL-Gym), or an object with them.
+    with these names (``observations`` is a list of messages, as in SkyRL-Gym), or an object with these attributes.
 
     Raises:
-        WrongError: for something else.
+        WrongError: for any other result.
     """
     match value:
         case (observation, reward, done, Mapping() | None):
@@ -216,7 +217,7 @@ def step_of(value: Any) -> tuple[Any, float | None, bool]:
 
 def observed_text(observation: Any, giver: str) -> str:
     """Return the text of an observation; messages are joined, and None becomes the empty text. Raises WrongError for
-    what has no text, or one of more than MOST_BYTES; and whatever str() raises."""
+    an observation without a text or with more than MOST_BYTES, and whatever str() raises."""
     is_list = isinstance(observation, list)
     if observation is None or (isinstance(observation, list | tuple | dict) and not observation):
         text = ""
@@ -232,7 +233,7 @@ def observed_text(observation: Any, giver: str) -> str:
 def _shown(value: Any) -> str:
     try:
         shown = repr(value)
-    except Exception:  # user code: anything can come
+    except Exception:  # user code can raise anything
         shown = "an object whose repr raises"
     return f"{type(value).__name__} {shown if len(shown) <= 200 else shown[:200] + '...'}"
 

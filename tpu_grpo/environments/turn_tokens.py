@@ -5,7 +5,7 @@ token that ends a turn or begins a call. Here it becomes the tokens of its chara
 character that no text contains into such words, the template renders the message, and `Encoder.encode` removes the
 character.
 
-Thinking that a chat template drops from the past is cut out of the ids (`Cutter`); they are never made again from text.
+Thinking that a chat template drops from the past is cut out of the ids (`Cutter`); ids are never made from text again.
 """
 
 import json
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 
 BREAK = "\ufdd0"
-"""Unicode keeps this character out of all text."""
+"""The guard character, a noncharacter of Unicode that no text contains."""
 _NO_TEXT = re.compile("[\ud800-\udfff\ufdd0]")
 
 
 class Encoder:
     """Encodes rendered conversations.
 
-    Markers are the added tokens that are special, or that the model's own vocabulary lacks, as Qwen's ``<tool_call>``.
+    Markers are the added tokens that are special or not in the model's own vocabulary, such as Qwen's ``<tool_call>``.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerFast"):
@@ -39,13 +39,13 @@ class Encoder:
         longest_first = sorted(markers.items(), key=lambda item: -len(item[1].content))
         self._ids = [number for number, _ in longest_first]
         self._markers = [token for _, token in longest_first]
-        spaces = [(r"\s*" * token.lstrip, r"\s*" * token.rstrip) for token in self._markers]  # that belong to it
+        spaces = [(r"\s*" * token.lstrip, r"\s*" * token.rstrip) for token in self._markers]  # that the marker includes
         words = [re.escape(token.content) for token in self._markers]
         self._written = _pattern([before + word + after for word, (before, after) in zip(words, spaces, strict=True)])
-        # what is one character cannot be broken up
+        # a marker of one character cannot be broken up
         self._spelled = _pattern([re.escape(token.content) for token in self._markers if len(token.content) > 1])
         self.special = _pattern([re.escape(token.content) for token in self._markers if token.special])
-        """The special tokens, as a text spells them."""
+        """Matches the special tokens in a text."""
 
     def guarded(self, text: str) -> str:
         """Insert the guard character into the words of a text that spell markers."""
@@ -65,7 +65,7 @@ class Encoder:
         return self.in_pieces(text)
 
     def in_pieces(self, text: str) -> list[int]:
-        """Encode a text with markers as markers, and the pieces between them by the vocabulary alone."""
+        """Encode the markers in a text as markers, and the pieces between them by the vocabulary alone."""
         ids: list[int] = []
         at = 0
         for marker in self._written.finditer(text):
@@ -93,8 +93,8 @@ class Encoder:
             return text
         for mark in (CUT, ""):
             for kept in range(tokens - self.count(mark), 0, -1):
-                cut = text[: encoding.offsets[kept][0]] + mark  # a character of several tokens goes whole
-                if self.count(cut) <= tokens:  # tokens may be others where a text ends
+                cut = text[: encoding.offsets[kept][0]] + mark  # drops whole characters
+                if self.count(cut) <= tokens:  # a cut can change the last tokens
                     return cut
         return ""
 
@@ -125,7 +125,7 @@ def _without_markers(tokenizer: "PreTrainedTokenizerFast") -> tuple[Tokenizer, M
 
 
 def _pattern(words: list[str]) -> re.Pattern[str]:
-    """Return a pattern of words, each a group; without words, of nothing."""
+    """Return a pattern that matches any of the words, each as a group; without words it matches nothing."""
     return re.compile("|".join(f"({word})" for word in words) or r"(?!)")
 
 
@@ -144,14 +144,14 @@ class Cutter:
     """What the generation prompt writes from ``<think>`` on; empty if it leaves that to the policy."""
     close_id: int
     newline_ids: frozenset[int]
-    """The tokens of nothing but newlines; empty for a template that keeps these."""
+    """The tokens that consist of newlines only; empty for a template that keeps the newlines."""
 
     def cut(self, ids: Sequence[int], sampled: Sequence[bool]) -> list[int]:
         """Return a conversation's ids without the thinking of its sampled turns.
 
         Args:
             ids: [T], the whole sequence.
-            sampled: [T], whether the policy sampled each; a turn is an unbroken run of them.
+            sampled: [T], whether the policy sampled each token; a turn is an unbroken run of sampled tokens.
         """
         kept: list[int] = []
         at = 0

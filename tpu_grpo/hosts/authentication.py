@@ -1,8 +1,8 @@
-"""Authenticates the messages between hosts by a secret that only they have: HMAC-SHA256 (RFC 2104).
+"""Authenticates messages between hosts with a secret that only the hosts have: HMAC-SHA256 (RFC 2104).
 
-Every process of a run gets the secret in TPU_GRPO_SECRET, which the launcher makes and passes on. When hosts meet,
-each sends a nonce, and the key of this run is derived from the secret and all nonces. So a message that was recorded
-in another run with the same secret is not accepted in this one.
+Every process of a run gets the secret in TPU_GRPO_SECRET, which the launcher generates and passes on. When hosts meet,
+each sends a nonce, and the run's key is derived from the secret and all nonces. So a message recorded in another run
+is not accepted, even if the secret is the same.
 """
 
 import hashlib
@@ -18,10 +18,10 @@ SIGNATURE_BYTES = hashlib.sha256().digest_size
 
 
 def take_secret(environment: MutableMapping[str, str] = os.environ) -> bytes:
-    """Return the run's secret, empty if there is none, and remove it from what child processes inherit.
+    """Return the run's secret (empty if there is none), and remove it from the environment that children inherit.
 
     Raises:
-        ConfigError: it is so short that it can be guessed.
+        ConfigError: the secret is so short that it can be guessed.
     """
     secret = environment.pop(VARIABLE, "")
     if 0 < len(secret) < FEWEST_CHARACTERS:
@@ -33,13 +33,13 @@ def take_secret(environment: MutableMapping[str, str] = os.environ) -> bytes:
 
 
 def signature(key: bytes, *parts: bytes) -> bytes:
-    """Return the HMAC of some parts, encoded so that their boundaries are unambiguous; empty without a key."""
+    """Return the HMAC of the parts, encoded so that boundaries are unambiguous; empty without a key."""
     framed = b"".join(len(part).to_bytes(8) + part for part in parts)
     return hmac.digest(key, framed, "sha256") if key else b""
 
 
 def is_signed(proof: bytes, key: bytes, *parts: bytes) -> bool:
-    """Whether a signature was made of these parts with this key; without a key it must be empty."""
+    """Whether ``proof`` is the signature of these parts with this key; without a key it must be empty."""
     return hmac.compare_digest(proof, signature(key, *parts))
 
 

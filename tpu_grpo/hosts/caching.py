@@ -1,20 +1,20 @@
-"""The user's cache of what this package makes: where it is, and the compiled programs in it.
+"""The user's cache of this package: its location, and the compiled programs in it.
 
-The next start finds programs there instead of compiling them:
+The next start reads programs from the cache instead of compiling them:
 
     keep_programs("auto", hosts)      # before anything large is compiled
 
-jax (0.10.2) has such a cache, which is changed here in four ways:
+jax (0.10.2) has such a cache; it is changed here in four ways:
 
-- Every process writes what it has compiled. jax lets process 0 alone write, so that on a slice, whose hosts have disks
-  of their own, the others would compile again at each start, and process 0 would wait for them.
-- An entry appears whole or not at all, and carries a checksum. jax writes into the file that others may be reading, and
-  what a full disk or a kill cuts off would stay.
-- A disk that is full or read-only is reported once, and not for every program.
-- Programs for CPUs lie in a directory for the kind of CPU and the number of threads. Both decide what is compiled (see
-  joining.py), and jax's key holds neither.
+- Every process writes the programs it compiles. In jax only process 0 does. On a slice, whose hosts have separate
+  disks, the other hosts would compile again at each start, and process 0 would wait for them.
+- An entry appears whole or not at all, and carries a checksum. jax writes into a file that others may be reading; a
+  file cut off by a full disk or a kill would stay in the cache.
+- A full or read-only disk is reported once, not for every program.
+- Programs for CPUs are kept in a directory per kind of CPU and number of threads. The compiled code depends on both
+  (see joining.py), but jax's key includes neither.
 
-`observe/process_metrics.py` counts a program that comes from here like any other.
+`observe/process_metrics.py` counts programs from this cache like any others.
 """
 
 import contextlib
@@ -37,12 +37,12 @@ from tpu_grpo.hosts.joining import cpu_devices
 
 CACHE_VARIABLE = "TPU_GRPO_CACHE"
 VARIABLE = "JAX_COMPILATION_CACHE_DIR"
-"""If this variable is set, jax's cache is left as it says."""
+"""If the user sets this variable, jax uses that directory, and nothing is changed here."""
 MOST_BYTES = 10 * 2**30
-"""What was not used for longest is removed at the start when the cache holds more."""
+"""If the cache is larger at the start, the least recently used programs are removed."""
 CHECKSUM_BYTES = 32
 WAITING_SECONDS = 5.0
-"""Who waits longer for a lock says what for."""
+"""A process that waits longer than this for a lock prints which file it waits for."""
 
 
 def cache_directory() -> Path:
@@ -52,7 +52,7 @@ def cache_directory() -> Path:
 
 @contextlib.contextmanager
 def exclusive(path: Path) -> Iterator[None]:
-    """Hold a lock file; the system releases it also when the process dies. A process that has to wait says so.
+    """Hold a lock on a file; the system releases it if the process dies. A process that has to wait says so.
 
     In the block, do nothing that needs the other hosts of a run, such as the first use of a device: one of them may
     be waiting for the lock.
@@ -60,7 +60,7 @@ def exclusive(path: Path) -> Iterator[None]:
     Raises:
         OSError: for a path that cannot be written.
     """
-    with path.open("a") as file:  # what a link of this name points to stays as it is
+    with path.open("a") as file:  # if the path is a link, its target is not changed
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -74,7 +74,7 @@ def exclusive(path: Path) -> Iterator[None]:
 
 
 def keep_programs(where: str, hosts: Hosts) -> None:
-    """Make jax read compiled programs from disk, and write those that it compiles; call it before much is compiled.
+    """Make jax read compiled programs from disk and write new ones there; call it before much is compiled.
 
     ``where`` is a directory; auto for the user's cache directory; off to keep nothing.
     """
@@ -87,7 +87,7 @@ def keep_programs(where: str, hosts: Hosts) -> None:
     from jax._src import compilation_cache, compiler
 
     jax.config.update("jax_compilation_cache_dir", str(cache.directory))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # many small programs are what takes time
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # most time goes into many small programs
     compilation_cache.reset_cache()
     setattr(compilation_cache, "get_file_cache", lambda path: (cache, path))  # noqa: B010  # it is no attribute of ours
     setattr(compiler, "_cache_write", _write)  # noqa: B010
@@ -100,7 +100,7 @@ def programs_directory(where: str) -> Path:
 
 
 def _kind_of_device() -> str:
-    """Name what a program depends on beside jax's own key: of CPUs what they can do, and the number of threads."""
+    """Name what a program depends on beyond jax's own key: for CPUs, the CPU's features and the number of threads."""
     if "cpu" not in os.environ.get("JAX_PLATFORMS", ""):
         return "accelerator"
     threads = [os.environ.get("NPROC"), os.cpu_count(), len(os.sched_getaffinity(0)), cpu_devices()]
@@ -108,7 +108,7 @@ def _kind_of_device() -> str:
 
 
 def _cpu() -> list[str]:
-    """Return what the kernel says of the first processor."""
+    """Return the lines of /proc/cpuinfo that describe the first processor's model and features."""
     with contextlib.suppress(OSError):
         first = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
         return sorted(line for line in first if line.startswith(("model name", "flags", "Features", "CPU")))
@@ -116,9 +116,9 @@ def _cpu() -> list[str]:
 
 
 class ProgramCache:
-    """The files of compiled programs, behind jax's cache interface.
+    """Implements jax's cache interface with files of compiled programs.
 
-    A process that ``speaks`` says on stderr that the disk cannot be written; its log has it anyway.
+    If the disk cannot be written, every process logs it; a process that ``speaks`` also prints it to stderr.
     """
 
     def __init__(self, directory: Path, *, speaks: bool = True):
@@ -128,12 +128,12 @@ class ProgramCache:
         self._writes = True
 
     def open(self) -> bool:
-        """Make the directory, private, and free space in it; False, with a message, if it cannot be used at all."""
+        """Make the directory private to the user, and free space in it; False, with a message, if it is unusable."""
         ours = False
         try:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             found = self.directory.stat()
-            if not (ours := found.st_uid == os.getuid() and not found.st_mode & 0o022):  # a program is code
+            if not (ours := found.st_uid == os.getuid() and not found.st_mode & 0o022):  # a program is executed
                 raise PermissionError(errno.EPERM, "others may write there")
             if found.st_mode & 0o077:
                 self.directory.chmod(0o700)
@@ -143,7 +143,7 @@ class ProgramCache:
         return ours
 
     def get(self, key: str) -> bytes | None:
-        """Return a program; None if there is none, or if its file was damaged, which is then removed."""
+        """Return a program; None if it is missing, or its file is damaged; a damaged file is removed."""
         path = self.directory / key
         try:
             found = path.read_bytes()
@@ -151,9 +151,9 @@ class ProgramCache:
             return None
         checksum, program = found[:CHECKSUM_BYTES], found[CHECKSUM_BYTES:]
         whole = hashlib.sha256(program).digest() == checksum
-        with contextlib.suppress(OSError):  # of a disk that is read-only
+        with contextlib.suppress(OSError):  # on a read-only disk
             if whole:
-                os.utime(path)  # used now, for `_make_room`
+                os.utime(path)  # `_make_room` needs the time of the last use
             else:
                 path.unlink()
         return program if whole else None
@@ -195,13 +195,13 @@ class ProgramCache:
 def _write(
     cache_key: str, compile_time_secs: float, module_name: str, backend: Any, executable: Any, host_callbacks: Any
 ) -> None:
-    """Keep a program in the cache, in every process; it replaces jax's function of the same arguments."""
-    if host_callbacks:  # their addresses are part of the program
+    """Keep a program in the cache, in every process; replaces the jax function with the same arguments."""
+    if host_callbacks:  # the program holds their memory addresses
         return
     from jax._src import compilation_cache
     from jax.errors import JaxRuntimeError
 
     try:
         compilation_cache.put_executable_and_time(cache_key, module_name, executable, backend, int(compile_time_secs))
-    except JaxRuntimeError as error:  # not every program can be written down
+    except JaxRuntimeError as error:  # not every program can be serialized
         logger.warning("the program %s is not kept: %s", module_name, error)

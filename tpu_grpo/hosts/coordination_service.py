@@ -1,17 +1,17 @@
-"""The parts of JAX's coordination service that this room uses; only this file touches its private attributes.
+"""The parts of JAX's coordination service that this package uses; only this file touches its private attributes.
 
 ``jax.distributed.initialize`` of jax 0.10.2 cannot be used as it is, for two reasons:
 
-- The client ends the process with LOG(FATAL), which is SIGABRT, as soon as the service reports an error or its
-  connection closes, which is at once when host 0 dies, and also when ``connect`` waits in vain; nothing in Python gets
-  a word in. A service made with ``recoverable`` (``jax_enable_recoverability``) leaves out the errors of other hosts,
-  but not the closed connection. A ``missed_heartbeat_callback`` is the way out, but jaxlib cannot convert the
-  callback's argument, so that it never runs: ``connect`` raises ``std::bad_cast`` instead, and on the client's own
-  thread the exception becomes SIGABRT. ``_end_on_abort`` turns that signal into a message and exit code 3.
-- The service waits an hour for hosts to register, longer than any client, so that no client learns which are missing.
-  With ``cluster_register_timeout``, which ``initialize`` does not pass on, it tells all of them.
+- The client ends the process with LOG(FATAL), that is SIGABRT, when the service reports an error, when the connection
+  closes (immediately, if host 0 dies), and when ``connect`` times out. Python code cannot prevent that. With
+  ``recoverable`` (``jax_enable_recoverability``) the service does not report errors of other hosts, but a closed
+  connection still aborts. A ``missed_heartbeat_callback`` should replace the abort, but jaxlib cannot convert the
+  callback's argument, so it never runs: ``connect`` raises ``std::bad_cast`` instead, and on the client's own thread
+  the exception becomes SIGABRT. ``_end_on_abort`` turns that signal into a message and exit code 3.
+- The service waits an hour for hosts to register, longer than any client, so no client learns which are missing. With
+  ``cluster_register_timeout``, which ``initialize`` does not pass on, the service tells all clients in time.
 
-The client and the service are made here from the same parts, and put where jax looks for them.
+Here the client and the service are made from the same parts, and put where jax looks for them.
 """
 
 import atexit
@@ -35,13 +35,13 @@ from tpu_grpo.hosts.meeting import LOOPBACK, Caller, arrive, hold_port, no_answe
 from tpu_grpo.records.errors import ConfigError, LockstepError
 
 HEARTBEAT_SECONDS = 300
-"""jax itself gives a silent host up after this; it is far above the timeout of ``Watch``, which is to speak first."""
+"""jax itself gives up a silent host after this; ``Watch``, with its much shorter timeout, should notice first."""
 SHUTDOWN_SECONDS = 60
-"""jax lets a host that ends wait so long for the others to end."""
+"""In jax's shutdown, a host waits this long for the other hosts to end."""
 LEAVE_SECONDS = 10
-"""Host 0 waits so long at its end for the other hosts to be done with the service."""
+"""At its end, host 0 waits this long for the other hosts to leave the service."""
 GRACE_SECONDS = 2
-"""A client waits so much longer than the service that the service's answer, with the names, comes first."""
+"""Clients wait this much longer than the service, so that its error, which names missing hosts, comes first."""
 ROOT = "tpu_grpo/start"
 
 _leaving = threading.Lock()
@@ -52,8 +52,8 @@ _kept: list[Any] = []
 class Service:
     """The key-value store of the coordination service. Keys are paths; values are bytes of any length.
 
-    Whoever reaches the service can write there. With the run's key every value is stored behind its signature, and
-    one that no host of the run signed for its path is named as an attack.
+    Anybody who reaches the service can write there. With the run's key, every value is stored behind a signature of
+    its path and content; a value with a wrong signature is reported as an attack.
     """
 
     def __init__(self, client: Any, key: bytes = b"") -> None:
@@ -63,7 +63,7 @@ class Service:
         """Store a value. Blocks for as long as the service does not answer.
 
         Raises:
-            LockstepError: something is there already, and is not to be overwritten.
+            LockstepError: the key has a value already, and ``overwrite`` is False.
         """
         from jax.errors import JaxRuntimeError
 
@@ -76,7 +76,7 @@ class Service:
             raise
 
     def wait(self, key: str, seconds: float) -> bytes | None:
-        """Return the value once it is stored, or None after a number of seconds, even if the service is frozen."""
+        """Return the value once it is stored, or None after ``seconds``, even if the service is frozen."""
         from jax.errors import JaxRuntimeError
 
         try:
@@ -93,7 +93,7 @@ class Service:
         return {key.removeprefix(prefix): self._opened(key, value) for key, value in found}
 
     def _opened(self, key: str, stored: bytes) -> bytes:
-        """Return a value without its signature, which must be one of this run."""
+        """Check the signature of a stored value with the run's key, and return the value without it."""
         if not self._key:
             return stored
         proof, value = stored[:SIGNATURE_BYTES], stored[SIGNATURE_BYTES:]
@@ -116,10 +116,10 @@ def attacked(where: str, got: str) -> LockstepError:
 
 
 def read_told(value: bytes, kind: object, where: str, read: Callable[[Any], Any] = lambda told: told) -> Any:
-    """Return what ``read`` makes of what a host has told as JSON of this type.
+    """Parse a value that a host sent as JSON of type ``kind``, and return the result of ``read`` on it.
 
     Raises:
-        LockstepError: it is of another type, or ``read`` raises ValueError, so that no host can have told it.
+        LockstepError: the value has another type, or ``read`` raises ValueError: no host can have sent it.
     """
     try:
         return read(_adapter(kind).validate_json(value))
@@ -129,7 +129,7 @@ def read_told(value: bytes, kind: object, where: str, read: Callable[[Any], Any]
 
 @cache
 def _adapter(kind: object) -> Any:
-    from pydantic import TypeAdapter  # 0.1 s, which the supervisor of local hosts does without
+    from pydantic import TypeAdapter  # takes 0.1 s; the supervisor of local hosts does not need it
 
     return TypeAdapter(kind)
 
@@ -138,9 +138,9 @@ def connect(coordinator: str, count: int, index: int, timeout_seconds: float, ru
     """Meet the other hosts of the run, start the service (on host 0) and connect to it.
 
     Raises:
-        ConfigError: jax has devices in this process already, those of one host; or the port is another program's; or
-            the secret is too short, or not that of host 0.
-        LockstepError: the coordinator, or some of the hosts, did not come within ``timeout_seconds``.
+        ConfigError: jax has created devices in this process already (only this host's); the port is another program's;
+            the secret is too short, or differs from host 0's.
+        LockstepError: the coordinator, or other hosts, did not join within ``timeout_seconds``.
     """
     import jax
     from jax._src import distributed, xla_bridge
@@ -152,8 +152,8 @@ def connect(coordinator: str, count: int, index: int, timeout_seconds: float, ru
         )
     if "cpu" in (jax.config.jax_platforms or ""):  # pyright: ignore[reportAttributeAccessIssue]
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        # A process with one device of a program would start the next one before that device is through with this one;
-        # gloo then takes what the peers send for the one as meant for the other: wrong numbers, or an abort.
+        # A process with one device would start a program before the previous one has finished there. gloo would then
+        # take data that other hosts send for one program as data for the other: wrong numbers, or an abort.
         jax.config.update("jax_cpu_enable_async_dispatch", False)
     state: Any = distributed.global_state
     state.coordinator_address, state.num_processes, state.process_id = coordinator, count, index
@@ -181,13 +181,13 @@ def connect(coordinator: str, count: int, index: int, timeout_seconds: float, ru
         why = ""
         try:
             state.client.shutdown()
-        except RuntimeError as repeated:  # says what the service said, which the exception of ``connect`` lost
+        except RuntimeError as repeated:  # has the service's message, unlike the exception of ``connect``
             why = str(repeated)
-        state.client = state.service = None  # or jax shuts them down once more when the process ends
+        state.client = state.service = None  # else jax shuts them down again when the process ends
         raise LockstepError(_not_connected(why, coordinator, me, timeout_seconds)) from error
     _end_on_abort(state.client)
     handler = signal.getsignal(signal.SIGTERM)
-    state.initialize_preemption_sync_manager()  # as ``jax.distributed`` does, but SIGTERM stays with this program
+    state.initialize_preemption_sync_manager()  # as in ``jax.distributed``, but SIGTERM keeps its handler
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, handler)
     service = Service(state.client, key)
@@ -199,7 +199,7 @@ def connect(coordinator: str, count: int, index: int, timeout_seconds: float, ru
 def serve_alone() -> None:
     """Start a service on the loopback interface for this process alone; gloo connects its CPU devices through it.
 
-    Does nothing if jax has a service already, or has already created its devices, after which it is too late.
+    Does nothing if jax has a service already, or has created its devices, because then it is too late.
     """
     import jax
     from jax._src import distributed, xla_bridge
@@ -219,10 +219,10 @@ def serve_alone() -> None:
 
 def _leave(service: Service, count: int, index: int) -> None:
     """Report that this host has left; host 0, which runs the service, waits until all others have."""
-    with _leaving:  # two threads may leave at once, and the second waits for the first
+    with _leaving:  # if two threads leave at once, the second waits for the first
         if here.has_left:
             return
-        with suppress(RuntimeError, LockstepError):  # the service is gone already, or is being attacked
+        with suppress(RuntimeError, LockstepError):  # the service is gone already, or holds a forged value
             if index == 0:
                 end = time.monotonic() + LEAVE_SECONDS
                 for other in range(1, count):
@@ -233,14 +233,14 @@ def _leave(service: Service, count: int, index: int) -> None:
 
 
 def _leave_together(state: Any) -> None:
-    """Let jax take its leave of the service, which it does together with the other hosts."""
+    """Leave, then let jax disconnect from the service; jax does so together with the other hosts."""
     if here.leave is not None:
         here.leave()
     state.shutdown()
 
 
 def _service(coordinator: str, count: int, seconds: int) -> Any:
-    """Start the service as ``jax.distributed`` does, with the arguments it does not pass on."""
+    """Start the service as ``jax.distributed`` does, with arguments that ``initialize`` does not pass on."""
     from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
 
     family, address, port = own_address(coordinator)
@@ -254,7 +254,7 @@ def _service(coordinator: str, count: int, seconds: int) -> Any:
 
 
 def _client(coordinator: str, index: int, seconds: int) -> Any:
-    """Make a client as ``jax.distributed`` does, with the arguments it does not pass on."""
+    """Make a client as ``jax.distributed`` does, with arguments that ``initialize`` does not pass on."""
     from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
 
     return _jax.get_distributed_runtime_client(
@@ -274,7 +274,7 @@ def _never_called(*_: object) -> None:
 
 
 def _not_connected(why: str, coordinator: str, me: Caller, timeout_seconds: float) -> str:
-    """Name the hosts that did not connect in time, as far as the service names them; else, host 0."""
+    """Return an error text: it names the hosts that the service reports as missing, or else host 0."""
     names = re.search(r"reached the barrier: (\d+)/.*timed out task names:\n((?:\d+\n)+)", why, re.DOTALL)
     if names:
         late = sorted(int(number) for number in names[2].split())
@@ -285,10 +285,10 @@ def _not_connected(why: str, coordinator: str, me: Caller, timeout_seconds: floa
 
 
 def _end_on_abort(client: Any) -> None:
-    """Make the abort of the coordination client exit code 3; every other abort stays one.
+    """Turn an abort by the coordination client into exit code 3; other aborts stay aborts.
 
-    The handler runs on the aborting thread, which is the client's own and holds the client's lock: that the client
-    then answers nobody is how this abort is told from others.
+    The handler runs on the aborting thread. If that is the client's own thread, it holds the client's lock, so that the
+    client does not answer; this tells its abort from others.
     """
     libc = ctypes.CDLL(None)
     libc.signal.restype = ctypes.c_void_p
@@ -312,7 +312,7 @@ def _end_on_abort(client: Any) -> None:
 
 
 def _answers(call: Callable[[], object], *, within_seconds: float) -> bool:
-    """Return whether a call returns in time; it runs on a thread of its own, since it may never come back."""
+    """Return whether a call returns in time; it runs on a separate thread, since it may never return."""
     answered = threading.Event()
 
     def ask() -> None:

@@ -1,22 +1,22 @@
-"""The end of a run: its message, who is notified, and how a thread other than the main one ends the process.
+"""The end of a run: its message, notifications, and how a thread other than the main thread ends the process.
 
 A run ends in one of these ways, with the exit codes of ``records/errors.py``:
 
-    done, or an error of its own     the main thread returns or raises; others hear of it from `Watch` (watch.py)
+    done, or an error of this host   the main thread returns or raises; `Watch` (watch.py) tells the other hosts
     another host is lost or failed   `end_process`, from the threads of `Watch`: 3
     a thread meets an error          `end_after`: the code of the error
-    SIGINT or SIGTERM                `SignalledStop`: asked for the first time, the run saves a checkpoint and ends with
-                                     4; before its first step, it ends at once with 4, once the hosts have met and
-                                     know of it; a second signal ends it with 1
+    SIGINT or SIGTERM                `SignalledStop`: at the first signal, the run saves a checkpoint and ends with 4.
+                                     Before the first step, it ends with 4 at once, or when the hosts have met, so
+                                     that the others can be told. A second signal ends it with 1
     SIGHUP                           the terminal was closed, or the connection lost: the run goes on
 
-Host 0 runs the service through which hosts talk, and whose end aborts the others. So hosts that stop leave together:
-each says that it has left, and host 0 goes last.
+Host 0 runs the service through which hosts talk; when it ends, the other hosts abort. So hosts that stop leave
+together: each says that it has left, and host 0 leaves last.
 
-The main thread may be inside a collective that never returns, where no exception can reach it. ``os._exit`` ends it
-nevertheless; it also skips jax's own shutdown, which would wait for hosts that are gone, and does not wait for threads.
-What ends a process may neither raise nor wait for long: nobody may read this process' output any more, the pipe that it
-writes to may be full, and the disk of its log may be full, gone or hanging.
+The main thread may be inside a collective that never returns, where no exception can reach it. ``os._exit`` ends the
+process nevertheless, without waiting for threads or for jax's own shutdown, which would wait for hosts that are gone.
+Code that ends the process must neither raise nor wait for long: perhaps nobody reads this process' output any more,
+its pipe is full, or the disk of its log is full, gone or hanging.
 """
 
 import atexit
@@ -37,15 +37,15 @@ from tpu_grpo.records.errors import Interrupted, LockstepError, TpuGrpoError, di
 
 Outcome = Literal["done", "stopped", "failed"]
 LEAVING_SECONDS = 15.0
-"""The main thread has so long to print its own error, to tell people, and end."""
+"""The main thread has this long to print its own error, notify people, and end."""
 WRITING_SECONDS = 1.0
-"""Each place that is written to at the end has so long to take it."""
+"""Time limit for writing the last message to stderr and the log."""
 TELLING_SECONDS = 12.0
-"""The report is written, and people are told, within so long."""
+"""Time limit for writing the report and notifying people."""
 HASTE_SECONDS = 3.0
-"""The same for an end at once, because of a signal."""
+"""The same limit for an immediate end after a signal."""
 TELLING_HOSTS_SECONDS = 12.0
-"""How long an end is announced to the other hosts: two of their polls of the coordination service."""
+"""Time limit for telling the other hosts of an end: two of their polls of the coordination service."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 STOPPING = "the run stops as soon as nothing is lost, and saves a checkpoint; the same signal again ends it at once"
 AT_START = "the run is ended before its first step"
@@ -58,15 +58,15 @@ class End:
     """How a run ended, for people who were not there."""
 
     outcome: Outcome
-    """``stopped``: it was asked to."""
+    """``stopped`` means that the run was asked to stop."""
     code: int
     """The exit code of the process."""
     message: str = ""
-    """What the run said last; empty where there is nothing to say."""
+    """The last message of the run; may be empty."""
 
     @classmethod
     def by(cls, error: BaseException | None) -> "End":
-        """Return the end of a run by an error; None stands for no error."""
+        """Return how a run ends with this error; None stands for no error."""
         match error:
             case None:
                 return cls("done", 0)
@@ -80,36 +80,36 @@ class End:
 
 
 def exit_code(error: BaseException) -> int:
-    """Return the exit code of a process that ends by an error."""
+    """Return the exit code of a process that ends with an error."""
     return error.exit_code if isinstance(error, TpuGrpoError) else 1
 
 
 class Here:
-    """The state of this process for its last message: set while the process runs, read at its end."""
+    """The state of this process that is needed at its end: set while the process runs."""
 
     index: int = 0
     stage: str = "start-up"
     log: Path | None = None
-    """This is the host's log file, once it has one."""
+    """The host's log file, once there is one."""
     leaving_with: int | None = None
-    """A process that is already ending, and prints the reason itself, has this exit code."""
+    """The exit code, if the process is already ending and will print the reason itself."""
     leave: Callable[[], None] | None = None
-    """Tells the other hosts that this process needs them no more; on host 0, waits until they have all said so."""
+    """Tells the other hosts that this process has left; on host 0, it first waits until all others have left."""
     has_left: bool = False
-    """The others may be gone: that the coordination service is, means nothing any more."""
+    """Whether this process has left: from then on, a lost coordination service is not an error."""
     cause: End | None = None
-    """Why all hosts end, once another host has told; what is noticed afterwards, such as its end, follows from it."""
+    """The end that another host reported as the reason for all to end; later observations only follow from it."""
     step: int | None = None
-    """How many steps of the run are done; None before its directory is its own."""
+    """The number of steps done; None until the run has taken its directory."""
 
     def __init__(self) -> None:
         self.at_end: dict[str, Callable[[End], None]] = {}
-        """Who is told how this process ends, if another thread than the main one ends it; by a name for each."""
+        """Name -> callback that is told how this process ends, if a thread other than the main thread ends it."""
 
 
 here = Here()
 alone = threading.Event()
-"""Set once no other host can be told anything, because the coordination service is gone."""
+"""Set once the coordination service is gone, so that no other host can be told anything."""
 _ending = threading.Lock()
 
 
@@ -122,7 +122,7 @@ def host_names(indices: Sequence[int]) -> str:
 
 
 def end_process(message: str, code: int = LockstepError.exit_code) -> NoReturn:
-    """End this process at once because of another host; if a host reported why it failed, that is the message."""
+    """End this process at once because of another host; the reason that a host reported, if any, is the message."""
     cause = here.cause or End("failed", code, f"LockstepError: {message}")
     end_after(cause.message, cause.code, outcome=cause.outcome)
 
@@ -137,11 +137,11 @@ def end_after(
 ) -> NoReturn:
     """Print a line and the stage of this process, tell the other hosts and people, and end the process at once.
 
-    The first call wins; any later one waits for the end. If the main thread is already ending by an error of its own,
-    it gets the time to print that. The line is printed before the other hosts are told, because the end of host 0 may
-    end this process within a moment.
+    The first call wins; any later one waits for the end. If the main thread is already ending with its own error, it
+    gets time to print that. The line is printed before the other hosts are told, because then host 0 may end, and this
+    process with it.
 
-    Writing the report and telling people may take ``seconds``, or ``TELLING_SECONDS`` when None.
+    Writing the report and notifying people may take ``seconds``, by default ``TELLING_SECONDS``.
     """
     with _ending:  # never released
         if here.leaving_with is not None:
@@ -157,7 +157,7 @@ def end_after(
         tell_others()
 
         def tell_people() -> None:
-            for call in list(here.at_end.values()):  # in turn, however many of them the time allows
+            for call in list(here.at_end.values()):  # one after another, as many as the time allows
                 _quietly(lambda call=call: call(End(outcome, code, line)))
 
         in_time([tell_people] if here.at_end else [], TELLING_SECONDS if seconds is None else seconds)
@@ -165,10 +165,10 @@ def end_after(
 
 
 def leave_when_done(*, together: bool = False) -> None:
-    """End this process with ``here.leaving_with`` once its main thread has ended, at the latest after some seconds.
+    """End this process with ``here.leaving_with`` once its main thread has ended, or after ``LEAVING_SECONDS``.
 
     Threads that wait for other hosts, such as those that save a checkpoint, are abandoned: Python would join them
-    before it calls the functions registered with ``atexit``. With ``together`` all hosts end so, host 0 the last.
+    before it calls ``atexit`` functions. ``together`` says that all hosts end in this way; host 0 then ends last.
     """
 
     def leave() -> None:
@@ -180,12 +180,12 @@ def leave_when_done(*, together: bool = False) -> None:
         threading.main_thread().join(LEAVING_SECONDS)
         leave()
 
-    atexit.register(leave)  # before jax's own, which would wait for the others
+    atexit.register(leave)  # runs before jax's own, which would wait for the other hosts
     threading.Thread(target=leave_after_main_thread, daemon=True).start()
 
 
 def in_time(calls: Sequence[Callable[[], object]], seconds: float = WRITING_SECONDS) -> None:
-    """Make calls that may fail or never return, each on a thread of its own, and wait for all of them for a time."""
+    """Make calls that may fail or never return, each on its own thread, and wait up to ``seconds`` for all of them."""
     threads: list[threading.Thread] = []
     for call in calls:
         thread = threading.Thread(target=_quietly, args=[call], daemon=True)
@@ -214,7 +214,7 @@ def _append(path: Path, line: bytes) -> None:
 
 
 def _quietly(call: Callable[[], object]) -> None:
-    with suppress(OSError, ValueError):  # a stream that is closed raises ValueError
+    with suppress(OSError, ValueError):  # closed streams raise ValueError
         call()
 
 
@@ -226,7 +226,7 @@ class StepAbandoned(Exception):
 
 
 class StopRequest:
-    """Whether a run was asked to stop; ``also_asks`` is called after every step, and may ask, too."""
+    """Whether a run was asked to stop, by a signal or by ``also_asks``, which is called after every step."""
 
     def __init__(self, also_asks: Callable[[], bool] = lambda: False) -> None:
         self._also_asks = also_asks
@@ -237,7 +237,7 @@ class StopRequest:
 
     @property
     def asked(self) -> bool:
-        """Whether a signal has come, or the caller of the run asks it to stop; read once after every step."""
+        """Whether a signal has come, or ``also_asks`` returns True; read once after every step."""
         return self.signalled or self._also_asks()
 
     def begin(self) -> None:
@@ -246,33 +246,33 @@ class StopRequest:
 
     @contextmanager
     def abandoning(self) -> Iterator[None]:
-        """Let a signal end this block, whose work is then discarded.
+        """Let a signal end this block; the work of the block is then discarded.
 
         Raises:
-            StepAbandoned: a signal comes in the block, or came before.
+            StepAbandoned: a signal comes during the block, or came before.
         """
         self._may_abandon = True
         try:
             if self.signalled:
                 raise StepAbandoned
             yield
-            if self.signalled:  # an exception that a handler raises is lost if it comes in a finalizer
+            if self.signalled:  # an exception of the handler is lost if it is raised in a finalizer
                 raise StepAbandoned
         finally:
             self._may_abandon = False
 
     def _abandon(self) -> None:
-        """End the block of `abandoning`, if the main thread is in one; for handlers of signals."""
+        """Raise StepAbandoned if the main thread is in a block of `abandoning`; for signal handlers."""
         if self._may_abandon:
             self._may_abandon = False
             raise StepAbandoned
 
 
 class InterruptedStop(StopRequest):
-    """A stop request by Ctrl-C, or by a notebook's stop button, for a ``with`` block in a program of the user's own.
+    """A stop request by Ctrl-C, or by a notebook's stop button, for a ``with`` block in the user's own program.
 
-    The first SIGINT asks the run to stop; a second one raises KeyboardInterrupt, as does one before the first step.
-    Where Python's own handler of SIGINT is not in place, and outside the main thread, nothing is changed.
+    The first SIGINT asks the run to stop. A second one, or one before the first step, raises KeyboardInterrupt.
+    Outside the main thread, or if Python's default SIGINT handler has been replaced, signals are not handled here.
     """
 
     def __enter__(self) -> Self:
@@ -292,7 +292,7 @@ class InterruptedStop(StopRequest):
         if self.signalled or not self._begun:
             raise KeyboardInterrupt
         self.signalled = True
-        with suppress(RuntimeError):  # the signal came while a line was printed
+        with suppress(RuntimeError):  # the signal came during another print
             print(f"SIGINT: {STOPPING}", file=sys.stderr)
         self._abandon()
 
@@ -301,17 +301,17 @@ class SignalledStop(StopRequest):
     """A stop request by SIGINT or SIGTERM, for a ``with`` block in the main thread.
 
         with SignalledStop(meets_others=True) as stop:
-            ...                             # hosts meet; the first signal is kept
-            stop.hosts_met(tell_others)     # ends the process if a signal was kept
-            ...                             # what is built; the first signal ends the process
+            ...                             # hosts meet; the first signal is remembered
+            stop.hosts_met(tell_others)     # ends the process if a signal has come
+            ...                             # the run is built; the first signal ends the process
             stop.begin()                    # from now on the first signal only asks, and the second ends the process
-            with stop.abandoning():         # what is done here may be thrown away: a signal raises StepAbandoned
+            with stop.abandoning():         # this work may be discarded: a signal raises StepAbandoned
                 ...
             if stop.asked: ...
 
-    Python runs signal handlers in the main thread only, which may be inside a compiler for minutes. So messages, and
-    the end of the process, come from a thread that reads the signals as the system delivers them. A run that
-    ``meets_others`` may have other hosts, which would wait for this one in vain if it ended before they met.
+    Python runs signal handlers only in the main thread, which may be inside a compiler for minutes. So another thread
+    reads the signals as the system delivers them, prints messages, and ends the process. ``meets_others`` says that
+    there may be other hosts; these would wait for this one in vain if it ended before they meet.
     """
 
     def __init__(self, *, meets_others: bool = False) -> None:
@@ -326,7 +326,7 @@ class SignalledStop(StopRequest):
         self._reading, self._writing = os.pipe()
         os.set_blocking(self._writing, False)
         self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
-        self._before[signal.SIGHUP] = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the workers inherit it
+        self._before[signal.SIGHUP] = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # worker processes inherit this
         self._woken_before = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
         self._thread.start()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
@@ -335,23 +335,23 @@ class SignalledStop(StopRequest):
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         stopped = isinstance(error, Interrupted) and (self.signalled or here.leave is not None)
         signal.set_wakeup_fd(self._woken_before)
-        for number, handler in self._before.items():  # a signal to all hosts may come later here than elsewhere
+        for number, handler in self._before.items():  # a signal sent to all hosts may still arrive here
             signal.signal(number, signal.SIG_IGN if stopped else handler)
-        os.close(self._writing)  # which ends the thread
+        os.close(self._writing)  # ends the thread
         self._thread.join()
         os.close(self._reading)
         if stopped:
             here.leaving_with = Interrupted.exit_code
-            leave_when_done(together=True)  # without the threads of rewards that go on
+            leave_when_done(together=True)  # without waiting for reward threads that still run
 
     def hosts_met(self, tell_others: Callable[[End], None]) -> None:
-        """Mark that the others can be told, by a call that may block; ends the process if a signal came before."""
+        """Mark that ``tell_others``, which may block, can be called; end the process if a signal came before."""
         self._tell_others, self._meeting = tell_others, False
         if self._kept is not None:
             self._end(f"{self._kept}: {AT_START}", Interrupted.exit_code)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """Run in the main thread, as soon as it is in Python: before the other thread has run, or long after."""
+        """Run in the main thread as soon as it executes Python code: before the other thread answers, or long after."""
         self.signalled = self._begun
         self._abandon()
 

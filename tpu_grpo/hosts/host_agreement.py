@@ -1,7 +1,7 @@
-"""Exchanges values between hosts, and checks what must be the same on all.
+"""Exchanges values between hosts, and checks values that must be the same on all hosts.
 
-Every host must make the same calls in the same order, on its main thread. The calls are numbered. If the other hosts
-are at a different call, or missing, the call raises instead of waiting forever.
+Every host must make the same calls in the same order, on its main thread. The calls are numbered. If another host is
+at a different call, or missing, the call raises instead of waiting forever.
 """
 
 import base64
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 
 ROOT = "tpu_grpo/exchange"
 SHOWN = 60
-"""Messages show values of up to this many characters, and a digest of longer ones."""
+"""Messages show values of up to this many characters; longer values are replaced by a digest."""
 ABSENT = "no value"
 
 
 def packed(numbers: "Float[np.ndarray, ' N']") -> str:
-    """Write float64 numbers exactly as a text that JSON can hold, short where many are alike."""
+    """Encode float64 numbers exactly as text for JSON; compressed, so short if many numbers are equal."""
     return base64.b64encode(zlib.compress(numbers.astype("<f8").tobytes(), level=1)).decode()
 
 
 def unpacked(text: str, count: int) -> "Float[np.ndarray, ' N']":
-    """Read a known number of values that ``packed`` wrote on another host; raises ValueError for anything else."""
+    """Decode ``count`` numbers that another host encoded with ``packed``; raises ValueError for anything else."""
     import numpy as np
 
     try:
@@ -48,9 +48,9 @@ def unpacked(text: str, count: int) -> "Float[np.ndarray, ' N']":
 class Hosts:
     """Connects the processes of a run. With ``count == 1`` every call is trivial and nothing is sent.
 
-    They talk through ``service``, which is None for one process; ``members`` are those that take part, this one among
-    them, and all of them unless it was made by ``among``. An exchange waits ``timeout_seconds`` for the slowest host.
-    ``Watch`` notices a lost host long before; this ends runs whose hosts are alive and do different things.
+    Hosts talk through ``service``, which is None for a single process. ``members`` are the numbers of the hosts that
+    take part: all of them, or a group made by ``among``. An exchange waits ``timeout_seconds`` for the slowest host. A
+    lost host is noticed much earlier by ``Watch``; this timeout ends runs whose hosts live but do different things.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Hosts:
     def among(self, members: Sequence[int]) -> "Hosts":
         """Return a group of some hosts, this one included, whose exchanges do not involve the others.
 
-        Every member makes the group, once for the same members. Values are in the order of ``members``.
+        Every member must make the group, and only once. Values are in the order of ``self.members``, ascending.
         """
         if self.index not in members:
             raise ValueError(f"host {self.index} must be among the hosts it exchanges with, got {list(members)}")
@@ -83,13 +83,13 @@ class Hosts:
 
     @property
     def is_first(self) -> bool:
-        """Whether this host writes the files that the run has once."""
+        """Whether this is host 0, which writes the files that a run writes only once."""
         return self.index == 0
 
     def gather(self, name: str, value: bytes, *, timeout_seconds: float | None = None) -> list[bytes]:
         """Return the values of all members, in their order, on every member.
 
-        ``name`` says what is exchanged, for messages, the same everywhere; ``timeout_seconds`` goes before `Hosts`.
+        ``name`` says what is exchanged, and must be the same on every member; ``timeout_seconds`` overrides `Hosts`'.
 
         Raises:
             LockstepError: a host did not answer, or is at another exchange.
@@ -101,7 +101,7 @@ class Hosts:
         self.service.put(f"{self._root}/{number}/{self.index}", name.encode() + b"\0" + value)
         seconds = self.timeout_seconds if timeout_seconds is None else timeout_seconds
         answers = self._collect(self.service, name, number, seconds)
-        # All hosts have answered this exchange, so all have read the one before: nobody needs this host's part of it.
+        # All hosts have answered this exchange, so all have read the previous one: its value can be deleted.
         if number > 1:
             self.service.delete(f"{self._root}/{number - 1}/{self.index}")
         parts = [answers[index].partition(b"\0") for index in self.members]
@@ -115,13 +115,13 @@ class Hosts:
     def share(
         self, name: str, value: Any, kind: object, read: Callable[[int, Any], Any] = lambda host, told: told
     ) -> list[Any]:
-        """Return the values of all members, which are JSON of the type ``kind``, as ``gather`` does.
+        """Exchange values that JSON can hold, of type ``kind``; otherwise like ``gather``.
 
-        Records are written by their fields. ``read`` makes something else of what a host told, and raises ValueError
-        for what it cannot have told.
+        Dataclasses are sent as their fields. ``read(host, value)`` converts each received value, and raises ValueError
+        for a value that the host cannot have sent.
 
         Raises:
-            LockstepError: one is of another type, or cannot be read. Raises as ``gather`` does, too.
+            LockstepError: a value has another type, or ``read`` refuses it. Raises as ``gather`` does, too.
         """
         answers = self.gather(name, json.dumps(value, default=vars).encode())
         return [
@@ -130,9 +130,9 @@ class Hosts:
         ]
 
     def gather_array(self, name: str, array: "Shaped[np.ndarray, '...']") -> "Shaped[np.ndarray, 'H ...']":
-        """Stack the arrays of all hosts (the same shape and type on each) by host, on every host.
+        """Stack the arrays of all hosts, which must have the same shape and dtype; the host is the first axis.
 
-        The data passes over the devices' interconnect, for arrays that are too large for ``gather``. Raises as
+        The data goes over the devices' interconnect, for arrays that are too large for ``gather``. Raises as
         ``gather`` does.
         """
         if self.service is None:
@@ -163,11 +163,11 @@ class Hosts:
             service.wait(f"{directory}/{missing[0]}", left)
 
     def barrier(self, name: str, *, timeout_seconds: float | None = None) -> None:
-        """Return once every host is here; raises as ``gather`` does."""
+        """Return once every member has called this; raises as ``gather`` does."""
         self.gather(name, b"", timeout_seconds=timeout_seconds)
 
     def broadcast(self, name: str, value: Any, kind: object, read: Callable[[Any], Any] = lambda told: told) -> Any:
-        """Return host 0's value on every host; what the others pass is ignored. Takes and raises as ``share`` does."""
+        """Return host 0's value on every host; the other hosts' values are ignored. Raises as ``share`` does."""
         mine = json.dumps(value, default=vars).encode() if self.is_first else b""
         return read_told(self.gather(name, mine)[0], kind, f"{name} of host 0", read)
 
@@ -175,12 +175,12 @@ class Hosts:
         """Check that the value is the same on every host.
 
         Raises:
-            LockstepError: it is not; on every host, with the same message. Raises as ``gather`` does, too.
+            LockstepError: values differ; on every host, with the same message. Raises as ``gather`` does, too.
         """
         self._compare(f"the agreement on {name}", {name: value})
 
     def agree_all(self, values: Mapping[str, str]) -> None:
-        """Check many named values in one exchange; all that differ are named. Raises as ``agree`` does."""
+        """Check many named values in one exchange; the error lists all that differ. Raises as ``agree`` does."""
         self._compare("the agreement on settings", values)
 
     def _compare(self, name: str, values: Mapping[str, str | bytes]) -> None:
@@ -193,7 +193,7 @@ class Hosts:
             raise LockstepError("\n  ".join(["every host must have the same; start all from the same files", *lines]))
 
     def _listing(self, found: Sequence[str]) -> str:
-        """List the hosts of each value, the rarest value first: "host 1 has 'b'; hosts 0, 2, 3 have 'a'"."""
+        """List the hosts with each value, the rarest value first: "host 1 has 'b'; hosts 0, 2, 3 have 'a'"."""
         groups: dict[str, list[int]] = {}
         for index, value in zip(self.members, found, strict=True):
             groups.setdefault(value, []).append(index)
@@ -204,7 +204,7 @@ class Hosts:
 
 
 def _short(value: str | bytes) -> str:
-    """Return the value itself if it can be shown, else a digest that differs wherever the value does."""
+    """Return the value itself if it is short and printable, else a digest of it."""
     if isinstance(value, str) and len(value) <= SHOWN and value.isprintable():
         return repr(value)
     data = value.encode() if isinstance(value, str) else value

@@ -1,8 +1,8 @@
 """Each host's log: written to a file and, while a run starts, to stderr.
 
-Consoles show the run once, from host 0; what the others did, and what libraries warned of there, is in every host's own
-``<run.dir>/logs/host_<index>.log``: the stages it went through and how it ended. The start is said with the seconds
-since its beginning:
+Consoles show only host 0. Every host has a log file ``<run.dir>/logs/host_<index>.log`` with the stages it went
+through, the warnings of libraries, and how it ended. Stages of the start are printed with the seconds since the
+process began:
 
 [   1.2 s] checking the data
 [   9.8 s] compiling the engine's programs: 3 done
@@ -20,17 +20,17 @@ from tpu_grpo.hosts.ending import here
 from tpu_grpo.hosts.host_agreement import Hosts
 
 logger = logging.getLogger("tpu_grpo.host")
-"""Stages and errors of this host are logged here."""
+"""The logger for stages and errors of this host."""
 BEGAN = time.monotonic()
 EVERY_SECONDS = 5.0
-"""What is counted is said again after so long, at the earliest."""
+"""The shortest time between two printed counts."""
 
 
 @contextmanager
 def host_log(directory: Path, index: int) -> Iterator[None]:
     """Write everything that is logged in the block to this host's file in the directory.
 
-    Stages have the level INFO; of libraries, only warnings and errors are written.
+    Stages have the level INFO; from libraries, only warnings and errors are written.
     """
     directory.mkdir(parents=True, exist_ok=True)
     here.log = directory / f"host_{index}.log"
@@ -40,7 +40,7 @@ def host_log(directory: Path, index: int) -> Iterator[None]:
     for each in loggers:
         each.addHandler(handler)
     logger.setLevel(logging.INFO)
-    logger.propagate = False  # libraries hang handlers of the console on the root
+    logger.propagate = False  # libraries attach console handlers to the root logger
     logger.info("host %d begins", index)
     try:
         yield
@@ -55,14 +55,14 @@ def host_log(directory: Path, index: int) -> Iterator[None]:
 
 
 def announce(hosts: Hosts, what: str) -> None:
-    """Print the stage that begins now to stderr, on host 0 for all."""
+    """Print the name of a stage that begins now to stderr, on host 0 only."""
     if hosts.is_first:
         print(f"[{time.monotonic() - BEGAN:6.1f} s] {what}", file=sys.stderr, flush=True)
 
 
 @contextmanager
 def counted(hosts: Hosts, what: str) -> Iterator[Callable[[], None]]:
-    """Print the stage that begins now, and now and then how often the yielded function was called, by any thread."""
+    """Like `announce`; also print, every few seconds, how often any thread has called the yielded function."""
     announce(hosts, what)
     lock, count, said = threading.Lock(), 0, time.monotonic()
 

@@ -1,19 +1,19 @@
-"""How a process joins a run: its backend and threads, the other hosts, and which devices are whose.
+"""How a process joins a run: its backend and threads, the other hosts, and which host has which devices.
 
-Without a TPU in the machine, libtpu (installed for TPU machines by a dependency) would look for one at start-up and
-print complaints about missing hosts; naming the CPU keeps it from being loaded.
+On a machine without a TPU, libtpu (installed by a dependency) would look for one at start-up and print errors about
+missing hosts; choosing the CPU platform keeps it from being loaded.
 
-On a slice the compiled program, and with it every sum's order, depends on the devices alone. On CPU devices two things
-would depend on how they are spread over processes, so that one process and several computed different last bits:
+On a slice, the compiled program and the order of every sum depend only on the devices. With CPU devices, two things
+would also depend on the number of processes, so that one process and several would differ in the last bits:
 
-- XLA's matrix products split a sum by the number of threads, which is the larger of the machine's cores (or NPROC)
-  and the process's devices. ``choose_threads`` sets NPROC to the devices of the whole run.
-- Devices of one process add up one after the other, those of several in gloo's order. ``start`` uses gloo for both.
+- XLA's matrix products split a sum by the number of threads: the machine's cores (or NPROC) or the process's devices,
+  whichever is larger. ``choose_threads`` sets NPROC to the number of devices of the whole run.
+- Within a process, devices add up one after another; between processes, in gloo's order. ``start`` always uses gloo.
 
 Both were seen with jaxlib 0.10.2.
 
-A slice numbers its devices along its wires, not host by host: of a v5e-16, host 0 has devices 0, 1, 4 and 5. Meshes
-that are to be cut at the hosts' borders take them in the order of ``by_host``.
+A slice numbers its devices by position, not host by host: in a v5e-16, host 0 has devices 0, 1, 4 and 5. Meshes that
+are divided between hosts take the devices in the order of ``by_host``.
 """
 
 import os
@@ -29,11 +29,11 @@ from tpu_grpo.records.errors import ConfigError
 
 DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 TPU_DEVICE_FILES = ("accel*", "vfio/[0-9]*")
-"""TPUs have these files below /dev: with the drivers of v4 and older, and with those of v5e and newer."""
+"""Device files of TPUs below /dev: the first with the drivers of v4 and older, the second with newer ones."""
 
 
 def choose_platform(environment: MutableMapping[str, str] = os.environ, devices: Path = Path("/dev")) -> None:
-    """Set JAX_PLATFORMS=cpu on a machine without a TPU, before jax is imported; a value that is already set is kept."""
+    """Set JAX_PLATFORMS=cpu on a machine without a TPU, unless it is set already; call this before importing jax."""
     if environment.get("JAX_PLATFORMS"):
         return
     if not any(any(devices.glob(pattern)) for pattern in TPU_DEVICE_FILES):
@@ -41,7 +41,7 @@ def choose_platform(environment: MutableMapping[str, str] = os.environ, devices:
 
 
 def cpu_devices(environment: Mapping[str, str] = os.environ) -> int:
-    """Return the virtual CPU devices that XLA_FLAGS or JAX_NUM_CPU_DEVICES ask for; 0 off the CPU."""
+    """Return the number of virtual CPU devices by XLA_FLAGS or JAX_NUM_CPU_DEVICES; 0 on other platforms."""
     if "cpu" not in environment.get("JAX_PLATFORMS", ""):
         return 0
     flags = re.findall(rf"{DEVICE_COUNT_FLAG}=(\d+)", environment.get("XLA_FLAGS", ""))
@@ -54,7 +54,7 @@ def may_have_others(count: int, environment: Mapping[str, str] = os.environ) -> 
 
 
 def choose_threads(count: int, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set NPROC to the CPU devices of all ``count`` processes if there are several; a value that is set is kept."""
+    """Set NPROC to the number of CPU devices of all ``count`` processes, if several; an existing value is kept."""
     if (devices := count * cpu_devices(environment)) > 1:
         environment.setdefault("NPROC", str(devices))
 
@@ -73,13 +73,13 @@ def start(
     One process with several CPU devices starts a coordination service for itself, on the loopback interface: gloo
     needs one, and with gloo the results equal those of several processes with as many devices.
 
-    ``coordinator`` is host:port where host 0 listens; None for one process, and on a TPU slice, which knows its own. A
-    host of a run of another name is sent away. The slowest may take ``timeout_seconds`` to come.
+    ``coordinator`` is the host:port on which host 0 listens; None for one process, and on a TPU slice, where jax finds
+    it. Hosts with another ``run`` name are refused. All hosts must join within ``timeout_seconds``.
 
     Raises:
-        ConfigError: the coordinator is no address, or its port is another run's, or another program's, or jax has
-            devices before several could meet.
-        LockstepError: some hosts did not come; says which.
+        ConfigError: the coordinator is not an address, another run or program uses its port, or jax has created
+            devices before the hosts met.
+        LockstepError: some hosts did not join; the message names them.
     """
     address, _, port = (coordinator or "").rpartition(":")
     if coordinator is not None and not (address and re.fullmatch(r"\d{1,5}", port) and 0 < int(port) < 65536):
@@ -99,7 +99,7 @@ def start(
 
 
 def _tpu_slice(timeout_seconds: float) -> tuple[str | None, int, int]:
-    """Return (coordinator, count, index) from the TPU machine's environment or metadata; no coordinator off a slice."""
+    """Return (coordinator, count, index) from the TPU machine's environment or metadata; coordinator None elsewhere."""
     from jax._src.clusters.cloud_tpu_cluster import GceTpuCluster, GkeTpuCluster
 
     for cluster in (GkeTpuCluster, GceTpuCluster):
@@ -112,17 +112,17 @@ def _tpu_slice(timeout_seconds: float) -> tuple[str | None, int, int]:
 
 
 def by_host(devices: Iterable[Any]) -> list[Any]:
-    """Return the devices of host 0, then those of host 1, and so on; each host's in the order of their numbers."""
+    """Sort devices by host, and within a host by device number."""
     return sorted(devices, key=lambda device: (device.process_index, device.id))
 
 
 def hosts_of(devices: Iterable[Any]) -> tuple[int, ...]:
-    """Return the numbers of the hosts that have any of the devices, ascending."""
+    """Return the numbers of the hosts that own any of these devices, ascending."""
     return tuple(sorted({device.process_index for device in devices}))
 
 
 def devices_per_host(devices: Sequence[Any]) -> int:
-    """Return the number of devices of each host; raises ValueError if hosts do not all have as many."""
+    """Return the number of devices of each host; raises ValueError if hosts have different numbers."""
     counts = {host: sum(device.process_index == host for device in devices) for host in hosts_of(devices)}
     if len(set(counts.values())) != 1:
         raise ValueError(f"every host must have as many devices as the others, got {counts} by host")

@@ -1,6 +1,6 @@
-"""Computes a number per array for many arrays, such as checksums that tell whether two copies have the same bits.
+"""Computes one number for each of many arrays, such as a checksum that shows whether two copies are identical.
 
-Each number is computed on the array's devices.
+Each number is computed on the devices that hold the array.
 """
 
 import functools
@@ -15,16 +15,16 @@ import numpy as np
 from jaxtyping import Array, UInt32
 
 TOGETHER = 16
-"""The most arrays of one shape and type in one program: one each costs a launch, all in one are slow to compile."""
+"""The most arrays (of one shape and dtype) per program: fewer need more launches, more compile slowly."""
 
 Number = Callable[[jax.Array], jax.Array]
-"""Computes a scalar of an array."""
+"""A function from an array to a scalar."""
 
 
 def leaf_numbers(number: Number, leaves: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:
-    """Compute a number of every leaf, by name; all hosts that hold the leaves must call it, and get all numbers.
+    """Compute a number for every leaf, by name; every host that holds leaves must call this, and gets all numbers.
 
-    Each program is awaited, because XLA's CPU backend aborts when many programs with collectives run at once.
+    Programs run one at a time, because XLA's CPU backend aborts when many programs with collectives run at once.
     """
     alike: dict[Any, list[str]] = defaultdict(list)
     for name in sorted(leaves):
@@ -38,11 +38,11 @@ def leaf_numbers(number: Number, leaves: Mapping[str, jax.Array]) -> dict[str, n
 
 @functools.cache
 def _of_each(number: Number) -> Any:
-    """Make the program for several leaves; one for all calls, so that none is compiled twice."""
+    """Make the jitted function for several leaves; cached per ``number``, so that nothing is compiled twice."""
     return jax.jit(lambda leaves: [number(leaf) for leaf in leaves])
 
 
 def bit_sum(value: Array) -> UInt32[Array, ""]:
-    """Read the elements as unsigned integers and add them modulo 2^32: a single changed bit changes the sum."""
+    """Interpret the elements as unsigned integers and add them modulo 2^32; any single changed bit changes the sum."""
     bits = jax.lax.bitcast_convert_type(value, jnp.dtype(f"uint{8 * value.dtype.itemsize}"))
     return bits.astype(jnp.uint32).sum(dtype=jnp.uint32)

@@ -1,8 +1,8 @@
-"""Runs several hosts on one machine, each a process with CPU devices of its own, for tests and laptops.
+"""Runs several hosts on one machine, each a process with its own CPU devices, for tests and laptops.
 
-This is the order of things when host 1 of three fails with code 3:
+The order of events when host 1 of three fails with code 3:
 
-    host 1 ends with 3            the others notice by themselves, or not; ``grace_seconds`` pass
+    host 1 ends with 3            the others have ``grace_seconds`` to end by themselves
     SIGTERM to those still there  ``KILL_AFTER_SECONDS`` pass
     SIGKILL to those still there  the result is 3
 
@@ -32,10 +32,10 @@ from tpu_grpo.hosts.joining import DEVICE_COUNT_FLAG
 from tpu_grpo.records.errors import ConfigError
 
 KILL_AFTER_SECONDS = 5.0
-"""This passes between SIGTERM and SIGKILL; output that an ended host left to another process is awaited as long."""
+"""The time between SIGTERM and SIGKILL, and the longest wait for remaining output of an ended host's children."""
 
 LONGEST_WAIT_SECONDS = 1.0
-"""Python runs signal handlers on the main thread only, and a signal that another thread received does not wake it."""
+"""The main thread waits no longer at once: it runs signal handlers, but signals to other threads do not wake it."""
 
 OWN_SETTINGS = ("hosts.coordinator", "hosts.count", "hosts.index")
 
@@ -52,10 +52,10 @@ def run_local_hosts(
 ) -> int:
     """Run ``command arguments hosts.coordinator=... hosts.count=... hosts.index=i`` once per host; wait for all.
 
-    Every host has ``devices_per_host`` CPU devices. Its lines appear on this process' streams (or those given), whole,
-    after ``[i] ``. Returns 0 if every host returned 0, otherwise the code of the host that failed first, 1 if a signal
-    killed it. No host, nor a process in the group of one, is alive afterwards. Call it on the main thread: it handles
-    SIGINT, SIGTERM and SIGHUP meanwhile. Raises ConfigError before anything is started.
+    Every host has ``devices_per_host`` CPU devices. Its output appears line by line, after ``[i] ``, on ``stdout`` and
+    ``stderr``, by default this process'. Returns 0 if every host returned 0, otherwise the code of the host that failed
+    first (1 if a signal killed it). Afterwards no host, nor any process of its group, is alive. Call it on the main
+    thread: it handles SIGINT, SIGTERM and SIGHUP. Raises ConfigError for wrong arguments, before it starts anything.
     """
     if hosts < 1:
         raise ConfigError(f"--hosts must be >= 1, got {hosts}; give the number of processes to start, for example 2")
@@ -79,7 +79,7 @@ def run_local_hosts(
     supervisor = _Supervisor(stdout or sys.stdout.buffer, stderr or sys.stderr.buffer, grace_seconds)
     environment = {VARIABLE: secrets.token_hex(32), **host_environment(os.environ, devices_per_host)}
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))  # nobody listens there now; host 0 takes it a moment later
+        probe.bind(("127.0.0.1", 0))  # the port is free now; host 0 takes it a moment later
         port = probe.getsockname()[1]
     shared = [*command, *arguments, f"hosts.coordinator=127.0.0.1:{port}", f"hosts.count={hosts}"]
     with _handle_signals(supervisor.request_stop):
@@ -100,9 +100,9 @@ def host_environment(environment: Mapping[str, str], devices: int) -> dict[str, 
 
 @contextlib.contextmanager
 def _handle_signals(request_stop: Callable[[str], None]) -> Iterator[None]:
-    """Call ``request_stop`` with the name of a signal that would end this program."""
+    """In the block, signals that would end this program call ``request_stop`` with their name instead."""
     numbers = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup means to outlive the terminal
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # it is ignored under nohup, to outlive the terminal
         numbers.append(signal.SIGHUP)
     before = {
         number: signal.signal(number, lambda received, _: request_stop(signal.Signals(received).name))
@@ -116,11 +116,11 @@ def _handle_signals(request_stop: Callable[[str], None]) -> Iterator[None]:
 
 
 class _HostProcess:
-    """Runs one process that leads a process group, so that a terminal's Ctrl-C reaches this program alone.
+    """Runs one process in its own process group, so that a terminal's Ctrl-C reaches only this program.
 
-    Its lines are given to ``show`` with whether they are of stderr. Once it ended and everything it wrote is shown,
-    ``on_exit`` is called on another thread, with its exit code as subprocess has it (negative for a signal), and the
-    time at which it ended.
+    ``show(line, is_error)`` gets each line of output; ``is_error`` means stderr. Once the process has ended and its
+    output is shown, another thread calls ``on_exit(code, time)`` with the exit code (negative for a signal, as in
+    subprocess) and the time of the end.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class _HostProcess:
             self._process.send_signal(number)
 
     def _kill_group(self) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # gone; macOS says the latter
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # gone; macOS raises PermissionError then
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def _wait(self) -> None:
@@ -158,7 +158,7 @@ class _HostProcess:
             reader.start()
         code = self._process.wait()
         ended = time.monotonic()
-        self._kill_group()  # workers it left behind; their number cannot have been given away yet
+        self._kill_group()  # workers left behind; their group id cannot have been reused yet
         for reader in readers:
             reader.join(timeout=max(0.0, ended + KILL_AFTER_SECONDS - time.monotonic()))
         self._on_exit(code, ended)
@@ -170,23 +170,23 @@ class _HostProcess:
 
 
 class _Supervisor:
-    """Knows which hosts still run and what happens to them next.
+    """Tracks which hosts still run, and schedules the signals that end them.
 
-    Everything happens on the main thread but the showing of lines; other threads and signal handlers leave in
-    ``_events`` what it is to call.
+    Only the main thread acts, except that other threads show lines of output. Other threads and signal handlers put
+    functions into ``_events``, which the main thread calls.
     """
 
     def __init__(self, stdout: BinaryIO, stderr: BinaryIO, grace_seconds: float):
         self._stdout, self._stderr, self._grace_seconds = stdout, stderr, grace_seconds
-        self._writing = threading.Lock()  # one for both streams: they may be the same terminal
+        self._writing = threading.Lock()  # one lock for both streams: they may be the same terminal
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._started: list[_HostProcess] = []
         self._live: dict[int, _HostProcess] = {}
         self._failures: list[tuple[float, int]] = []
-        """Each failure is the time at which a host ended, and its exit code."""
+        """(time of the end, exit code) of each failed host."""
         self._stop_reasons: set[str] = set()
         self._schedule: list[tuple[float, signal.Signals]] = []
-        """These signals go to the hosts still there at these times; there are none while nothing is wrong."""
+        """(time, signal) to send to the hosts that still run; empty while nothing is wrong."""
 
     def start(self, index: int, command: Sequence[str], environment: Mapping[str, str]) -> None:
         def show(line: bytes, is_error: bool) -> None:
@@ -199,11 +199,11 @@ class _Supervisor:
         self._started.append(self._live[index])
 
     def request_stop(self, reason: str) -> None:
-        """Have all hosts end, from any thread."""
+        """Ask all hosts to end; may be called from any thread."""
         self._events.put(lambda: self._stop(reason))
 
     def wait(self) -> int:
-        """Wait until all hosts have ended; returns the exit code of all."""
+        """Wait until all hosts have ended; returns 0, or the exit code of the host that failed first."""
         while self._live:
             due = self._schedule[0][0] - time.monotonic() if self._schedule else LONGEST_WAIT_SECONDS
             with contextlib.suppress(queue.Empty):
@@ -216,19 +216,19 @@ class _Supervisor:
         return max(min(self._failures)[1], 1) if self._failures else 0
 
     def kill_all(self) -> None:
-        """Leave no host alive."""
+        """Kill the hosts that still run, and wait until they have ended."""
         for host in self._started:
             host.send(signal.SIGKILL)
         for host in self._started:
             host.waiter.join()
 
     def _show(self, stream: BinaryIO, line: bytes) -> None:
-        """Write one line whole, with a newline if it has none; all hosts end when nobody reads them."""
+        """Write one line without interleaving, ending in a newline; stop all hosts if nobody reads the output."""
         with self._writing:
             try:
                 stream.write(line.removesuffix(b"\n") + b"\n")
                 stream.flush()
-            except BrokenPipeError:  # as in ``... | head``: end, and read on so that no host blocks meanwhile
+            except BrokenPipeError:  # as in ``... | head``: stop, but keep reading so that no host blocks
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, stream.fileno())
                 os.close(nowhere)
@@ -253,7 +253,7 @@ class _Supervisor:
         now = time.monotonic()
         again, first = reason in self._stop_reasons, not self._stop_reasons
         self._stop_reasons.add(reason)
-        if again and reason == signal.SIGINT.name:  # others come twice by themselves: from a shell and its terminal
+        if again and reason == signal.SIGINT.name:  # shell and terminal may each send the others
             self._schedule = [(now, signal.SIGKILL)]
         if not first:
             return

@@ -1,23 +1,23 @@
 """Brings the hosts of a run together on the coordinator's port, before jax's coordination service is started there.
 
-That service takes whoever connects to it for one of its own hosts, started once more, and then ends the run that it
-serves; and it shares its port with another one (SO_REUSEPORT), so that a second run on the same port reaches the first.
-Therefore hosts meet here before jax's client may connect, and talk in lines of JSON:
+That service takes any client for one of its own hosts that has restarted, and then ends its run. It also shares its
+port with other services (SO_REUSEPORT), so that a second run on the same port would reach the first one's service.
+Therefore hosts meet here before jax's client may connect; they exchange lines of JSON:
 
     host 0 (`hold_port`)                          host 1 (`arrive`)
-    listens on the port, which it has alone       connects, again and again until host 0 is there
+    listens on the port, exclusively              connects, and retries until host 0 is there
                                                   {"tpu_grpo": 1, "run": "demo", "index": 1, "count": 3, "who": ...}
     {"missing": [2]}                              waits
-    all have come: jax's service takes the port
+    all are here: jax's service takes the port
     {"come": true, "nonces": [...], ...}          connects jax's client
 
-Once the service could not have the port, jaxlib 0.10.2 would mostly crash; so host 0 listens until the service does.
-A host of another run, or with another count, is told {"refused": ...}, and this run goes on. Where something else
-answers, there is another program, or jax's service of a run that is complete: the host that came to it ends without
-having disturbed it. Whoever else connects is a stranger: it gets `SPEAKING_SECONDS` to say a line of at most
-`LONGEST_LINE` bytes, no more than `MOST_STRANGERS` are heard at once, and all of them are counted. Where the run has a
-secret (`authentication`), a host that does not prove that it knows it is sent away, and so is one that has a secret
-where host 0 has none. Host 0 proves it with the last line, from whose nonces all make the key of this run.
+If the port were taken, jaxlib 0.10.2 would usually crash; so host 0 holds the port until the service listens. A host
+of another run, or with another count, gets {"refused": ...}, and this run goes on. If a host finds another program on
+the port, or the jax service of a run whose hosts have all joined, it ends without disturbing that. Any other client is
+a stranger: it has `SPEAKING_SECONDS` to send a line of at most `LONGEST_LINE` bytes, at most `MOST_STRANGERS` may be
+connected at once, and all are counted. If the run has a secret (`authentication`), a host that does not prove that it
+knows the secret is refused; so is a host with a secret if host 0 has none. Host 0's last line proves that host 0 knows
+it; from the nonces in that line every host derives the run's key.
 """
 
 import errno
@@ -42,17 +42,17 @@ VERSION = 1
 LOOPBACK = "127.0.0.1"
 LONGEST_LINE = 65536
 SPEAKING_SECONDS = 5.0
-"""A connection that has not said by then which host it is, is closed."""
+"""A connection that has not identified its host within this time is closed."""
 MOST_STRANGERS = 128
-"""The most connections that may be silent at once; the oldest is closed for a new one."""
+"""The most connections that have not identified themselves; beyond it, the oldest is closed."""
 MOST_NAMED = 20
-"""The most refused hosts that are named; all are counted."""
+"""At most this many refused hosts are named on stderr; all are counted."""
 BACKLOG = 1024
 RETRY_SECONDS = 0.2
 PATIENCE_SECONDS = 10.0
-"""A port that is taken may be that of a run that is ending: it is waited for so long."""
+"""Wait this long for a taken port, because it may belong to a run that is just ending."""
 GRACE_SECONDS = 2.0
-"""A host waits so much longer than host 0 that host 0's answer comes first."""
+"""Hosts wait this much longer than host 0, so that host 0's answer comes first."""
 REMEDY = "start the same command on every host, each with its own hosts.index"
 
 
@@ -65,27 +65,27 @@ class Caller:
     index: int
     count: int
     who: str = field(default_factory=lambda: f"process {os.getpid()} of {socket.gethostname()}")
-    """Its process, for messages."""
+    """The host's process, for messages."""
     nonce: str = field(default_factory=lambda: secrets.token_hex(16))
     proof: str = ""
-    """In hexadecimal digits, that it knows the run's secret; see `proven`."""
+    """Proves that the host knows the run's secret; hexadecimal, see `proven`."""
 
     def proven(self, secret: bytes) -> "Caller":
-        """Return this caller with the proof that it knows the secret, if there is one."""
+        """Return this caller with the proof that it knows the secret; an empty proof without a secret."""
         signed = (b"caller", self.run, self.index, self.count, self.who, self.nonce)
         return replace(self, proof=signature(secret, *(str(value).encode() for value in signed)).hex())
 
     def knows(self, secret: bytes) -> bool:
-        """Whether it proved that it knows the secret, or, if there is none, that it has none either."""
+        """Whether the caller has proved that it knows the secret; without a secret, whether it has none either."""
         return hmac.compare_digest(self.proof.encode(), self.proven(secret).proof.encode())
 
     def to_line(self) -> bytes:
-        """Write what this host says first."""
+        """Return the line with which this host introduces itself."""
         return _line({"tpu_grpo": VERSION} | asdict(self))
 
 
 def caller_of(line: bytes) -> Caller | None:
-    """Parse another process's first line; None if it is no host of a run. The result is safe to print."""
+    """Parse another process's first line; None if it is not from a host of a run. The result is safe to print."""
     said = _read(line) or {}
     kinds = {"run": str, "index": int, "count": int, "who": str, "nonce": str, "proof": str}
     if said.get("tpu_grpo") != VERSION or any(type(said.get(name)) is not kind for name, kind in kinds.items()):
@@ -101,23 +101,23 @@ def _line(said: Mapping[str, Any]) -> bytes:
 
 
 def _read(line: bytes) -> dict[str, Any] | None:
-    """Read a line of JSON; None if it is none, or no object, or holds text that cannot be sent."""
+    """Parse a line of JSON; None if it is invalid, is not an object, or holds text that cannot be encoded."""
     try:
         said = json.loads(line)
-        json.dumps(said, ensure_ascii=False).encode()  # no halves of surrogate pairs
+        json.dumps(said, ensure_ascii=False).encode()  # raises for lone surrogates
     except (ValueError, RecursionError):
         return None
     return said if isinstance(said, dict) else None
 
 
 def split_address(coordinator: str) -> tuple[str, int]:
-    """Return the address and the port of ADDRESS:PORT; an IPv6 address may stand in brackets."""
+    """Split ADDRESS:PORT; an IPv6 address may be in brackets."""
     address, _, port = coordinator.rpartition(":")
     return address.strip("[]"), int(port)
 
 
 def own_address(coordinator: str) -> tuple[socket.AddressFamily, str, int]:
-    """Return family, IP address and port on which host 0 listens, for the coordinator's name.
+    """Resolve the coordinator's name to (family, IP address, port), on which host 0 listens.
 
     Raises:
         ConfigError: the name cannot be resolved.
@@ -134,7 +134,7 @@ def own_address(coordinator: str) -> tuple[socket.AddressFamily, str, int]:
 
 
 def too_late(missing: Sequence[int], me: Caller, timeout_seconds: float, more: str = "") -> str:
-    """Return the error for hosts that did not come in time."""
+    """Return the error text for hosts that did not join in time."""
     return (
         f"all {me.count} hosts must start within {timeout_seconds:g} s; {host_names(missing)}{more} did not come (this "
         f"is host {me.index}); {REMEDY}"
@@ -142,7 +142,7 @@ def too_late(missing: Sequence[int], me: Caller, timeout_seconds: float, more: s
 
 
 def no_answer(coordinator: str, me: Caller, timeout_seconds: float, why: str) -> str:
-    """Return the error for a missing host 0, with the reason as far as it is known."""
+    """Return the error text for a missing host 0, with the reason if it is known."""
     return (
         f"all {me.count} hosts must start within {timeout_seconds:g} s; host 0, the coordinator at {coordinator}, did "
         f"not answer host {me.index}{f' ({why})' if why else ''}; {REMEDY}, and check that hosts can reach that port"
@@ -162,13 +162,13 @@ class _Guest:
     caller: Caller | None = None
 
     def tell(self, said: Mapping[str, Any]) -> None:
-        with suppress(OSError):  # it has gone; that is noticed when it is read from
+        with suppress(OSError):  # the guest has gone, which the next read notices
             self.connection.sendall(_line(said))
 
 
 @dataclass
 class Meeting:
-    """Holds the port of host 0, and knows which hosts have come.
+    """Holds the port of host 0, and tracks which hosts have joined.
 
     with hold_port(coordinator, me, timeout_seconds) as meeting:
         meeting.await_all(timeout_seconds)
@@ -183,12 +183,12 @@ class Meeting:
     secret: bytes = field(default=b"", repr=False)
     guests: list[_Guest] = field(default_factory=list)
     strangers: int = 0
-    """The number of connections that were closed because they were no hosts of this run."""
+    """The number of connections closed because they were not from a host of this run, refused hosts included."""
     sent_away: int = 0
     """The number of hosts that were refused with a reason."""
 
     def await_all(self, timeout_seconds: float) -> None:
-        """Return when all hosts are here; raises LockstepError if some did not come in time."""
+        """Return when all hosts have joined; raises LockstepError if some did not join in time."""
         end = time.monotonic() + timeout_seconds
         with selectors.DefaultSelector() as selector:
             selector.register(self.listener, selectors.EVENT_READ)
@@ -199,7 +199,7 @@ class Meeting:
                     raise LockstepError(too_late(missing, self.me, timeout_seconds) + self._seen())
                 for key, _ in selector.select(min(left, SPEAKING_SECONDS)):
                     if key.data is None:
-                        with suppress(OSError):  # it has gone again
+                        with suppress(OSError):  # the client has gone again
                             connection, _ = self.listener.accept()
                             connection.settimeout(RETRY_SECONDS)
                             self.guests.append(_Guest(connection))
@@ -214,7 +214,7 @@ class Meeting:
                     self._tell_all({"missing": self._missing()})
 
     def _close(self, guest: _Guest, selector: selectors.BaseSelector) -> None:
-        """Let go of a connection that ended, or that is no host of this run."""
+        """Close a connection that has ended, or does not come from a host of this run."""
         self.strangers += guest.caller is None
         selector.unregister(guest.connection)
         guest.connection.close()
@@ -225,8 +225,8 @@ class Meeting:
         return f"{strangers or ''}{(self.sent_away and f'; hosts sent away: {self.sent_away}') or ''}"
 
     def share_port(self) -> None:
-        """Let a service of this process bind the port, too; at no moment can another run bind it."""
-        if sys.platform == "linux":  # elsewhere this must be asked for before the first is bound
+        """Let a service of this process bind the port, too; on Linux, no other run can bind it at any moment."""
+        if sys.platform == "linux":  # elsewhere the option must be set before the first bind
             self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         else:
             self.listener.close()
@@ -239,14 +239,14 @@ class Meeting:
 
     @property
     def session_key(self) -> bytes:
-        """The key of this run, once all have come; empty without a secret."""
+        """The key of this run, once all hosts have joined; empty without a secret."""
         return session_key(self.secret, self._nonces())
 
     def _nonces(self) -> list[str]:
         return [caller.nonce for caller in sorted(self._present(), key=lambda caller: caller.index)]
 
     def _hear(self, guest: _Guest) -> bool:
-        """Read what a guest sends; says whether it may stay."""
+        """Read what a guest sends; return whether its connection is kept."""
         data = b""
         with suppress(OSError):
             data = guest.connection.recv(LONGEST_LINE)
@@ -259,7 +259,7 @@ class Meeting:
         return caller is not None and self._admit(guest, caller)
 
     def _admit(self, guest: _Guest, caller: Caller) -> bool:
-        """Let a host take part, or tell it why not."""
+        """Let a host take part, or tell it why it may not; return whether it may."""
         try:
             self._check(caller)
         except TpuGrpoError as error:
@@ -312,7 +312,7 @@ class Meeting:
 
 @contextmanager
 def hold_port(coordinator: str, me: Caller, timeout_seconds: float, secret: bytes = b"") -> Iterator[Meeting]:
-    """Listen on host 0's address, for hosts that know the secret, if there is one.
+    """Listen on host 0's address; with a secret, only for hosts that know it.
 
     Raises:
         ConfigError: another program has the port, and keeps it.
@@ -349,7 +349,7 @@ def _listen(coordinator: str, patience_seconds: float) -> socket.socket:
 
 
 def _listening(port: int) -> str:
-    """Name the process that listens on a port of this machine, as far as it may be known."""
+    """Name the process that listens on a port of this machine, if this user may see it."""
     import psutil
 
     with suppress(psutil.Error, OSError):
@@ -364,17 +364,17 @@ def _listening(port: int) -> str:
 
 
 class _StrangerError(Exception):
-    """What is at the coordinator's port does not talk as host 0 does."""
+    """The program at the coordinator's port does not answer as host 0 would."""
 
 
 def arrive(coordinator: str, me: Caller, timeout_seconds: float, secret: bytes = b"") -> bytes:
-    """Connect to host 0 and wait there until all hosts have come and jax's service listens.
+    """Connect to host 0, and wait until all hosts have joined and jax's service listens.
 
     Returns the key of this run; empty without a secret.
 
     Raises:
-        ConfigError: something else is there, such as another run.
-        LockstepError: host 0 or other hosts did not come in time, or were started with another count.
+        ConfigError: another run or program has the port, or the secrets or indices do not fit together.
+        LockstepError: host 0 or other hosts did not join in time, or were started with another count.
     """
     end = time.monotonic() + timeout_seconds + GRACE_SECONDS
     missing: list[int] = []
@@ -420,9 +420,9 @@ def _key_from(said: Mapping[str, Any], me: Caller, secret: bytes) -> bytes:
 
 
 def _lines_of_host_0(coordinator: str, me: Caller, end: float) -> Iterator[dict[str, Any]]:
-    """Connect, present this host, and give what host 0 says until it ends the connection.
+    """Connect, introduce this host, and yield what host 0 says until it closes the connection.
 
-    It answers at once, whoever comes.
+    Raises _StrangerError if the answer does not look like host 0's, or there is none: host 0 always answers at once.
     """
 
     def left() -> float:

@@ -1,9 +1,9 @@
-"""Detects that another host died, hangs, failed or decided differently, wherever the main thread is.
+"""Detects that another host died, hangs, failed or decided differently, whatever the main thread is doing.
 
-Two threads per process: one talks to the coordination service, and may block in it; the other only looks at the clock,
-and ends the process. Both run while the main thread computes, compiles or waits in a collective, all of which release
-the interpreter's lock; so a host that is only slow is not taken for a lost one. Where something never releases it, such
-as a user's reward in C, no thread can run: a process of its own, which hears nothing any more, ends this one.
+Each process has two such threads: one talks to the coordination service, and may block in it; the other watches the
+clock, and ends the process. Both run while the main thread computes, compiles or waits in a collective, which release
+the GIL; so a slow host is not taken for a lost one. If other code never releases the GIL, such as a user's reward in C,
+no thread can run: then a separate guard process, which gets no more signs of life, kills this one.
 """
 
 import json
@@ -26,17 +26,17 @@ from tpu_grpo.records.errors import Interrupted, LockstepError
 
 ROOT = "tpu_grpo/watch"
 OWN_ERROR_SECONDS = 1.0
-"""The time in which a host that hears of a failure may find the same error itself, as hosts that disagree do."""
+"""A host that hears of a failure waits this long, because it may be about to find the same error itself."""
 TOLD_SECONDS = 0.2
-"""While a failure is being told, hosts look so often whether all know."""
+"""While a failure is being announced, hosts check at this interval whether all hosts know."""
 LOCAL_ERRORS = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED", "NOT_FOUND")
-"""Runtime errors that begin so are this host's own, and say nothing about another host."""
+"""Runtime errors that begin like this come from this host itself, not from the loss of another one."""
 REMEMBERED = 4096
-"""The number of steps of each activity in lockstep that are kept for comparison."""
+"""For each activity in lockstep, this many of the latest steps are kept for comparison."""
 
 SILENT_LOOKS = 10
-"""A process that was silent for so many looks, of a tenth of the timeout each, is ended. One that was stopped with its
-guard, such as by a machine that slept, misses only one."""
+"""The guard kills a process that was silent for this many intervals, each a tenth of the timeout. If process and guard
+were suspended together, such as by a sleeping machine, only one interval is missed."""
 GUARD = f"""
 import os, select, sys
 silent = 0
@@ -50,40 +50,40 @@ os.write(2, b"LockstepError: something has held the interpreter's lock of this h
          b"reward in C with workers: 0; the host is ended; give that reward workers: 1\\n")
 os.kill(int(sys.argv[1]), 9)
 """
-"""The program of that process; it ends with the one that it guards, whose pipe closes."""
+"""The program of the guard process; it ends when the pipe from the guarded process closes."""
 
 type Beat = tuple[int, dict[str, tuple[int, str]]]
-"""A heartbeat: its number, and for each thing that hosts decide alike the last step and its digest."""
+"""A heartbeat: (its number, {activity in lockstep: (latest step, digest of the decision)})."""
 
 
 class Progress:
-    """The position of this host in each activity that hosts do in lockstep; its heartbeats carry the latest.
+    """This host's decisions in each activity that hosts do in lockstep; heartbeats carry the latest.
 
-    Hosts that drive one engine and decide differently launch different programs, and wait in collectives that never
-    end: none of them gets to the comparison after the rollout. But each has noted what it decided before it launched:
+    If hosts that drive one engine decide differently, they launch different programs and wait in collectives that never
+    end, so that they never reach the comparison after the rollout. But each notes its decision before it launches:
 
         host 0: replica 0 at step 7, digest a1     host 1: replica 0 at step 9, digest c4
-        host 1 remembers b2 for its step 7: both end, and step 7, or an earlier one, is where they parted
+        host 1 remembers digest b2 for step 7: both end; they first differed at step 7 or earlier
 
-    The main thread writes it, and the threads of `Watch` read it.
+    The main thread writes, and the threads of `Watch` read.
     """
 
     def __init__(self) -> None:
         self._noted: dict[str, dict[int, str]] = {}
 
     def note(self, what: str, step: int, digest: str) -> None:
-        """Record what this host is about to do at a step; hosts that do the same record the same."""
+        """Record what this host is about to do at a step; the record must match the other hosts'."""
         noted = self._noted.setdefault(what, {})
         noted[step] = digest
         for old in list(islice(noted, max(0, len(noted) - REMEMBERED))):
             del noted[old]
 
     def latest(self) -> dict[str, tuple[int, str]]:
-        """Return the latest step of each activity, for the other hosts."""
+        """Return the latest step and digest of each activity, for the other hosts."""
         return {what: next(reversed(noted.items())) for what, noted in self._noted.copy().items() if noted}
 
     def contradiction(self, others: Mapping[str, tuple[int, str]]) -> str | None:
-        """Return what another host decided differently, by its heartbeat; None if nothing is known."""
+        """Compare with another host's heartbeat; return a description of a different decision, or None."""
         for what, (step, digest) in others.items():
             own = self._noted.get(what, {}).get(step)
             if own is not None and own != digest:
@@ -92,15 +92,15 @@ class Progress:
 
 
 progress = Progress()
-"""This process notes its progress here."""
+"""The progress of this process."""
 _watching: list["Watch"] = []
-"""What watches over the hosts of this process now: one, or none."""
+"""The active `Watch` of this process, if there is one."""
 
 
 def end_all_hosts(error: BaseException, what: str) -> None:
-    """End this host and the others because of an error on a thread that the main one cannot hear of in time.
+    """End all hosts because of an error on another thread, if the main thread may not learn of it in time.
 
-    The exit code is that of the error, and ``what`` says what came of it. Without other hosts nothing is done.
+    The exit code is that of the error, and ``what`` describes its effect. Does nothing without other hosts.
     """
     for watch in _watching:
         watch.rule_out_a_lost_host(error)
@@ -116,10 +116,11 @@ class Watch:
                 ...
 
     Leaving the block without an error, or because the run was interrupted (on every host), waits for the other hosts.
-    Leaving it with an error tells them, and the error goes on. If it may be a lost host's doing, such as a collective
-    whose connection closed, the heartbeats are awaited first, and the lost host is named.
+    Leaving it with an error tells the other hosts, and raises the error. If a lost host may have caused the error, such
+    as a collective whose connection closed, `Watch` first waits for heartbeats, and names the host if one is lost.
 
-    A host silent for ``timeout_seconds`` is lost; ``every`` is the seconds between heartbeats. One host is not watched.
+    A host is lost after ``timeout_seconds`` without a heartbeat; ``every`` is the seconds between heartbeats. With a
+    single host nothing is watched.
     """
 
     def __init__(self, hosts: Hosts, timeout_seconds: float = 45.0, every: float = 5.0) -> None:
@@ -140,19 +141,19 @@ class Watch:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Name the stage of the block, for timelines, and for the last message of a process that ends in it."""
+        """Name the stage of the block, for timelines, and for the message of a process that ends in it."""
         before, here.stage = here.stage, name
         began = time.monotonic()
         logger.info("%s begins", name)
         named = nullcontext()
-        if "jax" in sys.modules:  # not in a process' first stages; without it there is no timeline
+        if "jax" in sys.modules:  # the first stages come before jax; they need no timeline
             from jax.profiler import TraceAnnotation
 
             named = TraceAnnotation(name)
         with named:
             yield
         logger.info("%s ends after %.3f s", name, time.monotonic() - began)
-        here.stage = before  # not after an error: that is where this process was when it happened
+        here.stage = before  # not after an error, so that its message names this stage
 
     def __enter__(self) -> Self:
         if self.hosts.service is None:
@@ -187,23 +188,23 @@ class Watch:
             self._stop.set()
             return
         self.hosts.barrier("the end of the run")
-        if error is not None:  # from now on a host that has left is not lost
+        if error is not None:  # interrupted: from now on a host that leaves is not lost
             here.leaving_with = Interrupted.exit_code
         self._stop.set()
         self._talk_now.set()
-        for thread in self._threads:  # one that returned from C++ into an interpreter that has ended would crash it
+        for thread in self._threads:  # returning from C++ after the interpreter has ended would crash
             thread.join(2 * self.every)
 
     def rule_out_a_lost_host(self, error: BaseException) -> None:
-        """Return if no other host is lost; an error that a lost one may have caused is believed after the timeout."""
+        """Return if no host is lost; for an error that a lost host may have caused, that takes the whole timeout."""
         if _may_be_a_lost_host(error):
-            time.sleep(self.timeout_seconds + 2 * self.every)  # ends here if one is
+            time.sleep(self.timeout_seconds + 2 * self.every)  # the process ends here if a host is lost
 
     def report_end(self, own: End) -> None:
         """Make the other hosts end, with this host's name and message; returns once they know, or cannot be reached.
 
-        They end with 4 where this host was stopped before anything was to be saved, else with 3. This host goes on, and
-        is to end by itself: it is no longer ended for what happens to the others.
+        The others end with 4 if this host was stopped before there was anything to save, else with 3. This host goes on
+        and must end by itself: what happens to the others no longer ends it.
         """
         if self.hosts.service is None:
             return
@@ -229,7 +230,7 @@ class Watch:
         count = 0
         while not self._stop.is_set():
             count += 1
-            with suppress(JaxRuntimeError):  # no answer; if it lasts, the other thread ends the process
+            with suppress(JaxRuntimeError):  # no answer; if that lasts, the other thread ends the process
                 self._exchange(count)
             if self._heard_at is not None and self._failure is None:
                 self._end_with_the_others(time.monotonic() - self._heard_at)
@@ -270,7 +271,7 @@ class Watch:
             self._all_know.set()
 
     def _end_with_the_others(self, waited: float) -> None:
-        """End because another host failed, when all know why; host 0, through which they talk, is the last."""
+        """End because another host failed, once all hosts know why, or after a while; host 0 ends last."""
         patience = 2 * self.every if not self._all_know.is_set() else min(self.every, OWN_ERROR_SECONDS)
         if waited >= patience:
             self._let_the_others_leave()
@@ -278,7 +279,7 @@ class Watch:
                 end_process("another host failed")
 
     def _let_the_others_leave(self) -> None:
-        """Let host 0, whose end closes the others' connections, be the last."""
+        """On host 0, whose end closes the others' connections, wait until they have ended."""
         if self.hosts.is_first:
             time.sleep(min(self.every, OWN_ERROR_SECONDS) + 2 * TOLD_SECONDS)
 
@@ -289,10 +290,10 @@ class Watch:
         looked = time.monotonic()
         assert self._guard.stdin is not None
         while not self._stop.wait(pause):
-            with suppress(BrokenPipeError):  # somebody ended the guard
+            with suppress(BrokenPipeError):  # somebody killed the guard
                 os.write(self._guard.stdin.fileno(), b".")
             now = time.monotonic()
-            if now - looked > self.timeout_seconds / 2:  # it is this process that was stopped: the clocks start again
+            if now - looked > self.timeout_seconds / 2:  # this process itself was suspended: restart the clocks
                 self._answered = now
                 self._beats = {index: (beat, now) for index, (beat, _) in self._beats.items()}
             looked = now
@@ -309,7 +310,7 @@ class Watch:
 
 
 def _watchful(run: Callable[[], None]) -> None:
-    """Run one of the threads; a host that no longer watches must not go on as if it did."""
+    """Run one of the threads; if it fails, end the process, because a host must not go on unwatched."""
     try:
         run()
     except Exception as error:

@@ -1,14 +1,14 @@
 """Keeps one run going on preemptible machines: look, decide, act, sleep.
 
-It keeps no state: what it does depends only on what it observes, so it can be killed and restarted at any time:
+Each action depends only on what is observed, so this program can be killed and restarted at any time:
 
     machine missing                         create it
     machine gone (preempted, failed)        delete it, create it
     machine not ready yet                   wait
-    ready, our run is not on it             set it up and start the run, also one that ended before babysitting began
+    ready, our run is not on it             set it up and start the run; also if it ended before babysitting began
     running on every worker                 wait
     ended with 0 on every worker            done
-    a worker ended with 1 or 2              an error that a retry won't fix: stop all workers, show its last lines
+    a worker ended with 1 or 2              an error that a retry won't fix: stop all workers, show the last lines
     any other end (3, 4, killed, lost)      stop what still runs and restart, up to a limit
 
 The run goes on from its newest checkpoint, because it is started with checkpoint.resume=auto and the same run.dir.
@@ -30,9 +30,9 @@ type Action = Literal["create", "recreate", "wait", "start", "restart", "done", 
 FINAL_CODES = (1, 2)
 SHOWN_LINES = 30
 GRACE_LOOKS = 2
-"""The number of polls in which the other workers may end by themselves once one has failed."""
+"""Once one worker has ended, the others have this many polls to end by themselves."""
 STOP_SECONDS = 60
-"""Workers whose run has failed on another one get this long to end."""
+"""When the run has failed on one worker, the others get this long to end before they are killed."""
 FIRST_PAUSE, LONGEST_PAUSE = 15.0, 600.0
 
 
@@ -40,14 +40,14 @@ def decide(condition: Condition, workers: Mapping[int, WorkerStatus], expected: 
     """Choose what to do next.
 
     Args:
-        condition: what the machine is found to be.
+        condition: the observed state of the machine.
         workers: the newest run of each worker; empty unless the machine is ready.
         expected: how many workers there should be.
-        key: the digest of our run; another run is not ours to judge.
-        seen: whether our run was started, or seen running, by this watch; an older failure is no reason to give up.
+        key: the digest of our run; other runs on the machine are not restarted or stopped.
+        seen: whether this babysitter started our run, or saw it running; an older failure is no reason to give up.
 
     Raises:
-        LaunchError: another run is going on.
+        LaunchError: another run is running on the machine.
     """
     if condition != "ready":
         return {"missing": "create", "gone": "recreate", "waiting": "wait"}[condition]  # type: ignore[return-value]
@@ -69,13 +69,13 @@ class Babysitter:
     """Keeps one job running on one slice.
 
     Args:
-        launcher: the slice, and what is done on it.
-        job: what is to run.
+        launcher: controls the slice.
+        job: the run to start.
         poll: the seconds between looks.
-        restarts: limits starts on the same machine after a run ended early, and failures of gcloud in a row;
-            preemptions do not count.
-        run_dir: a directory that is refused if it lies on a worker's own disk; None if the user vouches for it.
-        sleep: waits for a number of seconds.
+        restarts: the most restarts on the same machine after the run ended early, and the most consecutive failures
+            of gcloud; preemptions do not count.
+        run_dir: refused if it is on a worker's own disk; None to skip this check.
+        sleep: the function that waits for a number of seconds.
     """
 
     def __init__(
@@ -93,16 +93,16 @@ class Babysitter:
         self._seen = False
         self._restarts = 0
         self._partly_ended = 0
-        """Counts looks in a row at which some workers had ended and others not."""
+        """The number of consecutive looks at which some workers had ended and others had not."""
         self._failures = self._tries = 0
-        """Count errors of gcloud in a row; those that only wait for capacity are tries, not failures."""
+        """Both count consecutive errors of gcloud; a lack of capacity counts as a try only, not as a failure."""
 
     def run(self) -> int:
-        """Watch until the run ended for good; returns its exit code: 0, or that of the first worker that failed.
+        """Watch until the run has finished or failed; returns 0, or the exit code of the first worker that failed.
 
         Raises:
-            LaunchError: gcloud failed in a way that waiting does not mend, or too often.
-            Interrupted, LockstepError: the run ended early too often, by its last exit code.
+            LaunchError: gcloud failed too often, or in a way that waiting does not fix.
+            Interrupted, LockstepError: the run ended early too often; the class follows from its last exit code.
         """
         while True:
             try:
@@ -115,7 +115,7 @@ class Babysitter:
                 return code
 
     def rehearse(self) -> None:
-        """Do every step once, as after a preemption; for a dry run, which prints the commands."""
+        """Do every action once, as after a preemption; used in a dry run, which prints the commands."""
         self._launcher.tpu.look()
         self._launcher.tpu.delete()
         self._launcher.tpu.create()
@@ -152,7 +152,7 @@ class Babysitter:
         return None
 
     def _still_ending(self, workers: Mapping[int, WorkerStatus]) -> bool:
-        """Wait a little for workers that still run: they end by themselves, and say why."""
+        """Return True, after a pause, while workers that still run may end by themselves and print why."""
         running = any(status.state == "running" for status in workers.values())
         if not running or self._partly_ended >= GRACE_LOOKS:
             self._partly_ended = 0
@@ -209,7 +209,7 @@ class Babysitter:
 
 
 def pause(times: int) -> float:
-    """Return the seconds before the next try: they double each time, up to ten minutes."""
+    """Return the seconds before the next try, after this many tries: doubling, up to LONGEST_PAUSE."""
     return min(FIRST_PAUSE * 2**times, LONGEST_PAUSE)
 
 

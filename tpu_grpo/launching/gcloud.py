@@ -1,7 +1,7 @@
 """Runs gcloud's commands, given as lists of words, and explains their failures.
 
-Every command is printed first. ``tests/launching/gcloud_syntax.py`` holds the documented syntax that each is compared
-with.
+Every command is printed first. ``tests/launching/gcloud_syntax.py`` holds the documented syntax that each command
+is compared with.
 """
 
 import json
@@ -25,7 +25,7 @@ SHOWN_LINES = 20
 
 UNKNOWN = "unknown", "look at what gcloud printed above; `gcloud info --show-log` has the details"
 WORKER = "worker", "see what the workers said; mend that, then give the command again"
-"""gcloud did its part, and a worker failed."""
+"""The failure if gcloud worked, but the command on a worker failed."""
 EXPLANATIONS = (
     (
         "login",
@@ -104,20 +104,20 @@ EXPLANATIONS = (
         "a passing fault of the service or the network: try again in a minute",
     ),
 )
-"""Kinds of failure: kind, pattern in what gcloud printed, whatever the case, and remedy. The first pattern that is
-found decides, so the particular stand before the general."""
+"""Kinds of failure: (kind, pattern, remedy). Patterns are searched in gcloud's output, ignoring case. The first pattern
+found decides, so specific ones come before general ones."""
 RETRIABLE = ["unknown", "worker", "quota", "capacity", "gone", "maintenance", "exists", "missing", "ssh", "passing"]
-"""After these ``babysit`` gives the same command again: it may succeed later."""
+"""Kinds of failure after which ``babysit`` repeats the command, because it may succeed later."""
 
 
 class GcloudError(LaunchError):
     """gcloud failed.
 
     Args:
-        command: the words that were run.
-        code: their exit code.
+        command: the command that was run.
+        code: its exit code.
         output: everything that gcloud printed.
-        workers: what workers said meanwhile.
+        workers: the output of the workers.
     """
 
     def __init__(self, command: Sequence[str], code: int, output: str, workers: str = ""):
@@ -140,7 +140,7 @@ class GcloudError(LaunchError):
 class Gcloud:
     """Runs gcloud and prints every command to stderr.
 
-    In a dry run commands are printed only; each succeeds with empty output.
+    In a dry run, commands are only printed, and succeed with empty output.
     """
 
     def __init__(self, options: Options):
@@ -148,7 +148,7 @@ class Gcloud:
         self._printed: set[str] = set()
 
     def flags(self, *names: str) -> Command:
-        """Return gcloud's flags for the named options that were given, and for the place of the TPU."""
+        """Return gcloud's flags for those of the named options that were given, and for zone and project."""
         given = {name: getattr(self._options, name) for name in (*names, "zone", "project")}
         flags = [
             f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}")
@@ -162,7 +162,7 @@ class Gcloud:
         print(text, file=sys.stderr, flush=True)
 
     def announce(self, command: Sequence[str], *, repeated: bool = False) -> None:
-        """Print a command; one that is ``repeated``, only the first time."""
+        """Print a command; a ``repeated`` command is printed only the first time."""
         line = f"$ {shlex.join(command)}"
         if not (repeated and line in self._printed):
             self.say(line)
@@ -172,13 +172,13 @@ class Gcloud:
         """Run a command to its end and return its stdout.
 
         Args:
-            command: words, beginning with gcloud.
-            show: whether what it says on stderr is passed on while it runs.
-            repeated: whether it is run again and again, and printed the first time only.
+            command: the words of the command, the first is gcloud.
+            show: whether to print its stderr while it runs.
+            repeated: whether the command is run regularly, and thus printed only the first time.
 
         Raises:
-            ConfigError: there is no gcloud.
-            GcloudError: the command ended with an error, explained.
+            ConfigError: gcloud is not installed.
+            GcloudError: the command failed; the message explains the error.
         """
         self.announce(command, repeated=repeated)
         if self.dry_run:
@@ -202,7 +202,7 @@ class Gcloud:
         return stdout
 
     def describe(self, *words: str) -> Any:
-        """Return the description by ``gcloud compute tpus WORDS``; None if the resource does not exist, and in a dry
+        """Return the parsed output of ``gcloud compute tpus WORDS``; None if the resource does not exist, or in a dry
         run."""
         command = ["gcloud", "compute", "tpus", *words, *self.flags(), "--format=json"]
         try:
@@ -216,7 +216,7 @@ class Gcloud:
             raise LaunchError(f"`{shlex.join(command)}` must print JSON, got {text[:200]!r}; update gcloud") from error
 
     def start(self, command: Sequence[str]) -> subprocess.Popen[str]:
-        """Start a command, its stdout and stderr as pipes. It gets no input, so that it cannot wait for it."""
+        """Start a command with stdout and stderr as pipes, and without stdin, so that it cannot wait for input."""
         pipe, no_input = subprocess.PIPE, subprocess.DEVNULL
         try:
             return subprocess.Popen(

@@ -1,4 +1,4 @@
-"""A job is a run as the launcher hands it to the workers: words, environment, secrets."""
+"""A job is a run in the form that the launcher sends to workers: command line, environment, secrets."""
 
 import hashlib
 import os
@@ -17,9 +17,9 @@ from tpu_grpo.records.errors import ConfigError
 
 RUN_SCRIPT = "scripts/run.py"
 SECRETS = ("WANDB_API_KEY", "HF_TOKEN")
-"""These are passed on where they are set here."""
+"""These variables are always passed on to the workers if they are set here."""
 CACHE = "../jax_cache"
-"""This is where a worker keeps compiled programs, seen from the checkout."""
+"""The directory for compiled programs on a worker, relative to the checkout."""
 PYTHON = ".venv/bin/python"
 LOCAL_DISK = ("/home", "/root", "/tmp", "/var", "/opt", "/usr", "/etc")
 
@@ -29,16 +29,16 @@ class Job:
     """Describes what every worker is to run.
 
     Args:
-        config: a file here, which is copied to the workers.
-        words: what follows it on the command line there.
-        script: the program of the checkout that is called with them.
-        environment: variables that may be seen.
-        secrets: variables that may not.
-        cache: where compiled programs are kept: a directory of the worker, or gs://.
-        libtpu_args: LIBTPU_INIT_ARGS, instead of the generation's; "" for none.
+        config: a local file, which is copied to the workers.
+        words: the arguments after the config on the command line.
+        script: the program in the checkout that is called with config and words.
+        environment: variables that may be printed.
+        secrets: variables that must not be printed.
+        cache: the directory for compiled programs: on the worker, or gs://.
+        libtpu_args: LIBTPU_INIT_ARGS, in place of the generation's default; "" for none.
 
     Raises:
-        ConfigError: a variable has no proper name, or a secret would be shown.
+        ConfigError: a variable's name is invalid, or a secret would be printed.
     """
 
     config: Path
@@ -66,12 +66,12 @@ class Job:
 
     @cached_property
     def content(self) -> bytes:
-        """Read the config file, once: later starts of this job run the same content."""
+        """The content of the config file; read once, so that later starts of this job use the same content."""
         return self.config.read_bytes()
 
     @property
     def key(self) -> str:
-        """Return a digest of config, words and script, by which a run is recognised."""
+        """A digest of config, words and script, by which the babysitter recognises its run."""
         return hashlib.sha256(repr((self.content, self.words, self.script)).encode()).hexdigest()[:8]
 
     def command(self, job_id: str, target: Slice | None) -> list[str]:
@@ -82,12 +82,12 @@ class Job:
 
 
 def chip_environment(target: Slice | None, cache: str, libtpu_args: str | None) -> dict[str, str]:
-    """Return the variables for runs on a slice; the last two arguments are as in ``Job``.
+    """Return the environment variables for runs on a slice; ``cache`` and ``libtpu_args`` are as in ``Job``.
 
-    Without a slice, LIBTPU_INIT_ARGS is left to ``libtpu_args``.
+    If the slice is unknown (None), LIBTPU_INIT_ARGS is set only from ``libtpu_args``.
     """
     variables = {
-        "PYTHONUNBUFFERED": "1",  # lines are in the log when they are printed
+        "PYTHONUNBUFFERED": "1",  # lines appear in the log at once
         "JAX_COMPILATION_CACHE_DIR": cache,
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1",
     }
@@ -97,11 +97,11 @@ def chip_environment(target: Slice | None, cache: str, libtpu_args: str | None) 
 
 
 def secrets_here(names: Sequence[str], environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the secrets to pass on: those always passed where they are set here, those asked for by name, and the
-    hosts' own, by which they know each other: a new one unless it is set here.
+    """Return the secrets to pass on: those of SECRETS that are set here, those in ``names``, and the secret by which
+    hosts authenticate each other, which is generated unless it is set here.
 
     Raises:
-        ConfigError: one that was asked for is not set.
+        ConfigError: a variable in ``names`` is not set.
     """
     for name in names:
         if not environment.get(name):
@@ -113,7 +113,7 @@ def secrets_here(names: Sequence[str], environment: Mapping[str, str] = os.envir
 
 
 def variables_from(texts: Sequence[str]) -> dict[str, str]:
-    """Return ``NAME=VALUE`` texts as a mapping. Raises ConfigError for one without a name."""
+    """Parse ``NAME=VALUE`` texts into a mapping; raises ConfigError for a text without a name."""
     pairs = [text.partition("=") for text in texts]
     if wrong := [text for text, (name, equals, _) in zip(texts, pairs, strict=True) if not (name and equals)]:
         raise ConfigError(f"--env must read NAME=VALUE, got {wrong[0]!r}; for example --env JAX_LOG_COMPILES=1")
@@ -121,19 +121,19 @@ def variables_from(texts: Sequence[str]) -> dict[str, str]:
 
 
 def checked_config(job: Job) -> RunConfig | None:
-    """Return the run's config, if it is a training run; mistakes are reported before a worker is used.
+    """Return the config of a training run, checked before a worker is used; None for other scripts.
 
     Raises:
         ConfigError: the file is missing, or ``load_config`` refuses it.
     """
     if not job.config.is_file():
         raise ConfigError(f"CONFIG must be a file here, got {job.config}; shipped ones are in configs/")
-    settings = [word for word in job.words if not word.startswith("-")]  # beside --dry-run
+    settings = [word for word in job.words if not word.startswith("-")]  # without flags such as --dry-run
     return load_config(job.config, settings) if job.script == RUN_SCRIPT else None
 
 
 def lost_with_the_machine(directory: Path) -> str | None:
-    """Return why files in ``directory`` are lost with a worker; None if they do not seem to be."""
+    """Return why files in ``directory`` would be lost with the worker's machine; None if they seem safe."""
     if not directory.is_absolute():
         return "lies in the checkout on the worker"
     if any(PurePosixPath(directory).is_relative_to(place) for place in LOCAL_DISK):
@@ -142,7 +142,7 @@ def lost_with_the_machine(directory: Path) -> str | None:
 
 
 def require_resumable(config: RunConfig, *, survives: bool) -> None:
-    """Refuse to babysit a run that could not be continued. ``survives``: the user guarantees that run.dir survives."""
+    """Raise ConfigError for a run that could not be resumed; ``survives``: the user says that run.dir is durable."""
     why = None if survives else lost_with_the_machine(config.run_dir)
     if why:
         raise ConfigError(

@@ -13,7 +13,7 @@ from tpu_grpo.records.errors import ConfigError
 
 PROGRAM = "python scripts/launch.py"
 VARIABLES = {"name": "TPU_NAME", "zone": "TPU_ZONE", "project": "TPU_PROJECT", "type": "TPU_TYPE"}
-"""These environment variables are read where a flag is missing; gcloud's own configuration follows them."""
+"""Flag -> environment variable that is read if the flag is missing; without either, gcloud's configuration counts."""
 ABOUT = f"""Runs training on a Cloud TPU slice with gcloud: every command is printed before it is run.
 
   {PROGRAM} create  --name grpo --type v5e-16 --zone us-west4-a --spot    ask for a slice, wait until it is ready
@@ -31,14 +31,14 @@ REPOSITORY = Path(__file__).resolve().parent.parent.parent
 
 
 class Options(argparse.Namespace):
-    """Holds the parsed flags, whose help describes them; those of other verbs are absent."""
+    """The parsed flags; their help texts describe them. Flags of other verbs are absent."""
 
     verb: str
     name: str
     zone: str | None
     project: str | None
     slice: Slice | None
-    """--type names this slice, which only ``create`` needs."""
+    """The slice that --type names; only ``create`` needs it."""
     how: Literal["queued", "vm"]
     dry_run: bool
     user: str | None
@@ -81,14 +81,14 @@ class Options(argparse.Namespace):
 
 
 class Verb(NamedTuple):
-    """Describes one command and its flags, beside those that all have."""
+    """One verb: its help, and its flags in addition to the common ones."""
 
     about: str
     flags: tuple[Callable[[argparse.ArgumentParser], None], ...] = ()
 
 
 def parse(arguments: Sequence[str]) -> Options:
-    """Return the parsed flags; argparse ends the process for help and for what it cannot parse.
+    """Parse the command line; argparse ends the process after printing help, and for errors of syntax.
 
     Raises:
         ConfigError: flags have impossible values, or exclude each other.
@@ -117,7 +117,7 @@ def parse(arguments: Sequence[str]) -> Options:
 
 def _check(options: Options) -> None:
     if options.verb == "watch" and options.run_dir.startswith(BUCKET):
-        return  # which outlives its TPU
+        return  # a bucket needs no TPU
     if options.name is None:
         raise ConfigError(f"--name must say which TPU, got none; give it, or set {VARIABLES['name']}")
     if not re.fullmatch(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?", options.name):

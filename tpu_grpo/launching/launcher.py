@@ -1,7 +1,7 @@
 """Sets up the workers of a slice, and starts, shows and stops a run on them.
 
-Workers run ``worker.sh``. The output of each comes back in a file of its own, so that lines of several workers are
-not mixed.
+Workers run ``worker.sh``. The output of each worker comes back in a separate file, so that the lines of several
+workers are not mixed.
 """
 
 import base64
@@ -27,7 +27,7 @@ from tpu_grpo.records.errors import ConfigError, LaunchError
 
 WORKER_SCRIPT = Path(__file__).with_name("worker.sh")
 REMOTE_ROOT = ".tpu_grpo"
-"""This directory lies below the home directory of every worker."""
+"""A directory in the home directory of every worker."""
 SHOWN_LINES = 15
 ARCHIVE, FILE_LIST = "code.tar.gz", "files.new"
 LARGE_BYTES = 100 * 2**20
@@ -36,22 +36,22 @@ LOCAL_FILESYSTEMS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "overlay", "tmpfs",
 
 @dataclass(frozen=True)
 class WorkerStatus:
-    """Describes the newest run on one worker."""
+    """The newest run on one worker."""
 
     state: str
-    """It is none, running, ended, or lost: gone without an exit code, as after a reboot."""
+    """One of: none, running, ended, or lost (gone without an exit code, as after a reboot)."""
     job: str = ""
     pid: int | None = None
     exit_code: int | None = None
-    """It is a shell's: 128 + n stands for signal n."""
+    """The exit code as in a shell: 128 + n stands for signal n."""
     last_line: str = ""
-    """The log ends with this line."""
+    """The last line of the log."""
     revision: str = ""
-    """The worker's code has this revision."""
+    """The revision of the worker's code."""
 
     @classmethod
     def read(cls, text: str) -> "WorkerStatus":
-        """Read what ``worker.sh status`` printed."""
+        """Parse the output of ``worker.sh status``."""
         answer = _answers(text)
         pid, code = (int(answer[name]) if name in answer else None for name in ("pid", "exit_code"))
         job, last, revision = (answer.get(name, "") for name in ("job", "last", "revision"))
@@ -59,7 +59,7 @@ class WorkerStatus:
 
 
 class Launcher:
-    """Controls the workers of one slice; ``scratch`` is a directory of this process for files on their way."""
+    """Controls the workers of one slice; ``scratch`` is a directory for temporary files."""
 
     def __init__(self, options: Options, scratch: Path):
         self._options, self._scratch = options, scratch
@@ -70,16 +70,16 @@ class Launcher:
     # --- setting up, starting and stopping ---------------------------------------------------------------------------
 
     def setup(self) -> None:
-        """Copy the code to every worker and install its environment there; again for changed code.
+        """Copy the code to every worker and install its environment there; repeat this for changed code.
 
         Raises:
-            ConfigError: there is no such checkout or script here.
-            LaunchError: a worker could not be reached or set up, or runs something.
+            ConfigError: the checkout or the setup script does not exist.
+            LaunchError: a worker could not be reached or set up, or a run is active on it.
         """
-        if self._packed is None:  # once: a run that is set up again later goes on with the same code
+        if self._packed is None:  # only once: a later setup of this run uses the same code
             self._packed = self._pack()
         revision, files = self._packed
-        self._run_on_all(f"mkdir -p -m 700 {REMOTE_ROOT}")  # readable for its owner only
+        self._run_on_all(f"mkdir -p -m 700 {REMOTE_ROOT}")  # only the owner can read it
         self._copy([WORKER_SCRIPT])
         self._copy(files)
         self._call("unpack", revision)
@@ -102,12 +102,12 @@ class Launcher:
         return name, files
 
     def start(self, job: Job, state: SliceState) -> str:
-        """Start a job on all workers, detached; returns the name of this start.
+        """Start a job on all workers, detached; returns an id of this start.
 
-        Secrets are passed in a file that only its owner can read, and that ``worker.sh start`` removes.
+        Secrets are passed in a file that only its owner can read; ``worker.sh start`` removes it.
 
         Raises:
-            LaunchError: a worker could not be reached, is not set up, or runs something already.
+            LaunchError: a worker could not be reached, is not set up, or has an active run already.
         """
         job_id = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{job.key}"
         config, secrets = self._scratch / "config.yaml", self._scratch / "secrets.sh"
@@ -120,7 +120,7 @@ class Launcher:
             self._copy([config, secrets] if job.secrets else [config])
         finally:
             secrets.unlink(missing_ok=True)
-        try:  # what is there, else --type; a generation without defaults is no error
+        try:  # the actual type, else --type; an unknown one only has no defaults
             target = parse_slice(state.accelerator_type) if state.accelerator_type else self._options.slice
         except ConfigError:
             target = None
@@ -128,7 +128,7 @@ class Launcher:
         return job_id
 
     def require_durable(self, directory: Path) -> None:
-        """Raise ConfigError if ``directory`` lies on a worker's own disk, by what the workers say."""
+        """Ask the workers for the file system of ``directory``; raise ConfigError if it is on a worker's own disk."""
         for worker, text in self._call("filesystem", str(directory)).items():
             kind = _answers(text).get("filesystem", "")
             if kind in LOCAL_FILESYSTEMS:
@@ -138,10 +138,10 @@ class Launcher:
                 )
 
     def stop(self, seconds: int) -> dict[int, WorkerStatus]:
-        """Ask all workers to end the run, and kill it after ``seconds``.
+        """Ask all workers to end the run, and kill it after ``seconds``; returns their status.
 
         Raises:
-            LaunchError: something still runs.
+            LaunchError: the run is still active on a worker.
         """
         self._call("stop", str(seconds))
         after = self.status()
@@ -163,7 +163,7 @@ class Launcher:
         return _merged(self._call("logs", str(lines)))
 
     def follow(self, lines: int, workers: int) -> None:
-        """Show logs as they grow, with the worker's number before every line, until every run ended."""
+        """Print logs as they grow, with the worker's number before every line, until the run has ended everywhere."""
         line = _remote_line(["logs", str(lines), "follow"])
         commands = [self._ssh(line, f"--worker={worker}") for worker in range(workers)]
         for command in commands:
@@ -183,10 +183,10 @@ class Launcher:
                     process.terminate()
 
     def bring(self, names: Sequence[str], run_dir: str, into: Path) -> None:
-        """Copy files of these names, as far as they are there, from a run's directory on worker 0, or in a bucket.
+        """Copy files from a run's directory, on worker 0 or in a bucket; missing files are skipped.
 
         Raises:
-            GcloudError: there is no such directory, or it cannot be reached.
+            GcloudError: the directory does not exist, or cannot be reached.
         """
         into.mkdir(parents=True, exist_ok=True)
         if run_dir.startswith(BUCKET):
@@ -195,7 +195,7 @@ class Launcher:
             self.gcloud.run(sync, repeated=True)
             return
         place = shlex.quote(f"{REMOTE_ROOT}/code/{run_dir}" if not run_dir.startswith("/") else run_dir)
-        packed = f"cd {place} && tar -cz {shlex.join(names)} 2>/dev/null | base64"  # its output is text on the way
+        packed = f"cd {place} && tar -cz {shlex.join(names)} 2>/dev/null | base64"  # ssh passes text
         text = self.gcloud.run(self._ssh(packed, "--worker=0"), repeated=True)
         if not self.gcloud.dry_run:
             with tarfile.open(fileobj=io.BytesIO(base64.b64decode(text)), mode="r:gz") as archive:
@@ -204,7 +204,7 @@ class Launcher:
     # --- reaching workers ---------------------------------------------------------------------------------------------
 
     def _call(self, *words: str) -> dict[int, str]:
-        """Run ``worker.sh words`` on every worker; returns what each printed. Raises GcloudError if one failed."""
+        """Run ``worker.sh WORDS`` on every worker; returns each output. Raises GcloudError if a worker failed."""
         return self._run_on_all(_remote_line(words))
 
     def _run_on_all(self, remote: str, *, repeated: bool = False) -> dict[int, str]:
@@ -253,17 +253,17 @@ def status_lines(state: SliceState, workers: Mapping[int, WorkerStatus]) -> list
 
 
 def _remote_line(words: Sequence[str]) -> str:
-    """Return the line of shell that calls ``worker.sh`` with exactly these words."""
+    """Return the shell command that calls ``worker.sh`` with exactly these words."""
     return shlex.join(["bash", f"{REMOTE_ROOT}/{WORKER_SCRIPT.name}", *words])
 
 
 def _answers(text: str) -> dict[str, str]:
-    """Return the ``@key value`` lines of a worker's output."""
+    """Parse the ``@key value`` lines in a worker's output."""
     return {match[1]: match[2] for match in re.finditer(r"^@(\w+) ?(.*)$", text, re.MULTILINE)}
 
 
 def _merged(texts: Mapping[int, str]) -> str:
-    """Join outputs of workers one after the other, the worker's number before every line."""
+    """Concatenate the outputs of workers, with the worker's number before every line."""
     return "\n".join(f"[{worker}] {line}" for worker, text in sorted(texts.items()) for line in text.splitlines())
 
 
@@ -282,12 +282,12 @@ def _show(worker: int, process: "subprocess.Popen[str]") -> None:
 
 
 def pack(checkout: Path, into: Path) -> str:
-    """Write this checkout, without what git ignores, into an archive with a list of its files.
+    """Write this checkout, without files that git ignores, into an archive, and a list of its files.
 
     Returns the commit, and how many files differ from it: ``6af09c4 and 2 changed files``.
 
     Raises:
-        ConfigError: the directory is no git work tree.
+        ConfigError: the directory is not a git work tree.
     """
     names = _git(checkout, "ls-files", "-z", "--cached", "--others", "--exclude-standard").split("\0")
     present = sorted({name for name in names if name and (checkout / name).is_file()})

@@ -1,4 +1,4 @@
-"""Creates, describes, awaits and deletes a slice of Cloud TPUs."""
+"""Creates and deletes a slice of Cloud TPUs, looks at its state, and waits for it."""
 
 import time
 from collections.abc import Callable
@@ -25,9 +25,9 @@ class SliceState:
     """The state of a slice as gcloud describes it."""
 
     condition: Condition
-    """A missing slice does not exist, a waiting one is not usable yet, and one that is gone never will be again."""
+    """missing: does not exist; waiting: not usable yet; ready: usable; gone: exists, but will never be usable again."""
     description: str
-    """These are the states behind the condition, in the API's words."""
+    """The states that the API reports, in its words."""
     workers: int = 0
     accelerator_type: str = ""
 
@@ -40,7 +40,7 @@ class TpuSlice:
         self._name, self._queued = options.name, options.how == "queued"
 
     def look(self) -> SliceState:
-        """Return the slice's state; in a dry run it is ready."""
+        """Return the slice's state; always ready in a dry run."""
         seen = []
         if self._queued:
             request: Any = self._gcloud.describe("queued-resources", "describe", self._name)
@@ -59,13 +59,13 @@ class TpuSlice:
         if self._gcloud.dry_run:
             kind = self._options.slice
             return SliceState("ready", "dry run", kind.hosts if kind else 1, kind.accelerator_type if kind else "")
-        if node is None and seen:  # a request that was fulfilled, and whose node was taken away
+        if node is None and seen:  # the request was fulfilled, and the node removed since
             return SliceState("gone", f"{seen[0]}, no node")
         if node is None:
             return SliceState("missing", "there is no such TPU VM")
         state, health = node.get("state", "STATE_UNSPECIFIED"), node.get("health", "")
         condition: Condition = "gone" if state in NODE_GONE else "waiting"
-        if state == "READY" and health != "UNHEALTHY_MAINTENANCE":  # which passes by itself
+        if state == "READY" and health != "UNHEALTHY_MAINTENANCE":  # maintenance ends by itself
             condition = "ready"
         description = ", ".join([*seen, f"node {state}" + (f" ({health})" if health else "")])
         return SliceState(
@@ -76,7 +76,7 @@ class TpuSlice:
         """Request the slice; for a queued resource this does not wait until it is ready.
 
         Raises:
-            ConfigError: no type of slice was given.
+            ConfigError: --type was not given.
         """
         if (kind := self._options.slice) is None:
             raise ConfigError("--type must say which slice to create, got none; for example --type v5e-16")
@@ -94,11 +94,11 @@ class TpuSlice:
         self._gcloud.run(["gcloud", "compute", "tpus", *words, *self._gcloud.flags(*CREATION_FLAGS)], show=True)
 
     def delete(self) -> None:
-        """Delete the slice, and return when it is gone; does nothing if it does not exist."""
+        """Delete the slice and wait until it is deleted; only prints a line if it does not exist."""
         words = (
             ["queued-resources", "delete", self._name, "--force"] if self._queued else ["tpu-vm", "delete", self._name]
         )
-        try:  # --force: the request's node too
+        try:  # --force also deletes the request's node
             self._gcloud.run(["gcloud", "compute", "tpus", *words, *self._gcloud.flags()], show=True)
         except GcloudError as error:
             if error.kind != "missing":
@@ -106,10 +106,10 @@ class TpuSlice:
             self._gcloud.say(f"{self._name} does not exist; was it created with the other --how?")
 
     def wait(self) -> SliceState:
-        """Wait until it is ready.
+        """Wait until the slice is ready, and return its state.
 
         Raises:
-            LaunchError: it never will be.
+            LaunchError: the slice will never become ready.
         """
         before = ""
         while True:
@@ -126,7 +126,7 @@ class TpuSlice:
             self._sleep(POLL_SECONDS)
 
     def require_ready(self) -> SliceState:
-        """Return its state. Raises LaunchError unless it is ready."""
+        """Return the slice's state; raises LaunchError unless it is ready."""
         state = self.look()
         if state.condition != "ready":
             remedy = "wait, `status` shows its state" if state.condition == "waiting" else "`create` it first"

@@ -31,9 +31,9 @@ from tpu_grpo.learner.rows import TrainRows
 from tpu_grpo.records.errors import DataError
 
 DATA_AXIS = "fsdp"
-"""The axis of the trainer's mesh that rows are split over."""
+"""The axis of the trainer's mesh over which rows are split."""
 PassArrays = dict[str, np.ndarray]
-"""The arrays of a `TrainBatch` by name; those of its rows begin with ``rows.``."""
+"""The arrays of a `TrainBatch` by name; the names of arrays in its field ``rows`` begin with ``rows.``."""
 
 
 class Batches:
@@ -63,7 +63,7 @@ class Batches:
     def compared(self, rows: TrainRows) -> dict[str, PerToken]:
         """Compute the log-probabilities that the loss needs beside the engine's, by their field names in `TrainRows`.
 
-        These are the present policy's, if it is the old policy, and the reference's, if there is one.
+        These are the current policy's, if it is the old policy of the ratio, and the reference's, if there is one.
         """
         return jax.block_until_ready(self._compared(rows, _model_rows(rows, self._put)))
 
@@ -84,7 +84,7 @@ class Batches:
             return lower_logprobs(self._policy, _model_rows(rows, self._described), **self._settings.forward)
 
     def _compared(self, rows: TrainRows, placed: ModelRows) -> dict[str, PerToken]:
-        """Compute what is not known of ``old_logps`` and ``reference_logps``, as far as the loss takes them."""
+        """Return ``old_logps`` and ``reference_logps``, if the loss takes them; compute those that the rows lack."""
         found, known = {}, rows.reference_logps
         if (reference := self._reference) is not None:
             rerouted = placed._replace(experts=None)
@@ -136,14 +136,14 @@ def truncated_weights(trainer_logps: PerToken, engine_logps: PerToken, *, cap: f
 
 
 def with_kl_in_advantages(batches: Sequence[TrainBatch], beta: float) -> list[TrainBatch]:
-    """Subtract the KL penalty from the advantage of every token, in place of a term of the loss; every host must call
-    it.
+    """Subtract the KL penalty from the advantage of every token, instead of adding it to the loss. Every host must
+    call this.
 
         k_t = log(old policy / reference) of token t,   A_t = A + beta (mean of k over the step's tokens - k_t)
 
-    The penalty is k1, without a gradient. Its mean over the step is subtracted as a baseline, so that it penalizes no
-    token only because the whole step has moved (tinker-cookbook's ``incorporate_kl_penalty``, without its discount: a
-    token gets its own k only). The old policy is that of ``algorithm.old_policy``. The batches are all those of a
+    The penalty is k1, without a gradient. Its mean over the step serves as a baseline, so that no token is penalized
+    only because the whole step has moved (as in tinker-cookbook's ``incorporate_kl_penalty``, but without its discount:
+    a token gets its own k only). The old policy is that of ``algorithm.old_policy``. ``batches`` are all those of a
     step.
     """
     sums = jax.device_get([_kl_sums(batch.old_logps, batch.reference_logps, batch.weights) for batch in batches])

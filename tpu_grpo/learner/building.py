@@ -1,4 +1,4 @@
-"""Builds the parts of a learner, for training from a model or for compiling from one without values.
+"""Builds the parts of a learner, to train a model or, from a model without values, to compile the programs.
 
 parts = build_parts(config, LearnerInputs(model=model, reference=None, mesh=mesh))
 parts.lower_gradients().compile().memory_analysis()
@@ -24,9 +24,10 @@ from tpu_grpo.models.families.trainer_attention import whole_blocks
 from tpu_grpo.records.errors import ConfigError
 
 SMALL_MODEL_PARAMETERS, SMALL_PASS_TOKENS = 4 * 2**20, 192
-"""Passes of so small a model take no more tokens than this on a device that is a CPU, unless the config says more:
-their temporary memory, gradients among it, is then below 32 MiB, which glibc keeps for the next pass. Larger memory it
-returns to the kernel, which clears every page anew: a fifth of the time of an update."""
+"""On CPUs, passes of a model with at most the first number of parameters take at most the second number of tokens per
+device, unless the config sets the micro-batch. Their temporary memory, gradients included, is then below 32 MiB, which
+glibc keeps for the next pass. Larger memory goes back to the kernel, which clears every page again: a fifth of the time
+of an update."""
 
 
 @dataclass(frozen=True)
@@ -34,13 +35,13 @@ class LearnerInputs:
     """The models and the mesh that a learner trains with."""
 
     model: nnx.Module
-    """The policy, on ``mesh``; updated in place. What is trained may come in a wider type than ``model.dtype``, to
-    which the learner casts it. Where it has adapters, they alone are trained; otherwise the layers of
+    """The policy, on ``mesh``; updated in place. Trained parameters may have a wider type than ``model.dtype``, to
+    which the learner casts them. If the model has adapters, only these are trained; otherwise the layers of
     ``model.train_layers`` if that is set, or everything."""
     reference: nnx.Module | None
     """The initial policy, if ``algorithm.beta`` > 0. It may be ``model`` itself."""
     mesh: Mesh
-    """The trainer's mesh has the axes fsdp and tp."""
+    """The trainer's mesh, with the axes fsdp and tp."""
 
 
 @dataclass(frozen=True)
@@ -52,21 +53,21 @@ class LearnerParts:
     batches: Batches
     updater: Updater
     reference: nnx.Module | None
-    """The model of the KL penalty, with arrays of its own where updates of the policy change them."""
+    """The reference of the KL penalty, with its own copies of the arrays that updates of the policy change."""
 
     @property
     def saved_reference(self) -> nnx.Module | None:
-        """The reference if checkpoints hold it, which is so if it is replaced during the run."""
+        """The reference if it is reset during the run, so that checkpoints must hold it; else None."""
         return None if self.settings.section.reference_reset_every is None else self.reference
 
     @property
     def held(self) -> Any:
-        """What an update needs beside the model's parameters; it stays on the devices between updates."""
+        """The state of updates beside the model's parameters, which stays on the devices between updates."""
         return self.updater.state
 
     @property
     def forward_passes(self) -> int:
-        """How often a step computes log-probabilities before its updates: of the reference, and of the old policy."""
+        """How many forward passes a step makes before its updates: of the reference, and of the old policy."""
         return (self.reference is not None) + (self.settings.section.old_policy == "trainer")
 
     @cached_property
@@ -83,8 +84,8 @@ class LearnerParts:
         return self.updater.lower_step(shared)
 
     def lower_logprobs(self) -> jax.stages.Lowered:
-        """Lower the log-probabilities of a micro-batch under the policy; without adapters, the reference has the same
-        program."""
+        """Lower the log-probabilities of a micro-batch under the policy; without adapters, the reference uses
+        the same program."""
         return self.batches.lower_logprobs(self.shape.empty(self.shape.micro_batch))
 
 
@@ -130,11 +131,11 @@ def _pass_rows(config: RunConfig, model: nnx.Module, mesh: Mesh) -> int:
 
 
 def _reference(config: RunConfig, inputs: LearnerInputs, trained: Collection[str]) -> nnx.Module:
-    """Make the model of the KL penalty: the initial policy, or a copy of the policy that is made anew now and then.
+    """Make the reference of the KL penalty: the initial policy, or a copy of the policy that is reset now and then.
 
-    It shares with the policy what no update changes. With adapters the initial policy is the base model alone; one that
-    is made anew is the base model with adapters of its own, which start as the policy's, and its forward passes cost
-    what the policy's cost.
+    It shares the arrays that no update changes with the policy. With adapters, the initial policy is the base model
+    alone. A reference that is reset is the base model with its own copies of the policy's adapters, and its forward
+    passes cost as much as the policy's.
     """
     if config.algorithm.reference_reset_every is not None:
         return own_copy(inputs.model, trained)

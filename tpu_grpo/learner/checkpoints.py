@@ -1,21 +1,21 @@
-"""Saves and restores the policy, the optimizer's state and what else an update needs, through Orbax.
+"""Saves and restores the policy, the optimizer's state and the other state of updates, through Orbax.
 
-Of a model with adapters only these are saved; the checksums also cover its other parameters, so that adapters are not
-continued on another base.
+Of a model with adapters, only the adapters are saved; the checksums also cover the base model, so that a run cannot
+continue on another one.
 
     <run.dir>/checkpoints/<step>/   model_params, optimizer_state, and
                                     {"global_step": step, "format": FORMAT, "checksums": {...}}
 
-model_params holds the model as it computes; optimizer_state holds the count of updates, the optimizer's moments, and
-what the parameters have beyond ``model.dtype``. Where they are used, entropy_state holds the coefficient of an entropy
-bonus that is adapted, and reference_params a reference of the KL penalty that is made anew now and then.
+model_params holds the parameters that the model computes with; optimizer_state holds the count of updates, the
+optimizer's moments, and the parameters' precision beyond ``model.dtype``. Where used, entropy_state holds the adapted
+coefficient of the entropy bonus, and reference_params the KL penalty's reference that is reset now and then.
 
-A step is saved on a thread of its own into a directory with a temporary name, renamed when it is complete: a process
-that is killed leaves the previous checkpoint as the newest, and the next start removes what was unfinished.
+A step is saved on a thread of its own into a directory with a temporary name, which is renamed when complete. If the
+process is killed, the previous checkpoint stays the newest, and the next start removes the unfinished one.
 
-A run continues after the newest checkpoint that is sound; damaged ones that are newer are moved out of its way. Orbax
-stores no checksum of its own: a file with bytes changed in place may be read back without complaint. It is found by the
-sums that are saved beside the arrays.
+A run continues after the newest sound checkpoint; newer ones, which are damaged, are moved aside. Orbax stores no
+checksums: it may read a file with changed bytes without complaint. The sums that are saved beside the arrays reveal
+the change.
 """
 
 import hashlib
@@ -50,13 +50,13 @@ from tpu_grpo.records.outside import read_file
 
 Resume = Literal["auto", "never", "require"]
 FORMAT = 2
-"""What a checkpoint's optimizer_state holds. 1, which was not written down: bfloat16 moments and accumulated gradients
-of ``optax.MultiSteps``."""
+"""The version of optimizer_state's contents. Version 1, which checkpoints did not name, held bfloat16 moments and the
+accumulated gradients of ``optax.MultiSteps``."""
 MODEL, STATE, ENTROPY, REFERENCE = "model_params", "optimizer_state", "entropy_state", "reference_params"
 SHOWN = 300
-"""The most characters of an error that are quoted; Orbax prints whole trees."""
+"""The most characters quoted of an error; Orbax prints whole trees."""
 _NUMBER = re.compile(r"os_error_code='(\d+)'")
-"""This is how TensorStore names an error of the system, in exceptions that are no OSError."""
+"""Finds the errno that TensorStore writes into exceptions that are not an OSError."""
 
 
 class Unsound(Exception):
@@ -80,7 +80,7 @@ class Held(NamedTuple):
 
     @classmethod
     def of(cls, updater: Updater, reference: nnx.Module | None = None) -> Self:
-        """Split the models into their arrays, which takes as long as all the rest of saving a small model."""
+        """Split the models into their arrays. For a small model, this takes as long as the rest of a save."""
         return cls(nnx.state(updater.model), updater.state, None if reference is None else nnx.state(reference))
 
     def items(self) -> dict[str, Any]:
@@ -110,7 +110,7 @@ class NewestAndBest(PreservationPolicy):
     best: int | None = None
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        """Return one answer per checkpoint; they come in the order of their steps."""
+        """Return for each checkpoint, in the order of their steps, whether to keep it."""
         newest = {checkpoint.step for checkpoint in checkpoints[-self.count :]}
         return [checkpoint.step in newest or checkpoint.step == self.best for checkpoint in checkpoints]
 
@@ -123,8 +123,8 @@ class Checkpoints:
     checkpoints.save(step + 1, updater)
     checkpoints.close()
 
-    The ``keep`` newest ones are kept. All hosts call every method, at the same steps. ``run_file`` holds the run's id,
-    which is drawn at its first save; checkpoints with another are refused.
+    The ``keep`` newest ones are kept. Every host must call every method, at the same steps. ``run_file`` holds the
+    run's id, which is drawn at its first save; checkpoints with another id are refused.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class Checkpoints:
 
     @cached_property
     def _manager(self) -> ocp.CheckpointManager:
-        """Open the directory; a run that starts over does so at its first save, when an earlier run has made room."""
+        """Open the directory; a run that starts over opens it at its first save, when it must be empty."""
         if self._starts_over and (steps := saved_steps(self._directory)):
             raise CheckpointError(
                 f"checkpoint.resume=never needs an empty {self._directory}, found step {steps[-1]}; move it away, or "
@@ -161,8 +161,8 @@ class Checkpoints:
         """Load the newest sound checkpoint and return its step; 0 if there is none.
 
         Raises:
-            CheckpointError: for some of which none can be read back, and for none with ``require``. With ``never`` one
-                that is there is not looked at now, and refused when the first step is saved.
+            CheckpointError: if there are checkpoints but none can be read back, or with ``require`` if there are none.
+                With ``never``, existing ones are ignored here, and refused when the first step is saved.
         """
         self._starts_over = resume == "never"
         steps = [] if self._starts_over else self._saved_steps()
@@ -172,7 +172,7 @@ class Checkpoints:
                 "use checkpoint.resume=auto"
             )
         if not steps:
-            checksums(Held.of(updater, self._reference).leaves())  # compiles them now, not at the first save
+            checksums(Held.of(updater, self._reference).leaves())  # compiles the sums now, not at the first save
             return 0
         self._run, reasons = self._id_of_run(), dict[int, str]()
         for step in steps:
@@ -192,7 +192,7 @@ class Checkpoints:
         )
 
     def _id_of_run(self, new: str = "") -> str:
-        """Read the run's id on host 0 for all; a run that has none gets the new one."""
+        """Read the run's id on host 0, for all hosts; a run without an id gets ``new``."""
         if self._run_file is None:
             return ""
         found = ""
@@ -204,7 +204,7 @@ class Checkpoints:
         return self._hosts.broadcast("the id of the run", found, str)
 
     def _saved_steps(self) -> list[int]:
-        """Return the steps that are saved, the newest first, the same on every host; the rest of a killed save goes."""
+        """Remove unfinished saves, and return the saved steps, newest first, which must be the same on all hosts."""
         if self._hosts.is_first:  # Orbax would do so in the background, before its next save
             for path in self._directory.glob(f"*{ocp.utils.TMP_DIR_SUFFIX}*"):
                 shutil.rmtree(path)
@@ -214,10 +214,9 @@ class Checkpoints:
         return steps
 
     def save(self, step: int, updater: Updater, *, best: int | None = None) -> None:
-        """Start saving; returns when the values are copied and may change. A step that is already saved is not saved
-        again.
+        """Start saving a step, if it is not saved already; return when the values are copied and may change.
 
-        Of the other checkpoints the newest and the step ``best`` are kept.
+        Of the other checkpoints, the newest ones and that of the step ``best`` are kept.
         """
         self._kept.best = best
         if step == self._manager.latest_step():
@@ -238,7 +237,7 @@ class Checkpoints:
         Older checkpoints that a killed process did not get to remove are removed now.
         """
         if not self._restored and "_manager" not in vars(self):
-            return  # nothing was there, and nothing was saved
+            return  # nothing was restored, and nothing was saved
         self._manager.wait_until_finished()
         for step in sorted(self._manager.all_steps())[: -self._kept.count]:
             if step != best:
@@ -246,7 +245,7 @@ class Checkpoints:
         self._manager.close()
 
     def _read(self, step: int, updater: Updater) -> str:
-        """Load a step; returns why it is not sound on some host, the same on all of them, or nothing."""
+        """Load a step. Return why it is unsound on some host, the same text on all hosts; empty if it is sound."""
         path, held, reason = self._directory / str(step), Held.of(updater, self._reference), ""
         items, saved = {}, {}
         try:
@@ -265,7 +264,7 @@ class Checkpoints:
         return wrong_sums(saved, Held.of(updater, self._reference).leaves())
 
     def _set_aside(self, reasons: Mapping[int, str], sound: int) -> None:
-        """Move damaged checkpoints out of the way of a run that goes on after an older one, and tell the user."""
+        """Move damaged checkpoints aside, for a run that continues after an older one, and note it for the user."""
         for step, reason in reasons.items():
             number = 0
             to = self._aside / str(step)
@@ -298,21 +297,21 @@ def read_items(
 
     Args:
         path: the checkpoint, ``<directory>/<step>``.
-        wanted: by item the tree of arrays whose types and shardings are wanted.
-        host: the index of this one.
+        wanted: by item, a tree of arrays with the wanted types and shardings.
+        host: the index of this host.
         names: arrays that must have been saved, by the names of their sums.
-        run: the id of the run that must have saved it, if both have one.
-        partial: leave arrays of the items that are not wanted where they are.
+        run: the id of the run that must have saved the checkpoint; only compared if both have an id.
+        partial: skip those arrays of the items that are not in ``wanted``.
 
     Returns:
         The items, and the sums that were saved with them.
 
     Raises:
-        Unsound: it is damaged, another step's, or its arrays have other shapes.
-        CheckpointError: it was written by another version or run, or for other arrays: another model, optimizer or
-            loss.
+        Unsound: the checkpoint is damaged, another step's, or its arrays have other shapes.
+        CheckpointError: the checkpoint was written by another version or run, or for other arrays (another model,
+            optimizer or loss).
     """
-    # Read without the barriers of Orbax: a host whose read fails would not come to them.
+    # Read without the barriers of Orbax: a host whose read fails would not reach them.
     alone = ocp.options.MultiprocessingOptions(
         primary_host=host, active_processes={host}, barrier_sync_key_prefix=f"reading_on_host_{host}"
     )
@@ -327,7 +326,7 @@ def read_items(
         _check_metadata(path, metadata, names, run)
         if missing := [item for item in wanted if not (path / item).is_dir()]:
             raise Unsound(f"{' and '.join(missing)} is missing")
-        as_wanted = ocp.checkpoint_utils.construct_restore_args  # every array with its type and sharding there
+        as_wanted = ocp.checkpoint_utils.construct_restore_args  # reads arrays in the types and shardings of a tree
         arguments = {
             item: ocp.args.PyTreeRestore(item=tree, restore_args=as_wanted(target=tree), partial_restore=partial)
             for item, tree in wanted.items()
@@ -344,14 +343,14 @@ def read_items(
 
 
 def wrong_sums(saved: Mapping[str, int], leaves: Mapping[str, jax.Array]) -> str:
-    """Name the arrays whose checksums differ from the saved ones, or have no saved one; empty if none does."""
+    """Say how many arrays have a checksum other than the saved one, or no saved one; empty if none."""
     wrong = [name for name, value in checksums(leaves).items() if saved.get(name) != value]
     return f"{len(wrong)} arrays are not what was saved, the first {wrong[0]}" if wrong else ""
 
 
 def read_policy(directory: Path, step: int, model: nnx.Module, host: int = 0) -> None:
-    """Load the policy of one checkpoint into a model, without its optimizer, also while the run that saves there goes
-    on. Raises CheckpointError for one that is not there, is damaged, or is of another model."""
+    """Load the policy of one checkpoint, without the optimizer's state, into a model. A run may save there meanwhile.
+    Raises CheckpointError for a checkpoint that is missing, damaged, or of another model."""
     path = directory.absolute() / str(step)
     if not (path / MODEL).is_dir():
         found = list(saved_steps(directory))
@@ -364,11 +363,11 @@ def read_policy(directory: Path, step: int, model: nnx.Module, host: int = 0) ->
 
 
 def read_stepped(directory: Path, step: int, model: nnx.Module, *, residual: bool, host: int = 0) -> Values:
-    """Read the trained parameters of a checkpoint in float32, the precision in which the optimizer steps them, by
+    """Read the trained parameters of a checkpoint in float32, the precision in which the optimizer updates them, by
     name.
 
-    ``model`` holds the policy of that step in bfloat16, as `read_policy` reads it. Beside it the checkpoint has float32
-    copies, or the ``residual`` of 8 bits.
+    ``model`` holds the policy of that step in bfloat16, as `read_policy` reads it. The checkpoint also has float32
+    copies or, with ``residual``, residuals of 8 bits.
 
     Raises:
         CheckpointError: for a checkpoint that is damaged, or of another model.
@@ -397,9 +396,9 @@ def _unsound_explained(path: Path) -> Iterator[None]:
 
 def handlers(**settings: Any) -> dict[str, ocp.PyTreeCheckpointHandler]:
     """Make a handler for every item of a checkpoint, with further settings of Orbax."""
-    # By default an array that several devices hold is cut into pieces, by a program compiled for each shape at the
-    # first save. Only small arrays are held so, and they are saved whole. A file of shardings would take a quarter of
-    # a small model's save, and nobody reads it: a run says which shardings it wants.
+    # By default Orbax cuts an array that several devices replicate into pieces, by a program compiled for each shape at
+    # the first save. Here only small arrays are replicated, and they are saved whole. A file of shardings would take a
+    # quarter of the time of a small model's save, and nobody reads it: a run says which shardings it wants.
     whole = ocp.type_handlers.ArrayHandler(use_replica_parallel=False, enable_write_sharding_file=False)
     registry = ocp.type_handlers.create_type_handler_registry((jax.Array, whole))
     items = (MODEL, STATE, ENTROPY, REFERENCE)
@@ -454,26 +453,26 @@ def _check_metadata(path: Path, metadata: Mapping[str, Any], names: Collection[s
 
 
 class SavingManager(ocp.CheckpointManager):
-    """Orbax's manager, in which an error of the disk is reported as one, to all hosts at once.
+    """Orbax's manager, which here reports an error of the disk as such, to all hosts at once.
 
     Orbax 0.12.8 writes on threads of its own. After an error there it first waits for the other hosts at one barrier,
     while they wait for this host at another, both for 20 minutes; and until then nobody sees the error.
     """
 
     _step: int | None = None
-    """This step is being saved, or was last."""
+    """The step that is being saved, or was saved last."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        # An error of the disk is raised, and told in a line. Orbax logs it as well where it meets it, and after the
-        # first it closes an event loop to which TensorStore reports the end of every other array; each of these reports
-        # becomes an exception that nobody can catch. Neither prints a traceback.
+        # An error of the disk is raised and told in a line, and these tracebacks of it are not printed: Orbax logs the
+        # error where it occurs. After it, Orbax closes an event loop to which TensorStore still reports the end of
+        # every other array, and each of these reports becomes an exception that nobody can catch.
         logging.getLogger("absl").addFilter(_is_not_of_the_disk)
         if getattr(sys.unraisablehook, "func", None) is not _print_unless_of_a_closed_loop:
             sys.unraisablehook = partial(_print_unless_of_a_closed_loop, sys.unraisablehook)
 
     def save(self, step: int, *args: Any, **settings: Any) -> bool:
-        """Start saving a step, as Orbax does; raises DiskError if the disk did not take this one or the one before."""
+        """Start saving a step, as Orbax does; raises DiskError if this save or the one before met a disk error."""
         self.wait_until_finished()
         self._step = step
         with disk_errors_explained(self._explained):
@@ -485,7 +484,7 @@ class SavingManager(ocp.CheckpointManager):
             super().wait_until_finished()
 
     def _wait_for_checkpointers(self) -> None:
-        """Wait for the threads that write: Orbax calls it on another thread, before it waits for the other hosts."""
+        """Wait for the threads that write. Orbax calls this on another thread, before it waits for the other hosts."""
         try:
             super()._wait_for_checkpointers()
         except Exception as error:
@@ -493,7 +492,7 @@ class SavingManager(ocp.CheckpointManager):
             raise
 
     def _explained(self, error: BaseException) -> DiskError | None:
-        """Make an error that the disk has caused one that users are told in a line."""
+        """Convert an error that the disk caused to one whose message is a line for users; None for other errors."""
         if isinstance(error, DiskError):
             return error
         if (number := _system_error(error)) is None:
@@ -502,7 +501,7 @@ class SavingManager(ocp.CheckpointManager):
 
 
 def _system_error(error: BaseException) -> int | None:
-    """Return the number of the system's error that is the cause, if one is."""
+    """Return the errno of the system error that caused this one; None if none did."""
     found = _NUMBER.search(str(error))
     return int(found[1]) if found else getattr(error, "errno", None)
 

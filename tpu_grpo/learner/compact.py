@@ -1,4 +1,4 @@
-"""Stores 32-bit values in 8 bits: the optimizer's moments, and the precision of a parameter beyond bfloat16.
+"""Stores 32-bit values in 8 bits: the optimizer's moments, and what a float32 parameter has beyond bfloat16.
 
 The encodings are FlashOptim's (arXiv 2602.23349). Values along the last axis share a float32 scale in blocks of b:
 
@@ -7,10 +7,10 @@ The encodings are FlashOptim's (arXiv 2602.23349). Values along the last axis sh
     residual         r = value - bfloat16(value), code = round(127 * r / (ulp / 2))        of float32 parameters
 
 A block lies within one shard, so that codes and scales are sharded like the parameter. The residual is rounded
-stochastically: a step that is smaller than a unit of it (ulp / 254) takes effect with a probability in proportion to
-its size, so that no step is lost on average.
+stochastically: a step smaller than the residual's unit (ulp / 254) takes effect with a probability proportional to the
+step's size, so that on average no step is lost.
 
-Suffixes: L the last axis, b the values of a block.
+Suffixes: L length of the last axis, b values in a block.
 """
 
 from collections.abc import Mapping
@@ -23,18 +23,18 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, BFloat16, Float, Float32, Int8, Key
 
 LARGEST_BLOCK = 64
-"""Values that share a scale, at most; a scale of 4 bytes then adds half a bit to each."""
+"""The most values that share a scale; the scale's 4 bytes then add half a bit to each value."""
 UNSIGNED = ("nu", "nu_max", "v", "e_g", "e_x", "sum_of_squares")
-"""How optax calls what is never negative: second moments, and what its other optimizers have in their place."""
+"""optax's field names for values that are never negative: second moments, or what other optimizers have instead."""
 
 
 class Codes(NamedTuple):
     """An array in 8 bits: int8 for signed values, uint8 for values that are never negative."""
 
     codes: Array
-    """The shape of what was encoded, [..., L]."""
+    """Has the shape of the encoded array, [..., L]."""
     scales: Float32[Array, "..."]
-    """[..., L / b]."""
+    """One for each block, [..., L / b]."""
 
 
 def encode(values: Float[Array, "*axes"], block: int, *, signed: bool) -> Codes:
@@ -45,7 +45,7 @@ def encode(values: Float[Array, "*axes"], block: int, *, signed: bool) -> Codes:
     if signed:
         codes = jnp.round(127.0 * 2.0 * share / (1.0 + jnp.abs(share))).astype(jnp.int8)
     else:
-        # A second moment of 0 beside a first moment that is not would make a step without bound: only 0 becomes 0.
+        # A second moment of 0 beside a nonzero first moment would make an unbounded step: only 0 gets the code 0.
         codes = jnp.where(share > 0.0, jnp.maximum(jnp.round(255.0 * jnp.sqrt(share)), 1.0), 0.0).astype(jnp.uint8)
     return Codes(codes.reshape(values.shape), scales)
 
@@ -63,14 +63,13 @@ def decode(coded: Codes) -> Float32[Array, "*axes"]:
 
 
 def block_size(leaf: Any) -> int:
-    """Return b for an array or its description: the largest divisor of a shard's last axis up to LARGEST_BLOCK."""
+    """Return b for an array or its description: the largest divisor, up to LARGEST_BLOCK, of a shard's last axis."""
     length = leaf.sharding.shard_shape(leaf.shape)[-1] if isinstance(leaf.sharding, NamedSharding) else leaf.shape[-1]
     return next(size for size in range(min(LARGEST_BLOCK, length), 0, -1) if length % size == 0)
 
 
 def compact(tx: optax.GradientTransformation, blocks: Mapping[str, int]) -> optax.GradientTransformation:
-    """Wrap an optax transformation so that its state keeps every array of a parameter's shape in 8 bits between
-    updates.
+    """Wrap an optax transformation: between updates, its state holds arrays of a parameter's shape in 8 bits.
 
     ``blocks`` holds each parameter's block size by name; parameters are a flat dict by name.
     """
@@ -86,7 +85,7 @@ def compact(tx: optax.GradientTransformation, blocks: Mapping[str, int]) -> opta
 
 
 def parameter_name(path: tuple[Any, ...]) -> str | None:
-    """Return the parameter that an array of an optimizer's state belongs to; None if it belongs to none."""
+    """Return the name of the parameter that an array of an optimizer's state belongs to; None if there is none."""
     names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
     return names[-1] if names else None
 
@@ -94,7 +93,7 @@ def parameter_name(path: tuple[Any, ...]) -> str | None:
 def _encoded(state: Any, blocks: Mapping[str, int], params: Any) -> Any:
     def leaf(path: tuple[Any, ...], value: Any) -> Any:
         name = parameter_name(path)
-        # optax names groups of parameters, too
+        # the name may also be that of one of optax's groups of parameters
         if name is None or name not in params or value.shape != params[name].shape:
             return value
         fields = {key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)}
@@ -113,7 +112,7 @@ def _decoded(state: Any) -> Any:
 def split_residual(
     values: Float32[Array, "*axes"], key: Key[Array, ""]
 ) -> tuple[BFloat16[Array, "*axes"], Int8[Array, "*axes"]]:
-    """Split values into bfloat16 and a residual in units of ulp / 254, rounded at random by ``key``."""
+    """Split values into bfloat16 and a residual in units of ulp / 254, rounded stochastically with ``key``."""
     rounded = values.astype(jnp.bfloat16)
     units = (values - rounded.astype(jnp.float32)) / _half_ulp(rounded) * 127.0
     noise = jax.random.uniform(key, values.shape)
@@ -121,12 +120,12 @@ def split_residual(
 
 
 def join_residual(rounded: BFloat16[Array, "*axes"], residual: Int8[Array, "*axes"]) -> Float32[Array, "*axes"]:
-    """Put together what `split_residual` split."""
+    """Return the values that `split_residual` split, up to the rounding of the residual."""
     return rounded.astype(jnp.float32) + residual.astype(jnp.float32) / 127.0 * _half_ulp(rounded)
 
 
 def _half_ulp(rounded: BFloat16[Array, "*axes"]) -> Float32[Array, "*axes"]:
-    """Half the distance between neighbours in bfloat16: 2^(e - 8) for a value of the exponent e."""
+    """Return half the distance between neighbouring bfloat16 numbers: 2^(e - 8) for the exponent e."""
     bits = jax.lax.bitcast_convert_type(rounded, jnp.uint16)
-    exponent = jnp.maximum((bits >> 7) & 0xFF, 9).astype(jnp.uint32)  # the smallest whose half ulp is a normal number
+    exponent = jnp.maximum((bits >> 7) & 0xFF, 9).astype(jnp.uint32)  # 9 is the smallest whose half ulp is normal
     return jax.lax.bitcast_convert_type((exponent - 8) << 23, jnp.float32)

@@ -27,20 +27,20 @@ class FailedUpdate:
     update: int
     """Which of the step's updates it was, from 1."""
     updates: int
-    """How many the step has."""
+    """The number of updates in the step."""
     loss: float
     grad_norm: float
     passes: tuple[TrainBatch, ...]
-    """Its micro-batches, on the devices."""
+    """The update's micro-batches, on the devices."""
     scored: ScoredRollout
-    """What the whole step sampled."""
+    """The rollout of the whole step."""
     advantages: Float[np.ndarray, " B"]
     algorithm: str = "grpo"
-    """The name of what computed the loss."""
+    """The name of the algorithm that computed the loss."""
 
     @property
     def what(self) -> str:
-        """Return which number was not finite, and its value."""
+        """A message that says which number was not finite, and its value."""
         name, value = ("gradient norm", self.grad_norm) if math.isfinite(self.loss) else ("loss", self.loss)
         of_several = f", update {self.update} of {self.updates}," if self.updates > 1 else ""
         own = f" with algorithm.name={self.algorithm}" if ":" in self.algorithm else ""
@@ -54,7 +54,7 @@ class FailedUpdate:
 class SkippedUpdates:
     """Handles updates that were not applied: they are skipped, and the first of several in a row is kept in a file.
 
-    ``keep``, once it is set, writes that file, on every host, and returns its path.
+    The function ``keep``, if it is set, writes that file, on every host, and returns its path.
     """
 
     def __init__(self, section: UpdateSection):
@@ -63,12 +63,12 @@ class SkippedUpdates:
         self._in_a_row, self._kept_in = 0, None
 
     def interrupted(self) -> None:
-        """An update was made."""
+        """Note that an update was applied, which ends a row of skipped ones."""
         self._in_a_row = 0
 
     def add(self, failed: FailedUpdate) -> str:
-        """Skip an update, and add a note of it. Raises NonFiniteError if it is not to be skipped, or is one too
-        many."""
+        """Skip an update, and return a note about it. Raises NonFiniteError if updates are not to be skipped, or too
+        many in a row were."""
         if not self._in_a_row:
             self._kept_in = self.keep(failed) if self.keep else None
         self._in_a_row += 1

@@ -1,4 +1,4 @@
-"""The forward pass over packed rows: the model without its output head, and the head over sampled tokens alone.
+"""The forward pass over packed rows: the model without its output head, and the head on sampled tokens only.
 
 Suffixes: R rows, S tokens of a row, D and F widths, L layers, E experts, k experts per token, LK = L * k (layer by
 layer).
@@ -33,9 +33,9 @@ class ModelRows(NamedTuple):
     mask: Any
     """bool [R, S], the tokens whose log-probabilities are wanted."""
     experts: Any = None
-    """What is replayed of the engine's routing, None if nothing is; see `with_replay`."""
+    """The engine's routing, if it is replayed; see `with_replay`."""
     kept: Any = None
-    """How many of the likeliest tokens each was drawn among, int32 [R, S]; None for all."""
+    """How many of the likeliest tokens each token was drawn from, int32 [R, S]; None for all."""
 
 
 class TokenLogprobs(NamedTuple):
@@ -51,7 +51,7 @@ def run_model(model: nnx.Module, rows: ModelRows, *, temperature: float, mesh: M
     body, head = without_head(with_flat_products(with_replay(model, rows.experts), mesh))
     arguments = {"positions": rows.positions, "cache": None, "attention_mask": attention_mask(rows.segments)}
     if "segment_ids" in inspect.signature(type(body).__call__).parameters:
-        arguments["segment_ids"] = rows.segments  # what flash attention looks at in place of the mask
+        arguments["segment_ids"] = rows.segments  # flash attention uses these instead of the mask
     hidden_RSD, _ = body(rows.token_ids, **arguments)
     found = token_logprobs(
         hidden_RSD.astype(head.weight.dtype),
@@ -82,7 +82,7 @@ def _logprobs(definition: Any, state: Any, rows: ModelRows, **settings: Any) -> 
 
 
 def _next(values_RS: Array) -> Array:
-    """Move every value to the place of the token before it, whose state predicts it; the last place gets none."""
+    """Move every value one place to the left, where the hidden state predicts its token; the last place gets 0."""
     return jnp.pad(values_RS[:, 1:], ((0, 0), (0, 1)))
 
 
@@ -121,14 +121,14 @@ def without_head(model: Any) -> tuple[Any, OutputHead]:
 
 
 class _Unchanged(nnx.Module):
-    """Stands in the place of a head."""
+    """Takes the place of a head, and returns its input."""
 
     def __call__(self, hidden_RSD: Float[Array, "R S D"]) -> Float[Array, "R S D"]:
         return hidden_RSD
 
 
 class _EmbedderWithoutHead(nnx.Module):
-    """Embeds tokens as before, and returns states where logits were asked for."""
+    """Embeds tokens as before, but returns hidden states instead of logits."""
 
     def __init__(self, embedder: Any):
         self.embedder = embedder
@@ -142,11 +142,11 @@ class _EmbedderWithoutHead(nnx.Module):
 
 class Replayed(nnx.Variable[Any]):
     """The experts of every token in one layer, integers [R, k, S]; an nnx variable, so that rematerialization keeps
-    it."""
+    them."""
 
 
 class ReplayingRouter(nnx.Module):
-    """A router that replays given choices; it routes tokens without one itself."""
+    """A router that replays given choices of experts; it chooses experts itself for tokens without a given choice."""
 
     def __init__(self, router: Any, experts_RkS: Integer[Array, "R k S"]):
         self.router = router
@@ -161,21 +161,21 @@ class ReplayingRouter(nnx.Module):
 
 
 def with_replay(model: Any, experts_RLKS: Integer[Array, "R LK S"] | None) -> Any:
-    """Return a model that routes tokens to the experts that the engine chose; a model without experts is returned
-    unchanged.
+    """Return a model that routes tokens to the experts that the engine chose; without ``experts_RLKS`` the model
+    itself is returned.
 
-    Rounding differs between engine and trainer, and where two experts are about equally likely, it decides which one a
-    token passes. The trainer would then compute another function of the parameters than the one that was sampled from.
-    R3 ("Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers", arXiv 2510.11370) takes the
-    engine's choice I and the trainer's router logits s:
+    Engine and trainer round differently, and where two experts are about equally likely, rounding decides which of them
+    gets a token. The trainer would then compute another function of the parameters than the one that was sampled from.
+    R3 ("Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers", arXiv 2510.11370) uses the
+    engine's choice I (1 for chosen experts, else 0) and the trainer's router logits s:
 
         weight of expert e = I_e exp(s_e) / sum over j of I_j exp(s_j)
 
-    which is the softmax over all experts at the chosen ones, divided by its sum there, as these models define it.
-    Gradients reach the router through the weights. The same comes of logits that are minus infinity outside of I, so
-    the router is all that changes: Tunix's layer takes the largest k of them.
+    which is the softmax over all experts, restricted to the chosen ones and normalized, as these models define it.
+    Gradients reach the router through the weights. Logits of minus infinity outside of I give the same weights, so
+    only the router is replaced: Tunix's layer takes the k largest logits.
 
-    The model stays as it is, and shares its arrays.
+    The given model is unchanged, and shares its arrays.
     """
     if experts_RLKS is None:
         return model
@@ -191,13 +191,13 @@ def with_flat_products(model: Any, mesh: Mesh | None) -> Any:
     itself.
 
     The gradient of a weight sums over the rows and tokens of its inputs. XLA's CPU backend turns a sum over two
-    dimensions into a plain product with transposed copies of the inputs; a sum over one dimension needs no copy. The
+    dimensions into a matrix product with transposed copies of the inputs; a sum over one dimension needs no copy. The
     update of a small model then takes a tenth less time:
 
         [R, S, D]  ->  [R x S, D]  ->  the module, without a dimension for rows  ->  [R x S, F]  ->  [R, S, F]
 
-    TPUs need no copies, and rows that are sharded over devices stay rows. The model itself is unchanged, and shares
-    its arrays. ``mesh=None`` stands for a mesh of one device.
+    TPUs need no copies, and rows that are sharded over devices cannot be flattened. The given model is unchanged, and
+    shares its arrays. ``mesh=None`` stands for a mesh of one device.
     """
     devices = jax.devices()[:1] if mesh is None else list(mesh.devices.flat)
     if len(devices) > 1 or devices[0].platform != "cpu":
@@ -223,7 +223,7 @@ def _without_rows(equation: str) -> str | None:
 
 @functools.cache
 def _flat(kind: Any) -> Any:
-    """Derive the class of a module that is called with tokens without rows; all else is as in ``kind``."""
+    """Derive a class from ``kind`` whose call flattens rows and tokens into one axis; all else is as in ``kind``."""
 
     def call(self: Any, inputs_RSD: Float[Array, "R S ..."]) -> Float[Array, "R S ..."]:
         rows, tokens, *widths = inputs_RSD.shape

@@ -3,13 +3,13 @@
 inputs = LearnerInputs(model=model, reference=None, mesh=mesh)
 learner = Learner(config, inputs)           # restores the newest checkpoint
 for step in range(learner.restored_step + 1, config.run.max_steps + 1):
-    result = learner.update(scored)         # no number that is not finite reaches the policy
+    result = learner.update(scored)         # NaN and infinities never reach the policy
     ...                                     # move learner.params() to the sampler
     learner.save(step)
 learner.close()
 
-A rollout becomes one `Signal`, which says what is learnt from it; the signal becomes rows, the rows micro-batches, and
-these one update or several.
+A rollout becomes one `Signal`, which says what is learnt from it; the signal becomes rows, the rows micro-batches,
+and the micro-batches one update or several.
 """
 
 import time
@@ -65,7 +65,7 @@ class Learner:
 
     @staticmethod
     def build(config: RunConfig, inputs: LearnerInputs) -> LearnerParts:
-        """Build what updates the policy, of descriptions where the model is made of some."""
+        """Build the parts that update the policy, of descriptions if the model consists of descriptions."""
         return build_parts(config, inputs)
 
     def share(self, names: Collection[str]) -> None:
@@ -77,8 +77,8 @@ class Learner:
 
         Raises:
             DataError, RewardError, NonFiniteError: for a rollout that cannot be learnt from; the policy is unchanged.
-            NonFiniteError: for a loss or gradient that is not finite, unless such updates are skipped. Of several
-                updates those before it were made.
+            NonFiniteError: for a loss or gradient that is not finite, unless such updates are skipped. The
+                step's earlier updates remain applied.
         """
         started, config, parts = time.perf_counter(), self._config, self._parts
         if (rows := len(scored.rollout.completions)) != config.batch_rows:
@@ -112,15 +112,15 @@ class Learner:
     def _made_updates(
         self, signal: Signal, scored: ScoredRollout
     ) -> Iterator[tuple[MeasuredUpdate, Sequence[TrainBatch]]]:
-        """Make the updates on a rollout; gives each with its micro-batches."""
+        """Make the updates on a rollout; yields each with its micro-batches."""
         every = self._config.logging.histograms_every
         due = every > 0 and signal.step % every == 0
         for number, batches in enumerate(self._updates(signal)):
             yield self._update(batches, histograms=due and number == 0), batches
 
     def keep_failed(self, keep: Callable[[FailedUpdate], Path]) -> None:
-        """Set the function that writes an update whose loss or gradient is not finite to a file; of several in a row
-        the first."""
+        """Set the function that writes an update whose loss or gradient is not finite to a file. Of several such
+        updates in a row, only the first is written."""
         self._skipped.keep = keep
 
     def informative(self, scored: ScoredRollout) -> Bool[np.ndarray, " P"]:
@@ -150,8 +150,8 @@ class Learner:
         return parameters(self._updater.model)
 
     def policy(self, step: int | None = None) -> nnx.Module:
-        """Return the policy as it is, or as it was saved at a step; both share the frozen parameters. Raises
-        CheckpointError for a step that is not there or is damaged."""
+        """Return the current policy, or a copy as saved at a step; with adapters, both share the base model. Raises
+        CheckpointError for a checkpoint that is missing or damaged."""
         if step is None:
             return self._updater.model
         policy = nnx.clone(self._updater.model)
@@ -188,8 +188,8 @@ class Learner:
     def _updates(self, signal: Signal) -> Iterator[list[TrainBatch]]:
         """Yield the micro-batches of every update on a rollout.
 
-        What the policy is compared with is of the policy before the first update. Mini-batches of an iteration are
-        placed together, so that no device waits for the host between them.
+        The log-probabilities that the policy is compared with are computed before the first update. The mini-batches of
+        an iteration are placed together, so that no device waits for the host between them.
         """
         config = self._config
         iterations, size = config.algorithm.iterations, config.mini_batch_prompts
@@ -240,5 +240,5 @@ class Learner:
     def _update(self, batches: Sequence[TrainBatch], *, histograms: bool = False) -> MeasuredUpdate:
         sums = [self._updater.accumulate(batch) for batch in batches]
         counted = self._updater.histograms() if histograms else {}
-        # the first time that anything is waited for
+        # nothing is waited for before this line
         return MeasuredUpdate(*jax.device_get((sums, self._updater.step(), counted)))

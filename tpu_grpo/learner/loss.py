@@ -2,13 +2,13 @@
 
     loss = sum of weight x (importance x correction x algorithm.token_losses + beta x KL - coefficient x entropy)
 
-Without a ratio to the old policy the gradient of the KL estimates is not that of the divergence: of k1 it is zero in
-expectation, of k2 it is right for what the policy now has sampled, of k3 it is that of the divergence the other way
-round. Times the ratio, of k1 and k3 it is right.
+Without a ratio to the old policy, the gradient of a KL estimate is not that of KL(policy || reference): k1's is zero in
+expectation, k2's is right only for tokens that the current policy sampled, and k3's is that of KL(reference || policy).
+Multiplied by the ratio, k1 and k3 have the right gradient.
 
 The weights hold the aggregation over the whole update (`token_weights`), so that the losses of micro-batches add up.
 
-Suffixes: R packed rows, S tokens of a row. An algorithm calls them B and T.
+Suffixes: R packed rows, S tokens of a row. The algorithms call them B and T.
 """
 
 from collections.abc import Mapping, Sequence
@@ -45,16 +45,16 @@ class EntropyState(NamedTuple):
         c_(k+1) = c_k + step where H_k <= target, else c_k - step
         bonus of update k: c_k H where H_k <= target, else none
 
-    What departs from the paper: H_k is known only after all forward passes of update k, so that the bonus of an
-    update depends on the previous update, from the second on; and the coefficient does not fall below 0, where a
-    bonus would lower the entropy.
+    What departs from the paper: H_k is known only after all forward passes of update k, so that from the second
+    update on, the bonus depends on the entropy of the update before; and the coefficient does not fall below 0, where
+    the bonus would lower the entropy.
 
-    It is part of the update's state: the program is the same for all its values, and checkpoints hold it.
+    The coefficient is part of the update's state: the program is the same for all values, and checkpoints hold it.
     """
 
     coefficient: Float[Array, ""]
     applied: Float[Array, ""]
-    """That of the next update: the coefficient, or 0."""
+    """The coefficient that the next update applies: ``coefficient``, or 0."""
 
     @classmethod
     def first(cls, section: AlgorithmSection) -> "EntropyState | tuple[()]":
@@ -72,10 +72,10 @@ class EntropyState(NamedTuple):
 
 @struct.dataclass(frozen=True)
 class TrainBatch:
-    """The rows of a micro-batch on the trainer's devices: arrays, or what jax substitutes for them when it traces."""
+    """The rows of a micro-batch on the trainer's devices: arrays, their descriptions, or jax's tracers."""
 
     rows: ModelRows
-    """What the model is run on; its mask is of the tokens that were sampled."""
+    """The inputs of the model; their mask marks the tokens that were sampled."""
     weights: Any
     """How much each token counts in the update's loss, float32 [R, S]."""
     advantages: Any
@@ -83,11 +83,11 @@ class TrainBatch:
     rollout_logps: Any
     """The log-probabilities that the engine sampled with, float32 [R, S]."""
     old_logps: Any
-    """The denominator of the ratio, float32 [R, S]."""
+    """The old policy's log-probabilities, the denominator of the ratio, float32 [R, S]."""
     importance: Any
     """Multiplies the algorithm's token losses, float32 [R, S]; None stands for 1."""
     reference_logps: Any
-    """The initial policy's, for the KL penalty, float32 [R, S]; None without one."""
+    """The reference's log-probabilities, for the KL penalty, float32 [R, S]; None without a penalty."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,11 +98,11 @@ class LossSettings:
     section: AlgorithmSection
     temperature: float
     mesh: Mesh | None
-    """The trainer's; None where everything lies on one device."""
+    """The trainer's mesh; None where everything lies on one device."""
 
     @property
     def numbers(self) -> dict[str, Any]:
-        """The numbers that the compiled program takes as data, so that other values need no other program.
+        """The numbers that the compiled program takes as data, so that other values need no recompilation.
 
         They are the weight of the KL penalty, the coefficient of the entropy bonus, and what the algorithm and its
         correction list in their attribute ``numbers``: the sizes of a clip, the bounds of a ratio. Whether there is a
@@ -111,7 +111,7 @@ class LossSettings:
         return {"beta": self.section.beta, "entropy": self.section.entropy_bonus, **self.algorithm.numbers}
 
     def placed_numbers(self, entropy: EntropyState | tuple[()]) -> dict[str, Any]:
-        """Return the numbers as float32 arrays on every device of the mesh; an adapted coefficient is one already."""
+        """Return the numbers as float32 arrays on all devices, with the coefficient of ``entropy`` if it is adapted."""
         return self._placed | ({"entropy": entropy.applied} if isinstance(entropy, EntropyState) else {})
 
     @cached_property
@@ -129,7 +129,7 @@ class LossSettings:
 
     @property
     def _everywhere(self) -> NamedSharding:
-        assert self.mesh is not None  # a learner has one
+        assert self.mesh is not None  # a learner has a mesh
         return NamedSharding(self.mesh, PartitionSpec())
 
     @property
@@ -152,7 +152,7 @@ class AgreementSums(NamedTuple):
         effective_sample_size         (sum w)^2 / (n sum w^2), in (0, 1]: the share of the tokens that still count if
                                       the engine's samples are weighted to stand for the trainer's
 
-    Sums are kept of w - 1, not of w: near agreement w is 1 but for the last bits, and those are the measurement.
+    The sums are of w - 1, not of w: near agreement, w differs from 1 only in its last bits, which are what counts.
     """
 
     tokens: Any
@@ -178,9 +178,9 @@ class LossSums(NamedTuple):
     """The sum of the entropies of the distributions that the tokens were drawn from."""
     agreement: AgreementSums
     correction: CorrectionSums | None = None
-    """What the algorithm's correction did, if it has one."""
+    """The sums of the algorithm's correction, if it has one."""
     ratio_excess: Any = None
-    """The sum of (ratio to the old policy - 1) of all tokens; None where that is ``agreement.excess_sum``."""
+    """The sum of (ratio to the old policy - 1) of all tokens; None where it equals ``agreement.excess_sum``."""
 
 
 def policy_loss(
@@ -188,7 +188,7 @@ def policy_loss(
 ) -> tuple[Float[Array, ""], LossSums]:
     """Compute the loss of a micro-batch, through which the gradient flows, and the sums for the metrics.
 
-    ``numbers`` replace those of the settings.
+    ``numbers``, if given, replace the numbers of the settings.
     """
     numbers = settings.numbers if numbers is None else numbers
     algorithm, section = settings.algorithm.with_numbers(numbers), settings.section
@@ -196,7 +196,7 @@ def policy_loss(
     counts_RS = batch.weights != 0.0
 
     def counted(values_RS: PerToken) -> PerToken:
-        # What does not count may have any loss. It is cut off before and after: a gradient of 0 * infinity is not 0.
+        # Masks tokens that do not count, before and after the losses: these may be infinite, and 0 * infinity is NaN.
         return jnp.where(counts_RS, values_RS, 0.0)
 
     now_RS, old_RS = counted(found.logprobs_RS), counted(batch.old_logps)

@@ -5,7 +5,7 @@
     updates, state = optimizer.update(gradients, state, params)      # params + updates is the step
 
 Parameters are a flat dict by name. The optimizers are optax's; a new one is a function here and a line in `SHIPPED`, or
-a function of the user's own, named in the config.
+the user's own function, named in the config.
 """
 
 import math
@@ -25,7 +25,8 @@ from tpu_grpo.records.errors import ConfigError
 Params = Mapping[str, Any]
 """The trained parameters, arrays or their descriptions, by dotted name."""
 Direction = Callable[..., optax.GradientTransformation]
-"""Makes what an optimizer steps along, before decay and learning rate; takes the section and its own options."""
+"""Makes the transformation of gradients into a step, before decay and learning rate, from the section, the parameters
+and the optimizer's own options."""
 
 
 def _adamw(section: OptimizerSection, params: Params, *, eps: float = 1e-8) -> optax.GradientTransformation:
@@ -34,7 +35,7 @@ def _adamw(section: OptimizerSection, params: Params, *, eps: float = 1e-8) -> o
 
 
 def _lion(section: OptimizerSection, params: Params) -> optax.GradientTransformation:
-    """Lion (Chen et al. 2023, arXiv 2302.06675): the sign of a momentum. Its paper advises a third of AdamW's rate."""
+    """Lion (Chen et al. 2023, arXiv 2302.06675): the sign of a momentum. The paper advises a third of AdamW's rate."""
     return optax.scale_by_lion(b1=section.b1, b2=section.b2)
 
 
@@ -47,15 +48,15 @@ def _sgd(
 def _adafactor(
     section: OptimizerSection, params: Params, *, decay_rate: float = 0.8, clip_rms: float = 1.0
 ) -> optax.GradientTransformation:
-    """Adafactor (Shazeer & Stern 2018, arXiv 1804.04235) without momentum, with the learning rate as it is set."""
+    """Adafactor (Shazeer & Stern 2018, arXiv 1804.04235) without momentum, at the learning rate of the config."""
     return optax.chain(optax.scale_by_factored_rms(decay_rate=decay_rate), optax.clip_by_block_rms(clip_rms))
 
 
 def _muon(
     section: OptimizerSection, params: Params, *, beta: float = 0.95, ns_steps: int = 5, rms: float = 0.2
 ) -> optax.GradientTransformation:
-    """Muon (Jordan 2024) for the matrices in the layers, at an RMS of 0.2 as in arXiv 2502.16982; Adam elsewhere. At
-    that RMS it takes AdamW's learning rates."""
+    """Muon (Jordan 2024) for the matrices in the layers, with steps of RMS 0.2 as in arXiv 2502.16982; Adam for all
+    else. At that RMS, AdamW's learning rates fit."""
     axes = {name: matrix_axes(name, tuple(leaf.shape)) for name, leaf in params.items()}
 
     def of_matrices(tree: Any) -> Any:
@@ -86,8 +87,8 @@ def build_optimizer(config: RunConfig, params: Params) -> optax.GradientTransfor
     """Build a run's optimizer for these parameters, arrays or their descriptions.
 
     Raises:
-        ConfigError: for an unknown name, options that it does not take, a rule that no parameter has, or a warm-up or
-            a decay that leaves no update for the rest of the schedule.
+        ConfigError: for an unknown name, options that it does not take, a rule that applies to no parameter, or a
+            warm-up or a decay that leaves no update for the rest of the schedule.
     """
     section, schedule = config.optimizer, learning_rate_schedule(config)
     decays, rates = rule_values(section, params)
@@ -107,12 +108,12 @@ def learning_rate_schedule(config: RunConfig) -> optax.Schedule:
     """Return the schedule of the learning rate over the updates u = 0, 1, ... of a run, N in all.
 
     With W warm-up updates and peak p it is p * u / W for u < W. Then it stays p (constant), or falls from p at u = W
-    towards 0 at u = N, the first update that is not made (linear, cosine), or falls so over the last D updates only
-    (wsd: warm-up, stable, decay). For N = 4, W = 2, linear: 0, p/2, p, p/2. ``optimizer.schedule_steps`` is N for a
-    run that makes fewer updates.
+    to 0 at u = N, just after the last update (linear, cosine), or falls linearly over the last D updates only (wsd:
+    warm-up, stable, decay). For N = 4, W = 2, linear: 0, p/2, p, p/2. ``optimizer.schedule_steps`` sets an N that is
+    larger than the run's number of updates.
 
     Raises:
-        ConfigError: if W (for wsd W + D) leaves no update at the peak, or N ends before the run.
+        ConfigError: if W (for wsd W + D) leaves no update at the peak, or N is less than the run's number of updates.
     """
     section = config.optimizer
     peak, warmup, decay = section.learning_rate, section.warmup_steps, section.decay_steps
@@ -148,10 +149,10 @@ def learning_rate_schedule(config: RunConfig) -> optax.Schedule:
 def rule_values(section: OptimizerSection, params: Params) -> tuple[dict[str, float], dict[str, float]]:
     """Return every parameter's weight decay and learning-rate multiplier, by name.
 
-    The first rule whose expression matches a name counts.
+    The first rule whose expression matches a parameter's name applies to it.
 
     Raises:
-        ConfigError: for a rule that counts for no parameter.
+        ConfigError: for a rule that applies to no parameter.
     """
     decays, rates = {}, {}
     unused = set(range(len(section.rules)))
@@ -171,13 +172,13 @@ def rule_values(section: OptimizerSection, params: Params) -> tuple[dict[str, fl
 
 
 def matrix_axes(name: str, shape: tuple[int, ...]) -> optax.contrib.MuonDimensionNumbers | None:
-    """Return the axes of a parameter that are a matrix's rows and columns; None for a parameter that is no matrix of
-    a layer.
+    """Return the axes of a parameter that are a matrix's rows and columns; None for a parameter that is not a
+    matrix of a layer.
 
     Embeddings and the output head are left to Adam, as in Muon's own code. Head axes are output axes of the
     projections to heads, and input axes of the projection from heads: [D, N, H] is a matrix of D x NH, and the output
-    projection [N, H, D] of NH x D. Gemma's [N, D, H] is one of D x NH, and its [2, N, D, H] are two. Every expert of
-    [E, D, F] has a matrix of its own.
+    projection [N, H, D] one of NH x D. Gemma's [N, D, H] is one of D x NH, and its [2, N, D, H] are two such matrices.
+    Every expert of [E, D, F] has a matrix of its own.
     """
     axes = len(shape)
     if axes < 2 or not name.startswith("layers."):
@@ -192,7 +193,7 @@ def matrix_axes(name: str, shape: tuple[int, ...]) -> optax.contrib.MuonDimensio
 
 
 def longer_side(shape: tuple[int, ...], axes: optax.contrib.MuonDimensionNumbers | None) -> int:
-    """Return the larger of a matrix's numbers of rows and columns; 1 for a parameter that is no matrix."""
+    """Return the larger of a matrix's numbers of rows and columns; 1 for a parameter that is not a matrix."""
     return 1 if axes is None else max(_entries(shape, axis) for axis in axes)
 
 
@@ -201,8 +202,8 @@ def _entries(shape: tuple[int, ...], axes: int | Sequence[int]) -> int:
 
 
 def _tall(shape: tuple[int, ...], axes: optax.contrib.MuonDimensionNumbers) -> optax.contrib.MuonDimensionNumbers:
-    """Take a matrix with more columns than rows by its transpose, whose step is the transpose of its own.
-    ``scale_by_muon`` of optax 0.2.6 multiplies the step by sqrt(columns / rows) where that is above 1."""
+    """Transpose a matrix with more columns than rows, which only transposes its step. Otherwise ``scale_by_muon`` of
+    optax 0.2.6 would multiply the step by sqrt(columns / rows)."""
     if _entries(shape, axes.reduction_axis) >= _entries(shape, axes.output_axis):
         return axes
     return optax.contrib.MuonDimensionNumbers(axes.output_axis, axes.reduction_axis)
@@ -211,8 +212,9 @@ def _tall(shape: tuple[int, ...], axes: optax.contrib.MuonDimensionNumbers) -> o
 def state_shardings(state: Any, params: Params) -> Any:
     """Return the sharding of every part of an optimizer's state, described by ``jax.eval_shape``.
 
-    An array of a parameter's shape is sharded like the parameter, one that lacks an axis (the sums of a factored
-    second moment, the scales of eight-bit blocks) like the axes that it has, and the rest is replicated.
+    An array of a parameter's shape is sharded like the parameter, and so are the scales of its eight-bit blocks. An
+    array that lacks one axis (the sums of a factored second moment) is sharded like the axes that it has. All others
+    are replicated.
     """
     mesh = next(iter(params.values())).sharding.mesh
 

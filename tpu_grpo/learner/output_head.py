@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies of tokens from hidden states, with the output head applied to a few at a time.
+"""Log-probabilities and entropies of tokens from hidden states, with the output head applied to a few tokens at a time.
 
     z = logits / temperature,  logits = hidden @ head, or soft_cap * tanh(hidden @ head / soft_cap)
     log p = z - logsumexp(z)
@@ -7,24 +7,25 @@
     log-probability   log p[target]       g * (onehot(target) - p)
     entropy H         -sum p log p        -g * p * (log p + H)
 
-Where tokens were drawn among the n likeliest alone, z is minus infinity for all others but the target, and they have
-neither probability nor gradient. n is the engine's, for each token: the engine and the trainer, whose logits differ in
-their last bits, then keep the same tokens, or two that are equally likely in each other's place. The same n tokens have
-one sum of probabilities with every filter that keeps the likeliest: top-k, top-p, min-p (cf. "Keep Sampling Mask" of
+If a token was drawn from the n likeliest only, z is minus infinity for all others except the target, and they have
+neither probability nor gradient. The engine reports n for each token. Its logits differ from the trainer's in their
+last bits, but both then keep the same n tokens, except that two equally likely ones may swap. Whichever filter kept
+them (top-k, top-p or min-p), the same n tokens have the same sum of probabilities (cf. "Keep Sampling Mask" of
 DeepSeek-V3.2, arXiv 2512.02556).
 
-The logits of all tokens would be the largest arrays of a training step. Here they exist for a chunk of wanted tokens,
-and the backward pass computes them again. Rows are split over fsdp: those of a shard are a group. Of each group the
-wanted tokens are moved to the front, and all groups go through their tokens in chunks, until the longest is through:
+The logits of all tokens would be the largest arrays of a training step. Here they exist for one chunk of wanted tokens
+at a time, and the backward pass computes them again. Rows are split over fsdp; the rows of a shard form a group. In
+each group the wanted tokens are moved to the front, and all groups go through them chunk by chunk, until the group with
+the most wanted tokens is done:
 
-    wanted  [1 0 1 0 1]   two groups of a row, chunks of 2 tokens   [0 2][4 1][3  ]   two chunks are needed,
-            [0 0 0 1 0]                                             [3 0][1 2][4  ]   for the three of the first
+    wanted  [1 0 1 0 1]   2 groups of one row, chunks of 2 tokens   [0 2][4 1][3  ]   two chunks are needed,
+            [0 0 0 1 0]                                             [3 0][1 2][4  ]   for the first group's 3
 
-The vocabulary is split over as many devices as divide it, see `vocab_axes`. What passes between devices are then the
-hidden states of a chunk, a few numbers per token, and the sums of what each made of its part of the vocabulary.
+The vocabulary is split over as many devices as divide it, see `vocab_axes`. Devices then exchange the hidden states of
+a chunk, a few numbers per token, and sums over each device's part of the vocabulary.
 
-Suffixes: B rows, T tokens of a row, D width, V vocabulary. On one device: b its rows, S the tokens of its group in
-whole chunks, R groups whose tokens it sees, C tokens of a group in a chunk, N = R*C, v its part of the vocabulary.
+Suffixes: B rows, T tokens of a row, D width, V vocabulary. On one device: b its rows, S the tokens of its group padded
+to whole chunks, R groups whose tokens it sees, C tokens of a group in a chunk, N = R*C, v its part of the vocabulary.
 """
 
 import functools
@@ -44,9 +45,9 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 from tpu_grpo.models.thresholds import largest
 
 CHUNK_BYTES = 256 * 2**20
-"""Float32 logits of a chunk on a device."""
+"""The most bytes that the float32 logits of a chunk take on a device."""
 _TILE = 16
-"""Rows of a tile of a TPU's bfloat16 matrices: chunks are a multiple of it where they are larger."""
+"""The rows in a tile of a bfloat16 matrix on a TPU; larger chunks, if there are several, are a multiple of it."""
 
 
 @struct.dataclass(frozen=True)
@@ -54,11 +55,11 @@ class OutputHead:
     """The matrix between hidden states and logits."""
 
     weight: Any
-    """[V, D], as an embedding is that is tied, or [D, V]."""
+    """[V, D] for a tied embedding, else [D, V]."""
     vocab_first: bool = struct.field(pytree_node=False)
-    """Whether it is [V, D]."""
+    """Whether ``weight`` is [V, D]."""
     soft_cap: float | None = struct.field(pytree_node=False, default=None)
-    """Gemma's bound on the logits, applied before the temperature; None without one."""
+    """Gemma's bound on the logits, applied before the temperature; None for no bound."""
 
 
 def token_logprobs(
@@ -74,20 +75,20 @@ def token_logprobs(
 ) -> tuple[Float32[Array, "B T"], Float32[Array, "B T"]]:
     """Compute the log-probability of each wanted target, and the entropy of the distribution from which it is drawn.
 
-    Gradients flow from both to the hidden states and to the head's weight. A hidden state that is not wanted may be
-    anything; its gradient is 0.
+    Gradients flow from both to the hidden states and to the head's weight. Hidden states at positions that are not
+    wanted may have any value; their gradient is 0.
 
     Args:
-        hidden_BTD: ``hidden_BTD[b, t]`` is the state that predicts ``targets_BT[b, t]``. Logits are float32 whatever
-            the type of hidden states and head; their gradient is rounded to it before it is multiplied with them.
-        head: its gradient is summed in float32, and returned in its type.
+        hidden_BTD: ``hidden_BTD[b, t]`` is the state that predicts ``targets_BT[b, t]``. Logits are always float32; in
+            the backward pass their gradient is rounded to the common type of hidden states and head.
+        head: the gradient of its weight is summed in float32, and returned in the weight's type.
         targets_BT: ids of the vocabulary.
         wanted_BT: the positions that are computed.
         temperature: logits are divided by it.
-        kept_BT: how many of the likeliest tokens each was drawn among, at least 1 where wanted; None for all.
+        kept_BT: how many of the likeliest tokens each token was drawn from, at least 1 where wanted; None for all.
         mesh: its axes are fsdp, whose size divides B, and tp; None stands for one device.
-        chunk_bytes: the most that the float32 logits of a chunk take on a device. The backward pass also holds their
-            gradient.
+        chunk_bytes: the most bytes that the float32 logits of a chunk take on a device. The backward pass also holds
+            their gradient.
 
     Returns:
         Log-probabilities and entropies, in nats; 0 where not wanted.
@@ -146,7 +147,7 @@ def _device_forward(
     chunks: Int[Array, ""],
     *counts_bT: Int[Array, "b T"],
 ) -> tuple[Float32[Array, "b T"], ...]:
-    """Return log-probabilities, entropies and logsumexp(z); and the thresholds of kept tokens, if any are left out."""
+    """Return log-probabilities, entropies and logsumexp(z); with counts, also the threshold of each token."""
     split, queue = settings.split, TokenQueue(settings.split, settings.chunk, wanted_bT)
     targets_RS, counts_RS = queue.ordered(targets_bT), [queue.ordered(count_bT) for count_bT in counts_bT]
 
@@ -180,7 +181,7 @@ def _device_backward(
     *vectors_bT: Float32[Array, "b T"],
 ) -> tuple[Float[Array, "b T D"], Float[Array, "_ _"]]:
     """Return the gradients of the hidden states and of the weight. The vectors are the gradients of log-probabilities
-    and of entropies, the entropies, logsumexp(z), and the thresholds of kept tokens, if any are left out."""
+    and of entropies, the entropies, logsumexp(z), and the thresholds from `_device_forward`, if any."""
     split, queue = settings.split, TokenQueue(settings.split, settings.chunk, wanted_bT)
     vectors_RS = [queue.ordered(vector_bT) for vector_bT in (targets_bT, *vectors_bT)]
 
@@ -232,7 +233,7 @@ def _logits_gradient(
 def _left_out(
     z_Nv: Float[Array, "N v"], at_target_Nv: Bool[Array, "N v"], thresholds_N: Sequence[Float[Array, " N"]]
 ) -> Bool[Array, "N v"]:
-    """Mark the tokens that the target was not drawn from; none without a threshold."""
+    """Mark the tokens that the target was not drawn from: those at or below its threshold; none without thresholds."""
     left_out_Nv = jnp.zeros_like(at_target_Nv)
     for threshold_N in thresholds_N:
         left_out_Nv |= z_Nv <= threshold_N[:, None]
@@ -240,7 +241,7 @@ def _left_out(
 
 
 def _product(left: Array, right: Array, left_dim: int, right_dim: int) -> Float32[Array, "_ _"]:
-    """Sum over a dimension of two matrices, in float32; only matrices of different types are converted."""
+    """Contract a dimension of two matrices, accumulating in float32; they are converted only if their types differ."""
     common = jnp.promote_types(left.dtype, right.dtype)
     dims = (((left_dim,), (right_dim,)), ((), ()))
     return lax.dot_general(left.astype(common), right.astype(common), dims, preferred_element_type=jnp.float32)
@@ -248,7 +249,7 @@ def _product(left: Array, right: Array, left_dim: int, right_dim: int) -> Float3
 
 def _is_target(settings: _Settings, targets_N: Int[Array, " N"], z_Nv: Float[Array, "N v"]) -> Bool[Array, "N v"]:
     columns, axes = z_Nv.shape[1], settings.split.axes
-    first = lax.axis_index(axes) * columns if axes else 0  # token of the device's part of the vocabulary
+    first = lax.axis_index(axes) * columns if axes else 0  # first token of the device's part of the vocabulary
     return first + jnp.arange(columns) == targets_N[:, None]
 
 
@@ -256,12 +257,12 @@ def _is_target(settings: _Settings, targets_N: Int[Array, " N"], z_Nv: Float[Arr
 
 
 def vocab_axes(vocabulary: int, mesh: Mesh) -> tuple[str, ...]:
-    """Return the axes of the mesh over which the vocabulary is split: the fewest with the most devices that divide it.
+    """Return the mesh axes over which the vocabulary is split: the most devices that divide it, on the fewest axes.
 
-    tp comes first: Tunix splits the vocabulary over tp and the width over fsdp, so that the head is laid out anew by an
-    all-to-all within fsdp. Where fsdp x tp does not divide the vocabulary, an axis is left out: along fsdp, devices
-    then compute their own rows with the same part of the head; along tp, they compute the same. Where neither divides
-    it, every device gathers the whole head.
+    tp comes first: Tunix splits the vocabulary over tp and the width over fsdp, so that an all-to-all within fsdp is
+    enough to reshard the head. Where fsdp x tp does not divide the vocabulary, one axis is left out. If that is fsdp,
+    the devices along it use the same part of the head for different rows; if it is tp, the devices along it compute the
+    same values. Where neither axis divides the vocabulary, every device gathers the whole head.
     """
     choices = [axes for axes in ((), ("tp",), ("fsdp",), ("tp", "fsdp")) if vocabulary % _size(mesh, axes) == 0]
     return max(choices, key=lambda axes: _size(mesh, axes))
@@ -272,9 +273,9 @@ def _size(mesh: Mesh, axes: tuple[str, ...]) -> int:
 
 
 def chunk_tokens(tokens: int, logits_per_token: int, chunk_bytes: int) -> int:
-    """Return C for groups of ``tokens`` tokens; each adds ``logits_per_token`` float32 logits on a device.
+    """Return C for groups of ``tokens`` tokens; each token has ``logits_per_token`` float32 logits on a device.
 
-    Chunks are as equal as possible: 1000 tokens become two chunks of 512 where 900 would fit.
+    Chunks are as equal as possible: 1000 tokens become two chunks of 512 where 900 would fit into one.
     """
     most = max(1, chunk_bytes // (4 * logits_per_token))
     if tokens <= most:
@@ -292,7 +293,7 @@ def chunks_needed(wanted_BT: Bool[Array, "B T"], groups: int, chunk: int) -> Int
 
 @dataclass(frozen=True)
 class HeadSplit:
-    """The sharding of the output head's work. Only a mesh of several devices has axes, and communicates.
+    """The sharding of the output head's work. On one device there are no axes and no communication.
 
     The methods after `over_devices` are for use inside the functions that it runs.
     """
@@ -305,7 +306,7 @@ class HeadSplit:
 
     @classmethod
     def of(cls, weight: Any, vocab_dim: int, mesh: Mesh | None) -> "HeadSplit":
-        """Choose the sharding for a head whose weight has this shape."""
+        """Choose the sharding for a head with this weight."""
         if mesh is None or mesh.size == 1:
             return cls(None, (), vocab_dim)
         return cls(mesh, vocab_axes(weight.shape[vocab_dim], mesh), vocab_dim)
@@ -322,11 +323,12 @@ class HeadSplit:
 
     @property
     def seen_groups(self) -> int:
-        """R: all groups if the vocabulary is split over fsdp, else the device's own."""
+        """R, the number of groups that a device sees: all if the vocabulary is split over fsdp, else its own."""
         return self.groups if "fsdp" in self.axes else 1
 
     def over_devices(self, function: Callable[..., Any], arguments: str, results: str) -> Callable[..., Any]:
-        """Run a function on each device's shards: r stands for rows [B, ...], w for the weight, s for a scalar."""
+        """Wrap a function to run on each device's shards. A letter for each argument and result says what it is: r rows
+        [B, ...], w the weight, s a scalar."""
         if self.mesh is None:
             return function
         specs = {"r": P("fsdp"), "w": P(*[None] * self.vocab_dim, self.axes or None), "s": P()}
@@ -334,7 +336,7 @@ class HeadSplit:
         return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
     def gather(self, values: Array) -> Array:
-        """Gather the own group's values, [...], into those of all groups that the device sees, [R, ...]."""
+        """Gather the values of all groups that the device sees, [R, ...], from each group's own, [...]."""
         return lax.all_gather(values, "fsdp") if "fsdp" in self.axes else values[None]
 
     def own(self, values_R: Array) -> Array:
@@ -350,17 +352,17 @@ class HeadSplit:
         return lax.psum(values, self.axes) if self.axes else values
 
     def sum_own(self, values_N: Array) -> Array:
-        """Sum [N, ...] over the parts of the vocabulary, and return the own group's part, [C, ...]."""
+        """Sum [N, ...] over the parts of the vocabulary, and return the part of the device's own group, [C, ...]."""
         values = lax.psum_scatter(values_N, "fsdp", tiled=True) if "fsdp" in self.axes else values_N
         return lax.psum(values, "tp") if "tp" in self.axes else values
 
     def sum_groups(self, values: Array) -> Array:
-        """Sum a device's sum over its groups over all groups."""
+        """Add up what each device summed over the groups that it sees, into the sum over all groups."""
         return values if self.seen_groups == self.groups else lax.psum(values, "fsdp")
 
 
 class TokenQueue:
-    """The tokens of a device's group, the wanted ones first, in whole chunks."""
+    """The tokens of a device's group, the wanted ones first, padded to whole chunks."""
 
     def __init__(self, split: HeadSplit, chunk: int, wanted_bT: Bool[Array, "b T"]):
         self._gather, self._chunk, self._wanted_bT = split.gather, chunk, wanted_bT
@@ -372,7 +374,7 @@ class TokenQueue:
         self._place_bT = (jnp.cumsum(wanted) - 1).reshape(wanted_bT.shape)
 
     def ordered(self, values_bT: Array) -> Array:
-        """Reorder the values of the visible groups into queue order, [R, S]; 0 behind the wanted tokens."""
+        """Put values in queue order, for all groups that the device sees, [R, S]; 0 behind the wanted tokens."""
         return self._gather(jnp.where(self._valid_S, _taken(values_bT.reshape(-1), self._order_S), 0))
 
     def chunk(self, values_RS: Array, index: Any) -> Array:
@@ -396,4 +398,4 @@ class TokenQueue:
 
 
 def _taken(values: Array, at: Int[Array, "..."]) -> Array:
-    return values.at[at].get(mode="clip")  # the place of what is not wanted may be -1
+    return values.at[at].get(mode="clip")  # a token that is not wanted may have the place -1

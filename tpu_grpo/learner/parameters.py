@@ -1,8 +1,8 @@
 """A model's parameters: their names, which of them are trained, copies, casts, digests and checksums.
 
-The type of a variable says whether it is trained, so that Tunix sees the same:
+The type of a variable says whether it is trained, to this package and to Tunix:
 
-nnx.LoRAParam   adapters: they alone are trained where there are any
+nnx.LoRAParam   adapters; only these are trained in a model that has them
 nnx.Param       trained in a model without adapters
 Frozen          never trained
 """
@@ -43,7 +43,7 @@ def dotted(path: tuple[Any, ...]) -> str:
 
 
 def freeze_untrained(model: nnx.Module, config: RunConfig) -> None:
-    """Freeze, in place, every parameter outside of ``model.train_layers``; nothing when it is unset."""
+    """Freeze, in place, every parameter outside of ``model.train_layers``; do nothing if that is unset."""
     if config.model.train_layers is None:
         return
     layers = parse_layers(config.model.train_layers)
@@ -56,7 +56,7 @@ def freeze_untrained(model: nnx.Module, config: RunConfig) -> None:
 
 
 def trained_type(model: nnx.Module) -> type[nnx.Variable[Any]]:
-    """Return the type of the trained parameters: nnx.LoRAParam if the model has adapters."""
+    """Return the type of the trained parameters: nnx.LoRAParam if the model has adapters, else nnx.Param."""
     return nnx.LoRAParam if nnx.to_flat_state(nnx.state(model, nnx.LoRAParam)) else nnx.Param
 
 
@@ -76,8 +76,8 @@ def frozen_leaves(params: nnx.State) -> frozenset[str]:
 
 
 def cast_to_compute(model: nnx.Module, config: RunConfig) -> Values:
-    """Cast all parameters to ``model.dtype``, in place; return the trained ones in the type they are stepped in, by
-    name."""
+    """Cast all parameters to ``model.dtype``, in place. Return the trained ones in ``model.param_dtype``, in which the
+    optimizer updates them, by name."""
     compute, stepped_type = jnp.dtype(config.model.dtype), jnp.dtype(config.model.param_dtype)
     trained = by_name(nnx.state(model, trained_type(model)))
     stepped = {name: _cast(leaf, stepped_type) for name, leaf in trained.items()}
@@ -94,7 +94,7 @@ def _cast(leaf: Any, dtype: np.dtype[Any]) -> Any:
 
 
 def own_copy(model: nnx.Module, names: Collection[str]) -> nnx.Module:
-    """Copy the named parameters, which updates of the policy change; the other arrays are shared."""
+    """Return a model with its own copies of the named parameters, which updates change; other arrays are shared."""
     copied = nnx.clone(model)
     state = nnx.to_flat_state(nnx.state(copied, nnx.Param))
     own = [(path, leaf.replace(_copy(leaf.get_raw_value()))) for path, leaf in state if dotted(path) in names]
@@ -103,7 +103,7 @@ def own_copy(model: nnx.Module, names: Collection[str]) -> nnx.Module:
 
 
 def copy_values(model: nnx.Module, source: nnx.Module, names: Collection[str]) -> None:
-    """Set the named parameters to copies of another model's, one by one to save memory."""
+    """Set the named parameters to copies of those in ``source``, one by one to save memory."""
     values = by_name(nnx.state(source, nnx.Param))
     for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         if (name := dotted(path)) in names:
@@ -120,7 +120,7 @@ def _copy(leaf: Any) -> Any:
 def params_digest(leaves: Mapping[str, jax.Array]) -> str:
     """Compute the SHA-256, in hex, of the leaves in the order of their names: name, dtype, shape and bytes of each.
 
-    On several hosts every one must call it: a leaf that is split over hosts is gathered, one leaf at a time.
+    Every host must call it, because leaves that are split over hosts are gathered, one at a time.
     """
     digest = hashlib.sha256()
     for name in sorted(leaves):
@@ -138,16 +138,16 @@ def checksums(leaves: Mapping[str, jax.Array]) -> dict[str, int]:
 def whole(value: jax.Array) -> np.ndarray:
     """Gather an array's values on every host; all hosts must call it for an array that is sharded over them.
 
-    jax would cache the values on the host for as long as the array lives, so that a model whose arrays were read one
-    by one would be held twice. Here they are freed with the returned value.
+    jax would cache the values on the host for as long as the array lives, so that reading a whole model would leave a
+    second copy of it there. Here they are freed with the returned value.
     """
     if value.is_fully_addressable or value.is_fully_replicated:
         pieces = [shard.data for shard in value.addressable_shards]
         return np.asarray(jax.make_array_from_single_device_arrays(value.shape, value.sharding, pieces))
-    assert isinstance(value.sharding, NamedSharding)  # what the trainer computes is on its mesh
+    assert isinstance(value.sharding, NamedSharding)  # all that the trainer computes is on its mesh
     return np.asarray(_gathering(NamedSharding(value.sharding.mesh, PartitionSpec()))(value))
 
 
-@functools.cache  # one program for all calls, so that none is compiled twice
+@functools.cache  # one jitted function per sharding, so that no program is compiled twice
 def _gathering(sharding: NamedSharding) -> Any:
     return jax.jit(lambda x: x, out_shardings=sharding)

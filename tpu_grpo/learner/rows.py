@@ -1,25 +1,25 @@
-"""From completions to the packed rows that a train step takes, on the host.
+"""Packs completions, on the host, into the rows that a train step takes.
 
 Arrays: R training rows of S tokens each, B completions of at most T tokens, N sequences. Several sequences, each a
-prompt and what follows it, share a row:
+prompt and the tokens after it, share a row:
 
     token_ids       [p0 p1 c0 c1 c2 | p0 c0 c1 | 0  0 ]
     segments        [ 1  1  1  1  1 |  2  2  2 | 0  0 ]     0 is padding; no token sees another segment
     positions       [ 0  1  2  3  4 |  0  1  2 | 0  0 ]
-    mask            [ 0  0  1  1  1 |  0  1  1 | 0  0 ]     the tokens that were sampled; 0 for an environment's
+    mask            [ 0  0  1  1  1 |  0  1  1 | 0  0 ]     1 for sampled tokens, 0 for an environment's
     rollout_logps   [ 0  0 l0 l1 l2 |  0 l0 l1 | 0  0 ]
 
-Whatever a token's id is, only the segments say what is padding.
+Padding is recognized by its segment alone, not by its token id.
 
-A completion is one sequence; a conversation is one for each of its branches. Here the environment answered (o) after
-each of two turns. Before the second turn the chat template dropped the thinking (t) of the first, so that another
-branch begins there, whose prompt q is the past without it:
+A completion is one sequence, a conversation one sequence per branch. Here the environment answered (o) after each of
+two turns. Before the second turn the chat template dropped the first turn's thinking (t). A new branch begins there,
+whose prompt q is the past without that thinking:
 
     token_ids   [t0 t1 a0 o0 b0 b1 o1]          branch 1   p | t0 t1 a0        mask [1 1 1]
     sampled     [ 1  1  1  0  1  1  0]          branch 2   q | b0 b1           mask [1 1]
     branches    Branch(p, 0, 4), Branch(q, 4, 7)
 
-Tokens after the last one that was sampled are context of nothing, and are left out; so is a branch in which none was.
+Tokens after the last sampled one are no sampled token's context and are left out, as are branches without one.
 """
 
 from bisect import bisect_left, insort
@@ -43,19 +43,19 @@ class TrainSequence:
     """A prompt, and T tokens of a completion after it."""
 
     row: int
-    """The completion that they are of."""
+    """The index of the completion that the tokens belong to."""
     prompt: Sequence[int]
     places: slice
-    """Where they are among the tokens of the completion."""
+    """Where the tokens are in the completion."""
     token_ids: Integer[np.ndarray, " T"]
     mask: Bool[np.ndarray, " T"]
-    """Which of them were sampled; the last one was."""
+    """Which tokens were sampled; the last one always was."""
     logprobs: Float[np.ndarray, " T"]
-    """The engine's, 0 for tokens that were not sampled."""
+    """The engine's log-probabilities; 0 for tokens that were not sampled."""
     experts: Integer[np.ndarray, "S layers k"] | None
-    """What the engine used, for the S tokens that it computed."""
+    """The experts that the engine used for the S tokens that it computed."""
     experts_beyond: int
-    """How many tokens after the last one may have experts, too."""
+    """The number of tokens left out at the end of the branch; these may have experts, too."""
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.token_ids)
@@ -70,7 +70,7 @@ def check_sequences(
     The prompt of a conversation is that of its first branch. A conversation that never began is not checked.
 
     Raises:
-        DataError, NonFiniteError: for such a row; names it.
+        DataError, NonFiniteError: for such a row, which the message names; DataError also if no conversation began.
     """
     if all(map(never_began, completions)):
         raise DataError(
@@ -101,7 +101,7 @@ def never_began(completion: Completion) -> bool:
 
 
 def sampled_mask(completion: Completion) -> Bool[np.ndarray, " T"]:
-    """Return the mask of a completion's tokens that the policy sampled."""
+    """Return a mask of a completion's tokens: True for those that the policy sampled."""
     return np.ones(len(completion.token_ids), np.bool_) if completion.sampled is None else completion.sampled
 
 
@@ -142,7 +142,7 @@ def _check_mask(row: int, completion: Completion) -> None:
 
 
 def _checked_branches(row: int, completion: Completion) -> Sequence[Branch]:
-    """Return the branches of a conversation, in which every token that was sampled is once."""
+    """Return the branches of a conversation, after a check that they do not overlap and hold all sampled tokens."""
     branches = () if completion.episode is None else completion.episode.branches
     covered_T, place = np.zeros(len(completion.token_ids), np.bool_), 0
     for branch in branches:
@@ -193,17 +193,17 @@ def _check_logprobs(row: int, completion: Completion) -> None:
 
 @dataclass(frozen=True)
 class Packing:
-    """Says where N sequences lie."""
+    """Says where N sequences lie in the training rows."""
 
     sequences: Sequence[Any]
     rows: Int[np.ndarray, " N"]
     """The training row of each sequence."""
     starts: Int[np.ndarray, " N"]
-    """The place of its first token in the row."""
+    """The place of each sequence's first token in its row."""
     segments: Int[np.ndarray, " N"]
-    """Its number in the row, from 1."""
+    """The number of each sequence within its row, from 1."""
     count: int
-    """The training rows, empty ones among them."""
+    """The number of training rows, empty ones included."""
 
 
 def pack(sequences: Sequence[Sized], *, row_tokens: int, multiple: int) -> Packing:
@@ -216,9 +216,9 @@ def pack(sequences: Sequence[Sized], *, row_tokens: int, multiple: int) -> Packi
                                     row 1    c c c c d d e e
 
     Every host computes the same packing from the same lengths. Best-fit decreasing (Johnson 1973, "Near-optimal bin
-    packing algorithms") gives the number of rows, which is rounded up to whole micro-batches; the sequences are then
-    distributed over all of them, the longest first and each to the row with the least work, so that devices have
-    equal work.
+    packing algorithms") gives the number of rows, which is rounded up to whole micro-batches. The sequences are then
+    distributed anew over all these rows, the longest first and each to the row with the least work so far, so that
+    devices have about equal work.
     """
     lengths = [len(one) for one in sequences]
     assert max(lengths) <= row_tokens, "train_rows refuses longer sequences"
@@ -240,9 +240,9 @@ def _longest_first(lengths: Sequence[int]) -> list[int]:
 
 
 def _best_fit(lengths: Sequence[int], row_tokens: int) -> Int[np.ndarray, " N"]:
-    """Put each sequence, the longest first, into the row that it fills best, or into a new one."""
+    """Put each sequence, the longest first, into the fullest row that has room for it, or into a new row."""
     rows, count = np.zeros(len(lengths), np.int64), 0
-    rooms: list[tuple[int, int]] = []  # (tokens that are left, row), ascending
+    rooms: list[tuple[int, int]] = []  # (free tokens, row), ascending
     for index in _longest_first(lengths):
         place = bisect_left(rooms, (lengths[index], 0))
         if place == len(rooms):
@@ -256,8 +256,8 @@ def _best_fit(lengths: Sequence[int], row_tokens: int) -> Int[np.ndarray, " N"]:
 
 
 def _balanced(lengths: Sequence[int], row_tokens: int, count: int) -> Int[np.ndarray, " N"] | None:
-    """Deal the sequences to ``count`` rows by work; None if a sequence finds no room that way. The work of a sequence
-    is its tokens, and for attention their square over the length of a row."""
+    """Distribute the sequences over ``count`` rows of about equal work; None if a sequence then fits into no row. The
+    work of n tokens is n + n^2 / ``row_tokens``, where the second term stands for attention."""
     rows, work, room = np.zeros(len(lengths), np.int64), np.zeros(count), np.full(count, row_tokens)
     for index in _longest_first(lengths):
         length = lengths[index]
@@ -282,17 +282,17 @@ class ReplayShape:
         self.dtype = routing_dtype(settings.num_experts)
 
     def empty(self, rows: int, tokens: int) -> Integer[np.ndarray, "{rows} LK {tokens}"]:
-        """Make rows without experts; tokens are the last axis, because a TPU pads the last two."""
+        """Make rows without experts. TPUs pad the last two axes to tiles, so the long axis of tokens comes last."""
         return np.full((rows, self.layers * self.per_token, tokens), np.iinfo(self.dtype).max, self.dtype)
 
     def fill(self, table_RLKS: Integer[np.ndarray, "R LK S"], packing: Packing) -> None:
         """Write the experts of sequences into a table from `empty`, at the places where the sequences are packed.
 
-        The last token of a sequence has no experts: the engine sampled it, and computes a token only if another
-        follows.
+        The last token of a sequence has no experts: the engine sampled it, but did not run the model on it, because no
+        token follows.
 
         Raises:
-            DataError: for a sequence without experts, or with those of another number of tokens; names the row.
+            DataError: for a sequence without experts, or with experts of another shape; names the row.
         """
         for one, row, start in zip(packing.sequences, packing.rows, packing.starts, strict=True):
             expected = (len(one) - 1, self.layers, self.per_token)
@@ -314,16 +314,16 @@ class RowShape:
     max_prompt_tokens: int
     max_new_tokens: int
     tokens: int
-    """S, the tokens of a row."""
+    """S, the number of tokens in a row."""
     micro_batch: int
     replay: ReplayShape | None = None
-    """The sizes of what is replayed of the engine's routing, if anything is."""
+    """The sizes of the engine's routing, if it is replayed."""
     group_size: int = 1
-    """The completions of each prompt, which follow each other."""
+    """The number of completions of each prompt; they are consecutive."""
     filtered: bool = False
-    """Whether tokens were drawn among some of the likeliest, and are scored among them."""
+    """Whether each token was drawn from some of the likeliest only, so that its probability is relative to these."""
     count_empty: bool = False
-    """Whether means over completions and prompts divide by those without a token in the loss, too."""
+    """Whether means over completions and prompts also count those without a token in the loss."""
 
     def empty(self, rows: int) -> "TrainRows":
         """Make rows without sequences."""
@@ -354,13 +354,13 @@ class TrainRows:
     weights: Float[np.ndarray, "R S"]
     """How much each token counts in the loss; see `token_weights`."""
     experts: Integer[np.ndarray, "R LK S"] | None = None
-    """What is replayed of the engine's routing, if anything; see `ReplayShape`."""
+    """The engine's routing, if it is replayed; see `ReplayShape`."""
     old_logps: Float[np.ndarray, "R S"] | None = None
-    """The policy's log-probabilities before the first update on the rollout, where they are known already."""
+    """The policy's log-probabilities before the first update on the rollout, if already computed."""
     reference_logps: Float[np.ndarray, "R S"] | None = None
-    """The initial policy's, where they are known already."""
+    """The reference's log-probabilities, if already computed."""
     kept: Int[np.ndarray, "R S"] | None = None
-    """How many of the likeliest tokens each sampled one was drawn among, if not all."""
+    """For each sampled token, how many of the likeliest tokens it was drawn from; None if from all."""
 
     def chunks(self, size: int) -> Iterator["TrainRows"]:
         """Cut the rows into consecutive pieces of ``size``."""
@@ -378,15 +378,15 @@ def train_rows(
     counted: Bool[np.ndarray, " B"] | None = None,
     known: Mapping[str, Float[np.ndarray, "B T"]] | None = None,
 ) -> tuple[TrainRows, Packing]:
-    """Check and pack B prompts (token ids) and their completions, which are all those of an update.
+    """Check and pack all B prompts (token ids) and completions of an update.
 
-    ``advantages`` are given per completion, or per token. Rows that are not ``counted`` have weight 0, and no mean
-    divides by them. ``known`` are log-probabilities of tokens by field names of `TrainRows`. Tokens that the policy
-    did not sample are context only.
+    ``advantages`` are given per completion, or per token. Completions that are not ``counted`` have weight 0, and means
+    count them only with ``shape.count_empty``. ``known`` holds log-probabilities that are already computed, by their
+    field names in `TrainRows`. Tokens that the policy did not sample are context only.
 
     Raises:
-        DataError: for a prompt or completion that does not fit, in which no token was sampled, or log-probabilities or
-            experts that are missing or too few; names the row.
+        DataError: for a prompt or completion that does not fit, a completion without a sampled token, or
+            log-probabilities, experts or numbers of kept tokens that are missing or too few; names the row.
         NonFiniteError: for a log-probability that is not finite; names the row.
     """
     check_sequences(prompts, completions, shape.max_prompt_tokens, shape.max_new_tokens)
@@ -432,7 +432,7 @@ def unpacked(
 
 
 def _kept_tokens(one: TrainSequence, completion: Completion) -> Integer[np.ndarray, " T"]:
-    """Return how many tokens the filters kept of each of a sequence's."""
+    """Return, for each token of a sequence, how many tokens the filters had kept when it was sampled."""
     if completion.kept is None or len(completion.kept) != len(completion.token_ids):
         raise DataError(
             f"algorithm.filtered_ratio=true needs the number of tokens that the filters kept: row {one.row} has "
@@ -463,9 +463,9 @@ def token_weights(
         sequence-mean-token-scale    1 / (B T)        T = rollout.max_new_tokens
         prompt-mean-token-mean       1 / (P n_p)      P prompts with tokens, n_p tokens in all completions of prompt p
 
-    Only tokens that the policy sampled count: in a conversation those of all its turns and branches. Of the B
-    completions, each ``group_size`` consecutive ones belong to one prompt. With ``count_empty`` B and P count all,
-    else those with tokens.
+    Only tokens that the policy sampled count, in a conversation those of all turns and branches. Each ``group_size``
+    consecutive completions belong to one prompt. With ``count_empty``, B and P also count completions and prompts
+    without tokens.
     """
     counts_B = counts_B.astype(np.float64)
     rows = len(counts_B) if count_empty else max((counts_B > 0).sum(), 1)

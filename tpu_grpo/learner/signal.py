@@ -7,14 +7,14 @@ their tokens.
                             [1 1 0 x]   informative; with environment.on_error=skip the last, whose environment failed,
                                         does not count
 
-The advantage of a token is its completion's, plus the sum of what applies to this token alone:
+The advantage of a token is that of its completion, plus the sum of the token's own terms:
 
     advantages_B    [ 0.5          -0.5    ]      of two completions, from their total rewards
-    added           [[0 0.25 -1]   [0 0.5] ]      `Scores.per_token`, and what turns were worth (`turn_credits`)
+    added           [[0 0.25 -1]   [0 0.5] ]      `Scores.per_token`, and the credits of turns (`turn_credits`)
                     [[0.5 0.75 -0.5]  [-0.5 0]]
 
-A term of its own makes a token's group informative. Terms of tokens that an environment wrote are ignored, see
-rows.py.
+A group in which a token has a term other than 0 is informative. Terms of tokens that an environment wrote are ignored,
+see rows.py.
 
 Suffixes: P prompts, G completions of each, B = P*G rows, T tokens of a completion, N rewards of the config.
 """
@@ -33,7 +33,7 @@ from tpu_grpo.records.errors import NonFiniteError, RewardError
 from tpu_grpo.records.stages import Completion, Rollout, ScoredRollout
 
 TokenValues = tuple[Float[np.ndarray, "_"], ...]
-"""For every row a number for each token of its completion; empty for nothing."""
+"""For each row, one number per token of its completion; empty if there is nothing to add."""
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,14 @@ class Signal:
     prompts: tuple[Sequence[int], ...]
     completions: tuple[Completion, ...]
     advantages_B: Float[np.ndarray, " B"]
-    """Of whole completions; 0 for what no reward applies to."""
+    """The advantages of whole completions; 0 for a completion that no reward applies to."""
     added: TokenValues
     """What is added to the advantage of each token."""
     counted_B: Bool[np.ndarray, " B"]
     """Which completions count in the loss."""
     informative_P: Bool[np.ndarray, " P"]
     masked_B: Bool[np.ndarray, " B"] | None = None
-    """Which completions were cut, if algorithm.truncated=mask leaves these out of the loss."""
+    """Which completions were cut and are left out of the loss; None unless algorithm.truncated=mask."""
 
     @property
     def advantages(self) -> Float[np.ndarray, " B"] | TokenValues:
@@ -64,14 +64,14 @@ class Signal:
     def mini_batches(self, size: int, seed: int, iteration: int) -> Iterator[tuple["Signal", list[int]]]:
         """Shuffle the prompts, and yield the signal of ``size`` of them at a time, with the indices of its rows.
 
-        Every iteration over a step draws its own order, by run.seed, step and iteration, alike on every host, and cuts
-        it into mini-batches of one size (PPO, Schulman et al. 2017, arXiv 1707.06347, algorithm 1); ``size`` divides
-        the prompts. Of 4 prompts, two at a time:
+        Every iteration over a step draws its own order from run.seed, step and iteration, the same on every host, and
+        cuts it into mini-batches of equal size (PPO, Schulman et al. 2017, arXiv 1707.06347, algorithm 1); ``size``
+        must divide the number of prompts. For 4 prompts, two at a time:
 
             iteration 1    [2 0] [3 1]
             iteration 2    [1 2] [0 3]
 
-        A prompt keeps its completions together. One without a sampled token is left out.
+        The completions of a prompt stay together. A mini-batch without a sampled token is left out.
         """
         prompts, group = len(self.informative_P), self.group_size
         order = np.random.default_rng([seed, self.step, iteration]).permutation(prompts).tolist()
@@ -94,7 +94,7 @@ class Signal:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Return the share of informative groups, and that of masked completions if any are masked."""
+        """Return the share of informative groups and, with algorithm.truncated=mask, that of masked completions."""
         masked = {} if self.masked_B is None else {"completions/masked_fraction": float(self.masked_B.mean())}
         return {"groups/informative_fraction": float(self.informative_P.mean()), **masked}
 
@@ -102,16 +102,16 @@ class Signal:
 def read_signal(scored: ScoredRollout, config: RunConfig, algorithm: RunAlgorithm) -> Signal:
     """Make the signal of a rollout of any number of prompts.
 
-    A group is informative if its rewards differ or one of its tokens has a reward of its own, and if one of its
-    completions counts. The rewards are the totals, or each reward that has a weight if the advantages request them
-    (see `ON_REQUEST` in algorithms/algorithm.py).
+    A group is informative if at least one of its completions counts, and either its rewards differ or one of its tokens
+    has a term of its own. The rewards are the totals, or, if the advantages request single rewards (see `ON_REQUEST` in
+    algorithms/algorithm.py), each reward with a weight other than 0.
 
     Standard deviations over a whole step leave out groups without a scored row, and with algorithm.drop_uninformative
-    those that are not informative. A row without a score has the advantage 0.
+    also uninformative groups. A row without a score has the advantage 0.
 
     Raises:
-        RewardError: for too few rewards, rewards that the advantages need, or are not made for.
-        RewardError, NonFiniteError: for what is said of tokens or turns and is not a number for each; names the row.
+        RewardError: for missing rewards, or rewards that the advantages cannot take.
+        RewardError, NonFiniteError: for values of tokens or turns that are missing or not finite; names the row.
         NonFiniteError: for an advantage that is not finite.
     """
     rollout, scores, size = scored.rollout, scored.scores, scored.rollout.group_size
@@ -126,7 +126,7 @@ def read_signal(scored: ScoredRollout, config: RunConfig, algorithm: RunAlgorith
     parts = [part for part in (_scored_tokens(scored), turn_credits(rollout, config, skipped_B)) if part]
     added: TokenValues = tuple(sum(values) for values in zip(*parts, strict=True))  # type: ignore[misc]
     counted_B, masked_B = ~skipped_B, None
-    if config.algorithm.truncated == "mask":  # at rollout.max_new_tokens, or a conversation at a limit of its own
+    if config.algorithm.truncated == "mask":  # cut at rollout.max_new_tokens, or at a limit of conversations
         masked_B = np.array([completion.finish_reason == "length" for completion in completions])
         counted_B &= ~masked_B
     informative_P = _differ(scored, asked)
@@ -154,7 +154,7 @@ def read_signal(scored: ScoredRollout, config: RunConfig, algorithm: RunAlgorith
 
 
 def _differ(scored: ScoredRollout, asked: Mapping[str, np.ndarray]) -> Bool[np.ndarray, " P"]:
-    """Mark the groups whose rewards differ; NaN, where a reward does not apply, is no value."""
+    """Mark the groups whose rewards differ. NaN, which stands for a reward that does not apply, is ignored."""
     judged_NPG = scored.scores.total.reshape(1, -1, scored.rollout.group_size)
     if "rewards_NPG" in asked:
         judged_NPG = asked["rewards_NPG"][asked["weights_N"] != 0.0]
@@ -164,7 +164,7 @@ def _differ(scored: ScoredRollout, asked: Mapping[str, np.ndarray]) -> Bool[np.n
 
 
 def _asked(scored: ScoredRollout, config: RunConfig, algorithm: RunAlgorithm) -> dict[str, np.ndarray]:
-    """Put together what the advantages ask for beside the total rewards, see `ON_REQUEST`."""
+    """Collect the arguments that the advantages request in addition to the total rewards, see `ON_REQUEST`."""
     asked, groups = algorithm.asked, (-1, scored.rollout.group_size)
     found: dict[str, np.ndarray] = {}
     if "lengths_PG" in asked:
@@ -195,12 +195,12 @@ def group_advantages(
     """Compute the algorithm's advantages of B rows in float64; each ``group_size`` consecutive rows belong to one
     prompt.
 
-    ``known`` is what else advantages may ask for, by the names in `ON_REQUEST` of algorithms/algorithm.py. The
-    algorithm sees the groups ``taken_P``, if not all; completions of the others get 0.
+    ``known`` holds further arguments that advantages may request, by their names in `ON_REQUEST` of
+    algorithms/algorithm.py. The algorithm sees the groups marked in ``taken_P``, or all; completions of others get 0.
 
     Raises:
-        RewardError: for a count that is no multiple of the group size, a reward that is not finite, or one that the
-            advantages are not made for.
+        RewardError: for a count that is not a multiple of the group size, a reward that is not finite, or a reward that
+            the advantages refuse.
         NonFiniteError: for an advantage that is not finite.
     """
     if len(rewards_B) % group_size:
@@ -215,7 +215,7 @@ def group_advantages(
     taken_P = np.ones(len(rewards_PG), np.bool_) if taken_P is None else taken_P
     advantages_PG = np.zeros_like(rewards_PG)
     if taken_P.any():
-        of_taken = {  # the axis of groups is the last but one of what has one
+        of_taken = {  # in arrays with an axis of groups, it is the last but one
             name: values[..., taken_P, :] if values.ndim > 1 else values for name, values in (known or {}).items()
         }
         advantages_PG[taken_P] = algorithm.advantages(rewards_PG[taken_P], of_taken)
@@ -230,7 +230,7 @@ def group_advantages(
 
 
 def _scored_tokens(scored: ScoredRollout) -> TokenValues:
-    """Check what the scores add to each token of every row."""
+    """Check and return what the scores add to each token of every row."""
     per_token, completions = scored.scores.per_token, scored.rollout.completions
     if not per_token:
         return ()
@@ -259,22 +259,22 @@ def _scored_tokens(scored: ScoredRollout) -> TokenValues:
 def turn_credits(rollout: Rollout, config: RunConfig, skipped_B: Bool[np.ndarray, " B"]) -> TokenValues:
     """Return the terms that environment.turn_credit=turn adds to the advantages of the tokens of each turn.
 
-    With r_bj the environment's reward for turn j of row b, K_b the row's turns, and M_k the rows of the group that have
-    a turn k:
+    With r_bj the environment's reward for turn j of row b, K_b its number of turns, and M_k the rows of the group that
+    have a turn k:
 
         R_bk = sum of r_bj over j = k .. K_b                what the row got from turn k on
         credit of turn k = R_bk - mean of R_ck over the rows c in M_k
 
-    A turn is compared with the others' k-th turns alone. A group of three conversations of 2, 2 and 1 turns:
+    A k-th turn is compared only with the k-th turns of its group. A group of three conversations of 2, 2 and 1 turns:
 
         rewards   [0 1] [1 0] [1]
         R         [1 1] [1 0] [1]           means: of the first turns (1+1+1)/3 = 1, of the second ones (1+0)/2 = 0.5
         credit    [0 0.5] [0 -0.5] [0]
 
-    The credit is added to the advantages of all tokens that were sampled in the turn, whichever branches they are in,
-    as it is: no deviation divides it. A turn without a reward has the reward 0. The last turn that only one row came to
-    has the credit 0, for there is nothing to compare it with. Rows that are ``skipped_B`` because their environment
-    failed are in no mean. A completion without a conversation gets 0.
+    The credit is added, without division by a standard deviation, to the advantages of all tokens that were sampled in
+    the turn, in whichever branch. A turn without a reward has the reward 0. A turn k that only one row reached has the
+    credit 0, because there is nothing to compare it with. Rows marked in ``skipped_B``, whose environment failed, count
+    in no mean. A completion without a conversation gets 0.
 
     Raises:
         NonFiniteError: for a reward that is not finite; names row and turn.

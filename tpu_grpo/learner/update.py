@@ -6,14 +6,14 @@
 
 The parameters exist once or twice:
 
-    model.dtype     model.param_dtype   optimizer.state   the optimizer steps
+    model.dtype     model.param_dtype   optimizer.state   the optimizer updates
     float32         float32             any               the model's own parameters
     bfloat16        float32             any               a float32 copy, cast to the model's after every step
-    bfloat16        bfloat16            compact           the model's own, with 8 bits more of each
+    bfloat16        bfloat16            compact           the model's own, plus 8 residual bits of each
 
-Three programs run: they accumulate, measure and step. Nothing is fetched between passes, so that the devices never
-wait for the host. If the loss or a gradient is not finite, no step is made, on any host, because all hosts have the
-same sums. Choosing between old and new values inside the step would cost it memory and time.
+Three programs run, to accumulate, to measure and to step. Nothing is fetched between passes, so that the devices never
+wait for the host. If the loss or a gradient is not finite, every host skips the step, because all have the same
+sums. To choose between old and new values inside the step's program would cost memory and time.
 """
 
 import math
@@ -52,9 +52,9 @@ class PassSums(NamedTuple):
 
     gradients: Values
     loss: Float[Array, ""]
-    """float32: it is not finite if that of a pass is not."""
+    """float32; not finite if the loss of any pass is not."""
     entropy: EntropySums | tuple[()]
-    """What the bonus is adapted to, if it is."""
+    """The sums from which the entropy bonus is adapted; empty if it is not adapted."""
 
 
 class UpdateRecord(NamedTuple):
@@ -64,23 +64,23 @@ class UpdateRecord(NamedTuple):
     """The global norm of the step's gradient before clipping."""
     learning_rate: Float[Array, ""]
     step_kept: Float[Array, ""]
-    """How far the parameters moved along the step that was meant, over its length; 1 if nothing was lost. What rounding
-    at random adds lies across the step, and does not count."""
+    """How far the parameters moved in the direction of the intended step, relative to its length; 1 if rounding lost
+    nothing. Movement perpendicular to the step, which stochastic rounding adds, does not count."""
     finite: Bool[Array, ""]
-    """Whether loss and norm are finite. If not, the update was left out: parameters and state are what they were."""
+    """Whether loss and norm are finite. If not, the update was skipped: parameters and state are unchanged."""
     entropy_coefficient: Float[Array, ""] | None = None
-    """That of the update's entropy bonus, if it is adapted."""
+    """The coefficient of the update's entropy bonus, if it is adapted."""
 
 
 class UpdateState(NamedTuple):
     """The state that an update needs beside the model's parameters; checkpoints hold it."""
 
     count: Int[Array, ""]
-    """This many updates were made so far."""
+    """The number of updates so far."""
     optimizer: Any
     kept: Values
-    """What the model's parameters lack of those that are stepped: float32 copies, or int8 residuals; empty if
-    nothing."""
+    """What the optimizer updates in addition to the model's own parameters: float32 copies, or int8 residuals; empty
+    if neither is used."""
     entropy: EntropyState | tuple[()] = ()
     """The coefficient of the entropy bonus, if it is adapted."""
 
@@ -90,9 +90,9 @@ class Updater:
 
     Args:
         config: the run, for its optimizer.
-        model: its trained parameters are arrays, or descriptions of some if nothing is to be run.
-        stepped: the trained parameters in the type in which they are stepped, by name; where they have the model's
-            type they are the model's own, and else they are taken over.
+        model: its trained parameters are arrays, or descriptions of arrays if nothing is to be run.
+        stepped: the trained parameters in the type in which the optimizer updates them, by name. Those of the model's
+            type are the model's own arrays; others belong to the updater from now on.
         settings: the loss, and the trainer's mesh.
 
     Raises:
@@ -105,7 +105,7 @@ class Updater:
         self._kind, self._settings, self._mesh = trained_type(model), settings, settings.mesh
         self._shared = frozenset(self.trained)
         self._sums: PassSums | None = None
-        self._read: tuple[Values, nnx.State] | None = None  # the model's arrays, taken apart once for all micro-batches
+        self._read: tuple[Values, nnx.State] | None = None  # the model's arrays, split once for all micro-batches
         self._layout = {name: leaf.sharding for name, leaf in stepped.items()}
         functions = _Functions(
             model,
@@ -121,7 +121,7 @@ class Updater:
         self._residual, self._joined = functions.residual, functions.joined
         self._accumulate = jax.jit(functions.accumulated, donate_argnums=0)
         self._measure = jax.jit(functions.measured)
-        # Where float32 copies are stepped, the model's own are not computed with: kept, their memory is still reused.
+        # Where float32 copies are updated, the model's own arrays are unused arguments; kept, their memory is reused.
         self._step = jax.jit(functions.stepped, donate_argnums=(2, 3, 4), keep_unused=True)
         self._join = jax.jit(functions.joined)
         kinds = self._described_sums
@@ -137,12 +137,12 @@ class Updater:
         return by_name(nnx.state(self.model, self._kind))
 
     def stepped(self) -> Values:
-        """Return the trained parameters in float32, the precision in which the optimizer steps them, by name."""
+        """Return the trained parameters in float32, the precision in which the optimizer updates them, by name."""
         return (self._join if self._residual else self._joined)(self.trained, self.state.kept)
 
     def share(self, names: Collection[str]) -> None:
-        """Set the parameters whose arrays others use: an update reuses the memory of the rest. Until then it reuses
-        none."""
+        """Set the parameters whose arrays are used elsewhere: an update reuses the memory of all others. Before the
+        first call it reuses none."""
         self._shared = frozenset(names)
 
     def accumulate(self, batch: TrainBatch) -> LossSums:
@@ -164,7 +164,7 @@ class Updater:
         self._sums, self._read = None, None
 
     def histograms(self) -> dict[str, Histogram]:
-        """Count the gradients since the last step, and the trained parameters; arrays on the devices."""
+        """Make histograms of the gradients since the last step and of the trained parameters, on the devices."""
         arrays = {"gradients": self.gradients(), "parameters": self.trained}
         with self._mesh:
             return {
@@ -172,15 +172,15 @@ class Updater:
             }
 
     def step(self) -> UpdateRecord:
-        """Let the optimizer step once along the sum of the gradients, which is empty afterwards.
+        """Let the optimizer step once with the sum of the gradients, and clear the sum.
 
-        If the loss or the gradient is not finite, as the record says, it makes no step.
+        If the loss or the gradient is not finite, as the record says, no step is made.
         """
         assert self._sums is not None, "accumulate comes before step"
         sums, self._sums, self._read = self._sums, None, None
         with self._mesh:
             record = self._measure(sums, self.state.count, self.state.entropy)
-            if not bool(record.finite):  # the first time that anything is waited for
+            if not bool(record.finite):  # the first time that the host waits
                 return record
             changed, self.state, kept = self._step(*self._step_arguments(sums, self._shared), record.grad_norm)
         nnx.update(self.model, _as_state(self.model, self._kind, changed))
@@ -195,12 +195,12 @@ class Updater:
     def lower_step(self, shared: Collection[str]) -> jax.stages.Lowered:
         """Lower the optimizer's step, which reuses the memory of all but the ``shared`` parameters."""
         sums = self._described_sums
-        with self._mesh:  # a norm is described as a loss is
+        with self._mesh:  # the description of the loss also fits the norm
             return self._step.lower(*self._step_arguments(sums, shared), sums.loss)
 
     def _step_arguments(self, sums: PassSums, shared: Collection[str]) -> tuple[Any, ...]:
-        """Sort the arguments of the step: parameters and sums that stay, and those whose memory is reused. The new
-        values of a parameter that others hold take the memory of its gradient, where they have the same type."""
+        """Sort the step's arguments into those that stay and those whose memory is reused. The new value of a shared
+        parameter takes the memory of its gradient, if both have the same type."""
         trained, gradients = self.trained, sums.gradients
         held = {name: value for name, value in trained.items() if name in shared}
         free = {name: value for name, value in trained.items() if name not in shared}
@@ -209,7 +209,7 @@ class Updater:
         return held, sums._replace(gradients=read), free, self.state, reused
 
     def _initial(self, functions: "_Functions", stepped: Values) -> UpdateState:
-        """Make the state before the first update, of descriptions if the parameters are such."""
+        """Make the state before the first update, of descriptions if the parameters are descriptions."""
         shapes = jax.eval_shape(functions.first_state, stepped)
         whole = NamedSharding(self._mesh, PartitionSpec())
         shardings: Any = UpdateState(
@@ -221,7 +221,7 @@ class Updater:
         if isinstance(next(iter(stepped.values())), jax.ShapeDtypeStruct):
             describe = lambda leaf, of: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=of)  # noqa: E731
             return jax.tree.map(describe, shapes, shardings)
-        copies = bool(shapes.kept) and not self._residual  # they are the very arrays, which nobody else holds
+        copies = bool(shapes.kept) and not self._residual  # these are ``stepped``'s arrays, which nobody else holds
         return jax.jit(functions.first_state, out_shardings=shardings, donate_argnums=0 if copies else ())(stepped)
 
     @property
@@ -245,7 +245,7 @@ class _Functions:
     """What the programs of an update compute, as functions of arrays."""
 
     model: nnx.Module
-    """Names the trained parameters; their values are arguments."""
+    """Says which parameters are trained; their values are arguments of the functions."""
     definition: nnx.GraphDef[Any]
     optimizer: optax.GradientTransformation
     schedule: optax.Schedule
@@ -253,7 +253,7 @@ class _Functions:
     layout: Mapping[str, Any]
     """The sharding of every trained parameter."""
     dtypes: Mapping[str, Any]
-    """The types in which the model computes with them."""
+    """The type in which the model computes with each trained parameter."""
     max_grad_norm: float
     residual: bool
 
@@ -276,7 +276,7 @@ class _Functions:
 
     def measured(self, sums: PassSums, count: Int[Array, ""], entropy: EntropyState | tuple[()]) -> UpdateRecord:
         """Measure what does not depend on the step."""
-        norm: Any = optax.global_norm(sums.gradients)  # not the Python numbers that it may name
+        norm: Any = optax.global_norm(sums.gradients)  # Any, because optax declares that it may be a Python number
         rate = jnp.asarray(self.schedule(count), jnp.float32)
         finite = jnp.isfinite(norm) & jnp.isfinite(sums.loss)
         coefficient = entropy.applied if isinstance(entropy, EntropyState) else None
@@ -310,13 +310,13 @@ class _Functions:
         return UpdateState(jnp.zeros((), jnp.int32), self.optimizer.init(values), kept, entropy)
 
     def joined(self, trained: Values, kept: Values) -> Values:
-        """The parameters that are stepped, float32."""
+        """The parameters that the optimizer updates, in float32."""
         if self.residual:
             return {name: join_residual(value, kept[name]) for name, value in trained.items()}
         return {name: kept.get(name, value) for name, value in trained.items()}
 
     def _split(self, values: Values, count: Int[Array, ""]) -> tuple[Values, Values]:
-        """The parameters that the model computes with, and what they lack of ``values``."""
+        """Split ``values`` into the parameters that the model computes with, and the ``kept`` of `UpdateState`."""
         if self.residual:
             key = jax.random.fold_in(jax.random.key(0), count)
             parts = {
@@ -328,16 +328,16 @@ class _Functions:
         return cast, {name: value for name, value in values.items() if value.dtype != self.dtypes[name]}
 
     def _laid_out(self, values: Values) -> Values:
-        # The compiler chooses the layout of what a program returns. Held to the layout of the parameters, the next call
-        # finds the same program, and the sampler the same layout.
+        # Otherwise the compiler would choose the sharding of a program's results. With the sharding of the parameters,
+        # the next call needs no new program, and the sampler finds the sharding that it knows.
         return {name: jax.lax.with_sharding_constraint(value, self.layout[name]) for name, value in values.items()}
 
 
 def histogram(values: Float[Array, "..."]) -> Histogram:
-    """Count an array's elements. An edge at a time, it needs no memory, whatever the sharding."""
+    """Count an array's elements in buckets, one edge at a time, which needs no extra memory with any sharding."""
     values = values.astype(jnp.float32)
     low, high = values.min(), values.max()
-    half = jnp.where(low == high, 0.5, 0.0)  # as NumPy does, for intervals that have a width
+    half = jnp.where(low == high, 0.5, 0.0)  # as in NumPy, so that buckets of equal values have a width
     edges = jnp.linspace(low - half, high + half, BUCKETS + 1)
     below = jax.lax.map(lambda edge: (values < edge).sum(), edges[1:-1])
     counts = jnp.diff(below, prepend=0, append=values.size)
@@ -357,10 +357,10 @@ class MeasuredUpdate:
     """One of a step's updates, on the host."""
 
     sums: list[LossSums]
-    """Of each of its passes."""
+    """The sums of each of its passes."""
     record: UpdateRecord
     histograms: Mapping[str, Histogram]
-    """Those of its gradients, and of the parameters before it; empty if none are due."""
+    """Histograms of its gradients, and of the parameters before it; empty if none are due."""
 
     @property
     def loss(self) -> float:
@@ -371,11 +371,11 @@ class MeasuredUpdate:
 def update_metrics(updates: Sequence[MeasuredUpdate]) -> dict[str, float]:
     """Compute ``update/*`` and ``correction/*`` over all updates, and ``agreement/*`` over the tokens of the first.
 
-    The weights before the first update are those that the engine sampled with.
+    Agreement is measured in the first, which still computes with the weights that the engine sampled with.
 
     The loss is the mean over updates of each update's loss; entropy, KL, clips and ratio are means over tokens; the
-    gradient norm is the mean over updates of each update's norm before clipping; the rate is the last update's, and of
-    the kept steps the smallest counts. Updates that were skipped count in none of these, unless all were.
+    gradient norm is the mean over updates of each update's norm before clipping; the rate is the last update's, and
+    ``step_kept`` is the smallest of all updates. Skipped updates count in none of these, unless all were skipped.
     """
     made = [update for update in updates if update.record.finite] or list(updates)
     micro, records = [sums for update in made for sums in update.sums], [update.record for update in made]

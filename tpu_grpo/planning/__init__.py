@@ -1,1 +1,1 @@
-"""Says what a run needs of a TPU slice, before it starts and without one: memory by stage, seconds by step."""
+"""Predicts what a run needs on a TPU slice, without a TPU: the memory of each stage, and the seconds of a step."""

@@ -1,7 +1,6 @@
-"""Runs a plan in a child process, because compiling can end its process without a message.
+"""Runs a plan in a child process, because a compilation can kill its process without a message.
 
-libtpu aborts where one of its own checks fails, a whole compilation may need more memory than there is, and no
-compilation can be interrupted.
+libtpu aborts if one of its checks fails, a compilation may run out of memory, and it cannot be interrupted.
 
 code = run_in_child()      # before jax is imported
 if code is not None:
@@ -28,16 +27,16 @@ ABORTED = (
 
 
 def run_in_child() -> int | None:
-    """Fork: return None in the child, which goes on, and in the parent the child's exit code once it has ended.
+    """Fork: return None in the child at once, and in the parent, when the child has ended, its exit code.
 
-    SIGINT, SIGTERM and SIGHUP end both at once: a plan has nothing to save.
+    SIGINT, SIGTERM and SIGHUP end both immediately, because a plan has nothing to save.
     """
     sys.stdout.flush()
     sys.stderr.flush()
     signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
     child = os.fork()
     if child == 0:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to both
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to both; the parent kills the child
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
         return None
     asked: list[int] = []

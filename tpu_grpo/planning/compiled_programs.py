@@ -1,7 +1,7 @@
-"""The programs of a run, compiled for a slice, with the memory and the arithmetic that the compiler reports of each.
+"""The programs of a run, compiled for a slice, with the memory and FLOPs that the compiler reports for each.
 
-What the compiler reported is kept in the user's cache directory under ``plans``, because jax's own cache holds no
-program that cannot run here. Delete that directory to compile anew.
+The compiler's figures are kept in the user's cache directory, under ``plans``, because jax's own cache does not keep
+programs that cannot run here. Delete that directory to compile anew.
 """
 
 import hashlib
@@ -24,35 +24,35 @@ Stage = Literal["rollout", "logprobs", "update", "sync"]
 GRADIENTS, OPTIMIZER_STEP = "gradients of a micro-batch", "optimizer step"
 """The names of the programs of an update."""
 TRAIN_STEP = "Tunix's train step"
-"""The name of the one program in place of these, with Tunix's learner."""
+"""The name of the single program that replaces both with Tunix's learner."""
 FAST_COMPILE_OPTIONS: Mapping[str, Any] = {"exec_time_optimization_effort": -1.0, "memory_fitting_effort": -1.0}
-"""Compiler options that take a third of the time; temporary memory comes out a little larger."""
+"""Compiler options that cut compile time to a third; the reported temporary memory is a little larger."""
 
 
 @dataclass(frozen=True)
 class CompiledProgram:
-    """What the compiler reports of one program, per device."""
+    """The compiler's figures for one program, per device."""
 
     name: str
     stage: Stage
     argument_bytes: float = 0.0
     output_bytes: float = 0.0
-    """Bytes of the results, without those that are written into arguments."""
+    """Bytes of the results, except those written into donated arguments."""
     temporary_bytes: float = 0.0
     code_bytes: float = 0.0
     flops: float = 0.0
-    """The compiler's count, which takes a loop once and leaves out kernels; so does the count of bytes."""
+    """The compiler's count. Like ``accessed_bytes``, it counts the body of a loop once, and kernels not at all."""
     accessed_bytes: float = 0.0
     kernels: int = 0
     """The number of calls of Pallas kernels."""
     fits: bool = True
-    """False when the compiler refused the program for its memory; then only ``temporary_bytes`` has a meaning."""
+    """False if the compiler refused the program because of its memory; then only ``temporary_bytes`` is valid."""
     seconds: float = 0.0
     """The time that compiling took."""
 
 
 def programs_to_lower(run: AbstractRun) -> Iterator[tuple[str, Stage, Callable[[], Any]]]:
-    """Yield (name, stage, a function that lowers it) of each stage's largest programs, except for the weight sync."""
+    """Yield (name, stage, lowering function) for the largest programs of each stage except the weight sync."""
     shapes = run.options.shapes
     yield f"decode of {shapes.batch[-1]} rows", "rollout", lambda: run.engine.lower("decode", shapes.batch[-1])
     yield f"prefill of {shapes.prefill[-1]} tokens", "rollout", lambda: run.engine.lower("prefill", shapes.prefill[-1])
@@ -66,7 +66,7 @@ def programs_to_lower(run: AbstractRun) -> Iterator[tuple[str, Stage, Callable[[
 
 
 def compile_all(run: AbstractRun, options: Mapping[str, Any], say: Callable[[str], None]) -> list[CompiledProgram]:
-    """Compile every program of a run, or read its figures from the cache; ``say`` is told what is being compiled."""
+    """Compile every program of a run, or read its figures from the cache; ``say`` gets a line per compilation."""
     compiled = []
     for name, stage, lower in programs_to_lower(run):
         mesh = run.engine.mesh if stage == "rollout" else run.meshes.trainer
@@ -86,7 +86,7 @@ def compile_all(run: AbstractRun, options: Mapping[str, Any], say: Callable[[str
 
 
 def _figures_file(lowered: jax.stages.Lowered, devices: Sequence[Any], options: Mapping[str, Any]) -> Path:
-    """Name the file by a digest of everything that decides the figures: program, devices, options and compiler."""
+    """Name the file after a digest of all that the figures depend on: program, devices, options and compiler."""
     decides = (
         lowered.as_text(),
         sorted(options.items()),
@@ -100,7 +100,7 @@ def _figures_file(lowered: jax.stages.Lowered, devices: Sequence[Any], options: 
 def compiled_figures(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> dict[str, Any]:
     """Compile a program and return the fields of `CompiledProgram` other than its name and stage.
 
-    For a program that does not fit the memory, ``temporary_bytes`` is the memory that the compiler says it would use.
+    If the program does not fit the memory, ``temporary_bytes`` is its whole memory need according to the compiler.
     """
     started = time.perf_counter()
     try:
@@ -125,10 +125,10 @@ def compiled_figures(lowered: jax.stages.Lowered, options: Mapping[str, Any]) ->
 
 
 def refused_bytes(message: str) -> float | None:
-    """Read from a compiler error the bytes that the program, or one array, would use; None for other errors.
+    """Parse a compiler error: the bytes that the program, or a single array, would use; None for other errors.
 
-    Libtpu 0.0.42 has two sentences for the whole program. Both count its arguments, although the second calls
-    everything temporaries.
+    libtpu 0.0.42 has two messages about whole programs. Both figures include the arguments, although the second
+    message speaks of temporaries.
     """
     whole = re.search(r"Used ([\d.]+)([KMG]) of [\d.]+[KMG] hbm", message) or re.search(
         r"required for HLO temporaries \(([\d.]+)([KMG])\) exceeds available HBM", message

@@ -1,22 +1,22 @@
-"""What the parts of a step cost in seconds, by arithmetic: a step of an engine, and the learner's micro-batches.
+"""Computes the seconds that parts of a step take: an engine's steps, and the learner's micro-batches.
 
 The sizes follow from a model's config.json and the tensors of its checkpoint; nothing is compiled for them. An engine's
-step takes the longer of its products and the reading of its weights, and these come on top:
+step takes the time of its matrix products or of reading its weights, whichever is longer. Added to that are:
 
-    decode    the cache and the all-reduces on the devices, and the host's time
+    decode    reading the cache, the all-reduces, and the host's time
     prefill   the all-reduces, and the host's time
 
-FLOPs of a learner's pass are arithmetic as well, because the compiler counts a loop once and kernels not at all. Per
-token, with N parameters met in the layers, V in the head, and S tokens of context, of which flash attention meets half:
+The FLOPs of a learner's pass are computed, too, because the compiler counts the body of a loop once and kernels not at
+all. Per token, with N parameters used in the layers, V in the head, and S tokens of context (flash attention: half):
 
     forward pass   2 N + 4 heads head_dim S per layer, and 2 V for each completion token
-    update         of the layers three times that, four with remat; of the head four times, because its logits are
-                   computed again; adapters take one less of both
+    update         layers: three times that, four times with remat; head: four times, because its logits are
+                   recomputed; with adapters, both take one time less
 
-Published speeds are those of sglang-jax's cookbook (Qwen3-8B and Qwen3-32B on v6e-4, tensor 4, 1,024 to 8,192 tokens
-in, 1,024 out, 16 to 256 rows at once) and of its pull request 194. cache_bytes_per_second and prefill of `Rates` are
-fitted to these seven points, which come out within 7 %; everything else comes from elsewhere, as said.
-tests/planning/test_costs.py holds this.
+Published speeds come from sglang-jax's cookbook (Qwen3-8B and Qwen3-32B on v6e-4, tensor 4, prompts of 1,024 to 8,192
+tokens, completions of 1,024, 16 to 256 rows at once) and its pull request 194. `Rates.cache_bytes_per_second` and
+`Rates.prefill` are fitted to these seven points, which are met within 7 %; other constants have the sources stated
+with them. tests/planning/test_costs.py checks this.
 """
 
 import math
@@ -29,29 +29,29 @@ from tpu_grpo.launching.tpus import Generation
 from tpu_grpo.models.checkpoint import Checkpoint
 
 LAUNCH_SECONDS, ARRAY_SECONDS, ROW_SECONDS, TOKEN_SECONDS = 0.5e-3, 0.75e-6, 6e-6, 2e-6
-"""Host time of one launch of an engine: the launch itself, more for each array and each of the engine's devices, the
-scheduling of each row, and each token that is taken in. Fitted to launches of one step of this package's engines, 0.97
-to 4.3 ms, within 14 %; the last one to launches of 1 to 32 steps for 64 rows, which take 1.4 to 2.3 us a token."""
+"""Host time of a launch of an engine: fixed, per array and device of the engine, per row to schedule, and per token to
+collect. The first three are fitted within 14 % to one-step launches of this package's engines, which take 0.97 to
+4.3 ms; the last to launches of 1 to 32 steps for 64 rows, which take 1.4 to 2.3 us per token."""
 STEP_INPUTS = 7
-"""Arrays that a launch of decode steps gets besides weights and cache: rows, limits, and five for the attention."""
+"""Arrays that a launch of decode steps takes besides weights and cache: rows, limits, and five for attention."""
 FILL = 0.95
-"""Of the tokens of training rows that are packed, those that are not padding."""
+"""The share of the tokens in packed training rows that is not padding."""
 
 EMBEDDING = "model.embed_tokens.weight"
 VOCABULARY = (EMBEDDING, "lm_head.weight")
 
 Seconds = Mapping[str, float]
-"""Seconds by what they are spent on; they add up."""
+"""Cause -> seconds; the total is their sum."""
 
 
 def add(total: dict[str, float], more: Seconds, times: float = 1.0) -> None:
-    """Add ``times`` the seconds of ``more`` to ``total``."""
+    """Add the seconds of ``more``, multiplied by ``times``, to ``total``."""
     for cause, seconds in more.items():
         total[cause] = total.get(cause, 0.0) + times * seconds
 
 
 def link_seconds(generation: Generation, devices: int, sent: float) -> float:
-    """Return the seconds in which each of the devices sends ``sent`` bytes to others."""
+    """Return the seconds that each of the devices needs to send ``sent`` bytes to others."""
     return sent / (generation.rates.links * generation.sent_bytes_per_second(devices)) if sent else 0.0
 
 
@@ -67,9 +67,9 @@ class TokenCost:
     """What a token costs in a forward pass of a model."""
 
     layers: float
-    """The parameters that a token meets in all layers."""
+    """The number of parameters used for a token in all layers."""
     head: float
-    """The parameters of the output head."""
+    """The number of parameters in the output head."""
     attention: float
     """FLOPs per token of context, in all layers."""
 
@@ -102,21 +102,21 @@ class EngineSizes:
     layers: int
     token: TokenCost
     weight_bytes: float
-    """Weights that every step reads: all but the experts, and but an embedding that is not the head as well, of which
-    a step reads a row for each token."""
+    """Weights that every step reads completely: all except the experts, and except an embedding that is not tied to
+    the head, of which a step reads only a row per token."""
     expert_bytes: float
     experts: int
-    """The experts of a layer; 1 for a model without."""
+    """The number of experts in a layer; 1 for a model without experts."""
     used_experts: int
-    """The experts that a token uses."""
+    """The number of experts that a token uses in a layer."""
     cache_bytes: float
     """Keys and values of one token, in all layers."""
     state_bytes: float
-    """The activations of one token between layers; they are whole on every device."""
+    """The activations of one token between layers, which every device holds completely."""
     arrays: int
     """The arrays that a step is launched with."""
     cache_itemsize: int = 2
-    """Bytes of a number of the cache."""
+    """Bytes per number in the cache."""
 
     @classmethod
     def of(
@@ -129,7 +129,7 @@ class EngineSizes:
         cache_bytes: float,
         cache_itemsize: int = 2,
     ) -> "EngineSizes":
-        """Compute the sizes of an engine of ``tensor`` devices whose numbers have ``itemsize`` bytes."""
+        """Compute the sizes of an engine of ``tensor`` devices whose weights have ``itemsize`` bytes per number."""
         config, shapes = checkpoint.config, checkpoint.family.tensor_shapes(checkpoint.config)
         weights = experts = 0.0
         for name, shape in shapes.items():
@@ -154,13 +154,13 @@ class EngineSizes:
         )
 
     def read_bytes(self, tokens: float) -> float:
-        """Return the bytes of weights that a step over so many tokens reads; of experts, those expected to be used."""
+        """Return the bytes of weights that a step over ``tokens`` reads; experts count by their chance of use."""
         idle = (1 - self.used_experts / self.experts) ** tokens
         return self.weight_bytes + self.expert_bytes * (1 - idle)
 
 
 def decode_step(sizes: EngineSizes, generation: Generation, rows: int, cached_tokens: float) -> dict[str, float]:
-    """Return the seconds on the devices of a decode step of ``rows`` rows, with ``cached_tokens`` tokens in all."""
+    """Return the device seconds of a decode step of ``rows`` rows, which have ``cached_tokens`` tokens together."""
     flops = sizes.token.forward(rows, cached_tokens / rows, rows) / sizes.tensor
     read = sizes.cache_bytes / (generation.rates.memory * generation.chip.memory_bytes_per_second)
     computed = sizes.cache_bytes * max(1, 2 / sizes.cache_itemsize) / generation.rates.cache_bytes_per_second
@@ -169,9 +169,9 @@ def decode_step(sizes: EngineSizes, generation: Generation, rows: int, cached_to
 
 
 def prefill_step(sizes: EngineSizes, generation: Generation, tokens: float, context: float) -> dict[str, float]:
-    """Return the seconds on the devices of a prefill step of ``tokens`` prompt tokens, each after ``context`` tokens.
+    """Return the device seconds of a prefill step of ``tokens`` prompt tokens, each with ``context`` tokens before.
 
-    Only one token gets logits, which costs too little to count.
+    Logits are counted for a single token only; more would hardly change the result.
     """
     flops = sizes.token.forward(tokens, context, 1) / sizes.tensor
     return _engine_step(
@@ -180,9 +180,9 @@ def prefill_step(sizes: EngineSizes, generation: Generation, tokens: float, cont
 
 
 def _engine_step(sizes: EngineSizes, generation: Generation, tokens: float, products: float) -> dict[str, float]:
-    """Seconds of products or of reading weights, whichever is longer, and of all-reduces.
+    """Return the seconds of products or of reading weights, whichever is longer, and of all-reduces.
 
-    The activations are added up twice a layer, and once for the embedding.
+    Activations are all-reduced twice per layer, and once for the embedding.
     """
     weights = sizes.read_bytes(tokens) / (generation.rates.memory * generation.chip.memory_bytes_per_second)
     each = allreduce_seconds(generation, sizes.tensor, tokens * sizes.state_bytes)
@@ -191,23 +191,23 @@ def _engine_step(sizes: EngineSizes, generation: Generation, tokens: float, prod
 
 
 def host_seconds(sizes: EngineSizes, rows: int, steps: float = 1) -> float:
-    """Return the seconds in which the host launches ``steps`` steps of ``rows`` rows and collects their tokens."""
+    """Return the host's seconds to launch ``steps`` steps of ``rows`` rows and to collect their tokens."""
     arrays = ARRAY_SECONDS * sizes.arrays * sizes.tensor
     return LAUNCH_SECONDS + arrays + (ROW_SECONDS + TOKEN_SECONDS * steps) * rows
 
 
 def round_seconds(engines: Sequence[tuple[Seconds, float]], *, ahead: bool = False) -> dict[str, float]:
-    """Return the seconds of one round of a host's engines, given (seconds on the devices, of the host) of each.
+    """Return the seconds of one round of a host's engines, given (device seconds, host seconds) of each.
 
-    One thread drives the engines of a host in turn: it waits for the tokens of an engine's step, takes them in and
-    launches the next one, while the other engines' devices work. A round therefore takes the larger of
+    One thread drives the engines of a host in turn: it waits for the tokens of an engine's step, processes them and
+    launches the engine's next step, while the devices of other engines work. A round takes the longer of
 
-        the host times of all its engines                      the thread is never idle
-        the device's time and the host time of one engine      its next step cannot be launched before its tokens
+        the host times of all engines                           the thread is never idle
+        the device time plus the host time of one engine        its next step needs the tokens of this step
 
-    The devices' seconds are those of the slowest engine; "host" is the time for which its devices wait. With ``ahead``
-    they have the next launch before the host takes in the tokens of this one, and wait only for a host with too much
-    to do.
+    The result has the device seconds of the slowest engine, and as "host" the time for which its devices wait. With
+    ``ahead``, the next launch is queued before the host processes the tokens of this one; devices then wait only if
+    the thread is never idle.
     """
     device, own = max(engines, key=lambda engine: sum(engine[0].values()) + engine[1])
     working = sum(device.values())
@@ -227,37 +227,37 @@ class TrainerSizes:
     layers: int
     token: TokenCost
     context: float
-    """The tokens that a token attends to, a mean."""
+    """The mean number of tokens that a token attends to."""
     row_tokens: int
-    """The tokens of a row that holds the longest prompt and completion, padded to whole blocks of attention; where
-    several devices compute the same rows, on all of these."""
+    """The tokens of a row with the longest prompt and completion, padded to whole attention blocks; multiplied by the
+    number of devices that compute the same rows."""
     pass_tokens: int
-    """The tokens of a micro-batch, on all devices."""
+    """The tokens of a micro-batch on all devices together."""
     parameter_bytes: float
     trained_bytes: float
     outer_share: float
-    """The share of the parameters that embedding and head have."""
+    """The share of the parameters that are in embedding and head."""
     state_bytes: float
-    """The activations of a token between layers."""
+    """The bytes of a token's activations between layers."""
     layer_passes: int
-    """How many forward passes the layers of an update cost."""
+    """The cost of the layers in an update, in units of a forward pass."""
     head_passes: int
-    """The same of the head."""
+    """The same for the head."""
     is_padded: bool = False
-    """Whether a row has one completion, whatever its length, and the head is computed for prompts too: Tunix's."""
+    """Whether every completion has its own padded row, and the head also computes prompts (Tunix's learner)."""
 
 
 class PassSeconds(NamedTuple):
     """Seconds of one micro-batch."""
 
     parts: dict[str, float]
-    """By cause; they add up."""
+    """Seconds by cause; their sum is the duration."""
     beside: dict[str, float]
-    """What goes on beside the longest of its kind, which is among the parts."""
+    """Seconds by cause of work that overlaps with the longest part, and so adds nothing."""
 
 
 def filled_passes(sizes: TrainerSizes, *, rows: int, mean_tokens: float) -> int:
-    """Return the micro-batches that are filled by packing ``rows`` prompts with completions, of a mean length."""
+    """Return the number of micro-batches for ``rows`` prompts with completions of ``mean_tokens`` tokens, packed."""
     packed = sizes.row_tokens if sizes.is_padded else min(mean_tokens / FILL, sizes.row_tokens)
     return math.ceil(rows * packed / sizes.pass_tokens)
 
@@ -268,12 +268,12 @@ def pass_seconds(
     """Return the seconds of one micro-batch; padding costs as much as tokens.
 
     Over fsdp devices, parameters are gathered in the forward pass and again in the backward pass, and gradients are
-    scattered, all for every micro-batch. The compiler fetches a layer's parameters while the one before computes, so
-    that the longest of products, memory and these links counts. Two things wait and are added: the first gather of
-    embedding and head, and, with tp, two all-reduces of every layer's activations in each pass.
+    reduce-scattered, in every micro-batch. The compiler gathers a layer's parameters while the previous layer computes,
+    so only the longest of products, memory and these transfers counts. Two transfers do not overlap and are added: the
+    first gather of embedding and head, and with tp, two all-reduces of activations per layer in each pass.
 
-    ``head_tokens`` are its completion tokens on all devices, ``accessed_bytes`` is the compiler's count for its program
-    per device, and ``updates`` says whether there is a backward pass.
+    ``head_tokens`` is the number of completion tokens on all devices, ``accessed_bytes`` the compiler's count for the
+    program per device, and ``updates`` says whether there is a backward pass.
     """
     devices, chip = sizes.fsdp * sizes.tp, generation.chip
     layer_passes, head_passes = (sizes.layer_passes, sizes.head_passes) if updates else (1, 1)

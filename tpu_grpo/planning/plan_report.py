@@ -10,8 +10,8 @@ from tpu_grpo.planning.step_seconds import StepTime, assumptions
 
 
 def plan_lines(plan: Plan, mean_new_tokens: float | None = None, price: float | None = None) -> list[str]:
-    """Return the plan as lines for a terminal; with a mean length of completions, its seconds as well, and with the
-    price of a chip-hour, what the run costs."""
+    """Return the plan as lines for a terminal; ``mean_new_tokens`` adds a step with this mean length of completions,
+    and ``price``, of a chip-hour, the cost of the run."""
     config, chip = plan.config, plan.target.chip
     lines = [
         f"slice      {plan.target.slice.name}: {len(plan.target.devices)} chips, {plan.target.slice.hosts} hosts, "
@@ -31,7 +31,7 @@ def plan_lines(plan: Plan, mean_new_tokens: float | None = None, price: float | 
 
 
 def _memory(plan: Plan) -> list[str]:
-    """Return a line for each stage, in GiB per device."""
+    """Return a line for each stage, in GiB per device, and a line that says whether the run fits."""
     limit = plan.target.chip.memory_bytes / GIB
     lines = [f"{'GiB a device':12}" + "".join(f"{name:>12}" for name in (*COLUMNS, "total", "of chip"))]
     for stage in plan.memory:
@@ -49,7 +49,7 @@ def _memory(plan: Plan) -> list[str]:
 
 
 def _time(plan: Plan, mean_new_tokens: float | None, price: float | None) -> list[str]:
-    """Return a line for each stage, and what a step comes to: for the longest completions, and for those of a mean."""
+    """Return lines for stages and for the step: for completions of the longest and, if given, of the mean length."""
     steps = [("all longest", plan.work.step())]
     if mean_new_tokens is not None:
         steps.append((f"mean {mean_new_tokens:g}", plan.work.step(mean_new_tokens)))
@@ -75,7 +75,7 @@ def _time(plan: Plan, mean_new_tokens: float | None, price: float | None) -> lis
 
 
 def _speed(plan: Plan, step: StepTime, price: float | None) -> dict[str, float]:
-    """Return the speed of a step and the chip-hours of a run of such steps; with the price of one, their cost."""
+    """Return the speed of a step and the chip-hours of a run of such steps; with a price per hour, also the cost."""
     hours = step.seconds * plan.config.run.max_steps * len(plan.target.devices) / 3600
     return {
         "step_seconds": step.seconds,
@@ -88,7 +88,7 @@ def _speed(plan: Plan, step: StepTime, price: float | None) -> dict[str, float]:
 
 
 def plan_as_json(plan: Plan, mean_new_tokens: float | None = None, price: float | None = None) -> dict[str, Any]:
-    """Return everything in the plan, in bytes per device and in seconds; those of a mean length under "at_mean"."""
+    """Return the whole plan, in bytes per device and seconds; "at_mean" has the seconds for the mean length."""
     return {
         "slice": plan.target.slice.name,
         "chips": len(plan.target.devices),
@@ -116,7 +116,7 @@ def plan_as_json(plan: Plan, mean_new_tokens: float | None = None, price: float 
 
 
 def _step_as_json(plan: Plan, mean_new_tokens: float | None, price: float | None) -> dict[str, Any]:
-    """Return the seconds of a step by stage, and its speed; without a mean, all completions are longest."""
+    """Return the seconds of a step by stage, and its speed; without a mean, all completions have the longest length."""
     step = plan.work.step(mean_new_tokens)
     return {
         "mean_new_tokens": step.completion_tokens / plan.config.sampled_rows,
@@ -126,7 +126,7 @@ def _step_as_json(plan: Plan, mean_new_tokens: float | None, price: float | None
 
 
 def packed_line(plan: Plan, packed: Plan) -> str:
-    """Say what a run of Tunix's learner would need with this package's, which packs completions into rows."""
+    """Say what a run with Tunix's learner would need with this package's learner, which packs rows."""
     needs = {memory.stage: memory.total / GIB for memory in plan.memory}
     stages = ", ".join(
         f"{memory.stage} {memory.total / GIB:.2f} GiB for {needs[memory.stage]:.2f}"
@@ -141,7 +141,7 @@ def packed_line(plan: Plan, packed: Plan) -> str:
 
 
 def suggestion_line(suggestion: Suggestion | None) -> str:
-    """Return a line with the overrides with which the run fits, or saying that none were found."""
+    """Return a line with overrides that make the run fit, or a line saying that none were found."""
     if suggestion is None:
         return "no change of remat, micro-batches, running rows or meshes was found to fit; take a larger slice"
     plan = suggestion.plan

@@ -1,8 +1,8 @@
-"""Compiles a run's programs for a slice, and compares the memory they need with what its chips have.
+"""Compiles a run's programs for a slice, and compares the memory they need with that of its chips.
 
 plan = make_plan(config, open_slice("v5e-16"), fast=False, say=print)
 plan.fits, plan.worst
-suggest(plan, say=print)      # settings to change when it does not fit
+suggest(plan, say=print)      # changed settings with which it fits
 """
 
 import json
@@ -27,11 +27,11 @@ from tpu_grpo.run.parts import open_run_algorithm
 FEW_LAYERS = (2, 4)
 """The numbers of layers of the two models that a fast plan compiles."""
 PUBLISHED = SHIPPED_CONFIGS / "models"
-"""The directory with the config.json of published models, by name."""
+"""A directory per published model, by name, with its config.json."""
 NO_STOP = (0,)
-"""A stop token in place of that of a tokenizer that is not there; it decides no shape."""
+"""A placeholder for the stop token, because there is no tokenizer; no shape depends on it."""
 MOST_TRIED = 8
-"""The most changes of settings that are tried."""
+"""`suggest` tries at most this many changes of settings."""
 SPARE = 0.05
 """The share of the chip's memory that a suggested number of cache tokens leaves free."""
 
@@ -47,23 +47,23 @@ class Plan:
     meshes: str
     attention: str
     fast: bool
-    """Whether models of FEW_LAYERS layers were compiled and their figures extrapolated."""
+    """Whether models of FEW_LAYERS layers were compiled, and their figures extrapolated."""
     resident: ResidentBytes
     programs: tuple[CompiledProgram, ...]
     sync: tuple[str, ...]
-    """The weight sync, in words."""
+    """A description of the weight sync."""
     memory: tuple[StageMemory, ...]
     work: StepWork
-    """What the seconds of a step are estimated from: `work.step`."""
+    """All that the seconds of a step depend on; `work.step` estimates them."""
 
     @property
     def worst(self) -> StageMemory:
-        """The stage that needs most memory."""
+        """The stage that needs the most memory."""
         return max(self.memory, key=lambda stage: stage.total)
 
     @property
     def excess(self) -> float:
-        """Bytes per device that are missing; negative when there is room."""
+        """Bytes per device that the plan exceeds the chip's memory by; negative if it fits."""
         return self.worst.total - self.target.chip.memory_bytes
 
     @property
@@ -73,10 +73,10 @@ class Plan:
 
 
 def make_plan(config: RunConfig, target: Target, *, fast: bool, say: Callable[[str], None]) -> Plan:
-    """Compile the run's programs for a slice; ``say`` is called with what is being compiled.
+    """Compile the run's programs for a slice; ``say`` gets a line per compilation.
 
     Raises:
-        ConfigError: for settings that would be wrong with any amount of memory.
+        ConfigError: for settings that are wrong whatever the memory.
     """
     config = with_known_model(config)
     with target.as_jax_devices(), open_abstract_checkpoint(config) as checkpoint:
@@ -102,10 +102,10 @@ def make_plan(config: RunConfig, target: Target, *, fast: bool, say: Callable[[s
 
 
 def with_known_model(config: RunConfig) -> RunConfig:
-    """Replace a model.path that is not on this machine by the published model of that name.
+    """If model.path is not on this machine, replace it with the published model of that name.
 
     Raises:
-        ConfigError: if there is none.
+        ConfigError: if no published model has that name.
     """
     path = Path(config.model.path).expanduser()
     if config.model.path.startswith(BUILTIN) or (path / "config.json").exists():
@@ -120,7 +120,7 @@ def with_known_model(config: RunConfig) -> RunConfig:
 
 
 def with_packed_learner(config: RunConfig) -> RunConfig:
-    """Return a run of Tunix's learner as one of this package's, with as many passes, mini-batches and references."""
+    """Convert a config with Tunix's learner to this package's learner, with equal passes, mini-batches and beta."""
     options: Any = open_run_algorithm(config).objective
     section = config.algorithm
     changed: dict[str, Any] = {"name": "grpo", "options": {}, "beta": options.beta}
@@ -132,10 +132,10 @@ def with_packed_learner(config: RunConfig) -> RunConfig:
 
 
 def _extrapolated_programs(run: AbstractRun, say: Callable[[str], None]) -> list[CompiledProgram]:
-    """Compile two models of few layers and extend their figures, because memory and work grow with each layer."""
+    """Compile two models of few layers, and extrapolate their figures linearly in the number of layers."""
     layers, compiled, model = run.checkpoint.config.num_hidden_layers, [], run.config.model
     lora = model.lora.model_copy(update={"layers": None, "path": None})
-    model = model.model_copy(update={"train_layers": None, "lora": lora})  # a model of few layers may lack those chosen
+    model = model.model_copy(update={"train_layers": None, "lora": lora})  # the small models may lack the chosen layers
     for count in FEW_LAYERS:
         with with_layers(run.checkpoint, count) as smaller:
             small = replace(run, config=run.config.model_copy(update={"model": model}), checkpoint=smaller)
@@ -145,7 +145,7 @@ def _extrapolated_programs(run: AbstractRun, say: Callable[[str], None]) -> list
 
 @contextmanager
 def with_layers(checkpoint: Checkpoint, count: int) -> Iterator[Checkpoint]:
-    """Return the config of the same model with its first ``count`` layers, and the context length unchanged."""
+    """Yield an abstract checkpoint of the model with only its first ``count`` layers."""
     changed: dict[str, Any] = {"num_hidden_layers": count}
     if types := checkpoint.hf_config.get("layer_types"):
         changed["layer_types"] = types[:count]
@@ -156,7 +156,7 @@ def with_layers(checkpoint: Checkpoint, count: int) -> Iterator[Checkpoint]:
 
 
 def extrapolated(few: CompiledProgram, more: CompiledProgram, layers: int) -> CompiledProgram:
-    """Extrapolate a program's figures from both FEW_LAYERS to ``layers`` along a line; a figure never falls."""
+    """Extrapolate a program's figures linearly from FEW_LAYERS to ``layers``; no figure may decrease."""
     first, second = FEW_LAYERS
     grown = (layers - second) / (second - first)
     names = ("argument_bytes", "output_bytes", "temporary_bytes", "code_bytes", "flops", "accessed_bytes")
@@ -176,16 +176,16 @@ def extrapolated(few: CompiledProgram, more: CompiledProgram, layers: int) -> Co
 
 @dataclass(frozen=True)
 class Suggestion:
-    """Overrides as the command line takes them, and the plan of the run with them."""
+    """Overrides, as on the command line, and the plan of the run with them."""
 
     overrides: tuple[str, ...]
     plan: Plan
 
 
 def suggest(plan: Plan, say: Callable[[str], None]) -> Suggestion | None:
-    """Find changed settings with which the run fits, by planning the run with each change; None if none are found.
+    """Find changed settings with which the run fits, by planning the run with each change; None if nothing helps.
 
-    A change that does not help the stage that exceeds the memory is undone; the other changes are combined.
+    A change that does not reduce the memory of the largest stage is undone; all others are kept and combined.
     """
     best, chosen, tried = plan, dict[str, object](), set[tuple[str, object]]()
     while not best.fits and len(tried) < MOST_TRIED:
@@ -198,7 +198,7 @@ def suggest(plan: Plan, say: Callable[[str], None]) -> Suggestion | None:
         try:
             config = changed_config(best.config.model_dump(mode="json"), [f"{name}={_yaml(value)}"])
             changed = make_plan(config, plan.target, fast=plan.fast, say=say)
-        except TpuGrpoError as error:  # the settings do not go together
+        except TpuGrpoError as error:  # the changed settings exclude each other
             say(f"  {error}")
             continue
         needed = {memory.stage: memory.total for memory in changed.memory}
@@ -208,7 +208,7 @@ def suggest(plan: Plan, say: Callable[[str], None]) -> Suggestion | None:
 
 
 def _changes(plan: Plan) -> Iterator[tuple[str, object]]:
-    """Yield settings that help the stage that needs most memory; those that cost the least speed come first."""
+    """Yield (setting, value) that reduce the memory of the largest stage, those that cost the least speed first."""
     stage, narrower = plan.worst.stage, [("meshes.trainer.tp", 1)] if (plan.config.meshes.trainer.tp or 1) > 1 else []
     if stage == "rollout":
         yield from (*_rollout_changes(plan), *narrower)
@@ -234,7 +234,7 @@ def _rollout_changes(plan: Plan) -> Iterator[tuple[str, object]]:
     config, tokens = plan.config, plan.config.rollout.kv_tokens
     if config.meshes.sampler.shard_vocab is False:
         yield "meshes.sampler.shard_vocab", None
-    if tokens is not None:  # as many as should fit by what a token takes, in two digits, and then half of them
+    if tokens is not None:  # the number that should fit, rounded down to two digits; then half
         excess = plan.excess + SPARE * plan.target.chip.memory_bytes
         fitting = int(tokens * (1 - excess / plan.resident.cache))
         if 0 < fitting < tokens:

@@ -1,8 +1,8 @@
-"""A TPU slice that this machine does not have: libtpu describes its devices, and programs are compiled for them.
+"""A TPU slice that is not on this machine: libtpu describes its devices, and programs are compiled for them.
 
 prepare("v5e-16")                     # before jax is imported
 target = open_slice("v5e-16")         # 16 devices on 4 hosts
-with target.as_jax_devices():         # libraries that ask which devices there are get these
+with target.as_jax_devices():         # jax.devices() returns these
     ...
 """
 
@@ -29,15 +29,15 @@ class Target:
 
     @property
     def chip(self) -> Chip:
-        """The memory and the speeds of each of its chips."""
+        """The memory and the speeds of each chip."""
         return self.slice.generation.chip
 
     @contextmanager
     def as_jax_devices(self) -> Iterator[None]:
         """Make ``jax.devices()`` return these devices.
 
-        Tunix's models leave their shardings out, and the kernels choose their block sizes, by the first device that
-        they find there. jax itself does not ask there.
+        Tunix's models decide by the first of ``jax.devices()`` whether to use shardings, and kernels choose their block
+        sizes by it. jax itself does not call that function.
         """
         import jax
 
@@ -46,14 +46,14 @@ class Target:
 
 
 def prepare(name: str, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set the environment variables that libtpu and jax read when they are loaded; only a command may call this.
+    """Set environment variables that libtpu and jax read when loaded; only for commands, as it changes the process.
 
     Raises:
         ConfigError: the slice does not exist.
     """
     generation = parse_slice(name, flag="--slice").generation
-    environment["JAX_PLATFORMS"] = "cpu"  # nothing is computed, also where there is a TPU
-    environment["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"  # kernels hold these: figures are kept by the program's text
+    environment["JAX_PLATFORMS"] = "cpu"  # nothing is computed, even on a TPU machine
+    environment["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"  # in kernels; the cache key is the program text
     environment.setdefault("LIBTPU_INIT_ARGS", " ".join(generation.libtpu_args))
 
 
@@ -71,8 +71,8 @@ def with_rates(target: Target, path: Path) -> Target:
     """Return the slice with the rates that `tpu-grpo check` measured, from its check.json.
 
     Raises:
-        ConfigError: for one of devices of another generation.
-        DataError: for a file that is no check.json.
+        ConfigError: if the check.json is of another generation.
+        DataError: if the file is not a check.json.
     """
     generation = target.slice.generation
     measured = read_json(path, rates=dict)
@@ -89,10 +89,10 @@ def with_rates(target: Target, path: Path) -> Target:
 
 
 def replica_devices(target: Target, tensor: int) -> tuple[Any, ...]:
-    """Return devices for compiling one replica's programs: the slice's own, or some of the smallest that has enough.
+    """Return devices to compile one replica's programs for: all of the slice, or the first of a smaller slice.
 
-    libtpu compiles for a part of a slice only if it consists of the devices with the lowest numbers, which the
-    devices of a later host are not.
+    libtpu compiles for a part of a slice only if it is the devices with the lowest numbers. So a replica that is only
+    a part gets devices of the smallest slice that has enough of them.
     """
     if tensor == len(target.devices):
         return target.devices
@@ -104,7 +104,7 @@ def replica_devices(target: Target, tensor: int) -> tuple[Any, ...]:
 
 
 def _devices(generation: Generation, chips: int, *, one_host: bool) -> tuple[Any, ...]:
-    os.environ.update(  # where libtpu looks, instead of asking the machine that a TPU would hang on
+    os.environ.update(  # libtpu reads these instead of a TPU machine's metadata
         TPU_SKIP_MDS_QUERY="1",
         TPU_ACCELERATOR_TYPE="v5litepod-16",
         TPU_WORKER_HOSTNAMES="localhost",

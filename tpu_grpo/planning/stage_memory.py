@@ -1,14 +1,14 @@
-"""Where a plan's memory is added up: for each stage of a step, the bytes on a device, held against those of a chip.
+"""Adds up a plan's memory: the bytes on a device in each stage of a step.
 
     rollout     parameters, optimizer, reference, sampler weights, cache, and the work of decode or prefill
-    logprobs    the same without what ``rollout.release_during_update`` frees, and the work of a forward pass
-    update      as logprobs, with the work of a micro-batch, accumulated gradients among it, or of the optimizer's step,
-                which makes new parameters beside those old ones that the sampler shares
-    sync        everything, and the work of the most demanding group
+    logprobs    the same except for what ``rollout.release_during_update`` frees, and the work of a forward pass
+    update      as logprobs, with the work of a micro-batch (accumulated gradients included) or of the optimizer's step,
+                which makes new parameters while the sampler still shares the old ones
+    sync        everything, and the work of the largest group of the weight sync
 
-With meshes.layout=split a stage has the trainer's devices or the sampler's, and the sync has the fuller of both. The
-bytes that stay on a device between programs follow from the shardings of the run's own trees (`resident_bytes`); the
-work of a program is what the compiler reports of it.
+With meshes.layout=split, a stage uses either the trainer's or the sampler's devices; for the sync, the fuller of both
+counts. The bytes that stay on a device between programs follow from the shardings of the run's arrays
+(`resident_bytes`). The work of a program is the memory that the compiler reports.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,7 +24,7 @@ from tpu_grpo.run.abstract import AbstractRun
 from tpu_grpo.weights.plan import bytes_per_device, named_leaves
 
 COLUMNS = ("parameters", "optimizer", "reference", "sampler", "cache", "work", "code")
-"""What a stage's memory is for; work is gradients, activations, results, inputs and other temporaries."""
+"""The uses of a stage's memory; work means gradients, activations, results, inputs and other temporaries."""
 
 
 @dataclass(frozen=True)
@@ -33,23 +33,23 @@ class ResidentBytes:
 
     parameters: int
     optimizer: int
-    """The optimizer's state, and what the trained parameters have beyond ``model.dtype``."""
+    """The optimizer's state, and the bits of trained parameters beyond ``model.dtype``."""
     trained: int
-    """The part of ``parameters`` that is trained."""
+    """The trained part of ``parameters``."""
     reference: int
-    """The part of the reference that the policy no longer shares once it has been updated."""
+    """The part of the reference that the policy does not share after its first update."""
     sampler: int
-    """The engines' weights in arrays of their own."""
+    """The engines' weights in separate arrays."""
     shared: int
-    """The engines' weights that are the trainer's arrays, until an update makes new ones."""
+    """The engines' weights that share the trainer's arrays, until an update makes new ones."""
     cache: int
     """The KV cache of an engine."""
     batch: int
-    """The micro-batches of a step that wait while one of them is worked on."""
+    """The waiting micro-batches of a step, while one is processed."""
 
 
 def resident_bytes(run: AbstractRun) -> ResidentBytes:
-    """Add up what stays on a device between programs; only the programs of the weight sync are compiled for it."""
+    """Add up what stays on a device between programs; compiles only the weight sync."""
 
     def per_device(leaves: Iterable[Any]) -> int:
         return sum(bytes_per_device(leaf) for leaf in leaves)
@@ -60,7 +60,7 @@ def resident_bytes(run: AbstractRun) -> ResidentBytes:
     adapters, own_adapters = config.model.lora.rank is not None, config.algorithm.reference_reset_every is not None
     moves, waiting = run.sync.moves, config.micro_batches(run.meshes.trainer.shape["fsdp"]) - 1
     if config.algorithm.tunix is not None:
-        waiting = 0  # in the host's memory
+        waiting = 0  # they wait in the host's memory
     return ResidentBytes(
         parameters=per_device(leaves.values()),
         optimizer=per_device(jax.tree.leaves(run.learner.held)),
@@ -79,9 +79,9 @@ class StageMemory:
 
     stage: Stage
     program: str
-    """The stage's most demanding program."""
+    """The stage's program that needs the most memory."""
     parts: Mapping[str, float]
-    """Bytes by the names of COLUMNS."""
+    """Name in COLUMNS -> bytes."""
 
     @property
     def total(self) -> float:
@@ -92,7 +92,7 @@ class StageMemory:
 def stage_memory(
     config: RunConfig, resident: ResidentBytes, programs: Sequence[CompiledProgram], sync_bytes: float
 ) -> list[StageMemory]:
-    """Return the stages of a step, in the order of the programs, each with its most demanding one and the code of all.
+    """Return the memory of each stage: what it holds, the work of its largest program, and the code of all programs.
 
     ``sync_bytes`` is the temporary memory of the weight sync.
     """
@@ -108,7 +108,7 @@ def stage_memory(
 
 
 def _resident_parts(config: RunConfig, resident: ResidentBytes, stage: Stage) -> dict[str, float]:
-    """Return what the devices of a stage hold besides its programs' own work."""
+    """Return what a device holds in a stage, besides the work of the stage's programs."""
     trainer: dict[str, float] = {
         "parameters": resident.parameters,
         "optimizer": resident.optimizer,
@@ -126,7 +126,7 @@ def _resident_parts(config: RunConfig, resident: ResidentBytes, stage: Stage) ->
 
 
 def _work(config: RunConfig, resident: ResidentBytes, program: CompiledProgram) -> float:
-    """Return the bytes that a program takes beside those of its arguments that are resident."""
+    """Return the bytes that a program needs in addition to its resident arguments."""
     arguments = resident.parameters
     if program.stage == "rollout":
         arguments = resident.sampler + resident.shared + resident.cache
@@ -138,9 +138,9 @@ def _work(config: RunConfig, resident: ResidentBytes, program: CompiledProgram) 
         inputs = max(0.0, program.argument_bytes - arguments)
         work = inputs + program.output_bytes + program.temporary_bytes
     else:
-        work = max(0.0, program.temporary_bytes - arguments)  # the compiler's figure is of the whole program
+        work = max(0.0, program.temporary_bytes - arguments)  # the figure of a refused program includes its arguments
     if program.stage != "rollout":
         work += resident.batch
     if program.stage == "update" and not config.rollout.release_during_update and config.updates_per_step > 1:
-        work += resident.shared  # from the second on, the sampler's are neither the old parameters nor the new
+        work += resident.shared  # from the second update on, the sampler's arrays are extra ones
     return work

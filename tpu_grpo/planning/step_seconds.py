@@ -1,12 +1,12 @@
-"""The seconds of a step of a run, stage by stage, for completions of the longest length or of a mean length.
+"""Estimates the seconds of a run's step, stage by stage, for completions of the longest or of a mean length.
 
-    prefill    each prompt once, or for each of its completions without a prefix cache
-    decode     simulated, with the tail of the longest completions
+    prefill    each prompt once; without a prefix cache, once per completion
+    decode     simulated, including the tail in which only the longest completions run
     logprobs   a forward pass, for the reference or the old policy
     update     forward and backward passes, and the optimizer's step
-    sync       what moves, through links and memory
+    sync       moving the changed weights, through links and memory
 
-costs.py has the seconds of single steps of engines and of micro-batches.
+costs.py has the seconds of one step of an engine and of one micro-batch.
 """
 
 import heapq
@@ -29,13 +29,13 @@ from tpu_grpo.planning.stage_memory import ResidentBytes
 from tpu_grpo.run.abstract import AbstractRun
 
 SPREAD = 0.9
-"""The standard deviation of the logarithm of the lengths of completions. With it, 6 % of completions with a mean of 680
-tokens are cut at 2,048."""
+"""The standard deviation of the logarithm of completion lengths. With it, 6 % of completions reach a limit of 2,048
+tokens if the mean is 680."""
 HALVINGS = 80
 
 
 def assumptions(mean_new_tokens: float | None, rates: Rates) -> list[str]:
-    """Describe the assumptions behind a plan's seconds; with a mean length of completions, also those about lengths."""
+    """Describe the assumptions behind a plan's seconds; with a mean length given, also those about lengths."""
     times = "" if rates.host == 1.0 else f", {rates.host:.2g} times as long as elsewhere"
     assumed = [
         f"of a chip's products {rates.products:.0%} are reached by the learner and {rates.prefill:.0%} by prefills, of "
@@ -52,9 +52,9 @@ def assumptions(mean_new_tokens: float | None, rates: Rates) -> list[str]:
 
 
 def completion_lengths(count: int, *, mean: float, longest: int) -> list[int]:
-    """Return ``count`` lengths with this mean, up to rounding, always the same ones in the same mixed order.
+    """Return ``count`` lengths with this mean, up to rounding, in a fixed shuffled order.
 
-    They are min(longest, m exp(SPREAD z)) at the quantiles z of a standard normal distribution; halving finds m.
+    They are min(longest, m exp(SPREAD z)) at the quantiles z of a standard normal distribution; bisection finds m.
 
     completion_lengths(4, mean=25.0, longest=40)     # [33, 9, 18, 40]
     """
@@ -63,7 +63,7 @@ def completion_lengths(count: int, *, mean: float, longest: int) -> list[int]:
     def cut(median: float) -> list[float]:
         return [min(longest, median * spread) for spread in spreads]
 
-    low, high = 0.0, longest / spreads[0]  # with the latter, all are longest
+    low, high = 0.0, longest / spreads[0]  # the latter makes all lengths the longest
     for _ in range(HALVINGS):
         middle = (low + high) / 2
         low, high = (middle, high) if sum(cut(middle)) < mean * count else (low, middle)
@@ -75,12 +75,12 @@ def completion_lengths(count: int, *, mean: float, longest: int) -> list[int]:
 # --- decoding --------------------------------------------------------------------------------------------------------
 
 StepSeconds = Callable[[int, float, float], tuple[costs.Seconds, float]]
-"""Takes the rows of a step, the tokens of their context together, and the steps of its launch; returns (seconds on
-devices of the step, seconds of the host of the launch)."""
+"""A function of (rows of a step, sum of their context tokens, steps per launch) that returns (device seconds of the
+step, host seconds of the launch)."""
 
 
 def step_seconds(sizes: costs.EngineSizes, generation: Generation, rungs: Sequence[int]) -> StepSeconds:
-    """Make a function that returns the seconds of an engine's steps; rows are padded to the next of ``rungs``."""
+    """Make a function for the seconds of an engine's steps; ``rungs`` are the numbers that rows are padded to."""
 
     def seconds(rows: int, cached_tokens: float, steps: float) -> tuple[costs.Seconds, float]:
         padded = next(rung for rung in rungs if rung >= rows)
@@ -92,21 +92,21 @@ def step_seconds(sizes: costs.EngineSizes, generation: Generation, rungs: Sequen
 
 @dataclass
 class _Engine:
-    """The rows of one engine: those that run, by the step after which they end, and those that wait."""
+    """The running and waiting rows of one engine in the simulation."""
 
     waiting: list[int]
-    """Lengths, the next one last."""
+    """Lengths of the waiting rows; the last one is next."""
     prompt: int
     slots: int
     steps: int = 0
-    """The decode steps so far."""
+    """The number of decode steps so far."""
     ends: list[tuple[int, int]] = field(default_factory=list)
-    """A heap of (last step, steps before the first) of the running rows."""
+    """A heap with (step at the end, step at the start) of each running row."""
     begins: int = 0
-    """The sum of the steps before the first."""
+    """The sum of the running rows' start steps."""
 
     def admit(self) -> int:
-        """Give free slots to waiting rows, and return the number of these."""
+        """Give free slots to waiting rows; return how many rows entered."""
         count = min(self.slots - len(self.ends), len(self.waiting))
         for _ in range(count):
             heapq.heappush(self.ends, (self.steps + self.waiting.pop(), self.steps))
@@ -114,15 +114,15 @@ class _Engine:
         return count
 
     def shared(self, rounds: int, step: StepSeconds, launch_steps: int) -> tuple[costs.Seconds, float]:
-        """Return the seconds of one of the next ``rounds`` steps; the host's are those of a launch, shared out."""
+        """Return (device, host) seconds per step in the next ``rounds`` steps; they share a launch's host time."""
         launches = math.ceil(rounds / launch_steps) if self.waiting else rounds / launch_steps
-        # the tokens of context of all running rows together, a mean over the next steps
+        # the sum of the running rows' context tokens, averaged over the next rounds
         cached = len(self.ends) * (self.prompt + self.steps + (rounds + 1) / 2) - self.begins
         device, host = step(len(self.ends), cached, rounds / launches)
         return device, host * launches / rounds
 
     def advance(self, steps: int) -> None:
-        """Take this many steps; rows that then end leave their slots."""
+        """Advance by this many steps; rows that end then leave their slots."""
         self.steps += steps
         while self.ends and self.ends[0][0] == self.steps:
             self.begins -= heapq.heappop(self.ends)[1]
@@ -131,21 +131,20 @@ class _Engine:
 def decode(
     engines: Sequence[Sequence[int]], *, prompt: int, slots: int, step: StepSeconds, launch_steps: int = 1
 ) -> dict[str, float]:
-    """Return the seconds of decoding rows of these lengths, by engine of one host, after prompts of ``prompt`` tokens.
+    """Return the seconds of decoding on one host. ``engines`` has, for each engine, the lengths of its completions.
 
-    The decoding is simulated: rows take slots, leave them when they end, and others take their places. The engines go
-    through it together, a step each in a round, until the last row has ended; the tail, in which few long rows keep
-    the devices from anything else, is in it. Rounds between which no row ends or enters are alike but for the growing
-    context, and are counted at once:
+    The decoding is simulated: rows take slots, leave them when they end, and waiting rows take their places. In a round
+    every engine does one step, until the last row has ended; so the tail, with few long rows, is included. Rounds in
+    which no row ends or enters differ only in the growing context, and are computed together:
 
         slots 2, lengths 3 1 2      round   1 2 3 4 5
                                     slot 0  - a - a a       - rows enter: a step of their own
                                     slot 1  - b - c c       c takes b's slot
 
-    Rows that take slots cost their engine a step, in which their prompts are found in the cache. Other steps share
-    the host's time with those of their launch, of which there are at most ``launch_steps``; a launch ends early where a
-    row ends and others wait. While no row waits, the devices have the next launch before the host has done its part of
-    this one, unless launches have one step.
+    When rows take slots, their engine spends a step on their prompts of ``prompt`` tokens, which are in the cache. The
+    up to ``launch_steps`` other steps of a launch share its host time; a launch ends early if a row ends while others
+    wait. While no row waits, the next launch is queued before the host has processed this one, unless a launch has
+    only one step.
     """
     states, total = [_Engine(list(reversed(lengths)), prompt, slots) for lengths in engines], dict[str, float]()
     while any(state.ends or state.waiting for state in states):
@@ -173,7 +172,7 @@ class StageTime:
     stage: str
     by_cause: costs.Seconds
     beside: costs.Seconds = field(default_factory=dict)
-    """What goes on meanwhile, and takes no time of its own."""
+    """Seconds by cause of work that overlaps, and so adds nothing."""
 
     @property
     def seconds(self) -> float:
@@ -186,7 +185,7 @@ class StepTime:
     """The seconds of a step."""
 
     completion_tokens: int
-    """The tokens of all completions."""
+    """The number of tokens in all completions."""
     stages: tuple[StageTime, ...]
 
     @property
@@ -196,7 +195,7 @@ class StepTime:
 
     @property
     def tokens_per_second(self) -> float:
-        """Completion tokens in a second of the whole step."""
+        """Completion tokens per second of the whole step."""
         return self.completion_tokens / self.seconds
 
     def of(self, *stages: str) -> float:
@@ -212,20 +211,20 @@ class StepWork:
     generation: Generation
     engine: costs.EngineSizes
     hosts: tuple[tuple[int, ...], ...]
-    """For each host the completions that each of its engines samples in a step."""
+    """For each host, the number of completions per engine and step."""
     rungs: tuple[int, ...]
-    """The numbers of rows that decode steps are compiled for; the last one is that of an engine's slots."""
+    """The numbers of rows that decode steps are compiled for; the last is the number of an engine's slots."""
     trainer: costs.TrainerSizes
     accessed_bytes: Mapping[str, float]
-    """The compiler's count for the learner's programs, per device, by their names; 0 for those that are not there."""
+    """Learner program -> bytes accessed per device, as counted by the compiler; a missing program counts as 0."""
     synced_bytes: float
-    """What a weight sync moves to each of the sampler's devices."""
+    """The bytes that a weight sync moves to each of the sampler's devices."""
     devices: int
-    """The devices of trainer and sampler."""
+    """The number of devices of trainer and sampler together."""
     forward_passes: int = 0
-    """How often a step computes log-probabilities before its updates."""
+    """The number of forward passes for log-probabilities before a step's updates."""
     launch_steps: int = 1
-    """The decode steps of a launch."""
+    """The number of decode steps per launch."""
 
     @classmethod
     def of(
@@ -233,8 +232,8 @@ class StepWork:
     ) -> "StepWork":
         """Read the sizes from the run's parts."""
         config, tensor = run.config, run.meshes.tensor
-        rows = defaultdict[int, list[int]](list)  # by the first of the hosts that drive an engine
-        for replica in run.replicas:  # prompts are dealt out in turn
+        rows = defaultdict[int, list[int]](list)  # by the first host of those that drive an engine
+        for replica in run.replicas:  # prompts are dealt to replicas in turn
             prompts = len(range(replica.number, config.data.prompts_per_round, len(run.replicas)))
             rows[replica.hosts[0]].append(prompts * config.algorithm.group_size)
         return cls(
@@ -247,7 +246,7 @@ class StepWork:
                 split_vocabulary=splits_vocabulary(
                     config.meshes.sampler.shard_vocab, run.checkpoint.config.vocab_size, tensor
                 ),
-                cache_bytes=resident.cache / run.options.cache_tokens,  # what it really has
+                cache_bytes=resident.cache / run.options.cache_tokens,  # the actual bytes per token
                 cache_itemsize=run.engine.cache_specs[0].dtype.itemsize,
             ),
             hosts=tuple(map(tuple, rows.values())),
@@ -262,27 +261,27 @@ class StepWork:
         )
 
     def step(self, mean_new_tokens: float | None = None) -> StepTime:
-        """Estimate a step whose completions have this mean length, or all the longest length."""
+        """Estimate a step; with None, all completions have the longest length."""
         config, longest = self.config, self.config.rollout.max_new_tokens
         lengths = completion_lengths(config.sampled_rows, mean=mean_new_tokens or longest, longest=longest)
         sampled = sum(lengths)
-        tokens = round(sampled * config.batch_rows / config.sampled_rows)  # that are learnt from
+        tokens = round(sampled * config.batch_rows / config.sampled_rows)  # only those learnt from
         stages = [StageTime("prefill", self._prefill()), StageTime("decode", self._decode(lengths))]
         if self.forward_passes:
             stages.append(self._passes("logprobs", "log-probabilities", tokens, self.forward_passes))
         updates, program = config.updates_per_step, TRAIN_STEP if config.algorithm.tunix is not None else GRADIENTS
         iterated = tokens * config.algorithm.passes
         update = self._passes("update", program, iterated / updates, updates, config.mini_batch_prompts)
-        stepping = self._memory_seconds(self.accessed_bytes.get(OPTIMIZER_STEP, 0.0)) * updates  # Tunix's is in passes
+        stepping = self._memory_seconds(self.accessed_bytes.get(OPTIMIZER_STEP, 0.0)) * updates  # Tunix has none
         stages.append(StageTime("update", {**update.by_cause, "optimizer": stepping}, update.beside))
         links = costs.link_seconds(self.generation, self.devices, self.synced_bytes) if self.devices > 1 else 0.0
-        memory = self._memory_seconds(2 * self.synced_bytes)  # what moves is read and written
+        memory = self._memory_seconds(2 * self.synced_bytes)  # moved bytes are read and written
         stages.append(StageTime("sync", {"links": links} if links > memory else {"memory": memory}))
         return StepTime(sampled, tuple(stages))
 
     def planned(self, mean_new_tokens: float | None = None) -> dict[str, float]:
-        """Return the seconds that a run can compare with its own: of a decode step of full engines in the middle of
-        completions, of rollout, update and sync."""
+        """Return the seconds to compare with a run's own: rollout, update, sync, and a decode step of full engines in
+        the middle of completions."""
         step, config = self.step(mean_new_tokens), self.config
         rows = min(self.rungs[-1], max(max(engines) for engines in self.hosts))
         tokens = config.data.max_prompt_tokens + (mean_new_tokens or config.rollout.max_new_tokens) / 2
@@ -295,7 +294,7 @@ class StepWork:
         }
 
     def _prefill(self) -> dict[str, float]:
-        """Each engine takes in its prompts, chunk by chunk; the engines of a host do so in turn, as in decoding."""
+        """Return the seconds of prefill: each engine processes its prompts in chunks, in rounds as in decoding."""
         config, total = self.config, dict[str, float]()
         length, shared = config.data.max_prompt_tokens, config.rollout.prefix_cache
         engines = max(self.hosts, key=sum)
@@ -309,7 +308,7 @@ class StepWork:
         return total
 
     def _decode(self, lengths: Sequence[int]) -> dict[str, float]:
-        """The slowest of the hosts; they do not wait for each other before all completions are there."""
+        """Return the seconds of the slowest host; hosts wait for each other only when all completions are done."""
         step, dealt, found = step_seconds(self.engine, self.generation, self.rungs), iter(lengths), []
         for host in self.hosts:
             engines = [[next(dealt) for _ in range(rows)] for rows in host]
@@ -317,13 +316,13 @@ class StepWork:
             slots, together = self.rungs[-1], self.launch_steps
             found.append(decode(engines, prompt=prompt, slots=slots, step=step, launch_steps=together))
             if len(set(lengths)) == 1:
-                break  # the first host has the most rows
+                break  # with equal lengths, the first host is the slowest: it has the most rows
         return max(found, key=lambda seconds: sum(seconds.values()))
 
     def _passes(self, stage: str, program: str, tokens: float, repeats: int, prompts: int | None = None) -> StageTime:
-        """Return the seconds of the passes over the training rows of a number of prompts, or of a whole step.
+        """Return the seconds of ``repeats`` passes over the rows of ``prompts`` prompts (None: of the whole step).
 
-        Their completions have ``tokens`` tokens.
+        ``tokens`` is the number of tokens in their completions.
         """
         config = self.config
         rows = config.batch_rows if prompts is None else prompts * config.algorithm.group_size

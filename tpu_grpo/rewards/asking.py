@@ -1,15 +1,15 @@
-"""Asks one reward about rows, in batches that go to its executor, and lets ``on_error`` decide about problems.
+"""Asks one reward about rows, in batches for its executor, and treats problems as ``on_error`` says.
 
     table = build_table(rollout, rewards)                   # the columns that the rewards need, each [B]
     result = ask_reward(reward, table, gate_B)              # about all rows of a rollout at once
 
     groups = Groups(reward, expected=32, rollouts=1)        # or a group at a time, while others are sampled
-    groups.start(threads)                                   # a thread and a feed of their own
+    groups.start(threads)                                   # on a thread of its own
     groups.ask((0, 3), table_of_prompt_3)                   # its rows go to the reward's workers at once
-    groups.end()                                            # that were all
-    result = groups.result(0, prompts=range(32))            # waits for what is left
+    groups.end()                                            # no more groups will come
+    result = groups.result(0, prompts=range(32))            # waits for the unanswered rows
 
-A gate's values of a group are awaited on the gate's thread, which then hands the group to the rewards behind it.
+When a gate has scored a group, the gate's thread hands the group to the rewards that depend on the gate.
 """
 
 import contextlib
@@ -38,9 +38,9 @@ from tpu_grpo.rewards.shipped import SHIPPED
 
 LOG = logging.getLogger("tpu_grpo.rewards")
 _BATCHES_PER_WORKER = 4
-"""A worker gets several batches, so that one slow batch does not keep it busy while the others are done."""
+"""With several batches per worker, the other workers can take the rest while one is busy with a slow batch."""
 Group = tuple[int, int]
-"""The number of a rollout, and that of a prompt in it."""
+"""(number of the rollout, number of the prompt in it)."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,9 @@ class OpenReward:
     def may_start_early(self) -> bool:
         """Return the config's ``early``, or else whether the reward can start during the rollout without delaying it.
 
-        The value of a function of one row cannot depend on the other rows of a call, and so it is with shipped
-        rewards, also those that take a batch. A reward that computes in the main process would keep the engine
-        waiting for the interpreter, so of these only shipped ones that are known to be quick start early.
+        A function of one row does not depend on the other rows of a call; neither do the shipped rewards, even if
+        they take a batch. A reward in the main process makes the engine wait for the interpreter, so in the main
+        process only shipped rewards that are known to be quick start early.
         """
         if self.spec.early is not None:
             return self.spec.early
@@ -74,16 +74,16 @@ class Table:
     """A rollout's rows as columns: texts, token ids, and the columns of the data that rewards need."""
 
     columns: dict[str, Sequence[Any]]
-    """Each column, by its name, has one value per row: [B]."""
+    """Name -> the column's values, one per row: [B]."""
     messages: dict[str, Sequence[Conversation | str]]
-    """Prompts and completions as messages, which a reward may ask for in place of the texts; a completion that is a
-    single message is a text."""
+    """The columns prompts and completions for rewards with ``messages: true``. A completion without an episode stays
+    a text."""
     step: int
     group_size: int
     numbers: Sequence[int]
     """Each row's number in the whole rollout, for error messages."""
     failures: Mapping[int, Failure] = field(default_factory=dict)
-    """The rows whose environment failed; no reward is asked about them."""
+    """Row -> the failure of its environment. No reward is called for these rows."""
 
     @property
     def size(self) -> int:
@@ -96,20 +96,19 @@ class Table:
         return RewardBatch({n: [columns[n][row] for row in rows] for n in call.batch_columns}, self.step, len(rows))
 
     def shown(self, row: int) -> str:
-        """Describe a row in an error message by its number and the beginnings and ends of its texts."""
+        """Describe a row for an error message, by its number and its shortened texts."""
         prompt, completion = (SHORT_REPR.repr(self.columns[name][row]) for name in TEXT_ARGUMENTS)
         return f"row {self.numbers[row]} (prompt {prompt}, completion {completion})"
 
 
 def build_table(rollout: Rollout, rewards: Iterable[OpenReward], *, numbers: Sequence[int] | None = None) -> Table:
-    """Collect the texts and the columns, of the data or of OF_ROWS, that the rewards are called with.
+    """Collect the texts, data columns and extras (OF_ROWS) that the rewards are called with.
 
-    In a conversation rewards judge the policy's last turn, or all messages after the prompt; else the whole text.
-    ``numbers`` are the row numbers in messages, where the rollout is part of a larger one.
+    A plain completion is passed as its whole text, a conversation as the policy's last turn, or as all messages after
+    the prompt. ``numbers`` are the row numbers for error messages, if the rollout is part of a larger one.
 
     Raises:
-        RewardError: for a row that lacks one of the columns, or is no conversation where a reward asks for what its
-            environment gave.
+        RewardError: for a row that lacks a column, or that has no environment where a reward needs one.
     """
     rows, episodes = rollout.row_prompts, [completion.episode for completion in rollout.completions]
     said = list(zip(episodes, rollout.texts, strict=True))
@@ -139,7 +138,7 @@ def build_table(rollout: Rollout, rewards: Iterable[OpenReward], *, numbers: Seq
 
 
 def _extra_column(name: str, rollout: Rollout) -> list[Any]:
-    """Return the column of all rows that is called so in OF_ROWS."""
+    """Return all rows' values of the extra ``name``, one of OF_ROWS."""
     if name == "completion_ids":
         return [completion.token_ids.tolist() for completion in rollout.completions]
     if name == "rendered_prompts":
@@ -171,17 +170,17 @@ def split_rows(rows: Sequence[int], group_size: int, workers: int, call: Call) -
 
 
 def most_batches(workers: int, call: Call) -> int:
-    """Return the most batches that the rows of a step are split into."""
+    """Return the largest number of batches that the rows of a step are split into."""
     if workers <= 1 and call.concurrency is None:
         return 1
     return max(1, workers) * (1 if call.is_async else _BATCHES_PER_WORKER)
 
 
-# --- what it gives ---------------------------------------------------------------------------------------------------
+# --- what a reward answers -------------------------------------------------------------------------------------------
 
 
 class RemoteError(Exception):
-    """An exception of a reward, as the text of its traceback."""
+    """Stands for an exception that a reward raised; its message is the text of the traceback."""
 
 
 @dataclass
@@ -189,23 +188,23 @@ class RewardResult:
     """The values of one reward for the B rows of a table."""
 
     values: Float[np.ndarray, " B"]
-    """Values are float64, and NaN where the reward does not apply."""
+    """float64; NaN where the reward does not apply."""
     skipped: Bool[np.ndarray, " B"]
-    """These rows go without the reward because of a problem."""
+    """True for rows that have no value because of a problem or a failed environment."""
     seconds: float = 0.0
     timeouts: int = 0
-    """It counts the rows without an answer in time."""
+    """The number of rows that were not answered in time."""
     errors: int = 0
-    """It counts the rows with any other problem."""
+    """The number of rows with any other problem."""
     logged: dict[str, list[float]] = field(default_factory=dict)
     of_tokens: list[TokenValues] = field(default_factory=list)
-    """A reward of single tokens gave these; it is empty of any other."""
+    """For a per-token reward, the numbers of each row's tokens; empty for any other reward."""
     failures: list[tuple[tuple[int, ...], str]] = field(default_factory=list)
-    """The problems: rows by their numbers, and what is said of them."""
+    """For each problem, the numbers of its rows and the error message."""
 
     @property
     def comparable(self) -> list[Any]:
-        """Return what must be equal on other hosts: every row's value, with a digest of its tokens' numbers."""
+        """Return per row what must be equal on all hosts: the value, plus a digest of the tokens' numbers, if any."""
         if not self.of_tokens:
             return self.values.tolist()
         return [
@@ -214,7 +213,7 @@ class RewardResult:
         ]
 
     def figures(self, name: str) -> dict[str, Figure]:
-        """Return the values for the metrics, by full name."""
+        """Return the reward's metrics by their full names."""
         return {
             f"rewards/{name}/seconds": Figure(self.seconds, "max"),
             f"rewards/{name}/timeouts": Figure(self.timeouts, "sum"),
@@ -226,8 +225,8 @@ class RewardResult:
 def ask_reward(reward: OpenReward, table: Table, gate_B: Float[np.ndarray, " B"] | None) -> RewardResult:
     """Return one reward's values for all rows.
 
-    A row that the gate scored 0 or less gets 0, without a call of the reward; a row to which the gate does not apply
-    gets NaN, likewise.
+    The reward is called only for rows that its gate scored above 0. Rows that the gate scored 0 or less get 0, and
+    rows to which the gate does not apply get NaN.
 
     Raises:
         RewardError: for a problem, if ``on_error`` is stop.
@@ -250,7 +249,7 @@ def ask_reward(reward: OpenReward, table: Table, gate_B: Float[np.ndarray, " B"]
 
 
 def _rows_to_ask(table: Table, gate_B: Float[np.ndarray, " B"] | None, call: Call) -> tuple[list[int], RewardResult]:
-    """Return the rows that a reward is asked about, none of them of a failed environment, and its result so far."""
+    """Return the rows for which the reward is called, and its result with the other rows filled in."""
     of_tokens = [NO_VALUES] * table.size if call.per_token else []
     result = RewardResult(np.full(table.size, np.nan), np.zeros(table.size, dtype=bool), of_tokens=of_tokens)
     result.skipped[list(table.failures)] = True
@@ -264,15 +263,15 @@ def _rows_to_ask(table: Table, gate_B: Float[np.ndarray, " B"] | None, call: Cal
 def _take_in(
     answer: Answer, batch: Sequence[int], spec: RewardSpec, table: Table, result: RewardResult, *, warn: bool
 ) -> None:
-    """Take the answer about a batch, which are rows of the table, into the result.
+    """Write the answer for a batch, a list of rows of the table, into the result.
 
-    ``warn`` says whether its first problem is written to the log; the metrics count the rest.
+    With ``warn``, the first problem is logged as a warning. The metrics count all of them.
 
     Raises:
         RewardError: for a problem, if ``on_error`` is stop.
     """
     result.values[list(batch)] = answer.values
-    for row, values in zip(batch, answer.of_tokens, strict=False):  # there are none in an answer that is all problems
+    for row, values in zip(batch, answer.of_tokens, strict=False):  # a failed answer has no of_tokens
         result.of_tokens[row] = values
     for name, logged in answer.logged.items():
         result.logged.setdefault(name, []).extend(logged)
@@ -305,7 +304,7 @@ def _describe(spec: RewardSpec, problem: Problem, batch: Sequence[int], rows: Se
         case "raised" if problem.failing_row is not None:
             failing = table.shown(batch[problem.failing_row])
             return f"{what}; {failing} raises on its own. Return None for rows the reward does not apply to"
-        case "raised" if problem.row is None and spec.on_error == "stop":  # it was looked for
+        case "raised" if problem.row is None and spec.on_error == "stop":  # the failing row was searched for
             return f"{what}; no row raises on its own, so it takes several together"
         case "raised":
             return f"{what}; for {where}. Return None for rows the reward does not apply to"
@@ -317,13 +316,13 @@ def _describe(spec: RewardSpec, problem: Problem, batch: Sequence[int], rows: Se
 
 @dataclass
 class _OpenGroup:
-    """A group of which some batches are not answered yet."""
+    """A group with batches that are not answered yet."""
 
     table: Table
     result: RewardResult
     batches: list[list[int]]
     answers: dict[int, Answer] = field(default_factory=dict)
-    """The answers by the number of their batch."""
+    """Number of a batch -> its answer."""
 
 
 class Groups:
@@ -332,7 +331,7 @@ class Groups:
     Args:
         reward: the reward.
         expected: about how many groups will come.
-        rollouts: how many rollouts they are of; the time for what is left at the end is that of so many.
+        rollouts: the number of rollouts that the groups come from; after ``end`` the timeout is multiplied by it.
     """
 
     def __init__(self, reward: OpenReward, expected: int, rollouts: int):
@@ -344,7 +343,7 @@ class Groups:
         self.reward = reward
         self.feed = Feed(reward.spec.timeout, batches, self._take, joins=joins, weight=weight)
         self.followers: list[Groups] = []
-        """This reward is their gate."""
+        """The groups of the rewards whose gate this reward is."""
         self.served: Future[None] = Future()
         self.results: dict[Group, RewardResult] = {}
         self._rollouts = rollouts
@@ -352,15 +351,15 @@ class Groups:
         self._warned = False
 
     def start(self, threads: ThreadPoolExecutor) -> None:
-        """Start the executor on a thread. If it ends, rewards that wait for this one's values get no more."""
+        """Start the executor on a thread. When it stops, the followers are told that no more groups will come."""
         self.served = threads.submit(self.reward.executor.serve, self.feed)
         self.served.add_done_callback(lambda _: [follower.end() for follower in self.followers])
 
     def ask(self, group: Group, table: Table, gate: RewardResult | None = None) -> None:
         """Queue the rows of a group, or those that the gate lets pass.
 
-        A synchronous function of one row gets a batch per worker, any other a single one. With two workers, rows 0 to 4
-        become ``[[0, 1, 2], [3, 4]]``.
+        For a synchronous function of one row, the group is split into a batch per worker: with two workers, rows 0 to 4
+        become ``[[0, 1, 2], [3, 4]]``. For any other function it is a single batch.
         """
         rows, result = _rows_to_ask(table, None if gate is None else gate.values, self.reward.call)
         each = max(1, math.ceil(len(rows) / min(self._batches_per_group, max(1, len(rows)))))
@@ -396,7 +395,7 @@ class Groups:
         )
 
     def _take(self, key: tuple[Group, int], answer: Answer) -> None:
-        """Take an answer; a problem that ends the run does so at once, also if other batches are not answered yet."""
+        """Take a batch's answer. With ``on_error: stop`` a problem raises before the group's other batches are done."""
         group, number = key
         asked, spec = self._open[group], self.reward.spec
         asked.answers[number] = answer
@@ -408,7 +407,7 @@ class Groups:
         self._complete(group)
 
     def _complete(self, group: Group) -> None:
-        """Keep a group's result, and pass the group on to those whose gate this is."""
+        """Store a group's result, and pass the group on to the followers."""
         done = self._open.pop(group)
         self.results[group] = done.result
         for follower in self.followers:

@@ -1,10 +1,10 @@
-"""Calls a reward, in whatever process: a batch goes in, numbers and problems come out.
+"""Calls a reward, in any process: a batch goes in, numbers and problems come out.
 
     batch = RewardBatch({"completions": ["5", "6"], "answer": ["5", "7"]}, step=3, size=2)
     answer = Caller(call, function).answer(batch, seconds)    # Answer([1.0, nan], [Problem("raised", "...", row=1)])
 
-A reward's errors are not exceptions here: what it raises, or returns in place of numbers, becomes a Problem, which
-passes between processes, and about which ``on_error`` of the config decides.
+A reward's errors are not exceptions here: an exception or a wrong return value becomes a Problem, which can be sent
+between processes and is treated as ``on_error`` of the config says.
 """
 
 import asyncio
@@ -39,67 +39,67 @@ def _read_values(text: object) -> np.ndarray:
 
 
 TokenValues = Annotated[Float[np.ndarray, "_"], PlainValidator(_read_values)]
-"""float64, a number per token; of length 0 for a completion that the reward says nothing of. Workers send base64."""
+"""float64, a number per token; empty for a completion to which the reward does not apply. Workers send base64."""
 NO_VALUES: TokenValues = np.zeros(0)
 SHORT_REPR = reprlib.Repr(maxstring=120, maxother=120)
-"""It shortens the texts and values that error messages show."""
+"""Shortens the texts and values that error messages show."""
 SEARCH_SECONDS = 2.0
-"""The search for the row that makes a reward of a batch raise ends after this time."""
+"""The time limit of the search for the row that makes a batch raise."""
 _LATE = object()
 _LONGEST_MESSAGE = 500
 VERL_COMPLETIONS = {"solution_str", "solution_strs", "model_output", "predict_str"}
 VERL_INFO = "extra_info"
-"""verl passes an empty one where the data has no such column, or a null."""
+"""A column of verl; verl passes an empty dict where the column is missing or null."""
 VERL_TRUTH, VERL_TRUTH_COLUMN = "ground_truth", "reward_model"
-"""verl's data has the ground truth within another column."""
+"""verl's data has the ground truth as a field of the column ``reward_model``."""
 _WANTED_MESSAGES = re.compile(
     r"string indices must be integers|string index out of range|'str' object has no attribute '(get|items|keys|values)'"
 )
-"""Code for lists of messages, such as completion[0]["content"], raises so when it gets a text."""
+"""The errors of code for lists of messages, such as completion[0]["content"], when it gets a text."""
 _WANTED_TEXTS = re.compile(r"'?\blist\b'?")
-"""Code for texts, such as completion.strip() or re.search(pattern, completion), names the list that it got."""
+"""The errors of code for texts, such as completion.strip(), name the list that it got."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """How a reward is found and called; worker processes receive one."""
+    """How a reward is found and called; sent to its worker processes."""
 
     name: str
     source: str
-    """The config gives this name, by which the reward is found."""
+    """The name in the config, by which the reward is found."""
     arguments: tuple[str, ...] = ("completions",)
-    """These of prompts, completions and the data columns are passed."""
+    """The columns that are passed: prompts, completions or columns of the data."""
     passed_options: Mapping[str, Any] = field(default_factory=dict)
-    """These options are passed by name, to the function or to a class's constructor."""
+    """The options that are passed by name, to the function or to a class's constructor."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """A function that declares ``options`` gets all of them."""
+    """All options, for a function that declares the parameter ``options``."""
     extras: tuple[str, ...] = ()
-    """The function declares these of protocol.EXTRAS."""
+    """The names in protocol.EXTRAS that the function receives."""
     beside: tuple[str, ...] = ()
-    """These columns are in ``batch`` and ``states`` only."""
+    """The columns that are passed only within ``batch`` and ``states``."""
     renamed: Mapping[str, str] = field(default_factory=dict)
-    """The parameters that get columns and extras: {completions: completion}; those left out have the same name."""
+    """Column or extra -> parameter that receives it: {completions: completion}. Absent if the names are equal."""
     is_built: bool = False
-    """If set, what the source names is a class, or a function that makes the reward: it is called with the options."""
+    """If set, ``source`` names a class, or a function that makes the reward; either is called with the options."""
     concurrency: int | None = None
-    """An async function of one row runs for this many rows at a time; it is None for a function of a batch."""
+    """For a function of one row, how many rows run at a time if it is async; None for a function of a batch."""
     is_async: bool = False
     messages: bool = False
     """If set, prompts and completions are passed as lists of messages."""
     per_token: bool = False
     """If set, the function gives a number per token, see `per_token`."""
     verl: bool = False
-    """If set, it gets the ground truth and ``extra_info`` as verl passes them, see `verl_argument`."""
+    """If set, the function gets the ground truth and ``extra_info`` as verl passes them, see `verl_argument`."""
     max_steps: int = 0
-    """The steps of the run, for ``trainer_state``."""
+    """The number of steps of the run, for ``trainer_state``."""
     find_failing_row: bool = True
-    """If set, the row that makes a reward of a batch raise is looked for."""
+    """If set, a batch that raises is searched for the row that raises on its own."""
     secrets: tuple[str, ...] = ()
-    """Its worker processes get these secrets of the environment."""
+    """The secret environment variables that the worker processes get."""
 
     @property
     def batch_columns(self) -> list[str]:
-        """Return the columns of a batch for this reward: its arguments, and those of OF_ROWS that it declares."""
+        """Return the names of the columns in this reward's batches, including the declared ones of OF_ROWS."""
         return [*self.arguments, *self.beside, *(name for name in OF_ROWS if name in self.extras)]
 
 
@@ -108,7 +108,7 @@ class RewardBatch:
     """The rows of one call of a reward."""
 
     columns: Mapping[str, Sequence[Any]]
-    """It holds the reward's arguments by name, each [size], and those of protocol.OF_ROWS that it declares."""
+    """Name -> values, each [size], for the names in `Call.batch_columns`."""
     step: int
     size: int
 
@@ -119,11 +119,11 @@ class Problem:
 
     kind: Literal["raised", "late", "died", "wrong"]
     text: str
-    """It says what happened, in words that follow the reward's name."""
+    """What happened, phrased to follow the reward's name."""
     row: int | None = None
-    """It concerns this row of the batch, from 0, or the whole batch when None."""
+    """The row of the batch that had the problem, from 0; None for the whole batch."""
     failing_row: int | None = None
-    """This row was found to raise on its own, where the whole batch is concerned."""
+    """For a problem of the whole batch, the row that was found to raise on its own."""
     trace: str = ""
 
 
@@ -132,15 +132,15 @@ class Answer:
     """A reward's values and problems for a batch."""
 
     values: list[float]
-    """It has one value per row, which is NaN where the reward does not apply or had a problem."""
+    """One value per row; NaN where the reward does not apply or had a problem."""
     problems: list[Problem] = field(default_factory=list)
     logged: dict[str, list[float]] = field(default_factory=dict)
-    """The reward passed these values to log_metric, by name."""
+    """Name of a metric -> the values that the reward passed to log_metric."""
     of_tokens: list[TokenValues] = field(default_factory=list)
-    """A reward of single tokens gave these per row, see `check_token_values`; it is empty of any other."""
+    """For a per-token reward, each row's numbers, see `check_token_values`; empty for any other reward."""
 
     def fits(self, batch: RewardBatch) -> bool:
-        """Whether this can be an answer for a batch, beyond its types."""
+        """Whether the sizes, row numbers and values are possible for this batch; the types are checked elsewhere."""
         rows = (*(p.row for p in self.problems), *(p.failing_row for p in self.problems))
         numbers = [*self.values, *(value for values in self.logged.values() for value in values)]
         lengths = [len(ids) for ids in batch.columns.get("completion_ids", ())] if self.of_tokens else []
@@ -212,7 +212,7 @@ class Caller:
             if isinstance(values, list) and any(isinstance(value, Mapping) for value in values):
                 values = [score_of(value, logged) for value in values]
             numbers, of_tokens, problems = self._checked(values, lengths)
-        except (Exception, SystemExit) as error:  # user code: anything can come
+        except (Exception, SystemExit) as error:  # user code can raise anything
             failing_row = self._find_failing_row(batch) if self._call.find_failing_row else None
             return failed_answer(batch.size, self._raised(error, failing_row))
         return Answer(numbers, problems, logged, of_tokens)
@@ -227,7 +227,7 @@ class Caller:
         return Answer(numbers, problems, logged, of_tokens)
 
     def _lengths(self, batch: RewardBatch) -> list[int]:
-        """Return the tokens of every completion, where they matter."""
+        """Return every completion's number of tokens for a per-token reward, otherwise ones."""
         return [len(ids) for ids in batch.columns["completion_ids"]] if self._call.per_token else [1] * batch.size
 
     def _checked(self, values: Any, lengths: Sequence[int]) -> tuple[list[float], list[Any], list[Problem]]:
@@ -241,11 +241,11 @@ class Caller:
             return Problem("late", "did not get to it")
         try:
             return self._reward(**self._arguments(batch, logged, row))
-        except (Exception, SystemExit) as error:  # user code: anything can come
+        except (Exception, SystemExit) as error:  # user code can raise anything
             return self._raised(error)
 
     async def _await_rows(self, results: list[Any], seconds: float, concurrency: int) -> list[Any]:
-        """Await all of them within ``seconds``; those that are not done by then are cancelled, and late."""
+        """Await the results for ``seconds``; cancel those that are not done by then, and report them as late."""
         slots = asyncio.Semaphore(concurrency)
 
         async def await_row(result: Any) -> Any:
@@ -254,7 +254,7 @@ class Caller:
             async with slots:
                 try:
                     return await result
-                except (Exception, SystemExit) as error:  # user code: anything can come
+                except (Exception, SystemExit) as error:  # user code can raise anything
                     return self._raised(error)
 
         tasks = [asyncio.ensure_future(await_row(result)) for result in results]
@@ -304,7 +304,7 @@ class Caller:
         return {renamed.get(n, n): value for n, value in arguments.items()} | self._passed_options
 
     def _as_argument(self, name: str, value: Any) -> Any:
-        """Make messages where the reward expects them; what it may change is a copy, as other rewards get it, too."""
+        """Convert a value to what the reward expects. Token ids and messages are copied, as other rewards get them."""
         if name == "completion_ids" and name in self._call.extras:
             return list(value)
         if isinstance(value, KeptEnvironment):
@@ -329,8 +329,8 @@ class Caller:
         return f"{frame.filename}:{frame.lineno} in {frame.name}"
 
     def _find_failing_row(self, batch: RewardBatch) -> int | None:
-        """Call a reward that raised once more, a row at a time, up to the first row that raises. The run ends with this
-        error either way, so a second call per row is a fair price for the name of the sample."""
+        """Call the reward again for a batch that raised, row by row, and return the first row that raises. The run ends
+        with this error anyway, so the extra calls are a fair price for knowing the row."""
         started = time.monotonic()
         for row in range(batch.size):
             if time.monotonic() - started > SEARCH_SECONDS:
@@ -338,13 +338,13 @@ class Caller:
             alone = RewardBatch({name: [values[row]] for name, values in batch.columns.items()}, batch.step, 1)
             try:
                 self._resolve(self._reward(**self._arguments(alone, {})), SEARCH_SECONDS)
-            except (Exception, SystemExit):  # user code: anything can come
+            except (Exception, SystemExit):  # user code can raise anything
                 return row
         return None
 
 
 async def _cancel(tasks: Collection[asyncio.Future[Any]]) -> None:
-    """Cancel tasks and let them tidy up for a moment; what resists runs into the deadline of the whole batch."""
+    """Cancel tasks and give them a moment to clean up; a task that goes on runs into the batch's deadline."""
     for task in tasks:
         task.cancel()
     if tasks:
@@ -355,7 +355,7 @@ async def _cancel(tasks: Collection[asyncio.Future[Any]]) -> None:
 
 
 def check_values(values: Any, expected: int) -> tuple[list[float], list[Problem]]:
-    """Convert a reward's result to ``expected`` numbers, NaN for None, and its problems."""
+    """Convert a reward's result to ``expected`` numbers (NaN for None), and return them with the problems found."""
     if problem := _miscounted(values, expected, "of one number"):
         return [math.nan] * expected, [problem]
     numbers, problems = [], []
@@ -399,10 +399,10 @@ def number_or_none(value: Any) -> float | None:
 
 
 def check_token_values(values: Any, lengths: Sequence[int]) -> tuple[list[float], list[TokenValues], list[Problem]]:
-    """Convert the result of a reward of single tokens, for completions of these ``lengths``, to numbers.
+    """Convert a per-token reward's result to numbers, for completions of ``lengths`` tokens.
 
     Returns:
-        Of each completion the sum over its tokens, NaN for None; the numbers of its tokens; the problems found.
+        Three lists: each completion's sum over its tokens (NaN for None), its tokens' numbers, and the problems found.
     """
     nothing = [math.nan] * len(lengths), [NO_VALUES] * len(lengths)
     if problem := _miscounted(values, len(lengths), "with one list of numbers"):
@@ -435,11 +435,11 @@ def _numbers(value: Any, count: int) -> TokenValues | Problem:
     return array_T.astype(np.float64)
 
 
-# --- what a reward logs beside its value: through log_metric, or in what it returns of a row -------------------------
+# --- what a reward logs beside its value: through log_metric, or as part of a row's result ---------------------------
 
 
 def logger(logged: dict[str, list[float]]) -> Callable[[str, float], None]:
-    """Make the ``log_metric`` of a call, which adds to its logged values."""
+    """Make the ``log_metric`` of a call, which adds values to ``logged``."""
 
     def log_metric(name: str, value: float) -> None:
         number = number_or_none(value)
@@ -454,10 +454,10 @@ def logger(logged: dict[str, list[float]]) -> Callable[[str, float], None]:
 
 
 def score_of(result: Any, logged: dict[str, list[float]]) -> Any:
-    """Return a row's score, and log the other numbers of a result that has a score; or return the problem.
+    """Return the score of a row's result and log its other numbers; return a result without a score unchanged.
 
-    verl's rewards return such results: {"score": 1.0, "acc": True, "pred": "72"} is worth 1.0 and logs acc. Those of
-    Tunix and rLLM return an object with a reward and a dict ``metadata``.
+    verl's rewards return {"score": 1.0, "acc": True, "pred": "72"}, which scores 1.0 and logs acc. Those of Tunix and
+    rLLM return an object with ``reward`` and a dict ``metadata``. For a number that cannot be logged, return a Problem.
     """
     if isinstance(metadata := getattr(result, "metadata", None), Mapping) and hasattr(result, "reward"):
         result = {**metadata, "score": result.reward}
@@ -488,11 +488,11 @@ def verl_argument(name: str, value: Any) -> Any:
 
 
 class AnswerParser:
-    r"""Parses completions, texts or messages, like the parsers of verifiers.
+    r"""Parses completions (texts or messages) like the parsers of verifiers.
 
     Args:
         how: None for the whole text, "think" for what follows ``</think>``, "boxed" for the last ``\boxed{...}``; or a
-            list of tags, of which ``answer``, or else the last, holds the answer.
+            list of tags; the answer is in the tag ``answer`` if it is listed, else in the last tag.
     """
 
     def __init__(self, how: Any = None):
@@ -502,7 +502,7 @@ class AnswerParser:
         self._how = how
 
     def parse(self, text: str) -> Any:
-        """Return the answer in a text, None if there is none; for tags an object with an attribute per tag."""
+        """Return the answer in a text, or None without one; if tags are set, an object with an attribute per tag."""
         match self._how:
             case None:
                 return text.strip()
@@ -519,11 +519,11 @@ class AnswerParser:
         return getattr(found, "answer" if "answer" in self._tags else self._tags[-1]) if self._tags else found
 
     def get_assistant_messages(self, completion: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """Return what the model says."""
+        """Return the model's messages."""
         return [message for message in completion if message["role"] == "assistant"]
 
     def get_user_messages(self, completion: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """Return what an environment says."""
+        """Return the user's and the environment's messages."""
         return [message for message in completion if message["role"] == "user"]
 
 

@@ -1,7 +1,7 @@
 """Scores groups on several hosts: each host scores some, and all get the rewards of all rows.
 
-A reward that computes other values on one host would go unnoticed, since no other host scores the same groups. So one
-group of every step, the witness, is scored by all hosts, and their values are compared.
+Most groups are scored by one host only, so a reward that computes wrong values on one host would go unnoticed. All
+hosts therefore score one group of every step, the witness, and compare their values.
 """
 
 import time
@@ -21,28 +21,28 @@ from tpu_grpo.rewards.scoring import RewardSet, Scoring, check_some_scored
 
 @dataclass(frozen=True)
 class Told:
-    """What a host tells the others of its rows."""
+    """What a host tells the others about its rows."""
 
     columns: list[list[float]]
-    """Totals, what is not scored, and every reward; as JSON floats survive exactly, NaN included."""
+    """Per row: the total, 1 if it is unscored, and each reward's value. JSON keeps floats exact, NaN included."""
     witness: dict[str, list[float | str] | None]
-    """What it gives for the rows of the witness, by the names of the rewards that are compared."""
+    """Name of a compared reward -> its values for the rows of the witness on this host; None if it had a problem."""
     figures: dict[str, Figure]
     of_tokens: str
-    """The rewards of all tokens of its rows, packed."""
+    """The weighted per-token rewards of all tokens of its rows, packed."""
 
 
 class DistributedRewards:
-    """A RewardSet whose work is divided by groups: a rollout says which host scores which prompts.
+    """A RewardSet whose groups are divided among the hosts: a rollout says which host scores which prompts.
 
-    A reward sees the rows of its host only, so one that compares rows with each other must do so within a group.
+    A reward sees only the rows of its own host, so a reward that compares rows must compare them within a group.
     """
 
     def __init__(self, rewards: RewardSet, hosts: Hosts, compared: Collection[str] = ()):
         self.rewards = rewards
         self._hosts = hosts
         self._compared = tuple(name for name in rewards.names if name in compared)
-        """These rewards give the same value for the same text, wherever they are computed."""
+        """The rewards that must give the same value for the same text on every host."""
 
     def score(self, rollout: Rollout) -> Scores:
         """Return the rewards of all B rows of a finished rollout; see ``DistributedScoring.finish``."""
@@ -63,7 +63,7 @@ class DistributedRewards:
 
 
 class DistributedScoring(Scoring):
-    """Scores rollouts, each group on the host that scores it; groups may be added before a rollout is finished."""
+    """Scores rollouts, each group on one of the hosts; groups may be added before a rollout is finished."""
 
     def __init__(
         self, rewards: RewardSet, hosts: Hosts, compared: Sequence[str], batch: PromptBatch, rollouts: int
@@ -73,7 +73,7 @@ class DistributedScoring(Scoring):
         self._own: Sequence[Scores | None] | None = None
 
     def score_own(self, rollouts: Sequence[Rollout]) -> None:
-        """Score this host's groups without communication; ``finish`` does so too, if this was not called. Raises
+        """Score this host's groups without communication; ``finish`` calls this if it was not called before. Raises
         RewardError if a reward fails on this host."""
         self._started = time.perf_counter()
         if self._hosts.count == 1:
@@ -104,7 +104,7 @@ class DistributedScoring(Scoring):
         return found
 
     def _gathered(self, rollout: Rollout, own: Scores | None, scorers: Sequence[int], start: float) -> Scores:
-        """Put the scores of all hosts together, and compare those of the witness."""
+        """Merge the scores of all hosts, and compare the hosts' values for the witness."""
         witness = rollout.select([rollout.batch.step % len(scorers)])
         names, token_rewards = self._rewards.names, self._rewards.token_rewards
         columns, figures, of_tokens = [np.zeros(0)] * (2 + len(names)), dict[str, Figure](), [NO_VALUES]
@@ -117,7 +117,7 @@ class DistributedScoring(Scoring):
         lengths = np.array([len(c.token_ids) if token_rewards else 0 for c in rollout.completions])
 
         def read(host: int, told: Told) -> tuple[Told, Float[np.ndarray, "C b"], list[TokenValues]]:
-            """Raise ValueError for what is not of the host's b rows."""
+            """Unpack what a host told; raise ValueError if it does not fit the host's b rows."""
             found = np.array(told.columns).reshape(len(columns), rows_of[host].sum())
             seen = {name: values and len(values) for name, values in told.witness.items()}
             if seen.keys() != mine.witness.keys() or set(seen.values()) - {None, len(witness.texts)}:
@@ -154,7 +154,7 @@ def scorers_of(rollout: Rollout, hosts: int) -> list[int]:
 def _compare_witness(witness: Rollout, by_host: Sequence[Mapping[str, Sequence[Any] | None]]) -> None:
     for name in by_host[0]:
         if any(values[name] is None for values in by_host):
-            continue  # it had a problem somewhere, which its on_error deals with
+            continue  # the reward had a problem on some host, which on_error handles
         for row, text in enumerate(witness.texts):
             found = [repr(values[name][row]) for values in by_host]  # pyright: ignore[reportOptionalSubscript]
             if len(set(found)) > 1:

@@ -1,6 +1,6 @@
 """Executors run a reward in worker processes of its own, or on a thread of the main process.
 
-executor.serve(feed)        # answers what the feed brings within its deadlines, whatever happens, until it is over
+executor.serve(feed)        # answers the feed's batches within their deadlines, until the feed is over
 executor.close()
 """
 
@@ -36,11 +36,11 @@ class Executor(ABC):
         self._feed: Feed | None = None
 
     def serve(self, feed: Feed) -> None:
-        """Answer the feed's batches until it is over; another thread's feed is awaited.
+        """Answer the feed's batches until it is over. A feed served by another thread is waited for first.
 
         Raises:
-            RewardError: if the reward never could be set up; and whatever the feed's ``answered`` raises.
-            KeyboardInterrupt: if that is what a reward on a thread raised.
+            RewardError: if the reward could never be set up; an exception of the feed's ``answered`` is passed on too.
+            KeyboardInterrupt: if a reward on a thread raised it.
         """
         with self._busy:
             self._feed = feed
@@ -50,13 +50,13 @@ class Executor(ABC):
                 self._feed = None
 
     def close(self) -> None:
-        """Cancel the feed that is served, let the reward close, and end what was started.
+        """Cancel the current feed, close the reward, and end its workers or thread.
 
-        A worker that is at work is ended at once; a call that still runs on a thread cannot be ended.
+        A busy worker is ended at once; a call that still runs on a thread cannot be ended.
         """
         if (feed := self._feed) is not None:
             feed.cancel()
-            if self._busy.acquire(timeout=_CLOSE_SECONDS):  # it has to notice, and to end busy workers
+            if self._busy.acquire(timeout=_CLOSE_SECONDS):  # time to notice, and to end busy workers
                 self._busy.release()
         self._end()
 
@@ -71,7 +71,7 @@ class Executor(ABC):
 
 
 class CalledReward:
-    """A reward as a `Service` of workers, which answer one batch after the other."""
+    """A reward as a `Service`, whose workers answer one batch after the other."""
 
     mode: Mode = "in turn"
     start = "set up"
@@ -82,7 +82,7 @@ class CalledReward:
         self.call, self.name, self.secrets = call, f"reward {call.name}", call.secrets
 
     def set_up(self) -> None:
-        """Find the reward and set it up; raises what that raises."""
+        """Find the reward and set it up; raises whatever the reward's code raises."""
         self._caller = Caller(self.call, find_reward(self.call.source))
 
     @contextmanager
@@ -93,7 +93,7 @@ class CalledReward:
 
 
 class _BatchSession(Session):
-    """A task that a worker has; its answer is kept until the pool passes it on."""
+    """The session of a worker with one task; the answer is kept until the pool passes it on."""
 
     def __init__(self, task: Task, answers: list[tuple[Task, Answer]], supervisor: Supervisor):
         self._task, self._answers, self._supervisor = task, answers, supervisor
@@ -128,7 +128,7 @@ class WorkerPool(Executor):
         self._count, self._recycle = count, recycle
         self._supervisor: Supervisor | None = None
         self._problem: Problem | None = None
-        """Why workers cannot be set up, of the present feed."""
+        """Why workers cannot be set up for the current feed; None if they can."""
         self._answers: list[tuple[Task, Answer]] = []
 
     def _answer(self, feed: Feed) -> None:
@@ -157,7 +157,7 @@ class WorkerPool(Executor):
             self._supervisor = None
 
     def _go_on(self, feed: Feed, supervisor: Supervisor, crew: Crew) -> None:
-        """Hand out what waits, and take in what comes within a moment."""
+        """Hand the waiting batches to idle workers, and pass on the answers that arrive within a moment."""
         left = feed.deadline - time.monotonic()
         if self._problem or left <= 0:
             self._end_busy(supervisor, crew)
@@ -177,8 +177,8 @@ class WorkerPool(Executor):
         self._keep(crew, feed.left)
 
     def _advance(self, supervisor: Supervisor, crew: Crew, seconds: float, *, is_starting: bool = False) -> None:
-        """Read the messages that arrive within ``seconds``; workers that cannot be set up are a problem for this feed.
-        Raises RewardError if none ever was, as going on has no use then."""
+        """Read the messages that arrive within ``seconds``. If workers cannot be set up, the feed's batches get a
+        problem; raises RewardError if no worker ever was set up."""
         try:
             if is_starting:
                 crew.starting.waited_for()
@@ -193,7 +193,7 @@ class WorkerPool(Executor):
             self._problem = Problem("died", text, trace=trace)
 
     def _keep(self, crew: Crew, wanted: int) -> None:
-        """Have as many workers as there is work for; none are ended for lack of it."""
+        """Start workers for ``wanted`` batches, up to the configured count; idle workers are not ended."""
         if self._problem is None:
             crew.count = max(len(crew.workers), min(self._count, wanted))
             crew.fill()
@@ -265,7 +265,7 @@ class ThreadExecutor(Executor):
     def _set_up(self) -> Caller:
         try:
             return Caller(self._call, self._target)
-        except (Exception, SystemExit) as error:  # user code: anything can come
+        except (Exception, SystemExit) as error:  # user code can raise anything
             raise RewardError(
                 f"reward {self._call.name} could not be set up: {type(error).__name__}: {error}\n"
                 f"{traceback.format_exc()}".rstrip()

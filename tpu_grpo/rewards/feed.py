@@ -4,7 +4,7 @@
     executor.serve(feed)                            # on a thread of its own; returns once the feed is over
     feed.add("a", batch)                            # on any thread
     feed.add("b", batch)
-    feed.end()                                      # no more: the feed is over when these are answered
+    feed.end()                                      # no more will come: the feed is over when these are answered
 
 Two limits hold. The executor may take ``timeout`` seconds for a batch from the moment at which a worker or thread
 gets it. All batches must be answered within ``timeout`` seconds after the executor finds that no more will come.
@@ -31,7 +31,7 @@ class Task:
     sizes: tuple[int, ...]
     batch: RewardBatch
     until: float
-    """It is given up on at this value of time.monotonic()."""
+    """The deadline, in the time of time.monotonic()."""
 
     @classmethod
     def of(cls, parts: Sequence[tuple[Any, RewardBatch]], until: float) -> Self:
@@ -44,7 +44,7 @@ class Task:
     def split(self, answer: Answer) -> list[Answer]:
         """Divide an answer among the batches.
 
-        A problem of the whole task is one of each batch. The first takes what was logged, which belongs to no row.
+        A problem of the whole task becomes a problem of each batch. The first batch gets all logged values.
         """
         found, start = [], 0
         for size in self.sizes:
@@ -64,11 +64,11 @@ class Feed:
     """Batches of one reward that come one by one; see the top of this file.
 
     Args:
-        timeout: the seconds of both limits.
+        timeout: both limits, in seconds.
         expected: about how many batches will come, for the number of workers that are started.
-        answered: is told the key of each batch and its answer, on the thread that serves.
-        joins: whether batches that wait may be put together, as is good for functions that await all rows at once.
-        weight: the share of a call, as ``recycle`` counts them, that a batch is.
+        answered: is called with the key of each batch and its answer, on the thread that serves.
+        joins: whether waiting batches may be joined, which suits functions that await all rows at once.
+        weight: what fraction of a call a batch counts as, for the reward's ``recycle``.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Feed:
         self.expected = expected
         self.weight = weight
         self.seconds = 0.0
-        """It adds up the time in which some batch was waiting for its answer."""
+        """The total time during which at least one batch was unanswered."""
         self.cancelled = False
         self._answered = answered
         self._joins = joins
@@ -93,13 +93,13 @@ class Feed:
         self._unanswered: dict[Any, int] = {}
         self._done = 0
         self._rounds = 0
-        """No more batches will come once it is 1 or more; the second limit is this many times the timeout."""
+        """0 until ``end`` is called, afterwards the factor by which the second limit exceeds the timeout."""
         self._deadline = math.inf
         self._busy_since = 0.0
         self._bell, self._button = os.pipe()
         self._rung = self._closed = False
 
-    # --- whoever has batches ---
+    # --- for the code that adds batches ---
 
     def add(self, key: Any, batch: RewardBatch) -> None:
         """Add a batch under a key that no other batch has."""
@@ -127,7 +127,7 @@ class Feed:
             os.close(self._bell)
             os.close(self._button)
 
-    # --- the executor ---
+    # --- for the executor ---
 
     def ring(self) -> None:
         """Wake the thread that serves."""
@@ -141,7 +141,7 @@ class Feed:
         return self._bell
 
     def hush(self) -> None:
-        """Take note that the feed rang."""
+        """Reset the bell after it rang."""
         with self._lock:
             self._rung = False
             os.read(self._bell, 1)
@@ -155,13 +155,13 @@ class Feed:
 
     @property
     def over(self) -> bool:
-        """Whether no batch is left to answer, and none will come."""
+        """Whether all batches are answered and no more will come, or the feed is cancelled."""
         with self._lock:
             return self.cancelled or (self._rounds > 0 and not self._unanswered)
 
     @property
     def left(self) -> int:
-        """Return the number of batches that are not answered yet, as far as it is known."""
+        """Return the number of unanswered batches, including those that are expected to come."""
         with self._lock:
             still_to_come = 0 if self._rounds else self.expected - self._done
             return max(len(self._unanswered), still_to_come)
@@ -174,7 +174,7 @@ class Feed:
         return self._deadline
 
     def take(self, places: int = 1) -> Task | None:
-        """Take the next batch, or the first of ``places`` shares of the waiting ones if they may be joined."""
+        """Take the next batch; if batches may be joined, take a fraction 1 / ``places`` of those that wait."""
         until = min(time.monotonic() + self.timeout, self.deadline)
         with self._lock:
             if not self._waiting:
@@ -184,7 +184,7 @@ class Feed:
         return Task.of(parts, until)
 
     def answer(self, task: Task, answer: Answer) -> None:
-        """Pass on a worker's answer, or the problem that it had."""
+        """Pass on the answer to each batch of a task."""
         for key, part in zip(task.keys, task.split(answer), strict=True):
             self._settle(key, part)
 

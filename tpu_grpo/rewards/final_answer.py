@@ -12,10 +12,10 @@ _GROUPED = re.compile(r"(?<=[0-9]),(?=[0-9]{3}\b)")
 def final_answer(text: str, pattern: re.Pattern[str] | None = None) -> str | None:
     r"""Return the last answer of a completion, None if it has none.
 
-    With a pattern it is its last match, or that match's first group, if it has one. Without a pattern it is the last
-    \boxed{...}, else what the last <answer> tag holds, else the number after ####, else the last number, else the whole
-    text. White space and a full stop at the end do not count, and numbers are equal by value: 1,000, $1000 and 1000.0
-    are one answer.
+    With a pattern, the answer is the first group of the pattern's last match, or the whole match without groups.
+    Otherwise it is the last \boxed{...}, else the content of the last <answer> tag, else the number after ####, else
+    the last number, else the whole text. White space and a final full stop are removed, and numbers are normalised:
+    1,000, $1000 and 1000.0 are the same answer.
     """
     if pattern is not None:
         matches = list(pattern.finditer(text))

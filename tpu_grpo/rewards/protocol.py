@@ -7,28 +7,28 @@
 
 It is called with keyword arguments only, every list in the row order of the rollout, and may be ``async``:
 
-- ``prompts`` and ``completions`` are the texts: what the user says, and what the model does, in a conversation with an
-  environment in its last turn. With ``messages: true`` both are lists of messages: all before the model's first answer,
-  and all from there on. Every column of the data follows under its own name.
-- ``options`` of the config follow under theirs, unchanged; an option replaces a data column of the same name.
+- ``prompts`` and ``completions`` are texts: the user's, and the model's (in a conversation with an environment, that of
+  the last turn). With ``messages: true`` both are lists of messages: those before the model's first answer, and those
+  from that answer on. Every column of the data is passed under its own name.
+- ``options`` of the config are passed under their own names, and replace data columns of the same name.
 - A function without ``**kwargs`` gets only the names it declares, so it may leave out what it does not need.
-- What EXTRAS names comes to a function that declares it, unless a column has that name; ``**kwargs`` gets BY_KWARGS.
+- A function also gets the EXTRAS that it declares, unless a column has that name; ``**kwargs`` gets BY_KWARGS.
 
-A function of one row says so, or is told by its parameters (signatures.py), and gets the row's values:
+A function of one row is marked, or recognised by its parameters (see ``form_of``), and gets the values of the row:
 
     @per_sample
     def short(completion, limit=20):
         return 1.0 if len(completion) <= limit else 0.0
 
-A function that gives every token of a completion a number, for its advantage, says so, and takes completion_ids:
+A function that returns a number per token, to be added to the token's advantage, is marked and takes completion_ids:
 
     @per_token
     @per_sample
     def says_so_at_once(completion_ids):
         return [-0.01] * len(completion_ids)
 
-A class holds what is costly to build. Its options go to the constructor; it is built, and ``setup`` called, once in
-each process that scores, and ``close`` at the end. All three may be ``async``:
+A class can hold what is costly to build. The options go to the constructor. Each process that scores builds the class
+and calls ``setup`` once, and ``close`` at the end. These two and ``__call__`` may be ``async``:
 
     class Judge:
         def __init__(self, url): ...
@@ -50,7 +50,7 @@ SAMPLE_ARGUMENTS = {
     "environment": "environments",
     "environment_reward": "environment_rewards",
 }
-"""A reward of one row gets the texts under these names: name for one row -> name for a batch."""
+"""The parameters of a reward of one row: name for one row -> name for a batch."""
 ROW_ARGUMENTS = SAMPLE_ARGUMENTS | {
     "solution_str": "completions",  # verl
     "model_output": "completions",  # verl's math_verify and prime_math
@@ -60,11 +60,11 @@ ROW_ARGUMENTS = SAMPLE_ARGUMENTS | {
     "state": "states",  # verifiers
     "task_info": "states",  # rLLM
 }
-"""Those, and the names that other trainers have for them."""
+"""SAMPLE_ARGUMENTS, and the names that other trainers have for the same arguments."""
 COMPLETIONS = frozenset(row for row, batch in ROW_ARGUMENTS.items() if batch in ("completions", "states"))
-"""A function that takes one of these is one of a single row."""
+"""A function that takes one of these is a function of one row."""
 BATCH_ARGUMENTS = {"solution_strs": "completions", "completions_ids": "completion_ids"}
-"""Other names for a batch: verl's, and one of TRL's documentation. A column may have an s: answers for answer."""
+"""Other trainers' names for batch arguments: one of verl, and one of TRL's documentation."""
 EXTRAS = {
     "rendered_prompts": "the prompts as the model sees them, chat template and system message included",
     "completion_ids": "the token ids of each completion, the stop token included",
@@ -79,13 +79,13 @@ EXTRAS = {
     "states": "a dict for each row, as in verifiers: prompt, completion, and the columns of the data",
     "parser": "parses completions as the option parser says, as in verifiers",
 }
-"""A reward may declare these beside texts and columns."""
+"""Parameters that a reward may declare in addition to texts and columns, with a description of each."""
 OF_ROWS = ("rendered_prompts", "completion_ids", "environments", "environment_rewards")
-"""Those of them that have a value for every row."""
+"""The EXTRAS that have a value for every row."""
 BY_KWARGS = ("log_metric", "trainer_state")
-"""Those of them that ``**kwargs`` brings, too, as in TRL."""
+"""The EXTRAS that a function with ``**kwargs`` gets without declaring them, as in TRL."""
 ROWS_AT_A_TIME = 64
-"""An async function of one row runs for this many at a time, if it does not say."""
+"""For how many rows at a time an async function of one row runs by default."""
 RESERVED_METRICS = ("mean", "std", "seconds", "timeouts", "errors", "weight")
 """Every reward has metrics of these names, so log_metric refuses them."""
 _MARK = "__tpu_grpo_per_sample__"
@@ -95,20 +95,20 @@ _TOKEN_MARK = "__tpu_grpo_per_token__"
 class Reward(Protocol):
     """Scores rows: returns a finite number per row, or None for a row to which it does not apply.
 
-    One that is marked with `per_token` returns a list of numbers per row, or None.
+    A reward that is marked with `per_token` returns for each row a list of numbers, or None.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Sequence[float | None] | Sequence[Sequence[float] | None]:
-        """Return one value per row for ``prompts``, ``completions`` and the data columns, lists of one length."""
+        """Return a value per row; ``prompts``, ``completions`` and the data columns are lists with a value per row."""
         ...
 
 
 @dataclass(frozen=True)
 class TrainerState:
-    """The attributes that rewards written for TRL read of its trainer."""
+    """The attributes of TRL's trainer that rewards written for TRL read."""
 
     global_step: int
-    """The number of the step whose completions are scored, from 1; in an evaluation that of the last step, or 0."""
+    """The training step whose completions are scored, from 1; in an evaluation the last training step, or 0."""
     max_steps: int
     """``run.max_steps``."""
 
@@ -120,8 +120,8 @@ def per_sample[F: Callable[..., Any]](*, concurrency: int = ROWS_AT_A_TIME) -> C
 def per_sample(function: Any = None, *, concurrency: int = ROWS_AT_A_TIME) -> Any:
     """Mark a function (or a class's ``__call__``) that takes one row: ``completion``, ``prompt``, a value per column.
 
-    The function stays as it is, so that it can be called and tested alone. A row that raises costs only that row. An
-    ``async`` one runs for at most ``concurrency`` rows at a time.
+    The function itself is not changed, so it can be called and tested alone. If it raises for a row, only that row is
+    lost. An ``async`` function runs for at most ``concurrency`` rows at a time.
     """
     if concurrency < 1:
         raise ValueError(f"concurrency must be >= 1, got {concurrency}")

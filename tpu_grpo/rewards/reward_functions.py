@@ -55,22 +55,22 @@ OTHER_ANSWERS = {
     **{name: name for name in ("solution", "output", "ground_truth", "target", "final_answer", "expected_answer")},
     "reward_model": "reward_model.ground_truth",
 }
-"""Where other trainers' data has the right answer, by the column that it is in."""
+"""Column in other trainers' data -> where in that column the correct answer is."""
 ENTRY_POINTS = "tpu_grpo.rewards"
 """An installed package offers rewards as entry points of this group."""
 GivenReward = Callable[..., Any] | RewardSpec | Mapping[str, Any] | str
-"""A function, class or callable object; or an entry of the config, whose name may be one; or a name."""
+"""A function, class or callable object; a name; or an entry of the config whose ``name`` is any of these."""
 
 
 def load_reward(spec: RewardSpec, columns: Collection[str], max_steps: int = 0) -> Call:
     """Find the reward that ``spec`` names, and decide how it is called on data with these ``columns``.
 
-    ``max_steps`` are those of the run, which a reward may ask for.
+    ``max_steps`` is the number of steps of the run, which a reward may ask for.
 
     Raises:
-        RewardError: for a name that leads nowhere (see ``find_reward``), a parameter that nothing fills, or an option
-            it does not take.
-        ConfigError: for a reward that takes environments in the main process.
+        RewardError: for a name that is not found (see ``find_reward``), a required parameter without a column or
+            option, or an option that the reward does not take.
+        ConfigError: for a reward that takes environments but runs in the main process.
     """
     target, options = target_of(spec), spec.options
     function, constructor = target, None
@@ -96,7 +96,7 @@ def load_reward(spec: RewardSpec, columns: Collection[str], max_steps: int = 0) 
         _check_filled(spec, constructor, list(options), ())
     arguments = tuple(n for n, shown in offered.items() if shown not in call_options and form.takes(shown))
     secrets = spec.secrets
-    if spec.name == "judge":  # its key is handed on without being named a second time
+    if spec.name == "judge":  # its key need not be listed in secrets, too
         secrets = (*secrets, str(options.get("api_key_variable", "OPENAI_API_KEY")))
     call = Call(
         name=spec.shown,
@@ -123,18 +123,18 @@ def load_reward(spec: RewardSpec, columns: Collection[str], max_steps: int = 0) 
 
 
 def _makes_rewards(target: Any, signature: "Signature", columns: Collection[str], options: Mapping[str, Any]) -> bool:
-    """Return whether a function makes rewards, as open-r1's ``get_cosine_scaled_reward(max_len=1000)``. It takes
-    options alone: no text, column or anything else that rewards get, and no ``**kwargs``."""
+    """Return whether a function makes rewards, like open-r1's ``get_cosine_scaled_reward(max_len=1000)``. Such a
+    function takes only options: no texts, columns or EXTRAS, and no ``**kwargs``."""
     given = {*columns, *TEXT_ARGUMENTS, *ROW_ARGUMENTS, *BATCH_ARGUMENTS, *EXTRAS}
     takes_rows = signature.has_kwargs or bool({*signature.named} - {*options} & given)
     return inspect.isfunction(target) and not takes_rows and rows_at_a_time(target) is None and not gives_tokens(target)
 
 
 def _made(spec: RewardSpec, target: Any) -> Any:
-    """Call a function that makes rewards with the options, and return the reward."""
+    """Call a function that makes rewards, passing the options, and return the reward."""
     try:
         made = target(**spec.options)
-    except Exception as error:  # user code: anything can come
+    except Exception as error:  # user code can raise anything
         raise RewardError(
             f"{spec.name} takes no completions, so it must make a reward of its options {dict(spec.options)}, got "
             f"{type(error).__name__}: {error}; declare completions (or completion, of one row), or correct the options"
@@ -155,14 +155,14 @@ def target_of(spec: RewardSpec) -> Any:
 def workers_of(spec: RewardSpec) -> int:
     """Return the number of a reward's worker processes: the config's, or else the reward's default."""
     if spec.function is not None:
-        return 0  # no other process has it
+        return 0  # it exists in this process only
     if spec.workers is not None:
         return spec.workers
     return SHIPPED[spec.name].workers if spec.name in SHIPPED else 1
 
 
 def repeats_itself(spec: RewardSpec) -> bool:
-    """Whether a reward is deterministic, by the config or else by what is known of the reward."""
+    """Whether a reward is deterministic: as the config says, or else the reward's default."""
     if spec.deterministic is not None:
         return spec.deterministic
     return SHIPPED[spec.name].deterministic if spec.name in SHIPPED else True
@@ -177,7 +177,7 @@ def find_reward(name: str) -> Any:
     Files are found relative to the working directory and may import modules that lie beside them.
 
     Raises:
-        RewardError: for an unknown name, a file or module that is missing or fails to import, or one without it.
+        RewardError: for an unknown name, or a file or module that is missing, fails to import or lacks the function.
     """
     if name.startswith(GIVEN):
         raise RewardError(
@@ -197,7 +197,7 @@ def _find_named(name: str) -> Any:
     if name in installed:
         try:
             return installed[name].load()
-        except (Exception, SystemExit) as error:  # user code: anything can come
+        except (Exception, SystemExit) as error:  # user code can raise anything
             raise RewardError(
                 f"reward {name}, an entry point at {installed[name].value}, failed to load: {type(error).__name__}: "
                 f"{error}; repair or remove the package that brings it"
@@ -254,7 +254,7 @@ def _check_extras(spec: RewardSpec, extras: Collection[str], *, per_token: bool)
 
 
 def _try_options(spec: RewardSpec, call: Call, target: Any) -> None:
-    """Let a shipped reward check its options: they do so when they are built, on zero rows, or on an empty row."""
+    """Let a shipped reward check its options: build a class, or call a function on zero rows or one empty row."""
     try:
         if inspect.isclass(target):
             target(**spec.options)
@@ -284,8 +284,8 @@ class Signature:
 
 
 def signature_of(name: str, function: Any, *, skip_self: bool = False) -> Signature:
-    """Read the signature of a function of the reward ``name``. Raises RewardError for one that cannot be read, or that
-    has parameters without a name for callers."""
+    """Read the signature of a function of the reward ``name``. Raises RewardError for a signature that cannot be read,
+    or that has positional-only parameters."""
     try:
         parameters = list(inspect.signature(function).parameters.values())[1 if skip_self else 0 :]
     except (TypeError, ValueError) as error:
@@ -302,12 +302,12 @@ class Form:
 
     signature: Signature
     concurrency: int | None
-    """An async function of one row runs for this many rows at a time; it is None for a function of a batch."""
+    """For a function of one row, how many rows run at a time if it is async; None for a function of a batch."""
     verl: bool
 
     def shown(self, name: str) -> str:
-        """Return the parameter that receives a column of a batch: ``completion`` for completions, in a function of
-        one row."""
+        """Return the parameter that receives a column of a batch; in a function of one row, ``completion`` receives
+        completions."""
         named, is_of_row = self.signature.named, self.concurrency is not None
         others = [n for n, batch in (ROW_ARGUMENTS if is_of_row else BATCH_ARGUMENTS).items() if batch == name]
         if name == "states" and "action" in named:  # Tunix's rewards
@@ -322,7 +322,7 @@ class Form:
         offered = texts | {n: n for n in columns if n not in TEXT_ARGUMENTS and n not in texts.values()}
         if self.verl and VERL_TRUTH not in columns and VERL_TRUTH_COLUMN in columns:
             offered[VERL_TRUTH_COLUMN] = VERL_TRUTH
-        if self.concurrency is None:  # as in verl and verifiers, answers are those of the column answer
+        if self.concurrency is None:  # as in verl and verifiers, answers gets the column answer
             named = self.signature.named
             plural = {n: f"{shown}s" for n, shown in offered.items() if shown not in named and f"{shown}s" in named}
             offered |= {n: shown for n, shown in plural.items() if shown not in columns}
@@ -333,7 +333,7 @@ class Form:
         return name in self.signature.named if self.verl else self.signature.takes(name)
 
     def extras(self, taken: Collection[str]) -> tuple[str, ...]:
-        """Return those of EXTRAS that the function receives, except names that a column or an option has ``taken``."""
+        """Return the EXTRAS that the function receives, except names ``taken`` by columns or options."""
         named = self.signature.named
         wanted = [name for name in EXTRAS if self.shown(name) in named]
         if self.verl:
@@ -350,7 +350,7 @@ def form_of(function: Any, signature: Signature) -> Form:
         @per_sample def f(completion, answer)                              one row
         def f(completion, answer)                                          one row, as verifiers calls rewards
         def f(data_source, solution_str, ground_truth, extra_info=None)    one row, as verl calls rewards
-        def f(data_sources, solution_strs, ground_truths, extra_infos)     a batch, as verl calls them, too
+        def f(data_sources, solution_strs, ground_truths, extra_infos)     a batch, as verl calls rewards of a batch
 
     An unmarked function of one row is recognised by its parameters: one of COMPLETIONS, and neither ``completions``
     nor ``prompts``.
@@ -376,7 +376,8 @@ def with_rewards(config: RunConfig, rewards: Sequence[GivenReward]) -> RunConfig
     object) exists in this process only, and is called here.
 
     Raises:
-        ConfigError: for no reward, one of another type, wrong settings, or workers for what they cannot import.
+        ConfigError: for an empty list, an entry of another type, wrong settings, or workers that cannot import the
+            function.
     """
     if not isinstance(rewards, Sequence) or isinstance(rewards, str) or not rewards:
         raise ConfigError(f"rewards must be a list of at least one function, got {rewards!r}; put it in a list")
@@ -391,7 +392,7 @@ def with_rewards(config: RunConfig, rewards: Sequence[GivenReward]) -> RunConfig
 
 
 def _entry(given: GivenReward, position: int, functions: dict[int, Any]) -> RewardSpec | dict[str, Any]:
-    """Return an entry of the config; a function that only this process has is noted in ``functions``."""
+    """Return an entry of the config; store a function that exists only in this process in ``functions``."""
     if isinstance(given, RewardSpec):
         return given
     entry = dict(given) if isinstance(given, Mapping) else {"name": given}
@@ -422,12 +423,12 @@ def importable_name(function: Any) -> str | None:
     if getattr(sys.modules.get(module), name, None) is not function:
         return None
     package = module.partition(".")[0]
-    finders: Sequence[Any] = sys.meta_path  # asked anew: this process may have the module from elsewhere
+    finders: Sequence[Any] = sys.meta_path  # as this process may have the module from elsewhere
     return f"{module}:{name}" if any(finder.find_spec(package, None) is not None for finder in finders) else None
 
 
 def _own_name(function: Any, position: int) -> str:
-    """Return what metrics call it: the function's name, or that of an object's class; ``reward0`` for a lambda."""
+    """Return the reward's name in metrics: that of the function or the object's class; ``reward0`` for a lambda."""
     while isinstance(function, functools.partial):
         function = function.func
     name = getattr(function, "__name__", type(function).__name__)

@@ -5,10 +5,10 @@ Suffix B: rows; row ``p * G + g`` is completion ``g`` of prompt ``p``.
     weights         1      0.5    0
     a group of 3    1.0    None   7.0     total 1.0
                     1.0    4.0    None    total 3.0
-                    None   None   7.0     total 2.0, the mean of the others: it is in `Scores.unscored`
+                    None   None   7.0     total 2.0, the mean of the others; the row counts as unscored
 
-A reward of weight 0 is only watched and scores no row, unless all weights are 0. A group of which no row is scored has
-the totals 0, and teaches nothing. Rewards of single tokens have no part in the total, so that nothing counts twice:
+A reward of weight 0 is only logged and scores no row, unless all weights are 0. A group without a scored row has totals
+of 0, and does not train the policy. Per-token rewards are not part of the total, so that they do not count twice:
 
     lengths         [3           2      ]      the tokens of two completions, the stop token included
     weight 2        [[0 0.5 -1]  None   ]
@@ -16,9 +16,9 @@ the totals 0, and teaches nothing. Rewards of single tokens have no part in the 
     per_token       [[1 1 -2  ]  [0 0.2]]      the weighted sum, 0 where a reward does not apply
     by_name         -0.5, nan and 1, 0.2       the sum over each completion's tokens, before weighting
 
-    scores = rewards.score(rollout)               # a rollout that is there
+    scores = rewards.score(rollout)               # a finished rollout
 
-    with rewards.begin(batch) as scoring:         # one that is only now sampled
+    with rewards.begin(batch) as scoring:         # a rollout that is scored while it is sampled
         rollout = sampler.rollout(batch, scoring.add)
         [scores] = scoring.finish([rollout])
 """
@@ -53,8 +53,8 @@ def open_rewards(specs: Sequence[RewardSpec], columns: Collection[str], max_step
     adapts them to its data with `RewardSet.for_columns`.
 
     Raises:
-        RewardError: for a reward that cannot be loaded, two that have the same name in the metrics, or a gate that is
-            not there.
+        RewardError: for a reward that cannot be loaded, two rewards of the same name in the metrics, or a missing
+            gate.
     """
     try:
         check_rewards(specs)
@@ -102,10 +102,10 @@ class RewardSet:
         return RewardSet(tuple(replace(r, call=load_reward(r.spec, columns, r.call.max_steps)) for r in self.rewards))
 
     def repeatable_values(self, rollout: Rollout, names: Collection[str]) -> dict[str, list[Any] | None]:
-        """Return the values of the deterministic rewards for all rows, NaN where they do not apply.
+        """Return the values of the rewards ``names`` for all rows, NaN where they do not apply.
 
-        For a reward of single tokens it is a text per row, see ``RewardResult.comparable``. A reward that failed has
-        None, because timeouts and memory errors do not depend on the text alone. It raises as ``score``.
+        A per-token reward has a text per row, see ``RewardResult.comparable``. A reward that had a problem has None,
+        because timeouts and memory errors do not depend on the text alone. Raises like ``score``.
         """
         if not names:
             return {}
@@ -123,17 +123,17 @@ class RewardSet:
         """Ask each reward about all B rows; total = sum of weight * value over the rewards that apply.
 
         Raises:
-            RewardError: where its ``on_error`` is stop, for a reward that raises, is late, dies, or returns anything
-                but one finite number or None per row. The message names the reward and the row.
+            RewardError: for a reward with ``on_error: stop`` that raises, is late, dies, or does not return one finite
+                number or None per row. The message names the reward and the row.
         """
         return self.score_and_explain(rollout)[0]
 
     def score_and_explain(
         self, rollout: Rollout, numbers: Sequence[int] | None = None
     ) -> tuple[Scores, dict[str, RewardResult]]:
-        """Return the scores, and the result of each reward with its failures; raises as ``score``.
+        """Return the scores, and the result of each reward with its failures; raises like ``score``.
 
-        ``numbers`` are the row numbers in failures, where the rollout is a part of another.
+        ``numbers`` are the row numbers for failures, if the rollout is part of a larger one.
         """
         started, table = time.perf_counter(), build_table(rollout, self.rewards, numbers=numbers)
         results = self._ask_all(table, {})
@@ -155,8 +155,8 @@ class RewardSet:
         self.close()
 
     def _ask_all(self, table: Table, early: Mapping[str, Callable[[], RewardResult]]) -> dict[str, RewardResult]:
-        """Wait for the results of rewards that were asked early, and ask the others, each on a thread of its own. It
-        waits for the reward's gate first; gates cannot form a cycle."""
+        """Wait for the rewards that were asked early, and ask the others, each on a thread of its own. Each thread
+        first waits for the reward's gate; gates cannot form a cycle."""
         futures: dict[str, Future[RewardResult]] = {name: Future() for name in self.names}
 
         def ask_one(reward: OpenReward) -> None:
@@ -177,8 +177,8 @@ class RewardSet:
 class Scoring:
     """Scores rollouts of the same prompts, whose groups may be added before the rollouts are finished.
 
-    All methods are called on one thread. For a group that is added early, those rewards are called at once that may
-    start early and whose gate, if they have one, starts early too.
+    All methods are called on one thread. When a group is added early, a reward is called at once if it may start early
+    and its gate, if any, starts early too.
     """
 
     def __init__(self, rewards: RewardSet, batch: PromptBatch, rollouts: int):
@@ -189,7 +189,7 @@ class Scoring:
             for name in late:
                 del chosen[name]
         self.early = {name: Groups(r, rollouts * len(batch.prompts), rollouts) for name, r in chosen.items()}
-        """What starts early, by the rewards' names."""
+        """Name of a reward that starts early -> its groups."""
         self._known: set[tuple[int, int]] = set()
         self._threads = ThreadPoolExecutor(max(1, len(self.early)), thread_name_prefix="early rewards")
         self._first = [groups for groups in self.early.values() if groups.reward.spec.only_if is None]
@@ -200,16 +200,16 @@ class Scoring:
             groups.start(self._threads)
 
     def add(self, prompt: int, completions: Sequence[Completion], texts: Sequence[str], rollout: int = 0) -> None:
-        """Add the group of a prompt, by its number in the batch, to be scored as soon as the rewards are free, unless
-        it was added before.
+        """Queue a prompt's group for the rewards that start early, unless it was added before. ``prompt`` is the
+        number in the batch.
 
         Raises:
-            RewardError: for a row that lacks a column; and if a reward whose ``on_error`` is stop had a problem with
+            RewardError: for a row that lacks a column; also if a reward with ``on_error: stop`` had a problem with
                 this or an earlier group.
         """
         for groups in self.early.values():
             if groups.served.done():
-                groups.served.result()  # raises: before the end, nothing else ends it
+                groups.served.result()  # raises: only an error ends it this early
         if not self.early or (rollout, prompt) in self._known:
             return
         self._known.add((rollout, prompt))
@@ -223,9 +223,9 @@ class Scoring:
             groups.ask((rollout, prompt), table)
 
     def finish(self, rollouts: Sequence[Rollout], prompts: Sequence[int] | None = None) -> list[Scores]:
-        """Return the scores of the rollouts, or of the rows of some prompts of each; raises as ``RewardSet.score``.
+        """Return the scores of the rollouts, or of the rows of some prompts of each; raises like ``RewardSet.score``.
 
-        The seconds are those after this call.
+        The scores' ``seconds`` do not include the time before this call.
         """
         started, own = time.perf_counter(), range(len(self._batch.prompts)) if prompts is None else prompts
         for number, rollout in enumerate(rollouts):
@@ -264,8 +264,8 @@ class Scoring:
 def add_up(rewards: Sequence[OpenReward], results: Mapping[str, RewardResult], table: Table, started: float) -> Scores:
     """Sum the rewards' values with their weights; rows that no reward scores get the mean of the rest of their group.
 
-    A row whose environment failed has the value that the config says, for each reward and in total, or counts as not
-    scored. The first row to which no reward applies, and in which none failed, is written to the log.
+    A row whose environment failed gets the failure's reward as each value and as its total; without one it counts as
+    unscored. The first row to which no reward applies, although none had a problem, is logged.
     """
     total_B = np.zeros(table.size)
     scored_B, any_B, skipped_B = (np.zeros(table.size, dtype=bool) for _ in range(3))
@@ -274,7 +274,7 @@ def add_up(rewards: Sequence[OpenReward], results: Mapping[str, RewardResult], t
     per_token: list[TokenValues] = []
     if token_rewards:
         per_token = [np.zeros(len(ids)) for ids in table.columns["completion_ids"]]
-    for name, result in results.items():  # in order: the same bits on every host
+    for name, result in results.items():  # in a fixed order: the same bits on every host
         rewarded = weights[name] != 0.0 or not any(weights.values())
         skipped_B |= result.skipped
         if name in token_rewards:
@@ -290,7 +290,7 @@ def add_up(rewards: Sequence[OpenReward], results: Mapping[str, RewardResult], t
         total_B += np.where(applies_B, weights[name] * result.values, 0.0)
         scored_B |= applies_B & rewarded
     if not set(results) - set(token_rewards):
-        scored_B[:] = True  # all totals are 0, as they should be
+        scored_B[:] = True  # there are only per-token rewards: all totals are 0
     for row, failure in table.failures.items():
         total_B[row], scored_B[row] = failure.reward or 0.0, failure.reward is not None
     if rows := np.flatnonzero(~any_B & ~skipped_B).tolist():
@@ -315,8 +315,8 @@ def add_up(rewards: Sequence[OpenReward], results: Mapping[str, RewardResult], t
 
 
 def check_some_scored(rollout: Rollout, scores: Scores) -> None:
-    """Check that some row of a rollout is scored, or that a tolerated problem of a reward is the reason. Raises
-    RewardError if every reward that has a weight gave None for all rows."""
+    """Check that at least one row of a rollout is scored, unless a reward had a problem or an environment failed.
+    Raises RewardError if every reward with a weight gave None for all rows."""
     rows = len(rollout.texts)
     problems = sum(f.value for n, f in scores.figures.items() if n.endswith(("/errors", "/timeouts")))
     failed = any(c.episode is not None and c.episode.failure is not None for c in rollout.completions)

@@ -1,7 +1,7 @@
 """Scores completions of a file, without a model.
 
-A line of the file is ``{"completion": ..., "prompt": ..., <columns>}``, or holds ``completions``, a list, for a group.
-The prompt is a text, or a list of messages.
+A line of the file is ``{"completion": ..., "prompt": ..., <columns>}``; a line for a group has a list ``completions``
+in place of ``completion``. The prompt is a text, or a list of messages.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,7 +40,7 @@ class Disagreement:
     rows: tuple[int, ...]
     """Both rewards apply to these rows, and they disagree."""
     comparable: int
-    """It counts the rows to which both apply."""
+    """The number of rows to which both rewards apply."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Trial:
-    """A Trial holds what rewards made of the completions of a file."""
+    """A Trial holds the results of rewards for the completions of a file."""
 
     rollout: Rollout
     scores: Scores
@@ -67,7 +67,7 @@ class Trial:
 def try_rewards(
     specs: Sequence[RewardSpec], path: Path, *, step: int = 0, max_steps: int = 0, slowest: int = 5
 ) -> Trial:
-    """Score the completions of a file; problems are collected, and do not end it.
+    """Score the completions of a file; problems of rewards are collected and not raised.
 
     Raises:
         DataError: for a file that cannot be read, or whose lines do not hold completions.
@@ -87,7 +87,7 @@ def try_rewards(
 
 
 def _failures(name: str, result: RewardResult, alone: Sequence[Mapping[str, RewardResult]]) -> Iterator[Failure]:
-    """Yield a reward's failures; one of several rows is that of those among them that fail alone, too, if any do."""
+    """Yield a reward's failures; replace a failure of several rows by those of the rows that fail alone, if any do."""
     for rows, text in result.failures:
         of_one = [Failure(name, *failure) for row in rows if len(rows) > 1 for failure in alone[row][name].failures]
         yield from of_one or [Failure(name, rows, text)]
@@ -115,7 +115,7 @@ def read_completions(path: Path, step: int = 0) -> Rollout:
 
 
 def row_by_row(rewards: RewardSet, rollout: Rollout) -> list[dict[str, RewardResult]]:
-    """Ask every reward about every row alone, and return what each gave by its name."""
+    """Ask every reward about every row alone; return for each row the results by the rewards' names."""
     found = []
     for row, prompt in enumerate(rollout.row_prompts):
         batch, own = PromptBatch(rollout.batch.step, (prompt,)), slice(row, row + 1)
@@ -156,7 +156,7 @@ def _is_message(value: Any) -> bool:
 
 
 def _prompt(record: dict[str, Any]) -> Prompt:
-    """Make a prompt of a text, or of messages, which are rendered by no template here: each on lines of its own."""
+    """Make a prompt from a text, or from messages, which are joined by newlines without a chat template."""
     columns = {k: v for k, v in record.items() if k not in _RESERVED_KEYS}
     given = record.get("prompt", "")
     if isinstance(given, str):

@@ -1,1 +1,1 @@
-"""A run: its inputs are opened, its parts are built, the pipeline drives them; one run at a time has ``run.dir``."""
+"""A run: opens its inputs, builds its parts, and drives them in a pipeline. One run at a time uses ``run.dir``."""

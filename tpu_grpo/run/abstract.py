@@ -1,6 +1,6 @@
 """A run without arrays: the same model, engine and weight sync, built from abstract values.
 
-Every array is a ``jax.ShapeDtypeStruct``. The devices can be anything XLA can compile for, including a TPU
+Every array is a ``jax.ShapeDtypeStruct``. The devices can be any that XLA can compile for, including those of a TPU
 slice that this machine does not have.
 """
 
@@ -34,9 +34,9 @@ from tpu_grpo.weights.sync import WeightSync
 
 @contextmanager
 def open_abstract_checkpoint(config: RunConfig, read: Checkpoint | None = None) -> Iterator[Checkpoint]:
-    """Read the run's model from its config.json alone, which is written for the block where the model is built in.
+    """Read the run's model from config.json alone; for a built-in model, that file is written for the block's duration.
 
-    ``read`` is the checkpoint, if it has been read already.
+    ``read`` is the checkpoint of a model that is not built in, if it has been read already.
 
     Raises:
         CheckpointError, ConfigError: for a broken or unsupported config.json, or a model that does not fit the config.
@@ -60,7 +60,7 @@ class AbstractRun:
     meshes: Meshes
     stop_token_ids: Sequence[int]
     engine_devices: Sequence[Any] | None = None
-    """The devices that the engine's programs are compiled for; the first replica's when None."""
+    """The devices that the engine's programs are compiled for; None for those of the first replica."""
 
     @cached_property
     def base(self) -> nnx.Module:
@@ -84,7 +84,7 @@ class AbstractRun:
 
     @cached_property
     def learner(self) -> Any:
-        """The parts of the run's learner, which lower its programs: `LearnerParts`, or `TunixParts`."""
+        """The `LearnerParts` or `TunixParts` of the run's learner, which lower its programs."""
         inputs = LearnerInputs(model=self.policy, reference=self.base, mesh=self.meshes.trainer)
         return learner_class(self.config).build(self.config, inputs)
 
@@ -101,7 +101,7 @@ class AbstractRun:
 
     @cached_property
     def engine(self) -> Engine:
-        """The first of the run's engines, which are all equal; it holds no weights."""
+        """One engine, without weights; all engines of the run are equal."""
         devices = self.engine_devices or self.replicas[0].devices
         return Engine.build(self.checkpoint.directory, engine_mesh(devices), self.options)
 

@@ -1,6 +1,6 @@
-"""Answers prompts by a model in an engine of its own: the policy of a checkpoint, an export, or any other model.
+"""Answers prompts with a model in its own engine: the policy of a checkpoint, an export, or any other model.
 
-The engine is as small as the answers allow, and uses as few devices as hold the model.
+The engine is as small as the answers allow, and uses the fewest devices that hold the model.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,13 +31,13 @@ from tpu_grpo.run.parts import stop_ids
 from tpu_grpo.run.policies import choose, load_policy
 
 STEPS_PER_LAUNCH = 4
-"""The tokens between two texts; fewer would be slower, and more would come in leaps."""
+"""Tokens per launch, after which the texts are updated: fewer would be slower, more would make the text jump."""
 CHAT_TOKENS = 2048
-"""The fewest tokens that a chat has room for, if the model supports them."""
+"""A chat has room for at least this many tokens, if the model supports that many."""
 
 
 class Speaker:
-    """A model that answers prompts. Its config says how prompts are rendered, and answers sampled and scored.
+    """A model that answers prompts. Its config says how to render prompts, and how to sample and score answers.
 
         speaker = Speaker(config, "latest")
         prompt = speaker.prompt({"question": "47+38="})
@@ -46,12 +46,12 @@ class Speaker:
             ...
 
     Args:
-        config: of the model's run, or of the run that it is spoken to as.
+        config: the config of the model's run, or of the run whose prompt format is used for the model.
         which: the checkpoint: a step, latest, best, or initial; its weights are loaded by ``start``.
-        samples: the answers to each prompt.
-        context: the most tokens of a conversation and its answer; when None, what the prompts need.
-        seed: that of the run when None.
-        sampling: fields of `SamplingParams` that are not as in the run.
+        samples: the number of answers to each prompt.
+        context: the most tokens of a conversation with its answer; None for as many as the prompts need.
+        seed: the seed of sampling; None for the run's.
+        sampling: fields of `SamplingParams` that differ from the run's.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Speaker:
         """Load the weights, and build an engine for these prompts, or for a chat if there are none.
 
         Raises:
-            ConfigError: for more tokens than the model takes.
+            ConfigError: if prompt and answer may be longer than the model's context.
         """
         config, checkpoint, rollout = self._config, self._checkpoint, self._config.rollout
         devices = jax.devices()[: default_tensor(config, checkpoint, len(jax.devices()))]
@@ -133,9 +133,9 @@ class Speaker:
     def answer(
         self, prompt: Prompt, turn: int, cancelled: Callable[[], bool]
     ) -> Iterator[list[tuple[str, Completion | None]]]:
-        """Sample answers, and yield after every few tokens the text of each so far, at its end also its completion.
+        """Sample answers. After every few tokens, yield (text so far, completion once it has ended) for each answer.
 
-        Tokens depend on the seed, the number of the turn and that of the answer, as they depend on a run's keys.
+        The random numbers are keyed by the seed, the turn's number and the answer's number, as a run's are by its keys.
 
         Raises:
             RequestError: there is no room for the prompt and an answer.
@@ -162,10 +162,10 @@ class Speaker:
         return completion
 
     def score(self, prompt: Prompt, completions: Sequence[Completion]) -> Scores:
-        """Score answers by the run's rewards, which get the columns of the prompt.
+        """Score answers with the run's rewards, which get the columns of the prompt.
 
         Raises:
-            RewardError: for a column that a reward needs and the prompt lacks, and for a reward that fails.
+            RewardError: if the prompt lacks a column that a reward needs, or a reward fails.
         """
         columns = tuple(prompt.columns)
         if self._rewards is None:

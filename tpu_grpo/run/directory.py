@@ -1,8 +1,8 @@
 """Takes ``run.dir`` for a run: it is made, continued, or moved aside, and never overwritten.
 
-One run has it at a time (lock.py), and all hosts of the run see the same one; host 0 acts for all. With
-``checkpoint.resume=never`` an earlier run is moved aside. With ``auto`` and ``require`` an earlier run is continued,
-or found done; a start is refused if it was another run.
+One run at a time has the directory (lock.py). All hosts of the run must see the same directory; host 0 acts for all.
+With ``checkpoint.resume=never`` an earlier run is moved aside. With ``auto`` and ``require`` an earlier run is
+continued, or found done; the start is refused if the earlier run had other settings.
 """
 
 import contextlib
@@ -39,40 +39,40 @@ from tpu_grpo.run.fingerprints import Change, changed_settings, changed_sources,
 from tpu_grpo.run.lock import RunLock, holder, read_owner, taken
 
 SEEN_SECONDS = 20.0
-"""What host 0 wrote must be there within this time for the others, which have not looked before."""
+"""The other hosts must see what host 0 wrote within this time, if they have not looked at the directory before."""
 STALE_SECONDS = 60.0
-"""A directory that a host has looked at, NFS may show as it was for so long."""
+"""Once a host has looked at a directory, NFS may show it the old content for this long."""
 PAUSE = 0.5
 
 
 Told = tuple[str, str]
-"""An error as host 0 tells it to others: the name of its class, and its message."""
+"""An error in the form in which host 0 sends it to the others: (name of the class, message)."""
 
 
-# --- what lies there -------------------------------------------------------------------------------------------------
+# --- what is there ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Earlier:
-    """The content of ``run.dir`` before a run starts there; looking at it writes nothing."""
+    """What was found in ``run.dir`` before a run starts there; finding out writes nothing."""
 
     makes_room: bool = False
     """Whether an earlier run has to make room for this one."""
     steps: tuple[int, ...] = ()
-    """The steps that have a checkpoint to go on from, ascending."""
+    """The steps that have a checkpoint to continue from, ascending."""
     changes: tuple[Change, ...] = ()
-    """What is not as it was in the steps that are done."""
+    """What differs from the steps that are done."""
     summary: dict[str, Any] | None = None
-    """That of a run that has nothing left to do; None for any other."""
+    """The earlier run's summary if nothing is left to do; otherwise None."""
     refusal: Told | None = None
-    """The error for which this run cannot start here."""
+    """The error that keeps this run from starting here; None if it can start."""
 
     def refuse(self) -> None:
         """Raise the error that keeps this run from starting here, if there is one.
 
         Raises:
-            ConfigError: for a directory that cannot be written, files that are no run's or that cannot make room, and
-                for settings that make results incomparable, unless ``checkpoint.allow_changes`` names them.
+            ConfigError: for a directory that cannot be written, files that are not a run's or cannot be moved aside,
+                and changes that make results incomparable, unless ``checkpoint.allow_changes`` names them.
             CheckpointError: there is no checkpoint, and ``checkpoint.resume=require``.
             DataError: for a file of the earlier run that cannot be read.
         """
@@ -93,16 +93,16 @@ class Earlier:
 
 
 def look(config: RunConfig, hosts: Hosts, *, guess: bool = False) -> Earlier:
-    """Look at the content of ``run.dir`` without taking it, on host 0 for all; every host calls this, without jax.
+    """Look at the content of ``run.dir`` without taking it. Every host calls this, host 0 looks; needs no jax.
 
-    With ``guess`` a directory is refused, too, that a process on another machine seems to have; finding out takes time.
+    With ``guess``, also refuse a directory that a process on another machine seems to have; being sure would take time.
 
     Raises:
         ConfigError: on every host, for a directory that another process has.
     """
 
     def look_for_all() -> Earlier:
-        if (owner := holder(config.run_dir, guess=guess)) is not None:  # taken later, but then much has been imported
+        if (owner := holder(config.run_dir, guess=guess)) is not None:  # `take` would raise, too, after slow imports
             raise taken(config.run_dir, owner)
         return _seen_in(config)
 
@@ -129,7 +129,7 @@ def _seen_in(config: RunConfig) -> Earlier:
         steps, path = saved_steps(directory / CHECKPOINTS_DIR), directory / SUMMARY_FILE
         if path.exists():
             summary = read_json(path, steps=int)
-            others_left = any(change.effect == "results" for change in changes)  # such as harder prompts
+            others_left = any(change.effect == "results" for change in changes)  # new prompts allow more steps
             exhausted = summary.get("ended_early") and not others_left
             if exhausted or summary["steps"] >= config.run.max_steps:
                 return Earlier(steps=steps, changes=changes, summary=summary)
@@ -157,7 +157,7 @@ def _check_writable(directory: Path) -> None:
 
 
 def _has_to_make_room(directory: Path) -> bool:
-    """Return whether files of an earlier run lie there, and see that they can be moved."""
+    """Return whether the directory holds files of an earlier run; raise ConfigError if they cannot be moved."""
     if not directory.is_dir() or all(path.name == LOCK_FILE for path in directory.iterdir()):
         return False
     if Path.cwd().is_relative_to(directory.resolve()):
@@ -174,7 +174,7 @@ def _has_to_make_room(directory: Path) -> bool:
 
 
 def _changes_since(config: RunConfig) -> tuple[Change, ...]:
-    """Compare with the run that has done steps there, and refuse changes that make results incomparable."""
+    """List what differs from the run that has done steps there; refuse changes that make results incomparable."""
     directory, allowed = config.run_dir, config.checkpoint.allow_changes
     path, metrics, known = directory / CONFIG_FILE, directory / METRICS_FILE, directory / SOURCES_FILE
     has_steps = saved_steps(directory / CHECKPOINTS_DIR) or (metrics.exists() and metrics.stat().st_size > 0)
@@ -203,14 +203,14 @@ def _changes_since(config: RunConfig) -> tuple[Change, ...]:
 
 
 def read_json(path: Path, **types: type) -> dict[str, Any]:
-    """Read a JSON file of an earlier run: an object with values of these types by these names.
+    """Read a JSON file of an earlier run: an object in which each name in ``types`` has a value of that type.
 
     Raises:
-        DataError: it does not.
+        DataError: the file holds anything else.
     """
     try:
         found = parse_json(read_file(path))
-    except (ValueError, OSError):  # JSON and UTF-8 errors, and what is no file
+    except (ValueError, OSError):  # invalid JSON or UTF-8, or not a file
         found = None
     if not isinstance(found, dict):
         raise DataError(f"{path} must hold a JSON object, as a run writes it, and does not; restore or remove it")
@@ -230,12 +230,12 @@ def _sources_in(path: Path) -> dict[str, dict[str, str]]:
 
 
 def _how_it_broke_off(directory: Path) -> list[str]:
-    """Say how the run there ended before, in one line; nothing of one that was done, stopped, or never began."""
+    """Return one line that says how the run there ended; no line if it was done, was stopped, or never began."""
     end: dict[str, Any] = {}
     if not (directory / DATA_FILE).exists():
         return []
     if (path := directory / END_FILE).exists():
-        with contextlib.suppress(DataError):  # the report says so
+        with contextlib.suppress(DataError):  # the report shows that the file is broken
             end = read_json(path, outcome=str, message=str)
     match end.get("outcome"):
         case "done" | "stopped":
@@ -250,7 +250,7 @@ def _how_it_broke_off(directory: Path) -> list[str]:
 
 
 def _free_name(directory: Path) -> Path:
-    """Return the first of ``<dir>.1``, ``<dir>.2``, ... that is not there."""
+    """Return the first of ``<dir>.1``, ``<dir>.2``, ... that does not exist."""
     number = 1
     while (aside := directory.with_name(f"{directory.name}.{number}")).exists():
         number += 1
@@ -261,13 +261,13 @@ def _free_name(directory: Path) -> Path:
 
 
 class RunDirectory:
-    """``run.dir`` in the possession of one run, for a ``with`` block; every host enters, and host 0 takes it for all.
+    """Holds ``run.dir`` for one run, for a ``with`` block; every host enters, and host 0 takes the lock for all.
 
-    The files of an earlier run, also of one that is continued, are unchanged until ``begin``.
+    The files of an earlier run, even of one that is continued, stay unchanged until ``begin``.
 
     Raises, on every host:
-        ConfigError: another run has the directory, it cannot be made or written, a host does not see it, it would have
-            to be moved from under this process, or it holds the steps of another run.
+        ConfigError: another run has the directory, it cannot be made or written, a host does not see it, it holds the
+            working directory and would be moved, or it holds steps of a run with other settings.
         CheckpointError: there is no checkpoint, and ``checkpoint.resume=require``.
         LockstepError: hosts see different checkpoints.
     """
@@ -275,12 +275,12 @@ class RunDirectory:
     def __init__(self, config: RunConfig, hosts: Hosts):
         self.path = config.run_dir
         self.saved_steps: tuple[int, ...] = ()
-        """The steps that have a checkpoint to go on from, ascending, the same on every host."""
+        """The steps that have a checkpoint to continue from, ascending, the same on every host."""
         self._config, self._hosts = config, hosts
         self._moves = False
-        """Whether an earlier run lies there, and makes room for this one."""
+        """Whether the directory holds an earlier run that will be moved aside."""
         self._changes: tuple[Change, ...] = ()
-        """What is not as it was when the run goes on; known on host 0."""
+        """What differs from the run that is continued; known on host 0 only."""
         self._made = False
         """Whether host 0 has made the directory."""
         self._lock: RunLock | None = None
@@ -303,13 +303,13 @@ class RunDirectory:
         self._stack.__exit__(*error)
 
     def begin(self, start: int, data: Mapping[str, Any]) -> list[str]:
-        """Move an earlier run aside, or record that it is continued; called when nothing of the start can fail.
+        """Move an earlier run aside, or record that it is continued; called once the start can no longer fail.
 
-        ``start`` steps are done; ``data`` is what ``data.json`` says about the prompts, among it their ``digest``.
+        ``start`` is the number of steps done; ``data`` describes the prompts in ``data.json``, ``digest`` included.
         Returns lines for the console: where files were moved, and which settings and files have changed.
 
         Raises:
-            DataError: for other data than before, on every host, unless ``checkpoint.allow_changes`` names ``data``.
+            DataError: on every host, if the data has changed, unless ``checkpoint.allow_changes`` names ``data``.
         """
         notes = self._first_does("how the run ended before", list[str], lambda: _how_it_broke_off(self.path))
         if self._moves:
@@ -320,11 +320,11 @@ class RunDirectory:
         return notes + self._first_does("the record of the run", list[str], lambda: self._record(start, data))
 
     def is_ours(self) -> bool:
-        """Whether, on host 0, no other process has taken the directory over; it may have been given back."""
+        """Whether no other process has taken the directory over (asked on host 0); true also once it is released."""
         try:
             owner = read_owner(self.path / LOCK_FILE)
         except OSError:
-            return self._lock is not None  # it was given back
+            return self._lock is not None  # there is no lock file: this process released it
         return self._lock is not None and owner is not None and owner.token == self._lock.owner.token
 
     def _take(self) -> str:
@@ -340,9 +340,9 @@ class RunDirectory:
             self.path.rmdir()
 
     def _look_again(self) -> bool:
-        """Return whether an earlier run has to make room; a directory without a run is marked as this one's.
+        """Return whether an earlier run has to make room; mark a directory without a run as this run's.
 
-        It is looked at again because another run may have been there before this one had the lock.
+        The second look is needed because another run may have used the directory before this one had the lock.
         """
         seen = _seen_in(self._config)
         seen.refuse()
@@ -352,7 +352,7 @@ class RunDirectory:
         return seen.makes_room
 
     def _move_aside(self) -> tuple[str, str]:
-        """Rename the directory, and take a new one of its name; returns the old one's path and the new lock's token."""
+        """Rename the directory and take a new one in its place; returns (path of the old one, token of the lock)."""
         assert self._lock is not None
         before, aside = self._lock, _free_name(self.path)
         before.stop_beating()
@@ -362,15 +362,15 @@ class RunDirectory:
             token = self._take()
         finally:
             before.release(aside / LOCK_FILE)
-        self._write_config()  # first, or what a kill leaves would be no run's
+        self._write_config()  # first: after a kill the directory must still look like a run's
         return str(aside), token
 
     def _record(self, start: int, data: Mapping[str, Any]) -> list[str]:
-        """Write what this run is, and what of it was otherwise in the steps that are done."""
+        """Write the run's config, sources and data, and what differs from the steps that are done."""
         changed_data = self._changed_data(start, data)
         changed = [*self._changes, *changed_data]
         history = self.path / HISTORY_FILE
-        if changed_data and history.exists():  # other prompts have these numbers now
+        if changed_data and history.exists():  # its prompt numbers mean other prompts now
             history.rename(history.with_name(f"{history.stem}.until_{start}{history.suffix}"))
         if changed:
             with (self.path / CHANGES_FILE).open("ab") as file:
@@ -387,7 +387,7 @@ class RunDirectory:
         return lost + [f"changed after step {start}: {change} ({change.meaning})" for change in changed]
 
     def _changed_data(self, start: int, data: Mapping[str, Any]) -> list[Change]:
-        """Compare the prompts, whose order says what the position of a step means."""
+        """Return the change if the prompts or their order, which decides what each step samples, have changed."""
         path = self.path / DATA_FILE
         if not start or not path.exists():
             return []
@@ -408,7 +408,7 @@ class RunDirectory:
         replace_text(self.path / CONFIG_FILE, self._config.to_yaml())
 
     def _first_does(self, name: str, kind: object, action: Callable[[], Any]) -> Any:
-        """Do something on host 0 for all; an error of the file system says which setting it comes from."""
+        """Call ``action`` on host 0 for all; a file system error becomes a ConfigError that names run.dir."""
 
         def act() -> Any:
             try:
@@ -425,9 +425,9 @@ class RunDirectory:
 
 
 def first_does(hosts: Hosts, name: str, kind: Any, action: Callable[[], Any]) -> Any:
-    """Do something on host 0, and return what came of it, or raise its error, on every host; all of them call this.
+    """Call ``action`` on host 0, and return its result, or raise its error, on every host; every host calls this.
 
-    ``name`` is what messages call it, and ``kind`` the type of what comes of it, which JSON can hold.
+    ``name`` names the action in messages; ``kind`` is the type of its result, which JSON can hold.
     """
     value = error = None
     if hosts.is_first:
@@ -451,12 +451,12 @@ def _raised(told: Told) -> TpuGrpoError:
 
 
 def check_shared(directory: Path, token: str, hosts: Hosts, seconds: float) -> None:
-    """Check that this host sees, in its directory, the lock that host 0 has just taken, by its token.
+    """Check that every host sees, in its ``directory``, the lock with this token, which host 0 has just taken.
 
-    A file system may take ``seconds`` to show it.
+    A file system may take ``seconds`` to show the lock.
 
     Raises:
-        ConfigError: on every host, naming those that look into a directory of their own.
+        ConfigError: on every host; names the hosts that see another directory.
     """
     seen = hosts.is_first or _shows(directory / LOCK_FILE, token, seconds)
     where = f"{directory.absolute()} on {socket.gethostname()}"
@@ -474,7 +474,7 @@ def _shows(path: Path, token: str, seconds: float) -> bool:
     while True:
         try:
             owner = read_owner(path)
-        except OSError:  # not there, or not to be read by this host
+        except OSError:  # missing, or not readable by this host
             owner = None
         if owner is not None and owner.token == token:
             return True
@@ -484,10 +484,10 @@ def _shows(path: Path, token: str, seconds: float) -> bool:
 
 
 def _agreed_steps(directory: Path, hosts: Hosts) -> tuple[int, ...]:
-    """List the steps that can be gone on from, the same on every host.
+    """List the steps whose checkpoints a run can continue from, the same on every host.
 
     Raises:
-        LockstepError: hosts see different ones, for longer than a file system may take to show them.
+        LockstepError: hosts still see different steps after the time that a file system may take to show them.
     """
     deadline = time.monotonic() + STALE_SECONDS
     while True:

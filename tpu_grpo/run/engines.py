@@ -26,10 +26,10 @@ from tpu_grpo.weights.sync import CopyCheck, WeightSync
 PROBE_TOKENS = 16
 """The most tokens of a completion of the probe."""
 BOUNDS = {"float32": 1e-3, "bfloat16": 0.2}
-"""A larger mean difference per token cannot come from rounding. We measured 1e-6 to 2e-5 in float32 and 0.005 to 0.1 in
+"""Rounding cannot cause a mean difference per token above this. We measured 1e-6 to 2e-5 in float32 and 0.005 to 0.1 in
 bfloat16; the largest come from models with experts, where rounding can change the routing."""
 CACHE_BOUNDS = {"auto": 0.0, "int8": 0.2, "fp8": 0.5}
-"""A KV cache of 8 bits allows at least this. We measured 0.02 to 0.05 with int8 and 0.006 to 0.19 with fp8; the
+"""The bound is at least this with such a KV cache. We measured 0.02 to 0.05 with int8 and 0.006 to 0.19 with fp8; the
 largest come from random models with large weights."""
 
 
@@ -74,7 +74,7 @@ class SyncedEngines:
         self._checks: tuple[CopyCheck, CopyCheck] | None = None
 
     def install(self, params: nnx.State) -> SyncResult:
-        """Move the trainer's parameters into every replica, and clear the prefix caches, which belong to the old ones.
+        """Move the trainer's parameters into every replica, and clear the prefix caches, computed with the old weights.
 
         Raises:
             LockstepError: if copies of a parameter differ between hosts.
@@ -90,14 +90,14 @@ class SyncedEngines:
     def release(self) -> None:
         """Free the engines' caches and the weights that the sync wrote, until the next ``install``.
 
-        Leaves that are aliased with the trainer's stay, because the trainer needs them.
+        Leaves that share the trainer's arrays stay, because the trainer needs them.
         """
         assert self.sync is not None, "install comes before release"
         self.replicas.release()
         self.sync.release()
 
     def worst_leaf(self, params: nnx.State) -> tuple[str, float]:
-        """Return the sampler's parameter that differs most from what the trainer's give, and the difference.
+        """Compute the sampler's parameters anew from the trainer's; return the one that differs most, and by how much.
 
         Differences in the last bit of a merged adapter are ignored, because two programs may round differently.
         """
@@ -121,9 +121,9 @@ class SyncedEngines:
     def generate_texts(self, prompts: Sequence[str], config: Any) -> SampledTexts:
         """Sample completions of rendered prompts for Tunix's own loops; ``config`` is Tunix's RolloutConfig.
 
-        Every call counts as a step, so that a row draws other random numbers at each.
+        Every call counts as a step, so that a row draws different random numbers in every call.
         """
-        del config  # the run's own settings apply
+        del config  # the settings of the run apply instead
         encoded = [tuple(self._tokenizer.encode(prompt, add_special_tokens=False)) for prompt in prompts]
         sampling, seed, step = sampling_params(self._config), self._config.run.seed, next(self._calls)
         requests = [Request(ids, sampling, SampleKey(seed, step, row, TEXTS_SAMPLE)) for row, ids in enumerate(encoded)]
@@ -139,11 +139,11 @@ def probe_bound(config: RunConfig) -> float:
 
 @dataclass(frozen=True)
 class Probe:
-    """Compares engines and trainer after the first sync and after every ``meshes.probe_every``-th.
+    """Compares engines and trainer after the first sync and after every ``meshes.probe_every`` syncs.
 
     The engines sample a few tokens after fixed prompts with fixed keys, and the trainer computes the log-probabilities
-    of the same tokens. A mean difference beyond the bound stops the run. The leaves themselves are compared, too, each
-    computed again by a program of its own: a few tokens would not show a leaf that one sync left out.
+    of the same tokens. A mean difference beyond the bound stops the run. The weights are compared, too, each leaf with
+    values that a separate program computes: a few tokens would not reveal a leaf that one sync left out.
     """
 
     config: RunConfig
@@ -152,12 +152,12 @@ class Probe:
     prompts: Sequence[Prompt]
 
     def after_sync(self, number: int) -> float | None:
-        """Compare if it is due after sync ``number``, counted from 0; every host must call this.
+        """Compare, if a comparison is due after sync ``number`` (counted from 0); every host must call this.
 
         Returns the mean difference of the log-probabilities, or None if no comparison was due.
 
         Raises:
-            WeightsError: if engines and trainer do not hold the same policy; it names the worst leaf.
+            WeightsError: if engines and trainer do not hold the same policy; the message names the worst leaf.
         """
         every = self.config.meshes.probe_every
         if every == 0 or number % every:

@@ -1,7 +1,7 @@
 """Exports a policy as a directory: a Hugging Face checkpoint, or adapters in the format of PEFT.
 
-README.md has the figures of the run; tpu_grpo.yaml is its config again, for scripts/sample.py. Arrays are gathered one
-at a time, by all hosts; host 0 writes. The directory gets its name when it is complete.
+README.md has the figures of the run; tpu_grpo.yaml is a copy of its config, for scripts/sample.py. All hosts gather one
+array at a time, and host 0 writes it. The directory gets its final name once it is complete.
 """
 
 import re
@@ -33,14 +33,14 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Policy:
-    """The policy to export, and the checkpoint and tokenizer of the model that its run started from."""
+    """The policy to export, with the checkpoint and tokenizer of the model that the run started from."""
 
     model: nnx.Module
     step: int
     checkpoint: Checkpoint
     tokenizer: PreTrainedTokenizerFast
     stepped: Mapping[str, Any] = field(default_factory=dict)
-    """The trained parameters in float32, by name, where these are exported in place of the model's."""
+    """Name -> trained parameter in float32, to export in place of the model's; empty to export those of the model."""
 
     @property
     def leaves(self) -> dict[str, Any]:
@@ -52,8 +52,8 @@ def export_policy(config: RunConfig, policy: Policy, directory: Path, hosts: Hos
     """Write a policy into a new directory; every host calls this, host 0 writes.
 
     Raises:
-        ConfigError: something of the directory's name is there.
-        OSError: the disk does not take it. Nothing of it is left.
+        ConfigError: the directory, or a file of that name, exists already.
+        OSError: writing failed; nothing of the directory is left.
     """
     hosts, kind = hosts or Hosts(), config.export.kind
     dtype = jnp.dtype(config.export.dtype or config.model.dtype)
@@ -63,7 +63,7 @@ def export_policy(config: RunConfig, policy: Policy, directory: Path, hosts: Hos
         else:
             count = _write_model(target, config, policy, dtype)
         if target is not None:
-            if config.model.pad_token is not None:  # the published files have another padding token
+            if config.model.pad_token is not None:  # the model's own files name another padding token
                 policy.tokenizer.save_pretrained(str(target), save_jinja_files=False)
             facts = ModelFacts(
                 run=config.run.name,
@@ -86,7 +86,7 @@ def _write_model(target: Path | None, config: RunConfig, policy: Policy, dtype: 
     if target is not None:
         ends = stop_ids(config, policy.tokenizer, checkpoint.directory)
         write_settings(target, checkpoint, policy.tokenizer, dtype, {"eos_token_id": list(ends), **_sampling(config)})
-        read_checkpoint(target)  # as anybody who loads it does
+        read_checkpoint(target)  # check it by loading it, as users will
     return checkpoint.parameter_count
 
 
@@ -101,7 +101,7 @@ def _write_adapters(target: Path | None, config: RunConfig, policy: Policy, dtyp
 
 
 def _reader(config: RunConfig, policy: Policy) -> Read:
-    """Make what reads a leaf of the policy; adapters are merged into it in float32, as in the weight sync."""
+    """Return a function that reads a leaf by name; adapters are merged into it in float32, as in the weight sync."""
     leaves = policy.leaves
     adapters = adapters_of(leaves)
     axes = {rule.source: rule.input_axis for rule in policy.checkpoint.weight_rules}
@@ -118,9 +118,9 @@ def _reader(config: RunConfig, policy: Policy) -> Read:
 
 
 def _sampling(config: RunConfig) -> dict[str, Any]:
-    """Return how the run samples, under Hugging Face's names.
+    """Return the run's sampling settings under Hugging Face's names.
 
-    Not the longest answer: as ``max_new_tokens`` it would cut those of lm-eval and of vLLM's server, whatever they ask.
+    ``max_new_tokens`` is left out: lm-eval and vLLM's server would cut answers there, whatever length they ask for.
     """
     rollout = config.rollout
     if rollout.temperature == 0.0:

@@ -1,7 +1,7 @@
 """Fingerprints of what a run depends on, by name: compared between its hosts, and with the run that it continues.
 
     hosts.agree_all(fingerprints(config))             # before anything is built
-    hosts.agree_all(model_fingerprints(directory))    # again, where the model is built in and was taught just now
+    hosts.agree_all(model_fingerprints(directory))    # again, for a built-in model that was only now taught
     changed_settings(before, config)                  # "optimizer.learning_rate: 1e-06 -> 0.0001"
 
 config/setting_names.py says how a change affects results.
@@ -28,19 +28,19 @@ from tpu_grpo.observe.summary import versions
 OWN_SETTINGS = {"hosts.index", "run.dir", "run.compilation_cache"}
 """Settings that may differ between hosts: which host this is, and where it keeps its files."""
 ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NPROC")
-"""Variables beside JAX_* that change what is compiled, or how sums are split."""
+"""Variables that change what is compiled, or how sums are split, in addition to JAX_*."""
 OWN_ENVIRONMENT = {"JAX_COMPILATION_CACHE_DIR"}
 LISTED = tuple(name for name, *_ in settings())
 SHOWN = 60
-"""The most characters of a value in messages."""
+"""Messages show this many characters of a value at most."""
 ABSENT = "absent"
 WEIGHTS_BYTES = 64 * 2**20
-"""Files of a model that are larger hold weights. Only a reference model reads them again when a run is continued, so
-without one their size is compared, and with one their content."""
+"""Model files larger than this hold weights. A continued run reads them again only for a reference model: with one,
+their content is compared; without one, only their size."""
 
 
 def fingerprints(config: RunConfig) -> dict[str, str]:
-    """Name -> value of everything hosts must agree on: settings, versions, environment, and all files that are read."""
+    """Name -> value of everything that hosts must agree on: settings, versions, environment, and all files read."""
     values = _leaves(config.model_dump(mode="json"))
     found = {f"setting {name}": repr(value) for name, value in values if name not in OWN_SETTINGS}
     found |= {f"version of {name}": value for name, value in versions().items()}
@@ -55,7 +55,7 @@ def model_fingerprints(directory: Path) -> dict[str, str]:
 
 
 def _digests(files: Iterable[tuple[str, Path]]) -> dict[str, str]:
-    """Name -> digest; a file that cannot be read is a value too: the code that opens it reports the error."""
+    """Name -> digest. An unreadable file gets a value that says so; the code that opens the file reports the error."""
 
     def digest(named: tuple[str, Path]) -> tuple[str, str]:
         name, path = named
@@ -82,7 +82,7 @@ def _files(config: RunConfig) -> Iterator[tuple[str, Path]]:
 
 
 def _data_files(setting: str, given: str) -> Iterator[tuple[str, Path]]:
-    """Files whose contents, or code, the prompts come from; what is made or fetched is compared once it is there."""
+    """Yield the data files, or the source file of the user's function that makes the data; URLs and names give none."""
     path = Path(given).expanduser()
     if path.is_dir():
         for file in sorted(file for file in path.rglob("*") if file.is_file()):
@@ -107,7 +107,7 @@ class Change:
     """A setting or file that differs from the earlier run's."""
 
     name: str
-    """The setting; entries of lists by their numbers, as in rewards.0.weight."""
+    """The setting; entries of lists are numbered, as in rewards.0.weight."""
     old: str
     new: str
     effect: Effect
@@ -126,7 +126,7 @@ class Change:
         }[self.effect]
 
     def is_in(self, names: Sequence[str]) -> bool:
-        """Whether one of the names is this setting's, or that of a section that contains it."""
+        """Whether one of the names is this setting, or a section that contains it."""
         return any(self.name == name or self.name.startswith(f"{name}.") for name in names)
 
 
@@ -153,7 +153,7 @@ def changed_sources(before: Mapping[str, Mapping[str, str]], now: Mapping[str, M
 def sources(config: RunConfig) -> dict[str, dict[str, str]]:
     """Setting -> file name -> digest, for the user's own code and the model's directory.
 
-    Modules that such a file imports are left out. Data has a digest of its own, of the prompts as they are sampled.
+    Modules that the user's files import are left out. Data is compared elsewhere, by a digest of the sampled prompts.
     """
     found = {
         setting: {path.name: f"sha256 {_sha256(path)[:16]}"} for setting, _, _, path in _code(config) if path.is_file()
@@ -192,7 +192,7 @@ def _text(values: Mapping[str, Any], name: str) -> str:
 
 
 def _code(config: RunConfig) -> Iterator[tuple[str, str, str, Path]]:
-    """Yield (setting, kind, name, file) of all code of the user's own."""
+    """Yield (setting, kind, name, file) for all code of the user's own."""
     named = [
         ("algorithm.name", "algorithm", config.algorithm.tunix or config.algorithm.name),
         ("optimizer.name", "optimizer", config.optimizer.name),
@@ -212,6 +212,6 @@ def _sha256(path: Path) -> str:
 
 @cache
 def _sha256_of(path: Path, size: int, changed: int) -> str:
-    """Digest a file; once, as long as it has this size and time of change."""
+    """Digest a file; cached until its size or modification time changes."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

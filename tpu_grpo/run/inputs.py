@@ -1,7 +1,7 @@
-"""Opens and checks, once and before jax is imported, what a run reads: model, environments, rewards and prompts.
+"""Opens and checks what a run reads: model, environments, rewards and prompts; once, and before jax is imported.
 
-Quick checks come first, so that a typing error is reported at once: files of the model and of the data are checked
-before a tokenizer is imported.
+Quick checks come first, so that a typing error is reported at once: the files of model and data are checked before
+the tokenizer library is imported.
 """
 
 import sys
@@ -44,15 +44,15 @@ class HeldOutInputs:
 
 @dataclass(frozen=True)
 class Inputs:
-    """The opened inputs of a run; the processes of rewards start when they are first needed."""
+    """The opened inputs of a run; reward processes start when they are first needed."""
 
     config: RunConfig
-    """The run's, with run.max_steps in the place of run.epochs."""
+    """The run's config, with run.epochs converted to run.max_steps."""
     checkpoint: Checkpoint | None
-    """None for a built-in model, which is taught when the run is built."""
+    """None for a built-in model, which is taught later, when the run's parts are built."""
     tokenizer: "PreTrainedTokenizerFast"
     environments: Mapping[str, LoadedEnvironment]
-    """What prompts begin conversations with, by the names that the data has for them; empty for plain completions."""
+    """Environments by the names that the data uses for them; empty if completions are single answers."""
     prompts: PromptStream
     rewards: RewardSet
     held_out: HeldOutInputs | None
@@ -60,15 +60,15 @@ class Inputs:
 
 
 def open_inputs(config: RunConfig, reading: Callable[[], None] = lambda: None) -> Inputs:
-    """Open and check everything that a run reads; ``reading`` is called before the data is read whole.
+    """Open and check everything that a run reads; ``reading`` is called before all data is read.
 
     Raises:
-        ConfigError: for templates, columns and settings that do not fit data, tokenizer or model, and for a library
-            that is needed and not installed.
+        ConfigError: for templates, columns and settings that do not fit data, tokenizer or model, and for a needed
+            library that is not installed.
         CheckpointError: for a model or tokenizer that is missing, broken or not supported.
         DataError: for data that is missing or malformed, or prompts that are empty or too long.
         RewardError: for a reward that cannot be loaded, or does not fit the data.
-        EpisodeError: for an environment that cannot be found, or is not written as one.
+        EpisodeError: for an environment that cannot be found, or lacks the form of one.
     """
     check_trackers(config.logging)
     if config.logging.against is not None:
@@ -76,7 +76,7 @@ def open_inputs(config: RunConfig, reading: Callable[[], None] = lambda: None) -
     checkpoint = read_model(config)
     environments = load_environments(config)
     columns, held_columns = _columns_at_a_glance(config)
-    if config.run.epochs is not None:  # rewards may ask for the number of steps, which the data decides
+    if config.run.epochs is not None:  # rewards may need the number of steps, which depends on the data
         columns = held_columns = None
     rewards = None if columns is None else _open_rewards(config, environments, columns)
     held_rewards = None if held_columns is None else _rewards_of_evaluation(config, held_columns, rewards)
@@ -98,7 +98,7 @@ def open_held_out(
 ) -> HeldOutInputs | None:
     """Open the held-out prompts and their rewards; None if the config has none. Raises as `open_inputs` does.
 
-    ``rewards`` are those of the held-out prompts and ``of_run`` those of the run, if they are open already.
+    ``rewards`` are the rewards of the held-out prompts, ``of_run`` those of the run; None if not open yet.
     """
     prompts = open_evaluation_prompts(config.evaluation, config.data, tokenizer, tools_of(environments))
     if prompts is None:
@@ -116,7 +116,7 @@ def _open_rewards(
 
 
 def _rewards_of_evaluation(config: RunConfig, columns: Collection[str], of_run: RewardSet | None) -> RewardSet:
-    """Open the rewards of held-out prompts; those of the run, if they are the same, with the processes that it has."""
+    """Open the rewards for held-out prompts; if they are the run's own, share its reward processes."""
     own = config.evaluation.rewards
     if own is None and of_run is not None:
         return of_run.for_columns(columns)
@@ -127,9 +127,9 @@ def _rewards_of_evaluation(config: RunConfig, columns: Collection[str], of_run: 
 
 
 def _columns_at_a_glance(config: RunConfig) -> tuple[Collection[str] | None, Collection[str] | None]:
-    """Return the columns of the training data and of the held-out data, each None where finding out takes time.
+    """Return (columns of the training data, columns of the held-out data); None where finding out would take time.
 
-    The first record of every source is looked at, and has to fit its template.
+    Only the first record of every source is read; it has to fit its template.
     """
     data = config.data
     records = [_first_record(source, style) for source, style in training_sources(data)]
@@ -155,11 +155,11 @@ def _first_record(source: Source, style: DataSection) -> Record | None:
 
 
 def load_environments(config: RunConfig) -> dict[str, LoadedEnvironment]:
-    """Load the environments of a config, by the names that the data uses for them; "" for a single one.
+    """Load the environments of a config, by the names that the data uses for them; a single one has the name "".
 
     Raises:
-        EpisodeError: for one that cannot be found, or is not written as an environment, or where none gives rewards
-            that the config wants of them.
+        EpisodeError: for an environment that cannot be found or lacks the form of one, and if no environment gives
+            the rewards that the config asks for.
     """
     if not config.environment.is_on:
         return {}
@@ -183,7 +183,7 @@ def load_environments(config: RunConfig) -> dict[str, LoadedEnvironment]:
 
 
 def check_environment_columns(loaded: Mapping[str, LoadedEnvironment], columns: Collection[str]) -> None:
-    """Check that records with these columns have those that select an environment and that its ``reset`` requires.
+    """Check that there is a column that selects the environment, and all columns that ``reset`` requires.
 
     Raises:
         DataError: for a column that is missing.
@@ -202,7 +202,7 @@ def check_environment_columns(loaded: Mapping[str, LoadedEnvironment], columns: 
 
 
 def tools_of(loaded: Mapping[str, LoadedEnvironment]) -> ToolsOf | None:
-    """Return a function from a record to the tools that its prompt offers; None for a run without environments."""
+    """Return a function that maps a record to the tools its prompt offers; None for a run without environments."""
     if not loaded:
         return None
 
@@ -221,11 +221,11 @@ def tools_of(loaded: Mapping[str, LoadedEnvironment]) -> ToolsOf | None:
 
 
 def read_model(config: RunConfig) -> Checkpoint | None:
-    """Check from its files' headers that the model is complete and supported; of a built-in model, check the name.
+    """Check, from the headers of its files, that the model is complete and supported; for a built-in one, the name.
 
     Raises:
         CheckpointError: for files that are missing or broken, and for a model that is not supported.
-        ConfigError: for a built-in model that there is not, and settings that the model cannot follow.
+        ConfigError: for a built-in model that does not exist, and settings that the model does not support.
     """
     if config.model.path.startswith(BUILTIN):
         builtin_name(config)
@@ -242,7 +242,7 @@ def read_model(config: RunConfig) -> Checkpoint | None:
 
 
 def builtin_name(config: RunConfig) -> str:
-    """Return the name after BUILTIN in model.path: that of the task on which the model is taught.
+    """Return the name after BUILTIN in model.path, which is the name of the task that the model is taught.
 
     Raises:
         ConfigError: if there is no built-in model of that name.
@@ -268,7 +268,7 @@ def check_model(config: RunConfig, checkpoint: Checkpoint) -> None:
         ConfigError: if sequences are longer than the model takes, or if it lacks modules, layers or experts.
     """
     longest, scaling = checkpoint.hf_config.get("max_position_embeddings"), checkpoint.config.scaling
-    if longest is not None and isinstance(scaling, YarnScaling):  # published settings name the context before it
+    if longest is not None and isinstance(scaling, YarnScaling):  # ``longest`` is the context before scaling
         longest = max(longest, int(scaling.factor * scaling.original_max_position_embeddings))
     if longest is not None and config.context_tokens > longest:
         raise ConfigError(
@@ -291,7 +291,7 @@ def check_model(config: RunConfig, checkpoint: Checkpoint) -> None:
 
 
 def open_tokenizer(config: RunConfig, checkpoint: Checkpoint | None) -> "PreTrainedTokenizerFast":
-    """Open the tokenizer of the model that `read_model` returned; a built-in model need not have been taught.
+    """Open the tokenizer of the model that `read_model` returned; works before a built-in model has been taught.
 
     Raises:
         CheckpointError: for a tokenizer that is missing, broken or without an end or padding token.
@@ -312,7 +312,7 @@ def open_model(config: RunConfig, hosts: Hosts) -> "tuple[Checkpoint, PreTrained
 def agreed_checkpoint(config: RunConfig, hosts: Hosts, read: Checkpoint | None) -> Checkpoint:
     """Check that all hosts have the same checkpoint; a host without the built-in model teaches it now.
 
-    Every host calls this, with what `read_model` returned.
+    Every host calls this; ``read`` is the result of `read_model`.
 
     Raises:
         LockstepError: hosts have different models.
@@ -321,7 +321,7 @@ def agreed_checkpoint(config: RunConfig, hosts: Hosts, read: Checkpoint | None) 
         if config.model.path.startswith(HUB):
             hosts.agree("the revision of the model", read.directory.name)
         return read
-    from tpu_grpo.models.builtin import builtin_checkpoint  # with jax
+    from tpu_grpo.models.builtin import builtin_checkpoint  # imports jax
 
     directory = builtin_checkpoint(builtin_name(config), config.run.seed, progress=True)
     if hosts.count > 1:

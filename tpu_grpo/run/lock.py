@@ -1,14 +1,14 @@
-"""A lock file gives a run's directory to one process at a time, names it, and is locked while it lives.
+"""A lock file reserves a run's directory for one process: it names the process, and is locked while that lives.
 
-Three signs say whether the process that a file names is alive; the first that is available decides:
+Three signs say whether the named process is alive; the first one that is available decides:
 
-1. The operating system's lock on the file (flock) ends with its process, whatever ended it. It holds on one machine,
-   and on file systems that carry it between machines. Reward workers do not inherit it.
-2. On this machine, where the file system has no such lock: the process id, with the time at which that process began.
-3. On another machine: the process writes a new count into the file every ``BEAT_SECONDS``. Whoever finds the file looks
-   at it for ``SILENT_SECONDS``; clocks are not compared, unless the file is as old as ``OLD_SECONDS``.
+1. The operating system's lock on the file (flock), which ends with its process in any case. It works within one
+   machine, and on file systems that pass locks between machines. Reward workers do not inherit it.
+2. On this machine, if the file system has no locks: the process id, together with the start time of the process.
+3. On another machine: the process increments a count in the file every ``BEAT_SECONDS``. A process that finds the file
+   watches the count for ``SILENT_SECONDS``. Clocks are compared only to see that a file is older than ``OLD_SECONDS``.
 
-A process that was thought dead, and was only stopped, finds another's name in its file and ends.
+A process that was taken for dead, but only suspended, finds another process named in its file when it resumes; it ends.
 """
 
 import contextlib
@@ -36,16 +36,16 @@ from tpu_grpo.records.errors import ConfigError
 
 BEAT_SECONDS = 10.0
 SILENT_SECONDS = 60.0
-"""A process on another machine is taken for dead when its count stood still for so long. NFS and mounted buckets may
-show a file as it was a minute ago."""
+"""A process on another machine is taken for dead when its count has not changed for this long. NFS and mounted buckets
+may show the content of a minute ago."""
 OLD_SECONDS = 1800.0
-"""A file that was written so long ago, by this machine's clock, is a dead process's without a further look."""
+"""A file last written this long ago, by this machine's clock, belongs to a dead process; no need to watch it."""
 SETTLE_SECONDS = 2.0
-"""After taking the place of a process on another machine, this one looks again: two may have come at the same time."""
+"""After replacing a process of another machine, wait this long and look again: two may have replaced it at once."""
 RETRIES, PAUSE = 5, 0.2
-"""A look at a directory holds its lock for a moment, and a new owner writes its name a moment after it has the lock."""
+"""Retries of a failed lock: `holder` locks the file for a moment, and a new owner writes its name a bit later."""
 ATTEMPTS = 20
-"""The most tries to lock the file, which another process may replace between opening and locking."""
+"""The most attempts to lock the file, because another process may replace it between opening and locking."""
 RECORD_BYTES = 512
 """The record is padded to one size, so that it can be rewritten in place and is never seen cut off."""
 
@@ -59,13 +59,13 @@ class Owner:
     since: str
     """When it took the directory, UTC."""
     began: float
-    """When the process began, in seconds since the epoch: a process id alone may be another's by now."""
+    """When the process began, in seconds since the epoch: its process id may have been reused since."""
     boot: str
-    """Which start of which machine's kernel it lives in; containers of one machine share it."""
+    """Identifies the machine and its boot; containers of one machine have the same value."""
     namespace: str
-    """Where its process id counts."""
+    """The PID namespace of its process id."""
     token: str
-    """Different for every lock that was ever taken."""
+    """A random id, different for every lock ever taken."""
     beat: int = 0
 
     def __str__(self) -> str:
@@ -73,21 +73,21 @@ class Owner:
 
 
 def read_owner(path: Path) -> Owner | None:
-    """Read the owner; None for a file that names none yet. It is opened anew, because NFS would show cached content.
+    """Read the owner; None if the file names none yet. Opens the file anew, because NFS would show cached content.
 
     Raises:
-        OSError: for a file that is not there, or cannot be read.
+        OSError: for a file that is missing, or cannot be read.
     """
     with os.fdopen(_open(path, os.O_RDONLY), "rb") as file:
         return _parsed(file.read(RECORD_BYTES))
 
 
 def _open(path: Path, flags: int) -> int:
-    """Open the file of the lock, which is never reached through a link: what that points to is not this package's.
+    """Open the lock file; never through a link, because the link's target is not this package's file.
 
     Raises:
-        ConfigError: there is something else of its name.
-        OSError: it cannot be opened.
+        ConfigError: the path is a link, a directory or a pipe.
+        OSError: the file cannot be opened.
     """
     try:
         file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
@@ -112,7 +112,7 @@ def _parsed(record: bytes) -> Owner | None:
 
 @cache
 def _here() -> tuple[str, str]:
-    """Name this start of this machine's kernel, and the namespace of this process's id."""
+    """Return `Owner.boot` and `Owner.namespace` of this process."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -124,7 +124,7 @@ def _here() -> tuple[str, str]:
 
 
 class RunLock:
-    """The lock of a directory that this process holds until ``release``; made by `take`."""
+    """The lock of a directory, taken by `take` and held by this process until ``release``."""
 
     def __init__(self, path: Path, file: int, owner: Owner, beat_seconds: float):
         self.owner = owner
@@ -143,12 +143,12 @@ class RunLock:
     ) -> "RunLock":
         """Lock an existing directory; the lock of a dead process is taken over.
 
-        A process on another machine is watched for ``silent_seconds`` before it is taken for dead, and this one gives a
-        sign of life every ``beat_seconds``. ``tell`` is given a line to show before a long wait.
+        A process on another machine is watched for ``silent_seconds`` before it is taken for dead. This process gives a
+        sign of life every ``beat_seconds``. Before a long wait, ``tell`` gets a line to show.
 
         Raises:
-            ConfigError: a process that lives has it.
-            OSError: the file cannot be made.
+            ConfigError: a live process holds the lock.
+            OSError: the lock file cannot be created.
         """
         path = directory / LOCK_FILE
         for _ in range(ATTEMPTS):
@@ -156,7 +156,7 @@ class RunLock:
                 file = _open(path, os.O_RDWR | os.O_CREAT)
                 stack.callback(os.close, file)
                 before = _refuse_if_taken(path, file, silent_seconds, tell)
-                if not _is_at(path, file):  # its owner has released it since, or another has taken its place
+                if not _is_at(path, file):  # the owner has removed or replaced the file since
                     continue
                 since, began = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"), psutil.Process().create_time()
                 owner = Owner(socket.gethostname(), os.getpid(), since, began, *_here(), token=uuid.uuid4().hex)
@@ -175,7 +175,7 @@ class RunLock:
         """Remove the lock file, from ``path`` if its directory was moved, and stop the heartbeat."""
         self.stop_beating()
         path = path or self._path
-        with contextlib.suppress(OSError):  # removed by hand, or with its directory
+        with contextlib.suppress(OSError):  # somebody removed the file or its directory
             if _is_at(path, self._file):
                 path.unlink()
         os.close(self._file)
@@ -191,7 +191,7 @@ class RunLock:
 
     def _keep_beating(self) -> None:
         while not self._stop.wait(self._every):
-            with contextlib.suppress(OSError):  # a file system that does not answer: the run's own files will say so
+            with contextlib.suppress(OSError):  # if the file system fails, the run's other files will show the error
                 now = read_owner(self._path)
                 if now is not None and now.token != self.owner.token:
                     end_process(
@@ -203,7 +203,7 @@ class RunLock:
 
 
 def holder(directory: Path, *, guess: bool = False) -> Owner | None:
-    """Return the process that certainly holds a directory, by its files; None for none, or if finding out takes time.
+    """Return the process that holds a directory; None if there is none, or if being sure would take time.
 
     With ``guess``, a process on another machine counts if its last heartbeat is less than SILENT_SECONDS old.
     """
@@ -233,7 +233,7 @@ def taken(directory: Path, owner: Owner | None) -> ConfigError:
 
 
 def _refuse_if_taken(path: Path, file: int, silent_seconds: float, tell: Callable[[str], None]) -> Owner | None:
-    """Return the owner that is gone, if there was one; raise for one that lives."""
+    """Lock the file and return its dead owner, None without one; raise ConfigError if the owner lives."""
     for attempt in range(RETRIES):
         if attempt:
             time.sleep(PAUSE)
@@ -253,7 +253,7 @@ def _refuse_if_taken(path: Path, file: int, silent_seconds: float, tell: Callabl
 
 
 def _is_held(file: int, kind: int) -> bool | None:
-    """Try to lock the file: False if this process now has the lock, True if another has it, None where none exists."""
+    """Try to lock the file: False if this process got the lock, True if another has it, None if locks do not work."""
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -264,7 +264,7 @@ def _is_held(file: int, kind: int) -> bool | None:
 
 
 def _lives(owner: Owner, held: bool | None) -> bool | None:
-    """Decide by the first two signs, the lock and the process id; None if they say nothing of another machine."""
+    """Decide by the first two signs, the lock and the process id; None if they cannot decide (another machine)."""
     if held:
         return True
     if held is False and owner.boot == _here()[0]:
@@ -272,20 +272,20 @@ def _lives(owner: Owner, held: bool | None) -> bool | None:
     if (owner.boot, owner.namespace) != _here():
         return None
     try:
-        return abs(psutil.Process(owner.process).create_time() - owner.began) < 2.0  # seconds: the clock may be set
+        return abs(psutil.Process(owner.process).create_time() - owner.began) < 2.0  # seconds; the clock may be set
     except psutil.NoSuchProcess:
         return False
 
 
 def _beats(path: Path, owner: Owner, silent_seconds: float, tell: Callable[[str], None]) -> bool:
-    """Watch the record of a process on another machine until it changes, or for so long that the process is dead."""
+    """Return whether the record of a process on another machine changes within ``silent_seconds``."""
     tell(f"{path} names {owner}; looking for up to {silent_seconds:g} s whether that process still lives")
     deadline = time.monotonic() + silent_seconds
     while time.monotonic() < deadline:
         time.sleep(min(1.0, silent_seconds / 10))
         try:
             now = read_owner(path)
-        except FileNotFoundError:  # released at this moment
+        except FileNotFoundError:  # just released
             return False
         if now is not None and now != owner:
             return True

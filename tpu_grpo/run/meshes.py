@@ -18,7 +18,7 @@ from tpu_grpo.models.families.trainer_attention import flash_block, whole_blocks
 from tpu_grpo.records.errors import ConfigError
 
 SHARE_BYTES = 4 * 2**30
-"""The default replica is the smallest in which no device holds more bytes of weights than this."""
+"""A default replica is the smallest in which no device holds more than this many bytes of weights."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,11 @@ class Meshes:
     trainer: Mesh
     """Its axes are fsdp and tp."""
     sampler_devices: tuple[Any, ...]
-    """The devices are listed host by host."""
+    """Listed host by host."""
     tensor: int
     """The number of devices of a replica."""
     flash_block: int | None
-    """Tokens in a block of the trainer's flash attention, or None where its attention is dot attention."""
+    """Tokens in a block of the trainer's flash attention; None with dot attention."""
 
     @property
     def replicas(self) -> int:
@@ -53,14 +53,14 @@ class Meshes:
 
 
 def build_meshes(config: RunConfig, checkpoint: Checkpoint, devices: Sequence[Any] | None = None) -> Meshes:
-    """Place trainer and sampler on ``devices``, or on the devices of all hosts if it is None.
+    """Place trainer and sampler on ``devices``; None for the devices of all hosts.
 
     With layout "shared" both are colocated on all devices and use them in turn. With layout "split" the first half of
     every host's devices is the trainer's and the second half the sampler's, so that every host takes part in both.
 
     Raises:
-        ConfigError: if sizes do not multiply to the number of devices or do not divide the model, or if the trainer's
-            devices cannot run its attention.
+        ConfigError: if the sizes do not multiply to the number of devices, or do not divide the model's dimensions,
+            or if the trainer's devices cannot run its attention.
     """
     trainer_devices, sampler_devices = _devices(config, by_host(jax.devices() if devices is None else devices))
     tp, count = config.meshes.trainer.tp, len(trainer_devices)
@@ -72,7 +72,7 @@ def build_meshes(config: RunConfig, checkpoint: Checkpoint, devices: Sequence[An
             f"use one of {fitting}"
         )
     tensor = config.meshes.sampler.tensor or default_tensor(config, checkpoint, len(sampler_devices))
-    make_replicas(sampler_devices, tensor)  # refuses sizes that do not fit the hosts
+    make_replicas(sampler_devices, tensor)  # raises for sizes that do not fit the hosts
     check_mesh(checkpoint, fsdp, tp)
     check_sampler_mesh(checkpoint, tensor)
     platform, row_tokens = trainer_devices[0].platform, config.row_tokens
@@ -85,7 +85,7 @@ def build_meshes(config: RunConfig, checkpoint: Checkpoint, devices: Sequence[An
 
 
 def _devices(config: RunConfig, devices: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Return the trainer's devices and the sampler's, each host by host."""
+    """Return (the trainer's devices, the sampler's devices), each listed host by host."""
     if config.meshes.layout == "shared":
         return list(devices), list(devices)
     per_host = devices_per_host(devices)
@@ -100,9 +100,9 @@ def _devices(config: RunConfig, devices: Sequence[Any]) -> tuple[list[Any], list
 
 
 def default_tensor(config: RunConfig, checkpoint: Checkpoint, devices: int) -> int:
-    """Return the fewest devices per replica with which every device holds at most SHARE_BYTES of weights.
+    """Return the smallest number of devices per replica that leaves each at most SHARE_BYTES of weights.
 
-    If no number achieves this, it is the most devices that the model allows. It is the same on all hosts.
+    If no number does, return the largest that the model allows. The result is the same on all hosts.
     """
     weight_bytes = checkpoint.parameter_count * jnp.dtype(config.model.dtype).itemsize
     possible = [size for size in sampler_sizes(checkpoint) if devices % size == 0]

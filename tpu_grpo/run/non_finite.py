@@ -1,8 +1,8 @@
-"""The files of an update or a rollout with a number that is not finite, and `replay`, which repeats such an update.
+"""Keeps files of an update or a rollout with a number that is not finite; `replay` repeats such an update.
 
-    <run.dir>/non_finite/7.npz            of an update: its passes, as arrays, with the config and what it came to
-    <run.dir>/non_finite/7.jsonl          the samples of step 7; of a rollout with tokens and log-probabilities
-    <run.dir>/non_finite/checkpoints/7/   policy and optimizer as they were before the update, or in the rollout
+    <run.dir>/non_finite/7.npz            for an update: the arrays of its passes, the config, loss and gradient norm
+    <run.dir>/non_finite/7.jsonl          the samples of step 7; for a rollout, with tokens and log-probabilities
+    <run.dir>/non_finite/checkpoints/7/   policy and optimizer before the update, or during the rollout
 
 Only the newest failure is kept, because a checkpoint is large.
 """
@@ -53,10 +53,10 @@ class FailureFiles:
     config: RunConfig
     hosts: Hosts
     save: Callable[[Path, int], None]
-    """Saves policy and optimizer in a directory as a step."""
+    """Saves policy and optimizer in a directory, under a step."""
 
     def __call__(self, failed: FailedUpdate) -> Path:
-        """Keep an update in place of the one before, and return its file once it is complete on every host."""
+        """Write the files of an update, replacing earlier ones; return the .npz path once it is complete."""
         directory = self._with_checkpoint(failed.step)
         path, passes = directory / f"{failed.step}.npz", failed.arrays()
         if self.hosts.is_first:
@@ -82,7 +82,7 @@ class FailureFiles:
         return path
 
     def of_rollout(self, broken: BrokenRollout) -> Path:
-        """Write what was sampled, and return the file's path once it is complete on every host."""
+        """Write the samples of a rollout, replacing earlier files; return the file's path once it is complete."""
         path = self._with_checkpoint(broken.step) / f"{broken.step or 'evaluation'}.jsonl"
         if self.hosts.is_first:
             replace_bytes(path, (encode_line(record) for record in _rows(broken)))
@@ -90,7 +90,7 @@ class FailureFiles:
         return path
 
     def _with_checkpoint(self, step: int) -> Path:
-        """Empty the directory, and save policy and optimizer there."""
+        """Empty the directory of failures, save policy and optimizer there, and return it."""
         directory = self.config.run_dir / NON_FINITE_DIR
         if self.hosts.is_first:
             shutil.rmtree(directory, ignore_errors=True)
@@ -116,12 +116,12 @@ class KeptUpdate:
 
     @property
     def checkpoints(self) -> Path:
-        """The directory of the checkpoint with its parameters."""
+        """The directory with the checkpoint from before the update."""
         return self.path.parent / CHECKPOINTS_DIR
 
 
 def read_update(path: Path) -> KeptUpdate:
-    """Read the file of an update; raises DataError for one that is not there, or is not such a file."""
+    """Read the file of an update; raises DataError for a file that is missing, or is not of this kind."""
     try:
         with np.load(path, allow_pickle=False) as file:
             about = json.loads(str(file[_ABOUT]))
@@ -145,7 +145,7 @@ def read_update(path: Path) -> KeptUpdate:
 
 
 def _rows(broken: BrokenRollout) -> Iterator[dict[str, Any]]:
-    """Yield the rows as people read them, with null for a log-probability that is not finite."""
+    """Yield a JSON record for each completion, with texts, tokens and log-probabilities."""
     for prompt, completion, text in zip(broken.prompts, broken.completions, broken.texts, strict=True):
         row = {
             "step": broken.step,
@@ -156,7 +156,7 @@ def _rows(broken: BrokenRollout) -> Iterator[dict[str, Any]]:
             "token_ids": completion.token_ids.tolist(),
             "logprobs": completion.logprobs.tolist(),
         }
-        if (episode := completion.episode) is not None:  # every branch has a prompt of its own
+        if (episode := completion.episode) is not None:  # every branch has its own prompt
             branches = [
                 {"prompt_token_ids": list(branch.prompt), "start": branch.start, "end": branch.end}
                 for branch in episode.branches
@@ -167,14 +167,14 @@ def _rows(broken: BrokenRollout) -> Iterator[dict[str, Any]]:
 
 
 def replay(kept: KeptUpdate, config: RunConfig, hosts: Hosts) -> Iterator[str]:
-    """Repeat the update up to the optimizer's step, and yield its findings line by line; every host must call it.
+    """Repeat the update, without the optimizer's step, and yield findings line by line; every host must call it.
 
-    Parameters and optimizer state are those of the checkpoint beside the file, from before the update. Numbers that
-    are not finite are searched in the order of the computation: parameters, inputs of the passes, log-probabilities
-    of the sampled tokens, loss, gradients.
+    Parameters and optimizer state come from the checkpoint beside the file, saved before the update. The search for
+    numbers that are not finite follows the order of the computation: parameters, inputs of the passes,
+    log-probabilities of the sampled tokens, loss, gradients.
 
     Raises:
-        CheckpointError: if its parameters are missing, damaged, or of another model or optimizer than the config's.
+        CheckpointError: if the checkpoint is missing, damaged, or of another model or optimizer than the config's.
         DataError: for passes that the trainer's mesh cannot split.
     """
     checkpoint, _ = open_model(config, hosts)
@@ -206,7 +206,7 @@ def _updated(parts: LearnerParts, mesh: Mesh, kept: KeptUpdate) -> Iterator[str]
 
 
 def _finite_tokens(parts: LearnerParts, batch: TrainBatch) -> str:
-    """Describe the sampled tokens whose log-probability under the policy is not finite, by the first of them."""
+    """Say how many sampled tokens have a log-probability that is not finite, and where the first is."""
     found = whole(logprobs(parts.updater.model, batch.rows, **parts.settings.forward))
     mask, ids = whole(batch.rows.mask), whole(batch.rows.token_ids)
     bad = np.argwhere(mask & ~np.isfinite(found))
@@ -228,7 +228,7 @@ def _is_finite(value: Any) -> Any:
 
 
 def _finite_of(arrays: Mapping[str, Any]) -> str:
-    """List the arrays that hold a number that is not finite."""
+    """Say how many arrays hold a number that is not finite, and name the first."""
     bad = [name for name, value in arrays.items() if not bool(_is_finite(value))]
     return f"{len(bad)} of {len(arrays)} arrays not finite, the first {bad[0]}" if bad else "all finite"
 

@@ -50,16 +50,16 @@ class Parts:
 
 
 def build_parts(config: RunConfig, hosts: Hosts, inputs: Inputs | None = None) -> Parts:
-    """Build everything that a training run needs, and install the policy that the learner starts or resumes from.
+    """Build everything that a training run needs, and install the learner's initial or restored policy in the engines.
 
-    Every host calls this. ``inputs`` is what the run reads, if it is open already.
+    Every host calls this. ``inputs`` are the run's inputs, if they are open already.
 
     Raises:
         LockstepError: if hosts hold different parameters.
         WeightsError: if the probe finds that engines and trainer do not hold the same policy.
     """
     keep_programs(config.run.compilation_cache, hosts)
-    algorithm = open_run_algorithm(config)  # first, so that a bad one is refused before anything is built
+    algorithm = open_run_algorithm(config)  # first, to refuse a bad algorithm before anything is built
     inputs = inputs or open_inputs(config)
     config = inputs.config
     announce(hosts, f"opening the model {config.model.path}")
@@ -86,10 +86,10 @@ def build_parts(config: RunConfig, hosts: Hosts, inputs: Inputs | None = None) -
 
 
 def open_run_algorithm(config: RunConfig) -> RunAlgorithm:
-    """Open the run's algorithm; raises ConfigError for one that cannot be trained with."""
+    """Open the run's algorithm; raises ConfigError for one that cannot be used for training."""
     section = config.algorithm
     if section.tunix is not None:
-        from tpu_grpo.tunix_loop.tunix_options import open_tunix  # seconds, which other runs need not wait
+        from tpu_grpo.tunix_loop.tunix_options import open_tunix  # takes seconds, only needed here
 
         return open_tunix(config)
     if section.old_policy == "tunix":
@@ -119,11 +119,11 @@ def open_engines(
     """Build the engines on the sampler's devices, without weights."""
     ids = stop_ids(config, tokenizer, checkpoint.directory)
     options = EngineOptions.from_config(config, ids, replicas=meshes.replicas, platform=meshes.platform)
-    sizes = {"cache tokens": options.cache_tokens, "shapes": options.shapes}  # with others, hosts could only abort
+    sizes = {"cache tokens": options.cache_tokens, "shapes": options.shapes}  # hosts that differ here would abort later
     hosts.agree_all({f"{name} of an engine": str(value) for name, value in sizes.items()})
     replicas = Replicas.build(checkpoint.directory, meshes.sampler_devices, meshes.tensor, options, hosts)
     if environments is not None:
-        divided_places(environments.places, [replica.hosts for replica in replicas.replicas])  # refuses too few
+        divided_places(environments.places, [replica.hosts for replica in replicas.replicas])  # raises for too few
     if config.hosts.check == "step":
         replicas.check_every_launch()
     return SyncedEngines(replicas, checkpoint.weight_rules, tokenizer, config, hosts)
@@ -141,7 +141,7 @@ class Task:
     held_out: "HeldOut | None"
     """None if the config has no held-out prompts."""
     environments: Environments | None = None
-    """With what prompts begin conversations; None if completions are single answers."""
+    """The environments of conversations; None if completions are single answers."""
 
     def close(self) -> None:
         """Close the rewards and environments, and end their processes."""
@@ -160,11 +160,11 @@ class HeldOut:
     rewards: DistributedRewards
     section: EvaluationSection
     temperature: float
-    """That of the sampled answers."""
+    """The temperature of the sampled answers."""
     best: str
-    """The value, as mode/reward, whose maximum decides which step is the best."""
+    """The name mode/reward of the value by whose maximum the best step is chosen."""
     environments: Environments | None = None
-    """With what prompts begin conversations; those of the run, if there is one."""
+    """The environments of conversations, shared with the run if there is one; None for single answers."""
 
     def close(self) -> None:
         """Close the rewards and environments, and end their processes."""
@@ -177,8 +177,8 @@ def open_task(config: RunConfig, inputs: Inputs, algorithm: RunAlgorithm, hosts:
     """Open the task; the hosts divide the scoring among them.
 
     Raises:
-        ConfigError: for rewards of single tokens with an algorithm that would spread them over all.
-        RewardError: for rewards that ask for environments, where there are none.
+        ConfigError: if rewards are per token, and the algorithm would spread them over all tokens.
+        RewardError: if a reward needs environments, and the run has none.
         LockstepError: hosts read, generated or downloaded different prompts.
     """
     prompts, rewards, held_out = inputs.prompts, inputs.rewards, inputs.held_out
@@ -196,7 +196,7 @@ def open_task(config: RunConfig, inputs: Inputs, algorithm: RunAlgorithm, hosts:
 
 
 def open_held_out_task(config: RunConfig, tokenizer: PreTrainedTokenizerFast, hosts: Hosts) -> HeldOut | None:
-    """Open only the held-out prompts, with rewards and environments; None if the config has none."""
+    """Open only the held-out prompts, with their rewards and environments; None if the config has no such prompts."""
     loaded = load_environments(config)
     if (held_out := open_held_out(config, tokenizer, loaded)) is None:
         return None
@@ -222,7 +222,7 @@ def _distributed(
 
 
 def _check_token_rewards(config: RunConfig, rewards: RewardSet, algorithm: RunAlgorithm) -> None:
-    """Refuse what gives single tokens an advantage of their own, if the algorithm would spread it over all."""
+    """Refuse rewards and settings with advantages per token, if the algorithm would spread these over all tokens."""
     credits = [f"{list(rewards.token_rewards)} give single ones"] if rewards.token_rewards else []
     if config.environment.is_on and config.environment.turn_credit == "turn":
         credits.append("environment.turn_credit=turn gives those of a turn")
@@ -240,7 +240,7 @@ def _check_token_rewards(config: RunConfig, rewards: RewardSet, algorithm: RunAl
 
 
 def _compared(specs: Sequence[RewardSpec]) -> list[str]:
-    """List the rewards that hosts can compare, because they give the same value whenever they are called."""
+    """List the deterministic rewards, whose values hosts can compare."""
     return [spec.shown for spec in specs if repeats_itself(spec)]
 
 
@@ -250,12 +250,12 @@ def open_environments(
     loaded: Mapping[str, LoadedEnvironment],
     judges: Sequence[RewardSet] = (),
 ) -> Environments | None:
-    """Open the environments of a run; None for one without.
+    """Open the environments of a run; None for a run without.
 
-    They keep their attributes where one of the ``judges``, which are the rewards, asks for them.
+    ``judges`` are the rewards; if one of them reads attributes of environments, these are kept after the conversation.
 
     Raises:
-        RewardError: for rewards that ask for environments, where there are none.
+        RewardError: if a reward needs environments, and the run has none.
         ConfigError: for a chat template that cannot write tools or several turns.
     """
     asking = [name for rewards in judges for name in rewards.of_environments]
@@ -278,12 +278,12 @@ def open_environments(
 def stop_ids(config: RunConfig, tokenizer: PreTrainedTokenizerFast, directory: Path) -> tuple[int, ...]:
     """Return the ids that end a completion or a turn of the run's policy, ascending.
 
-    They are the model's own, of which config.json and generation_config.json in its ``directory`` speak, too, and in
-    conversations also those with which the chat template ends turns: a base model's own end token is another one.
+    They are the end tokens of the model's tokenizer, config.json and generation_config.json in ``directory``. In
+    conversations, the tokens with which the chat template ends a turn are added: a base model's end token differs.
 
     Raises:
-        CheckpointError: for a broken file of the model's.
-        ConfigError: for conversations by a chat template that ends no turns.
+        CheckpointError: for a broken file of the model.
+        ConfigError: for conversations with a chat template that does not end turns.
     """
     ids = {*stop_token_ids(tokenizer, directory)}
     if config.environment.is_on:
@@ -294,7 +294,7 @@ def stop_ids(config: RunConfig, tokenizer: PreTrainedTokenizerFast, directory: P
 def evaluate_policy(
     sampler: Sampler, held_out: HeldOut, step: int
 ) -> tuple[Evaluation, tuple[EvaluationSamples, EvaluationSamples]]:
-    """Evaluate the policy in the sampler's engines; returns the estimates, and the samples that they are of."""
+    """Evaluate the policy in the sampler's engines; returns the estimates, and the samples they are based on."""
     begin, prompts, section = held_out.rewards.begin, held_out.prompts, held_out.section
     return evaluate(sampler.answer, begin, prompts, section, held_out.temperature, final_answer, step=step)
 
@@ -303,8 +303,8 @@ def evaluate_policy(
 def built_for_good() -> Iterator[None]:
     """Exclude the objects that exist before the block from garbage collection during it.
 
-    Python collects long-lived objects once the new ones are a quarter of all. Half a million exist before the first
-    step, so that cyclic garbage of steps would stay for hundreds of steps, and memory would grow by as much.
+    Python collects long-lived objects only once new ones are a quarter of all. As half a million exist before the
+    first step, the cyclic garbage of hundreds of steps would pile up in memory before it is collected.
     """
     gc.collect()
     gc.freeze()
@@ -315,6 +315,6 @@ def built_for_good() -> Iterator[None]:
 
 
 def give_back_memory() -> None:
-    """Make glibc return freed memory to the system, of which a save leaves megabytes between blocks in use."""
+    """Make glibc return freed memory to the system; each save leaves megabytes of it between blocks in use."""
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # other C libraries have none
         trim(0)

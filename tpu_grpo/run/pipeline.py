@@ -45,7 +45,7 @@ from tpu_grpo.run.timeline import Timeline
 
 ALONE = Hosts()
 KEPT_AT_LEAST = 0.9
-"""The share of the optimizer's step, by its norm, below which a run warns that steps are lost."""
+"""Warn if less than this share of the norm of the optimizer's step reaches the parameters."""
 
 
 def train(
@@ -58,14 +58,14 @@ def train(
 ) -> dict[str, Any]:
     """Run the config to its end and leave its files in ``run.dir``; every host calls this, host 0 writes.
 
-    Returns what summary.json holds.
+    Returns the content of summary.json.
 
     Args:
         config: the run.
-        hosts: this process among those of the run, which have agreed on their settings (run/fingerprints.py).
-        watch: is told which stage the process is in, for the message when another is lost.
-        stop: once it is asked, the run ends early where nothing is lost, with a checkpoint.
-        inputs: what the run reads, if it is open already.
+        hosts: the connected hosts of the run, whose settings have been compared (run/fingerprints.py).
+        watch: gets the name of each stage, for messages when another host is lost.
+        stop: once a stop is requested, the run ends after the current step at the latest, with a checkpoint.
+        inputs: the run's inputs, if they are open already.
         callbacks: get the metrics and samples of steps and evaluations, on host 0.
 
     Raises:
@@ -114,9 +114,9 @@ class Run:
     evaluations: EvaluationLog
     compilations: CompilationCounter
     planned: dict[str, float]
-    """The seconds of the run's plan, if there is one."""
+    """The seconds that the run's plan predicts; empty without a plan."""
     planned_at: int
-    """The step whose seconds are shown beside the plan's: one that compiles nothing."""
+    """The step whose seconds are compared with the plan's; late enough that nothing is compiled in it."""
     warned_of_lost_steps: bool = False
 
     def train(self, start: int, notes: Sequence[str] = ()) -> None:
@@ -138,7 +138,7 @@ class Run:
                 self.log.note(self._export(step))
 
     def _train(self, step: int) -> int:
-        """Do the steps after ``step``, and return the last."""
+        """Do the steps after ``step``, and return the number of the last one done."""
         if not step:
             with self._may_be_abandoned(together=True):
                 self._evaluate_if_due(0)
@@ -191,7 +191,7 @@ class Run:
             self.log.note("; ".join(map(str, beside_plan([line], self.planned))))
 
     def _sampled_groups(self, step: int) -> StepGroups:
-        """Sample rounds of prompts until enough groups can be learnt from; one round unless data.dynamic says more."""
+        """Sample rounds of prompts until enough groups are informative, at most data.dynamic.rounds."""
         rounds = Rounds(wanted=self.config.data.prompts_per_step)
         for _ in range(self.config.data.dynamic.rounds):
             scored = self._scored_rollout(self.draw.batch(step, after=rounds.last))
@@ -201,7 +201,7 @@ class Run:
         return rounds.groups()
 
     def _scored_rollout(self, batch: PromptBatch) -> ScoredRollout:
-        """Sample completions of a batch; groups that are complete are scored while others are sampled."""
+        """Sample completions of a batch; complete groups are scored while others are still being sampled."""
         parts, stage, known = self.parts, self.watch.stage, self.draw.history.last("tokens", batch.records)
         name = f"step {batch.step}" + (f", round {batch.round + 1}" if batch.round else "")
         with parts.task.rewards.begin(batch) as scoring:
@@ -217,7 +217,7 @@ class Run:
         return ScoredRollout(rollout, scores)
 
     def _warn_of_lost_steps(self, step: int, update: UpdateResult) -> None:
-        """Warn once that rounding removes a part of the optimizer's steps; see ``update/step_kept``."""
+        """Warn once if rounding removes a part of the optimizer's step; see ``update/step_kept``."""
         kept = update.metrics["update/step_kept"]
         if kept < KEPT_AT_LEAST and not self.warned_of_lost_steps:
             self.warned_of_lost_steps = True
@@ -227,10 +227,10 @@ class Run:
             )
 
     def _save(self, step: int) -> None:
-        """A checkpoint; and adapters also on their own, as others read them."""
+        """Save a checkpoint; write adapters also as separate files that other libraries read."""
         with self.watch.stage(f"saving step {step}"):
             self.parts.learner.save(step, best=self._best_step)
-            give_back_memory()  # that of the save before, which has ended by now
+            give_back_memory()  # of the previous save, which has ended by now
             if adapters := self.parts.learner.adapters():
                 if self.hosts.is_first:
                     directory = self.config.run_dir / ADAPTERS_DIR / str(step)
@@ -240,7 +240,7 @@ class Run:
                 self.hosts.barrier(f"adapters of step {step}")
 
     def _export(self, last: int) -> str:
-        """Leave the policy that ``export.every`` names in the run's directory, unless it is there, and say so."""
+        """Export the policy that ``export.every`` names, unless that was done before; returns a note about it."""
         config, parts = self.config, self.parts
         step = last if config.export.every == "last" else self.evaluations.best_step
         if not step:
@@ -249,7 +249,7 @@ class Run:
         if first_does(self.hosts, "whether the export is there", bool, directory.exists):
             return f"the model of step {step} is in {directory} already"
         if step != last:
-            parts.engines.release()  # they are not used again
+            parts.engines.release()  # the engines are not used again
         model = parts.learner.policy(None if step == last else step)
         saved = exported_values(config, model, Chosen(config.run_dir / CHECKPOINTS_DIR, step), self.hosts.index)
         policy = Policy(model, step, parts.checkpoint, self.inputs.tokenizer, saved)
@@ -257,7 +257,7 @@ class Run:
         return f"the model of step {step} was exported to {directory}"
 
     def _stopped(self, step: int) -> Interrupted:
-        """Save the last step that is done, if there is one, and return what ends the run."""
+        """Save ``step``, the last one done (0 for none), and return the exception that ends the run."""
         if step:
             self._save(step)
             self.parts.learner.close(best=self._best_step)
@@ -266,9 +266,9 @@ class Run:
 
     @contextmanager
     def _may_be_abandoned(self, *, together: bool = False) -> Iterator[None]:
-        """Abandon the step in this block once a signal asks any host to stop; all hosts leave it at the same place.
+        """Abandon the step once a signal has asked any host to stop; all hosts abandon it at the end of the same block.
 
-        None of several may leave a block before its end that hosts compute ``together``.
+        A block that several hosts compute ``together`` is finished first; any other block is left at once.
         """
         with suppress(StepAbandoned), nullcontext() if together and self.hosts.count > 1 else self.stop.abandoning():
             yield
@@ -276,7 +276,7 @@ class Run:
             raise StepAbandoned
 
     def _any_host(self, asked: bool) -> bool:
-        """Ask whether this or any other host was asked to stop; all of them then stop after the same step."""
+        """Return whether any host was asked to stop; all hosts get the same answer, so all stop after the same step."""
         return b"1" in self.hosts.gather("stop", b"1" if asked else b"0")
 
     def _evaluate_if_due(self, step: int) -> dict[str, float]:
@@ -300,11 +300,11 @@ class Run:
         return self.evaluations.best_step if self.config.checkpoint.keep_best else None
 
     def _due(self, step: int, every: int) -> bool:
-        """Return whether a step is one of every ``every``, or the last."""
+        """Return whether ``every`` divides the step, or the step is the last."""
         return self._is_last(step) or _every(step, every)
 
     def _is_last(self, step: int) -> bool:
-        """Return whether a step that is done was the last: because the config says so, or no prompt is left."""
+        """Return whether the step just done is the last: run.max_steps is reached, or no prompt is left."""
         return step >= self.config.run.max_steps or self.draw.exhausted
 
     def finish(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Loads the weights of a run: for training, or as the policy of a checkpoint that a user names."""
+"""Loads the weights of a run, for training, or those of a checkpoint that the user names."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,16 +31,16 @@ class Chosen:
 
     @property
     def name(self) -> str:
-        """Name it in files and messages."""
+        """The name of these weights in files and messages."""
         return INITIAL if self.step is None else f"checkpoint_{self.step}"
 
 
 def choose(config: RunConfig, which: str) -> Chosen:
-    """Find the checkpoint that ``which`` names: initial, latest, best, a step of the run, or a directory of a step.
+    """Find the weights that ``which`` names: initial, latest, best, a step of the run, or the directory of a step.
 
     Raises:
         ConfigError: for anything else.
-        CheckpointError: for a run that has no such checkpoint.
+        CheckpointError: if the run has no such checkpoint.
     """
     directory = config.run_dir / CHECKPOINTS_DIR
     if which == INITIAL:
@@ -73,7 +73,7 @@ def load_policy(config: RunConfig, checkpoint: Checkpoint, mesh: Mesh, chosen: C
     If a checkpoint holds the whole model, the original tensors are not loaded first.
 
     Raises:
-        CheckpointError: for a checkpoint that is not there, is damaged, or is of another model.
+        CheckpointError: if the checkpoint is missing, damaged, or of another model.
     """
     dtype = jnp.dtype(config.model.dtype)
     if chosen.step is None or config.model.lora.rank is not None:
@@ -88,9 +88,9 @@ def load_policy(config: RunConfig, checkpoint: Checkpoint, mesh: Mesh, chosen: C
 
 
 def exported_values(config: RunConfig, model: nnx.Module, chosen: Chosen, host: int = 0) -> Values:
-    """Read, by name, the trained parameters in float32 for a float32 export of a run that computes in bfloat16.
+    """Read the trained parameters in float32, by name, for a float32 export of a run that computes in bfloat16.
 
-    ``model`` is the policy of that checkpoint. For any other export nothing is read: the model has all values.
+    ``model`` is the policy of that checkpoint. Any other export needs no more than the model, and gets an empty result.
 
     Raises:
         CheckpointError: as `load_policy`.

@@ -1,17 +1,17 @@
-"""Dynamic sampling (DAPO): a step samples rounds of prompts until enough of their groups are informative.
+"""Dynamic sampling (DAPO): a step samples rounds of prompts until enough groups are informative.
 
     rounds = Rounds(wanted=2)
-    rounds.add(scored, informative_P)       # and again, until rounds.enough, or as often as the config allows
+    rounds.add(scored, informative_P)       # repeated until rounds.enough, at most as often as the config allows
     groups = rounds.groups()
 
 For P = 2 and rounds of three prompts, with informative groups + and others -:
 
-    - + -              too few: another round
-    - + -   + - +      learnt are the second and the fourth; the next step begins with the fifth prompt
-    - + -   - - -      if there is no third round, the second, and the first with weight 0; all six are used up
+    - + -              too few: another round is sampled
+    - + -   + - +      groups 2 and 4 are learnt from; the next step begins with prompt 5
+    - + -   - - -      without a third round: group 2, and group 1 with weight 0; all six prompts are used up
 
-The choice of groups depends on the order of the prompts, never on which group was complete first. The learner always
-gets P groups; those that are not informative have weight 0 there (see learner/signal.py).
+Groups are chosen in the order of the prompts, never in the order of completion. The learner always gets P groups;
+it gives groups that are not informative the weight 0 (see learner/signal.py).
 """
 
 from collections.abc import Sequence
@@ -31,21 +31,21 @@ SUMS = (
     "rollout/environment_wait_seconds",
     "rollout/served_turns",
 )
-"""The figures of a rollout that add up over rounds; the others are shares and means."""
+"""The figures of a rollout that are summed over rounds; the others are shares and means, which are averaged."""
 
 
 @dataclass(frozen=True)
 class StepGroups:
-    """The groups that a step sampled, and the choice of those that it learns from."""
+    """The groups that a step sampled, and which of them it learns from."""
 
     sampled: ScoredRollout
-    """All of them, round after round."""
+    """All sampled groups, round after round."""
     chosen: tuple[int, ...]
     """The numbers of the P groups for the learner, ascending."""
     needed: int
-    """How many there are up to the last that was needed; what follows them is drawn again by the next step."""
+    """The number of groups up to the last needed one; the next step draws the prompts after it again."""
     informative: int
-    """How many of all can be learnt from."""
+    """The number of informative groups among all sampled ones."""
     rounds: int
 
     @cached_property
@@ -55,14 +55,14 @@ class StepGroups:
 
     @cached_property
     def used(self) -> ScoredRollout:
-        """The groups up to the last chosen one."""
+        """The first ``needed`` groups, whose prompts are used up."""
         return self._select(range(self.needed))
 
     def _select(self, numbers: Sequence[int]) -> ScoredRollout:
         return self.sampled if len(numbers) == len(self.sampled.rollout.batch.prompts) else self.sampled.select(numbers)
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of dynamic sampling: groups sampled, rounds, and groups of weight 0 that fill the step."""
+        """Return the metrics of dynamic sampling: sampled groups, rounds, and groups of weight 0 that fill the step."""
         return {
             "groups/sampled": len(self.sampled.rollout.batch.prompts),
             "groups/rounds": self.rounds,
@@ -90,11 +90,11 @@ class Rounds:
 
     @property
     def enough(self) -> bool:
-        """Whether as many groups as are wanted are informative."""
+        """Whether at least ``wanted`` groups are informative."""
         return self._informative_N.sum() >= self._wanted
 
     def groups(self) -> StepGroups:
-        """Choose the groups of the step: the first informative ones, filled up by the first others."""
+        """Choose the first informative groups; if they are too few, fill up with the first other groups."""
         informative = self._informative_N
         found = np.flatnonzero(informative)[: self._wanted]
         others = np.flatnonzero(~informative)[: self._wanted - len(found)]
@@ -139,7 +139,7 @@ def join(rounds: Sequence[ScoredRollout]) -> ScoredRollout:
 
 
 def _joined_figures(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Add up the figures of SUMS, and take the means of the others over rounds, weighed by their seconds."""
+    """Sum the figures in SUMS over rounds, and average the others, weighted by the seconds of each round."""
     joined: dict[str, float] = {}
     for name in dict.fromkeys(name for rollout in rollouts for name in rollout.figures):
         having = [rollout for rollout in rollouts if name in rollout.figures]

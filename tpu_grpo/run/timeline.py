@@ -1,13 +1,13 @@
 """Profiles the steps of ``logging.profile_steps``; every host records itself and its devices.
 
-Consecutive steps are one recording. For the steps 3, 4 and 10 there are two, of host 0 these files:
+Consecutive steps form one recording. Steps 3, 4 and 10 give two recordings, with these files of host 0:
 
     steps_3-4_host_0.json.gz                        for Perfetto (https://ui.perfetto.dev), a trace in its JSON format
-    plugins/profile/steps_3-4/host_0.xplane.pb      for TensorBoard with its profile plugin, where it looks for them
+    plugins/profile/steps_3-4/host_0.xplane.pb      for TensorBoard's profile plugin, at the path it expects
     step_10_host_0.json.gz
     plugins/profile/step_10/host_0.xplane.pb
 
-The stages (`Watch.stage`) and what an engine's host does (`EngineUse`) name the spans of the main thread.
+In the main thread, spans are named after stages (`Watch.stage`) and the host's work for an engine (`EngineUse`).
 """
 
 import gzip
@@ -24,9 +24,9 @@ from jax.profiler import ProfileOptions, StepTraceAnnotation
 from tpu_grpo.hosts.host_log import logger
 
 TENSORBOARD_DIR = Path("plugins") / "profile"
-"""Below its log directory, TensorBoard's plugin looks for recordings here."""
+"""TensorBoard's plugin looks for recordings in this subdirectory of its log directory."""
 HEAD_BYTES = 4096
-"""What comes before the events of a trace is much shorter."""
+"""The metadata before the events of a trace is much shorter than this."""
 COMPRESSION = 5
 
 
@@ -44,19 +44,19 @@ class Timeline:
         """Where the profiler writes, before the files get their names."""
         self._note = note
         self._recording: list[int] = []
-        """The steps so far of the recording in progress."""
+        """The steps recorded so far in the current recording; empty between recordings."""
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """End a recording that an error or the end of the run cut short; it is written as far as it goes."""
+        """End a recording that an error or the end of the run cut short, and write what was recorded."""
         if self._recording:
             self._end()
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Record the block if its step is one of the given."""
+        """Record the block if ``step`` is one of the steps to profile."""
         if step in self._steps and (self._recording or self._begin(step)):
             self._recording.append(step)
         with StepTraceAnnotation("step", step_num=step):
@@ -66,10 +66,10 @@ class Timeline:
 
     def _begin(self, step: int) -> bool:
         options = ProfileOptions()
-        options.python_tracer_level = 0  # every call of every function would slow the run and hide the stages
+        options.python_tracer_level = 0  # recording all Python calls would slow the run and hide the stages
         try:
             jax.profiler.start_trace(self._own, profiler_options=options)
-        except RuntimeError as error:  # somebody else in this process records something
+        except RuntimeError as error:  # other code in this process is recording
             self._give_up(f"of step {step} was not begun", error)
             return False
         return True
@@ -88,13 +88,13 @@ class Timeline:
             self._note(f"the timeline {name} is in {self._directory}")
         except (OSError, ValueError, jax.errors.JaxRuntimeError) as error:
             with _profile_state.lock:
-                _profile_state.reset()  # jax keeps a recording that it could not write, and would begin no other
+                _profile_state.reset()  # else jax keeps the failed recording, and cannot begin another
             self._give_up(f"{name} was not written to {self._directory}", error)
         finally:
             shutil.rmtree(self._own, ignore_errors=True)
 
     def _name_files(self, name: str) -> None:
-        """Move what the profiler wrote to where it belongs.
+        """Move the profiler's files to their final paths.
 
         Raises:
             ValueError: if the profiler did not write one file of each kind.
@@ -108,9 +108,10 @@ class Timeline:
 
 
 def write_for_perfetto(trace: Path, target: Path) -> None:
-    """Copy the profiler's trace without the metadata that it begins with, which Perfetto does not read.
+    """Copy the profiler's trace without its leading metadata, which Perfetto does not read.
 
-    A trace can have a million events: it is copied as text, which lets the threads of the watch work meanwhile.
+    A trace can have a million events, so it is copied as text, without parsing: other threads, such as those of
+    `Watch`, can run meanwhile.
 
     Raises:
         ValueError: if the events do not begin where they should.

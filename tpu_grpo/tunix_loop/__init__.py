@@ -1,1 +1,1 @@
-"""Tunix's own GRPO learner, under everything else of a run, and this package's engine in scripts that use Tunix."""
+"""Tunix's own GRPO learner inside a run of this package, and this package's engine inside scripts that use Tunix."""

@@ -47,7 +47,7 @@ def rollout_engine(engine: SamplingEngine, *, pad_id: int, eos_id: int) -> Any:
 
     Call it before ``RLCluster`` is built. No prompt may hold ``pad_id``, as Tunix masks prompts by it.
     """
-    from tpu_grpo.tunix_loop import loop_repairs  # here, as runs with this package's learner need it not
+    from tpu_grpo.tunix_loop import loop_repairs  # imported here: runs with this package's learner do not need it
 
     loop_repairs.apply()
     return functools.partial(RolloutAdapter, engine=engine, pad_id=pad_id, eos_id=eos_id)
@@ -117,7 +117,7 @@ class RolloutAdapter(BaseRollout):
         return found
 
     def update_params(self, params: Any, filter_types: tuple[Any, ...] | None = None) -> None:
-        """Install the trainer's parameters in the engine, all of them: with LoRA Tunix passes adapters alone."""
+        """Install the trainer's parameters in the engine, all of them; ``params`` are only the adapters with LoRA."""
         with jax.transfer_guard("allow"):  # on CPU, RLCluster.sync_weights forbids the transfers an engine may need
             self._engine.install(parameters(self._actor))
 
@@ -130,6 +130,6 @@ class RolloutAdapter(BaseRollout):
         return self._eos_id
 
     def model(self) -> None:
-        """Return None: the engine's weights are no ``nnx`` module, so that Tunix finds no shared arrays and does
-        sync."""
+        """Return None, because the engine's weights are not an ``nnx`` module. Tunix then finds no shared arrays, and
+        syncs."""
         return

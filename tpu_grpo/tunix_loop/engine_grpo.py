@@ -1,13 +1,13 @@
-"""Tunix's GRPO learner with the engine's log-probabilities, measured as this package's own learner is.
+"""Tunix's GRPO learner with the engine's log-probabilities and the metrics of this package's own learner.
 
-    learner = EngineGrpoLearner(cluster, GRPOConfig(...), reward_fns)      # otherwise Tunix's GRPOLearner
+    learner = EngineGrpoLearner(cluster, GRPOConfig(...), reward_fns)      # in place of Tunix's GRPOLearner
 
 Advantages, loss, gradient accumulation and steps are Tunix's. The old policy of the ratio is chosen here:
 
-    rollout   the engine's log-probabilities: what was sampled from
+    rollout   the engine's log-probabilities, with which the tokens were sampled
     trainer   those of a second forward pass before the update; the loss of a token is then multiplied by
               min(exp(trainer - engine), importance_cap), which Tunix calls sampler_is_weights
-    tunix     what Tunix does: nothing for num_iterations=1, so that the ratio is 1, and else the second forward pass
+    tunix     as in Tunix: the policy itself for num_iterations=1, so that the ratio is 1; else the second forward pass
 
 The cluster's rollout engine must be a `RolloutAdapter`. Suffixes: B rows, T completion tokens, V vocabulary.
 """
@@ -56,7 +56,7 @@ class EngineGrpoLearner(grpo_learner.GRPOLearner[Any]):
     ):
         super().__init__(rl_cluster, algo_config, reward_fns, **settings)
         self._old_policy, self._cap = old_policy, importance_cap
-        if old_policy == "rollout":  # spares the forward pass, which is made for num_iterations > 1
+        if old_policy == "rollout":  # spares the forward pass that num_iterations > 1 would make
             rl_cluster.get_old_per_token_logps = lambda **_: None  # type: ignore[method-assign]
         trainer = rl_cluster.actor_trainer
         passes = trainer.config.gradient_accumulation_steps or 1
@@ -88,7 +88,7 @@ class EngineGrpoLearner(grpo_learner.GRPOLearner[Any]):
             "prompt_ids": np.asarray(found.prompt_ids),
             "prompt_mask": np.asarray(found.prompt_mask),
             "completion_ids": np.asarray(found.completion_ids),
-            "completion_mask": mask_BT,  # from lengths: Tunix's own leaves out a pad token that ends a completion
+            "completion_mask": mask_BT,  # from lengths: Tunix's own mask lacks a pad token that ends a completion
             "advantages": np.asarray(found.advantages, np.float32),
             "ref_per_token_logps": found.ref_per_token_logps,
             "old_per_token_logps": old_BT,
@@ -99,12 +99,12 @@ class EngineGrpoLearner(grpo_learner.GRPOLearner[Any]):
 
 
 def measured_loss(loss_fn: Callable[..., Any], name: str, passes: int) -> Callable[..., Any]:
-    """Wrap a loss function for Tunix's trainer: its errors name it, and the metrics of the pass are measured.
+    """Wrap a loss function for Tunix's trainer, so that errors name the loss and each pass is measured.
 
     Loss and gradient are those of ``loss_fn``, unless the loss is not finite: then the gradient is not finite either.
 
     Raises:
-        ConfigError: if it raises, or does not return a scalar and a dict; when it is traced.
+        ConfigError: when the loss is traced, if it raises, or does not return a scalar and a dict.
     """
 
     def loss(model: nnx.Module, train_example: TrainExample, algo_config: Any) -> tuple[jax.Array, dict[str, Any]]:
@@ -123,7 +123,7 @@ def measured_loss(loss_fn: Callable[..., Any], name: str, passes: int) -> Callab
                     f"Tunix's policy loss {name} must return a scalar and a dict, got the shape {jnp.shape(value)} and "
                     f"a {type(aux).__name__}; repair it"
                 )
-            if not seen:  # it does not compute log-probabilities as Tunix does
+            if not seen:  # the loss does not call Tunix's function for log-probabilities
                 common.compute_per_token_logps(
                     *nnx.split(model),
                     train_example.prompt_ids,
@@ -140,7 +140,7 @@ def measured_loss(loss_fn: Callable[..., Any], name: str, passes: int) -> Callab
 
 
 NO_TOKEN = -1
-"""Stands for padding. It is no token's id; Tunix's models embed it as the last of the vocabulary, and mask it."""
+"""Stands for padding, as it is not a token's id; Tunix's models embed it as the vocabulary's last token and mask it."""
 
 
 class _Pass(NamedTuple):
@@ -150,7 +150,7 @@ class _Pass(NamedTuple):
 
 @contextmanager
 def _recorded_passes() -> Iterator[list[_Pass]]:
-    """Record what the forward passes in the block found, as they are traced."""
+    """Record the results of the forward passes that are traced in the block."""
     original, seen = common.compute_per_token_logps, list[_Pass]()
 
     def recording(*args: Any, return_logits: bool = False, **kwargs: Any) -> Any:
@@ -190,7 +190,7 @@ class MeasuringTrainer(rl_trainer.Trainer):
         parameter = jax.tree.leaves(nnx.state(self.model))[0]
         whole = NamedSharding(parameter.sharding.mesh, PartitionSpec())
 
-        def placed(leaf: jax.Array) -> Any:  # counts are of one device; after a step they would be of the mesh
+        def placed(leaf: jax.Array) -> Any:  # counts lie on one device, but after a step they would lie on the mesh
             if isinstance(leaf.sharding, NamedSharding):
                 return leaf
             if isinstance(parameter, jax.ShapeDtypeStruct):
@@ -212,12 +212,12 @@ class MeasuringTrainer(rl_trainer.Trainer):
         return by_name(nnx.state(self.model, trained_type(self.model)))
 
     def stepped(self) -> Values:
-        """Return the trained parameters in float32, the precision in which the optimizer steps them, by name."""
+        """Return the trained parameters in float32, the precision in which the optimizer updates them, by name."""
         return self.trained | self.state.kept
 
     @property
     def state(self) -> UpdateState:
-        """What the next update needs beside the model's parameters; this is saved."""
+        """What the next update needs beside the model's parameters; checkpoints hold it."""
         return step_state(self.optimizer).updates
 
     @state.setter
@@ -243,7 +243,7 @@ class MeasuringTrainer(rl_trainer.Trainer):
         return loss, {**aux, "record": step_state(optimizer).record}, norm  # type: ignore[dict-item]
 
     def _shard_optimizer(self, mesh: jax.sharding.Mesh) -> None:
-        """Leave the optimizer's state as it lies; Tunix would replicate what is no variable."""
+        """Leave the optimizer's state as it is sharded; Tunix would replicate the arrays that are not nnx variables."""
 
     def _post_process_train_step(self, aux: Any) -> None:
         self._measured.append(aux)
@@ -251,6 +251,6 @@ class MeasuringTrainer(rl_trainer.Trainer):
 
 
 def step_state(optimizer: nnx.Optimizer) -> Any:
-    """Return the `StepState` of Tunix's optimizer, of arrays."""
+    """Return the `StepState` of Tunix's optimizer, with arrays in place of variables."""
     state: Any = nnx.pure(optimizer.opt_state)
     return getattr(state, "inner", state)

@@ -1,8 +1,8 @@
-"""What must be different in Tunix's learner: ``apply()``, for the whole process. Reviewed for google-tunix 0.1.7.
+"""Repairs of Tunix's learner, which ``apply()`` makes for the whole process. Reviewed for google-tunix 0.1.7.
 
-**Batches.** ``shard_input`` takes the rows of each process as different ones, so that two hosts with the same 16 rows
-train on 32, and it keeps the sharding of an array that spans all hosts, whatever it is. Here every host passes all
-the rows.
+**Batches.** ``shard_input`` assumes that each process has rows of its own, so that two hosts with the same 16 rows
+train on 32. It also leaves an array that spans all hosts in whatever sharding it has. Here every host passes all the
+rows.
 
 **A copy of the parameters on the host.** ``RLCluster`` makes one when it is built and at every ``sync_weights``, for
 Tunix's agentic learners. On several hosts that fails, because ``device_put`` refuses arrays that span hosts. The
@@ -14,7 +14,8 @@ arrays of one host. Here they are gathered on every host.
 **Threads.** ``RLLearner`` samples and scores on a second thread, whose order of launches may differ between hosts.
 Here this is done on the calling thread.
 
-**Sums of gradients.** optax's ``MultiSteps`` adds up in the type of the gradients, which in bfloat16 rounds every sum.
+**Sums of gradients.** optax's ``MultiSteps`` adds up in the type of the gradients: in bfloat16 every sum is rounded.
+Here sums are float32.
 
 **A policy that was restored** reaches the engine only after the first update. Here it is installed before.
 """
@@ -41,8 +42,8 @@ from tpu_grpo.models.tunix_repairs import require_reviewed_tunix
 
 
 def apply() -> None:
-    """Repair Tunix's learner in this process; a second call does nothing. Raises ConfigError when another version of
-    google-tunix is installed than the one the repairs were reviewed for."""
+    """Repair Tunix's learner in this process; a second call does nothing. Raises ConfigError unless the
+    installed version of google-tunix is the one that the repairs were reviewed for."""
     require_reviewed_tunix()
     cluster: Any = rl_cluster.RLCluster
     learner: Any = rl_learner.RLLearner
@@ -131,14 +132,14 @@ class SumState(NamedTuple):
     """What `float32_sums` keeps."""
 
     passes: jax.Array
-    """The number of gradients in the sum of the next step."""
+    """The number of gradients added up since the last step."""
     sums: Any
-    """float32, as the parameters lie."""
+    """float32, sharded like the parameters."""
     inner: Any
 
 
 def float32_sums(optimizer: optax.GradientTransformation, steps: int) -> optax.GradientTransformation:
-    """Let the optimizer step once in ``steps`` calls, along the mean of their gradients, summed in float32."""
+    """Let the optimizer step once in ``steps`` calls, with the mean of their gradients, summed in float32."""
 
     def init(params: Any) -> SumState:
         return SumState(jnp.zeros((), jnp.int32), jax.tree.map(_zeros, params), optimizer.init(params))

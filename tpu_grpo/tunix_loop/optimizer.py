@@ -1,10 +1,10 @@
-"""The run's optimizer for Tunix's trainer: steps in float32 for parameters that may be bfloat16, and none with a NaN.
+"""The run's optimizer for Tunix's trainer: it steps in float32, also for bfloat16 parameters, and skips NaN steps.
 
-    optimizer = float32_steps(config, stepped, dtypes)      # ClusterConfig's actor_optimizer
+    optimizer = float32_steps(config, stepped, dtypes)      # RLTrainingConfig's actor_optimizer
     record = optimizer_state.record                         # of the last step
 
-Tunix steps its model's own parameters, in their dtype. If the run steps them in another, the optimizer state holds
-the float32 parameters, and the update that Tunix adds moves the model to these, rounded. Parameters are flat dicts by
+Tunix updates its model's own parameters, in their dtype. If that is not float32, the optimizer's state holds float32
+parameters, and the update that Tunix adds moves the model to their rounded values. Parameters are flat dicts by
 dotted name.
 """
 
@@ -33,7 +33,7 @@ def float32_steps(config: RunConfig, stepped: Values, dtypes: Mapping[str, Any])
 
     Args:
         config: the run.
-        stepped: the trained parameters in the type in which they are stepped, arrays or descriptions, by dotted name.
+        stepped: the trained parameters in the type in which they are updated, arrays or descriptions, by dotted name.
         dtypes: the types in which the model computes with them.
     """
     optimizer, schedule = build_optimizer(config, stepped), learning_rate_schedule(config)
@@ -51,7 +51,7 @@ def float32_steps(config: RunConfig, stepped: Values, dtypes: Mapping[str, Any])
 
     def init(params: Any) -> StepState:
         del params  # the model's, which may be rounded
-        values = start.pop()  # or they would be held for good
+        values = start.pop()  # removed, or they would be held for good
         if isinstance(next(iter(values.values())), jax.ShapeDtypeStruct):
             describe = lambda leaf, of: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=of)  # noqa: E731
             return jax.tree.map(describe, shapes, shardings)
@@ -70,7 +70,7 @@ def float32_steps(config: RunConfig, stepped: Values, dtypes: Mapping[str, Any])
         after = jax.tree.map(
             lambda new, old: jnp.where(finite, new, old), UpdateState(updates.count + 1, inner, kept), updates
         )
-        moved: Values = {  # exactly what takes the model's parameter to the new value, rounded
+        moved: Values = {  # exactly the step from the model's parameter to the new value, rounded
             name: kept[name].astype(value.dtype).astype(jnp.float32) - value.astype(jnp.float32)
             if name in kept
             else meant[name]  # type: ignore[index,call-overload]
@@ -85,7 +85,7 @@ def float32_steps(config: RunConfig, stepped: Values, dtypes: Mapping[str, Any])
 
 
 def by_dotted_name(tree: Any) -> Values:
-    """Return the arrays of a state of flax, in its order, by the dotted names of `by_name`."""
+    """Return the arrays of a flax state, in the state's order, by dotted name as in `by_name`."""
     return {
         ".".join(str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey)): leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)

@@ -1,10 +1,10 @@
-"""The learner of ``algorithm.name=tunix:NAME``: Tunix's ``RLCluster`` and ``GRPOLearner`` under the rest of a run.
+"""The learner of ``algorithm.name=tunix:NAME``: Tunix's ``RLCluster`` and ``GRPOLearner`` inside a run.
 
 The run samples and scores; Tunix's learner gets the results in place of its own engine and reward function:
 
     scored rollout -> _Feed -> GRPOLearner._run_global_step: advantages, micro-batches, Tunix's train steps
 
-Parameters, checkpoints, digests, the probe and what is measured are those of `Learner`.
+Parameters, checkpoints, digests, the probe and the metrics are those of `Learner`.
 """
 
 import itertools
@@ -44,14 +44,14 @@ from tpu_grpo.tunix_loop.tunix_options import open_tunix
 
 
 class TunixLearner(Learner):
-    """A `Learner` whose updates are Tunix's. Raises ConfigError for what `open_tunix` refuses, and a policy loss that
-    raises or returns no scalar and dict."""
+    """A `Learner` whose updates are Tunix's. Raises ConfigError for what `open_tunix` refuses, and for a policy loss
+    that raises or does not return a scalar and a dict."""
 
     _parts: "TunixParts"  # type: ignore[assignment]  # has what `Learner` takes of `LearnerParts`
 
     @staticmethod
     def build(config: RunConfig, inputs: LearnerInputs) -> Any:
-        """Build what updates the policy, and trace the policy loss; of descriptions where the model is made of some."""
+        """Build the parts that update the policy, and trace the policy loss; the parts are abstract if the model is."""
         parts = build_tunix_parts(config, inputs)
         parts.try_loss()
         return parts
@@ -59,7 +59,7 @@ class TunixLearner(Learner):
     def _made_updates(
         self, signal: Signal, scored: ScoredRollout
     ) -> Iterator[tuple[MeasuredUpdate, Sequence[TrainBatch]]]:
-        """Let Tunix's learner go through the rollout; all updates of the step are made before the first is given."""
+        """Let Tunix's learner go through the rollout; all updates of the step are made before the first is yielded."""
         config, parts, prompts = self._config, self._parts, scored.rollout.batch.prompts
         parts.feed.start(signal, scored)
         mini, micro = config.mini_batch_prompts, config.algorithm.micro_batch_prompts or config.mini_batch_prompts
@@ -73,11 +73,11 @@ class TunixLearner(Learner):
             yield MeasuredUpdate([each["sums"] for each in of_update], of_update[-1]["record"], {}), ()
 
     def keep_failed(self, keep: Callable[[FailedUpdate], Path]) -> None:
-        """Keep no file of updates that are not finite, because only this package's own learner can repeat one."""
+        """Do nothing: only this package's own learner could repeat an update from a file."""
 
 
 class _Feed:
-    """Is the engine and the reward function of Tunix's learner: hands on what the run sampled and scored, in order."""
+    """The engine and reward function of Tunix's learner: hands on what the run sampled and scored, in order."""
 
     def __init__(self, config: RunConfig):
         self._config = config
@@ -85,7 +85,7 @@ class _Feed:
         self._totals: tuple[float, ...] = ()
 
     def start(self, signal: Signal, scored: ScoredRollout) -> None:
-        """Begin to hand on a rollout; completions that do not count come without a sampled token.
+        """Begin to hand on a rollout; in completions that do not count, no token is marked as sampled.
 
         Raises:
             DataError, NonFiniteError: for rows that cannot be learnt from.
@@ -135,12 +135,12 @@ class TunixParts:
 
     @property
     def held(self) -> Any:
-        """What the optimizer keeps on the devices between steps, sums of gradients among it."""
+        """What the optimizer keeps on the devices between steps, including sums of gradients."""
         return nnx.state(self.updater.optimizer)
 
     @property
     def forward_passes(self) -> int:
-        """How often a step computes log-probabilities before its updates: of the reference, and of the old policy."""
+        """How many forward passes a step makes before its updates: of the reference, and of the old policy."""
         old = self.config.algorithm.old_policy != "rollout" and self.batch.old_per_token_logps is not None
         return (self.reference is not None) + old
 
@@ -154,7 +154,7 @@ class TunixParts:
             )
 
     def lower_train_step(self) -> jax.stages.Lowered:
-        """Lower the one program of an update: both passes over a micro-batch, and the step after the last of them."""
+        """Lower the program of an update: both passes over a micro-batch, and the step after the last micro-batch."""
         updater = self.updater
         step: Any = nnx.jit(updater.create_train_step_fn(), donate_argnames=("optimizer",))
         with self.learner.rl_cluster.r2m[Role.ACTOR]:
@@ -188,7 +188,7 @@ class TunixParts:
         return TrainExample(**fields)
 
     def try_loss(self) -> None:
-        """Trace the policy loss, so that one that raises is refused before anything is sampled."""
+        """Trace the policy loss, so that a loss that raises is refused before anything is sampled."""
         loss: Any = self.updater.loss_fn
         with self.learner.rl_cluster.r2m[Role.ACTOR]:
             nnx.eval_shape(lambda m, batch: loss(m, batch, self.learner.algo_config)[0], self.updater.model, self.batch)
@@ -229,7 +229,7 @@ def build_tunix_parts(config: RunConfig, inputs: LearnerInputs) -> TunixParts:
         ),
         training_config=training,
     )
-    loaded = mock.patch.object(RLCluster, "_load_model", lambda self, model, *_: model)  # it lies on the mesh already
+    loaded = mock.patch.object(RLCluster, "_load_model", lambda self, model, *_: model)  # the model is on the mesh
     with mock.patch.object(rl_trainer, "Trainer", MeasuringTrainer), loaded:
         cluster = RLCluster(actor=model, reference=reference, tokenizer=mock.Mock(), cluster_config=cluster_config)
     cluster._anchor_policy_state = None  # for agentic learners; it would hold the first parameters for good

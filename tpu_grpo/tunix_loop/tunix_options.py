@@ -1,8 +1,8 @@
-"""What ``algorithm.name=tunix:NAME`` chooses, with its options by Tunix's names, checked before anything is built.
+"""Reads and checks ``algorithm.name=tunix:NAME`` and its options, which have Tunix's names, before anything is built.
 
 tunix:grpo                 a policy loss of Tunix's registry, with the options of its GRPOConfig
 tunix:dapo, tunix:drgrpo   the loss grpo with the options of DAPOConfig or DrGRPOConfig
-tunix:mine.py:my_loss      the file is imported first, and registers losses or advantage estimators of one's own
+tunix:mine.py:my_loss      the file is imported first, and registers the user's losses or advantage estimators
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ _CONFIGS: Mapping[str, type[Any]] = {"dapo": DAPOConfig, "drgrpo": DrGRPOConfig}
 _UNDECLARED: Mapping[str, Any] = {"epsilon_high": float, "epsilon_c": float}
 """Options that Tunix's loss reads and GRPOConfig does not declare."""
 _OURS: Mapping[str, str] = {"num_generations": "algorithm.group_size", "policy_loss_fn": "algorithm.name"}
-"""Options that are settings here."""
+"""Options of Tunix that are settings of this package."""
 _HONOURED = {"name", "options", "group_size", "mini_batch_prompts", "micro_batch_prompts", "old_policy", "truncated"}
 """The settings of the section that count with Tunix's learner; with old_policy=trainer also importance_cap."""
 _BY_TUNIX: Mapping[str, str] = {
@@ -41,7 +41,7 @@ _BY_TUNIX: Mapping[str, str] = {
     "loss_aggregation": "loss_agg_mode",
     "kl_estimator": "kl_loss_mode",
 }
-"""What Tunix calls a setting of the section."""
+"""Tunix's name for each setting of the section."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Estimator:
     function: Callable[..., Any]
 
     def advantages(self, rewards_PG: Float[np.ndarray, "P G"]) -> Float[np.ndarray, "P G"]:
-        """Return what the function makes of the rewards; of another number of them what it made."""
+        """Return the function's result in the shape of the rewards; a result of another size is returned as it is."""
         found = np.asarray(self.function(rewards=rewards_PG.ravel(), num_generations=rewards_PG.shape[1]), np.float64)
         return found.reshape(rewards_PG.shape) if found.shape == (rewards_PG.size,) else found
 
@@ -61,7 +61,7 @@ def open_tunix(config: RunConfig) -> RunAlgorithm:
 
     Raises:
         ConfigError: for a loss or estimator that is not registered, an option that Tunix does not have or refuses, an
-            estimator that raises or gives another shape or NaN, and settings that only this package's learner honours.
+            estimator that raises or returns a wrong shape or NaN, and settings that only the package's learner honours.
     """
     section = config.algorithm
     assert section.tunix is not None

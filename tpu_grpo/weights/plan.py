@@ -68,7 +68,7 @@ class LeafMove:
 
     @property
     def source(self) -> str:
-        """The name of the trainer's leaf is the first source."""
+        """The name of the trainer's leaf: the first of ``sources``."""
         return self.sources[0]
 
     @property
@@ -95,23 +95,23 @@ class LeafMove:
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """Everything that the compiled program of this move depends on; moves that differ in name only share it.
+        """Everything that the compiled program of this move depends on; moves with equal signatures share a program.
 
-        A sharding is represented by its placement of elements, because an update may write the same placement in
-        another way than the loader did.
+        A sharding is represented by its placement of elements, because an update may express the same placement by
+        another sharding than the loader did.
         """
         specs = (*self.source_specs, self.spec)
         return self.transform, self.scale, self.input_axis, *((s.shape, s.dtype, _places(s)) for s in specs)
 
 
 def named_sharding(leaf: Array | Spec) -> NamedSharding:
-    """Return the sharding of a leaf of trainer or sampler, which names the axes of a mesh."""
+    """Return the sharding of a leaf, which must be a NamedSharding."""
     assert isinstance(leaf.sharding, NamedSharding)
     return leaf.sharding
 
 
 def _places(spec: Spec) -> tuple[Any, ...]:
-    """Name the part of an array that each device holds."""
+    """Return the index ranges of an array that each device holds."""
     places = named_sharding(spec).devices_indices_map(spec.shape)
     return tuple((device.id, *((part.start, part.stop) for part in parts)) for device, parts in places.items())
 
@@ -135,7 +135,7 @@ def plan_sync(
     lora_alpha: float = 0.0,
     frozen: Collection[str] = (),
 ) -> tuple[LeafMove, ...]:
-    """Match every leaf of the trainer with the leaves of the sampler that are made from it, mostly one.
+    """Match every leaf of the trainer with the leaves of the sampler that are made from it (mostly one).
 
     Args:
         rules: the weight rules of the model's family.
@@ -145,7 +145,7 @@ def plan_sync(
         frozen: names of the trainer's leaves that no update changes.
 
     Raises:
-        WeightsError: if names match on one side only, which it lists, or if the shapes of a pair do not correspond.
+        WeightsError: if a name has no counterpart (the message lists them), or the shapes of a pair do not correspond.
     """
     adapters = adapters_of(source)
     parts = {part for pair in adapters.values() for part in pair}
@@ -167,7 +167,7 @@ def plan_sync(
 
 
 def group_moves(moves: Sequence[LeafMove], limit_bytes: int) -> list[tuple[LeafMove, ...]]:
-    """Group moves so that one program carries out each group, whose results take at most ``limit_bytes`` per device.
+    """Group moves for one program each; the results of a group take at most ``limit_bytes`` per device.
 
     A group holds as many whole layers as fit. A layer that does not fit is split into groups of as many leaves as fit,
     and a leaf above the limit is a group of its own. Equal layers are grouped alike and therefore share programs.
@@ -202,7 +202,7 @@ def _bytes_per_device(moves: Iterable[LeafMove]) -> int:
 
 
 def _matches(name: str, rules: Sequence[WeightRule]) -> list[tuple[str, WeightRule]]:
-    """List (a leaf of the sampler, its rule) for all that are made from this leaf of the trainer."""
+    """List the name and the rule of every leaf of the sampler that is made from this leaf of the trainer."""
     matches = []
     for rule in rules:
         if found := re.fullmatch(re.escape(rule.source).replace(r"\*", r"(\d+)"), name):

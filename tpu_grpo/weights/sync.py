@@ -33,7 +33,7 @@ from tpu_grpo.weights.plan import LeafMove, Leaves, Spec, describe_plan, group_m
 from tpu_grpo.weights.transport import Program, compile_moves, from_shards
 
 U32 = Annotated[int, Field(ge=0, lt=2**32)]
-"""A checksum, or the place of a device."""
+"""A checksum, or the position of a device in the mesh."""
 
 
 class CopyCheck:
@@ -55,14 +55,14 @@ class CopyCheck:
         specs = {name: sharding.spec for name, sharding in shardings.items()}
         summed = jax.shard_map(_checksums, mesh=mesh, in_specs=(specs,), out_specs=P(mesh.axis_names), check_vma=False)
         self._devices = list(np.asarray(mesh.devices).flat)
-        """In the order of the mesh."""
+        """The devices in the order of the mesh."""
         self._checksums = jax.jit(summed)
 
     def __call__(self, leaves: Mapping[str, Array], hosts: Hosts) -> None:
         """Compare the copies of all leaves; every host must call this.
 
         Raises:
-            LockstepError: if copies differ; it names the first such leaf and the hosts.
+            LockstepError: if copies differ; the message names the first leaf that differs, and the hosts.
         """
         if not self._groups:
             return
@@ -122,8 +122,8 @@ def _replication_groups(leaf: Array) -> list[list[int]]:
 TEMPORARY_BYTES = 512 * 2**20
 """The default bound on a program's temporary memory per device."""
 GROUP_BYTES = 32 * 2**20
-"""The most bytes per device that the results of a group take. By benchmarks/weights.py, larger groups are slower and
-smaller ones no faster."""
+"""The most bytes per device that the results of a group take. In benchmarks/weights.py, larger groups are slower
+and smaller ones no faster."""
 
 
 class WeightSync:
@@ -133,7 +133,7 @@ class WeightSync:
         rules: the weight rules of the model's family.
         source: the trainer's leaves or their specs, by name.
         target: the specs of the sampler's leaves, by name.
-        temporary_bytes: the most a program may need per device beside its arguments and results.
+        temporary_bytes: the most bytes per device that a program may need beside its arguments and results.
         lora_alpha: the alpha of the adapters among the trainer's leaves.
         frozen: names of the trainer's leaves that no update changes.
 
@@ -181,7 +181,7 @@ class WeightSync:
 
     @property
     def written(self) -> Mapping[str, Array]:
-        """The leaves that the last call wrote, by name: without aliased ones, and empty after ``release``."""
+        """The leaves that the last call wrote, by name. It has no aliased leaves, and is empty after ``release``."""
         return MappingProxyType(self._written)
 
     @property
@@ -216,7 +216,7 @@ class WeightSync:
     def expected(self, source: Leaves) -> Iterator[tuple[LeafMove, Array]]:
         """Compute each of the sampler's leaves, one at a time, without any of this sync's programs.
 
-        The plan is made again, and every leaf is computed by a program of its own. All hosts take the same order.
+        The plan is made again, and every leaf is computed by a program of its own, in the same order on all hosts.
         """
         target = {move.target: move.spec for move in self.moves}
         for move in self._plan(source, target):
@@ -239,7 +239,7 @@ class WeightSync:
                 old.delete()
 
     def _split_to_bound(self, group: tuple[LeafMove, ...]) -> list[tuple[LeafMove, ...]]:
-        """Compile a group's program; halve the group until the compiler says that every program keeps the bound."""
+        """Compile a group's program; halve the group until the compiler reports that it keeps the bound."""
         _, temporary = self._program(group)
         if temporary <= self._temporary_limit:
             return [group]

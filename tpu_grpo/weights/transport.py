@@ -49,8 +49,8 @@ def intermediate_sharding(
     """Choose a sharding over the sampler's mesh in which no two devices hold the same elements.
 
     The mesh axes over which ``target`` is replicated are added to one dimension of the leaf. We take the dimension that
-    the trainer shards, because then the fewest elements move, or else the first one whose size they divide. The
-    sharding's mesh has the sampler's axes, and leaves the partitioning to XLA, as the trainer's mesh does.
+    the trainer shards, because then the fewest elements move, or else the first one whose size these axes divide. The
+    sharding's mesh has the sampler's axes, but not as explicit axes: XLA partitions, as for the trainer's mesh.
 
     Returns:
         The sharding, or None if ``target`` is fully sharded already or no dimension can be divided.
@@ -66,7 +66,7 @@ def intermediate_sharding(
         axes = entries[dimension] + replicated
         if target_shape[dimension] % prod(target.mesh.shape[name] for name in axes) == 0:
             spec = [axes if n == dimension else entry for n, entry in enumerate(entries)]
-            mesh = Mesh(np.asarray(target.mesh.devices), target.mesh.axis_names)  # constraints name no explicit axes
+            mesh = Mesh(np.asarray(target.mesh.devices), target.mesh.axis_names)  # constraints take no explicit axes
             return NamedSharding(mesh, P(*(entry or None for entry in spec)))
     return None
 
@@ -96,7 +96,7 @@ Program = Callable[[Sequence[Array]], tuple[Array, ...]]
 
 
 def compile_moves(group: Sequence[LeafMove]) -> tuple[Program, int]:
-    """Compile the program that moves a group of leaves, between any meshes of the same devices or of disjoint ones.
+    """Compile the program that moves a group of leaves, between meshes on the same devices or on disjoint ones.
 
     Returns the program, and the bytes per device that it needs beside its arguments and results.
     """
@@ -136,7 +136,7 @@ def _compile_in_place(group: Sequence[LeafMove]) -> tuple[Program, int]:
 
 
 def _compile_across(group: Sequence[LeafMove]) -> tuple[Program, int]:
-    """Compile the program over both sets of devices, which are as many, and the two that make its arguments."""
+    """Compile the program over both sets of devices (of equal size), and the two programs that make its arguments."""
     sources = _sources(group)
     trainer, sampler = named_sharding(sources[0]).mesh, named_sharding(group[0].spec).mesh
     own, other = np.asarray(trainer.devices), np.asarray(sampler.devices)

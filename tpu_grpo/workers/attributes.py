@@ -1,4 +1,4 @@
-"""The attributes of an environment, which rewards may read: bytes that only a worker makes and opens.
+"""The attributes of an environment for rewards to read, as bytes that only workers pickle and unpickle.
 
 An environment runs in a process of its own, which has ended when a reward is called. Its attributes are pickled one
 by one, and the reward's process rebuilds an object of its class from them, so that rewards read
@@ -22,8 +22,8 @@ MOST_BYTES_TOGETHER = 2**24
 
 
 def keep(source: str, instance: Any) -> KeptEnvironment:
-    """Pickle the attributes of an environment of the class ``source``; those that cannot be pickled are named with
-    the reason."""
+    """Pickle the attributes of an environment of the class ``source``; store a reason for each attribute that is left
+    out."""
     attributes: dict[str, bytes] = {}
     left_out: dict[str, str] = {}
     together = 0
@@ -32,7 +32,7 @@ def keep(source: str, instance: Any) -> KeptEnvironment:
     for name, value in (item for part in parts if part for item in part.items()):
         try:
             data = pickle.dumps(value)
-        except Exception as error:  # user code: anything can come
+        except Exception as error:  # user code can raise anything
             left_out[name] = f"it cannot be pickled: {type(error).__name__}: {error}"[:500]
             continue
         if len(data) > MOST_BYTES:
@@ -46,12 +46,12 @@ def keep(source: str, instance: Any) -> KeptEnvironment:
 
 
 def opened(kept: KeptEnvironment) -> tuple[Mapping[str, bytes], Mapping[str, str]]:
-    """Return the pickled attributes by name, and the reasons for missing ones; not in the main process."""
+    """Return the pickled attributes by name, and the reasons for missing ones. Never call it in the main process."""
     return pickle.loads(base64.b64decode(kept.state))
 
 
 def rebuilt(kept: KeptEnvironment, error_type: type[TpuGrpoError]) -> Any:
-    """Rebuild an object of an environment's class from its pickled attributes. Only a worker may.
+    """Rebuild an object of an environment's class from its pickled attributes. Only workers may call it.
 
     Raises:
         TpuGrpoError: of this type, for a class that cannot be found any more, or attributes that cannot be read.
@@ -72,7 +72,7 @@ def rebuilt(kept: KeptEnvironment, error_type: type[TpuGrpoError]) -> Any:
     for name, value in attributes.items():
         try:
             object.__setattr__(instance, name, pickle.loads(value))
-        except Exception as error:  # user code: anything can come
+        except Exception as error:  # user code can raise anything
             raise error_type(
                 f"the attribute {name!r} of environment {kept.source} must be readable in another process, got "
                 f"{type(error).__name__}: {error}"

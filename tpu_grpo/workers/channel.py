@@ -2,7 +2,7 @@
 
     channel = WorkerChannel(ours, (Ready, Answered), largest=2**20)     # in the main process
     channel.send(message)           # what does not fit into the socket goes out with a later flush
-    channel.receive()               # the messages that have come in whole, in order
+    channel.receive()               # the messages that have arrived completely, in order
 
     channel = MainChannel(theirs)   # in a fork server or a worker
     message = channel.wait()        # waits for the next message
@@ -27,7 +27,7 @@ from tpu_grpo.workers.messages import decode, encode
 _LENGTH = struct.Struct("!I")
 _READ_BYTES = 2**18
 FOREIGN = "wrote something of its own into its connection"
-"""What is said of an end that has written what is no message."""
+"""The error text for an end that has written something other than a message."""
 
 
 class BrokenChannelError(Exception):
@@ -76,12 +76,12 @@ class Channel:
         except BlockingIOError:
             pass
         except OSError as error:
-            if error.errno != errno.ETOOMANYREFS:  # too many descriptors are on their way, which is no end
-                self._drop()  # the other end is gone: whoever reads here learns of it
+            if error.errno != errno.ETOOMANYREFS:  # too many descriptors in transit; this will pass
+                self._drop()  # the other end is gone, as the next read will show
 
     def receive(self) -> list[Any]:
-        """Return the messages that have arrived. Raises BrokenChannelError if there are none, and the other end is
-        closed or has written something else."""
+        """Return the messages that have arrived. Raises BrokenChannelError if there are none and the other end is
+        closed, or if it has written something other than a message."""
         is_open, messages = self._read(), []
         while len(self._coming) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._coming)
@@ -139,7 +139,7 @@ class WorkerChannel(Channel):
         self._types = types
 
     def send(self, message: Any, descriptor: int | None = None) -> None:
-        """Send a message as far as the socket takes it, with a descriptor if one is given, which is closed here."""
+        """Send a message as far as the socket takes it; a given descriptor is sent along and closed here."""
         self._send(pickle.dumps(message), descriptor)
 
     def _message(self, data: bytes) -> tuple[int, Any]:
@@ -157,7 +157,7 @@ class MainChannel(Channel):
         self.descriptors: collections.deque[int] = collections.deque()
         """The descriptors that arrived with messages, in order."""
         self.queued: collections.deque[Any] = collections.deque()
-        """Messages that have come together with one that was waited for."""
+        """Messages that arrived together with the one that ``wait`` returned."""
 
     def wait(self) -> Any:
         """Wait for the next message and return it; raises EOFError if the main process has ended or closed its end."""

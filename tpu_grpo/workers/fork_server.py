@@ -53,7 +53,7 @@ _FULL_SECONDS = 0.02
 class _Child:
     number: int
     leash: int
-    """Its end of the lifeline; it stays open here, so that the process cannot get rid of it."""
+    """The child's end of the lifeline, which stays open here so that the child cannot close it."""
     deadline: float = float("inf")
     forced: bool = False
 
@@ -63,13 +63,13 @@ def main() -> None:
     channel, lifeline = MainChannel(socket.socket(fileno=int(sys.argv[1]))), int(sys.argv[2])
     end_with_parent(lifeline)
     print_by_line()
-    with contextlib.suppress(EOFError):  # the main process wants no more
+    with contextlib.suppress(EOFError):  # the main process closed its end
         job: Job = channel.wait()
         limit_memory(job.memory_bytes)
         if job.service.mode == "alone" and not set_up(channel, job.service):
             return
         adopt_orphans()
-        warnings.filterwarnings("ignore", r"os\.fork\(\) was called")  # jax says so, whose threads are not started here
+        warnings.filterwarnings("ignore", r"os\.fork\(\) was called")  # jax's warning; its threads are not started here
         _ForkServer(channel, lifeline, job.service).run()
 
 
@@ -83,29 +83,29 @@ class _ForkServer:
         self._selector = selectors.DefaultSelector()
 
     def run(self) -> None:
-        flush_output()  # each worker would write the rest of a line once more
+        flush_output()  # otherwise each worker would print the buffered text, too
         if "numpy" in sys.modules:
-            importlib.import_module("numpy.random")  # each conversation seeds it, and would import it by itself
+            importlib.import_module("numpy.random")  # each conversation seeds it, and would have to import it
         gc.collect()
         gc.freeze()  # the memory that workers share with this process stays shared
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wakes)
         self._selector.register(self._channel, selectors.EVENT_READ)
         self._selector.register(self._woken, selectors.EVENT_READ)
-        outlive_parent(self._lifeline)  # it learns of it here, and first ends what workers have started
+        outlive_parent(self._lifeline)  # run() notices its end, and first ends the workers
         try:
             self._channel.send(Ready())
             while self._channel.queued:
                 self._do(self._channel.queued.popleft())
             while True:
                 self._advance()
-        except BrokenChannelError:  # the main process wants no more
+        except BrokenChannelError:  # the main process closed its end
             pass
         finally:
             self._kill_all()
 
     def _advance(self) -> None:
-        """Do what is asked, and see who has ended."""
+        """Handle messages, kill late workers, and reap those that have ended."""
         until = min([time.monotonic() + _POLL_SECONDS, *(child.deadline for child in self._children.values())])
         left = _FULL_SECONDS if self._channel.is_full else max(until - time.monotonic(), 0.0)
         for key, _ in self._selector.select(left):
@@ -154,7 +154,7 @@ class _ForkServer:
             try:
                 traceback.print_exc()
             finally:
-                leave(1)  # whatever happened, nothing of it may go on in the server's own loop
+                leave(1)  # whatever happened, the child must not go on in the server's loop
 
     def _leave_server(self, leash: int, server: int) -> None:
         os.setsid()
@@ -173,11 +173,11 @@ class _ForkServer:
     def _reap(self) -> None:
         """Reap the workers that have ended, and end the processes that they left behind."""
         has_reaped = False
-        with contextlib.suppress(ChildProcessError):  # there is none
+        with contextlib.suppress(ChildProcessError):  # there are no children
             while (found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
                 child, has_reaped = self._children.pop(found.si_pid, None), True
                 if child is not None:
-                    _kill_group(found.si_pid)  # before it is reaped, while the number is still its own
+                    _kill_group(found.si_pid)  # before it is reaped, while the id is still its own
                 _, status = os.waitpid(found.si_pid, 0)
                 if child is not None:
                     os.close(child.leash)
@@ -186,7 +186,7 @@ class _ForkServer:
         if has_reaped:
             for pid in {*children()} - self._helpers - {*self._children}:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)  # it ends, and what it leaves behind is seen then
+                    os.kill(pid, signal.SIGKILL)  # its own orphans are seen once it has ended
 
     def _kill_all(self) -> None:
         for pid in self._children:

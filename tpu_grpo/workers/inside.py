@@ -27,8 +27,8 @@ _ENOUGH_FILES = 2**16
 def end_with_parent(lifeline: int) -> None:
     """Make the kernel kill this process's group when the other end of the pipe ``lifeline`` closes.
 
-    A thread could not do it: code that hangs while it holds the interpreter lock would keep it from running. The
-    signal is SIGKILL, which nobody can block or ignore.
+    A thread could not do this: code that hangs while it holds the interpreter lock would keep the thread from running.
+    The signal is SIGKILL, which no process can block or ignore.
     """
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
     fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
@@ -110,7 +110,7 @@ def die_with(parent: int) -> None:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every descendant whose own parent dies, so that none escapes."""
+    """Become the parent of every descendant whose own parent dies, so that it can be ended here."""
     _prctl(_SET_CHILD_SUBREAPER, 1)
 
 

@@ -1,9 +1,8 @@
 """The messages between the main process, fork servers and workers.
 
-The main process sends pickles. What it receives is never unpickled: a line with the session's number and the record's
-name, and the record's fields as JSON, which are checked against their types. JSON has a form for integers beyond 64
-bits and for NaN; arrays and bytes are base64 text, which their reader decodes, and halves of surrogate pairs are
-replaced.
+The main process sends pickles, but never unpickles what it receives: a line with the session's number and the record's
+name, then the record's fields as JSON, which are checked against their types. The JSON may hold integers beyond 64 bits
+and NaN; arrays and bytes are base64 text, which the reader of the field decodes, and unpaired surrogates are replaced.
 """
 
 import base64
@@ -20,24 +19,24 @@ Mode = Literal["alone", "in turn", "shared"]
 
 
 class Service(Protocol):
-    """The code that workers run for their sessions; it is pickled for them.
+    """The code that workers run for their sessions; it is sent to them as a pickle.
 
-    In ``mode`` "alone" each session has a worker of its own, forked after ``set_up``, as conversations have. "in turn"
-    workers have one session after the other, as batches of rewards; a worker that is "shared" has many at a time on an
-    event loop.
+    In ``mode`` "alone" each session (a conversation) has a worker of its own, forked after ``set_up``. With "in turn" a
+    worker has one session (a batch of a reward) after the other. With "shared" a worker has many sessions at a time, on
+    an event loop.
     """
 
     name: str
-    """What it is called in errors, such as "reward length"."""
+    """The service's name in errors, such as "reward length"."""
     mode: Mode
     start: str
     """What ``set_up`` is called in errors, such as "imported"."""
     replies: tuple[type, ...]
     """The dataclasses that a worker may reply."""
     most_bytes: int
-    """A longer message of a worker is none."""
+    """The largest message that a worker may send."""
     secrets: tuple[str, ...]
-    """The names of the environment's secrets that the workers get."""
+    """The names of the secret environment variables that the workers get."""
 
     def set_up(self) -> None:
         """Import users' code, and build what sessions share; may raise any exception."""
@@ -46,8 +45,9 @@ class Service(Protocol):
     def answering(self, went_on: Callable[[], None]) -> AbstractContextManager[Callable[[Any, float], Any]]:
         """Yield a function that answers a request within a number of seconds; ``went_on`` restarts that time.
 
-        A service that is "shared" has ``session(went_on)`` instead, which gives an object with coroutines
-        ``reply(request)`` and ``close()``, and with ``late(request, seconds)``: the reply to what was cancelled.
+        A service of mode "shared" has ``session(went_on)`` instead. It returns an object with coroutines
+        ``reply(request)`` and ``close()``, and with ``late(request, seconds)``, which gives the reply to a cancelled
+        request.
         """
         ...
 
@@ -66,7 +66,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Fork:
-    """Fork a worker; its socket comes along."""
+    """Fork a worker; its socket is sent along."""
 
     number: int
 
@@ -84,7 +84,7 @@ class Finish:
 
 @dataclass(frozen=True)
 class Ready:
-    """The first message: users' code is set up, or the worker of a single session is there."""
+    """The first message: users' code is set up, or the worker of a single session was forked."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class SetupFailed:
 
 @dataclass(frozen=True)
 class Exited:
-    """A worker is gone."""
+    """A worker has ended; ``text`` says how, and ``forced`` whether its fork server killed it."""
 
     number: int
     text: str
@@ -106,7 +106,7 @@ class Exited:
 
 @dataclass(frozen=True)
 class WentOn:
-    """The next part of a request begins, which has its own time; the reply follows the last part."""
+    """The next part of a request begins, which has its own time limit; the reply follows the last part."""
 
 
 def encode(number: int, record: Any) -> bytes:

@@ -1,6 +1,6 @@
 """A process of users' code, as the main process sees it.
 
-It is started without the environment variables of jax, of the accelerator, and with secrets; it is ended with
+It is started without environment variables that concern jax or the accelerator or hold secrets; it is ended with
 everything it started. It leads a session of its own and holds one end of a pipe, the lifeline. When the other end
 closes, because the main process closed it or died, the kernel kills the process's group, whatever it is doing.
 Processes that leave the group are found by a mark in their environment.
@@ -25,7 +25,7 @@ WORKER_MARK = "TPU_GRPO_WORKER"
 """This environment variable holds a process's mark; everything that the process starts inherits it."""
 _STARTING_SECONDS = 5.0
 _KERNEL_THREADS = 2
-"""The process whose children are the kernel's own and have no environment."""
+"""The id of the process whose children are the kernel's threads, which have no environment."""
 _ACCELERATOR, _OURS = ("JAX_", "XLA_", "LIBTPU", "TPU_", "PJRT_"), "TPU_GRPO_"
 
 
@@ -34,8 +34,8 @@ class WorkerProcess:
     lifeline."""
 
     def __init__(self, program: str, theirs: socket.socket, directory: Path, secrets: Collection[str] = ()):
-        """Start Python with the source text ``program``; ``theirs`` goes to it, and is closed here. Of the
-        environment's secrets it gets those that are named."""
+        """Start Python with the source text ``program``. The socket ``theirs`` is passed to it and closed here; of the
+        environment's secrets it gets only those named in ``secrets``."""
         lifeline, self._lifeline = os.pipe()
         self._mark = os.urandom(8).hex()
         with theirs, open(lifeline, "rb", buffering=0), contextlib.ExitStack() as unless_it_starts:
@@ -77,7 +77,7 @@ class WorkerProcess:
 
 
 def how_it_ended(code: int) -> str:
-    """Describe an exit code in words; a negative one is a signal's number."""
+    """Describe an exit code in words; a negative code is minus the number of a signal."""
     return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
 
@@ -96,7 +96,7 @@ def _environment(mark: str, secrets: Collection[str]) -> dict[str, str]:
 
     kept = {name: value for name, value in os.environ.items() if name in secrets or is_seen(name, value)}
     search = os.pathsep.join(path or os.getcwd() for path in sys.path)
-    # sets of texts have the same order in every process, and so on every host and after a restart
+    # with a fixed hash seed, sets of texts have the same order in every process, on every host and after a restart
     return {**kept, "JAX_PLATFORMS": "cpu", "PYTHONPATH": search, "PYTHONHASHSEED": "0", WORKER_MARK: mark}
 
 
@@ -106,7 +106,7 @@ def environment_of(process: psutil.Process) -> Mapping[str, str]:
     A process that was just started may not have its program's arguments and environment yet, so these are waited for.
 
     Raises:
-        psutil.Error: the process is gone, or somebody else's.
+        psutil.Error: the process is gone, or belongs to another user.
         OSError: likewise.
     """
     while process.status() != psutil.STATUS_ZOMBIE:
@@ -130,5 +130,5 @@ def _kill_marked(mark: str) -> None:
 def _has_mark(process: psutil.Process, mark: str) -> bool:
     try:
         return environment_of(process).get(WORKER_MARK) == mark
-    except (psutil.Error, OSError):  # gone meanwhile, or somebody else's
+    except (psutil.Error, OSError):  # it is gone, or belongs to another user
         return False

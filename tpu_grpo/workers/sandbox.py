@@ -1,10 +1,10 @@
 """Runs untrusted Python in a process of its own, with limits on time, memory, files and network.
 
-Bubblewrap walls the process off by namespaces of Linux: of the machine's files it sees the system's and Python's, which
-it cannot change, and its directory is in memory; it sees no other process, and has no network, no environment and no
-rights. Inside, ``sandbox_child.py`` sets the kernel's limits on processor time, memory, file size and open files, and
-refuses by Python's audit events what a program should not try, so that it is told so. Where namespaces are not to be
-had, that is all there is: it stops accidents, and not somebody who studies it. Then a line on stderr says so.
+Bubblewrap isolates the process by Linux namespaces: it can read the files of the system and of Python, and write only
+to its directory, which is in memory; it sees no other process, and has no network and no privileges. Inside,
+``sandbox_child.py`` sets the kernel's limits on processor time, memory, file size and open files, and an audit hook
+of Python raises an error in the program when it tries something forbidden. Without namespaces, only these inner
+measures are left, which stop accidents but not a determined attacker; a line on stderr then says so.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ class Limits:
     """The limits of a program."""
 
     seconds: float = 10.0
-    """It bounds the wall-clock time, of tests for all of them together."""
+    """The limit on wall-clock time; with tests, for all tests together."""
     memory_mb: int = 1024
     file_mb: int = 16
 
@@ -56,9 +56,9 @@ class Ran:
     """The result of a program that was run as a script."""
 
     output: str
-    """What it printed; the middle is left out of a longer text than was asked for."""
+    """What it printed; a text longer than the limit loses its middle."""
     error: str | None
-    """Why it did not come to its end, in a line; None if it did."""
+    """Why it did not finish, in one line; None if it did."""
 
 
 def run_tests(program: str, tests: Sequence[Any], limits: Limits) -> list[bool]:
@@ -83,7 +83,7 @@ def run_script(program: str, limits: Limits, most_characters: int) -> Ran:
 
 
 def _told(job: Mapping[str, Any], limits: Limits) -> list[str]:
-    """Let the process of ``sandbox_child.py`` do a job; return what it tells, a line each."""
+    """Let a process of ``sandbox_child.py`` do a job; return the lines that it reports."""
     nonce = secrets.token_hex(16)
     with tempfile.TemporaryDirectory(prefix="sandbox_") as directory:
         child = subprocess.Popen(
@@ -109,8 +109,8 @@ def _told(job: Mapping[str, Any], limits: Limits) -> list[str]:
 
 
 def wall(directory: str, file_mb: int) -> list[str]:
-    """Return the words before a program's command that isolate it, with ``directory`` in memory; empty if nothing
-    can."""
+    """Return the beginning of a command that isolates a program, with ``directory`` in memory; empty if isolation is
+    not possible."""
     bubblewrap = _bubblewrap()
     size = str(_FILES * file_mb * 2**20)
     return [*bubblewrap, "--size", size, "--tmpfs", directory, "--chdir", directory, "--"] if bubblewrap else []
@@ -118,7 +118,7 @@ def wall(directory: str, file_mb: int) -> list[str]:
 
 @cache
 def _bubblewrap() -> tuple[str, ...]:
-    """Return the part of the command that is the same for every program; says on stderr if there cannot be any."""
+    """Return the part of the command that is the same for all programs; if it fails, say so on stderr, return ()."""
     seen = [*_SYSTEM, *_pythons(), str(_CHILD)]
     try:
         command = (str(bwrap_path()), *_WALL, *(word for path in seen for word in ("--ro-bind-try", path, path)))
@@ -142,7 +142,7 @@ def _bubblewrap() -> tuple[str, ...]:
 
 
 def _pythons() -> list[str]:
-    """Return the directories of this Python: its environment, what that was made from, and links between them."""
+    """Return the directories of this Python: its virtual environment, its base, and those that links lead through."""
     homes, program = {sys.prefix, sys.base_prefix}, sys.executable
     while os.path.islink(program):
         program = os.path.join(os.path.dirname(program), os.readlink(program))
@@ -151,6 +151,6 @@ def _pythons() -> list[str]:
 
 
 def _environment(home: str) -> dict[str, str]:
-    """Make an environment of next to nothing, with the mark by which what a worker leaves behind is found."""
+    """Make a minimal environment, with the mark by which a worker's remaining processes are found."""
     kept = {name: os.environ[name] for name in (WORKER_MARK,) if name in os.environ}
     return {**kept, "PATH": os.defpath, "LANG": "C.UTF-8", "HOME": home, "OMP_NUM_THREADS": "1"}

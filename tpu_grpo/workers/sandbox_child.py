@@ -60,12 +60,12 @@ def main() -> None:
 
 
 def _reporter(nonce: str) -> Callable[[Any], None]:
-    """Return what writes to the former standard output; the program finds nothing there."""
+    """Return a function that writes to the original standard output, and redirect all standard streams to /dev/null."""
     pipe = os.dup(1)
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(nothing, descriptor)
-    write = os.write  # the program may put something else there
+    write = os.write  # the program may replace os.write
 
     def report(told: Any) -> None:
         write(pipe, f"{nonce} {told}\n".encode())
@@ -74,7 +74,7 @@ def _reporter(nonce: str) -> Callable[[Any], None]:
 
 
 def _limit(seconds: float, memory_mb: int, file_mb: int) -> None:
-    with suppress(OSError):  # not every kernel lets every user; then the audit hook is what there is
+    with suppress(OSError):  # not every kernel allows this; then only the audit hook blocks the network
         os.unshare(os.CLONE_NEWUSER | os.CLONE_NEWNET)
     memory, size, time = memory_mb * 2**20, file_mb * 2**20, int(seconds) + 1
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
@@ -86,7 +86,7 @@ def _limit(seconds: float, memory_mb: int, file_mb: int) -> None:
 
 
 def _guard(home: str) -> Callable[[str, tuple[Any, ...]], None]:
-    """Refuse processes, network, foreign libraries, and files outside ``home``; reading Python's own is allowed."""
+    """Return an audit hook that refuses processes, network, libraries, and all files but ``home`` and Python's own."""
     readable = tuple({os.path.realpath(p) for p in (home, sys.prefix, sys.base_prefix, *sys.path) if p})
     readable += ("/dev/null", "/dev/urandom", "/usr/share/zoneinfo", "/etc/localtime")
 
@@ -131,13 +131,13 @@ def _passes(code: str, space: dict[str, Any]) -> bool:
     try:
         with redirect_stdout(io.StringIO()):
             exec(compile(code, "<program>", "exec"), space)
-    except BaseException:  # foreign code: anything can come, and all of it is a failure
+    except BaseException:  # foreign code can raise anything, which is a failure
         return False
     return True
 
 
 def _writes(program: str, given: str, expected: str) -> bool:
-    """Return whether the program, run as a script, writes what is expected, white space at the ends of lines aside."""
+    """Return whether the program, run as a script, writes the expected text, ignoring white space at line ends."""
     written = io.StringIO()
     sys.stdin = io.StringIO(given)
     try:
@@ -146,13 +146,13 @@ def _writes(program: str, given: str, expected: str) -> bool:
     except SystemExit as ending:
         if ending.code not in (None, 0):
             return False
-    except BaseException:  # foreign code: anything can come, and all of it is a failure
+    except BaseException:  # foreign code can raise anything, which is a failure
         return False
     return _lines(written.getvalue()) == _lines(expected)
 
 
 def _script(program: str, most_characters: int) -> dict[str, str | None]:
-    """Return what a script prints, the value of its last line included, and why it did not come to its end."""
+    """Return what a script prints, including the value of its last line, and why it did not finish, if so."""
     written, error, space = io.StringIO(), None, {"__name__": "__main__"}
     try:
         tree = ast.parse(program, "<program>")
@@ -165,7 +165,7 @@ def _script(program: str, most_characters: int) -> dict[str, str | None]:
                     print(repr(value))
     except SystemExit as ending:
         error = None if ending.code in (None, 0) else f"SystemExit: {ending.code}"
-    except BaseException as raised:  # foreign code: anything can come, and all of it is told
+    except BaseException as raised:  # foreign code can raise anything, which is reported
         error = _described(raised)
     return {"output": _shortened(written.getvalue(), most_characters), "error": error}
 

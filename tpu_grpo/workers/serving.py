@@ -3,9 +3,9 @@
 main process                            worker
                                 <-      Ready or SetupFailed
 (7, request, seconds)           ->      a session begins, or goes on
-                                <-      7 WentOn, between the parts of what it is asked
-                                <-      7 its reply
-(7, None, 0.0)                  ->      ends a session of many; a worker of one at a time ends with its connection
+                                <-      7 WentOn, between the parts of a request
+                                <-      7 the reply
+(7, None, 0.0)                  ->      ends a session of a shared worker; other workers end with their connection
 """
 
 import asyncio
@@ -26,7 +26,7 @@ def set_up(channel: MainChannel, service: Service) -> bool:
     """Set users' code up, and return whether that succeeded; reports a failure to the main process."""
     try:
         service.set_up()
-    except (Exception, SystemExit) as error:  # user code: anything can come
+    except (Exception, SystemExit) as error:  # user code can raise anything
         text = str(error) if isinstance(error, TpuGrpoError) else f"{type(error).__name__}: {error}"
         channel.say(SetupFailed(text, "".join(traceback.format_exception(error))))
         return False
@@ -34,7 +34,7 @@ def set_up(channel: MainChannel, service: Service) -> bool:
 
 
 def serve(channel: MainChannel, service: Service) -> None:
-    """Do a worker's work, in its process."""
+    """Run a worker in its process, until the main process ends it."""
     if service.mode != "alone" and not set_up(channel, service):
         return
     if service.mode == "shared":
@@ -50,7 +50,7 @@ def _serve_in_turn(channel: MainChannel, service: Service) -> None:
 
     def say(record: Any) -> None:
         if os.getpid() != process:
-            os._exit(0)  # users' code forked and both returned; the child has nothing to say
+            os._exit(0)  # users' code forked, and this child returned here, too
         channel.say(record, number)
 
     with service.answering(lambda: say(WentOn())) as answer, contextlib.suppress(EOFError, OSError):
@@ -61,15 +61,15 @@ def _serve_in_turn(channel: MainChannel, service: Service) -> None:
 
 
 class _Loop:
-    """The sessions of a worker that is shared. What is not done in time is cancelled, and late. The main process ends
-    the worker if its loop is blocked."""
+    """The sessions of a shared worker. A request that is not done in time is cancelled and reported as late. The main
+    process ends the worker if its loop is blocked."""
 
     def __init__(self, channel: MainChannel, service: Any):
         self._channel, self._service = channel, service
         self._sessions: dict[int, Any] = {}
         self._tasks: dict[int, asyncio.Task[Any]] = {}
         self._began: dict[int, float] = {}
-        """When what a session is asked began, by the loop's clock."""
+        """Session -> when its current request, or the last part of it, began, by the loop's clock."""
         self._closing: set[asyncio.Task[Any]] = set()
         self._over = asyncio.Event()
 
@@ -88,7 +88,7 @@ class _Loop:
         try:
             messages = self._channel.receive()
         except BrokenChannelError:
-            self._over.set()  # the main process is gone, or wants no more
+            self._over.set()  # the main process is gone, or closed its end
             return
         for number, request, seconds in messages:
             if request is None:
@@ -121,7 +121,7 @@ class _Loop:
                 await asyncio.wait([task], timeout=left)
         finally:
             is_late = not task.done()
-            task.cancel()  # and is not waited for: it may resist
+            task.cancel()  # without waiting for it: it may resist
         self._say(number, session.late(request, seconds) if is_late else task.result())
 
     def _go_on(self, number: int) -> None:

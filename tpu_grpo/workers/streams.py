@@ -1,4 +1,4 @@
-"""Streams that ignore a closed output, for the main process and for those of users' code."""
+"""Streams that ignore a closed output, for the main process and for processes of users' code."""
 
 import io
 import os
@@ -7,7 +7,7 @@ from typing import Any, TextIO, cast
 
 
 def lasting(stream: TextIO | None) -> TextIO:
-    """Return a stream that writes to this one while it can, and never fails, not even for a character that it lacks."""
+    """Return a stream that writes to ``stream`` while it can, and never fails; unencodable characters are escaped."""
     if stream is None:  # it was closed before the start
         return io.StringIO()
     with suppress(AttributeError, ValueError):  # a stream of a test or a notebook, which shows everything
@@ -16,9 +16,9 @@ def lasting(stream: TextIO | None) -> TextIO:
 
 
 class LastingStream(io.TextIOBase):
-    """Writes to a stream; after an error, to nowhere.
+    """Writes to a stream; after an error, drops everything.
 
-    Its file descriptor is then redirected to nowhere, too, so that others who write there do not fail either.
+    The stream's file descriptor is then redirected to /dev/null, so that other code that writes to it does not fail.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -49,7 +49,7 @@ class LastingStream(io.TextIOBase):
         return True
 
     def isatty(self) -> bool:
-        """Return whether a person reads it."""
+        """Return whether the stream is a terminal."""
         return self._stream.isatty()
 
     def fileno(self) -> int:
@@ -62,7 +62,7 @@ class LastingStream(io.TextIOBase):
         return self._stream.encoding
 
     def _lose(self) -> None:
-        with suppress(OSError, ValueError):  # without a descriptor there is nothing to lead elsewhere
+        with suppress(OSError, ValueError):  # without a descriptor there is nothing to redirect
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._stream.fileno())
             os.close(nowhere)

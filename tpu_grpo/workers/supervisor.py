@@ -2,15 +2,15 @@
 
     supervisor = Supervisor()
     crew = supervisor.add(service, memory_bytes=2**30)      # a fork server, and the workers of one service
-    crew.begin(session)                                     # a worker has it; see ``Session`` for what it is told
+    crew.begin(session)                                     # gives it to a worker; see ``Session`` for its events
     supervisor.ask(session, request, seconds)
-    supervisor.advance(0.1)                                 # takes in what has come, and keeps the deadlines
+    supervisor.advance(0.1)                                 # reads messages, and enforces the deadlines
     supervisor.release(session, 5.0)                        # the session is over
     supervisor.close(5.0)
 
-It has no thread and one caller: messages are read, and deadlines checked, when a method is called. A reply that
-arrived in time is not late even if it is read late. What a worker sends is data (messages.py): whatever it is, it
-ends that worker at most.
+A supervisor has no thread and one caller: messages are read, and deadlines checked, when a method is called. A reply
+that arrived in time is not late even if it is read late. Workers send data, never pickles (messages.py); an invalid
+message only ends its worker.
 """
 
 import contextlib
@@ -29,15 +29,15 @@ from tpu_grpo.workers.messages import Exited, Finish, Fork, Job, Ready, Service,
 from tpu_grpo.workers.process import WorkerProcess
 
 START_SECONDS = 120.0
-"""The time in which users' code must be set up, from when a session waits for it, outside of any other deadline."""
+"""The time limit for setting up users' code, from when a session waits for it. No other time limit runs meanwhile."""
 FORK_SECONDS = 120.0
-"""A session's own worker must be forked within this time, after those of others; the session's time begins then."""
+"""The time limit for forking a session's own worker, including those ahead of it. The request's time begins then."""
 _MOST_FAILURES = 3
-"""The number of processes in a row that may end before they are ready, after which the set-up is at fault."""
+"""When this many processes in a row end before they are ready, the set-up is considered broken."""
 _GRACE_SECONDS = 2.0
-"""A shared worker has this time beyond a deadline to say itself that a reply is late; its loop is blocked if not."""
+"""After a deadline, a shared worker has this time to report a late reply itself; otherwise its loop is blocked."""
 _DYING_SECONDS = 1.0
-"""A worker whose connection is gone has this time to end by itself, so that its exit code can be told."""
+"""A worker whose connection is gone has this time to end by itself, so that its exit code can be reported."""
 _TIDY_SECONDS = 2.0
 _LOOP_SECONDS = 5.0
 _POLL_SECONDS = 0.5
@@ -50,21 +50,21 @@ class StartError(Exception):
 
 
 class Session:
-    """The work of a worker for a caller: a conversation, or one batch of a reward. Its class handles the events."""
+    """The work of a worker for a caller: a conversation, or a batch of a reward. Subclasses handle the events."""
 
     number = 0
     worker: "Worker | None" = None
-    """The worker that has it; None before it began, and when it is over."""
+    """The session's worker; None before the session begins and after it is over."""
     is_asked = False
     seconds = asked_at = 0.0
     deadline = float("inf")
 
     def replied(self, reply: Any) -> None:
-        """Handle the reply to the request; raises BrokenChannelError for one that does not fit it."""
+        """Handle the reply to the request; raises BrokenChannelError for a reply that does not fit the request."""
         raise NotImplementedError
 
     def went_on(self) -> bool:
-        """Handle the start of the request's next part; return whether there is one, which then has its own time."""
+        """Handle the start of the request's next part, which has its own time limit; return whether there is one."""
         return False
 
     def late(self, *, has_begun: bool) -> None:
@@ -72,7 +72,7 @@ class Session:
         raise NotImplementedError
 
     def lost(self, how: str) -> None:
-        """Handle that the worker has ended; ``how`` follows its name, such as "exited with code 1"."""
+        """Handle that the worker has ended; ``how`` is phrased to follow a name, such as "exited with code 1"."""
         raise NotImplementedError
 
 
@@ -85,7 +85,7 @@ class Server:
         self.channel = WorkerChannel(ours, (Ready, SetupFailed, Exited), _SERVER_BYTES)
         self.channel.send(job)
         self.workers: dict[int, Worker] = {}
-        """The workers whose process has not ended, also those that are no longer used."""
+        """The workers whose process has not ended, including those that are no longer used."""
         self.begun = 0
         self.is_ready = False
 
@@ -97,10 +97,10 @@ class Worker:
         self.number, self.crew, self.server, self.channel = number, crew, server, channel
         self.sessions: dict[int, Session] = {}
         self.begun = 0.0
-        """How many sessions it has had, as ``recycle`` counts them."""
+        """The number of sessions that it has had, each counted by its ``weight``; compared with ``recycle``."""
         self.is_ready = False
         self.broke = ""
-        """Why its connection is gone, if that was not closed here."""
+        """Why the worker's connection broke; empty if it did not, or was closed here."""
 
 
 class Starting:
@@ -131,7 +131,7 @@ class Starting:
     def failed(self, how: str) -> StartError | None:
         """Record that a process ended before it was ready; return an error if another try is useless."""
         self._failures += 1
-        self._waited_since = None  # the next has its own time
+        self._waited_since = None  # the next process has its own time limit
         if not self.was_ready:
             return StartError(
                 f"{self._service.name} must be {self._service.start} in its process, which {how} instead; import its "
@@ -214,7 +214,7 @@ class Supervisor:
         return bool(keys)
 
     def advance(self, seconds: float) -> None:
-        """Read the messages that arrive within ``seconds``, send waiting ones, and enforce the deadlines; raises as
+        """Read the messages that arrive within ``seconds``, send waiting ones, and enforce the deadlines; raises like
         ``hear``.
 
         Call ``hear(0.0)`` before, so that messages which arrived in time are read before deadlines are enforced.
@@ -255,7 +255,7 @@ class Supervisor:
         while any(server.workers for crew in self.crews for server in crew.servers):
             if (left := deadline - time.monotonic()) <= 0:
                 break
-            with contextlib.suppress(StartError):  # another one could not be set up, which matters no more
+            with contextlib.suppress(StartError):  # a failed set-up no longer matters
                 self.hear(min(left, _POLL_SECONDS))
             for crew in self.crews:
                 crew.flush()
@@ -280,10 +280,10 @@ class Crew:
         self.workers: list[Worker] = []
         """The workers with a connection."""
         self.ending: list[tuple[WorkerProcess, float]] = []
-        """Servers that end by themselves, and when each is ended if it has not."""
+        """Servers that are to end by themselves, and the time at which each is killed if it has not."""
         self.starting = Starting(job.service)
         self.problem: StartError | None = None
-        """Is raised once all that has come is taken in."""
+        """The error to raise once all messages that have arrived are handled."""
         self._supervisor, self._job, self._directory = supervisor, job, Path.cwd()
         self._add_server()
         self.fill()
@@ -294,7 +294,7 @@ class Crew:
         return any(each.is_ready for each in (self.servers if self.service.mode == "alone" else self.workers))
 
     def flush(self) -> None:
-        """Send what waits."""
+        """Send waiting messages, and kill servers that do not end in time."""
         for each in (*self.servers, *self.workers):
             each.channel.flush()
         for process, until in [*self.ending]:
@@ -322,7 +322,7 @@ class Crew:
         self.fill()
 
     def end(self, worker: Worker, seconds: float) -> None:
-        """Let a worker end; after ``seconds`` it is ended with all it started."""
+        """Let a worker end by itself; after ``seconds`` it is killed with all that it started."""
         if worker in self.workers:
             self._disconnect(worker)
             worker.server.channel.send(Finish(worker.number, seconds))
@@ -388,7 +388,7 @@ class Crew:
         return sessions
 
     def _retire(self) -> None:
-        """Let the servers end that have been replaced, once the last of their workers has ended."""
+        """End the servers that have been replaced and whose workers have all ended."""
         newest = max((i for i, server in enumerate(self.servers) if server.is_ready), default=0)
         for server in [server for server in self.servers[:newest] if not server.workers]:
             self.servers.remove(server)
@@ -418,7 +418,7 @@ class Crew:
                 self._told(worker, number, record)
         except BrokenChannelError as error:
             worker.broke = str(error)
-            self.end(worker, 0.0 if worker.broke == FOREIGN else _DYING_SECONDS)  # how it ended is told then
+            self.end(worker, 0.0 if worker.broke == FOREIGN else _DYING_SECONDS)  # then the server says how it ended
 
     def _told(self, worker: Worker, number: int, record: Any) -> None:
         session = worker.sessions.get(number)
@@ -463,7 +463,7 @@ class Crew:
             self._lost_server(server)
 
     def _lost(self, worker: Worker, how: str, *, forced: bool) -> None:
-        """Note that a worker is gone; ``forced`` says that it was ended from here."""
+        """Handle the end of a worker; ``forced`` says that its fork server killed it."""
         self._hear(worker)  # it may have replied before
         is_wanted = bool(worker.broke) or worker in self.workers
         self._disconnect(worker)
@@ -481,7 +481,7 @@ class Crew:
         self.servers.remove(server)
         self._forget(server)
         if server.is_ready:
-            server.process.wait(_TIDY_SECONDS)  # it ends its workers
+            server.process.wait(_TIDY_SECONDS)  # for it to end its workers
         how = server.process.kill()
         if not server.is_ready:
             self.problem = self.problem or self.starting.failed(how)

@@ -1,7 +1,7 @@
 """Environments that ship, by their names in a config; docs/environments.md describes each.
 
-They are classes as TRL's ``environment_factory`` takes them, whose public methods are tools, or have a method ``step``.
-None imports jax, and what is slow to import is imported when it is needed.
+Each is a class as TRL's ``environment_factory`` takes it, whose public methods are tools, or a class with a method
+``step``. None imports jax, and slow imports are deferred until they are needed.
 """
 
 from collections.abc import Mapping
@@ -20,4 +20,4 @@ SHIPPED: Mapping[str, str] = MappingProxyType(
         "textarena": f"{_HERE}.textarena_games:TextArena",  # games of textarena, which is an extra
     }
 )
-"""Where the class of each is: package.module:Class."""
+"""Name -> the place of the class: package.module:Class."""

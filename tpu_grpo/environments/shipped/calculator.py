@@ -12,10 +12,10 @@ from typing import Any
 from simpleeval import SimpleEval
 
 MOST_DIGITS = 3000
-"""About the most digits of whole numbers; Python prints no more than 4,300."""
+"""The limit on the digits of whole numbers, approximately; Python prints no more than 4,300."""
 MOST_CHARACTERS = 1000
 MOST_PLACES = 400
-"""The most places that a number is rounded to, after the point or before it."""
+"""A number is rounded to at most this many places, after the point or before it."""
 _MOST_BITS = MOST_DIGITS * 332 // 100
 _NODES = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.Call, ast.Name, ast.Load)
 
@@ -65,7 +65,7 @@ class Arithmetic:
             tree = ast.parse(written, mode="eval")
             _check(tree, expression)
             value = SimpleEval(operators=_OPERATORS, functions=_FUNCTIONS, names={}).eval(written, tree.body)
-        except (RecursionError, MemoryError):  # Python's parser says so, too
+        except (RecursionError, MemoryError):  # Python's parser raises them, too
             raise ValueError("the expression is nested too deep") from None
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise TypeError(f"the expression must be of numbers, got {value!r}")
@@ -98,7 +98,7 @@ def _times(a: Any, b: Any) -> Any:
 
 def _power(a: Any, b: Any) -> Any:
     if isinstance(a, int) and isinstance(b, int) and abs(a) > 1 and b > 0:
-        _bounded(b)  # before anything is multiplied by it
+        _bounded(b)  # before the multiplication below, for a huge exponent
         _bounded(math.log2(abs(a)) * b)
     return a**b
 

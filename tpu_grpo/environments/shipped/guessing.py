@@ -3,10 +3,10 @@
     reset    -> "Guess a number from 1 to 100."
     "50"     -> "higher"
     "It is 75." -> "lower"
-    "63"     -> 0.7, and the game is over
+    "63"     -> 0.8, and the game is over
 
-The earlier the guess is right, the higher the reward: it falls in a straight line from 1.0 for the first guess to
-``last`` for the last one that is allowed. A player who halves the range needs at most ceil(log2(n + 1)) guesses.
+The earlier the guess is right, the higher the reward: it falls linearly from 1.0 for the first guess to ``last`` for
+the last guess that is allowed. A player who halves the range needs at most ceil(log2(n + 1)) guesses.
 """
 
 import random
@@ -14,7 +14,7 @@ import re
 from typing import Any
 
 MOST_DIGITS = 1000
-"""What has more is no number; Python reads none of over 4,300."""
+"""A number with more digits is ignored; Python reads at most 4,300."""
 _NUMBER = re.compile(r"-?[0-9]+")
 
 
@@ -22,11 +22,11 @@ class Guessing:
     """The policy guesses a number, and is told whether it is higher or lower.
 
     Args:
-        lowest: the smallest number that it may be.
-        highest: the largest one.
-        guesses: how many are allowed.
-        last: the reward for the last one.
-        greets: say at the start what is to be guessed; false if the prompt does.
+        lowest: the smallest possible number.
+        highest: the largest possible number.
+        guesses: how many guesses are allowed.
+        last: the reward if only the last guess is right.
+        greets: whether ``reset`` says what is to be guessed; set it to false if the prompt does.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Guessing:
         self.secret, self.made = lowest, 0
 
     def reset(self, secret: int | str | None = None, **columns: Any) -> str | None:
-        """Choose the number: the column ``secret`` if there is one, else a random one, the same for all of a group."""
+        """Choose the number: the column ``secret`` if there is one, else a random number, the same in a whole group."""
         self.secret = random.randint(self.lowest, self.highest) if secret is None else int(secret)
         if not self.lowest <= self.secret <= self.highest:
             raise ValueError(f"secret must be from {self.lowest} to {self.highest}, got {self.secret}")
@@ -48,7 +48,7 @@ class Guessing:
         return f"Guess a number from {self.lowest} to {self.highest}." if self.greets else None
 
     def step(self, action: str) -> tuple[str, float, bool, dict[str, Any]]:
-        """Read the guess, the last number of a text; a text without one counts as a guess, too."""
+        """Read the guess, the last number of a text; a text without a number uses up a guess, too."""
         guess = _guess(action)
         self.made += 1
         if guess == self.secret:

@@ -1,7 +1,7 @@
 """Puzzles of reasoning-gym with several tries.
 
-Each of reasoning-gym's tasks is a question with one answer: none has steps, or a state that answers change. This
-environment makes turns of them. The task's own verifier scores every answer, and the policy may try again:
+Each task of reasoning-gym is a question with one answer, without steps or a state. This environment makes a
+conversation of it: the task's own verifier scores every answer, and the policy may try again:
 
     "<answer>41</answer>"   -> "That scores 0.01 of 1. You may try 2 more times."
     "<answer>42</answer>"   -> 0.99, and the episode is over
@@ -27,7 +27,7 @@ class Puzzle:
 
     Args:
         tries: how many answers it may give.
-        tag: the answer is what the last ``<tag>`` holds; null for all of the text.
+        tag: the answer is the content of the last ``<tag>``; null for the whole text.
     """
 
     _imported_before = ("reasoning_gym",)

@@ -1,8 +1,8 @@
 """A tool that searches a corpus: a file of texts, ranked by BM25 (Robertson & Zaragoza 2009) as SQLite computes it.
 
 The corpus is a .jsonl file whose lines hold ``text``, and ``title`` if there is one, or a .txt file whose passages are
-divided by blank lines, or ``builtin:search``, facts of made-up towns. Its index is made on first use, by one
-process, and kept in the cache, so that an episode opens it at once. Words count by their stems.
+divided by blank lines, or ``builtin:search``, facts about made-up towns. The index is made on first use, by one
+process, and kept in the cache, so that an episode opens it at once. Words are compared by their stems.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ class Search:
     Args:
         corpus: the file, or builtin:search.
         top: how many passages a search gives.
-        max_characters: a passage is cut after this many.
+        max_characters: a passage is cut after this many characters.
     """
 
     def __init__(self, corpus: str, top: int = 3, max_characters: int = 1000) -> None:
@@ -69,10 +69,10 @@ class Search:
 
 
 def passages(corpus: Path) -> Iterator[tuple[str, str]]:
-    """Read the passages of a corpus, as (title, text); those of the built-in one are made here.
+    """Read the passages of a corpus, as (title, text); the built-in corpus is generated.
 
     Raises:
-        ValueError: for a file of another kind, a line that is no record, or one without ``text``.
+        ValueError: for a file of another type, or a line that is not a JSON object with ``text``.
         OSError: for a file that cannot be read.
     """
     if corpus == _MAKES_BUILTIN:
@@ -93,7 +93,7 @@ def passages(corpus: Path) -> Iterator[tuple[str, str]]:
 
 def _builtin_passages() -> list[str]:
     """Make the built-in corpus: 4096 facts of made-up towns such as "king of Tado: Leko", always the same."""
-    import numpy as np  # which conversations can do without
+    import numpy as np  # needed only to make the corpus
 
     syllables = ("BDKLMNRSTV", "aeiou", "bdklmnrstv", "aiou")  # so that no two words have the same stem
     words = ["".join(letters) for letters in product(*syllables)]
@@ -115,7 +115,7 @@ def _record(line: str, where: str) -> tuple[str, str]:
 
 
 def _index_of(corpus: Path) -> Path:
-    """Return the index of a corpus, which is made if the cache has none; a file that has changed gets another."""
+    """Return the index of a corpus, and make it if the cache has none; a file that has changed gets a new index."""
     known = corpus.stat()
     decides = [_FORMAT, str(corpus.absolute()), known.st_size, known.st_mtime_ns]
     directory = cache_directory() / "search"

@@ -1,4 +1,4 @@
-"""The shipped rewards; each is found in a module here, which is imported when the reward is first named.
+"""The shipped rewards; each is in a module of this package, which is imported when the reward is first used.
 
 An invalid option raises before any row is scored, so that loading can try a reward on zero rows. A row whose answer
 is missing (null or blank) gets None: the reward does not apply.
@@ -14,15 +14,15 @@ class Shipped:
     """Where a shipped reward is found, and how it is best run."""
 
     source: str
-    """It reads module:function, in this package."""
+    """``module:function`` in this package."""
     workers: int = 0
-    """It has this many processes unless the config says otherwise: none for what is quick and always ends."""
+    """The default number of worker processes; 0 for a reward that is quick and always returns."""
     deterministic: bool = True
-    """If set, the same text always gets the same value, unless the config says otherwise."""
+    """Whether the same text always gets the same value; the config can override this."""
     messages: bool = False
-    """If set, it is given messages in place of texts, whatever the config says."""
+    """If set, the reward is given messages in place of texts, whatever the config says."""
     library: str | None = None
-    """It needs this module, which an extra of the package brings."""
+    """A module that the reward needs, which is installed by an extra of the package."""
 
 
 SHIPPED: Mapping[str, Shipped] = MappingProxyType(

@@ -11,7 +11,7 @@ from typing import Any
 from tpu_grpo.rewards.shipped import SHIPPED
 
 VERIFIERS = ("gsm8k", "exact_answer", "normalised_match", "multiple_choice", "math")
-"""These rewards can tell others whether an answer is correct."""
+"""The rewards that other rewards can use to decide whether an answer is correct."""
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _INTEGER = re.compile(r"[+-]?[0-9]+\Z")
 _STATED = re.compile(
@@ -20,9 +20,9 @@ _STATED = re.compile(
 )
 _ALONE = re.compile(r"(?:^|\n)\s*[(\[*]*([A-Za-z])[)\]*.:]*\s*\Z")
 _IN_BRACKETS = re.compile(r"[(\[]([A-Za-z])[)\]]")
-# A number as people write it, without its currency sign: grouped by commas or not, not part of a word (m2), a power
-# (m^2) or a fraction (1/2); a minus counts when nothing stands before it that could be subtracted from (10-4 holds no
-# -4). The atomic group keeps a rejected number from being cut short and accepted (1/2 -> "", not 1).
+# A number as people write it, without its currency sign, with or without commas. It is not part of a word (m2), a power
+# (m^2) or a fraction (1/2). A minus sign belongs to it unless it can be a subtraction (10-4 contains 4, not -4). The
+# atomic group keeps a rejected number from being cut short and accepted (1/2 -> "", not 1).
 _NUMBER = r"""
     ((?<![\w)\]}])-)?
     (?<![^\W_]) (?<![\^/])
@@ -52,7 +52,7 @@ def inside(text: str, tag: str | None) -> str | None:
 
 
 def boxed(text: str) -> list[str]:
-    r"""Return the content of each ``\boxed{...}`` with balanced braces, in order; one that never closes is left out."""
+    r"""Return the content of each ``\boxed{...}`` with balanced braces, in order; an unclosed box is left out."""
     found = []
     for match in re.finditer(r"\\boxed\s*\{", text):
         depth = 1
@@ -65,7 +65,7 @@ def boxed(text: str) -> list[str]:
 
 
 def fenced(text: str, languages: tuple[str, ...]) -> str | None:
-    """Return the last fenced block whose language is one of these, or not given; None without such a block."""
+    """Return the last fenced block that has one of these languages or no language; None without such a block."""
     found = re.findall(r"^[ \t]*```[ \t]*([\w+-]*)[ \t]*\n(.*?)^[ \t]*```[ \t]*$", text, re.MULTILINE | re.DOTALL)
     blocks = [body for language, body in found if language.lower() in (*languages, "")]
     return blocks[-1] if blocks else None
@@ -89,19 +89,19 @@ def exact_answer(completions: Sequence[str], answer: Sequence[Any]) -> list[floa
 
 
 def normalised_match(completions: Sequence[str], answer: Sequence[Any], tag: str | None = None) -> list[float | None]:
-    """Score 1.0 where completion and answer are the same but for case, punctuation, English articles and white space.
+    """Score 1.0 where completion and answer are equal up to case, punctuation, English articles and white space.
 
     The normalisation is that of SQuAD (Rajpurkar et al. 2016, arXiv 1606.05250), after Unicode's NFKC. ``answer`` may
-    be a list of answers, each as good. With ``tag`` only what the last such tag holds counts, and no tag scores 0.0.
+    be a list of correct answers. With ``tag``, only the content of the last such tag counts; no tag scores 0.0.
     """
     return [_normalised_row(c, a, tag) for c, a in zip(completions, answer, strict=True)]
 
 
 def multiple_choice(completions: Sequence[str], answer: Sequence[Any], choices: str = "ABCDE") -> list[float | None]:
-    """Score 1.0 where the choice made is the answer's: a letter, or the number of a choice counted from 0.
+    """Score 1.0 where the completion chooses the answer, which is a letter or the number of a choice, from 0.
 
     The choice is looked for in this order: the last box, the last <answer> tag, the last "answer is (B)", a last line
-    that is the letter alone, the last letter in brackets. Letters beyond ``choices`` are no choices.
+    that is the letter alone, the last letter in brackets. Letters that are not in ``choices`` are ignored.
     """
     if not isinstance(choices, str) or len(choices) < 2 or not choices.isalpha():
         raise ValueError(f"choices must be at least two letters, got {choices!r}")
@@ -165,9 +165,9 @@ def _only_letter(text: str, choices: str) -> str | None:
 def gsm8k(completions: Sequence[str], answer: Sequence[Any], flexible: bool = True) -> list[float | None]:
     """Score 1.0 where the completion's final number equals the answer's, else 0.0 (Cobbe et al., arXiv 2110.14168).
 
-    The final number is the one right after the last ``####``; without one it is the last number of the completion
-    (``flexible``) or there is none. The answer is a reference solution with ``####``, or a bare number; the score is
-    None where it holds no number. Numbers compare by value: 18, 18.0, $18.00 and ``#### 18.`` are equal.
+    The final number is the one right after the last ``####``. Without ``####`` it is the completion's last number if
+    ``flexible`` is set, otherwise there is none. The answer is a reference solution with ``####``, or a bare number;
+    if it has no number, the score is None. Numbers compare by value: 18, 18.0, $18.00 and ``#### 18.`` are equal.
     """
     if not isinstance(flexible, bool):
         raise TypeError(f"flexible must be true or false, got {flexible!r}")
@@ -206,9 +206,9 @@ def final_answer(
 ) -> list[float | None]:
     """Apply another reward to the policy's last turn, ignoring earlier turns.
 
-    A conversation that ends with a call, or with the environment's words, has no final answer and scores 0.0.
-    ``verifier`` is exact_answer, normalised_match, multiple_choice, gsm8k or math; a row to which it does not apply
-    gets None.
+    A conversation that ends with a tool call or with the environment's message has no final answer and scores 0.0.
+    ``verifier`` is exact_answer, normalised_match, multiple_choice, gsm8k or math; a row to which the verifier does
+    not apply gets None.
     """
     check_verifier(verifier)
     finals = [final_text(messages) for messages in completions]
@@ -217,7 +217,7 @@ def final_answer(
 
 
 def final_text(messages: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return the policy's text at the end of a conversation; None if it ends otherwise."""
+    """Return the last message's text if it is the policy's and not a tool call; otherwise None."""
     last: Mapping[str, Any] = messages[-1] if messages else {}
     if last.get("role") != "assistant" or last.get("tool_calls"):
         return None
@@ -225,7 +225,7 @@ def final_text(messages: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def environment(environment_rewards: Sequence[float | None]) -> list[float | None]:
-    """Return each environment's reward: that of ``get_reward``, or the sum of those of ``step``; or None."""
+    """Return each environment's reward: the value of ``get_reward``, the sum of the rewards of ``step``, or None."""
     return list(environment_rewards)
 
 

@@ -10,7 +10,7 @@ import regex
 from tpu_grpo.rewards.shipped.correctness import check_verifier, missing, number, verified
 
 GSM8K_PATTERN = r"(?:\A|\n)####[ \t]*-?\$?[0-9][0-9,]*(?:\.[0-9]+)?\.?\s*\Z"
-"""It matches a last line ``#### <number>``."""
+"""Matches a last line ``#### <number>``."""
 _SEARCH_SECONDS = 1.0
 type LogMetric = Callable[[str, float], None]
 Mode = Literal["soft", "strict", "per_tag"]
@@ -61,7 +61,7 @@ def _compile(pattern: str) -> Any:
 
 
 def _search(pattern: Any, text: str, full: bool, log_metric: LogMetric | None, *, last: bool = False) -> Any:
-    limits = {"timeout": _SEARCH_SECONDS, "concurrent": True}  # without the interpreter's lock: others go on
+    limits = {"timeout": _SEARCH_SECONDS, "concurrent": True}  # concurrent: other threads go on
     try:
         if last:
             return next(iter([*pattern.finditer(text, **limits)][-1:]), None)
@@ -80,9 +80,9 @@ def think_answer(
 ) -> list[float]:
     """Score whether completions think in one tag and answer in another.
 
-    ``soft``: 1.0 where both pairs follow each other, with nothing but white space between, each tag just once.
-    ``strict``: 1.0 where that is all there is, each tag alone on its line.
-    ``per_tag``: a quarter for each of the four tags that is there just once.
+    ``soft``: 1.0 where each tag occurs exactly once and only white space separates the two pairs, else 0.0.
+    ``strict``: as soft, but nothing may stand before or after the pairs, and each tag must be alone on its line.
+    ``per_tag``: a quarter for each of the four tags that occurs exactly once.
     """
     if mode not in get_args(Mode):
         raise ValueError(f"mode must be one of {', '.join(get_args(Mode))}, got {mode!r}")
@@ -93,7 +93,7 @@ def think_answer(
 def xml_count(
     completions: Sequence[str], tags: Sequence[str] = ("think", "answer"), trailing_penalty: float = 0.001
 ) -> list[float]:
-    """Score the fraction of tags that are there just once, less a penalty per character after the last one.
+    """Score the fraction of tags that occur exactly once, minus a penalty per character after the last closing tag.
 
     Opening and closing tags count alike, and the score is never below 0. With the default tags
     ``<think>a</think> <answer>5</answer>!`` scores 1 - 0.001.
@@ -138,7 +138,7 @@ def _trailing(text: str, last: str) -> int:
 def length(
     completion_ids: Sequence[Sequence[int]], max_tokens: int, min_tokens: int = 0, margin: int = 0
 ) -> list[float]:
-    """Score 1.0 from ``min_tokens`` to ``max_tokens``; outside it falls in a line to 0.0 over ``margin`` tokens."""
+    """Score 1.0 from ``min_tokens`` to ``max_tokens``, falling linearly to 0.0 over ``margin`` tokens on both sides."""
     number("min_tokens", min_tokens, 0)
     number("max_tokens", max_tokens, min_tokens)
     number("margin", margin, 0)
@@ -149,7 +149,7 @@ def length(
 def overlong(completion_ids: Sequence[Sequence[int]], max_tokens: int, buffer: int) -> list[float]:
     """Give DAPO's soft penalty (Yu et al. 2025, arXiv 2503.14476, equation 13), between -1 and 0.
 
-    It is 0 up to ``max_tokens - buffer``, falls in a straight line to -1 at ``max_tokens``, and is -1 beyond.
+    It is 0 up to ``max_tokens - buffer``, falls linearly to -1 at ``max_tokens``, and is -1 beyond.
     """
     number("buffer", buffer, 1)
     number("max_tokens", max_tokens, buffer)
@@ -169,8 +169,8 @@ def cosine_length(
 ) -> list[float | None]:
     """Prefer short completions when correct, long ones when wrong, by a cosine (Yeo et al. 2025, arXiv 2502.03373).
 
-    ``correct`` and ``wrong`` are the values at no tokens and at ``max_tokens``; longer ones get ``exceeded``.
-    ``verifier`` (one of VERIFIERS, such as gsm8k) decides what is correct; a row gets None where that does not apply.
+    ``correct`` and ``wrong`` are each a pair: the values at 0 and at ``max_tokens`` tokens. A longer completion gets
+    ``exceeded``. ``verifier`` (one of VERIFIERS) decides what is correct; rows to which it does not apply get None.
     """
     number("max_tokens", max_tokens, 1)
     check_verifier(verifier)
@@ -191,10 +191,10 @@ def cosine_length(
 
 
 def repetition(completions: Sequence[str], ngram: int = 3, penalty: float = 1.0) -> list[float]:
-    """Score minus ``penalty`` times the fraction of a completion's word n-grams that it has had before; 0 if short.
+    """Score ``-penalty`` times the fraction of a completion's word n-grams that repeat an earlier one.
 
-    It follows Yeo et al. 2025 (arXiv 2502.03373); case does not count. "a b a b a b" has 4 n-grams of 3 words, 2 of
-    them repeated: -0.5.
+    This follows Yeo et al. 2025 (arXiv 2502.03373), ignoring case. "a b a b a b" has 4 n-grams of 3 words, 2 of them
+    repeated: -0.5. A completion of fewer than ``ngram`` words scores 0.
     """
     number("ngram", ngram, 1)
     number("penalty", penalty, 0)

@@ -1,7 +1,7 @@
 """Rewards that check instructions by program, under the names of IFEval (Zhou et al. 2023, arXiv 2311.07911).
 
 Data in IFEval's form has the columns ``instruction_id_list`` (names) and ``kwargs`` (their arguments, one mapping per
-name; nulls are ignored). The language is told by py3langid (its model comes with it; 97 languages).
+name; nulls are ignored). py3langid identifies the language, among 97; its model comes with the package.
 """
 
 import functools
@@ -26,7 +26,7 @@ def instructions(
 ) -> list[float | None]:
     """Score the fraction of a row's instructions that its completion follows; without ``partial``, 1.0 for all or 0.0.
 
-    ``loose`` tries each instruction on the completion without its first line, its last line and its asterisks too.
+    With ``loose``, each instruction is also tried on the completion without its first line, last line or asterisks.
     A row without instructions gets None.
     """
     rows = zip(completions, instruction_id_list, kwargs, strict=True)
@@ -48,8 +48,8 @@ def _row(text: str, names: Any, arguments: Any, loose: bool, partial: bool) -> f
 
 
 def follows(text: str, name: str, arguments: Mapping[str, Any] | None) -> bool:
-    """Return whether a text follows one instruction. Raises ValueError for an instruction that is not known, or without
-    an argument that it needs."""
+    """Return whether a text follows one instruction. Raises ValueError for an unknown instruction, or for wrong or
+    missing arguments."""
     if name not in CHECKS:
         raise ValueError(f"instruction_id_list must name instructions of IFEval ({', '.join(CHECKS)}), got {name!r}")
     given = {key: value for key, value in (arguments or {}).items() if value is not None}
@@ -86,7 +86,7 @@ def language_of(text: str) -> str:
 
 @functools.cache
 def _identifier() -> Any:
-    from py3langid.langid import MODEL_FILE, LanguageIdentifier  # of an extra
+    from py3langid.langid import MODEL_FILE, LanguageIdentifier  # installed by an extra
 
     return LanguageIdentifier.from_model_file(MODEL_FILE)
 
@@ -120,7 +120,7 @@ def _forbidden(text: str, forbidden_words: Sequence[str]) -> bool:
 
 
 def _paragraphs(text: str, num_paragraphs: int) -> bool:
-    """Check the number of paragraphs between ``***``; an empty one is allowed first and last, and does not count."""
+    """Check the number of paragraphs separated by ``***``; if the first or last is empty, it does not count."""
     pieces = [piece.strip() for piece in re.split(r"\s?\*\*\*\s?", text)]
     return all(pieces[1:-1]) and sum(map(bool, pieces)) == num_paragraphs
 

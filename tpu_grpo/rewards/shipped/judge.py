@@ -29,11 +29,11 @@ _NUMBER = re.compile(r"-?[0-9]+(?:\.[0-9]+)?")
 class Judge:
     """Asks a model for a number from 0 to ``out_of``, and divides by it: scores lie between 0 and 1.
 
-    ``template`` may contain {prompt}, the user's text, {rendered_prompt}, the model's input, {completion} and any
-    column. The last number of the reply counts. A question is asked once per process, or with ``cache``, a file of
-    JSON lines that grows, only once. Per worker, at most ``concurrency`` requests run at a time, and ``per_minute``
-    in a minute. A request that fails because of the network or the server is repeated up to ``retries`` times, with
-    growing pauses.
+    ``template`` may contain {prompt} (the user's text), {rendered_prompt} (the model's input), {completion} and any
+    column. The last number of the reply counts. Each process asks a question only once; ``cache``, a file of JSON
+    lines, keeps the scores for later processes. A worker runs at most ``concurrency`` requests at a time and starts at
+    most ``per_minute`` per minute. A request that fails because of the network or the server is repeated up to
+    ``retries`` times, with growing pauses.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Judge:
         """Disconnect."""
         await self._client.close()
 
-    @per_sample(concurrency=1024)  # its own limit holds
+    @per_sample(concurrency=1024)  # the judge's own ``concurrency`` is the limit
     async def __call__(self, prompt: str, completion: str, rendered_prompt: str, **columns: Any) -> float:
         """Return the score of one completion."""
         texts = {"prompt": prompt, "completion": completion, "rendered_prompt": rendered_prompt}
@@ -110,7 +110,7 @@ class Judge:
     async def _ask(self, messages: list[dict[str, str]]) -> float:
         async with self._places:
             now = time.monotonic()
-            at = max(now, self._next)  # the question's place in the minute
+            at = max(now, self._next)  # when ``per_minute`` allows the request
             self._next = at + self._pause
             await asyncio.sleep(at - now)
             reply = await self._client.chat.completions.create(

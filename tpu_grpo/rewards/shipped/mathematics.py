@@ -28,9 +28,9 @@ def math(
 
     The completion's answer is its last ``\boxed{}``, or else what math-verify finds last; with ``boxed_only`` there
     must be a box. The reference is a bare answer, LaTeX, or a solution whose last box or number after ``####`` is the
-    answer; the score is None where it holds no mathematics. What takes longer than ``seconds`` to compare scores 0.0
-    and is counted as the metric ``unverified``. math-verify keeps that time by a signal, which works on a process's
-    main thread only, where workers call it; elsewhere there is no limit but the reward's timeout.
+    answer; if it has no mathematics, the score is None. A comparison that takes longer than ``seconds`` scores 0.0 and
+    counts in the metric ``unverified``. math-verify enforces this limit with a signal, which works only on the main
+    thread of a process, as in workers; on other threads the reward's timeout is the only limit.
     """
     number("seconds", seconds, 1)
     if missing(answer):

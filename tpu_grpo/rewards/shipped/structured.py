@@ -26,8 +26,9 @@ def json_schema(
 ) -> list[float | None]:
     """Score 1.0 for JSON that fits ``schema`` (draft 2020-12), ``parsed`` for other JSON, and 0.0 for anything else.
 
-    A fenced block (```json) counts if there is one, the last; with ``tag``, what the last such tag holds. ``schema`` is
-    an option or a column, a mapping or its JSON text; a row without one gets None.
+    The JSON is the last fenced block (```json), or the whole text without such a block; with ``tag``, only the content
+    of the last such tag counts. ``schema`` is an option or a column, a mapping or its JSON text; a row without a schema
+    gets None.
     """
     number("parsed", parsed, 0)
     if not isinstance(schema, list):
@@ -45,10 +46,10 @@ def countdown(
     use_all: bool = True,
     format_score: float = 0.0,
 ) -> list[float | None]:
-    """Score 1.0 where the expression makes ``target`` of the numbers ``nums``, each at most (``use_all``: just) once.
+    """Score 1.0 where the expression makes ``target`` from ``nums``, using each at most (``use_all``: exactly) once.
 
-    The expression, of + - * / and brackets, is what the last ``tag`` holds, up to an equals sign; it is computed
-    exactly. One that uses the numbers rightly but misses the target gets ``format_score``.
+    The expression consists of numbers, + - * / and brackets, is the content of the last ``tag`` up to an equals sign,
+    and is computed exactly. If it uses the numbers correctly but misses the target, it scores ``format_score``.
     """
     number("format_score", format_score, 0)
     rows = zip(completions, target, nums, strict=True)
@@ -64,7 +65,7 @@ def reasoning_gym(
     question: Sequence[Any] | None = None,
     tag: str | None = "answer",
 ) -> list[float | None]:
-    """Let the puzzle's own verifier score what the last ``tag`` holds; score 0.0 without the tag.
+    """Let the puzzle's own verifier score the content of the last ``tag``; score 0.0 without the tag.
 
     ``metadata`` is reasoning-gym's, as a mapping or its JSON text; its ``source_dataset`` names the verifier.
     """
@@ -74,7 +75,7 @@ def reasoning_gym(
 
 
 def _validator(schema: Any) -> Any:
-    from jsonschema import Draft202012Validator  # of an extra
+    from jsonschema import Draft202012Validator  # installed by an extra
     from jsonschema.exceptions import SchemaError
 
     schema = _mapping(schema) if not isinstance(schema, bool) else schema
@@ -157,12 +158,12 @@ def _gym_row(completion: str, metadata: Mapping[str, Any], answer: Any, question
 def python_tests(
     completion: str, tests: Any, seconds: float = 5.0, memory_mb: int = 1024, partial: bool = False, fence: bool = True
 ) -> float | None:
-    """Score 1.0 where the completion's program passes all of its tests, else 0.0; or, with ``partial``, the fraction.
+    """Score 1.0 where the program passes all of its tests, else 0.0; with ``partial``, the fraction that it passes.
 
-    The program is the last ```python block; without one, with ``fence``, the score is 0.0, otherwise all of the
-    completion is the program. ``tests`` is a column: a list, or its JSON text, of Python code that raises if the
-    program is wrong (``assert add(1, 2) == 3``) or of mappings {input, output}; one text is one test. A row without
-    tests gets None.
+    The program is the last ```python block. Without such a block the score is 0.0 if ``fence`` is set, otherwise the
+    whole completion is the program. ``tests`` is a column with a list of tests, or its JSON text. A test is Python
+    code that raises if the program is wrong (``assert add(1, 2) == 3``), or a mapping {input, output}; a single text is
+    one test. A row without tests gets None.
     """
     number("seconds", seconds, 0.1)
     number("memory_mb", memory_mb, 64)
