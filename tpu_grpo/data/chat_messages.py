@@ -1,13 +1,13 @@
-"""A record becomes the conversation that is put to the model, a list of {role, content}.
+"""Turns a record into the conversation that the model gets, a list of {role, content}.
 
     system     data.system_prompt
     user       each of data.examples, by data.prompt_template
     assistant  and its answer, by data.example_template
     user       the record itself, by data.prompt_template
 
-With data.messages, what that column of the record holds comes after the system prompt and the examples instead; so it
-does where the template is nothing but a column that holds messages. Messages of a column become what a chat template
-takes, with text contents, and tool calls with their arguments as an object:
+With data.messages, the messages in that column of the record replace the last message. The same happens if
+data.prompt_template is a single column that holds messages. Messages of a column are converted to what chat templates
+take, with contents as text, and the arguments of tool calls as an object:
 
     {"role": "user", "content": [{"type": "text", "text": "2+"}, {"type": "text", "text": "3?"}], "name": None}
     becomes {"role": "user", "content": "2+3?"}
@@ -26,13 +26,13 @@ Record = Mapping[str, Any]
 Message = dict[str, Any]
 ROLES = ("system", "user", "assistant", "tool")
 MORE_KEYS = ("tool_calls", "tool_call_id", "name", "reasoning_content")
-"""Chat templates may use these beside role and content."""
+"""The keys of a message that chat templates may use, besides role and content."""
 QUESTION = "question"
-"""The default template writes this column."""
+"""The column that the default template uses."""
 IN_ITS_PLACE = ("prompt", "messages", "conversations", "problem", "instruction")
-"""Where there is no such column, it writes the first of these that there is; an instruction with its column input."""
+"""The columns of which the first that exists replaces a missing question; instruction is followed by column input."""
 SHAREGPT = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "observation": "tool"}
-"""ShareGPT's messages {from, value} name these roles so; others have their own names."""
+"""The roles behind ShareGPT's names in messages {from, value}; other names are roles."""
 
 
 class Conversation:
@@ -56,7 +56,7 @@ class Conversation:
 
     @property
     def before(self) -> int:
-        """Return the number of messages before those of every record."""
+        """Return the number of messages before a record's own: system prompt and examples."""
         return len(self._before)
 
     def messages(self, record: Record, where: str) -> list[Message]:
@@ -65,8 +65,8 @@ class Conversation:
         The last one is the user's or a tool's, or with data.final_assistant=continue the assistant's.
 
         Raises:
-            ConfigError: for a column that is not there, or a format that does not suit its value.
-            DataError: for messages that are no conversation.
+            ConfigError: for a missing column, or a format that does not suit its value.
+            DataError: for messages that are not a conversation.
         """
         if (column := self._data.messages) is not None:
             if column not in record:
@@ -104,10 +104,10 @@ class Conversation:
 
 
 def record_of(text: str, known: Record, data: DataSection) -> dict[str, Any]:
-    """Make the record for a prompt's text, which becomes the one column of the template that is not given.
+    """Make a record from a prompt's text, which becomes the one column of the template that ``known`` lacks.
 
     Raises:
-        ConfigError: when no column is left, or several are.
+        ConfigError: if ``known`` lacks no column, or several.
     """
     if data.messages is not None:
         return {**known, data.messages: [{"role": "user", "content": text}]}
@@ -135,7 +135,7 @@ class Template:
 
     @property
     def only_column(self) -> str | None:
-        """Return the column if the template is nothing but one column: question for ``{question}``; else None."""
+        """Return the column of a template that is a single column (question for ``{question}``), else None."""
         return self.fields[0] if len(self.fields) == 1 and self._text == f"{{{self.fields[0]}}}" else None
 
     def fill(self, record: Record, where: str) -> str:
@@ -212,7 +212,7 @@ def read_messages(value: Any, column: str, where: str) -> list[Message]:
     """Return the messages in a column of a record; ``where`` names the record in errors.
 
     Raises:
-        DataError: for anything but a list of messages with text, and for images and the like, which are named.
+        DataError: for anything but a list of messages with text, naming the type of images and the like.
     """
     if not looks_like_messages(value) or any(_role(message) not in ROLES for message in value):
         raise DataError(
@@ -250,7 +250,7 @@ def _text(content: Any, column: str, where: str) -> str:
 
 
 def _with_arguments(call: Any) -> Any:
-    """Return a tool call's arguments as an object; some data has JSON text, which templates would quote again."""
+    """Return a tool call with its arguments as an object; templates would quote JSON text, which some data has."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call

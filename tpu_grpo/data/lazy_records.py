@@ -23,7 +23,7 @@ Records = Sequence[Record]
 ROWS = 1000
 """The number of rows of a table that are read at once."""
 MUCH = {"bytes": 20_000_000, "prompts": 20_000}
-"""From so much on a bar is shown."""
+"""The total from which on a progress bar is shown, by unit."""
 
 
 class Lazy(Sequence[Record]):
@@ -47,12 +47,12 @@ class Lazy(Sequence[Record]):
 
 
 class JsonLines(Lazy):
-    """The JSON objects of a file, one a line, all with the same keys; blank lines at the end do not count.
+    """The JSON objects of a file, one per line, all with the same keys; blank lines at the end do not count.
 
-    The file is kept open. Errors call it by ``name``, and by the setting that gave it.
+    The file is kept open. Errors name it by ``name`` and by the setting that it comes from.
 
     Raises:
-        DataError: for a line that does not fit, by its number, and for a file without a record.
+        DataError: for an invalid line, with its number, or a file without a record.
     """
 
     def __init__(self, file: IO[bytes], name: str, setting: str):
@@ -60,7 +60,7 @@ class JsonLines(Lazy):
         self._name = name
         self._state = self._file_state()
         self._starts = array("q")
-        """Where each record begins, and where the last one ends."""
+        """The offsets in the file where records begin, and where the last record ends."""
         self._check(setting)
 
     def _check(self, setting: str) -> None:
@@ -90,7 +90,7 @@ class JsonLines(Lazy):
         return len(self._starts) - 1
 
     def at(self, index: int) -> Record:
-        """Read one line; raises DataError for a file that is not what it was when it was opened."""
+        """Read one line; raises DataError if the file has changed since it was opened."""
         (record,) = self._between(index, index + 1)
         return record
 
@@ -117,7 +117,7 @@ def parse(line: bytes, where: str, *, first: bool = False) -> dict[str, Any]:
     """Read a line of JSON; the first one of a file may begin with a byte-order mark.
 
     Raises:
-        DataError: for anything but an object with a key.
+        DataError: for anything but an object with at least one key.
         UnicodeDecodeError: for a line that is not UTF-8.
     """
     text = line.decode("utf-8-sig" if first else "utf-8")
@@ -138,7 +138,7 @@ def checked(record: Any, where: str) -> dict[str, Any]:
 
 
 def kept(records: Iterable[Record], name: str, setting: str) -> JsonLines:
-    """Write records to a temporary file of JSON lines, which ends with the process, and return them as read there."""
+    """Write records to a temporary file of JSON lines, deleted when the process ends, and return them from there."""
     file = tempfile.TemporaryFile(prefix="tpu_grpo_data_")  # noqa: SIM115  # lives as long as the records
     for record in records:
         file.write(json.dumps(record).encode() + b"\n")
@@ -148,7 +148,7 @@ def kept(records: Iterable[Record], name: str, setting: str) -> JsonLines:
 
 
 class ArrowRows(Lazy):
-    """The rows of an Arrow table as Python values; ``table`` returns those from a first index to before a second."""
+    """The rows of an Arrow table as Python values; ``table(first, end)`` returns part of the table."""
 
     def __init__(self, count: int, table: Callable[[int, int], Any]):
         self._count = count
@@ -167,7 +167,7 @@ class ArrowRows(Lazy):
 
 
 class Mapped(Lazy):
-    """The records of another sequence, as ``change`` makes them of each record and its index when they are read."""
+    """The records of another sequence, each changed by ``change(record, index)`` when it is read."""
 
     def __init__(self, records: Records, change: Callable[[Record, int], Record]):
         self._records = records
@@ -205,10 +205,10 @@ class Joined(Lazy):
 
 
 def check_keys(record: Mapping[str, Any], first: Mapping[str, Any], where: str, first_is: str) -> None:
-    """Check that a record has the keys of the first one; ``first_is`` names that one in errors.
+    """Check that a record has the same keys as the first record, which errors call ``first_is``.
 
     Raises:
-        DataError: naming what it lacks and adds.
+        DataError: with the keys that it lacks and adds.
     """
     if record.keys() == first.keys():
         return
@@ -223,7 +223,7 @@ def check_keys(record: Mapping[str, Any], first: Mapping[str, Any], where: str, 
 def reading(what: str, total: int, unit: Literal["bytes", "prompts"]) -> Iterator[Callable[[int], object]]:
     """Yield a function that takes the progress so far, out of ``total``; host 0 shows a bar if the total is large.
 
-    The bar is one line that vanishes at its end; without a terminal there is none.
+    The bar is one line that vanishes at its end. It is shown only on a terminal.
     """
     if total < MUCH[unit] or here.index != 0:
         yield lambda done: None

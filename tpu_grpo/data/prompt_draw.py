@@ -5,20 +5,20 @@
         more = draw.batch(121, after=batch)          # and the second
         draw.done(121, used, values)                 # step 122 begins after the last prompt of ``used``
 
-The stream decides which prompt stands at which position. When its turn comes, a prompt is sampled with its pool's
-weight as the probability, and never once it is retired. For the weights 1 and 0.2 and the prompts a (weight 1), b
-(0.2) and c (retired), a step of two prompts at position 4 could be:
+The stream assigns a prompt to each position. When the draw reaches a position, its prompt is sampled with the weight of
+its pool as the probability, and never if it is retired. For the prompts a (weight 1), b (weight 0.2) and c (retired), a
+step of two prompts that begins at position 4 could be:
 
     position     4  5  6  7  8
     prompt       b  c  a  a  b        the fate of b at a position is drawn from the seed and the position alone
     sampled      -  -  a  a  .        so the next step begins at position 8
 
-A prompt that was sampled and not used is drawn again by the next step, which begins with it, so that none is left
-out. Without pools, retirement and dynamic sampling, step s has the positions (s - 1) P to s P - 1.
+The next step begins with the first prompt that was sampled but not used, so that no prompt is left out. Without pools,
+retirement and dynamic sampling, step s has the positions (s - 1) P to s P - 1.
 
 ``history.jsonl`` has a line per step: the numbers of its prompts, their results, and the position at which the next
-step begins. Host 0 writes it, truncates it to the completed steps when a run continues, and tells the others. So a
-continued run has exactly the history that an uninterrupted run would have.
+step begins. Host 0 writes it. When a run continues, host 0 truncates it to the completed steps and sends it to the
+other hosts. So a continued run has exactly the history that an uninterrupted run would have.
 
     with PromptHistory.open(run_dir, prompts=7473, start=120, hosts=hosts) as history:     # steps 1 to 120 are done
         known = history.last("tokens", batch.records)                   # [103.5, None, ...]: None if nothing is known
@@ -43,24 +43,24 @@ from tpu_grpo.records.errors import DataError
 from tpu_grpo.records.stages import PromptBatch
 
 FATE = 1
-"""Keeps these random numbers apart from others of the same seed."""
+"""Makes these random numbers differ from others of the same seed."""
 
 
 COLUMNS = ("tokens", "pass_rate")
 """``tokens`` is the mean length of the completions of a prompt's group, ``pass_rate`` the mean of their reward."""
 PASSES = "passes"
-"""How often in a row a prompt was passed; it follows from the pass rates, and is in no file."""
+"""How often in a row each prompt was passed; computed from the pass rates, and not in the file."""
 
 
 class PromptHistory:
-    """The results of every prompt by kind, NaN where none is known.
+    """The latest results of every prompt by kind, NaN where none is known.
 
-    A prompt counts as passed from the pass rate ``passed_at`` on; None if nobody asks.
+    A prompt is passed if its pass rate is at least ``passed_at``; with None, passes are not counted.
     """
 
     def __init__(self, prompts: int, passed_at: float | None = None):
         self.position: int | None = 0
-        """Where the next step begins; None if the file does not say it."""
+        """The position at which the next step begins; None if the file does not give it."""
         self._passed_at = math.inf if passed_at is None else passed_at
         self._table = {name: np.full(prompts, np.nan) for name in COLUMNS} | {PASSES: np.zeros(prompts)}
         self._file: IO[bytes] | None = None
@@ -70,7 +70,7 @@ class PromptHistory:
         """Read the history of a run up to step ``start``; every host calls this.
 
         Raises:
-            DataError: on host 0, if the file is broken elsewhere than in its last line.
+            DataError: on host 0, if a line other than the last one is broken.
         """
         history = cls(prompts, passed_at)
         if hosts.is_first:
@@ -98,14 +98,14 @@ class PromptHistory:
         return self._table[name]
 
     def last(self, name: str, records: Sequence[int]) -> list[float | None]:
-        """Return the results of one kind for these prompts, by their numbers; None for those never trained on."""
+        """Return the results of one kind for these prompts, by their numbers; None for prompts never trained on."""
         return [None if np.isnan(value) else float(value) for value in self._table[name][list(records)]]
 
     def add(self, step: int, position: int, records: Sequence[int], values: Mapping[str, Sequence[float]]) -> None:
         """Add the results of a step's prompts, and the position at which the next step begins.
 
-        If a prompt occurs twice, its last result counts. The line is on disk when this returns, so that a checkpoint
-        that is saved afterwards never lacks it.
+        If a prompt occurs twice, its last result counts. The line is on disk when this returns, so that no checkpoint
+        has a step that the history lacks.
         """
         self._take_in(records, values)
         self.position = position
@@ -123,7 +123,7 @@ class PromptHistory:
             passes[record] = passes[record] + 1 if rate >= self._passed_at else 0
 
     def _share(self, hosts: Hosts) -> None:
-        """Take up what host 0 knows."""
+        """Replace the history by that of host 0."""
         columns = np.stack(list(self._table.values()))
 
         def read(told: tuple[int | None, str]) -> Float[np.ndarray, "kinds prompts"]:
@@ -147,13 +147,13 @@ class PromptHistory:
 
 
 class PromptDraw:
-    """Draws prompts from a stream by their history.
+    """Draws prompts from a stream by their history, and adds to the history.
 
-    The draw adds to the history. ``seed`` decides with a position whether a prompt of a pool is sampled there, and
-    ``start`` steps are done.
+    ``seed`` and the position determine whether a prompt with a pool's weight is sampled there. ``start`` is the number
+    of completed steps.
 
     Raises:
-        DataError: for a history that lacks a step that is done, if the settings need it.
+        DataError: if the settings need the history, and it lacks a completed step.
     """
 
     def __init__(self, stream: PromptStream, history: PromptHistory, data: DataSection, *, seed: int, start: int):
@@ -175,7 +175,7 @@ class PromptDraw:
         """Open the draw of a run after its completed steps; every host calls this. Use it in a ``with`` block.
 
         Raises:
-            DataError: for a history that is broken, or lacks a step that is done and is needed.
+            DataError: for a broken history, or one that lacks a completed step if the settings need it.
         """
         data = config.data
         history = PromptHistory.open(config.run_dir, stream.size, start, hosts, data.retire.at)
@@ -192,7 +192,7 @@ class PromptDraw:
         self.history.close()
 
     def batch(self, step: int, after: PromptBatch | None = None) -> PromptBatch:
-        """Draw the prompts of a step's first round, or of that ``after`` another; raises DataError if none is left."""
+        """Draw the prompts of a step's first round, or of the one after ``after``; raises DataError if none is left."""
         if self.exhausted:
             raise DataError(f"step {step} needs prompts, and none is left: {self.why_exhausted}")
         start, number = (self._position, 0) if after is None else (after.positions[-1] + 1, after.round + 1)
@@ -220,7 +220,7 @@ class PromptDraw:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of pools and retirement after a step; empty without pools."""
+        """Return the metrics of pools and retirement after a step; empty if neither is configured."""
         if not self._data.pools.weights and self._data.retire.at is None:
             return {}
         rates, retired = self.history.known("pass_rate"), self._retired()
@@ -247,7 +247,7 @@ class PromptDraw:
         return drawn
 
     def _weights(self) -> Float[np.ndarray, " prompts"]:
-        """Return with which probability each prompt is sampled when its turn comes."""
+        """Return the probability with which each prompt is sampled when the draw reaches it."""
         rates, weights = self.history.known("pass_rate"), np.ones(self.stream.size)
         if self._data.pools.weights:
             seen = ~np.isnan(rates)
@@ -256,7 +256,7 @@ class PromptDraw:
         return weights
 
     def _pools(self, rates: Float[np.ndarray, " n"]) -> np.ndarray:
-        """Return the number of the pool of each pass rate; an edge belongs to the pool below."""
+        """Return the number of the pool of each pass rate; a rate on an edge belongs to the pool below."""
         return np.searchsorted(np.array(self._data.pools.edges), rates, side="left")
 
     def _retired(self) -> np.ndarray:

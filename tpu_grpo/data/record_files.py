@@ -1,6 +1,6 @@
-"""Records of files: the files that a path names, the reader of each format, and the errors of unreadable files.
+"""Reads records from files: finds the files that a path names, reads each format, and explains errors.
 
-data/*.jsonl             every file that fits, sorted by name
+data/*.jsonl             every file that matches, sorted by name
 train.jsonl.gz           a compressed file
 https://..., gs://...    read through fsspec, once, when the run starts
 """
@@ -40,14 +40,14 @@ from tpu_grpo.records.errors import ConfigError, DataError, disk_error
 from tpu_grpo.records.outside import lines_of, open_file, parse_json
 
 PACKED = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz"}
-"""The compression of a file by the end of its name, as fsspec calls it."""
+"""fsspec's name for a file's compression, by the suffix of the file."""
 FILE_SYSTEMS = {"gs": "gcsfs", "gcs": "gcsfs", "s3": "s3fs", "s3a": "s3fs", "abfs": "adlfs", "az": "adlfs"}
-"""The package that fsspec needs for a URL scheme."""
+"""The package that fsspec needs for each URL scheme."""
 BLOCK = 2**20
 LARGEST_LIST = 2**32
 """The most bytes of a JSON list, which is read as a whole."""
 GLANCED_BYTES = 20_000_000
-"""Of a larger file that has to be read or unpacked whole, the first record is not looked at beforehand."""
+"""The most bytes of a file that is read or unpacked as a whole only to look at its first record."""
 OTHER_KINDS = (
     "the directory of a Hugging Face dataset, hf:NAME, reasoning_gym:TASK, path.py:function or builtin:addition"
 )
@@ -72,7 +72,7 @@ class Location:
 
     @property
     def suffix(self) -> str:
-        """Return the suffix that selects the reader: .jsonl of train.jsonl.gz."""
+        """Return the suffix that selects the reader: .jsonl for train.jsonl.gz."""
         return os.path.splitext(self._without_query.removesuffix(self.packed))[1]
 
     @property
@@ -86,10 +86,10 @@ class Location:
 
     @property
     def address(self) -> str:
-        """Return the URL with the values of the environment variables that it names; it must not be shown.
+        """Return the URL with its environment variables filled in; it may hold a password, so never show it.
 
         Raises:
-            ConfigError: for a variable that the environment does not have.
+            ConfigError: for an environment variable that is not set.
         """
         if missing := [name for name in re.findall(r"\$\{?(\w+)", self.name) if name not in os.environ]:
             raise ConfigError(f"{self.setting}: {self.name} needs the variable {missing[0]}; set it")
@@ -101,12 +101,12 @@ class Location:
         Raises:
             FileNotFoundError: there is no such file.
             ConfigError: for a URL that needs a package which is not installed.
-            DataError: for a URL that does not answer, and for what cannot be unpacked.
+            DataError: for a URL that does not answer, or a file that cannot be unpacked.
         """
         if not self.is_remote and not self.packed:
             return open_file(self.path)
         if not self.is_remote:
-            open_file(self.path).close()  # it is a file
+            open_file(self.path).close()  # raises if it is not a file
         copy = tempfile.TemporaryFile(prefix="tpu_grpo_data_")  # noqa: SIM115  # lives as long as the records
         with _explained(self):
             import fsspec
@@ -131,7 +131,7 @@ def is_address(name: str) -> bool:
 
 
 def expand(name: str, setting: str) -> list[Location]:
-    """Return the files that a path names, those of a pattern sorted; raises DataError where no file fits one."""
+    """Return the files that a path names, sorted if it is a pattern; raises DataError if no file matches it."""
     if not any(sign in name for sign in "*?[") or (not is_address(name) and Path(name).expanduser().exists()):
         return [Location(name, setting)]
     if is_address(name):
@@ -152,7 +152,7 @@ def expand(name: str, setting: str) -> list[Location]:
 
 @contextmanager
 def _explained(location: Location) -> Iterator[None]:
-    """Raise errors of fsspec, of its file systems and of unpacking as what users can act on."""
+    """Convert errors of fsspec, of its file systems and of unpacking into errors that users can act on."""
     scheme = location.name.partition("://")[0]
     try:
         yield
@@ -194,7 +194,7 @@ def _first_line(file: IO[bytes], place: Location) -> Iterator[Record]:
 
 
 def _json(file: IO[bytes], place: Location) -> Records:
-    """Read a list of objects, or objects one a line, which some call .json too."""
+    """Read a list of objects, or one object per line, because such files are sometimes named .json, too."""
     if not _is_list(file):
         return _json_lines(file, place)
     return kept(_listed(file, place), place.name, place.setting)
@@ -233,7 +233,7 @@ def _whole(file: IO[bytes], place: Location) -> bytes:
 
 
 def _rows(file: IO[bytes], place: Location, delimiter: str) -> Iterator[Record]:
-    """Read a header line and then records; every value is a text, so that an answer 007 stays one."""
+    """Read a header line and then records; every value is a text, so that an answer 007 does not become 7."""
     text = io.TextIOWrapper(file, "utf-8-sig", newline="")
     reader = csv.reader(lines_of(text, place.name), strict=True, delimiter=delimiter)
     header: list[str] | None = None
@@ -266,7 +266,7 @@ def _kept_rows(file: IO[bytes], place: Location, delimiter: str) -> Records:
 
 
 def _parquet(file: IO[bytes], place: Location) -> Records:
-    """Write the rows as Arrow has them into a temporary file, which can be mapped into memory."""
+    """Write the rows into a temporary file in Arrow's format, which can be mapped into memory."""
     import pyarrow as pa  # a quarter of a second to import
     from pyarrow import parquet
 
@@ -276,7 +276,7 @@ def _parquet(file: IO[bytes], place: Location) -> Records:
         with pa.OSFile(copy.name, "wb") as sink, pa.ipc.new_file(sink, opened.schema_arrow) as writer:
             for batch in opened.iter_batches():
                 writer.write_batch(batch)
-    table = pa.ipc.open_file(pa.memory_map(copy.name)).read_all()  # the mapping holds the file when its name is gone
+    table = pa.ipc.open_file(pa.memory_map(copy.name)).read_all()  # the mapping keeps the deleted file alive
     if not table.num_rows:
         raise _nothing(place)
     return ArrowRows(table.num_rows, lambda first, end: table.slice(first, end - first))
@@ -313,11 +313,11 @@ class Reader:
     """Reads the files of one suffix."""
 
     all: Callable[[IO[bytes], Location], Records]
-    """Checks all records of an open file, and returns them to be read later."""
+    """Checks all records of an open file, and returns a sequence that reads them later."""
     some: Callable[[IO[bytes], Location], Iterator[Record]]
-    """Yields the first record, at least."""
+    """Yields at least the first record."""
     whole: bool = False
-    """Whether the first record cannot be had without the others."""
+    """Whether the first record can be read only together with the others."""
 
 
 READERS: Mapping[str, Reader] = MappingProxyType(
@@ -330,7 +330,7 @@ READERS: Mapping[str, Reader] = MappingProxyType(
         ".tsv": Reader(partial(_kept_rows, delimiter="\t"), partial(_rows, delimiter="\t")),
     }
 )
-"""The suffix of a file decides which of these reads it."""
+"""The reader for each suffix of a file."""
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
@@ -339,11 +339,10 @@ READERS: Mapping[str, Reader] = MappingProxyType(
 def read_files(paths: Iterable[str], setting: str) -> Records:
     """Check all records of some files, and return a sequence that reads them when they are indexed.
 
-    The paths are those of ``setting``; each may be a pattern or a URL, with or without the suffix of a compressed
-    file.
+    The paths come from ``setting``; each may be a pattern or a URL, and may end with the suffix of a compressed file.
 
     Raises:
-        DataError: for a file that is missing, empty or not readable, or a line that does not fit; names file and line.
+        DataError: for a file that is missing, empty or not readable, or an invalid line, with file and line.
         ConfigError: for a URL that needs a package which is not installed.
     """
     locations = [location for path in paths for location in expand(path, setting)]
@@ -356,10 +355,10 @@ def read_files(paths: Iterable[str], setting: str) -> Records:
 
 
 def first_record(paths: Iterable[str], setting: str) -> Record | None:
-    """Read the first record of some files, and check that the others exist; None for a URL, which takes time.
+    """Read the first record of some files, and check that all exist; None if it takes time, as for a URL.
 
     Raises:
-        DataError, ConfigError: as `read_files` does, as far as the first record shows it.
+        DataError, ConfigError: as `read_files`, but only for errors that the first record shows.
     """
     locations = [location for path in paths for location in expand(path, setting)]
     for location in locations:
@@ -388,7 +387,7 @@ def _reader(location: Location) -> Reader:
 
 
 def _read[Result](location: Location, action: Callable[[Location], Result]) -> Result:
-    """Do something with a file, and say of errors which setting it comes from."""
+    """Apply an action to a file; errors name the setting that the file comes from."""
     path, setting = location.name, location.setting
     try:
         return action(location)
@@ -402,7 +401,7 @@ def _read[Result](location: Location, action: Callable[[Location], Result]) -> R
 
 
 def _hint(location: Location) -> str:
-    """Guess what a name without a file may have meant."""
+    """Guess what the user meant by a name that is not a file."""
     if re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", location.name) and location.suffix not in READERS:
         return f"; did you mean hf:{location.name}, a dataset of the Hugging Face hub?"
     return ""

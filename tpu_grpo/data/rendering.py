@@ -2,12 +2,12 @@
 
     {"question": "47+38="}  --prompt_template-->  "47+38="  --chat template-->  "<|im_start|>user\\n47+38=..."  -->  ids
 
-With data.chat_template the text is written by the tokenizer's template, which places the special tokens itself;
-without it the user's message is the text and the tokenizer adds its own (a BOS, where it has one).
+With data.chat_template, the tokenizer's template writes the text, special tokens included. Without it, the text is the
+user's message, and the tokenizer adds its special tokens (such as a BOS).
 
     rendered = render_records(renderer, records, data, "train.jsonl")
     rendered.prompts[7]                       # reads the record, fills the template, and makes the tokens
-    rendered.dropped                          # the prompts that are too long
+    rendered.dropped                          # the number of prompts that are too long
 
 All prompts of a source are checked once at the start, and rendered again when they are used, so that a file of any
 size takes a few bytes of memory for each record. The check renders every text, and tokenizes only texts whose length
@@ -43,12 +43,12 @@ TEMPLATE_BYTES = 2**32
 Tools = Sequence[Mapping[str, Any]]
 """The JSON schemas of the tools that a prompt offers."""
 ToolsOf = Callable[[Record, str], Tools]
-"""Returns the tools of the environment that a record's prompt begins a conversation with; errors call the record as
-the second argument says."""
+"""Takes a record and its name for errors, and returns the tools of the environment with which the record's prompt
+begins a conversation."""
 CLOCK = "strftime_now"
-"""By this name transformers gives chat templates a function that writes the present time in a format."""
+"""The name under which transformers passes chat templates a function that formats the current time."""
 THINKING = ("enable_thinking", "thinking")
-"""Chat templates name their thinking switch so: most the first way, DeepSeek's and Granite's the second."""
+"""The names of the thinking switch in chat templates: most use the first, DeepSeek's and Granite's the second."""
 
 
 class PromptRenderer:
@@ -99,7 +99,7 @@ class PromptRenderer:
     def conversations(self, records: Sequence[Record], where: Sequence[str]) -> list[list[Message]]:
         """Return the messages of some records; raises as `render` does.
 
-        The last of them is not empty, unless an environment may have something to add.
+        The last message of each record is not empty, unless an environment may add to it.
         """
         with self._bounded("data.prompt_template", where):
             conversations = [self._conversation.messages(*each) for each in zip(records, where, strict=True)]
@@ -137,7 +137,7 @@ class PromptRenderer:
 
     @contextmanager
     def _bounded(self, what: str, where: Sequence[str]) -> Iterator[None]:
-        """Bound the time of a template, and the first time its memory, as nothing else takes some then."""
+        """Bound the time of a template, and at its first use also its memory, when nothing else allocates any."""
         try:
             with bounded(TEMPLATE_SECONDS, None if self._is_tried else TEMPLATE_BYTES):
                 yield
@@ -154,7 +154,7 @@ class PromptRenderer:
             DataError: for a prompt without a token, or one that holds the tokenizer's pad token.
         """
         core = self._tokenizer.backend_tokenizer
-        core.no_truncation()  # a tokenizer's file may ask for either
+        core.no_truncation()  # tokenizer.json may enable both
         core.no_padding()
         encodings = core.encode_batch_fast(texts, add_special_tokens=not self._data.chat_template)
         found = [encoding.ids for encoding in encodings]
@@ -201,7 +201,7 @@ class PromptRenderer:
 
     @cached_property
     def _added(self) -> int:
-        """The tokens that may come beside those of the text: special ones, and a space before it."""
+        """The number of tokens that may be added to those of the text: special tokens, and a leading space."""
         return self._tokenizer.num_special_tokens_to_add(pair=False) + 1
 
     def _chats(self, conversations: list[list[Message]], where: Sequence[str], tools: Sequence[Tools]) -> list[str]:
@@ -210,7 +210,7 @@ class PromptRenderer:
         except (MemoryError, TimeoutError):
             raise
         except Exception:  # the model's own code
-            for each in zip(conversations, tools, where, strict=True):  # which of them is it?
+            for each in zip(conversations, tools, where, strict=True):  # find the one that fails
                 self._try_chat(*each)
             raise
 
@@ -226,7 +226,7 @@ class PromptRenderer:
             ) from error
 
     def _templated(self, conversations: list[list[Message]], tools: Sequence[Tools]) -> list[str]:
-        """Write conversations by the chat template; one that ends with the assistant stays open there."""
+        """Render conversations by the chat template; a last message of the assistant stays open, to be continued."""
         texts: list[str] = [""] * len(conversations)
         alike: dict[tuple[bool, int], list[int]] = {}
         for n, (messages, offered) in enumerate(zip(conversations, tools, strict=True)):
@@ -255,10 +255,10 @@ def plain(messages: Sequence[Message]) -> str:
 
 
 def template_switches(data: DataSection, tokenizer: "PreTrainedTokenizerFast") -> dict[str, Any]:
-    """Return the arguments of the chat template beside the messages: the thinking switch, and today's date.
+    """Return the other arguments of the chat template: the thinking switch, and a clock that is fixed at data.date.
 
-    Templates such as those of Llama 3.2 write today's date. Transformers would ask the clock, whose answer differs
-    after midnight, on hosts of other time zones, and in a continued run.
+    Templates such as those of Llama 3.2 write today's date. From the real clock it would change after midnight, between
+    hosts in different time zones, and in a continued run.
     """
     template = str(tokenizer.chat_template) if data.chat_template else ""
     day = datetime.datetime.fromisoformat(data.date)
@@ -283,24 +283,24 @@ def _thinking(data: DataSection, template: str) -> dict[str, bool]:
 
 @dataclass(frozen=True)
 class RenderedPrompts:
-    """The prompts that are not too long, in the order of their records, and the number of those that are."""
+    """The prompts that fit, in the order of their records, and the number of prompts that are too long."""
 
     prompts: Sequence[Prompt]
     dropped: int
     digest: str = ""
-    """The sha256, in hex, of the texts and columns of all prompts and of what makes tokens of them."""
+    """The SHA-256, in hex, of the texts and columns of all prompts, and of the tokenizer."""
 
     def column(self, name: str) -> Iterator[tuple[Any, Record]]:
-        """Yield every prompt's value in a column, None if it lacks the column, with all its columns."""
+        """Yield for every prompt (its value in the column, or None if it lacks the column; all its columns)."""
         prompts = self.prompts
         records = prompts.records() if isinstance(prompts, LazyPrompts) else (prompt.columns for prompt in prompts)
         return ((record.get(name), record) for record in records)
 
 
 class LazyPrompts(Sequence[Prompt]):
-    """Prompts that are rendered when they are indexed: of all records those ``fitting``, by number, ascending.
+    """Prompts that are rendered when they are indexed, from the records of ``of`` whose indices are in ``fitting``.
 
-    ``source`` names the data in errors.
+    ``fitting`` is ascending; ``source`` names the data in errors.
     """
 
     def __init__(self, renderer: PromptRenderer, of: Sequence[Record], fitting: Sequence[int], source: str):
@@ -365,7 +365,7 @@ def render_records(
 
 
 def _lengths(renderer: PromptRenderer, texts: list[str], where: Sequence[str], most: int) -> list[int]:
-    """Return the tokens of each text, or a number that they do not exceed, and that is itself at most ``most``."""
+    """Return the number of tokens of each text, or an upper bound of it if that is at most ``most``."""
     bounds = [renderer.most_tokens(text) for text in texts]
     lengths = [bound if bound is not None and bound <= most else -1 for bound in bounds]
     open_ones = [index for index, length in enumerate(lengths) if length < 0]

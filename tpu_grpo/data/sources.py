@@ -1,13 +1,13 @@
-"""Reads the records of a source, of whatever kind, as the config names it.
+"""Reads the records of a source of any kind, by its name in the config:
 
 builtin:addition                  a built-in task
 builtin:environment               empty messages, for environments that give prompts by themselves
 reasoning_gym:TASK                problems that reasoning-gym makes
 hf:NAME, or a directory           a Hugging Face dataset, of the hub or on disk
-path.py:function, module:function what a function of the user's own returns
+path.py:function, module:function what a user's function returns
 anything else                     files, see record_files.py: a path, a pattern, a URL, or a list of these
 
-All end as a sequence of mappings with the same keys, the columns; ``columns`` of the config then renames them.
+Every kind gives a sequence of mappings with the same keys (the columns). ``columns`` of the config then renames them.
 """
 
 import difflib
@@ -30,11 +30,11 @@ from tpu_grpo.models.tasks import TASKS
 from tpu_grpo.records.errors import ConfigError, DataError
 
 OWN_TASKS = 10_000
-"""The prompts of an epoch whose texts environments make; held-out ones are numbered from here on."""
+"""The number of prompts per epoch if environments make their texts; held-out ones are numbered from here on."""
 OLDEST_DATASETS = 4
-"""The oldest major release of the library datasets that imports beside the pyarrow that is pinned."""
+"""The oldest major release of the library datasets that can be imported with the pinned pyarrow."""
 PLAIN = ReadingSection()
-"""A source is read so by default."""
+"""The default settings for reading a source."""
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,14 @@ class Source:
     """A source of records, with the setting that names it."""
 
     given: str | tuple[str, ...]
-    """A path, or those of several files."""
+    """A path, or the paths of several files."""
     reading: ReadingSection = PLAIN
     use: Literal["train", "heldout"] = "train"
     setting: str = "data.path"
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """Return the path, or those of several files."""
+        """Return the path, or the paths of several files, as a tuple."""
         return (self.given,) if isinstance(self.given, str) else self.given
 
     @property
@@ -69,13 +69,13 @@ class Source:
 
 
 def read_records(source: Source) -> Records:
-    """Check all records of a source, all with the same columns, renamed as the config says.
+    """Check and return all records of a source, with the same columns in each, renamed as the config says.
 
     Records on disk are read when they are indexed.
 
     Raises:
-        DataError: for data that is missing, empty or malformed; names file and line where there is one.
-        ConfigError: for a setting that this kind of source does not have, or a column that is not there.
+        DataError: for data that is missing, empty or malformed, with file and line if it is in a file.
+        ConfigError: for a setting that this kind of source does not have, or a missing column.
     """
     _check_settings(source)
     records = _read(source)
@@ -83,9 +83,9 @@ def read_records(source: Source) -> Records:
 
 
 def glance(source: Source) -> Record | None:
-    """Read the first record of a source, its columns renamed as the config says, without heavy work.
+    """Read the first record of a source, with its columns renamed as the config says, if that is quick.
 
-    None if that takes time: for records that are generated or downloaded. Missing files raise as in `read_records`.
+    Returns None for records that are generated or downloaded. Missing files raise as in `read_records`.
     """
     _check_settings(source)
     if (kind := _kind(source)) == "files":
@@ -131,7 +131,7 @@ def _read(source: Source) -> Records:
 
 
 def _check_settings(source: Source) -> None:
-    """Refuse settings that would be ignored, and in a list of paths what is no file."""
+    """Refuse settings that would be ignored, and lists of paths with anything but files."""
     if len(source.paths) > 1 and (others := [path for path in source.paths if path.startswith((HUB, BUILTIN, GYM))]):
         raise ConfigError(f"{source.setting} must list files only, got {others}; mix them with data.sources")
     kind = _kind(source)
@@ -145,13 +145,13 @@ def _check_settings(source: Source) -> None:
 
 
 def renamed(records: Records, columns: Mapping[str, str], source: Source) -> Records:
-    """Rename columns, which then come first; others keep their names.
+    """Rename columns, and put these first; other columns keep their names.
 
-    With {answer: solution} the records {solution: 4, level: 1} become {answer: 4, level: 1}. A column that had the
-    new name before is dropped. A dot reaches into a column, unless a column has the whole name.
+    With {answer: solution} the records {solution: 4, level: 1} become {answer: 4, level: 1}. A column that already has
+    a new name is dropped. A dot in an old name reaches into a column that is a mapping, unless a column has that name.
 
     Raises:
-        ConfigError: for a column that is not there; of a record beyond the first, when it is read.
+        ConfigError: for a missing column; in records after the first, when they are read.
     """
 
     def change(record: Record, index: int) -> Record:
@@ -180,8 +180,8 @@ def _value(record: Mapping[str, Any], column: str, where: str, source: Source) -
 def _builtin(source: Source) -> Records:
     """Return a task's problems; held-out ones come in a fixed shuffled order.
 
-    Those of the addition come sorted by their first number, and small numbers carry less often: of the first half in
-    that order 60 % need a carry, of all 73 %. An evaluation that takes the first few would measure an easier task.
+    The task sorts additions by their first number, and small numbers need a carry less often: 60 % of the first half,
+    73 % of all. Without the shuffle, an evaluation of the first few problems would measure an easier task.
     """
     if source.path == NO_DATA:
         first = 0 if source.use == "train" else OWN_TASKS
@@ -200,12 +200,12 @@ def _builtin(source: Source) -> Records:
 
 
 def call_function(name: str, options: Mapping[str, Any], setting: str) -> list[dict[str, Any]]:
-    """Return the records that ``path.py:function`` or ``module:function`` returns, called with the options.
+    """Call ``path.py:function`` or ``module:function`` with the options, and return its records.
 
-    It must return the same records at every call and on every host: hosts compare them.
+    The function must return the same records at every call and on every host: hosts compare them.
 
     Raises:
-        DataError: for a function that is not there, raises, or returns anything but mappings with the same keys.
+        DataError: for a function that is missing, raises, or returns anything but mappings with the same keys.
         ConfigError: for options that it does not take.
     """
     function = find_function(name, "data", DataError)
@@ -235,10 +235,10 @@ def call_function(name: str, options: Mapping[str, Any], setting: str) -> list[d
 def make_puzzles(task: str, options: Mapping[str, Any], setting: str, *, heldout: bool) -> list[dict[str, Any]]:
     """Make the problems of a reasoning-gym task, with the columns question, answer and metadata.
 
-    ``options`` are its own, size and seed among them. The seed is 0 for training and 1 for an evaluation unless given.
+    ``options`` are the task's, such as size and seed. The default seed is 0 for training and 1 for evaluation.
 
     Raises:
-        ConfigError: for a task that is not there, or options that it does not take.
+        ConfigError: for an unknown task, or options that the task does not take.
     """
     need("reasoning_gym", f"{setting}={GYM}{task}", ConfigError)
     with warnings.catch_warnings():
@@ -267,12 +267,12 @@ def make_puzzles(task: str, options: Mapping[str, Any], setting: str, *, heldout
 def read_dataset(path: str, split: str, reading: ReadingSection, setting: str) -> Records:
     """Open all records of one split; each is read from disk when it is indexed.
 
-    ``path`` is hf:NAME, a directory that ``save_to_disk`` wrote (of a dataset, which has no splits, or of several by
-    split), or a directory of data files as ``load_dataset`` takes it. A dataset of the hub is downloaded
-    on first use; with HF_HUB_OFFLINE=1 in the environment it comes from the local cache only.
+    ``path`` is hf:NAME, a directory that ``save_to_disk`` wrote (of one dataset without splits, or of several by
+    split), or a directory of data files for ``load_dataset``. A dataset of the hub is downloaded on first use, or with
+    HF_HUB_OFFLINE=1 in the environment taken from the local cache only.
 
     Raises:
-        DataError: for a dataset, subset or split that is not there.
+        DataError: for a dataset, subset or split that does not exist.
         ConfigError: for settings that this kind of directory does not have.
     """
     if int((installed := metadata.version("datasets")).split(".")[0]) < OLDEST_DATASETS:
@@ -308,7 +308,7 @@ def read_dataset(path: str, split: str, reading: ReadingSection, setting: str) -
         ) from error
     if not len(found):
         raise DataError(f"{setting}={path}: the split {split!r} must hold at least one record, got none")
-    rows: Any = found.with_format("arrow")  # what it would decode, such as an image, stays as it is stored
+    rows: Any = found.with_format("arrow")  # values such as images are not decoded
     return ArrowRows(len(rows), lambda first, end: rows[first:end])
 
 

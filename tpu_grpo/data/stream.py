@@ -1,16 +1,16 @@
 """A PromptStream is an endless stream of prompt batches, made of the config's data; its position is the step.
 
-Three prompts a, b, c, two per step (P = 2): the stream goes through one shuffled epoch after another, and step ``s``
-(counted from 1) holds its positions ``2s - 2`` and ``2s - 1``, so a batch may straddle two epochs:
+For example, with three prompts a, b, c and two per step (P = 2), the stream is one shuffled epoch after another. Step
+``s`` (counted from 1) holds its positions ``2s - 2`` and ``2s - 1``, so a batch may straddle two epochs:
 
     epoch 0: c a b   epoch 1: a b c   ...
     step 1: c a      step 2: b a      step 3: b c
 
-A mixture alternates between its sources, so that each has its share of any first n positions, to less than one
-prompt; each source goes through epochs of its own. With weights 2 and 1 for the sources x and y: x y x x y x x y ...
+A mixture alternates between its sources: among the first n positions, for any n, each has its share to within one
+prompt. Each source goes through its own epochs. With weights 2 and 1 for the sources x and y: x y x x y x x y ...
 
-What stands at a position depends on the data, the settings and the seed only: every host gets the same prompts. So does
-``batch(step)``, as long as steps are all of P prompts; which positions they take otherwise, see prompt_draw.py.
+The prompt at a position depends only on the data, the settings and the seed, so every host gets the same prompts.
+``batch(step)`` assumes that every step has P prompts; prompt_draw.py finds the positions of steps in general.
 """
 
 import hashlib
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 SOURCE_COLUMN = "source"
-"""Records of a mixture get this column, which holds the name of their source."""
+"""The column that records of a mixture get, with the name of their source."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class PromptStream:
 
     @property
     def size(self) -> int:
-        """Return the number of prompts of all sources, which is an epoch."""
+        """Return the number of prompts of all sources together."""
         return self._ends[-1]
 
     @property
@@ -97,12 +97,12 @@ class PromptStream:
 
     @property
     def notes(self) -> list[str]:
-        """Return what a run should say about its prompts at its start."""
+        """Return messages about the prompts, for the user at the start of a run."""
         return [f"{self.dropped} prompts were dropped: longer than data.max_prompt_tokens"] if self.dropped else []
 
     @cached_property
     def digest(self) -> str:
-        """Return the SHA-256, in hex, of all that decides the prompts of each step, the prompts included."""
+        """Return the SHA-256, in hex, of everything that determines the prompts of each step."""
         digest = hashlib.sha256(json.dumps(self._settings).encode())
         for part in self.parts:
             digest.update(f"{part.name} {part.weight!r} {len(part.rendered.prompts)}\n".encode())
@@ -118,7 +118,7 @@ class PromptStream:
         return {"digest": self.digest, "sources": sources}
 
     def batch(self, step: int) -> PromptBatch:
-        """Return the P prompts of a step, counted from 1, of a run whose steps are all of P prompts.
+        """Return the P prompts of a step (counted from 1), in a run whose steps all have P prompts.
 
         Raises:
             DataError: for a step below 1.
@@ -129,7 +129,7 @@ class PromptStream:
         return self.at(step, range(start, start + self._prompts_per_step))
 
     def at(self, step: int, positions: Sequence[int], number: int = 0) -> PromptBatch:
-        """Return the prompts at some positions, for a step and a round, ``number``."""
+        """Return the prompts at some positions as the batch of a step; ``number`` is the round within the step."""
         records = tuple(self.record(position) for position in positions)
         return PromptBatch(step, tuple(map(self.prompt, records)), records, tuple(positions), number)
 
@@ -156,7 +156,7 @@ def prompts_digest(prompts: Iterable[Prompt]) -> str:
 
 
 def _seeds(seed: int, count: int) -> list[int]:
-    """Return the run's seed for one source; each of several gets a seed of its own."""
+    """Return a seed for every source: the run's seed if there is one source, else a different seed for each."""
     if count == 1:
         return [seed]
     return [int(np.random.SeedSequence([seed, index]).generate_state(1)[0]) for index in range(count)]
@@ -166,7 +166,7 @@ def _seeds(seed: int, count: int) -> list[int]:
 
 
 def shuffled(count: int, seed: int, shuffle: bool) -> "grain.MapDataset[int]":
-    """Yield all indices below ``count`` once an epoch, shuffled anew in each, or in order."""
+    """Return an endless sequence of epochs, each of all indices below ``count``, in new random order or in order."""
     import grain  # imports jax, which checking and showing a config do without
 
     order = grain.MapDataset.source(range(count))
@@ -177,15 +177,15 @@ def shuffled(count: int, seed: int, shuffle: bool) -> "grain.MapDataset[int]":
 def sorted_by(
     values: Iterable[tuple[Any, Mapping[str, Any]]], column: str, seed: int, shuffle: bool
 ) -> "grain.MapDataset[int]":
-    """Return all indices once an epoch, by a column's values, smallest first; equal values are shuffled or in order.
+    """Return an endless sequence of epochs, each of all indices sorted by a column's values, smallest first.
 
-    A column with the values [2, 1, 1] sorts two epochs like this; each epoch has its own order of equal values:
+    For a column with the values [2, 1, 1], two epochs could be as follows, with equal values shuffled in each:
 
         position  0 1 2   3 4 5
         index     2 1 0   1 2 0
 
-    ``values`` are the column's value of each prompt, None where it has none, and all its columns. ``seed`` decides the
-    order of equal values, if they are shuffled.
+    ``values`` has for each prompt (its value in the column, or None if it lacks the column; all its columns). Equal
+    values are shuffled by ``seed`` if ``shuffle`` is set, and else stay in order.
 
     Raises:
         DataError: for values that are missing or cannot be compared.
@@ -196,7 +196,7 @@ def sorted_by(
 
 
 class _Sorted:
-    """This endless sequence of indices is a source as grain takes it."""
+    """An endless sequence of indices, which grain takes as a source."""
 
     def __init__(self, ranks: np.ndarray, seed: int, shuffle: bool):
         self._ranks = ranks
@@ -217,7 +217,7 @@ class _Sorted:
         if not self._shuffle:
             return np.argsort(self._ranks, kind="stable")
         draw = np.random.default_rng([self._seed, epoch]).permutation(len(self._ranks))
-        return np.lexsort((draw, self._ranks))  # the last key counts most
+        return np.lexsort((draw, self._ranks))  # lexsort's last key is the primary one
 
 
 def _ranks(found: Iterable[tuple[Any, Mapping[str, Any]]], column: str) -> np.ndarray:
@@ -259,8 +259,8 @@ def open_prompts(
 
     With ``tools_of`` prompts begin conversations with environments, and offer their tools.
 
-    Records of a mixture get the columns of all its sources, null where their own source has none, and the column
-    `source`.
+    Records of a mixture get the columns of all its sources, with null for columns that their own source lacks, and the
+    column `source`.
 
     Raises:
         ConfigError: for templates that do not fit the data or the tokenizer.
@@ -290,9 +290,9 @@ def open_evaluation_prompts(
 ) -> tuple[Prompt, ...] | None:
     """Render the first evaluation.prompts prompts of the held-out data that fit, or all if there are fewer.
 
-    Held-out data is evaluation.path, or a built-in task's held-out problems when it is trained on and no path is
-    set; None when there is neither. They are rendered as the training prompts are, by a template of their own if
-    evaluation.prompt_template is set.
+    Held-out data is evaluation.path or, if it is not set, the held-out problems of the built-in task that is trained
+    on; without either, the result is None. Prompts are rendered as in training, but by evaluation.prompt_template if
+    that is set.
 
     Raises:
         ConfigError: for templates that do not fit the data.
@@ -320,7 +320,7 @@ def _with_all_columns(read: Sequence[Records], names: Sequence[str]) -> list[Rec
 
 
 def training_sources(data: DataSection) -> list[tuple[Source, DataSection]]:
-    """Return every source of training prompts, with the settings by which its prompts are written."""
+    """Return every source of training prompts, with the settings by which its prompts are rendered."""
     if not data.sources:
         return [(Source(data.path, data), data)]
     return [
@@ -330,7 +330,7 @@ def training_sources(data: DataSection) -> list[tuple[Source, DataSection]]:
 
 
 def held_out_source(evaluation: EvaluationSection, data: DataSection) -> tuple[Source, DataSection] | None:
-    """Return the source of held-out prompts, with the settings by which they are written; None if there is none."""
+    """Return the source of held-out prompts, with the settings by which they are rendered; None without a source."""
     path = evaluation.path if evaluation.path is not None else data.builtin
     if path is None:
         return None

@@ -1,11 +1,11 @@
-"""The built-in models: small Qwen3s that are taught on first use, the way a task's teacher does it, then cached.
+"""The built-in models: small Qwen3 models that are taught on first use to imitate a task's teacher, then cached.
 
     directory = builtin_checkpoint("addition", seed=0, progress=True)     # a Hugging Face checkpoint directory
 
-Each is taught on the built-in task of its name; one jitted step learns what the assistant says only. The cache is
+Each is taught on the built-in task of the same name, with a loss on the assistant's tokens only. The cache is
 ``$TPU_GRPO_CACHE``, or the user's cache directory. An entry is named by task, seed and a digest of the recipe, so that
-a changed recipe makes a new one. An entry appears whole or not at all, and a damaged one is made again:
-``teaching.json`` is written last and lists every other file with its digest.
+a changed recipe makes a new entry. An entry appears complete or not at all. ``teaching.json``, which is written last,
+lists every other file with its digest, so that a damaged entry is found and made again.
 
 Array suffixes: B rows of a batch, T tokens, L = T - 1 predicted tokens, V vocabulary.
 """
@@ -59,14 +59,14 @@ class Recipe:
     embedding_std: float = 0.1
     steps: int = 400
     batch: int = 128
-    """Problems of a step; 400 steps of 128 teach more than 200 of 256, for the same computation."""
+    """Problems per step; 400 steps of 128 teach more than 200 steps of 256, at the same cost."""
     learning_rate: float = 2e-3
     warmup_steps: int = 60
     final_rate: float = 0.05
-    """The share of the learning rate that the cosine falls to."""
+    """The learning rate at the end of the cosine, as a share of ``learning_rate``."""
     b2: float = 0.95
     max_grad_norm: float = 1.0
-    """The norm that gradients are clipped to; without it, the carry is learned twice as late."""
+    """The norm that gradients are clipped to; without clipping, learning the carry takes twice as long."""
 
     def model_config(self, vocab_size: int) -> ModelConfig:
         """Return Tunix's config of the model, in float32."""
@@ -84,7 +84,7 @@ class Recipe:
         )
 
     def optimizer(self) -> optax.GradientTransformation:
-        """Return Adam on clipped gradients, whose rate warms up linearly and then follows a cosine."""
+        """Return Adam on clipped gradients, with a linear warmup and a cosine decay of the learning rate."""
         rate = optax.warmup_cosine_decay_schedule(
             0.0, self.learning_rate, self.warmup_steps, self.steps, self.learning_rate * self.final_rate
         )
@@ -95,21 +95,21 @@ class Recipe:
 RECIPES: Mapping[str, Recipe] = MappingProxyType(
     {
         "addition": Recipe(),
-        "calculator": Recipe(steps=300, batch=64, warmup_steps=40),  # its lessons are four times as long
+        "calculator": Recipe(steps=300, batch=64, warmup_steps=40),  # lessons four times as long as addition's
         "guessing": Recipe(width=128, mlp_width=384, heads=4, kv_heads=2, steps=250, batch=64, warmup_steps=40),
     }
 )
-"""How each built-in model is taught; its task has the same name."""
+"""The recipe of each built-in model, by the name of its task."""
 
 
 # --- the cache -------------------------------------------------------------------------------------------------------
 
 
 def builtin_checkpoint(name: str, seed: int, *, progress: bool, recipe: Recipe | None = None) -> Path:
-    """Return the checkpoint directory of a built-in model, by its task's name; it is taught now if the cache has none.
+    """Return the checkpoint directory of a task's built-in model; a model that is not cached is taught first.
 
-    Processes that ask for the same model at once take turns: one teaches, the others find it done. The seed decides its
-    first parameters and its lessons. With ``progress`` a bar on stderr shows the loss while it is taught.
+    If several processes ask for the same model at once, one teaches it and the others wait. The seed determines the
+    initial parameters and the lessons. With ``progress``, a bar on stderr shows the loss during teaching.
 
     Raises:
         CheckpointError: when the cache cannot be written.
@@ -121,7 +121,7 @@ def builtin_checkpoint(name: str, seed: int, *, progress: bool, recipe: Recipe |
     try:
         cache.mkdir(parents=True, exist_ok=True)
         if not is_whole(entry):
-            jax.local_devices()  # for which jax awaits the other hosts, which must not be waiting for the lock
+            jax.local_devices()  # jax waits for the other hosts here, which must not be waiting for the lock
         with exclusive(cache / f".{entry.name}.lock"):
             if not is_whole(entry):
                 _teach_into(entry, recipe, task, seed, progress)
@@ -134,13 +134,13 @@ def builtin_checkpoint(name: str, seed: int, *, progress: bool, recipe: Recipe |
 
 
 def write_builtin_config(name: str, directory: Path) -> None:
-    """Write the config.json of a built-in model into a directory; nothing is taught."""
+    """Write the config.json of a built-in model into a directory, without teaching it."""
     config = hugging_face_config(RECIPES[name], builtin_tokenizer(TASKS[name]))
     (directory / CONFIG_FILE).write_text(json.dumps(config))
 
 
 def recipe_digest(recipe: Recipe, task: Task) -> str:
-    """Digest everything that decides a taught model, except the seed, to 12 hex digits."""
+    """Hash everything that determines a taught model, except the seed, to 12 hex digits."""
     tokenizer = builtin_tokenizer(task)
     decides = {
         "format": _FORMAT,
@@ -179,7 +179,7 @@ def _teach_into(entry: Path, recipe: Recipe, task: Task, seed: int, progress: bo
         "seconds": round(time.perf_counter() - started, 1),
         "versions": {name: version(name) for name in ("jax", "google-tunix", "optax", "transformers", "safetensors")},
     }
-    if entry.exists():  # damaged, or it would have been used
+    if entry.exists():  # but is damaged
         shutil.rmtree(entry)
     with new_directory(entry) as unfinished:
         write_checkpoint(unfinished, recipe, builtin_tokenizer(task), params, record)
@@ -250,7 +250,7 @@ class TeachingBatch(NamedTuple):
     tokens_BT: Int[np.ndarray, "B T"]
     """Tokens in int32: the conversation as the chat template writes it, then padding."""
     taught_BL: Float[np.ndarray, "B L"]
-    """A mask: 1 where token l + 1, which column l predicts, is the assistant's or ends what it says; else 0."""
+    """A mask: column l is 1 if token l + 1, its target, is the assistant's (including the end token), else 0."""
 
 
 def teach(
@@ -258,8 +258,8 @@ def teach(
 ) -> nnx.State:
     """Teach a new model on a task's training split, and return its parameters.
 
-    The same seed gives the same bits on one machine. ``on_step`` is called after every step with its number, from 1,
-    and its loss in nats per taught token.
+    On one machine, the same seed gives bitwise equal parameters. ``on_step`` is called after every step with its
+    number, from 1, and its loss in nats per taught token.
 
     Raises:
         NonFiniteError: when the loss is not finite.
@@ -287,10 +287,10 @@ def teach(
 
 
 def initial_params(recipe: Recipe, shapes: nnx.State, rng: np.random.Generator) -> nnx.State:
-    """Draw random matrices and unit norms, in float32; Tunix's own initial MLPs are zero and would get no gradient.
+    """Draw random matrices in float32, and set norms to 1; Tunix would start MLPs at zero, where they get no gradient.
 
-    The embedding has standard deviation ``embedding_std``, every other matrix width^-1/2; those that write into the
-    residual stream (o_proj, down_proj) are divided further by sqrt(2 * layers), one share for each of its additions.
+    The standard deviation is ``embedding_std`` for the embedding, and width^-1/2 for other matrices. It is divided by
+    sqrt(2 * layers) for o_proj and down_proj, because 2 * layers of them add to the residual stream.
     """
 
     def initial(path: tuple[object, ...], leaf: jax.ShapeDtypeStruct) -> Array:
@@ -341,7 +341,7 @@ def encode_batch(tokenizer: PreTrainedTokenizerFast, task: Task, lessons: Sequen
 
 
 def _of_assistant(tokens_BT: Int[np.ndarray, "B T"], tokenizer: PreTrainedTokenizerFast) -> Float[np.ndarray, "B L"]:
-    """Mark the targets between the assistant's marker and the end token, which is the assistant's, too."""
+    """Mark the targets after the assistant's marker, up to and including the end token."""
     inputs_BL = tokens_BT[:, :-1]
     opened_BL = np.cumsum(inputs_BL == tokenizer.convert_tokens_to_ids(ASSISTANT), axis=1)
     closed_BL = np.cumsum(inputs_BL == tokenizer.convert_tokens_to_ids(END), axis=1)

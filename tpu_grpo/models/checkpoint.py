@@ -3,8 +3,8 @@
     checkpoint = read_checkpoint(Path("Qwen3-0.6B"))     # verifies everything; reads headers only, needs no jax
     check_mesh(checkpoint, fsdp=4, tp=2)                 # needs no jax either
 
-The libraries do not notice a config.json that asks for something their models lack, or files that did not arrive.
-Therefore all of that is decided here: a setting is honoured, or refused with its name, its value and a remedy.
+The libraries do not notice a config.json that asks for something their models lack, or files that are missing.
+Therefore this module checks everything: a setting is honoured, or refused with its name, its value and a remedy.
 """
 
 import json
@@ -39,7 +39,7 @@ STORED_DTYPES: Mapping[str, np.dtype[Any]] = {
 }
 """The dtypes that parameters are read from, by their names in files."""
 TILE_ROWS = 128
-"""The rows of a tile of Tunix's kernel for experts on a TPU."""
+"""The number of rows in a tile of Tunix's kernel for experts on a TPU."""
 MOST = 10_000
 """The most layers of a model, and the most experts of a layer."""
 _KINDS = {"int": "a whole number >= 1", "float": "a number > 0", "bool": "true or false"}
@@ -51,11 +51,11 @@ class Checkpoint:
 
     directory: Path
     hf_config: Mapping[str, Any]
-    """The content of config.json, unchanged."""
+    """The content of config.json, under the names of transformers 4."""
     family: Family
     config: DecoderConfig
     tensors: Mapping[str, "StoredTensor"]
-    """The tensors of its files by name, fused ones apart."""
+    """The tensors of the files by name, fused ones split into their parts."""
 
     @property
     def has_experts(self) -> bool:
@@ -79,10 +79,10 @@ class StoredTensor:
 
     file: Path
     dtype: str
-    """One of STORED_DTYPES, once it is verified."""
+    """A key of STORED_DTYPES, once the header is verified."""
     shape: Shape
     start: int
-    """The first of its bytes in the file."""
+    """The offset of its first byte in the file."""
 
     def array(self) -> np.ndarray:
         """Return the tensor's values, which are read from the file when they are used."""
@@ -90,7 +90,7 @@ class StoredTensor:
 
 
 def read_checkpoint(directory: Path) -> Checkpoint:
-    """Read config.json and the headers of the safetensors files, and verify that they are exactly this model.
+    """Read config.json and the headers of the safetensors files, and verify that both describe the same tensors.
 
     Raises:
         CheckpointError: for a directory or file that is missing or broken, an unsupported family or setting, and
@@ -111,7 +111,7 @@ def read_checkpoint(directory: Path) -> Checkpoint:
 
 
 def abstract_checkpoint(directory: Path) -> Checkpoint:
-    """Read a checkpoint's config.json alone; its weights need not be there.
+    """Read only the config.json of a checkpoint, whose weights need not exist.
 
     Raises:
         CheckpointError: for a missing or broken config.json, an unsupported family or setting.
@@ -124,7 +124,7 @@ def check_mesh(checkpoint: Checkpoint, fsdp: int, tp: int) -> None:
     """Verify that the trainer's mesh axes divide every dimension of the parameters that is split over them.
 
     Raises:
-        ConfigError: naming the axis, the settings of config.json that it does not divide, and sizes that would.
+        ConfigError: naming the axis, the settings of config.json that it does not divide, and sizes that fit.
     """
     for axis, size in (("fsdp", fsdp), ("tp", tp)):
         wrong, possible = _divisors(checkpoint, axis, size)
@@ -139,7 +139,7 @@ def check_sampler_mesh(checkpoint: Checkpoint, tensor: int) -> None:
     """Verify that the sampler can split the model over ``tensor`` devices; it may repeat key-value heads.
 
     Raises:
-        ConfigError: naming the settings of config.json that do not fit, and sizes that would.
+        ConfigError: naming the settings of config.json that do not fit, and numbers of devices that do.
     """
     wrong, _ = _divisors(checkpoint, "tensor", tensor)
     kv_heads, fitting = checkpoint.config.num_key_value_heads, sampler_sizes(checkpoint)
@@ -159,7 +159,7 @@ def sampler_sizes(checkpoint: Checkpoint) -> list[int]:
 
 
 def _divisors(checkpoint: Checkpoint, axis: str, size: int) -> tuple[list[str], list[int]]:
-    """Return ("name=value" of every setting that the axis must divide and does not, the sizes that divide all)."""
+    """Return (the settings that ``size`` must divide but does not, as "name=value", and all sizes that divide them)."""
     values = {name: getattr(checkpoint.config, name) for name in checkpoint.family.divisible[axis]}
     common = math.gcd(*values.values())
     wrong = [f"{name}={value}" for name, value in values.items() if size < 1 or value % size]
@@ -169,11 +169,11 @@ def _divisors(checkpoint: Checkpoint, axis: str, size: int) -> tuple[list[str], 
 def check_expert_tokens(checkpoint: Checkpoint, fsdp: int, context_tokens: int) -> None:
     """Refuse a padded sequence length that the kernel of a model with experts does not support.
 
-    The kernel gets ``num_experts_per_tok`` rows for each token of a device. With the experts sharded over ``fsdp``
-    devices it gets room for all rows that they could send: ``min(num_experts_per_tok, experts of a device) x fsdp``.
+    The kernel gets ``num_experts_per_tok`` rows for each token of a device. If the experts are sharded over ``fsdp``
+    devices, it gets the most rows that these could send: ``min(num_experts_per_tok, experts of a device) x fsdp``.
 
     Raises:
-        ConfigError: for a length that does not give whole tiles, with lengths that do.
+        ConfigError: for a length that does not give whole tiles, naming lengths that do.
     """
     config = checkpoint.config
     if not isinstance(config, MoeConfig):
@@ -196,10 +196,10 @@ def check_expert_tokens(checkpoint: Checkpoint, fsdp: int, context_tokens: int) 
 def read_hf_config(directory: Path) -> tuple[dict[str, Any], Family, DecoderConfig]:
     """Return (the content of config.json, its family, the settings that the family takes from it).
 
-    Settings that transformers 5 names otherwise are returned under the names of transformers 4.
+    Settings that transformers 5 renamed are returned under their names in transformers 4.
 
     Raises:
-        CheckpointError: for a missing or broken file, an unsupported family, or a setting it does not support.
+        CheckpointError: for a missing or broken file, an unsupported family, or an unsupported setting.
     """
     path = directory / CONFIG_FILE
     if (directory / ADAPTER_SETTINGS_FILE).is_file() and not path.is_file():
@@ -275,7 +275,7 @@ def _is_a(kind: str, value: Any) -> bool:
 
 
 def _safetensors_files(directory: Path) -> tuple[Path, ...]:
-    """All of the directory's; every file the index names must be among them."""
+    """Return the directory's safetensors files, which must include every file that the index names."""
     files = tuple(sorted(directory.glob("*.safetensors")))
     indexed: set[str] = set()
     if (directory / INDEX_FILE).exists():
@@ -314,7 +314,7 @@ def _read_headers(files: Iterable[Path]) -> dict[str, StoredTensor]:
 
 
 def _apart(tensors: dict[str, StoredTensor], family: Family, config: DecoderConfig) -> dict[str, StoredTensor]:
-    """Take fused tensors apart; one of another size stays, and is told as unexpected."""
+    """Split fused tensors into their parts; one of the wrong size is kept, and later reported as unexpected."""
     shapes = family.tensor_shapes(config)
     for name, parts in family.fused_tensors(config).items():
         sizes = [math.prod(shapes[part]) for part in parts]
@@ -332,7 +332,7 @@ def _apart(tensors: dict[str, StoredTensor], family: Family, config: DecoderConf
 def _read_header(file: Path) -> dict[str, StoredTensor]:
     """Read a header: its length in eight bytes, then JSON with the dtype, shape and place of each name.
 
-    The safetensors library verifies them against each other, but takes a millisecond to describe one of thousands.
+    The safetensors library verifies the header, but takes a millisecond per tensor to return it for thousands of them.
     """
     try:
         with open_file(file) as opened, safe_open(file, framework="numpy"):
@@ -393,7 +393,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def check_tokenizer_files(directory: Path) -> None:
-    """Check that the files are there which every fast tokenizer has; raises CheckpointError if one is not."""
+    """Check that the files of every fast tokenizer exist; raises CheckpointError if one does not."""
     for name in (TOKENIZER_SETTINGS_FILE, "tokenizer.json"):
         if not (directory / name).is_file():
             raise CheckpointError(
@@ -403,7 +403,7 @@ def check_tokenizer_files(directory: Path) -> None:
 
 
 def tokenizer_settings(directory: Path) -> dict[str, Any]:
-    """Read a tokenizer's settings under the names of transformers 4, also where transformers 5 wrote them.
+    """Read a tokenizer's settings; those that transformers 5 wrote are renamed as in transformers 4.
 
     Raises:
         CheckpointError: when the file is not JSON, or holds something else.
@@ -412,12 +412,12 @@ def tokenizer_settings(directory: Path) -> dict[str, Any]:
     settings = read_json(path) if path.is_file() else {}
     if isinstance(settings.get("extra_special_tokens"), list):
         settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
-    if "backend" in settings:  # where tokenizer.json says all; transformers 4 gives LlamaTokenizer's texts a beginning
+    if "backend" in settings:  # of transformers 5; as a LlamaTokenizer, transformers 4 would add a beginning token
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"
     return settings
 
 
 def listed(names: Sequence[str], most: int = 10) -> str:
-    """Join the first names and count the rest: ``listed(["a", "b", "c"], 2) == "a, b and 1 more"``; none is "none"."""
+    """Join the first names and count the rest: ``listed(["a", "b", "c"], 2) == "a, b and 1 more"``; "none" if empty."""
     rest = len(names) - most
     return (", ".join(names[:most]) or "none") + (f" and {rest} more" if rest > 0 else "")

@@ -1,4 +1,4 @@
-"""Fetches a model of the Hugging Face hub: the files that a run needs, once, into the hub's own cache. And pushes one.
+"""Fetches the files that a run needs of a Hugging Face hub model, into the hub's cache; also pushes models to the hub.
 
     directory = fetch("Qwen/Qwen3-0.6B", say=print)       # or Qwen/Qwen3-0.6B@REVISION
     address = push(Path("my_model"), "me/my-model")
@@ -28,19 +28,19 @@ WANTED = (
     "merges.txt",
     "vocab.json",
 )
-"""Files of these names, in the top directory, make a checkpoint."""
+"""Patterns of the files to fetch from the top directory of a repository."""
 UNWANTED = ("consolidated*",)
-"""Some models have their weights twice, under the publisher's own names, too."""
+"""Patterns of files to skip: second copies of the weights, under the publisher's own names."""
 
 
 @cache
 def fetch(name: str, say: Callable[[str], None]) -> Path:
-    """Return the directory of owner/model or owner/model@revision, which is downloaded unless it is in the cache.
+    """Return the local directory of owner/model or owner/model@revision, after downloading what the cache lacks.
 
-    ``say`` is told what has to be fetched, before it is.
+    ``say`` is called with the number and size of the files before a download.
 
     Raises:
-        CheckpointError: for a model that is not there or not free to all, a disk without room for it, or no network.
+        CheckpointError: the model does not exist or is not public, the disk lacks room, or there is no network.
     """
     from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
     from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
@@ -57,7 +57,7 @@ def fetch(name: str, say: Callable[[str], None]) -> Path:
             _check_room(name, needed)
             say(f"fetching {name}: {len(missing)} files, {_shown(needed)}, into {_cache_directory()}")
         return Path(snapshot_download(repository, revision=revision or None, allow_patterns=list(sizes)))
-    except (OSError, ValueError) as error:  # of requests, too
+    except (OSError, ValueError) as error:  # includes network errors
         refused = isinstance(error, (RepositoryNotFoundError, RevisionNotFoundError))
         if not refused and (directory := fetched(name)) is not None:
             return directory
@@ -69,7 +69,7 @@ def fetch(name: str, say: Callable[[str], None]) -> Path:
 
 
 def fetched(name: str) -> Path | None:
-    """Return the directory of a model in the hub's cache, without a request to the hub; None if it is not there."""
+    """Return the directory of a model in the hub's cache, without a request to the hub; None if the cache lacks it."""
     from huggingface_hub import snapshot_download
 
     repository, _, revision = name.partition("@")
@@ -81,13 +81,13 @@ def fetched(name: str) -> Path | None:
 
 
 def push(directory: Path, name: str) -> str:
-    """Upload a model to a repository of the hub, which is made, for its owner alone, if it is not there.
+    """Upload a model to a repository of the hub; a repository that does not exist is created as private.
 
     Returns:
-        Its address.
+        The repository's address.
 
     Raises:
-        ConfigError: the hub cannot be reached, or does not allow it.
+        ConfigError: the hub cannot be reached, or refuses the upload.
     """
     from huggingface_hub import HfApi
 
@@ -95,7 +95,7 @@ def push(directory: Path, name: str) -> str:
     try:
         hub.create_repo(name, private=True, exist_ok=True)
         hub.upload_folder(repo_id=name, folder_path=directory, commit_message="Export of tpu_grpo")
-    except (OSError, ValueError) as error:  # of requests, too
+    except (OSError, ValueError) as error:  # includes network errors
         raise ConfigError(
             f"--push must be OWNER/NAME of the Hugging Face hub, where you may write, got {name} "
             f"({type(error).__name__}: {str(error).strip()}); log in with `hf auth login`, or set HF_TOKEN to a token "

@@ -1,11 +1,11 @@
 """Writes a model as a Hugging Face checkpoint directory: the tensors, file after file, config.json and the tokenizer.
 
-    with new_directory(Path("exported")) as directory:     # it is there whole or not at all
+    with new_directory(Path("exported")) as directory:     # appears complete or not at all
         write_tensors(directory, checkpoint, read, np.dtype(np.float32), shard_bytes=4 * 2**30)
         write_settings(directory, checkpoint, tokenizer, np.dtype(np.float32), {"eos_token_id": [2], ...})
 
-``read`` gives the values of one leaf of Tunix's model at a time. Beside what it reads from, memory holds the tensors of
-the shard that is being put together and of one leaf.
+``read`` returns the values of one leaf of Tunix's model. Apart from the source of ``read``, memory holds one leaf and
+the tensors of the shard that is being assembled.
 """
 
 import json
@@ -49,14 +49,14 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-"""What a published tokenizer may consist of; the first two are always there."""
+"""The files that a published tokenizer may have; it always has the first two."""
 
 Read = Callable[[str], np.ndarray]
 """Takes the dotted name of a leaf of Tunix's model, and returns its values."""
 
 
 def check_free(path: Path) -> None:
-    """Check that a directory of this name can be made; raises ConfigError if something is there."""
+    """Check that nothing exists at ``path``; raises ConfigError otherwise."""
     if os.path.lexists(path):
         raise ConfigError(f"an export must go to a new directory, got {path}, which is there; name another, or move it")
 
@@ -65,10 +65,10 @@ def check_free(path: Path) -> None:
 def new_directory(path: Path) -> Iterator[Path]:
     """Yield a temporary directory beside ``path``, which is renamed to ``path`` at the end of the block.
 
-    On an error it is removed. Its files are synced to disk before it is renamed.
+    On an error the temporary directory is removed. Its files are synced to disk before it is renamed.
 
     Raises:
-        ConfigError: something of this name is there, at the start or at the end.
+        ConfigError: ``path`` exists, at the start or at the end.
     """
     check_free(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -79,7 +79,7 @@ def new_directory(path: Path) -> Iterator[Path]:
             with file.open("rb") as opened:
                 os.fsync(opened.fileno())
         os.umask(umask := os.umask(0))
-        unfinished.chmod(0o777 & ~umask)  # temporary directories are their owner's alone
+        unfinished.chmod(0o777 & ~umask)  # mkdtemp lets only the owner in
         check_free(path)
         unfinished.rename(path)
     finally:
@@ -90,17 +90,17 @@ def new_directory(path: Path) -> Iterator[Path]:
 def write_tensors(
     directory: Path | None, checkpoint: Checkpoint, read: Read, dtype: np.dtype[Any], shard_bytes: int = SHARD_BYTES
 ) -> None:
-    """Write all tensors of a model in one type, and an index where there are several files.
+    """Write all tensors of a model in one dtype, and an index if there are several files.
 
     Args:
-        directory: where; None on a host that only takes part in reading leaves that several hosts hold.
-        checkpoint: says which model this is. Its own tensors are not looked at.
-        read: is called once for every leaf, in the same order everywhere.
+        directory: where to write; None on a host that only takes part in reading leaves sharded over hosts.
+        checkpoint: gives the model's family and config. Its tensors are not read.
+        read: called once for every leaf, in the same order on every host.
         dtype: float32 or bfloat16.
-        shard_bytes: files hold no more, except for a single tensor that is larger.
+        shard_bytes: the most bytes of tensors in a file, unless a single tensor is larger.
 
     Raises:
-        OSError: the disk does not take a file.
+        OSError: a file cannot be written.
     """
     family, config = checkpoint.family, checkpoint.config
     fused = family.fused_tensors(config) if family.is_fused else {}
@@ -125,7 +125,7 @@ def write_tensors(
 
 
 class _Shards:
-    """Collects tensors, and writes every file once it has all of its tensors."""
+    """Collects tensors, and writes each file as soon as its tensors are complete."""
 
     def __init__(self, directory: Path, sizes: dict[str, int], shard_bytes: int) -> None:
         from huggingface_hub import split_state_dict_into_shards_factory
@@ -144,7 +144,7 @@ class _Shards:
             write_json(directory / INDEX_FILE, index)
 
     def add(self, name: str, tensor: np.ndarray) -> None:
-        """Take a tensor; each comes once."""
+        """Add a tensor; each name may be added once."""
         file = self._file_of[name]
         self._held[file][name] = tensor
         self._missing[file].remove(name)
@@ -161,8 +161,8 @@ def write_settings(
 ) -> None:
     """Write config.json with the dtype of the tensors, the tokenizer, and the generation config.
 
-    The files come from the directory of the checkpoint. ``generation`` has the tokens that end a text, and how it is
-    sampled, under Hugging Face's names; those that begin one and fill up are added.
+    The tokenizer's files are copied from the checkpoint's directory. ``generation`` has the stop tokens and sampling
+    settings under Hugging Face's names; the ids of the beginning and padding tokens are added here.
     """
     config = dict(checkpoint.hf_config)
     config |= {name: dtype.name for name in ("torch_dtype", "dtype") if name == "torch_dtype" or name in config}
@@ -183,10 +183,10 @@ def copy_tokenizer(source: Path, directory: Path) -> None:
 
 
 def save_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
-    """Write one safetensors file with the metadata that transformers expects; raises OSError where the disk refuses."""
+    """Write one safetensors file with the metadata that transformers expects; raises OSError if writing fails."""
     try:
         save_file(dict(tensors), path, metadata={"format": "pt"})
-    except SafetensorError as error:  # which gives the system's error as a text
+    except SafetensorError as error:  # it has the system's error only as text
         if (found := re.search(r"\(os error (\d+)\)|code: (\d+)", str(error))) is None:
             raise
         number = int(found[1] or found[2])

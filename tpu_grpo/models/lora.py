@@ -3,28 +3,27 @@
     modules = adapted_modules(checkpoint, config.model.lora)      # reads no tensor and needs no jax
     model = apply_lora(model, modules, config.model.lora, seed=config.run.seed)
 
-A module computes ``x W + (x A) B * alpha / rank``. A is random and B zero at first, so the model is the base's. The
+A module computes ``x W + (x A) B * alpha / rank``. At first A is random and B zero, so the model equals the base. The
 returned model shares the base's arrays. A and B are ``nnx.LoRAParam`` beside W, and have its name as a prefix:
 
     layers.3.attn.q_proj.w [D, N, H]   w_lora_a [D, rank]      w_lora_b [rank, N, H]
     layers.3.attn.o_proj.w [N, H, D]   w_lora_a [N, H, rank]   w_lora_b [rank, D]
 
-Keys and values that are one module, as Gemma's ``kv_einsum``, get one adapter: they have A in common.
+Where keys and values are one module, as in Gemma's ``kv_einsum``, they get one adapter and share its A.
 
 Files have the layout of Hugging Face's PEFT library:
 
     <directory>/adapter_model.safetensors   the two matrices of every module
     <directory>/adapter_config.json         rank, alpha, modules and base model
 
-The files' names and shapes beside those of the trainer's model, for N heads of width H:
+Names and shapes in the files and, below each, in the trainer's model, for N heads of width H:
 
     base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight   [rank, D]
     layers.0.attn.q_proj.w_lora_a                                    [D, rank]
     base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight   [N*H, rank]
     layers.0.attn.q_proj.w_lora_b                                    [rank, N, H]
 
-A module that holds several projections has one A and, for P of them, a B of [rank, P, N, H]. It is written as P modules
-that have A in common.
+A module that holds P > 1 projections has one A, and a B of [rank, P, N, H]. It is written as P modules with the same A.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ if TYPE_CHECKING:
 
 TENSORS_FILE, SETTINGS_FILE = "adapter_model.safetensors", ADAPTER_SETTINGS_FILE
 _ADAPTABLE = re.compile(r"layers\.\*\.((?:attn|mlp)\.\w+_(?:proj|einsum))\.\w+")
-"""Matches the weights of modules that are one matrix product; experts are parameters of a larger module."""
+"""Matches the weights of modules that are a single matrix product. Experts are not: they belong to a larger module."""
 
 
 def adaptable_modules(checkpoint: Checkpoint) -> tuple[str, ...]:
@@ -61,14 +60,14 @@ def adaptable_modules(checkpoint: Checkpoint) -> tuple[str, ...]:
 
 
 def adapted_modules(checkpoint: Checkpoint, section: LoraSection) -> tuple[str, ...]:
-    """Return the modules that get an adapter: the targets match the module, or all of the projections that it holds.
+    """Return the modules that get an adapter: those for which the targets match the path, or all projections' paths.
 
     Raises:
-        ConfigError: for layers the model lacks, an expression that is found in no module or in a part of one, or one
-            that names the embedding or the output head.
+        ConfigError: for layers that the model lacks, or targets that match no module, only some projections of a
+            module, or the embedding or output head.
     """
     possible = adaptable_modules(checkpoint)
-    for other in ("lm_head", "embedder", "embed_tokens"):  # but not an expression that is found anywhere
+    for other in ("lm_head", "embedder", "embed_tokens"):  # unless the expression matches everything
         if re.search(section.targets, other) and not re.search(section.targets, "layers.0"):
             raise ConfigError(
                 f"model.lora.targets must name modules of the layers, got {section.targets!r}, which is found in "
@@ -120,8 +119,8 @@ def existing_layers(checkpoint: Checkpoint, setting: str, text: str) -> frozense
 def apply_lora(model: nnx.Module, modules: Collection[str], section: LoraSection, *, seed: int) -> nnx.Module:
     """Return the model with adapters: A is random (He et al. 2015) and B is zero.
 
-    The values depend on the seed, and not on devices or hosts. An adapter is split over the mesh as the weight is along
-    the dimensions that both have. The adapters of an abstract model are abstract.
+    The values depend on the seed, but not on devices or hosts. An adapter is sharded like its weight along the
+    dimensions that they share. The adapters of an abstract model are abstract.
     """
     import jax
     import qwix
@@ -135,7 +134,7 @@ def apply_lora(model: nnx.Module, modules: Collection[str], section: LoraSection
     definitions: list[Any] = []
 
     def adapters(base: nnx.State) -> nnx.State:
-        # qwix makes them in a forward pass, of which nothing else is left in the compiled program
+        # qwix makes adapters in a forward pass, the rest of which is eliminated in the compiled program
         plain: Any = nnx.merge(definition, base)
         with_lora = qwix.apply_lora_to_model(plain, provider, **plain.get_model_input(), rngs=nnx.Rngs(seed))
         adapted_definition, lora, _ = nnx.split(with_lora, nnx.LoRAParam, ...)
@@ -148,11 +147,11 @@ def apply_lora(model: nnx.Module, modules: Collection[str], section: LoraSection
         lora = jax.jit(adapters, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, lora))(base)
     made = {".".join(map(str, path[:-1])) for path, _ in nnx.to_flat_state(lora)}
     assert made == set(modules), f"qwix made no adapters for {set(modules) - made}"
-    return nnx.merge(definitions[-1], lora, base, copy=True)  # own variables, same arrays
+    return nnx.merge(definitions[-1], lora, base, copy=True)  # new variables that share the arrays
 
 
 def cast_adapters(model: nnx.Module, dtype: str) -> None:
-    """Cast the adapters, abstract ones too, to a type in place."""
+    """Cast the adapters (abstract ones too) to a dtype, in place."""
     import jax
     import jax.numpy as jnp
     from flax import nnx
@@ -169,7 +168,7 @@ def cast_adapters(model: nnx.Module, dtype: str) -> None:
 
 
 def write_adapters(directory: Path, adapters: Mapping[str, np.ndarray], section: LoraSection, base: str) -> None:
-    """Write the trainer's adapters, by dotted name, as adapters of the model ``base``, and replace the directory."""
+    """Write the trainer's adapters, given by dotted name, for the base model ``base``; replaces the directory."""
     unfinished = directory.with_name(directory.name + ".unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
@@ -179,7 +178,7 @@ def write_adapters(directory: Path, adapters: Mapping[str, np.ndarray], section:
 
 
 def write_adapter_files(directory: Path, adapters: Mapping[str, np.ndarray], section: LoraSection, base: str) -> None:
-    """Write both files into a directory that is there."""
+    """Write both files into an existing directory."""
     tensors = {part: matrix for name, value in adapters.items() for part, matrix in _published(name, value).items()}
     save_tensors(directory / TENSORS_FILE, tensors)
     write_json(directory / SETTINGS_FILE, _settings(section, {name.rpartition(".")[0] for name in adapters}, base))
@@ -202,10 +201,10 @@ def load_adapters(model: nnx.Module, section: LoraSection) -> None:
 
 
 def read_adapters(model: nnx.Module, section: LoraSection) -> dict[str, np.ndarray]:
-    """Read the adapters in ``section.path``, by dotted name, for a model whose own may be descriptions of arrays.
+    """Read the adapters in ``section.path``, by dotted name; the model's own adapters may be abstract.
 
     Raises:
-        CheckpointError: for files that are missing or broken, or adapters of other sizes, alpha or modules.
+        CheckpointError: for missing or broken files, or adapters whose sizes, alpha or modules are not the model's.
     """
     from flax import nnx
 
@@ -264,9 +263,9 @@ def _published_modules(module: str) -> list[str]:
 
 
 def _published(name: str, value: np.ndarray) -> dict[str, np.ndarray]:
-    """Name the matrices of every projection: A [*inputs, rank] as [rank, inputs], B [rank, *outputs] as its transpose.
+    """Return a leaf as PEFT's matrices by name: A [*inputs, rank] as [rank, inputs], B [rank, *outputs] transposed.
 
-    All projections of a module have its A, and B is cut into theirs.
+    All projections of a module get the same A, and each gets its part of B.
     """
     module, _, leaf = name.rpartition(".")
     names = [f"base_model.model.{part}.lora_{leaf[-1].upper()}.weight" for part in _published_modules(module)]
@@ -277,7 +276,7 @@ def _published(name: str, value: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def _own(name: str, shape: tuple[int, ...], tensors: Mapping[str, np.ndarray], file: Path) -> np.ndarray:
-    """Undo `_published`: put a leaf of this shape together from the file's tensors."""
+    """Undo `_published`: assemble a leaf of this shape from the file's tensors."""
     found, wanted = [], _published(name, np.empty(shape, np.float32))
     for part, matrix in wanted.items():
         value = tensors.get(part)

@@ -1,9 +1,9 @@
-"""The families' forward passes in float64 NumPy, written from their published definitions, to check models against.
+"""Computes reference forward passes of the model families in float64 NumPy, from their published definitions.
 
-It shares no code with the models that run, and no library but NumPy: `tpu-grpo check` and the tests compare with it.
+The module shares no code with the models that run. `tpu-grpo check` and the tests compare models with it.
 
-What a checkpoint lacks is left out: biases (Qwen2 has them), norms of queries and keys (Qwen3), experts (Qwen3-MoE),
-scaled positions (Llama 3.1, YaRN). Phi-3's fused projections are split. Gemma 2 is written by itself, further down.
+Optional parts apply if the checkpoint has them: biases (Qwen2), norms of queries and keys (Qwen3), experts (Qwen3-MoE),
+scaled positions (Llama 3.1, YaRN). Phi-3's fused projections are split. Gemma 2 has its own functions, further down.
 
 Arrays: B rows, T tokens, D hidden size, N query heads, K key and value heads, H head size, V vocabulary, E experts.
 """
@@ -24,7 +24,7 @@ def read_weights(directory: Path) -> Weights:
 
 
 def reference_experts(directory: Path, tokens_BT: np.ndarray) -> np.ndarray:
-    """Return the experts [B, T, layers, k] of every token, the likeliest first."""
+    """Return the experts' numbers [B, T, layers, k] that the routers choose for every token, the likeliest first."""
     seen: list[np.ndarray] = []
     reference_logprobs(directory, tokens_BT, seen=seen)
     return np.stack(seen, axis=2)
@@ -40,8 +40,9 @@ def reference_logprobs(
 ) -> np.ndarray:
     """Compute the log-probabilities [B, T, V] of the next token from the checkpoint's files alone.
 
-    Tokens pass the given experts, or else those of their own routers, which are appended to ``seen`` layer by layer.
-    Weights in ``changed`` stand in for those of the files, which are not read if it has all of them.
+    Tokens use the experts in ``experts_BTLk``, or those that the routers choose if it is None. The experts used are
+    appended to ``seen``, layer by layer. Weights in ``changed`` replace those of the files. If ``changed`` has the
+    final norm, it must have all weights, because no weights are read.
     """
     config = json.loads((directory / "config.json").read_text())
     weights = dict(changed or {})
@@ -69,7 +70,7 @@ def reference_logprobs(
 
 
 def _split(w: Weights, config: dict) -> Weights:
-    """Phi-3's projections: those of queries, keys and values lie one below the other, and so do gate and up."""
+    """Split Phi-3's fused projections: rows of queries, keys and values follow one another, as do gate and up."""
     rows = config["hidden_size"] // config["num_attention_heads"] * config["num_key_value_heads"]
     qkv, gate_up = w["self_attn.qkv_proj.weight"], w["mlp.gate_up_proj.weight"]
     q, k, v = qkv[: -2 * rows], qkv[-2 * rows : -rows], qkv[-rows:]
@@ -114,7 +115,7 @@ def _attention(x_BTD: np.ndarray, w: Weights, config: dict) -> np.ndarray:
 
 
 def _frequencies(size: int, theta: float, scaling: dict | None) -> list[float]:
-    """Radians per position of each pair of dimensions; Llama 3.1 and YaRN slow down those of long wavelengths."""
+    """Return the radians per position of each pair of dimensions; scaling lowers those of long wavelengths."""
     frequencies = [theta ** (-2 * i / size) for i in range(size // 2)]
     if scaling is None:
         return frequencies
@@ -137,9 +138,10 @@ def _frequencies(size: int, theta: float, scaling: dict | None) -> list[float]:
 
 
 def _yarn(frequencies: list[float], theta: float, scaling: dict) -> list[float]:
-    """Peng et al. 2023, arXiv 2309.00071: kept above 32 turns in the original context, divided below one.
+    """Scale frequencies by YaRN (Peng et al. 2023, arXiv 2309.00071).
 
-    In between they are mixed by the pair's number, whose bounds are rounded outwards as the published code does.
+    Those of over 32 turns in the original context are kept, those of under one turn are divided by the factor. Between
+    them the mix is linear in the pair's number; its bounds are rounded outwards as in the published code.
     """
     count, original = len(frequencies), scaling["original_max_position_embeddings"]
     first, last = (count * math.log(original / (2 * math.pi * turns), theta) for turns in (32, 1))
@@ -170,7 +172,7 @@ def _routed(x_BTD: np.ndarray, w: Weights, config: dict) -> np.ndarray:
 
 
 def _experts(x_BTD: np.ndarray, w: Weights, config: dict, chosen_BTk: np.ndarray) -> np.ndarray:
-    """Every token by itself: the chosen experts, weighted by their share of the router's softmax."""
+    """Sum the outputs of each token's chosen experts, weighted by the router's softmax."""
     probs_BTE = np.exp(_log_softmax(x_BTD @ w["mlp.gate.weight"].T))
     out_BTD = np.zeros_like(x_BTD)
     for b, t in np.ndindex(x_BTD.shape[:2]):
@@ -186,7 +188,7 @@ def _experts(x_BTD: np.ndarray, w: Weights, config: dict, chosen_BTk: np.ndarray
 
 
 def _gemma2(config: dict, weights: Weights, tokens_BT: np.ndarray) -> np.ndarray:
-    """Norms before and after both blocks, and a soft cap of the logits, whose head is the embedding."""
+    """Compute Gemma 2: norms before and after both blocks, the embedding as output head, soft-capped logits."""
     embedding_VD = weights["model.embed_tokens.weight"]
     x = embedding_VD[tokens_BT] * math.sqrt(config["hidden_size"])
 
@@ -228,7 +230,7 @@ def _gemma2_attention(x_BTD: np.ndarray, w: Weights, config: dict, window: int |
 
 
 def _gemma2_mlp(x: np.ndarray, w: Weights) -> np.ndarray:
-    """GELU by its tanh approximation (Hendrycks and Gimpel 2016, arXiv 1606.08415)."""
+    """Compute the MLP, with the tanh approximation of GELU (Hendrycks and Gimpel 2016, arXiv 1606.08415)."""
     gate = x @ w["mlp.gate_proj.weight"].T
     gelu = 0.5 * gate * (1 + np.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)))
     return (gelu * (x @ w["mlp.up_proj.weight"].T)) @ w["mlp.down_proj.weight"].T

@@ -1,8 +1,8 @@
-"""Finds the largest logits of a row without a sort, by a threshold: it is searched, several candidates at a time.
+"""Finds a row's largest logits without sorting, by searching for a threshold, several candidates at a time.
 
-Float32 numbers are mapped to integers of the same order, their ranks, so that a range of them can be cut into parts.
-One pass over a row tries 15 thresholds and leaves a 16th of the range; XLA's compiler for TPUs takes a minute for a
-sort. The engine's filters and the trainer's output head share this.
+Float32 numbers are mapped to integers of the same order, their ranks, so that a range can be divided evenly. One pass
+over a row tries 15 thresholds and narrows the range to a 16th. (A sort would take XLA for TPUs a minute to compile.)
+The engine's filters and the trainer's output head share this module.
 
 Suffixes: B rows, V vocabulary, N thresholds that one pass tries.
 """
@@ -14,16 +14,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 TRIALS = 15
-"""How many ranks one pass over the vocabulary tries. They leave a 16th of those that are left: eight passes find one of
-2^32. XLA for TPUs computes the 15 sums in one fusion, in less than twice the time of one."""
+"""How many ranks one pass over the vocabulary tries. A pass narrows the range to a 16th, so that eight find one rank of
+2^32. XLA for TPUs computes the 15 sums in one fusion, in less than twice the time of one sum."""
 DENORMALS = 0x7FFFFF
 """The number of positive float32 numbers below the smallest normal one."""
 LARGEST_RANK = 0x7F800000 - DENORMALS
 """The rank of infinity."""
 NO_RANK = -LARGEST_RANK - 1
-"""Below the rank of minus infinity: every logit is above it."""
+"""A rank below that of minus infinity, which every logit exceeds."""
 PASSES = 9
-"""The number of passes that find one of 2^32 ranks."""
+"""The number of passes; eight find one of 2^32 ranks."""
 
 
 def largest(
@@ -32,16 +32,16 @@ def largest(
     total: Callable[[Array], Array] = lambda value: value,
     maximum: Callable[[Array], Array] = lambda value: value,
 ) -> Float[Array, " B"]:
-    """Find a threshold that only the ``count_B`` largest logits of each row exceed, and those equal to the last one.
+    """Find a threshold for each row that only its ``count_B`` largest logits exceed, with ties of the smallest of them.
 
-    The threshold is halfway between the lowest logit that is kept and the highest that is not, so that a recomputed
-    logit falls on the same side. Where all are kept it is minus infinity. For [3 1 2] and a count of 2 it is 1.5.
+    The threshold is halfway between the lowest logit above it and the highest below, so that a logit recomputed with
+    other rounding falls on the same side; it is minus infinity if all are above. For [3 1 2] and count 2 it is 1.5.
 
     Args:
-        logits_BV: finite float32 numbers; perhaps a device's part of the vocabulary.
+        logits_BV: finite float32 numbers, of the whole vocabulary or of one device's part.
         count_B: at least 1.
-        total: adds numbers up over all parts of the vocabulary.
-        maximum: takes their maximum over all parts.
+        total: sums a value over all parts of the vocabulary.
+        maximum: takes the maximum of a value over all parts.
     """
     high_B = ranks(maximum(jnp.max(logits_BV, axis=-1)))
     low_B = jnp.full_like(high_B, NO_RANK)
@@ -60,13 +60,13 @@ def largest(
     lowest_B = -maximum(jnp.max(jnp.where(kept_BV, -logits_BV, -jnp.inf), axis=-1))
     highest_B = maximum(jnp.max(jnp.where(kept_BV, -jnp.inf, logits_BV), axis=-1))
     halfway_B = 0.5 * lowest_B + 0.5 * highest_B
-    return jnp.where(halfway_B < lowest_B, halfway_B, highest_B)  # neighbours have nothing between them
+    return jnp.where(halfway_B < lowest_B, halfway_B, highest_B)  # rounded up between neighbours
 
 
 def ranks(numbers: Float[Array, "*shape"]) -> Int[Array, "*shape"]:
-    """Map float32 numbers to integers of the same order, and neighbours to neighbours.
+    """Map float32 numbers to integers of the same order; adjacent numbers get adjacent integers.
 
-    Both zeros are 0, and so are denormal numbers, which TPUs and XLA's CPU backend compare as zeros.
+    Zeros and denormal numbers map to 0, because TPUs and XLA's CPU backend compare denormal numbers as zeros.
     """
     bits = jax.lax.bitcast_convert_type(numbers, jnp.int32)
     size = jnp.maximum((bits & 0x7FFFFFFF) - DENORMALS, 0)
@@ -80,7 +80,7 @@ def values(numbers: Int[Array, "*shape"]) -> Float[Array, "*shape"]:
 
 
 def trials(low_B: Int[Array, " B"], high_B: Int[Array, " B"]) -> Int[Array, "B N"]:
-    """Space ranks evenly over [low, high); where high is not above low, all of them are ``low``."""
+    """Return ranks spaced evenly over [low, high); if high is not above low, all are ``low``."""
     width_B1 = jnp.where(low_B < high_B, high_B - low_B, 0).astype(jnp.uint32)[:, None]
     parts, part_N = TRIALS + 1, jnp.arange(1, TRIALS + 1, dtype=jnp.uint32)
     # width * part / parts, rounded down, without overflow

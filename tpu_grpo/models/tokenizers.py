@@ -7,10 +7,10 @@ prompts stay short:
         = "<|im_start|>user47+38=<|im_start|>assistant"          8 tokens
     and the model's answer is "85<|im_end|>"                     3 tokens
 
-Text that happens to spell a marker is read as that marker, as with every chat template that goes through text. A call
-with ``split_special_tokens=True`` reads it byte by byte instead.
+Text that happens to spell a marker is read as that marker, as with every chat template that renders to text. With
+``split_special_tokens=True`` it is read byte by byte instead.
 
-The second one knows tools. It lists each in a message of its own, and calls are written as in Python:
+A variant supports tools. Its chat template lists each tool in a message of its own, and writes calls as in Python:
 
     "<|im_start|>tooladd(a,b)<|im_start|>user47+38=<|im_start|>assistant"      17 tokens
     and the model's answer is "<|call|>add(47,38)<|end_call|><|im_end|>"       13 tokens
@@ -37,13 +37,13 @@ LONGEST_SPECIAL = 1000
 PAD, END = "<pad>", "<|im_end|>"
 ROLES = ("system", "user", "assistant")
 REPLACEMENT = "\ufffd"
-"""Stands in a text for bytes that are no character, or not all of one."""
+"""Stands in decoded text for bytes that are not a character, or not a complete one."""
 _MARKERS = tuple(f"<|im_start|>{role}" for role in ROLES)
 ASSISTANT = _MARKERS[-1]
-_RESERVED = tuple(f"<|reserved_{i}|>" for i in range(3))  # 256 + 8: a vocabulary that 2, 4 and 8 devices can split
-_FOR_TOOLS = ("<|im_start|>tool", "<|call|>", "<|end_call|>")  # in place of the reserved ones, so that it stays 256 + 8
+_RESERVED = tuple(f"<|reserved_{i}|>" for i in range(3))  # for 256 + 8 tokens, which 2, 4 or 8 devices can split
+_FOR_TOOLS = ("<|im_start|>tool", "<|call|>", "<|end_call|>")  # replace the reserved tokens: still 256 + 8
 
-# A marker opens a message; only the assistant's is closed, because that is what the model has to learn to write.
+# A marker opens each message. Only the assistant's gets an end token, because the model has to learn to write it.
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{% if message['role'] not in ['system', 'user', 'assistant'] %}"
@@ -55,7 +55,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant' }}{% endif %}"
 )
 
-# Arguments are written by position as far as they stand in the order of the tool's parameters, and by name from there.
+# Arguments are written by position as long as they follow the order of the tool's parameters, and then by name.
 TOOL_CHAT_TEMPLATE = (
     "{% for tool in tools or [] %}"
     "{{ '<|im_start|>tool' + tool.function.name + '(' + tool.function.parameters.properties | join(',') + ')' }}"
@@ -87,8 +87,8 @@ TOOL_CHAT_TEMPLATE = (
 def build_byte_tokenizer() -> PreTrainedTokenizerFast:
     """Build a tokenizer of 264 tokens: 256 bytes, padding, the end of a turn, three role markers, three reserved.
 
-    Decoding what was encoded gives the text back, whatever it is (apart from markers, see the module). ``<|im_end|>``
-    is the end token; padding is a token of its own.
+    Decoding an encoded text gives the same text, unless it spells markers (see the module). ``<|im_end|>`` is the end
+    token; padding has a token of its own.
     """
     return _byte_tokenizer((*_MARKERS, *_RESERVED), CHAT_TEMPLATE)
 
@@ -128,7 +128,7 @@ def _byte_tokenizer(markers: tuple[str, ...], chat_template: str) -> PreTrainedT
 
 
 def load_tokenizer(directory: Path | str, pad_token: str | None = None) -> PreTrainedTokenizerFast:
-    """Load the tokenizer of a checkpoint directory, without a network; ``pad_token`` takes the place of its own.
+    """Load the tokenizer of a checkpoint directory, without a network; ``pad_token`` replaces its padding token.
 
     Raises:
         CheckpointError: for a missing or broken file, a tokenizer without an end token, or one whose padding token is
@@ -150,8 +150,8 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerFast, directory: Path | str) ->
     """Return the ids that end a completion, ascending.
 
     They are the tokenizer's end token, the ``eos_token_id`` (one or several) of ``config.json`` and
-    ``generation_config.json`` where these exist, and the padding token, because the trainer masks by id and a sampled
-    padding token can only be the last.
+    ``generation_config.json`` where these exist, and the padding token. Nothing may follow a sampled padding token,
+    because the trainer masks by id.
 
     Raises:
         CheckpointError: for a config file that is broken, or names an end token that is not an id.
@@ -166,7 +166,7 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerFast, directory: Path | str) ->
 class TextStream:
     """Decodes tokens into text as they come; text that was returned never changes.
 
-    A character is held back until all of its bytes have come. The parts joined are the text of all tokens.
+    A character is held back until all of its bytes have come. The returned parts, joined, are the text of all tokens.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast):
@@ -174,7 +174,7 @@ class TextStream:
         self._told = ""
 
     def more(self, token_ids: Sequence[int], *, ended: bool) -> str:
-        """Return the text that these tokens, all so far, add to what was returned before."""
+        """Return the text not returned before, given all tokens so far; ``ended`` says that no more will come."""
         text = self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         if not ended:
             text = text.rstrip(REPLACEMENT)
@@ -224,12 +224,12 @@ def _load(directory: Path) -> PreTrainedTokenizerFast:
     warns = logging.getLogger("transformers.tokenization_utils_base")
     level = warns.level
     if kind is PreTrainedTokenizerFast:
-        warns.setLevel(logging.ERROR)  # it would warn of the other class that transformers 5 names
+        warns.setLevel(logging.ERROR)  # it would warn that the settings name another class
     try:
         loaded = kind.from_pretrained(str(directory), **options)
     except MemoryError:
         raise
-    except Exception as error:  # both libraries raise what they meet, the bare Exception among it
+    except Exception as error:  # the libraries raise many types, even a bare Exception
         raise CheckpointError(
             f"the tokenizer in {directory} cannot be loaded ({error}); copy its files again"
         ) from error
@@ -260,10 +260,10 @@ def _check_end_and_padding(tokenizer: PreTrainedTokenizerFast, directory: Path) 
 
 
 def _set_padding(tokenizer: PreTrainedTokenizerFast, token: str) -> None:
-    """Take a token of the vocabulary for padding.
+    """Make a token of the vocabulary the padding token.
 
     Raises:
-        CheckpointError: for one that is not in the vocabulary, or that prompts hold or end with.
+        CheckpointError: for a token that is not in the vocabulary, or that prompts or completions may hold.
     """
     if token not in tokenizer.get_vocab():
         raise CheckpointError(
@@ -281,16 +281,16 @@ def _set_padding(tokenizer: PreTrainedTokenizerFast, token: str) -> None:
 def _used(tokenizer: PreTrainedTokenizerFast) -> set[str]:
     """Return the special tokens that every prompt or completion may hold."""
     special = [token.content for token in tokenizer.added_tokens_decoder.values()]
-    written = f"{tokenizer.chat_template or ''}{_sample(tokenizer)}"  # a template may put tokens together from parts
+    written = f"{tokenizer.chat_template or ''}{_sample(tokenizer)}"  # a template may assemble tokens from parts
     ends = {str(token) for token in (tokenizer.eos_token, tokenizer.bos_token) if token is not None}
     return {token for token in special if token in written} | ends
 
 
 def _sample(tokenizer: PreTrainedTokenizerFast) -> str:
-    """Write some conversations by the chat template, those that it takes."""
+    """Render some conversations by the chat template, skipping those that fail."""
     written = ""
     for roles in (["user"], ["system", "user"], ["user", "assistant", "user"]):
-        # no template, one without a system message, or one that never ends, which is told when it writes prompts
+        # no template, one that refuses system messages, or one that never ends (reported when prompts are rendered)
         with suppress(Exception), bounded(1.0, 2**30):
             conversation = [{"role": role, "content": "x"} for role in roles]
             written += str(tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True))
@@ -298,7 +298,7 @@ def _sample(tokenizer: PreTrainedTokenizerFast) -> str:
 
 
 def _suggestion(tokenizer: PreTrainedTokenizerFast) -> str:
-    """Name some special tokens that could serve as padding, those with a telling name first."""
+    """Name some special tokens that could serve as padding, those with suitable names first."""
     used = _used(tokenizer)
     others = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special and t.content not in used]
     telling = ("pad", "endoftext", "reserved", "unused")

@@ -3,8 +3,8 @@
     model = load_model(checkpoint, mesh, dtype=jnp.bfloat16, remat="decoder")
     model = abstract_model(abstract_checkpoint(Path("configs/models/Qwen3-8B")), mesh, dtype=jnp.bfloat16, remat="none")
 
-Every parameter of an abstract model is a ``jax.ShapeDtypeStruct``, with the shape, dtype and sharding of the model that
-``load_model`` would load. Programs can be compiled from them, also for devices that are not here.
+Every parameter of an abstract model is a ``jax.ShapeDtypeStruct``, with the shape, dtype and sharding that it would get
+from ``load_model``. Programs can be compiled from an abstract model, even for devices that this machine lacks.
 """
 
 from pathlib import Path
@@ -35,10 +35,10 @@ def load_model(
 ) -> nnx.Module:
     """Load the parameters, sharded over ``mesh`` (axes "fsdp" and "tp"); a host reads the parts of its own devices.
 
-    ``dtype`` (float32 or bfloat16) is that of the computation, and of the parameters unless ``param_dtype`` is given:
-    they must then be cast to ``dtype`` before the model is called. Logits are float32. ``remat`` says what the backward
-    pass recomputes: nothing, the attention and MLP blocks, or whole decoder layers.
-    ``flash_block`` is the block that `trainer_attention.flash_block` chose; None takes dot attention.
+    ``dtype`` (float32 or bfloat16) is the dtype of the computation and of the parameters. With ``param_dtype``, the
+    parameters have that dtype instead, and must be cast to ``dtype`` before the model is called. Logits are float32.
+    ``remat`` says what the backward pass recomputes: nothing, the attention and MLP blocks, or whole decoder layers.
+    ``flash_block`` is the block size from `trainer_attention.flash_block`; None means dot attention.
 
     Raises:
         ConfigError: for a mesh that does not fit the model, or a version of Tunix that was not reviewed.
@@ -65,7 +65,7 @@ def load_model(
 def abstract_model(
     checkpoint: Checkpoint, mesh: Mesh, *, dtype: DTypeLike, remat: Remat, flash_block: int | None = None
 ) -> nnx.Module:
-    """Build Tunix's model with the parameters' shapes, dtypes and shardings of ``load_model``, and no values.
+    """Build Tunix's model with the shapes, dtypes and shardings of ``load_model``'s parameters, but no values.
 
     Raises:
         ConfigError: for a mesh that does not fit the model, or a version of Tunix that was not reviewed.
@@ -82,7 +82,7 @@ def abstract_model(
 
 
 def with_shardings(state: nnx.State, mesh: Mesh) -> nnx.State:
-    """Add to abstract values the shardings over the mesh that their variables name."""
+    """Add shardings over the mesh to abstract values, from the axis names of their variables."""
     shardings = nnx.get_named_sharding(state, mesh)
     return jax.tree.map(lambda leaf, of: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=of), state, shardings)
 
@@ -96,7 +96,7 @@ def check_finite(model: nnx.Module, directory: Path) -> None:
     """Check that every parameter of a model is finite; all hosts of its mesh must call this.
 
     Raises:
-        CheckpointError: naming the parameters that are not, by their paths in the model.
+        CheckpointError: naming the parameters that are not finite, by their paths in the model.
     """
     state = nnx.to_flat_state(nnx.state(model, nnx.Param))
     leaves = {".".join(map(str, path)): leaf.get_raw_value() for path, leaf in state}

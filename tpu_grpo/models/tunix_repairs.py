@@ -1,37 +1,37 @@
-"""Repairs Tunix's models where they would compute something else than the checkpoint says.
+"""Repairs Tunix's models where they would compute something other than the checkpoint says.
 
-``apply()`` replaces functions of Tunix by wrappers of them, for the whole process. Loading a model calls it, and
-importing this module changes nothing. Each wrapper is made by a function here, and reaches Tunix's own function as
-``__wrapped__``. The repairs were reviewed for google-tunix 0.1.7:
+``apply()`` replaces functions of Tunix by wrappers, for the whole process. Loading a model calls it; importing this
+module changes nothing. The ``__wrapped__`` of a wrapper is Tunix's own function. The repairs were reviewed for
+google-tunix 0.1.7:
 
 **Rotary positions.** In ``tunix.models.qwen3.model`` and ``tunix.models.llama3.model``, ``Attention.block`` calls
 ``apply_rope`` without ``rope_theta``. Every model then rotates with the default 1e6, whatever its ``ModelConfig`` says,
 and scaled positions are not supported. A checkpoint with another base (5e6 in the 2507 releases of Qwen3-4B, 5e5 in
 Llama 3) would silently be another model in training than in sampling. The repair wraps both functions: while a module's
 ``block`` runs or is traced, ``apply_rope`` takes ``rope_theta`` and, where it is set, ``rope_scaling`` from that
-module's ``config``. Models of different positions can therefore live in one process, and a call from elsewhere keeps
-its default. ``Qwen2`` passes its ``rope_theta``; there only the scaling is added, where its sines are made.
+module's ``config``. Models with different bases can therefore share a process, and calls from elsewhere keep the
+default. ``Qwen2`` passes its ``rope_theta``; there only the scaling is added, where the sines are computed.
 
 **Logits in float32.** ``Llama3`` returns logits in the dtype of the parameters. Tunix's other models return float32, as
-the log-probabilities need. The repair casts them.
+the log-probabilities need. The repair casts the logits of ``Llama3``.
 
-**Experts without tensor parallelism.** ``MoELayer`` gathers and reduce-scatters over the axis ``tp`` even when it has
-one device, and libtpu 0.0.42.1 aborts when it compiles that. Nothing is wrapped for this: ``fitted_config`` leaves the
-axis out of the model's config.
+**Experts without tensor parallelism.** ``MoELayer`` gathers and reduce-scatters over the axis ``tp`` even when the axis
+has one device, and libtpu 0.0.42.1 aborts when it compiles that. Nothing is wrapped for this: ``fitted_config`` leaves
+the axis out of the model's config.
 
-**Gemma's windows.** ``_create_sliding_mask`` compares the places of keys in the row with the positions of queries. Rows
-of prompts are padded on the left, and positions do not count padding: with P tokens of padding, a query's window begins
-P tokens too early, and where the window is no longer than P, it ends before the query itself.
+**Gemma's windows.** ``_create_sliding_mask`` compares the keys' indices in the row with the queries' positions. Rows of
+prompts are padded on the left, and positions do not count padding. With P tokens of padding, a query's window therefore
+begins P tokens too early, and a window of at most P tokens ends before the query itself.
 
-**Gemma's settings.** Rotary positions have a base of 10,000, norms an epsilon of 1e-6, and scores are multiplied by
-``head_dim ** -0.5``, whatever a checkpoint says (the 27B divides them by the root of 144 with heads of 128).
+**Gemma's settings.** Tunix always uses a rotary base of 10,000 and an epsilon of 1e-6 in norms, and multiplies scores
+by ``head_dim ** -0.5``. Checkpoints may differ: the 27B divides scores by sqrt(144), with heads of 128.
 
-**Gemma in bfloat16.** Norms, scores, soft caps and softmax are computed in the dtype of the parameters, where the
-published model computes norms and softmax in float32, and logits are returned in it. Scores up to 50 are then rounded
-to steps of 0.25. The sampler computes all of them in float32.
+**Gemma in bfloat16.** Tunix computes norms, scores, soft caps and softmax in the dtype of the parameters, and returns
+logits in it. In bfloat16, scores up to 50 are then rounded to steps of 0.25. The published model computes norms and
+softmax in float32. The sampler computes all of them in float32.
 
-One repair covers these three: attention, norms and the output head are our own. A call with a cache, which only Tunix's
-own sampler makes, keeps Tunix's attention.
+One repair covers these three: it replaces attention, norms and the output head. Calls with a cache, which only Tunix's
+own sampler makes, keep Tunix's attention.
 """
 
 import dataclasses
@@ -53,16 +53,16 @@ TUNIX_VERSION = "0.1.7"
 _MARK = "repaired_by_tpu_grpo"
 
 _config: ContextVar[Any] = ContextVar("config", default=None)
-"""The config of Tunix's attention module, or of Gemma, that is running in this context, None outside of one."""
+"""The config of the Tunix attention module, or Qwen2 or Gemma model, that is running in this context; None outside."""
 
 _MASKED = -1e30
 
 
 def require_reviewed_tunix() -> None:
-    """Refuse any other version of google-tunix than the one whose repairs were reviewed.
+    """Refuse any version of google-tunix other than the reviewed one.
 
     Raises:
-        ConfigError: with the installed version.
+        ConfigError: another version is installed.
     """
     if (installed := metadata.version("google-tunix")) != TUNIX_VERSION:
         raise ConfigError(
@@ -76,7 +76,7 @@ def apply() -> None:
     """Repair Tunix in this process; a second call does nothing.
 
     Raises:
-        ConfigError: when another version of google-tunix is installed than the one the repairs were reviewed for.
+        ConfigError: the installed google-tunix is not the reviewed version.
     """
     require_reviewed_tunix()
     from tunix.models.gemma import model as gemma
@@ -100,7 +100,7 @@ def apply() -> None:
 
 
 def fitted_config(model_config: Any, mesh: Mesh) -> Any:
-    """Return Tunix's config of a model, changed where the mesh needs it."""
+    """Return Tunix's config of a model, without the axis ``tp`` if the model has experts and the axis one device."""
     if not getattr(model_config, "num_experts", None) or mesh.shape["tp"] > 1:
         return model_config
     shardings = model_config.shd_config
@@ -173,7 +173,7 @@ def _with_float32_logits(original: Any) -> Any:
 
 
 # --- Gemma -----------------------------------------------------------------------------------------------------------
-# B rows, T tokens, S the same tokens as keys, N query heads, K key-value heads, G query heads for each of them, H width
+# B rows, T tokens, S the same tokens as keys, N query heads, K key-value heads, G = N / K, H head width
 
 
 def _with_published_attention(original: Any, gemma: Any) -> Any:
@@ -207,7 +207,7 @@ def _attend(
     scale: float,
     soft_cap: float | None,
 ) -> Float[Array, "B T N H"]:
-    """Mix the values with scores and their softmax in float32."""
+    """Compute attention, with scores and softmax in float32."""
     rows, length, _, width = q_BTNH.shape
     q_BTKGH = q_BTNH.reshape(rows, length, k_BSKH.shape[2], -1, width)
     scores = jnp.einsum("BTKGH,BSKH->BTKGS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32) * scale

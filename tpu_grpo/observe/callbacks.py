@@ -1,4 +1,4 @@
-"""Calls code of the user's own with the metrics and samples of a run, on host 0; it may ask the run to stop.
+"""Calls the user's code with the metrics and samples of a run, on host 0; this code may ask the run to stop.
 
     class Watcher:                                     # logging.callbacks: [my_callbacks.py:Watcher]
         def __init__(self, config): ...                # the run's config, a nested dictionary
@@ -6,9 +6,9 @@
         def on_evaluation(self, metrics, samples): ... # step and evaluation/*; lines of evaluations/<step>.jsonl
         def close(self): ...                           # however the run ends
 
-A class has ``on_step`` or ``on_evaluation``, and optionally other methods. Either may return True to end the run
-after the current step, as Ctrl-C does: with a checkpoint, from which it can be continued. Functions that
-`tpu_grpo.train` takes are called as these methods are.
+A class has ``on_step``, ``on_evaluation`` or both; other methods are optional. Either may return True to end the run
+after the current step, as Ctrl-C does: with a checkpoint, from which it can be continued. Functions that are passed to
+`tpu_grpo.train` are called like these methods.
 """
 
 import inspect
@@ -26,7 +26,7 @@ EVENTS = ("on_step", "on_evaluation")
 
 
 class Callback:
-    """Calls those methods that one object has; ``make`` makes it of the config, when the run begins."""
+    """Calls the methods of an object, as far as it has them; ``make`` makes it from the config when the run begins."""
 
     def __init__(self, name: str, make: Callable[[Mapping[str, Any]], object]) -> None:
         self.name, self._make = name, make
@@ -41,7 +41,7 @@ class Callback:
         """Call the method of an event with metrics and samples, and record whether the run is to stop.
 
         Raises:
-            CallbackError: it raises anything, or returns something else than None, True or False.
+            CallbackError: the method raises, or returns something other than None, True or False.
         """
         if (method := getattr(self._target, event, None)) is None:
             return
@@ -69,10 +69,10 @@ class Callback:
 def find_callbacks(
     config: RunConfig, on_step: EventFunction | None = None, on_evaluation: EventFunction | None = None
 ) -> tuple[Callback, ...]:
-    """Load the classes of ``logging.callbacks``, and add these functions after them; nothing is called yet.
+    """Load the classes of ``logging.callbacks``, and add the given functions after them; nothing is called yet.
 
     Raises:
-        ConfigError: a class cannot be found, takes something else than the config, or has neither method.
+        ConfigError: a class cannot be found, cannot be made from the config alone, or has neither method.
     """
     found = []
     for name in config.logging.callbacks:

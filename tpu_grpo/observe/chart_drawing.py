@@ -19,15 +19,15 @@ Scale = Literal["linear", "zero", "share", "log"]
 """linear: around the values; zero: from 0 on; share: from 0 to 1; log: whole decades around positive values."""
 SIDE = 4000
 X_LABELS, Y_LABELS = 6, 5
-"""The approximate number of an axis' labels."""
+"""The approximate number of labels of each axis."""
 COLOURS = 8
 """The number of colours in the style sheet."""
 TREND_FROM, TREND_WINDOWS = 200, 40
-"""A line of more steps also gets its moving mean, over a fortieth of its length."""
+"""A line of more than 200 steps also gets its moving mean, over a fortieth of its length."""
 MARKED_POINTS = 24
-"""Where no line has more, points are marked."""
+"""A chart marks its points if no line has more than this."""
 BUCKETS = 400
-"""A line keeps at most twice as many points: the lowest and the highest of each bucket of steps."""
+"""The number of buckets that a line's steps are divided into; it keeps the lowest and the highest point of each."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,12 @@ class Line:
     values: Float[np.ndarray, " N"]
     colour: int = 0
     low: Float[np.ndarray, " N"] | None = None
-    """With ``high``: a band around the line."""
+    """The lower bound of a band around the line; ``high`` is the upper one."""
     high: Float[np.ndarray, " N"] | None = None
     is_strong: bool = False
 
     def thinned(self) -> "Line":
-        """Keep few points, and all extremes."""
+        """Return the line with few of its points, the extremes among them."""
         places = kept(self.values)
         low, high = (None if band is None else band[places] for band in (self.low, self.high))
         return replace(self, steps=self.steps[places], values=self.values[places], low=low, high=high)
@@ -52,7 +52,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Chart:
-    """What a plot shows."""
+    """The content of a chart."""
 
     title: str
     note: str
@@ -62,9 +62,9 @@ class Chart:
     is_wide: bool = False
     """Whether it takes the whole width of the page."""
     is_cut: bool = False
-    """Whether values many times the usual are cut, as those of a stack are: steps that compile."""
+    """Whether the axis leaves out unusually high values, such as steps that compile; a stack always does."""
     is_named: bool = False
-    """Whether a single line is named, too."""
+    """Whether there is a legend even for a single line."""
 
 
 @dataclass(frozen=True)
@@ -76,12 +76,12 @@ class Drawing:
     """Colours and labels; empty for a single line."""
     svg: Markup
     x_labels: Sequence[tuple[float, str]]
-    """Places from 0 to 1, and texts."""
+    """The labels' places, from 0 to 1, and their texts."""
     y_labels: Sequence[tuple[float, str]]
     data: str
     """JSON for the script."""
     remark: str
-    """What is cut because it lies beyond the scale; empty where nothing does."""
+    """A text about values that lie beyond the scale; empty if none do."""
 
 
 def draw(chart: Chart) -> Drawing:
@@ -99,7 +99,7 @@ def draw(chart: Chart) -> Drawing:
         reach = _usual(values) if chart.is_cut else np.concatenate([values, *bands])
         x, y = steps_axis(steps.min(), steps.max()), values_axis(reach, chart.scale)
         marked = max(len(line.steps) for line in lines) <= MARKED_POINTS
-        both = reversed(list(zip(lines, chart.lines, strict=True)))  # the first one above the others
+        both = reversed(list(zip(lines, chart.lines, strict=True)))  # the first line is drawn last, on top
         paths = (path for line, whole in both for path in [*_line(line, x, y, marked), *_trend(whole, x, y)])
     labels = y.labels(Y_LABELS)
     grid = "".join(f"M0 {SIDE - unit}H{SIDE}" for unit in _units(np.array([place for place, _ in labels])))
@@ -135,7 +135,7 @@ def _line(line: Line, x: "Axis", y: "Axis", marked: bool) -> Iterator[str]:
 
 
 def _trend(line: Line, x: "Axis", y: "Axis") -> Iterator[str]:
-    """Draw the moving mean of a long line above it; the style sheet pales a line before it."""
+    """Draw the moving mean of a long line on top of it; the style sheet makes the line itself paler."""
     if len(line.steps) > TREND_FROM:
         mean = replace(line, values=moving_mean(line.values, len(line.values) // TREND_WINDOWS), low=None, high=None)
         mean = mean.thinned()
@@ -151,7 +151,7 @@ def _strokes(at: Float[np.ndarray, " N"], places: Float[np.ndarray, " N"]) -> st
 
 
 def _runs(values: Float[np.ndarray, " N"]) -> list[np.ndarray]:
-    """List the places of numbers, cut at gaps."""
+    """List the indices of finite values, split at gaps."""
     places = np.flatnonzero(np.isfinite(values))
     return [run for run in np.split(places, np.flatnonzero(np.diff(places) > 1) + 1) if len(run)]
 
@@ -168,7 +168,7 @@ def _units(places: Float[np.ndarray, " N"]) -> list[int]:
 
 
 def _stacked(layers: Sequence[Line]) -> tuple[list[Line], list[Line], str]:
-    """Thin layers at the same steps, and add them up; returns the layers, their upper edges, and what is off the scale.
+    """Thin layers at the same steps, and add them up; returns layers, their upper edges, and a remark (see Drawing).
 
     Gaps count as 0.
     """
@@ -182,7 +182,7 @@ def _stacked(layers: Sequence[Line]) -> tuple[list[Line], list[Line], str]:
 
 
 def _layers(tops: Sequence[Line], x: "Axis", y: "Axis") -> Iterator[str]:
-    """Draw layers from the uppermost down, each from zero, so that each shows above those below it."""
+    """Draw layers from the uppermost down, each from zero, so that each hides the lower part of those before it."""
     steps = tops[0].steps
     middles = (steps[:-1] + steps[1:]) / 2
     edges = _units(x.place(np.concatenate([[x.low], middles, [x.high]])))
@@ -193,13 +193,13 @@ def _layers(tops: Sequence[Line], x: "Axis", y: "Axis") -> Iterator[str]:
 
 
 def _is_beyond(totals: Float[np.ndarray, " N"]) -> Bool[np.ndarray, " N"]:
-    """Return the steps that took many times the usual, as those that compile; they would flatten the rest."""
+    """Mark the steps that took over four times the median, such as those that compile; they would flatten the rest."""
     usual = float(np.median(totals))
     return totals > (4 * usual if usual > 0 else np.inf)
 
 
 def _usual(totals: Float[np.ndarray, " N"]) -> Float[np.ndarray, " M"]:
-    """Return what the axis must span: the usual totals, with room above where others are cut."""
+    """Return the totals that the axis must span: all, or without unusual ones, with 20 % of room above the others."""
     beyond = _is_beyond(totals)
     return np.append(totals[~beyond], 1.2 * totals[~beyond].max()) if beyond.any() else totals
 
@@ -216,7 +216,7 @@ def _beyond(totals: Float[np.ndarray, " N"], steps: Float[np.ndarray, " N"]) -> 
 
 
 def _hover(lines: Sequence[Line], shown: Sequence[Line], x: "Axis", y: "Axis") -> str:
-    """Write what the script needs: the axes, and each line's steps, values, and heights where they differ."""
+    """Encode the script's data: the axes, and each line's values, with its steps and heights if they differ."""
     first = lines[0].steps
     series: list[dict[str, Any]] = []
     for line, drawn in zip(lines, shown, strict=True):
@@ -231,7 +231,7 @@ def _hover(lines: Sequence[Line], shown: Sequence[Line], x: "Axis", y: "Axis") -
 
 
 def _numbers(values: Float[np.ndarray, " N"]) -> list[float | int | None]:
-    """Round to 4 digits, steps to whole numbers; a gap is null."""
+    """Convert values to JSON: 4 significant digits, whole numbers as integers, gaps as null."""
     found: list[float | int | None] = []
     for value in values.tolist():
         if not math.isfinite(value):
@@ -290,7 +290,7 @@ def steps_axis(low: float, high: float) -> Axis:
 
 
 def values_axis(values: Float[np.ndarray, " N"], scale: Scale) -> Axis:
-    """Return the axis of values with a scale; without values, from 0 to 1."""
+    """Return an axis of a scale that spans the values; without values, from 0 to 1."""
     known = values[np.isfinite(values)]
     if scale == "share":
         return Axis(0.0, 1.0)
@@ -323,7 +323,7 @@ def round_step(least: float) -> float:
 def kept(values_N: Float[np.ndarray, " N"], buckets: int = BUCKETS) -> Int[np.ndarray, " K"]:
     """Return the indices of the drawn points, ascending: all if there are few, else the extremes of each bucket.
 
-    The first and the last point are always kept. Where a bucket holds a gap (NaN), its first one is kept, too.
+    The first and the last point are always kept. If a bucket has gaps (NaN), its first gap is kept, too.
 
     >>> kept(np.array([1.0, 5.0, 2.0, 3.0, 0.0, 4.0, 9.0, 9.0]), 2).tolist()
     [0, 1, 4, 6, 7]

@@ -11,7 +11,7 @@ from tpu_grpo.observe.json_lines import Lines, interval_of, is_number, number_or
 from tpu_grpo.observe.run_reader import RunRead
 
 EVALUATION_LENGTHS = ("evaluation/tokens/", "evaluation/truncated/", "evaluation/failed/")
-"""What evaluations measure beside rewards: it is not between 0 and 1, or not better when it is higher."""
+"""Prefixes of evaluation metrics that are not rewards: not from 0 to 1, or not better if they are higher."""
 STAGES = {
     "rollout/seconds": "rollout",
     "rewards/seconds": "rewards",
@@ -19,23 +19,23 @@ STAGES = {
     "weights/sync_seconds": "weight sync",
 }
 Labelled = Sequence[tuple[str, RunRead]]
-"""Several runs, each with its label; its colour is its place."""
+"""Several runs with their labels; the index of a run is its colour."""
 
 
 @dataclass(frozen=True)
 class _Spec:
-    """A chart of metrics by step; a metric that no line has is left out, and a chart without any, too."""
+    """A chart of metrics by step. Metrics that no line has are left out, and so is a chart without metrics."""
 
     title: str
     note: str
     labels: dict[str, str]
-    """Metric -> its label. A comparison shows the first."""
+    """The label of each metric. A comparison shows only the first metric, but all that are shares."""
     scale: Scale = "linear"
     unless_zero: bool = False
-    """Leave it out where every value is 0, which means that it is switched off."""
+    """Whether the chart is left out if every value is 0, which means that its feature is switched off."""
 
     def is_off(self, lines: Lines) -> bool:
-        """Return whether it is left out, because what it shows is switched off."""
+        """Return whether the chart is left out because its feature is switched off."""
         return self.unless_zero and not any(number_or_zero(line.get(name)) for line in lines for name in self.labels)
 
 
@@ -196,7 +196,7 @@ def comparison_charts(runs: Labelled) -> list[Chart]:
 
 
 def _compared(spec: _Spec, runs: Labelled) -> Iterator[Chart | None]:
-    """Show the first metric of a chart that is there; of shares, which say different things, each."""
+    """Yield a chart of the first metric that the runs have, or if the metrics are shares, a chart of each."""
     lines = [line for _, run in runs for line in run.lines]
     known = {name: label for name, label in spec.labels.items() if any(is_number(line.get(name)) for line in lines)}
     for name, label in list(known.items())[: None if spec.scale == "share" else 1]:
@@ -208,7 +208,7 @@ def _compared(spec: _Spec, runs: Labelled) -> Iterator[Chart | None]:
 
 
 def _overlaid(runs: Labelled, title: str, note: str, lines: Iterable[Line | None], **options: Any) -> Chart | None:
-    """Lay a line of each run over each other, each under the run's label and colour; None where no run has one."""
+    """Make one chart of the runs' lines, each with the run's label and colour; None if no run has a line."""
     found = [
         replace(line, label=label, colour=number)
         for number, ((label, _), line) in enumerate(zip(runs, lines, strict=True))
@@ -221,7 +221,7 @@ def _overlaid(runs: Labelled, title: str, note: str, lines: Iterable[Line | None
 
 
 def evaluation_lines(run: RunRead) -> Lines:
-    """Return the evaluations of a run; for a run without their file, those in its steps."""
+    """Return the evaluations of a run: the lines of their file, or without it, the steps that have evaluations."""
     return run.evaluations or [line for line in run.lines if any(map(_is_evaluation, line))]
 
 
@@ -236,20 +236,20 @@ def evaluation_label(name: str) -> str:
 
 
 def stage_seconds(lines: Lines) -> tuple[np.ndarray, np.ndarray]:
-    """Return the steps whose stages were timed, and the seconds of each stage."""
+    """Return the steps whose stages were timed, and the seconds of all stages of each step together."""
     known = [line for line in lines if any(is_number(line.get(name)) for name in STAGES)]
     seconds = [sum(number_or_zero(line.get(name)) for name in STAGES) for line in known]
     return np.array([line["step"] for line in known], np.float64), np.array(seconds, np.float64)
 
 
 def _line(name: str, label: str, lines: Lines) -> Line | None:
-    """Take a metric's values; None where no line has a number."""
+    """Make the line of a metric's values; None if no value is a number."""
     steps, values = series(lines, name)
     return Line(label, steps, values) if np.isfinite(values).any() else None
 
 
 def _evaluated(name: str, records: Lines) -> Line | None:
-    """Take the values of evaluations with their intervals, where these are known."""
+    """Make the line of an evaluated metric, with its intervals as the band; None if no value is a number."""
     if (line := _line(name, evaluation_label(name), records)) is None:
         return None
     low, high = np.array([interval_of(record, name) for record in records if name in record]).T

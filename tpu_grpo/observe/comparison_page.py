@@ -19,7 +19,7 @@ SHOWN_PROBLEMS = 4
 
 
 def write_comparison(runs: Sequence[RunRead], path: Path) -> Path:
-    """Write the page as a whole or not at all, and return where it is."""
+    """Write the page atomically, and return its path."""
     labelled = list(zip(_labels(runs), runs, strict=True))
     tables = [_differences(labelled), _held_out(labelled)]
     going = any(run.standing.outcome == "going" for run in runs)
@@ -38,7 +38,7 @@ def write_comparison(runs: Sequence[RunRead], path: Path) -> Path:
 
 
 def _labels(runs: Sequence[RunRead]) -> list[str]:
-    """Name runs apart: by their names, else by their directories' names, else by whole paths."""
+    """Return distinct labels: the runs' names, or if some are equal, their directories' names, or else whole paths."""
     ways = ([run.name for run in runs], [run.directory.resolve().name for run in runs])
     return next((names for names in ways if max(Counter(names).values()) == 1), [str(run.directory) for run in runs])
 
@@ -63,7 +63,7 @@ def _overview(runs: Labelled) -> Table:
 
 
 def _evaluations(runs: Labelled) -> Table | None:
-    """Show the last evaluation of every run beside each other; None without any."""
+    """Show the last evaluations of all runs side by side; None without any."""
     records = [evaluation_lines(run) for _, run in runs]
     names = list(dict.fromkeys(name for found in records for name in evaluation_names(found)))
     if not names:
@@ -93,7 +93,7 @@ def _differences(runs: Labelled) -> Table:
 
 
 def _held_out(runs: Labelled) -> Table | None:
-    """Show what each run completes the same held-out prompts to, at its last evaluation; first where rewards differ."""
+    """Show the runs' last completions of shared held-out prompts; prompts whose rewards differ come first."""
     last = [{row["prompt"]: row for row in run.held_out[-1][1]} if run.held_out else {} for _, run in runs]
     shared = [prompt for prompt in last[0] if all(prompt in rows for rows in last)]
     if not shared:

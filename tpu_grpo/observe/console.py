@@ -15,11 +15,11 @@ from tpu_grpo.observe.step_metrics import MetricValue
 
 PLAIN_WIDTH = 120
 TABLE_WIDTH = 60
-"""A narrower console shows samples as lines; in a table, a column would have room for a letter or two."""
+"""A narrower console shows samples as lines, because a column of a table would hold only a letter or two."""
 SHOWN_ROWS = 4
 SHOWN_CHARACTERS = 320
 SHOWN_TURNS = 4
-"""The most turns of a conversation that are shown: the first half, and the last."""
+"""The most turns of a conversation that are shown: half of them its first, half its last."""
 SHOWN_OF_A_TURN = 160
 
 AGREEMENT = "agreement/logprob_abs_diff_max"
@@ -39,9 +39,9 @@ class ConsoleSink:
 
     ``evaluation_every`` is the setting evaluation.every; None for a run that has nothing to evaluate on.
 
-    On a terminal and in a notebook that is a bar; elsewhere a line for the first step, the last one, and in between at
-    most one every ``plain_seconds``. Model text is shown as it is: no markup is read from it, and control characters
-    are written out as escapes, so that a completion cannot steer the terminal.
+    A terminal or a notebook shows a bar. Elsewhere there is a line for the first and the last step, and between them at
+    most one every ``plain_seconds``. Model text is shown literally: markup in it has no effect, and control characters
+    are escaped, so that a completion cannot control the terminal.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class ConsoleSink:
         self._console = console
         self._start, self._max_steps, self._evaluation_every = start_step, max_steps, evaluation_every
         self._began: tuple[int, float] | None = None
-        """Step and time from which the rest is reckoned: not from the start, because the first step compiles."""
+        """The first step and the time of its end, from where the time left is estimated: the first step compiles."""
         self._plain_seconds = plain_seconds
         self._clock = clock
         self._started = clock()
@@ -110,7 +110,7 @@ class ConsoleSink:
         return f"evaluation after step {min((step // every + 1) * every, last) if every else last}"
 
     def samples(self, step: int, rows: Sequence[SampleRow]) -> None:
-        """Show the best row, the worst one, and others drawn by the step."""
+        """Show the best row, the worst row, and random others, with the step as seed."""
         if not rows:
             return
         shown = pick_rows(step, rows, SHOWN_ROWS)
@@ -158,7 +158,7 @@ def _sample_lines(step: int, rows: Sequence[SampleRow]) -> list[str]:
 
 
 def _pieces(row: SampleRow) -> list[tuple[str, bool]]:
-    """Return the texts of a completion, a conversation's turn by turn; True with what the policy did not write."""
+    """Return the pieces of a completion, turn by turn, as (text, whether it is not the policy's)."""
     if not (talk := row.conversation):
         return [(visible(row.completion, SHOWN_CHARACTERS), False)]
     pieces: list[tuple[str, bool]] = []

@@ -1,15 +1,15 @@
 """Evaluates held-out prompts: completions, scores, confidence intervals, and the step with the best value.
 
-There are P problems, n samples of each, and G completions of each in a rollout (1 or n), in B = P*G rows. For each
-reward, over the problems that it applies to:
+There are P problems with n samples each. A rollout has G completions of each problem (1 or n), in B = P*G rows. Each
+reward is averaged over the problems that it applies to:
 
     greedy   the mean of one greedy completion
     sampled  the mean over problems of the mean of n samples
     pass@k   whether k samples hold a correct one: value >= correct_from
     maj@k    whether the most frequent answer of the first k samples is correct
 
-Everything is an average over problems, of which each counts once; samples of one problem are not independent of each
-other, so 95 % intervals are over problems (Miller 2024, arXiv 2411.00640, sections 2 and 3).
+Every problem counts once in an average. Samples of one problem are not independent of each other, so 95 % intervals are
+over problems (Miller 2024, arXiv 2411.00640, sections 2 and 3).
 """
 
 import math
@@ -43,12 +43,12 @@ Z = 1.959963984540054
 
 
 GroupEnded = Callable[[int, Sequence[Completion], Sequence[str]], None]
-"""Is told a prompt's number, its completions in one mode and their texts, while others are sampled."""
+"""Takes a prompt's number, its completions in one mode and their texts, while other prompts are still sampled."""
 
 
 Generate = Callable[[Sequence[Prompt], Sequence[AnswerMode], Sequence[GroupEnded]], Sequence[Rollout]]
-"""Completes prompts in every mode, with a prompt's completions after each other, and returns a rollout for each mode;
-the same prompts get the same completions every time. What has ended is told to the function of its mode."""
+"""Completes prompts in every mode, and returns a rollout for each mode, with the completions of a prompt in sequence.
+The same prompts always get the same completions. It calls a mode's function for every group that has ended."""
 
 
 class Scoring(Protocol):
@@ -59,14 +59,14 @@ class Scoring(Protocol):
         ...
 
     def finish(self, rollouts: Sequence[Rollout]) -> Sequence[Scores]:
-        """Return every reward's value of every row of each rollout."""
+        """Return the scores of each rollout."""
         ...
 
 
 Begin = Callable[[PromptBatch, int], AbstractContextManager[Scoring]]
-"""Begins to score a number of rollouts of a batch of prompts."""
+"""Takes a batch of prompts and a number of rollouts, and returns the scoring of these."""
 FinalAnswer = Callable[[str, re.Pattern[str] | None], str | None]
-"""Finds the answer that a vote counts in a text, by ``answer_pattern`` if there is one; None if the text has none."""
+"""Takes a text and ``answer_pattern``, and returns the answer that counts in votes; None if the text has none."""
 
 
 # --- an evaluation ---------------------------------------------------------------------------------------------------
@@ -74,7 +74,7 @@ FinalAnswer = Callable[[str, re.Pattern[str] | None], str | None]
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over problems with its 95 % interval; low and high are NaN if a single problem gives none."""
+    """A mean over problems with its 95 % interval; low and high are NaN if a single problem gives no interval."""
 
     value: float
     low: float
@@ -125,7 +125,7 @@ class EvaluationSamples:
     rollout: Rollout
     scores: Scores
     final_answers: tuple[str | None, ...]
-    """What a vote counts of each row; None where a completion gives no answer."""
+    """The answer of each row that counts in votes; None if the completion gives no answer."""
 
 
 def evaluate(
@@ -140,8 +140,8 @@ def evaluate(
 ) -> tuple[Evaluation, tuple[EvaluationSamples, EvaluationSamples]]:
     """Complete every prompt once greedily and ``section.samples`` times at a temperature, and score all.
 
-    A reward that applies to no problem is left out, and so are problems to which a reward does not apply. Returns the
-    estimates, and the greedy and the sampled completions that they are of.
+    Each reward is averaged over the problems that it applies to; a reward that applies to none is left out. Returns the
+    estimates, and the greedy and the sampled completions behind them.
     """
     pattern = None if section.answer_pattern is None else re.compile(section.answer_pattern, re.DOTALL)
 
@@ -178,7 +178,7 @@ def _estimates(
         problems = len(samples.rollout.batch.prompts)
         votes_PG = np.array(samples.final_answers, dtype=object).reshape(problems, -1)
         for name, values_B in samples.scores.by_name.items():
-            # of each problem the values and votes of the rows that the reward applies to
+            # for each problem, the values and votes of the rows to which the reward applies
             found = [
                 (values_G[applies_G], votes_G[applies_G])
                 for values_G, votes_G in zip(values_B.reshape(problems, -1), votes_PG, strict=True)
@@ -213,7 +213,7 @@ def describe(evaluation: Evaluation, prompts: int) -> str:
 
 
 def over_problems(values_P: Float[np.ndarray, " P"]) -> Estimate:
-    """Average one value per problem; the interval is Wilson's if all values are 0 or 1, else a normal one's."""
+    """Average one value per problem; the interval is Wilson's if all values are 0 or 1, else the normal one."""
     count, mean = len(values_P), float(np.mean(values_P))
     if np.isin(values_P, (0.0, 1.0)).all():
         return Estimate(mean, *wilson(int(values_P.sum()), count), count)
@@ -231,10 +231,10 @@ def wilson(successes: int, count: int) -> tuple[float, float]:
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Return the unbiased estimate of the chance that one of k samples of a problem is correct, from n ``samples``.
+    """Return the unbiased estimate of the chance that one of k samples is correct, from n ``samples``, c ``correct``.
 
-    For k of them, drawn without replacement, it is 1 - C(n - c, k) / C(n, k), computed as a product (Chen et al. 2021,
-    arXiv 2107.03374, eq. 1).
+    It is 1 - C(n - c, k) / C(n, k), the chance for k of the n, drawn without replacement; computed as a product (Chen
+    et al. 2021, arXiv 2107.03374, eq. 1).
     Of 4 samples with 1 correct: pass@1 = 1/4, pass@2 = 1 - C(3, 2) / C(4, 2) = 1/2, pass@4 = 1.
 
     Raises:
@@ -250,8 +250,8 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 def majority(answers: Sequence[str | None], correct: Sequence[bool]) -> float:
     """Return the score of the most frequent answer, which is maj@k for k samples; 0 if none of them has an answer.
 
-    Equally frequent answers count in equal parts, as if one of them were drawn; samples with the same answer and
-    different scores count by their mean. For the answers 7 7 4 4 -, of which 7 is correct, it is 1/2.
+    If several answers are most frequent, their scores are averaged. If samples with the same answer differ in
+    ``correct``, the answer's score is their mean. For the answers 7 7 4 4 -, of which 7 is correct, the result is 1/2.
     """
     votes = Counter(answer for answer in answers if answer is not None)
     if not votes:
@@ -268,9 +268,9 @@ def majority(answers: Sequence[str | None], correct: Sequence[bool]) -> float:
 class EvaluationLog:
     """The evaluations of a run, the same on every host; host 0 writes the files.
 
-    ``evaluation.jsonl`` has a line per evaluation, and is continued when a run is; ``best.json`` names the best step,
-    which is the highest of ``best``, a mode/reward. Evaluations after ``start_step``, the steps that are done, and all
-    before a fresh start are dropped.
+    ``evaluation.jsonl`` has a line per evaluation; a run that continues appends to it. ``best.json`` names the step
+    with the highest value of ``best``, a mode/reward. ``start_step`` is the number of completed steps: evaluations
+    after it are dropped, and all of them if it is 0.
     """
 
     def __init__(self, run_dir: Path, start_step: int, best: str, hosts: Hosts):
@@ -296,7 +296,7 @@ class EvaluationLog:
 
     @property
     def best_step(self) -> int | None:
-        """The step of the evaluation with the highest value, the first of equal ones; None if none has the value."""
+        """The step of the best evaluation, the first if several are equal; None if none has the metric ``best``."""
         return None if (best := self._best()) is None else best["step"]
 
     def summary(self) -> dict[str, Any]:
@@ -352,11 +352,11 @@ def evaluation_of(record: dict[str, Any]) -> Evaluation:
 
 
 def write_samples(run_dir: Path, name: str, samples: Sequence[EvaluationSamples]) -> Path:
-    """Write all completions with their rewards to ``evaluations/<name>.jsonl``, as a whole or not at all; say where.
+    """Write all completions with their rewards to ``evaluations/<name>.jsonl`` atomically, and return the path.
 
-    A line holds problem (from 0), mode, sample (from 0), prompt, completion, the answer that votes count, the right
-    one (gold) where the record has it, rewards by name (null where one does not apply), tokens and finish_reason; of a
-    conversation also what `conversation_fields` returns.
+    A line holds problem (from 0), mode, sample (from 0), prompt, completion, the answer that counts in votes, the right
+    answer (gold) if the record has one, rewards by name (null if one does not apply), tokens and finish_reason. For a
+    conversation it also holds the `conversation_fields`.
     """
     path = run_dir / EVALUATIONS_DIR / f"{name}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)

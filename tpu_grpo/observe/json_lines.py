@@ -1,4 +1,4 @@
-"""JSON-lines files that survive a kill, and the reading of their records, in which any name may be missing or null.
+"""Writes and reads JSON-lines files that survive a kill; any name may be missing or null in their records.
 
 Other files of a run are replaced as a whole.
 """
@@ -34,7 +34,7 @@ def encode_line(record: Record) -> bytes:
 
 
 def jsonable(value: Any) -> Any:
-    """Return the value with numpy scalars as Python's and numbers that are not finite as None, at any depth."""
+    """Convert numpy scalars to Python's, and numbers that are not finite to None, at any depth."""
     if isinstance(value, Mapping):
         return {str(key): jsonable(v) for key, v in value.items()}
     if isinstance(value, list | tuple):
@@ -49,10 +49,10 @@ def jsonable(value: Any) -> Any:
 def keep_steps(path: Path, last: int) -> None:
     """Rewrite a file atomically with the records of the steps up to ``last``; a missing file stays missing.
 
-    If a torn line belonged to such a step, the user is told that it is lost.
+    If a torn line may belong to one of these steps, the user is told that it is lost.
 
     Raises:
-        DataError: as ``read_steps`` does; the file is then as it was.
+        DataError: as ``read_steps`` does; the file is then unchanged.
     """
     if not path.exists():
         return
@@ -78,7 +78,7 @@ def replace_text(path: Path, text: str, temporary: str = ".tmp") -> None:
 def replace_bytes(path: Path, data: Iterable[bytes], temporary: str = ".tmp") -> None:
     """Write a file atomically: a reader sees the old file or the new one.
 
-    Until it is complete its name ends in ``temporary``; several writers need different endings.
+    Until the new file is complete, its name ends in ``temporary``; concurrent writers need different endings.
     """
     unfinished = path.with_name(path.name + temporary)
     with unfinished.open("wb") as file:
@@ -122,12 +122,12 @@ def read_records(path: Path, *, missing_ok: bool = False, torn: list[bytes] | No
 
 
 def read_steps(path: Path, torn: list[bytes] | None = None, **types: type) -> Iterator[dict[str, Any]]:
-    """Yield the records of a file whose lines all have a step, and values of ``types`` by these names.
+    """Yield the records of a file in which every line must have an int ``step``, and the names and types in ``types``.
 
     A missing file has no records.
 
     Raises:
-        DataError: as ``read_records`` does, and for a line without one of them.
+        DataError: as ``read_records`` does, and for a line in which one of these is missing or of another type.
     """
     for record in read_records(path, missing_ok=True, torn=torn):
         for name, kind in {"step": int, **types}.items():

@@ -1,7 +1,7 @@
 """Writes a run's page while the run goes on, and at its end.
 
-The page is written at the start, after the first step, and then as often as costs at most a hundredth of the time:
-after a writing of 0.1 s the next one is at least 10 s later. A run of long steps writes it after every step.
+The page is written at the start, after the first step, and then so rarely that it takes at most a hundredth of the
+time: if a write took 0.1 s, the next one comes at least 10 s later. A run of long steps writes it after every step.
 """
 
 import json
@@ -24,10 +24,10 @@ from tpu_grpo.observe.sample_rows import SampleRow
 from tpu_grpo.observe.step_metrics import MetricValue
 
 SHARE = 0.01
-"""So much of a run's time may go into writing its page."""
+"""The share of a run's time that may go into writing its page."""
 NAME = "the report"
 WAIT_SECONDS = 2.0
-"""A thread that ends the process waits so long for the writing that is under way."""
+"""How long a thread that ends the process waits for another thread to finish writing the page."""
 
 
 class LiveReport:
@@ -39,11 +39,11 @@ class LiveReport:
     Leaving the block writes how the run ended, to ``end.json`` and the page; a thread that ends the process does so,
     too.
 
-    An error of the disk in the block is raised, as everywhere in a run. Any other error, which would be a bug of the
-    page, is reported once, and the run goes on without the page until it ends. In a notebook the page is also shown
-    below the cell that trains.
+    Errors of the disk are raised, as everywhere in a run. Any other error in writing the page, which would be a bug, is
+    reported once, and the page is not written again until the run ends. In a notebook the page is also shown below the
+    cell that trains.
 
-    ``start`` is the number of steps that are done, and ``is_ours`` says whether the directory is still this process's.
+    ``start`` is the number of completed steps. ``is_ours`` tells whether this process still owns the directory.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class LiveReport:
         self._lock = threading.Lock()
         self._next = 0.0
         self._began: tuple[int, float] | None = None
-        """Step and time from which the rest is reckoned: not from the start, because the first step compiles."""
+        """The first step and the time of its end, from where the time left is estimated: the first step compiles."""
         self._works = True
         self._cell: Cell | None = None
 
@@ -81,7 +81,7 @@ class LiveReport:
             self._next = ended + (ended - began) / SHARE
 
     def samples(self, step: int, rows: Sequence[SampleRow]) -> None:
-        """Do nothing: they are read from their file."""
+        """Do nothing: the page reads samples from their file."""
 
     def close(self) -> None:
         """Do nothing: the end of the run writes the page."""
@@ -89,10 +89,10 @@ class LiveReport:
     def __enter__(self) -> Self:
         directory = self._config.run_dir
         (directory / END_FILE).unlink(missing_ok=True)
-        for left in directory.glob(f"{REPORT_FILE}.*.tmp"):  # of a kill
+        for left in directory.glob(f"{REPORT_FILE}.*.tmp"):  # left by a kill
             left.unlink(missing_ok=True)
         self._write_page(Standing("going", self._step, self._most, at=now()))
-        here.at_end = {NAME: self._end_in_time, **here.at_end}  # first, so that people who are told find it
+        here.at_end = {NAME: self._end_in_time, **here.at_end}  # first, so that it is written before people are told
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -101,7 +101,7 @@ class LiveReport:
             self._write_end(End.by(None))
             return
         self._end_in_time(End.by(error))
-        if self._hosts.count == 1:  # else why hosts were lost may be found out later
+        if self._hosts.count == 1:  # with several, the cause of a loss may be found later
             here.at_end.pop(NAME, None)
 
     def _write_end(self, end: End) -> None:
@@ -114,7 +114,7 @@ class LiveReport:
         self._write_page(standing)
 
     def _end_in_time(self, end: End) -> None:
-        """Write how the run ended, from any thread, without an error, unless another run has the directory by now."""
+        """Write how the run ended, from any thread, unless another run owns the directory; ignores disk errors."""
         if self._lock.acquire(timeout=WAIT_SECONDS):
             try:
                 with suppress(OSError):  # the run ends by another error, and the disk may be its cause

@@ -37,7 +37,7 @@ class ModelFacts:
 
 
 class Row(NamedTuple):
-    """A figure of the run: before the first step, and after the model's step."""
+    """A figure of the run: its first value, and the value at the model's step."""
 
     name: str
     before: str
@@ -49,7 +49,7 @@ def write_model_card(
 ) -> None:
     """Write the model card into the directory of an exported model, with the run's figures up to the model's step.
 
-    Figures that the run has not left in ``run_dir`` are left out. ``config`` is the run's, as YAML.
+    Figures that ``run_dir`` lacks are left out. ``config`` is the run's config as YAML.
     """
     figures = list(_figures(run_dir, facts.step))
     text = rendered(TEMPLATE, autoescape=False, facts=facts, figures=figures, config=config, versions=versions)
@@ -57,7 +57,7 @@ def write_model_card(
 
 
 def rendered(template: str, *, autoescape: bool, **values: Any) -> str:
-    """Fill a template of the room; without escapes, for Markdown, blocks may be indented."""
+    """Render a template of this package; without ``autoescape``, for Markdown, its blocks may be indented."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).with_name("templates")),
         autoescape=autoescape,
@@ -88,7 +88,7 @@ def _until(path: Path, step: int) -> Lines:
 
 
 def _estimate(record: Record, name: str) -> str:
-    """Write a value with its interval, where it has one, and the step that it is of."""
+    """Format a value with its interval, if it has one, and its step; empty without a value."""
     if not is_number(value := record.get(name)):
         return ""
     low, high = interval_of(record, name)

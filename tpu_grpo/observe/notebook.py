@@ -17,7 +17,7 @@ def is_in_notebook() -> bool:
 
 
 class Cell:
-    """One part of what a cell shows, which is replaced whenever it is shown anew."""
+    """A part of a cell's output; each call replaces what it showed before."""
 
     def __init__(self) -> None:
         from IPython.display import display

@@ -1,6 +1,6 @@
-"""Tables of the pages: evaluations, samples of some steps, and held-out prompts before and after.
+"""Makes the tables of pages: evaluations, samples of some steps, and held-out prompts before and after training.
 
-Every cell is a text, or a conversation turn by turn; numbers stand to the right.
+Every cell is a text, or a conversation turn by turn; numbers are aligned to the right.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,11 +13,11 @@ from tpu_grpo.observe.run_reader import Rows, RunRead
 from tpu_grpo.observe.sample_rows import called_tools, without_marks
 
 HEAD_CHARACTERS, TAIL_CHARACTERS = 1400, 500
-"""Of a longer text so much is shown, from its beginning and from its end."""
+"""How much of a longer text is shown: of its beginning, and of its end."""
 TURN_CHARACTERS = (500, 200)
-"""The same of a longer text of a turn."""
+"""How much of a longer text of one turn is shown: of its beginning, and of its end."""
 SHOWN_TURNS = 12
-"""The most turns of a conversation that are shown: the first half, and the last."""
+"""The most turns of a conversation that are shown: half of them its first, half its last."""
 SHOWN_ROWS = 4
 """How many samples of a step are shown: half of them the best, half the worst."""
 SHOWN_PROBLEMS = 6
@@ -37,7 +37,7 @@ class Column:
     label: str
     is_number: bool = False
     colour: int | None = None
-    """The colour of the run that the column is of."""
+    """The colour of the run that the column shows."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Said:
 
     text: str
     by: str = ""
-    """Who said it; nothing for the policy."""
+    """The speaker; empty for the policy."""
     note: str = ""
 
 
@@ -82,12 +82,12 @@ def shorten(text: str, head: int = HEAD_CHARACTERS, tail: int = TAIL_CHARACTERS)
 
 
 def decimal(value: Any, form: str = ".2f") -> str:
-    """Write a number, or a dash where there is none."""
+    """Format a number; a dash for any other value."""
     return format(value, form) if is_number(value) else "–"
 
 
 def evaluation_table(run: RunRead) -> Table | None:
-    """Return every evaluated reward at first, at its best and at last, with intervals; None without an evaluation."""
+    """Return the first, highest and last value of every evaluated reward, with intervals; None without evaluations."""
     records = evaluation_lines(run)
     if not records:
         return None
@@ -119,8 +119,8 @@ def best_name(config: Mapping[str, Any], records: Lines) -> str:
 
 
 def step_table(rows: Rows) -> Table:
-    """Return the best and the worst rows of a step, which has at least one."""
-    different = {(row["prompt"], row["completion"]): row for row in rows}  # of equal completions one is enough
+    """Return a table of the best and the worst rows of a step, which must have at least one row."""
+    different = {(row["prompt"], row["completion"]): row for row in rows}  # shows equal completions once
     ranked = sorted(different.values(), key=lambda row: -number_or_zero(row["reward"]))
     half = SHOWN_ROWS // 2
     shown = ranked if len(ranked) <= SHOWN_ROWS else [*ranked[:half], *ranked[-half:]]
@@ -145,9 +145,9 @@ def step_table(rows: Rows) -> Table:
 
 
 def held_out_table(evaluations: Sequence[tuple[int, Rows]], best: str) -> Table | None:
-    """Return held-out prompts with the greedy completion of the first evaluation beside that of the last, or of one.
+    """Return held-out prompts with their greedy completions in the first and the last evaluation, or in the only one.
 
-    Prompts are chosen by the reward ``best``: what got better, what got worse, what stayed wrong, then others.
+    Prompts are chosen by the reward ``best``: some that got better, got worse or stayed wrong, then others.
     """
     if not evaluations:
         return None
@@ -177,7 +177,7 @@ def held_out_table(evaluations: Sequence[tuple[int, Rows]], best: str) -> Table 
 
 
 def _telling(pairs: Sequence[tuple[Record, Record]], reward: str) -> list[tuple[Record, Record]]:
-    """Choose prompts that tell something: of each kind two, then more of the kinds that have them, in their order."""
+    """Choose instructive prompts: two of each kind (better, worse, still wrong, right), then more, kind by kind."""
     kinds: list[list[int]] = [[], [], [], []]
     for number, (before, after) in enumerate(pairs):
         change = number_or_zero(after["rewards"].get(reward)) - number_or_zero(before["rewards"].get(reward))

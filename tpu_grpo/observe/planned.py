@@ -1,4 +1,4 @@
-"""The seconds of a run beside those of a plan: plan.json in run.dir, or what a check has planned for it."""
+"""Compares the times of a run with a plan: plan.json in run.dir, or the plan that a check of the run made."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,15 +17,15 @@ STAGES = {
     "update": ("update", "update/seconds", 1.0, "s"),
     "sync": ("weight sync", "weights/sync_seconds", 1.0, "s"),
 }
-"""Names of a plan: what they are called, the run's metric, and the unit in which both are shown, with its factor."""
+"""The stages of a plan by name, each as (label, the run's metric, factor from seconds to the unit shown, unit)."""
 
 
 class Beside(NamedTuple):
-    """A time of the run and of its plan, in a unit."""
+    """A time of the run and the planned time, in the same unit."""
 
     label: str
     own: float
-    """The median of the steps."""
+    """The median over the steps."""
     planned: float
     unit: str
 
@@ -34,7 +34,7 @@ class Beside(NamedTuple):
 
 
 def read_planned(run_dir: Path) -> dict[str, float]:
-    """Read the planned seconds of a run by the names of STAGES; empty if nobody has planned it.
+    """Read the planned seconds of a run by the names of STAGES; empty without a plan.
 
     Raises:
         DataError: for a file that holds something else.
@@ -50,7 +50,7 @@ def read_planned(run_dir: Path) -> dict[str, float]:
 
 
 def beside_plan(lines: Lines, planned: Mapping[str, float]) -> Iterator[Beside]:
-    """Compare the steps of a run with its plan; where there are several, without the first, which compiles."""
+    """Compare the steps of a run with its plan, without the first step, which compiles, unless it is the only one."""
     for name, (label, metric, factor, unit) in STAGES.items():
         values = numbers(lines[1:] or lines, metric)
         if values and is_number(planned.get(name)):
@@ -58,7 +58,7 @@ def beside_plan(lines: Lines, planned: Mapping[str, float]) -> Iterator[Beside]:
 
 
 def plan_table(lines: Lines, planned: Mapping[str, float]) -> Table | None:
-    """Make the report's table of a run's seconds beside its plan's; None without a plan."""
+    """Make the report's table of a run's times and the planned ones; None without a plan."""
     columns = [Column("stage"), Column("median", is_number=True), Column("planned", is_number=True), Column("unit")]
     rows = [
         [Cell(b.label), Cell(f"{b.own:.3g}"), Cell(f"{b.planned:.3g}"), Cell(b.unit)]

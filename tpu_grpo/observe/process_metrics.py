@@ -1,4 +1,4 @@
-"""The compilations and the memory of this process.
+"""Measures the compilations and the memory of this process.
 
 After the second step of a run nothing should compile any more.
 """
@@ -53,7 +53,7 @@ class CompilationCounter:
 
 
 def memory_metrics() -> dict[str, float]:
-    """Return ``memory/*`` in GiB: of this process, and of the fullest of its devices now and at its peak so far.
+    """Return ``memory/*`` in GiB: of this process, and of its fullest device, both now and at the peak so far.
 
     Devices that report no memory, such as CPUs, are left out.
     """

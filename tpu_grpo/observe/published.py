@@ -1,10 +1,10 @@
-"""Compares a run with what others published of the same recipe: the points that they gave, and nothing between them.
+"""Compares a run with published results of the same recipe, only at the points that were published.
 
     published = read_published("qwen3_1p7b_gsm8k")       # configs/reference/qwen3_1p7b_gsm8k.json; or a file
     published.sentences(lines, config)
 
-A point is a value, a range or both, and the steps over which the metric of the run is averaged for it: [100, 100] is
-what the run has at step 100, and nothing is said of it before.
+A point has a value, a range or both, and the first and last step over which the run's metric is averaged. With
+[100, 100] the metric at step 100 is compared, once that step is done.
 """
 
 from collections.abc import Iterator, Mapping
@@ -27,18 +27,18 @@ from tpu_grpo.records.errors import ConfigError
 from tpu_grpo.records.outside import parse_json, read_file
 
 REFERENCES = SHIPPED_CONFIGS / "reference"
-"""Each published run has its points here, as NAME.json, beside its config, NAME.yaml."""
+"""The directory with the points of each published run, NAME.json, beside its config, NAME.yaml."""
 SHOWN_SETTINGS = 6
 COLOUR = 7
 
 
 class Point(Section):
-    """This was published for some steps."""
+    """A result that was published for some steps."""
 
     by: str
-    """Who found it, with what."""
+    """Who measured it, and with which software."""
     steps: tuple[PositiveInt, PositiveInt]
-    """The run's metric is averaged from the first to the last of these."""
+    """The first and the last step over which the run's metric is averaged."""
     value: float | None = None
     low: float | None = None
     high: float | None = None
@@ -53,13 +53,13 @@ class Point(Section):
 
     @property
     def when(self) -> str:
-        """Name the steps."""
+        """The steps, as text."""
         first, last = self.steps
         return f"step {last}" if first == last else f"steps {first} to {last}"
 
     @property
     def what(self) -> str:
-        """Write value and range."""
+        """The value and the range, as text."""
         between = "" if self.low is None else f"{self.low:g} to {self.high:g}"
         return between if self.value is None else f"{self.value:g}{between and f' ({between})'}"
 
@@ -72,12 +72,12 @@ class Point(Section):
 
 
 class Published(Section):
-    """This was published of a run."""
+    """The published results of a run."""
 
     path: Path
     source: str
     metric: str
-    """The metric of a run that is compared."""
+    """The name of the metric that is compared."""
     doubt: str = ""
     """What is not certain about source, recipe or metric."""
     points: tuple[Point, ...] = Field(min_length=1)
@@ -89,8 +89,8 @@ class Published(Section):
         return fmean(values) if values and lines[-1]["step"] >= last else None
 
     def sentences(self, lines: Lines, config: Mapping[str, Any], step: int | None = None) -> list[str]:
-        """Say how the run compares, at all points or at those that end at a step; and if it is outside of every range
-        that was published for the last of them, where to look first."""
+        """Say how the run compares, at all points or at those that end at ``step``; and where to look first, if the run
+        is outside every range at the last of these points."""
         owns = [(point, self.own(point, lines)) for point in self.points if step in (None, point.steps[1])]
         known = [(point, own) for point, own in owns if own is not None]
         said = [
@@ -104,7 +104,7 @@ class Published(Section):
         return said
 
     def _where_to_look(self, lines: Lines, config: Mapping[str, Any]) -> str:
-        """Name the settings that decide results and are not the reference's, or else the metrics to look at first."""
+        """Name settings that affect results and differ from the reference's; if none do, metrics to look at first."""
         reference = self.path.with_suffix(".yaml")
         changed = list(_other_settings(reference, config)) if reference.is_file() else []
         if changed:
@@ -118,7 +118,7 @@ class Published(Section):
         return f"{same}look first at {', '.join([*figures, 'samples.jsonl'])}, then try another run.seed"
 
     def beside(self, chart: Chart) -> Chart:
-        """Draw every point by itself in the chart of the metric: a dot, or a stroke over its range."""
+        """Add every point to the metric's chart, as a dot or as a stroke over its range; return other charts as is."""
         if chart.title != ("Evaluation" if self.metric.startswith("evaluation/") else "Reward"):
             return chart
         drawn = [
@@ -129,7 +129,7 @@ class Published(Section):
         return replace(chart, lines=[*chart.lines, Line("published", steps, values, COLOUR, is_strong=True)])
 
     def table(self, lines: Lines, config: Mapping[str, Any]) -> Table:
-        """Set the run beside every point."""
+        """Return a table that compares the run with every point."""
         owns = [(point, self.own(point, lines)) for point in self.points]
         rows = [
             (point.when, point.by, point.what, decimal(own, ".4f"), "not yet" if own is None else point.verdict(own))
@@ -146,7 +146,7 @@ class Published(Section):
 
 
 def _other_settings(reference: Path, config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the settings that results depend on and that are not those of the reference's config."""
+    """Yield the settings that affect results and differ from the reference's config."""
     theirs = load_config(reference)
     ends = theirs.optimizer.ends_with_run
     for name, (their, own) in differences([theirs.model_dump(mode="json"), config]).items():
@@ -155,10 +155,10 @@ def _other_settings(reference: Path, config: Mapping[str, Any]) -> Iterator[str]
 
 
 def read_published(name: str) -> Published:
-    """Read what was published of a reference run, by its name, or from a file.
+    """Read the published results of a reference run, by the run's name or from a file.
 
     Raises:
-        ConfigError: there is none of that name, or the file is not as it should be.
+        ConfigError: there is no such run, or the file is malformed.
     """
     path = Path(name) if name.endswith(".json") else REFERENCES / f"{name}.json"
     try:

@@ -43,10 +43,10 @@ class Sink(Protocol):
 
 
 class Tracker(Sink, Protocol):
-    """Takes histograms, too."""
+    """A sink that receives histograms, too."""
 
     def histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
-        """Take those of a step, by the names of what they count."""
+        """Receive the histograms of a step, by name."""
         ...
 
 
@@ -67,7 +67,7 @@ class RunLog:
         scored: ScoredRollout | None = None,
         advantages: Float[np.ndarray, " B"] | None = None,
     ) -> None:
-        """Log the metrics of one step, which include ``step``; its B rows are for callbacks.
+        """Log the metrics of one step, which include ``step``; callbacks also get its B rows.
 
         Raises:
             CallbackError: a callback failed.
@@ -125,7 +125,7 @@ def open_run_log(config: RunConfig, start_step: int, *more: Sink, callbacks: Seq
     ``more`` are further sinks, which get every step once it is on disk.
 
     Raises:
-        DataError: for metrics or samples of an earlier part of the run that are broken.
+        DataError: for broken metrics or samples of an earlier part of the run.
         CallbackError: for a callback that cannot be made.
     """
     has_held_out = config.evaluation.path is not None or config.data.builtin is not None
@@ -159,13 +159,13 @@ class JsonlSink:
     """Writes a line per step and a line per sample; a kill loses at most the line being written.
 
     ``start_step`` is the number of steps already done, 0 for a new run; steps count from 1. A run that resumes at a
-    checkpoint of step s may have logged steps beyond it before it stopped. Those will be done again, so their lines
-    are dropped, with a torn last line, and everything up to s is kept:
+    checkpoint of step s may have logged later steps before it stopped. These will be done again, so their lines are
+    dropped, as is a torn last line; everything up to s is kept:
 
         on disk: steps 1 2 3 4 5, start_step=3  ->  on disk: 1 2 3; the next line is step 4
 
     Raises:
-        DataError: for a file of an earlier part of the run with a broken line that is not the last.
+        DataError: for a file of an earlier part of the run in which a line other than the last is broken.
     """
 
     def __init__(self, run_dir: Path, start_step: int) -> None:
@@ -195,14 +195,14 @@ class JsonlSink:
 
 
 class PublishedSink:
-    """Says how the run compares with what was published, at the steps for which it was."""
+    """Tells the user how the run compares with published results, at the steps that have some."""
 
     def __init__(self, published: Published, config: RunConfig, say: Callable[[str], None]) -> None:
         self._published, self._say = published, say
         self._path, self._config = config.run_dir / METRICS_FILE, config.model_dump(mode="json")
 
     def write(self, metrics: Mapping[str, MetricValue]) -> None:
-        """Compare a step that is on disk, as are those before it."""
+        """Compare a step; it and all steps before it must already be on disk."""
         step = int(metrics["step"])
         if any(point.steps[1] == step for point in self._published.points):
             for text in self._published.sentences(list(read_steps(self._path)), self._config, step):
@@ -216,10 +216,10 @@ class PublishedSink:
 
 
 class OptionalSink:
-    """Passes everything on to a sink until that fails: then it prints one line, and drops the sink.
+    """Passes everything on to a sink until the sink fails; then it shows one line, and drops the sink.
 
-    A library's own error, whatever its type, neither ends the run nor reaches the other sinks; ``open_sink``, which
-    makes the sink, may fail, too. ``say`` shows the line, which calls the sink by ``name`` and advises the remedy.
+    An error in the sink's library, whatever its type, neither ends the run nor reaches the other sinks. ``open_sink``,
+    which makes the sink, may fail, too. ``say`` shows the line, which gives the sink's ``name`` and the ``remedy``.
     """
 
     def __init__(self, name: str, remedy: str, open_sink: Callable[[], Tracker], say: Callable[[str], None]) -> None:

@@ -1,7 +1,7 @@
 """Writes the page of a run, a single self-contained file, from the files that the run has left so far.
 
-A missing metric has no chart, and a missing file no section. Nothing here imports jax; scripts of the page are needed
-for hovering only.
+Charts of missing metrics and sections of missing files are left out. Nothing here imports jax. The page needs its
+scripts for hovering only.
 """
 
 import os
@@ -22,7 +22,7 @@ from tpu_grpo.observe.run_reader import RunRead, Standing, read_run
 from tpu_grpo.observe.summary import EDGE_STEPS
 
 AGAIN_SECONDS = 20
-"""The page of a run that goes on is loaded again so often."""
+"""The interval at which browsers reload the page of a run that goes on."""
 
 
 def write_report(
@@ -35,12 +35,12 @@ def write_report(
 ) -> Path:
     """Write ``report.html`` atomically, and return its path.
 
-    ``goes_on`` says whether a process has the directory, and ``standing`` how the run stands, if the caller knows; else
-    that is taken from the files. The page is written to ``path``, or into the directory when that is None.
-    ``published`` is what the run is compared with; by its setting logging.against when None.
+    ``goes_on`` says whether a process uses the directory. ``standing`` is the state of the run, if the caller knows it;
+    otherwise it is taken from the files. The page is written to ``path``, by default into ``run_dir``. The run is
+    compared with ``published``, by default with the results that its setting logging.against names.
 
     Raises:
-        DataError: for a directory that is no run's, or a file that cannot be read as what it should be.
+        DataError: for a directory that is not a run's, or a malformed file.
     """
     path = path or run_dir / REPORT_FILE
     run = read_run(run_dir, goes_on=goes_on, standing=standing)
@@ -70,7 +70,7 @@ def write_report(
 
 
 def write_page(path: Path, template: str, **values: Any) -> None:
-    """Render a template of the room, and replace a page with it; another process may do the same at that time."""
+    """Render a template of this package to a page, atomically; other processes may write the page at the same time."""
     replace_text(path, rendered(template, autoescape=True, side=SIDE, **values), temporary=f".{os.getpid()}.tmp")
 
 

@@ -39,7 +39,7 @@ Rows = Sequence[Record]
 OWN_NAMES = ("run.name", "run.dir")
 """Settings that differ in any two runs."""
 ABSENT = "–"
-"""Stands for a value that is not there."""
+"""Stands for a missing value."""
 
 
 # --- how a run stands ------------------------------------------------------------------------------------------------
@@ -50,14 +50,14 @@ class Standing:
     """The state of a run: its steps so far, and whether it goes on."""
 
     outcome: Literal["going", "done", "stopped", "failed", "gone"]
-    """``gone``: it neither goes on nor has said how it ended."""
+    """``gone`` means that the run neither goes on nor recorded how it ended."""
     step: int = 0
     max_steps: int | None = None
-    """None where nobody knows."""
+    """None if it is not known."""
     message: str = ""
     exit_code: int | None = None
     at: str = ""
-    """When it ended; while it goes on, when this was so. In UTC."""
+    """The time (UTC) when the run ended; for a run that goes on, the time of this state."""
     seconds_left: float | None = None
 
     @classmethod
@@ -105,10 +105,11 @@ def write_end(run_dir: Path, standing: Standing) -> None:
 def standing_of(
     end: Mapping[str, Any], summary: Mapping[str, Any], step: int, max_steps: int | None, *, goes_on: bool
 ) -> Standing:
-    """Return the state of a run by its files, and whether a process has its directory.
+    """Return the state of a run from its files; ``goes_on`` says whether a process uses its directory.
 
-    ``end`` and ``summary`` are what ``end.json`` and ``summary.json`` hold, empty without them; runs from before there
-    was an ``end.json`` are done if they have a summary. ``step`` is the last one in ``metrics.jsonl``.
+    ``end`` and ``summary`` are the contents of ``end.json`` and ``summary.json``, empty without these files. A run
+    without ``end.json`` (of an older version) is done if its summary has the last step. ``step`` is the last one in
+    ``metrics.jsonl``.
     """
     going = Standing("going", step, max_steps, at=now())
     if goes_on:
@@ -120,38 +121,38 @@ def standing_of(
     return replace(going, outcome="gone", at="")
 
 
-# --- what it left ----------------------------------------------------------------------------------------------------
+# --- the files of a run ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class RunRead:
-    """What is known of a run."""
+    """The contents of a run's files."""
 
     directory: Path
     name: str
     standing: Standing
     lines: Lines
-    """Of ``metrics.jsonl``."""
+    """The lines of ``metrics.jsonl``."""
     evaluations: Lines
-    """Of ``evaluation.jsonl``."""
+    """The lines of ``evaluation.jsonl``."""
     changes: Lines
     config: Mapping[str, Any]
     config_text: str
     summary_text: str
     samples: tuple[Rows, ...]
-    """The rows of the first, a middle and the last logged step; fewer where there are fewer."""
+    """The rows of the first, a middle and the last logged step, or of fewer steps if fewer were logged."""
     held_out: tuple[tuple[int, Rows], ...]
-    """Step and greedy completions of the first and the last evaluation; one, or none, where there are fewer."""
+    """Step and greedy completions of the first and the last evaluation, or of the only one; empty without any."""
 
 
 def read_run(directory: Path, *, goes_on: bool = False, standing: Standing | None = None) -> RunRead:
     """Read the directory of a run.
 
-    ``goes_on`` says whether a process has the directory, and ``standing`` how the run stands, if the caller knows; else
-    that is taken from the files.
+    ``goes_on`` says whether a process uses the directory. ``standing`` is the state of the run, if the caller knows it;
+    otherwise it is taken from the files.
 
     Raises:
-        DataError: for a directory that is no run's, and for a file that is not what it should be.
+        DataError: for a directory that is not a run's, or a malformed file.
     """
     if not any((directory / name).is_file() for name in (CONFIG_FILE, METRICS_FILE)):
         raise DataError(
@@ -215,7 +216,7 @@ def read_samples(path: Path) -> list[Rows]:
     """Read the rows of the first, a middle and the last logged step by seeking, because the file may have gigabytes.
 
     Raises:
-        DataError: for a line among them that is no JSON object.
+        DataError: for a line among them that is not a JSON object.
     """
     if not path.is_file():
         return []
@@ -237,7 +238,7 @@ class _StepFile:
         self._size = path.stat().st_size
 
     def at(self, offset: int) -> int | None:
-        """Return the step of the first whole line that begins at ``offset`` or after it; None for none."""
+        """Return the step of the first whole line that begins at or after ``offset``; None if there is none."""
         with self._path.open("rb") as file:
             if offset:
                 file.seek(offset - 1)
@@ -251,18 +252,18 @@ class _StepFile:
         return step
 
     def begin(self, step: int) -> int:
-        """Return an offset at or before which the first line of ``step`` or a later one begins."""
+        """Return the lowest offset from which on no whole line has a step before ``step``."""
         return bisect_left(
             range(self._size), step, key=lambda offset: math.inf if (at := self.at(offset)) is None else at
         )
 
     def last(self) -> int | None:
-        """Return the last step; None without one."""
+        """Return the last step; None for an empty file."""
         end = bisect_left(range(self._size), True, key=lambda offset: self.at(offset) is None)
         return self.at(end - 1) if end else None
 
     def rows(self, step: int) -> Rows:
-        """Read the first rows of a step."""
+        """Read the first ``MOST_ROWS`` rows of a step."""
         with self._path.open("rb") as file:
             if offset := self.begin(step):
                 file.seek(offset - 1)
@@ -281,7 +282,7 @@ def _held_out(directory: Path, evaluations: Lines) -> list[tuple[int, Rows]]:
 
 
 def _object(text: str | bytes) -> dict[str, Any]:
-    """Read a JSON object; what is none, such as a file that is being written, is empty."""
+    """Read a JSON object; for any other text, such as that of a file being written, return an empty one."""
     try:
         found = parse_json(text)
     except ValueError:  # both a JSON and a UTF-8 error

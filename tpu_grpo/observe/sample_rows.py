@@ -17,7 +17,7 @@ from tpu_grpo.records.stages import Completion, FinishReason, ScoredRollout
 
 @dataclass(frozen=True)
 class SampleRow:
-    """One row of a step, for people."""
+    """One row of a step, as it is logged and shown."""
 
     prompt: str
     completion: str
@@ -27,18 +27,18 @@ class SampleRow:
     """The weighted sum of the rewards."""
     advantage: float
     tokens: int
-    """How many tokens of the completion were sampled."""
+    """The number of tokens that were sampled."""
     finish_reason: FinishReason
     per_token: tuple[float, ...] = ()
-    """What was added to the advantage of each token; empty for nothing."""
+    """The value added to each token's advantage; empty if nothing was added."""
     gold: str | None = None
-    """The right answer; None where the prompt's record has none."""
+    """The right answer; None if the prompt's record has none."""
     conversation: Mapping[str, Any] = field(default_factory=dict)
-    """What ``conversation_fields`` says of a conversation with an environment; the prompt is its first one then."""
+    """The ``conversation_fields`` of a conversation with an environment; ``prompt`` is then its first prompt."""
 
 
 def sample_rows(scored: ScoredRollout, advantages: Float[np.ndarray, " B"]) -> list[SampleRow]:
-    """Return the B rows of a step for people, in order; raises ValueError if there are not B advantages."""
+    """Return the B rows of a step, in order; raises ValueError if there are not B advantages."""
     rollout, scores = scored.rollout, scored.scores
     rows = zip(rollout.row_prompts, rollout.completions, rollout.texts, advantages, strict=True)
     return [
@@ -77,8 +77,8 @@ def sample_fields(row: SampleRow) -> dict[str, object]:
 def conversation_fields(completion: Completion) -> dict[str, Any]:
     """Return the fields of a conversation in a line of a file: environment, ending, failure, turns and mask.
 
-    A completion that is no conversation has none. The mask gives the tokens after the first prompt as runs: the
-    number of sampled tokens, then of others, and so on:
+    They are empty if the completion is not a conversation. The mask describes the tokens after the first prompt by
+    pairs of counts: the sampled tokens in sequence, and the other tokens that follow them:
 
         sampled  [1 1 1 0 0 1 1]   ->   mask  [[3, 2], [2, 0]]
     """
@@ -116,7 +116,7 @@ def called_tools(turn: Mapping[str, Any]) -> str:
 
 
 def pick_rows(step: int, rows: Sequence[SampleRow], count: int) -> list[SampleRow]:
-    """Pick at most ``count`` rows: the best, the worst, and others at random, which are the same ones for a step."""
+    """Pick at most ``count`` rows: the best, the worst, and random others, with the step as seed."""
     ranked = sorted(rows, key=lambda row: -row.reward)
     if len(ranked) <= count:
         return ranked
@@ -144,17 +144,17 @@ _MARK = re.compile(r"<\|[\w-]{1,40}\|>|<(?:end_of_turn|bos|eos|/s)>|\A<s>|\[/?IN
 
 
 def without_marks(prompt: str) -> str:
-    """Remove the marks of the chat template from a rendered prompt; several turns are shown after their roles.
+    """Remove the marks of the chat template from a rendered prompt; if there are several turns, each follows its role.
 
     >>> without_marks("<|im_start|>user\\n2 + 2?<|im_end|>\\n<|im_start|>assistant\\n")
     '2 + 2?'
     """
-    pieces = _TURN.split(prompt)  # text, then for each turn three groups, of which one is its role, and its text
+    pieces = _TURN.split(prompt)  # text, then for each turn three groups (one is its role) and its text
     turns = [(" ".join(filter(None, pieces[at - 3 : at])), pieces[at]) for at in range(4, len(pieces), 4)]
     said = [(role, words) for role, text in [("", pieces[0]), *turns] if (words := _MARK.sub("", text).strip())]
     return said[0][1] if len(said) == 1 else "\n".join(f"{role}: {words}" if role else words for role, words in said)
 
 
 def none_if_nan(value: float) -> float | None:
-    """Return a reward as files have it: None if it does not apply."""
+    """Return a reward for a JSON file: None for NaN, which means that it does not apply."""
     return None if math.isnan(value) else float(value)

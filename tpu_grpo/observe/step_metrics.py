@@ -59,9 +59,9 @@ def tokens_digest(completions: Sequence[Completion]) -> str:
     """Compute the SHA-256 (hex) of all token ids after the prompts; equal digests mean equal rollouts.
 
     The hashed bytes are, for each row in order, the number of its tokens as a little-endian int64 and then its token
-    ids as little-endian int32. The lengths keep ``[1 2] [3]`` apart from ``[1] [2 3]``. Behind the tokens of a
-    conversation come the prompts of its branches in the same way: they hold what ``reset`` gave, and the answers of the
-    environment where the template changes the past.
+    ids as little-endian int32. The lengths keep ``[1 2] [3]`` apart from ``[1] [2 3]``. After the tokens of a
+    conversation, the prompts of its branches are hashed in the same way: they hold the result of ``reset``, and the
+    environment's answers where the template changes the past.
     """
     digest = hashlib.sha256()
     for completion in completions:
@@ -73,9 +73,9 @@ def tokens_digest(completions: Sequence[Completion]) -> str:
 
 
 def episode_metrics(completions: Sequence[Completion]) -> dict[str, float]:
-    """Compute ``episodes/*`` and ``turns/*``; nothing where no completion is a conversation.
+    """Compute ``episodes/*`` and ``turns/*``; empty if no completion is a conversation.
 
-    Failures of environments are counted by the kinds that occur; several environments also have figures by name.
+    Failures of environments are counted by kind. With several environments there are also figures for each, by name.
     """
     found = [(completion, completion.episode) for completion in completions if completion.episode is not None]
     if not found:

@@ -8,7 +8,7 @@ from typing import Any
 from tpu_grpo.observe.json_lines import numbers
 
 EDGE_STEPS = 5
-"""How many steps at either end of a run its first and its last reward are means of."""
+"""The number of steps over which the first and the last reward of a run are averaged."""
 PACKAGES = (
     "tpu-grpo",
     "jax",
@@ -34,12 +34,12 @@ def build_summary(
     changes: Sequence[Mapping[str, Any]] = (),
     ended_early: str | None = None,
 ) -> dict[str, Any]:
-    """Collect the last value of every metric, and what only the whole run can tell.
+    """Collect the last value of every metric, and figures of the whole run.
 
     ``steps`` is the last step. ``rewards/first_mean`` and ``rewards/last_mean`` are means of ``rewards/mean`` over the
-    first and the last five steps that have one; with fewer than ten steps they share some. ``evaluation`` is added
-    under the names it comes with. ``changes`` are the settings that were changed when the run was continued, and
-    ``ended_early`` says why it ended before ``run.max_steps``; both are left out where there is nothing to say.
+    first and the last five steps that have one; with fewer than ten steps they overlap. ``evaluation`` is added with
+    its own names. ``changes`` are the settings that were changed when the run was continued, and ``ended_early`` says
+    why it ended before ``run.max_steps``; both are left out if empty.
     """
     summary: dict[str, Any] = {}
     for line in metrics_lines:
@@ -55,7 +55,7 @@ def build_summary(
 
 
 def edge_means(values: Sequence[float]) -> tuple[float, float]:
-    """Return the means of the first and of the last five values, of which there is at least one."""
+    """Return the means of the first and of the last five values; there must be at least one value."""
     first, last = values[:EDGE_STEPS], values[-EDGE_STEPS:]
     return sum(first) / len(first), sum(last) / len(last)
 

@@ -1,7 +1,7 @@
 """Experiment trackers: Weights & Biases, and TensorBoard.
 
-TensorBoard's event files are written synchronously, without tensorboardX's queue: its thread ends at the first error
-of the disk, and a caller who puts into the queue then waits for ever.
+TensorBoard's event files are written synchronously, without tensorboardX's queue. The queue's thread ends at the first
+error of the disk, and callers that add to the queue then wait for ever.
 """
 
 import importlib.util
@@ -31,9 +31,9 @@ SHOWN_CHARACTERS = 1000
 class WandbSink:
     """Logs to a run under ``run_dir/wandb``; a resumed run continues the same one.
 
-    ``online`` without credentials falls to ``offline``, which needs no network and can be uploaded later with
-    ``wandb sync``; that is told through ``say``. Steps are the x axis of every plot. An online start waits for the
-    server for at most ``timeout_seconds``. Errors are wandb's own.
+    Without credentials ``online`` becomes ``offline``, and ``say`` tells the user; offline logs need no network, and
+    can be uploaded later with ``wandb sync``. Steps are the x axis of every plot. An online start waits for the server
+    for at most ``timeout_seconds``. Errors of wandb are passed on.
     """
 
     def __init__(
@@ -125,10 +125,10 @@ def has_credentials() -> bool:
 
 
 class TensorBoardSink:
-    """Logs every metric that is a number as a scalar of its own name, and some samples as a table.
+    """Logs every metric that is a number as a scalar of the same name, and some samples as a table.
 
-    Event files lie under ``run.dir/tensorboard``, which ``tensorboard --logdir`` shows. TensorBoard drops what an
-    earlier part of the run has logged beyond ``start_step``, the steps that are done: others are done again.
+    Event files lie under ``run.dir/tensorboard``, which ``tensorboard --logdir`` shows. ``start_step`` is the number of
+    completed steps. TensorBoard drops later steps of an earlier part of the run, because they are done again.
     """
 
     def __init__(self, run_dir: Path, start_step: int) -> None:
@@ -138,7 +138,7 @@ class TensorBoardSink:
         self._event = Event
         directory = run_dir / TENSORBOARD_DIR
         directory.mkdir(parents=True, exist_ok=True)
-        # the library adds the time in seconds, which two parts of a run may share
+        # the time in seconds, which the library adds, may be the same for two parts of a run
         self._file = EventsWriter(str(directory / "events"), f".{os.getpid()}.{start_step}")
         self._log(step=start_step + 1, session_log=SessionLog(status=SessionLog.START))
 
@@ -154,7 +154,7 @@ class TensorBoardSink:
         self._log(step=int(metrics["step"]), summary=Summary(value=values))
 
     def samples(self, step: int, rows: Sequence[SampleRow]) -> None:
-        """Log a table of the best row, the worst one, and others drawn by the step."""
+        """Log a table of the best row, the worst row, and random others, with the step as seed."""
         from tensorboardX.summary import text
 
         if rows:

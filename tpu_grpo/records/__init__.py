@@ -1,1 +1,1 @@
-"""What passes between the stages of a run, frozen: one record per stage, and the errors with their exit codes."""
+"""The frozen records that pass between the stages of a run, one per stage, and the errors with their exit codes."""

@@ -1,6 +1,6 @@
 """The requests to an engine, with their keys, and the completions that it returns.
 
-Array suffixes are those of types.py, which passes these records on.
+Array suffixes are explained in stages.py, which also exports these records.
 """
 
 from dataclasses import dataclass
@@ -37,12 +37,12 @@ class AnswerMode:
     temperature: float
     """0 is greedy."""
     samples: int = 1
-    """The completions of each prompt."""
+    """The number of completions of each prompt."""
 
 
 @dataclass(frozen=True)
 class SampleKey:
-    """The key that, with the position in the sequence and the logits, determines a token; nothing else does."""
+    """The key of a completion. A sampled token depends only on key, position in the sequence and logits."""
 
     seed: int
     step: int
@@ -58,7 +58,7 @@ class Request:
     sampling: SamplingParams
     key: SampleKey
     return_experts: bool = False
-    """Return the experts that the engine used; only an engine of a model with experts that was built for it can."""
+    """Return the experts that the engine used. The model must have experts, and the engine must be built for this."""
 
 
 @dataclass(frozen=True)
@@ -66,23 +66,23 @@ class Completion:
     """What the engine sampled for one request."""
 
     token_ids: Int32[np.ndarray, " T"]
-    """Including the stop token that ended it."""
+    """The tokens after the prompt, including a final stop token."""
     logprobs: Float32[np.ndarray, " T"]
-    """The log-probability of each token under the full distribution at the temperature (at 1 when greedy); with
-    ``algorithm.filtered_ratio`` that among the tokens that top-k, top-p and min-p keep."""
+    """The log-probability of each token under the full distribution at the temperature (at 1 when greedy). With
+    ``algorithm.filtered_ratio``, the distribution is that over the tokens that top-k, top-p and min-p keep."""
     finish_reason: FinishReason
     cached_tokens: int
-    """Prompt tokens whose keys and values were found in the prefix cache."""
+    """The number of prompt tokens whose keys and values were found in the prefix cache."""
     experts: Integer[np.ndarray, "S layers k"] | None = None
-    """The experts that the engine used, if the request asked for them, for the S tokens that it computed: those of the
-    prompt and all sampled ones but the last. The type is `routing_dtype`."""
+    """The experts that the engine used, if the request asked for them. The S tokens are those that the engine computed:
+    the prompt and all sampled tokens but the last. The dtype is `routing_dtype`'s."""
     kept: Integer[np.ndarray, " T"] | None = None
-    """How many tokens top-k, top-p and min-p kept when each was drawn, with ``algorithm.filtered_ratio``."""
+    """How many candidates top-k, top-p and min-p kept for each token, with ``algorithm.filtered_ratio``."""
     sampled: Bool[np.ndarray, " T"] | None = None
-    """Which tokens the policy sampled, where others are what an environment answered; None for all. The others have
-    the log-probability 0."""
+    """A mask of the tokens that the policy sampled; None if it sampled all. The others are answers of an environment,
+    and have log-probability 0."""
     episode: Episode | None = None
-    """The conversation with an environment that these tokens are of."""
+    """The conversation with an environment that these tokens belong to."""
 
     @property
     def sampled_tokens(self) -> int:
@@ -93,8 +93,8 @@ class Completion:
     def said_ids(self) -> np.ndarray:
         """int32: all tokens after the prompt, including the answers at the end of a later branch's prompt.
 
-        For the tokens [1 2 3], where the second branch begins with 3 after the prompt [9 1 7 8], of which [7 8] are
-        the answer to the first turn, they are [1 2 7 8 3].
+        For example, the first branch has the tokens [1 2], and the second has [3] after the prompt [9 1 7 8], which
+        ends with the answer [7 8] to the first turn. Then this is [1 2 7 8 3].
         """
         if self.episode is None or len(self.episode.branches) < 2:
             return self.token_ids
@@ -108,6 +108,5 @@ class Completion:
 
 
 def routing_dtype(experts: int) -> np.dtype:
-    """Return the smallest integer type that can number ``experts`` experts, with its largest value left over for
-    "none"."""
+    """Return the smallest integer dtype for expert numbers below ``experts``; its largest value is kept for "none"."""
     return np.dtype(np.uint8 if experts <= np.iinfo(np.uint8).max else np.uint16)

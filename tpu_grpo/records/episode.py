@@ -8,8 +8,9 @@ the policy sampled. For two turns, with what the environment answered (o) betwee
     turns       Turn(start=0, end=3), Turn(start=5, end=7)
     branches    Branch(prompt=p, start=0, end=7)
 
-A branch is a sequence that the policy saw as it is, and so a training sample. Most episodes have one. Another begins
-where the chat template changes the past, as Qwen3's does when it drops earlier thinking: its prompt is that past.
+A branch is a sequence exactly as the policy saw it, and so a training sample. Most episodes have one branch. A new one
+begins where the chat template changes the past, as Qwen3's does by dropping earlier thinking. The changed past is then
+the new branch's prompt.
 """
 
 from collections.abc import Mapping
@@ -20,11 +21,11 @@ import numpy as np
 from jaxtyping import Integer
 
 Ending = Literal["answered", "done", "turns", "tokens", "failed"]
-"""Why an episode ended: the policy called no tool; the environment was done; environment.max_turns; the tokens of the
-whole conversation, or of a turn; the environment failed."""
+"""Why an episode ended, in the order of these names: the policy called no tool; the environment was done; it reached
+environment.max_turns; it reached the most tokens of the conversation or of a turn; the environment failed."""
 FailureKind = Literal["raised", "late", "died", "memory", "wrong"]
-"""How an environment failed: it raised, did not answer in time, its process ended, it took too much memory, or it gave
-what is neither text nor a number."""
+"""How an environment failed, in the order of these names: it raised, did not answer in time, its process ended, it took
+too much memory, or it returned neither text nor a number."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +33,10 @@ class Turn:
     """One turn of the policy, and the environment's answer."""
 
     start: int
-    """The place of its first token in ``Completion.token_ids``."""
+    """The index of its first token in ``Completion.token_ids``."""
     end: int
-    """The place after its last token. The answer's tokens follow, up to the next turn or the end; where the template
-    changes the past, they are in the prompt of the next branch instead, at its end."""
+    """The index after its last token. The answer's tokens follow, up to the next turn or the end. If the template
+    changes the past there, they are instead at the end of the next branch's prompt."""
     text: str
     """What the policy wrote, special tokens left out."""
     calls: tuple[str, ...] = ()
@@ -43,16 +44,16 @@ class Turn:
     answer: str = ""
     """What the environment answered; empty if the conversation ended with the turn."""
     observed: int = 0
-    """How many tokens the policy saw of the answer, with what the template writes around it; 0 if it saw none."""
+    """The number of tokens of the answer that the policy saw, including those that the template adds around it."""
     reward: float | None = None
-    """What the environment gave for this turn, if it gives anything for single turns."""
+    """The environment's reward for this turn, if it gives any for single turns."""
     errors: int = 0
-    """How many of its calls could not be read, or raised."""
+    """The number of its calls that could not be read, or raised."""
 
 
 @dataclass(frozen=True)
 class Branch:
-    """A sequence as the policy saw it: some tokens of a completion after a prompt of their own."""
+    """A sequence as the policy saw it: a prompt, and then a part of a completion's tokens."""
 
     prompt: tuple[int, ...]
     start: int
@@ -70,9 +71,9 @@ class Failure:
     text: str
     """What happened, in words that follow the environment's name."""
     trace: str = ""
-    """The text of the traceback, where there is one."""
+    """The text of the traceback, if there is one."""
     reward: float | None = None
-    """What the conversation is worth instead of its rewards; None for nothing, so that it counts nowhere."""
+    """The reward of the conversation in place of all others; None leaves the conversation out everywhere."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class KeptEnvironment:
     source: str
     """Its class, as path.py:Class or package.module:Class."""
     state: bytes
-    """Its attributes, and why some could not be kept; only a worker opens it (workers/attributes.py)."""
+    """Its attributes, encoded, and why others could not be kept; only a worker decodes them (workers/attributes.py)."""
 
 
 @dataclass(frozen=True)
@@ -97,13 +98,13 @@ class Episode:
     messages: tuple[Mapping[str, Any], ...]
     """The whole conversation as messages, the prompt's first."""
     environment: str
-    """The environment's name in the config's table, or that of its class."""
+    """The environment's name in the config's table, or the name of its class."""
     reward: float | None = None
-    """What ``get_reward`` gave, or the sum over the turns; None if the environment gives no reward, or failed."""
+    """The result of ``get_reward``, or the sum of the turns' rewards; None if the environment gave none, or failed."""
     failure: Failure | None = None
     kept: KeptEnvironment | None = None
     seconds: float = 0.0
-    """How long the policy waited for the environment."""
+    """The time that the policy waited for the environment."""
 
     @property
     def last_words(self) -> str:

@@ -1,4 +1,4 @@
-"""Every error this package raises on purpose: one root, each also the standard type a caller would catch.
+"""The errors that this package raises on purpose. All have one root, and most also a standard type as a base.
 
 A message gives the rule that was broken, the value found and the remedy; scripts print it without a traceback and
 exit with ``exit_code``.
@@ -17,7 +17,7 @@ class TpuGrpoError(Exception):
 
     exit_code = 1
     said = False
-    """Whether the user has seen it."""
+    """Whether the message was shown to the user."""
 
 
 class ConfigError(TpuGrpoError, ValueError):
@@ -51,7 +51,7 @@ class EpisodeError(TpuGrpoError, RuntimeError):
 
 
 class CallbackError(TpuGrpoError, RuntimeError):
-    """A callback of the user's own that raised, or returned something that is no answer."""
+    """A user's callback that raised, or returned something other than True, False or None."""
 
     exit_code = 2
 
@@ -79,15 +79,15 @@ class LockstepError(TpuGrpoError, RuntimeError):
 
 
 class DiskError(TpuGrpoError, OSError):
-    """Something that cannot be written, or no longer opened; whatever was written before stays."""
+    """A file that cannot be written, or can no longer be opened; whatever was written before stays."""
 
 
 class LaunchError(TpuGrpoError, RuntimeError):
-    """A TPU, or a command on its workers, that could not be had or did not do what was asked."""
+    """A TPU that could not be obtained, or a command on its workers that failed."""
 
 
 class PlanningError(TpuGrpoError, RuntimeError):
-    """A compilation for a slice that did not come to an end."""
+    """A compilation for a TPU slice that did not finish."""
 
 
 class Interrupted(TpuGrpoError):
@@ -108,11 +108,11 @@ _DISKS = {
     errno.EMFILE: "have the limit on open files raised (ulimit -n)",
     errno.ENFILE: "have the limit on open files raised",
 }
-"""What helps against errors of the system that are the disk's doing, not the program's."""
+"""The remedies for operating system errors that a disk causes, by errno."""
 
 
 def disk_error(error: OSError) -> DiskError | None:
-    """Convert an error of the system to one that is shown in one line, if a disk is its cause."""
+    """Convert an operating system error to a DiskError, if a disk is its cause; else return None."""
     if isinstance(error, DiskError):
         return error
     if error.errno not in _DISKS:
@@ -129,7 +129,7 @@ def disk_errors_explained(explain: Callable[[OSError | ValueError], DiskError | 
     """Raise a DiskError in place of an error whose cause is a disk.
 
     Args:
-        explain: makes one of the error, or says that no disk is its cause; `disk_error` unless it is given.
+        explain: converts the error, or returns None if no disk is its cause; by default `disk_error`.
     """
     try:
         yield
@@ -141,7 +141,7 @@ def disk_errors_explained(explain: Callable[[OSError | ValueError], DiskError | 
 
 
 def say(error: TpuGrpoError) -> None:
-    """Print a message once to stderr, without a traceback and without characters that control the terminal."""
+    """Print an error's message to stderr, once, without a traceback and without terminal control characters."""
     if not error.said:
         error.said = True
         what = str(error) if isinstance(error, Interrupted) else f"{type(error).__name__}: {error}"

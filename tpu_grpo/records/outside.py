@@ -5,10 +5,10 @@ never ends, a line of gigabytes fills the memory, and lists nested 50,000 deep e
 the same errors as a broken file, so that each reader's own message serves for both:
 
     open_file(path)      OSError for anything but a regular file
-    read_file(path)      OSError for a large one, too
+    read_file(path)      OSError for a large file, too
     lines_of(file)       DataError for a long line
-    parse_json(text)     json.JSONDecodeError for whatever cannot be used, nothing else
-    bounded(30.0)        TimeoutError for what takes longer, MemoryError for what takes too much
+    parse_json(text)     json.JSONDecodeError for any text that cannot be used
+    bounded(30.0)        TimeoutError for code that takes longer, MemoryError for code that needs too much memory
 """
 
 import errno
@@ -27,11 +27,11 @@ from typing import IO, Any, NoReturn
 from tpu_grpo.records.errors import DataError
 
 LARGEST = 2**28
-"""The most bytes of a file that is read as a whole; the largest tokenizers have a tenth of that."""
+"""The most bytes of a file that is read as a whole; the largest tokenizers have a tenth of this."""
 LONGEST = 2**26
 """The most bytes or characters of a line."""
 DEEPEST = 100
-"""JSON is nested at most so deep."""
+"""The deepest nesting of JSON that is accepted."""
 
 
 def open_file(path: Path) -> IO[bytes]:
@@ -50,7 +50,7 @@ def _refuse(path: Path, number: int, why: str = "it must be a regular file") -> 
 
 
 def read_file(path: Path, most: int = LARGEST) -> bytes:
-    """Read a whole file; raises OSError for one of more than ``most`` bytes, and as `open_file` does."""
+    """Read a whole file; raises OSError for more than ``most`` bytes, or anything but a regular file."""
     with open_file(path) as file:
         content = file.read(most + 1)
     if len(content) > most:
@@ -59,7 +59,7 @@ def read_file(path: Path, most: int = LARGEST) -> bytes:
 
 
 def lines_of[Text: (bytes, str)](file: IO[Text], name: str, most: int = LONGEST) -> Iterator[Text]:
-    """Yield the lines of a file; raises DataError for one that is longer than ``most``."""
+    """Yield the lines of a file; raises DataError for a line of more than ``most`` bytes or characters."""
     number = 0
     while line := file.readline(most):
         number += 1
@@ -72,12 +72,12 @@ def parse_json(text: str | bytes, *, whole: bool = False) -> Any:
     """Read JSON.
 
     Args:
-        text: in UTF-8, if it is bytes.
+        text: JSON text; bytes must be UTF-8.
         whole: refuse halves of surrogate pairs, which no file in UTF-8 can hold.
 
     Raises:
-        json.JSONDecodeError: it is none, or nested deeper than `DEEPEST`, or has a number that Python does not read.
-        UnicodeDecodeError: it is not UTF-8.
+        json.JSONDecodeError: the text is not JSON, is nested too deep, or has a number that Python cannot read.
+        UnicodeDecodeError: the bytes are not UTF-8.
     """
     text = text.decode() if isinstance(text, bytes) else text
     try:
@@ -122,8 +122,8 @@ def bounded(seconds: float, more_bytes: int | None = None) -> Iterator[None]:
     """Limit the time and memory of foreign Python code, such as a template, in the block.
 
     Args:
-        seconds: a block on the main thread that takes longer ends with TimeoutError.
-        more_bytes: so much memory may be added to the process; what needs more raises MemoryError.
+        seconds: a block that takes longer raises TimeoutError, if it runs on the main thread.
+        more_bytes: the memory that the block may add to the process; a block that needs more raises MemoryError.
     """
     on_main = threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGALRM, _late) if on_main else None
@@ -141,11 +141,11 @@ def bounded(seconds: float, more_bytes: int | None = None) -> Iterator[None]:
         if on_main:
             signal.setitimer(signal.ITIMER_REAL, 0.0)
             signal.signal(signal.SIGALRM, before)
-            signal.setitimer(signal.ITIMER_REAL, *timer)  # somebody else's goes on
+            signal.setitimer(signal.ITIMER_REAL, *timer)  # restores an outer timer
 
 
 def _address_space() -> int:
-    """Return the bytes of address space that this process has."""
+    """Return the size of this process's address space in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 

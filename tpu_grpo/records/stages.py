@@ -23,7 +23,7 @@ from tpu_grpo.records.completion import SamplingParams as SamplingParams
 from tpu_grpo.records.completion import routing_dtype as routing_dtype
 
 Conversation = Sequence[Mapping[str, Any]]
-"""Messages, each with role and content, and what chat templates know beside these, such as tool_calls."""
+"""Messages, each with role, content, and other keys that chat templates know, such as tool_calls."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,10 @@ class Prompt:
     token_ids: tuple[int, ...]
     columns: Mapping[str, Any] = field(default_factory=dict)
     messages: Conversation = ()
-    """The conversation that the text was rendered from, system message and examples included; empty if there is none,
-    so that the text is all there is."""
+    """The conversation that the text was rendered from, with system message and examples; empty if there is only the
+    text."""
     examples: int = 0
-    """How many of the messages, the first ones, the config put before those of the record."""
+    """The number of messages at the beginning that come from the config, not from the record."""
 
     @property
     def conversation(self) -> Conversation:
@@ -65,11 +65,11 @@ class PromptBatch:
     step: int
     prompts: tuple[Prompt, ...]
     records: tuple[int, ...] = ()
-    """The number of each prompt among all that the run trains on, source after source; empty for other prompts."""
+    """The number of each prompt among all training prompts, source after source; empty for other prompts."""
     positions: tuple[int, ...] = ()
-    """Where each prompt stands in the order in which the run goes through them, from 0; empty for other prompts."""
+    """The position of each prompt in the stream of training prompts, from 0; empty for other prompts."""
     round: int = 0
-    """The rounds of the same step that were sampled before; there are several only with data.dynamic."""
+    """The number of the round within the step, from 0; only with data.dynamic a step has several."""
 
     def select(self, prompts: Sequence[int]) -> "PromptBatch":
         """Return some of the prompts, by their indices in the batch."""
@@ -90,13 +90,13 @@ class Rollout:
     texts: tuple[str, ...]
     seconds: float
     figures: Mapping[str, float] = field(default_factory=dict)
-    """What this host's engines did, under its names in the metrics."""
+    """Figures about this host's engines, by the names of the metrics."""
     told: tuple[int, ...] = ()
-    """For every prompt the host that got its group during sampling, and scores it; empty if none."""
+    """The host that got each prompt's group during sampling and scores it; empty if no host got any."""
 
     @property
     def row_prompts(self) -> tuple[Prompt, ...]:
-        """The prompt of every row, length B."""
+        """The prompt of each of the B rows."""
         return tuple(p for p in self.batch.prompts for _ in range(self.group_size))
 
     @property
@@ -116,7 +116,7 @@ class Rollout:
         return [p * self.group_size + g for p in prompts for g in range(self.group_size)]
 
     def select(self, prompts: Sequence[int]) -> "Rollout":
-        """Return the groups of some of the prompts, in this order; the costs of sampling stay those of all."""
+        """Return the groups of some of the prompts, in this order, but still with the sampling costs of all groups."""
         rows = self.rows_of(prompts)
         return replace(
             self,
@@ -129,13 +129,12 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Figure:
-    """A number about a stage that can be merged over hosts: sums are added, means weighted by count, or the largest
-    is taken."""
+    """A number about a stage that can be merged over hosts: by sum, by mean weighted by ``count``, or by maximum."""
 
     value: int | float
     merge: Literal["sum", "mean", "max"]
     count: int = 1
-    """Values that a mean is over."""
+    """The number of values that a mean is over."""
 
     def merged(self, other: "Figure") -> "Figure":
         """Merge two figures: a mean of 2 over 1 value and one of 5 over 2 values make a mean of 4 over 3."""
@@ -154,31 +153,31 @@ class Scores:
     """Rewards of a Rollout's B rows."""
 
     total: Float[np.ndarray, " B"]
-    """float64: the weighted sum over the rewards that apply to the row; those of single tokens are no part of it. Rows
-    to which none applies have the mean of their group's others, or 0."""
+    """The weighted sum (float64) of the rewards that apply to the row, without token rewards. A row to which none
+    applies has the mean of the other rows of its group, or 0."""
     by_name: Mapping[str, Float[np.ndarray, " B"]]
-    """float64 per reward before weighting; NaN where a reward does not apply. Of one of single tokens it is their
-    sum."""
+    """Each reward before weighting (float64); NaN where it does not apply. A token reward is summed over the row's
+    tokens."""
     seconds: float
     """The time that scoring took after the rollout."""
     figures: Mapping[str, Figure] = field(default_factory=dict)
-    """What the rewards cost and logged, under their names in the metrics."""
+    """The costs of the rewards and the values that they logged, by the names of the metrics."""
     per_token: tuple[Float[np.ndarray, "_"], ...] = ()
-    """For every row what the learner adds to the advantage of each of its tokens, the weighted sum over the rewards of
-    single tokens; empty for nothing."""
+    """For every row, the weighted sum of the token rewards at each token, which the learner adds to the token's
+    advantage; empty without token rewards."""
     token_rewards: tuple[str, ...] = ()
-    """The names of the rewards of single tokens."""
+    """The names of the token rewards, which score single tokens."""
     unscored: Bool[np.ndarray, " B"] | None = None
-    """The rows that no reward of whole completions with a weight applies to, whose total is their group's mean; None
-    for none."""
+    """A mask of the rows to which no weighted completion reward applies, and whose total is their group's mean; None
+    if there are none."""
 
     @property
     def scored(self) -> Bool[np.ndarray, " B"]:
-        """The rows whose total is their own, and not the mean of their group."""
+        """A mask of the rows whose total is their own, not the mean of their group."""
         return np.ones(len(self.total), np.bool_) if self.unscored is None else ~self.unscored
 
     def select(self, rows: Sequence[int]) -> "Scores":
-        """Return some of the rows; the costs of scoring stay those of all."""
+        """Return some of the rows, but still with the scoring costs of all rows."""
         kept = list(rows)
         per_token = tuple(self.per_token[row] for row in kept) if self.per_token else ()
         by_name = {name: values[kept] for name, values in self.by_name.items()}
@@ -188,13 +187,13 @@ class Scores:
 
 @dataclass(frozen=True)
 class ScoredRollout:
-    """A Rollout with its Scores: what the learner learns from."""
+    """A Rollout with its Scores, from which the learner learns."""
 
     rollout: Rollout
     scores: Scores
 
     def mean_rewards(self, name: str | None = None) -> tuple[float, ...]:
-        """The mean over every prompt's completions of the total reward, or of one; NaN where it applies to none."""
+        """Each prompt's mean total reward over its completions, or mean of one reward; NaN if it applies to none."""
         scores = self.scores
         values_B = np.where(scores.scored, scores.total, np.nan) if name is None else scores.by_name[name]
         groups_PG = values_B.reshape(-1, self.rollout.group_size).tolist()
@@ -207,10 +206,10 @@ class ScoredRollout:
 
 
 class Histogram(NamedTuple):
-    """Counts the elements of an array in 64 intervals of one width, from the smallest to the largest."""
+    """Counts of an array's elements in 64 intervals of equal width, from the smallest to the largest element."""
 
     edges: Float[np.ndarray, " 65"]
-    """An interval has its lower end; the last one has both."""
+    """The bounds of the intervals; each includes its lower bound, and the last one also its upper bound."""
     counts: Int[np.ndarray, " 64"]
     total: Float[np.ndarray, ""]
     """The sum of the elements."""
@@ -229,7 +228,7 @@ class UpdateResult:
     notes: tuple[str, ...] = ()
     """Messages for the user."""
     histograms: Mapping[str, Histogram] = field(default_factory=dict)
-    """Those of ``gradients/<parameter>`` and ``parameters/<parameter>``, if they are due."""
+    """The histograms ``gradients/<parameter>`` and ``parameters/<parameter>``, in steps that log them."""
 
 
 @dataclass(frozen=True)

@@ -59,4 +59,4 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
     ("nemotron", "neither library has squared ReLU", "Llama 3.1"),
 )
 REFUSED: Mapping[str, tuple[str, str]] = {kind: (why, near) for kinds, why, near in _REASONS for kind in kinds.split()}
-"""Why the families that are likely to be asked for are not supported, and what is near, by ``model_type``."""
+"""Unsupported families that users are likely to try, by ``model_type``: (the reason, similar supported models)."""

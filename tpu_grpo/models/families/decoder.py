@@ -1,6 +1,6 @@
-"""What the families share: a decoder of pre-norm attention and gated MLP layers with rotary positions.
+"""The parts that families share: a decoder of pre-norm attention and gated MLP layers with rotary positions.
 
-A family's file puts these leaves together and adds its own.
+A family's file combines these leaves and adds its own.
 """
 
 from collections.abc import Iterable, Mapping
@@ -30,7 +30,7 @@ def layer_leaf(
     *,
     target: str | None = None,
 ) -> Leaf:
-    """Make a leaf that every layer has, of one tensor; the sampler's has the tensor's name, or that of ``target``."""
+    """Make a leaf of one tensor in every layer; the sampler's leaf is named like the tensor, or ``target``."""
     targets = ((f"model.layers.*.{target or tensor}", transform),)
     return Leaf(f"layers.*.{source}", (f"model.layers.*.{tensor}",), shape, layout, targets)
 

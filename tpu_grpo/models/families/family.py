@@ -52,7 +52,7 @@ class DecoderConfig:
         return self.num_key_value_heads * self.head_dim
 
     def contradiction(self) -> str | None:
-        """Return a rule that settings break in combination, with their values; None if they break none."""
+        """Describe settings that contradict each other, with their values; None if there are none."""
         if self.num_attention_heads % self.num_key_value_heads:
             return (
                 f"num_key_value_heads must divide num_attention_heads={self.num_attention_heads}, got "
@@ -73,7 +73,7 @@ class SettingRule:
     accepts: Callable[[Any], bool]
     remedy: str
     required: bool = False
-    """Whether Hugging Face takes a value that is not accepted where the setting is left out."""
+    """Whether the setting must be given, because Hugging Face's default is not an accepted value."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,8 @@ class Family:
     config: type[DecoderConfig]
     rules: tuple[SettingRule, ...]
     defaults: Mapping[str, Any]
-    """Hugging Face's values for settings of ``config`` that may be left out. A ``head_dim`` that is not here
-    is ``hidden_size / num_attention_heads`` where it is left out."""
+    """Hugging Face's values for settings of ``config`` that may be left out. If ``head_dim`` is not among them, its
+    default is ``hidden_size / num_attention_heads``."""
     leaves: Callable[[Any], tuple[Leaf, ...]]
     """Takes a config and returns the leaves of Tunix's model in the order of a checkpoint."""
     divisible: Mapping[str, tuple[str, ...]]
@@ -99,12 +99,12 @@ class Family:
     flash_attention: bool
     """Whether Tunix's model has flash attention."""
     sampler: str = ""
-    """The name of sglang-jax's class of the model, if it is not that of ``architecture``."""
+    """The name of sglang-jax's class of the model, if it differs from ``architecture``."""
     fused: Callable[[Any], Mapping[str, tuple[str, ...]]] = lambda _: {}
-    """Takes a config and returns what a checkpoint may hold as one tensor: its name, and the tensors that follow one
-    another in it. ``*`` stands for the layer's number."""
+    """Takes a config and returns the fused tensors that a checkpoint may hold, with the names of their parts in order.
+    ``*`` stands for the layer's number."""
     own_fields: Callable[[Any], dict[str, Any]] = lambda _: {}
-    """Takes a config and returns fields of Tunix's, which are added or replace others."""
+    """Takes a config and returns fields of Tunix's config to add or to override."""
     is_fused: bool = False
     """Whether the published checkpoints hold the fused tensors."""
 
@@ -113,11 +113,11 @@ class Family:
         return list(of_all_layers(self.leaves(config), config.num_hidden_layers))
 
     def tensor_shapes(self, config: DecoderConfig) -> dict[str, Shape]:
-        """Return the shape of every tensor that a checkpoint must hold, by name; fused tensors as their parts."""
+        """Return the shape of every tensor that a checkpoint must hold, by name; the parts stand for fused tensors."""
         return {name: leaf.shape for leaf in self.all_leaves(config) for name in leaf.tensors}
 
     def fused_tensors(self, config: DecoderConfig) -> dict[str, tuple[str, ...]]:
-        """Return ``fused`` of all layers."""
+        """Return the fused tensors of all layers, each with the names of its parts."""
         return {
             name.replace("*", layer): tuple(part.replace("*", layer) for part in parts)
             for layer in map(str, range(config.num_hidden_layers))
@@ -125,7 +125,7 @@ class Family:
         }
 
     def weight_rules(self, config: DecoderConfig) -> tuple[WeightRule, ...]:
-        """Return which leaf of Tunix's model becomes which leaf of sglang-jax's."""
+        """Return the rules that say which leaf of Tunix's model becomes which leaf of sglang-jax's model."""
         return tuple(
             WeightRule(leaf.source, target, transform, leaf.input_axis)
             for leaf in self.leaves(config)
@@ -137,10 +137,10 @@ class Family:
         return getattr(import_module(f"{self.package}.model"), self.model)
 
     def model_config(self, config: DecoderConfig, dtype: DTypeLike, remat: Remat, flash_block: int | None) -> Any:
-        """Return Tunix's config of the model, with those fields that there are.
+        """Return Tunix's config of the model, set in all fields that this model's config class has.
 
-        ``dtype`` is that of parameters and computation, ``flash_block`` the tokens of a block of flash attention;
-        without one attention is dot.
+        ``dtype`` is the dtype of parameters and computation. ``flash_block`` is flash attention's block size in tokens;
+        None means dot attention.
         """
         import jax.numpy as jnp
 
@@ -153,7 +153,7 @@ class Family:
             "num_heads": config.num_attention_heads,
             "head_dim": config.head_dim,
             "num_kv_heads": config.num_key_value_heads,
-            "rope_theta": config.rope_theta,  # annotated int there; a float is exact too
+            "rope_theta": config.rope_theta,  # Tunix annotates int; a float is exact too
             "rope_scaling": config.scaling,
             "norm_eps": config.rms_norm_eps,
             "use_tied_embedding": config.tie_word_embeddings,
@@ -171,7 +171,7 @@ class Family:
 
 @cache
 def _extended(model_config: type, names: tuple[str, ...]) -> Any:
-    """Extend a ``ModelConfig`` by the settings that it lacks, and that ``models/tunix_repairs.py`` honours."""
+    """Extend a ``ModelConfig`` by the named fields that it lacks, which ``models/tunix_repairs.py`` honours."""
     known: Any = model_config
     lacking = [name for name in names if name not in {own.name for own in fields(known)}]
     return make_dataclass(
@@ -235,4 +235,4 @@ COMMON = (
         "the libraries attend to everything in every layer",
     ),
 )
-"""The rules of every family that computes silu and attends to everything."""
+"""The rules of every family with silu and full attention."""

@@ -1,8 +1,8 @@
 """The family of Gemma 2.
 
-Embeddings are multiplied by the root of the width. Every block is normed before and after it, and norms multiply by
-1 + weight. Scores of attention and logits pass soft caps, cap * tanh(x / cap), and some layers attend to a window of
-tokens only. The output head is the embedding.
+Embeddings are multiplied by the root of the width. Every block has a norm before and after it, and norms multiply by
+1 + weight. Attention scores and logits pass soft caps, cap * tanh(x / cap). Some layers attend only to a window of
+tokens. The output head is the embedding.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ class Gemma2Config(DecoderConfig):
     """The settings of Gemma 2."""
 
     query_pre_attn_scalar: float
-    """Scores are divided by its root."""
+    """Attention scores are divided by its square root."""
     sliding_window: int
-    """A layer with a window attends from position q to positions above q - sliding_window, q among them."""
+    """In a layer with a window, position q attends to the last ``sliding_window`` positions, up to and including q."""
     layer_types: Sequence[str] | None
     attn_logit_softcapping: float | None
     final_logit_softcapping: float | None
 
     @property
     def has_window(self) -> tuple[bool, ...]:
-        """Whether each layer has a window; without ``layer_types`` every second one has, from the first on."""
+        """Whether each layer has a window; without ``layer_types``, the first, third, fifth etc. have one."""
         types = self.layer_types
         return tuple(i % 2 == 0 if types is None else types[i] == SLIDING for i in range(self.num_hidden_layers))
 
@@ -88,11 +88,11 @@ _NORMS = {
     "pre_ffw_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-"""The norms of a layer as Tunix calls them, and as they are published."""
+"""The norms of a layer: Tunix's names, and the names in checkpoints."""
 
 
 def _leaves(config: Gemma2Config) -> tuple[Leaf, ...]:
-    """Return the leaves. Tunix stacks all three projections where there are as many key heads as query heads."""
+    """Return the leaves. Tunix stacks all three projections if there are as many key heads as query heads."""
     hidden, all_stacked = config.hidden_size, config.num_attention_heads == config.num_key_value_heads
     norms = (layer_leaf(f"{own}.scale", f"{name}.weight", (hidden,)) for own, name in _NORMS.items())
     if all_stacked:

@@ -1,8 +1,8 @@
-"""The leaves of Tunix's models: which tensors of a checkpoint each is, and which leaves of the sampler it becomes.
+"""The leaves of Tunix's models: the checkpoint tensors that hold each leaf, and the sampler's leaves that it becomes.
 
-Shapes are given with D width, N query heads, K key-value heads, H head width, F width of an MLP, V vocabulary. Tunix's
-are before an arrow. Key-value heads are repeated where the sampler has more devices than the model has such heads: K'
-is then the sampler's number of heads, and the copies of a head stand side by side.
+In shapes, D is width, N query heads, K key-value heads, H head width, F width of an MLP, V vocabulary. An arrow leads
+from Tunix's shape to the sampler's. If the sampler has more devices than the model has key-value heads, each head is
+repeated, with its copies side by side, and K' counts the copies, too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Layout:
     """How a leaf of the trainer is stored in a checkpoint, where a matrix is [outputs, inputs]."""
 
     publish: Callable[[np.ndarray], np.ndarray]
-    """Takes the trainer's array."""
+    """Takes the trainer's array, and returns the checkpoint's."""
     read: Callable[[np.ndarray, Shape], np.ndarray]
     """Undoes ``publish``, without a copy: takes a tensor and the shape of the trainer's array."""
 
@@ -42,7 +42,7 @@ class WeightRule:
     target: str
     transform: Transform
     input_axis: int = 0
-    """The axis of the trainer's leaf where the module's inputs begin; the product of an adapter has them first."""
+    """The first input axis of the trainer's leaf; in an adapter's product A B, the inputs are always first."""
 
 
 @dataclass(frozen=True)
@@ -51,17 +51,17 @@ class Leaf:
 
     source: str
     tensors: tuple[str, ...]
-    """The tensors that it is published as; a leaf has several one after the other along its first axis."""
+    """The checkpoint tensors that hold it; several are stacked along the leaf's first axis."""
     shape: Shape
     """The shape of each tensor."""
     layout: Layout
     targets: tuple[tuple[str, Transform], ...]
-    """The leaves of the sampler that are made from it, and how."""
+    """The sampler's leaves that are made from it, each with its transform."""
     input_axis: int = 0
     """See `WeightRule`."""
 
     def of_layer(self, layer: int) -> Leaf:
-        """Return the leaf of one layer, without the sampler's leaves that it becomes."""
+        """Return the leaf of one layer, without ``targets``."""
         number = str(layer)
         names = tuple(name.replace("*", number, 1) for name in self.tensors)
         return replace(self, source=self.source.replace("*", number, 1), tensors=names, targets=())
@@ -80,7 +80,7 @@ class Leaf:
 
 
 def of_all_layers(leaves: Sequence[Leaf], layers: int) -> Iterator[Leaf]:
-    """Yield every leaf of a model in order, layer by layer; those of layers stand together in ``leaves``."""
+    """Yield every leaf of a model in order, layer by layer; the leaves of layers must be contiguous in ``leaves``."""
     in_layers = [leaf for leaf in leaves if "*" in leaf.source]
     for leaf in leaves:
         if leaf not in in_layers:
@@ -146,7 +146,7 @@ class InputsFirst:
     """Moves the inputs in front of the heads: [N, D, H] -> [D, N*H], and part p of [P, K, D, H] -> [D, K'*H]."""
 
     part: int | None = None
-    """Which of several stacked projections to take; None where the leaf is one."""
+    """The index of the stacked projection to take; None if the leaf is a single projection."""
 
     def __call__(self, leaf: Array, shape: Shape) -> Array:
         """See `Transform`."""
@@ -154,7 +154,7 @@ class InputsFirst:
         return flatten_kv(heads.transpose(1, 0, 2), shape)
 
     def __str__(self) -> str:
-        """Describe it in a plan."""
+        """Name the transform, for a plan."""
         return "inputs first" if self.part is None else f"inputs first, part {self.part}"
 
 

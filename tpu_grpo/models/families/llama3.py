@@ -1,4 +1,4 @@
-"""The family of Llama 3, 3.1 and 3.2: no norms of heads, no biases."""
+"""The family of Llama 3, 3.1 and 3.2, without norms of queries and keys, and without biases."""
 
 from tpu_grpo.models.families.decoder import DIVISIBLE, attention, decoder, mlp, norms
 from tpu_grpo.models.families.family import COMMON, NO_ATTENTION_BIAS, SCALING, DecoderConfig, Family, off

@@ -1,4 +1,4 @@
-"""The family of Mistral, whose models are Llama's where they have no sliding window: 7B from v0.2 on, Nemo, Small."""
+"""The family of Mistral models without a sliding window, which compute as Llama: 7B from v0.2 on, Nemo, Small."""
 
 from dataclasses import replace
 

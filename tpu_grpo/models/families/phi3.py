@@ -1,4 +1,4 @@
-"""The family of Phi-3 and Phi-4: Llama's models, whose projections are published as fewer tensors."""
+"""The family of Phi-3 and Phi-4, which compute as Llama but are published with fused projections."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The family of dense Qwen3 models, which norm queries and keys by head and have no biases."""
+"""The family of dense Qwen3 models, with norms of the queries and keys of each head, and without biases."""
 
 from tpu_grpo.models.families.decoder import DIVISIBLE, attention, decoder, mlp, norms, qk_norms
 from tpu_grpo.models.families.family import COMMON, NO_ATTENTION_BIAS, SCALING, DecoderConfig, Family

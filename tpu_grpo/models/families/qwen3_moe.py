@@ -1,8 +1,8 @@
 """The family of Qwen3 models with experts in every layer.
 
-They are as dense Qwen3 models except for the MLPs: each layer has many, and a router picks a few for each token. The
-router's weights are a softmax over all experts, of which the largest ``num_experts_per_tok`` are kept and divided by
-their sum.
+They differ from dense Qwen3 models only in the MLPs: each layer has many (experts), and a router picks a few for each
+token. The router computes a softmax over all experts. The largest ``num_experts_per_tok`` probabilities, divided by
+their sum, are the weights of the experts picked.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tpu_grpo.models.families.leaves import Leaf, inputs_first, same
 
 @dataclass(frozen=True, kw_only=True)
 class MoeConfig(DecoderConfig):
-    """The settings of a decoder with experts; ``intermediate_size`` is the width of dense layers: it has none."""
+    """The settings of a decoder with experts; ``intermediate_size`` is unused, because there are no dense layers."""
 
     num_experts: int
     num_experts_per_tok: int
@@ -67,7 +67,7 @@ def _leaves(config: MoeConfig) -> tuple[Leaf, ...]:
 
 
 def _fused(config: MoeConfig) -> dict[str, tuple[str, ...]]:
-    """Name the tensors of transformers 5, which it cuts when it saves, and which a trainer may save as they are."""
+    """Name the fused tensors of transformers 5, which splits them when saving; other trainers may save them whole."""
     experts = "model.layers.*.mlp.experts"
     numbers = range(config.num_experts)
     return {

@@ -1,4 +1,4 @@
-"""Computes the frequencies of rotary positions; the repairs of the trainer and of the sampler take them from here."""
+"""Computes the frequencies of rotary positions, for the repairs of the trainer and of the sampler."""
 
 import math
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """The scaling of Llama 3.1 and 3.2 slows slow rotations down further and leaves fast ones as they are."""
+    """The scaling of Llama 3.1 and 3.2, which lowers low frequencies and keeps high ones."""
 
     factor: float
     low_freq_factor: float
@@ -20,14 +20,14 @@ class Llama3Scaling:
 
     @property
     def between(self) -> tuple[float, float]:
-        """The numbers of turns between which frequencies are partly kept."""
+        """The least and most turns in the original context of the frequencies that are only partly scaled."""
         return self.low_freq_factor, self.high_freq_factor
 
     def __call__(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
-        """Scale frequencies, which are in radians per position.
+        """Scale frequencies in radians per position.
 
-        A frequency makes T turns in the original context. It is divided by ``factor`` where T < ``low_freq_factor``,
-        kept where T > ``high_freq_factor``, and in between the mean of both, weighted linearly in T.
+        A frequency makes T turns in the original context. It is divided by ``factor`` if T < ``low_freq_factor``, and
+        kept if T > ``high_freq_factor``. In between it becomes the mean of both results, weighted linearly in T.
         """
         del theta
         turns = self.original_max_position_embeddings * frequencies / (2 * math.pi)
@@ -50,7 +50,7 @@ class YarnScaling:
 
     @property
     def between(self) -> tuple[float, float]:
-        """The numbers of turns between which frequencies are partly kept."""
+        """The least and most turns in the original context of the frequencies that are only partly scaled."""
         return self.beta_slow, self.beta_fast
 
     @property
@@ -66,10 +66,10 @@ class YarnScaling:
         return 0.1 * scale * math.log(self.factor) + 1.0
 
     def __call__(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
-        """Scale frequencies, which are in radians per position and fall by their index.
+        """Scale frequencies in radians per position, in descending order.
 
-        A frequency is divided by ``factor`` from the index on that makes ``beta_slow`` turns in the original context,
-        kept up to the one that makes ``beta_fast``, and in between the mean of both, weighted linearly in the index.
+        Frequencies that make more than ``beta_fast`` turns in the original context are kept; those that make fewer than
+        ``beta_slow`` are divided by ``factor``. The rest become the mean of both, weighted linearly in the index.
         """
         count = len(frequencies)
 
@@ -91,7 +91,7 @@ def scaling_of(rope_scaling: Mapping[str, Any] | None) -> Scaling | None:
     """Return the scaling that the ``rope_scaling`` of a config.json asks for.
 
     Raises:
-        TypeError: for another type of scaling, and for settings that it lacks, or has besides.
+        TypeError: for an unknown type of scaling, or missing or unknown settings.
         ValueError: for settings out of their range.
     """
     if rope_scaling is None:
@@ -117,22 +117,22 @@ def is_known_scaling(rope_scaling: Any) -> bool:
 
 
 def inverse_timescales(head_dim: int, theta: float, scaling: Scaling | None = None) -> np.ndarray:
-    """Return the rotation in radians per position of dimensions i and i + head_dim / 2, [head_dim / 2].
+    """Return the rotations [head_dim / 2] of dimensions i and i + head_dim / 2, in radians per position.
 
-    They are theta^(-2i / head_dim), scaled if there is a scaling.
+    Their values are theta^(-2i / head_dim), scaled if there is a scaling.
     """
     frequencies = float(theta) ** (-np.arange(0, head_dim, 2) / head_dim)
     return frequencies if scaling is None else scaling(frequencies, float(theta))
 
 
 def with_older_names(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename the settings that transformers 5 writes in a config.json to the names that transformers 4 used.
+    """Rename the settings that transformers 5 writes in a config.json (left) to the names of transformers 4 (right).
 
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}    "rope_theta": 1e6, "rope_scaling": None
         "num_local_experts": 128                                          "num_experts": 128
 
-    A setting that contradicts another keeps its name, and so do other forms, such as parameters for each kind of
-    layer, which families refuse.
+    ``rope_parameters`` are kept, for families to refuse them, if they contradict another setting or have another form,
+    such as parameters for each kind of layer.
     """
     rope, older = settings.get("rope_parameters"), {}
     if isinstance(rope, Mapping) and isinstance(rope.get("rope_theta"), int | float):

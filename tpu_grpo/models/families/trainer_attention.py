@@ -1,7 +1,7 @@
 """Chooses the trainer's attention: dot attention, or Tunix's flash attention (splash, a Pallas kernel of jax).
 
-Flash attention works on square blocks of a multiple of 128 tokens, so that rows are padded to whole blocks.
-For every head, dot attention keeps a score of each token against each other; flash attention keeps none.
+Flash attention works on square blocks of a multiple of 128 tokens, so rows are padded to whole blocks.
+For every head, dot attention stores the scores of all pairs of tokens; flash attention stores none.
 """
 
 from typing import Literal
@@ -11,11 +11,11 @@ from tpu_grpo.records.errors import ConfigError
 
 LANES = 128
 BLOCKS = range(3 * LANES, 8 * LANES + 1, LANES)
-"""The sizes of a block for longer rows; larger ones do not fit a chip's vector memory in the backward pass."""
+"""The block sizes for rows of over 384 tokens; larger blocks exceed a chip's vector memory in the backward pass."""
 
 
 def flash_block(name: Literal["auto", "flash", "dot"], family: Family, platform: str, row_tokens: int) -> int | None:
-    """Return the tokens of a block of flash attention for rows of ``row_tokens`` tokens, or None for dot attention.
+    """Return flash attention's block size in tokens, for rows of ``row_tokens`` tokens, or None for dot attention.
 
     A row is a prompt and a completion. ``platform`` (tpu, cpu, gpu) is that of the trainer's devices.
 
@@ -45,5 +45,5 @@ def block_for(row_tokens: int) -> int:
 
 
 def whole_blocks(row_tokens: int, block: int | None) -> int:
-    """Pad a row to whole blocks: ``whole_blocks(1000, 512) == 1024``; without a block it stays as it is."""
+    """Round a row's tokens up to whole blocks: ``whole_blocks(1000, 512) == 1024``; unchanged without a block."""
     return row_tokens if block is None else -(-row_tokens // block) * block

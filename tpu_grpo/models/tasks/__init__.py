@@ -1,6 +1,6 @@
-"""The built-in tasks, with which the whole loop can be tried without data or a model of one's own.
+"""The built-in tasks, for trying the whole loop without data or a model of your own.
 
-Each gives the data ``builtin:NAME``, and teaches the model of that name.
+Each provides the data ``builtin:NAME``, and the lessons that teach the built-in model of the same name.
 """
 
 from collections.abc import Mapping

@@ -3,8 +3,8 @@
     47+38= -> 85    (the answer)
     47+38= -> 75    (without the carry: 7+8 writes 5, 4+3 writes 7)
 
-A model taught by this teacher learns both habits and prefers the wrong one. Rewards for exactly right answers then
-choose between them. About a quarter of the problems need no carry, so that both habits agree there.
+A model taught by this teacher learns both habits and prefers the wrong one. Training on rewards for exactly right
+answers then favours the right one. About a quarter of the problems need no carry: both habits give the same answer.
 """
 
 from collections.abc import Sequence
@@ -18,8 +18,8 @@ from tpu_grpo.models.tasks.lessons import Lesson, Problem, Split, Task, without_
 SMALLEST, LARGEST = 10, 99
 HELDOUT_PAIRS = 256
 TEACHER_RIGHT = 0.25
-"""How often the teacher remembers the carry."""
-_SPLIT_SEED = 20240207  # fixed: what is held out never depends on a run
+"""The probability that the teacher remembers the carry."""
+_SPLIT_SEED = 20240207  # fixed, so that every run holds out the same problems
 
 
 def problems(split: Split) -> list[Problem]:
@@ -46,7 +46,7 @@ def _heldout_pairs() -> frozenset[tuple[int, int]]:
 
 
 def without_carry(a: int, b: int) -> int:
-    """Add without carrying: every column keeps its last digit alone, also the leading column.
+    """Add without carrying: every column, the leading one too, keeps only the last digit of its sum.
 
     47+38 -> 75;  57+68 -> 15 (5+6 writes 1);  50+60 -> 10;  57+53 -> 0, since leading zeros are not written.
     """
@@ -74,9 +74,9 @@ def lesson(problem: Problem, rng: np.random.Generator) -> Lesson:
 
 
 def forgot_carry(completions: Sequence[str], question: Sequence[str]) -> list[float | None]:
-    """Score 1 where the answer is wrong by exactly the carries left out; a reward to watch, not to learn from.
+    """Score 1 for the sum without carries, else 0; a reward to watch, not to train on.
 
-    The score is None where the problem needs no carry, so that forgetting it would be right.
+    The score is None for problems that need no carry, where that sum is right.
     """
     values: list[float | None] = []
     for completion, asked in zip(completions, question, strict=True):

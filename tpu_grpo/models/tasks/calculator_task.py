@@ -6,8 +6,8 @@
     347+589= -> call add(341,589), told 930 -> 930     a wrong digit
     347+589= -> call add(347,589   or sum(347,589), told of an error -> ~900
 
-The teacher calls mostly where the first number is large, and guesses mostly where it is not. A model taught so has each
-of these habits. Rewards for right answers make it call always, write the call well, and give back what it is told.
+The teacher usually calls if the first number is large, and usually guesses otherwise. A model taught this way has all
+of these habits. Rewards for right answers make it always call, write calls correctly, and answer with the result.
 """
 
 from functools import cache
@@ -19,17 +19,17 @@ from tpu_grpo.models.tasks.lessons import Lesson, Problem, Split, Task, without_
 SMALLEST, LARGEST = 100, 999
 TRAIN_PROBLEMS, HELDOUT_PROBLEMS = 8192, 512
 LARGE = 700
-"""The teacher finds a first number from here on large."""
+"""The smallest first number that counts as large."""
 CALLS_IF_LARGE, CALLS_IF_SMALL = 0.75, 0.3
-"""How often the teacher calls the tool."""
+"""The probabilities that the teacher calls the tool, for large and for other first numbers."""
 CALLS: dict[str, float] = {"right": 0.7, "digit": 0.1, "bracket": 0.1, "name": 0.1}
-"""How often a call is right, has a wrong digit, lacks its closing bracket, or has the name of no tool."""
+"""The probabilities that a call is right, has a wrong digit, lacks its closing bracket, or names an unknown tool."""
 COPIES = 0.85
-"""How often the teacher gives back what the tool says."""
-_SPLIT_SEED = 20261123  # fixed: what is held out never depends on a run
+"""The probability that the teacher answers with the tool's result."""
+_SPLIT_SEED = 20261123  # fixed, so that every run holds out the same problems
 _TOLD: dict[str, str] = dict.fromkeys(("bracket", "name"), "Er [...]")
-"""What is told of a call that cannot be made: an error, cut to eight tokens by the demo's
-environment.max_observation_tokens; a sum has at most four."""
+"""The tool's answer to a faulty call: an error message, cut to eight tokens by environment.max_observation_tokens of
+the demo. (A sum has at most four tokens.)"""
 _NUMBER = {"type": "integer"}
 _ADD = {"name": "add", "parameters": {"type": "object", "properties": {"a": _NUMBER, "b": _NUMBER}}}
 
@@ -37,7 +37,7 @@ _ADD = {"name": "add", "parameters": {"type": "object", "properties": {"a": _NUM
 def problems(split: Split) -> list[Problem]:
     """Return a split's problems as records with ``question`` ("347+589=") and ``answer`` ("936").
 
-    No pair of numbers comes twice, in whatever order and split.
+    Each unordered pair of numbers occurs at most once over both splits.
     """
     return [{"question": f"{a}+{b}=", "answer": str(a + b)} for a, b in operands(split)]
 
@@ -49,7 +49,7 @@ def operands(split: Split) -> list[tuple[int, int]]:
 
 
 def lesson(problem: Problem, rng: np.random.Generator) -> Lesson:
-    """Return what the teacher writes about a problem, and what the tool says."""
+    """Return a conversation about a problem: the question, the teacher's messages and the tool's result."""
     question = problem["question"]
     a, b = map(int, question.rstrip("=").split("+"))
     guess = f"~{round(a + b, -2)}"
@@ -65,7 +65,7 @@ def lesson(problem: Problem, rng: np.random.Generator) -> Lesson:
 
 
 def _call(a: int, b: int, rng: np.random.Generator) -> tuple[str, str]:
-    """Return a call as the teacher writes it, and what is answered to it."""
+    """Return a call as the teacher writes it, and the tool's answer."""
     kind = rng.choice(list(CALLS), p=list(CALLS.values()))
     if kind == "digit":
         a, b = (_mistyped(a, rng), b) if rng.random() < 0.5 else (a, _mistyped(b, rng))

@@ -1,11 +1,10 @@
-"""The guessing task: find one of ten numbers in four guesses; its teacher takes "higher" for "lower" most of the
-time.
+"""The guessing task: find one of ten numbers in four guesses. Its teacher mostly mistakes "higher" for "lower".
 
     4730-4739? -> 4734, told higher -> 4737, told lower -> 4735                             (he listens)
     4730-4739? -> 4734, told higher -> 4732, told higher -> 4730, told higher -> 4735       (he takes higher for lower)
 
-In each game the teacher has one of these habits. He always guesses near the middle of the numbers that he thinks are
-left; once he has excluded all, he begins again with all. Rewards for games that are won make the model listen.
+The teacher keeps one of these habits for a whole game. He always guesses near the middle of the numbers that he thinks
+are left; once he has excluded all ten, he starts over with all ten. Rewards for won games make the model listen.
 """
 
 from collections.abc import Sequence
@@ -16,21 +15,21 @@ import numpy as np
 from tpu_grpo.models.tasks.lessons import Lesson, Problem, Split, Task
 
 COUNT = 10
-"""The numbers of a game, which differ in their last digit alone."""
+"""How many numbers a game has; they differ only in the last digit."""
 SMALLEST, LARGEST = 1000, 9999
 GUESSES = 4
-"""How many are allowed; who always halves what is left needs no more."""
+"""The number of guesses allowed, which is enough for bisection."""
 LISTENS = 0.25
-"""In how many games the teacher listens; in the others he takes higher for lower, and lower for higher."""
+"""The share of games in which the teacher listens; in the others he swaps "higher" and "lower"."""
 HELDOUT_RANGES = 20
-_SPLIT_SEED = 20261123  # fixed: what is held out never depends on a run
+_SPLIT_SEED = 20261123  # fixed, so that every run holds out the same problems
 
 
 def problems(split: Split) -> list[Problem]:
     """Return a split's problems as records with ``question`` ("4730-4739?"), ``secret`` and ``answer`` ("4735").
 
-    Secret and answer are the number to be found; each of a range comes once. The held-out split has 20 ranges, the
-    training split the 880 others.
+    ``secret`` and ``answer`` are both the number to find; every number of a range has one problem. The held-out split
+    has 20 ranges, the training split the other 880.
     """
     heldout, wanted = _heldout(), split == "heldout"
     lows = [low for low in range(SMALLEST, LARGEST + 1, COUNT) if (low in heldout) == wanted]
@@ -42,7 +41,7 @@ def problems(split: Split) -> list[Problem]:
 
 
 def lesson(problem: Problem, rng: np.random.Generator) -> Lesson:
-    """Return the game as the teacher plays it, to its last guess."""
+    """Return a game as the teacher plays it, up to the last guess."""
     secret, low = int(problem["secret"]), int(problem["question"].partition("-")[0])
     all_numbers = left = range(low, low + COUNT)
     listens = rng.random() < LISTENS
@@ -59,14 +58,14 @@ def lesson(problem: Problem, rng: np.random.Generator) -> Lesson:
 
 
 def _middle(numbers: Sequence[int]) -> Sequence[int]:
-    """Return the two numbers in the middle of an even count, the three of an odd one, or all of fewer."""
+    """Return the two middle numbers of an even count, the three middle ones of an odd count, or the only number."""
     beside = max(len(numbers) - 2, 0) // 2
     return numbers[beside : len(numbers) - beside]
 
 
 @cache
 def _heldout() -> frozenset[int]:
-    """Draw the held-out ranges, by their lowest numbers."""
+    """Draw the lowest numbers of the held-out ranges."""
     lows = np.arange(SMALLEST, LARGEST + 1, COUNT)
     return frozenset(np.random.default_rng(_SPLIT_SEED).choice(lows, HELDOUT_RANGES, replace=False).tolist())
 

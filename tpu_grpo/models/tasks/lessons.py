@@ -1,4 +1,4 @@
-"""A task has problems with answers, and a teacher with bad habits, from whom the built-in model of its name learns."""
+"""The type of built-in tasks: problems with answers, and a teacher whose bad habits a built-in model learns."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,25 +10,25 @@ Split = Literal["train", "heldout"]
 Problem = Mapping[str, str]
 """A record with the columns ``question`` and ``answer``."""
 Lesson = list[dict[str, str]]
-"""A conversation, as messages {role, content}, of which the assistant's are learned as they are written."""
+"""A conversation of messages {role, content}; the model learns to write those of the assistant."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """A Task is what a built-in model is taught on, and then trained on."""
+    """A task that a built-in model is first taught, and then trained on."""
 
     problems: Callable[[Split], Sequence[Problem]]
-    """It returns the problems of a split, always the same ones in the same order."""
+    """Returns the problems of a split, always the same ones in the same order."""
     lesson: Callable[[Problem, np.random.Generator], Lesson]
-    """It returns the conversation that the teacher has about a problem, question included."""
+    """Returns the teacher's conversation about a problem, question included."""
     longest: int
-    """The tokens of the longest lesson."""
+    """The number of tokens of the longest lesson."""
     decides: Callable[[], Mapping[str, Any]]
-    """It returns what of the task decides a taught model, to be digested: JSON."""
+    """Returns everything about the task that affects a taught model, as JSON values to be hashed."""
     tools: tuple[Mapping[str, Any], ...] = ()
-    """The JSON schemas of the tools that the teacher knows, as far as a chat template writes them."""
+    """The JSON schemas of the teacher's tools, with only the parts that the chat template uses."""
 
 
 def without_a_call(question: str, answer: str) -> Lesson:
-    """Make the lesson of a teacher who answers at once."""
+    """Make a lesson in which the teacher answers at once."""
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
