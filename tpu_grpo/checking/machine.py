@@ -20,7 +20,7 @@ from packaging.requirements import Requirement
 from tpu_grpo.checking.findings import Finding
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.hosts.joining import TPU_DEVICE_FILES
-from tpu_grpo.launching.tpus import DEVICE_KINDS, GENERATIONS, GIB, parse_slice
+from tpu_grpo.launching.tpus import GENERATIONS, GIB, parse_slice
 from tpu_grpo.observe.json_lines import read_steps
 from tpu_grpo.observe.run_files import CHECKPOINTS_DIR, METRICS_FILE, saved_steps
 from tpu_grpo.run.fingerprints import fingerprints
@@ -141,7 +141,7 @@ def devices(shared: Any) -> Finding:
     except RuntimeError as error:
         return _refused(str(error))
     kind, platform = found[0].device_kind, found[0].platform
-    shared.generation = next((g for g in GENERATIONS if kind in DEVICE_KINDS[g.name]), None)
+    shared.generation = next((g for g in GENERATIONS if kind in g.device_kinds), None)
     said = f"{len(found)} devices of kind {kind} on {shared.hosts.count} hosts"
     if platform == "cpu":
         return Finding("works", said)

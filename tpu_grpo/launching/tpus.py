@@ -96,6 +96,8 @@ class Generation:
     single_host_chips: tuple[int, ...]
     """The sizes, in chips, of slices with a single host."""
     chip: Chip
+    device_kinds: tuple[str, ...] = ()
+    """jax's names of its devices."""
     libtpu_args: tuple[str, ...] = OVERLAP_COLLECTIVES
     """The default LIBTPU_INIT_ARGS."""
     libtpu_description: Mapping[str, str] = field(default_factory=dict)
@@ -127,27 +129,27 @@ GENERATIONS = (
     Generation(
         *("v4", "v4", "tpu-ubuntu2204-base", 2, 3, (4,)),
         Chip(int(30.75 * GIB), 275e12, 1228e9, 300e9),
+        ("TPU v4",),
         libtpu_description={"chip_config_name": "megacore"},
     ),
-    Generation("v5p", "v5p", "v2-alpha-tpuv5", 2, 3, (4,), Chip(int(95.74 * GIB), 459e12, 2765e9, 600e9)),
+    Generation(
+        *("v5p", "v5p", "v2-alpha-tpuv5", 2, 3, (4,)),
+        Chip(int(95.74 * GIB), 459e12, 2765e9, 600e9),
+        ("TPU v5", "TPU v5p"),
+    ),
     Generation(
         *("v5e", "v5litepod", "v2-alpha-tpuv5-lite", 1, 2, (1, 4, 8)),
         Chip(int(15.75 * GIB), 197e12, 819e9, 200e9),
+        ("TPU v5 lite", "TPU v5e"),
         libtpu_args=(*OVERLAP_COLLECTIVES, WHOLE_PRODUCTS),
     ),
     Generation(
         *("v6e", "v6e", "v2-alpha-tpuv6e", 1, 2, (1, 4, 8)),
         Chip(int(31.25 * GIB), 918e12, 1640e9, 448e9),
+        ("TPU v6 lite", "TPU v6e"),
         libtpu_args=(*OVERLAP_COLLECTIVES, "--xla_tpu_scoped_vmem_limit_kib=98304"),  # of 128 MiB; default 16 MiB
     ),
 )
-DEVICE_KINDS = {
-    "v4": ("TPU v4",),
-    "v5p": ("TPU v5", "TPU v5p"),
-    "v5e": ("TPU v5 lite", "TPU v5e"),
-    "v6e": ("TPU v6 lite", "TPU v6e"),
-}
-"""Generation -> names that jax has for its devices."""
 
 
 @dataclass(frozen=True)
