@@ -106,7 +106,7 @@ class EngineOptions:
 
     @cached_property
     def shapes(self) -> Shapes:
-        """The padded shapes that this engine compiles; ``batch_paddings`` replace the powers of two where given."""
+        """The padded shapes to compile; ``batch_paddings``, if given, replace the powers of two as batch sizes."""
         rows, chunk = self.max_running_requests, max(self.prefill_tokens, self.max_running_requests)
         given = tuple(sorted({b for b in self.batch_paddings or () if b < rows} | {rows}))
         return Shapes(

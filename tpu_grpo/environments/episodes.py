@@ -212,7 +212,7 @@ def seed_of(key: SampleKey) -> int:
 
 
 def _where(key: SampleKey, asked: str) -> str:
-    """Describe a conversation by its user message, as all conversations have the same system message and tools."""
+    """Describe a conversation by step or evaluation, prompt number and user message."""
     step = f"in step {key.step}" if key.step else "in an evaluation"
     shown = asked if len(asked) <= 2 * _SHOWN else f"{asked[:_SHOWN]} [...] {asked[-_SHOWN:]}"
     return f"{step} with its prompt {key.prompt} (from 0), which asks {shown!r}"

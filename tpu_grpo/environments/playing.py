@@ -178,7 +178,7 @@ class Playing:
             return _failed("raised", f"raised {described(error)} in {self._asked}{_line(error)}", error)
 
     def late(self, request: Request, seconds: float) -> Failed:
-        """Return the reply to a request that was cancelled after the given seconds."""
+        """Return the reply to a request whose timeout of ``seconds`` ran out."""
         return late(request, self._service.loaded.takes, seconds, self.made)
 
     async def close(self) -> None:

@@ -172,8 +172,8 @@ class _HostProcess:
 class _Supervisor:
     """Tracks which hosts still run, and schedules the signals that end them.
 
-    Only the main thread acts, except that other threads show lines of output. Other threads and signal handlers put
-    functions into ``_events``, which the main thread calls.
+    Only the main thread changes this object's state: other threads and signal handlers put functions into ``_events``,
+    which it calls. Other threads also show lines of output.
     """
 
     def __init__(self, stdout: BinaryIO, stderr: BinaryIO, grace_seconds: float):

@@ -148,7 +148,7 @@ class Gcloud:
         self._printed: set[str] = set()
 
     def flags(self, *names: str) -> Command:
-        """Return gcloud's flags for those of the named options that were given, and for zone and project."""
+        """Return gcloud's flags for the named options, zone and project, leaving out those not given; add --quiet."""
         given = {name: getattr(self._options, name) for name in (*names, "zone", "project")}
         flags = [
             f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}")

@@ -92,7 +92,7 @@ _NORMS = {
 
 
 def _leaves(config: Gemma2Config) -> tuple[Leaf, ...]:
-    """Return the leaves. Tunix stacks all three projections if there are as many key heads as query heads."""
+    """Return the leaves. Tunix stacks q, k and v if they have equally many heads, otherwise only k and v."""
     hidden, all_stacked = config.hidden_size, config.num_attention_heads == config.num_key_value_heads
     norms = (layer_leaf(f"{own}.scale", f"{name}.weight", (hidden,)) for own, name in _NORMS.items())
     if all_stacked:
