@@ -16,7 +16,7 @@ from tpu_grpo.records.stages import Prompt
 from tpu_grpo.run.inputs import load_environments
 from tpu_grpo.run.parts import open_environments
 
-DEMO = load_config(Path(__file__).parents[2] / "configs" / "demo_tools_cpu.yaml")
+DEMO = load_config(Path(__file__).parents[3] / "configs" / "demo_tools_cpu.yaml")
 
 
 def test_no_pair_comes_twice_in_whatever_order() -> None:

@@ -18,7 +18,7 @@ from tpu_grpo.models.tasks.lessons import Lesson, Problem
 from tpu_grpo.models.tokenizers import builtin_tokenizer
 from tpu_grpo.records.stages import Completion, Prompt, Request, SampleKey, SamplingParams
 
-DEMO = load_config(Path(__file__).parents[2] / "configs" / "demo_guessing_cpu.yaml")
+DEMO = load_config(Path(__file__).parents[3] / "configs" / "demo_guessing_cpu.yaml")
 NUMBERS, GUESSES = tuple(range(10)), 4
 
 
