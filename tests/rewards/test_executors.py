@@ -32,6 +32,14 @@ def spec(function: Callable[..., Any] | type, **settings: Any) -> RewardSpec:
     return RewardSpec(name=f"tests.rewards.faulty:{function.__name__}", **settings)
 
 
+def left_soon(before: set[int]) -> set[int]:
+    """What is still there of a main process that has ended, whose fork servers have some seconds to notice."""
+    deadline = time.monotonic() + 5.0
+    while marked() - before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return marked() - before
+
+
 @pytest.fixture(autouse=True)
 def _nothing_stays_behind() -> Iterator[None]:
     before = marked()
@@ -153,10 +161,7 @@ def test_workers_end_with_a_main_process_that_is_killed(function: Callable[..., 
     time.sleep(2.0)  # for the worker to get to it
     os.kill(main.pid, signal.SIGKILL)
     main.wait()
-    deadline = time.monotonic() + 5.0
-    while marked() - before and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert marked() - before == set()
+    assert left_soon(before) == set()
 
 
 def test_workers_end_at_the_exit_of_a_main_process_that_forgot_them():
@@ -166,7 +171,9 @@ def test_workers_end_at_the_exit_of_a_main_process_that_forgot_them():
         from tpu_grpo.rewards import open_rewards
         open_rewards([spec(faulty.good)], []).score(ROLLOUT)
     """
+    before = marked()
     subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True)
+    assert left_soon(before) == set()
 
 
 # --- workers ---------------------------------------------------------------------------------------------------------
