@@ -2,8 +2,8 @@
 
     loss = sum of weight x (importance x correction x algorithm.token_losses + beta x KL - coefficient x entropy)
 
-Without a ratio to the old policy, the gradient of a KL estimate is not that of KL(policy || reference): k1's is zero in
-expectation, k2's is right only for tokens that the current policy sampled, and k3's is that of KL(reference || policy).
+Without a ratio to the old policy, a KL estimate's gradient need not be that of KL(policy || reference). On tokens that
+the current policy sampled, k1's is zero in expectation, k2's is right, and k3's is that of KL(reference || policy).
 Multiplied by the ratio, k1 and k3 have the right gradient.
 
 The weights hold the aggregation over the whole update (`token_weights`), so that the losses of micro-batches add up.

@@ -71,7 +71,7 @@ class Executor(ABC):
 
 
 class CalledReward:
-    """A reward as a `Service`, whose workers answer one batch after the other."""
+    """A reward as a `Service`; each worker answers one batch at a time."""
 
     mode: Mode = "in turn"
     start = "set up"

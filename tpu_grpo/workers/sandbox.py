@@ -118,7 +118,7 @@ def wall(directory: str, file_mb: int) -> list[str]:
 
 @cache
 def _bubblewrap() -> tuple[str, ...]:
-    """Return the part of the command that is the same for all programs; if it fails, say so on stderr, return ()."""
+    """Return the bubblewrap arguments that all programs share; if bubblewrap fails here, say why and return ()."""
     seen = [*_SYSTEM, *_pythons(), str(_CHILD)]
     try:
         command = (str(bwrap_path()), *_WALL, *(word for path in seen for word in ("--ro-bind-try", path, path)))

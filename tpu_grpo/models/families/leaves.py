@@ -143,7 +143,8 @@ def repeat_kv(head_dim: int) -> Transform:
 
 @dataclass(frozen=True)
 class InputsFirst:
-    """Moves the inputs in front of the heads: [N, D, H] -> [D, N*H], and part p of [P, K, D, H] -> [D, K'*H]."""
+    """Moves inputs D before heads: [N, D, H] -> [D, N*H]; with a part, [P, K, D, H][part] -> [D, K'*H], K repeated to
+    K'."""
 
     part: int | None = None
     """The index of the stacked projection to take; None if the leaf is a single projection."""
