@@ -317,7 +317,7 @@ def filters(shared: Shared) -> Finding:
     logits_BV, columns = _logits(shared)
     kept_BV = np.asarray(jax.jit(filter_logits)(logits_BV, columns)) > -np.inf
     for row, logits in enumerate(logits_BV):
-        exact, near = _kept(logits, int(columns.top_k[row]), float(columns.top_p[row]), float(columns.min_p[row]))
+        exact, near = _kept(logits, columns, row)
         if len(wrong := np.flatnonzero((kept_BV[row] != exact) & ~near)):
             setting = {name: float(getattr(columns, name)[row]) for name in ("top_k", "top_p", "min_p")}
             what = "dropped" if exact[wrong[0]] else "kept"
@@ -342,8 +342,9 @@ def _logits(shared: Shared) -> tuple[Float[np.ndarray, "B V"], SamplingColumns]:
     return (3 * rng.standard_normal((rows, vocabulary))).astype(np.float32), columns
 
 
-def _kept(logits: np.ndarray, top_k: int, top_p: float, min_p: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return which tokens the filters, applied in turn, keep, and which are too near a threshold to tell."""
+def _kept(logits: np.ndarray, columns: SamplingColumns, row: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return which tokens a row's filters, applied in turn, keep, and which are too near a threshold to tell."""
+    top_k, top_p, min_p = int(columns.top_k[row]), float(columns.top_p[row]), float(columns.min_p[row])
     values = logits.astype(np.float64)
     order = np.argsort(-values)
     rank, weights = np.argsort(order), np.exp(values - values.max())
@@ -360,7 +361,7 @@ def sampler(shared: Shared) -> Finding:
     worst, wrong = 0.0, 0
     for row, line in enumerate(logits_BV):
         logits = line.astype(np.float64)
-        exact, _ = _kept(logits, int(columns.top_k[row]), float(columns.top_p[row]), float(columns.min_p[row]))
+        exact, _ = _kept(logits, columns, row)
         scores = np.where(exact, logits + _noise(columns.key[row], int(columns.position[row]), len(logits)), -np.inf)
         token = int(drawn.token[row])
         wrong += bool(scores[token] < scores.max() - 1e-3)
@@ -444,8 +445,8 @@ def decode_loop(shared: Shared) -> Finding:
         for row, full_TV in zip(greedy, build.reference([asked[r].token_ids for r in greedy], chosen), strict=True):
             ids = completions[row].token_ids
             behind = full_TV.max(-1) - full_TV[np.arange(len(ids)), ids]
-            if (behind > 2 * EXACT[build.platform]).any():
-                place = int(np.argmax(behind > 2 * EXACT[build.platform]))
+            if (unlikely := behind > 2 * EXACT[build.platform]).any():
+                place = int(np.argmax(unlikely))
                 said = f"greedy token {place} of row {row} is {behind[place]:.2g} less likely than the likeliest"
                 return Finding("broken", said, f"see the rows above; else {REPORT}")
         options = replace(
