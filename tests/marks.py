@@ -1,6 +1,7 @@
 """Tests find the processes of users' code that they have started themselves, and no others of the machine."""
 
 import os
+import time
 
 import psutil
 
@@ -21,3 +22,11 @@ def marked() -> set[int]:
         except (psutil.Error, OSError):
             continue
     return found
+
+
+def left_after(before: set[int], seconds: float) -> set[int]:
+    """The processes that are new since ``before`` and do not end within so many seconds."""
+    deadline = time.monotonic() + seconds
+    while (left := marked() - before) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from tests.environments.playing import acted, answer, begun, call, calls, ended, failure, open_pool, says, told
-from tests.marks import marked
+from tests.marks import left_after, marked
 from tpu_grpo.environments import pool as pool_module
 from tpu_grpo.environments.actions import Answered, BadCall, Ended, ToolCall
 from tpu_grpo.environments.pool import EnvironmentPool
@@ -198,10 +198,7 @@ def test_what_is_given_up_is_over_and_others_can_begin(pool: EnvironmentPool):
     assert len(marked() - before) == 3
     pool.act(0, call("look"))
     pool.give_up()
-    deadline = time.monotonic() + 10.0
-    while marked() - before and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert marked() - before == set()
+    assert left_after(before, 10.0) == set()
     assert told(begun(pool, 0, {"target": 1})) == "Count to 1."
     pool.drop(0)
 

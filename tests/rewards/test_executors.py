@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.marks import marked
+from tests.marks import left_after, marked
 from tests.readers import nobody_reads
 from tests.rewards import faulty
 from tests.rewards.conftest import make_rollout
@@ -30,14 +30,6 @@ GOOD = [1.0, 2.0, 3.0, 4.0]
 
 def spec(function: Callable[..., Any] | type, **settings: Any) -> RewardSpec:
     return RewardSpec(name=f"tests.rewards.faulty:{function.__name__}", **settings)
-
-
-def left_soon(before: set[int]) -> set[int]:
-    """What is still there of a main process that has ended, whose fork servers have some seconds to notice."""
-    deadline = time.monotonic() + 5.0
-    while marked() - before and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return marked() - before
 
 
 @pytest.fixture(autouse=True)
@@ -161,7 +153,7 @@ def test_workers_end_with_a_main_process_that_is_killed(function: Callable[..., 
     time.sleep(2.0)  # for the worker to get to it
     os.kill(main.pid, signal.SIGKILL)
     main.wait()
-    assert left_soon(before) == set()
+    assert left_after(before, 5.0) == set()
 
 
 def test_workers_end_at_the_exit_of_a_main_process_that_forgot_them():
@@ -173,7 +165,7 @@ def test_workers_end_at_the_exit_of_a_main_process_that_forgot_them():
     """
     before = marked()
     subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True)
-    assert left_soon(before) == set()
+    assert left_after(before, 5.0) == set()
 
 
 # --- workers ---------------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ import os
 import pickle
 import stat
 import struct
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.marks import marked
+from tests.marks import left_after, marked
 from tests.workers.test_channel import Touches
 from tpu_grpo.workers.channel import FOREIGN, BrokenChannelError
 from tpu_grpo.workers.messages import Mode, encode
@@ -110,7 +109,4 @@ def test_what_a_worker_forges_ends_it_and_runs_nothing(mode: Mode, tmp_path: Pat
         assert asked(None) == Done(0)  # another worker goes on
     assert not (tmp_path / "touched").exists()
     supervisor.close(5.0)
-    deadline = time.monotonic() + 10.0
-    while marked() - before and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert marked() - before == set()
+    assert left_after(before, 10.0) == set()
