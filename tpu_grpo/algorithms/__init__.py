@@ -1,4 +1,4 @@
-"""The algorithms, one per file: advantages and token loss side by side, with paper and equations.
+"""The algorithms, a file each, with their variants: advantages and token loss side by side, with paper and equations.
 
     algorithm = open_algorithm(config.algorithm)
 
@@ -14,15 +14,12 @@ from tpu_grpo.algorithms.checks import build, notices, try_out
 from tpu_grpo.algorithms.cispo import Cispo
 from tpu_grpo.algorithms.combined import RunAlgorithm
 from tpu_grpo.algorithms.correction import CorrectionSums, correction_metrics, open_correction
-from tpu_grpo.algorithms.dapo import Dapo
 from tpu_grpo.algorithms.dppo import Dppo
-from tpu_grpo.algorithms.dr_grpo import DrGrpo
 from tpu_grpo.algorithms.formula import objective_line
-from tpu_grpo.algorithms.grpo import Grpo
+from tpu_grpo.algorithms.grpo import Dapo, DrGrpo, Grpo
 from tpu_grpo.algorithms.gspo import Gspo
 from tpu_grpo.algorithms.penalties import check_penalties
-from tpu_grpo.algorithms.reinforce import Reinforce
-from tpu_grpo.algorithms.rloo import Rloo
+from tpu_grpo.algorithms.reinforce import Reinforce, Rloo
 from tpu_grpo.algorithms.sapo import Sapo
 from tpu_grpo.config import AlgorithmSection
 from tpu_grpo.config.plugins import find_function, not_shipped

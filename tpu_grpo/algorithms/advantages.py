@@ -13,9 +13,8 @@ from collections.abc import Mapping
 import numpy as np
 from jaxtyping import Float, Int
 
-from tpu_grpo.algorithms.dr_grpo import DrGrpo
-from tpu_grpo.algorithms.grpo import Grpo
-from tpu_grpo.algorithms.rloo import Rloo
+from tpu_grpo.algorithms.grpo import DrGrpo, Grpo
+from tpu_grpo.algorithms.reinforce import Rloo
 from tpu_grpo.records.errors import RewardError
 
 STD_FLOOR = 1e-6

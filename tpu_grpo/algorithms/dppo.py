@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from tpu_grpo.algorithms.algorithm import PerToken, TokenLosses, limited_exp
-from tpu_grpo.algorithms.dr_grpo import DrGrpo
+from tpu_grpo.algorithms.grpo import DrGrpo
 from tpu_grpo.config import LossAggregation
 from tpu_grpo.records.errors import ConfigError
 

@@ -1,26 +1,4 @@
-"""GRPO, Group Relative Policy Optimization (Shao et al. 2024, "DeepSeekMath", arXiv 2402.03300), section 4.1.
-
-For a prompt's G completions with rewards r_1 ... r_G, every token t of completion i has the advantage (section 4.1.2)
-
-    A_i = (r_i - mean(r)) / std(r)
-
-and the objective (equation 3, without its KL term, which learner/loss.py subtracts) is the mean over completions and
-their tokens of
-
-    min(ratio_it A_i, clip(ratio_it, 1 - clip_low, 1 + clip_high) A_i),   ratio_it = policy(o_it) / old policy(o_it)
-
-What departs from the paper: the standard deviation divides by G - 1 and has 1e-6 added, so that a group of equal
-rewards has advantages of zero; clip_high may be larger than clip_low ("clip-higher", DAPO, Yu et al. 2025, arXiv
-2503.14476, equation 10), which leaves unlikely tokens more room to grow. With both at 0.2 the clip is the paper's.
-
-Where A_i < 0 the surrogate falls without bound as the ratio grows. Two papers bound it; both settings are off by
-default:
-
-    dual_clip c > 1               max(surrogate, c A_i)                     Ye et al. 2020, arXiv 1912.09729
-    delta > 1 + clip_high         min(ratio, delta) in the first term       INTELLECT-2, arXiv 2505.07291
-
-For c = delta they are the same function: for A_i >= 0 neither changes anything, and for A_i < 0 both end at c A_i.
-"""
+"""GRPO, and the variants that change its averages or the sizes of its clip: DAPO and Dr. GRPO."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -32,7 +10,32 @@ from tpu_grpo.records.errors import ConfigError
 
 
 class Grpo:
-    """Advantages in standard deviations of the group, and the clipped surrogate."""
+    """Advantages in standard deviations of the group, and the clipped surrogate.
+
+    GRPO, Group Relative Policy Optimization (Shao et al. 2024, "DeepSeekMath", arXiv 2402.03300), section 4.1.
+
+    For a prompt's G completions with rewards r_1 ... r_G, every token t of completion i has the advantage (section
+    4.1.2)
+
+        A_i = (r_i - mean(r)) / std(r)
+
+    and the objective (equation 3, without its KL term, which learner/loss.py subtracts) is the mean over completions
+    and their tokens of
+
+        min(ratio_it A_i, clip(ratio_it, 1 - clip_low, 1 + clip_high) A_i),   ratio_it = policy(o_it) / old policy(o_it)
+
+    What departs from the paper: the standard deviation divides by G - 1 and has 1e-6 added, so that a group of equal
+    rewards has advantages of zero; clip_high may be larger than clip_low ("clip-higher", DAPO, Yu et al. 2025, arXiv
+    2503.14476, equation 10), which leaves unlikely tokens more room to grow. With both at 0.2 the clip is the paper's.
+
+    Where A_i < 0 the surrogate falls without bound as the ratio grows. Two papers bound it; both settings are off by
+    default:
+
+        dual_clip c > 1               max(surrogate, c A_i)                     Ye et al. 2020, arXiv 1912.09729
+        delta > 1 + clip_high         min(ratio, delta) in the first term       INTELLECT-2, arXiv 2505.07291
+
+    For c = delta they are the same function: for A_i >= 0 neither changes anything, and for A_i < 0 both end at c A_i.
+    """
 
     aggregation: LossAggregation = "sequence-mean-token-mean"
     numbers = ("_lowest", "_highest", "_bound")
@@ -77,6 +80,50 @@ class Grpo:
             return losses
         bound_BT = jnp.where(advantages_BT < 0.0, -advantages_BT * self._bound, jnp.inf)
         return TokenLosses(jnp.minimum(losses.loss_BT, bound_BT), losses.clipped_BT | (losses.loss_BT > bound_BT))
+
+
+class Dapo(Grpo):
+    """GRPO with a larger clip_high, averaged over tokens.
+
+    DAPO (Yu et al. 2025, "DAPO: An Open-Source LLM Reinforcement Learning System", arXiv 2503.14476), section 3.
+
+    The objective (equation 8) is GRPO's with two changes: the ratio has more room above than below, clip_low = 0.2 and
+    clip_high = 0.28 ("clip-higher", section 3.1), and all tokens of a step count alike, so that a completion's weight
+    is proportional to its length (the aggregation token-mean, section 3.3). Its advantages are GRPO's (equation 9).
+
+    DAPO's soft punishment of overlong completions (section 3.4) is a reward; its dynamic sampling (section 3.2) is not
+    part of an algorithm here; without it, groups of equal rewards have advantages of zero.
+    """
+
+    aggregation: LossAggregation = "token-mean"
+
+    def __init__(
+        self, clip_low: float = 0.2, clip_high: float = 0.28, dual_clip: float | None = None, delta: float | None = None
+    ):
+        super().__init__(clip_low, clip_high, dual_clip, delta)
+
+
+class DrGrpo(Grpo):
+    """Advantages that are only centred; the clipped surrogate is inherited from GRPO.
+
+    Dr. GRPO, GRPO Done Right (Liu et al. 2025, "Understanding R1-Zero-Like Training", arXiv 2503.20783), section 3.
+
+    GRPO's division by the group's standard deviation favours prompts that are very easy or very hard, and its division
+    by a completion's length favours short right and long wrong completions. Dr. GRPO leaves both out: the advantage is
+
+        A_i = r_i - mean(r)
+
+    and the token terms min(ratio_it A_i, clip(ratio_it, 1 - clip_low, 1 + clip_high) A_i) of a completion are summed
+    and divided by a constant, here ``rollout.max_new_tokens`` (the aggregation sequence-mean-token-scale). The clipped
+    ratio is GRPO's.
+    """
+
+    aggregation: LossAggregation = "sequence-mean-token-scale"
+    advantage_formula = "R - mean_g(R)"
+
+    def advantages(self, rewards_PG: Float[np.ndarray, "P G"]) -> Float[np.ndarray, "P G"]:
+        """Subtract the mean of each group: [1, 2, 6] becomes [-2, -1, 3]."""
+        return rewards_PG - rewards_PG.mean(axis=1, keepdims=True)
 
 
 def _bound(dual_clip: float | None, delta: float | None, highest: float) -> float | None:
