@@ -15,8 +15,7 @@ import pytest
 from tests.algorithms import test_correction, test_objectives
 from tests.algorithms.test_objectives import Case, case, completions_of, terms  # noqa: F401
 from tpu_grpo.algorithms import ADVANTAGES, objective_line, open_algorithm
-from tpu_grpo.algorithms.formula import MEANS, pieces, token_formula
-from tpu_grpo.algorithms.penalties import KL_ESTIMATES
+from tpu_grpo.algorithms.formula import KL_ESTIMATES, MEANS, pieces, token_formula
 from tpu_grpo.config import AlgorithmSection, LossAggregation, parse_config
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from tpu_grpo.algorithms.advantages import ADVANTAGES
 from tpu_grpo.algorithms.algorithm import Algorithm, Sequences, TokenLosses, token_ratio
-from tpu_grpo.algorithms.checks import build, notices, try_out
+from tpu_grpo.algorithms.checks import build, check_penalties, notices, try_out
 from tpu_grpo.algorithms.cispo import Cispo
 from tpu_grpo.algorithms.combined import RunAlgorithm
 from tpu_grpo.algorithms.correction import CorrectionSums, correction_metrics, open_correction
@@ -18,7 +18,6 @@ from tpu_grpo.algorithms.dppo import Dppo
 from tpu_grpo.algorithms.formula import objective_line
 from tpu_grpo.algorithms.grpo import Dapo, DrGrpo, Grpo
 from tpu_grpo.algorithms.gspo import Gspo
-from tpu_grpo.algorithms.penalties import check_penalties
 from tpu_grpo.algorithms.reinforce import Reinforce, Rloo
 from tpu_grpo.algorithms.sapo import Sapo
 from tpu_grpo.config import AlgorithmSection

@@ -1,4 +1,5 @@
-"""Checks before anything heavy is built: a class must be an algorithm, and return the right shapes in a trial call."""
+"""Checks before anything heavy is built: settings must go together, and a class must be an algorithm and return the
+right shapes in a trial call."""
 
 import inspect
 import math
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_grpo.algorithms.algorithm import ON_REQUEST, Algorithm, Sequences, TokenLosses, asked, requested
-from tpu_grpo.config import LossAggregation, RunConfig
+from tpu_grpo.config import AlgorithmSection, LossAggregation, RunConfig
 from tpu_grpo.records.errors import ConfigError
 
 LONG_ANSWER = 128
@@ -37,6 +38,40 @@ def notices(config: RunConfig) -> list[str]:
             "long completions are cut or masked; algorithm.correction=geometric does not grow with length"
         )
     return found
+
+
+def check_penalties(section: AlgorithmSection) -> None:
+    """Refuse settings of the KL penalty and the entropy bonus that exclude each other; see `KL_ESTIMATES`.
+
+    Raises:
+        ConfigError: for the first of them.
+    """
+    for name in ("kl_unbiased", "reference_reset_every", "kl_in"):
+        if (value := getattr(section, name)) not in (False, None, "loss") and section.beta == 0.0:
+            shown = "true" if value is True else value
+            raise ConfigError(
+                f"algorithm.{name}={shown} needs a KL penalty, got algorithm.beta=0; set beta, or leave it out"
+            )
+    if section.kl_in == "reward" and section.kl_unbiased:
+        raise ConfigError(
+            "algorithm.kl_unbiased=true needs algorithm.kl_in=loss, got reward; k1 in the reward has the gradient of "
+            "the KL divergence already: leave it out"
+        )
+    if section.kl_in == "reward" and section.kl_estimate != "kl":
+        raise ConfigError(
+            f"algorithm.kl_in=reward needs kl_estimator k1, got {section.kl_estimator}; as a reward, only k1 has the "
+            "gradient of the KL divergence: leave kl_estimator out"
+        )
+    if section.kl_unbiased and section.kl_estimate == "mse_kl":
+        raise ConfigError(
+            f"algorithm.kl_unbiased=true needs kl_estimator k3 or k1, got {section.kl_estimator}; its mean is not the "
+            "KL divergence, with or without the ratio: choose another"
+        )
+    if section.entropy_step is not None and section.entropy_target is None:
+        raise ConfigError(
+            f"algorithm.entropy_step={section.entropy_step:g} needs algorithm.entropy_target, got none; set it, or "
+            "leave entropy_step out: the coefficient is entropy_bonus all the time"
+        )
 
 
 METHODS: Mapping[str, tuple[str, ...]] = {

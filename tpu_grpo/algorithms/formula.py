@@ -22,8 +22,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tpu_grpo.algorithms.combined import RunAlgorithm
-from tpu_grpo.algorithms.penalties import entropy_formula, kl_formula
-from tpu_grpo.config import LossAggregation, RunConfig
+from tpu_grpo.config import AlgorithmSection, LossAggregation, RunConfig
 
 MEANS: Mapping[LossAggregation, tuple[str, str]] = {
     "sequence-mean-token-mean": ("mean_i mean_t [ ", " ]"),
@@ -32,6 +31,20 @@ MEANS: Mapping[LossAggregation, tuple[str, str]] = {
     "sequence-mean-token-scale": ("mean_i sum_t [ ", " ] / {max_new_tokens}"),
 }
 """What stands before and after the loss of a token."""
+KL_ESTIMATES: Mapping[str, str] = {
+    "kl": "log(p/p_ref)",
+    "mse_kl": "log(p/p_ref)**2 / 2",
+    "low_var_kl": "p_ref/p - 1 - log(p_ref/p)",
+}
+"""The estimates of KL(policy || reference) from x = log(policy / reference) of a sampled token.
+
+    k1    x                 its mean is the divergence; as a loss its gradient is zero in expectation
+    k2    x^2 / 2           its gradient is right for tokens that the current policy sampled
+    k3    exp(-x) - 1 + x   its mean is the divergence, but its gradient is that of KL(reference || policy)
+
+(http://joschu.net/blog/kl-approx.html). Multiplied by the ratio to the old policy, k1 and k3 have the right gradient.
+So has k1 in the reward, where it is a cost of the token, without a gradient of its own.
+"""
 
 
 def objective_line(config: RunConfig, algorithm: RunAlgorithm) -> str:
@@ -59,6 +72,30 @@ def objective_line(config: RunConfig, algorithm: RunAlgorithm) -> str:
     definitions += [f"A = {advantage}", *more, _probability(config)]
     before, after = MEANS[algorithm.aggregation]
     return "; ".join([before + token + after.format(max_new_tokens=config.rollout.max_new_tokens), *definitions])
+
+
+def kl_formula(section: AlgorithmSection, old: str) -> tuple[str, str, list[str]]:
+    """Return the terms of the KL penalty in a token's loss and in its advantage, and the definitions of their names."""
+    if not section.beta:
+        return "", "", []
+    weight, reset = f"{section.beta:g}*", section.reference_reset_every
+    reference = [] if reset is None else [f"p_ref = p after the last step that {reset} divides"]
+    if section.kl_in == "reward":
+        return "", f" + {weight}(mean_step(k) - k)", [f"k = log({old}/p_ref)", *reference]
+    ratio = "r*" if section.kl_unbiased else ""
+    return f" + {weight}{ratio}k", "", [f"k = {KL_ESTIMATES[section.kl_estimate]}", *reference]
+
+
+def entropy_formula(section: AlgorithmSection) -> tuple[str, list[str]]:
+    """Return the term of the entropy bonus in a token's loss, and the definitions of its names."""
+    if section.entropy_target is not None:
+        step, target = f"{section.entropy_change:g}", f"{section.entropy_target:g}"
+        adapted = (
+            f"c = {section.entropy_bonus:g} at first, + {step} after an update of mean H <= {target}, else - {step} "
+            "(>= 0) and unused in the next update"
+        )
+        return " - c*H", ["H = entropy of p", adapted]
+    return (f" - {section.entropy_bonus:g}*H", ["H = entropy of p"]) if section.entropy_bonus else ("", [])
 
 
 def token_formula(objective: Any, old: str) -> str:
