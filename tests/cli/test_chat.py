@@ -81,7 +81,7 @@ def test_lines_are_edited_at_a_terminal_through_the_commands_own_output() -> Non
     """The arrows work: "ac", back by one, "b" is "abc"; and the line before comes back."""
     code = """
 from tpu_grpo.cli.chat import typed_lines
-from tpu_grpo.cli.output import lasting_output
+from tpu_grpo.workers.streams import lasting_output
 
 with lasting_output():
     for line in typed_lines():

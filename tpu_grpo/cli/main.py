@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from tpu_grpo.cli.output import lasting_output
+from tpu_grpo.workers.streams import lasting_output
 
 COMMANDS = {
     "run": ("train", "train by GRPO with the rewards of a config"),

@@ -17,12 +17,12 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from tpu_grpo.cli.output import lasting_output
 from tpu_grpo.config import BUILTIN, HUB, SHIPPED_CONFIGS, RunConfig, load_config, settings
 from tpu_grpo.config.setting_names import ABSENT, meant
 from tpu_grpo.hosts import Hosts, Watch, choose_platform, in_time, start
 from tpu_grpo.observe.run_files import CONFIG_FILE
 from tpu_grpo.records.errors import ConfigError, TpuGrpoError, disk_errors_explained, say
+from tpu_grpo.workers.streams import lasting_output
 
 DEFAULT_CONFIG = SHIPPED_CONFIGS / "demo_cpu.yaml"
 """The config of a command that does not name one."""

@@ -1,9 +1,38 @@
-"""Streams that ignore a closed output, for the main process and for processes of users' code."""
+"""Streams that ignore a closed output, for the main process and for processes of users' code.
+
+A run outlives the terminal, pipe or ssh connection in which it was started: it goes on when its output is closed.
+Characters that the output's encoding lacks are written as escapes.
+"""
 
 import io
 import os
-from contextlib import suppress
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, TextIO, cast
+
+
+@contextmanager
+def lasting_output() -> Iterator[None]:
+    """Ignore a closed stdout or stderr in this block, so that a command goes on after their readers are gone."""
+    _occupy_descriptors()
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (lasting(stream) for stream in before)
+    try:
+        yield
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()  # errors are handled here; the interpreter's own flush would change the exit code
+        sys.stdout, sys.stderr = before
+
+
+def _occupy_descriptors() -> None:
+    """Open closed standard descriptors; otherwise a file of the run could get number 1 or 2, and printed text."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
 
 
 def lasting(stream: TextIO | None) -> TextIO:
