@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tpu_grpo.config import parse_config
-from tpu_grpo.config.extras import EXTRAS
+from tpu_grpo.config.plugins import EXTRAS
 from tpu_grpo.environments.environment_classes import find_environment, source_of
 from tpu_grpo.records.errors import TpuGrpoError
 from tpu_grpo.rewards.reward_functions import find_reward

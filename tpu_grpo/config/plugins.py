@@ -1,10 +1,14 @@
-"""Imports the user's own functions, named in a config as ``path.py:function`` or ``package.module:function``.
+"""Finds what only some configs need: functions of the user's own, which are imported, and optional libraries.
+
+Functions are named in a config as ``path.py:function`` or ``package.module:function``:
 
 find_function("my_rewards.py:short", "reward", RewardError)      # a file, relative to the working directory
 find_function("my_package.data:puzzles", "data", DataError)      # a module
 
 A file may import modules in its own directory. Errors are raised as the caller's error class, and name the kind of
-function.
+function. Each optional library is needed by a single feature; they are extras of the package:
+
+need("textarena", "the environment textarena", EpisodeError)     # looks for the library, without importing it
 """
 
 import difflib
@@ -21,6 +25,15 @@ from typing import Any
 
 from tpu_grpo.records.errors import TpuGrpoError
 from tpu_grpo.records.outside import read_file
+
+EXTRAS = {
+    "reasoning_gym": "puzzles",
+    "textarena": "textarena",
+    "py3langid": "language",
+    "jsonschema": "schema",
+    "gcsfs": "gcs",
+}
+"""Module -> extra in pyproject.toml that installs it."""
 
 
 def find_function(name: str, kind: str, error: type[TpuGrpoError]) -> Any:
@@ -168,3 +181,19 @@ def _attribute(module: ModuleType, attribute: str, source: str, kind: str, error
         what = "a function of a batch" if kind == "reward" else "a function"
         raise error(f"{source}:{attribute} must be {what}, got a {type(found).__name__}; name a function")
     return found
+
+
+def need(library: str, user: str, error: type[TpuGrpoError]) -> None:
+    """Check, without importing it, that the library with this module name, which an extra installs, is there.
+
+    ``user`` names what needs the library, for the message: a setting with its value, a reward, or an environment.
+
+    Raises:
+        TpuGrpoError: of type ``error``, if the library is not installed.
+    """
+    if importlib.util.find_spec(library) is None:
+        extra = EXTRAS[library]
+        raise error(
+            f'{user} needs the package {library}, which is not installed; type: pip install "tpu-grpo[{extra}]", or '
+            f"in a clone: uv sync --extra {extra}"
+        )

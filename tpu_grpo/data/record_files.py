@@ -23,7 +23,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Any
 
-from tpu_grpo.config.extras import EXTRAS, need
+from tpu_grpo.config.plugins import EXTRAS, need
 from tpu_grpo.data.lazy_records import (
     ArrowRows,
     Joined,

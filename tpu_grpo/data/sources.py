@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tpu_grpo.config import BUILTIN, GYM, HUB, NO_DATA, ReadingSection
-from tpu_grpo.config.extras import need
-from tpu_grpo.config.plugins import find_function, source_file
+from tpu_grpo.config.plugins import find_function, need, source_file
 from tpu_grpo.data.lazy_records import ArrowRows, Mapped, Record, Records, check_keys
 from tpu_grpo.data.record_files import first_record, is_address, is_file_name, read_files
 from tpu_grpo.models.tasks import TASKS

@@ -23,8 +23,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from tpu_grpo.config import GIVEN, RewardSpec, RunConfig, parse_config
-from tpu_grpo.config.extras import need
-from tpu_grpo.config.plugins import find_function, not_shipped
+from tpu_grpo.config.plugins import find_function, need, not_shipped
 from tpu_grpo.records.errors import ConfigError, RewardError
 from tpu_grpo.rewards.calling import (
     VERL_COMPLETIONS,

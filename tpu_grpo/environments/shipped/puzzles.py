@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
-from tpu_grpo.config.extras import need
+from tpu_grpo.config.plugins import need
 from tpu_grpo.records.errors import EpisodeError
 
 need("reasoning_gym", "the environment reasoning_gym", EpisodeError)

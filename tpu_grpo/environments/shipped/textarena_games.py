@@ -9,7 +9,7 @@ player's own. The reward is the player's at the end of the game, and 0 before.
 from importlib import import_module
 from typing import Any
 
-from tpu_grpo.config.extras import need
+from tpu_grpo.config.plugins import need
 from tpu_grpo.records.errors import EpisodeError
 
 need("textarena", "the environment textarena", EpisodeError)
