@@ -38,7 +38,7 @@ from tpu_grpo.observe.evaluation import (
 from tpu_grpo.observe.step_metrics import tokens_digest
 from tpu_grpo.records.errors import DataError
 from tpu_grpo.records.stages import AnswerMode, Completion, Prompt, PromptBatch, Rollout, Scores
-from tpu_grpo.rewards.final_answer import final_answer
+from tpu_grpo.rewards.shipped.correctness import voted_answer
 
 # --- estimates --------------------------------------------------------------------------------------------------------
 
@@ -107,14 +107,14 @@ def evaluated(
 ) -> tuple[Evaluation, tuple[EvaluationSamples, EvaluationSamples]]:
     calls: list[tuple[str, object]] = []
     return evaluate(
-        Policy(calls, sampled).answer, Scorer(calls, *values).begin, PROMPTS, section, 0.7, final_answer, step=4
+        Policy(calls, sampled).answer, Scorer(calls, *values).begin, PROMPTS, section, 0.7, voted_answer, step=4
     )
 
 
 def test_every_prompt_is_answered_greedily_and_sampled_at_once_and_scored_meanwhile() -> None:
     calls: list[tuple[str, object]] = []
     scorer = Scorer(calls, {"r": [1, 0, 0]}, {"r": [1, 1, 0, 0, 1, 0]})
-    evaluate(Policy(calls).answer, scorer.begin, PROMPTS, EvaluationSection(samples=2), 0.7, final_answer, step=4)
+    evaluate(Policy(calls).answer, scorer.begin, PROMPTS, EvaluationSection(samples=2), 0.7, voted_answer, step=4)
     texts = ("1+1=", "2+2=", "3+3=")
     assert calls == [
         ("begin", (texts, 4, 2)),  # rewards are told the step

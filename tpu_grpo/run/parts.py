@@ -29,7 +29,7 @@ from tpu_grpo.observe.evaluation import GREEDY, Evaluation, EvaluationSamples, e
 from tpu_grpo.records.errors import ConfigError, RewardError
 from tpu_grpo.records.stages import Prompt
 from tpu_grpo.rewards import DistributedRewards, RewardSet, repeats_itself
-from tpu_grpo.rewards.final_answer import final_answer
+from tpu_grpo.rewards.shipped.correctness import voted_answer
 from tpu_grpo.run.engines import Probe, SyncedEngines
 from tpu_grpo.run.inputs import HeldOutInputs, Inputs, agreed_checkpoint, load_environments, open_held_out, open_inputs
 from tpu_grpo.run.meshes import Meshes, build_meshes
@@ -296,7 +296,7 @@ def evaluate_policy(
 ) -> tuple[Evaluation, tuple[EvaluationSamples, EvaluationSamples]]:
     """Evaluate the policy in the sampler's engines; returns the estimates, and the samples they are based on."""
     begin, prompts, section = held_out.rewards.begin, held_out.prompts, held_out.section
-    return evaluate(sampler.answer, begin, prompts, section, held_out.temperature, final_answer, step=step)
+    return evaluate(sampler.answer, begin, prompts, section, held_out.temperature, voted_answer, step=step)
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Answers as text, final numbers and final answers are labelled by hand; the real GSM8K test set is read, too."""
 
 import json
+import re
 import time
 from decimal import Decimal
 from pathlib import Path
@@ -21,6 +22,7 @@ from tpu_grpo.rewards.shipped.correctness import (
     integer_answer,
     multiple_choice,
     normalised_match,
+    voted_answer,
 )
 from tpu_grpo.rewards.shipped.form import matches_format
 
@@ -293,3 +295,44 @@ def test_a_verifier_decides():
 def test_it_gets_messages_without_being_told_to():
     assert load_reward(RewardSpec(name="final_answer"), ("answer",)).messages
     assert not load_reward(RewardSpec(name="exact_answer"), ("answer",)).messages
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r"so \boxed{3} or rather \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{1,000}", "1000"),
+        ("<answer> Paris. </answer> 7", "Paris"),
+        ("<answer>$12.50</answer>", "12.5"),
+        ("2 + 2 = 4\n#### 4", "4"),
+        ("#### 5 and then 6", "5"),
+        ("first 3, then 4.0 apples.", "4"),
+        ("it costs $1,234.50", "1234.5"),
+        ("about -7", "-7"),
+        ("-0", "0"),
+        ("No  number\nhere.", "No number here"),
+        ("", None),
+        (" \n", None),
+        (r"\boxed{}", None),
+    ],
+)
+def test_the_last_answer_counts_in_a_vote(text: str, answer: str | None) -> None:
+    assert voted_answer(text) == answer
+
+
+@pytest.mark.parametrize("text", ["18", "18.0", "$18.00", "#### 18.", r"\boxed{18}", "<answer>18</answer>"])
+def test_ways_to_write_one_number_are_one_answer(text: str) -> None:
+    assert voted_answer(text) == "18"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text", "answer"),
+    [
+        (r"Answer: (\w+)", "Answer: a. Answer: b.", "b"),
+        (r"[A-D]$", "B or C", "C"),
+        (r"Answer: (\w+)", "no such thing 7", None),
+        (r"(x)|y", "x y", None),  # the last match has no group
+    ],
+)
+def test_a_pattern_says_where_the_answer_is(pattern: str, text: str, answer: str | None) -> None:
+    assert voted_answer(text, re.compile(pattern)) == answer

@@ -32,6 +32,8 @@ _NUMBER = r"""
 _ANY_NUMBER = re.compile(_NUMBER, re.VERBOSE)
 _MARKED_NUMBER = re.compile(r"\#{4}[ \t*:=]*" + _NUMBER, re.VERBOSE)
 _CURRENCY = r"\\?[$€£¥]"
+_NUMBER_ALONE = re.compile(r"[$€£¥]?\s*([+-]?[0-9]+(?:\.[0-9]+)?)%?")
+_GROUPED = re.compile(r"(?<=[0-9]),(?=[0-9]{3}\b)")
 
 # --- the part of a completion that counts, and options ---------------------------------------------------------------
 
@@ -196,6 +198,38 @@ def _reference_number(answer: Any) -> Decimal | None:
         number = Decimal(str(answer))
         return number if number.is_finite() else None
     return None if missing(answer) else final_number(str(answer), flexible=True)
+
+
+# --- the answer that a vote counts -----------------------------------------------------------------------------------
+
+
+def voted_answer(text: str, pattern: re.Pattern[str] | None = None) -> str | None:
+    r"""Return the last answer of a completion as a text that can be counted in a vote, None if it has none.
+
+    With a pattern, the answer is the first group of the pattern's last match, or the whole match without groups.
+    Otherwise it is the last \boxed{...}, else the content of the last <answer> tag, else the number after ####, else
+    the last number, else the whole text. White space and a final full stop are removed, and numbers are normalised:
+    1,000, $1000 and 1000.0 are the same answer.
+    """
+    if pattern is not None:
+        matches = list(pattern.finditer(text))
+        return _canonical(matches[-1][1 if pattern.groups else 0] or "") if matches else None
+    for part in (boxed(text)[-1:] or [None])[0], inside(text, "answer"):
+        if part is not None:
+            return _canonical(part)
+    number = final_number(text, flexible=True)
+    return _canonical(text) if number is None else _written(number)
+
+
+def _canonical(part: str) -> str | None:
+    part = " ".join(part.split()).removesuffix(".").rstrip()
+    if found := _NUMBER_ALONE.fullmatch(_GROUPED.sub("", part)):
+        return _written(Decimal(found[1]))
+    return part or None
+
+
+def _written(number: Decimal) -> str:
+    return format(number.normalize() + 0, "f")  # + 0: minus zero is zero
 
 
 # --- conversations, and rewards that ask others ----------------------------------------------------------------------
