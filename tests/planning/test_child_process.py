@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-START = "import os, signal, sys, time\nfrom tpu_grpo.planning.child_process import run_in_child\n"
+START = "import os, signal, sys, time\nfrom tpu_grpo.planning.slices import run_in_child\n"
 WATCHED = START + "code = run_in_child()\nif code is not None:\n    sys.exit(code)\n"
 
 

@@ -1,12 +1,17 @@
 """A TPU slice that is not on this machine: libtpu describes its devices, and programs are compiled for them.
 
-prepare("v5e-16")                     # before jax is imported
+code = run_in_child()                 # before jax is imported
+if code is not None:
+    return code                       # in the parent, once the child has ended
+prepare("v5e-16")                     # in the child, before jax is imported
 target = open_slice("v5e-16")         # 16 devices on 4 hosts
 with target.as_jax_devices():         # jax.devices() returns these
     ...
 """
 
 import os
+import signal
+import sys
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,8 +21,18 @@ from unittest import mock
 
 from tpu_grpo.launching.tpus import Chip, Generation, Rates, Slice, parse_slice
 from tpu_grpo.observe.json_lines import is_number
-from tpu_grpo.records.errors import ConfigError, DataError
+from tpu_grpo.records.errors import ConfigError, DataError, PlanningError, say
 from tpu_grpo.run.directory import read_json
+
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+KILLED = (
+    "a plan must have the memory that compiling takes, 8 to 22 GiB for a whole one, but was killed in what is named "
+    "last above, most likely because memory ran out; use --fast, or a machine with more memory"
+)
+ABORTED = (
+    "libtpu must compile the programs of this config, but ended its process by {name} in what is named last above; its "
+    "own words say where; change what they point to (mesh, attention, micro-batch, kernel settings), and report it"
+)
 
 
 @dataclass(frozen=True)
@@ -43,6 +58,47 @@ class Target:
 
         with mock.patch.object(jax, "devices", return_value=list(self.devices)):
             yield
+
+
+def run_in_child() -> int | None:
+    """Fork: return None in the child at once, and in the parent, when the child has ended, its exit code.
+
+    A compilation can kill its process without a message: libtpu aborts if one of its checks fails, a compilation may
+    run out of memory, and it cannot be interrupted.
+
+    SIGINT, SIGTERM and SIGHUP end both immediately, because a plan has nothing to save.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to both; the parent kills the child
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
+        return None
+    asked: list[int] = []
+
+    def kill_child(number: int, frame: Any) -> None:
+        del frame
+        asked.append(number)
+        os.kill(child, signal.SIGKILL)
+
+    previous = {number: signal.signal(number, kill_child) for number in ENDING}
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
+    try:
+        _, status = os.waitpid(child, 0)
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    code = os.waitstatus_to_exitcode(status)
+    if code >= 0:
+        return code
+    if asked:
+        print("interrupted; what was compiled is kept", file=sys.stderr)
+    else:
+        name = signal.Signals(-code).name
+        say(PlanningError(KILLED if name == "SIGKILL" else ABORTED.format(name=name)))
+    return PlanningError.exit_code
 
 
 def prepare(name: str, environment: MutableMapping[str, str] = os.environ) -> None:
