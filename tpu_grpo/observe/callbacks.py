@@ -1,14 +1,14 @@
-"""Calls the user's code with the metrics and samples of a run, on host 0; this code may ask the run to stop.
+"""Calls the user's callbacks with a run's metrics and samples, on host 0. A callback may ask the run to stop.
 
     class Watcher:                                     # logging.callbacks: [my_callbacks.py:Watcher]
         def __init__(self, config): ...                # the run's config, a nested dictionary
-        def on_step(self, metrics, samples): ...       # a line of metrics.jsonl; lines of samples.jsonl, all B of them
-        def on_evaluation(self, metrics, samples): ... # step and evaluation/*; lines of evaluations/<step>.jsonl
-        def close(self): ...                           # however the run ends
+        def on_step(self, metrics, samples): ...       # a line of metrics.jsonl, and all B lines of samples.jsonl
+        def on_evaluation(self, metrics, samples): ... # step and evaluation/*, and lines of evaluations/<step>.jsonl
+        def close(self): ...                           # called however the run ends
 
-A class has ``on_step``, ``on_evaluation`` or both; other methods are optional. Either may return True to end the run
-after the current step, as Ctrl-C does: with a checkpoint, from which it can be continued. Functions that are passed to
-`tpu_grpo.train` are called like these methods.
+A class needs ``on_step`` or ``on_evaluation``; other methods are optional. If one of these two returns True, the run
+saves a checkpoint after the current step and ends, as after Ctrl-C. It can be continued from the checkpoint. Functions
+that are passed to `tpu_grpo.train` are called like these methods.
 """
 
 import inspect
@@ -26,7 +26,7 @@ EVENTS = ("on_step", "on_evaluation")
 
 
 class Callback:
-    """Calls the methods of an object, as far as it has them; ``make`` makes it from the config when the run begins."""
+    """Calls those methods that the user's object has. ``make`` creates it from the config when the run begins."""
 
     def __init__(self, name: str, make: Callable[[Mapping[str, Any]], object]) -> None:
         self.name, self._make = name, make
@@ -34,7 +34,7 @@ class Callback:
         self.asked_to_stop = False
 
     def begin(self, config: Mapping[str, Any]) -> None:
-        """Make the object."""
+        """Create the user's object."""
         self._target = self._try("its constructor", self._make, config)
 
     def call(self, event: str, metrics: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> None:
@@ -53,7 +53,7 @@ class Callback:
         self.asked_to_stop |= bool(answer)
 
     def close(self) -> None:
-        """Call ``close``; raises as `call` does."""
+        """Call the object's ``close``, if it has one; raises CallbackError as `call` does."""
         if (method := getattr(self._target, "close", None)) is not None:
             self._try("close", method)
 
@@ -69,10 +69,10 @@ class Callback:
 def find_callbacks(
     config: RunConfig, on_step: EventFunction | None = None, on_evaluation: EventFunction | None = None
 ) -> tuple[Callback, ...]:
-    """Load the classes of ``logging.callbacks``, and add the given functions after them; nothing is called yet.
+    """Return callbacks for the classes of ``logging.callbacks``, then for the given functions; none is called yet.
 
     Raises:
-        ConfigError: a class cannot be found, cannot be made from the config alone, or has neither method.
+        ConfigError: a class cannot be found, cannot be made from the config alone, or has no method of EVENTS.
     """
     found = []
     for name in config.logging.callbacks:

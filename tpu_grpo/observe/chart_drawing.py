@@ -1,8 +1,8 @@
-"""Draws a chart as HTML with a stretched SVG inside, so that it fits any width and its texts keep their size.
+"""Draws a chart as a stretchable SVG with labels in HTML, so that the chart fits any width and texts keep their size.
 
-Lines are paths over a square of ``SIDE`` units, which the page stretches without stretching the strokes. Labels are
-HTML text. The values for hovering are in JSON beside the drawing, which report.js reads; the drawing needs no script.
-Long lines are thinned, so that a page of 20,000 steps stays small.
+The SVG is a square of ``SIDE`` units. The page stretches the square to the chart's area, but not the width of strokes.
+The values that hovering shows are JSON beside the SVG, read by templates/report.js; the drawing itself needs no script.
+Lines of many steps are thinned, so that a page of 20,000 steps stays small.
 """
 
 import json
@@ -16,18 +16,18 @@ from jaxtyping import Bool, Float, Int
 from markupsafe import Markup
 
 Scale = Literal["linear", "zero", "share", "log"]
-"""linear: around the values; zero: from 0 on; share: from 0 to 1; log: whole decades around positive values."""
+"""The value axis. linear: spans the values; zero: from 0 up; share: from 0 to 1; log: logarithmic, in whole decades."""
 SIDE = 4000
 X_LABELS, Y_LABELS = 6, 5
 """The approximate number of labels of each axis."""
 COLOURS = 8
 """The number of colours in the style sheet."""
 TREND_FROM, TREND_WINDOWS = 200, 40
-"""A line of more than 200 steps also gets its moving mean, over a fortieth of its length."""
+"""A line of more than 200 steps also shows its moving mean, over windows of 1/40 of the line."""
 MARKED_POINTS = 24
 """A chart marks its points if no line has more than this."""
 BUCKETS = 400
-"""The number of buckets that a line's steps are divided into; it keeps the lowest and the highest point of each."""
+"""A long line is divided into this many buckets of steps; the lowest and the highest point of each bucket are drawn."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,12 @@ class Line:
     values: Float[np.ndarray, " N"]
     colour: int = 0
     low: Float[np.ndarray, " N"] | None = None
-    """The lower bound of a band around the line; ``high`` is the upper one."""
+    """The lower bound of a shaded band around the line; None for no band. ``high`` is the upper bound."""
     high: Float[np.ndarray, " N"] | None = None
     is_strong: bool = False
 
     def thinned(self) -> "Line":
-        """Return the line with few of its points, the extremes among them."""
+        """Return the line with only those points that `kept` chooses."""
         places = kept(self.values)
         low, high = (None if band is None else band[places] for band in (self.low, self.high))
         return replace(self, steps=self.steps[places], values=self.values[places], low=low, high=high)
@@ -62,7 +62,7 @@ class Chart:
     is_wide: bool = False
     """Whether it takes the whole width of the page."""
     is_cut: bool = False
-    """Whether the axis leaves out unusually high values, such as steps that compile; a stack always does."""
+    """Whether the value axis ends below unusual values, such as the seconds of a step that compiles; a stack's does."""
     is_named: bool = False
     """Whether there is a legend even for a single line."""
 
@@ -73,13 +73,13 @@ class Drawing:
 
     chart: Chart
     legend: Sequence[tuple[int, str]]
-    """Colours and labels; empty for a single line."""
+    """The (colour, label) of each line; empty for no legend."""
     svg: Markup
     x_labels: Sequence[tuple[float, str]]
-    """The labels' places, from 0 to 1, and their texts."""
+    """The (position on the axis, from 0 to 1; text) of each label."""
     y_labels: Sequence[tuple[float, str]]
     data: str
-    """JSON for the script."""
+    """JSON for report.js: what hovering shows."""
     remark: str
     """A text about values that lie beyond the scale; empty if none do."""
 
@@ -135,7 +135,7 @@ def _line(line: Line, x: "Axis", y: "Axis", marked: bool) -> Iterator[str]:
 
 
 def _trend(line: Line, x: "Axis", y: "Axis") -> Iterator[str]:
-    """Draw the moving mean of a long line on top of it; the style sheet makes the line itself paler."""
+    """Draw a long line's moving mean over the line, which the style sheet makes paler."""
     if len(line.steps) > TREND_FROM:
         mean = replace(line, values=moving_mean(line.values, len(line.values) // TREND_WINDOWS), low=None, high=None)
         mean = mean.thinned()
@@ -168,7 +168,7 @@ def _units(places: Float[np.ndarray, " N"]) -> list[int]:
 
 
 def _stacked(layers: Sequence[Line]) -> tuple[list[Line], list[Line], str]:
-    """Thin layers at the same steps, and add them up; returns layers, their upper edges, and a remark (see Drawing).
+    """Thin all layers to the same steps. Returns them, their upper edges in the stack, and the remark of `Drawing`.
 
     Gaps count as 0.
     """
@@ -182,7 +182,7 @@ def _stacked(layers: Sequence[Line]) -> tuple[list[Line], list[Line], str]:
 
 
 def _layers(tops: Sequence[Line], x: "Axis", y: "Axis") -> Iterator[str]:
-    """Draw layers from the uppermost down, each from zero, so that each hides the lower part of those before it."""
+    """Draw each layer as an area from 0 to its upper edge. The highest comes first; lower ones are painted over it."""
     steps = tops[0].steps
     middles = (steps[:-1] + steps[1:]) / 2
     edges = _units(x.place(np.concatenate([[x.low], middles, [x.high]])))
@@ -193,13 +193,13 @@ def _layers(tops: Sequence[Line], x: "Axis", y: "Axis") -> Iterator[str]:
 
 
 def _is_beyond(totals: Float[np.ndarray, " N"]) -> Bool[np.ndarray, " N"]:
-    """Mark the steps that took over four times the median, such as those that compile; they would flatten the rest."""
+    """Mark values above four times the median, as of compiling steps. An axis up to them would flatten the rest."""
     usual = float(np.median(totals))
     return totals > (4 * usual if usual > 0 else np.inf)
 
 
 def _usual(totals: Float[np.ndarray, " N"]) -> Float[np.ndarray, " M"]:
-    """Return the totals that the axis must span: all, or without unusual ones, with 20 % of room above the others."""
+    """Return the values that the axis must span: all; if some are unusual, the others and 1.2 times their maximum."""
     beyond = _is_beyond(totals)
     return np.append(totals[~beyond], 1.2 * totals[~beyond].max()) if beyond.any() else totals
 
@@ -216,7 +216,7 @@ def _beyond(totals: Float[np.ndarray, " N"], steps: Float[np.ndarray, " N"]) -> 
 
 
 def _hover(lines: Sequence[Line], shown: Sequence[Line], x: "Axis", y: "Axis") -> str:
-    """Encode the script's data: the axes, and each line's values, with its steps and heights if they differ."""
+    """Encode JSON for report.js: axes and values, steps that differ from the first line's, and heights in a stack."""
     first = lines[0].steps
     series: list[dict[str, Any]] = []
     for line, drawn in zip(lines, shown, strict=True):
@@ -255,12 +255,12 @@ class Axis:
     is_log: bool = False
 
     def place(self, values: Float[np.ndarray, " N"]) -> Float[np.ndarray, " N"]:
-        """Return the places of values, from 0 at the low end to 1 at the high one; NaN where there is no logarithm."""
+        """Return positions: 0 for ``low``, 1 for ``high``; NaN for values <= 0 on a logarithmic axis."""
         low, high = self._scaled(np.array([self.low, self.high]))
         return (self._scaled(values) - low) / (high - low)
 
     def labels(self, about: int, *, whole: bool = False) -> list[tuple[float, str]]:
-        """Return places and texts of round values in the range; with ``whole``, of whole numbers."""
+        """Return (position, text) of about ``about`` round values in the range; with ``whole``, of whole numbers."""
         if not self.is_log:
             step = round_step(max(whole, (self.high - self.low) / about))
             first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
@@ -308,7 +308,7 @@ def values_axis(values: Float[np.ndarray, " N"], scale: Scale) -> Axis:
 
 
 def round_step(least: float) -> float:
-    """Return the first of 1, 2, 5, 10, 20, ... and their tenths that is not below ``least``.
+    """Return the smallest of ..., 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, ... that is at least ``least``.
 
     >>> round_step(0.13), round_step(3.0), round_step(10.0)
     (0.2, 5.0, 10.0)
@@ -321,9 +321,9 @@ def round_step(least: float) -> float:
 
 
 def kept(values_N: Float[np.ndarray, " N"], buckets: int = BUCKETS) -> Int[np.ndarray, " K"]:
-    """Return the indices of the drawn points, ascending: all if there are few, else the extremes of each bucket.
+    """Return the indices of the points to draw: all, or if there are many, the lowest and the highest of each bucket.
 
-    The first and the last point are always kept. If a bucket has gaps (NaN), its first gap is kept, too.
+    They are ascending, and have the first and the last point. If a bucket has gaps (NaN), they also have its first gap.
 
     >>> kept(np.array([1.0, 5.0, 2.0, 3.0, 0.0, 4.0, 9.0, 9.0]), 2).tolist()
     [0, 1, 4, 6, 7]
@@ -343,7 +343,7 @@ def kept(values_N: Float[np.ndarray, " N"], buckets: int = BUCKETS) -> Int[np.nd
 
 
 def moving_mean(values_N: Float[np.ndarray, " N"], window: int) -> Float[np.ndarray, " N"]:
-    """Return the mean of the known values in a window around each point, shorter at the ends; NaN without any.
+    """Return the mean, without NaNs, of a window around each point, shorter at the ends; NaN if it has only NaNs.
 
     >>> moving_mean(np.array([0.0, 3.0, np.nan, 5.0]), 3).tolist()
     [1.5, 1.5, 4.0, 5.0]

@@ -11,7 +11,7 @@ from tpu_grpo.observe.json_lines import Lines, interval_of, is_number, number_or
 from tpu_grpo.observe.run_reader import RunRead
 
 EVALUATION_LENGTHS = ("evaluation/tokens/", "evaluation/truncated/", "evaluation/failed/")
-"""Prefixes of evaluation metrics that are not rewards: not from 0 to 1, or not better if they are higher."""
+"""Prefixes of evaluation metrics that are not rewards: token counts, and shares for which lower is better."""
 STAGES = {
     "rollout/seconds": "rollout",
     "rewards/seconds": "rewards",
@@ -24,12 +24,12 @@ Labelled = Sequence[tuple[str, RunRead]]
 
 @dataclass(frozen=True)
 class _Spec:
-    """A chart of metrics by step. Metrics that no line has are left out, and so is a chart without metrics."""
+    """Describes a chart of metrics by step. Metrics that the run lacks are left out, and so is a chart without any."""
 
     title: str
     note: str
     labels: dict[str, str]
-    """The label of each metric. A comparison shows only the first metric, but all that are shares."""
+    """Metric -> label. A comparison shows the first metric that the runs have; with the scale share, all of them."""
     scale: Scale = "linear"
     unless_zero: bool = False
     """Whether the chart is left out if every value is 0, which means that its feature is switched off."""
@@ -119,7 +119,7 @@ SPECS = (
         "zero",
     ),
 )
-"""The charts below reward, evaluation and stages, in reading order."""
+"""All charts but those of reward, evaluation and stages, in reading order."""
 
 
 # --- one run ---------------------------------------------------------------------------------------------------------
@@ -196,7 +196,7 @@ def comparison_charts(runs: Labelled) -> list[Chart]:
 
 
 def _compared(spec: _Spec, runs: Labelled) -> Iterator[Chart | None]:
-    """Yield a chart of the first metric that the runs have, or if the metrics are shares, a chart of each."""
+    """Yield a chart of the first metric that the runs have; if the metrics are shares, a chart of each metric."""
     lines = [line for _, run in runs for line in run.lines]
     known = {name: label for name, label in spec.labels.items() if any(is_number(line.get(name)) for line in lines)}
     for name, label in list(known.items())[: None if spec.scale == "share" else 1]:
@@ -221,12 +221,12 @@ def _overlaid(runs: Labelled, title: str, note: str, lines: Iterable[Line | None
 
 
 def evaluation_lines(run: RunRead) -> Lines:
-    """Return the evaluations of a run: the lines of their file, or without it, the steps that have evaluations."""
+    """Return a run's evaluations: the lines of evaluation.jsonl, or if it has none, those of metrics.jsonl."""
     return run.evaluations or [line for line in run.lines if any(map(_is_evaluation, line))]
 
 
 def evaluation_names(records: Lines) -> list[str]:
-    """Return the evaluated rewards, by the names of their metrics."""
+    """Return the metric names of all evaluated rewards, such as ``evaluation/greedy/exact_answer``."""
     return list(dict.fromkeys(n for record in records for n, v in record.items() if _is_evaluation(n) and is_number(v)))
 
 
@@ -236,7 +236,7 @@ def evaluation_label(name: str) -> str:
 
 
 def stage_seconds(lines: Lines) -> tuple[np.ndarray, np.ndarray]:
-    """Return the steps whose stages were timed, and the seconds of all stages of each step together."""
+    """Return the steps whose stages were timed, and for each step the sum of its stages' seconds."""
     known = [line for line in lines if any(is_number(line.get(name)) for name in STAGES)]
     seconds = [sum(number_or_zero(line.get(name)) for name in STAGES) for line in known]
     return np.array([line["step"] for line in known], np.float64), np.array(seconds, np.float64)

@@ -19,7 +19,7 @@ SHOWN_PROBLEMS = 4
 
 
 def write_comparison(runs: Sequence[RunRead], path: Path) -> Path:
-    """Write the page atomically, and return its path."""
+    """Write the page that compares the runs to ``path``, atomically; returns ``path``."""
     labelled = list(zip(_labels(runs), runs, strict=True))
     tables = [_differences(labelled), _held_out(labelled)]
     going = any(run.standing.outcome == "going" for run in runs)
@@ -63,7 +63,7 @@ def _overview(runs: Labelled) -> Table:
 
 
 def _evaluations(runs: Labelled) -> Table | None:
-    """Show the last evaluations of all runs side by side; None without any."""
+    """Make a table of each run's last evaluation, with a column per run; None if no run has one."""
     records = [evaluation_lines(run) for _, run in runs]
     names = list(dict.fromkeys(name for found in records for name in evaluation_names(found)))
     if not names:
@@ -93,7 +93,7 @@ def _differences(runs: Labelled) -> Table:
 
 
 def _held_out(runs: Labelled) -> Table | None:
-    """Show the runs' last completions of shared held-out prompts; prompts whose rewards differ come first."""
+    """Make a table of the last completions of shared held-out prompts, those with unequal rewards first; or None."""
     last = [{row["prompt"]: row for row in run.held_out[-1][1]} if run.held_out else {} for _, run in runs]
     shared = [prompt for prompt in last[0] if all(prompt in rows for rows in last)]
     if not shared:

@@ -1,5 +1,8 @@
-"""Shows a run to the person who watches it: as a progress bar, or as plain lines where there is no terminal."""
+"""Shows a run to the person who watches it: as a progress bar, as plain lines where there is no terminal, or below the
+cell of a notebook that trains."""
 
+import html
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -9,7 +12,6 @@ from rich.table import Table
 from rich.text import Text
 
 from tpu_grpo.observe.json_lines import names_in
-from tpu_grpo.observe.notebook import Cell, is_in_notebook
 from tpu_grpo.observe.sample_rows import SampleRow, called_tools, pick_rows, visible, without_marks
 from tpu_grpo.observe.step_metrics import MetricValue
 
@@ -21,6 +23,8 @@ SHOWN_CHARACTERS = 320
 SHOWN_TURNS = 4
 """The most turns of a conversation that are shown: half of them its first, half its last."""
 SHOWN_OF_A_TURN = 160
+PAGE_HEIGHT = 640
+"""The height in pixels of the report in a notebook; the reader scrolls in it."""
 
 AGREEMENT = "agreement/logprob_abs_diff_max"
 EXPLANATION = (
@@ -35,9 +39,9 @@ _FIELDS = (
 
 
 class ConsoleSink:
-    """Shows reward, agreement, tokens per second, time left and the next evaluation, and some samples when asked.
+    """Shows reward, engine-trainer agreement, tokens per second, time left, next evaluation, and some steps' samples.
 
-    ``evaluation_every`` is the setting evaluation.every; None for a run that has nothing to evaluate on.
+    ``evaluation_every`` is the setting evaluation.every; None for a run without held-out prompts.
 
     A terminal or a notebook shows a bar. Elsewhere there is a line for the first and the last step, and between them at
     most one every ``plain_seconds``. Model text is shown literally: markup in it has no effect, and control characters
@@ -60,7 +64,7 @@ class ConsoleSink:
         self._console = console
         self._start, self._max_steps, self._evaluation_every = start_step, max_steps, evaluation_every
         self._began: tuple[int, float] | None = None
-        """The first step and the time of its end, from where the time left is estimated: the first step compiles."""
+        """The first step and the time of its end. The time left is estimated from here on: the first step compiles."""
         self._plain_seconds = plain_seconds
         self._clock = clock
         self._started = clock()
@@ -124,7 +128,7 @@ class ConsoleSink:
         self._console.print(Text(text), soft_wrap=True)
 
     def close(self) -> None:
-        """Leave the bar as it stands."""
+        """Stop updating the bar, which stays on the screen."""
         if self._bar is not None:
             self._bar.stop()
 
@@ -158,7 +162,7 @@ def _sample_lines(step: int, rows: Sequence[SampleRow]) -> list[str]:
 
 
 def _pieces(row: SampleRow) -> list[tuple[str, bool]]:
-    """Return the pieces of a completion, turn by turn, as (text, whether it is not the policy's)."""
+    """Split a completion into turns and the environment's answers: (text, False for a turn, True for an answer)."""
     if not (talk := row.conversation):
         return [(visible(row.completion, SHOWN_CHARACTERS), False)]
     pieces: list[tuple[str, bool]] = []
@@ -184,3 +188,38 @@ def _clock_time(seconds: float) -> str:
 
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"
+
+
+def is_in_notebook() -> bool:
+    """Whether this process is the kernel of a notebook."""
+    if "IPython" not in sys.modules:
+        return False
+    from IPython.core.getipython import get_ipython
+
+    return getattr(get_ipython(), "kernel", None) is not None
+
+
+class Cell:
+    """A part of the output of a notebook's cell: a run's progress, or its report as it is written.
+
+    Each call replaces what it showed before.
+    """
+
+    def __init__(self) -> None:
+        from IPython.display import display
+
+        self._handle = display({"text/html": ""}, raw=True, display_id=True)
+
+    def show_progress(self, step: int, most: int, line: str) -> None:
+        """Show a bar for the steps that are done, and a line of text below."""
+        bar = f'<progress value="{step}" max="{most}" style="width: 100%"></progress>'
+        self._show(f"{bar}<pre>{html.escape(line)}</pre>")
+
+    def show_page(self, page: str) -> None:
+        """Show a whole page of HTML, in a frame of its own."""
+        frame = f'width="100%" height="{PAGE_HEIGHT}" style="border: 1px solid #ccc"'
+        self._show(f'<iframe srcdoc="{html.escape(page)}" {frame}></iframe>')
+
+    def _show(self, content: str) -> None:
+        if self._handle is not None:
+            self._handle.update({"text/html": content}, raw=True)

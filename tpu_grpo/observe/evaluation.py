@@ -1,15 +1,15 @@
 """Evaluates held-out prompts: completions, scores, confidence intervals, and the step with the best value.
 
-There are P problems with n samples each. A rollout has G completions of each problem (1 or n), in B = P*G rows. Each
-reward is averaged over the problems that it applies to:
+There are P problems, and n = evaluation.samples samples of each. A rollout has G completions of each problem (1 if
+greedy, else n) in B = P*G rows. Each reward is averaged over the problems that it applies to:
 
     greedy   the mean of one greedy completion
     sampled  the mean over problems of the mean of n samples
-    pass@k   whether k samples hold a correct one: value >= correct_from
+    pass@k   the chance that at least one of k samples is correct: value >= correct_from
     maj@k    whether the most frequent answer of the first k samples is correct
 
-Every problem counts once in an average. Samples of one problem are not independent of each other, so 95 % intervals are
-over problems (Miller 2024, arXiv 2411.00640, sections 2 and 3).
+Samples of one problem are not independent of each other. So averages and 95 % intervals are computed from one value
+per problem (Miller 2024, arXiv 2411.00640, sections 2 and 3).
 """
 
 import math
@@ -43,19 +43,19 @@ Z = 1.959963984540054
 
 
 GroupEnded = Callable[[int, Sequence[Completion], Sequence[str]], None]
-"""Takes a prompt's number, its completions in one mode and their texts, while other prompts are still sampled."""
+"""A callback during sampling, for one prompt that is finished: its index, its completions in one mode, their texts."""
 
 
 Generate = Callable[[Sequence[Prompt], Sequence[AnswerMode], Sequence[GroupEnded]], Sequence[Rollout]]
-"""Completes prompts in every mode, and returns a rollout for each mode, with the completions of a prompt in sequence.
-The same prompts always get the same completions. It calls a mode's function for every group that has ended."""
+"""Takes prompts, modes, and a callback for each mode; returns a rollout for each mode, in which the completions of a
+prompt are consecutive. With the same weights, the same prompts get the same completions."""
 
 
 class Scoring(Protocol):
     """Scores rollouts of the same prompts."""
 
     def add(self, prompt: int, completions: Sequence[Completion], texts: Sequence[str], rollout: int = 0) -> None:
-        """Begin to score a prompt's completions of one rollout."""
+        """Begin to score a prompt's completions in one rollout; ``prompt`` and ``rollout`` are indices."""
         ...
 
     def finish(self, rollouts: Sequence[Rollout]) -> Sequence[Scores]:
@@ -64,9 +64,9 @@ class Scoring(Protocol):
 
 
 Begin = Callable[[PromptBatch, int], AbstractContextManager[Scoring]]
-"""Takes a batch of prompts and a number of rollouts, and returns the scoring of these."""
+"""Takes prompts and the number of their rollouts; returns a context manager with the scoring of these rollouts."""
 FinalAnswer = Callable[[str, re.Pattern[str] | None], str | None]
-"""Takes a text and ``answer_pattern``, and returns the answer that counts in votes; None if the text has none."""
+"""Takes a text and evaluation.answer_pattern; returns the answer that counts in votes, or None if the text has none."""
 
 
 # --- an evaluation ---------------------------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ class Evaluation:
         return {mode: {name: e.value for name, e in found.items()} for mode, found in self.estimates.items()}
 
     def metrics(self) -> dict[str, float]:
-        """Name the means ``evaluation/<mode>/<reward>``, and the rest ``evaluation/tokens|truncated|failed/<mode>``."""
+        """Return means as ``evaluation/<mode>/<reward>``, others as ``evaluation/tokens|truncated|failed/<mode>``."""
         rest = {"tokens": self.tokens, "truncated": self.truncated, "failed": self.failed}
         return {
             f"evaluation/{first}/{second}": value
@@ -118,7 +118,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class EvaluationSamples:
-    """All completions of one mode with their scores; B rows, those of a problem in sequence."""
+    """All completions of one mode with their scores: B rows, problem after problem."""
 
     mode: str
     """``GREEDY`` or ``SAMPLED``."""
@@ -213,7 +213,7 @@ def describe(evaluation: Evaluation, prompts: int) -> str:
 
 
 def over_problems(values_P: Float[np.ndarray, " P"]) -> Estimate:
-    """Average one value per problem; the interval is Wilson's if all values are 0 or 1, else the normal one."""
+    """Average one value per problem; the interval is Wilson's if all values are 0 or 1, else ``Z`` standard errors."""
     count, mean = len(values_P), float(np.mean(values_P))
     if np.isin(values_P, (0.0, 1.0)).all():
         return Estimate(mean, *wilson(int(values_P.sum()), count), count)
@@ -224,17 +224,17 @@ def over_problems(values_P: Float[np.ndarray, " P"]) -> Estimate:
 
 
 def wilson(successes: int, count: int) -> tuple[float, float]:
-    """Return the score interval of a proportion (Wilson 1927, JASA 22, p. 209): within [0, 1], and never empty."""
+    """Return Wilson's 95 % interval of a proportion (1927, JASA 22, p. 209), which is in [0, 1] and never empty."""
     centre = (successes + Z**2 / 2) / (count + Z**2)
     half = Z * math.sqrt(successes * (count - successes) / count + Z**2 / 4) / (count + Z**2)
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Return the unbiased estimate of the chance that one of k samples is correct, from n ``samples``, c ``correct``.
+    """Estimate without bias the chance that at least one of k samples is correct, if c (``correct``) of n samples are.
 
-    It is 1 - C(n - c, k) / C(n, k), the chance for k of the n, drawn without replacement; computed as a product (Chen
-    et al. 2021, arXiv 2107.03374, eq. 1).
+    The estimate is 1 - C(n - c, k) / C(n, k), the chance for k of the n samples, drawn without replacement, computed
+    as a product (Chen et al. 2021, arXiv 2107.03374, eq. 1).
     Of 4 samples with 1 correct: pass@1 = 1/4, pass@2 = 1 - C(3, 2) / C(4, 2) = 1/2, pass@4 = 1.
 
     Raises:
@@ -251,7 +251,7 @@ def majority(answers: Sequence[str | None], correct: Sequence[bool]) -> float:
     """Return the score of the most frequent answer, which is maj@k for k samples; 0 if none of them has an answer.
 
     If several answers are most frequent, their scores are averaged. If samples with the same answer differ in
-    ``correct``, the answer's score is their mean. For the answers 7 7 4 4 -, of which 7 is correct, the result is 1/2.
+    ``correct``, the answer's score is their mean. For the answers 7 7 4 4 None, of which 7 is right, the result is 1/2.
     """
     votes = Counter(answer for answer in answers if answer is not None)
     if not votes:
@@ -269,8 +269,8 @@ class EvaluationLog:
     """The evaluations of a run, the same on every host; host 0 writes the files.
 
     ``evaluation.jsonl`` has a line per evaluation; a run that continues appends to it. ``best.json`` names the step
-    with the highest value of ``best``, a mode/reward. ``start_step`` is the number of completed steps: evaluations
-    after it are dropped, and all of them if it is 0.
+    with the highest value of ``best``, a mode/reward. ``start_step`` is the number of completed steps. Evaluations
+    after later steps are dropped; if it is 0, all are.
     """
 
     def __init__(self, run_dir: Path, start_step: int, best: str, hosts: Hosts):
@@ -326,7 +326,7 @@ def _interval(estimate: Estimate) -> list[float]:
 
 
 def record_of(evaluation: Evaluation) -> dict[str, Any]:
-    """Make a line of evaluation.jsonl."""
+    """Return an evaluation as a line of evaluation.jsonl."""
     intervals = {
         f"{mode}/{name}": _interval(e) for mode, found in evaluation.estimates.items() for name, e in found.items()
     }

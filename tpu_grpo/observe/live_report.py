@@ -16,7 +16,7 @@ from typing import Self
 from tpu_grpo.config import RunConfig
 from tpu_grpo.hosts import End, Hosts, here
 from tpu_grpo.hosts.host_log import logger
-from tpu_grpo.observe.notebook import Cell, is_in_notebook
+from tpu_grpo.observe.console import Cell, is_in_notebook
 from tpu_grpo.observe.run_files import END_FILE, REPORT_FILE, SUMMARY_FILE
 from tpu_grpo.observe.run_page import write_report
 from tpu_grpo.observe.run_reader import Standing, now, write_end
