@@ -107,7 +107,7 @@ def build_contenders(directory: Path, hosts: "Hosts") -> "dict[str, Replicas]":
 
 def rollout(replicas: "Replicas", number: int) -> float:
     """Sample the workload of a round, without the prefixes of the one before; returns tokens per second."""
-    from tpu_grpo.records.completion import Request, SampleKey, SamplingParams
+    from tpu_grpo.records.stages import Request, SampleKey, SamplingParams
 
     replicas.forget_prefixes()
     requests = [

@@ -3,7 +3,7 @@
 import numpy as np
 
 from tests.talks import talk
-from tpu_grpo.records.completion import Completion
+from tpu_grpo.records.stages import Completion
 
 
 def test_all_that_was_said_with_the_answers_that_a_template_moves_into_a_prompt() -> None:
