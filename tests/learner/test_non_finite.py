@@ -18,7 +18,7 @@ from tpu_grpo.config import parse_config
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.learner.batches import pass_arrays, placed_pass
 from tpu_grpo.learner.checkpoints import Held
-from tpu_grpo.learner.failed import FailedUpdate
+from tpu_grpo.learner.learner import FailedUpdate
 from tpu_grpo.learner.parameters import checksums
 from tpu_grpo.records.errors import ConfigError, DataError, NonFiniteError
 from tpu_grpo.records.stages import ScoredRollout

@@ -12,7 +12,7 @@ from tests.talks import talk
 from tpu_grpo.engine.sampler import BrokenRollout
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.learner.batches import pass_arrays, placed_pass
-from tpu_grpo.learner.failed import FailedUpdate
+from tpu_grpo.learner.learner import FailedUpdate
 from tpu_grpo.learner.rows import RowShape, train_rows
 from tpu_grpo.records.stages import Prompt, PromptBatch, Rollout, ScoredRollout, Scores
 from tpu_grpo.run.non_finite import FailureFiles, read_update

@@ -29,8 +29,8 @@ from tpu_grpo.hosts import Hosts
 from tpu_grpo.learner.batches import PassArrays, pass_arrays, placed_pass
 from tpu_grpo.learner.building import LearnerParts, build_parts
 from tpu_grpo.learner.checkpoints import Checkpoints
-from tpu_grpo.learner.failed import FailedUpdate
 from tpu_grpo.learner.forward import logprobs
+from tpu_grpo.learner.learner import FailedUpdate
 from tpu_grpo.learner.loss import TrainBatch
 from tpu_grpo.learner.parameters import by_name, parameters, whole
 from tpu_grpo.observe.json_lines import encode_line, replace_bytes
