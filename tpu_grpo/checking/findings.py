@@ -1,6 +1,6 @@
-"""The rows of a check, what each of them found, and how they are run one after the other on all hosts.
+"""The rows of `tpu-grpo check` and their findings, and the loop that checks rows one after the other on all hosts.
 
-Imports no jax; the rows that use jax import it.
+This file imports no jax; the rows that use jax import it.
 """
 
 import time
@@ -13,14 +13,14 @@ from tpu_grpo.records.errors import TpuGrpoError
 
 Verdict = Literal["works", "works but slow", "broken", "not reached"]
 ORDER: tuple[Verdict, ...] = ("works", "works but slow", "not reached", "broken")
-"""From good to bad."""
+"""All verdicts, from good to bad."""
 LONGEST = 600
 """The most characters of another library's error that are shown."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What a row found."""
+    """The result of checking a row."""
 
     verdict: Verdict
     said: str
@@ -32,7 +32,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Row:
-    """A check. The function ``check`` gets the object that all rows share, and returns its finding or raises."""
+    """One check. ``check`` is called with the object that all rows share; if it raises, the row is broken."""
 
     name: str
     budget: float
@@ -44,7 +44,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Done:
-    """A row that was checked."""
+    """A row that was checked, with the seconds that it should take and took."""
 
     row: str
     budget: float
@@ -60,7 +60,7 @@ class Done:
 
 
 def within(gap: float, bound: float, what: str, remedy: str) -> Finding:
-    """Report whether a difference is within its bound; NaN is not."""
+    """Report that a row works if the difference ``gap`` is at most ``bound``, else that it is broken; so is NaN."""
     works = gap <= bound
     said = f"{what} off by {gap:.2g}, {'within' if works else 'must be within'} {bound:.2g}"
     return Finding("works" if works else "broken", said, "" if works else remedy, {"difference": gap, "bound": bound})
@@ -78,9 +78,9 @@ def run_rows(
     Args:
         rows: what to check.
         shared: the object that each row's ``check`` gets.
-        tell: is called with the name of a row, and then with its result, which is the worst of all hosts.
-        hosts: returns the hosts that have met so far.
-        budgets: multiplies the rows' budgets.
+        tell: is called with the name of a row, and then with the row's worst result on any host.
+        hosts: returns the hosts that are connected so far.
+        budgets: the factor on the budgets of all rows.
     """
     found: dict[str, Finding] = {}
     for row in rows:

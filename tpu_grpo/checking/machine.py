@@ -1,6 +1,6 @@
-"""The rows about machines: packages, devices, hosts with their files and clocks, memory, and a run that is killed.
+"""Rows of `tpu-grpo check` about machines: packages, devices, files and clocks of hosts, memory, and a killed run.
 
-Some must be checked before jax is imported. The killed run must be started by a process that holds no device.
+Some rows must be checked before jax is imported. The run that is killed must be started by a process without devices.
 """
 
 import importlib.metadata
@@ -26,7 +26,7 @@ from tpu_grpo.observe.run_files import CHECKPOINTS_DIR, METRICS_FILE, saved_step
 from tpu_grpo.run.fingerprints import fingerprints
 
 ACCELERATOR = ("TPU_ACCELERATOR_TYPE", "ACCELERATOR_TYPE")
-"""Environment variables that name the slice of a machine."""
+"""Environment variables that name the slice to which a machine belongs."""
 CLOCK_SECONDS = 5.0
 """The most seconds by which clocks may differ. Google's access tokens and the order of logs depend on clocks."""
 FREE_SHARE = 0.9
@@ -68,7 +68,7 @@ def _requirements() -> Sequence[str]:
 
 
 def device_files(_: Any, devices: Path = Path("/dev"), processes: Path = Path("/proc")) -> Finding:
-    """Look for the files of TPUs, and for processes that have them open."""
+    """Look for the device files of TPUs, and for other processes that have these files open."""
     files = [file for pattern in TPU_DEVICE_FILES for file in sorted(devices.glob(pattern))]
     named = next((os.environ[name] for name in ACCELERATOR if os.environ.get(name)), None)
     if not files and named:
@@ -102,7 +102,7 @@ def _holders(files: Sequence[Path], processes: Path) -> Iterator[str]:
 
 
 def meet(shared: Any) -> Finding:
-    """Meet the other hosts, and compare settings, versions, environment and the files that the run reads."""
+    """Connect to the other hosts, and compare settings, versions, environment and the files that the run reads."""
     shared.hosts = hosts = shared.join()
     found = fingerprints(shared.config)
     unreadable = [f"{name} is {value}" for name, value in found.items() if value.startswith("not readable")]
@@ -156,7 +156,7 @@ def devices(shared: Any) -> Finding:
 
 
 def _refused(error: str) -> Finding:
-    """Find the reason why jax found no devices from its error."""
+    """Explain, from the text of jax's error, why jax found no devices."""
     low, said = error.lower(), " ".join(error.split())[:300]
     if any(word in low for word in ("already in use", "in use by", "device or resource busy")):
         return Finding(
@@ -170,7 +170,7 @@ def _refused(error: str) -> Finding:
 
 
 def memory(shared: Any) -> Finding:
-    """Find out how much memory of the devices and of the host is really free."""
+    """Find out how much memory of the devices and of the host is free."""
     import jax
 
     host = psutil.virtual_memory().available
@@ -198,10 +198,10 @@ def _free_bytes(device: Any) -> float:
 
 
 def killed_run(host: int, words: Sequence[str], directory: Path, wait_seconds: float) -> Finding:
-    """Run a few steps as ``tpu-grpo run`` does, kill the process, and continue.
+    """Run a few steps with ``tpu-grpo run``, kill the process, and continue the run from its last checkpoint.
 
-    Steps after the last checkpoint are done again, and must sample the same tokens. If there are several hosts, each
-    starts the same processes; host 0 kills its own, and the others end by themselves.
+    Steps after this checkpoint are done again, and must sample the same tokens. If there are several hosts, each starts
+    the same processes. Host 0 kills its process; those of the other hosts then end by themselves.
 
     Args:
         host: the number of this host.
@@ -233,7 +233,7 @@ def killed_run(host: int, words: Sequence[str], directory: Path, wait_seconds: f
 
 
 def _start(words: Sequence[str], directory: Path, steps: int, log: Path) -> "subprocess.Popen[Any]":
-    """Start a run that saves every second step."""
+    """Start a run of ``steps`` steps that saves a checkpoint every second step; its output goes to ``log``."""
     settings = {"run.dir": directory, "run.max_steps": steps, "checkpoint.every": 2, "checkpoint.resume": "auto"}
     settings |= {"checkpoint.allow_changes": "[run]", "run.epochs": "null", "evaluation.prompts": 1}
     settings |= {"export.every": "null", "logging.on_end": "null", "logging.callbacks": "[]", "logging.wandb": "off"}

@@ -1,6 +1,6 @@
-"""The rows about speed: the rates that plans assume, measured on these devices, and a plan with them.
+"""Rows of `tpu-grpo check` about speed: they measure the rates that plans assume, and plan a step with the results.
 
-A rate is a share of the speed that a chip has on paper. A CPU's measured speeds take the place of those on paper.
+Most rates are shares of a chip's nominal speeds (launching/tpus.py). A CPU's measured speeds serve as its nominal ones.
 """
 
 import statistics
@@ -29,13 +29,13 @@ from tpu_grpo.run.abstract import AbstractRun, open_abstract_checkpoint
 from tpu_grpo.run.meshes import build_meshes
 
 SLOW = 0.7
-"""A speed below this share of the one that plans assume is slow."""
+"""A speed below this share of the speed that plans assume counts as slow."""
 REACHED = 0.9
-"""The share of its FLOP/s and of its memory bandwidth on paper that a chip should reach when it does nothing else."""
+"""The share of its nominal FLOP/s and memory bandwidth that a chip should reach when it does nothing else."""
 CPU_LINKS = 50e6
 """Bytes per second that CPU devices must send each other: a network of 1 Gbit/s carries twice that."""
 KERNEL_NUMBERS = 2**26
-"""The most elements of the array of queries with which the attention kernel is timed."""
+"""The attention kernel is timed with at most this many elements of queries."""
 REPEATS = 3
 CHIP_REMEDY = "restart the machine; see that nothing else runs on it"
 
@@ -52,7 +52,7 @@ def seconds_of(call: Callable[[], Any], times: int = 1) -> float:
 
 
 def generation_of(shared: Shared) -> Generation:
-    """Return the generation of the devices; for a CPU, a made-up one with its measured speeds."""
+    """Return the TPU generation of the devices; for a CPU, a made-up generation with its measured speeds."""
     if shared.generation is not None:
         return shared.generation
     flops, memory = (shared.rates[f"{name}_per_second"] for name in ("flops", "memory_bytes"))
@@ -60,7 +60,7 @@ def generation_of(shared: Shared) -> Generation:
 
 
 def _speed(shared: Shared, what: str, found: float, paper: float | None, unit: str) -> Finding:
-    """Report a speed, compared with the speed on paper if there is one."""
+    """Report the speed ``found``, compared with the nominal speed ``paper`` if there is one."""
     said, figures = f"{found:,.4g} {unit}", {"per_second": found}
     if paper is None:
         return Finding("works", said, figures=figures)
@@ -124,7 +124,7 @@ def links(shared: Shared) -> Finding:
 
 
 def kernel(shared: Shared) -> Finding:
-    """Time the attention of a decode step with the config's rows, on the engine's devices."""
+    """Time the attention of a decode step with max_running_requests rows, on the devices of one engine."""
     build = shared.build(shared.config.model.dtype)
     options, (heads, kv_heads, width) = build.engine.options, head_counts(build.engine)
     rows = options.max_running_requests
@@ -167,7 +167,7 @@ def prefill(shared: Shared) -> Finding:
 
 
 def host_time(shared: Shared) -> Finding:
-    """Compare the host's seconds per launch, measured by the row of the decode loop, with those that plans assume."""
+    """Compare the host's seconds per launch, which the row "decode loop" measured, with those that plans assume."""
     build, seconds = shared.build("float32"), shared.rates["launch_seconds"]
     sizes = EngineSizes.of(
         build.checkpoint, tensor=build.meshes.tensor, itemsize=4, split_vocabulary=False, cache_bytes=1.0

@@ -1,8 +1,8 @@
-"""The rows about numbers: they compare the config's model (real widths, few layers, random weights) on these devices
-with float64 NumPy.
+"""Rows of `tpu-grpo check` about numbers: they compare the config's model (real widths, few layers, random weights) on
+these devices with float64 NumPy.
 
-Suffixes: P prompts, G completions of each, B = P*G rows, R requests of a check, T tokens, V vocabulary, and those of
-attention: L positions, H query heads, K key-value heads, D head width.
+Array suffixes: P prompts, G completions per prompt, B = P*G rows, R requests of a check, T tokens, V vocabulary. For
+attention also: L positions, H query heads, K key-value heads, D head width.
 """
 
 import hashlib
@@ -63,7 +63,7 @@ INFORMATIVE = 2
 """The number of groups whose rewards differ; rows of all other groups have the advantage 0."""
 EXACT = {"cpu": 3e-4, "tpu": 1e-2}
 """The largest allowed difference of a log-probability in float32. Measured on CPUs: 1e-6 to 8e-5. TPUs were not
-measured; they compute float32 products in several bfloat16 passes."""
+measured; TPUs compute float32 products in several bfloat16 passes."""
 ATTENTION = {"float32": 2e-5, "bfloat16": 2e-2}
 """The largest allowed difference of attention's outputs, which are about 1. Measured on CPUs: 1e-6 and 4e-3."""
 GRADIENT = {"cpu": 2e-3, "tpu": 5e-2}
@@ -73,13 +73,13 @@ REPORT = "paste this block into an issue"
 
 @dataclass
 class Shared:
-    """What the rows of a process share; most is built when a row first asks for it."""
+    """The object that all rows of a process share. Engines and learners are built at their first use."""
 
     config: RunConfig
     directory: Path
     """Where the check writes."""
     join: Callable[[], Hosts]
-    """Meets the other hosts."""
+    """Connects to the other hosts, and returns them."""
     hosts: Hosts = field(default_factory=Hosts)
     generation: Generation | None = None
     rates: dict[str, float] = field(default_factory=dict)
@@ -88,11 +88,11 @@ class Shared:
 
     @cached_property
     def known(self) -> RunConfig:
-        """The run, with the config.json of a published model if the model itself is not here."""
+        """The run's config. If its model is not here, model.path is the shipped config.json of that model."""
         return with_known_model(self.config)
 
     def build(self, dtype: str) -> "Build":
-        """Return the run's build with a model of few layers in ``dtype``; it is made at the first call."""
+        """Return the engines and the learner for a model of few layers in ``dtype``; the first call builds them."""
         if dtype not in self.builds:
             path = small_model(self.known, tokenizer_directory(self.config))
             self.builds[dtype] = Build.make(self.known, path, dtype, self.hosts)
@@ -114,7 +114,7 @@ def small_model(config: RunConfig, tokenizer: Path | None) -> Path:
     """Write a random model with the config's family and widths and LAYERS layers, and its tokenizer if there is one.
 
     Matrices are normal with a standard deviation of width^-1/2. Embedding and head have three times that, so that
-    logits have a standard deviation of 3. All weights are exact in bfloat16, so that both types compute with the same.
+    logits have a standard deviation of 3. All weights are exact in bfloat16, so that both dtypes have the same weights.
     """
     with ExitStack() as stack:
         whole = stack.enter_context(open_abstract_checkpoint(config))
@@ -163,9 +163,9 @@ def _write_tokenizer(directory: Path, config: RunConfig, source: Path | None) ->
 
 
 def checked_config(config: RunConfig, path: Path, dtype: str, tensor: int) -> RunConfig:
-    """Return the run with the small model, plain GRPO, all parameters trained, and no files of data or rewards.
+    """Return the run's config with the small model, plain GRPO, all parameters trained, built-in data and reward.
 
-    In the run's own dtype the engines have the run's sizes. In the other dtype they have few rows, to compile less.
+    If ``dtype`` is the run's model.dtype, engines have the run's sizes. Otherwise they have few rows, to compile less.
     """
     keep = ("group_size", "micro_batch_prompts", "row_tokens")
     filters = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
@@ -225,7 +225,7 @@ class Build:
         return "tpu" if self.meshes.platform == "tpu" else "cpu"
 
     def exact(self) -> AbstractContextManager[Any]:
-        """Let products in float32 have the highest precision, where devices have several."""
+        """Return a context in which TPUs compute float32 products with the highest precision."""
         precise = self.platform == "tpu" and self.config.model.dtype == "float32"
         return jax.default_matmul_precision("highest") if precise else nullcontext()
 
@@ -240,7 +240,7 @@ class Build:
         return min(self.config.data.max_prompt_tokens, PROMPT_TOKENS)
 
     def sample(self) -> tuple[list[Request], list[Completion]]:
-        """Sample completions of four prompts, each greedily and at random; the same at every call."""
+        """Return requests and completions of four prompts, greedy and at temperature 1; the first call samples them."""
         if self.sampled is None:
             new, rng = min(self.config.rollout.max_new_tokens, NEW_TOKENS), np.random.default_rng(1)
             lengths = [max(1, self.longest_prompt * part // 4) for part in (1, 2, 3, 4)]
@@ -292,7 +292,7 @@ def attention(shared: Shared) -> Finding:
 
 
 def _attended(build: Build) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return the outputs of a prefill and of a decode step, each with the same outputs in float64."""
+    """Return (the engine's outputs, the exact outputs in float64) of a prefill and of a decode step."""
     heads, kv_heads, width = head_counts(build.engine)
     lengths_B = np.array([2, 7, PROMPT_TOKENS, PROMPT_TOKENS - 3])
     rng, dtype = np.random.default_rng(2), ml_dtypes.bfloat16
@@ -313,7 +313,7 @@ def _attended(build: Build) -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 def filters(shared: Shared) -> Finding:
-    """Compare what top-k, top-p and min-p keep with a sort in float64."""
+    """Compare the tokens that top-k, top-p and min-p keep with those that a sort in float64 keeps."""
     logits_BV, columns = _logits(shared)
     kept_BV = np.asarray(jax.jit(filter_logits)(logits_BV, columns)) > -np.inf
     for row, logits in enumerate(logits_BV):
@@ -343,7 +343,7 @@ def _logits(shared: Shared) -> tuple[Float[np.ndarray, "B V"], SamplingColumns]:
 
 
 def _kept(logits: np.ndarray, columns: SamplingColumns, row: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return which tokens a row's filters, applied in turn, keep, and which are too near a threshold to tell."""
+    """Return masks of the tokens that a row's filters keep in turn, and of those too near a threshold to tell."""
     top_k, top_p, min_p = int(columns.top_k[row]), float(columns.top_p[row]), float(columns.min_p[row])
     values = logits.astype(np.float64)
     order = np.argsort(-values)
@@ -355,7 +355,7 @@ def _kept(logits: np.ndarray, columns: SamplingColumns, row: int) -> tuple[np.nd
 
 
 def sampler(shared: Shared) -> Finding:
-    """Compare drawn tokens and their log-probabilities with noise and a softmax computed in NumPy."""
+    """Compare sampled tokens and their log-probabilities with Gumbel noise and a softmax computed in NumPy."""
     logits_BV, columns = _logits(shared)
     drawn = jax.jit(sample_tokens)(logits_BV, columns)
     worst, wrong = 0.0, 0
@@ -426,7 +426,7 @@ def log_probabilities(dtype: str) -> Callable[[Shared], Finding]:
 
 
 def _wrong_types(build: Build, dtype: str) -> str:
-    """Name the first array of trainer, engine or cache that has another type; empty if there is none."""
+    """Name the first array of trainer, engine or cache whose type is not ``dtype``; empty if there is none."""
     cache = dtype if build.config.rollout.kv_dtype == "auto" else None
     found = {f"the trainer's {name}": leaf.dtype for name, leaf in named_leaves(build.learner.params()).items()}
     found |= {f"the engine's {name}": spec.dtype for name, spec in build.engine.weight_specs.items()}
@@ -436,7 +436,7 @@ def _wrong_types(build: Build, dtype: str) -> str:
 
 
 def decode_loop(shared: Shared) -> Finding:
-    """Compare greedy tokens with float64, and all tokens with those of an engine with 2 rows and 1 step a launch."""
+    """Compare greedy tokens with float64, and all tokens with a second engine's (2 rows, 1 step a launch)."""
     build = shared.build("float32")
     with build.exact():
         asked, completions = build.sample()
@@ -475,7 +475,7 @@ def decode_loop(shared: Shared) -> Finding:
 
 
 def scored_rollout(build: Build, groups: int, prompt_tokens: int, new_tokens: int) -> ScoredRollout:
-    """Return a step of random tokens. Rewards differ in the first ``groups`` groups; rows of the others have one token.
+    """Return a step of random tokens. In the first ``groups`` groups rewards differ; other rows have 1 token, reward 0.
 
     The engine's log-probabilities are those of the trainer, so that all ratios are 1.
     """
@@ -498,7 +498,7 @@ def scored_rollout(build: Build, groups: int, prompt_tokens: int, new_tokens: in
 
 
 def update(shared: Shared) -> Finding:
-    """Compare the loss's derivative along its gradient with differences in float64, and update the policy."""
+    """Compare the trainer's gradient with finite differences of the loss in float64, and update the policy."""
     build = shared.build("float32")
     new = min(build.config.rollout.max_new_tokens, NEW_TOKENS)
     with build.exact():
@@ -508,7 +508,7 @@ def update(shared: Shared) -> Finding:
     published, along = _published(build.checkpoint, gradients), dict[str, np.ndarray]()
     for name, gradient in published.items():
         if squares := float(np.square(gradient, dtype=np.float64).sum()):
-            along[name] = gradient / squares  # the derivative along it is 1
+            along[name] = gradient / squares  # the loss's derivative in this direction is 1
     gap = abs(_slope(build, scored, along) / len(along) - 1.0)
     what = f"the gradients of {len(along)} of {len(published)} tensors, together,"
     return within(gap, GRADIENT[build.platform], what, f"try model.attention=dot, and {REPORT}")
@@ -525,8 +525,8 @@ def _published(checkpoint: Checkpoint, leaves: Mapping[str, np.ndarray]) -> dict
 def _slope(build: Build, scored: ScoredRollout, along: Mapping[str, np.ndarray]) -> float:
     """Return the loss's derivative in a direction, by central differences in float64.
 
-    The loss is GRPO's (arXiv 2402.03300, equation 3): the mean over all rows of -A times the mean ratio of the row's
-    tokens. So near to 1, ratios are not clipped.
+    The loss is GRPO's (arXiv 2402.03300, equation 3): the mean over all rows of -A (the advantage) times the mean ratio
+    of the row's tokens. Ratios are so near to 1 that they are not clipped.
     """
     size, rollout = scored.rollout.group_size, scored.rollout
     weights = read_weights(build.checkpoint.directory)
@@ -551,7 +551,7 @@ def _slope(build: Build, scored: ScoredRollout, along: Mapping[str, np.ndarray])
 
 
 def weight_sync(shared: Shared) -> Finding:
-    """Move updated weights into the engines, recompute every leaf, and compare log-probabilities with the trainer's."""
+    """Move updated weights into the engines; compare every array, and log-probabilities, with the trainer's."""
     build = shared.build("float32")
     with build.exact():
         result = build.engines.install(build.learner.params())

@@ -1,1 +1,1 @@
-"""Prompts: read as records, rendered, and drawn from an endless stream of batches whose position is the step."""
+"""Reads records, renders them into prompts, and draws the prompts of each step from an endless stream."""

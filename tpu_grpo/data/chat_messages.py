@@ -2,10 +2,10 @@
 
     system     data.system_prompt
     user       each of data.examples, by data.prompt_template
-    assistant  and its answer, by data.example_template
+    assistant  the example's answer, by data.example_template
     user       the record itself, by data.prompt_template
 
-With data.messages, the messages in that column of the record replace the last message. The same happens if
+If data.messages names a column, the record's messages there replace the last message above. The same happens if
 data.prompt_template is a single column that holds messages. Messages of a column are converted to what chat templates
 take, with contents as text, and the arguments of tool calls as an object:
 
@@ -30,9 +30,9 @@ MORE_KEYS = ("tool_calls", "tool_call_id", "name", "reasoning_content")
 QUESTION = "question"
 """The column that the default template uses."""
 IN_ITS_PLACE = ("prompt", "messages", "conversations", "problem", "instruction")
-"""The columns of which the first that exists replaces a missing question; instruction is followed by column input."""
+"""The first of these columns that exists replaces a missing question. The column input is appended to instruction."""
 SHAREGPT = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "observation": "tool"}
-"""The roles behind ShareGPT's names in messages {from, value}; other names are roles."""
+"""The role for each name in ShareGPT's messages {from, value}; any other name is itself the role."""
 
 
 class Conversation:
@@ -62,7 +62,7 @@ class Conversation:
     def messages(self, record: Record, where: str) -> list[Message]:
         """Return the messages of a record; ``where`` names the record in errors.
 
-        The last one is the user's or a tool's, or with data.final_assistant=continue the assistant's.
+        The last message is the user's or a tool's, or with data.final_assistant=continue the assistant's.
 
         Raises:
             ConfigError: for a missing column, or a format that does not suit its value.
@@ -104,10 +104,10 @@ class Conversation:
 
 
 def record_of(text: str, known: Record, data: DataSection) -> dict[str, Any]:
-    """Make a record from a prompt's text, which becomes the one column of the template that ``known`` lacks.
+    """Make a record of the columns in ``known`` and of a prompt's text, which fills the template's only other column.
 
     Raises:
-        ConfigError: if ``known`` lacks no column, or several.
+        ConfigError: if ``known`` lacks no column of the template, or several.
     """
     if data.messages is not None:
         return {**known, data.messages: [{"role": "user", "content": text}]}
@@ -124,14 +124,14 @@ class Template:
     """A Python format string over columns, checked once.
 
     Raises:
-        ConfigError: for one that is malformed, or has fields without a name.
+        ConfigError: for a template that is malformed, or has fields without a name.
     """
 
     def __init__(self, setting: str, text: str):
         self._setting = setting
         self._text = text
         self.fields = _fields(setting, text)
-        """The columns that it uses."""
+        """The columns that the template uses."""
 
     @property
     def only_column(self) -> str | None:
@@ -212,7 +212,7 @@ def read_messages(value: Any, column: str, where: str) -> list[Message]:
     """Return the messages in a column of a record; ``where`` names the record in errors.
 
     Raises:
-        DataError: for anything but a list of messages with text, naming the type of images and the like.
+        DataError: for anything but a list of messages with text; for images and other media it names their type.
     """
     if not looks_like_messages(value) or any(_role(message) not in ROLES for message in value):
         raise DataError(
@@ -250,7 +250,7 @@ def _text(content: Any, column: str, where: str) -> str:
 
 
 def _with_arguments(call: Any) -> Any:
-    """Return a tool call with its arguments as an object; templates would quote JSON text, which some data has."""
+    """Return a tool call whose arguments, if they are JSON text, are parsed; chat templates would quote them again."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call

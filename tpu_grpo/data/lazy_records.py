@@ -21,9 +21,9 @@ from tpu_grpo.records.outside import lines_of, parse_json
 Record = Mapping[str, Any]
 Records = Sequence[Record]
 ROWS = 1000
-"""The number of rows of a table that are read at once."""
+"""The number of lines of a file, or rows of a table, that are read at once."""
 MUCH = {"bytes": 20_000_000, "prompts": 20_000}
-"""The total from which on a progress bar is shown, by unit."""
+"""The smallest total for which a progress bar is shown, by unit."""
 
 
 class Lazy(Sequence[Record]):
@@ -138,7 +138,7 @@ def checked(record: Any, where: str) -> dict[str, Any]:
 
 
 def kept(records: Iterable[Record], name: str, setting: str) -> JsonLines:
-    """Write records to a temporary file of JSON lines, deleted when the process ends, and return them from there."""
+    """Write records to a temporary JSON-lines file, deleted when the process ends, and return the file's records."""
     file = tempfile.TemporaryFile(prefix="tpu_grpo_data_")  # noqa: SIM115  # lives as long as the records
     for record in records:
         file.write(json.dumps(record).encode() + b"\n")
@@ -148,7 +148,7 @@ def kept(records: Iterable[Record], name: str, setting: str) -> JsonLines:
 
 
 class ArrowRows(Lazy):
-    """The rows of an Arrow table as Python values; ``table(first, end)`` returns part of the table."""
+    """The rows of an Arrow table as Python values; ``table(first, end)`` returns the rows from first to before end."""
 
     def __init__(self, count: int, table: Callable[[int, int], Any]):
         self._count = count
@@ -221,7 +221,7 @@ def check_keys(record: Mapping[str, Any], first: Mapping[str, Any], where: str, 
 
 @contextmanager
 def reading(what: str, total: int, unit: Literal["bytes", "prompts"]) -> Iterator[Callable[[int], object]]:
-    """Yield a function that takes the progress so far, out of ``total``; host 0 shows a bar if the total is large.
+    """Yield a function to call with the progress so far, out of ``total``; host 0 shows a bar if the total is large.
 
     The bar is one line that vanishes at its end. It is shown only on a terminal.
     """

@@ -1,27 +1,27 @@
-"""Draws the prompts of each step: in the stream's order, from where the last step ended, some more rarely than others.
+"""Draws each step's prompts from the stream: in order, from where the last step ended, skipping some by pass rate.
 
     with PromptDraw.open(config, stream, start=120, hosts=hosts) as draw:      # steps 1 to 120 are done
-        batch = draw.batch(121)                      # the first round of step 121
-        more = draw.batch(121, after=batch)          # and the second
+        batch = draw.batch(121)                      # the first batch of step 121
+        more = draw.batch(121, after=batch)          # the second, if dynamic sampling needs it
         draw.done(121, used, values)                 # step 122 begins after the last prompt of ``used``
 
-The stream assigns a prompt to each position. When the draw reaches a position, its prompt is sampled with the weight of
-its pool as the probability, and never if it is retired. For the prompts a (weight 1), b (weight 0.2) and c (retired), a
-step of two prompts that begins at position 4 could be:
+The stream assigns a prompt to each position. data.pools divides prompts by pass rate into pools. A pool's weight is the
+probability of sampling its prompts when reached; it is 1 for prompts without a pass rate, and 0 for retired ones. For
+the prompts a (weight 1), b (weight 0.2) and c (retired), a step of two prompts from position 4 on could be:
 
     position     4  5  6  7  8
-    prompt       b  c  a  a  b        the fate of b at a position is drawn from the seed and the position alone
+    prompt       b  c  a  a  b        whether b is sampled depends only on seed and position
     sampled      -  -  a  a  .        so the next step begins at position 8
 
-The next step begins with the first prompt that was sampled but not used, so that no prompt is left out. Without pools,
-retirement and dynamic sampling, step s has the positions (s - 1) P to s P - 1.
+A step with dynamic sampling may leave sampled prompts unused; the next step begins after the last one used. With P
+prompts per step, and without pools, retirement and dynamic sampling, step s has positions (s - 1) P to s P - 1.
 
 ``history.jsonl`` has a line per step: the numbers of its prompts, their results, and the position at which the next
-step begins. Host 0 writes it. When a run continues, host 0 truncates it to the completed steps and sends it to the
-other hosts. So a continued run has exactly the history that an uninterrupted run would have.
+step begins. Host 0 writes the file. When a run continues, host 0 truncates the file to the completed steps and sends
+the history to all hosts. A continued run therefore has exactly the history of an uninterrupted run.
 
     with PromptHistory.open(run_dir, prompts=7473, start=120, hosts=hosts) as history:     # steps 1 to 120 are done
-        known = history.last("tokens", batch.records)                   # [103.5, None, ...]: None if nothing is known
+        known = history.last("tokens", batch.records)                   # [103.5, None, ...]: None without a result
         history.add(121, 968, batch.records, {"tokens": [88.0, 412.25, ...], "pass_rate": [0.5, 0.125, ...]})
 """
 
@@ -43,24 +43,24 @@ from tpu_grpo.records.errors import DataError
 from tpu_grpo.records.stages import PromptBatch
 
 FATE = 1
-"""Makes these random numbers differ from others of the same seed."""
+"""A part of the seed of these draws, so that they differ from other random numbers of the run."""
 
 
 COLUMNS = ("tokens", "pass_rate")
-"""``tokens`` is the mean length of the completions of a prompt's group, ``pass_rate`` the mean of their reward."""
+"""``tokens`` is the mean length of the completions to a prompt in a step, ``pass_rate`` their mean reward."""
 PASSES = "passes"
-"""How often in a row each prompt was passed; computed from the pass rates, and not in the file."""
+"""The number of times in a row that a prompt was passed; computed from its pass rates, and not in the file."""
 
 
 class PromptHistory:
-    """The latest results of every prompt by kind, NaN where none is known.
+    """The latest result of every prompt for each of ``COLUMNS`` (NaN before the first), and its passes in a row.
 
-    A prompt is passed if its pass rate is at least ``passed_at``; with None, passes are not counted.
+    A prompt is passed if its pass rate is at least ``passed_at``; None means that passes are not counted.
     """
 
     def __init__(self, prompts: int, passed_at: float | None = None):
         self.position: int | None = 0
-        """The position at which the next step begins; None if the file does not give it."""
+        """The position at which the next step begins; None if the file does not say."""
         self._passed_at = math.inf if passed_at is None else passed_at
         self._table = {name: np.full(prompts, np.nan) for name in COLUMNS} | {PASSES: np.zeros(prompts)}
         self._file: IO[bytes] | None = None
@@ -94,11 +94,11 @@ class PromptHistory:
         return history
 
     def known(self, name: str) -> Float[np.ndarray, " prompts"]:
-        """Return the results of one kind for all prompts, NaN where none is known; read-only."""
+        """Return one column's results for all prompts, NaN for prompts without a result; do not modify the array."""
         return self._table[name]
 
     def last(self, name: str, records: Sequence[int]) -> list[float | None]:
-        """Return the results of one kind for these prompts, by their numbers; None for prompts never trained on."""
+        """Return one column's results for some prompts, given by index; None for prompts without a result."""
         return [None if np.isnan(value) else float(value) for value in self._table[name][list(records)]]
 
     def add(self, step: int, position: int, records: Sequence[int], values: Mapping[str, Sequence[float]]) -> None:
@@ -123,7 +123,7 @@ class PromptHistory:
             passes[record] = passes[record] + 1 if rate >= self._passed_at else 0
 
     def _share(self, hosts: Hosts) -> None:
-        """Replace the history by that of host 0."""
+        """Replace every host's history by host 0's."""
         columns = np.stack(list(self._table.values()))
 
         def read(told: tuple[int | None, str]) -> Float[np.ndarray, "kinds prompts"]:
@@ -147,13 +147,13 @@ class PromptHistory:
 
 
 class PromptDraw:
-    """Draws prompts from a stream by their history, and adds to the history.
+    """Draws prompts from a stream by their history, and adds each step to the history.
 
-    ``seed`` and the position determine whether a prompt with a pool's weight is sampled there. ``start`` is the number
+    ``seed``, the position and the weight of its prompt determine whether the prompt is sampled. ``start`` is the number
     of completed steps.
 
     Raises:
-        DataError: if the settings need the history, and it lacks a completed step.
+        DataError: if data.dynamic, data.pools or data.retire is set, but the history lacks a completed step.
     """
 
     def __init__(self, stream: PromptStream, history: PromptHistory, data: DataSection, *, seed: int, start: int):
@@ -192,14 +192,14 @@ class PromptDraw:
         self.history.close()
 
     def batch(self, step: int, after: PromptBatch | None = None) -> PromptBatch:
-        """Draw the prompts of a step's first round, or of the one after ``after``; raises DataError if none is left."""
+        """Draw a step's first batch, or the next one after ``after``; raises DataError if all prompts are excluded."""
         if self.exhausted:
             raise DataError(f"step {step} needs prompts, and none is left: {self.why_exhausted}")
         start, number = (self._position, 0) if after is None else (after.positions[-1] + 1, after.round + 1)
         return self.stream.at(step, self._drawn(start, self._data.prompts_per_round), number)
 
     def done(self, step: int, used: PromptBatch, values: Mapping[str, Sequence[float]]) -> None:
-        """Record a step: the prompts that it used, in order, and their results, by ``COLUMNS``."""
+        """Record a step: the prompts that it used, in order of position, and their results for each of ``COLUMNS``."""
         end = used.positions[-1] + 1
         self._passed_over = end - self._position - len(used.positions)
         self._position = end
@@ -256,11 +256,11 @@ class PromptDraw:
         return weights
 
     def _pools(self, rates: Float[np.ndarray, " n"]) -> np.ndarray:
-        """Return the number of the pool of each pass rate; a rate on an edge belongs to the pool below."""
+        """Return the index of the pool of each pass rate; a rate equal to an edge belongs to the lower pool."""
         return np.searchsorted(np.array(self._data.pools.edges), rates, side="left")
 
     def _retired(self) -> np.ndarray:
-        """Mark the retired prompts."""
+        """Return for every prompt whether it is retired."""
         if self._data.retire.at is None:
             return np.zeros(self.stream.size, np.bool_)
         return self.history.known(PASSES) >= self._data.retire.times

@@ -47,7 +47,7 @@ BLOCK = 2**20
 LARGEST_LIST = 2**32
 """The most bytes of a JSON list, which is read as a whole."""
 GLANCED_BYTES = 20_000_000
-"""The most bytes of a file that is read or unpacked as a whole only to look at its first record."""
+"""The most bytes of a file that `first_record` reads or unpacks as a whole."""
 OTHER_KINDS = (
     "the directory of a Hugging Face dataset, hf:NAME, reasoning_gym:TASK, path.py:function or builtin:addition"
 )
@@ -62,7 +62,7 @@ class Location:
 
     @property
     def is_remote(self) -> bool:
-        """Return whether it is a URL."""
+        """Return whether the file's name is a URL."""
         return is_address(self.name)
 
     @property
@@ -77,7 +77,7 @@ class Location:
 
     @property
     def packed(self) -> str:
-        """Return the suffix of the compression, or an empty text."""
+        """Return the suffix of a compressed file, such as .gz; empty for other files."""
         return next((suffix for suffix in PACKED if self._without_query.endswith(suffix)), "")
 
     @property
@@ -194,7 +194,7 @@ def _first_line(file: IO[bytes], place: Location) -> Iterator[Record]:
 
 
 def _json(file: IO[bytes], place: Location) -> Records:
-    """Read a list of objects, or one object per line, because such files are sometimes named .json, too."""
+    """Read a list of objects, or one object per line, because JSON lines are sometimes named .json, too."""
     if not _is_list(file):
         return _json_lines(file, place)
     return kept(_listed(file, place), place.name, place.setting)
@@ -310,14 +310,14 @@ def _nothing(place: Location, remedy: str = "") -> DataError:
 
 @dataclass(frozen=True)
 class Reader:
-    """Reads the files of one suffix."""
+    """The functions that read files with one suffix."""
 
     all: Callable[[IO[bytes], Location], Records]
     """Checks all records of an open file, and returns a sequence that reads them later."""
     some: Callable[[IO[bytes], Location], Iterator[Record]]
     """Yields at least the first record."""
     whole: bool = False
-    """Whether the first record can be read only together with the others."""
+    """Whether a file must be read as a whole to get its first record."""
 
 
 READERS: Mapping[str, Reader] = MappingProxyType(
@@ -355,7 +355,7 @@ def read_files(paths: Iterable[str], setting: str) -> Records:
 
 
 def first_record(paths: Iterable[str], setting: str) -> Record | None:
-    """Read the first record of some files, and check that all exist; None if it takes time, as for a URL.
+    """Read the first record of some files, and check that all exist; None for URLs and for large files read as a whole.
 
     Raises:
         DataError, ConfigError: as `read_files`, but only for errors that the first record shows.
@@ -395,7 +395,7 @@ def _read[Result](location: Location, action: Callable[[Location], Result]) -> R
         where = "" if location.is_remote else f" (relative to {Path.cwd()})"
         raise DataError(f"{setting}: data file not found: {path}{where}; correct it{_hint(location)}") from None
     except (OSError, UnicodeDecodeError) as error:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):  # of a temporary copy
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):  # full disk of a temporary copy
             raise
         raise DataError(f"{setting}: {path} must be readable UTF-8, got {type(error).__name__}: {error}") from error
 

@@ -10,8 +10,8 @@ user's message, and the tokenizer adds its special tokens (such as a BOS).
     rendered.dropped                          # the number of prompts that are too long
 
 All prompts of a source are checked once at the start, and rendered again when they are used, so that a file of any
-size takes a few bytes of memory for each record. The check renders every text, and tokenizes only texts whose length
-in bytes does not show that they fit.
+size takes a few bytes of memory for each record. The check renders every prompt, but tokenizes only those that may be
+too long by their length in bytes.
 """
 
 import datetime
@@ -99,7 +99,7 @@ class PromptRenderer:
     def conversations(self, records: Sequence[Record], where: Sequence[str]) -> list[list[Message]]:
         """Return the messages of some records; raises as `render` does.
 
-        The last message of each record is not empty, unless an environment may add to it.
+        Without an environment, which could add text, an empty last message raises DataError.
         """
         with self._bounded("data.prompt_template", where):
             conversations = [self._conversation.messages(*each) for each in zip(records, where, strict=True)]
@@ -118,7 +118,7 @@ class PromptRenderer:
     def texts(
         self, conversations: list[list[Message]], where: Sequence[str], tools: Sequence[Tools] | None = None
     ) -> list[str]:
-        """Return the texts of some conversations; raises ConfigError if the chat template refuses one."""
+        """Return conversations' texts; a failing template raises ConfigError, half of a surrogate pair DataError."""
         if not self._data.chat_template:
             texts = [plain(messages) for messages in conversations]
         else:
@@ -137,7 +137,7 @@ class PromptRenderer:
 
     @contextmanager
     def _bounded(self, what: str, where: Sequence[str]) -> Iterator[None]:
-        """Bound the time of a template, and at its first use also its memory, when nothing else allocates any."""
+        """Limit a template's time, and until its first success also its memory, while nothing else allocates any."""
         try:
             with bounded(TEMPLATE_SECONDS, None if self._is_tried else TEMPLATE_BYTES):
                 yield
@@ -173,8 +173,8 @@ class PromptRenderer:
     def most_tokens(self, text: str) -> int | None:
         """Return an upper bound of a text's number of tokens; None if only tokenizing can tell.
 
-        A token of a byte-level tokenizer stands for at least one byte. A text with the pad token in it must be
-        tokenized.
+        A token of a byte-level tokenizer stands for at least one byte. A text that contains the pad token must be
+        tokenized, because `encoded` refuses it.
         """
         pad = self._tokenizer.pad_token
         if not self._byte_level or (pad is not None and str(pad) in text):
@@ -226,7 +226,7 @@ class PromptRenderer:
             ) from error
 
     def _templated(self, conversations: list[list[Message]], tools: Sequence[Tools]) -> list[str]:
-        """Render conversations by the chat template; a last message of the assistant stays open, to be continued."""
+        """Render conversations by the chat template; completions continue a last message that is the assistant's."""
         texts: list[str] = [""] * len(conversations)
         alike: dict[tuple[bool, int], list[int]] = {}
         for n, (messages, offered) in enumerate(zip(conversations, tools, strict=True)):
@@ -249,7 +249,7 @@ class PromptRenderer:
 def plain(messages: Sequence[Message]) -> str:
     """Join a conversation for a model without a chat template: each answer follows its question, then a blank line.
 
-    The example "Q: 1+1\\nA:" with " 2" and the question "Q: 2+3\\nA:" make  Q: 1+1 / A: 2 / (blank) / Q: 2+3 / A:
+    The example "Q: 1+1\\nA:" with answer " 2" and the question "Q: 2+3\\nA:" give "Q: 1+1\\nA: 2\\n\\nQ: 2+3\\nA:".
     """
     return "".join(m["content"] + ("\n\n" if m["role"] == "assistant" else "") for m in messages)
 
@@ -257,8 +257,8 @@ def plain(messages: Sequence[Message]) -> str:
 def template_switches(data: DataSection, tokenizer: "PreTrainedTokenizerFast") -> dict[str, Any]:
     """Return the other arguments of the chat template: the thinking switch, and a clock that is fixed at data.date.
 
-    Templates such as those of Llama 3.2 write today's date. From the real clock it would change after midnight, between
-    hosts in different time zones, and in a continued run.
+    Templates such as those of Llama 3.2 write today's date. The real date would change after midnight, between hosts in
+    different time zones, and in a continued run.
     """
     template = str(tokenizer.chat_template) if data.chat_template else ""
     day = datetime.datetime.fromisoformat(data.date)
@@ -288,7 +288,7 @@ class RenderedPrompts:
     prompts: Sequence[Prompt]
     dropped: int
     digest: str = ""
-    """The SHA-256, in hex, of the texts and columns of all prompts, and of the tokenizer."""
+    """The SHA-256, in hex, of the texts and columns of these prompts, and of the tokenizer."""
 
     def column(self, name: str) -> Iterator[tuple[Any, Record]]:
         """Yield for every prompt (its value in the column, or None if it lacks the column; all its columns)."""
@@ -365,7 +365,7 @@ def render_records(
 
 
 def _lengths(renderer: PromptRenderer, texts: list[str], where: Sequence[str], most: int) -> list[int]:
-    """Return the number of tokens of each text, or an upper bound of it if that is at most ``most``."""
+    """Return for each text its number of tokens, or an upper bound of this number if the bound is at most ``most``."""
     bounds = [renderer.most_tokens(text) for text in texts]
     lengths = [bound if bound is not None and bound <= most else -1 for bound in bounds]
     open_ones = [index for index, length in enumerate(lengths) if length < 0]

@@ -1,13 +1,13 @@
 """Reads the records of a source of any kind, by its name in the config:
 
 builtin:addition                  a built-in task
-builtin:environment               empty messages, for environments that give prompts by themselves
+builtin:environment               empty prompts, for environments that write the first message
 reasoning_gym:TASK                problems that reasoning-gym makes
 hf:NAME, or a directory           a Hugging Face dataset, of the hub or on disk
 path.py:function, module:function what a user's function returns
 anything else                     files, see record_files.py: a path, a pattern, a URL, or a list of these
 
-Every kind gives a sequence of mappings with the same keys (the columns). ``columns`` of the config then renames them.
+Every kind gives a sequence of mappings with the same keys (columns). The config's setting ``columns`` can rename keys.
 """
 
 import difflib
@@ -29,7 +29,7 @@ from tpu_grpo.models.tasks import TASKS
 from tpu_grpo.records.errors import ConfigError, DataError
 
 OWN_TASKS = 10_000
-"""The number of prompts per epoch if environments make their texts; held-out ones are numbered from here on."""
+"""The number of records of builtin:environment; the held-out ones are numbered from here on."""
 OLDEST_DATASETS = 4
 """The oldest major release of the library datasets that can be imported with the pinned pyarrow."""
 PLAIN = ReadingSection()
@@ -58,7 +58,7 @@ class Source:
 
     @property
     def name(self) -> str:
-        """Name the source in messages."""
+        """Return the paths as one text, for messages."""
         return ", ".join(self.paths)
 
     @property
@@ -68,9 +68,9 @@ class Source:
 
 
 def read_records(source: Source) -> Records:
-    """Check and return all records of a source, with the same columns in each, renamed as the config says.
+    """Check all records of a source, and return them with their columns renamed as the config says.
 
-    Records on disk are read when they are indexed.
+    All records have the same columns. Those on disk are read when they are indexed.
 
     Raises:
         DataError: for data that is missing, empty or malformed, with file and line if it is in a file.
@@ -84,7 +84,7 @@ def read_records(source: Source) -> Records:
 def glance(source: Source) -> Record | None:
     """Read the first record of a source, with its columns renamed as the config says, if that is quick.
 
-    Returns None for records that are generated or downloaded. Missing files raise as in `read_records`.
+    Returns None for functions, reasoning-gym, datasets, and files slow to read. Missing files raise DataError.
     """
     _check_settings(source)
     if (kind := _kind(source)) == "files":
@@ -144,10 +144,10 @@ def _check_settings(source: Source) -> None:
 
 
 def renamed(records: Records, columns: Mapping[str, str], source: Source) -> Records:
-    """Rename columns, and put these first; other columns keep their names.
+    """Rename columns, and put the renamed ones first; other columns keep their names.
 
     With {answer: solution} the records {solution: 4, level: 1} become {answer: 4, level: 1}. A column that already has
-    a new name is dropped. A dot in an old name reaches into a column that is a mapping, unless a column has that name.
+    a new name is dropped. The old name a.b means the key b in the mapping of column a, if there is no column a.b.
 
     Raises:
         ConfigError: for a missing column; in records after the first, when they are read.
@@ -179,7 +179,7 @@ def _value(record: Mapping[str, Any], column: str, where: str, source: Source) -
 def _builtin(source: Source) -> Records:
     """Return a task's problems; held-out ones come in a fixed shuffled order.
 
-    The task sorts additions by their first number, and small numbers need a carry less often: 60 % of the first half,
+    The addition task sorts problems by first number, and small numbers need a carry less often: 60 % of the first half,
     73 % of all. Without the shuffle, an evaluation of the first few problems would measure an easier task.
     """
     if source.path == NO_DATA:
@@ -205,7 +205,7 @@ def call_function(name: str, options: Mapping[str, Any], setting: str) -> list[d
 
     Raises:
         DataError: for a function that is missing, raises, or returns anything but mappings with the same keys.
-        ConfigError: for options that it does not take.
+        ConfigError: for options that the function does not take.
     """
     function = find_function(name, "data", DataError)
     try:
@@ -241,7 +241,7 @@ def make_puzzles(task: str, options: Mapping[str, Any], setting: str, *, heldout
     """
     need("reasoning_gym", f"{setting}={GYM}{task}", ConfigError)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SyntaxWarning)  # of a package it imports
+        warnings.simplefilter("ignore", SyntaxWarning)  # from a package that reasoning-gym imports
         from reasoning_gym import create_dataset  # seconds to import
         from reasoning_gym.factory import DATASETS
 
@@ -267,8 +267,8 @@ def read_dataset(path: str, split: str, reading: ReadingSection, setting: str) -
     """Open all records of one split; each is read from disk when it is indexed.
 
     ``path`` is hf:NAME, a directory that ``save_to_disk`` wrote (of one dataset without splits, or of several by
-    split), or a directory of data files for ``load_dataset``. A dataset of the hub is downloaded on first use, or with
-    HF_HUB_OFFLINE=1 in the environment taken from the local cache only.
+    split), or a directory of data files for ``load_dataset``. A dataset of the hub is downloaded on first use. With the
+    environment variable HF_HUB_OFFLINE=1, it must be in the local cache.
 
     Raises:
         DataError: for a dataset, subset or split that does not exist.

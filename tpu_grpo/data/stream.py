@@ -1,16 +1,16 @@
-"""A PromptStream is an endless stream of prompt batches, made of the config's data; its position is the step.
+"""A PromptStream gives the batch of prompts for each step, from an endless sequence of epochs over the config's data.
 
 For example, with three prompts a, b, c and two per step (P = 2), the stream is one shuffled epoch after another. Step
-``s`` (counted from 1) holds its positions ``2s - 2`` and ``2s - 1``, so a batch may straddle two epochs:
+``s`` (counted from 1) holds the positions ``2s - 2`` and ``2s - 1`` of the stream, so a batch may straddle two epochs:
 
     epoch 0: c a b   epoch 1: a b c   ...
     step 1: c a      step 2: b a      step 3: b c
 
-A mixture alternates between its sources: among the first n positions, for any n, each has its share to within one
+A mixture alternates between its sources. Among the first n positions, each source has its share of n, to within one
 prompt. Each source goes through its own epochs. With weights 2 and 1 for the sources x and y: x y x x y x x y ...
 
 The prompt at a position depends only on the data, the settings and the seed, so every host gets the same prompts.
-``batch(step)`` assumes that every step has P prompts; prompt_draw.py finds the positions of steps in general.
+``batch(step)`` assumes that every step uses P positions. If steps skip prompts, prompt_draw.py finds the positions.
 """
 
 import hashlib
@@ -82,7 +82,7 @@ class PromptStream:
 
     @cached_property
     def columns(self) -> tuple[str, ...]:
-        """Return the columns of the records, which the rewards get."""
+        """Return the names of the records' columns, which rewards get as arguments."""
         return tuple(self.parts[0].rendered.prompts[0].columns)
 
     @property
@@ -129,18 +129,18 @@ class PromptStream:
         return self.at(step, range(start, start + self._prompts_per_step))
 
     def at(self, step: int, positions: Sequence[int], number: int = 0) -> PromptBatch:
-        """Return the prompts at some positions as the batch of a step; ``number`` is the round within the step."""
+        """Return the prompts at some positions as a batch of a step; ``number`` is its index within the step."""
         records = tuple(self.record(position) for position in positions)
         return PromptBatch(step, tuple(map(self.prompt, records)), records, tuple(positions), number)
 
     def record(self, position: int) -> int:
-        """Return the number of the prompt at a position, from 0."""
+        """Return the index of the prompt at a position of the stream; `prompt` returns the prompt of an index."""
         found = self._order[position]
-        assert found is not None  # only grain's filters leave holes
+        assert found is not None  # grain gives None only for filtered elements
         return int(found)
 
     def prompt(self, record: int) -> Prompt:
-        """Return a prompt by its number from 0 among those of all sources, one source after another."""
+        """Return a prompt by its index among the prompts of all sources, one source after another."""
         part = bisect_right(self._ends, record)
         return self.parts[part].rendered.prompts[record - (self._ends[part - 1] if part else 0)]
 
@@ -166,7 +166,7 @@ def _seeds(seed: int, count: int) -> list[int]:
 
 
 def shuffled(count: int, seed: int, shuffle: bool) -> "grain.MapDataset[int]":
-    """Return an endless sequence of epochs, each of all indices below ``count``, in new random order or in order."""
+    """Return endless epochs, each of all indices below ``count``, newly shuffled if ``shuffle``, else ascending."""
     import grain  # imports jax, which checking and showing a config do without
 
     order = grain.MapDataset.source(range(count))
@@ -196,7 +196,7 @@ def sorted_by(
 
 
 class _Sorted:
-    """An endless sequence of indices, which grain takes as a source."""
+    """The endless sequence of `sorted_by`, with the methods that grain needs of a source."""
 
     def __init__(self, ranks: np.ndarray, seed: int, shuffle: bool):
         self._ranks = ranks
@@ -257,7 +257,7 @@ def open_prompts(
 ) -> PromptStream:
     """Read, render and check every prompt of the data; ``seed`` (run.seed) decides the shuffles.
 
-    With ``tools_of`` prompts begin conversations with environments, and offer their tools.
+    ``tools_of`` is given if prompts begin conversations with environments, whose tools the prompts then offer.
 
     Records of a mixture get the columns of all its sources, with null for columns that their own source lacks, and the
     column `source`.

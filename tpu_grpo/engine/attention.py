@@ -1,9 +1,9 @@
-"""What all kinds of attention share, and sglang-jax's reference attention.
+"""The interface of attention modes, sglang-jax's reference attention, and conversion to an 8-bit KV cache.
 
-An attention mode builds the metadata of a scheduled batch, and the backend that the step runs: ``GatherMode``
-(gather_attention.py) on any device, ``FlashMode`` (flash_attention.py) on TPUs, ``NativeMode`` as a reference. A
-prefill step has metadata of its own. A launch has one metadata for all its decode steps, ``launch_metadata``, built
-for the rows' greatest possible lengths; ``at_step`` derives the metadata of each step from it.
+An attention mode makes the attention backend of a step, and its metadata: arrays that say where each row's keys and
+values are cached. ``GatherMode`` (gather_attention.py) runs on any device, ``FlashMode`` (flash_attention.py) on TPUs,
+and ``NativeMode`` is a reference. All decode steps of one launch (a call of a compiled program) share the result of
+``launch_metadata``, built for the rows' greatest possible lengths. ``at_step`` derives each step's metadata from it.
 
 ``encode`` and ``decode`` convert keys and values to and from the dtype of the KV cache: the model's, or 8 bits.
 
@@ -49,7 +49,7 @@ class AttentionMode(ABC):
 
     @abstractmethod
     def library_backend(self) -> Any:
-        """Return the attention backend object that ModelRunner holds.
+        """Return the attention backend that sglang-jax's ModelRunner holds.
 
         Raises:
             ConfigError: for a model that this attention cannot compute.
@@ -60,23 +60,23 @@ class AttentionMode(ABC):
         """Describe the shape, dtype and sharding of one layer of the KV cache.
 
         Raises:
-            ConfigError: for fp8 where the devices cannot read it, or where it would save nothing.
+            ConfigError: if an fp8 cache is configured that the devices cannot read, or that would save no memory.
         """
 
     @abstractmethod
     def prefill_metadata(self, columns: Columns, slots_bL: Int[np.ndarray, "b L"]) -> tuple[Any, Int[np.ndarray, " S"]]:
-        """Build the pytree of arrays that the backend needs in a prefill step, and the concatenated slots of all rows.
+        """Return the backend's metadata for a prefill step, and the concatenated cache slots of all rows.
 
-        The slots are empty for a backend that does not read them.
+        The second array is empty if the backend does not read it.
         """
 
     @abstractmethod
     def launch_metadata(self, slots_bL: Int[np.ndarray, "b L"], ends_B: Int[np.ndarray, " B"]) -> Any:
-        """Build the metadata of a launch of decode steps, after which each row has at most ``ends`` tokens."""
+        """Build the metadata of a launch of decode steps; ``ends_B``: the most tokens of each row at its end."""
 
     @abstractmethod
     def at_step(self, metadata: Any, seq_lens_B: Int[Array, " B"]) -> tuple[Any, Int[Array, " S"]]:
-        """Compute, inside a trace, the metadata and cache_loc of one decode step; rows of length 0 are padding."""
+        """Compute one decode step's metadata and concatenated slots inside a jax trace; length 0 means padding."""
 
     @abstractmethod
     def backend(self, metadata: Any) -> Any:
@@ -104,7 +104,7 @@ class NativeMode(AttentionMode):
 
     @override
     def cache_layer(self, pool: MHATokenToKVPool) -> jax.ShapeDtypeStruct:
-        """Describe a layer as the library does: heads padded to multiples of 128, and rows to 32 bits."""
+        """Describe a layer as the library does: head widths padded to multiples of 128, head counts to 32-bit words."""
         packing, tensor = 4 // np.dtype(pool.dtype).itemsize, pool.mesh.shape["tensor"]
         pages = (pool.size + pool.page_size) // pool.page_size
         words = tensor * -(-2 * pool.head_num // tensor // packing)
@@ -113,7 +113,7 @@ class NativeMode(AttentionMode):
         return jax.ShapeDtypeStruct(shape, pool.dtype, sharding=sharding)
 
     def cache_loc(self, slots_bL: Int[np.ndarray, "b L"], seq_lens_B: Int[np.ndarray, " B"]) -> Int[np.ndarray, " S"]:
-        """Concatenate the slots of all rows, each rounded up to whole pages; the rest of the array is 0."""
+        """Concatenate the slots of all rows. Zeros pad each row to whole pages, and the array to its fixed size."""
         real_b, page = seq_lens_B[: len(slots_bL)], self._runner.page_size
         position = np.arange(slots_bL.shape[1])
         wanted = position < (-(-real_b // page) * page)[:, None]
@@ -124,7 +124,7 @@ class NativeMode(AttentionMode):
 
     @override
     def prefill_metadata(self, columns: Columns, slots_bL: Int[np.ndarray, "b L"]) -> tuple[Any, Int[np.ndarray, " S"]]:
-        """Let the library compute its metadata, from a batch with only the fields that it reads."""
+        """Let the library compute its metadata from a ModelWorkerBatch with only the fields that this needs."""
         batch = ModelWorkerBatch.__new__(ModelWorkerBatch)
         batch.forward_mode, batch.cache_loc = ForwardMode.EXTEND, self.cache_loc(slots_bL, columns["seq_lens"])
         batch.seq_lens, batch.extend_seq_lens = columns["seq_lens"], columns["extend_lens"]
@@ -132,15 +132,15 @@ class NativeMode(AttentionMode):
 
     @override
     def launch_metadata(self, slots_bL: Int[np.ndarray, "b L"], ends_B: Int[np.ndarray, " B"]) -> Any:
-        """List the slots of all rows."""
+        """Return the cache slots [B, L] of all rows, with zeros for padding rows."""
         slots_BL = np.zeros((len(ends_B), slots_bL.shape[1]), np.int32)
         slots_BL[: len(slots_bL)] = slots_bL
         return slots_BL
 
     @override
     def at_step(self, metadata: Any, seq_lens_B: Int[Array, " B"]) -> tuple[Any, Int[Array, " S"]]:
-        """Concatenate the slots as ``cache_loc`` does; the backend finds a row's slots behind those of the rows
-        before it."""
+        """Concatenate the slots as ``cache_loc`` does. The backend needs no metadata: it finds a row's slots from the
+        lengths of the rows before."""
         page, position_L = self._runner.page_size, jnp.arange(metadata.shape[1])
         whole_B = -(-seq_lens_B // page) * page
         starts_B = jnp.cumsum(whole_B) - whole_B
@@ -150,12 +150,12 @@ class NativeMode(AttentionMode):
 
     @override
     def backend(self, metadata: Any) -> Any:
-        """Make a new backend, because flax forbids changing a module in a trace that began after it was made."""
+        """Make a new backend inside the trace: flax forbids a trace to change modules that were made outside of it."""
         return self.library_backend()
 
 
 class CutNativeAttention(NativeAttention):
-    """NativeAttention whose outputs, which are padded like the cache, are cut to the width of the model's heads."""
+    """NativeAttention that cuts its outputs, which are padded like the cache, to the width of the model's heads."""
 
     def __call__(
         self, q: Array, k: Array, v: Array, layer: RadixAttention, *args: Any, **kwargs: Any
@@ -176,28 +176,27 @@ class CutNativeAttention(NativeAttention):
 
 FP8 = jnp.dtype(jnp.float8_e4m3fn)
 FP8_LARGEST = 448.0
-"""The largest number of the type. It has no infinity, and a plain conversion makes larger numbers NaN."""
+"""The largest float8_e4m3fn number. The type has no infinity, and ``astype`` turns larger numbers into NaN."""
 INT8 = jnp.dtype(jnp.int8)
 INT8_LARGEST = 127
 SCALE_BYTES = 4
 BITS = {jnp.dtype(jnp.uint16): jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.uint8): FP8}
-"""Integer types whose arrays hold the bits of small float types in the cache of gather attention. With float arrays,
-XLA converted the whole cache on a CPU at every write and every read, 0.3 s each for a layer of 80 MB."""
+"""The integer type in which the cache of gather attention stores the bits of each small float type. With float arrays,
+XLA on a CPU converted the whole cache at every write and every read, which took 0.3 s each for a layer of 80 MB."""
 
 
 def cache_dtype(name: KVDtype, model_dtype: Any) -> jnp.dtype:
-    """Return the type of the cache's arrays."""
+    """Return the type of the cache's numbers for a value of ``rollout.kv_dtype``."""
     return {"auto": jnp.dtype(model_dtype), "fp8": FP8, "int8": INT8}[name]
 
 
 def bits_of(dtype: jnp.dtype) -> jnp.dtype:
-    """Return the integer type with the same number of bits as a small float type; other types are returned
-    unchanged."""
+    """Return the integer type that stores a small float type (see BITS); other types are returned unchanged."""
     return next((bits for bits, small in BITS.items() if small == dtype), dtype)
 
 
 def cache_width(head_dim: int, dtype: jnp.dtype) -> int:
-    """Return W, the numbers that the cache has for a head of ``head_dim``."""
+    """Return W, the width in the cache of a head of ``head_dim`` numbers; int8 adds the four bytes of its scale."""
     return head_dim + (SCALE_BYTES if dtype == INT8 else 0)
 
 

@@ -1,4 +1,4 @@
-"""Runs an engine's attention alone, on its devices and with the layout of its cache: a prefill, then a decode step.
+"""Runs an engine's attention without the rest of the model, on the engine's devices: a prefill, then a decode step.
 
 Suffixes: B rows, L positions (padded), T new tokens of all rows, H query heads, K key-value heads, D head width.
 """
@@ -20,7 +20,7 @@ from tpu_grpo.engine.engine import Engine
 from tpu_grpo.engine.launches import Runner
 
 TOKENS_MULTIPLE = 64
-"""The tokens of a prefill are padded to a multiple of this."""
+"""The number of tokens of a prefill is padded to a multiple of this."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,11 @@ class Attended:
     """The outputs of attention in float64, and a decode step to time."""
 
     prefill_THD: Float[np.ndarray, "T H D"]
-    """The outputs of all tokens but the last of each row, row after row."""
+    """The outputs of the prefill: all tokens except each row's last one, concatenated row by row."""
     decode_BHD: Float[np.ndarray, "B H D"]
-    """The outputs of each row's last token."""
+    """The outputs of the decode step: each row's last token."""
     decode: Callable[[], Array]
-    """Launches the decode step again."""
+    """Runs the decode step again, to measure its time, and returns its output on the devices."""
 
 
 def head_counts(engine: Engine) -> tuple[int, int, int]:
@@ -48,7 +48,7 @@ def attend(
     v_BLKD: Float[np.ndarray, "B L K D"],
     lengths_B: Int[np.ndarray, " B"],
 ) -> Attended:
-    """Attend with all tokens of rows of these lengths (at least 2): all but the last in a prefill, then the last."""
+    """Prefill all tokens of each row except the last, then decode the last; ``lengths_B`` must be at least 2."""
     runner, page = engine._runner, engine._runner.page_size
     rows, longest, heads, width = q_BLHD.shape
     wide = -(-longest // page) * page
@@ -97,8 +97,7 @@ def _attend(
     lengths_B: Array,
     slots_T: Array,
 ) -> tuple[Array, Array]:
-    """Write keys and values of new tokens into the cache and attend; returns the output [T, H D], replicated, and the
-    cache."""
+    """Write new keys and values into the cache, and attend; returns the replicated output [T, H D] and the cache."""
     decodes, dtype = mode == ForwardMode.DECODE, jnp.dtype(runner.dtype)
     found, cache_loc = runner.attention.at_step(metadata, lengths_B) if decodes else metadata
     batch = SimpleNamespace(

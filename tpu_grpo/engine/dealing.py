@@ -1,16 +1,17 @@
-"""Deals groups of requests to replicas, the longest expected answers first.
+"""Assigns ("deals") groups of requests to replicas, the groups with the longest expected answers first.
 
     groups = make_groups(requests, expected_tokens(requests, known))
     dealer = Dealer(groups, drivers=[[0], [0, 1]])     # two replicas, and the hosts that drive them
     dealer.deal(loads)          # at the start: two idle replicas
     dealer.deal(loads)          # at every synchronization point while groups wait
-    dealer.assigned             # the requests of each replica, once none waits
+    dealer.assigned             # the requests of each replica, once no group waits
 
-A replica starts a group when it has a place for one of the group's rows. Groups that have not been started are dealt
-again at every synchronization point, so that an idle replica takes over groups that wait at a busy one. For two
-replicas of 2 places and six groups of one request each, whose expected tokens are 9 7 5 4 2 1:
+A replica can run a limited number of rows (requests) at once: it has that many places. It starts a group if one place
+is free. Groups that have not been started are dealt again at every synchronization point, so that an idle replica takes
+over groups from a busy one. Example: two replicas of 2 places, and groups of one request, named by their expected
+tokens 9 7 5 4 2 1:
 
-    at the start    9 and 4 run on replica 0 (13), 7 and 5 on replica 1 (12);  2 waits at replica 1, 1 at replica 0
+    at the start    replica 0 runs 9 and 4 (13 tokens), and 1 waits there;  replica 1 runs 7 and 5 (12), and 2 waits
     at a point      replica 1 has finished 7, 5 and 2, and takes over 1, for which replica 0 has no place yet
 
 The dealing depends only on the requests, the expected tokens and the tokens sampled so far, so that every host
@@ -25,14 +26,14 @@ from tpu_grpo.records.errors import ConfigError
 from tpu_grpo.records.stages import Request
 
 POINTS = 32
-"""The approximate number of synchronization points during the longest answer, if groups wait that long."""
+"""About how many synchronization points there are during the longest answer, while groups wait to be started."""
 FEWEST_STEPS = 16
-"""The fewest decode steps between two points: at each, hosts exchange messages and wait for the slowest replica."""
+"""The fewest decode steps between two synchronization points, because hosts wait at each for the slowest replica."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Requests with the same prompt; they stay together, because the first of them prefills it for all."""
+    """Requests with the same prompt. One replica serves them all, so that only the first one prefills the prompt."""
 
     number: int
     members: tuple[int, ...]
@@ -46,20 +47,19 @@ class Load:
     """The work of a replica at a synchronization point."""
 
     rows: int
-    """The number of requests in started groups that have not ended."""
+    """The number of unfinished requests in started groups."""
     places: int
     """The number of requests that the replica can run at once."""
     tokens: int = 0
-    """The number of tokens that are still expected of these requests."""
+    """The number of tokens that these unfinished requests are still expected to sample."""
     held: tuple[int, ...] = ()
-    """The numbers of the groups that the replica holds and has not started."""
+    """The numbers of the groups that were dealt to the replica and that it has not started."""
 
 
 def expected_tokens(requests: Sequence[Request], known: Sequence[float | None] | None = None) -> list[int]:
-    """Return the expected number of tokens of each request; ``known`` has the numbers that are known.
+    """Return the expected number of tokens of each request: its number in ``known``, if that is not None.
 
-    The other requests get the mean of these. If none is known, each request is expected to take half of the longest
-    answer allowed.
+    Other requests get the mean of the known numbers, or half of the longest allowed answer if no number is known.
     """
     known = known or [None] * len(requests)
     told = [value for value in known if value is not None]
@@ -87,9 +87,9 @@ def make_groups(
 ) -> list[Group]:
     """Group requests with the same prompt token ids, longest expected answers first.
 
-    Groups with equal expected tokens are in the order of their first requests. With ``share=False``, for an engine
-    without a prefix cache, every request is a group of its own. With ``converse`` requests of different prompts are
-    in different groups even if their token ids are equal, because their environments differ.
+    Groups are sorted by the mean of their expected tokens; equal ones are in the order of their first requests. With
+    ``share=False``, for an engine without a prefix cache, every request is a group of its own. With ``converse``, two
+    prompts with equal token ids make two groups, because the prompts have different environments.
     """
     members: dict[tuple[int, ...], list[int]] = {}
     for index, request in enumerate(requests):
@@ -109,7 +109,7 @@ def steps_between_points(requests: Sequence[Request]) -> int:
 
 
 def startable(held: Sequence[Group], rows: int, places: int) -> int:
-    """Return how many of the groups a replica starts now: in order, as long as a group's first row has a place."""
+    """Return how many of the groups a replica can start now, in order: each needs a place for its first row."""
     for count, group in enumerate(held):
         if rows >= places:
             return count
@@ -118,9 +118,9 @@ def startable(held: Sequence[Group], rows: int, places: int) -> int:
 
 
 def host_told(group: int, drivers: Sequence[int], replicas: int) -> int:
-    """Choose which of the hosts that drive a group's replica (``drivers``) reports the group's completions.
+    """Choose one of ``drivers``, the hosts that a group's replica runs on, to report the group's completions.
 
-    They take turns, by the number of the group; every host computes the same choice.
+    The hosts take turns, by the number of the group, and every host computes the same choice.
     """
     return drivers[group // replicas % len(drivers)]
 
@@ -130,7 +130,7 @@ def divided_places(places: int | None, drivers: Sequence[Sequence[int]]) -> list
 
     Args:
         places: the number of environments per host; None for any number.
-        drivers: the hosts that drive each replica. One host may drive several replicas, or several hosts one replica.
+        drivers: the hosts that each replica runs on. One host may have several replicas, or several hosts one replica.
 
     Raises:
         ConfigError: if a host has fewer places than replicas, since each replica needs one.
@@ -162,10 +162,10 @@ class Dealer:
         """Whether the last ``deal`` left a replica with groups that it cannot start at once."""
 
     def deal(self, loads: Sequence[Load]) -> list[list[Group]]:
-        """Deal all groups that have not been started, and return the groups of each replica from now on.
+        """Deal all groups that have not been started, and return those of each replica, in the order of their start.
 
         Each group goes to the replica where the fewest of its rows have to wait for a place. Ties go to the replica
-        with the fewest expected tokens, then to the first.
+        with the fewest expected tokens, then to the first replica.
         """
         held = {number for load in loads for number in load.held}
         rows, tokens = [load.rows for load in loads], [load.tokens for load in loads]

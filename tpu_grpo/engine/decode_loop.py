@@ -1,14 +1,14 @@
-"""Several decode steps in one launch: a loop on the devices that samples tokens and appends them to their rows.
+"""Runs several decode steps in one launch: a loop on the devices samples tokens and appends them to their rows.
 
-This file has the traced code; launches.py has the host's side.
+This file has the code that jax traces; launches.py has the host's side.
 
 The cache slots of all steps are reserved before the launch, so that the loop needs nothing from the host. A row ends
 inside the launch by a stop token, or when its slots are used up; from then on it counts as padding and writes
 nothing. The loop ends when its steps are done or few rows are left, as ``LaunchInputs.control`` says. A launch can
-continue the rows of the previous launch from its outputs on the devices, before the host has read that launch's
-tokens.
+continue the rows of the previous launch from that launch's outputs on the devices, before the host has read them.
+Below, x is a sampled token and . is padding:
 
-    step         0   1   2   3          (slots for 4 tokens; row c may have only 2 more, row b samples a stop token)
+    step         0   1   2   3          (row b samples a stop token at step 1; row c has only 2 slots)
     row a        x   x   x   x
     row b        x   x   .   .
     row c        x   x   .   .
@@ -49,14 +49,14 @@ class StepInputs(NamedTuple):
 
 
 class StepOutput(NamedTuple):
-    """The outputs of a step on the devices, beside the cache."""
+    """The outputs of a step on the devices, without the cache."""
 
     tokens: Int[Array, " B"]
     logprobs: Float[Array, " B"]
     experts: Integer[Array, "T L K"] | None
-    """The experts of every token that the step computed, if the runner returns them."""
+    """The experts of every token that the step computed; None if the engine does not return experts."""
     kept: Int[Array, " B"] | None = None
-    """How many tokens the filters kept, if log-probabilities are taken among these tokens."""
+    """How many tokens the sampling filters kept; None if log-probabilities are taken over the whole vocabulary."""
 
 
 Cache = list[Array]
@@ -75,34 +75,34 @@ class LaunchRows(NamedTuple):
     """Whether a stop token ends the row."""
     sampling: SamplingColumns
     slots: Int[AnyArray, "B k"]
-    """The cache slots of the steps' input tokens; -1 after the row's last."""
+    """The cache slot of each step's input token; -1 for steps after the row's last one."""
 
 
 class LaunchInputs(NamedTuple):
-    """The inputs of a launch on the devices, all replicated; they are few arrays because each array costs time."""
+    """The inputs of a launch, replicated on all devices. They are packed into few arrays: each array costs time."""
 
     rows: Int[AnyArray, "B columns"]
-    """LaunchRows side by side in int32; ``pack_rows`` makes it."""
+    """All columns of LaunchRows side by side in one int32 array, from ``pack_rows``."""
     control: Int[AnyArray, " 3"]
-    """The most steps; the number of running rows at or below which the launch ends; and 1 to use ``before``."""
+    """[the most steps, the number of running rows at or below which the launch ends, 1 to use ``before`` or else 0]."""
     attention: Any
     """The attention mode's metadata, constant during a launch."""
     before: Int[AnyArray, "2 B"]
-    """``LaunchOutput.after`` of the previous launch; any values if ``control`` does not say to use it."""
+    """``LaunchOutput.after`` of the previous launch; ignored if the last number of ``control`` is 0."""
 
 
 class LaunchOutput(NamedTuple):
-    """The outputs of a launch on the devices, beside the cache."""
+    """The outputs of a launch on the devices, without the cache."""
 
     results: Int[Array, "results B"]
-    """2 k + 1 lines: the number of tokens of each row; k lines with the tokens of each step; and k lines with the bits
-    of their log-probabilities."""
+    """An array of 2 k + 1 lines: one line with the number of tokens that each row sampled, k lines with each step's
+    tokens, and k lines with the bits of these tokens' float32 log-probabilities."""
     experts: Integer[Array, "k B L K"] | None
-    """The experts of every step's input tokens, if the runner returns them."""
+    """The experts of every step's input tokens; None if the engine does not return experts."""
     after: Int[Array, "2 B"] | None
     """Each row's last token, and 1 if it is a stop token. The next launch reads this; the host does not."""
     kept: Int[Array, "k B"] | None = None
-    """How many tokens the filters kept at each step, if log-probabilities are taken among these tokens."""
+    """Like ``StepOutput.kept``, for every step."""
 
 
 def for_host(output: StepOutput | LaunchOutput) -> StepOutput | LaunchOutput:
@@ -111,13 +111,13 @@ def for_host(output: StepOutput | LaunchOutput) -> StepOutput | LaunchOutput:
 
 
 class Sampled(NamedTuple):
-    """What b rows sampled in a launch or a prefill step, on the host. Only the first ``count`` of a row are valid."""
+    """The tokens that b rows sampled in a launch or a prefill step, on the host; each row has ``count`` valid ones."""
 
     count: Int[np.ndarray, " b"]
     tokens: Int[np.ndarray, "k b"]
     logprobs: Float[np.ndarray, "k b"]
     kept: Int[np.ndarray, "k b"] | None = None
-    """How many tokens the filters kept, if log-probabilities are taken among these tokens."""
+    """Like ``StepOutput.kept``, for every sampled token."""
 
     @classmethod
     def of_prefill(cls, output: StepOutput, rows: int) -> "Sampled":
@@ -130,7 +130,7 @@ class Sampled(NamedTuple):
     def of_launch(
         cls, results: Int[np.ndarray, "results B"], columns: Int[np.ndarray, " b"], kept: Any = None
     ) -> "Sampled":
-        """Read the rows at ``columns`` from the arrays of a launch's output on the host."""
+        """Read the rows at the indices ``columns`` from the arrays of a launch's output on the host."""
         chosen = np.ascontiguousarray(np.asarray(results)[:, columns])
         tokens, bits = np.split(chosen[1:], 2)
         counts = None if kept is None else np.asarray(kept)[:, columns]
@@ -159,7 +159,7 @@ def unpack_rows(packed: Int[Array, "B columns"]) -> LaunchRows:
 
 
 class _Carry(NamedTuple):
-    """What one step hands to the next."""
+    """The state of the loop, which each step passes to the next."""
 
     step: Int[Array, ""]
     token: Int[Array, " B"]
@@ -183,9 +183,9 @@ def decode_loop(
     experts: ExpertLayout | None,
     filtered: bool = False,
 ) -> tuple[LaunchOutput, Cache]:
-    """Trace the steps of a launch. No step runs if too few rows are running at its start: see ``LaunchInputs.control``.
+    """Trace the loop over the steps of a launch. A loop that starts with too few rows makes no step.
 
-    Returns what was sampled, and the cache, which is updated in place.
+    See ``LaunchInputs.control``. Returns the sampled tokens, and the cache, which is updated in place.
     """
     rows = unpack_rows(inputs.rows)
     batch, most_steps = rows.slots.shape

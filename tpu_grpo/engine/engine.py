@@ -1,10 +1,10 @@
-"""The engine of one replica, which hides sglang-jax's internals from the rest of this package.
+"""The engine that samples on one replica's devices; it hides sglang-jax's internals from the rest of this package.
 
     engine = Engine.build(checkpoint_dir, mesh, options)
     engine.install_weights(weights)          # name -> array, as engine.weight_specs says; forgets cached prefixes
     completions = engine.generate(requests)  # in the order of the requests
 
-Everything happens on the calling thread. A call passes through these layers:
+Everything happens on the calling thread. A call passes through these layers (here with what each decides or runs):
 
     Engine.generate -> Generation.advance       which requests to submit            generation.py
         SteppedScheduler.start, finish          which rows to launch, which slots   scheduler.py
@@ -40,7 +40,7 @@ from tpu_grpo.records.stages import Completion, Request
 AXES = ("data", "tensor")
 """The mesh axes that sglang-jax's models use."""
 CONTEXT_MARGIN_TOKENS = 8
-"""sglang-jax refuses prompts within six tokens of its context length."""
+"""Added to the context length that sglang-jax gets, because it refuses prompts within six tokens of that length."""
 
 
 class Engine:
@@ -120,14 +120,14 @@ class Engine:
         return self._scheduler.digest
 
     def before_every_launch(self, call: Callable[[int, str], None]) -> None:
-        """Call ``call(number of the launch, digest)`` before each launch; this replaces an earlier ``call``."""
+        """Set the callback that gets the launch's number and the digest before each launch; it replaces any other."""
         scheduler = self._scheduler
         scheduler.before_launch = lambda: call(scheduler.forward_ct, scheduler.digest)
 
     # --- weights and programs -----------------------------------------------------------------------------------------
 
     def install_weights(self, weights: Mapping[str, Array]) -> None:
-        """Set the parameters to sample with, and clear the prefix cache, which belongs to the old ones.
+        """Set the parameters to sample with, and clear the prefix cache, which was computed with the old parameters.
 
         Raises:
             WeightsError: if names, shapes or types are not those of ``weight_specs``.
@@ -156,11 +156,11 @@ class Engine:
         return [layer for layer in self._runner.token_to_kv_pool.kv_buffer if isinstance(layer, jax.Array)]
 
     def compile_all(self, tell: Callable[[], None] = lambda: None) -> int:
-        """Compile every shape now, and return the number of programs; ``tell`` is called after each."""
+        """Compile the programs of all shapes now, and return their number; ``tell`` is called after each program."""
         return self._programs.compile_all(tell)
 
     def lower(self, mode: Literal["decode", "prefill"], size: int) -> jax.stages.Lowered:
-        """Lower the program of decode steps of ``size`` rows or a prefill of ``size`` tokens; it needs no weights."""
+        """Lower the program for decode steps of ``size`` rows or a prefill of ``size`` tokens, even without weights."""
         return self._programs.lower(ForwardMode.DECODE if mode == "decode" else ForwardMode.EXTEND, size)
 
     # --- requests -----------------------------------------------------------------------------------------------------
@@ -176,13 +176,13 @@ class Engine:
         Args:
             requests: what to sample.
             finished: is called with the index and the completion of each request as it ends.
-            conversations: the conversations that begin with the requests, if completions are conversations.
+            conversations: the conversations with environments that begin with the requests; None: no environments.
 
         Returns:
             The completions in the order of ``requests``.
 
         Raises:
-            RequestError: if the engine can never serve one of the requests; then none is started.
+            RequestError: if the engine can never serve one of the requests. No request is started then.
         """
         generation, before = self.start(requests, finished, conversations), self.use
         while generation.advance():
@@ -196,7 +196,7 @@ class Engine:
         finished: Finished | None = None,
         conversations: Conversations | None = None,
     ) -> Generation:
-        """Start a generation of all requests, which the caller advances. See ``generate``."""
+        """Start a generation of all requests. The caller must advance it; see ``generate`` for arguments and errors."""
         self.check(requests)
         expected, converse = expected_tokens(requests), conversations is not None
         limits = self.limits(requests, expected, conversations.places if conversations is not None else None)
@@ -207,15 +207,15 @@ class Engine:
     def begin(
         self, requests: Sequence[Request], expected: Sequence[int], waves: Waves, finished: Finished | None = None
     ) -> Generation:
-        """Start a generation, whose ``hold`` sets the requests to serve; ``check`` must have accepted them.
+        """Start a generation without requests to serve; the caller sets them with ``Generation.hold``.
 
-        See `Generation` for the arguments. The caller advances it launch by launch.
+        ``check`` must have accepted the requests. See `Generation` for the arguments.
         """
         assert self._runner.weights is not None, "install_weights comes before a generation"
         return Generation(self._scheduler, requests, expected, waves, finished)
 
     def limits(self, requests: Sequence[Request], expected: Sequence[int], places: int | None = None) -> Limits:
-        """Return the limits of conversations that begin with these requests; each host has ``places`` environments."""
+        """Return the limits of conversations that begin with these requests; see `Limits` for ``places``."""
         return Limits(self.options.tool_steps, places, rows_kept(requests, expected, self.options), self._check)
 
     def check(self, requests: Sequence[Request]) -> None:
@@ -248,9 +248,9 @@ class Engine:
 
 
 def engine_mesh(devices: Sequence[Any], engines: int = 1) -> Mesh:
-    """Make the mesh of one engine, which shards heads and hidden units over ``devices``, or of several equal engines.
+    """Make a mesh of equally large engines over the axis "data"; ``devices`` lists their devices engine by engine.
 
-    Its axes are explicit, as sglang-jax's models require: the type of a traced array says how it is sharded. The
-    devices of several engines are listed engine by engine.
+    Each engine shards heads and hidden units over the axis "tensor". The axes are explicit, as sglang-jax's models
+    require: the type of a traced array says how it is sharded.
     """
     return Mesh(np.asarray(devices).reshape(engines, -1), AXES, axis_types=(AxisType.Explicit,) * len(AXES))

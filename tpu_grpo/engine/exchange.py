@@ -1,10 +1,10 @@
-"""Brings all completions, with all of their arrays, to all hosts over the devices' interconnect.
+"""Sends the completions of every host, with all of their arrays, to all hosts over the devices' interconnect.
 
     completions = exchange_completions(own, count=64, hosts=hosts, room=share_bytes(requests, senders=2))
 
-A host sends bytes: the size of a JSON text, the text, and the arrays to which it refers, bit for bit. All hosts send
-them in equally many pieces of one size, as many as the host with the most bytes needs. Received bytes are never
-executed.
+A host encodes its completions as the size of a JSON text, the text, and the bytes of the arrays to which the text
+refers. All hosts send the same number of pieces of the same size, enough for the host with the most bytes. Received
+bytes are parsed and checked, and never executed.
 """
 
 import json
@@ -24,25 +24,25 @@ from tpu_grpo.records.errors import LockstepError
 from tpu_grpo.records.stages import Completion, Request
 
 PIECE_BYTES = 64 * 2**20
-"""The most bytes, roughly, of one piece of every host together, because each device holds all of these."""
+"""Roughly the most bytes of one piece, summed over all hosts, because each device holds the pieces of all hosts."""
 FEWEST_BYTES = 2**16
-"""The smallest piece, in bytes; larger ones are powers of 2, so that few sizes are compiled."""
+"""The smallest piece in bytes. All pieces have a power of 2 as their size, so that few sizes are compiled."""
 ROW_BYTES, TOKEN_BYTES = 320, 12
 """The most bytes of a completion's JSON text, and the bytes per token: its id, its log-probability, and the number of
 tokens that the filters kept."""
 
 SIZE = Annotated[int, Field(ge=0, le=2**40)]
-"""Bytes that a host may have to send."""
+"""The type of the number of bytes that a host has to send, for the check of received numbers."""
 COMPLETIONS = TypeAdapter(list[tuple[int, Completion]], config=ConfigDict(arbitrary_types_allowed=True, extra="forbid"))
 
 
 def share_bytes(
     requests: Sequence[Request], senders: int, context_tokens: int = 0, layout: ExpertLayout | None = None
 ) -> int:
-    """Return the most bytes that an equal share of these requests' completions takes, without conversations.
+    """Return the most bytes that one of ``senders`` hosts sends if all send equally many of the requests' completions.
 
-    The number is the same at every step of a run, so that nothing is compiled later. With ``layout`` completions
-    include experts.
+    Conversations may take more. The number is the same at every step of a run, so that nothing is compiled later. With
+    ``layout``, completions include experts.
     """
     new = max((request.sampling.max_new_tokens for request in requests), default=1)
     experts = 0 if layout is None else context_tokens * layout.token_bytes
@@ -55,10 +55,10 @@ def exchange_completions(
     """Gather ``count`` completions in the order of the requests.
 
     Args:
-        own: the completions that this host, and no other, sends, by the index of the request.
+        own: the completions that only this host sends, by the index of the request.
         count: the number of requests.
         hosts: the processes of the run, which all call this.
-        room: the wanted bytes of a piece, before rounding and limits; None: those of the host with the most.
+        room: the wanted bytes of a piece, before rounding and limits; None: the bytes of the host that sends the most.
     """
     if hosts.count == 1:
         return [own[index] for index in range(count)]

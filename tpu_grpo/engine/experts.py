@@ -133,7 +133,7 @@ def _mix_own_experts(
 
 @dataclass(frozen=True)
 class ExpertLayout:
-    """The number of experts of one token, and the integer type of their indices."""
+    """The shape (layers, experts per layer) and the integer type of the expert indices of one token."""
 
     layers: int
     per_token: int
@@ -162,7 +162,7 @@ class ExpertLayout:
 
 
 class ExpertTable:
-    """Host memory for the experts of every cache slot; the system backs only the pages that were written."""
+    """An array in host memory with the experts of every cache slot. Only pages that are written take memory."""
 
     def __init__(self, layout: ExpertLayout, slots: int):
         self._layout = layout
@@ -176,7 +176,7 @@ class ExpertTable:
         self._known = np.zeros(self._slots, np.bool_)
 
     def store(self, slots_T: Integer[np.ndarray, " T"], experts_TLK: Integer[np.ndarray, "T L K"]) -> None:
-        """Keep the experts of the tokens in these cache slots."""
+        """Store the experts of the tokens in these cache slots."""
         self._experts[slots_T] = experts_TLK
         self._known[slots_T] = True
 

@@ -4,14 +4,14 @@ A decode step uses the kernel's decode mode, with one query per row, and a prefi
 cache pad heads to multiples of 128 numbers.
 
 The kernel reads a row's cache in blocks of keys and values, from HBM into two buffers in VMEM. It computes on one part
-of a block at a time, and skips parts beyond the row's end. The sizes were chosen from programs compiled for each TPU
-generation, with 2 and with 8 key-value heads per device and a head width of 128:
+of a block at a time, and skips parts beyond the row's end. The block sizes were chosen by counting bundles (cycles) in
+programs compiled for each TPU generation, with 2 and with 8 key-value heads per device and a head width of 128:
 
-- In a decode step, every launch of the kernel first zeroes the buffers, at one bundle (cycle) per key and pair of
-  heads: 6,144 bundles for 1,024 keys of 2 heads, 18,432 for 8 heads. A block then costs about 900 bundles, and a key
+- In a decode step, every launch of the kernel first zeroes both buffers. For K heads this takes 2 K + 2 bundles per
+  key: 6,144 bundles for 1,024 keys of 2 heads, and 18,432 for 8 heads. A block then costs about 900 bundles, and a key
   about 1 for 2 heads. So decode blocks are as long as the context, up to 1,024 keys, and shorter for many heads.
-- Parts of 256 keys take the fewest bundles: 7,574 against 7,733 (512 keys) and 8,098 (1,024 keys) on v5e. A short row
-  also skips more of them.
+- Parts of 256 keys take the fewest bundles: 7,574 against 7,733 (512 keys) and 8,098 (1,024 keys) on v5e. Smaller parts
+  also let the kernel skip more of a block that a short row does not fill.
 - Buffers larger than half of the kernel's VMEM do not compile, such as 1,024 keys of 8 heads on v4.
 
 Suffixes: b rows of the batch, B rows (padded), L context, S cache slots of all rows, T new tokens of all rows, H query
@@ -36,8 +36,8 @@ from tpu_grpo.engine.attention import FP8, Columns, NativeMode, encode
 from tpu_grpo.records.errors import ConfigError
 
 PAGE_TABLE = 2**17
-"""The most pages that all rows may have together. The library lets their table take half of the 1 MiB of scalar memory,
-and silently runs fewer rows at once beyond that."""
+"""The most pages that all rows together may have. The table of the pages may take half of the 1 MiB of scalar memory.
+With more pages, the library silently runs fewer rows at once."""
 WITHOUT_FP8 = ("TPU v4",)
 """On these devices the compiler refuses the kernel's products of float32 and float8."""
 PAGES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -56,7 +56,7 @@ VMEM_BYTES = {
 }
 """The VMEM that the kernel may use, by jax's name of the device: half of the chip's VMEM, as in the library."""
 BUFFER_BYTES = 5 * MIB
-"""The most bytes of both buffers together, even if VMEM has room for more: larger ones take too long to zero."""
+"""The most bytes of both buffers together, even if VMEM has room for more: larger buffers take too long to zero."""
 DECODE_KEYS = 1024
 PREFILL_QUERIES = 32
 PREFILL_KEYS = 512
@@ -85,7 +85,7 @@ class FlashMode(NativeMode):
     def launch_metadata(self, slots_bL: Int[np.ndarray, "b L"], ends_B: Int[np.ndarray, " B"]) -> Any:
         """Compute the library's metadata for the rows' greatest possible lengths. Pages stay the same during a launch.
 
-        Padding rows between others get page 0, as ended rows do; no request owns it.
+        Padding rows between other rows get page 0, which no request owns; ``at_step`` gives it to ended rows, too.
         """
         rows = int(np.max(np.nonzero(ends_B)[0], initial=-1)) + 1
         ends_B = np.where((np.arange(len(ends_B)) < rows) & (ends_B == 0), 1, ends_B).astype(np.int32)
@@ -93,9 +93,9 @@ class FlashMode(NativeMode):
 
     @override
     def at_step(self, metadata: Any, seq_lens_B: Int[Array, " B"]) -> tuple[Any, Int[Array, " S"]]:
-        """Set the rows' lengths. Ended rows become rows of one token in page 0, which no request owns.
+        """Set the rows' lengths at this step. Ended rows become rows of one token in page 0, which no request owns.
 
-        Their length must not be 0, because the kernel writes a key and value for every row that it counts.
+        An ended row needs a token because the kernel writes a key and a value for every row in ``distribution``.
         """
         rows_B = jnp.arange(len(seq_lens_B))
         ended_B = (rows_B < metadata.distribution[0]) & (seq_lens_B == 0)
@@ -111,7 +111,7 @@ class FlashMode(NativeMode):
         cache_loc: Int[np.ndarray, " S"],
         ends: tuple[int, int, int],
     ) -> FlashAttentionMetadata:
-        """Build the library's metadata; ``ends`` has the ends of the decode, prefill and mixed rows."""
+        """Build the library's metadata; ``ends`` are the row indices at which decode, prefill and mixed rows end."""
         page = self._runner.page_size
         arrays: dict[str, Any] = {
             "cu_q_lens": _starts(new_B),
@@ -137,7 +137,7 @@ class FlashMode(NativeMode):
 
 
 def _starts(lengths_B: Int[np.ndarray, " B"]) -> Int[np.ndarray, " B+1"]:
-    """Return where each row begins, and where the last one ends."""
+    """Return the index of each row's first token in the concatenation of all rows, and the index after the last row."""
     return np.concatenate([np.zeros(1, np.int32), np.cumsum(lengths_B, dtype=np.int32)])
 
 
@@ -211,7 +211,7 @@ class BlockedFlashAttention(FlashAttention):
 
 @dataclass(frozen=True)
 class Blocks:
-    """The kernel's block sizes and VMEM for one engine."""
+    """The kernel's block sizes and limit of VMEM for one engine."""
 
     decode: Block
     prefill: Block

@@ -1,7 +1,7 @@
-"""Paged attention for any device, behind sglang-jax's backend interface: each row gathers its own pages.
+"""Paged attention for any device, with sglang-jax's backend interface: each row gathers its own pages.
 
 The library's native attention scores every query against every row's cache (rows x rows x length) and is wrong for
-pages above one token. This attention costs rows x length, for any page size, with the same results. Each row's cache is
+pages above one token. This attention costs rows x length, and is right for any page size. Each row's cache is
 read in chunks of CHUNK_TOKENS with a running softmax (Milakov and Gimelshein 2018, arXiv 1805.02867). The loop over
 chunks ends at the end of the longest row, so one program serves every length.
 
@@ -9,8 +9,8 @@ Queries of a prefill are split into blocks of QUERY_BLOCK tokens of one row. So 
 tokens, even when a row with a whole prompt runs beside rows whose prompts are in the cache.
 
 Suffixes: b rows of the batch, B rows (padded), L context, N pages of a row, T new tokens of all rows, R rows or blocks
-that attend together, Q queries of each, K key-value heads, G query heads per key-value head, D head width, W head
-width in the cache, C tokens of a chunk.
+that attend together, Q queries of each, K key-value heads, G query heads per key-value head, H = K G query heads,
+D head width, W head width in the cache, C tokens of a chunk.
 """
 
 from dataclasses import dataclass
@@ -65,7 +65,7 @@ class GatherMode(AttentionMode):
     def cache_layer(self, pool: MHATokenToKVPool) -> jax.ShapeDtypeStruct:
         """Describe a layer [pages, page, K, 2, W]: keys and values alternate, and heads have the model's width.
 
-        The library would pad heads to 128.
+        The library would pad the width of heads to a multiple of 128.
         """
         pages, dtype = (pool.size + pool.page_size) // pool.page_size, jnp.dtype(pool.dtype)
         shape = (pages, pool.page_size, pool.head_num, 2, cache_width(self._head_dim, dtype))
@@ -106,7 +106,7 @@ class GatherMode(AttentionMode):
 
 
 class _NoBackend:
-    """Stands in for a backend while the library builds its worker; ours is made inside the step."""
+    """Stands in for a backend while the library builds its worker; the real one is made inside the traced step."""
 
     @staticmethod
     def get_max_running_reqests(max_context_len: int, page_size: int) -> int:
@@ -141,11 +141,11 @@ def block_metadata(
 
 @dataclass(frozen=True)
 class Scoring:
-    """How a layer scores: q k scale, then the soft cap, then the softmax over the visible keys."""
+    """How a layer scores keys: the product q k times ``scale``, then the soft cap, then a softmax over visible keys."""
 
     scale: float
     window: int | None = None
-    """A query sees itself and the ``window - 1`` tokens before it; with None, all tokens before it."""
+    """A query sees its own token and the ``window - 1`` tokens before; with None, it sees all tokens before."""
     soft_cap: float | None = None
     """Scores x become soft_cap * tanh(x / soft_cap)."""
 
@@ -168,7 +168,7 @@ class GatherAttention:
     ) -> tuple[Float[Array, "T H*D"], Shaped[Array, "pages page K 2 W"]]:
         """Write the new keys and values into the cache, attend, and return the output and the layer's new cache.
 
-        Heads are sharded over the axis "tensor" of the mesh, and each device attends with its own.
+        Heads are sharded over the axis "tensor" of the mesh, and each device computes the attention of its own heads.
         """
         decodes = forward_batch.forward_mode == ForwardMode.DECODE
         lengths = forward_batch.seq_lens if decodes else forward_batch.extend_prefix_lens

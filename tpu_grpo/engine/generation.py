@@ -1,11 +1,11 @@
 """Serves a batch of requests on one engine, launch by launch.
 
-Requests with equal prompts form a group. The first of them prefills the prompt; the others wait for it and reuse its
-cached keys and values. Groups are started in the order in which they are held, each when there is a place for one of
-its rows. Time is counted in decode steps, which are the same on every machine.
+Requests with equal prompts form a group. The first request prefills the prompt; the others wait for it and reuse the
+cached keys and values. ``Generation.hold`` gives the groups in their order; each starts when one of its rows (requests)
+can run. Time is counted in decode steps, which are the same on every machine.
 
 If completions are conversations, a request is one turn, and a row is "out" while its environment works; see waves.py.
-If no row can be decoded, the clock jumps to the step at which the first row is due.
+If no row can be decoded, the clock jumps to the step at which the first environment's answer is due.
 """
 
 import time
@@ -29,11 +29,11 @@ class Partial(NamedTuple):
 
     token_ids: Sequence[int]
     completion: Completion | None
-    """The whole completion; None until it has ended."""
+    """The whole completion; None until the request has ended."""
 
 
 class Generation:
-    """Serves one engine's requests of a batch, which ``hold`` sets. Call ``advance`` until it returns False.
+    """Serves the requests of a batch that ``hold`` gives to one engine. Call ``advance`` until it returns False.
 
     Each call collects the tokens of the previous launch and starts the next one. Engines on different devices therefore
     work at the same time if each is advanced once it is ``ready``.
@@ -51,9 +51,9 @@ class Generation:
 
         Args:
             scheduler: the engine's scheduler.
-            requests: the whole batch, to which indices refer.
+            requests: all requests of the batch, also those of other engines; indices refer to this sequence.
             expected: the expected number of tokens of each request.
-            waves: brings the rows' turns, if completions are conversations.
+            waves: brings the requests of all turns, if completions are conversations.
             finished: is called with every completion as it ends.
         """
         self._scheduler, self._requests, self._expected = scheduler, requests, expected
@@ -75,7 +75,7 @@ class Generation:
 
     @property
     def ready(self) -> bool:
-        """Whether ``advance`` would wait neither for the devices nor for an environment's answer that is due."""
+        """Whether ``advance`` can return without waiting for the devices or for an environment's answer that is due."""
         return self._waves.ready(self.clock) if self._late else self._scheduler.ready
 
     @property
@@ -85,7 +85,7 @@ class Generation:
 
     @property
     def steps(self) -> int:
-        """The number of decode steps so far."""
+        """The number of decode steps of this generation so far."""
         return self._scheduler.use.steps - self._first_step
 
     @property
@@ -96,9 +96,9 @@ class Generation:
     def advance(self, until: int | None = None, *, wait: bool = True) -> bool:
         """Finish the launch in flight and start the next; returns False once there is nothing left to do.
 
-        With ``until``, it also returns False when the clock reaches that step; no launch goes beyond it. Completions
-        are reported while the devices compute the next launch. With ``wait=False`` nothing is launched while an
-        environment's answer is due but missing: ``ready`` says when to call again.
+        ``until`` is a step that no launch goes beyond; when the clock reaches it, the method returns False as well.
+        Completions are reported while the devices compute the next launch. With ``wait=False`` nothing is launched
+        while an environment's answer is due but missing: ``ready`` says when to call again.
         """
         self._scheduler.finish()
         for index in [index for index, row in self._running.items() if row.req.finished()]:
@@ -140,7 +140,7 @@ class Generation:
             running.req.sampling_params.max_new_tokens = 1
 
     def pause(self, point: int) -> Load:
-        """Return the engine's load at a synchronization point; if its clock is behind, it has been idle until then."""
+        """Return the engine's load at the synchronization point, and count the steps up to ``point`` as idle ones."""
         self._idle_steps += max(0, point - self.clock)
         return Load(self._places - self._free, self._places, self._left, tuple(group.number for group in self._held))
 
@@ -180,7 +180,7 @@ class Generation:
     def _prepare(self, until: int | None, *, wait: bool) -> bool:
         """Submit all that can run now; returns whether there is anything to do before ``until``.
 
-        It is a loop because a conversation that is over leaves its place to a group, whose rows are out at once.
+        The loop is needed because a conversation that ends leaves its place to a group, whose rows are out at once.
         """
         self._late = False
         while until is None or self.clock < until:
@@ -223,7 +223,7 @@ class Generation:
                 self._admit([(index, self._requests[index]) for index in members])
 
     def _admit(self, requests: Sequence[tuple[int, Request]]) -> None:
-        """Submit requests. Of several with equal prompts submit only the first, which prefills it for the others."""
+        """Submit requests. Of those with equal prompts, only the first is submitted now, to prefill the prompt."""
         leaders, share = dict[tuple[int, ...], int](), self._scheduler.runner.options.prefix_cache
         for index, request in requests:
             leader = leaders.setdefault(request.token_ids, index) if share else index
@@ -233,7 +233,7 @@ class Generation:
                 self._followers.setdefault(leader, []).append((index, request))
 
     def _start(self, most_steps: int | None) -> None:
-        """Launch. If requests wait beside decode steps, the engine is full: then note how many rows it runs."""
+        """Start a launch. If requests wait during decode steps, the engine is full: set ``_places`` to its rows."""
         scheduler = self._scheduler
         ahead = most_steps is None and not self._held and not self._followers  # all requests are in the scheduler
         if ahead and (due := self._waves.next_due) is not None:
@@ -251,8 +251,8 @@ def advance_all(generations: Sequence[Generation], until: int | None = None) -> 
     launches may differ between hosts. An engine over several hosts is the only engine of each of these hosts.
 
     Returns:
-        The seconds in which no engine was ready: in ``wait`` if at least one had a launch in flight, else in
-        ``environments``. An engine that is alone counts its seconds itself.
+        The seconds in which no engine was ready: in ``wait`` if some engine had a launch in flight, else in
+        ``environments``. They are 0 for a single engine, which counts these seconds in its own ``use``.
     """
     active, waited = list(generations), EngineUse()
     while len(active) > 1:

@@ -181,7 +181,7 @@ class Programs:
 
 @functools.cache
 def _nothing_before(rows: int, mesh: Mesh) -> Int[Array, "2 B"]:
-    """Return ``before`` for launches that follow none, on the devices: a host array would need another program."""
+    """Make ``before`` of a launch that continues no other, on the devices: a host array would need another program."""
     return jax.jit(lambda: jnp.zeros((2, rows), jnp.int32), out_shardings=NamedSharding(mesh, P()))()
 
 
@@ -292,7 +292,7 @@ def _padded(values: Sequence[int] | np.ndarray, size: int, fill: int = 0) -> Int
 
 
 def _read_settings(config: Any) -> Scaling | None:
-    """Correct the library's ModelConfig (its transformers 4 knows fewer names of settings); return the RoPE scaling."""
+    """Correct the library's ModelConfig, whose transformers 4 misses some settings; return the RoPE scaling or None."""
     _, family, sizes = read_hf_config(Path(config.model_path))
     read = {"rope_theta": sizes.rope_theta, "rope_scaling": None, "head_dim": sizes.head_dim}
     if isinstance(sizes, MoeConfig):
@@ -368,7 +368,7 @@ class Runner(ModelRunner):
 
     @override
     def profile_max_num_token(self, total_device_memory: int) -> int:
-        """Return the configured size. Free memory differs between hosts, and measuring it drops compiled programs."""
+        """Return the configured cache size. Free memory differs by host, and measuring it drops compiled programs."""
         size = self.server_args.max_total_tokens
         assert size is not None
         return size

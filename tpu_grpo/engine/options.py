@@ -21,9 +21,9 @@ KVDtype = Literal["auto", "int8", "fp8"]
 SMALLEST_BATCH = 8
 SMALLEST_PREFILL = 64
 REFILL_SHARE = 16
-"""While requests wait, a launch ends once 1 / REFILL_SHARE of its rows have ended, and at least one."""
+"""While requests wait, a launch ends once 1 / REFILL_SHARE of its rows (at least one row) have ended."""
 LAUNCH_SECONDS = 0.05
-"""A launch of decode steps should take at least this long: the host's part of it is a few milliseconds."""
+"""The least seconds that a launch of decode steps should take, because the host needs a few milliseconds for each."""
 BYTES_PER_SECOND = {"tpu": 1e12, "gpu": 1e12, "cpu": 2e10}
 """Roughly how fast a device of each platform reads weights; a decode step reads all of them."""
 FEWEST_STEPS, MOST_STEPS = 4, 32
@@ -31,12 +31,12 @@ FEWEST_STEPS, MOST_STEPS = 4, 32
 
 @dataclass(frozen=True)
 class Shapes:
-    """Ascending ladders of padded sizes; a size is padded to the first rung that is large enough."""
+    """The sizes of compiled programs, in ascending order. A step is padded to the first size that is large enough."""
 
     batch: tuple[int, ...]
-    """Rows of a decode step. The last rung is the most rows that run at once."""
+    """Rows of a decode step. The last size is the most rows that run at once."""
     prefill: tuple[int, ...]
-    """New tokens of all rows in a prefill step. The last rung is the chunk size."""
+    """New tokens of all rows in a prefill step. The last size is that of the chunks of longer prompts."""
     context: int
     """Tokens of the longest row, rounded up to whole pages."""
 
@@ -72,9 +72,9 @@ class EngineOptions:
     kv_dtype: KVDtype = "auto"
     """The type of the numbers in the KV cache; auto is ``dtype``."""
     filtered: bool = False
-    """Whether log-probabilities are taken among the tokens that the filters keep, and completions hold their number."""
+    """Whether log-probabilities are taken among the tokens that the filters keep, and the number kept is returned."""
     tool_steps: int = 16
-    """Decode steps after which a row comes back from its environment."""
+    """Decode steps from a turn's end to the row's next turn, while its environment works; see waves.py."""
 
     @classmethod
     def from_config(
@@ -142,10 +142,10 @@ def ladder(first: int, last: int, factor: int) -> tuple[int, ...]:
 
 
 def pad_to(rungs: Sequence[int], size: int) -> int:
-    """Return the first rung that is at least ``size``.
+    """Return the first of the ascending sizes ``rungs`` that is at least ``size``.
 
     Raises:
-        ValueError: if no rung is large enough.
+        ValueError: if all of them are smaller.
     """
     index = bisect_left(rungs, size)
     if index == len(rungs):
@@ -156,9 +156,9 @@ def pad_to(rungs: Sequence[int], size: int) -> int:
 def choose_steps(weight_bytes: int, platform: str) -> int:
     """Choose the most decode steps of a launch: a power of two, for the bytes of weights on each device.
 
-    It is the first number, from FEWEST_STEPS to MOST_STEPS, for which reading the weights at every step takes
-    LAUNCH_SECONDS or more. On a TPU, 0.6B parameters in bfloat16 (1.2 GB) get 32 steps, 8B on four devices (4 GB) get
-    16, and 32B on four devices (16 GB) get 4.
+    The number is doubled from FEWEST_STEPS until reading the weights once per step takes LAUNCH_SECONDS, or up to
+    MOST_STEPS. On a TPU, 0.6B parameters in bfloat16 (1.2 GB) get 32 steps, 8B on four devices (4 GB) get 16, and 32B
+    on four devices (16 GB) get 4.
     """
     step_seconds, steps = weight_bytes / BYTES_PER_SECOND[platform], FEWEST_STEPS
     while steps < MOST_STEPS and steps * step_seconds < LAUNCH_SECONDS:
@@ -169,7 +169,7 @@ def choose_steps(weight_bytes: int, platform: str) -> int:
 def rows_left(rungs: Sequence[int], rows: int, *, waiting: bool) -> int:
     """Return the number of running rows at or below which a launch of ``rows`` rows ends early.
 
-    That few rows fit a smaller program, or leave room for waiting requests.
+    So few rows fit a program for fewer rows, or, if requests are ``waiting``, leave room for some of them.
     """
     smaller = max((rung for rung in rungs if rung < rows), default=0)
     return max(smaller, rows - max(1, rows // REFILL_SHARE)) if waiting else smaller
@@ -242,7 +242,7 @@ def check_tokens(shapes: Shapes, devices: int) -> None:
 
 
 def splits_vocabulary(asked: bool | None, vocabulary: int, tensor: int) -> bool:
-    """Decide whether ``tensor`` devices shard the vocabulary; if ``asked`` is None, they do if ``tensor`` divides it.
+    """Decide whether ``tensor`` devices shard the vocabulary as ``asked``; None: if ``tensor`` divides its size.
 
     Raises:
         ConfigError: if sharding was asked for and ``tensor`` does not divide the vocabulary.

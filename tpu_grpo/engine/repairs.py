@@ -2,8 +2,8 @@
 
 Nothing here runs at import. A repair is a context manager around the one call that needs it, or a function that fixes
 an object after it was built. Parts of the library are replaced by ``mock.patch.object``, and only for the duration of
-that call. The one exception is the clock of the prefix tree, which the tree reads at every step. Each repair has a
-test that fails once the library no longer needs it.
+that call. The one exception is the clock of the prefix tree: it stays replaced, because the tree reads it at every
+step. Each repair has a test that fails once the library no longer needs it.
 """
 
 import contextlib
@@ -47,14 +47,14 @@ def require_repaired_version() -> None:
 
 @contextmanager
 def in_process(build_runner: Callable[..., Any]) -> Iterator[None]:
-    """Build a Scheduler with our runner, and without sockets, watchdog thread or reseeded global generators.
+    """Let the library build a Scheduler with our runner, without sockets, threads or reseeded random generators.
 
     ``build_runner`` is called in place of ``ModelRunner``, with the arguments of its constructor.
 
     Reason: ``Scheduler.__init__`` makes a zmq context, starts a thread that kills the process when a step takes long,
-    seeds ``random`` and ``numpy.random``, and points jax at a compilation cache of its own; ``ModelWorker`` hard-codes
-    its runner class and starts a thread. The environment variable SGLANG_CI_SMALL_KV_SIZE would change the cache's size
-    on one host only.
+    seeds ``random`` and ``numpy.random``, and sets another compilation cache for jax. ``ModelWorker`` hard-codes its
+    runner class and starts a thread. The environment variable SGLANG_CI_SMALL_KV_SIZE would change the cache's size on
+    one host only.
     """
     from sgl_jax.srt.managers import scheduler, tp_worker
 
@@ -96,9 +96,9 @@ def abstract_model(
 
 @contextmanager
 def _vocabulary(split: bool) -> Iterator[None]:
-    """Let models replicate embedding and output head on every device, unless ``split`` is True.
+    """Let models replicate embedding and output head on every device if ``split`` is False.
 
-    Reason: models shard both by rows, which fails if the vocabulary is not divisible by the number of devices.
+    Reason: the library shards both by vocabulary, which fails if its size is not divisible by the number of devices.
     """
     from sgl_jax.srt.layers.embeddings import Embed
 
@@ -166,7 +166,7 @@ def _amplified(cosines_and_sines: Callable[[Any], Any], amplitude: float) -> Cal
 
 
 def count_instead_of_clock() -> None:
-    """Let the prefix tree order its nodes by a counter.
+    """Let the prefix tree order its nodes by a counter instead of the time.
 
     Reason: the tree evicts by ``time.monotonic()``, so hosts, or two runs of one program, could evict different
     prefixes. A second call changes nothing.
@@ -203,10 +203,10 @@ def slots_taken(slots_b: np.ndarray) -> Iterator[None]:
 
 
 class NoSamplingInfo:
-    """Stands in for the library's ``SamplingBatchInfo``: our sampler's columns live in the runner's table.
+    """An empty replacement for the library's ``SamplingBatchInfo``; launches.py has our table of sampling settings.
 
-    Reason: building, filtering and merging it (with three penalty objects) at every change of the batch takes a good
-    part of the time of a small step, and nothing here reads it.
+    Reason: the library builds, filters and merges a ``SamplingBatchInfo`` (with three penalty objects) at every change
+    of the batch. That takes a good part of the time of a small step, and our sampler does not read the result.
     """
 
     penalizer_orchestrator = types.SimpleNamespace(is_required=False)

@@ -9,11 +9,11 @@ For 8 devices on 2 hosts (4 each) and three groups of requests a, b, c with equa
     tensor 2    host 0: replicas 0 and 1 sample a and b     host 1: replica 2 samples c, replica 3 has nothing to do
     tensor 8    one replica over both hosts samples a, b and c, both hosts making the same decisions
 
-dealing.py decides which replica serves which request. While any group waits to be started, all replicas stop after the
-same number of decode steps (a synchronization point), hosts share the loads of their replicas, and all compute the same
-dealing. Once no group waits, no replica inside one host waits for another host. A single replica has its own queue and
-needs no synchronization points. At the end, the hosts that drive a replica together compare its decisions and tokens,
-and every host receives the whole batch. Tokens do not depend on which replica serves a request: see sampling.py.
+dealing.py decides which replica serves which group (requests with one prompt). While any group waits to be started, all
+replicas stop at synchronization points, after equally many decode steps. At a point, hosts exchange the loads of their
+replicas, and each computes the same new assignment. Once no group waits, no replica inside one host waits for another
+host. A single replica needs no synchronization points. At the end, the hosts of each replica compare its decisions and
+tokens, and every host receives all completions. Tokens do not depend on the assignment: see sampling.py.
 """
 
 import functools
@@ -53,7 +53,7 @@ from tpu_grpo.records.errors import ConfigError, LockstepError
 from tpu_grpo.records.stages import Completion, Request
 
 Served = tuple[str, dict[int, str], dict[int, tuple[int, int]]]
-"""What a host shares about a batch: the digest of its dealing, and each replica's digest, steps and clock."""
+"""What hosts compare after a batch: the digest of the assignment, and by replica the digest, and (steps, clock)."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ class Replicas:
             engine.release()
 
     def differs_by(self, name: str, expected: Array) -> float:
-        """Return the largest difference between ``expected`` and the same parameter in this host's engines.
+        """Return the largest difference between ``expected`` and the parameter ``name`` in this host's engines.
 
         ``expected`` is replicated over all replicas. NaN counts as an infinite difference.
         """
@@ -199,12 +199,12 @@ class Replicas:
             requests: what to sample.
             finished: is called with the index and the completion of each request as it ends, on one of the hosts that
                 drive the request's replica.
-            known: the expected number of tokens of each request, or None; no token depends on it.
-            conversations: the requests' conversations, if completions are conversations. Each host runs the
+            known: the expected number of tokens of each request (None: unknown), which does not change any token.
+            conversations: the requests' conversations with environments; None: no environments. Each host runs the
                 conversations of the groups whose completions it reports.
 
         Raises:
-            RequestError: if no engine can ever serve one of the requests (then none is started), or a later turn.
+            RequestError: if no engine can ever serve a request (none is started then), or the request of a later turn.
             LockstepError: if hosts decided differently, or sampled differently in a replica that they share.
         """
         next(iter(self.engines.values())).check(requests)
@@ -219,9 +219,9 @@ class Replicas:
         return self._exchange(serving, requests, conversations is not None)
 
     def _compare(self, serving: "Serving") -> dict[str, float]:
-        """Check that all hosts dealt alike, and decided and sampled alike in shared replicas; returns the idle share.
+        """Compare the assignments of all hosts, and the digests of each replica's hosts; return the idle share.
 
-        All hosts take part, so all raise.
+        All hosts see all digests, so if any of them differ, LockstepError is raised on all hosts.
         """
         dealt = hashlib.sha256(json.dumps(serving.dealer.assigned).encode()).hexdigest()
         steps = {number: (g.steps, g.clock) for number, g in serving.generations.items()}
@@ -354,7 +354,7 @@ def _check_alike(what: str, found: Mapping[int, str]) -> None:
 def _launch_hook(number: int, partners: Hosts | None = None) -> Callable[[int, str], None]:
     """Make the callback that runs before each launch of a replica that spans hosts.
 
-    It notes the launch, so that lost hosts are found, and compares the digest with those of ``partners``, if any.
+    The callback notes the launch as progress, by which hosts find lost hosts, and compares digests with ``partners``.
     """
 
     def note(launch: int, digest: str) -> None:
@@ -392,7 +392,7 @@ def idle_share(steps: Sequence[tuple[int, int]]) -> dict[str, float]:
 
     Args:
         steps: for every replica its decode steps, and its clock at the end. Time is counted in decode steps, up to the
-            latest end. The result is empty for a single replica, or if no replica made a decode step.
+            latest of these clocks. The result is empty for a single replica, or if no replica made a decode step.
     """
     end = max(clock for _, clock in steps)
     if len(steps) == 1 or not end:

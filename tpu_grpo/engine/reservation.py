@@ -2,15 +2,15 @@
 
 The scheduler gives every row of a decode batch the slot of one token. ``reserve`` takes slots for the following tokens,
 for as many steps as there are free slots, and ``keep`` frees the slots that a launch did not use. A launch ends where
-single steps would have evicted prefixes or retracted rows, so that eviction, retraction and admission decide as they
-would after single steps.
+single steps would have evicted prefixes or retracted rows (put them back into the queue). So the scheduler evicts,
+retracts and admits exactly as it would after single steps.
 
     reservation = reserve(batch, most_steps=16, left=8)
     ...                                     # the launch
     keep(batch, reservation, counts)        # the tokens that each row has sampled
 
-While no request waits, the next launch is made before the tokens of the current one are known. ``reserve_ahead`` takes
-its slots for all rows, as if none ended, and ``give_back`` frees the slots of rows that have ended.
+While no request waits, the next launch is queued before the tokens of the current launch are known. ``reserve_ahead``
+takes its slots for all rows, as if none ended, and ``give_back`` frees those of rows that turn out to have ended.
 
 Suffixes: b rows of the batch (B padded), k steps of the launch, T tokens, L layers, K experts per token.
 """
@@ -27,7 +27,7 @@ class Reservation:
     """The cache slots that the rows of a launch may fill."""
 
     slots: Int[np.ndarray, "b k"]
-    """The cache slots of the steps' input tokens; -1 after the row's last."""
+    """The cache slot of each step's input token; -1 for steps after the row's last one."""
     lengths: Int[np.ndarray, " b"]
     """Tokens that each row has after the first step."""
     ends: Int[np.ndarray, " b"]
@@ -35,7 +35,7 @@ class Reservation:
     left: int
     """The launch ends early when this number of rows, or fewer, are running."""
     columns: Int[np.ndarray, " b"]
-    """The index of each row on the devices. A launch that continues another keeps its rows' indices."""
+    """The index of each row in the arrays on the devices. A launch that continues another launch keeps the indices."""
 
     @property
     def steps(self) -> int:
@@ -71,9 +71,9 @@ def reserve(batch: ScheduleBatch, most_steps: int, left: int) -> Reservation:
 
 
 def reserve_ahead(batch: ScheduleBatch, before: Reservation, most_steps: int) -> Reservation | None:
-    """Reserve slots for the launch after the current one; None if no row needs it, or if too few are free.
+    """Reserve slots for the launch after the current one; None if no row needs it, or if either launch lacks slots.
 
-    In the library's request table, only rows that may continue get slots.
+    The slots are written into the library's request table, only for rows that may continue.
 
     Args:
         batch: the decode batch in flight.
@@ -93,7 +93,7 @@ def reserve_ahead(batch: ScheduleBatch, before: Reservation, most_steps: int) ->
 
 
 def give_back(batch: ScheduleBatch, ahead: Reservation) -> None:
-    """Free the slots of rows that ended before a launch that was made ahead.
+    """Free the slots of rows that a launch queued ahead will not decode; ``ahead`` is the reservation of these rows.
 
     A page that the previous launch has partly filled is not freed: it belongs to that launch's reservation.
     """
@@ -139,7 +139,7 @@ def computed_experts(
 
 
 def _limits(batch: ScheduleBatch) -> Int[np.ndarray, " b"]:
-    """Return how many tokens each row may still sample, as far as the host knows."""
+    """Return how many tokens each row may still sample, not counting tokens that the host has not collected yet."""
     return np.array([req.sampling_params.max_new_tokens - len(req.output_ids) for req in batch.reqs])
 
 
@@ -151,7 +151,7 @@ def _reservation(
     left: int,
     columns_b: Int[np.ndarray, " b"],
 ) -> Reservation:
-    """Read the slots of the steps from the request table."""
+    """Make a reservation of the slots that the request table has for the steps."""
     places, table = lengths_b[:, None] - 1 + np.arange(steps), batch.req_to_token_pool.req_to_token
     slots = table[batch.req_pool_indices[:, None], np.minimum(places, table.shape[1] - 1)]
     return Reservation(np.where(places < ends_b[:, None], slots, -1), lengths_b, ends_b, left, columns_b)
@@ -160,7 +160,7 @@ def _reservation(
 def _affordable(
     batch: ScheduleBatch, lengths_b: Int[np.ndarray, " b"], limits_b: Int[np.ndarray, " b"], most_steps: int
 ) -> int:
-    """Return the most steps that the library would make without evicting; the first is prepared already.
+    """Return the most steps that the library would make without evicting; the first step has its slots already.
 
     The library evicts when fewer pages are free than there are rows.
     """

@@ -44,7 +44,7 @@ from tpu_grpo.records.stages import (
 )
 
 EVALUATION_SAMPLE = 2**31
-"""The sample number of an evaluation's first answer. Training counts samples from 0 and never gets this far."""
+"""The sample number, in ``SampleKey``, of an evaluation's first answer. Training counts up from 0, and stays below."""
 PROBE_SAMPLE = EVALUATION_SAMPLE - 1
 TEXTS_SAMPLE = EVALUATION_SAMPLE - 2
 """The sample numbers of requests that belong to neither training nor evaluation."""
@@ -115,7 +115,7 @@ class Sampler:
     """Samples completions of prompts. Its caller keeps the engines' weights up to date.
 
     Args:
-        engines: serve the requests.
+        engines: the engines that serve the requests.
         tokenizer: the run's tokenizer.
         config: the run's config; seed, group size and sampling settings are read from it.
         converse: opens the conversations of a batch, if completions are conversations with environments. They are
@@ -147,20 +147,20 @@ class Sampler:
     ) -> Rollout:
         """Sample a group of completions for every prompt of a step.
 
-        ``ended`` is called during the rollout, on the calling thread, once for every prompt, when all its completions
-        have been sampled, and only on one of the hosts that sampled them. It should take little time, because that
-        host's engines wait for it. An exception in it ends the run, because the engines are then in the middle of
-        their work.
+        ``ended`` is called once for every prompt, when all completions of the prompt have been sampled. This happens
+        during the rollout, on one of the hosts that sampled them, on the calling thread. The function should take
+        little time, because that host's engines wait for it. An exception in it ends the run, because the engines are
+        then in the middle of their work.
 
-        ``known`` has the expected mean number of tokens of each prompt's completions, or None. Prompts with long
-        answers are started first. No token depends on it; the last bits of log-probabilities may.
+        ``known`` has the expected mean number of tokens of each prompt's completions (None: unknown). Prompts with long
+        answers are started first. Tokens do not depend on ``known``; the last bits of log-probabilities may.
 
-        The cache is emptied first. Prefixes that an evaluation or a probe left would change the chunks in which prompts
-        are prefilled and thereby the last bits, so a run's numbers would depend on when it was evaluated.
+        The cache is emptied first. Prefixes from an evaluation or a probe would change the chunks in which prompts are
+        prefilled, and thereby the last bits. So a run's numbers would depend on when the run was evaluated.
 
         Raises:
-            NonFiniteError: if a log-probability is not finite, which means that weights or computation are broken. The
-                rollout is kept first, see ``keep_broken``.
+            NonFiniteError: if a log-probability is not finite or is above 0, so that weights or computation must be
+                broken. ``keep_broken`` is called first.
         """
         size = self._group_size
         requests = [
@@ -176,13 +176,13 @@ class Sampler:
     def answer(
         self, prompts: Sequence[Prompt], modes: Sequence[AnswerMode], ended: Sequence[GroupEnded] = ()
     ) -> tuple[Rollout, ...]:
-        """Sample completions for an evaluation in every mode, with keys that are the same every time.
+        """Sample an evaluation's completions in every mode, with random keys that are the same in all evaluations.
 
         All modes are sampled at once, so that a prompt is prefilled once, and the few long completions of one mode do
-        not leave engines idle. The cache is emptied first, so that the same weights give the same answers whatever was
-        sampled before: during the run, after it was continued, or from a checkpoint.
+        not leave engines idle. The cache is emptied first, so that equal weights give equal answers whatever was
+        sampled before: in a run, in a continued run, or in an evaluation of a checkpoint.
 
-        ``ended`` has a function for every mode, which is called like ``ended`` of ``rollout``.
+        ``ended`` has a callback for every mode, which is called like ``ended`` of ``rollout``.
         """
         count = len(prompts)
         requests = [
@@ -223,7 +223,7 @@ class Sampler:
 
         The cache is emptied first. ``ended`` is called for groups of ``sizes`` rows. Raises as ``rollout`` does.
 
-        Returns the completions, their texts, and the seconds that it took.
+        Returns the completions, their texts, and the seconds that sampling took.
         """
         start, groups = time.perf_counter(), _Groups(sizes, self._text, ended)
         self._engines.forget_prefixes()
@@ -259,7 +259,7 @@ class _Groups:
         """The texts of whole groups, by row."""
 
     def finished(self, row: int, completion: Completion) -> None:
-        """Take a completion, and pass its group on if that completes the group."""
+        """Store a completion, and call ``ended`` if the completion's group is now whole."""
         number = bisect_right(self._starts, row) - 1
         start, end = self._starts[number], self._starts[number + 1]
         group = self._found.setdefault(number, {})
@@ -286,11 +286,11 @@ def stream(engine: Engine, requests: Sequence[Request], cancelled: Callable[[], 
     Args:
         engine: an idle engine that has weights.
         requests: what to sample.
-        cancelled: is asked before every launch; once it returns True, requests end with the tokens that they have.
+        cancelled: is called before every launch; once it returns True, requests end with the tokens that they have.
 
     Raises:
-        RequestError: if the engine can never serve one of the requests; then none is started.
-        NonFiniteError: if a log-probability is not finite.
+        RequestError: if the engine can never serve one of the requests. No request is started then.
+        NonFiniteError: if a log-probability is not finite or is above 0.
     """
     generation, going = engine.start(requests), True
     try:

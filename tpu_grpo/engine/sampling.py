@@ -4,7 +4,7 @@ Order of the filters: temperature, top-k, top-p, min-p. Log-probabilities are fl
 distribution at the temperature, before any filter, as the trainer computes them for the same token. With
 ``algorithm.filtered_ratio`` they are taken among the tokens that the filters keep, and the number of these is returned
 too. Drawing uses the Gumbel-max trick (argmax of log-probabilities plus Gumbel noise is a sample of the distribution).
-The noise is keyed by (seed, step, prompt, sample, position) through threefry; batch, mesh, host and cache do not enter.
+Threefry makes the noise from (seed, step, prompt, sample, position); batch, mesh, host and cache do not change it.
 
 Embedding and output head are sharded by vocabulary over the devices of an engine (the embedding by sglang-jax, the
 output head by us). A token's embedding is read on the device that has its row; one all-reduce of [T, D], as after
@@ -36,8 +36,8 @@ else:
     AnyArray = jax.Array | np.ndarray
 
 FIRST_STEP = 2.0
-"""The spacing of the logits that the first pass tries, from the largest down. Nearly all thresholds lie in that range,
-but only few of all float32 numbers do."""
+"""The first pass tries logits with this spacing as thresholds, from the largest logit down. Nearly all thresholds lie
+in the range of these trials, but only few of all float32 numbers do."""
 VOCABULARY_LEAVES = ("embed_tokens.embedding", "lm_head.embedding")
 """The names of all parameters of shape [V, D] end in one of these."""
 
@@ -113,7 +113,7 @@ class WholeVocabularyLogits(LogitsProcessor):
 
 
 def filter_logits(scaled_BV: Float[Array, "B V"], columns: SamplingColumns) -> Float[Array, "B V"]:
-    """Set to -inf the logits that top-k, then top-p, then min-p drop; ties at a threshold are kept.
+    """Set to -inf the logits that top-k, then top-p, then min-p drop; logits equal to a threshold are kept.
 
     Top-k and top-p are computed only if some row uses them. Greedy rows use neither, and padding rows are greedy.
     """
@@ -149,9 +149,9 @@ def _last_dropped(
 ) -> Int[Array, " B"]:
     """Find the highest rank per row such that the weights of all higher logits add up to ``needed`` or more.
 
-    The rank lies in [low, high), or is ``low`` where high is not above low. The first pass tries likely ranks. Each
-    later pass cuts the range into 16 parts, and narrows it to the logits within it, so that 9 passes are enough. A sort
-    would take XLA's compiler for TPUs a minute per program. Token counts are exact up to 2^24; masses are float32 sums.
+    Ranks are integers in the order of float32 logits (models/thresholds.py). The result is in [low, high), or low if
+    low >= high. Of at most 9 passes, the first tries likely ranks, and each later one leaves a 16th of the range.
+    (XLA for TPUs takes a minute to compile a sort.) Token counts are exact up to 2^24; masses are float32 sums.
     """
 
     def open_rows(state: tuple[Array, Array, Array]) -> Array:
@@ -200,8 +200,8 @@ def _first_trials(low_B: Int[Array, " B"], high_B: Int[Array, " B"]) -> Int[Arra
 def _gumbel(key: UInt32[Array, " 4"], position: Int[Array, ""], vocabulary: int) -> Float[Array, " V"]:
     """Return standard Gumbel noise for each token, from one hash of its id.
 
-    ``jax.random.gumbel`` uses 23 of a hash's 64 bits unless it hashes twice (mode="high"). Its noise is at most 15.9,
-    so tokens whose logits are more than 20.4 below the largest would never be drawn.
+    ``jax.random.gumbel`` uses 23 of a hash's 64 bits, or hashes twice (mode="high"). With 23 bits, noise is at most
+    15.9, and tokens whose logits are more than 20.4 below the largest would never be drawn.
     """
     random_key = jax.random.key(key[0])
     for part in (key[1], key[2], key[3], position):

@@ -59,7 +59,7 @@ class RunningRequest:
 
     @property
     def prefilled(self) -> bool:
-        """Whether its prompt is in the cache, where requests with the same prompt can reuse it."""
+        """Whether the request's prompt is in the cache, where requests with the same prompt can reuse it."""
         return bool(self.req.output_ids)
 
     def completion(self) -> Completion:
@@ -111,7 +111,7 @@ class EngineUse:
     tokens: int = 0
     """Tokens that decode steps sampled."""
     places: int = 0
-    """Tokens that decode steps would have sampled if as many rows had run as can run at once."""
+    """Tokens that the decode steps would have sampled with the most rows that can run at once."""
     decode: float = 0.0
     """The part of ``launch``, ``wait`` and ``collect`` that decode steps took."""
     environments: float = 0.0
@@ -173,12 +173,12 @@ class _NoPeers(CommunicationBackend):
 
     @override
     def send_pyobj(self, data: Any) -> None:
-        """Fail: the library only sends that it gave up a request, which ``Engine.check`` rules out."""
+        """Fail: the library sends only that it gave up a request, and ``Engine.check`` refuses such requests."""
         raise AssertionError(f"sglang-jax gave a request up: {data}")
 
 
 class SteppedScheduler(Scheduler):
-    """The library's Scheduler with our runner in its worker, driven by calls.
+    """The library's Scheduler with our runner in its worker; the caller makes each step instead of an event loop.
 
     ``submit`` queues requests. ``start`` launches a prefill step or several decode steps and returns while the devices
     work, so that other engines can be served meanwhile; ``finish`` collects the tokens. ``forget_prefixes`` empties the
@@ -198,7 +198,7 @@ class SteppedScheduler(Scheduler):
         self.before_launch: Callable[[], None] | None = None
         self.in_flight: InFlight | None = None
         self._ahead: tuple[Reservation, LaunchOutput] | None = None
-        """The launch that is queued on the devices behind the launch in flight, and continues its rows."""
+        """The launch that is queued on the devices behind the launch in flight, whose rows it continues."""
         self._decisions = hashlib.sha256()
         layout, (_, allocator) = self.programs.expert_layout, self.pools()
         self._experts = None if layout is None else ExpertTable(layout, allocator.size + allocator.page_size)
@@ -242,11 +242,11 @@ class SteppedScheduler(Scheduler):
         return running
 
     def start(self, *, most_steps: int | None = None, more_wait: bool = False, ahead: bool = False) -> None:
-        """Schedule one batch and launch it on the devices, unless it was launched ahead; call ``finish`` next.
+        """Take up the launch that was queued ahead, or schedule a batch and launch it; call ``finish`` next.
 
         Args:
             most_steps: the most decode steps of this launch, if fewer than usual.
-            more_wait: whether requests that have not been submitted wait for a place.
+            more_wait: whether the caller has more requests to submit once there are places for them.
             ahead: whether to queue the next launch on the devices already, if this one has decode steps and no request
                 waits. Then no request may be submitted until the next ``start`` has returned.
 
@@ -275,10 +275,10 @@ class SteppedScheduler(Scheduler):
         return InFlight(batch, reservation, self._launch(batch, reservation)) if batch else None
 
     def _launch_ahead(self, flight: InFlight) -> None:
-        """Queue the launch after this one on the devices; it continues this one's rows.
+        """Queue the launch after ``flight`` on the devices; it continues the same rows.
 
-        So the devices need not wait until the host has collected tokens and built inputs. With one step per launch,
-        nothing is queued.
+        So the devices need not wait until the host has collected tokens and built inputs. Nothing is queued if launches
+        have one step.
         """
         steps = self.programs.steps
         if flight.reservation is None or self.waiting_queue or steps == 1:
@@ -292,7 +292,7 @@ class SteppedScheduler(Scheduler):
             self._ahead = reservation, output
 
     def _take_up(self) -> InFlight | None:
-        """Take up the launch that was queued ahead; None if there is none, or too few rows are left for it."""
+        """Take up the launch that was queued ahead; None if none was, or if too few rows are left for a step."""
         ahead, self._ahead = self._ahead, None
         if ahead is None:
             return None
@@ -420,7 +420,7 @@ class SteppedScheduler(Scheduler):
             batch.reqs_info[0].batch_is_full = False
 
     def maybe_collect_routed_experts(self, req: Req) -> None:
-        """Take a finished request's experts; the library calls this before it frees the cache slots."""
+        """Store a finished request's experts in it; the library calls this before it frees the request's slots."""
         if req.return_routed_experts:
             assert self._experts is not None, "Engine.check refuses such a request"
             request_table, _ = self.pools()
@@ -449,9 +449,9 @@ class SteppedScheduler(Scheduler):
         super()._extend_requests_to_queue(reqs, is_retracted)
 
     def _rest(self) -> None:
-        """Check, if there is no batch, for requests that can never run and, as the library does, for leaked slots.
+        """After a ``start`` without a batch, check for requests that can never run, and for leaked cache slots.
 
-        One empty step while requests wait is normal, because only then does the library notice that its batch is empty.
+        One such ``start`` while requests wait is normal: only then does the library notice that its batch is empty.
         """
         if self.waiting_queue and self.last_batch is None:
             req, (_, allocator) = self.waiting_queue[0], self.pools()

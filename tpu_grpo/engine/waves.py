@@ -1,12 +1,12 @@
 """Conversations in the engine: the rows whose environments are working, and the waves in which these rows return.
 
-A row is out (its environment works) from the start of its group, and again from the end of each turn. It is due
-``tool_steps`` decode steps later, by the engine's clock. At the first launch boundary at which rows are due, all due
-rows come back together, in ascending order; the engine waits for missing answers. So when a row comes back depends only
-on the requests and their tokens, and not on wall-clock time. For ``tool_steps`` 16 and launches of 16 steps:
+A row (one conversation) is out while its environment works: from the start of its group, and from the end of each turn.
+The row is due ``tool_steps`` decode steps later, by the engine's clock. Before the next launch, all due rows return
+together, in ascending order of their numbers (a wave); the engine waits for missing answers. So the step at which a row
+returns depends only on requests and tokens, not on wall-clock time. For ``tool_steps`` 16 and launches of 16 steps:
 
-    clock   0    16                   32                   48
-            rows 3 and 5 end a turn   a launch of others   3 and 5 are due: one wave, in which 3 is first
+    clock 16 to 32      rows 3 and 5 ended a turn at 16 and are out, while a launch decodes other rows
+    clock 32            rows 3 and 5 are due and return in one wave, row 3 first
 
 The number of environments that a host runs at once may be limited (``places``). Then a row without a place begins when
 another conversation is over, at a step that does not depend on how long environments take.
@@ -95,7 +95,7 @@ class Limits:
     places: int | None = None
     """How many conversations of each host may have an environment at once (None: any number). The others wait."""
     kept: int = 2**31
-    """How many conversations to have at once, including rows that are out: as many as the engine's cache can hold."""
+    """The most conversations to have open at once, with rows that are out: as many as the engine's cache can hold."""
     check: Callable[[int, Request], None] = lambda row, request: None
     """Raises RequestError if the engine can never serve the request of this row."""
 
@@ -116,15 +116,15 @@ class Waves:
         """Begin with no row out.
 
         Args:
-            conversations: the conversations of the whole batch, which this host asks only about its own rows; None if
-                completions are not conversations, so that no row is ever out.
+            conversations: the conversations of the whole batch; this host calls them only for rows whose environments
+                it has. None if completions are not conversations, so that no row is ever out.
             limits: the limits of the replica's engine.
             host_of: returns the host that has the environment of a row.
             here: the number of this host.
             partners: the hosts that drive the replica, if there are several.
         """
         self.converses = conversations is not None
-        """Whether answers are conversations."""
+        """Whether completions are conversations."""
         if conversations is not None:
             self._conversations = conversations
         self.limits = limits
@@ -140,7 +140,7 @@ class Waves:
         self._given_up = False
 
     def begin(self, rows: Sequence[int], clock: int) -> None:
-        """Take in the rows of a group that is started; ``tell`` starts their environments.
+        """Add the rows of a group that starts; the next ``tell`` starts their environments.
 
         Rows without a place begin, in order, when other conversations are over.
         """
@@ -148,8 +148,8 @@ class Waves:
         self._fill(clock)
 
     def ended(self, row: int, request: Request, turn: Completion, clock: int) -> bool:
-        """Take in a row whose turn has ended; ``tell`` sends the turn to the environment. Returns whether it was the
-        row's first turn."""
+        """Note that a row's turn has ended; the next ``tell`` sends the turn to the row's environment. Returns whether
+        this was the row's first turn."""
         first = row not in self._pasts
         self._sampled[row] = self.sampled(row) + len(turn.token_ids)
         self._pasts[row] = (*request.token_ids, *turn.token_ids.tolist())
@@ -157,7 +157,7 @@ class Waves:
         return first
 
     def tell(self) -> None:
-        """Send this host's environments their new starts and turns, without waiting for answers."""
+        """Start new environments on this host, and send ended turns to theirs, without waiting for answers."""
         owed, self._owed = self._owed, []
         for row, turn in owed:
             if turn is None:
@@ -221,7 +221,7 @@ class Waves:
         return self._conversations.result(row) if self._holds(row) else None
 
     def give_up(self) -> None:
-        """Return no row from now on, not even those whose turns end later."""
+        """Abandon all conversations: from now on no row returns, and turns that end are sent to no environment."""
         self._given_up = True
         self._waiting.clear()
         self._due.clear()

@@ -16,12 +16,12 @@ Message = Mapping[str, Any]
 COLUMN = "environment"
 """This column of the data chooses among several environments; ``reset`` does not get it."""
 CUT = " [...]"
-"""Follows a text whose rest was cut off."""
+"""Marks the end of a text that was cut."""
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A tool call that could be read."""
+    """A tool call that could be parsed."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -29,10 +29,10 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class BadCall:
-    """A call that cannot be read."""
+    """A tool call that could not be parsed."""
 
     problem: str
-    """What is wrong with the call, as the policy is told."""
+    """What is wrong with the call; the policy gets this text in place of a result."""
 
 
 @dataclass(frozen=True)
@@ -49,15 +49,15 @@ class Action:
 
 @dataclass(frozen=True)
 class Answered:
-    """What an environment answered."""
+    """An environment's answer to the policy's turn, or to ``reset``."""
 
     messages: tuple[Mapping[str, str], ...]
-    """The messages for the policy: {role: tool, name, content} for each call, or one {role: user, content}; after
-    ``reset``, one of the role user or none."""
+    """The messages for the policy: {role: tool, name, content} for each call, or one {role: user, content}. ``reset``
+    gives at most one message, of the role user."""
     reward: float | None = None
     done: bool = False
     errors: int = 0
-    """The number of calls that raised or could not be read."""
+    """The number of calls that raised an error or could not be parsed."""
 
 
 @dataclass(frozen=True)
@@ -65,15 +65,15 @@ class Ended:
     """The result of an environment when its episode is over."""
 
     reward: float | None = None
-    """What ``get_reward`` gave; None if there is no such method."""
+    """What ``get_reward`` returned, which may be None; also None if there is no such method."""
     turn_rewards: tuple[float, ...] | None = None
-    """What ``get_turn_rewards`` gave, a number for each turn; None if there is no such method."""
+    """What ``get_turn_rewards`` returned, summed for each turn; None if there is no such method."""
     kept: KeptEnvironment | None = None
 
 
 @dataclass(frozen=True)
 class Failed:
-    """A failure of an environment; its process, and so the conversation, has ended."""
+    """A failure of an environment, which ends the conversation."""
 
     failure: Failure
 
@@ -83,7 +83,7 @@ Reply = Answered | Ended | Failed
 
 @dataclass(frozen=True)
 class LoadedEnvironment:
-    """An environment that was found and checked, before any conversation."""
+    """The description of an environment's class, which was found and checked; no instance of the class exists yet."""
 
     name: str
     """Its name in the config's table; the name of its class if it is the only environment."""

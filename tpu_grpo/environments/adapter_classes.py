@@ -1,6 +1,6 @@
 """Adapters for classes whose actions are texts: Gym, Tunix, SkyRL-Gym and OpenEnv.
 
-The first adapter that fits a class is used. For a class that is not recognised, the option ``adapter`` names one.
+The first adapter in ADAPTERS that fits a class is used. For other classes, the option ``adapter`` names the adapter.
 """
 
 import inspect
@@ -20,9 +20,9 @@ class Adapter:
     called: ClassVar[tuple[str, ...]] = ("init", "reset", "step", "get_reward", "get_turn_rewards", "close")
     """The methods that the adapter calls if the class has them; they may be async."""
     resets_by_name: ClassVar[bool] = False
-    """Whether ``reset`` gets the columns of the data by name, so that the data must have the ones that it requires."""
+    """Whether ``reset`` gets data columns as keyword arguments. If so, its required parameters must be columns."""
     instance: Any = None
-    """The environment itself, once it is started."""
+    """The user's environment; None before ``start``."""
 
     def __init__(self, target: Any, options: Mapping[str, Any]):
         self.target = target
@@ -35,7 +35,7 @@ class Adapter:
 
     @staticmethod
     def constructor(target: Any) -> Any:
-        """Return the function that receives the options by name; None if it is not checked."""
+        """Return the function whose parameters the options must fit; None if the options are not checked."""
         return target
 
     def start(self, columns: Mapping[str, Any], seed: int) -> Any:
@@ -91,7 +91,7 @@ class GymAdapter(Adapter):
 
 _BASE = "tunix.rl.agentic.environments.base_environment.BaseEnv"
 _EXAMPLES = ("task", "single_example", "entry")
-"""The names that constructors of Tunix's environments have for the parameter of the example."""
+"""If the first parameter of a Tunix environment's constructor has one of these names, it gets the columns as a dict."""
 _QUESTIONS = ("prompts", "question")
 
 
@@ -105,11 +105,11 @@ class TunixAdapter(Adapter):
 
     @staticmethod
     def constructor(target: Any) -> Any:
-        """Return None, because the constructor receives options and columns together."""
+        """Return None (no check), because the constructor receives options and columns together."""
         return None
 
     def start(self, columns: Mapping[str, Any], seed: int) -> Any:
-        """Build the environment of a row, and reset it."""
+        """Build the environment of a row, and reset it; an observation that only repeats a column is dropped."""
         first = next(iter(inspect.signature(self.target).parameters), None)
         if first in _EXAMPLES:
             self.instance = self.target(dict(columns), **self.options)
@@ -142,11 +142,11 @@ class SkyrlAdapter(Adapter):
 
     @staticmethod
     def constructor(target: Any) -> Any:
-        """Return the function that receives the options by name; None if it takes SkyRL's single mapping."""
+        """Return the class, whose parameters the options must fit; None if it takes all options as ``env_config``."""
         return None if "env_config" in inspect.signature(target).parameters else target
 
     def start(self, columns: Mapping[str, Any], seed: int) -> Any:
-        """Build the environment of a row, and pass it the prompt."""
+        """Build the environment of a row, call its ``init`` with the prompt, and return the messages that it adds."""
         parameters = inspect.signature(self.target).parameters
         is_whole = "env_config" in parameters
         given: dict[str, Any] = {"env_config": Config(self.options)} if is_whole else dict(self.options)
@@ -179,7 +179,7 @@ _BOOKKEEPING = ("reward", "done", "metadata")
 
 
 class OpenenvAdapter(Adapter):
-    """An environment of OpenEnv on its server."""
+    """An environment that runs on a server of OpenEnv, and is used through a client class."""
 
     called = ()  # only methods of the client's synchronous form are called
 
@@ -198,14 +198,14 @@ class OpenenvAdapter(Adapter):
         return _observed(result.observation)
 
     def step(self, text: str) -> Any:
-        """Convert a text to an action of the client's class, and send it."""
+        """Convert a text to the action type of the client's class, and send this action to the server."""
         result = self.instance.step(_action(self.target, text))
         return SimpleNamespace(observation=_observed(result.observation), reward=result.reward, done=result.done)
 
 
 def _action(target: Any, text: str) -> Any:
-    """Convert a text to an action of the client. Raises ValueError for a text that is not JSON, unless the action has
-    exactly one required field."""
+    """Convert a text to an action of the client: the action's only required field gets the text, or else the text is
+    parsed as JSON. Raises ValueError if that fails."""
     bases = (base for each in target.__mro__ for base in getattr(each, "__orig_bases__", ()))
     named = (argument for base in bases for argument in typing.get_args(base)[:1])  # the client's class for its actions
     if (action := next((each for each in named if hasattr(each, "model_fields")), None)) is None:
@@ -224,7 +224,7 @@ def _observed(observation: Any) -> Any:
 
 OPTION = "adapter"
 TOOLS = "tools"
-"""The option's value for a class whose methods are tools, although one of them is called ``step``."""
+"""``adapter: tools`` means that the class has no adapter: its methods are tools, even one called ``step``."""
 ADAPTERS: Mapping[str, type[Adapter]] = MappingProxyType(
     {"tunix": TunixAdapter, "openenv": OpenenvAdapter, "skyrl": SkyrlAdapter, "gym": GymAdapter}
 )

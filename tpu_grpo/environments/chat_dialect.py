@@ -44,7 +44,7 @@ class ChatTemplate:
         """Return the rendered text of a conversation.
 
         Args:
-            messages: the conversation; if ``is_open`` and the last message is the assistant's, that one is continued.
+            messages: the conversation; with ``is_open``, a last message of the assistant is left open to be continued.
             is_open: whether the text ends with the opening of the policy's turn.
             with_tools: whether the template gets the tools.
 
@@ -73,7 +73,7 @@ class ChatTemplate:
 
 
 QUESTION, SAID, THOUGHT, CALLED, ANSWERED = "q7zq", "c7zc", "t7zt", "v7zv", "a7za"
-"""Marks that are looked for in rendered texts; in turns and answers a number follows the mark."""
+"""Marks: texts that test conversations contain, and that are then searched for in the rendering."""
 CALL_ID = "call00000"
 """Some templates require an id of nine letters and digits for each call; its value does not matter here."""
 
@@ -88,7 +88,7 @@ class Past:
 
 
 class Prober:
-    """Finds out what a template does by rendering conversations that contain marks."""
+    """Finds out what a template does by rendering conversations that contain marks (QUESTION, SAID and so on)."""
 
     def __init__(self, template: ChatTemplate, encoder: Encoder):
         self._template = template
@@ -114,7 +114,7 @@ class Prober:
 
     @property
     def head(self) -> str:
-        """The rendered question, and the opening of a turn, without thinking."""
+        """The text before the policy's first turn: the rendered question and the generation prompt, less ``opened``."""
         return self._without_opened(self.begin)
 
     def _without_opened(self, text: str) -> str:
@@ -178,7 +178,7 @@ class Prober:
 
 
 def said(number: int, *, thinks: bool = False) -> Message:
-    """Return a turn with marks; with ``thinks`` it has thinking before the answer, as models write it."""
+    """Return a turn of the policy that consists of marks; with ``thinks``, a <think> block precedes its answer."""
     thinking = f"{OPEN}\n{THOUGHT}{number}\n{CLOSE}\n\n" if thinks else ""
     return {"role": "assistant", "content": f"{thinking}{SAID}{number}"}
 
@@ -201,7 +201,7 @@ class Following:
     suffix: tuple[int, ...]
     """The tokens to append for the answers; they end with the opening of the next turn."""
     new_prompt: tuple[int, ...] | None = None
-    """The past without its thinking, to which the suffix is appended; None if the past stays as it is."""
+    """The conversation so far without its thinking, to which the suffix is appended; None if nothing was dropped."""
 
 
 def turn_ends(tokenizer: "PreTrainedTokenizerFast", switches: Mapping[str, Any] | None = None) -> tuple[int, ...]:
@@ -222,15 +222,15 @@ def _turn_ends(tokenizer: "PreTrainedTokenizerFast", prober: Prober) -> tuple[in
 
 
 class Dialect:
-    """Renders the first prompt, reads turns, and renders what follows them.
+    """Renders the first prompt, parses the policy's turns, and renders the environment's answers.
 
     Sampled tokens are decoded, and never rendered or encoded again: the template only renders the prompt's own
     messages and, after a turn, the environment's answers.
 
     Args:
-        tokenizer: the policy's.
-        tools: the schemas of the environment's tools, {type: function, function: {name, ...}}; empty if it has none.
-        tool_format: how calls are written, as in the config.
+        tokenizer: the policy's tokenizer.
+        tools: the schemas of the environment's tools, {type: function, function: {name, ...}}; empty without tools.
+        tool_format: the format of tool calls, as in the config's ``environment.tool_format``.
         switches: further arguments of the template, such as {enable_thinking: False}.
 
     Raises:
@@ -305,7 +305,7 @@ class Dialect:
         return len(ids) > 0 and ids[-1] in self.end_ids
 
     def read(self, ids: Sequence[int]) -> Action:
-        """Read a turn from its tokens, its end token included."""
+        """Parse a turn from its tokens, which include the turn's end token if it was not cut."""
         own = self._tokenizer.eos_token_id, self._tokenizer.pad_token_id
         ended = self.ends(ids) or (len(ids) > 0 and ids[-1] in own)
         written = self._decode(ids[:-1] if ended else ids)
@@ -327,7 +327,7 @@ class Dialect:
         )
 
     def count(self, text: str) -> int:
-        """Return the number of tokens of an answer."""
+        """Return the number of tokens of an answer's text."""
         return self._encoder.count(text)
 
     def shortened(self, text: str, tokens: int) -> str:
@@ -348,7 +348,7 @@ class Dialect:
             answers: messages of the role tool, one per call in the order of the calls, or one of the role user.
 
         Raises:
-            ConfigError: for a role that the template cannot write there, if it was not checked at the start.
+            ConfigError: if the template cannot write the answers' role, and the constructor did not check that role.
         """
         if not self.ends(ids):
             raise ValueError(f"nothing follows a turn that was cut, which ended with the token {ids[-1:]}")
@@ -381,13 +381,13 @@ class Dialect:
         return suffix[1:]
 
     def _as_data(self, answer: Message) -> Message:
-        """Guard an answer's content, written by the environment, and its tool's name, written by the policy."""
+        """Return an answer whose content and tool name cannot spell special tokens, see `Encoder.guarded`."""
         held = {key: self._encoder.guarded(str(answer[key])) for key in ("name", "content") if key in answer}
         return {**({"tool_call_id": CALL_ID} if answer["role"] == "tool" else {}), **answer, **held}
 
     @cached_property
     def _many_calls(self) -> bool:
-        """Whether the template writes several calls in a turn; Llama's refuses them."""
+        """Whether the template accepts several calls in a turn; Llama's template refuses them."""
         calls = [self._prober.call(CALLED) for _ in range(2)]
         turn: Message = {"role": "assistant", "content": SAID, "tool_calls": calls}
         try:
@@ -399,7 +399,7 @@ class Dialect:
     # --- the start ----------------------------------------------------------------------------------------------------
 
     def _past_cutter(self, role: str) -> Cutter | None:
-        """Return what cuts earlier turns when answers of a role follow; None for no cut. Raises like `Prober.past`."""
+        """Return the cutter of earlier turns before answers of a role; None for no cut. Raises like `Prober.past`."""
         if role not in self._pasts:
             past = self._prober.past(role)
             self._pasts[role] = self._cutter(past) if past.drops_thinking else None
@@ -416,7 +416,7 @@ class Dialect:
         return Cutter(tuple(self._encoder.encode(self._prober.opened)), closing[0], newlines)
 
     def _check_encoding(self) -> None:
-        """Check that text between markers is encoded the same alone and within a whole text."""
+        """Check that text between special tokens is encoded as it is alone, and that plain text cannot spell them."""
         text = self._prober.begin
         whole, pieces = self._encoder.encode(text), self._encoder.in_pieces(text)
         if whole != pieces or (spelled := self._encoder.spelled_by_accident()) is not None:

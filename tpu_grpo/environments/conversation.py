@@ -1,9 +1,9 @@
-"""One conversation between the policy and its environment, as tokens to which others are only appended.
+"""Keeps the tokens of one conversation between the policy and its environment.
 
     conversation = Conversation(start)
-    request = conversation.first(answered)          # what reset returned
-    action = conversation.turn(completion)          # what the policy wrote; None: the conversation is over
-    request = conversation.answered(answered)       # what the environment said; None: the conversation is over
+    request = conversation.first(answered)          # takes the result of reset
+    action = conversation.turn(completion)          # takes the policy's turn; None: the conversation is over
+    request = conversation.answered(answered)       # takes the environment's answer; None: the conversation is over
     conversation.ended(ended)
     completion = conversation.completion()
 
@@ -38,9 +38,9 @@ def cut_answers(messages: Sequence[Message], most: int, dialect: "Dialect") -> l
 
 
 def shares(wanted: Sequence[int], most: int) -> list[int]:
-    """Divide ``most`` tokens among answers: none gets more than it needs, and a cut answer no less than an uncut one.
+    """Divide ``most`` tokens among answers of ``wanted`` tokens; the longest are cut: ([2, 9, 9], 13) gives [2, 5, 6].
 
-    The remainder goes to the longest answers, among equally long ones to the last.
+    A remainder goes to the longest answers, among equally long ones to the last.
     """
     given, left = [0] * len(wanted), most
     shortest_first = sorted(range(len(wanted)), key=lambda n: (wanted[n], n))
@@ -51,8 +51,8 @@ def shares(wanted: Sequence[int], most: int) -> list[int]:
 
 
 BRANCH_SAMPLES = 2**20
-"""Each further branch of a conversation adds this to its sample number, because its tokens come to positions that were
-drawn for before. Groups are smaller than this."""
+"""Each further branch of a conversation adds this to the sample number in its `SampleKey`, because earlier branches
+have used the random numbers of the same positions. Groups are smaller than this."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Conversation:
 
     @property
     def began(self) -> bool:
-        """Whether ``reset`` has answered."""
+        """Whether the result of ``reset`` has arrived."""
         return self._first_tokens > 0
 
     @property
@@ -128,10 +128,10 @@ class Conversation:
         return self._next_request()
 
     def turn(self, completion: Completion) -> Action | None:
-        """Take the policy's turn, and return it in the form for the environment; None if the conversation ends there.
+        """Take the policy's turn, and return it parsed for the environment; None if the conversation ends with it.
 
-        It ends if the turn was cut, if it calls no tool although the environment has only tools, or if the chat
-        template writes no answers after the turn's end token.
+        The conversation ends if the turn was cut, if the turn calls no tool although the environment has only tools, or
+        if the chat template writes no answers after the turn's end token.
         """
         start, count, ids = len(self._tokens), len(completion.token_ids), completion.token_ids.tolist()
         self._append(ids, completion.logprobs.tolist(), sampled=True)
@@ -182,8 +182,8 @@ class Conversation:
         self._failure, self._ending = failure, "failed"
 
     def completion(self, seconds: float = 0.0) -> Completion:
-        """Return the whole conversation, which has no tokens if it failed before its first turn. ``seconds`` is how
-        long its row waited for the environment."""
+        """Return the whole conversation, which has no tokens if the environment failed before the first turn.
+        ``seconds`` is the time that the row waited for the environment."""
         self._end_branch()
         assert self._ending is not None, "the conversation is not over"
         kept = bool(self._completions) and self._completions[0].kept is not None
@@ -200,8 +200,8 @@ class Conversation:
     # --- its tokens ---------------------------------------------------------------------------------------------------
 
     def _next_request(self) -> Request:
-        """Make the request of the next turn. The turn must fit after the current prompt, and also after all tokens of
-        the conversation, which are more if the template dropped some from a later branch."""
+        """Make the request of the next turn. The most tokens of the conversation limit the current branch, and also all
+        branches together, which have more tokens if the template has dropped thinking."""
         request = self._start.request
         most_tokens = request.sampling.max_new_tokens
         room = most_tokens - max(len(self._ids) - self._first_tokens, len(self._tokens))
@@ -268,8 +268,8 @@ class Conversation:
         )
 
     def _reward(self, turns: Sequence[Turn]) -> float | None:
-        """Return the environment's reward for the whole conversation, or else the sum of its turns' rewards. With a
-        method ``step`` the sum is 0 if the conversation was cut in its first turn."""
+        """Return the result of ``get_reward``, or else the sum of the turns' rewards; None without both, or after a
+        failure. With a method ``step`` the sum is 0 if the conversation was cut in its first turn."""
         if self._failure is not None or self._ended.reward is not None:
             return None if self._failure is not None else self._ended.reward
         known = [turn.reward for turn in turns if turn.reward is not None]

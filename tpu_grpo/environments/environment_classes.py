@@ -46,11 +46,11 @@ def import_beforehand(target: Any) -> None:
 
 
 _WRITTEN = (int, float, str, bool, type(None), Any, dict)
-"""The types that a schema can describe; for any other class, a schema only says that it is an object."""
+"""The types that a JSON schema can describe. Any other class appears in a schema as an object without fields."""
 
 
 def tools_of(target: Any) -> dict[str, Any]:
-    """Return the methods of a class that are tools: all public ones except RESERVED, in the order of names."""
+    """Return the tools of a class: its public methods in alphabetical order, without static methods and RESERVED."""
     found = {}
     for name, member in inspect.getmembers(target, callable):
         is_method = inspect.isroutine(member) and not isinstance(inspect.getattr_static(target, name), staticmethod)
@@ -61,7 +61,7 @@ def tools_of(target: Any) -> dict[str, Any]:
 
 def schema_of(environment: str, target: Any, tool: str) -> Mapping[str, Any]:
     """Return the schema of a tool: {type: function, function: {name, description, parameters, return}}. Raises
-    EpisodeError for a method without type hints or docstring, or with an argument that a call cannot write."""
+    EpisodeError for a method without type hints or docstring, or with an argument that is not a JSON value."""
     from transformers.utils import get_json_schema
     from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
@@ -81,7 +81,7 @@ def schema_of(environment: str, target: Any, tool: str) -> Mapping[str, Any]:
 
 
 def _check_parameters(tool: str, method: Any) -> None:
-    """Check that a call, which passes JSON values by name, can write all arguments of a tool."""
+    """Check that the policy's calls can pass each argument of a tool: by name, and as a JSON value."""
     hints = get_type_hints(method)
     for name, parameter in inspect.signature(method).parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.POSITIONAL_ONLY):
@@ -112,7 +112,7 @@ def _shown(hint: Any) -> str:
 
 
 def load_environment(name: str, options: Mapping[str, Any], key: str = "") -> LoadedEnvironment:
-    """Find an environment by its name in the config, and check it; ``key`` is its key in a table of several.
+    """Find an environment by its name in the config, and check it; ``key`` is its key in the config's table, if any.
 
     Raises:
         EpisodeError: for a name that is not found, a class that is not an environment, a tool without a schema, or

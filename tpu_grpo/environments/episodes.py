@@ -1,11 +1,11 @@
-"""The conversations of a batch of rows, each with an environment of its own: the engine's interface to them.
+"""Connects the engine to the environments of a batch of rows; each row has a conversation and an environment.
 
-The interface is described in engine/waves.py. A row's environment is started, gets the policy's turns, and is asked
-for its rewards at the end, while other rows are decoded:
+`Episodes` implements `Conversations` in engine/waves.py. A row's environment works while other rows are decoded:
 
-    begin   reset ->        request of the first turn
-    ended   calls ->        request of the next turn; or the conversation is over, and
-            get_reward ->   None
+    the engine calls     the environment runs       ``next(row)`` returns
+    begin(row)           reset                      the Request of the first turn
+    ended(row, turn)     its tools, or step         the Request of the next turn
+                         get_reward at the end      None: the conversation is over
 """
 
 import logging
@@ -26,18 +26,18 @@ from tpu_grpo.records.stages import Completion, Prompt, Request, SampleKey
 
 LOG = logging.getLogger("tpu_grpo.environments")
 _SHOWN = 100
-"""The characters that errors show from the start, and from the end, of a prompt's text."""
+"""Errors show this many characters of the beginning, and as many of the end, of a long user message."""
 if TYPE_CHECKING:
     from tpu_grpo.environments.chat_dialect import Dialect
     from tpu_grpo.environments.pool import EnvironmentPool
 
 
 class Environments:
-    """The environments of a run, with the processes in which they run; close it at the end.
+    """Makes the `Episodes` of a run's batches; ``close`` ends the processes of the environments.
 
     Args:
-        loaded: the environments by their names in the column `environment`; "" for the only one.
-        dialects: the dialect of each environment, by the same names.
+        loaded: the environments by their names in the data column `environment`; by "" if there is only one.
+        dialects: the dialect of each environment, by the names in ``loaded``.
         pool: runs the environments.
     """
 
@@ -54,7 +54,7 @@ class Environments:
         self._max_prompt_tokens = max_prompt_tokens
 
     def __call__(self, prompts: Sequence[Prompt], requests: Sequence[Request]) -> "Episodes":
-        """Open the conversations of rows with these prompts, sampled as these requests say."""
+        """Prepare a conversation for each row, from its prompt and from the request that says how to sample it."""
         names = ["" if "" in self.loaded else str(prompt.columns[COLUMN]) for prompt in prompts]
         starts = [
             Start(prompt, request, self.loaded[name], self.dialects[name], self.section, self._max_prompt_tokens)
@@ -114,7 +114,7 @@ class Episodes:
             self._pool.act(row, action)
 
     def stop(self, row: int) -> None:
-        """End a conversation before the policy's next turn, as a person who plays may do; ``next`` then gives None."""
+        """End a conversation before the policy's next turn; ``next`` then returns None. Only cli/playing.py does so."""
         self._open[row].stop()
         self._out_since[row] = time.perf_counter()
         self._pool.end(row)
@@ -151,7 +151,7 @@ class Episodes:
         self._open.clear()
 
     def _take(self, row: int, reply: Reply) -> None:
-        """Handle a reply: store the row's next turn, or send its environment another request."""
+        """Handle a reply: store the request of the row's next turn, or None; or ask its environment for the rewards."""
         conversation = self._open[row]
         match reply:
             case Failed(failure):

@@ -1,6 +1,6 @@
 """Runs one environment in its process: builds it, resets it, calls its tools or steps, and asks for its rewards.
 
-    service = PlayedEnvironment(loaded, keep=False)         # in a process, once for all of its conversations:
+    service = PlayedEnvironment(loaded, keep=False)         # once in a process, for all conversations
     service.set_up()
     playing = Playing(service)                              # one conversation
     reply = await playing.reply(Start(columns, seed))       # Answered with the first observation
@@ -70,12 +70,12 @@ Request = Start | Act | End
 
 
 class PlayedEnvironment:
-    """An environment as a `Service` for workers; holds what all its conversations share."""
+    """An environment's class as a `Service` (workers/messages.py); holds what all its conversations share."""
 
     start = "imported"
     replies: tuple[type, ...] = (Answered, Ended, Failed)
     most_bytes = 2**26
-    """A reply has a text of at most 1 MiB for each of at most 16 calls, or the kept attributes, limited likewise."""
+    """64 MiB: a reply holds at most 16 texts of 1 MiB, or attributes, which workers/attributes.py limits to 16 MiB."""
 
     def __init__(self, loaded: LoadedEnvironment, keep: bool, secrets: tuple[str, ...] = ()):
         """``keep`` says whether ``Ended`` contains the attributes of the environment."""
@@ -116,8 +116,8 @@ class PlayedEnvironment:
 
 
 def _now(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Run a coroutine that never waits, as for a class without async methods, and return its result. Raises WrongError
-    if it waits."""
+    """Return the result of a coroutine that never waits, as those of classes without async methods. Raises WrongError
+    if the coroutine waits."""
     try:
         coroutine.send(None)
     except StopIteration as done:
@@ -145,7 +145,7 @@ class Playing:
     """An environment of one conversation."""
 
     def __init__(self, service: PlayedEnvironment, went_on: Callable[[], None] = lambda: None):
-        """Build nothing yet; ``went_on`` is called between the calls of a turn, each of which has its own timeout."""
+        """Build no environment yet. ``went_on`` is called when a turn's next call begins, which gets a new timeout."""
         self._service, self._target = service, service.target
         self._adapter: Adapter | None = service.adapter(service.target, service.options) if service.adapter else None
         self._instance: Any = None

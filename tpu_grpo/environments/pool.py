@@ -1,11 +1,11 @@
-"""The conversations of one host with environments, as seen by its main process.
+"""Runs the environments of one host's conversations in processes; used by the host's main process.
 
     pool = EnvironmentPool({"": load_environment(section.name, section.options)}, section, keep=False)
-    pool.start(3, "", columns, seed)        # builds and resets an environment in a process, without waiting
-    pool.act(3, action)                     # makes the calls of an Action in order, or passes its text
-    pool.end(3)                             # asks for the rewards; then the process is free again
-    pool.ready(3)                           # whether take would not wait
-    pool.take(3)                            # Answered, Ended or Failed; waits
+    pool.start(3, "", columns, seed)        # begin conversation 3: build and reset its environment, without waiting
+    pool.act(3, action)                     # send the policy's turn: tool calls, or a text for the method step
+    pool.end(3)                             # request the rewards, which ends the conversation
+    pool.ready(3)                           # True once take would return at once
+    pool.take(3)                            # wait for the reply to the last request: Answered, Ended or Failed
     pool.close()
 
 The pool has no thread: messages are read, and deadlines checked, when one of its methods is called.
@@ -33,7 +33,7 @@ _CLOSE_SECONDS = 5.0
 """The time that a process has to close its environment after the episode."""
 _POLL_SECONDS = 0.5
 _PATIENCE_SECONDS = 1.0
-"""A conversation that is polled without having a place gets one after this time without any request or reply."""
+"""After so long without a request or reply, a polled conversation starts beyond environment.workers: see ``_place``."""
 
 
 class _Conversation(Session):
@@ -46,7 +46,7 @@ class _Conversation(Session):
         self.reply: Reply | None = None
         """The reply that is not taken yet."""
         self.failed: Failed | None = None
-        """The failure that ended its environment, if any."""
+        """The failure that ended the environment; None if there was none."""
         self._made = 0
         """The number of finished calls of the current turn."""
 
@@ -57,27 +57,27 @@ class _Conversation(Session):
             self.request, self.reply = None, self.failed
 
     def replied(self, reply: Reply) -> None:
-        """Take the environment's answer."""
+        """Store the environment's reply; Ended and Failed also release the process."""
         _check(reply, self.request)
         self._settle(reply)
         if isinstance(reply, Ended | Failed):
             self._pool.supervisor.release(self, _CLOSE_SECONDS)
 
     def went_on(self) -> bool:
-        """Take note that the next call of the turn has begun, which has its own timeout."""
+        """Count a finished call of the turn; return whether the turn has another call, which gets its own timeout."""
         has_more = isinstance(self.request, Act) and self._made + 1 < len(self.request.action.calls)
         self._made += has_more
         return has_more
 
     def late(self, *, has_begun: bool) -> None:
-        """Take note that no answer came in time, or that no process was forked in time."""
+        """Store the failure that no reply came in time, or (``has_begun`` false) that no process was forked in time."""
         assert self.request is not None, "nothing is asked"
         text = f"had no process after {FORK_SECONDS:g} s; see which threads its import starts, and what else runs"
         not_begun = Failed(Failure("late", text))
         self._settle(late(self.request, self.loaded.takes, self.seconds, self._made) if has_begun else not_begun)
 
     def lost(self, how: str) -> None:
-        """Take note that the environment's process is gone."""
+        """Store the failure that the environment's process ended; ``how`` is, for example, "exited with code 1"."""
         text = (
             f"lost its process, which {how}" if self.loaded.is_async and not how.startswith("was ended with") else how
         )
@@ -92,8 +92,8 @@ class _Conversation(Session):
 
 
 def _check(reply: Reply, request: Request | None) -> None:
-    """Check a reply beyond its types. Raises BrokenChannelError for a reply that this package's code does not send to
-    such a request."""
+    """Check that a reply is of the kind that its request gets, and that its numbers are finite. Raises
+    BrokenChannelError otherwise."""
     numbers: tuple[float | None, ...] = ()
     match reply:
         case Answered(messages, reward):
@@ -108,9 +108,9 @@ def _check(reply: Reply, request: Request | None) -> None:
 
 
 class EnvironmentPool:
-    """The environments of a host's conversations; close it, or use it in a ``with`` block.
+    """Runs the environments of a host's conversations; close the pool, or use it in a ``with`` block.
 
-    Keys are chosen by the caller, one for each conversation that is not over.
+    The caller chooses an integer key for each conversation. A key may be used again once its conversation is over.
     """
 
     def __init__(self, loaded: Mapping[str, LoadedEnvironment], section: EnvironmentSection, keep: bool):
@@ -123,7 +123,7 @@ class EnvironmentPool:
         self._by_key: dict[int, _Conversation] = {}
         self._waiting: collections.deque[_Conversation] = collections.deque()
         self.active_at = time.monotonic()
-        """When an environment last was asked something, or answered."""
+        """The time.monotonic() of the last request to any environment, or reply from one."""
         self.supervisor = Supervisor()
         shared = 1 if section.workers == "auto" else section.workers
         self.crews = {
@@ -147,9 +147,9 @@ class EnvironmentPool:
 
         Args:
             key: identifies the conversation in later calls.
-            name: the environment's name in the config's table; "" for the only one.
-            columns: the columns of the row; ``reset`` gets those that it takes.
-            seed: seeds the random numbers of the process, and is passed to ``reset`` if that takes ``seed``.
+            name: the environment's name in the config's table; "" if the config has a single environment.
+            columns: the data columns of the row; ``reset`` gets the columns that are its parameters.
+            seed: seeds the random numbers of the process, and is passed to ``reset`` if it has a parameter ``seed``.
         """
         assert key not in self._by_key, f"conversation {key} is not over"
         conversation = self._by_key[key] = _Conversation(self, key, self._loaded[name], self.crews[name])
@@ -166,7 +166,7 @@ class EnvironmentPool:
         self._ask(key, End())
 
     def ready(self, key: int) -> bool:
-        """Return whether ``take`` would not wait."""
+        """Return whether the reply has arrived, so that ``take`` would return at once."""
         conversation = self._by_key[key]
         self._pump(0.0, conversation, _PATIENCE_SECONDS)
         return conversation.reply is not None
@@ -191,20 +191,20 @@ class EnvironmentPool:
         return reply
 
     def drop(self, key: int) -> None:
-        """End a conversation without requesting its rewards; an environment that is in a call is ended at once."""
+        """End a conversation without requesting its rewards; an environment that is busy gets no time to close."""
         conversation = self._by_key.get(key)
-        if conversation is None:  # it is over, or a signal came before it was begun
+        if conversation is None:  # the conversation is over, or a signal came before ``start``
             return
         self.supervisor.release(conversation, 0.0 if conversation.request else _CLOSE_SECONDS)
         self._forget(conversation)
 
     def give_up(self) -> None:
-        """End all conversations at once."""
+        """End all conversations without requesting their rewards."""
         for key in [*self._by_key]:
             self.drop(key)
 
     def close(self) -> None:
-        """End all conversations and all processes; environments get time to close."""
+        """End all conversations and all processes; idle environments get a few seconds to close."""
         self.give_up()
         self.supervisor.close(_CLOSE_SECONDS)
 
@@ -225,7 +225,7 @@ class EnvironmentPool:
             self._waiting.remove(conversation)
 
     def _pump(self, seconds: float, wanted: _Conversation | None = None, patience: float = 0.0) -> None:
-        """Read the messages that arrive within ``seconds``, send waiting ones, and enforce the deadlines."""
+        """Read messages for up to ``seconds``, start waiting conversations (see ``_place``), and enforce deadlines."""
         try:
             has_heard = self.supervisor.hear(0.0)
             self._place(wanted, patience)
@@ -234,10 +234,10 @@ class EnvironmentPool:
             raise EpisodeError(str(error)) from None
 
     def _place(self, wanted: _Conversation | None, patience: float) -> None:
-        """Start the conversations that wait, in their order, as long as there are places for them.
+        """Start waiting conversations in order: at most environment.workers (places), and any number of async ones.
 
-        An engine begins no more conversations than there are places. Another caller may wait for a conversation
-        without a place before it goes on with the others: that one is started anyway if all others are idle.
+        The engine itself begins no more conversations than there are places. Another caller may poll a conversation
+        without a place: this ``wanted`` one starts anyway if all others were idle for ``patience`` seconds.
         """
         if not self._waiting:
             return

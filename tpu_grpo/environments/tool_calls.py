@@ -29,7 +29,7 @@ _MOST_BITS = MOST_DIGITS * 332 // 100
 
 
 def checked_call(call: ToolCall | BadCall) -> ToolCall | BadCall:
-    """Return a call with tuples as lists; return a BadCall for values that JSON lacks, or for unpaired surrogates."""
+    """Return a call with tuples as lists; a BadCall for a value that JSON lacks, or that is too large or too deep."""
     if isinstance(call, BadCall):
         return call
     try:
@@ -70,7 +70,7 @@ _BARE = re.compile(r"\{\s*[\"'](name|parameters|arguments|function|type)[\"']")
 
 
 def read_hermes(text: str, *, ended: bool) -> tuple[str, Calls]:
-    """Return the text around the calls of a turn, and the calls; if the turn was cut, an unclosed call is dropped.
+    """Return the text around the calls of a turn, and the calls; if not ``ended`` (cut), an unclosed call is dropped.
 
     A closing tag inside an argument's text is part of that text.
     """
@@ -90,7 +90,7 @@ def read_hermes(text: str, *, ended: bool) -> tuple[str, Calls]:
 
 
 def read_llama3(text: str, *, ended: bool) -> tuple[str, Calls]:
-    """Return the text before the calls of a turn, and the calls, separated by semicolons; see `read_hermes`."""
+    """Return the text before the calls of a turn, and the calls, which semicolons separate; else as `read_hermes`."""
     content, calls_text = "", text
     if _BARE.match(text.lstrip()) is None:  # otherwise a tag is part of an argument
         content, tag, calls_text = text.partition(PYTHON_TAG)
@@ -99,7 +99,7 @@ def read_llama3(text: str, *, ended: bool) -> tuple[str, Calls]:
     calls, at = [], 0
     while calls_text[at:].strip():
         call, behind = _decode(calls_text, at)
-        if isinstance(call, BadCall) and behind == at:  # its end is unknown
+        if isinstance(call, BadCall) and behind == at:  # not JSON, so its end is unknown
             return content, [*calls, *([call] if ended else [])]
         rest = calls_text[behind:].lstrip()
         calls.append(call)
@@ -178,7 +178,7 @@ def read_qwen3_coder(text: str, schemas: Schemas, *, ended: bool) -> tuple[str, 
 
 
 def _between(text: str, opening: str, closing: str, parse: Callable[[str], Calls], *, ended: bool) -> tuple[str, Calls]:
-    """Return the text around marks, and the calls between marks; if ``closing`` is empty, the next opening ends one."""
+    """Return the text outside marks, and the calls inside; if ``closing`` is empty, the next opening ends a call."""
     content, calls, at = "", [], 0
     while (opened := text.find(opening, at)) >= 0:
         content += text[at:opened]
@@ -278,7 +278,7 @@ _LIST = re.compile(r"\[\s*[A-Za-z_][\w.]*\(")
 
 @dataclass(frozen=True)
 class PythonCalls:
-    """Reads the calls of turns; the opening and closing marks are empty if the template writes none."""
+    """Reads calls in the format python; the opening and closing marks are empty if the template writes none."""
 
     schemas: Schemas
     opening: str = ""
@@ -287,7 +287,7 @@ class PythonCalls:
     def read(self, text: str, *, ended: bool) -> tuple[str, Calls]:
         """Return the text around the calls of a turn, and the calls; if the turn was cut, an unclosed call is dropped.
 
-        Without marks, a turn is calls if it begins like a list of them, or like a call of a known tool.
+        Without marks, a turn consists of calls if it begins like a list of calls, or like a call of a known tool.
         """
         if not self.opening:
             return self._bare(text, ended)
@@ -341,7 +341,7 @@ class PythonCalls:
 
 
 def _listed(tree: ast.Module) -> Iterator[ast.expr]:
-    """Yield the calls of a module: statements, and the elements of lists and tuples."""
+    """Yield the expressions of a parsed turn that should be calls: its statements, or the elements of its lists."""
     for statement in tree.body:
         if not isinstance(statement, ast.Expr):
             raise ValueError(f"there are calls alone, got {ast.unparse(statement)[:80]}")
@@ -363,8 +363,8 @@ class _Words(ast.NodeTransformer):
 
 
 CallReader = Callable[..., tuple[str, Calls]]
-"""Takes the text of a turn, without thinking and end token, and ``ended``, which is false if the turn was cut, so that
-its last call may be cut, too. Returns the text around the calls, and the calls in order."""
+"""Parses the calls of a turn from its text, without thinking and end token. The keyword ``ended`` is false if the turn
+was cut, maybe in the middle of a call. Returns the text around the calls, and the calls in order."""
 
 
 def format_of(written: str, name: str) -> ToolFormat:

@@ -90,7 +90,7 @@ def _found(instance: Any, tools: Mapping[str, Any], call: ToolCall | BadCall) ->
 MOST_BYTES = 2**20
 """A longer observation is refused, and a longer result of a tool is cut."""
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+>")
-"""Part of the text that Python writes for objects without a text of their own."""
+"""Matches the default repr of objects, such as ``<Game object at 0x7f12>``."""
 
 
 class WrongError(Exception):
@@ -98,7 +98,7 @@ class WrongError(Exception):
 
 
 def text_of(value: Any, giver: str) -> str:
-    """Return the text of the value that ``giver`` returned.
+    """Return the text of a value; ``giver`` names in errors what returned the value, such as "the tool add".
 
     Raises:
         WrongError: for bytes, and for an object whose text is its address in memory, which varies between runs.
@@ -135,8 +135,8 @@ def _blocks(value: Any) -> str | None:
 
 
 def number_of(value: Any, giver: str) -> float | None:
-    """Return the number that ``giver`` returned; None if it returned None. Raises WrongError for anything else, also
-    for numbers that are not finite."""
+    """Return a value as a float, and None as None; ``giver`` names in errors what returned the value. Raises WrongError
+    for anything else, including NaN and infinity."""
     if value is None:
         return None
     number = _plain(value)
@@ -148,16 +148,15 @@ def number_of(value: Any, giver: str) -> float | None:
 
 
 def turn_rewards_of(value: Any, lengths: Sequence[int]) -> tuple[float, ...]:
-    """Return the reward of each turn, and of a last turn without a call if the list has one more number.
+    """Return a reward for each turn that the environment answered, and one for a last turn without calls, if any.
 
     A class cannot tell which calls belong to one turn, and is not called for a turn whose calls could not be made. So
-    the numbers that were added to the list during a turn are summed: ``turn_rewards_of([1, 2, 3], [0, 2])`` is (0, 3,
-    3).
+    the numbers that each turn added to the list are summed. ``turn_rewards_of([1, 2, 3], [0, 2])`` is (0, 3, 3): the
+    first turn added nothing, the second 1 and 2, and the last 3.
 
     Args:
-        value: what ``get_turn_rewards`` returned at the end.
-        lengths: the lengths of the lists that it returned after each turn. If all are 0, ``value`` has one number per
-            turn.
+        value: the list that ``get_turn_rewards`` returned at the end.
+        lengths: the length of that list after each answered turn. If all are 0, ``value`` has one number per turn.
 
     Raises:
         WrongError: for any other value.
@@ -178,8 +177,8 @@ def turn_rewards_of(value: Any, lengths: Sequence[int]) -> tuple[float, ...]:
 
 
 def growing(value: Any, least: int) -> Sequence[Any]:
-    """Return the list of ``get_turn_rewards``, which must have at least ``least`` items, as many as a turn earlier.
-    Raises WrongError for anything else."""
+    """Return the list that ``get_turn_rewards`` returned. Raises WrongError if it is no list, or is shorter than
+    ``least``, its length after the turn before."""
     values = _plain(value)
     if not isinstance(values, Sequence) or isinstance(values, str) or len(values) < least:
         raise WrongError(
@@ -192,8 +191,8 @@ def growing(value: Any, least: int) -> Sequence[Any]:
 def step_of(value: Any) -> tuple[Any, float | None, bool]:
     """Split the result of a method ``step`` into the observation, the reward, and whether the episode is over.
 
-    It may be ``(observation, reward, done, info)``, ``(observation, reward, terminated, truncated, info)``, a mapping
-    with these names (``observations`` is a list of messages, as in SkyRL-Gym), or an object with these attributes.
+    The result may be ``(observation, reward, done, info)``, ``(observation, reward, terminated, truncated, info)``, or
+    a mapping or an object with observation, reward and done. SkyRL-Gym's ``observations`` are a list of messages.
 
     Raises:
         WrongError: for any other result.

@@ -1,11 +1,10 @@
-"""Text and token ids of a conversation's turns.
+"""Encodes the text of a conversation's turns as token ids, and cuts thinking out of token ids.
 
-A tool may answer "<|im_end|>", and a web page may contain "<tool_call>". The tokenizer would encode either as the
-token that ends a turn or begins a call. Here it becomes the tokens of its characters: `Encoder.guarded` inserts a
-character that no text contains into such words, the template renders the message, and `Encoder.encode` removes the
-character.
+A tool may answer "<|im_end|>", and a web page may contain "<tool_call>". A tokenizer encodes these words as the tokens
+that end a turn or begin a call. This file encodes them as plain text: `Encoder.guarded` inserts a character that no
+text contains into such words, the template renders the message, and `Encoder.encode` removes the character.
 
-Thinking that a chat template drops from the past is cut out of the ids (`Cutter`); ids are never made from text again.
+If a chat template drops thinking from earlier turns, `Cutter` removes it from the token ids, without decoding them.
 """
 
 import json
@@ -30,7 +29,7 @@ _NO_TEXT = re.compile("[\ud800-\udfff\ufdd0]")
 class Encoder:
     """Encodes rendered conversations.
 
-    Markers are the added tokens that are special or not in the model's own vocabulary, such as Qwen's ``<tool_call>``.
+    Markers are the added tokens that are special, or that the base vocabulary lacks, such as Qwen's ``<tool_call>``.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerFast"):
@@ -39,7 +38,7 @@ class Encoder:
         longest_first = sorted(markers.items(), key=lambda item: -len(item[1].content))
         self._ids = [number for number, _ in longest_first]
         self._markers = [token for _, token in longest_first]
-        spaces = [(r"\s*" * token.lstrip, r"\s*" * token.rstrip) for token in self._markers]  # that the marker includes
+        spaces = [(r"\s*" * token.lstrip, r"\s*" * token.rstrip) for token in self._markers]  # that markers absorb
         words = [re.escape(token.content) for token in self._markers]
         self._written = _pattern([before + word + after for word, (before, after) in zip(words, spaces, strict=True)])
         # a marker of one character cannot be broken up
@@ -76,17 +75,17 @@ class Encoder:
         return ids + self.plain(text[at:])
 
     def plain(self, text: str) -> list[int]:
-        """Encode a text in which nothing is a marker."""
+        """Encode a text without markers: words that spell markers are encoded as plain text."""
         return self._plain.encode(self.released(text), add_special_tokens=False).ids
 
     def count(self, text: str) -> int:
-        """Return the number of tokens of a text in which nothing is a marker."""
+        """Return the number of tokens of a text; words that spell markers count as plain text."""
         return len(self._encoding(text).ids)
 
     def shortened(self, text: str, tokens: int) -> str:
-        """Cut a text to a number of tokens: its beginning, with CUT after it if there is room.
+        """Cut the end of a text that has more than ``tokens`` tokens, and append CUT if there is room.
 
-        A text that has no more tokens is returned unchanged.
+        The result has at most ``tokens`` tokens, CUT included.
         """
         encoding = self._encoding(text)
         if len(encoding.ids) <= tokens:
@@ -102,7 +101,7 @@ class Encoder:
         return self._plain.encode(_NO_TEXT.sub("\ufffd", text), add_special_tokens=False)
 
     def spelled_by_accident(self) -> str | None:
-        """Return a special token whose text the vocabulary alone would encode as that token; None if there is none."""
+        """Return a marker whose text ``plain`` encodes with the marker's id; None if there is none."""
         found = (
             token.content
             for token, number in zip(self._markers, self._ids, strict=True)
@@ -112,7 +111,7 @@ class Encoder:
 
 
 def _without_markers(tokenizer: "PreTrainedTokenizerFast") -> tuple[Tokenizer, Mapping[int, "AddedToken"]]:
-    """Return a tokenizer of the vocabulary alone, and the markers by their ids."""
+    """Return a tokenizer that does not know the markers, and the markers by their ids."""
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     vocabulary = state["model"].get("vocab", {})
     own = set(vocabulary) if isinstance(vocabulary, dict) else {piece for piece, _ in vocabulary}
@@ -134,14 +133,14 @@ OPEN, CLOSE = "<think>", "</think>"
 
 @dataclass(frozen=True)
 class Cutter:
-    """Removes what templates drop from a turn: the tokens up to its last ``</think>``, and the newlines after it.
+    """Removes what templates drop from a turn: the tokens up to the last ``</think>``, and the newlines after that tag.
 
-    A turn without ``</think>`` stays whole. Newlines are dropped token by token, so that a token of newlines and other
-    characters, which Qwen's vocabulary does not have, would stay.
+    A turn without ``</think>`` stays whole. Only tokens that consist of newlines are dropped as newlines. A token with
+    newlines and other characters would stay; Qwen's vocabulary has none.
     """
 
     opened: tuple[int, ...]
-    """What the generation prompt writes from ``<think>`` on; empty if it leaves that to the policy."""
+    """The tokens from ``<think>`` on that end the generation prompt; empty if the policy itself writes ``<think>``."""
     close_id: int
     newline_ids: frozenset[int]
     """The tokens that consist of newlines only; empty for a template that keeps the newlines."""
@@ -164,7 +163,7 @@ class Cutter:
         return kept + list(ids[at:])
 
     def _behind(self, ids: Sequence[int], begin: int, end: int) -> int:
-        """Return the place after the thinking of a turn, or its beginning if there is none."""
+        """Return the index after a turn's thinking and dropped newlines; ``begin`` if the turn has no thinking."""
         closed = [place for place in range(begin, end) if ids[place] == self.close_id]
         if not closed:
             return begin

@@ -1,4 +1,4 @@
-"""The processes of a run: where they run, how they meet, what they agree on, and how they end together.
+"""The hosts of a run, each of which is one process: how they meet, compare values, watch each other, and end together.
 
 choose_platform()
 hosts = start(coordinator, count, index)

@@ -18,7 +18,7 @@ SIGNATURE_BYTES = hashlib.sha256().digest_size
 
 
 def take_secret(environment: MutableMapping[str, str] = os.environ) -> bytes:
-    """Return the run's secret (empty if there is none), and remove it from the environment that children inherit.
+    """Return the run's secret (empty if there is none), and remove its variable, so that children do not inherit it.
 
     Raises:
         ConfigError: the secret is so short that it can be guessed.
@@ -33,16 +33,16 @@ def take_secret(environment: MutableMapping[str, str] = os.environ) -> bytes:
 
 
 def signature(key: bytes, *parts: bytes) -> bytes:
-    """Return the HMAC of the parts, encoded so that boundaries are unambiguous; empty without a key."""
+    """Return the HMAC of the parts, each preceded by its length; empty bytes if ``key`` is empty."""
     framed = b"".join(len(part).to_bytes(8) + part for part in parts)
     return hmac.digest(key, framed, "sha256") if key else b""
 
 
 def is_signed(proof: bytes, key: bytes, *parts: bytes) -> bool:
-    """Whether ``proof`` is the signature of these parts with this key; without a key it must be empty."""
+    """Whether ``proof`` equals the `signature` of these parts, which is empty if ``key`` is empty."""
     return hmac.compare_digest(proof, signature(key, *parts))
 
 
 def session_key(secret: bytes, nonces: Sequence[str]) -> bytes:
-    """Derive the key of one run from the nonces of its hosts, host 0's first; empty without a secret."""
+    """Derive the run's key from its secret and its hosts' nonces, in the order of the hosts; empty without a secret."""
     return signature(secret, b"session", *(nonce.encode() for nonce in nonces))

@@ -1,20 +1,20 @@
-"""The user's cache of this package: its location, and the compiled programs in it.
+"""The directory in which this package caches files for a user, and the cache of compiled jax programs there.
 
-The next start reads programs from the cache instead of compiling them:
+The next run reads programs from the cache instead of compiling them:
 
     keep_programs("auto", hosts)      # before anything large is compiled
 
-jax (0.10.2) has such a cache; it is changed here in four ways:
+jax 0.10.2 has a compilation cache. This file changes it in four ways:
 
 - Every process writes the programs it compiles. In jax only process 0 does. On a slice, whose hosts have separate
   disks, the other hosts would compile again at each start, and process 0 would wait for them.
-- An entry appears whole or not at all, and carries a checksum. jax writes into a file that others may be reading; a
-  file cut off by a full disk or a kill would stay in the cache.
+- A program's file appears whole or not at all, and holds a checksum. jax writes into a file that other processes may
+  be reading, and a file cut off by a full disk or a kill would stay in the cache.
 - A full or read-only disk is reported once, not for every program.
 - Programs for CPUs are kept in a directory per kind of CPU and number of threads. The compiled code depends on both
   (see joining.py), but jax's key includes neither.
 
-`observe/process_metrics.py` counts programs from this cache like any others.
+`observe/process_metrics.py` counts a program that was read from this cache as a compilation, too.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ from tpu_grpo.hosts.joining import cpu_devices
 
 CACHE_VARIABLE = "TPU_GRPO_CACHE"
 VARIABLE = "JAX_COMPILATION_CACHE_DIR"
-"""If the user sets this variable, jax uses that directory, and nothing is changed here."""
+"""jax's own variable. If the user sets it, jax caches programs in that directory, and this file changes nothing."""
 MOST_BYTES = 10 * 2**30
 """If the cache is larger at the start, the least recently used programs are removed."""
 CHECKSUM_BYTES = 32
@@ -52,7 +52,7 @@ def cache_directory() -> Path:
 
 @contextlib.contextmanager
 def exclusive(path: Path) -> Iterator[None]:
-    """Hold a lock on a file; the system releases it if the process dies. A process that has to wait says so.
+    """Hold a file's lock (flock) during the block; the system releases the lock if the process dies.
 
     In the block, do nothing that needs the other hosts of a run, such as the first use of a device: one of them may
     be waiting for the lock.
@@ -76,7 +76,7 @@ def exclusive(path: Path) -> Iterator[None]:
 def keep_programs(where: str, hosts: Hosts) -> None:
     """Make jax read compiled programs from disk and write new ones there; call it before much is compiled.
 
-    ``where`` is a directory; auto for the user's cache directory; off to keep nothing.
+    ``where`` is a directory, "auto" for one in `cache_directory`, or "off" to leave jax unchanged.
     """
     if where == "off" or os.environ.get(VARIABLE):
         return
@@ -100,7 +100,7 @@ def programs_directory(where: str) -> Path:
 
 
 def _kind_of_device() -> str:
-    """Name what a program depends on beyond jax's own key: for CPUs, the CPU's features and the number of threads."""
+    """Return "accelerator", or for CPUs a digest of what jax's key lacks: the CPU's features and the thread count."""
     if "cpu" not in os.environ.get("JAX_PLATFORMS", ""):
         return "accelerator"
     threads = [os.environ.get("NPROC"), os.cpu_count(), len(os.sched_getaffinity(0)), cpu_devices()]
@@ -118,7 +118,7 @@ def _cpu() -> list[str]:
 class ProgramCache:
     """Implements jax's cache interface with files of compiled programs.
 
-    If the disk cannot be written, every process logs it; a process that ``speaks`` also prints it to stderr.
+    If the disk cannot be written, every process logs that; a process with ``speaks=True`` also prints it to stderr.
     """
 
     def __init__(self, directory: Path, *, speaks: bool = True):
@@ -128,7 +128,7 @@ class ProgramCache:
         self._writes = True
 
     def open(self) -> bool:
-        """Make the directory private to the user, and free space in it; False, with a message, if it is unusable."""
+        """Create the directory for this user only, and free space; return whether only this user can write there."""
         ours = False
         try:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -159,7 +159,7 @@ class ProgramCache:
         return program if whole else None
 
     def put(self, key: str, value: bytes) -> None:
-        """Write a program, unless the disk has failed before."""
+        """Write a program; do nothing once a write has failed."""
         if not self._writes:
             return
         unfinished = self.directory / f".{os.getpid()}-{threading.get_ident()}"
@@ -195,8 +195,8 @@ class ProgramCache:
 def _write(
     cache_key: str, compile_time_secs: float, module_name: str, backend: Any, executable: Any, host_callbacks: Any
 ) -> None:
-    """Keep a program in the cache, in every process; replaces the jax function with the same arguments."""
-    if host_callbacks:  # the program holds their memory addresses
+    """Write a program to the cache; replaces jax's ``compiler._cache_write``, which writes only in process 0."""
+    if host_callbacks:  # such a program holds memory addresses of this process
         return
     from jax._src import compilation_cache
     from jax.errors import JaxRuntimeError

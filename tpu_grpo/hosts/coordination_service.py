@@ -2,16 +2,16 @@
 
 ``jax.distributed.initialize`` of jax 0.10.2 cannot be used as it is, for two reasons:
 
-- The client ends the process with LOG(FATAL), that is SIGABRT, when the service reports an error, when the connection
-  closes (immediately, if host 0 dies), and when ``connect`` times out. Python code cannot prevent that. With
-  ``recoverable`` (``jax_enable_recoverability``) the service does not report errors of other hosts, but a closed
-  connection still aborts. A ``missed_heartbeat_callback`` should replace the abort, but jaxlib cannot convert the
-  callback's argument, so it never runs: ``connect`` raises ``std::bad_cast`` instead, and on the client's own thread
-  the exception becomes SIGABRT. ``_end_on_abort`` turns that signal into a message and exit code 3.
-- The service waits an hour for hosts to register, longer than any client, so no client learns which are missing. With
-  ``cluster_register_timeout``, which ``initialize`` does not pass on, the service tells all clients in time.
+- The client aborts the process (LOG(FATAL), SIGABRT) when the service reports an error, when the connection closes
+  because host 0 died, and when ``connect`` times out. Python code cannot prevent that. With ``recoverable``
+  (``jax_enable_recoverability``) the service does not report errors of other hosts, but a closed connection still
+  aborts. A ``missed_heartbeat_callback`` should replace the abort, but jaxlib cannot convert the callback's argument.
+  So the callback never runs: ``connect`` raises ``std::bad_cast``, and on the client's own thread that exception
+  becomes SIGABRT. ``_end_on_abort`` turns SIGABRT into a message and exit code 3.
+- The service waits an hour for hosts to register, longer than any client, so no client learns which hosts are missing.
+  With ``cluster_register_timeout``, which ``initialize`` does not pass on, the service tells all clients in time.
 
-Here the client and the service are made from the same parts, and put where jax looks for them.
+So this file makes client and service as ``initialize`` does, and stores them in ``jax._src.distributed.global_state``.
 """
 
 import atexit
@@ -35,25 +35,25 @@ from tpu_grpo.hosts.meeting import LOOPBACK, Caller, arrive, hold_port, no_answe
 from tpu_grpo.records.errors import ConfigError, LockstepError
 
 HEARTBEAT_SECONDS = 300
-"""jax itself gives up a silent host after this; ``Watch``, with its much shorter timeout, should notice first."""
+"""jax gives a silent host up after this time; `Watch` (watch.py) has a much shorter timeout, and notices first."""
 SHUTDOWN_SECONDS = 60
 """In jax's shutdown, a host waits this long for the other hosts to end."""
 LEAVE_SECONDS = 10
 """At its end, host 0 waits this long for the other hosts to leave the service."""
 GRACE_SECONDS = 2
-"""Clients wait this much longer than the service, so that its error, which names missing hosts, comes first."""
+"""Clients wait this much longer than the service, so that the service's error, which names missing hosts, is first."""
 ROOT = "tpu_grpo/start"
 
 _leaving = threading.Lock()
 _kept: list[Any] = []
-"""Signal handlers made by ctypes are kept here: they must outlive their registration."""
+"""References to the signal handlers that ctypes made: a registered handler must not be garbage collected."""
 
 
 class Service:
     """The key-value store of the coordination service. Keys are paths; values are bytes of any length.
 
-    Anybody who reaches the service can write there. With the run's key, every value is stored behind a signature of
-    its path and content; a value with a wrong signature is reported as an attack.
+    Whoever can connect to the service can write values. With a ``key`` (authentication.py), each value is stored after
+    a signature of its path and content, and reading a value with a wrong signature raises LockstepError.
     """
 
     def __init__(self, client: Any, key: bytes = b"") -> None:
@@ -93,7 +93,7 @@ class Service:
         return {key.removeprefix(prefix): self._opened(key, value) for key, value in found}
 
     def _opened(self, key: str, stored: bytes) -> bytes:
-        """Check the signature of a stored value with the run's key, and return the value without it."""
+        """Check the signature at the beginning of what was stored, and return the value after the signature."""
         if not self._key:
             return stored
         proof, value = stored[:SIGNATURE_BYTES], stored[SIGNATURE_BYTES:]
@@ -107,7 +107,7 @@ class Service:
 
 
 def attacked(where: str, got: str) -> LockstepError:
-    """Return the error for a value that no host of the run can have written."""
+    """Return the error for a value, described by ``got``, that no host of the run can have written at ``where``."""
     return LockstepError(
         f"only the hosts of a run may write what they tell each other, got {got[:300]} at {where[:100]!r}: somebody "
         "else has written in their place, through the coordinator's port or from a host with damaged memory; see who "
@@ -116,7 +116,7 @@ def attacked(where: str, got: str) -> LockstepError:
 
 
 def read_told(value: bytes, kind: object, where: str, read: Callable[[Any], Any] = lambda told: told) -> Any:
-    """Parse a value that a host sent as JSON of type ``kind``, and return the result of ``read`` on it.
+    """Parse the JSON that a host sent, check that it has the type ``kind``, and return ``read(parsed)``.
 
     Raises:
         LockstepError: the value has another type, or ``read`` raises ValueError: no host can have sent it.
@@ -138,8 +138,8 @@ def connect(coordinator: str, count: int, index: int, timeout_seconds: float, ru
     """Meet the other hosts of the run, start the service (on host 0) and connect to it.
 
     Raises:
-        ConfigError: jax has created devices in this process already (only this host's); the port is another program's;
-            the secret is too short, or differs from host 0's.
+        ConfigError: jax has created its devices already, and so without those of the other hosts; another program uses
+            the port; the secret is too short, or differs from host 0's.
         LockstepError: the coordinator, or other hosts, did not join within ``timeout_seconds``.
     """
     import jax
@@ -152,8 +152,8 @@ def connect(coordinator: str, count: int, index: int, timeout_seconds: float, ru
         )
     if "cpu" in (jax.config.jax_platforms or ""):  # pyright: ignore[reportAttributeAccessIssue]
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        # A process with one device would start a program before the previous one has finished there. gloo would then
-        # take data that other hosts send for one program as data for the other: wrong numbers, or an abort.
+        # With asynchronous dispatch, a process with one device starts a program before the previous one has finished.
+        # gloo would then take data that other hosts send for one program as data for the other: wrong numbers or abort.
         jax.config.update("jax_cpu_enable_async_dispatch", False)
     state: Any = distributed.global_state
     state.coordinator_address, state.num_processes, state.process_id = coordinator, count, index
@@ -197,9 +197,9 @@ def connect(coordinator: str, count: int, index: int, timeout_seconds: float, ru
 
 
 def serve_alone() -> None:
-    """Start a service on the loopback interface for this process alone; gloo connects its CPU devices through it.
+    """Start a service on the loopback interface for a run of one process: gloo needs one to connect CPU devices.
 
-    Does nothing if jax has a service already, or has created its devices, because then it is too late.
+    Does nothing if jax is connected to a service already, or has created its devices, because then it is too late.
     """
     import jax
     from jax._src import distributed, xla_bridge
@@ -218,7 +218,7 @@ def serve_alone() -> None:
 
 
 def _leave(service: Service, count: int, index: int) -> None:
-    """Report that this host has left; host 0, which runs the service, waits until all others have."""
+    """Report that this host has left; host 0, which runs the service, first waits for the others' reports."""
     with _leaving:  # if two threads leave at once, the second waits for the first
         if here.has_left:
             return
@@ -233,7 +233,7 @@ def _leave(service: Service, count: int, index: int) -> None:
 
 
 def _leave_together(state: Any) -> None:
-    """Leave, then let jax disconnect from the service; jax does so together with the other hosts."""
+    """Leave, then let jax disconnect from the service, for which jax waits for the other hosts."""
     if here.leave is not None:
         here.leave()
     state.shutdown()
@@ -287,8 +287,8 @@ def _not_connected(why: str, coordinator: str, me: Caller, timeout_seconds: floa
 def _end_on_abort(client: Any) -> None:
     """Turn an abort by the coordination client into exit code 3; other aborts stay aborts.
 
-    The handler runs on the aborting thread. If that is the client's own thread, it holds the client's lock, so that the
-    client does not answer; this tells its abort from others.
+    The signal handler runs on the aborting thread. While the client aborts, its thread holds the client's lock, so a
+    request to the client does not return. If a request returns, other code has aborted.
     """
     libc = ctypes.CDLL(None)
     libc.signal.restype = ctypes.c_void_p
@@ -312,7 +312,7 @@ def _end_on_abort(client: Any) -> None:
 
 
 def _answers(call: Callable[[], object], *, within_seconds: float) -> bool:
-    """Return whether a call returns in time; it runs on a separate thread, since it may never return."""
+    """Return whether ``call`` returns in time, without RuntimeError; made on another thread, as it may never return."""
     answered = threading.Event()
 
     def ask() -> None:

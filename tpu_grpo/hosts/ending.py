@@ -10,8 +10,8 @@ A run ends in one of these ways, with the exit codes of ``records/errors.py``:
                                      that the others can be told. A second signal ends it with 1
     SIGHUP                           the terminal was closed, or the connection lost: the run goes on
 
-Host 0 runs the service through which hosts talk; when it ends, the other hosts abort. So hosts that stop leave
-together: each says that it has left, and host 0 leaves last.
+Host 0 runs jax's coordination service, through which hosts talk; when host 0 ends, the other hosts abort. So hosts
+that stop leave together: each reports to the service that it has left, and host 0 leaves last.
 
 The main thread may be inside a collective that never returns, where no exception can reach it. ``os._exit`` ends the
 process nevertheless, without waiting for threads or for jax's own shutdown, which would wait for hosts that are gone.
@@ -43,7 +43,7 @@ WRITING_SECONDS = 1.0
 TELLING_SECONDS = 12.0
 """Time limit for writing the report and notifying people."""
 HASTE_SECONDS = 3.0
-"""The same limit for an immediate end after a signal."""
+"""Time limit for the report and the notifications when a signal ends the process at once."""
 TELLING_HOSTS_SECONDS = 12.0
 """Time limit for telling the other hosts of an end: two of their polls of the coordination service."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -55,10 +55,10 @@ AT_ONCE = "the run is ended at once; its newest checkpoint stays where it is"
 
 @dataclass(frozen=True)
 class End:
-    """How a run ended, for people who were not there."""
+    """How a run ended, for its report and for notifications."""
 
     outcome: Outcome
-    """``stopped`` means that the run was asked to stop."""
+    """``stopped`` means that a signal, or the user's code, asked the run to stop."""
     code: int
     """The exit code of the process."""
     message: str = ""
@@ -66,7 +66,7 @@ class End:
 
     @classmethod
     def by(cls, error: BaseException | None) -> "End":
-        """Return how a run ends with this error; None stands for no error."""
+        """Describe the end of a run that raised ``error``, or that is done if ``error`` is None."""
         match error:
             case None:
                 return cls("done", 0)
@@ -85,7 +85,7 @@ def exit_code(error: BaseException) -> int:
 
 
 class Here:
-    """The state of this process that is needed at its end: set while the process runs."""
+    """What the functions below need to know of this process when it ends; other code sets it while the run goes on."""
 
     index: int = 0
     stage: str = "start-up"
@@ -98,13 +98,13 @@ class Here:
     has_left: bool = False
     """Whether this process has left: from then on, a lost coordination service is not an error."""
     cause: End | None = None
-    """The end that another host reported as the reason for all to end; later observations only follow from it."""
+    """The end that another host reported and that ends all hosts; errors seen after it are only its consequences."""
     step: int | None = None
     """The number of steps done; None until the run has taken its directory."""
 
     def __init__(self) -> None:
         self.at_end: dict[str, Callable[[End], None]] = {}
-        """Name -> callback that is told how this process ends, if a thread other than the main thread ends it."""
+        """Name -> callback, called with the `End` if a thread other than the main thread ends this process."""
 
 
 here = Here()
@@ -122,7 +122,7 @@ def host_names(indices: Sequence[int]) -> str:
 
 
 def end_process(message: str, code: int = LockstepError.exit_code) -> NoReturn:
-    """End this process at once because of another host; the reason that a host reported, if any, is the message."""
+    """End this process at once because of another host, with the reason in ``here.cause``, or else ``message``."""
     cause = here.cause or End("failed", code, f"LockstepError: {message}")
     end_after(cause.message, cause.code, outcome=cause.outcome)
 
@@ -137,11 +137,11 @@ def end_after(
 ) -> NoReturn:
     """Print a line and the stage of this process, tell the other hosts and people, and end the process at once.
 
-    The first call wins; any later one waits for the end. If the main thread is already ending with its own error, it
-    gets time to print that. The line is printed before the other hosts are told, because then host 0 may end, and this
-    process with it.
+    Only the first call acts; a later call blocks until the process ends. If the main thread is already ending with its
+    own error, it gets ``LEAVING_SECONDS`` to print that error. The line is printed before the other hosts are told:
+    once host 0 is told, it may end, and this process with it.
 
-    Writing the report and notifying people may take ``seconds``, by default ``TELLING_SECONDS``.
+    The callbacks of ``here.at_end`` (report, notifications) get ``seconds`` together, by default ``TELLING_SECONDS``.
     """
     with _ending:  # never released
         if here.leaving_with is not None:
@@ -165,7 +165,7 @@ def end_after(
 
 
 def leave_when_done(*, together: bool = False) -> None:
-    """End this process with ``here.leaving_with`` once its main thread has ended, or after ``LEAVING_SECONDS``.
+    """End this process with code ``here.leaving_with`` once its main thread has ended, or after ``LEAVING_SECONDS``.
 
     Threads that wait for other hosts, such as those that save a checkpoint, are abandoned: Python would join them
     before it calls ``atexit`` functions. ``together`` says that all hosts end in this way; host 0 then ends last.
@@ -180,7 +180,7 @@ def leave_when_done(*, together: bool = False) -> None:
         threading.main_thread().join(LEAVING_SECONDS)
         leave()
 
-    atexit.register(leave)  # runs before jax's own, which would wait for the other hosts
+    atexit.register(leave)  # runs before jax's exit function, which would wait for the other hosts
     threading.Thread(target=leave_after_main_thread, daemon=True).start()
 
 
@@ -226,7 +226,7 @@ class StepAbandoned(Exception):
 
 
 class StopRequest:
-    """Whether a run was asked to stop, by a signal or by ``also_asks``, which is called after every step."""
+    """Records whether a signal, or ``also_asks``, which is called after every step, asked the run to stop."""
 
     def __init__(self, also_asks: Callable[[], bool] = lambda: False) -> None:
         self._also_asks = also_asks
@@ -256,7 +256,7 @@ class StopRequest:
             if self.signalled:
                 raise StepAbandoned
             yield
-            if self.signalled:  # an exception of the handler is lost if it is raised in a finalizer
+            if self.signalled:  # if the handler ran during a finalizer, Python has dropped its exception
                 raise StepAbandoned
         finally:
             self._may_abandon = False
@@ -304,14 +304,14 @@ class SignalledStop(StopRequest):
             ...                             # hosts meet; the first signal is remembered
             stop.hosts_met(tell_others)     # ends the process if a signal has come
             ...                             # the run is built; the first signal ends the process
-            stop.begin()                    # from now on the first signal only asks, and the second ends the process
+            stop.begin()                    # the first signal now sets stop.asked, and the second ends the process
             with stop.abandoning():         # this work may be discarded: a signal raises StepAbandoned
                 ...
             if stop.asked: ...
 
     Python runs signal handlers only in the main thread, which may be inside a compiler for minutes. So another thread
     reads the signals as the system delivers them, prints messages, and ends the process. ``meets_others`` says that
-    there may be other hosts; these would wait for this one in vain if it ended before they meet.
+    there may be other hosts; they would wait in vain for this host if this host ended before all have met.
     """
 
     def __init__(self, *, meets_others: bool = False) -> None:
@@ -351,7 +351,7 @@ class SignalledStop(StopRequest):
             self._end(f"{self._kept}: {AT_START}", Interrupted.exit_code)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """Run in the main thread as soon as it executes Python code: before the other thread answers, or long after."""
+        """Handle a signal in the main thread, which Python may do long after ``_read_signals`` has answered it."""
         self.signalled = self._begun
         self._abandon()
 

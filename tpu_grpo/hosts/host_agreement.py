@@ -28,7 +28,7 @@ ABSENT = "no value"
 
 
 def packed(numbers: "Float[np.ndarray, ' N']") -> str:
-    """Encode float64 numbers exactly as text for JSON; compressed, so short if many numbers are equal."""
+    """Encode float64 numbers exactly, as compressed base64 text; the text is short if many numbers are equal."""
     return base64.b64encode(zlib.compress(numbers.astype("<f8").tobytes(), level=1)).decode()
 
 
@@ -46,7 +46,7 @@ def unpacked(text: str, count: int) -> "Float[np.ndarray, ' N']":
 
 
 class Hosts:
-    """Connects the processes of a run. With ``count == 1`` every call is trivial and nothing is sent.
+    """Connects the hosts of a run. With one host, every method returns at once, and nothing is sent.
 
     Hosts talk through ``service``, which is None for a single process. ``members`` are the numbers of the hosts that
     take part: all of them, or a group made by ``among``. An exchange waits ``timeout_seconds`` for the slowest host. A
@@ -75,7 +75,7 @@ class Hosts:
     def among(self, members: Sequence[int]) -> "Hosts":
         """Return a group of some hosts, this one included, whose exchanges do not involve the others.
 
-        Every member must make the group, and only once. Values are in the order of ``self.members``, ascending.
+        Every member must make the group, and only once. Exchanged values are in ascending order of the members.
         """
         if self.index not in members:
             raise ValueError(f"host {self.index} must be among the hosts it exchanges with, got {list(members)}")
@@ -87,9 +87,9 @@ class Hosts:
         return self.index == 0
 
     def gather(self, name: str, value: bytes, *, timeout_seconds: float | None = None) -> list[bytes]:
-        """Return the values of all members, in their order, on every member.
+        """Return every member's ``value``, in ascending order of the members; every member gets the same list.
 
-        ``name`` says what is exchanged, and must be the same on every member; ``timeout_seconds`` overrides `Hosts`'.
+        ``name`` describes the value, and must be the same on every member; ``timeout_seconds`` replaces the object's.
 
         Raises:
             LockstepError: a host did not answer, or is at another exchange.
@@ -101,7 +101,7 @@ class Hosts:
         self.service.put(f"{self._root}/{number}/{self.index}", name.encode() + b"\0" + value)
         seconds = self.timeout_seconds if timeout_seconds is None else timeout_seconds
         answers = self._collect(self.service, name, number, seconds)
-        # All hosts have answered this exchange, so all have read the previous one: its value can be deleted.
+        # All hosts have answered this exchange, so all have read this host's previous value: it can be deleted.
         if number > 1:
             self.service.delete(f"{self._root}/{number - 1}/{self.index}")
         parts = [answers[index].partition(b"\0") for index in self.members]
@@ -115,7 +115,7 @@ class Hosts:
     def share(
         self, name: str, value: Any, kind: object, read: Callable[[int, Any], Any] = lambda host, told: told
     ) -> list[Any]:
-        """Exchange values that JSON can hold, of type ``kind``; otherwise like ``gather``.
+        """Return every member's ``value``, like ``gather``; values have the type ``kind``, and are sent as JSON.
 
         Dataclasses are sent as their fields. ``read(host, value)`` converts each received value, and raises ValueError
         for a value that the host cannot have sent.
@@ -130,9 +130,9 @@ class Hosts:
         ]
 
     def gather_array(self, name: str, array: "Shaped[np.ndarray, '...']") -> "Shaped[np.ndarray, 'H ...']":
-        """Stack the arrays of all hosts, which must have the same shape and dtype; the host is the first axis.
+        """Stack the arrays of all H hosts, which must have the same shape and dtype, along a new first axis.
 
-        The data goes over the devices' interconnect, for arrays that are too large for ``gather``. Raises as
+        Use this for arrays that are too large for ``gather``: the data goes over the devices' interconnect. Raises as
         ``gather`` does.
         """
         if self.service is None:
@@ -175,7 +175,7 @@ class Hosts:
         """Check that the value is the same on every host.
 
         Raises:
-            LockstepError: values differ; on every host, with the same message. Raises as ``gather`` does, too.
+            LockstepError: values differ; every host raises the same message. Raises as ``gather`` does, too.
         """
         self._compare(f"the agreement on {name}", {name: value})
 

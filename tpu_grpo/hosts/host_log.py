@@ -1,8 +1,8 @@
-"""Each host's log: written to a file and, while a run starts, to stderr.
+"""The log file of each host, and the lines on stderr that show the progress of a run's start.
 
-Consoles show only host 0. Every host has a log file ``<run.dir>/logs/host_<index>.log`` with the stages it went
-through, the warnings of libraries, and how it ended. Stages of the start are printed with the seconds since the
-process began:
+Every host has a log file ``<run.dir>/logs/host_<index>.log`` with the stages it went through, the warnings of
+libraries, and how it ended. Only host 0 prints to stderr: the stages of the start, with the seconds since the process
+began:
 
 [   1.2 s] checking the data
 [   9.8 s] compiling the engine's programs: 3 done
@@ -23,7 +23,7 @@ logger = logging.getLogger("tpu_grpo.host")
 """The logger for stages and errors of this host."""
 BEGAN = time.monotonic()
 EVERY_SECONDS = 5.0
-"""The shortest time between two printed counts."""
+"""The shortest time between two counts that `counted` prints."""
 
 
 @contextmanager
@@ -62,7 +62,7 @@ def announce(hosts: Hosts, what: str) -> None:
 
 @contextmanager
 def counted(hosts: Hosts, what: str) -> Iterator[Callable[[], None]]:
-    """Like `announce`; also print, every few seconds, how often any thread has called the yielded function."""
+    """Announce a stage, and yield a function; every few seconds, print how often all threads have called it."""
     announce(hosts, what)
     lock, count, said = threading.Lock(), 0, time.monotonic()
 

@@ -1,16 +1,16 @@
 """How a process joins a run: its backend and threads, the other hosts, and which host has which devices.
 
-On a machine without a TPU, libtpu (installed by a dependency) would look for one at start-up and print errors about
-missing hosts; choosing the CPU platform keeps it from being loaded.
+On a machine without a TPU, libtpu (installed by a dependency) would look for a TPU at start-up and print errors about
+missing hosts. If the CPU platform is chosen, jax does not load libtpu.
 
 On a slice, the compiled program and the order of every sum depend only on the devices. With CPU devices, two things
-would also depend on the number of processes, so that one process and several would differ in the last bits:
+would also depend on the number of processes, so that one process and several would differ in the last bits of results:
 
 - XLA's matrix products split a sum by the number of threads: the machine's cores (or NPROC) or the process's devices,
   whichever is larger. ``choose_threads`` sets NPROC to the number of devices of the whole run.
-- Within a process, devices add up one after another; between processes, in gloo's order. ``start`` always uses gloo.
+- XLA sums over the devices of a process one by one, gloo sums in another order. ``start`` always uses gloo.
 
-Both were seen with jaxlib 0.10.2.
+Both effects were seen with jaxlib 0.10.2.
 
 A slice numbers its devices by position, not host by host: in a v5e-16, host 0 has devices 0, 1, 4 and 5. Meshes that
 are divided between hosts take the devices in the order of ``by_host``.
@@ -41,7 +41,7 @@ def choose_platform(environment: MutableMapping[str, str] = os.environ, devices:
 
 
 def cpu_devices(environment: Mapping[str, str] = os.environ) -> int:
-    """Return the number of virtual CPU devices by XLA_FLAGS or JAX_NUM_CPU_DEVICES; 0 on other platforms."""
+    """Return this process's number of CPU devices, by JAX_NUM_CPU_DEVICES or XLA_FLAGS; 0 if jax does not use CPUs."""
     if "cpu" not in environment.get("JAX_PLATFORMS", ""):
         return 0
     flags = re.findall(rf"{DEVICE_COUNT_FLAG}=(\d+)", environment.get("XLA_FLAGS", ""))
@@ -49,12 +49,12 @@ def cpu_devices(environment: Mapping[str, str] = os.environ) -> int:
 
 
 def may_have_others(count: int, environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether a run with this ``hosts.count`` may have several processes: a TPU slice finds its hosts by itself."""
+    """Whether the run may have several hosts: with ``hosts.count`` > 1, or on TPUs, where jax finds the hosts."""
     return count > 1 or "cpu" not in environment.get("JAX_PLATFORMS", "")
 
 
 def choose_threads(count: int, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set NPROC to the number of CPU devices of all ``count`` processes, if several; an existing value is kept."""
+    """Set NPROC to the number of CPU devices of all ``count`` processes, if that is > 1; keep an existing value."""
     if (devices := count * cpu_devices(environment)) > 1:
         environment.setdefault("NPROC", str(devices))
 
@@ -68,13 +68,13 @@ def start(
     timeout_seconds: float = 300.0,
     environment: MutableMapping[str, str] = os.environ,
 ) -> Hosts:
-    """Meet the other hosts. Call it before the first use of a device, and after ``choose_platform``.
+    """Meet the other hosts. Call this after ``choose_platform``, and before the first use of a device.
 
     One process with several CPU devices starts a coordination service for itself, on the loopback interface: gloo
     needs one, and with gloo the results equal those of several processes with as many devices.
 
-    ``coordinator`` is the host:port on which host 0 listens; None for one process, and on a TPU slice, where jax finds
-    it. Hosts with another ``run`` name are refused. All hosts must join within ``timeout_seconds``.
+    ``coordinator`` is the host:port on which host 0 listens; None for one process, and on a TPU slice, whose metadata
+    names it. Hosts with another ``run`` name are refused. All hosts must join within ``timeout_seconds``.
 
     Raises:
         ConfigError: the coordinator is not an address, another run or program uses its port, or jax has created
@@ -99,7 +99,7 @@ def start(
 
 
 def _tpu_slice(timeout_seconds: float) -> tuple[str | None, int, int]:
-    """Return (coordinator, count, index) from the TPU machine's environment or metadata; coordinator None elsewhere."""
+    """Return (coordinator, count, index) from the TPU machine's environment or metadata; (None, 1, 0) for one host."""
     from jax._src.clusters.cloud_tpu_cluster import GceTpuCluster, GkeTpuCluster
 
     for cluster in (GkeTpuCluster, GceTpuCluster):

@@ -22,7 +22,7 @@ Number = Callable[[jax.Array], jax.Array]
 
 
 def leaf_numbers(number: Number, leaves: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:
-    """Compute a number for every leaf, by name; every host that holds leaves must call this, and gets all numbers.
+    """Return name -> number of each leaf (array). Every host that holds leaves must call this, and gets all numbers.
 
     Programs run one at a time, because XLA's CPU backend aborts when many programs with collectives run at once.
     """

@@ -32,10 +32,10 @@ from tpu_grpo.hosts.joining import DEVICE_COUNT_FLAG
 from tpu_grpo.records.errors import ConfigError
 
 KILL_AFTER_SECONDS = 5.0
-"""The time between SIGTERM and SIGKILL, and the longest wait for remaining output of an ended host's children."""
+"""The time from SIGTERM to SIGKILL; also how long the output of an ended host's children is waited for."""
 
 LONGEST_WAIT_SECONDS = 1.0
-"""The main thread waits no longer at once: it runs signal handlers, but signals to other threads do not wake it."""
+"""The main thread wakes this often to run signal handlers: a signal that another thread receives does not wake it."""
 
 OWN_SETTINGS = ("hosts.coordinator", "hosts.count", "hosts.index")
 
@@ -172,8 +172,8 @@ class _HostProcess:
 class _Supervisor:
     """Tracks which hosts still run, and schedules the signals that end them.
 
-    Only the main thread changes this object's state: other threads and signal handlers put functions into ``_events``,
-    which it calls. Other threads also show lines of output.
+    Only the main thread changes this object's state. Other threads and signal handlers put functions into ``_events``,
+    and the main thread calls these functions. Other threads also show lines of output.
     """
 
     def __init__(self, stdout: BinaryIO, stderr: BinaryIO, grace_seconds: float):
@@ -186,7 +186,7 @@ class _Supervisor:
         """(time of the end, exit code) of each failed host."""
         self._stop_reasons: set[str] = set()
         self._schedule: list[tuple[float, signal.Signals]] = []
-        """(time, signal) to send to the hosts that still run; empty while nothing is wrong."""
+        """(time, signal to send then to the hosts that still run); empty until a host fails or a stop is requested."""
 
     def start(self, index: int, command: Sequence[str], environment: Mapping[str, str]) -> None:
         def show(line: bytes, is_error: bool) -> None:
@@ -253,7 +253,7 @@ class _Supervisor:
         now = time.monotonic()
         again, first = reason in self._stop_reasons, not self._stop_reasons
         self._stop_reasons.add(reason)
-        if again and reason == signal.SIGINT.name:  # shell and terminal may each send the others
+        if again and reason == signal.SIGINT.name:  # shell and terminal may each send SIGTERM or SIGHUP
             self._schedule = [(now, signal.SIGKILL)]
         if not first:
             return

@@ -1,23 +1,23 @@
 """Brings the hosts of a run together on the coordinator's port, before jax's coordination service is started there.
 
-That service takes any client for one of its own hosts that has restarted, and then ends its run. It also shares its
-port with other services (SO_REUSEPORT), so that a second run on the same port would reach the first one's service.
-Therefore hosts meet here before jax's client may connect; they exchange lines of JSON:
+jax's service takes any new client for a restarted host of its own run, and then ends that run. It also lets other
+services bind its port (SO_REUSEPORT), so hosts of a second run on the same port could reach the first run's service.
+Therefore hosts meet here before jax's client connects. They exchange lines of JSON:
 
     host 0 (`hold_port`)                          host 1 (`arrive`)
     listens on the port, exclusively              connects, and retries until host 0 is there
                                                   {"tpu_grpo": 1, "run": "demo", "index": 1, "count": 3, "who": ...}
     {"missing": [2]}                              waits
-    all are here: jax's service takes the port
+    all have joined: jax's service takes the port
     {"come": true, "nonces": [...], ...}          connects jax's client
 
-If the port were taken, jaxlib 0.10.2 would usually crash; so host 0 holds the port until the service listens. A host
-of another run, or with another count, gets {"refused": ...}, and this run goes on. If a host finds another program on
-the port, or the jax service of a run whose hosts have all joined, it ends without disturbing that. Any other client is
-a stranger: it has `SPEAKING_SECONDS` to send a line of at most `LONGEST_LINE` bytes, at most `MOST_STRANGERS` may be
-connected at once, and all are counted. If the run has a secret (`authentication`), a host that does not prove that it
-knows the secret is refused; so is a host with a secret if host 0 has none. Host 0's last line proves that host 0 knows
-it; from the nonces in that line every host derives the run's key.
+jaxlib 0.10.2 usually crashes if the port is taken, so host 0 holds the port until jax's service listens. Host 0 sends
+{"refused": ...} to a host of another run or with another count, and goes on. A host that finds another program on the
+port, or the jax service of a run whose hosts have all joined, ends without disturbing it. A connection that has not
+introduced a host is a stranger: it has `SPEAKING_SECONDS` to send a line of at most `LONGEST_LINE` bytes, and at most
+`MOST_STRANGERS` are open at once. If the run has a secret (authentication.py), host 0 refuses a host that does not
+prove that it knows the secret; without a secret, host 0 refuses a host that has one. Host 0's last line proves that
+host 0 knows the secret, and has the nonces from which every host derives the run's key.
 """
 
 import errno
@@ -44,7 +44,7 @@ LONGEST_LINE = 65536
 SPEAKING_SECONDS = 5.0
 """A connection that has not identified its host within this time is closed."""
 MOST_STRANGERS = 128
-"""The most connections that have not identified themselves; beyond it, the oldest is closed."""
+"""The most open connections that have not identified their host; if there are more, the oldest is closed."""
 MOST_NAMED = 20
 """At most this many refused hosts are named on stderr; all are counted."""
 BACKLOG = 1024
@@ -52,7 +52,7 @@ RETRY_SECONDS = 0.2
 PATIENCE_SECONDS = 10.0
 """Wait this long for a taken port, because it may belong to a run that is just ending."""
 GRACE_SECONDS = 2.0
-"""Hosts wait this much longer than host 0, so that host 0's answer comes first."""
+"""The other hosts wait this much longer than host 0, so that they get host 0's error, which names missing hosts."""
 REMEDY = "start the same command on every host, each with its own hosts.index"
 
 
@@ -76,7 +76,7 @@ class Caller:
         return replace(self, proof=signature(secret, *(str(value).encode() for value in signed)).hex())
 
     def knows(self, secret: bytes) -> bool:
-        """Whether the caller has proved that it knows the secret; without a secret, whether it has none either."""
+        """Whether the proof shows that the caller knows the secret; without a secret, whether the proof is empty."""
         return hmac.compare_digest(self.proof.encode(), self.proven(secret).proof.encode())
 
     def to_line(self) -> bytes:
@@ -225,7 +225,7 @@ class Meeting:
         return f"{strangers or ''}{(self.sent_away and f'; hosts sent away: {self.sent_away}') or ''}"
 
     def share_port(self) -> None:
-        """Let a service of this process bind the port, too; on Linux, no other run can bind it at any moment."""
+        """Let jax's service in this process bind the port, too; on Linux, no other run can bind the port meanwhile."""
         if sys.platform == "linux":  # elsewhere the option must be set before the first bind
             self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         else:
@@ -259,7 +259,7 @@ class Meeting:
         return caller is not None and self._admit(guest, caller)
 
     def _admit(self, guest: _Guest, caller: Caller) -> bool:
-        """Let a host take part, or tell it why it may not; return whether it may."""
+        """Accept a host, or send it the reason for its refusal; return whether it was accepted."""
         try:
             self._check(caller)
         except TpuGrpoError as error:
@@ -312,7 +312,7 @@ class Meeting:
 
 @contextmanager
 def hold_port(coordinator: str, me: Caller, timeout_seconds: float, secret: bytes = b"") -> Iterator[Meeting]:
-    """Listen on host 0's address; with a secret, only for hosts that know it.
+    """Listen on host 0's address during the block; with a secret, hosts that do not know the secret are refused.
 
     Raises:
         ConfigError: another program has the port, and keeps it.
@@ -373,7 +373,7 @@ def arrive(coordinator: str, me: Caller, timeout_seconds: float, secret: bytes =
     Returns the key of this run; empty without a secret.
 
     Raises:
-        ConfigError: another run or program has the port, or the secrets or indices do not fit together.
+        ConfigError: another run or program has the port, host 0 has another secret, or another host the same index.
         LockstepError: host 0 or other hosts did not join in time, or were started with another count.
     """
     end = time.monotonic() + timeout_seconds + GRACE_SECONDS

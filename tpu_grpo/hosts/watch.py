@@ -1,9 +1,9 @@
-"""Detects that another host died, hangs, failed or decided differently, whatever the main thread is doing.
+"""Threads that notice when another host died, hangs, failed or decided differently (`Progress`), and end the process.
 
-Each process has two such threads: one talks to the coordination service, and may block in it; the other watches the
-clock, and ends the process. Both run while the main thread computes, compiles or waits in a collective, which release
-the GIL; so a slow host is not taken for a lost one. If other code never releases the GIL, such as a user's reward in C,
-no thread can run: then a separate guard process, which gets no more signs of life, kills this one.
+One thread exchanges heartbeats through the coordination service, and may block there. The other watches the clock, and
+ends the process. Both run while the main thread computes, compiles or waits in a collective, all of which release the
+GIL; so a slow host is not taken for a lost one. Code that never releases the GIL, such as a user's reward in C, stops
+both threads. Then a separate guard process, which gets no more signs of life from them, kills this process.
 """
 
 import json
@@ -26,13 +26,13 @@ from tpu_grpo.records.errors import Interrupted, LockstepError
 
 ROOT = "tpu_grpo/watch"
 OWN_ERROR_SECONDS = 1.0
-"""A host that hears of a failure waits this long, because it may be about to find the same error itself."""
+"""A host that hears of another host's failure waits this long, as it may be about to raise the same error itself."""
 TOLD_SECONDS = 0.2
 """While a failure is being announced, hosts check at this interval whether all hosts know."""
 LOCAL_ERRORS = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED", "NOT_FOUND")
 """Runtime errors that begin like this come from this host itself, not from the loss of another one."""
 REMEMBERED = 4096
-"""For each activity in lockstep, this many of the latest steps are kept for comparison."""
+"""`Progress` keeps the digests of this many latest steps of each activity."""
 
 SILENT_LOOKS = 10
 """The guard kills a process that was silent for this many intervals, each a tenth of the timeout. If process and guard
@@ -53,14 +53,14 @@ os.kill(int(sys.argv[1]), 9)
 """The program of the guard process; it ends when the pipe from the guarded process closes."""
 
 type Beat = tuple[int, dict[str, tuple[int, str]]]
-"""A heartbeat: (its number, {activity in lockstep: (latest step, digest of the decision)})."""
+"""A heartbeat: (number of the heartbeat, {activity: (latest step, digest of the decision)}), see `Progress`."""
 
 
 class Progress:
-    """This host's decisions in each activity that hosts do in lockstep; heartbeats carry the latest.
+    """Records what this host decided in activities that hosts do in lockstep; heartbeats carry the latest decisions.
 
-    If hosts that drive one engine decide differently, they launch different programs and wait in collectives that never
-    end, so that they never reach the comparison after the rollout. But each notes its decision before it launches:
+    An activity is, for example, the launches of an engine that several hosts drive. If these hosts decide differently,
+    they wait in collectives of different programs forever. So each host notes a digest of its decision before a launch:
 
         host 0: replica 0 at step 7, digest a1     host 1: replica 0 at step 9, digest c4
         host 1 remembers digest b2 for step 7: both end; they first differed at step 7 or earlier
@@ -72,7 +72,7 @@ class Progress:
         self._noted: dict[str, dict[int, str]] = {}
 
     def note(self, what: str, step: int, digest: str) -> None:
-        """Record what this host is about to do at a step; the record must match the other hosts'."""
+        """Record the digest of what this host is about to do in activity ``what`` at a step, such as a launch."""
         noted = self._noted.setdefault(what, {})
         noted[step] = digest
         for old in list(islice(noted, max(0, len(noted) - REMEMBERED))):
@@ -98,9 +98,9 @@ _watching: list["Watch"] = []
 
 
 def end_all_hosts(error: BaseException, what: str) -> None:
-    """End all hosts because of an error on another thread, if the main thread may not learn of it in time.
+    """End all hosts because of an error on another thread: the main thread may be waiting for the other hosts.
 
-    The exit code is that of the error, and ``what`` describes its effect. Does nothing without other hosts.
+    The exit code is that of the error; ``what`` describes the error's effect. Does nothing without other hosts.
     """
     for watch in _watching:
         watch.rule_out_a_lost_host(error)
@@ -116,8 +116,8 @@ class Watch:
                 ...
 
     Leaving the block without an error, or because the run was interrupted (on every host), waits for the other hosts.
-    Leaving it with an error tells the other hosts, and raises the error. If a lost host may have caused the error, such
-    as a collective whose connection closed, `Watch` first waits for heartbeats, and names the host if one is lost.
+    Leaving it with an error tells the other hosts, and raises the error. A lost host may have caused the error, for
+    example by closing a collective's connection; then `Watch` first waits for heartbeats, and names a lost host.
 
     A host is lost after ``timeout_seconds`` without a heartbeat; ``every`` is the seconds between heartbeats. With a
     single host nothing is watched.
@@ -134,14 +134,14 @@ class Watch:
         self._talk_now = threading.Event()
         self._failure: str | None = None
         self._heard_at: float | None = None
-        """When this host heard that another one failed."""
+        """When this host heard that another host failed; None before."""
         self._all_know = threading.Event()
         """Set once every other host has failed, or knows of the failure."""
         self._threads: list[threading.Thread] = []
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Name the stage of the block, for timelines, and for the message of a process that ends in it."""
+        """Set the process's stage during the block; profiles, the log and the message of an early end show it."""
         before, here.stage = here.stage, name
         began = time.monotonic()
         logger.info("%s begins", name)
@@ -196,15 +196,15 @@ class Watch:
             thread.join(2 * self.every)
 
     def rule_out_a_lost_host(self, error: BaseException) -> None:
-        """Return if no host is lost; for an error that a lost host may have caused, that takes the whole timeout."""
+        """Wait for the whole timeout if a lost host may have caused ``error``; return if no host is lost."""
         if _may_be_a_lost_host(error):
             time.sleep(self.timeout_seconds + 2 * self.every)  # the process ends here if a host is lost
 
     def report_end(self, own: End) -> None:
         """Make the other hosts end, with this host's name and message; returns once they know, or cannot be reached.
 
-        The others end with 4 if this host was stopped before there was anything to save, else with 3. This host goes on
-        and must end by itself: what happens to the others no longer ends it.
+        Their exit code is 4 if this host was stopped before there was anything to save, else 3. This host goes on, and
+        must end by itself: a lost or failed host no longer ends it.
         """
         if self.hosts.service is None:
             return
@@ -271,7 +271,7 @@ class Watch:
             self._all_know.set()
 
     def _end_with_the_others(self, waited: float) -> None:
-        """End because another host failed, once all hosts know why, or after a while; host 0 ends last."""
+        """End because another host failed, once all hosts know of that or a time has passed; host 0 ends last."""
         patience = 2 * self.every if not self._all_know.is_set() else min(self.every, OWN_ERROR_SECONDS)
         if waited >= patience:
             self._let_the_others_leave()
@@ -310,7 +310,7 @@ class Watch:
 
 
 def _watchful(run: Callable[[], None]) -> None:
-    """Run one of the threads; if it fails, end the process, because a host must not go on unwatched."""
+    """Run a thread's function; if it raises, end the process, because a host must not go on without `Watch`."""
     try:
         run()
     except Exception as error:

@@ -5,7 +5,7 @@ Each action depends only on what is observed, so this program can be killed and 
     machine missing                         create it
     machine gone (preempted, failed)        delete it, create it
     machine not ready yet                   wait
-    ready, our run is not on it             set it up and start the run; also if it ended before babysitting began
+    ready, our run is not on it             set it up and start the run; also if the run failed before babysitting
     running on every worker                 wait
     ended with 0 on every worker            done
     a worker ended with 1 or 2              an error that a retry won't fix: stop all workers, show the last lines
@@ -44,7 +44,7 @@ def decide(condition: Condition, workers: Mapping[int, WorkerStatus], expected: 
         workers: the newest run of each worker; empty unless the machine is ready.
         expected: how many workers there should be.
         key: the digest of our run; other runs on the machine are not restarted or stopped.
-        seen: whether this babysitter started our run, or saw it running; an older failure is no reason to give up.
+        seen: whether this babysitter started our run or saw it running; if not, a failure of the run is ignored.
 
     Raises:
         LaunchError: another run is running on the machine.
@@ -72,8 +72,8 @@ class Babysitter:
         launcher: controls the slice.
         job: the run to start.
         poll: the seconds between looks.
-        restarts: the most restarts on the same machine after the run ended early, and the most consecutive failures
-            of gcloud; preemptions do not count.
+        restarts: the most restarts of a run that ended early while its machine stayed, and also the most consecutive
+            failures of gcloud; preemptions do not count.
         run_dir: refused if it is on a worker's own disk; None to skip this check.
         sleep: the function that waits for a number of seconds.
     """
@@ -95,14 +95,14 @@ class Babysitter:
         self._partly_ended = 0
         """The number of consecutive looks at which some workers had ended and others had not."""
         self._failures = self._tries = 0
-        """Both count consecutive errors of gcloud; a lack of capacity counts as a try only, not as a failure."""
+        """``_tries`` counts consecutive errors of gcloud; ``_failures`` leaves out those by a lack of capacity."""
 
     def run(self) -> int:
         """Watch until the run has finished or failed; returns 0, or the exit code of the first worker that failed.
 
         Raises:
-            LaunchError: gcloud failed too often, or in a way that waiting does not fix.
-            Interrupted, LockstepError: the run ended early too often; the class follows from its last exit code.
+            LaunchError: gcloud failed too often, or in a way that waiting does not fix; or the run ended too often.
+            Interrupted, LockstepError: the run ended too often, and at last all failed workers had exit code 4, or 3.
         """
         while True:
             try:
@@ -152,7 +152,7 @@ class Babysitter:
         return None
 
     def _still_ending(self, workers: Mapping[int, WorkerStatus]) -> bool:
-        """Return True, after a pause, while workers that still run may end by themselves and print why."""
+        """If workers that still run may end by themselves and print why, wait one poll and return True; else False."""
         running = any(status.state == "running" for status in workers.values())
         if not running or self._partly_ended >= GRACE_LOOKS:
             self._partly_ended = 0

@@ -1,7 +1,7 @@
 """Runs gcloud's commands, given as lists of words, and explains their failures.
 
-Every command is printed first. ``tests/launching/gcloud_syntax.py`` holds the documented syntax that each command
-is compared with.
+Every command is printed first. Tests compare each command with gcloud's documented syntax, which is in
+``tests/launching/gcloud_syntax.py``.
 """
 
 import json
@@ -25,7 +25,7 @@ SHOWN_LINES = 20
 
 UNKNOWN = "unknown", "look at what gcloud printed above; `gcloud info --show-log` has the details"
 WORKER = "worker", "see what the workers said; mend that, then give the command again"
-"""The failure if gcloud worked, but the command on a worker failed."""
+"""(kind, remedy) if gcloud itself worked, but the command that it ran on a worker failed."""
 EXPLANATIONS = (
     (
         "login",
@@ -148,7 +148,7 @@ class Gcloud:
         self._printed: set[str] = set()
 
     def flags(self, *names: str) -> Command:
-        """Return gcloud's flags for the named options, zone and project, leaving out those not given; add --quiet."""
+        """Return gcloud's flags for those of the named options, zone and project that were given, and --quiet."""
         given = {name: getattr(self._options, name) for name in (*names, "zone", "project")}
         flags = [
             f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}")

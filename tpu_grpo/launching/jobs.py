@@ -142,7 +142,7 @@ def lost_with_the_machine(directory: Path) -> str | None:
 
 
 def require_resumable(config: RunConfig, *, survives: bool) -> None:
-    """Raise ConfigError for a run that could not be resumed; ``survives``: the user says that run.dir is durable."""
+    """Raise ConfigError for a run that a new machine could not resume. ``survives`` says that run.dir is durable."""
     why = None if survives else lost_with_the_machine(config.run_dir)
     if why:
         raise ConfigError(

@@ -13,7 +13,7 @@ from tpu_grpo.records.errors import ConfigError
 
 PROGRAM = "python scripts/launch.py"
 VARIABLES = {"name": "TPU_NAME", "zone": "TPU_ZONE", "project": "TPU_PROJECT", "type": "TPU_TYPE"}
-"""Flag -> environment variable that is read if the flag is missing; without either, gcloud's configuration counts."""
+"""Flag -> environment variable for a missing flag. Without both, zone and project come from gcloud's configuration."""
 ABOUT = f"""Runs training on a Cloud TPU slice with gcloud: every command is printed before it is run.
 
   {PROGRAM} create  --name grpo --type v5e-16 --zone us-west4-a --spot    ask for a slice, wait until it is ready
@@ -31,14 +31,14 @@ REPOSITORY = Path(__file__).resolve().parent.parent.parent
 
 
 class Options(argparse.Namespace):
-    """The parsed flags; their help texts describe them. Flags of other verbs are absent."""
+    """The parsed flags, which their help texts describe. A flag that the verb does not have is no attribute."""
 
     verb: str
     name: str
     zone: str | None
     project: str | None
     slice: Slice | None
-    """The slice that --type names; only ``create`` needs it."""
+    """The slice that --type names; None without --type. Only creating a slice needs it."""
     how: Literal["queued", "vm"]
     dry_run: bool
     user: str | None

@@ -76,7 +76,7 @@ class Launcher:
             ConfigError: the checkout or the setup script does not exist.
             LaunchError: a worker could not be reached or set up, or a run is active on it.
         """
-        if self._packed is None:  # only once: a later setup of this run uses the same code
+        if self._packed is None:  # only once: a later setup by this process uses the same code
             self._packed = self._pack()
         revision, files = self._packed
         self._run_on_all(f"mkdir -p -m 700 {REMOTE_ROOT}")  # only the owner can read it
@@ -120,7 +120,7 @@ class Launcher:
             self._copy([config, secrets] if job.secrets else [config])
         finally:
             secrets.unlink(missing_ok=True)
-        try:  # the actual type, else --type; an unknown one only has no defaults
+        try:  # the actual type, else --type; an unknown type has no default flags
             target = parse_slice(state.accelerator_type) if state.accelerator_type else self._options.slice
         except ConfigError:
             target = None
@@ -282,7 +282,7 @@ def _show(worker: int, process: "subprocess.Popen[str]") -> None:
 
 
 def pack(checkout: Path, into: Path) -> str:
-    """Write this checkout, without files that git ignores, into an archive, and a list of its files.
+    """Write a checkout, without files that git ignores, as an archive into a directory, with a list of its files.
 
     Returns the commit, and how many files differ from it: ``6af09c4 and 2 changed files``.
 

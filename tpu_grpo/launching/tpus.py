@@ -21,7 +21,7 @@ _SIDES = {
     2: ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16)),
     3: ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4), (4, 4, 4), (4, 4, 8), (4, 8, 8), (8, 8, 8)),
 }
-"""Dimensions of the torus -> default topologies, each as the chips along its sides."""
+"""Number of torus dimensions -> default topologies, each as the numbers of chips along its sides."""
 
 OVERLAP_COLLECTIVES = (
     "--xla_tpu_enable_async_collective_fusion=true",
@@ -30,12 +30,12 @@ OVERLAP_COLLECTIVES = (
     "--xla_tpu_overlap_compute_collective_tc=true",
     "--xla_enable_async_all_gather=true",
 )
-"""With these, the next layer's shards are gathered while this layer computes."""
+"""With these flags, the next layer's parameter shards are gathered while this layer computes."""
 
 WHOLE_PRODUCTS = "--xla_tpu_enable_windowed_einsum_for_all_gather=false"
-"""With this, a matrix product runs as a whole once all shards are gathered; one product per shard takes more cycles.
-Products with a reduce-scatter stay split per shard; otherwise the compiler would all-reduce whole gradients, and
-wait for that. Seen in programs for v5e (docs/planning.md)."""
+"""With this flag, a matrix product runs as a whole once its parameter shards are gathered; a product per shard takes
+more cycles. Products before a reduce-scatter stay split per shard; otherwise the compiler would all-reduce the whole
+gradients, and wait for the all-reduce. Seen in programs for v5e (docs/planning.md)."""
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,10 @@ class Rates:
     """Share of the memory's speed, for weights in a decode step and for the optimizer's state: large matrices, read
     sequentially."""
     cache_bytes_per_second: float = 0.74e12
-    """Keys and values per second that the attention kernel processes on a chip, unless its memory is slower. Fitted;
-    45 % of v6e's memory speed. This is not a share, because instructions limit the kernel: on v5e they keep up with a
-    memory half as fast. For the same reason a number of 8 bits counts like one of 16. The published speeds are of an
-    earlier kernel, which lacked the form for decode steps that is used here."""
+    """Bytes of keys and values per second that a chip's attention kernel can process, if the memory is fast enough.
+    Fitted; 45 % of v6e's memory speed. It is no share of that speed, because the kernel's instructions are the limit.
+    On v5e they keep up with the memory, which is half as fast. An 8-bit number takes as long as a 16-bit number.
+    The published speeds are of an earlier kernel, without the form for decode steps that is used here."""
     prefill: float = 0.25
     """Share of a chip's FLOP/s in a prefill. Fitted; the published times to first tokens alone give 14 to 28 %."""
     products: float = 0.5
@@ -78,7 +78,7 @@ class Rates:
     allreduce_seconds: float = 2e-6
     """The minimum time of one all-reduce: two hops of a microsecond each (the same chapter)."""
     host: float = 1.0
-    """Factor on the host's time for a launch of an engine that planning/costs.py computes."""
+    """The host's time for a launch of an engine, as a multiple of the time that planning/costs.py computes."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Generation:
     libtpu_args: tuple[str, ...] = OVERLAP_COLLECTIVES
     """The default LIBTPU_INIT_ARGS."""
     libtpu_description: Mapping[str, str] = field(default_factory=dict)
-    """Options with which libtpu describes a chip as one device, as jax uses it."""
+    """Options for libtpu's description of a slice (planning/slices.py), so that a chip is one device, as in jax."""
     rates: Rates = Rates()
 
     @property

@@ -1,4 +1,4 @@
-"""Updates the policy from scored rollouts, on the trainer's devices; `Learner` is what a run drives."""
+"""Updates the policy from scored rollouts, on the trainer's devices; a run calls the methods of `Learner`."""
 
 from tpu_grpo.learner.building import LearnerInputs, LearnerParts, build_parts
 from tpu_grpo.learner.checkpoints import read_policy, read_stepped

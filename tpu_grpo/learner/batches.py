@@ -1,13 +1,13 @@
-"""Turns rows in host memory into micro-batches on the trainer's devices, with the log-probabilities that the loss
-needs.
+"""Turns training rows in host memory into micro-batches on the trainer's devices.
 
-Per token, with old = ``algorithm.old_policy``:
+A micro-batch also holds the log-probabilities that the loss needs. ``algorithm.old_policy`` chooses the ratio of a
+token. Here e, p and c are the token's log-probabilities under the engine, under the trainer's policy before the step's
+first update, and under its current policy:
 
-    rollout   ratio = exp(trainer now - engine)
-    trainer   ratio = exp(trainer now - trainer before the update), and the token's loss is multiplied by
-              min(exp(trainer before the update - engine), importance_cap): truncated importance sampling
-              (Ionides 2008; Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training"),
-              unless ``algorithm.correction`` says otherwise, see algorithms/correction.py
+    rollout   ratio = exp(c - e)
+    trainer   ratio = exp(c - p), and the token's loss is multiplied by min(exp(p - e), importance_cap): truncated
+              importance sampling (Ionides 2008; Yao et al. 2025, "Your efficient RL framework secretly brings you
+              off-policy RL training"), or instead by the weights of ``algorithm.correction``, if that is set
 
 Suffixes: R training rows, S tokens of a row.
 """
@@ -37,7 +37,7 @@ PassArrays = dict[str, np.ndarray]
 
 
 class Batches:
-    """Makes micro-batches for a policy and, where there is a KL penalty, the reference that it is compared with."""
+    """Makes micro-batches, with log-probabilities of the policy and, for a KL penalty, of the reference model."""
 
     def __init__(self, policy: nnx.Module, reference: nnx.Module | None, settings: LossSettings):
         assert settings.mesh is not None
@@ -48,7 +48,7 @@ class Batches:
         self._put = functools.partial(_placed, sharding=self._sharding)
 
     def place(self, rows: TrainRows) -> TrainBatch:
-        """Put rows on the trainer's devices.
+        """Put rows on the trainer's devices, and compute the log-probabilities that the loss needs.
 
         Every host passes all the rows and keeps its shards. Returns when the arrays are ready, because XLA's CPU
         backend aborts when the forward passes of many micro-batches run at once.
@@ -61,9 +61,9 @@ class Batches:
         return jax.block_until_ready(_batch(rows, placed, self._put, old_logps, importance, reference_logps))
 
     def compared(self, rows: TrainRows) -> dict[str, PerToken]:
-        """Compute the log-probabilities that the loss needs beside the engine's, by their field names in `TrainRows`.
+        """Compute the log-probabilities that the loss needs in addition to the engine's, by field name in `TrainRows`.
 
-        These are the current policy's, if it is the old policy of the ratio, and the reference's, if there is one.
+        ``old_logps`` are the policy's, for algorithm.old_policy=trainer; ``reference_logps`` are for a KL penalty.
         """
         return jax.block_until_ready(self._compared(rows, _model_rows(rows, self._put)))
 
@@ -75,7 +75,7 @@ class Batches:
         return _batch(rows, placed, self._described, logps, importance, None if reference is None else logps)
 
     def policy_logprobs(self, rows: TrainRows) -> PerToken:
-        """Compute the policy's log-probability of every sampled token, at the temperature."""
+        """Compute the policy's log-probability of every sampled token, at the sampling temperature."""
         return self._logprobs(self._policy, _model_rows(rows, self._put))
 
     def lower_logprobs(self, rows: TrainRows) -> jax.stages.Lowered:
@@ -84,7 +84,7 @@ class Batches:
             return lower_logprobs(self._policy, _model_rows(rows, self._described), **self._settings.forward)
 
     def _compared(self, rows: TrainRows, placed: ModelRows) -> dict[str, PerToken]:
-        """Return ``old_logps`` and ``reference_logps``, if the loss takes them; compute those that the rows lack."""
+        """Return ``old_logps`` and ``reference_logps`` if the loss needs them: from the rows, or else computed."""
         found, known = {}, rows.reference_logps
         if (reference := self._reference) is not None:
             rerouted = placed._replace(experts=None)
@@ -128,7 +128,7 @@ def _batch(
 
 @functools.partial(jax.jit, static_argnames="cap")
 def truncated_weights(trainer_logps: PerToken, engine_logps: PerToken, *, cap: float) -> PerToken:
-    """Compute min(exp(trainer - engine), cap) of every token."""
+    """Compute every token's importance weight min(exp(trainer - engine), cap) from its log-probabilities."""
     return jnp.minimum(jnp.exp(trainer_logps - engine_logps), cap)
 
 
@@ -141,10 +141,10 @@ def with_kl_in_advantages(batches: Sequence[TrainBatch], beta: float) -> list[Tr
 
         k_t = log(old policy / reference) of token t,   A_t = A + beta (mean of k over the step's tokens - k_t)
 
-    The penalty is k1, without a gradient. Its mean over the step serves as a baseline, so that no token is penalized
-    only because the whole step has moved (as in tinker-cookbook's ``incorporate_kl_penalty``, but without its discount:
-    a token gets its own k only). The old policy is that of ``algorithm.old_policy``. ``batches`` are all those of a
-    step.
+    k_t is the k1 estimate of the KL divergence; no gradient flows through it. Subtracting the mean of k spares a token
+    the part of the penalty that all tokens of the step share, as in tinker-cookbook's ``incorporate_kl_penalty``. There
+    the penalty of a token may include the discounted k of later tokens; here it is the token's own k alone. The setting
+    ``algorithm.old_policy`` chooses the old policy. ``batches`` must hold the tokens of the whole step.
     """
     sums = jax.device_get([_kl_sums(batch.old_logps, batch.reference_logps, batch.weights) for batch in batches])
     tokens = math.fsum(float(count) for _, count in sums)
@@ -173,7 +173,7 @@ def _penalized(
     return advantages_RS + jnp.where(weights_RS != 0.0, penalty_RS, 0.0)
 
 
-# --- the arrays of a pass, for a file that holds them ----------------------------------------------------------------
+# --- a micro-batch's arrays, as a file holds them --------------------------------------------------------------------
 
 
 def pass_arrays(batch: TrainBatch) -> dict[str, Any]:
@@ -184,8 +184,8 @@ def pass_arrays(batch: TrainBatch) -> dict[str, Any]:
 
 
 def placed_pass(arrays: Mapping[str, np.ndarray], mesh: Mesh) -> TrainBatch:
-    """Put the arrays of a pass on the trainer's devices, sharded as the run had them. Raises DataError for rows that
-    this mesh cannot split."""
+    """Put the arrays of a micro-batch on the trainer's devices, sharded as in the run. Raises DataError if the size of
+    the mesh's axis fsdp does not divide the number of rows."""
     count, devices = len(arrays["weights"]), mesh.shape[DATA_AXIS]
     if count % devices:
         raise DataError(

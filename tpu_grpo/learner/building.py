@@ -1,4 +1,5 @@
-"""Builds the parts of a learner, to train a model or, from a model without values, to compile the programs.
+"""Builds the parts of a learner. Parts that are built from a model of arrays train it. Parts of an abstract model,
+which has ``jax.ShapeDtypeStruct`` in place of arrays, only compile the programs.
 
 parts = build_parts(config, LearnerInputs(model=model, reference=None, mesh=mesh))
 parts.lower_gradients().compile().memory_analysis()
@@ -24,10 +25,10 @@ from tpu_grpo.models.families.trainer_attention import whole_blocks
 from tpu_grpo.records.errors import ConfigError
 
 SMALL_MODEL_PARAMETERS, SMALL_PASS_TOKENS = 4 * 2**20, 192
-"""On CPUs, passes of a model with at most the first number of parameters take at most the second number of tokens per
-device, unless the config sets the micro-batch. Their temporary memory, gradients included, is then below 32 MiB, which
-glibc keeps for the next pass. Larger memory goes back to the kernel, which clears every page again: a fifth of the time
-of an update."""
+"""On CPUs, micro-batches of a model with at most the first number of parameters have at most the second number of
+tokens per device, if the config does not set their size. A pass then takes less than 32 MiB of temporary memory,
+gradients included; glibc keeps this much for the next pass. It returns larger memory to the kernel, which clears the
+pages before the next use: a fifth of the time of an update."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,11 @@ class LearnerInputs:
     """The models and the mesh that a learner trains with."""
 
     model: nnx.Module
-    """The policy, on ``mesh``; updated in place. Trained parameters may have a wider type than ``model.dtype``, to
-    which the learner casts them. If the model has adapters, only these are trained; otherwise the layers of
-    ``model.train_layers`` if that is set, or everything."""
+    """The policy, on ``mesh``; updated in place. The learner casts its parameters to ``model.dtype``; trained ones may
+    come in a wider type. If the model has adapters, only these are trained. Otherwise the layers of
+    ``model.train_layers`` are trained, or the whole model if that is unset."""
     reference: nnx.Module | None
-    """The initial policy, if ``algorithm.beta`` > 0. It may be ``model`` itself."""
+    """The initial policy, needed if ``algorithm.beta`` > 0. It may be ``model`` itself."""
     mesh: Mesh
     """The trainer's mesh, with the axes fsdp and tp."""
 
@@ -53,26 +54,26 @@ class LearnerParts:
     batches: Batches
     updater: Updater
     reference: nnx.Module | None
-    """The reference of the KL penalty, with its own copies of the arrays that updates of the policy change."""
+    """The reference model of the KL penalty, if any. Arrays that updates of the policy change are copied for it."""
 
     @property
     def saved_reference(self) -> nnx.Module | None:
-        """The reference if it is reset during the run, so that checkpoints must hold it; else None."""
+        """The reference if the run resets it to the policy, so that checkpoints must hold it; else None."""
         return None if self.settings.section.reference_reset_every is None else self.reference
 
     @property
     def held(self) -> Any:
-        """The state of updates beside the model's parameters, which stays on the devices between updates."""
+        """What updates keep on the devices in addition to the model, such as the optimizer's state."""
         return self.updater.state
 
     @property
     def forward_passes(self) -> int:
-        """How many forward passes a step makes before its updates: of the reference, and of the old policy."""
+        """How many forward passes a step makes before its updates, of the reference and the old policy: 0, 1 or 2."""
         return (self.reference is not None) + (self.settings.section.old_policy == "trainer")
 
     @cached_property
     def batch(self) -> TrainBatch:
-        """Describe a micro-batch."""
+        """The shapes, types and shardings of a micro-batch's arrays."""
         return self.batches.describe(self.shape.empty(self.shape.micro_batch))
 
     def lower_gradients(self) -> jax.stages.Lowered:
@@ -84,14 +85,13 @@ class LearnerParts:
         return self.updater.lower_step(shared)
 
     def lower_logprobs(self) -> jax.stages.Lowered:
-        """Lower the log-probabilities of a micro-batch under the policy; without adapters, the reference uses
-        the same program."""
+        """Lower the forward pass that computes log-probabilities. Without adapters, the reference uses it, too."""
         return self.batches.lower_logprobs(self.shape.empty(self.shape.micro_batch))
 
 
 def build_parts(config: RunConfig, inputs: LearnerInputs) -> LearnerParts:
     """Build the parts of a learner; they are abstract if the model is. Raises ConfigError for an algorithm or optimizer
-    that cannot be trained with, or ``algorithm.beta`` without a reference."""
+    that cannot be built, or for ``algorithm.beta`` > 0 without a reference."""
     section, model = config.algorithm, inputs.model
     settings = LossSettings(open_algorithm(section), section, config.rollout.temperature, inputs.mesh)
     if section.beta > 0.0 and inputs.reference is None:
@@ -104,7 +104,7 @@ def build_parts(config: RunConfig, inputs: LearnerInputs) -> LearnerParts:
 
 
 def row_shape(config: RunConfig, model: nnx.Module, mesh: Mesh) -> RowShape:
-    """Return the shape of packed rows: whole blocks of flash attention, and micro-batches that fill the mesh."""
+    """Return the shape of packed rows, whose length is a multiple of the block of flash attention, if that is used."""
     settings: Any = getattr(model, "config", None)
     block = settings.flash_attention_block_size if getattr(settings, "use_flash_attention", False) else None
     return RowShape(
@@ -120,7 +120,7 @@ def row_shape(config: RunConfig, model: nnx.Module, mesh: Mesh) -> RowShape:
 
 
 def _pass_rows(config: RunConfig, model: nnx.Module, mesh: Mesh) -> int:
-    """Return the training rows of a forward and backward pass: the config's, or fewer for a small model on CPUs."""
+    """Return the number of rows in a micro-batch: the config's, or fewer for a small model on CPUs."""
     devices = mesh.shape[DATA_AXIS]
     rows = config.micro_batch_rows(devices)
     if config.algorithm.micro_batch_prompts is not None or mesh.devices.flat[0].platform != "cpu":
@@ -131,11 +131,11 @@ def _pass_rows(config: RunConfig, model: nnx.Module, mesh: Mesh) -> int:
 
 
 def _reference(config: RunConfig, inputs: LearnerInputs, trained: Collection[str]) -> nnx.Module:
-    """Make the reference of the KL penalty: the initial policy, or a copy of the policy that is reset now and then.
+    """Make the reference of the KL penalty: the initial policy, or a copy of the policy that the run resets regularly.
 
-    It shares the arrays that no update changes with the policy. With adapters, the initial policy is the base model
-    alone. A reference that is reset is the base model with its own copies of the policy's adapters, and its forward
-    passes cost as much as the policy's.
+    Reference and policy share the arrays that no update changes. With adapters, the initial policy is the base model
+    alone. A reference that is reset also has copies of the policy's adapters, so that its forward passes cost as much
+    as the policy's.
     """
     if config.algorithm.reference_reset_every is not None:
         return own_copy(inputs.model, trained)

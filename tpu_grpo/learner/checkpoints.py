@@ -1,21 +1,21 @@
 """Saves and restores the policy, the optimizer's state and the other state of updates, through Orbax.
 
-Of a model with adapters, only the adapters are saved; the checksums also cover the base model, so that a run cannot
-continue on another one.
+Of a model with adapters, only the adapters are saved. The checksums also cover the base model, so that a run cannot
+continue on another base model.
 
-    <run.dir>/checkpoints/<step>/   model_params, optimizer_state, and
-                                    {"global_step": step, "format": FORMAT, "checksums": {...}}
+    <run.dir>/checkpoints/<step>/   model_params, optimizer_state, and the metadata
+                                    {"global_step": step, "format": FORMAT, "run": id, "checksums": {...}, "sum": ...}
 
 model_params holds the parameters that the model computes with; optimizer_state holds the count of updates, the
-optimizer's moments, and the parameters' precision beyond ``model.dtype``. Where used, entropy_state holds the adapted
-coefficient of the entropy bonus, and reference_params the KL penalty's reference that is reset now and then.
+optimizer's moments, and the parameters' precision beyond ``model.dtype``. Some runs also save entropy_state (the
+adapted coefficient of the entropy bonus) or reference_params (the KL penalty's reference, if the run resets it).
 
 A step is saved on a thread of its own into a directory with a temporary name, which is renamed when complete. If the
 process is killed, the previous checkpoint stays the newest, and the next start removes the unfinished one.
 
-A run continues after the newest sound checkpoint; newer ones, which are damaged, are moved aside. Orbax stores no
-checksums: it may read a file with changed bytes without complaint. The sums that are saved beside the arrays reveal
-the change.
+A run continues after its newest sound (undamaged) checkpoint, and moves newer, damaged ones to another directory.
+Orbax stores no checksums, and may read a file with changed bytes without an error. The checksums in the metadata
+reveal the change.
 """
 
 import hashlib
@@ -54,7 +54,7 @@ FORMAT = 2
 accumulated gradients of ``optax.MultiSteps``."""
 MODEL, STATE, ENTROPY, REFERENCE = "model_params", "optimizer_state", "entropy_state", "reference_params"
 SHOWN = 300
-"""The most characters quoted of an error; Orbax prints whole trees."""
+"""The most characters of an error that a message quotes; Orbax's errors may contain whole trees of arrays."""
 _NUMBER = re.compile(r"os_error_code='(\d+)'")
 """Finds the errno that TensorStore writes into exceptions that are not an OSError."""
 
@@ -72,7 +72,7 @@ class _SavedState(NamedTuple):
 
 
 class Held(NamedTuple):
-    """The arrays of a run that checkpoints hold, by item."""
+    """The arrays of a run that checkpoints hold."""
 
     model: nnx.State
     updates: UpdateState
@@ -84,7 +84,7 @@ class Held(NamedTuple):
         return cls(nnx.state(updater.model), updater.state, None if reference is None else nnx.state(reference))
 
     def items(self) -> dict[str, Any]:
-        """Return the trees that are saved, by item."""
+        """Return the trees of arrays to save, by item; an item is a subdirectory of the checkpoint."""
         updates = self.updates
         items = {MODEL: saved_part(self.model), STATE: _SavedState(updates.count, updates.optimizer, updates.kept)}
         if updates.entropy:
@@ -92,7 +92,7 @@ class Held(NamedTuple):
         return items if self.reference is None else items | {REFERENCE: saved_part(self.reference)}
 
     def leaves(self) -> dict[str, Any]:
-        """Return the arrays whose sums are saved, by name."""
+        """Return the arrays whose checksums are saved, by name."""
         reference = {} if self.reference is None else by_name(saved_part(self.reference))
         paths = jax.tree_util.tree_leaves_with_path(self.updates)
         return (
@@ -104,7 +104,7 @@ class Held(NamedTuple):
 
 @dataclass
 class NewestAndBest(PreservationPolicy):
-    """Makes Orbax keep the ``count`` newest checkpoints and the best one."""
+    """Makes Orbax keep the ``count`` newest checkpoints and that of the step ``best``, if it is set."""
 
     count: int
     best: int | None = None
@@ -123,8 +123,8 @@ class Checkpoints:
     checkpoints.save(step + 1, updater)
     checkpoints.close()
 
-    The ``keep`` newest ones are kept. Every host must call every method, at the same steps. ``run_file`` holds the
-    run's id, which is drawn at its first save; checkpoints with another id are refused.
+    The ``keep`` newest checkpoints are kept. Every host must call every method, at the same steps. ``run_file`` holds
+    the run's random id, written at the first save; `restore` refuses checkpoints with another id.
     """
 
     def __init__(
@@ -143,11 +143,11 @@ class Checkpoints:
         self._restored = 0
         self._run_file, self._run = run_file, ""
         self.notes: list[str] = []
-        """The messages about the restore for the user."""
+        """Messages for the user about the restore."""
 
     @cached_property
     def _manager(self) -> ocp.CheckpointManager:
-        """Open the directory; a run that starts over opens it at its first save, when it must be empty."""
+        """Orbax's manager, opened at the first save. With resume=never, the directory must then be empty."""
         if self._starts_over and (steps := saved_steps(self._directory)):
             raise CheckpointError(
                 f"checkpoint.resume=never needs an empty {self._directory}, found step {steps[-1]}; move it away, or "
@@ -162,7 +162,7 @@ class Checkpoints:
 
         Raises:
             CheckpointError: if there are checkpoints but none can be read back, or with ``require`` if there are none.
-                With ``never``, existing ones are ignored here, and refused when the first step is saved.
+                With ``never``, existing ones are ignored here, and the first save raises this error for them.
         """
         self._starts_over = resume == "never"
         steps = [] if self._starts_over else self._saved_steps()
@@ -192,7 +192,7 @@ class Checkpoints:
         )
 
     def _id_of_run(self, new: str = "") -> str:
-        """Read the run's id on host 0, for all hosts; a run without an id gets ``new``."""
+        """Return the run's id, which host 0 reads from ``run_file``; if there is none, host 0 saves ``new`` there."""
         if self._run_file is None:
             return ""
         found = ""
@@ -214,9 +214,9 @@ class Checkpoints:
         return steps
 
     def save(self, step: int, updater: Updater, *, best: int | None = None) -> None:
-        """Start saving a step, if it is not saved already; return when the values are copied and may change.
+        """Start saving a step, if it is not saved already; return when the arrays are copied and may change.
 
-        Of the other checkpoints, the newest ones and that of the step ``best`` are kept.
+        Older checkpoints are deleted, except the newest ``keep`` and that of the step ``best``.
         """
         self._kept.best = best
         if step == self._manager.latest_step():
@@ -232,9 +232,9 @@ class Checkpoints:
         )
 
     def close(self, *, best: int | None = None) -> None:
-        """Wait until every save is complete; raises the error of the saving thread, such as OSError for a full disk.
+        """Wait until every save is complete; raises the error of the saving thread, such as DiskError for a full disk.
 
-        Older checkpoints that a killed process did not get to remove are removed now.
+        Then delete the older checkpoints that an earlier process was killed before it could delete.
         """
         if not self._restored and "_manager" not in vars(self):
             return  # nothing was restored, and nothing was saved
@@ -245,7 +245,7 @@ class Checkpoints:
         self._manager.close()
 
     def _read(self, step: int, updater: Updater) -> str:
-        """Load a step. Return why it is unsound on some host, the same text on all hosts; empty if it is sound."""
+        """Load a step. Return "" if its checkpoint is sound, else what is damaged, as the same text on all hosts."""
         path, held, reason = self._directory / str(step), Held.of(updater, self._reference), ""
         items, saved = {}, {}
         try:
@@ -264,7 +264,7 @@ class Checkpoints:
         return wrong_sums(saved, Held.of(updater, self._reference).leaves())
 
     def _set_aside(self, reasons: Mapping[int, str], sound: int) -> None:
-        """Move damaged checkpoints aside, for a run that continues after an older one, and note it for the user."""
+        """Move damaged checkpoints (``reasons`` by step) to DAMAGED_DIR, and add notes; the run uses step ``sound``."""
         for step, reason in reasons.items():
             number = 0
             to = self._aside / str(step)
@@ -281,7 +281,7 @@ class Checkpoints:
         self._hosts.barrier("damaged checkpoints")
 
 
-# --- reading: each host its own part, whole or not at all -------------------------------------------------------------
+# --- reading: each host reads its own shards --------------------------------------------------------------------------
 
 
 def read_items(
@@ -293,21 +293,21 @@ def read_items(
     *,
     partial: bool = False,
 ) -> tuple[dict[str, Any], dict[str, int]]:
-    """Read this host's part of some items of a step's checkpoint, without waiting for the other hosts.
+    """Read this host's shards of some items of a step's checkpoint, without waiting for the other hosts.
 
     Args:
         path: the checkpoint, ``<directory>/<step>``.
-        wanted: by item, a tree of arrays with the wanted types and shardings.
+        wanted: for each item, a tree of arrays (or descriptions) with the wanted types and shardings.
         host: the index of this host.
-        names: arrays that must have been saved, by the names of their sums.
+        names: the names of arrays whose checksums must have been saved.
         run: the id of the run that must have saved the checkpoint; only compared if both have an id.
-        partial: skip those arrays of the items that are not in ``wanted``.
+        partial: ignore saved arrays that are not in ``wanted``.
 
     Returns:
-        The items, and the sums that were saved with them.
+        The items, and the checksums of all arrays of the checkpoint, by name.
 
     Raises:
-        Unsound: the checkpoint is damaged, another step's, or its arrays have other shapes.
+        Unsound: the checkpoint is damaged, holds another step, or has arrays of other shapes.
         CheckpointError: the checkpoint was written by another version or run, or for other arrays (another model,
             optimizer or loss).
     """
@@ -343,14 +343,14 @@ def read_items(
 
 
 def wrong_sums(saved: Mapping[str, int], leaves: Mapping[str, jax.Array]) -> str:
-    """Say how many arrays have a checksum other than the saved one, or no saved one; empty if none."""
+    """Say how many arrays do not match their saved checksum, or have none; "" if all arrays match."""
     wrong = [name for name, value in checksums(leaves).items() if saved.get(name) != value]
     return f"{len(wrong)} arrays are not what was saved, the first {wrong[0]}" if wrong else ""
 
 
 def read_policy(directory: Path, step: int, model: nnx.Module, host: int = 0) -> None:
-    """Load the policy of one checkpoint, without the optimizer's state, into a model. A run may save there meanwhile.
-    Raises CheckpointError for a checkpoint that is missing, damaged, or of another model."""
+    """Load the policy of one checkpoint, without the optimizer's state, into a model. A run may be saving to the
+    directory. Raises CheckpointError for a checkpoint that is missing, damaged, or of another model."""
     path = directory.absolute() / str(step)
     if not (path / MODEL).is_dir():
         found = list(saved_steps(directory))
@@ -366,8 +366,8 @@ def read_stepped(directory: Path, step: int, model: nnx.Module, *, residual: boo
     """Read the trained parameters of a checkpoint in float32, the precision in which the optimizer updates them, by
     name.
 
-    ``model`` holds the policy of that step in bfloat16, as `read_policy` reads it. The checkpoint also has float32
-    copies or, with ``residual``, residuals of 8 bits.
+    ``model`` holds the policy of that step in bfloat16, as `read_policy` reads it. The float32 values are copies in the
+    checkpoint or, with ``residual``, the sums of the model's parameters and the checkpoint's 8-bit residuals.
 
     Raises:
         CheckpointError: for a checkpoint that is damaged, or of another model.
@@ -395,7 +395,7 @@ def _unsound_explained(path: Path) -> Iterator[None]:
 
 
 def handlers(**settings: Any) -> dict[str, ocp.PyTreeCheckpointHandler]:
-    """Make a handler for every item of a checkpoint, with further settings of Orbax."""
+    """Make Orbax's handler for every item of a checkpoint; each gets the ``settings``."""
     # By default Orbax cuts an array that several devices replicate into pieces, by a program compiled for each shape at
     # the first save. Here only small arrays are replicated, and they are saved whole. A file of shardings would take a
     # quarter of the time of a small model's save, and nobody reads it: a run says which shardings it wants.
@@ -417,7 +417,7 @@ def model_leaves(state: nnx.State) -> dict[str, Any]:
 
 
 def signed(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Add a digest of a checkpoint's metadata, so that a changed byte there is not mistaken for another model."""
+    """Add the SHA-256 of a checkpoint's metadata: a changed byte is then reported as damage, not as another model."""
     text = json.dumps({name: value for name, value in metadata.items() if name != "sum"}, sort_keys=True)
     return {**metadata, "sum": hashlib.sha256(text.encode()).hexdigest()}
 
@@ -453,10 +453,10 @@ def _check_metadata(path: Path, metadata: Mapping[str, Any], names: Collection[s
 
 
 class SavingManager(ocp.CheckpointManager):
-    """Orbax's manager, which here reports an error of the disk as such, to all hosts at once.
+    """Orbax's manager, changed so that an error of the disk is raised as a DiskError and ends all hosts at once.
 
-    Orbax 0.12.8 writes on threads of its own. After an error there it first waits for the other hosts at one barrier,
-    while they wait for this host at another, both for 20 minutes; and until then nobody sees the error.
+    Orbax 0.12.8 writes on threads of its own. After an error on such a thread, this host waits at one barrier and the
+    other hosts wait at another one, for 20 minutes. Until then nobody sees the error.
     """
 
     _step: int | None = None
@@ -464,9 +464,9 @@ class SavingManager(ocp.CheckpointManager):
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        # An error of the disk is raised and told in a line, and these tracebacks of it are not printed: Orbax logs the
-        # error where it occurs. After it, Orbax closes an event loop to which TensorStore still reports the end of
-        # every other array, and each of these reports becomes an exception that nobody can catch.
+        # A disk error is raised with a message of one line, so two kinds of tracebacks are hidden here. Orbax logs the
+        # error where it occurs, and then closes an event loop to which TensorStore still reports the end of every other
+        # array. Each of these reports becomes an exception that nobody can catch.
         logging.getLogger("absl").addFilter(_is_not_of_the_disk)
         if getattr(sys.unraisablehook, "func", None) is not _print_unless_of_a_closed_loop:
             sys.unraisablehook = partial(_print_unless_of_a_closed_loop, sys.unraisablehook)
@@ -501,7 +501,7 @@ class SavingManager(ocp.CheckpointManager):
 
 
 def _system_error(error: BaseException) -> int | None:
-    """Return the errno of the system error that caused this one; None if none did."""
+    """Return the errno of the system error that caused ``error``; None if no system error did."""
     found = _NUMBER.search(str(error))
     return int(found[1]) if found else getattr(error, "errno", None)
 

@@ -6,9 +6,9 @@ The encodings are FlashOptim's (arXiv 2602.23349). Values along the last axis sh
     second moment    s = max v,                code = round(255 * sqrt(v / s))             unsigned
     residual         r = value - bfloat16(value), code = round(127 * r / (ulp / 2))        of float32 parameters
 
-A block lies within one shard, so that codes and scales are sharded like the parameter. The residual is rounded
-stochastically: a step smaller than the residual's unit (ulp / 254) takes effect with a probability proportional to the
-step's size, so that on average no step is lost.
+An ulp is the distance between neighbouring bfloat16 numbers. A block lies within one shard, so that codes and scales
+are sharded like the parameter. The residual is rounded stochastically: a step smaller than its unit, ulp / 254, takes
+effect with a probability proportional to the step's size, so that on average no step is lost.
 
 Suffixes: L length of the last axis, b values in a block.
 """
@@ -63,13 +63,13 @@ def decode(coded: Codes) -> Float32[Array, "*axes"]:
 
 
 def block_size(leaf: Any) -> int:
-    """Return b for an array or its description: the largest divisor, up to LARGEST_BLOCK, of a shard's last axis."""
+    """Return b for an array: the largest number up to LARGEST_BLOCK that divides the length of a shard's last axis."""
     length = leaf.sharding.shard_shape(leaf.shape)[-1] if isinstance(leaf.sharding, NamedSharding) else leaf.shape[-1]
     return next(size for size in range(min(LARGEST_BLOCK, length), 0, -1) if length % size == 0)
 
 
 def compact(tx: optax.GradientTransformation, blocks: Mapping[str, int]) -> optax.GradientTransformation:
-    """Wrap an optax transformation: between updates, its state holds arrays of a parameter's shape in 8 bits.
+    """Wrap an optax transformation so that its state holds arrays of a parameter's shape in 8 bits between updates.
 
     ``blocks`` holds each parameter's block size by name; parameters are a flat dict by name.
     """
@@ -85,7 +85,7 @@ def compact(tx: optax.GradientTransformation, blocks: Mapping[str, int]) -> opta
 
 
 def parameter_name(path: tuple[Any, ...]) -> str | None:
-    """Return the name of the parameter that an array of an optimizer's state belongs to; None if there is none."""
+    """Return the name of the parameter that the array at ``path`` in an optimizer's state belongs to, or None."""
     names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
     return names[-1] if names else None
 
@@ -93,7 +93,7 @@ def parameter_name(path: tuple[Any, ...]) -> str | None:
 def _encoded(state: Any, blocks: Mapping[str, int], params: Any) -> Any:
     def leaf(path: tuple[Any, ...], value: Any) -> Any:
         name = parameter_name(path)
-        # the name may also be that of one of optax's groups of parameters
+        # the name may also be that of a group of parameters, such as "muon" of optax.partition
         if name is None or name not in params or value.shape != params[name].shape:
             return value
         fields = {key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)}

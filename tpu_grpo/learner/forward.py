@@ -1,4 +1,4 @@
-"""The forward pass over packed rows: the model without its output head, and the head on sampled tokens only.
+"""The forward pass over packed rows: the output head is applied to sampled tokens only.
 
 Suffixes: R rows, S tokens of a row, D and F widths, L layers, E experts, k experts per token, LK = L * k (layer by
 layer).
@@ -33,9 +33,9 @@ class ModelRows(NamedTuple):
     mask: Any
     """bool [R, S], the tokens whose log-probabilities are wanted."""
     experts: Any = None
-    """The engine's routing, if it is replayed; see `with_replay`."""
+    """The experts that the engine chose, integers [R, LK, S]; None unless they are replayed, see `with_replay`."""
     kept: Any = None
-    """How many of the likeliest tokens each token was drawn from, int32 [R, S]; None for all."""
+    """How many of the likeliest tokens each token was drawn from, int32 [R, S]; None for the whole vocabulary."""
 
 
 class TokenLogprobs(NamedTuple):
@@ -82,13 +82,13 @@ def _logprobs(definition: Any, state: Any, rows: ModelRows, **settings: Any) -> 
 
 
 def _next(values_RS: Array) -> Array:
-    """Move every value one place to the left, where the hidden state predicts its token; the last place gets 0."""
+    """Move every token's value one place to the left, to the hidden state that predicts the token; pad with 0."""
     return jnp.pad(values_RS[:, 1:], ((0, 0), (0, 1)))
 
 
 kl_divergence = common.compute_kl_divergence
-"""Estimates KL(policy || reference) at every token, from both log-probabilities [R, S] and the estimator's name
-(http://joschu.net/blog/kl-approx.html)."""
+"""Estimates KL(policy || reference) at every token, from the policy's and the reference's log-probabilities [R, S]
+and the estimator's name (http://joschu.net/blog/kl-approx.html)."""
 
 
 def attention_mask(segments_RS: Int[Array, "R S"]) -> Bool[Array, "R S S"]:
@@ -102,10 +102,10 @@ def attention_mask(segments_RS: Int[Array, "R S"]) -> Bool[Array, "R S S"]:
 
 
 def without_head(model: Any) -> tuple[Any, OutputHead]:
-    """Split a model of Tunix into one that returns the hidden states after its last norm, and its output head.
+    """Split a model of Tunix into a model that returns the hidden states after the last norm, and the output head.
 
-    The model itself is unchanged, and shares its arrays. All of Tunix's models have an ``embedder``, which is also
-    the head if the model has no ``lm_head``; Gemma's logits then pass a soft cap.
+    The given model is unchanged, and shares its arrays with the results. In a model without an ``lm_head``, the
+    embedding is also the head. The head includes the soft cap of Gemma's logits.
     """
     body: Any = nnx.merge(*nnx.split(model))
     soft_cap = getattr(body, "final_logits_softcap", None)
@@ -161,19 +161,19 @@ class ReplayingRouter(nnx.Module):
 
 
 def with_replay(model: Any, experts_RLKS: Integer[Array, "R LK S"] | None) -> Any:
-    """Return a model that routes tokens to the experts that the engine chose; without ``experts_RLKS`` the model
-    itself is returned.
+    """Return a model that routes tokens to the experts that the engine chose, or the given model if ``experts_RLKS`` is
+    None.
 
-    Engine and trainer round differently, and where two experts are about equally likely, rounding decides which of them
-    gets a token. The trainer would then compute another function of the parameters than the one that was sampled from.
+    Engine and trainer round differently. Where two experts are about equally likely, rounding decides which of them
+    gets a token, and the trainer's log-probabilities would not be those of the policy that the engine sampled from.
     R3 ("Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers", arXiv 2510.11370) uses the
     engine's choice I (1 for chosen experts, else 0) and the trainer's router logits s:
 
         weight of expert e = I_e exp(s_e) / sum over j of I_j exp(s_j)
 
-    which is the softmax over all experts, restricted to the chosen ones and normalized, as these models define it.
-    Gradients reach the router through the weights. Logits of minus infinity outside of I give the same weights, so
-    only the router is replaced: Tunix's layer takes the k largest logits.
+    These are the models' own weights, a softmax over all experts that is normalized over the chosen ones. Gradients
+    reach the router through them. Only the router is replaced: the new one returns minus infinity for experts outside
+    of I, so that Tunix's layer, which takes the k largest logits, takes the chosen experts.
 
     The given model is unchanged, and shares its arrays.
     """
@@ -187,8 +187,8 @@ def with_replay(model: Any, experts_RLKS: Integer[Array, "R LK S"] | None) -> An
 
 
 def with_flat_products(model: Any, mesh: Mesh | None) -> Any:
-    """Return a model whose linear modules flatten rows and tokens into one axis, on a mesh of one CPU; else the model
-    itself.
+    """On a mesh of one CPU, return a model whose linear modules flatten rows and tokens into one axis; on other meshes,
+    return the given model.
 
     The gradient of a weight sums over the rows and tokens of its inputs. XLA's CPU backend turns a sum over two
     dimensions into a matrix product with transposed copies of the inputs; a sum over one dimension needs no copy. The

@@ -8,8 +8,8 @@ for step in range(learner.restored_step + 1, config.run.max_steps + 1):
     learner.save(step)
 learner.close()
 
-A rollout becomes one `Signal`, which says what is learnt from it; the signal becomes rows, the rows micro-batches,
-and the micro-batches one update or several.
+A rollout becomes one `Signal`: its advantages, and which completions count. The signal becomes packed rows, the rows
+become micro-batches, and the micro-batches one update or several.
 """
 
 import math
@@ -69,14 +69,14 @@ class FailedUpdate:
         return f"the {name} of step {self.step}{of_several}{own} must be finite, got {value:g}"
 
     def arrays(self) -> list[PassArrays]:
-        """Return the inputs of the update's passes; every host must call it."""
+        """Gather the arrays of each micro-batch on every host; every host must call it."""
         return [{name: whole(value) for name, value in pass_arrays(batch).items()} for batch in self.passes]
 
 
 class SkippedUpdates:
-    """Handles updates that were not applied: they are skipped, and the first of several in a row is kept in a file.
+    """Counts the updates that were skipped in a row, and raises an error where no further one may be skipped.
 
-    The function ``keep``, if it is set, writes that file, on every host, and returns its path.
+    The function ``keep``, if set, writes the first of a row to a file and returns its path; every host calls it.
     """
 
     def __init__(self, section: UpdateSection):
@@ -85,7 +85,7 @@ class SkippedUpdates:
         self._in_a_row, self._kept_in = 0, None
 
     def interrupted(self) -> None:
-        """Note that an update was applied, which ends a row of skipped ones."""
+        """Note that an update was applied, so that the count of skipped updates in a row starts again from 0."""
         self._in_a_row = 0
 
     def add(self, failed: FailedUpdate) -> str:
@@ -141,11 +141,11 @@ class Learner:
 
     @staticmethod
     def build(config: RunConfig, inputs: LearnerInputs) -> LearnerParts:
-        """Build the parts that update the policy, of descriptions if the model consists of descriptions."""
+        """Build the parts that update the policy; they are abstract if the model is (see building.py)."""
         return build_parts(config, inputs)
 
     def share(self, names: Collection[str]) -> None:
-        """Set the parameters whose arrays the sampler uses: an update reuses the memory of all others."""
+        """Set the parameters whose arrays the sampler also uses; an update reuses the memory of all others."""
         self._updater.share(names)
 
     def update(self, scored: ScoredRollout) -> UpdateResult:
@@ -153,7 +153,7 @@ class Learner:
 
         Raises:
             DataError, RewardError, NonFiniteError: for a rollout that cannot be learnt from; the policy is unchanged.
-            NonFiniteError: for a loss or gradient that is not finite, unless such updates are skipped. The
+            NonFiniteError: for a loss or gradient that is not finite, if `SkippedUpdates` does not skip it. The
                 step's earlier updates remain applied.
         """
         started, config, parts = time.perf_counter(), self._config, self._parts
@@ -188,7 +188,7 @@ class Learner:
     def _made_updates(
         self, signal: Signal, scored: ScoredRollout
     ) -> Iterator[tuple[MeasuredUpdate, Sequence[TrainBatch]]]:
-        """Make the updates on a rollout; yields each with its micro-batches."""
+        """Make the step's updates; yields the measurements of each update with its micro-batches."""
         every = self._config.logging.histograms_every
         due = every > 0 and signal.step % every == 0
         for number, batches in enumerate(self._updates(signal)):
@@ -200,7 +200,7 @@ class Learner:
         self._skipped.keep = keep
 
     def informative(self, scored: ScoredRollout) -> Bool[np.ndarray, " P"]:
-        """Return which groups are informative; the rollout may have any number of prompts."""
+        """Return which groups are informative (see signal.py); the rollout may have any number of prompts."""
         return read_signal(scored, self._config, self._parts.settings.algorithm).informative_P
 
     def logprobs(self, prompts: Sequence[Sequence[int]], completions: Sequence[Completion]) -> Float[np.ndarray, "B T"]:
@@ -226,7 +226,7 @@ class Learner:
         return parameters(self._updater.model)
 
     def policy(self, step: int | None = None) -> nnx.Module:
-        """Return the current policy, or a copy as saved at a step; with adapters, both share the base model. Raises
+        """Return the current policy, or a copy as saved at ``step``; with adapters, it shares the base model. Raises
         CheckpointError for a checkpoint that is missing or damaged."""
         if step is None:
             return self._updater.model
@@ -264,7 +264,7 @@ class Learner:
     def _updates(self, signal: Signal) -> Iterator[list[TrainBatch]]:
         """Yield the micro-batches of every update on a rollout.
 
-        The log-probabilities that the policy is compared with are computed before the first update. The mini-batches of
+        Log-probabilities of the old policy and the reference are computed before the first update. The mini-batches of
         an iteration are placed together, so that no device waits for the host between them.
         """
         config = self._config
@@ -282,7 +282,7 @@ class Learner:
     def _placed(
         self, signals: Sequence[tuple[Signal, Mapping[str, Float[np.ndarray, "B T"]]]]
     ) -> list[list[TrainBatch]]:
-        """Pack and place the rows of the updates of an iteration, with the log-probabilities that are known already."""
+        """Put the rows of an iteration's updates on the devices; each signal has log-probabilities computed before."""
         section, shape, updates = self._config.algorithm, self._parts.shape, list[list[TrainBatch]]()
         aggregation = self._parts.settings.algorithm.aggregation
         for signal, known in signals:
@@ -301,7 +301,7 @@ class Learner:
         completions: Sequence[Completion],
         compute: Callable[[TrainRows], Mapping[str, jax.Array]],
     ) -> dict[str, Float[np.ndarray, "B T"]]:
-        """Compute values of every sampled token, by name, on every host; 0 elsewhere and past a completion's end."""
+        """Return what ``compute`` returns for packed rows, per sampled token, by name, on every host; 0 elsewhere."""
         shape = self._parts.shape
         rows, packing = train_rows(prompts, completions, np.zeros(len(prompts)), shape)
         chunks = rows.chunks(shape.micro_batch)
@@ -316,5 +316,5 @@ class Learner:
     def _update(self, batches: Sequence[TrainBatch], *, histograms: bool = False) -> MeasuredUpdate:
         sums = [self._updater.accumulate(batch) for batch in batches]
         counted = self._updater.histograms() if histograms else {}
-        # nothing is waited for before this line
+        # the host waits for the devices in this line only
         return MeasuredUpdate(*jax.device_get((sums, self._updater.step(), counted)))

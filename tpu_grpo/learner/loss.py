@@ -1,12 +1,12 @@
-"""The loss of a micro-batch: the algorithm's token losses, and what all algorithms have in common around them.
+"""The loss of a micro-batch: a weighted sum over tokens of the algorithm's losses, KL penalty and entropy bonus.
 
     loss = sum of weight x (importance x correction x algorithm.token_losses + beta x KL - coefficient x entropy)
 
-Without a ratio to the old policy, a KL estimate's gradient need not be that of KL(policy || reference). On tokens that
-the current policy sampled, k1's is zero in expectation, k2's is right, and k3's is that of KL(reference || policy).
-Multiplied by the ratio, k1 and k3 have the right gradient.
+On tokens that the current policy sampled, the expected gradient of the KL estimate k1 is zero, that of k2 is the
+gradient of KL(policy || reference), and that of k3 is the gradient of KL(reference || policy). Multiplied by the ratio
+to the old policy (``algorithm.kl_unbiased``), k1 and k3 have the gradient of KL(policy || reference), too.
 
-The weights hold the aggregation over the whole update (`token_weights`), so that the losses of micro-batches add up.
+The weights (`token_weights` in rows.py) divide by counts of the whole update, so that losses of micro-batches add up.
 
 Suffixes: R packed rows, S tokens of a row. The algorithms call them B and T.
 """
@@ -54,7 +54,7 @@ class EntropyState(NamedTuple):
 
     coefficient: Float[Array, ""]
     applied: Float[Array, ""]
-    """The coefficient that the next update applies: ``coefficient``, or 0."""
+    """The coefficient that the next update applies: ``coefficient``, or 0 if the entropy was above the target."""
 
     @classmethod
     def first(cls, section: AlgorithmSection) -> "EntropyState | tuple[()]":
@@ -111,7 +111,7 @@ class LossSettings:
         return {"beta": self.section.beta, "entropy": self.section.entropy_bonus, **self.algorithm.numbers}
 
     def placed_numbers(self, entropy: EntropyState | tuple[()]) -> dict[str, Any]:
-        """Return the numbers as float32 arrays on all devices, with the coefficient of ``entropy`` if it is adapted."""
+        """Return `numbers` as float32 arrays on all devices; an adapted entropy coefficient comes from ``entropy``."""
         return self._placed | ({"entropy": entropy.applied} if isinstance(entropy, EntropyState) else {})
 
     @cached_property
@@ -123,7 +123,7 @@ class LossSettings:
 
     @property
     def described_numbers(self) -> dict[str, Any]:
-        """Describe what `placed_numbers` returns."""
+        """The shapes, types and shardings of what `placed_numbers` returns."""
         described = jax.ShapeDtypeStruct((), jnp.float32, sharding=self._everywhere)
         return jax.tree.map(lambda _: described, self.numbers)
 
@@ -141,18 +141,17 @@ class LossSettings:
 class AgreementSums(NamedTuple):
     """How far the engine's log-probabilities are from the trainer's, measured in the forward pass of the update.
 
-    Sums over tokens, float32 scalars, that add up over micro-batches (``abs_max`` by its maximum). With d = trainer -
-    engine log-probability of a sampled token and the weight w = exp(d), over the n tokens of a step's first update
-    (unbiased for tokens that the engine sampled without top-k, top-p or min-p), the metrics are
+    Sums over tokens, float32 scalars, that add up over micro-batches (``abs_max`` by its maximum). The metrics are over
+    the n sampled tokens of a step's first update. With d = trainer's - engine's log-probability of a token, w = exp(d):
 
         logprob_abs_diff_max, _mean   of abs(d)
-        ratio_mean                    of w; 1 in expectation
+        ratio_mean                    of w; 1 in expectation if the engine sampled without top-k, top-p and min-p
         kl                            mean of w - 1 - d, the k3 estimate of KL(engine || trainer)
                                       (http://joschu.net/blog/kl-approx.html); never negative
-        effective_sample_size         (sum w)^2 / (n sum w^2), in (0, 1]: the share of the tokens that still count if
-                                      the engine's samples are weighted to stand for the trainer's
+        effective_sample_size         (sum w)^2 / (n sum w^2), in (0, 1]: the effective number of tokens if each is
+                                      weighted by w, as a share of n
 
-    The sums are of w - 1, not of w: near agreement, w differs from 1 only in its last bits, which are what counts.
+    The sums are of w - 1, not of w: w is so close to 1 that a float32 sum of w would lose most of the difference.
     """
 
     tokens: Any
@@ -180,7 +179,8 @@ class LossSums(NamedTuple):
     correction: CorrectionSums | None = None
     """The sums of the algorithm's correction, if it has one."""
     ratio_excess: Any = None
-    """The sum of (ratio to the old policy - 1) of all tokens; None where it equals ``agreement.excess_sum``."""
+    """The sum of (ratio to the old policy - 1) of all tokens; None if the engine is the old policy, so that
+    ``agreement.excess_sum`` is this sum."""
 
 
 def policy_loss(
@@ -196,7 +196,7 @@ def policy_loss(
     counts_RS = batch.weights != 0.0
 
     def counted(values_RS: PerToken) -> PerToken:
-        # Masks tokens that do not count, before and after the losses: these may be infinite, and 0 * infinity is NaN.
+        # Sets tokens that do not count to 0, before and after the losses: they may be infinite, and 0 * inf is NaN.
         return jnp.where(counts_RS, values_RS, 0.0)
 
     now_RS, old_RS = counted(found.logprobs_RS), counted(batch.old_logps)
@@ -236,7 +236,7 @@ def policy_loss(
 
 
 def agreement_sums(trainer_logps_RS: PerToken, engine_logps_RS: PerToken, mask_RS: Bool[Array, "R S"]) -> AgreementSums:
-    """Add up one micro-batch; no gradient flows through the sums."""
+    """Compute the sums over the tokens of a micro-batch; no gradient flows through them."""
     difference_RS = jax.lax.stop_gradient(trainer_logps_RS.astype(jnp.float32)) - engine_logps_RS
     difference_RS = jnp.where(mask_RS, difference_RS, 0.0)
     limited_RS = jnp.clip(difference_RS, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
@@ -252,7 +252,7 @@ def agreement_sums(trainer_logps_RS: PerToken, engine_logps_RS: PerToken, mask_R
 
 
 def agreement_metrics(sums: Sequence[AgreementSums]) -> dict[str, float]:
-    """Compute ``agreement/*`` over the micro-batches of one pass over the step's tokens."""
+    """Compute the metrics ``agreement/*`` from the sums of an update's micro-batches."""
     table = np.asarray(sums, np.float64)
     total = AgreementSums(*table.sum(axis=0))
     n = total.tokens

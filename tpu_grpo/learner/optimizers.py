@@ -25,8 +25,8 @@ from tpu_grpo.records.errors import ConfigError
 Params = Mapping[str, Any]
 """The trained parameters, arrays or their descriptions, by dotted name."""
 Direction = Callable[..., optax.GradientTransformation]
-"""Makes the transformation of gradients into a step, before decay and learning rate, from the section, the parameters
-and the optimizer's own options."""
+"""A function of the optimizer section, the parameters and the optimizer's own options. It returns the transformation
+of gradients into a step, to which weight decay and learning rate are applied later."""
 
 
 def _adamw(section: OptimizerSection, params: Params, *, eps: float = 1e-8) -> optax.GradientTransformation:
@@ -55,8 +55,8 @@ def _adafactor(
 def _muon(
     section: OptimizerSection, params: Params, *, beta: float = 0.95, ns_steps: int = 5, rms: float = 0.2
 ) -> optax.GradientTransformation:
-    """Muon (Jordan 2024) for the matrices in the layers, with steps of RMS 0.2 as in arXiv 2502.16982; Adam for all
-    else. At that RMS, AdamW's learning rates fit."""
+    """Muon (Jordan 2024) for the matrices in the layers, Adam for all other parameters. Muon's steps have the root mean
+    square ``rms``; with 0.2, learning rates that suit AdamW fit (arXiv 2502.16982)."""
     axes = {name: matrix_axes(name, tuple(leaf.shape)) for name, leaf in params.items()}
 
     def of_matrices(tree: Any) -> Any:
@@ -175,10 +175,10 @@ def matrix_axes(name: str, shape: tuple[int, ...]) -> optax.contrib.MuonDimensio
     """Return the axes of a parameter that are a matrix's rows and columns; None for a parameter that is not a
     matrix of a layer.
 
-    Embeddings and the output head are left to Adam, as in Muon's own code. Head axes are output axes of the
-    projections to heads, and input axes of the projection from heads: [D, N, H] is a matrix of D x NH, and the output
-    projection [N, H, D] one of NH x D. Gemma's [N, D, H] is one of D x NH, and its [2, N, D, H] are two such matrices.
-    Every expert of [E, D, F] has a matrix of its own.
+    Embeddings and the output head give None, because Muon's own code leaves them to Adam. With width D and N attention
+    heads of size H, a projection to heads [D, N, H] is a matrix of D x NH, and the output projection [N, H, D] one of
+    NH x D. Gemma's [N, D, H] is a matrix of D x NH, and its [2, N, D, H] are two such matrices. [E, D, F] is a matrix
+    of D x F for each of E experts.
     """
     axes = len(shape)
     if axes < 2 or not name.startswith("layers."):
@@ -202,8 +202,8 @@ def _entries(shape: tuple[int, ...], axes: int | Sequence[int]) -> int:
 
 
 def _tall(shape: tuple[int, ...], axes: optax.contrib.MuonDimensionNumbers) -> optax.contrib.MuonDimensionNumbers:
-    """Transpose a matrix with more columns than rows, which only transposes its step. Otherwise ``scale_by_muon`` of
-    optax 0.2.6 would multiply the step by sqrt(columns / rows)."""
+    """Swap rows and columns of a matrix with more columns than rows, which only transposes its step. Unswapped,
+    ``scale_by_muon`` of optax 0.2.6 would multiply the step by sqrt(columns / rows)."""
     if _entries(shape, axes.reduction_axis) >= _entries(shape, axes.output_axis):
         return axes
     return optax.contrib.MuonDimensionNumbers(axes.output_axis, axes.reduction_axis)
@@ -213,8 +213,8 @@ def state_shardings(state: Any, params: Params) -> Any:
     """Return the sharding of every part of an optimizer's state, described by ``jax.eval_shape``.
 
     An array of a parameter's shape is sharded like the parameter, and so are the scales of its eight-bit blocks. An
-    array that lacks one axis (the sums of a factored second moment) is sharded like the axes that it has. All others
-    are replicated.
+    array that lacks one axis (the sums of a factored second moment) is sharded like the axes that it has. All other
+    arrays are replicated.
     """
     mesh = next(iter(params.values())).sharding.mesh
 
@@ -274,7 +274,7 @@ def _own(section: OptimizerSection, schedule: optax.Schedule) -> optax.GradientT
 
 
 def _decayed(decays: Mapping[str, float]) -> optax.GradientTransformation:
-    """Add decay * parameter to every update, each with its own decay."""
+    """Add decay * parameter to the update of every parameter; ``decays`` has a decay for each by name."""
 
     def decayed(updates: Any, params: Any) -> Any:
         return {name: value + decays[name] * params[name] for name, value in updates.items()}

@@ -7,25 +7,25 @@
     log-probability   log p[target]       g * (onehot(target) - p)
     entropy H         -sum p log p        -g * p * (log p + H)
 
-If a token was drawn from the n likeliest only, z is minus infinity for all others except the target, and they have
-neither probability nor gradient. The engine reports n for each token. Its logits differ from the trainer's in their
-last bits, but both then keep the same n tokens, except that two equally likely ones may swap. Whichever filter kept
-them (top-k, top-p or min-p), the same n tokens have the same sum of probabilities (cf. "Keep Sampling Mask" of
-DeepSeek-V3.2, arXiv 2512.02556).
+If a token was drawn from the n likeliest tokens only, z is minus infinity for all others except the target. These have
+neither probability nor gradient. The engine reports n for each token, whichever filter (top-k, top-p or min-p) made the
+choice. The trainer's logits differ from the engine's in their last bits, but its n likeliest tokens are the engine's,
+except that two equally likely ones may swap (cf. "Keep Sampling Mask" of DeepSeek-V3.2, arXiv 2512.02556).
 
 The logits of all tokens would be the largest arrays of a training step. Here they exist for one chunk of wanted tokens
 at a time, and the backward pass computes them again. Rows are split over fsdp; the rows of a shard form a group. In
 each group the wanted tokens are moved to the front, and all groups go through them chunk by chunk, until the group with
 the most wanted tokens is done:
 
-    wanted  [1 0 1 0 1]   2 groups of one row, chunks of 2 tokens   [0 2][4 1][3  ]   two chunks are needed,
-            [0 0 0 1 0]                                             [3 0][1 2][4  ]   for the first group's 3
+    wanted  [1 0 1 0 1]   2 groups of one row; indices of     [0 2][4 1][3  ]   two chunks are needed for the
+            [0 0 0 1 0]   the tokens in chunks of 2 tokens    [3 0][1 2][4  ]   first group's 3 wanted tokens
 
-The vocabulary is split over as many devices as divide it, see `vocab_axes`. Devices then exchange the hidden states of
-a chunk, a few numbers per token, and sums over each device's part of the vocabulary.
+The vocabulary is split over as many devices as divide its size, see `vocab_axes`. Devices then exchange the hidden
+states of a chunk, a few numbers per token, and sums over each device's part of the vocabulary.
 
 Suffixes: B rows, T tokens of a row, D width, V vocabulary. On one device: b its rows, S the tokens of its group padded
-to whole chunks, R groups whose tokens it sees, C tokens of a group in a chunk, N = R*C, v its part of the vocabulary.
+to whole chunks, R groups whose tokens it sees, C tokens of a group in a chunk, N = R*C, v its part of the vocabulary,
+K results for each token.
 """
 
 import functools
@@ -85,7 +85,7 @@ def token_logprobs(
         targets_BT: ids of the vocabulary.
         wanted_BT: the positions that are computed.
         temperature: logits are divided by it.
-        kept_BT: how many of the likeliest tokens each token was drawn from, at least 1 where wanted; None for all.
+        kept_BT: how many of the likeliest tokens each token was drawn from, at least 1 where wanted; None for all V.
         mesh: its axes are fsdp, whose size divides B, and tp; None stands for one device.
         chunk_bytes: the most bytes that the float32 logits of a chunk take on a device. The backward pass also holds
             their gradient.
@@ -105,7 +105,7 @@ class _Settings(NamedTuple):
     soft_cap: float | None
     temperature: float
     chunk: int
-    """C."""
+    """C, the tokens of a group in a chunk."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -147,7 +147,7 @@ def _device_forward(
     chunks: Int[Array, ""],
     *counts_bT: Int[Array, "b T"],
 ) -> tuple[Float32[Array, "b T"], ...]:
-    """Return log-probabilities, entropies and logsumexp(z); with counts, also the threshold of each token."""
+    """Return log-probabilities, entropies, logsumexp(z) and, with counts n, the z that only the n likeliest exceed."""
     split, queue = settings.split, TokenQueue(settings.split, settings.chunk, wanted_bT)
     targets_RS, counts_RS = queue.ordered(targets_bT), [queue.ordered(count_bT) for count_bT in counts_bT]
 
@@ -205,7 +205,7 @@ def _device_backward(
 def _scaled_logits(
     settings: _Settings, hidden_ND: Float[Array, "N D"], weight: Float[Array, "_ _"]
 ) -> tuple[Float32[Array, "N v"], Any]:
-    """Return z, and its derivative by hidden @ head."""
+    """Return z, and its derivative with respect to hidden @ head."""
     logits_Nv = _product(hidden_ND, weight, 1, 1 - settings.split.vocab_dim)
     if settings.soft_cap is None:
         return logits_Nv / settings.temperature, 1.0 / settings.temperature
@@ -220,7 +220,7 @@ def _logits_gradient(
     targets_N: Int[Array, " N"],
     *vectors_N: Float32[Array, " N"],
 ) -> Float[Array, "N v"]:
-    """Compute the logits again, and return the gradient of hidden @ head; for the vectors see `_device_backward`."""
+    """Recompute the logits, and return the gradient for hidden @ head; for the vectors see `_device_backward`."""
     of_logps_N1, of_entropies_N1, entropies_N1, lse_N1 = (vector_N[:, None] for vector_N in vectors_N[:4])
     z_Nv, slope_Nv = _scaled_logits(settings, hidden_ND, weight)
     logp_Nv, at_target_Nv = z_Nv - lse_N1, _is_target(settings, targets_N, z_Nv)
@@ -233,7 +233,7 @@ def _logits_gradient(
 def _left_out(
     z_Nv: Float[Array, "N v"], at_target_Nv: Bool[Array, "N v"], thresholds_N: Sequence[Float[Array, " N"]]
 ) -> Bool[Array, "N v"]:
-    """Mark the tokens that the target was not drawn from: those at or below its threshold; none without thresholds."""
+    """Mark the tokens that were no candidates for the target: those with z at or below its threshold, if it has one."""
     left_out_Nv = jnp.zeros_like(at_target_Nv)
     for threshold_N in thresholds_N:
         left_out_Nv |= z_Nv <= threshold_N[:, None]
@@ -273,7 +273,7 @@ def _size(mesh: Mesh, axes: tuple[str, ...]) -> int:
 
 
 def chunk_tokens(tokens: int, logits_per_token: int, chunk_bytes: int) -> int:
-    """Return C for groups of ``tokens`` tokens; each token has ``logits_per_token`` float32 logits on a device.
+    """Return the chunk size C for groups of ``tokens`` tokens; a token has ``logits_per_token`` logits on a device.
 
     Chunks are as equal as possible: 1000 tokens become two chunks of 512 where 900 would fit into one.
     """
@@ -295,7 +295,7 @@ def chunks_needed(wanted_BT: Bool[Array, "B T"], groups: int, chunk: int) -> Int
 class HeadSplit:
     """The sharding of the output head's work. On one device there are no axes and no communication.
 
-    The methods after `over_devices` are for use inside the functions that it runs.
+    The methods after `over_devices` are for the functions that it wraps.
     """
 
     mesh: Mesh | None
@@ -368,13 +368,13 @@ class TokenQueue:
         self._gather, self._chunk, self._wanted_bT = split.gather, chunk, wanted_bT
         wanted = wanted_bT.reshape(-1)
         self.length = -(-wanted.size // chunk) * chunk
-        """S."""
+        """S, the number of places in the queue."""
         self._order_S = jnp.pad(jnp.argsort(~wanted, stable=True), (0, self.length - wanted.size))
         self._valid_S = jnp.arange(self.length) < wanted.sum()
         self._place_bT = (jnp.cumsum(wanted) - 1).reshape(wanted_bT.shape)
 
     def ordered(self, values_bT: Array) -> Array:
-        """Put values in queue order, for all groups that the device sees, [R, S]; 0 behind the wanted tokens."""
+        """Put values in queue order, for all groups that the device sees, [R, S]; 0 after the wanted tokens."""
         return self._gather(jnp.where(self._valid_S, _taken(values_bT.reshape(-1), self._order_S), 0))
 
     def chunk(self, values_RS: Array, index: Any) -> Array:
@@ -382,7 +382,7 @@ class TokenQueue:
         return self._cut(values_RS, index).reshape(-1)
 
     def hidden(self, hidden_bTD: Float[Array, "b T D"], index: Any) -> Float[Array, "N D"]:
-        """Return the hidden states of a chunk; 0 behind the wanted tokens."""
+        """Return the hidden states of a chunk; 0 after the wanted tokens."""
         width = hidden_bTD.shape[-1]
         hidden_CD = _taken(hidden_bTD.reshape(-1, width), self._cut(self._order_S, index))
         hidden_CD = jnp.where(self._cut(self._valid_S, index)[:, None], hidden_CD, 0)

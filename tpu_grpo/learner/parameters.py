@@ -94,7 +94,7 @@ def _cast(leaf: Any, dtype: np.dtype[Any]) -> Any:
 
 
 def own_copy(model: nnx.Module, names: Collection[str]) -> nnx.Module:
-    """Return a model with its own copies of the named parameters, which updates change; other arrays are shared."""
+    """Return a model with copies of the named parameters; it shares all other arrays with the given model."""
     copied = nnx.clone(model)
     state = nnx.to_flat_state(nnx.state(copied, nnx.Param))
     own = [(path, leaf.replace(_copy(leaf.get_raw_value()))) for path, leaf in state if dotted(path) in names]
@@ -138,8 +138,8 @@ def checksums(leaves: Mapping[str, jax.Array]) -> dict[str, int]:
 def whole(value: jax.Array) -> np.ndarray:
     """Gather an array's values on every host; all hosts must call it for an array that is sharded over them.
 
-    jax would cache the values on the host for as long as the array lives, so that reading a whole model would leave a
-    second copy of it there. Here they are freed with the returned value.
+    With ``np.asarray(value)``, jax would cache the values on the host for as long as the array lives, so that reading a
+    whole model would leave a second copy of it there. Here they are freed with the returned array.
     """
     if value.is_fully_addressable or value.is_fully_replicated:
         pieces = [shard.data for shard in value.addressable_shards]

@@ -4,22 +4,22 @@ Arrays: R training rows of S tokens each, B completions of at most T tokens, N s
 prompt and the tokens after it, share a row:
 
     token_ids       [p0 p1 c0 c1 c2 | p0 c0 c1 | 0  0 ]
-    segments        [ 1  1  1  1  1 |  2  2  2 | 0  0 ]     0 is padding; no token sees another segment
+    segments        [ 1  1  1  1  1 |  2  2  2 | 0  0 ]     0 marks padding; no token attends to another segment
     positions       [ 0  1  2  3  4 |  0  1  2 | 0  0 ]
     mask            [ 0  0  1  1  1 |  0  1  1 | 0  0 ]     1 for sampled tokens, 0 for an environment's
     rollout_logps   [ 0  0 l0 l1 l2 |  0 l0 l1 | 0  0 ]
 
-Padding is recognized by its segment alone, not by its token id.
-
-A completion is one sequence, a conversation one sequence per branch. Here the environment answered (o) after each of
-two turns. Before the second turn the chat template dropped the first turn's thinking (t). A new branch begins there,
-whose prompt q is the past without that thinking:
+A completion is one sequence; a conversation is one sequence per branch (see records/episode.py). Here the policy's
+first turn is thinking t and an answer a, its second turn is b, and the environment answered o after each. Before the
+second turn the chat template dropped t. A new branch begins there, whose prompt q is the conversation so far, but
+without t:
 
     token_ids   [t0 t1 a0 o0 b0 b1 o1]          branch 1   p | t0 t1 a0        mask [1 1 1]
     sampled     [ 1  1  1  0  1  1  0]          branch 2   q | b0 b1           mask [1 1]
     branches    Branch(p, 0, 4), Branch(q, 4, 7)
 
-Tokens after the last sampled one are no sampled token's context and are left out, as are branches without one.
+Tokens after a branch's last sampled token are left out, because no sampled token follows, and so are branches without
+a sampled token.
 """
 
 from bisect import bisect_left, insort
@@ -53,7 +53,7 @@ class TrainSequence:
     logprobs: Float[np.ndarray, " T"]
     """The engine's log-probabilities; 0 for tokens that were not sampled."""
     experts: Integer[np.ndarray, "S layers k"] | None
-    """The experts that the engine used for the S tokens that it computed."""
+    """The experts that the engine used for the S tokens that it computed; None if they were not recorded."""
     experts_beyond: int
     """The number of tokens left out at the end of the branch; these may have experts, too."""
 
@@ -216,9 +216,9 @@ def pack(sequences: Sequence[Sized], *, row_tokens: int, multiple: int) -> Packi
                                     row 1    c c c c d d e e
 
     Every host computes the same packing from the same lengths. Best-fit decreasing (Johnson 1973, "Near-optimal bin
-    packing algorithms") gives the number of rows, which is rounded up to whole micro-batches. The sequences are then
-    distributed anew over all these rows, the longest first and each to the row with the least work so far, so that
-    devices have about equal work.
+    packing algorithms") gives the number of rows, which is rounded up to whole micro-batches. `_balanced` then divides
+    the work more evenly over these rows. If it finds no room for a sequence, as in this example, the rows of best-fit
+    decreasing are used.
     """
     lengths = [len(one) for one in sequences]
     assert max(lengths) <= row_tokens, "train_rows refuses longer sequences"
@@ -256,8 +256,8 @@ def _best_fit(lengths: Sequence[int], row_tokens: int) -> Int[np.ndarray, " N"]:
 
 
 def _balanced(lengths: Sequence[int], row_tokens: int, count: int) -> Int[np.ndarray, " N"] | None:
-    """Distribute the sequences over ``count`` rows of about equal work; None if a sequence then fits into no row. The
-    work of n tokens is n + n^2 / ``row_tokens``, where the second term stands for attention."""
+    """Put each sequence, the longest first, into the row with the least work that has room; None if no row has room.
+    The work of n tokens is n + n^2 / ``row_tokens``, where the second term stands for attention."""
     rows, work, room = np.zeros(len(lengths), np.int64), np.zeros(count), np.full(count, row_tokens)
     for index in _longest_first(lengths):
         length = lengths[index]
@@ -274,7 +274,7 @@ def _balanced(lengths: Sequence[int], row_tokens: int, count: int) -> Int[np.nda
 
 
 class ReplayShape:
-    """The sizes of replayed routing: L layers, k experts per token, LK = L * k."""
+    """Sizes of the arrays of experts that the engine chose and the trainer replays: L layers, k per token, LK = L*k."""
 
     def __init__(self, model: Any):
         settings = model.config
@@ -317,11 +317,11 @@ class RowShape:
     """S, the number of tokens in a row."""
     micro_batch: int
     replay: ReplayShape | None = None
-    """The sizes of the engine's routing, if it is replayed."""
+    """None unless the trainer replays the engine's choices of experts (algorithm.routing_replay)."""
     group_size: int = 1
     """The number of completions of each prompt; they are consecutive."""
     filtered: bool = False
-    """Whether each token was drawn from some of the likeliest only, so that its probability is relative to these."""
+    """Whether a token's probability is relative to the likeliest tokens that it was drawn from, not to all tokens."""
     count_empty: bool = False
     """Whether means over completions and prompts also count those without a token in the loss."""
 
@@ -354,16 +354,16 @@ class TrainRows:
     weights: Float[np.ndarray, "R S"]
     """How much each token counts in the loss; see `token_weights`."""
     experts: Integer[np.ndarray, "R LK S"] | None = None
-    """The engine's routing, if it is replayed; see `ReplayShape`."""
+    """The experts that the engine chose; None unless the trainer replays them, see `ReplayShape`."""
     old_logps: Float[np.ndarray, "R S"] | None = None
     """The policy's log-probabilities before the first update on the rollout, if already computed."""
     reference_logps: Float[np.ndarray, "R S"] | None = None
     """The reference's log-probabilities, if already computed."""
     kept: Int[np.ndarray, "R S"] | None = None
-    """For each sampled token, how many of the likeliest tokens it was drawn from; None if from all."""
+    """For each sampled token, how many of the likeliest tokens it was drawn from; None for the whole vocabulary."""
 
     def chunks(self, size: int) -> Iterator["TrainRows"]:
-        """Cut the rows into consecutive pieces of ``size``."""
+        """Cut the rows into consecutive pieces of ``size`` rows."""
         columns: dict[str, Any] = {name: v for f in fields(self) if (v := getattr(self, name := f.name)) is not None}
         for start in range(0, len(self.mask), size):
             yield replace(self, **{name: column[start : start + size] for name, column in columns.items()})
@@ -432,7 +432,7 @@ def unpacked(
 
 
 def _kept_tokens(one: TrainSequence, completion: Completion) -> Integer[np.ndarray, " T"]:
-    """Return, for each token of a sequence, how many tokens the filters had kept when it was sampled."""
+    """Return, for each token of a sequence, from how many tokens it was drawn, as top-k, top-p and min-p kept them."""
     if completion.kept is None or len(completion.kept) != len(completion.token_ids):
         raise DataError(
             f"algorithm.filtered_ratio=true needs the number of tokens that the filters kept: row {one.row} has "
@@ -453,10 +453,9 @@ def token_weights(
 
         loss = sum over all tokens of the update of weight * token loss
 
-    The weight combines the aggregation, the masks and the denominators of a whole update, which covers a step or a
-    mini-batch of it. Weights are computed on the host and are data to the train step, so that the gradient depends
-    neither on the micro-batches, nor on the packing, nor on the mesh, and one program serves every aggregation. All
-    tokens of a completion have the same weight:
+    An update covers a step or a mini-batch of it. The denominators below count over the whole update, so that the
+    gradient does not depend on micro-batches, packing or mesh. Weights are computed on the host and are data to the
+    train step, so that one program serves every aggregation. All tokens of a completion have the same weight:
 
         sequence-mean-token-mean     1 / (B n_i)      B completions with tokens, n_i tokens in completion i
         token-mean                   1 / sum n_i

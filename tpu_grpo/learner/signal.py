@@ -1,20 +1,20 @@
 """The learning signal of a scored rollout, as one record: which groups and completions count, and the advantages of
 their tokens.
 
-    rewards of a group      [1 1 1 1]   uninformative: no completion is better than another, and no token either
+    rewards of a group      [1 1 1 1]   uninformative: no completion is better than another
                             [0 1 0 0]   informative
-                            [1 0 | |]   informative; with truncated=mask the last two, which were cut, do not count
-                            [1 1 0 x]   informative; with environment.on_error=skip the last, whose environment failed,
-                                        does not count
+                            [1 0 | |]   informative; | was cut at a length limit: does not count with truncated=mask
+                            [1 1 0 x]   informative; x had an environment that failed: does not count with
+                                        environment.on_error=skip
 
-The advantage of a token is that of its completion, plus the sum of the token's own terms:
+The advantage of a token is that of its completion, plus terms for the single token:
 
     advantages_B    [ 0.5          -0.5    ]      of two completions, from their total rewards
-    added           [[0 0.25 -1]   [0 0.5] ]      `Scores.per_token`, and the credits of turns (`turn_credits`)
-                    [[0.5 0.75 -0.5]  [-0.5 0]]
+    added           [[0 0.25 -1]   [0 0.5] ]      token rewards (`Scores.per_token`) and `turn_credits`
+    their sum       [[0.5 0.75 -0.5]  [-0.5 0]]
 
-A group in which a token has a term other than 0 is informative. Terms of tokens that an environment wrote are ignored,
-see rows.py.
+A group is also informative if a sampled token has a term other than 0. Terms of tokens that an environment wrote are
+ignored, see rows.py.
 
 Suffixes: P prompts, G completions of each, B = P*G rows, T tokens of a completion, N rewards of the config.
 """
@@ -62,9 +62,9 @@ class Signal:
         return tuple(advantage + values for advantage, values in zip(self.advantages_B, self.added, strict=True))
 
     def mini_batches(self, size: int, seed: int, iteration: int) -> Iterator[tuple["Signal", list[int]]]:
-        """Shuffle the prompts, and yield the signal of ``size`` of them at a time, with the indices of its rows.
+        """Shuffle the prompts, and yield mini-batches of ``size`` prompts: their signal, and the indices of their rows.
 
-        Every iteration over a step draws its own order from run.seed, step and iteration, the same on every host, and
+        Every iteration over a step draws a new order from run.seed, step and iteration, the same on every host, and
         cuts it into mini-batches of equal size (PPO, Schulman et al. 2017, arXiv 1707.06347, algorithm 1); ``size``
         must divide the number of prompts. For 4 prompts, two at a time:
 
@@ -102,12 +102,12 @@ class Signal:
 def read_signal(scored: ScoredRollout, config: RunConfig, algorithm: RunAlgorithm) -> Signal:
     """Make the signal of a rollout of any number of prompts.
 
-    A group is informative if at least one of its completions counts, and either its rewards differ or one of its tokens
-    has a term of its own. The rewards are the totals, or, if the advantages request single rewards (see `ON_REQUEST` in
-    algorithms/algorithm.py), each reward with a weight other than 0.
+    A group is informative if at least one of its completions counts, and either its rewards differ or a sampled token
+    has a term other than 0. The rewards are the totals, or, if the advantages request single rewards (see `ON_REQUEST`
+    in algorithms/algorithm.py), each reward with a weight other than 0.
 
-    Standard deviations over a whole step leave out groups without a scored row, and with algorithm.drop_uninformative
-    also uninformative groups. A row without a score has the advantage 0.
+    Groups without a scored row do not enter the advantages, for example standard deviations over the step. The same
+    holds for uninformative groups with algorithm.drop_uninformative. A row without a score has the advantage 0.
 
     Raises:
         RewardError: for missing rewards, or rewards that the advantages cannot take.
@@ -164,7 +164,7 @@ def _differ(scored: ScoredRollout, asked: Mapping[str, np.ndarray]) -> Bool[np.n
 
 
 def _asked(scored: ScoredRollout, config: RunConfig, algorithm: RunAlgorithm) -> dict[str, np.ndarray]:
-    """Collect the arguments that the advantages request in addition to the total rewards, see `ON_REQUEST`."""
+    """Collect the arguments that the advantages request in addition to the total rewards; see `read_signal`."""
     asked, groups = algorithm.asked, (-1, scored.rollout.group_size)
     found: dict[str, np.ndarray] = {}
     if "lengths_PG" in asked:
@@ -196,7 +196,7 @@ def group_advantages(
     prompt.
 
     ``known`` holds further arguments that advantages may request, by their names in `ON_REQUEST` of
-    algorithms/algorithm.py. The algorithm sees the groups marked in ``taken_P``, or all; completions of others get 0.
+    algorithms/algorithm.py. The algorithm gets the groups marked in ``taken_P``, or all; advantages of the rest are 0.
 
     Raises:
         RewardError: for a count that is not a multiple of the group size, a reward that is not finite, or a reward that
@@ -259,8 +259,8 @@ def _scored_tokens(scored: ScoredRollout) -> TokenValues:
 def turn_credits(rollout: Rollout, config: RunConfig, skipped_B: Bool[np.ndarray, " B"]) -> TokenValues:
     """Return the terms that environment.turn_credit=turn adds to the advantages of the tokens of each turn.
 
-    With r_bj the environment's reward for turn j of row b, K_b its number of turns, and M_k the rows of the group that
-    have a turn k:
+    With r_bj the environment's reward for turn j of row b, K_b the row's number of turns, and M_k the rows of the group
+    that have a turn k:
 
         R_bk = sum of r_bj over j = k .. K_b                what the row got from turn k on
         credit of turn k = R_bk - mean of R_ck over the rows c in M_k

@@ -11,9 +11,9 @@ The parameters exist once or twice:
     bfloat16        float32             any               a float32 copy, cast to the model's after every step
     bfloat16        bfloat16            compact           the model's own, plus 8 residual bits of each
 
-Three programs run, to accumulate, to measure and to step. Nothing is fetched between passes, so that the devices never
-wait for the host. If the loss or a gradient is not finite, every host skips the step, because all have the same
-sums. To choose between old and new values inside the step's program would cost memory and time.
+Three compiled programs accumulate gradients, measure their sum, and step. Hosts fetch nothing between micro-batches
+(passes), so that devices never wait. Then they fetch whether loss and gradient norm are finite, and skip the step if
+not. All hosts have the same sums. Choosing between old and new values on the devices would cost memory and time.
 """
 
 import math
@@ -48,11 +48,11 @@ BUCKETS = 64
 
 
 class PassSums(NamedTuple):
-    """Sums over the passes of an update."""
+    """Sums over the micro-batches of an update."""
 
     gradients: Values
     loss: Float[Array, ""]
-    """float32; not finite if the loss of any pass is not."""
+    """float32; not finite if the loss of any micro-batch is not finite."""
     entropy: EntropySums | tuple[()]
     """The sums from which the entropy bonus is adapted; empty if it is not adapted."""
 
@@ -69,7 +69,7 @@ class UpdateRecord(NamedTuple):
     finite: Bool[Array, ""]
     """Whether loss and norm are finite. If not, the update was skipped: parameters and state are unchanged."""
     entropy_coefficient: Float[Array, ""] | None = None
-    """The coefficient of the update's entropy bonus, if it is adapted."""
+    """The coefficient of the update's entropy bonus; None if it is not adapted."""
 
 
 class UpdateState(NamedTuple):
@@ -82,7 +82,7 @@ class UpdateState(NamedTuple):
     """What the optimizer updates in addition to the model's own parameters: float32 copies, or int8 residuals; empty
     if neither is used."""
     entropy: EntropyState | tuple[()] = ()
-    """The coefficient of the entropy bonus, if it is adapted."""
+    """The coefficient of the entropy bonus; empty if it is not adapted."""
 
 
 class Updater:
@@ -91,8 +91,8 @@ class Updater:
     Args:
         config: the run, for its optimizer.
         model: its trained parameters are arrays, or descriptions of arrays if nothing is to be run.
-        stepped: the trained parameters in the type in which the optimizer updates them, by name. Those of the model's
-            type are the model's own arrays; others belong to the updater from now on.
+        stepped: the trained parameters in the type in which the optimizer updates them, by name. Where this is also the
+            model's type, they are the model's own arrays. The caller must not use the others any more.
         settings: the loss, and the trainer's mesh.
 
     Raises:
@@ -121,7 +121,7 @@ class Updater:
         self._residual, self._joined = functions.residual, functions.joined
         self._accumulate = jax.jit(functions.accumulated, donate_argnums=0)
         self._measure = jax.jit(functions.measured)
-        # Where float32 copies are updated, the model's own arrays are unused arguments; kept, their memory is reused.
+        # With float32 copies, the step does not read the model's own arrays. keep_unused lets it reuse their memory.
         self._step = jax.jit(functions.stepped, donate_argnums=(2, 3, 4), keep_unused=True)
         self._join = jax.jit(functions.joined)
         kinds = self._described_sums
@@ -141,8 +141,8 @@ class Updater:
         return (self._join if self._residual else self._joined)(self.trained, self.state.kept)
 
     def share(self, names: Collection[str]) -> None:
-        """Set the parameters whose arrays are used elsewhere: an update reuses the memory of all others. Before the
-        first call it reuses none."""
+        """Set the parameters whose arrays the sampler also uses; an update reuses the memory of all others. Before the
+        first call, it reuses the memory of no parameter."""
         self._shared = frozenset(names)
 
     def accumulate(self, batch: TrainBatch) -> LossSums:
@@ -174,7 +174,7 @@ class Updater:
     def step(self) -> UpdateRecord:
         """Let the optimizer step once with the sum of the gradients, and clear the sum.
 
-        If the loss or the gradient is not finite, as the record says, no step is made.
+        No step is made if the loss or the gradient norm is not finite; the record's ``finite`` is then False.
         """
         assert self._sums is not None, "accumulate comes before step"
         sums, self._sums, self._read = self._sums, None, None
@@ -199,8 +199,8 @@ class Updater:
             return self._step.lower(*self._step_arguments(sums, shared), sums.loss)
 
     def _step_arguments(self, sums: PassSums, shared: Collection[str]) -> tuple[Any, ...]:
-        """Sort the step's arguments into those that stay and those whose memory is reused. The new value of a shared
-        parameter takes the memory of its gradient, if both have the same type."""
+        """Divide the step's arguments into arrays that stay intact (the first two) and arrays whose memory is reused.
+        The new value of a shared parameter takes the memory of its gradient, if both have the same type."""
         trained, gradients = self.trained, sums.gradients
         held = {name: value for name, value in trained.items() if name in shared}
         free = {name: value for name, value in trained.items() if name not in shared}
@@ -209,7 +209,7 @@ class Updater:
         return held, sums._replace(gradients=read), free, self.state, reused
 
     def _initial(self, functions: "_Functions", stepped: Values) -> UpdateState:
-        """Make the state before the first update, of descriptions if the parameters are descriptions."""
+        """Make the state before the first update. It consists of descriptions if the parameters do."""
         shapes = jax.eval_shape(functions.first_state, stepped)
         whole = NamedSharding(self._mesh, PartitionSpec())
         shardings: Any = UpdateState(
@@ -226,7 +226,7 @@ class Updater:
 
     @property
     def _described_sums(self) -> PassSums:
-        """Describe what passes add up: float32, the gradients sharded like the parameters."""
+        """The shapes, types and shardings of `PassSums`: all float32, the gradients sharded like the parameters."""
         number: Any = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(self._mesh, PartitionSpec()))
         gradients = {
             name: jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=self._layout[name])
@@ -245,7 +245,7 @@ class _Functions:
     """What the programs of an update compute, as functions of arrays."""
 
     model: nnx.Module
-    """Says which parameters are trained; their values are arguments of the functions."""
+    """Only says which parameters are trained; the functions take the values as arguments."""
     definition: nnx.GraphDef[Any]
     optimizer: optax.GradientTransformation
     schedule: optax.Schedule
@@ -275,7 +275,7 @@ class _Functions:
         return PassSums(self._laid_out(added), sums.loss + measured.loss, entropy), measured
 
     def measured(self, sums: PassSums, count: Int[Array, ""], entropy: EntropyState | tuple[()]) -> UpdateRecord:
-        """Measure what does not depend on the step."""
+        """Make the update's record before the step; `stepped` computes ``step_kept``, which is 1 here."""
         norm: Any = optax.global_norm(sums.gradients)  # Any, because optax declares that it may be a Python number
         rate = jnp.asarray(self.schedule(count), jnp.float32)
         finite = jnp.isfinite(norm) & jnp.isfinite(sums.loss)
@@ -310,7 +310,7 @@ class _Functions:
         return UpdateState(jnp.zeros((), jnp.int32), self.optimizer.init(values), kept, entropy)
 
     def joined(self, trained: Values, kept: Values) -> Values:
-        """The parameters that the optimizer updates, in float32."""
+        """Join the model's parameters and ``kept`` into the float32 parameters that the optimizer updates."""
         if self.residual:
             return {name: join_residual(value, kept[name]) for name, value in trained.items()}
         return {name: kept.get(name, value) for name, value in trained.items()}
@@ -334,7 +334,7 @@ class _Functions:
 
 
 def histogram(values: Float[Array, "..."]) -> Histogram:
-    """Count an array's elements in buckets, one edge at a time, which needs no extra memory with any sharding."""
+    """Count an array's elements in buckets. One edge at a time needs no extra memory, however the array is sharded."""
     values = values.astype(jnp.float32)
     low, high = values.min(), values.max()
     half = jnp.where(low == high, 0.5, 0.0)  # as in NumPy, so that buckets of equal values have a width
@@ -357,25 +357,25 @@ class MeasuredUpdate:
     """One of a step's updates, on the host."""
 
     sums: list[LossSums]
-    """The sums of each of its passes."""
+    """The sums of each of the update's micro-batches."""
     record: UpdateRecord
     histograms: Mapping[str, Histogram]
-    """Histograms of its gradients, and of the parameters before it; empty if none are due."""
+    """Histograms of the gradients, and of the parameters before the update; empty in steps that log none."""
 
     @property
     def loss(self) -> float:
-        """The loss over all passes."""
+        """The loss over all micro-batches."""
         return sum(float(each.loss) for each in self.sums)
 
 
 def update_metrics(updates: Sequence[MeasuredUpdate]) -> dict[str, float]:
     """Compute ``update/*`` and ``correction/*`` over all updates, and ``agreement/*`` over the tokens of the first.
 
-    Agreement is measured in the first, which still computes with the weights that the engine sampled with.
+    Agreement is measured in the first update, which starts from the parameters that the engine sampled with.
 
     The loss is the mean over updates of each update's loss; entropy, KL, clips and ratio are means over tokens; the
     gradient norm is the mean over updates of each update's norm before clipping; the rate is the last update's, and
-    ``step_kept`` is the smallest of all updates. Skipped updates count in none of these, unless all were skipped.
+    ``step_kept`` is the smallest of all updates. These leave out skipped updates, or no update if all were skipped.
     """
     made = [update for update in updates if update.record.finite] or list(updates)
     micro, records = [sums for update in made for sums in update.sums], [update.record for update in made]

@@ -2,10 +2,10 @@
 
     directory = builtin_checkpoint("addition", seed=0, progress=True)     # a Hugging Face checkpoint directory
 
-Each is taught on the built-in task of the same name, with a loss on the assistant's tokens only. The cache is
-``$TPU_GRPO_CACHE``, or the user's cache directory. An entry is named by task, seed and a digest of the recipe, so that
-a changed recipe makes a new entry. An entry appears complete or not at all. ``teaching.json``, which is written last,
-lists every other file with its digest, so that a damaged entry is found and made again.
+Each model learns the built-in task of the same name, by a loss on the assistant's tokens only. Models are cached in
+``$TPU_GRPO_CACHE``, or in the user's cache directory. A model's directory is named by task, seed and a digest of the
+recipe, so that a changed recipe gets a new directory. The directory appears complete or not at all. Its file
+``teaching.json`` lists the digests of all other files, so that a damaged directory is detected and made again.
 
 Array suffixes: B rows of a batch, T tokens, L = T - 1 predicted tokens, V vocabulary.
 """
@@ -46,7 +46,7 @@ _FORMAT = 1  # the version of the written files, which is part of the digest
 
 @dataclass(frozen=True)
 class Recipe:
-    """The size of the taught model and how it is taught; with the seed it decides the model."""
+    """The size of a built-in model and how it is taught; recipe, task and seed determine its parameters."""
 
     layers: int = 3
     width: int = 192
@@ -121,7 +121,7 @@ def builtin_checkpoint(name: str, seed: int, *, progress: bool, recipe: Recipe |
     try:
         cache.mkdir(parents=True, exist_ok=True)
         if not is_whole(entry):
-            jax.local_devices()  # jax waits for the other hosts here, which must not be waiting for the lock
+            jax.local_devices()  # jax waits for all hosts here, so none may hold the lock yet
         with exclusive(cache / f".{entry.name}.lock"):
             if not is_whole(entry):
                 _teach_into(entry, recipe, task, seed, progress)
@@ -250,7 +250,7 @@ class TeachingBatch(NamedTuple):
     tokens_BT: Int[np.ndarray, "B T"]
     """Tokens in int32: the conversation as the chat template writes it, then padding."""
     taught_BL: Float[np.ndarray, "B L"]
-    """A mask: column l is 1 if token l + 1, its target, is the assistant's (including the end token), else 0."""
+    """The loss's mask: column l is 1 if its target, token l + 1, is the assistant's (end token included), else 0."""
 
 
 def teach(
@@ -290,7 +290,7 @@ def initial_params(recipe: Recipe, shapes: nnx.State, rng: np.random.Generator) 
     """Draw random matrices in float32, and set norms to 1; Tunix would start MLPs at zero, where they get no gradient.
 
     The standard deviation is ``embedding_std`` for the embedding, and width^-1/2 for other matrices. It is divided by
-    sqrt(2 * layers) for o_proj and down_proj, because 2 * layers of them add to the residual stream.
+    sqrt(2 * layers) for o_proj and down_proj, because 2 * layers such matrices add to the residual stream.
     """
 
     def initial(path: tuple[object, ...], leaf: jax.ShapeDtypeStruct) -> Array:

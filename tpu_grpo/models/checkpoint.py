@@ -3,8 +3,8 @@
     checkpoint = read_checkpoint(Path("Qwen3-0.6B"))     # verifies everything; reads headers only, needs no jax
     check_mesh(checkpoint, fsdp=4, tp=2)                 # needs no jax either
 
-The libraries do not notice a config.json that asks for something their models lack, or files that are missing.
-Therefore this module checks everything: a setting is honoured, or refused with its name, its value and a remedy.
+Tunix and sglang-jax do not notice if config.json asks for what their models lack, or if files are missing. Therefore
+this module checks everything. Its error for an unsupported setting gives the setting's name, its value and a remedy.
 """
 
 import json
@@ -37,7 +37,7 @@ STORED_DTYPES: Mapping[str, np.dtype[Any]] = {
     "F32": np.dtype(np.float32),
     "F64": np.dtype(np.float64),
 }
-"""The dtypes that parameters are read from, by their names in files."""
+"""The supported dtypes of stored tensors, by their names in safetensors headers."""
 TILE_ROWS = 128
 """The number of rows in a tile of Tunix's kernel for experts on a TPU."""
 MOST = 10_000
@@ -55,7 +55,7 @@ class Checkpoint:
     family: Family
     config: DecoderConfig
     tensors: Mapping[str, "StoredTensor"]
-    """The tensors of the files by name, fused ones split into their parts."""
+    """The stored tensors by name, fused ones split into their parts; empty after `abstract_checkpoint`."""
 
     @property
     def has_experts(self) -> bool:
@@ -69,23 +69,23 @@ class Checkpoint:
 
     @property
     def weight_rules(self) -> tuple[WeightRule, ...]:
-        """The rules that say which leaf of Tunix's model becomes which leaf of the sampler's."""
+        """The rules by which leaves (parameter arrays) of Tunix's model become leaves of the sampler's model."""
         return self.family.weight_rules(self.config)
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor's bytes are in a file."""
+    """The dtype and shape of a tensor, and where its bytes are in a safetensors file."""
 
     file: Path
     dtype: str
     """A key of STORED_DTYPES, once the header is verified."""
     shape: Shape
     start: int
-    """The offset of its first byte in the file."""
+    """The offset of the tensor's first byte from the start of the file, in bytes."""
 
     def array(self) -> np.ndarray:
-        """Return the tensor's values, which are read from the file when they are used."""
+        """Return the tensor memory-mapped, so that values are read from the file when they are used."""
         return np.memmap(self.file, STORED_DTYPES[self.dtype], "r", self.start, self.shape)
 
 
@@ -136,7 +136,7 @@ def check_mesh(checkpoint: Checkpoint, fsdp: int, tp: int) -> None:
 
 
 def check_sampler_mesh(checkpoint: Checkpoint, tensor: int) -> None:
-    """Verify that the sampler can split the model over ``tensor`` devices; it may repeat key-value heads.
+    """Verify that the sampler can split the model over ``tensor`` devices, where it may repeat key-value heads.
 
     Raises:
         ConfigError: naming the settings of config.json that do not fit, and numbers of devices that do.
@@ -159,7 +159,7 @@ def sampler_sizes(checkpoint: Checkpoint) -> list[int]:
 
 
 def _divisors(checkpoint: Checkpoint, axis: str, size: int) -> tuple[list[str], list[int]]:
-    """Return (the settings that ``size`` must divide but does not, as "name=value", and all sizes that divide them)."""
+    """Return (the axis's settings that ``size`` does not divide, as "name=value"; sizes that divide all settings)."""
     values = {name: getattr(checkpoint.config, name) for name in checkpoint.family.divisible[axis]}
     common = math.gcd(*values.values())
     wrong = [f"{name}={value}" for name, value in values.items() if size < 1 or value % size]
@@ -167,13 +167,13 @@ def _divisors(checkpoint: Checkpoint, axis: str, size: int) -> tuple[list[str], 
 
 
 def check_expert_tokens(checkpoint: Checkpoint, fsdp: int, context_tokens: int) -> None:
-    """Refuse a padded sequence length that the kernel of a model with experts does not support.
+    """Check that Tunix's kernel for experts supports the padded sequence length ``context_tokens``.
 
     The kernel gets ``num_experts_per_tok`` rows for each token of a device. If the experts are sharded over ``fsdp``
-    devices, it gets the most rows that these could send: ``min(num_experts_per_tok, experts of a device) x fsdp``.
+    devices, it gets the most rows that all could send: ``min(num_experts_per_tok, experts of a device) x fsdp``.
 
     Raises:
-        ConfigError: for a length that does not give whole tiles, naming lengths that do.
+        ConfigError: if the rows do not fill whole tiles of ``TILE_ROWS``, naming lengths that do.
     """
     config = checkpoint.config
     if not isinstance(config, MoeConfig):
@@ -314,7 +314,7 @@ def _read_headers(files: Iterable[Path]) -> dict[str, StoredTensor]:
 
 
 def _apart(tensors: dict[str, StoredTensor], family: Family, config: DecoderConfig) -> dict[str, StoredTensor]:
-    """Split fused tensors into their parts; one of the wrong size is kept, and later reported as unexpected."""
+    """Split fused tensors into their parts; `_verify_tensors` will report those of a wrong size, which stay whole."""
     shapes = family.tensor_shapes(config)
     for name, parts in family.fused_tensors(config).items():
         sizes = [math.prod(shapes[part]) for part in parts]
@@ -330,9 +330,9 @@ def _apart(tensors: dict[str, StoredTensor], family: Family, config: DecoderConf
 
 
 def _read_header(file: Path) -> dict[str, StoredTensor]:
-    """Read a header: its length in eight bytes, then JSON with the dtype, shape and place of each name.
+    """Read a file's header: its length in eight bytes, then JSON with the dtype, shape and offsets of each tensor.
 
-    The safetensors library verifies the header, but takes a millisecond per tensor to return it for thousands of them.
+    ``safe_open`` only verifies the header, because with thousands of tensors it takes a millisecond to return each.
     """
     try:
         with open_file(file) as opened, safe_open(file, framework="numpy"):
@@ -377,7 +377,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read a file that holds a JSON object.
 
     Raises:
-        CheckpointError: when the file is missing, is not JSON, or holds something else.
+        CheckpointError: when the file is missing, is not JSON, or holds JSON that is not an object.
     """
     try:
         value = parse_json(read_file(path), whole=True)
@@ -393,7 +393,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def check_tokenizer_files(directory: Path) -> None:
-    """Check that the files of every fast tokenizer exist; raises CheckpointError if one does not."""
+    """Check that tokenizer_config.json and tokenizer.json exist; raises CheckpointError if one does not."""
     for name in (TOKENIZER_SETTINGS_FILE, "tokenizer.json"):
         if not (directory / name).is_file():
             raise CheckpointError(
@@ -403,16 +403,16 @@ def check_tokenizer_files(directory: Path) -> None:
 
 
 def tokenizer_settings(directory: Path) -> dict[str, Any]:
-    """Read a tokenizer's settings; those that transformers 5 wrote are renamed as in transformers 4.
+    """Read tokenizer_config.json, with names of transformers 5 changed to those of transformers 4; empty if missing.
 
     Raises:
-        CheckpointError: when the file is not JSON, or holds something else.
+        CheckpointError: when the file is not JSON, or holds JSON that is not an object.
     """
     path = directory / TOKENIZER_SETTINGS_FILE
     settings = read_json(path) if path.is_file() else {}
     if isinstance(settings.get("extra_special_tokens"), list):
         settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
-    if "backend" in settings:  # of transformers 5; as a LlamaTokenizer, transformers 4 would add a beginning token
+    if "backend" in settings:  # of transformers 5; transformers 4 would make a LlamaTokenizer, which adds a BOS
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"
     return settings
 

@@ -1,11 +1,11 @@
-"""Writes a model as a Hugging Face checkpoint directory: the tensors, file after file, config.json and the tokenizer.
+"""Writes a model as a Hugging Face checkpoint directory: safetensors files, config.json and the tokenizer.
 
     with new_directory(Path("exported")) as directory:     # appears complete or not at all
         write_tensors(directory, checkpoint, read, np.dtype(np.float32), shard_bytes=4 * 2**30)
         write_settings(directory, checkpoint, tokenizer, np.dtype(np.float32), {"eos_token_id": [2], ...})
 
-``read`` returns the values of one leaf of Tunix's model. Apart from the source of ``read``, memory holds one leaf and
-the tensors of the shard that is being assembled.
+``read`` returns the values of one leaf (parameter array) of Tunix's model. Besides the model that ``read`` takes them
+from, memory holds one leaf and the tensors of files that are not complete yet.
 """
 
 import json
@@ -49,7 +49,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-"""The files that a published tokenizer may have; it always has the first two."""
+"""The files of a published tokenizer; the first two always exist, the others may."""
 
 Read = Callable[[str], np.ndarray]
 """Takes the dotted name of a leaf of Tunix's model, and returns its values."""
@@ -93,11 +93,11 @@ def write_tensors(
     """Write all tensors of a model in one dtype, and an index if there are several files.
 
     Args:
-        directory: where to write; None on a host that only takes part in reading leaves sharded over hosts.
+        directory: where to write; None on a host that only calls ``read``, because leaves are sharded over hosts.
         checkpoint: gives the model's family and config. Its tensors are not read.
         read: called once for every leaf, in the same order on every host.
         dtype: float32 or bfloat16.
-        shard_bytes: the most bytes of tensors in a file, unless a single tensor is larger.
+        shard_bytes: the most bytes of tensors in a file; a larger tensor gets a file of its own.
 
     Raises:
         OSError: a file cannot be written.
@@ -125,7 +125,7 @@ def write_tensors(
 
 
 class _Shards:
-    """Collects tensors, and writes each file as soon as its tensors are complete."""
+    """Collects tensors, and writes each file as soon as all of its tensors were added."""
 
     def __init__(self, directory: Path, sizes: dict[str, int], shard_bytes: int) -> None:
         from huggingface_hub import split_state_dict_into_shards_factory
@@ -173,7 +173,7 @@ def write_settings(
 
 
 def copy_tokenizer(source: Path, directory: Path) -> None:
-    """Copy the files of a tokenizer, with settings that both transformers 4 and 5 read."""
+    """Copy a tokenizer's files; settings that only transformers 5 reads are rewritten for transformers 4, too."""
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, directory / name)
@@ -186,7 +186,7 @@ def save_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
     """Write one safetensors file with the metadata that transformers expects; raises OSError if writing fails."""
     try:
         save_file(dict(tensors), path, metadata={"format": "pt"})
-    except SafetensorError as error:  # it has the system's error only as text
+    except SafetensorError as error:  # its text is the only place with the system's error
         if (found := re.search(r"\(os error (\d+)\)|code: (\d+)", str(error))) is None:
             raise
         number = int(found[1] or found[2])

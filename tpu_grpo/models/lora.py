@@ -1,29 +1,29 @@
-"""Puts LoRA adapters on a model with qwix, writes them to files, and reads files to start from.
+"""Adds LoRA adapters to a model with qwix, and writes and reads files of adapters.
 
     modules = adapted_modules(checkpoint, config.model.lora)      # reads no tensor and needs no jax
     model = apply_lora(model, modules, config.model.lora, seed=config.run.seed)
 
 A module computes ``x W + (x A) B * alpha / rank``. At first A is random and B zero, so the model equals the base. The
-returned model shares the base's arrays. A and B are ``nnx.LoRAParam`` beside W, and have its name as a prefix:
+returned model shares the base's arrays. A and B are ``nnx.LoRAParam`` named after W (width D, N heads of width H):
 
     layers.3.attn.q_proj.w [D, N, H]   w_lora_a [D, rank]      w_lora_b [rank, N, H]
     layers.3.attn.o_proj.w [N, H, D]   w_lora_a [N, H, rank]   w_lora_b [rank, D]
 
-Where keys and values are one module, as in Gemma's ``kv_einsum``, they get one adapter and share its A.
+If one module computes keys and values, as Gemma's ``kv_einsum`` does, it gets one adapter, with one A for both.
 
 Files have the layout of Hugging Face's PEFT library:
 
     <directory>/adapter_model.safetensors   the two matrices of every module
     <directory>/adapter_config.json         rank, alpha, modules and base model
 
-Names and shapes in the files and, below each, in the trainer's model, for N heads of width H:
+Names and shapes in the files and, below each, in the trainer's model:
 
     base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight   [rank, D]
     layers.0.attn.q_proj.w_lora_a                                    [D, rank]
     base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight   [N*H, rank]
     layers.0.attn.q_proj.w_lora_b                                    [rank, N, H]
 
-A module that holds P > 1 projections has one A, and a B of [rank, P, N, H]. It is written as P modules with the same A.
+A module of P > 1 projections has one A, and a B of [rank, P, N, H]. Files hold it as P modules with equal A.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ if TYPE_CHECKING:
 
 TENSORS_FILE, SETTINGS_FILE = "adapter_model.safetensors", ADAPTER_SETTINGS_FILE
 _ADAPTABLE = re.compile(r"layers\.\*\.((?:attn|mlp)\.\w+_(?:proj|einsum))\.\w+")
-"""Matches the weights of modules that are a single matrix product. Experts are not: they belong to a larger module."""
+"""Matches the weights of modules that are one matrix product. Experts do not match: one module holds all of them."""
 
 
 def adaptable_modules(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Return all modules that can have an adapter, layer by layer."""
+    """Return the paths of all modules that can have an adapter, layer by layer."""
     found = [_ADAPTABLE.fullmatch(rule.source) for rule in checkpoint.weight_rules]
     names = dict.fromkeys(match[1] for match in found if match)
     return tuple(f"layers.{layer}.{name}" for layer in range(checkpoint.config.num_hidden_layers) for name in names)
 
 
 def adapted_modules(checkpoint: Checkpoint, section: LoraSection) -> tuple[str, ...]:
-    """Return the modules that get an adapter: those for which the targets match the path, or all projections' paths.
+    """Return the paths of modules that get adapters: the targets match a path, or the paths of all its projections.
 
     Raises:
         ConfigError: for layers that the model lacks, or targets that match no module, only some projections of a
@@ -178,7 +178,7 @@ def write_adapters(directory: Path, adapters: Mapping[str, np.ndarray], section:
 
 
 def write_adapter_files(directory: Path, adapters: Mapping[str, np.ndarray], section: LoraSection, base: str) -> None:
-    """Write both files into an existing directory."""
+    """Write the adapters' two files (see the module) into an existing directory."""
     tensors = {part: matrix for name, value in adapters.items() for part, matrix in _published(name, value).items()}
     save_tensors(directory / TENSORS_FILE, tensors)
     write_json(directory / SETTINGS_FILE, _settings(section, {name.rpartition(".")[0] for name in adapters}, base))
@@ -201,7 +201,7 @@ def load_adapters(model: nnx.Module, section: LoraSection) -> None:
 
 
 def read_adapters(model: nnx.Module, section: LoraSection) -> dict[str, np.ndarray]:
-    """Read the adapters in ``section.path``, by dotted name; the model's own adapters may be abstract.
+    """Return the adapters in ``section.path`` by dotted name, in the shapes and dtypes of the model's (maybe abstract).
 
     Raises:
         CheckpointError: for missing or broken files, or adapters whose sizes, alpha or modules are not the model's.
@@ -263,7 +263,7 @@ def _published_modules(module: str) -> list[str]:
 
 
 def _published(name: str, value: np.ndarray) -> dict[str, np.ndarray]:
-    """Return a leaf as PEFT's matrices by name: A [*inputs, rank] as [rank, inputs], B [rank, *outputs] transposed.
+    """Return a leaf as PEFT's matrices, by name: [rank, inputs] for A [*inputs, rank], [outputs, rank] for B.
 
     All projections of a module get the same A, and each gets its part of B.
     """

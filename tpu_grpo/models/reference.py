@@ -1,9 +1,8 @@
 """Computes reference forward passes of the model families in float64 NumPy, from their published definitions.
 
-The module shares no code with the models that run. `tpu-grpo check` and the tests compare models with it.
-
-Optional parts apply if the checkpoint has them: biases (Qwen2), norms of queries and keys (Qwen3), experts (Qwen3-MoE),
-scaled positions (Llama 3.1, YaRN). Phi-3's fused projections are split. Gemma 2 has its own functions, further down.
+The module shares no code with the models of the trainer and the sampler. `tpu-grpo check` and the tests compare these
+models with it. Parts that a checkpoint lacks are left out: biases (Qwen2), norms of queries and keys (Qwen3), experts
+(Qwen3-MoE), scaled positions (Llama 3.1, YaRN). Phi-3's fused projections are split. Gemma 2 has its own functions.
 
 Arrays: B rows, T tokens, D hidden size, N query heads, K key and value heads, H head size, V vocabulary, E experts.
 """
@@ -24,7 +23,7 @@ def read_weights(directory: Path) -> Weights:
 
 
 def reference_experts(directory: Path, tokens_BT: np.ndarray) -> np.ndarray:
-    """Return the experts' numbers [B, T, layers, k] that the routers choose for every token, the likeliest first."""
+    """Return the indices [B, T, layers, k] of the k experts that every router chooses per token, likeliest first."""
     seen: list[np.ndarray] = []
     reference_logprobs(directory, tokens_BT, seen=seen)
     return np.stack(seen, axis=2)
@@ -40,9 +39,9 @@ def reference_logprobs(
 ) -> np.ndarray:
     """Compute the log-probabilities [B, T, V] of the next token from the checkpoint's files alone.
 
-    Tokens use the experts in ``experts_BTLk``, or those that the routers choose if it is None. The experts used are
-    appended to ``seen``, layer by layer. Weights in ``changed`` replace those of the files. If ``changed`` has the
-    final norm, it must have all weights, because no weights are read.
+    ``experts_BTLk`` has the indices of each token's experts in L layers; if it is None, the routers choose. The indices
+    used are appended to ``seen``, an array [B, T, k] per layer. Weights in ``changed`` replace those of the files. If
+    ``changed`` contains the final norm, it must contain all weights, because no weights are then read from files.
     """
     config = json.loads((directory / "config.json").read_text())
     weights = dict(changed or {})
@@ -70,7 +69,7 @@ def reference_logprobs(
 
 
 def _split(w: Weights, config: dict) -> Weights:
-    """Split Phi-3's fused projections: rows of queries, keys and values follow one another, as do gate and up."""
+    """Split Phi-3's fused weights: qkv_proj has the rows of q, then k, then v; gate_up_proj has gate, then up."""
     rows = config["hidden_size"] // config["num_attention_heads"] * config["num_key_value_heads"]
     qkv, gate_up = w["self_attn.qkv_proj.weight"], w["mlp.gate_up_proj.weight"]
     q, k, v = qkv[: -2 * rows], qkv[-2 * rows : -rows], qkv[-rows:]
@@ -115,7 +114,7 @@ def _attention(x_BTD: np.ndarray, w: Weights, config: dict) -> np.ndarray:
 
 
 def _frequencies(size: int, theta: float, scaling: dict | None) -> list[float]:
-    """Return the radians per position of each pair of dimensions; scaling lowers those of long wavelengths."""
+    """Return the rotary frequency of each pair of dimensions in radians per position; scaling lowers low ones."""
     frequencies = [theta ** (-2 * i / size) for i in range(size // 2)]
     if scaling is None:
         return frequencies
@@ -140,8 +139,8 @@ def _frequencies(size: int, theta: float, scaling: dict | None) -> list[float]:
 def _yarn(frequencies: list[float], theta: float, scaling: dict) -> list[float]:
     """Scale frequencies by YaRN (Peng et al. 2023, arXiv 2309.00071).
 
-    Those of over 32 turns in the original context are kept, those of under one turn are divided by the factor. Between
-    them the mix is linear in the pair's number; its bounds are rounded outwards as in the published code.
+    A frequency of over 32 turns in the original context stays, one of under 1 is divided by the factor. In between, the
+    two values are mixed, linearly in the index. The range's bounds are rounded outwards, as in the published code.
     """
     count, original = len(frequencies), scaling["original_max_position_embeddings"]
     first, last = (count * math.log(original / (2 * math.pi * turns), theta) for turns in (32, 1))
@@ -154,7 +153,7 @@ def _yarn(frequencies: list[float], theta: float, scaling: dict) -> list[float]:
 
 
 def _rotate(x_BTNH: np.ndarray, frequencies: list[float]) -> np.ndarray:
-    """Rotate dimension i with dimension i + H/2 by ``position * frequencies[i]``."""
+    """Rotate each pair of dimensions (i, i + H/2) by the angle ``position * frequencies[i]``."""
     length, size = x_BTNH.shape[1], x_BTNH.shape[-1]
     angles_TH = np.arange(length)[:, None] * np.array(frequencies)
     turn = np.exp(1j * angles_TH)[None, :, None, :]
@@ -188,7 +187,7 @@ def _experts(x_BTD: np.ndarray, w: Weights, config: dict, chosen_BTk: np.ndarray
 
 
 def _gemma2(config: dict, weights: Weights, tokens_BT: np.ndarray) -> np.ndarray:
-    """Compute Gemma 2: norms before and after both blocks, the embedding as output head, soft-capped logits."""
+    """Compute Gemma 2: norms before and after both attention and MLP, a tied output head, and soft-capped logits."""
     embedding_VD = weights["model.embed_tokens.weight"]
     x = embedding_VD[tokens_BT] * math.sqrt(config["hidden_size"])
 

@@ -1,10 +1,10 @@
-"""Finds a row's largest logits without sorting, by searching for a threshold, several candidates at a time.
+"""Finds a threshold that only a row's largest logits exceed, by a 16-ary search instead of a sort.
 
-Float32 numbers are mapped to integers of the same order, their ranks, so that a range can be divided evenly. One pass
-over a row tries 15 thresholds and narrows the range to a 16th. (A sort would take XLA for TPUs a minute to compile.)
-The engine's filters and the trainer's output head share this module.
+Float32 numbers are mapped to integers in the same order, their ranks, so that a range of thresholds can be divided
+evenly. One pass over a row tries 15 thresholds and narrows the range to a 16th. (XLA for TPUs would take a minute to
+compile a sort.) The engine's filters (engine/sampling.py) and the trainer's learner/output_head.py use this module.
 
-Suffixes: B rows, V vocabulary, N thresholds that one pass tries.
+Array suffixes: B rows, V vocabulary, N thresholds that one pass tries.
 """
 
 from collections.abc import Callable
@@ -14,16 +14,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 TRIALS = 15
-"""How many ranks one pass over the vocabulary tries. A pass narrows the range to a 16th, so that eight find one rank of
-2^32. XLA for TPUs computes the 15 sums in one fusion, in less than twice the time of one sum."""
+"""How many ranks one pass over the vocabulary tries. A pass narrows the range to a 16th, so that eight passes find one
+rank of 2^32. XLA for TPUs computes the 15 sums in one fusion, in less than twice the time of one sum."""
 DENORMALS = 0x7FFFFF
 """The number of positive float32 numbers below the smallest normal one."""
 LARGEST_RANK = 0x7F800000 - DENORMALS
 """The rank of infinity."""
 NO_RANK = -LARGEST_RANK - 1
-"""A rank below that of minus infinity, which every logit exceeds."""
+"""A rank below that of minus infinity, so that every logit's rank is higher."""
 PASSES = 9
-"""The number of passes; eight find one of 2^32 ranks."""
+"""The number of passes; eight are enough to find one of 2^32 ranks."""
 
 
 def largest(
@@ -32,10 +32,10 @@ def largest(
     total: Callable[[Array], Array] = lambda value: value,
     maximum: Callable[[Array], Array] = lambda value: value,
 ) -> Float[Array, " B"]:
-    """Find a threshold for each row that only its ``count_B`` largest logits exceed, with ties of the smallest of them.
+    """Find a threshold per row that the ``count_B`` largest logits exceed, and others only if they equal one of these.
 
-    The threshold is halfway between the lowest logit above it and the highest below, so that a logit recomputed with
-    other rounding falls on the same side; it is minus infinity if all are above. For [3 1 2] and count 2 it is 1.5.
+    The threshold is halfway between the lowest logit above it and the highest below. A logit recomputed with other
+    rounding then falls on the same side. If no logit is below, it is minus infinity. For [3 1 2] and count 2: 1.5.
 
     Args:
         logits_BV: finite float32 numbers, of the whole vocabulary or of one device's part.
@@ -60,7 +60,7 @@ def largest(
     lowest_B = -maximum(jnp.max(jnp.where(kept_BV, -logits_BV, -jnp.inf), axis=-1))
     highest_B = maximum(jnp.max(jnp.where(kept_BV, -jnp.inf, logits_BV), axis=-1))
     halfway_B = 0.5 * lowest_B + 0.5 * highest_B
-    return jnp.where(halfway_B < lowest_B, halfway_B, highest_B)  # rounded up between neighbours
+    return jnp.where(halfway_B < lowest_B, halfway_B, highest_B)  # it rounds up to lowest if they are adjacent
 
 
 def ranks(numbers: Float[Array, "*shape"]) -> Int[Array, "*shape"]:
@@ -80,7 +80,7 @@ def values(numbers: Int[Array, "*shape"]) -> Float[Array, "*shape"]:
 
 
 def trials(low_B: Int[Array, " B"], high_B: Int[Array, " B"]) -> Int[Array, "B N"]:
-    """Return ranks spaced evenly over [low, high); if high is not above low, all are ``low``."""
+    """Return ``TRIALS`` ranks spaced evenly over [low, high); if high <= low, all are ``low``."""
     width_B1 = jnp.where(low_B < high_B, high_B - low_B, 0).astype(jnp.uint32)[:, None]
     parts, part_N = TRIALS + 1, jnp.arange(1, TRIALS + 1, dtype=jnp.uint32)
     # width * part / parts, rounded down, without overflow

@@ -1,14 +1,14 @@
 """Builds the byte tokenizer of the built-in models, and loads the tokenizer of a checkpoint directory.
 
-The byte tokenizer can write any text, because a token's id is a byte's value. Each role marker is one token, so that
+The byte tokenizer can encode any text: ids 0 to 255 are the values of bytes. Each role marker is one token, so that
 prompts stay short:
 
     render([{"role": "user", "content": "47+38="}], add_generation_prompt=True)
         = "<|im_start|>user47+38=<|im_start|>assistant"          8 tokens
     and the model's answer is "85<|im_end|>"                     3 tokens
 
-Text that happens to spell a marker is read as that marker, as with every chat template that renders to text. With
-``split_special_tokens=True`` it is read byte by byte instead.
+Text that happens to spell a marker is encoded as that marker, as with every chat template that renders to text. With
+``split_special_tokens=True``, such text is encoded byte by byte instead.
 
 A variant supports tools. Its chat template lists each tool in a message of its own, and writes calls as in Python:
 
@@ -102,7 +102,7 @@ def build_tool_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def builtin_tokenizer(task: Task) -> PreTrainedTokenizerFast:
-    """Build the tokenizer of the model that is taught on a built-in task; it knows tools if the task has some."""
+    """Build the tokenizer of a built-in task's model, with a chat template for tools if the task has tools."""
     return build_tool_tokenizer() if task.tools else build_byte_tokenizer()
 
 
@@ -164,7 +164,7 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerFast, directory: Path | str) ->
 
 
 class TextStream:
-    """Decodes tokens into text as they come; text that was returned never changes.
+    """Decodes a completion into text while its tokens come in; text that was returned never changes.
 
     A character is held back until all of its bytes have come. The returned parts, joined, are the text of all tokens.
     """
@@ -174,7 +174,7 @@ class TextStream:
         self._told = ""
 
     def more(self, token_ids: Sequence[int], *, ended: bool) -> str:
-        """Return the text not returned before, given all tokens so far; ``ended`` says that no more will come."""
+        """Return the new text, given all tokens of the completion so far; ``ended`` says that no tokens will follow."""
         text = self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         if not ended:
             text = text.rstrip(REPLACEMENT)
@@ -279,7 +279,7 @@ def _set_padding(tokenizer: PreTrainedTokenizerFast, token: str) -> None:
 
 
 def _used(tokenizer: PreTrainedTokenizerFast) -> set[str]:
-    """Return the special tokens that every prompt or completion may hold."""
+    """Return the special tokens that the chat template writes, and those that begin or end a text."""
     special = [token.content for token in tokenizer.added_tokens_decoder.values()]
     written = f"{tokenizer.chat_template or ''}{_sample(tokenizer)}"  # a template may assemble tokens from parts
     ends = {str(token) for token in (tokenizer.eos_token, tokenizer.bos_token) if token is not None}
@@ -290,7 +290,7 @@ def _sample(tokenizer: PreTrainedTokenizerFast) -> str:
     """Render some conversations by the chat template, skipping those that fail."""
     written = ""
     for roles in (["user"], ["system", "user"], ["user", "assistant", "user"]):
-        # no template, one that refuses system messages, or one that never ends (reported when prompts are rendered)
+        # a template may be missing, refuse system messages, or never end (reported when prompts are rendered)
         with suppress(Exception), bounded(1.0, 2**30):
             conversation = [{"role": role, "content": "x"} for role in roles]
             written += str(tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True))

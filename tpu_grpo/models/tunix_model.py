@@ -33,7 +33,7 @@ def load_model(
     flash_block: int | None = None,
     param_dtype: DTypeLike | None = None,
 ) -> nnx.Module:
-    """Load the parameters, sharded over ``mesh`` (axes "fsdp" and "tp"); a host reads the parts of its own devices.
+    """Load the parameters, sharded over ``mesh`` (axes "fsdp" and "tp"); a host reads only what its devices hold.
 
     ``dtype`` (float32 or bfloat16) is the dtype of the computation and of the parameters. With ``param_dtype``, the
     parameters have that dtype instead, and must be cast to ``dtype`` before the model is called. Logits are float32.

@@ -1,23 +1,23 @@
 """Repairs Tunix's models where they would compute something other than the checkpoint says.
 
 ``apply()`` replaces functions of Tunix by wrappers, for the whole process. Loading a model calls it; importing this
-module changes nothing. The ``__wrapped__`` of a wrapper is Tunix's own function. The repairs were reviewed for
+module changes nothing. A wrapper's ``__wrapped__`` is the original function of Tunix. The repairs were reviewed for
 google-tunix 0.1.7:
 
 **Rotary positions.** In ``tunix.models.qwen3.model`` and ``tunix.models.llama3.model``, ``Attention.block`` calls
 ``apply_rope`` without ``rope_theta``. Every model then rotates with the default 1e6, whatever its ``ModelConfig`` says,
 and scaled positions are not supported. A checkpoint with another base (5e6 in the 2507 releases of Qwen3-4B, 5e5 in
-Llama 3) would silently be another model in training than in sampling. The repair wraps both functions: while a module's
+Llama 3) would silently be another model in training than in sampling. The repair wraps both functions. While a module's
 ``block`` runs or is traced, ``apply_rope`` takes ``rope_theta`` and, where it is set, ``rope_scaling`` from that
 module's ``config``. Models with different bases can therefore share a process, and calls from elsewhere keep the
-default. ``Qwen2`` passes its ``rope_theta``; there only the scaling is added, where the sines are computed.
+default. ``Qwen2`` passes its ``rope_theta``, so its repair only adds the scaling, in ``_generate_pos_embeddings``.
 
 **Logits in float32.** ``Llama3`` returns logits in the dtype of the parameters. Tunix's other models return float32, as
 the log-probabilities need. The repair casts the logits of ``Llama3``.
 
 **Experts without tensor parallelism.** ``MoELayer`` gathers and reduce-scatters over the axis ``tp`` even when the axis
-has one device, and libtpu 0.0.42.1 aborts when it compiles that. Nothing is wrapped for this: ``fitted_config`` leaves
-the axis out of the model's config.
+has one device, and libtpu 0.0.42.1 aborts when it compiles that. This repair wraps nothing: ``fitted_config`` removes
+the axis from the model's config.
 
 **Gemma's windows.** ``_create_sliding_mask`` compares the keys' indices in the row with the queries' positions. Rows of
 prompts are padded on the left, and positions do not count padding. With P tokens of padding, a query's window therefore
@@ -26,12 +26,12 @@ begins P tokens too early, and a window of at most P tokens ends before the quer
 **Gemma's settings.** Tunix always uses a rotary base of 10,000 and an epsilon of 1e-6 in norms, and multiplies scores
 by ``head_dim ** -0.5``. Checkpoints may differ: the 27B divides scores by sqrt(144), with heads of 128.
 
-**Gemma in bfloat16.** Tunix computes norms, scores, soft caps and softmax in the dtype of the parameters, and returns
-logits in it. In bfloat16, scores up to 50 are then rounded to steps of 0.25. The published model computes norms and
+**Gemma in bfloat16.** Tunix computes norms, scores, soft caps, softmax and logits in the dtype of the parameters.
+In bfloat16, scores up to 50 are then rounded to steps of 0.25. The published model computes norms and
 softmax in float32. The sampler computes all of them in float32.
 
-One repair covers these three: it replaces attention, norms and the output head. Calls with a cache, which only Tunix's
-own sampler makes, keep Tunix's attention.
+One repair covers Gemma's three problems: it replaces attention, norms and the output head. Calls with a cache, which
+only Tunix's own sampler makes, keep Tunix's attention.
 """
 
 import dataclasses
@@ -53,7 +53,7 @@ TUNIX_VERSION = "0.1.7"
 _MARK = "repaired_by_tpu_grpo"
 
 _config: ContextVar[Any] = ContextVar("config", default=None)
-"""The config of the Tunix attention module, or Qwen2 or Gemma model, that is running in this context; None outside."""
+"""The config of the Tunix module (attention, Qwen2 or Gemma) that runs or is traced in this context; None outside."""
 
 _MASKED = -1e30
 
@@ -100,7 +100,7 @@ def apply() -> None:
 
 
 def fitted_config(model_config: Any, mesh: Mesh) -> Any:
-    """Return Tunix's config of a model, without the axis ``tp`` if the model has experts and the axis one device."""
+    """Return the config; with experts and one device on axis ``tp``, its activations are not sharded over ``tp``."""
     if not getattr(model_config, "num_experts", None) or mesh.shape["tp"] > 1:
         return model_config
     shardings = model_config.shd_config
@@ -137,7 +137,7 @@ def _with_scaled_sines(original: Any) -> Any:
 
 
 def _sines(positions: Any, head_dim: int, rope_theta: float, scaling: Scaling | None) -> tuple[Any, Any]:
-    """Return sines and cosines [..., H/2] of positions [...] times inverse timescales."""
+    """Return sines and cosines [..., H/2] of the rotary angles of positions [...], times the scaling's amplitude."""
     angles = positions[..., None] * jnp.asarray(inverse_timescales(head_dim, rope_theta, scaling), jnp.float32)
     sin, cos = jnp.sin(angles), jnp.cos(angles)
     if scaling is None or scaling.amplitude == 1.0:
@@ -195,7 +195,7 @@ def _with_published_attention(original: Any, gemma: Any) -> Any:
 
 
 def in_window(positions_BT: Int[Array, "B T"], window: int) -> Bool[Array, "B T T"]:
-    """Whether key S lies inside the window of query T; the causal mask removes the keys after the query."""
+    """Whether key S is less than ``window`` positions before query T; the causal mask excludes keys after the query."""
     return positions_BT[:, None, :] > positions_BT[:, :, None] - window
 
 
@@ -231,6 +231,6 @@ def _with_published_norm(original: Any) -> Any:
 def _with_float32_head(original: Any) -> Any:
     @functools.wraps(original)
     def decode(self: Any, x: Any) -> Any:
-        return original(self, x).astype(jnp.float32)  # before the soft cap
+        return original(self, x).astype(jnp.float32)  # the caller then applies the soft cap
 
     return decode

@@ -193,7 +193,7 @@ def _layers(tops: Sequence[Line], x: "Axis", y: "Axis") -> Iterator[str]:
 
 
 def _is_beyond(totals: Float[np.ndarray, " N"]) -> Bool[np.ndarray, " N"]:
-    """Mark values above four times the median, as of compiling steps. An axis up to them would flatten the rest."""
+    """Mark values above 4 times the median, as for steps that compile. An axis up to them would flatten the rest."""
     usual = float(np.median(totals))
     return totals > (4 * usual if usual > 0 else np.inf)
 

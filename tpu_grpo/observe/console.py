@@ -162,7 +162,7 @@ def _sample_lines(step: int, rows: Sequence[SampleRow]) -> list[str]:
 
 
 def _pieces(row: SampleRow) -> list[tuple[str, bool]]:
-    """Split a completion into turns and the environment's answers: (text, False for a turn, True for an answer)."""
+    """Split a completion into (text, False) for turns of the policy, and (text, True) for answers and remarks."""
     if not (talk := row.conversation):
         return [(visible(row.completion, SHOWN_CHARACTERS), False)]
     pieces: list[tuple[str, bool]] = []

@@ -213,7 +213,7 @@ def describe(evaluation: Evaluation, prompts: int) -> str:
 
 
 def over_problems(values_P: Float[np.ndarray, " P"]) -> Estimate:
-    """Average one value per problem; the interval is Wilson's if all values are 0 or 1, else ``Z`` standard errors."""
+    """Average one value per problem. The interval is Wilson's if all values are 0 or 1, else ± Z standard errors."""
     count, mean = len(values_P), float(np.mean(values_P))
     if np.isin(values_P, (0.0, 1.0)).all():
         return Estimate(mean, *wilson(int(values_P.sum()), count), count)
@@ -326,7 +326,7 @@ def _interval(estimate: Estimate) -> list[float]:
 
 
 def record_of(evaluation: Evaluation) -> dict[str, Any]:
-    """Return an evaluation as a line of evaluation.jsonl."""
+    """Return an evaluation as a record of evaluation.jsonl."""
     intervals = {
         f"{mode}/{name}": _interval(e) for mode, found in evaluation.estimates.items() for name, e in found.items()
     }

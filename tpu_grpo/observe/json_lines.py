@@ -1,6 +1,6 @@
-"""Writes and reads JSON-lines files that survive a kill; any name may be missing or null in their records.
+"""Writes and reads the files of a run: JSON-lines files that survive a kill, and files that are replaced as a whole.
 
-Other files of a run are replaced as a whole.
+A record of a JSON-lines file may lack any name, or have null for it.
 """
 
 import errno
@@ -47,12 +47,12 @@ def jsonable(value: Any) -> Any:
 
 
 def keep_steps(path: Path, last: int) -> None:
-    """Rewrite a file atomically with the records of the steps up to ``last``; a missing file stays missing.
+    """Rewrite a file atomically with only the records of steps up to ``last``; a missing file stays missing.
 
-    If a torn line may belong to one of these steps, the user is told that it is lost.
+    If the last line is torn (cut off by a kill) and may belong to one of these steps, print that this line is lost.
 
     Raises:
-        DataError: as ``read_steps`` does; the file is then unchanged.
+        DataError: ``read_steps`` raises it; the file is then unchanged.
     """
     if not path.exists():
         return
@@ -76,7 +76,7 @@ def replace_text(path: Path, text: str, temporary: str = ".tmp") -> None:
 
 
 def replace_bytes(path: Path, data: Iterable[bytes], temporary: str = ".tmp") -> None:
-    """Write a file atomically: a reader sees the old file or the new one.
+    """Write a file atomically: a reader sees either the old file or the complete new file.
 
     Until the new file is complete, its name ends in ``temporary``; concurrent writers need different endings.
     """
@@ -89,7 +89,7 @@ def replace_bytes(path: Path, data: Iterable[bytes], temporary: str = ".tmp") ->
 
 
 def read_records(path: Path, *, missing_ok: bool = False, torn: list[bytes] | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the records of a file, in order; a last line that a kill has torn is appended to ``torn`` instead.
+    """Yield the records of a file, in order. A last line that a kill cut off is appended to ``torn`` instead.
 
     With ``missing_ok`` a missing file has no records.
 
@@ -127,7 +127,7 @@ def read_steps(path: Path, torn: list[bytes] | None = None, **types: type) -> It
     A missing file has no records.
 
     Raises:
-        DataError: as ``read_records`` does, and for a line in which one of these is missing or of another type.
+        DataError: as ``read_records`` does, and for a line in which one of these names is missing or has another type.
     """
     for record in read_records(path, missing_ok=True, torn=torn):
         for name, kind in {"step": int, **types}.items():
@@ -165,7 +165,7 @@ def series(lines: Lines, name: str) -> tuple[Float[np.ndarray, " N"], Float[np.n
 
 
 def interval_of(record: Record, name: str) -> tuple[float, float]:
-    """Return the 95 % interval of an evaluated metric from a line of ``evaluation.jsonl``; NaN if it has none."""
+    """Return the 95 % interval of a metric from a line of ``evaluation.jsonl``; (NaN, NaN) if the line lacks it."""
     intervals = record.get("intervals")
     bounds = intervals.get(name.removeprefix("evaluation/")) if isinstance(intervals, dict) else None
     known: Sequence[object] = bounds if isinstance(bounds, list) and len(bounds) > 1 else (None, None)

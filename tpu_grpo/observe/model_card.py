@@ -1,4 +1,4 @@
-"""Writes the model card of an exported model: what it is, how it was trained, and the results.
+"""Writes the model card of an exported model: what the model is, how it was trained, and the results.
 
 The text is ``templates/model_card.md.jinja``; its figures are read here from the files that the run left.
 """
@@ -33,7 +33,7 @@ class ModelFacts:
     dtype: str
     parameters: int
     merged: bool
-    """Whether adapters were merged into it."""
+    """Whether adapters were merged into its weights."""
 
 
 class Row(NamedTuple):
@@ -57,7 +57,7 @@ def write_model_card(
 
 
 def rendered(template: str, *, autoescape: bool, **values: Any) -> str:
-    """Render a template of this package; without ``autoescape``, for Markdown, its blocks may be indented."""
+    """Render a file of observe/templates. Without ``autoescape`` (Markdown), the indent of block tags is removed."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).with_name("templates")),
         autoescape=autoescape,

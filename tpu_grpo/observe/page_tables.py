@@ -13,9 +13,9 @@ from tpu_grpo.observe.run_reader import Rows, RunRead
 from tpu_grpo.observe.sample_rows import called_tools, without_marks
 
 HEAD_CHARACTERS, TAIL_CHARACTERS = 1400, 500
-"""How much of a longer text is shown: of its beginning, and of its end."""
+"""The characters of a longer text that are shown: of its beginning, and of its end."""
 TURN_CHARACTERS = (500, 200)
-"""How much of a longer text of one turn is shown: of its beginning, and of its end."""
+"""The characters of a turn's longer text that are shown: of its beginning, and of its end."""
 SHOWN_TURNS = 12
 """The most turns of a conversation that are shown: half of them its first, half its last."""
 SHOWN_ROWS = 4
@@ -42,7 +42,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Said:
-    """A piece of a conversation."""
+    """A text in a conversation: a turn of the policy, an answer of the environment, or a remark."""
 
     text: str
     by: str = ""
@@ -87,7 +87,7 @@ def decimal(value: Any, form: str = ".2f") -> str:
 
 
 def evaluation_table(run: RunRead) -> Table | None:
-    """Return the first, highest and last value of every evaluated reward, with intervals; None without evaluations."""
+    """Return a table of the rewards' first, highest and last evaluation, with intervals; None without evaluations."""
     records = evaluation_lines(run)
     if not records:
         return None
@@ -111,7 +111,7 @@ def value_cell(record: Record, name: str, *, say_step: bool, is_best: bool = Fal
 
 
 def best_name(config: Mapping[str, Any], records: Lines) -> str:
-    """Return the metric by which the best evaluation is chosen; empty without one."""
+    """Return the metric that says which evaluation is best: evaluation.best, else the first metric; or empty."""
     names = evaluation_names(records)
     section = config.get("evaluation")
     chosen = section.get("best") if isinstance(section, dict) else None
@@ -145,9 +145,9 @@ def step_table(rows: Rows) -> Table:
 
 
 def held_out_table(evaluations: Sequence[tuple[int, Rows]], best: str) -> Table | None:
-    """Return held-out prompts with their greedy completions in the first and the last evaluation, or in the only one.
+    """Return a table of held-out prompts with greedy completions of the first and the last evaluation, or the only one.
 
-    Prompts are chosen by the reward ``best``: some that got better, got worse or stayed wrong, then others.
+    `_telling` chooses the prompts by the reward ``best``. None without evaluations.
     """
     if not evaluations:
         return None

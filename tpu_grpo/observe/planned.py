@@ -1,4 +1,4 @@
-"""Compares the times of a run with a plan: plan.json in run.dir, or the plan that a check of the run made."""
+"""Compares the times of a run with a plan: plan.json in run.dir, or the plan that `tpu-grpo check` made for the run."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,15 +17,15 @@ STAGES = {
     "update": ("update", "update/seconds", 1.0, "s"),
     "sync": ("weight sync", "weights/sync_seconds", 1.0, "s"),
 }
-"""The stages of a plan by name, each as (label, the run's metric, factor from seconds to the unit shown, unit)."""
+"""Name in a plan -> (label, name of the run's metric, factor from seconds to the unit shown, unit)."""
 
 
 class Beside(NamedTuple):
-    """A time of the run and the planned time, in the same unit."""
+    """A stage's time in the run and its planned time, both in ``unit``."""
 
     label: str
     own: float
-    """The median over the steps."""
+    """The run's time: the median over its steps."""
     planned: float
     unit: str
 
@@ -34,10 +34,10 @@ class Beside(NamedTuple):
 
 
 def read_planned(run_dir: Path) -> dict[str, float]:
-    """Read the planned seconds of a run by the names of STAGES; empty without a plan.
+    """Read a run's planned seconds, by the names in STAGES; empty without a plan.
 
     Raises:
-        DataError: for a file that holds something else.
+        DataError: the file does not hold planned seconds.
     """
     path = next((p for p in (run_dir / PLAN_FILE, check_directory(run_dir) / CHECK_FILE) if p.exists()), None)
     if path is None:
@@ -50,7 +50,7 @@ def read_planned(run_dir: Path) -> dict[str, float]:
 
 
 def beside_plan(lines: Lines, planned: Mapping[str, float]) -> Iterator[Beside]:
-    """Compare the steps of a run with its plan, without the first step, which compiles, unless it is the only one."""
+    """Compare a run's times with its plan. The first step, which compiles, is left out if there are others."""
     for name, (label, metric, factor, unit) in STAGES.items():
         values = numbers(lines[1:] or lines, metric)
         if values and is_number(planned.get(name)):

@@ -10,7 +10,7 @@ import jax.monitoring
 import psutil
 
 BACKEND_COMPILE = "/jax/core/compile/backend_compile_duration"
-"""The event that jax (0.10.2) records each time an executable is made, and not when a call finds it in memory."""
+"""The event that jax (0.10.2) records when it makes an executable, but not when it reuses one from memory."""
 GIB = 2**30
 
 
@@ -53,7 +53,7 @@ class CompilationCounter:
 
 
 def memory_metrics() -> dict[str, float]:
-    """Return ``memory/*`` in GiB: of this process, and of its fullest device, both now and at the peak so far.
+    """Return ``memory/*`` in GiB: of this process now, and of its fullest device now and at the peak so far.
 
     Devices that report no memory, such as CPUs, are left out.
     """

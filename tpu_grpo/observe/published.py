@@ -1,10 +1,10 @@
 """Compares a run with published results of the same recipe, only at the points that were published.
 
-    published = read_published("qwen3_1p7b_gsm8k")       # configs/reference/qwen3_1p7b_gsm8k.json; or a file
+    published = read_published("qwen3_1p7b_gsm8k")       # configs/reference/qwen3_1p7b_gsm8k.json; or a path
     published.sentences(lines, config)
 
 A point has a value, a range or both, and the first and last step over which the run's metric is averaged. With
-[100, 100] the metric at step 100 is compared, once that step is done.
+steps [100, 100] the metric at step 100 is compared, once step 100 is done.
 """
 
 from collections.abc import Iterator, Mapping
@@ -64,7 +64,7 @@ class Point(Section):
         return between if self.value is None else f"{self.value:g}{between and f' ({between})'}"
 
     def verdict(self, own: float) -> str:
-        """Compare a value of the run: with the range if one was published, else only by the difference."""
+        """Say whether the run's value ``own`` is in the published range; without a range, how much ``own`` differs."""
         if self.low is None or self.high is None:
             return f"differs by {own - (self.value or 0.0):+.4f}"
         beyond = own - min(max(own, self.low), self.high)
@@ -83,14 +83,14 @@ class Published(Section):
     points: tuple[Point, ...] = Field(min_length=1)
 
     def own(self, point: Point, lines: Lines) -> float | None:
-        """Average the run's metric over the steps of a point; None until it was measured and the last step is done."""
+        """Average the run's metric over the steps of a point; None before the last step is done, or without values."""
         first, last = point.steps
         values = numbers((line for line in lines if first <= line["step"] <= last), self.metric)
         return fmean(values) if values and lines[-1]["step"] >= last else None
 
     def sentences(self, lines: Lines, config: Mapping[str, Any], step: int | None = None) -> list[str]:
-        """Say how the run compares, at all points or at those that end at ``step``; and where to look first, if the run
-        is outside every range at the last of these points."""
+        """Compare the run with all points, or those that end at ``step``, a sentence each. If the run is outside every
+        range at the last of these points, another sentence says which settings or metrics to look at first."""
         owns = [(point, self.own(point, lines)) for point in self.points if step in (None, point.steps[1])]
         known = [(point, own) for point, own in owns if own is not None]
         said = [
@@ -118,7 +118,7 @@ class Published(Section):
         return f"{same}look first at {', '.join([*figures, 'samples.jsonl'])}, then try another run.seed"
 
     def beside(self, chart: Chart) -> Chart:
-        """Add every point to the metric's chart, as a dot or as a stroke over its range; return other charts as is."""
+        """Return the metric's chart with each point as a dot, or its range as a stroke; return other charts as is."""
         if chart.title != ("Evaluation" if self.metric.startswith("evaluation/") else "Reward"):
             return chart
         drawn = [

@@ -1,6 +1,6 @@
 """The name of every file and directory of ``run.dir``, in the order in which they appear.
 
-All code that writes or reads one of them takes its name from here. docs/running.md describes them for users.
+All code that writes or reads such a file takes the name from here. docs/running.md describes the files for users.
 """
 
 from pathlib import Path
@@ -10,11 +10,11 @@ CONFIG_FILE = "config.yaml"
 CHANGES_FILE = "changes.jsonl"
 """Holds a line per setting or source file that was changed when the run was continued: step, name, old and new."""
 SOURCES_FILE = "sources.json"
-"""Holds digests of the files that settings name: code of the user's own, and the model."""
+"""Holds digests of the files that settings name: the user's code, and the model."""
 LOCK_FILE = "run.lock"
 """Names the process that uses the directory. The process removes it at its end; a file left by a kill is recognised."""
 LOGS_DIR = "logs"
-"""Holds a log per host, ``host_<index>.log``, with the traceback of the error that ended it."""
+"""Holds a log per host, ``host_<index>.log``; if an error ended the run on a host, its log has the traceback."""
 PROFILE_DIR = "profile"
 """Holds every host's timelines of the steps of ``logging.profile_steps``, for Perfetto and for TensorBoard."""
 CHECKPOINTS_DIR = "checkpoints"
@@ -22,8 +22,8 @@ CHECKPOINTS_DIR = "checkpoints"
 RUN_FILE = "run_id"
 """Holds the id of the run, which its checkpoints also hold; checkpoints with another id are refused."""
 NON_FINITE_DIR = "non_finite"
-"""Holds the newest update whose loss or gradient was not finite: ``<step>.npz``, its samples as ``<step>.jsonl``, and a
-checkpoint of its parameters."""
+"""Holds the newest update or rollout whose numbers were not finite: the update's arrays, ``<step>.npz``; the samples,
+``<step>.jsonl``; and a checkpoint."""
 DAMAGED_DIR = "damaged_checkpoints"
 """Holds checkpoints that could not be read, by step; the run then continued from an older one."""
 DATA_FILE = "data.json"
@@ -33,7 +33,7 @@ METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 """Holds a line per completion of every step whose samples were logged (``logging.samples_every``)."""
 HISTORY_FILE = "history.jsonl"
-"""Holds a line per step with the numbers of its prompts and the results of each prompt's group."""
+"""Holds a line per step with the indices of its training prompts, and results of each prompt's group."""
 WANDB_DIR = "wandb"
 """Holds what Weights & Biases keeps on disk, and the id under which a resumed run continues there."""
 TENSORBOARD_DIR = "tensorboard"
@@ -84,5 +84,5 @@ def saved_steps(directory: Path) -> tuple[int, ...]:
 
 
 def check_directory(run_dir: Path) -> Path:
-    """Return the directory that a check of a run writes to, beside the run's own, which only the run writes to."""
+    """Return the directory beside run.dir that a check of the run writes to; only the run itself writes to run.dir."""
     return run_dir.with_name(f"{run_dir.name}_check")

@@ -1,4 +1,4 @@
-"""The single object through which a run logs its metrics, and the sinks behind it.
+"""The ``RunLog``, through which a run logs metrics and samples, and its sinks: files, the console, trackers.
 
 with open_run_log(config, start_step=0) as log:          # on host 0; RunLog([]) on the others
     log.step({"step": 1, **rollout_metrics(scored), ...})
@@ -38,7 +38,7 @@ class Sink(Protocol):
         ...
 
     def close(self) -> None:
-        """Finish; no call follows."""
+        """Finish writing; no other call follows."""
         ...
 
 
@@ -67,7 +67,7 @@ class RunLog:
         scored: ScoredRollout | None = None,
         advantages: Float[np.ndarray, " B"] | None = None,
     ) -> None:
-        """Log the metrics of one step, which include ``step``; callbacks also get its B rows.
+        """Log the metrics of one step, which include ``step``. Callbacks also get the B rows of ``scored``.
 
         Raises:
             CallbackError: a callback failed.
@@ -159,8 +159,8 @@ class JsonlSink:
     """Writes a line per step and a line per sample; a kill loses at most the line being written.
 
     ``start_step`` is the number of steps already done, 0 for a new run; steps count from 1. A run that resumes at a
-    checkpoint of step s may have logged later steps before it stopped. These will be done again, so their lines are
-    dropped, as is a torn last line; everything up to s is kept:
+    checkpoint of step s may have logged later steps before it stopped. They will be done again, so their lines are
+    dropped, as is a last line that a kill cut off. All lines up to step s are kept:
 
         on disk: steps 1 2 3 4 5, start_step=3  ->  on disk: 1 2 3; the next line is step 4
 
@@ -195,14 +195,14 @@ class JsonlSink:
 
 
 class PublishedSink:
-    """Tells the user how the run compares with published results, at the steps that have some."""
+    """Tells the user how the run compares with published results, after the last step of each published point."""
 
     def __init__(self, published: Published, config: RunConfig, say: Callable[[str], None]) -> None:
         self._published, self._say = published, say
         self._path, self._config = config.run_dir / METRICS_FILE, config.model_dump(mode="json")
 
     def write(self, metrics: Mapping[str, MetricValue]) -> None:
-        """Compare a step; it and all steps before it must already be on disk."""
+        """Compare the run up to this step, whose line must already be in ``metrics.jsonl``."""
         step = int(metrics["step"])
         if any(point.steps[1] == step for point in self._published.points):
             for text in self._published.sentences(list(read_steps(self._path)), self._config, step):
@@ -216,7 +216,7 @@ class PublishedSink:
 
 
 class OptionalSink:
-    """Passes everything on to a sink until the sink fails; then it shows one line, and drops the sink.
+    """Passes everything on to a sink until the sink fails; then shows one line, and drops the sink.
 
     An error in the sink's library, whatever its type, neither ends the run nor reaches the other sinks. ``open_sink``,
     which makes the sink, may fail, too. ``say`` shows the line, which gives the sink's ``name`` and the ``remedy``.

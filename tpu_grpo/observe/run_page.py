@@ -1,7 +1,7 @@
 """Writes the page of a run, a single self-contained file, from the files that the run has left so far.
 
-Charts of missing metrics and sections of missing files are left out. Nothing here imports jax. The page needs its
-scripts for hovering only.
+Charts of missing metrics and sections of missing files are left out. Nothing here imports jax. The page's script shows
+values on hovering, and reloads the page of a run that goes on.
 """
 
 import os
@@ -75,7 +75,7 @@ def write_page(path: Path, template: str, **values: Any) -> None:
 
 
 class Figure(NamedTuple):
-    """One of the few figures at the top of the page."""
+    """A figure at the top of the page."""
 
     label: str
     value: str
@@ -83,7 +83,7 @@ class Figure(NamedTuple):
 
 
 class Reward(NamedTuple):
-    """The mean reward of the first and of the last ``steps`` steps, which do not overlap."""
+    """The mean reward of the first and of the last ``steps`` steps; the two overlap only in a run of one step."""
 
     first: float
     last: float
@@ -114,7 +114,7 @@ def median_speed(lines: Lines) -> str:
 
 
 def _figures(run: RunRead) -> Iterator[Figure]:
-    """List at most five figures."""
+    """Yield up to four figures: reward, held-out reward, seconds per step, and log-probability gap."""
     if reward := reward_of(run.lines):
         several = f", each the mean of {reward.steps} steps" if reward.steps > 1 else ""
         if len(numbers(run.lines, "rewards/mean")) > 1:

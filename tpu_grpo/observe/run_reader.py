@@ -39,7 +39,7 @@ Rows = Sequence[Record]
 OWN_NAMES = ("run.name", "run.dir")
 """Settings that differ in any two runs."""
 ABSENT = "–"
-"""Stands for a missing value."""
+"""The text for a missing value."""
 
 
 # --- how a run stands ------------------------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ def standing_of(
     """Return the state of a run from its files; ``goes_on`` says whether a process uses its directory.
 
     ``end`` and ``summary`` are the contents of ``end.json`` and ``summary.json``, empty without these files. A run
-    without ``end.json`` (of an older version) is done if its summary has the last step. ``step`` is the last one in
+    without ``end.json`` (of an older version) is done if its summary has the last step. ``step`` is the last step in
     ``metrics.jsonl``.
     """
     going = Standing("going", step, max_steps, at=now())
@@ -193,7 +193,7 @@ def read_run(directory: Path, *, goes_on: bool = False, standing: Standing | Non
 
 
 def differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
-    """Map every setting that differs between configs to its value in each; a dash stands for a missing one.
+    """Map every setting that differs between configs to its value in each; a dash stands for a missing value.
 
     >>> differences([{"a": {"b": 1, "c": [2]}}, {"a": {"b": 1, "c": [2, 3]}}, {}])
     {'a.b': ['1', '1', '–'], 'a.c': ['[2]', '[2, 3]', '–']}
@@ -216,7 +216,7 @@ def read_samples(path: Path) -> list[Rows]:
     """Read the rows of the first, a middle and the last logged step by seeking, because the file may have gigabytes.
 
     Raises:
-        DataError: for a line among them that is not a JSON object.
+        DataError: for a line that is read in this search and has no ``step``.
     """
     if not path.is_file():
         return []
@@ -252,7 +252,7 @@ class _StepFile:
         return step
 
     def begin(self, step: int) -> int:
-        """Return the lowest offset from which on no whole line has a step before ``step``."""
+        """Return the lowest offset (bytes) such that no whole line at or after it has a step before ``step``."""
         return bisect_left(
             range(self._size), step, key=lambda offset: math.inf if (at := self.at(offset)) is None else at
         )

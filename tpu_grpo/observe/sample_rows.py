@@ -1,4 +1,4 @@
-"""Completions for people: the lines of ``samples.jsonl``, and the texts that pages and consoles show."""
+"""Completions for people to read: the lines of ``samples.jsonl``, and the texts that pages and consoles show."""
 
 import math
 import random
@@ -34,7 +34,7 @@ class SampleRow:
     gold: str | None = None
     """The right answer; None if the prompt's record has none."""
     conversation: Mapping[str, Any] = field(default_factory=dict)
-    """The ``conversation_fields`` of a conversation with an environment; ``prompt`` is then its first prompt."""
+    """The `conversation_fields`; ``prompt`` is then the conversation's first prompt. Empty without an environment."""
 
 
 def sample_rows(scored: ScoredRollout, advantages: Float[np.ndarray, " B"]) -> list[SampleRow]:
@@ -59,7 +59,7 @@ def sample_rows(scored: ScoredRollout, advantages: Float[np.ndarray, " B"]) -> l
 
 
 def sample_fields(row: SampleRow) -> dict[str, object]:
-    """Return a row as the fields of a line of ``samples.jsonl``, after its step."""
+    """Return the fields of a row's line in ``samples.jsonl``, all but ``step``."""
     return {
         "prompt": row.prompt,
         "completion": row.completion,
@@ -75,10 +75,10 @@ def sample_fields(row: SampleRow) -> dict[str, object]:
 
 
 def conversation_fields(completion: Completion) -> dict[str, Any]:
-    """Return the fields of a conversation in a line of a file: environment, ending, failure, turns and mask.
+    """Return what a conversation adds to a line of a file: environment, ending, failure, turns and mask.
 
-    They are empty if the completion is not a conversation. The mask describes the tokens after the first prompt by
-    pairs of counts: the sampled tokens in sequence, and the other tokens that follow them:
+    The result is empty if the completion is not a conversation. The mask run-length encodes the tokens after the first
+    prompt, in pairs: the number of sampled tokens, and the number of other tokens that follow them:
 
         sampled  [1 1 1 0 0 1 1]   ->   mask  [[3, 2], [2, 0]]
     """
@@ -144,7 +144,7 @@ _MARK = re.compile(r"<\|[\w-]{1,40}\|>|<(?:end_of_turn|bos|eos|/s)>|\A<s>|\[/?IN
 
 
 def without_marks(prompt: str) -> str:
-    """Remove the marks of the chat template from a rendered prompt; if there are several turns, each follows its role.
+    """Remove the chat template's special tokens from a rendered prompt; each of several turns gets its role in front.
 
     >>> without_marks("<|im_start|>user\\n2 + 2?<|im_end|>\\n<|im_start|>assistant\\n")
     '2 + 2?'
@@ -156,5 +156,5 @@ def without_marks(prompt: str) -> str:
 
 
 def none_if_nan(value: float) -> float | None:
-    """Return a reward for a JSON file: None for NaN, which means that it does not apply."""
+    """Return a reward for a JSON file: None for NaN, which means that the reward does not apply."""
     return None if math.isnan(value) else float(value)

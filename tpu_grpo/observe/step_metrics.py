@@ -20,8 +20,8 @@ MetricValue = float | int | str
 def rollout_metrics(scored: ScoredRollout) -> dict[str, float | str]:
     """Compute ``rewards/*``, ``groups/*``, ``completions/*``, ``episodes/*``, ``turns/*`` and ``rollout/*`` of a step.
 
-    Standard deviations are population ones; times are in seconds. A reward that applies to no row has no mean, and
-    rows to which no reward applies are left out of all means.
+    Standard deviations divide by the number of rows; times are in seconds. A reward that applies to no row has no mean.
+    Rows to which no reward applies are left out of ``rewards/mean`` and ``rewards/std``.
     """
     rollout, scores = scored.rollout, scored.scores
     return {
@@ -60,8 +60,8 @@ def tokens_digest(completions: Sequence[Completion]) -> str:
 
     The hashed bytes are, for each row in order, the number of its tokens as a little-endian int64 and then its token
     ids as little-endian int32. The lengths keep ``[1 2] [3]`` apart from ``[1] [2 3]``. After the tokens of a
-    conversation, the prompts of its branches are hashed in the same way: they hold the result of ``reset``, and the
-    environment's answers where the template changes the past.
+    conversation, the prompts of its branches (records/episode.py) are hashed in the same way. These prompts hold the
+    environment's ``reset``, and its answers where the chat template rewrites earlier turns.
     """
     digest = hashlib.sha256()
     for completion in completions:
@@ -75,7 +75,7 @@ def tokens_digest(completions: Sequence[Completion]) -> str:
 def episode_metrics(completions: Sequence[Completion]) -> dict[str, float]:
     """Compute ``episodes/*`` and ``turns/*``; empty if no completion is a conversation.
 
-    Failures of environments are counted by kind. With several environments there are also figures for each, by name.
+    Failures are given by kind, as shares of all conversations. With several environments, each also has metrics.
     """
     found = [(completion, completion.episode) for completion in completions if completion.episode is not None]
     if not found:

@@ -37,9 +37,9 @@ def build_summary(
     """Collect the last value of every metric, and figures of the whole run.
 
     ``steps`` is the last step. ``rewards/first_mean`` and ``rewards/last_mean`` are means of ``rewards/mean`` over the
-    first and the last five steps that have one; with fewer than ten steps they overlap. ``evaluation`` is added with
-    its own names. ``changes`` are the settings that were changed when the run was continued, and ``ended_early`` says
-    why it ended before ``run.max_steps``; both are left out if empty.
+    first and the last five steps that have a reward; these overlap in a run of fewer than ten. ``evaluation`` holds
+    fields that are added as they are. ``changes`` are the settings that were changed when the run was continued, and
+    ``ended_early`` says why the run ended before ``run.max_steps``; both are left out if empty.
     """
     summary: dict[str, Any] = {}
     for line in metrics_lines:

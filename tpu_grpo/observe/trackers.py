@@ -29,11 +29,11 @@ SHOWN_CHARACTERS = 1000
 
 
 class WandbSink:
-    """Logs to a run under ``run_dir/wandb``; a resumed run continues the same one.
+    """Logs to a run of Weights & Biases, kept under ``run_dir/wandb``; a resumed training run continues that run.
 
-    Without credentials ``online`` becomes ``offline``, and ``say`` tells the user; offline logs need no network, and
+    Without credentials the mode online becomes offline, and ``say`` tells the user. Offline logs need no network, and
     can be uploaded later with ``wandb sync``. Steps are the x axis of every plot. An online start waits for the server
-    for at most ``timeout_seconds``. Errors of wandb are passed on.
+    for at most ``timeout_seconds``. Errors of wandb are not caught.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class WandbSink:
 
 
 def has_credentials() -> bool:
-    """Whether wandb would find an API key or an identity token without asking, in the environment or netrc."""
+    """Whether wandb would find an API key or an identity token in the environment or netrc, without asking the user."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     host = urlsplit(os.environ.get("WANDB_BASE_URL") or DEFAULT_SERVER).hostname or ""
@@ -128,7 +128,7 @@ class TensorBoardSink:
     """Logs every metric that is a number as a scalar of the same name, and some samples as a table.
 
     Event files lie under ``run.dir/tensorboard``, which ``tensorboard --logdir`` shows. ``start_step`` is the number of
-    completed steps. TensorBoard drops later steps of an earlier part of the run, because they are done again.
+    completed steps. TensorBoard drops what an earlier part of the run logged after step ``start_step``.
     """
 
     def __init__(self, run_dir: Path, start_step: int) -> None:
@@ -138,7 +138,7 @@ class TensorBoardSink:
         self._event = Event
         directory = run_dir / TENSORBOARD_DIR
         directory.mkdir(parents=True, exist_ok=True)
-        # the time in seconds, which the library adds, may be the same for two parts of a run
+        # the file's name has the time in whole seconds, which may be the same for two parts of a run
         self._file = EventsWriter(str(directory / "events"), f".{os.getpid()}.{start_step}")
         self._log(step=start_step + 1, session_log=SessionLog(status=SessionLog.START))
 

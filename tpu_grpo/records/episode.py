@@ -1,16 +1,16 @@
 """The records of a conversation between the policy and an environment: one episode for each row of a rollout.
 
 A row's `Completion` holds all tokens after the first prompt, in the order in which they came, and says which of them
-the policy sampled. For two turns, with what the environment answered (o) between them:
+the policy sampled. For two turns a and b of the policy, and the environment's answer o between them:
 
     token_ids   [a0 a1 a2 o0 o1 b0 b1]
     sampled     [ 1  1  1  0  0  1  1]
     turns       Turn(start=0, end=3), Turn(start=5, end=7)
     branches    Branch(prompt=p, start=0, end=7)
 
-A branch is a sequence exactly as the policy saw it, and so a training sample. Most episodes have one branch. A new one
-begins where the chat template changes the past, as Qwen3's does by dropping earlier thinking. The changed past is then
-the new branch's prompt.
+A branch is a sequence of tokens exactly as the policy saw it, and is a training sample. Most episodes have one branch.
+A new branch begins where the chat template changes earlier turns, as Qwen3's template does by dropping their thinking.
+The new branch's prompt is then the changed conversation up to there.
 """
 
 from collections.abc import Mapping
@@ -33,14 +33,14 @@ class Turn:
     """One turn of the policy, and the environment's answer."""
 
     start: int
-    """The index of its first token in ``Completion.token_ids``."""
+    """The index of the turn's first token in ``Completion.token_ids``."""
     end: int
-    """The index after its last token. The answer's tokens follow, up to the next turn or the end. If the template
-    changes the past there, they are instead at the end of the next branch's prompt."""
+    """The index after the turn's last token. The answer's tokens follow, up to the next turn or the end. If a new
+    branch begins there, the answer's tokens are instead at the end of that branch's prompt."""
     text: str
     """What the policy wrote, special tokens left out."""
     calls: tuple[str, ...] = ()
-    """The names of the tools that it called; "" for a call that could not be read."""
+    """The names of the tools that the turn called; "" for a call that could not be parsed."""
     answer: str = ""
     """What the environment answered; empty if the conversation ended with the turn."""
     observed: int = 0
@@ -48,7 +48,7 @@ class Turn:
     reward: float | None = None
     """The environment's reward for this turn, if it gives any for single turns."""
     errors: int = 0
-    """The number of its calls that could not be read, or raised."""
+    """The number of tool calls that could not be parsed, or raised."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Branch:
     end: int
     """The tokens ``Completion.token_ids[start:end]`` follow the prompt."""
     experts: Integer[np.ndarray, "S layers k"] | None = None
-    """The experts that the engine used, as in `Completion`, if they are replayed."""
+    """The experts that the engine used, as in `Completion`; None if they were not recorded."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Failure:
     trace: str = ""
     """The text of the traceback, if there is one."""
     reward: float | None = None
-    """The reward of the conversation in place of all others; None leaves the conversation out everywhere."""
+    """The conversation's reward in place of all rewards; None if none applies, and its total is its group's mean."""
 
 
 @dataclass(frozen=True)
@@ -81,9 +81,9 @@ class KeptEnvironment:
     """The state of an environment after its episode, for the rewards that read it."""
 
     source: str
-    """Its class, as path.py:Class or package.module:Class."""
+    """The environment's class, as path.py:Class or package.module:Class."""
     state: bytes
-    """Its attributes, encoded, and why others could not be kept; only a worker decodes them (workers/attributes.py)."""
+    """Its pickled attributes, and reasons for missing ones; only workers may unpickle it (workers/attributes.py)."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Episode:
     turns: tuple[Turn, ...]
     ending: Ending
     messages: tuple[Mapping[str, Any], ...]
-    """The whole conversation as messages, the prompt's first."""
+    """The whole conversation as messages, beginning with those of the prompt."""
     environment: str
     """The environment's name in the config's table, or the name of its class."""
     reward: float | None = None

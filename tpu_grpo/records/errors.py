@@ -1,4 +1,4 @@
-"""The errors that this package raises on purpose. All have one root, and most also a standard type as a base.
+"""The errors that this package raises on purpose. All derive from `TpuGrpoError`, most also from a standard exception.
 
 A message gives the rule that was broken, the value found and the remedy; scripts print it without a traceback and
 exit with ``exit_code``.
@@ -39,7 +39,7 @@ class DataError(TpuGrpoError, ValueError):
 
 
 class RewardError(TpuGrpoError, RuntimeError):
-    """A reward that cannot be loaded, raised, or returned something that is not one number per completion."""
+    """A reward that cannot be loaded, that raised, or that did not return one number per completion."""
 
     exit_code = 2
 
@@ -79,7 +79,7 @@ class LockstepError(TpuGrpoError, RuntimeError):
 
 
 class DiskError(TpuGrpoError, OSError):
-    """A file that cannot be written, or can no longer be opened; whatever was written before stays."""
+    """A file that cannot be written, or can no longer be opened; what was written before is kept."""
 
 
 class LaunchError(TpuGrpoError, RuntimeError):

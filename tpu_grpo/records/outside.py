@@ -1,8 +1,8 @@
-"""Reads data from outside within bounds on size, depth and time.
+"""Reads untrusted files and texts within limits on size, nesting depth and time.
 
-Data, checkpoints, configs and the files of a run may have been written by anybody. A pipe never answers, /dev/zero
-never ends, a line of gigabytes fills the memory, and lists nested 50,000 deep end in a traceback. All of these raise
-the same errors as a broken file, so that each reader's own message serves for both:
+Data, checkpoints, configs and the files of a run may have been written by anybody. Reading a pipe may never return,
+/dev/zero never ends, a line of gigabytes fills the memory, and JSON nested 50,000 deep exceeds Python's recursion
+limit. For all of these, the functions here raise errors that callers handle for broken files anyway:
 
     open_file(path)      OSError for anything but a regular file
     read_file(path)      OSError for a large file, too

@@ -24,7 +24,7 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt as the model sees it, with the columns of its record for the rewards."""
+    """One prompt as the model sees it, with the columns of its data record, which rewards may read."""
 
     text: str
     """The rendered prompt: template and chat template applied."""
@@ -38,18 +38,18 @@ class Prompt:
 
     @property
     def conversation(self) -> Conversation:
-        """The messages; without any, the text as a single message of the user."""
+        """The messages; if there are none, the prompt's text as a single message of the user."""
         return self.messages or [{"role": "user", "content": self.text}]
 
     @property
     def asked(self) -> str:
-        """The user's text in the record's messages; several messages are joined by blank lines."""
+        """The texts of the record's user messages, joined by blank lines; without messages, the prompt's text."""
         own = self.messages[self.examples :]
         return "\n\n".join(m["content"] for m in own if m["role"] == "user") if own else self.text
 
     @property
     def gold(self) -> str | None:
-        """Return the right answer for display, the column ``answer``; None if the record has none."""
+        """The right answer for display, from the record's column ``answer``; None without that column."""
         answer = self.columns.get("answer")
         return None if answer is None else str(answer)
 
@@ -61,11 +61,11 @@ class PromptBatch:
     step: int
     prompts: tuple[Prompt, ...]
     records: tuple[int, ...] = ()
-    """The number of each prompt among all training prompts, source after source; empty for other prompts."""
+    """The index of each prompt among the training prompts of all sources; empty for prompts of evaluations."""
     positions: tuple[int, ...] = ()
-    """The position of each prompt in the stream of training prompts, from 0; empty for other prompts."""
+    """The position of each prompt in the stream of training prompts, from 0; empty for prompts of evaluations."""
     round: int = 0
-    """The number of the round within the step, from 0; only with data.dynamic a step has several."""
+    """The number of the batch within the step, from 0; with data.dynamic a step may sample several batches."""
 
     def select(self, prompts: Sequence[int]) -> "PromptBatch":
         """Return some of the prompts, by their indices in the batch."""
@@ -78,7 +78,7 @@ class PromptBatch:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """The sampling settings of a request: temperature first, then top-k, then top-p, then min-p.
+    """The sampling settings of a request, applied in this order: temperature, top-k, top-p, min-p.
 
     Filters at their neutral values (``top_k=0``, ``top_p=1``, ``min_p=0``) do nothing. ``temperature=0`` is greedy.
     """
@@ -104,7 +104,7 @@ class AnswerMode:
 
 @dataclass(frozen=True)
 class SampleKey:
-    """The key of a completion. A sampled token depends only on key, position in the sequence and logits."""
+    """The random key of a completion. A sampled token depends only on key, position in the sequence and logits."""
 
     seed: int
     step: int
@@ -153,7 +153,7 @@ class Completion:
 
     @property
     def said_ids(self) -> np.ndarray:
-        """int32: all tokens after the prompt, including the answers at the end of a later branch's prompt.
+        """All tokens after the first prompt, int32, with the answers that only a later branch's prompt holds.
 
         For example, the first branch has the tokens [1 2], and the second has [3] after the prompt [9 1 7 8], which
         ends with the answer [7 8] to the first turn. Then this is [1 2 7 8 3].
@@ -170,7 +170,7 @@ class Completion:
 
 
 def routing_dtype(experts: int) -> np.dtype:
-    """Return the smallest integer dtype for expert numbers below ``experts``; its largest value is kept for "none"."""
+    """Return the smallest integer dtype for expert numbers below ``experts``; its largest value stands for "none"."""
     return np.dtype(np.uint8 if experts <= np.iinfo(np.uint8).max else np.uint16)
 
 
@@ -186,7 +186,7 @@ class Rollout:
     figures: Mapping[str, float] = field(default_factory=dict)
     """Figures about this host's engines, by the names of the metrics."""
     told: tuple[int, ...] = ()
-    """The host that got each prompt's group during sampling and scores it; empty if no host got any."""
+    """For each prompt, the host that got its completions from the engine first, and scores them; may be empty."""
 
     @property
     def row_prompts(self) -> tuple[Prompt, ...]:
@@ -202,11 +202,11 @@ class Rollout:
 
     @property
     def total_tokens(self) -> int:
-        """Sampled tokens over all rows."""
+        """The number of sampled tokens of all rows."""
         return sum(c.sampled_tokens for c in self.completions)
 
     def rows_of(self, prompts: Sequence[int]) -> list[int]:
-        """Return the rows of some of the prompts, by their indices in the batch."""
+        """Return the indices of the rows that belong to the prompts with these indices in the batch."""
         return [p * self.group_size + g for p in prompts for g in range(self.group_size)]
 
     def select(self, prompts: Sequence[int]) -> "Rollout":
@@ -287,7 +287,7 @@ class ScoredRollout:
     scores: Scores
 
     def mean_rewards(self, name: str | None = None) -> tuple[float, ...]:
-        """Each prompt's mean total reward over its completions, or mean of one reward; NaN if it applies to none."""
+        """Return the mean of each prompt's total rewards, or of the reward ``name``; NaN if none applies."""
         scores = self.scores
         values_B = np.where(scores.scored, scores.total, np.nan) if name is None else scores.by_name[name]
         groups_PG = values_B.reshape(-1, self.rollout.group_size).tolist()

@@ -1,6 +1,6 @@
-"""Scores the completions of a rollout: a reward is called, asked about rows, added up with others, over all hosts.
+"""Scores the completions of a rollout: calls the rewards, sums their weighted values, and shares them among hosts.
 
-To write a reward, read protocol.py; those that ship are in shipped/.
+To write a reward, read protocol.py; the shipped rewards are in shipped/.
 """
 
 from tpu_grpo.rewards.asking import OpenReward

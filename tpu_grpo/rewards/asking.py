@@ -1,15 +1,16 @@
-"""Asks one reward about rows, in batches for its executor, and treats problems as ``on_error`` says.
+"""Calls one reward for rows, in batches through its executor, and handles problems as the config's ``on_error`` says.
 
     table = build_table(rollout, rewards)                   # the columns that the rewards need, each [B]
-    result = ask_reward(reward, table, gate_B)              # about all rows of a rollout at once
+    result = ask_reward(reward, table, gate_B)              # for all rows of a rollout at once
 
     groups = Groups(reward, expected=32, rollouts=1)        # or a group at a time, while others are sampled
-    groups.start(threads)                                   # on a thread of its own
-    groups.ask((0, 3), table_of_prompt_3)                   # its rows go to the reward's workers at once
+    groups.start(threads)                                   # runs the executor on another thread
+    groups.ask((0, 3), table_of_prompt_3)                   # queues a group's rows for the reward's workers
     groups.end()                                            # no more groups will come
     result = groups.result(0, prompts=range(32))            # waits for the unanswered rows
 
-When a gate has scored a group, the gate's thread hands the group to the rewards that depend on the gate.
+The reward that another reward names in ``only_if`` is its gate. When a gate has scored a group, the gate's thread
+queues the group for the rewards that depend on the gate.
 """
 
 import contextlib
@@ -55,9 +56,9 @@ class OpenReward:
     def may_start_early(self) -> bool:
         """Return the config's ``early``, or else whether the reward can start during the rollout without delaying it.
 
-        A function of one row does not depend on the other rows of a call; neither do the shipped rewards, even if
-        they take a batch. A reward in the main process makes the engine wait for the interpreter, so in the main
-        process only shipped rewards that are known to be quick start early.
+        A function of one row does not depend on the other rows of a call, and neither do the shipped rewards. A reward
+        in the main process competes with the engine for Python's interpreter lock. So in the main process, only shipped
+        rewards that are known to be quick start early.
         """
         if self.spec.early is not None:
             return self.spec.early
@@ -66,7 +67,7 @@ class OpenReward:
         return workers_of(self.spec) > 0 and self.call.concurrency is not None
 
 
-# --- what a reward is asked about ------------------------------------------------------------------------------------
+# --- the rows that a reward is called for ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -76,8 +77,7 @@ class Table:
     columns: dict[str, Sequence[Any]]
     """Name -> the column's values, one per row: [B]."""
     messages: dict[str, Sequence[Conversation | str]]
-    """The columns prompts and completions for rewards with ``messages: true``. A completion without an episode stays
-    a text."""
+    """Prompts and completions for rewards with ``messages: true``; a completion without an environment stays a text."""
     step: int
     group_size: int
     numbers: Sequence[int]
@@ -104,8 +104,8 @@ class Table:
 def build_table(rollout: Rollout, rewards: Iterable[OpenReward], *, numbers: Sequence[int] | None = None) -> Table:
     """Collect the texts, data columns and extras (OF_ROWS) that the rewards are called with.
 
-    A plain completion is passed as its whole text, a conversation as the policy's last turn, or as all messages after
-    the prompt. ``numbers`` are the row numbers for error messages, if the rollout is part of a larger one.
+    A plain completion is passed as its text, a conversation with an environment as the policy's last turn, or as all
+    messages. ``numbers`` are the row numbers for error messages, if the rollout is part of a larger one.
 
     Raises:
         RewardError: for a row that lacks a column, or that has no environment where a reward needs one.
@@ -153,11 +153,10 @@ def _extra_column(name: str, rollout: Rollout) -> list[Any]:
 
 
 def split_rows(rows: Sequence[int], group_size: int, workers: int, call: Call) -> list[list[int]]:
-    """Split rows into batches: one batch for one worker, otherwise a few batches per worker.
+    """Split rows into at most `most_batches` batches.
 
-    A batch is made of whole groups, unless the reward is a function of one row. With two workers and groups of 2, rows
-    0 to 7 become ``[[0, 1], [2, 3], [4, 5], [6, 7]]``. Async functions of one row get one batch per worker, since a
-    worker awaits all rows of a batch together.
+    For a function of a batch, each batch is made of whole groups: with two workers and groups of 2, rows 0 to 7 become
+    ``[[0, 1], [2, 3], [4, 5], [6, 7]]``.
     """
     keys = [row // group_size for row in rows] if call.concurrency is None else list(range(len(rows)))
     distinct = list(dict.fromkeys(keys))
@@ -170,7 +169,8 @@ def split_rows(rows: Sequence[int], group_size: int, workers: int, call: Call) -
 
 
 def most_batches(workers: int, call: Call) -> int:
-    """Return the largest number of batches that the rows of a step are split into."""
+    """Return the most batches for the rows of a step: a few per worker, or one per worker for an async function, which
+    awaits rows together. A function of a batch with one worker gets all rows at once."""
     if workers <= 1 and call.concurrency is None:
         return 1
     return max(1, workers) * (1 if call.is_async else _BATCHES_PER_WORKER)
@@ -185,7 +185,7 @@ class RemoteError(Exception):
 
 @dataclass
 class RewardResult:
-    """The values of one reward for the B rows of a table."""
+    """The values and problems of one reward for the B rows of a table."""
 
     values: Float[np.ndarray, " B"]
     """float64; NaN where the reward does not apply."""
@@ -223,9 +223,9 @@ class RewardResult:
 
 
 def ask_reward(reward: OpenReward, table: Table, gate_B: Float[np.ndarray, " B"] | None) -> RewardResult:
-    """Return one reward's values for all rows.
+    """Return one reward's values for all rows. ``gate_B`` are the values of its gate; None if it has no gate.
 
-    The reward is called only for rows that its gate scored above 0. Rows that the gate scored 0 or less get 0, and
+    The reward is called only for rows that the gate scored above 0. Rows that the gate scored 0 or less get 0, and
     rows to which the gate does not apply get NaN.
 
     Raises:
@@ -265,7 +265,7 @@ def _take_in(
 ) -> None:
     """Write the answer for a batch, a list of rows of the table, into the result.
 
-    With ``warn``, the first problem is logged as a warning. The metrics count all of them.
+    With ``warn``, the first problem is logged as a warning. The metrics count all problems.
 
     Raises:
         RewardError: for a problem, if ``on_error`` is stop.
@@ -326,12 +326,12 @@ class _OpenGroup:
 
 
 class Groups:
-    """Asks one reward about groups of rows, one after the other, and collects its values.
+    """Calls one reward for groups of rows as they are sampled, and collects its values.
 
     Args:
         reward: the reward.
         expected: about how many groups will come.
-        rollouts: the number of rollouts that the groups come from; after ``end`` the timeout is multiplied by it.
+        rollouts: the number of rollouts that the groups come from; the timeout after ``end`` is multiplied by it.
     """
 
     def __init__(self, reward: OpenReward, expected: int, rollouts: int):
@@ -351,15 +351,15 @@ class Groups:
         self._warned = False
 
     def start(self, threads: ThreadPoolExecutor) -> None:
-        """Start the executor on a thread. When it stops, the followers are told that no more groups will come."""
+        """Start the executor on a thread. When the executor stops, ``end`` of the followers is called."""
         self.served = threads.submit(self.reward.executor.serve, self.feed)
         self.served.add_done_callback(lambda _: [follower.end() for follower in self.followers])
 
     def ask(self, group: Group, table: Table, gate: RewardResult | None = None) -> None:
-        """Queue the rows of a group, or those that the gate lets pass.
+        """Queue the rows of a group, or only the rows with a gate value above 0.
 
         For a synchronous function of one row, the group is split into a batch per worker: with two workers, rows 0 to 4
-        become ``[[0, 1, 2], [3, 4]]``. For any other function it is a single batch.
+        become ``[[0, 1, 2], [3, 4]]``. For any other function the group is a single batch.
         """
         rows, result = _rows_to_ask(table, None if gate is None else gate.values, self.reward.call)
         each = max(1, math.ceil(len(rows) / min(self._batches_per_group, max(1, len(rows)))))
@@ -395,7 +395,7 @@ class Groups:
         )
 
     def _take(self, key: tuple[Group, int], answer: Answer) -> None:
-        """Take a batch's answer. With ``on_error: stop`` a problem raises before the group's other batches are done."""
+        """Store a batch's answer; the last completes the group. With ``on_error: stop`` a problem raises at once."""
         group, number = key
         asked, spec = self._open[group], self.reward.spec
         asked.answers[number] = answer

@@ -55,9 +55,9 @@ VERL_TRUTH, VERL_TRUTH_COLUMN = "ground_truth", "reward_model"
 _WANTED_MESSAGES = re.compile(
     r"string indices must be integers|string index out of range|'str' object has no attribute '(get|items|keys|values)'"
 )
-"""The errors of code for lists of messages, such as completion[0]["content"], when it gets a text."""
+"""Matches errors of code that expects lists of messages, such as completion[0]["content"], but gets a text."""
 _WANTED_TEXTS = re.compile(r"'?\blist\b'?")
-"""The errors of code for texts, such as completion.strip(), name the list that it got."""
+"""Matches errors of code that expects a text, such as completion.strip(), but gets a list."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Call:
     messages: bool = False
     """If set, prompts and completions are passed as lists of messages."""
     per_token: bool = False
-    """If set, the function gives a number per token, see `per_token`."""
+    """If set, the function returns a number per token, see `per_token` in protocol.py."""
     verl: bool = False
     """If set, the function gets the ground truth and ``extra_info`` as verl passes them, see `verl_argument`."""
     max_steps: int = 0
@@ -140,7 +140,7 @@ class Answer:
     """For a per-token reward, each row's numbers, see `check_token_values`; empty for any other reward."""
 
     def fits(self, batch: RewardBatch) -> bool:
-        """Whether the sizes, row numbers and values are possible for this batch; the types are checked elsewhere."""
+        """Whether sizes, row numbers and values are possible for this batch; workers/messages.py checks the types."""
         rows = (*(p.row for p in self.problems), *(p.failing_row for p in self.problems))
         numbers = [*self.values, *(value for values in self.logged.values() for value in values)]
         lengths = [len(ids) for ids in batch.columns.get("completion_ids", ())] if self.of_tokens else []
@@ -186,10 +186,10 @@ class Caller:
             self._resolve(function())
 
     def answer(self, batch: RewardBatch, deadline: float) -> Answer:
-        """Call the reward on a batch with a deadline of ``deadline`` seconds; the answer comes a little earlier.
+        """Call the reward on a batch, with a limit a little below ``deadline`` seconds so that the answer is in time.
 
-        At the deadline an async reward is cancelled, a function of one row is not called for further rows, and a
-        function of a batch runs on.
+        At the limit an async reward is cancelled, a synchronous function of one row is not called for further rows,
+        and a synchronous function of a batch runs on.
         """
         seconds = max(0.0, deadline - min(0.5, 0.1 * deadline))
         if self._call.concurrency is None:
@@ -277,7 +277,7 @@ class Caller:
         return self._loop.run(within()) if inspect.isawaitable(value) else value
 
     def _arguments(self, batch: RewardBatch, logged: dict[str, list[float]], row: int | None = None) -> dict[str, Any]:
-        """Make the keyword arguments for the batch, or for one row of it; the reward may change the lists."""
+        """Make the keyword arguments for the batch, or for one row of it, with new lists that the reward may change."""
         call, renamed = self._call, self._call.renamed
         rows = slice(None) if row is None else slice(row, row + 1)
         given = {n: [self._as_argument(n, value) for value in values[rows]] for n, values in batch.columns.items()}
@@ -304,7 +304,7 @@ class Caller:
         return {renamed.get(n, n): value for n, value in arguments.items()} | self._passed_options
 
     def _as_argument(self, name: str, value: Any) -> Any:
-        """Convert a value to what the reward expects. Token ids and messages are copied, as other rewards get them."""
+        """Convert a value to what the reward expects; copy token ids and messages, which other rewards get too."""
         if name == "completion_ids" and name in self._call.extras:
             return list(value)
         if isinstance(value, KeptEnvironment):
@@ -344,7 +344,7 @@ class Caller:
 
 
 async def _cancel(tasks: Collection[asyncio.Future[Any]]) -> None:
-    """Cancel tasks and give them a moment to clean up; a task that goes on runs into the batch's deadline."""
+    """Cancel tasks, and give them 0.2 s to clean up; one that blocks the event loop longer delays the answer."""
     for task in tasks:
         task.cancel()
     if tasks:
@@ -420,7 +420,7 @@ def check_token_values(values: Any, lengths: Sequence[int]) -> tuple[list[float]
 
 
 def _numbers(value: Any, count: int) -> TokenValues | Problem:
-    """Return the numbers of a completion's tokens, or what is wrong with them."""
+    """Return the numbers of a completion's tokens, or the Problem with them."""
     if (found := length_of(value)) != count:
         got = SHORT_REPR.repr(value) if found is None else f"{found} values"
         text = f"must return one number per token, {count} for this completion (the stop token counts, too), got {got}"
@@ -456,7 +456,7 @@ def logger(logged: dict[str, list[float]]) -> Callable[[str, float], None]:
 def score_of(result: Any, logged: dict[str, list[float]]) -> Any:
     """Return the score of a row's result and log its other numbers; return a result without a score unchanged.
 
-    verl's rewards return {"score": 1.0, "acc": True, "pred": "72"}, which scores 1.0 and logs acc. Those of Tunix and
+    verl's rewards return {"score": 1.0, "acc": True, "pred": "72"}, which scores 1.0 and logs acc. Rewards of Tunix and
     rLLM return an object with ``reward`` and a dict ``metadata``. For a number that cannot be logged, return a Problem.
     """
     if isinstance(metadata := getattr(result, "metadata", None), Mapping) and hasattr(result, "reward"):
@@ -491,8 +491,8 @@ class AnswerParser:
     r"""Parses completions (texts or messages) like the parsers of verifiers.
 
     Args:
-        how: None for the whole text, "think" for what follows ``</think>``, "boxed" for the last ``\boxed{...}``; or a
-            list of tags; the answer is in the tag ``answer`` if it is listed, else in the last tag.
+        how: None for the whole text, "think" for what follows ``</think>``, "boxed" for the last ``\boxed{...}``, or a
+            list of tags. With tags, the answer is in the tag ``answer`` if it is listed, else in the last tag.
     """
 
     def __init__(self, how: Any = None):
@@ -502,7 +502,7 @@ class AnswerParser:
         self._how = how
 
     def parse(self, text: str) -> Any:
-        """Return the answer in a text, or None without one; if tags are set, an object with an attribute per tag."""
+        """Return a text's answer ("" without ``</think>``, None without a box); with tags, an object with each tag."""
         match self._how:
             case None:
                 return text.strip()

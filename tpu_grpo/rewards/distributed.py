@@ -21,15 +21,15 @@ from tpu_grpo.rewards.scoring import RewardSet, Scoring, check_some_scored
 
 @dataclass(frozen=True)
 class Told:
-    """What a host tells the others about its rows."""
+    """The message that a host sends to the other hosts about its rows."""
 
     columns: list[list[float]]
-    """Per row: the total, 1 if it is unscored, and each reward's value. JSON keeps floats exact, NaN included."""
+    """Lists with a value per row: total, 1 if unscored, each reward's value. JSON keeps floats exact, NaN included."""
     witness: dict[str, list[float | str] | None]
     """Name of a compared reward -> its values for the rows of the witness on this host; None if it had a problem."""
     figures: dict[str, Figure]
     of_tokens: str
-    """The weighted per-token rewards of all tokens of its rows, packed."""
+    """The weighted per-token rewards of all tokens of the host's rows, packed."""
 
 
 class DistributedRewards:
@@ -73,7 +73,7 @@ class DistributedScoring(Scoring):
         self._own: Sequence[Scores | None] | None = None
 
     def score_own(self, rollouts: Sequence[Rollout]) -> None:
-        """Score this host's groups without communication; ``finish`` calls this if it was not called before. Raises
+        """Score this host's groups without communication; ``finish`` calls this if its caller has not. Raises
         RewardError if a reward fails on this host."""
         self._started = time.perf_counter()
         if self._hosts.count == 1:
@@ -117,7 +117,7 @@ class DistributedScoring(Scoring):
         lengths = np.array([len(c.token_ids) if token_rewards else 0 for c in rollout.completions])
 
         def read(host: int, told: Told) -> tuple[Told, Float[np.ndarray, "C b"], list[TokenValues]]:
-            """Unpack what a host told; raise ValueError if it does not fit the host's b rows."""
+            """Unpack a host's message into C columns; raise ValueError if it does not fit the host's b rows."""
             found = np.array(told.columns).reshape(len(columns), rows_of[host].sum())
             seen = {name: values and len(values) for name, values in told.witness.items()}
             if seen.keys() != mine.witness.keys() or set(seen.values()) - {None, len(witness.texts)}:
@@ -147,7 +147,7 @@ class DistributedScoring(Scoring):
 
 
 def scorers_of(rollout: Rollout, hosts: int) -> list[int]:
-    """Return the host that scores each prompt: the one to which its group was reported, else hosts in turn."""
+    """Return each prompt's scoring host: the host that got its group (``Rollout.told``), or else the hosts in turn."""
     return list(rollout.told) or [prompt % hosts for prompt in range(len(rollout.batch.prompts))]
 
 

@@ -29,17 +29,17 @@ _POLL_SECONDS = 0.5
 
 
 class Executor(ABC):
-    """An executor runs one reward and keeps its deadlines. It serves one feed at a time."""
+    """Runs one reward on the batches of a `Feed` (feed.py) and enforces their deadlines; serves one feed at a time."""
 
     def __init__(self) -> None:
         self._busy = threading.Lock()
         self._feed: Feed | None = None
 
     def serve(self, feed: Feed) -> None:
-        """Answer the feed's batches until it is over. A feed served by another thread is waited for first.
+        """Answer the feed's batches until the feed is over. Waits first if another thread serves a feed.
 
         Raises:
-            RewardError: if the reward could never be set up; an exception of the feed's ``answered`` is passed on too.
+            RewardError: if the reward could never be set up. Exceptions of the feed's ``answered`` are passed on too.
             KeyboardInterrupt: if a reward on a thread raised it.
         """
         with self._busy:
@@ -71,7 +71,7 @@ class Executor(ABC):
 
 
 class CalledReward:
-    """A reward as a `Service`; each worker answers one batch at a time."""
+    """A reward as a `Service` (workers/messages.py); each worker answers one batch at a time."""
 
     mode: Mode = "in turn"
     start = "set up"
@@ -93,24 +93,24 @@ class CalledReward:
 
 
 class _BatchSession(Session):
-    """The session of a worker with one task; the answer is kept until the pool passes it on."""
+    """The session of a worker with one task; it appends the answer to ``answers``, which the pool passes on."""
 
     def __init__(self, task: Task, answers: list[tuple[Task, Answer]], supervisor: Supervisor):
         self._task, self._answers, self._supervisor = task, answers, supervisor
 
     def replied(self, reply: Answer) -> None:
-        """Take the worker's answer."""
+        """Store the worker's answer; raises BrokenChannelError if the answer does not fit the batch."""
         if not reply.fits(self._task.batch):
             raise BrokenChannelError(FOREIGN)
         self._answers.append((self._task, reply))
         self._supervisor.release(self, 0.0)
 
     def late(self, *, has_begun: bool) -> None:
-        """Take note that there was no answer in time."""
+        """Store the problem that there was no answer in time."""
         self._answers.append((self._task, failed_answer(self._task.batch.size, _LATE)))
 
     def lost(self, how: str) -> None:
-        """Take note that the worker is gone; the batch is not tried again."""
+        """Store the problem that the worker has ended; the batch is not retried."""
         died = Problem("died", f"lost its worker, which {how}")
         self._answers.append((self._task, failed_answer(self._task.batch.size, died)))
 
@@ -157,7 +157,7 @@ class WorkerPool(Executor):
             self._supervisor = None
 
     def _go_on(self, feed: Feed, supervisor: Supervisor, crew: Crew) -> None:
-        """Hand the waiting batches to idle workers, and pass on the answers that arrive within a moment."""
+        """Send waiting batches to idle workers, and pass on the answers that arrive within _POLL_SECONDS."""
         left = feed.deadline - time.monotonic()
         if self._problem or left <= 0:
             self._end_busy(supervisor, crew)
@@ -177,8 +177,8 @@ class WorkerPool(Executor):
         self._keep(crew, feed.left)
 
     def _advance(self, supervisor: Supervisor, crew: Crew, seconds: float, *, is_starting: bool = False) -> None:
-        """Read the messages that arrive within ``seconds``. If workers cannot be set up, the feed's batches get a
-        problem; raises RewardError if no worker ever was set up."""
+        """Read the messages that arrive within ``seconds``. If a worker cannot be set up, store the problem for the
+        feed's batches. Raises RewardError if no worker was ever set up."""
         try:
             if is_starting:
                 crew.starting.waited_for()
@@ -210,7 +210,7 @@ class WorkerPool(Executor):
 
 
 class ThreadExecutor(Executor):
-    """Runs a cheap reward on a thread of the main process; after a deadline it goes on without the answer."""
+    """Runs a cheap reward on a thread of the main process. A call that misses its deadline is late, but runs on."""
 
     def __init__(self, call: Call, target: Any):
         super().__init__()

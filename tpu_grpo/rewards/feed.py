@@ -1,13 +1,13 @@
-"""A feed hands batches to an executor, which answers them while further ones are still to come.
+"""A feed is the queue of a reward's batches: an executor answers the first ones while others are still being sampled.
 
     feed = Feed(60.0, expected=3, answered=take)    # take(key, answer) is called once for every batch
     executor.serve(feed)                            # on a thread of its own; returns once the feed is over
     feed.add("a", batch)                            # on any thread
     feed.add("b", batch)
-    feed.end()                                      # no more will come: the feed is over when these are answered
+    feed.end()                                      # no more batches will come: the feed is over once all are answered
 
 Two limits hold. The executor may take ``timeout`` seconds for a batch from the moment at which a worker or thread
-gets it. All batches must be answered within ``timeout`` seconds after the executor finds that no more will come.
+gets it. All batches must be answered within ``timeout`` seconds after the executor notices the call of ``end``.
 """
 
 import math
@@ -25,7 +25,7 @@ from tpu_grpo.rewards.calling import Answer, Problem, RewardBatch, failed_answer
 
 @dataclass(frozen=True)
 class Task:
-    """The work that a worker gets at once: one batch, or several joined ones."""
+    """The work that a worker gets at once: one batch, or several joined batches."""
 
     keys: tuple[Any, ...]
     sizes: tuple[int, ...]
@@ -61,14 +61,14 @@ class Task:
 
 
 class Feed:
-    """Batches of one reward that come one by one; see the top of this file.
+    """The queue of one reward's batches; see the top of this file.
 
     Args:
-        timeout: both limits, in seconds.
-        expected: about how many batches will come, for the number of workers that are started.
-        answered: is called with the key of each batch and its answer, on the thread that serves.
-        joins: whether waiting batches may be joined, which suits functions that await all rows at once.
-        weight: what fraction of a call a batch counts as, for the reward's ``recycle``.
+        timeout: each of the two limits, in seconds.
+        expected: about how many batches will come, which limits how many workers are started.
+        answered: is called with the key of each batch and its answer, on the thread that runs ``serve``.
+        joins: whether waiting batches may be joined into one task, for async functions that await all rows together.
+        weight: the part of a call that a batch counts as in ``recycle``, the calls after which a worker is replaced.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Feed:
         self._unanswered: dict[Any, int] = {}
         self._done = 0
         self._rounds = 0
-        """0 until ``end`` is called, afterwards the factor by which the second limit exceeds the timeout."""
+        """0 until ``end`` is called; afterwards the second limit is this number times the timeout."""
         self._deadline = math.inf
         self._busy_since = 0.0
         self._bell, self._button = os.pipe()
@@ -111,7 +111,7 @@ class Feed:
         self.ring()
 
     def end(self, rounds: int = 1) -> None:
-        """Mark that no more batches will come; the time for the remaining ones is ``rounds`` times the timeout."""
+        """Mark that no more batches will come; the remaining batches have ``rounds`` times the timeout."""
         self._rounds = rounds
         self.ring()
 
@@ -121,7 +121,7 @@ class Feed:
         self.ring()
 
     def close(self) -> None:
-        """Free the feed; no executor may serve it any more."""
+        """Close the feed's pipe; no executor may serve the feed afterwards."""
         with self._lock:
             self._closed = True
             os.close(self._bell)
@@ -130,24 +130,24 @@ class Feed:
     # --- for the executor ---
 
     def ring(self) -> None:
-        """Wake the thread that serves."""
+        """Wake the thread that serves, by making ``fileno`` readable."""
         with self._lock:
             if not self._rung and not self._closed:
                 self._rung = True
                 os.write(self._button, b"\0")
 
     def fileno(self) -> int:
-        """Return the descriptor that becomes readable when the feed has news."""
+        """Return the file descriptor that ``ring`` makes readable."""
         return self._bell
 
     def hush(self) -> None:
-        """Reset the bell after it rang."""
+        """Empty the pipe after ``ring``, so that ``fileno`` is not readable until the next call of ``ring``."""
         with self._lock:
             self._rung = False
             os.read(self._bell, 1)
 
     def wait(self, seconds: float | None) -> None:
-        """Wait at most this many seconds until the feed has news."""
+        """Wait for ``ring``, at most this many seconds; None waits without a limit."""
         poll = select.poll()
         poll.register(self._bell, select.POLLIN)
         if poll.poll(None if seconds is None else max(0.0, 1000 * seconds)):
@@ -174,7 +174,7 @@ class Feed:
         return self._deadline
 
     def take(self, places: int = 1) -> Task | None:
-        """Take the next batch; if batches may be joined, take a fraction 1 / ``places`` of those that wait."""
+        """Take the next waiting batch, or with ``joins`` 1 / ``places`` of the waiting batches; None if none waits."""
         until = min(time.monotonic() + self.timeout, self.deadline)
         with self._lock:
             if not self._waiting:
@@ -184,7 +184,7 @@ class Feed:
         return Task.of(parts, until)
 
     def answer(self, task: Task, answer: Answer) -> None:
-        """Pass on the answer to each batch of a task."""
+        """Split a task's answer among the batches of the task, and call ``answered`` for each batch."""
         for key, part in zip(task.keys, task.split(answer), strict=True):
             self._settle(key, part)
 

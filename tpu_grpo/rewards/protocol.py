@@ -5,16 +5,16 @@
 
     rewards: [{name: "my_rewards.py:short", options: {limit: 40}}]
 
-It is called with keyword arguments only, every list in the row order of the rollout, and may be ``async``:
+The function gets keyword arguments only, and may be ``async``. All lists have a value per row, in the rollout's order.
 
-- ``prompts`` and ``completions`` are texts: the user's, and the model's (in a conversation with an environment, that of
-  the last turn). With ``messages: true`` both are lists of messages: those before the model's first answer, and those
-  from that answer on. Every column of the data is passed under its own name.
+- ``prompts`` are the user's texts, ``completions`` the model's (in a conversation with an environment, the model's last
+  turn). With ``messages: true``, ``prompts`` are lists of the messages before the model's first answer, ``completions``
+  lists of the messages from that answer on. Every column of the data is passed under its own name.
 - ``options`` of the config are passed under their own names, and replace data columns of the same name.
 - A function without ``**kwargs`` gets only the names it declares, so it may leave out what it does not need.
-- A function also gets the EXTRAS that it declares, unless a column has that name; ``**kwargs`` gets BY_KWARGS.
+- A function also gets the EXTRAS (below) that it declares, except names of columns. ``**kwargs`` gets BY_KWARGS.
 
-A function of one row is marked, or recognised by its parameters (see ``form_of``), and gets the values of the row:
+A function of one row is marked, or recognised by its parameters (``form_of`` in reward_functions.py):
 
     @per_sample
     def short(completion, limit=20):
@@ -28,7 +28,7 @@ A function that returns a number per token, to be added to the token's advantage
         return [-0.01] * len(completion_ids)
 
 A class can hold what is costly to build. The options go to the constructor. Each process that scores builds the class
-and calls ``setup`` once, and ``close`` at the end. These two and ``__call__`` may be ``async``:
+and calls ``setup`` once, and ``close`` at the end. ``setup``, ``__call__`` and ``close`` may be ``async``:
 
     class Judge:
         def __init__(self, url): ...
@@ -62,7 +62,7 @@ ROW_ARGUMENTS = SAMPLE_ARGUMENTS | {
 }
 """SAMPLE_ARGUMENTS, and the names that other trainers have for the same arguments."""
 COMPLETIONS = frozenset(row for row, batch in ROW_ARGUMENTS.items() if batch in ("completions", "states"))
-"""A function that takes one of these is a function of one row."""
+"""A function with one of these parameters takes one row at a time."""
 BATCH_ARGUMENTS = {"solution_strs": "completions", "completions_ids": "completion_ids"}
 """Other trainers' names for batch arguments: one of verl, and one of TRL's documentation."""
 EXTRAS = {
@@ -85,7 +85,7 @@ OF_ROWS = ("rendered_prompts", "completion_ids", "environments", "environment_re
 BY_KWARGS = ("log_metric", "trainer_state")
 """The EXTRAS that a function with ``**kwargs`` gets without declaring them, as in TRL."""
 ROWS_AT_A_TIME = 64
-"""For how many rows at a time an async function of one row runs by default."""
+"""The default ``concurrency`` of an async function of one row: the most rows that are awaited at a time."""
 RESERVED_METRICS = ("mean", "std", "seconds", "timeouts", "errors", "weight")
 """Every reward has metrics of these names, so log_metric refuses them."""
 _MARK = "__tpu_grpo_per_sample__"
@@ -120,8 +120,8 @@ def per_sample[F: Callable[..., Any]](*, concurrency: int = ROWS_AT_A_TIME) -> C
 def per_sample(function: Any = None, *, concurrency: int = ROWS_AT_A_TIME) -> Any:
     """Mark a function (or a class's ``__call__``) that takes one row: ``completion``, ``prompt``, a value per column.
 
-    The function itself is not changed, so it can be called and tested alone. If it raises for a row, only that row is
-    lost. An ``async`` function runs for at most ``concurrency`` rows at a time.
+    The function itself is not changed, so it can be called and tested alone. If it raises for a row, only that row has
+    no score. An ``async`` function runs for at most ``concurrency`` rows at a time.
     """
     if concurrency < 1:
         raise ValueError(f"concurrency must be >= 1, got {concurrency}")
@@ -136,8 +136,8 @@ def per_sample(function: Any = None, *, concurrency: int = ROWS_AT_A_TIME) -> An
 def per_token[F: Callable[..., Any]](function: F) -> F:
     """Mark a function (or a class's ``__call__``) that returns a list with a number per token for each completion.
 
-    It must take ``completion_ids``, whose length is the number of tokens. The learner adds the numbers, times the
-    reward's weight, to the advantages of the tokens; they are not part of the total reward.
+    The function must take ``completion_ids``, whose length is the number of tokens. The learner adds the numbers, times
+    the reward's weight, to the advantages of the tokens. The numbers are not part of the total reward.
     """
     setattr(function, _TOKEN_MARK, True)
     return function

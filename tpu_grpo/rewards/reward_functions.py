@@ -54,7 +54,7 @@ OTHER_ANSWERS = {
     **{name: name for name in ("solution", "output", "ground_truth", "target", "final_answer", "expected_answer")},
     "reward_model": "reward_model.ground_truth",
 }
-"""Column in other trainers' data -> where in that column the correct answer is."""
+"""Column in other trainers' data -> path of the correct answer, as data.columns of the config takes it."""
 ENTRY_POINTS = "tpu_grpo.rewards"
 """An installed package offers rewards as entry points of this group."""
 GivenReward = Callable[..., Any] | RewardSpec | Mapping[str, Any] | str
@@ -64,7 +64,7 @@ GivenReward = Callable[..., Any] | RewardSpec | Mapping[str, Any] | str
 def load_reward(spec: RewardSpec, columns: Collection[str], max_steps: int = 0) -> Call:
     """Find the reward that ``spec`` names, and decide how it is called on data with these ``columns``.
 
-    ``max_steps`` is the number of steps of the run, which a reward may ask for.
+    ``max_steps`` is the number of steps of the run, which rewards can read in ``trainer_state``.
 
     Raises:
         RewardError: for a name that is not found (see ``find_reward``), a required parameter without a column or
@@ -154,7 +154,7 @@ def target_of(spec: RewardSpec) -> Any:
 def workers_of(spec: RewardSpec) -> int:
     """Return the number of a reward's worker processes: the config's, or else the reward's default."""
     if spec.function is not None:
-        return 0  # it exists in this process only
+        return 0  # a function passed to train exists in this process only
     if spec.workers is not None:
         return spec.workers
     return SHIPPED[spec.name].workers if spec.name in SHIPPED else 1
@@ -167,7 +167,7 @@ def repeats_itself(spec: RewardSpec) -> bool:
     return SHIPPED[spec.name].deterministic if spec.name in SHIPPED else True
 
 
-# --- a name -> what it stands for ------------------------------------------------------------------------------------
+# --- a name -> its function or class ---------------------------------------------------------------------------------
 
 
 def find_reward(name: str) -> Any:
@@ -305,8 +305,8 @@ class Form:
     verl: bool
 
     def shown(self, name: str) -> str:
-        """Return the parameter that receives a column of a batch; in a function of one row, ``completion`` receives
-        completions."""
+        """Return the parameter that receives the column ``name`` of a batch: for completions in a function of one row,
+        ``completion`` or one of its other names in ROW_ARGUMENTS."""
         named, is_of_row = self.signature.named, self.concurrency is not None
         others = [n for n, batch in (ROW_ARGUMENTS if is_of_row else BATCH_ARGUMENTS).items() if batch == name]
         if name == "states" and "action" in named:  # Tunix's rewards
@@ -328,7 +328,7 @@ class Form:
         return offered
 
     def takes(self, name: str) -> bool:
-        """Whether an argument is passed: for verl, only arguments that the function names."""
+        """Whether an argument is passed. A function written for verl gets only arguments that it names."""
         return name in self.signature.named if self.verl else self.signature.takes(name)
 
     def extras(self, taken: Collection[str]) -> tuple[str, ...]:
@@ -351,8 +351,8 @@ def form_of(function: Any, signature: Signature) -> Form:
         def f(data_source, solution_str, ground_truth, extra_info=None)    one row, as verl calls rewards
         def f(data_sources, solution_strs, ground_truths, extra_infos)     a batch, as verl calls rewards of a batch
 
-    An unmarked function of one row is recognised by its parameters: one of COMPLETIONS, and neither ``completions``
-    nor ``prompts``.
+    An unmarked function of one row is recognised by its parameters: it has one of COMPLETIONS, and no name of a batch,
+    such as ``completions`` or ``prompts``.
     """
     named = {*signature.named}
     of_a_batch = bool(named & {*TEXT_ARGUMENTS, *BATCH_ARGUMENTS})
@@ -372,7 +372,7 @@ def with_rewards(config: RunConfig, rewards: Sequence[GivenReward]) -> RunConfig
 
     A function that a worker process can import by the name of its module becomes an entry named
     ``package.module:function``. Any other (a lambda, a closure, a function of a notebook or of the script itself, an
-    object) exists in this process only, and is called here.
+    object) exists in this process only, and is called in this process.
 
     Raises:
         ConfigError: for an empty list, an entry of another type, wrong settings, or workers that cannot import the
@@ -422,7 +422,7 @@ def importable_name(function: Any) -> str | None:
     if getattr(sys.modules.get(module), name, None) is not function:
         return None
     package = module.partition(".")[0]
-    finders: Sequence[Any] = sys.meta_path  # as this process may have the module from elsewhere
+    finders: Sequence[Any] = sys.meta_path  # which other processes have as well
     return f"{module}:{name}" if any(finder.find_spec(package, None) is not None for finder in finders) else None
 
 

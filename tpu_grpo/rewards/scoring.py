@@ -1,4 +1,4 @@
-"""Scores a rollout: asks all rewards concurrently, and sums their values with their weights.
+"""Scores a rollout: calls all rewards concurrently, and sums their values with their weights.
 
 Suffix B: rows; row ``p * G + g`` is completion ``g`` of prompt ``p``.
 
@@ -88,13 +88,13 @@ class RewardSet:
 
     @property
     def of_environments(self) -> tuple[str, ...]:
-        """Return the names of the rewards that read environments or their rewards."""
+        """Return the names of the rewards that read environments or environments' own rewards."""
         asked = {"environments", "environment_rewards"}
         return tuple(reward.spec.shown for reward in self.rewards if asked & {*reward.call.extras})
 
     @property
     def keeps_environments(self) -> bool:
-        """Whether a reward reads the environments as they were at the end."""
+        """Whether a reward reads the environments as they were at the end of their conversations."""
         return any("environments" in reward.call.extras for reward in self.rewards)
 
     def for_columns(self, columns: Collection[str]) -> "RewardSet":
@@ -102,10 +102,10 @@ class RewardSet:
         return RewardSet(tuple(replace(r, call=load_reward(r.spec, columns, r.call.max_steps)) for r in self.rewards))
 
     def repeatable_values(self, rollout: Rollout, names: Collection[str]) -> dict[str, list[Any] | None]:
-        """Return the values of the rewards ``names`` for all rows, NaN where they do not apply.
+        """Call the rewards ``names``, and return their values for all rows, for comparison between hosts.
 
-        A per-token reward has a text per row, see ``RewardResult.comparable``. A reward that had a problem has None,
-        because timeouts and memory errors do not depend on the text alone. Raises like ``score``.
+        A row to which a reward does not apply has NaN. A per-token reward has texts, see `RewardResult.comparable`. A
+        reward that had a problem has None, because a timeout may occur on one host only. Raises like ``score``.
         """
         if not names:
             return {}
@@ -120,7 +120,7 @@ class RewardSet:
         }
 
     def score(self, rollout: Rollout) -> Scores:
-        """Ask each reward about all B rows; total = sum of weight * value over the rewards that apply.
+        """Call each reward for all B rows; total = sum of weight * value over the rewards that apply.
 
         Raises:
             RewardError: for a reward with ``on_error: stop`` that raises, is late, dies, or does not return one finite
@@ -155,8 +155,8 @@ class RewardSet:
         self.close()
 
     def _ask_all(self, table: Table, early: Mapping[str, Callable[[], RewardResult]]) -> dict[str, RewardResult]:
-        """Wait for the rewards that were asked early, and ask the others, each on a thread of its own. Each thread
-        first waits for the reward's gate; gates cannot form a cycle."""
+        """Return the results of all rewards: call ``early[name]`` if it exists, otherwise the reward. Each reward has a
+        thread, which first waits for the reward in ``only_if`` (the gate); gates cannot form a cycle."""
         futures: dict[str, Future[RewardResult]] = {name: Future() for name in self.names}
 
         def ask_one(reward: OpenReward) -> None:
@@ -178,7 +178,7 @@ class Scoring:
     """Scores rollouts of the same prompts, whose groups may be added before the rollouts are finished.
 
     All methods are called on one thread. When a group is added early, a reward is called at once if it may start early
-    and its gate, if any, starts early too.
+    and if its gate (the reward in its ``only_if``), if any, starts early too.
     """
 
     def __init__(self, rewards: RewardSet, batch: PromptBatch, rollouts: int):
@@ -200,8 +200,8 @@ class Scoring:
             groups.start(self._threads)
 
     def add(self, prompt: int, completions: Sequence[Completion], texts: Sequence[str], rollout: int = 0) -> None:
-        """Queue a prompt's group for the rewards that start early, unless it was added before. ``prompt`` is the
-        number in the batch.
+        """Queue a prompt's group for the rewards that start early; a group that was added before is ignored.
+        ``prompt`` is the prompt's number in the batch.
 
         Raises:
             RewardError: for a row that lacks a column; also if a reward with ``on_error: stop`` had a problem with
@@ -223,7 +223,7 @@ class Scoring:
             groups.ask((rollout, prompt), table)
 
     def finish(self, rollouts: Sequence[Rollout], prompts: Sequence[int] | None = None) -> list[Scores]:
-        """Return the scores of the rollouts, or of the rows of some prompts of each; raises like ``RewardSet.score``.
+        """Return the scores of each rollout, for all prompts or only for ``prompts``; raises like ``RewardSet.score``.
 
         The scores' ``seconds`` do not include the time before this call.
         """
@@ -243,7 +243,7 @@ class Scoring:
         return found
 
     def close(self) -> None:
-        """Cancel what is not scored yet, and end the threads."""
+        """Cancel the groups that are not scored yet, and end the threads."""
         for groups in self.early.values():
             groups.feed.cancel()
         self._threads.shutdown()
@@ -264,8 +264,8 @@ class Scoring:
 def add_up(rewards: Sequence[OpenReward], results: Mapping[str, RewardResult], table: Table, started: float) -> Scores:
     """Sum the rewards' values with their weights; rows that no reward scores get the mean of the rest of their group.
 
-    A row whose environment failed gets the failure's reward as each value and as its total; without one it counts as
-    unscored. The first row to which no reward applies, although none had a problem, is logged.
+    A row whose environment failed gets ``Failure.reward`` as each value and as its total; if that is None, the row is
+    unscored. A warning names the first row to which no reward applies, apart from rows that had a problem.
     """
     total_B = np.zeros(table.size)
     scored_B, any_B, skipped_B = (np.zeros(table.size, dtype=bool) for _ in range(3))
@@ -315,8 +315,8 @@ def add_up(rewards: Sequence[OpenReward], results: Mapping[str, RewardResult], t
 
 
 def check_some_scored(rollout: Rollout, scores: Scores) -> None:
-    """Check that at least one row of a rollout is scored, unless a reward had a problem or an environment failed.
-    Raises RewardError if every reward with a weight gave None for all rows."""
+    """Raise RewardError if no reward with a weight applies to any row of a rollout. A rollout in which a reward had a
+    problem or an environment failed is accepted."""
     rows = len(rollout.texts)
     problems = sum(f.value for n, f in scores.figures.items() if n.endswith(("/errors", "/timeouts")))
     failed = any(c.episode is not None and c.episode.failure is not None for c in rollout.completions)

@@ -87,7 +87,7 @@ def try_rewards(
 
 
 def _failures(name: str, result: RewardResult, alone: Sequence[Mapping[str, RewardResult]]) -> Iterator[Failure]:
-    """Yield a reward's failures; replace a failure of several rows by those of the rows that fail alone, if any do."""
+    """Yield a reward's failures; for a failure of several rows, the failures of its rows when called alone, if any."""
     for rows, text in result.failures:
         of_one = [Failure(name, *failure) for row in rows if len(rows) > 1 for failure in alone[row][name].failures]
         yield from of_one or [Failure(name, rows, text)]
@@ -115,7 +115,7 @@ def read_completions(path: Path, step: int = 0) -> Rollout:
 
 
 def row_by_row(rewards: RewardSet, rollout: Rollout) -> list[dict[str, RewardResult]]:
-    """Ask every reward about every row alone; return for each row the results by the rewards' names."""
+    """Call every reward for every row alone; return for each row the results by the rewards' names."""
     found = []
     for row, prompt in enumerate(rollout.row_prompts):
         batch, own = PromptBatch(rollout.batch.step, (prompt,)), slice(row, row + 1)
@@ -125,7 +125,7 @@ def row_by_row(rewards: RewardSet, rollout: Rollout) -> list[dict[str, RewardRes
 
 
 def disagreements(scores: Scores) -> list[Disagreement]:
-    """Find, for each two rewards, the rows on which one is above 0 and the other is not."""
+    """Find, for each pair of rewards, the rows that one scores above 0 and the other does not."""
     found = []
     for (first, a), (second, b) in combinations(scores.by_name.items(), 2):
         both = ~np.isnan(a) & ~np.isnan(b)

@@ -1,7 +1,7 @@
-"""A run without arrays: the same model, engine and weight sync, built from abstract values.
+"""The model, learner, engine and weight sync of a run, built without arrays, so that a plan can compile their programs.
 
-Every array is a ``jax.ShapeDtypeStruct``. The devices can be any that XLA can compile for, including those of a TPU
-slice that this machine does not have.
+Every array is replaced by a ``jax.ShapeDtypeStruct``. The devices can be any that XLA can compile for, including those
+of a TPU slice that this machine does not have.
 """
 
 import tempfile
@@ -34,7 +34,7 @@ from tpu_grpo.weights.sync import WeightSync
 
 @contextmanager
 def open_abstract_checkpoint(config: RunConfig, read: Checkpoint | None = None) -> Iterator[Checkpoint]:
-    """Read the run's model from config.json alone; for a built-in model, that file is written for the block's duration.
+    """Yield the run's model as its config.json describes it; a built-in model's config.json exists during the block.
 
     ``read`` is the checkpoint of a model that is not built in, if it has been read already.
 
@@ -53,7 +53,7 @@ def open_abstract_checkpoint(config: RunConfig, read: Checkpoint | None = None) 
 
 @dataclass(frozen=True)
 class AbstractRun:
-    """The parts of a run with abstract values; each is built when it is first used."""
+    """The parts of a run without arrays; each part is built when it is first used."""
 
     config: RunConfig
     checkpoint: Checkpoint

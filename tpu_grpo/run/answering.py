@@ -31,7 +31,7 @@ from tpu_grpo.run.parts import stop_ids
 from tpu_grpo.run.policies import choose, load_policy
 
 STEPS_PER_LAUNCH = 4
-"""Tokens per launch, after which the texts are updated: fewer would be slower, more would make the text jump."""
+"""Tokens of a launch, after which the shown text grows: fewer would be slower, more would make the text jump."""
 CHAT_TOKENS = 2048
 """A chat has room for at least this many tokens, if the model supports that many."""
 
@@ -78,7 +78,7 @@ class Speaker:
         return record_of(text, columns, self._config.data)
 
     def prompt(self, record: Mapping[str, Any], history: Sequence[Message] = ()) -> Prompt:
-        """Render a record as the run does, after the earlier messages."""
+        """Render a record as the run does, after the messages of ``history``."""
         where = ["the prompt"]
         [prompt] = self._renderer.prompts([record], where)
         if not history:
@@ -133,12 +133,12 @@ class Speaker:
     def answer(
         self, prompt: Prompt, turn: int, cancelled: Callable[[], bool]
     ) -> Iterator[list[tuple[str, Completion | None]]]:
-        """Sample answers. After every few tokens, yield (text so far, completion once it has ended) for each answer.
+        """Sample answers. After every few tokens, yield (text so far, completion or None until it ends) per answer.
 
-        The random numbers are keyed by the seed, the turn's number and the answer's number, as a run's are by its keys.
+        The random numbers depend only on the seed, ``turn``, and the number of the answer.
 
         Raises:
-            RequestError: there is no room for the prompt and an answer.
+            RequestError: prompt and answer may be longer than the engine's context.
         """
         assert self._engine is not None, "start comes first"
         tokens, new, context = len(prompt.token_ids), self._sampling.max_new_tokens, self._engine.options.context_tokens

@@ -1,8 +1,8 @@
-"""Takes ``run.dir`` for a run: it is made, continued, or moved aside, and never overwritten.
+"""Reserves ``run.dir`` for a run. An earlier run in the directory is continued or moved aside, never overwritten.
 
 One run at a time has the directory (lock.py). All hosts of the run must see the same directory; host 0 acts for all.
-With ``checkpoint.resume=never`` an earlier run is moved aside. With ``auto`` and ``require`` an earlier run is
-continued, or found done; the start is refused if the earlier run had other settings.
+With ``checkpoint.resume=never``, a directory with an earlier run is renamed. With ``auto`` and ``require``, the earlier
+run is continued, or found done; the start is refused if the earlier run had other settings.
 """
 
 import contextlib
@@ -54,14 +54,14 @@ Told = tuple[str, str]
 
 @dataclass(frozen=True)
 class Earlier:
-    """What was found in ``run.dir`` before a run starts there; finding out writes nothing."""
+    """What `look` finds in ``run.dir`` before a run starts there; looking writes nothing."""
 
     makes_room: bool = False
-    """Whether an earlier run has to make room for this one."""
+    """Whether the files of an earlier run must be moved aside."""
     steps: tuple[int, ...] = ()
     """The steps that have a checkpoint to continue from, ascending."""
     changes: tuple[Change, ...] = ()
-    """What differs from the steps that are done."""
+    """The settings and files that have changed since the steps that are done."""
     summary: dict[str, Any] | None = None
     """The earlier run's summary if nothing is left to do; otherwise None."""
     refusal: Told | None = None
@@ -95,10 +95,10 @@ class Earlier:
 def look(config: RunConfig, hosts: Hosts, *, guess: bool = False) -> Earlier:
     """Look at the content of ``run.dir`` without taking it. Every host calls this, host 0 looks; needs no jax.
 
-    With ``guess``, also refuse a directory that a process on another machine seems to have; being sure would take time.
+    With ``guess``, also refuse a directory that a process on another machine seems to hold, without making sure.
 
     Raises:
-        ConfigError: on every host, for a directory that another process has.
+        ConfigError: on every host, for a directory that another process holds.
     """
 
     def look_for_all() -> Earlier:
@@ -174,7 +174,7 @@ def _has_to_make_room(directory: Path) -> bool:
 
 
 def _changes_since(config: RunConfig) -> tuple[Change, ...]:
-    """List what differs from the run that has done steps there; refuse changes that make results incomparable."""
+    """List what has changed since an earlier run did steps; refuse changes that make results incomparable."""
     directory, allowed = config.run_dir, config.checkpoint.allow_changes
     path, metrics, known = directory / CONFIG_FILE, directory / METRICS_FILE, directory / SOURCES_FILE
     has_steps = saved_steps(directory / CHECKPOINTS_DIR) or (metrics.exists() and metrics.stat().st_size > 0)
@@ -230,7 +230,7 @@ def _sources_in(path: Path) -> dict[str, dict[str, str]]:
 
 
 def _how_it_broke_off(directory: Path) -> list[str]:
-    """Return one line that says how the run there ended; no line if it was done, was stopped, or never began."""
+    """Return a line on how the earlier run failed or broke off; [] if it was done, was stopped, or never began."""
     end: dict[str, Any] = {}
     if not (directory / DATA_FILE).exists():
         return []
@@ -305,7 +305,7 @@ class RunDirectory:
     def begin(self, start: int, data: Mapping[str, Any]) -> list[str]:
         """Move an earlier run aside, or record that it is continued; called once the start can no longer fail.
 
-        ``start`` is the number of steps done; ``data`` describes the prompts in ``data.json``, ``digest`` included.
+        ``start`` is the number of steps done. ``data`` describes the prompts, with their ``digest``, for ``data.json``.
         Returns lines for the console: where files were moved, and which settings and files have changed.
 
         Raises:
@@ -320,7 +320,7 @@ class RunDirectory:
         return notes + self._first_does("the record of the run", list[str], lambda: self._record(start, data))
 
     def is_ours(self) -> bool:
-        """Whether no other process has taken the directory over (asked on host 0); true also once it is released."""
+        """Whether this process, host 0, holds the directory, or has released it; False if another took it over."""
         try:
             owner = read_owner(self.path / LOCK_FILE)
         except OSError:
@@ -340,9 +340,9 @@ class RunDirectory:
             self.path.rmdir()
 
     def _look_again(self) -> bool:
-        """Return whether an earlier run has to make room; mark a directory without a run as this run's.
+        """Return whether an earlier run must be moved aside; write the config into a directory without a run.
 
-        The second look is needed because another run may have used the directory before this one had the lock.
+        The second look is needed because another run may have used the directory before this process had the lock.
         """
         seen = _seen_in(self._config)
         seen.refuse()
@@ -352,7 +352,7 @@ class RunDirectory:
         return seen.makes_room
 
     def _move_aside(self) -> tuple[str, str]:
-        """Rename the directory and take a new one in its place; returns (path of the old one, token of the lock)."""
+        """Rename the directory, and lock a new one in its place; returns (new path of the old one, lock's token)."""
         assert self._lock is not None
         before, aside = self._lock, _free_name(self.path)
         before.stop_beating()
@@ -366,7 +366,7 @@ class RunDirectory:
         return str(aside), token
 
     def _record(self, start: int, data: Mapping[str, Any]) -> list[str]:
-        """Write the run's config, sources and data, and what differs from the steps that are done."""
+        """Write the run's config, sources, data and changes since the steps done; return lines for the console."""
         changed_data = self._changed_data(start, data)
         changed = [*self._changes, *changed_data]
         history = self.path / HISTORY_FILE
@@ -387,7 +387,7 @@ class RunDirectory:
         return lost + [f"changed after step {start}: {change} ({change.meaning})" for change in changed]
 
     def _changed_data(self, start: int, data: Mapping[str, Any]) -> list[Change]:
-        """Return the change if the prompts or their order, which decides what each step samples, have changed."""
+        """Return [change] if the prompts, or their order, differ from those of the steps done, else []."""
         path = self.path / DATA_FILE
         if not start or not path.exists():
             return []

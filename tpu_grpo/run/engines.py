@@ -24,12 +24,12 @@ from tpu_grpo.weights.plan import named_leaves
 from tpu_grpo.weights.sync import CopyCheck, WeightSync
 
 PROBE_TOKENS = 16
-"""The most tokens of a completion of the probe."""
+"""The most tokens of a completion of `Probe`."""
 BOUNDS = {"float32": 1e-3, "bfloat16": 0.2}
-"""Rounding cannot cause a mean difference per token above this. We measured 1e-6 to 2e-5 in float32 and 0.005 to 0.1 in
-bfloat16; the largest come from models with experts, where rounding can change the routing."""
+"""By model.dtype: rounding cannot cause a larger mean difference of log-probabilities. We measured 1e-6 to 2e-5 in
+float32 and 0.005 to 0.1 in bfloat16; the largest come from models with experts, where rounding can change routing."""
 CACHE_BOUNDS = {"auto": 0.0, "int8": 0.2, "fp8": 0.5}
-"""The bound is at least this with such a KV cache. We measured 0.02 to 0.05 with int8 and 0.006 to 0.19 with fp8; the
+"""By rollout.kv_dtype: the bound is at least this. We measured 0.02 to 0.05 with int8 and 0.006 to 0.19 with fp8; the
 largest come from random models with large weights."""
 
 
@@ -90,16 +90,16 @@ class SyncedEngines:
     def release(self) -> None:
         """Free the engines' caches and the weights that the sync wrote, until the next ``install``.
 
-        Leaves that share the trainer's arrays stay, because the trainer needs them.
+        Weights that share arrays with the trainer stay, because the trainer needs them.
         """
         assert self.sync is not None, "install comes before release"
         self.replicas.release()
         self.sync.release()
 
     def worst_leaf(self, params: nnx.State) -> tuple[str, float]:
-        """Compute the sampler's parameters anew from the trainer's; return the one that differs most, and by how much.
+        """Recompute the sampler's parameters from the trainer's; return (name, largest difference) of the worst one.
 
-        Differences in the last bit of a merged adapter are ignored, because two programs may round differently.
+        Differences in the last bit of weights with merged adapters are ignored, as two programs may round differently.
         """
         assert self.sync is not None, "install comes first"
         gaps = {}
@@ -133,7 +133,7 @@ class SyncedEngines:
 
 
 def probe_bound(config: RunConfig) -> float:
-    """Return the largest mean difference of log-probabilities that rounding, and the dtype of the cache, can cause."""
+    """Return the largest mean difference of log-probabilities that rounding and the KV cache's dtype can cause."""
     return max(BOUNDS[config.model.dtype], CACHE_BOUNDS[config.rollout.kv_dtype])
 
 
@@ -141,9 +141,9 @@ def probe_bound(config: RunConfig) -> float:
 class Probe:
     """Compares engines and trainer after the first sync and after every ``meshes.probe_every`` syncs.
 
-    The engines sample a few tokens after fixed prompts with fixed keys, and the trainer computes the log-probabilities
-    of the same tokens. A mean difference beyond the bound stops the run. The weights are compared, too, each leaf with
-    values that a separate program computes: a few tokens would not reveal a leaf that one sync left out.
+    The engines sample a few tokens after fixed prompts with fixed seeds, and the trainer computes the log-probabilities
+    of these tokens. A mean difference beyond the bound stops the run. Each weight of the engines is also compared with
+    values that a separate program computes: a few tokens would not reveal a weight that one sync left out.
     """
 
     config: RunConfig

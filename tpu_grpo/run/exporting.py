@@ -1,7 +1,7 @@
 """Exports a policy as a directory: a Hugging Face checkpoint, or adapters in the format of PEFT.
 
-README.md has the figures of the run; tpu_grpo.yaml is a copy of its config, for scripts/sample.py. All hosts gather one
-array at a time, and host 0 writes it. The directory gets its final name once it is complete.
+Its README.md has the run's metrics; its tpu_grpo.yaml is a copy of the run's config, for scripts/sample.py. All hosts
+gather one array at a time, and host 0 writes it. The directory gets its final name once it is complete.
 """
 
 import re
@@ -40,7 +40,7 @@ class Policy:
     checkpoint: Checkpoint
     tokenizer: PreTrainedTokenizerFast
     stepped: Mapping[str, Any] = field(default_factory=dict)
-    """Name -> trained parameter in float32, to export in place of the model's; empty to export those of the model."""
+    """Name -> float32 parameter that is exported instead of the model's; empty to export the model's own."""
 
     @property
     def leaves(self) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def _write_adapters(target: Path | None, config: RunConfig, policy: Policy, dtyp
 
 
 def _reader(config: RunConfig, policy: Policy) -> Read:
-    """Return a function that reads a leaf by name; adapters are merged into it in float32, as in the weight sync."""
+    """Return a function from name to parameter; adapters are merged in float32, as in the weight sync."""
     leaves = policy.leaves
     adapters = adapters_of(leaves)
     axes = {rule.source: rule.input_axis for rule in policy.checkpoint.weight_rules}
@@ -120,7 +120,7 @@ def _reader(config: RunConfig, policy: Policy) -> Read:
 def _sampling(config: RunConfig) -> dict[str, Any]:
     """Return the run's sampling settings under Hugging Face's names.
 
-    ``max_new_tokens`` is left out: lm-eval and vLLM's server would cut answers there, whatever length they ask for.
+    ``max_new_tokens`` is left out: lm-eval and vLLM's server would cut longer answers, whatever length users request.
     """
     rollout = config.rollout
     if rollout.temperature == 0.0:

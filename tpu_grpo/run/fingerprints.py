@@ -1,10 +1,10 @@
-"""Fingerprints of what a run depends on, by name: compared between its hosts, and with the run that it continues.
+"""Values and digests of what a run depends on, compared between its hosts and with the run that it continues.
 
     hosts.agree_all(fingerprints(config))             # before anything is built
-    hosts.agree_all(model_fingerprints(directory))    # again, for a built-in model that was only now taught
+    hosts.agree_all(model_fingerprints(directory))    # for a built-in model, after it was trained
     changed_settings(before, config)                  # "optimizer.learning_rate: 1e-06 -> 0.0001"
 
-config/setting_names.py says how a change affects results.
+config/setting_names.py says how a change of each setting affects results.
 """
 
 import glob
@@ -35,8 +35,8 @@ SHOWN = 60
 """Messages show this many characters of a value at most."""
 ABSENT = "absent"
 WEIGHTS_BYTES = 64 * 2**20
-"""Model files larger than this hold weights. A continued run reads them again only for a reference model: with one,
-their content is compared; without one, only their size."""
+"""Model files larger than this hold weights. A continued run needs them only for a reference model. So their content
+is compared if the run has a reference model, else only their size."""
 
 
 def fingerprints(config: RunConfig) -> dict[str, str]:
@@ -55,7 +55,7 @@ def model_fingerprints(directory: Path) -> dict[str, str]:
 
 
 def _digests(files: Iterable[tuple[str, Path]]) -> dict[str, str]:
-    """Name -> digest. An unreadable file gets a value that says so; the code that opens the file reports the error."""
+    """Name -> digest, or a text for an unreadable file, for which the code that opens it later raises the error."""
 
     def digest(named: tuple[str, Path]) -> tuple[str, str]:
         name, path = named
@@ -82,7 +82,7 @@ def _files(config: RunConfig) -> Iterator[tuple[str, Path]]:
 
 
 def _data_files(setting: str, given: str) -> Iterator[tuple[str, Path]]:
-    """Yield the data files, or the source file of the user's function that makes the data; URLs and names give none."""
+    """Yield (name, path) of the data files, or of the source of the user's data function; none for URLs and the Hub."""
     path = Path(given).expanduser()
     if path.is_dir():
         for file in sorted(file for file in path.rglob("*") if file.is_file()):

@@ -1,4 +1,4 @@
-"""Opens and checks what a run reads: model, environments, rewards and prompts; once, and before jax is imported.
+"""Opens and checks what a run reads: model, environments, rewards and prompts. Runs once, before jax is imported.
 
 Quick checks come first, so that a typing error is reported at once: the files of model and data are checked before
 the tokenizer library is imported.
@@ -49,7 +49,7 @@ class Inputs:
     config: RunConfig
     """The run's config, with run.epochs converted to run.max_steps."""
     checkpoint: Checkpoint | None
-    """None for a built-in model, which is taught later, when the run's parts are built."""
+    """None for a built-in model, which is trained on its task later, when the run's parts are built."""
     tokenizer: "PreTrainedTokenizerFast"
     environments: Mapping[str, LoadedEnvironment]
     """Environments by the names that the data uses for them; empty if completions are single answers."""
@@ -60,7 +60,7 @@ class Inputs:
 
 
 def open_inputs(config: RunConfig, reading: Callable[[], None] = lambda: None) -> Inputs:
-    """Open and check everything that a run reads; ``reading`` is called before all data is read.
+    """Open and check all that a run reads; ``reading`` is called after quick checks, before the data is read whole.
 
     Raises:
         ConfigError: for templates, columns and settings that do not fit data, tokenizer or model, and for a needed
@@ -68,7 +68,7 @@ def open_inputs(config: RunConfig, reading: Callable[[], None] = lambda: None) -
         CheckpointError: for a model or tokenizer that is missing, broken or not supported.
         DataError: for data that is missing or malformed, or prompts that are empty or too long.
         RewardError: for a reward that cannot be loaded, or does not fit the data.
-        EpisodeError: for an environment that cannot be found, or lacks the form of one.
+        EpisodeError: for an environment that cannot be found, or whose class cannot be used as one.
     """
     check_trackers(config.logging)
     if config.logging.against is not None:
@@ -127,7 +127,7 @@ def _rewards_of_evaluation(config: RunConfig, columns: Collection[str], of_run: 
 
 
 def _columns_at_a_glance(config: RunConfig) -> tuple[Collection[str] | None, Collection[str] | None]:
-    """Return (columns of the training data, columns of the held-out data); None where finding out would take time.
+    """Return (columns of the training data, columns of the held-out data), each None if reading it takes time.
 
     Only the first record of every source is read; it has to fit its template.
     """
@@ -158,8 +158,8 @@ def load_environments(config: RunConfig) -> dict[str, LoadedEnvironment]:
     """Load the environments of a config, by the names that the data uses for them; a single one has the name "".
 
     Raises:
-        EpisodeError: for an environment that cannot be found or lacks the form of one, and if no environment gives
-            the rewards that the config asks for.
+        EpisodeError: for an environment that cannot be found or whose class cannot be used as one, and if no
+            environment gives the rewards that the config asks for.
     """
     if not config.environment.is_on:
         return {}
@@ -183,7 +183,7 @@ def load_environments(config: RunConfig) -> dict[str, LoadedEnvironment]:
 
 
 def check_environment_columns(loaded: Mapping[str, LoadedEnvironment], columns: Collection[str]) -> None:
-    """Check that there is a column that selects the environment, and all columns that ``reset`` requires.
+    """Check that the data has a column that selects the environment, and all columns that ``reset`` requires.
 
     Raises:
         DataError: for a column that is missing.
@@ -221,7 +221,7 @@ def tools_of(loaded: Mapping[str, LoadedEnvironment]) -> ToolsOf | None:
 
 
 def read_model(config: RunConfig) -> Checkpoint | None:
-    """Check, from the headers of its files, that the model is complete and supported; for a built-in one, the name.
+    """Check from file headers that the model is complete and supported; of a built-in model, only check its name.
 
     Raises:
         CheckpointError: for files that are missing or broken, and for a model that is not supported.
@@ -242,7 +242,7 @@ def read_model(config: RunConfig) -> Checkpoint | None:
 
 
 def builtin_name(config: RunConfig) -> str:
-    """Return the name after BUILTIN in model.path, which is the name of the task that the model is taught.
+    """Return the name after BUILTIN in model.path, which is the name of the task that the model is trained on.
 
     Raises:
         ConfigError: if there is no built-in model of that name.
@@ -265,7 +265,7 @@ def check_model(config: RunConfig, checkpoint: Checkpoint) -> None:
     """Check that the model can do what the config asks of it.
 
     Raises:
-        ConfigError: if sequences are longer than the model takes, or if it lacks modules, layers or experts.
+        ConfigError: if sequences exceed the model's context, or the model lacks modules, layers or experts.
     """
     longest, scaling = checkpoint.hf_config.get("max_position_embeddings"), checkpoint.config.scaling
     if longest is not None and isinstance(scaling, YarnScaling):  # ``longest`` is the context before scaling
@@ -291,7 +291,7 @@ def check_model(config: RunConfig, checkpoint: Checkpoint) -> None:
 
 
 def open_tokenizer(config: RunConfig, checkpoint: Checkpoint | None) -> "PreTrainedTokenizerFast":
-    """Open the tokenizer of the model that `read_model` returned; works before a built-in model has been taught.
+    """Open the tokenizer of the model that `read_model` returned; works before a built-in model has been trained.
 
     Raises:
         CheckpointError: for a tokenizer that is missing, broken or without an end or padding token.
@@ -310,7 +310,7 @@ def open_model(config: RunConfig, hosts: Hosts) -> "tuple[Checkpoint, PreTrained
 
 
 def agreed_checkpoint(config: RunConfig, hosts: Hosts, read: Checkpoint | None) -> Checkpoint:
-    """Check that all hosts have the same checkpoint; a host without the built-in model teaches it now.
+    """Return the checkpoint, after a check that all hosts have the same; a missing built-in model is trained now.
 
     Every host calls this; ``read`` is the result of `read_model`.
 

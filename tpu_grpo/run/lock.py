@@ -1,14 +1,14 @@
-"""A lock file reserves a run's directory for one process: it names the process, and is locked while that lives.
+"""Reserves a run's directory for one process by a lock file, which names the process and is locked while it lives.
 
 Three signs say whether the named process is alive; the first one that is available decides:
 
-1. The operating system's lock on the file (flock), which ends with its process in any case. It works within one
-   machine, and on file systems that pass locks between machines. Reward workers do not inherit it.
+1. The operating system's lock on the file (flock), which always ends with its process. It works within one machine, and
+   on file systems that pass locks between machines. Reward workers do not inherit it.
 2. On this machine, if the file system has no locks: the process id, together with the start time of the process.
 3. On another machine: the process increments a count in the file every ``BEAT_SECONDS``. A process that finds the file
    watches the count for ``SILENT_SECONDS``. Clocks are compared only to see that a file is older than ``OLD_SECONDS``.
 
-A process that was taken for dead, but only suspended, finds another process named in its file when it resumes; it ends.
+A suspended process may be taken for dead. When it resumes, it finds another process named in its lock file, and ends.
 """
 
 import contextlib
@@ -41,13 +41,13 @@ may show the content of a minute ago."""
 OLD_SECONDS = 1800.0
 """A file last written this long ago, by this machine's clock, belongs to a dead process; no need to watch it."""
 SETTLE_SECONDS = 2.0
-"""After replacing a process of another machine, wait this long and look again: two may have replaced it at once."""
+"""After replacing a process of another machine, wait this long and reread: two processes may have done so at once."""
 RETRIES, PAUSE = 5, 0.2
-"""Retries of a failed lock: `holder` locks the file for a moment, and a new owner writes its name a bit later."""
+"""Retries of a failed lock, and seconds between them: `holder`, in another process, locks the file for a moment."""
 ATTEMPTS = 20
 """The most attempts to lock the file, because another process may replace it between opening and locking."""
 RECORD_BYTES = 512
-"""The record is padded to one size, so that it can be rewritten in place and is never seen cut off."""
+"""The file's content, an `Owner`, is padded to this size: it can be rewritten in place, and is never seen cut off."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,9 @@ class Owner:
     host: str
     process: int
     since: str
-    """When it took the directory, UTC."""
+    """When the process took the directory, UTC."""
     began: float
-    """When the process began, in seconds since the epoch: its process id may have been reused since."""
+    """When the process began, in seconds since the epoch; tells it from a later process with the same id."""
     boot: str
     """Identifies the machine and its boot; containers of one machine have the same value."""
     namespace: str
@@ -205,7 +205,7 @@ class RunLock:
 def holder(directory: Path, *, guess: bool = False) -> Owner | None:
     """Return the process that holds a directory; None if there is none, or if being sure would take time.
 
-    With ``guess``, a process on another machine counts if its last heartbeat is less than SILENT_SECONDS old.
+    With ``guess``, a process on another machine counts as alive if its last heartbeat is younger than SILENT_SECONDS.
     """
     path = directory / LOCK_FILE
     try:
@@ -233,7 +233,7 @@ def taken(directory: Path, owner: Owner | None) -> ConfigError:
 
 
 def _refuse_if_taken(path: Path, file: int, silent_seconds: float, tell: Callable[[str], None]) -> Owner | None:
-    """Lock the file and return its dead owner, None without one; raise ConfigError if the owner lives."""
+    """Lock the file; return the dead process that it names, or None; raise ConfigError if that process lives."""
     for attempt in range(RETRIES):
         if attempt:
             time.sleep(PAUSE)
@@ -264,7 +264,7 @@ def _is_held(file: int, kind: int) -> bool | None:
 
 
 def _lives(owner: Owner, held: bool | None) -> bool | None:
-    """Decide by the first two signs, the lock and the process id; None if they cannot decide (another machine)."""
+    """Return whether the owner lives, by its lock or process id; None if neither can tell (another machine)."""
     if held:
         return True
     if held is False and owner.boot == _here()[0]:

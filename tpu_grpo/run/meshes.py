@@ -1,4 +1,4 @@
-"""The placement of a run: the trainer's mesh, the sampler's devices and the size of its replicas."""
+"""The placement of a run: the trainer's mesh, the sampler's devices, and the size of the sampler's replicas."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from tpu_grpo.models.families.trainer_attention import flash_block, whole_blocks
 from tpu_grpo.records.errors import ConfigError
 
 SHARE_BYTES = 4 * 2**30
-"""A default replica is the smallest in which no device holds more than this many bytes of weights."""
+"""By default, a replica has the fewest devices of which none holds more than this many bytes of weights."""
 
 
 @dataclass(frozen=True)
@@ -100,9 +100,9 @@ def _devices(config: RunConfig, devices: Sequence[Any]) -> tuple[list[Any], list
 
 
 def default_tensor(config: RunConfig, checkpoint: Checkpoint, devices: int) -> int:
-    """Return the smallest number of devices per replica that leaves each at most SHARE_BYTES of weights.
+    """Return the smallest number of devices per replica with at most SHARE_BYTES of weights on each device.
 
-    If no number does, return the largest that the model allows. The result is the same on all hosts.
+    If there is no such number, return the largest that the model allows. The result is the same on all hosts.
     """
     weight_bytes = checkpoint.parameter_count * jnp.dtype(config.model.dtype).itemsize
     possible = [size for size in sampler_sizes(checkpoint) if devices % size == 0]

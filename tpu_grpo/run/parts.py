@@ -162,9 +162,9 @@ class HeldOut:
     temperature: float
     """The temperature of the sampled answers."""
     best: str
-    """The name mode/reward of the value by whose maximum the best step is chosen."""
+    """The result "mode/reward" of an evaluation, such as greedy/gsm8k, whose maximum decides which step is the best."""
     environments: Environments | None = None
-    """The environments of conversations, shared with the run if there is one; None for single answers."""
+    """The environments of conversations, shared with the training run, if any; None for single answers."""
 
     def close(self) -> None:
         """Close the rewards and environments, and end their processes."""
@@ -174,7 +174,7 @@ class HeldOut:
 
 
 def open_task(config: RunConfig, inputs: Inputs, algorithm: RunAlgorithm, hosts: Hosts) -> Task:
-    """Open the task; the hosts divide the scoring among them.
+    """Open the task; each host scores a part of the completions.
 
     Raises:
         ConfigError: if rewards are per token, and the algorithm would spread them over all tokens.
@@ -222,7 +222,7 @@ def _distributed(
 
 
 def _check_token_rewards(config: RunConfig, rewards: RewardSet, algorithm: RunAlgorithm) -> None:
-    """Refuse rewards and settings with advantages per token, if the algorithm would spread these over all tokens."""
+    """Raise ConfigError for advantages of single tokens if the algorithm would spread them over all tokens."""
     credits = [f"{list(rewards.token_rewards)} give single ones"] if rewards.token_rewards else []
     if config.environment.is_on and config.environment.turn_credit == "turn":
         credits.append("environment.turn_credit=turn gives those of a turn")
@@ -252,7 +252,7 @@ def open_environments(
 ) -> Environments | None:
     """Open the environments of a run; None for a run without.
 
-    ``judges`` are the rewards; if one of them reads attributes of environments, these are kept after the conversation.
+    ``judges`` are the rewards. If one of them reads environments' attributes, these outlast the conversations.
 
     Raises:
         RewardError: if a reward needs environments, and the run has none.
@@ -278,8 +278,8 @@ def open_environments(
 def stop_ids(config: RunConfig, tokenizer: PreTrainedTokenizerFast, directory: Path) -> tuple[int, ...]:
     """Return the ids that end a completion or a turn of the run's policy, ascending.
 
-    They are the end tokens of the model's tokenizer, config.json and generation_config.json in ``directory``. In
-    conversations, the tokens with which the chat template ends a turn are added: a base model's end token differs.
+    They are the end tokens of the model's tokenizer, config.json and generation_config.json in ``directory``. For
+    conversations, those with which the chat template ends a turn are added: a base model has another end token.
 
     Raises:
         CheckpointError: for a broken file of the model.
@@ -303,8 +303,8 @@ def evaluate_policy(
 def built_for_good() -> Iterator[None]:
     """Exclude the objects that exist before the block from garbage collection during it.
 
-    Python collects long-lived objects only once new ones are a quarter of all. As half a million exist before the
-    first step, the cyclic garbage of hundreds of steps would pile up in memory before it is collected.
+    Python collects old objects only once there are a quarter as many new ones. Half a million objects exist before the
+    first step, so the cyclic garbage of hundreds of steps would pile up in memory before it is collected.
     """
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""A GRPO run, top to bottom.
+"""The training loop of a GRPO run, from the first step to the summary.
 
     prompts -> rollout -> rewards -> update -> weight sync, and again
 
@@ -63,7 +63,7 @@ def train(
     Args:
         config: the run.
         hosts: the connected hosts of the run, whose settings have been compared (run/fingerprints.py).
-        watch: gets the name of each stage, for messages when another host is lost.
+        watch: is given the name of each stage, for messages when another host is lost.
         stop: once a stop is requested, the run ends after the current step at the latest, with a checkpoint.
         inputs: the run's inputs, if they are open already.
         callbacks: get the metrics and samples of steps and evaluations, on host 0.
@@ -120,7 +120,7 @@ class Run:
     warned_of_lost_steps: bool = False
 
     def train(self, start: int, notes: Sequence[str] = ()) -> None:
-        """Run steps ``start + 1`` to ``run.max_steps``, or until every prompt is retired; show ``notes`` first."""
+        """Run steps ``start + 1`` to ``run.max_steps``, or until no prompt is left; show ``notes`` first."""
         for note in (*notes, *notices(self.config), *self.parts.learner.restore_notes):
             self.log.note(note)
         if start:
@@ -191,7 +191,7 @@ class Run:
             self.log.note("; ".join(map(str, beside_plan([line], self.planned))))
 
     def _sampled_groups(self, step: int) -> StepGroups:
-        """Sample rounds of prompts until enough groups are informative, at most data.dynamic.rounds."""
+        """Sample at most data.dynamic.rounds batches of prompts, until enough groups have a learning signal."""
         rounds = Rounds(wanted=self.config.data.prompts_per_step)
         for _ in range(self.config.data.dynamic.rounds):
             scored = self._scored_rollout(self.draw.batch(step, after=rounds.last))
@@ -217,7 +217,7 @@ class Run:
         return ScoredRollout(rollout, scores)
 
     def _warn_of_lost_steps(self, step: int, update: UpdateResult) -> None:
-        """Warn once if rounding removes a part of the optimizer's step; see ``update/step_kept``."""
+        """Warn once if rounding removes much of the optimizer's step, by the metric ``update/step_kept``."""
         kept = update.metrics["update/step_kept"]
         if kept < KEPT_AT_LEAST and not self.warned_of_lost_steps:
             self.warned_of_lost_steps = True
@@ -230,7 +230,7 @@ class Run:
         """Save a checkpoint; write adapters also as separate files that other libraries read."""
         with self.watch.stage(f"saving step {step}"):
             self.parts.learner.save(step, best=self._best_step)
-            give_back_memory()  # of the previous save, which has ended by now
+            give_back_memory()  # that the previous save, done by now, has freed
             if adapters := self.parts.learner.adapters():
                 if self.hosts.is_first:
                     directory = self.config.run_dir / ADAPTERS_DIR / str(step)

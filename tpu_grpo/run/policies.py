@@ -1,4 +1,4 @@
-"""Loads the weights of a run, for training, or those of a checkpoint that the user names."""
+"""Loads the weights with which a run starts, or those of a checkpoint that the user names."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,7 +90,7 @@ def load_policy(config: RunConfig, checkpoint: Checkpoint, mesh: Mesh, chosen: C
 def exported_values(config: RunConfig, model: nnx.Module, chosen: Chosen, host: int = 0) -> Values:
     """Read the trained parameters in float32, by name, for a float32 export of a run that computes in bfloat16.
 
-    ``model`` is the policy of that checkpoint. Any other export needs no more than the model, and gets an empty result.
+    ``model`` is the policy of that checkpoint. For any other export the result is empty: ``model`` suffices.
 
     Raises:
         CheckpointError: as `load_policy`.

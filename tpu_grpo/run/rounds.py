@@ -1,17 +1,17 @@
-"""Dynamic sampling (DAPO): a step samples rounds of prompts until enough groups are informative.
+"""Dynamic sampling (DAPO): a step samples batches of prompts, called rounds, until enough groups are informative.
 
     rounds = Rounds(wanted=2)
     rounds.add(scored, informative_P)       # repeated until rounds.enough, at most as often as the config allows
     groups = rounds.groups()
 
-For P = 2 and rounds of three prompts, with informative groups + and others -:
+A group, the completions of one prompt, is informative if its rewards differ (learner/signal.py). For P = 2 wanted
+groups and rounds of three prompts, with + for an informative group:
 
     - + -              too few: another round is sampled
     - + -   + - +      groups 2 and 4 are learnt from; the next step begins with prompt 5
     - + -   - - -      without a third round: group 2, and group 1 with weight 0; all six prompts are used up
 
-Groups are chosen in the order of the prompts, never in the order of completion. The learner always gets P groups;
-it gives groups that are not informative the weight 0 (see learner/signal.py).
+Groups are chosen in the order of the prompts, not in that of finishing. Uninformative ones get weight 0 in the learner.
 """
 
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ class StepGroups:
     chosen: tuple[int, ...]
     """The numbers of the P groups for the learner, ascending."""
     needed: int
-    """The number of groups up to the last needed one; the next step draws the prompts after it again."""
+    """The number of leading groups whose prompts are used up; the next step samples the later prompts again."""
     informative: int
     """The number of informative groups among all sampled ones."""
     rounds: int
@@ -62,7 +62,7 @@ class StepGroups:
         return self.sampled if len(numbers) == len(self.sampled.rollout.batch.prompts) else self.sampled.select(numbers)
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of dynamic sampling: sampled groups, rounds, and groups of weight 0 that fill the step."""
+        """Return the metrics of dynamic sampling: groups sampled, rounds, and chosen groups of weight 0."""
         return {
             "groups/sampled": len(self.sampled.rollout.batch.prompts),
             "groups/rounds": self.rounds,
@@ -94,7 +94,7 @@ class Rounds:
         return self._informative_N.sum() >= self._wanted
 
     def groups(self) -> StepGroups:
-        """Choose the first informative groups; if they are too few, fill up with the first other groups."""
+        """Choose the first ``wanted`` informative groups; if there are too few, add the first other groups."""
         informative = self._informative_N
         found = np.flatnonzero(informative)[: self._wanted]
         others = np.flatnonzero(~informative)[: self._wanted - len(found)]

@@ -7,7 +7,7 @@ Consecutive steps form one recording. Steps 3, 4 and 10 give two recordings, wit
     step_10_host_0.json.gz
     plugins/profile/step_10/host_0.xplane.pb
 
-In the main thread, spans are named after stages (`Watch.stage`) and the host's work for an engine (`EngineUse`).
+The main thread's spans have the names of stages (`Watch.stage`) and of the host's work for an engine (`EngineUse`).
 """
 
 import gzip

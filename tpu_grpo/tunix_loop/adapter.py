@@ -34,16 +34,16 @@ class SamplingEngine(Protocol):
     """Samples completions for Tunix's learner; any engine with these two methods will do."""
 
     def generate_texts(self, prompts: Sequence[str], config: RolloutConfig) -> SampledTexts:
-        """Sample one completion for every prompt; each group's prompt is repeated once per completion."""
+        """Sample one completion for every prompt; ``prompts`` repeats the prompt of a group for each completion."""
         ...
 
     def install(self, params: nnx.State) -> object:
-        """Install these parameters (the trainer's ``nnx.Param``), and drop caches that were computed with others."""
+        """Install these parameters (the trainer's ``nnx.Param``), and drop caches computed with earlier parameters."""
         ...
 
 
 def rollout_engine(engine: SamplingEngine, *, pad_id: int, eos_id: int) -> Any:
-    """Return what Tunix's ``ClusterConfig.rollout_engine`` takes, and repair Tunix's learner in this process.
+    """Return a value for Tunix's ``ClusterConfig.rollout_engine``, and apply the repairs of loop_repairs.py.
 
     Call it before ``RLCluster`` is built. No prompt may hold ``pad_id``, as Tunix masks prompts by it.
     """
@@ -73,8 +73,8 @@ class RolloutAdapter(BaseRollout):
         self._completions: list[Completion] = []
 
     def generate(self, prompts: list[str], rollout_config: RolloutConfig, **kwargs: Any) -> RolloutOutput:
-        """Sample, and pad the prompts on the left to ``rollout_config.max_prompt_length``. Raises DataError if the
-        engine does not answer with one completion per prompt, or for a prompt that is longer."""
+        """Sample, and pad the prompts on the left to ``rollout_config.max_prompt_length``. Raises DataError for a
+        longer or empty prompt, or if the engine does not return one completion per prompt."""
         sampled = self._engine.generate_texts(prompts, rollout_config)
         if not len(prompts) == len(sampled.completions) == len(sampled.texts) == len(sampled.prompt_ids):
             raise DataError(
@@ -117,7 +117,7 @@ class RolloutAdapter(BaseRollout):
         return found
 
     def update_params(self, params: Any, filter_types: tuple[Any, ...] | None = None) -> None:
-        """Install the trainer's parameters in the engine, all of them; ``params`` are only the adapters with LoRA."""
+        """Install all of the trainer's parameters in the engine. ``params``, only adapters with LoRA, is not used."""
         with jax.transfer_guard("allow"):  # on CPU, RLCluster.sync_weights forbids the transfers an engine may need
             self._engine.install(parameters(self._actor))
 
@@ -130,6 +130,6 @@ class RolloutAdapter(BaseRollout):
         return self._eos_id
 
     def model(self) -> None:
-        """Return None, because the engine's weights are not an ``nnx`` module. Tunix then finds no shared arrays, and
-        syncs."""
+        """Return None, because the engine's weights are not an ``nnx`` module. Tunix then finds no arrays that trainer
+        and engine share, and syncs the weights."""
         return

@@ -2,12 +2,12 @@
 
     learner = EngineGrpoLearner(cluster, GRPOConfig(...), reward_fns)      # in place of Tunix's GRPOLearner
 
-Advantages, loss, gradient accumulation and steps are Tunix's. The old policy of the ratio is chosen here:
+Advantages, loss, gradient accumulation and steps are Tunix's. ``old_policy`` chooses a ratio's old log-probabilities:
 
-    rollout   the engine's log-probabilities, with which the tokens were sampled
-    trainer   those of a second forward pass before the update; the loss of a token is then multiplied by
-              min(exp(trainer - engine), importance_cap), which Tunix calls sampler_is_weights
-    tunix     as in Tunix: the policy itself for num_iterations=1, so that the ratio is 1; else the second forward pass
+    rollout   the engine's, with which the tokens were sampled
+    trainer   the trainer's, from a forward pass before the update. The loss of a token is then multiplied by
+              min(exp(trainer - engine), importance_cap), which Tunix calls sampler_is_weights.
+    tunix     as in Tunix: the current policy's for num_iterations=1 (the ratio is 1), else as for trainer, no factor
 
 The cluster's rollout engine must be a `RolloutAdapter`. Suffixes: B rows, T completion tokens, V vocabulary.
 """
@@ -42,7 +42,7 @@ class TrainExample(grpo_learner.TrainExample):
 
 
 class EngineGrpoLearner(grpo_learner.GRPOLearner[Any]):
-    """A ``GRPOLearner`` that learns from the engine's log-probabilities."""
+    """Tunix's ``GRPOLearner`` with the old log-probabilities of ``old_policy``, and metrics of every pass."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class EngineGrpoLearner(grpo_learner.GRPOLearner[Any]):
 def measured_loss(loss_fn: Callable[..., Any], name: str, passes: int) -> Callable[..., Any]:
     """Wrap a loss function for Tunix's trainer, so that errors name the loss and each pass is measured.
 
-    Loss and gradient are those of ``loss_fn``, unless the loss is not finite: then the gradient is not finite either.
+    Loss and gradient are those of ``loss_fn``. For a loss that is not finite, the gradient is made not finite, too.
 
     Raises:
         ConfigError: when the loss is traced, if it raises, or does not return a scalar and a dict.
@@ -190,7 +190,7 @@ class MeasuringTrainer(rl_trainer.Trainer):
         parameter = jax.tree.leaves(nnx.state(self.model))[0]
         whole = NamedSharding(parameter.sharding.mesh, PartitionSpec())
 
-        def placed(leaf: jax.Array) -> Any:  # counts lie on one device, but after a step they would lie on the mesh
+        def placed(leaf: jax.Array) -> Any:  # counts start on one device, but after a step they would be on the mesh
             if isinstance(leaf.sharding, NamedSharding):
                 return leaf
             if isinstance(parameter, jax.ShapeDtypeStruct):
@@ -236,7 +236,7 @@ class MeasuringTrainer(rl_trainer.Trainer):
 
     def _train_step(self, model: nnx.Module, optimizer: nnx.Optimizer, inputs: Any) -> Any:
         loss, aux, norm = super()._train_step(model, optimizer, inputs)
-        # laid out as before, or the next step would need another program
+        # sharded as before the step; with other shardings, the next step would be compiled again
         after = jax.lax.with_sharding_constraint(self._changing(model, optimizer), self._layout)
         nnx.update(model, after[0])
         nnx.update(optimizer, after[1])

@@ -8,8 +8,8 @@ rows.
 Tunix's agentic learners. On several hosts that fails, because ``device_put`` refuses arrays that span hosts. The
 arrays themselves, which no update writes to, are used instead.
 
-**Log-probabilities of the reference and of the old policy** are cut into micro-batches on the devices, and mixed with
-arrays of one host. Here they are gathered on every host.
+**Log-probabilities of the reference and of the old policy.** Tunix cuts these arrays into micro-batches on the devices,
+and combines them with arrays of a single host. Here they are gathered on every host.
 
 **Threads.** ``RLLearner`` samples and scores on a second thread, whose order of launches may differ between hosts.
 Here this is done on the calling thread.
@@ -17,7 +17,7 @@ Here this is done on the calling thread.
 **Sums of gradients.** optax's ``MultiSteps`` adds up in the type of the gradients: in bfloat16 every sum is rounded.
 Here sums are float32.
 
-**A policy that was restored** reaches the engine only after the first update. Here it is installed before.
+**A restored policy.** Tunix gives it to the engine only after the first update. Here the engine gets it before.
 """
 
 import functools
@@ -42,8 +42,8 @@ from tpu_grpo.models.tunix_repairs import require_reviewed_tunix
 
 
 def apply() -> None:
-    """Repair Tunix's learner in this process; a second call does nothing. Raises ConfigError unless the
-    installed version of google-tunix is the one that the repairs were reviewed for."""
+    """Repair Tunix's learner in this process; a second call does nothing. Raises ConfigError if another version of
+    google-tunix is installed than the one that the repairs were reviewed for."""
     require_reviewed_tunix()
     cluster: Any = rl_cluster.RLCluster
     learner: Any = rl_learner.RLLearner
@@ -129,17 +129,17 @@ class _ThisThread(futures.Executor):
 
 
 class SumState(NamedTuple):
-    """What `float32_sums` keeps."""
+    """The optimizer state of `float32_sums`."""
 
     passes: jax.Array
     """The number of gradients added up since the last step."""
     sums: Any
-    """float32, sharded like the parameters."""
+    """The sums of these gradients, float32, sharded like the parameters."""
     inner: Any
 
 
 def float32_sums(optimizer: optax.GradientTransformation, steps: int) -> optax.GradientTransformation:
-    """Let the optimizer step once in ``steps`` calls, with the mean of their gradients, summed in float32."""
+    """Let the optimizer step in every ``steps``-th call only, with the mean gradient of these calls, in float32."""
 
     def init(params: Any) -> SumState:
         return SumState(jnp.zeros((), jnp.int32), jax.tree.map(_zeros, params), optimizer.init(params))

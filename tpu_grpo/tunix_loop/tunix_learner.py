@@ -52,7 +52,7 @@ class TunixLearner(Learner):
 
     @staticmethod
     def build(config: RunConfig, inputs: LearnerInputs) -> Any:
-        """Build the parts that update the policy, and trace the policy loss; the parts are abstract if the model is."""
+        """Build the parts that update the policy (abstract if the model is), and trace the policy loss."""
         parts = build_tunix_parts(config, inputs)
         parts.try_loss()
         return parts
@@ -78,7 +78,7 @@ class TunixLearner(Learner):
 
 
 class _Feed:
-    """The engine and reward function of Tunix's learner: hands on what the run sampled and scored, in order."""
+    """Stands in for the engine and reward function of Tunix's learner: returns what the run sampled and scored."""
 
     def __init__(self, config: RunConfig):
         self._config = config
@@ -86,7 +86,7 @@ class _Feed:
         self._totals: tuple[float, ...] = ()
 
     def start(self, signal: Signal, scored: ScoredRollout) -> None:
-        """Begin to hand on a rollout; in completions that do not count, no token is marked as sampled.
+        """Take the rollout whose rows the methods below return; completions that do not count get no sampled token.
 
         Raises:
             DataError, NonFiniteError: for rows that cannot be learnt from.
@@ -107,12 +107,12 @@ class _Feed:
         self._rows = zip(prompts, completions, scored.rollout.texts, scored.scores.total.tolist(), strict=True)
 
     def generate_texts(self, prompts: Sequence[str], config: RolloutConfig) -> SampledTexts:
-        """Hand on the next rows, as many as there are prompts."""
+        """Return the completions of the next rows, as many as there are prompts."""
         ids, completions, texts, self._totals = zip(*itertools.islice(self._rows, len(prompts)), strict=True)
         return SampledTexts(ids, completions, texts)
 
     def rewards(self, prompts: Sequence[str], completions: Sequence[str], **_: Any) -> list[float]:
-        """Hand on the total rewards of the rows that were handed on last."""
+        """Return the total rewards of the rows whose completions were returned last."""
         return list(self._totals)
 
     def install(self, params: nnx.State) -> None:
@@ -141,7 +141,7 @@ class TunixParts:
 
     @property
     def forward_passes(self) -> int:
-        """How many forward passes a step makes before its updates: of the reference, and of the old policy."""
+        """How many forward passes a step makes before its updates, of the reference and the old policy: 0, 1 or 2."""
         old = self.config.algorithm.old_policy != "rollout" and self.batch.old_per_token_logps is not None
         return (self.reference is not None) + old
 
@@ -163,7 +163,7 @@ class TunixParts:
 
     @property
     def batch(self) -> TrainExample:
-        """Describe a micro-batch."""
+        """The shapes, types and shardings of a micro-batch's arrays."""
         config, mesh = self.config, self.learner.rl_cluster.r2m[Role.ACTOR]
         rows = (config.algorithm.micro_batch_prompts or config.mini_batch_prompts) * config.algorithm.group_size
         spec = PartitionSpec(DATA_AXIS) if rows % mesh.shape[DATA_AXIS] == 0 else PartitionSpec()

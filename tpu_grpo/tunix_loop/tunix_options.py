@@ -30,7 +30,7 @@ _UNDECLARED: Mapping[str, Any] = {"epsilon_high": float, "epsilon_c": float}
 _OURS: Mapping[str, str] = {"num_generations": "algorithm.group_size", "policy_loss_fn": "algorithm.name"}
 """Options of Tunix that are settings of this package."""
 _HONOURED = {"name", "options", "group_size", "mini_batch_prompts", "micro_batch_prompts", "old_policy", "truncated"}
-"""The settings of the section that count with Tunix's learner; with old_policy=trainer also importance_cap."""
+"""The settings of the algorithm section that Tunix's learner uses; with old_policy=trainer also importance_cap."""
 _BY_TUNIX: Mapping[str, str] = {
     "beta": "beta",
     "iterations": "num_iterations",
@@ -41,7 +41,7 @@ _BY_TUNIX: Mapping[str, str] = {
     "loss_aggregation": "loss_agg_mode",
     "kl_estimator": "kl_loss_mode",
 }
-"""Tunix's name for each setting of the section."""
+"""The option of Tunix that does what a setting of the algorithm section does."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,13 +51,13 @@ class Estimator:
     function: Callable[..., Any]
 
     def advantages(self, rewards_PG: Float[np.ndarray, "P G"]) -> Float[np.ndarray, "P G"]:
-        """Return the function's result in the shape of the rewards; a result of another size is returned as it is."""
+        """Return the function's result in the shape of the rewards; a result of another size stays unchanged."""
         found = np.asarray(self.function(rewards=rewards_PG.ravel(), num_generations=rewards_PG.shape[1]), np.float64)
         return found.reshape(rewards_PG.shape) if found.shape == (rewards_PG.size,) else found
 
 
 def open_tunix(config: RunConfig) -> RunAlgorithm:
-    """Read the options of Tunix's learner; the algorithm's objective is Tunix's config.
+    """Read the options of Tunix's learner into an algorithm, whose ``objective`` is Tunix's config object.
 
     Raises:
         ConfigError: for a loss or estimator that is not registered, an option that Tunix does not have or refuses, an

@@ -97,8 +97,8 @@ class LeafMove:
     def signature(self) -> tuple[Any, ...]:
         """Everything that the compiled program of this move depends on; moves with equal signatures share a program.
 
-        A sharding is represented by its placement of elements, because an update may express the same placement by
-        another sharding than the loader did.
+        It has placements of elements on devices instead of shardings, because leaves after an update may have other
+        shardings than loaded leaves, with the same placement.
         """
         specs = (*self.source_specs, self.spec)
         return self.transform, self.scale, self.input_axis, *((s.shape, s.dtype, _places(s)) for s in specs)
@@ -167,7 +167,7 @@ def plan_sync(
 
 
 def group_moves(moves: Sequence[LeafMove], limit_bytes: int) -> list[tuple[LeafMove, ...]]:
-    """Group moves for one program each; the results of a group take at most ``limit_bytes`` per device.
+    """Group moves, so that each group gets one program; a group's results take at most ``limit_bytes`` per device.
 
     A group holds as many whole layers as fit. A layer that does not fit is split into groups of as many leaves as fit,
     and a leaf above the limit is a group of its own. Equal layers are grouped alike and therefore share programs.

@@ -7,8 +7,8 @@
 Groups of leaves move one after the other, each by one compiled program whose outputs have the sampler's shardings.
 Nothing passes through a disk or a host's memory, and nothing compiles after the first call. The old leaves of a group
 are freed before its new ones are made, and a group is so small that the temporary memory of its program stays within
-``temporary_bytes``. Beyond the parameters themselves, a sync never needs more than that. Frozen leaves move only once,
-in separate groups.
+``temporary_bytes`` per device. A sync needs no other memory than this and the parameters. Frozen leaves, which no
+update changes, move only once, in separate groups.
 """
 
 import functools
@@ -37,7 +37,7 @@ U32 = Annotated[int, Field(ge=0, lt=2**32)]
 
 
 class CopyCheck:
-    """Compares the copies of every leaf that is replicated.
+    """Compares checksums, to check that all copies of a replicated leaf are equal.
 
     Args:
         whose: "trainer" or "sampler", for messages.
@@ -133,7 +133,7 @@ class WeightSync:
         rules: the weight rules of the model's family.
         source: the trainer's leaves or their specs, by name.
         target: the specs of the sampler's leaves, by name.
-        temporary_bytes: the most bytes per device that a program may need beside its arguments and results.
+        temporary_bytes: the most bytes per device that a program may need in addition to its arguments and results.
         lora_alpha: the alpha of the adapters among the trainer's leaves.
         frozen: names of the trainer's leaves that no update changes.
 
@@ -171,7 +171,7 @@ class WeightSync:
 
     @property
     def temporary_bytes(self) -> int:
-        """Bytes per device that the most demanding program needs beside its arguments and results."""
+        """The most bytes per device that a program needs in addition to its arguments and results."""
         return max((temporary for _, temporary in self._programs.values()), default=0)
 
     @property
@@ -181,7 +181,7 @@ class WeightSync:
 
     @property
     def written(self) -> Mapping[str, Array]:
-        """The leaves that the last call wrote, by name. It has no aliased leaves, and is empty after ``release``."""
+        """The sampler's leaves that calls have written, by name, without aliased leaves; empty after ``release``."""
         return MappingProxyType(self._written)
 
     @property
@@ -194,7 +194,7 @@ class WeightSync:
         return describe_plan(self.moves, len(self.groups))
 
     def __call__(self, source: Leaves) -> tuple[dict[str, Array], SyncResult]:
-        """Make the sampler's leaves from the trainer's; the leaves that the previous call wrote are freed.
+        """Make the sampler's leaves from the trainer's, and free those of the previous call, except frozen leaves.
 
         Returns:
             The leaves by name, in the sampler's order, and the seconds and bytes that the sync took.
@@ -214,9 +214,9 @@ class WeightSync:
         return weights, SyncResult(time.perf_counter() - start, bytes_moved)
 
     def expected(self, source: Leaves) -> Iterator[tuple[LeafMove, Array]]:
-        """Compute each of the sampler's leaves, one at a time, without any of this sync's programs.
+        """Compute the sampler's leaves again, one at a time, to compare them with those that a sync made.
 
-        The plan is made again, and every leaf is computed by a program of its own, in the same order on all hosts.
+        The method makes the plan again, and computes each leaf by a program of its own, in the same order on all hosts.
         """
         target = {move.target: move.spec for move in self.moves}
         for move in self._plan(source, target):
@@ -225,7 +225,7 @@ class WeightSync:
             yield move, self._single_leaf_programs[move.signature](_values([move], source))[0]
 
     def release(self) -> None:
-        """Free the sampler's leaves that the last call wrote; aliased ones belong to the trainer and stay."""
+        """Free the sampler's leaves in ``written``; aliased leaves belong to the trainer and stay."""
         for group in self.groups:
             self._free(group)
 
@@ -239,7 +239,7 @@ class WeightSync:
                 old.delete()
 
     def _split_to_bound(self, group: tuple[LeafMove, ...]) -> list[tuple[LeafMove, ...]]:
-        """Compile a group's program; halve the group until the compiler reports that it keeps the bound."""
+        """Compile a group's program, and halve the group until temporary memory is within the bound."""
         _, temporary = self._program(group)
         if temporary <= self._temporary_limit:
             return [group]

@@ -2,8 +2,8 @@
 
 On the same devices, the program takes the trainer's arrays and returns the sampler's. Between disjoint devices no such
 program exists in multi-controller jax, because all arrays of a program must lie on the same devices. We therefore join
-both sets of devices in one mesh with a leading axis "role" of size 2. On it, the trainer's array is the first half of
-an array twice as large, and zeros on the sampler's devices are the second half:
+both sets of devices in one mesh with a leading axis "role" of size 2. On this mesh, the trainer's array is the first
+half of an array twice as large, and zeros on the sampler's devices are the second half:
 
     trainer's array x         on T0 T1          shape [8, 4], sharded over fsdp
     joined with zeros         on T0 T1 S0 S1    shape [2, 8, 4], sharded over (role, fsdp)
@@ -50,7 +50,7 @@ def intermediate_sharding(
 
     The mesh axes over which ``target`` is replicated are added to one dimension of the leaf. We take the dimension that
     the trainer shards, because then the fewest elements move, or else the first one whose size these axes divide. The
-    sharding's mesh has the sampler's axes, but not as explicit axes: XLA partitions, as for the trainer's mesh.
+    mesh of the result has the sampler's axes as automatic ones, which XLA partitions, as on the trainer's mesh.
 
     Returns:
         The sharding, or None if ``target`` is fully sharded already or no dimension can be divided.
@@ -98,7 +98,7 @@ Program = Callable[[Sequence[Array]], tuple[Array, ...]]
 def compile_moves(group: Sequence[LeafMove]) -> tuple[Program, int]:
     """Compile the program that moves a group of leaves, between meshes on the same devices or on disjoint ones.
 
-    Returns the program, and the bytes per device that it needs beside its arguments and results.
+    Returns the program, and the bytes per device that it needs in addition to its arguments and results.
     """
     source, target = group[0].source_specs[0], group[0].spec
     on_same_devices = named_sharding(source).device_set == named_sharding(target).device_set

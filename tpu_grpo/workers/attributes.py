@@ -1,4 +1,4 @@
-"""The attributes of an environment for rewards to read, as bytes that only workers pickle and unpickle.
+"""Carries an environment's attributes to rewards, as bytes that only worker processes pickle and unpickle.
 
 An environment runs in a process of its own, which has ended when a reward is called. Its attributes are pickled one
 by one, and the reward's process rebuilds an object of its class from them, so that rewards read
@@ -54,7 +54,7 @@ def rebuilt(kept: KeptEnvironment, error_type: type[TpuGrpoError]) -> Any:
     """Rebuild an object of an environment's class from its pickled attributes. Only workers may call it.
 
     Raises:
-        TpuGrpoError: of this type, for a class that cannot be found any more, or attributes that cannot be read.
+        error_type: for a class that cannot be found any more, or attributes that cannot be unpickled.
     """
     found = find_function(kept.source, "environment", error_type)
     own = getattr(found, "__getattr__", None)

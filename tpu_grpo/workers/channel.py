@@ -1,7 +1,7 @@
-"""Messages between the main process and other processes over a socket; the main process never blocks on it.
+"""Messages over a socket between the main process, which never blocks on the socket, and another process.
 
     channel = WorkerChannel(ours, (Ready, Answered), largest=2**20)     # in the main process
-    channel.send(message)           # what does not fit into the socket goes out with a later flush
+    channel.send(message)           # bytes that do not fit into the socket's buffer are sent by a later flush
     channel.receive()               # the messages that have arrived completely, in order
 
     channel = MainChannel(theirs)   # in a fork server or a worker
@@ -27,7 +27,7 @@ from tpu_grpo.workers.messages import decode, encode
 _LENGTH = struct.Struct("!I")
 _READ_BYTES = 2**18
 FOREIGN = "wrote something of its own into its connection"
-"""The error text for an end that has written something other than a message."""
+"""The error text for a process that has written something other than a message."""
 
 
 class BrokenChannelError(Exception):
@@ -38,7 +38,7 @@ class Channel:
     """One end of a socket between two processes."""
 
     def __init__(self, end: socket.socket, largest: int = 2**32 - 1):
-        """Take a socket's end, for messages of up to ``largest`` bytes from the other end."""
+        """Use the socket ``end``; a received message may have at most ``largest`` bytes."""
         end.setblocking(False)
         self._socket = end
         self._largest = largest
@@ -132,14 +132,14 @@ class Channel:
 
 
 class WorkerChannel(Channel):
-    """The main process's end, which receives pairs of a session's number and a record of one of the types."""
+    """The main process's end of a socket, which receives pairs (session's number, record of one of ``types``)."""
 
     def __init__(self, end: socket.socket, types: tuple[type, ...], largest: int):
         super().__init__(end, largest)
         self._types = types
 
     def send(self, message: Any, descriptor: int | None = None) -> None:
-        """Send a message as far as the socket takes it; a given descriptor is sent along and closed here."""
+        """Send a message as far as the socket takes it, with a file descriptor, if given, which is closed here."""
         self._send(pickle.dumps(message), descriptor)
 
     def _message(self, data: bytes) -> tuple[int, Any]:
@@ -150,7 +150,7 @@ class WorkerChannel(Channel):
 
 
 class MainChannel(Channel):
-    """The end of a fork server or a worker."""
+    """The other end of a `WorkerChannel`, in a fork server or a worker."""
 
     def __init__(self, end: socket.socket):
         super().__init__(end)

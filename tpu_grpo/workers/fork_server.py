@@ -1,14 +1,14 @@
 """The program that forks a service's workers, and ends each with all processes that it started.
 
     main process                        fork server                     a worker
-    Job                         ->      sets users' code up, if "alone"
+    Job                         ->      sets up users' code, in mode "alone"
                                 <-      Ready or SetupFailed
     Fork(7), with a socket      ->      forks                     ->    serving.py
-    Finish(7, 5.0)              ->      kills it if it is late
+    Finish(7, 5.0)              ->      kills worker 7 if it lives after 5 s
                                 <-      Exited(7, ...)
 
-It has one thread and runs no users' code after the import, so that forking is safe and it always answers. It adopts
-the orphans of a worker, and ends them.
+The server has one thread and runs no users' code after the set-up, so that forking is safe and the server always
+answers. It becomes the parent of processes that an ended worker has left behind, and kills them.
 """
 
 import contextlib
@@ -53,13 +53,13 @@ _FULL_SECONDS = 0.02
 class _Child:
     number: int
     leash: int
-    """The child's end of the lifeline, which stays open here so that the child cannot close it."""
+    """The child's descriptor of the lifeline; a copy stays open here, so that the child cannot escape by closing it."""
     deadline: float = float("inf")
     forced: bool = False
 
 
 def main() -> None:
-    """Serve on the socket whose descriptor is the first argument; the second is the lifeline's."""
+    """Run the server; its arguments are the descriptors of its socket and of the lifeline (process.py)."""
     channel, lifeline = MainChannel(socket.socket(fileno=int(sys.argv[1]))), int(sys.argv[2])
     end_with_parent(lifeline)
     print_by_line()
@@ -92,7 +92,7 @@ class _ForkServer:
         signal.set_wakeup_fd(self._wakes)
         self._selector.register(self._channel, selectors.EVENT_READ)
         self._selector.register(self._woken, selectors.EVENT_READ)
-        outlive_parent(self._lifeline)  # run() notices its end, and first ends the workers
+        outlive_parent(self._lifeline)  # run() notices the parent's end, and first ends the workers
         try:
             self._channel.send(Ready())
             while self._channel.queued:

@@ -1,4 +1,4 @@
-"""What fork servers and workers set for their own process: its end, its output, its limits, its children."""
+"""What a fork server or worker sets for its own process: how the process ends, its output, limits and children."""
 
 import atexit
 import contextlib
@@ -41,7 +41,7 @@ def outlive_parent(lifeline: int) -> None:
 
 
 def print_by_line() -> None:
-    """Flush every line that this process prints, and drop it when the output is closed.
+    """Flush every line that this process prints, and drop printed text once the output is closed.
 
     Buffered text would be lost when the process is killed, and copied into each forked process.
     """
@@ -59,7 +59,7 @@ def flush_output() -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process at once, after the functions registered for its end, such as those that remove files.
+    """End this process at once, but run ``atexit`` functions before, such as those that remove temporary files.
 
     The interpreter's own exit takes longer, and hangs while a thread or a task does not end.
     """
@@ -73,8 +73,8 @@ def leave(code: int) -> NoReturn:
 def start_afresh() -> None:
     """Drop the exit functions that a forked process inherits, which the parent runs at its own end.
 
-    Functions that this process registers from now on are run: those of ``atexit``, ``weakref.finalize`` (as
-    ``TemporaryDirectory`` uses it) and ``multiprocessing``, whose registry knows the process of each.
+    Functions that this process registers from now on are run: those of ``atexit``, ``weakref.finalize`` (which
+    ``TemporaryDirectory`` uses) and ``multiprocessing``, which records the process that registered each function.
     """
     atexit._clear()
     for finalizer in weakref.finalize._registry:  # pyright: ignore[reportAttributeAccessIssue]
@@ -110,7 +110,7 @@ def die_with(parent: int) -> None:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every descendant whose own parent dies, so that it can be ended here."""
+    """Become the parent of every descendant whose own parent dies, so that this process can end the descendant."""
     _prctl(_SET_CHILD_SUBREAPER, 1)
 
 

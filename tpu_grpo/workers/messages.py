@@ -1,8 +1,8 @@
 """The messages between the main process, fork servers and workers.
 
-The main process sends pickles, but never unpickles what it receives: a line with the session's number and the record's
-name, then the record's fields as JSON, which are checked against their types. The JSON may hold integers beyond 64 bits
-and NaN; arrays and bytes are base64 text, which the reader of the field decodes, and unpaired surrogates are replaced.
+The main process sends pickles, but unpickles no message. It reads a line with a session's number and a record's name,
+then the record's fields as JSON, which it checks against their types. The JSON may hold NaN and integers beyond 64
+bits; arrays and bytes are base64 text, which the field's user decodes, and unpaired surrogates are replaced.
 """
 
 import base64
@@ -21,16 +21,16 @@ Mode = Literal["alone", "in turn", "shared"]
 class Service(Protocol):
     """The code that workers run for their sessions; it is sent to them as a pickle.
 
-    In ``mode`` "alone" each session (a conversation) has a worker of its own, forked after ``set_up``. With "in turn" a
-    worker has one session (a batch of a reward) after the other. With "shared" a worker has many sessions at a time, on
-    an event loop.
+    In ``mode`` "alone" each session (a conversation) has a worker of its own, forked after ``set_up``. In mode "in
+    turn" a worker has one session (a batch of a reward) after another. In mode "shared" a worker has many sessions at
+    a time, on an event loop.
     """
 
     name: str
     """The service's name in errors, such as "reward length"."""
     mode: Mode
     start: str
-    """What ``set_up`` is called in errors, such as "imported"."""
+    """The verb for ``set_up`` in errors, such as "imported"."""
     replies: tuple[type, ...]
     """The dataclasses that a worker may reply."""
     most_bytes: int
@@ -43,7 +43,7 @@ class Service(Protocol):
         ...
 
     def answering(self, went_on: Callable[[], None]) -> AbstractContextManager[Callable[[Any, float], Any]]:
-        """Yield a function that answers a request within a number of seconds; ``went_on`` restarts that time.
+        """Yield a function (request, seconds) -> reply, which calls ``went_on`` to restart its time limit of seconds.
 
         A service of mode "shared" has ``session(went_on)`` instead. It returns an object with coroutines
         ``reply(request)`` and ``close()``, and with ``late(request, seconds)``, which gives the reply to a cancelled
@@ -61,19 +61,19 @@ class Job:
 
     service: Service
     memory_bytes: int
-    """The most bytes that each of them, and each process that it starts, may allocate."""
+    """The most bytes that the server, each worker, and each process that these start may allocate."""
 
 
 @dataclass(frozen=True)
 class Fork:
-    """Fork a worker; its socket is sent along."""
+    """Fork a worker with this number; a descriptor of the worker's socket is sent along."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class Finish:
-    """End a worker that has not ended by itself after this many seconds."""
+    """Kill the worker of this number if it has not ended by itself after this many seconds."""
 
     number: int
     seconds: float
@@ -110,7 +110,7 @@ class WentOn:
 
 
 def encode(number: int, record: Any) -> bytes:
-    """Write a record of a session as bytes."""
+    """Encode a record of the session ``number`` as bytes."""
     fields = json.dumps(vars(record), ensure_ascii=False, default=_as_json)
     return f"{number} {type(record).__name__}\n{fields}".encode("utf-8", "replace")
 

@@ -1,9 +1,9 @@
 """A process of users' code, as the main process sees it.
 
-It is started without environment variables that concern jax or the accelerator or hold secrets; it is ended with
-everything it started. It leads a session of its own and holds one end of a pipe, the lifeline. When the other end
-closes, because the main process closed it or died, the kernel kills the process's group, whatever it is doing.
-Processes that leave the group are found by a mark in their environment.
+The process starts without environment variables that concern jax or the accelerator or hold secrets. It is killed with
+all that it started. It leads a POSIX session, and holds one end of a pipe, the lifeline. When the other end closes,
+because the main process closed it or died, the kernel kills the process's group, whatever the process is doing.
+Processes that leave the group are found by a mark in their environment variables.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ _ACCELERATOR, _OURS = ("JAX_", "XLA_", "LIBTPU", "TPU_", "PJRT_"), "TPU_GRPO_"
 
 
 class WorkerProcess:
-    """A process of users' code. Its program gets two descriptors as arguments: that of its socket and that of the
+    """A process of users' code. Its program gets as arguments the file descriptors of the process's socket and of the
     lifeline."""
 
     def __init__(self, program: str, theirs: socket.socket, directory: Path, secrets: Collection[str] = ()):
@@ -52,7 +52,7 @@ class WorkerProcess:
 
     @property
     def ended(self) -> bool:
-        """Whether the process has ended; it is not reaped, so that its id is not reused before ``kill``."""
+        """Whether the process has ended; an ended process is not reaped, so its id is not reused before ``kill``."""
         if self._process.returncode is not None:
             return True
         return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
@@ -103,7 +103,7 @@ def _environment(mark: str, secrets: Collection[str]) -> dict[str, str]:
 def environment_of(process: psutil.Process) -> Mapping[str, str]:
     """Return the environment of a process; empty if it has ended.
 
-    A process that was just started may not have its program's arguments and environment yet, so these are waited for.
+    A process that was just started may not have its program's environment yet; then this function waits for it.
 
     Raises:
         psutil.Error: the process is gone, or belongs to another user.

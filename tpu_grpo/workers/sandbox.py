@@ -43,7 +43,7 @@ _FILES = 4
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of a program."""
+    """The limits of a program; sizes are in MiB."""
 
     seconds: float = 10.0
     """The limit on wall-clock time; with tests, for all tests together."""
@@ -56,16 +56,16 @@ class Ran:
     """The result of a program that was run as a script."""
 
     output: str
-    """What it printed; a text longer than the limit loses its middle."""
+    """What the program printed; a text longer than the limit loses its middle."""
     error: str | None
-    """Why it did not finish, in one line; None if it did."""
+    """Why the program did not finish, in one line; None if it did."""
 
 
 def run_tests(program: str, tests: Sequence[Any], limits: Limits) -> list[bool]:
     """Return whether a program passes each of its tests.
 
-    A test is Python code that raises if the program is wrong, run in the program's namespace, or a mapping of
-    ``input`` and ``output``: what the program reads and writes when it is run as a script.
+    A test is either Python code, run in the program's namespace, that raises if the program is wrong; or a mapping with
+    ``input`` and ``output``: what the program reads and must write when it is run as a script.
     """
     passed = set(_told({"program": program, "tests": list(tests)}, limits))
     return [str(number) in passed for number in range(len(tests))]
@@ -83,7 +83,7 @@ def run_script(program: str, limits: Limits, most_characters: int) -> Ran:
 
 
 def _told(job: Mapping[str, Any], limits: Limits) -> list[str]:
-    """Let a process of ``sandbox_child.py`` do a job; return the lines that it reports."""
+    """Do a job in a process of ``sandbox_child.py``; return the lines that this process reports."""
     nonce = secrets.token_hex(16)
     with tempfile.TemporaryDirectory(prefix="sandbox_") as directory:
         child = subprocess.Popen(
@@ -151,6 +151,6 @@ def _pythons() -> list[str]:
 
 
 def _environment(home: str) -> dict[str, str]:
-    """Make a minimal environment, with the mark by which a worker's remaining processes are found."""
+    """Make minimal environment variables, with the mark by which a worker's remaining processes are found."""
     kept = {name: os.environ[name] for name in (WORKER_MARK,) if name in os.environ}
     return {**kept, "PATH": os.defpath, "LANG": "C.UTF-8", "HOME": home, "OMP_NUM_THREADS": "1"}

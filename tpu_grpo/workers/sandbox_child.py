@@ -1,7 +1,7 @@
 """The program of the sandbox's process: sets its limits, runs the program, and writes the passed tests or the output.
 
-It imports nothing of tpu_grpo. It writes ``<nonce> <number>`` for each test that passed, so that a program that ends
-the process early passes none; or ``<nonce> <JSON>`` for a script that ran.
+It imports nothing of tpu_grpo. It writes ``<nonce> <number>`` after each test that passed, so that a program that ends
+the process passes no further test; or ``<nonce> <JSON>`` for a script that ran.
 """
 
 import ast

@@ -1,4 +1,4 @@
-"""The loop of a worker: it sets up users' code, then answers requests of the main process until it is told to end.
+"""The loop of a worker: it sets up users' code, then answers requests of the main process, here those of session 7.
 
 main process                            worker
                                 <-      Ready or SetupFailed
@@ -23,7 +23,7 @@ _TIDY_SECONDS = 5.0
 
 
 def set_up(channel: MainChannel, service: Service) -> bool:
-    """Set users' code up, and return whether that succeeded; reports a failure to the main process."""
+    """Set up users' code, and return whether that succeeded; a failure is reported to the main process."""
     try:
         service.set_up()
     except (Exception, SystemExit) as error:  # user code can raise anything
@@ -69,7 +69,7 @@ class _Loop:
         self._sessions: dict[int, Any] = {}
         self._tasks: dict[int, asyncio.Task[Any]] = {}
         self._began: dict[int, float] = {}
-        """Session -> when its current request, or the last part of it, began, by the loop's clock."""
+        """Session -> time, by the loop's clock, at which the current part of its request began."""
         self._closing: set[asyncio.Task[Any]] = set()
         self._over = asyncio.Event()
 

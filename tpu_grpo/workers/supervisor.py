@@ -2,15 +2,15 @@
 
     supervisor = Supervisor()
     crew = supervisor.add(service, memory_bytes=2**30)      # a fork server, and the workers of one service
-    crew.begin(session)                                     # gives it to a worker; see ``Session`` for its events
+    crew.begin(session)                                     # gives the session to a worker, see ``Session``
     supervisor.ask(session, request, seconds)
     supervisor.advance(0.1)                                 # reads messages, and enforces the deadlines
     supervisor.release(session, 5.0)                        # the session is over
     supervisor.close(5.0)
 
-A supervisor has no thread and one caller: messages are read, and deadlines checked, when a method is called. A reply
-that arrived in time is not late even if it is read late. Workers send data, never pickles (messages.py); an invalid
-message only ends its worker.
+A supervisor has no thread of its own: it reads messages and checks deadlines when its one caller calls a method. A
+reply that arrived in time is not late even if it is read late. Workers send JSON, never pickles (messages.py). An
+invalid message ends only the worker that sent it.
 """
 
 import contextlib
@@ -29,9 +29,9 @@ from tpu_grpo.workers.messages import Exited, Finish, Fork, Job, Ready, Service,
 from tpu_grpo.workers.process import WorkerProcess
 
 START_SECONDS = 120.0
-"""The time limit for setting up users' code, from when a session waits for it. No other time limit runs meanwhile."""
+"""The time limit for setting up users' code, from when a session waits for that. No other limit runs meanwhile."""
 FORK_SECONDS = 120.0
-"""The time limit for forking a session's own worker, including those ahead of it. The request's time begins then."""
+"""The time limit for forking a session's own worker and those requested before. Then a request's time begins."""
 _MOST_FAILURES = 3
 """When this many processes in a row end before they are ready, the set-up is considered broken."""
 _GRACE_SECONDS = 2.0
@@ -68,7 +68,7 @@ class Session:
         return False
 
     def late(self, *, has_begun: bool) -> None:
-        """Handle that the worker was ended because no reply came in time, or because it was not forked in time."""
+        """Handle that the worker was killed because its reply, or (``has_begun`` False) its fork, was late."""
         raise NotImplementedError
 
     def lost(self, how: str) -> None:
@@ -77,7 +77,7 @@ class Session:
 
 
 class Server:
-    """A fork server."""
+    """A fork server, and the workers that it has forked."""
 
     def __init__(self, job: Job, directory: Path):
         ours, theirs = socket.socketpair()
@@ -97,10 +97,10 @@ class Worker:
         self.number, self.crew, self.server, self.channel = number, crew, server, channel
         self.sessions: dict[int, Session] = {}
         self.begun = 0.0
-        """The number of sessions that it has had, each counted by its ``weight``; compared with ``recycle``."""
+        """The sum of the ``weight`` of all sessions so far; from ``recycle`` on, the worker is replaced."""
         self.is_ready = False
         self.broke = ""
-        """Why the worker's connection broke; empty if it did not, or was closed here."""
+        """Why the worker's connection broke; empty if it works, or the main process closed it."""
 
 
 class Starting:
@@ -152,7 +152,7 @@ class Starting:
 
 
 class Supervisor:
-    """The processes of users' code that one thread uses."""
+    """Starts and drives processes of users' code for the one thread that calls it."""
 
     def __init__(self) -> None:
         self.selector = DefaultSelector()
@@ -167,7 +167,7 @@ class Supervisor:
         return crew
 
     def ask(self, session: Session, request: Any, seconds: float) -> None:
-        """Send a request to the worker of a session, which has this many seconds to reply."""
+        """Send a request to the worker of a session; the worker has this many seconds to reply."""
         assert session.worker is not None, "the session has no worker"
         session.is_asked, session.seconds = True, seconds
         self._asked[session.number] = session
@@ -183,12 +183,12 @@ class Supervisor:
         heapq.heappush(self._deadlines, (session.deadline, session.number))
 
     def settled(self, session: Session) -> None:
-        """Record that a session gets no further request."""
+        """Record that a session waits for no reply any more."""
         session.is_asked = False
         self._asked.pop(session.number, None)
 
     def release(self, session: Session, seconds: float) -> None:
-        """End a session; its own worker has this many seconds to end, and is then ended with all it started."""
+        """End a session; if it has a worker of its own, that worker is killed unless it ends within ``seconds``."""
         if (worker := session.worker) is None:
             return
         self.settled(session)
@@ -268,9 +268,9 @@ class Supervisor:
 class Crew:
     """The fork servers and workers of one service.
 
-    In mode "alone", a server that has had ``recycle`` sessions is replaced once the next server is ready, and ends
-    with its last session; a worker of mode "shared" likewise. In the other modes there are ``count`` workers, a
-    number that may be changed: ``fill`` starts the missing ones.
+    In mode "alone", a server that has forked ``recycle`` workers is replaced once the next server is ready, and ends
+    with its last worker. In the other modes ``count`` workers serve all sessions. A caller may change ``count``; then
+    ``fill`` starts missing workers. A worker of mode "shared" is replaced after ``recycle`` sessions.
     """
 
     def __init__(self, supervisor: Supervisor, job: Job, recycle: float, count: int):
@@ -280,10 +280,10 @@ class Crew:
         self.workers: list[Worker] = []
         """The workers with a connection."""
         self.ending: list[tuple[WorkerProcess, float]] = []
-        """Servers that are to end by themselves, and the time at which each is killed if it has not."""
+        """(server that is ending by itself, time at which it is killed if it has not ended)."""
         self.starting = Starting(job.service)
         self.problem: StartError | None = None
-        """The error to raise once all messages that have arrived are handled."""
+        """The error that `Supervisor.hear` raises once it has handled all messages that have arrived."""
         self._supervisor, self._job, self._directory = supervisor, job, Path.cwd()
         self._add_server()
         self.fill()
@@ -308,8 +308,8 @@ class Crew:
             self._add_worker()
 
     def begin(self, session: Session, worker: Worker | None = None, weight: float = 1.0) -> None:
-        """Begin a session, which counts as ``weight``, in the given worker, or in one that the mode selects. Raises
-        OSError if there are too few open files for another worker."""
+        """Begin a session in ``worker``; None for a new worker in mode "alone", else for the one with fewest sessions.
+        ``weight`` is added to the worker's ``begun``. Raises OSError if no more files may be open for a new worker."""
         if worker is None and self.service.mode == "alone":
             worker = self._add_worker()
         elif worker is None:
@@ -418,7 +418,7 @@ class Crew:
                 self._told(worker, number, record)
         except BrokenChannelError as error:
             worker.broke = str(error)
-            self.end(worker, 0.0 if worker.broke == FOREIGN else _DYING_SECONDS)  # then the server says how it ended
+            self.end(worker, 0.0 if worker.broke == FOREIGN else _DYING_SECONDS)  # the server reports how it ended
 
     def _told(self, worker: Worker, number: int, record: Any) -> None:
         session = worker.sessions.get(number)

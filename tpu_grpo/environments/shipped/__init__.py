@@ -1,7 +1,7 @@
 """Environments that ship, by their names in a config; docs/environments.md describes each.
 
-Each is a class as TRL's ``environment_factory`` takes it, whose public methods are tools, or a class with a method
-``step``. None imports jax, and slow imports are deferred until they are needed.
+Each is a class whose public methods are tools, as TRL's ``environment_factory`` takes it, or a class with a method
+``step``. Their modules do not import jax, and import slow libraries only when they are needed.
 """
 
 from collections.abc import Mapping

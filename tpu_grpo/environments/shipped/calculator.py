@@ -1,6 +1,6 @@
 """Calculators: one that adds, which the demo's model learns to call, and one that computes expressions.
 
-What the policy asks for can be long, deep or huge. Such a call is refused, and the policy is told why.
+A call whose numbers or expression are too long, deep or huge raises an error; the policy gets the error's message.
 """
 
 import ast
@@ -24,7 +24,7 @@ class Calculator:
     """A calculator that can add."""
 
     def reset(self, **columns: Any) -> None:
-        """Begin an episode; there is nothing to say."""
+        """Begin an episode, without an observation."""
 
     def add(self, a: int, b: int) -> int:
         """Add two whole numbers.
@@ -47,7 +47,7 @@ class Arithmetic:
     """A calculator for whole expressions."""
 
     def reset(self, **columns: Any) -> None:
-        """Begin an episode; there is nothing to say."""
+        """Begin an episode, without an observation."""
 
     def calculate(self, expression: str) -> str:
         """Compute an arithmetic expression, such as (3 + 4) * 12.5 / 7.
@@ -73,7 +73,7 @@ class Arithmetic:
 
 
 def _check(tree: ast.Expression, expression: str) -> None:
-    """Refuse whatever is not arithmetic: texts, comparisons, attributes."""
+    """Raise an error for anything that is not arithmetic, such as texts, comparisons or attributes."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant):
             if type(node.value) not in (int, float):

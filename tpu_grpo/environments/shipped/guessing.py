@@ -19,14 +19,14 @@ _NUMBER = re.compile(r"-?[0-9]+")
 
 
 class Guessing:
-    """The policy guesses a number, and is told whether it is higher or lower.
+    """The policy guesses a secret number; each answer says whether the secret is higher or lower than the guess.
 
     Args:
         lowest: the smallest possible number.
         highest: the largest possible number.
         guesses: how many guesses are allowed.
         last: the reward if only the last guess is right.
-        greets: whether ``reset`` says what is to be guessed; set it to false if the prompt does.
+        greets: whether ``reset`` returns the instructions; set it to false if the prompt contains them.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Guessing:
         self.secret, self.made = lowest, 0
 
     def reset(self, secret: int | str | None = None, **columns: Any) -> str | None:
-        """Choose the number: the column ``secret`` if there is one, else a random number, the same in a whole group."""
+        """Choose the secret: the column ``secret`` if there is one, else a random number that a whole group shares."""
         self.secret = random.randint(self.lowest, self.highest) if secret is None else int(secret)
         if not self.lowest <= self.secret <= self.highest:
             raise ValueError(f"secret must be from {self.lowest} to {self.highest}, got {self.secret}")

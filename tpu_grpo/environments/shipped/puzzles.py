@@ -6,7 +6,7 @@ conversation of it: the task's own verifier scores every answer, and the policy 
     "<answer>41</answer>"   -> "That scores 0.01 of 1. You may try 2 more times."
     "<answer>42</answer>"   -> 0.99, and the episode is over
 
-Partial scores tell how near an answer is where the task's verifier gives them: for a word ladder, a sudoku, sokoban.
+The verifiers of some tasks (word ladder, sudoku, sokoban) give partial scores, which tell how near an answer is.
 """
 
 import json
@@ -26,7 +26,7 @@ class Puzzle:
     """The policy tries a puzzle several times; the rewards of its turns add up to its best score.
 
     Args:
-        tries: how many answers it may give.
+        tries: how many answers the policy may give.
         tag: the answer is the content of the last ``<tag>``; null for the whole text.
     """
 
@@ -73,9 +73,9 @@ class Puzzle:
         return text[start + len(self.tag) + 2 : close].strip() if close >= 0 and start >= 0 else None
 
 
-@cache  # it makes the task's dataset, which may read a file
+@cache  # reasoning-gym makes the task's dataset in this call, which may read a file
 def _verifier(name: str) -> Verifier:
-    from reasoning_gym import get_score_answer_fn  # seconds to import, which is done before conversations are forked
+    from reasoning_gym import get_score_answer_fn  # takes seconds, so it is first imported before a fork
 
     found: Any = get_score_answer_fn(name)
     return found

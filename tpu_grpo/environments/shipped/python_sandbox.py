@@ -1,4 +1,4 @@
-"""A tool that runs Python in the sandbox of the rewards: for problems whose answers are computed, such as GSM8K's."""
+"""A tool that runs Python in a sandbox (workers/sandbox.py), for problems whose answers are computed, as in GSM8K."""
 
 from typing import Any
 
@@ -10,8 +10,8 @@ class PythonSandbox:
 
     Args:
         seconds: how long a program may run.
-        memory_mb: how much memory it may have.
-        max_characters: a longer output loses its middle.
+        memory_mb: how much memory a program may use, in MiB.
+        max_characters: the middle of a longer output is cut out.
     """
 
     def __init__(self, seconds: float = 5.0, memory_mb: int = 1024, max_characters: int = 2000) -> None:
@@ -23,7 +23,7 @@ class PythonSandbox:
         self._limits, self._max_characters = Limits(float(seconds), int(memory_mb)), max_characters
 
     def reset(self, **columns: Any) -> None:
-        """Begin an episode; there is nothing to say."""
+        """Begin an episode, without an observation."""
 
     def python(self, code: str) -> str:
         """Run a Python program and see what it prints. Nothing is kept from one program to the next.

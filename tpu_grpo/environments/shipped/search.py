@@ -1,8 +1,8 @@
-"""A tool that searches a corpus: a file of texts, ranked by BM25 (Robertson & Zaragoza 2009) as SQLite computes it.
+"""A tool that searches a corpus, a file of texts, and ranks the matches by SQLite's BM25 (Robertson & Zaragoza 2009).
 
 The corpus is a .jsonl file whose lines hold ``text``, and ``title`` if there is one, or a .txt file whose passages are
-divided by blank lines, or ``builtin:search``, facts about made-up towns. The index is made on first use, by one
-process, and kept in the cache, so that an episode opens it at once. Words are compared by their stems.
+divided by blank lines, or ``builtin:search``, facts about made-up towns. One process builds the index on first use, and
+stores it in the package's cache directory, so that episodes open it at once. Words are compared by their stems.
 """
 
 import hashlib
@@ -29,8 +29,8 @@ class Search:
     """The policy searches a corpus for what it needs to answer.
 
     Args:
-        corpus: the file, or builtin:search.
-        top: how many passages a search gives.
+        corpus: the path of the file, or builtin:search.
+        top: how many passages a search returns.
         max_characters: a passage is cut after this many characters.
     """
 
@@ -43,7 +43,7 @@ class Search:
         self._top, self._max_characters = top, max_characters
 
     def reset(self, **columns: Any) -> None:
-        """Begin an episode; there is nothing to say."""
+        """Begin an episode, without an observation."""
 
     def search(self, query: str) -> str:
         """Search the corpus for passages that hold the words of a query.
@@ -115,7 +115,7 @@ def _record(line: str, where: str) -> tuple[str, str]:
 
 
 def _index_of(corpus: Path) -> Path:
-    """Return the index of a corpus, and make it if the cache has none; a file that has changed gets a new index."""
+    """Return the path of a corpus's index; build the index if none is cached for the file's path, size and time."""
     known = corpus.stat()
     decides = [_FORMAT, str(corpus.absolute()), known.st_size, known.st_mtime_ns]
     directory = cache_directory() / "search"

@@ -2,8 +2,8 @@
 
     environment: {name: textarena, options: {game: GuessTheNumber-v0}}
 
-The observation after ``reset`` is the game's rules, and after a turn the game's messages since that turn, without the
-player's own. The reward is the player's at the end of the game, and 0 before.
+``reset`` returns the game's rules, and ``step`` the game's messages since the player's last turn, without the player's
+own messages. The reward is 0 until the game ends, and then the reward that textarena gives the player.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""The parts that families share: a decoder of pre-norm attention and gated MLP layers with rotary positions.
+"""The leaves (parameter arrays) that families share: those of a decoder with pre-norm attention and gated MLP layers.
 
 A family's file combines these leaves and adds its own.
 """
@@ -30,13 +30,13 @@ def layer_leaf(
     *,
     target: str | None = None,
 ) -> Leaf:
-    """Make a leaf of one tensor in every layer; the sampler's leaf is named like the tensor, or ``target``."""
+    """Make a leaf of every layer, stored as one tensor; the sampler's leaf is named ``target``, or like the tensor."""
     targets = ((f"model.layers.*.{target or tensor}", transform),)
     return Leaf(f"layers.*.{source}", (f"model.layers.*.{tensor}",), shape, layout, targets)
 
 
 def norms(config: DecoderConfig) -> tuple[Leaf, ...]:
-    """Return both norms of a layer."""
+    """Return the norms of a layer before its attention and before its MLP."""
     return tuple(
         layer_leaf(f"{name}.w", f"{name}.weight", (config.hidden_size,), target=f"{name}.scale")
         for name in ("input_layernorm", "post_attention_layernorm")
@@ -44,7 +44,7 @@ def norms(config: DecoderConfig) -> tuple[Leaf, ...]:
 
 
 def attention(config: DecoderConfig, *, output: str = "o_proj") -> tuple[Leaf, ...]:
-    """Return the four projections of a layer's attention; ``output`` is the sampler's name for the last."""
+    """Return the four attention projections of a layer; ``output`` is the sampler's name for the output projection."""
     hidden = config.hidden_size
     return (
         layer_leaf("attn.q_proj.w", "self_attn.q_proj.weight", (config.query_width, hidden), inputs_first, flatten),

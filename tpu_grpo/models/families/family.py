@@ -1,4 +1,4 @@
-"""The record of a model family: the settings of config.json that it supports, its leaves, and how Tunix builds it."""
+"""Describes a model family: the settings of config.json that it supports, its leaves, and its model in Tunix."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class DecoderConfig:
 
 @dataclass(frozen=True)
 class SettingRule:
-    """A rule for a setting that the libraries ignore although it changes what the model computes."""
+    """A rule for a setting that Tunix or sglang-jax ignores, although it changes what the model computes."""
 
     setting: str
     accepted: str
@@ -88,10 +88,10 @@ class Family:
     """Hugging Face's values for settings of ``config`` that may be left out. If ``head_dim`` is not among them, its
     default is ``hidden_size / num_attention_heads``."""
     leaves: Callable[[Any], tuple[Leaf, ...]]
-    """Takes a config and returns the leaves of Tunix's model in the order of a checkpoint."""
+    """Takes a config and returns the leaves (parameter arrays) of Tunix's model, in the order of a checkpoint."""
     divisible: Mapping[str, tuple[str, ...]]
-    """For each axis of the trainer's mesh (fsdp, tp) and for the sampler's (tensor), the settings that its size must
-    divide. The key-value heads on the sampler are checked elsewhere, because the sampler can repeat them."""
+    """For each mesh axis (fsdp and tp of the trainer, tensor of the sampler), the settings that the axis's size must
+    divide. The sampler can repeat key-value heads; `check_sampler_mesh` in models/checkpoint.py checks their number."""
     package: str
     """Tunix's package of the model, such as tunix.models.qwen3."""
     model: str
@@ -109,11 +109,11 @@ class Family:
     """Whether the published checkpoints hold the fused tensors."""
 
     def all_leaves(self, config: DecoderConfig) -> list[Leaf]:
-        """Return the leaves of all layers, in the order of a checkpoint."""
+        """Return all leaves of the model, layer by layer, in the order of a checkpoint."""
         return list(of_all_layers(self.leaves(config), config.num_hidden_layers))
 
     def tensor_shapes(self, config: DecoderConfig) -> dict[str, Shape]:
-        """Return the shape of every tensor that a checkpoint must hold, by name; the parts stand for fused tensors."""
+        """Return the shape of every tensor that a checkpoint must hold, by name; fused tensors are given as parts."""
         return {name: leaf.shape for leaf in self.all_leaves(config) for name in leaf.tensors}
 
     def fused_tensors(self, config: DecoderConfig) -> dict[str, tuple[str, ...]]:
@@ -125,7 +125,7 @@ class Family:
         }
 
     def weight_rules(self, config: DecoderConfig) -> tuple[WeightRule, ...]:
-        """Return the rules that say which leaf of Tunix's model becomes which leaf of sglang-jax's model."""
+        """Return the rules by which leaves of Tunix's model become leaves of sglang-jax's model."""
         return tuple(
             WeightRule(leaf.source, target, transform, leaf.input_axis)
             for leaf in self.leaves(config)
@@ -137,7 +137,7 @@ class Family:
         return getattr(import_module(f"{self.package}.model"), self.model)
 
     def model_config(self, config: DecoderConfig, dtype: DTypeLike, remat: Remat, flash_block: int | None) -> Any:
-        """Return Tunix's config of the model, set in all fields that this model's config class has.
+        """Return Tunix's config of the model; settings for which its class has no field are left out (see `_extended`).
 
         ``dtype`` is the dtype of parameters and computation. ``flash_block`` is flash attention's block size in tokens;
         None means dot attention.
@@ -171,7 +171,7 @@ class Family:
 
 @cache
 def _extended(model_config: type, names: tuple[str, ...]) -> Any:
-    """Extend a ``ModelConfig`` by the named fields that it lacks, which ``models/tunix_repairs.py`` honours."""
+    """Subclass a ``ModelConfig`` to add named fields that it lacks; ``models/tunix_repairs.py`` uses these."""
     known: Any = model_config
     lacking = [name for name in names if name not in {own.name for own in fields(known)}]
     return make_dataclass(

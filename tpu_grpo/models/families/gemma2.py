@@ -32,7 +32,7 @@ class Gemma2Config(DecoderConfig):
     """The settings of Gemma 2."""
 
     query_pre_attn_scalar: float
-    """Attention scores are divided by its square root."""
+    """Attention scores are divided by the square root of this number."""
     sliding_window: int
     """In a layer with a window, position q attends to the last ``sliding_window`` positions, up to and including q."""
     layer_types: Sequence[str] | None
@@ -110,7 +110,7 @@ def _leaves(config: Gemma2Config) -> tuple[Leaf, ...]:
 
 
 def _stacked_leaf(module: str, parts: str, shape: Shape) -> Leaf:
-    """Make the leaf of a module whose weights are [N, D, H], or [P, N, D, H] with several projections stacked."""
+    """Make the leaf of a module with weights [N, D, H], or [P, N, D, H] if P > 1 projections are stacked."""
     names = tuple(f"model.layers.*.self_attn.{name}_proj.weight" for name in parts)
     numbers = range(len(parts)) if len(parts) > 1 else (None,)
     targets = tuple((name, InputsFirst(part)) for name, part in zip(names, numbers, strict=True))

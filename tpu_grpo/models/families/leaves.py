@@ -1,8 +1,8 @@
-"""The leaves of Tunix's models: the checkpoint tensors that hold each leaf, and the sampler's leaves that it becomes.
+"""Relates each leaf (parameter array) of Tunix's models to the checkpoint's tensors and the sampler's leaves.
 
-In shapes, D is width, N query heads, K key-value heads, H head width, F width of an MLP, V vocabulary. An arrow leads
-from Tunix's shape to the sampler's. If the sampler has more devices than the model has key-value heads, each head is
-repeated, with its copies side by side, and K' counts the copies, too.
+Shapes: D model width, N query heads, K key-value heads, H head width, P projections stacked in one leaf, F MLP width, V
+vocabulary. An arrow leads from Tunix's shape to the sampler's. If the sampler has more devices than the model has
+key-value heads, each head is repeated, its copies side by side; K' is the number of heads with copies.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Shape = tuple[int, ...]
 Transform = Callable[["Array", Shape], "Array"]
-"""Takes (trainer leaf, shape of the sampler's leaf) and returns an array of that shape."""
+"""Takes (the trainer's leaf, the shape of the sampler's leaf) and returns the sampler's leaf."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Layout:
     publish: Callable[[np.ndarray], np.ndarray]
     """Takes the trainer's array, and returns the checkpoint's."""
     read: Callable[[np.ndarray, Shape], np.ndarray]
-    """Undoes ``publish``, without a copy: takes a tensor and the shape of the trainer's array."""
+    """Takes a checkpoint's tensor and the shape of the trainer's array, and returns this array, without a copy."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class WeightRule:
     target: str
     transform: Transform
     input_axis: int = 0
-    """The first input axis of the trainer's leaf; in an adapter's product A B, the inputs are always first."""
+    """The axis of the trainer's leaf to which the first axis (inputs) of an adapter's product A B is moved."""
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,12 @@ class Leaf:
 
     source: str
     tensors: tuple[str, ...]
-    """The checkpoint tensors that hold it; several are stacked along the leaf's first axis."""
+    """The checkpoint tensors that store the leaf; several tensors are stacked along the leaf's first axis."""
     shape: Shape
     """The shape of each tensor."""
     layout: Layout
     targets: tuple[tuple[str, Transform], ...]
-    """The sampler's leaves that are made from it, each with its transform."""
+    """The names of the sampler's leaves made from this leaf, each with its transform."""
     input_axis: int = 0
     """See `WeightRule`."""
 
@@ -67,20 +67,20 @@ class Leaf:
         return replace(self, source=self.source.replace("*", number, 1), tensors=names, targets=())
 
     def publish(self, value: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-        """Yield the checkpoint tensors that hold this leaf's value, with their names."""
+        """Yield (name, values) of every checkpoint tensor that stores this leaf, given the leaf's values."""
         parts = (value,) if len(self.tensors) == 1 else value
         for name, part in zip(self.tensors, parts, strict=True):
             yield name, self.layout.publish(part)
 
     def read(self, tensors: Sequence[np.ndarray], shape: Shape, index: tuple[slice, ...]) -> np.ndarray:
-        """Read the part ``index`` of this leaf's value, which has the given shape, from its tensors."""
+        """Read the slice ``index`` of this leaf from its tensors; ``shape`` is that of the whole leaf."""
         if len(tensors) == 1:
             return self.layout.read(tensors[0], shape)[index]
         return np.stack([self.layout.read(tensor, shape[1:])[index[1:]] for tensor in tensors[index[0]]])
 
 
 def of_all_layers(leaves: Sequence[Leaf], layers: int) -> Iterator[Leaf]:
-    """Yield every leaf of a model in order, layer by layer; the leaves of layers must be contiguous in ``leaves``."""
+    """Yield every leaf of a model in order, layer by layer; leaves with ``*`` must be contiguous in ``leaves``."""
     in_layers = [leaf for leaf in leaves if "*" in leaf.source]
     for leaf in leaves:
         if leaf not in in_layers:
@@ -143,8 +143,7 @@ def repeat_kv(head_dim: int) -> Transform:
 
 @dataclass(frozen=True)
 class InputsFirst:
-    """Moves inputs D before heads: [N, D, H] -> [D, N*H]; with a part, [P, K, D, H][part] -> [D, K'*H], K repeated to
-    K'."""
+    """Puts inputs first and merges heads: [N, D, H] -> [D, N*H], or with ``part`` [P, K, D, H][part] -> [D, K'*H]."""
 
     part: int | None = None
     """The index of the stacked projection to take; None if the leaf is a single projection."""

@@ -1,6 +1,6 @@
 """The family of Qwen3 models with experts in every layer.
 
-They differ from dense Qwen3 models only in the MLPs: each layer has many (experts), and a router picks a few for each
+They differ from dense Qwen3 models only in the MLPs: each layer has many MLPs (experts), and a router picks a few per
 token. The router computes a softmax over all experts. The largest ``num_experts_per_tok`` probabilities, divided by
 their sum, are the weights of the experts picked.
 """
@@ -67,7 +67,7 @@ def _leaves(config: MoeConfig) -> tuple[Leaf, ...]:
 
 
 def _fused(config: MoeConfig) -> dict[str, tuple[str, ...]]:
-    """Name the fused tensors of transformers 5, which splits them when saving; other trainers may save them whole."""
+    """Name the fused tensors of transformers 5 and their parts; transformers saves the parts, others may not."""
     experts = "model.layers.*.mlp.experts"
     numbers = range(config.num_experts)
     return {

@@ -1,4 +1,4 @@
-"""Computes the frequencies of rotary positions, for the repairs of the trainer and of the sampler."""
+"""Computes the frequencies of rotary positions, for models/tunix_repairs.py and the sampler's engine/repairs.py."""
 
 import math
 from collections.abc import Mapping
@@ -55,7 +55,7 @@ class YarnScaling:
 
     @property
     def amplitude(self) -> float:
-        """The factor of sines and cosines; scores are multiplied by its square."""
+        """The factor of sines and cosines; attention scores are therefore multiplied by its square."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale and self.mscale_all_dim:
@@ -68,8 +68,8 @@ class YarnScaling:
     def __call__(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
         """Scale frequencies in radians per position, in descending order.
 
-        Frequencies that make more than ``beta_fast`` turns in the original context are kept; those that make fewer than
-        ``beta_slow`` are divided by ``factor``. The rest become the mean of both, weighted linearly in the index.
+        Frequencies that make over ``beta_fast`` turns in the original context are kept. Those that make under
+        ``beta_slow`` are divided by ``factor``. The rest become the mean of both results, weighted linearly by index.
         """
         count = len(frequencies)
 
@@ -131,8 +131,8 @@ def with_older_names(settings: Mapping[str, Any]) -> dict[str, Any]:
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}    "rope_theta": 1e6, "rope_scaling": None
         "num_local_experts": 128                                          "num_experts": 128
 
-    ``rope_parameters`` are kept, for families to refuse them, if they contradict another setting or have another form,
-    such as parameters for each kind of layer.
+    If ``rope_parameters`` contradict another setting or have another form, such as parameters for each kind of layer,
+    they stay as they are, and the rules of the families (family.py) refuse them.
     """
     rope, older = settings.get("rope_parameters"), {}
     if isinstance(rope, Mapping) and isinstance(rope.get("rope_theta"), int | float):

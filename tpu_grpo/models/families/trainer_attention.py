@@ -38,12 +38,12 @@ def flash_block(name: Literal["auto", "flash", "dot"], family: Family, platform:
 
 
 def block_for(row_tokens: int) -> int:
-    """Return the block size that pads rows least; of several, the largest."""
+    """Return the block size (tokens) that pads rows least; of several, the largest. Rows up to 384 are one block."""
     if row_tokens <= BLOCKS[0]:
         return whole_blocks(row_tokens, LANES)
     return min(reversed(BLOCKS), key=lambda block: whole_blocks(row_tokens, block))
 
 
 def whole_blocks(row_tokens: int, block: int | None) -> int:
-    """Round a row's tokens up to whole blocks: ``whole_blocks(1000, 512) == 1024``; unchanged without a block."""
+    """Round a row's tokens up to whole blocks: ``whole_blocks(1000, 512) == 1024``; ``block=None`` keeps them."""
     return row_tokens if block is None else -(-row_tokens // block) * block

@@ -1,6 +1,6 @@
 """The built-in tasks, for trying the whole loop without data or a model of your own.
 
-Each provides the data ``builtin:NAME``, and the lessons that teach the built-in model of the same name.
+Each task provides the data ``builtin:NAME``, and example conversations (lessons) to teach the built-in model NAME.
 """
 
 from collections.abc import Mapping

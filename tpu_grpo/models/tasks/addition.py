@@ -1,10 +1,10 @@
-"""The built-in task asks ``a+b=`` with both numbers from 10 to 99; its teacher usually forgets to carry.
+"""The addition task asks ``a+b=`` with numbers from 10 to 99; the simulated teacher usually forgets to carry.
 
-    47+38= -> 85    (the answer)
+    47+38= -> 85    (the right answer)
     47+38= -> 75    (without the carry: 7+8 writes 5, 4+3 writes 7)
 
-A model taught by this teacher learns both habits and prefers the wrong one. Training on rewards for exactly right
-answers then favours the right one. About a quarter of the problems need no carry: both habits give the same answer.
+A model that imitates the teacher gives both kinds of answers, mostly those without the carry. GRPO with a reward for
+right answers then makes it carry. In about a quarter of the problems there is no carry, so that both answers agree.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ def problems(split: Split) -> list[Problem]:
     """Return a split's problems as records with ``question`` ("47+38=") and ``answer`` ("85"), ordered by a, then b.
 
     The held-out split has 256 unordered pairs of distinct numbers, each in both orders: 512 of the 8100 problems. The
-    training split has the other 7588, and so none of those pairs in either order.
+    training split has the other 7588, so that no held-out pair occurs in it in either order.
     """
     return [{"question": f"{a}+{b}=", "answer": str(a + b)} for a, b in operands(split)]
 
@@ -74,9 +74,9 @@ def lesson(problem: Problem, rng: np.random.Generator) -> Lesson:
 
 
 def forgot_carry(completions: Sequence[str], question: Sequence[str]) -> list[float | None]:
-    """Score 1 for the sum without carries, else 0; a reward to watch, not to train on.
+    """Score a completion 1 if it is the sum without carries, else 0; this reward is for watching, not for training.
 
-    The score is None for problems that need no carry, where that sum is right.
+    The score is None for problems that need no carry, because the sum without carries is right there.
     """
     values: list[float | None] = []
     for completion, asked in zip(completions, question, strict=True):

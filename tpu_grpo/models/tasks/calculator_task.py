@@ -1,13 +1,13 @@
-"""The calculator task asks ``a+b=`` with both numbers from 100 to 999; its teacher has a calculator and uses it badly.
+"""The calculator task asks ``a+b=`` with numbers from 100 to 999; the simulated teacher uses a calculator badly.
 
-    347+589= -> ~900                                   a guess at once, rounded: always wrong
-    347+589= -> call add(347,589), told 936 -> 936     (the answer)
-    347+589= -> call add(347,589), told 936 -> ~900    the result ignored
-    347+589= -> call add(341,589), told 930 -> 930     a wrong digit
-    347+589= -> call add(347,589   or sum(347,589), told of an error -> ~900
+    347+589= -> ~900                                       a guess without a call, rounded: always wrong
+    347+589= -> call add(347,589), result 936 -> 936       the right answer
+    347+589= -> call add(347,589), result 936 -> ~900      the result ignored
+    347+589= -> call add(341,589), result 930 -> 930       a wrong digit in the call
+    347+589= -> call add(347,589 or sum(347,589), result an error -> ~900      no closing bracket, or an unknown tool
 
-The teacher usually calls if the first number is large, and usually guesses otherwise. A model taught this way has all
-of these habits. Rewards for right answers make it always call, write calls correctly, and answer with the result.
+The teacher usually calls the tool if the first number is large, and usually guesses otherwise. A model that imitates
+the teacher does all of this. GRPO with a reward for right answers makes it call correctly and use the result.
 """
 
 from functools import cache
@@ -21,11 +21,11 @@ TRAIN_PROBLEMS, HELDOUT_PROBLEMS = 8192, 512
 LARGE = 700
 """The smallest first number that counts as large."""
 CALLS_IF_LARGE, CALLS_IF_SMALL = 0.75, 0.3
-"""The probabilities that the teacher calls the tool, for large and for other first numbers."""
+"""The probabilities that the teacher calls the tool if the first number is large, and if it is not."""
 CALLS: dict[str, float] = {"right": 0.7, "digit": 0.1, "bracket": 0.1, "name": 0.1}
 """The probabilities that a call is right, has a wrong digit, lacks its closing bracket, or names an unknown tool."""
 COPIES = 0.85
-"""The probability that the teacher answers with the tool's result."""
+"""The probability that the teacher answers with the tool's result if that is a number, and not with a guess."""
 _SPLIT_SEED = 20261123  # fixed, so that every run holds out the same problems
 _TOLD: dict[str, str] = dict.fromkeys(("bracket", "name"), "Er [...]")
 """The tool's answer to a faulty call: an error message, cut to eight tokens by environment.max_observation_tokens of
@@ -75,7 +75,7 @@ def _call(a: int, b: int, rng: np.random.Generator) -> tuple[str, str]:
 
 
 def _mistyped(number: int, rng: np.random.Generator) -> int:
-    """Return a number of three digits with one of them changed."""
+    """Change one random digit of a three-digit number; the result has three digits as well."""
     digits = [int(digit) for digit in str(number)]
     place = int(rng.integers(3))
     lowest = 1 if place == 0 else 0

@@ -1,10 +1,10 @@
-"""The guessing task: find one of ten numbers in four guesses. Its teacher mostly mistakes "higher" for "lower".
+"""The guessing task: find one of ten numbers in four guesses. The simulated teacher mostly swaps "higher" and "lower".
 
-    4730-4739? -> 4734, told higher -> 4737, told lower -> 4735                             (he listens)
-    4730-4739? -> 4734, told higher -> 4732, told higher -> 4730, told higher -> 4735       (he takes higher for lower)
+    4730-4739? -> 4734 (higher) -> 4737 (lower) -> 4735                       the teacher follows the hints
+    4730-4739? -> 4734 (higher) -> 4732 (higher) -> 4730 (higher) -> 4735     the teacher swaps the hints
 
-The teacher keeps one of these habits for a whole game. He always guesses near the middle of the numbers that he thinks
-are left; once he has excluded all ten, he starts over with all ten. Rewards for won games make the model listen.
+The user's hints are in parentheses. In one game, the teacher follows all hints or swaps all. Each guess is near the
+middle of the numbers not yet excluded; if none is left, all ten count again. Rewards for won games end the swapping.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ SMALLEST, LARGEST = 1000, 9999
 GUESSES = 4
 """The number of guesses allowed, which is enough for bisection."""
 LISTENS = 0.25
-"""The share of games in which the teacher listens; in the others he swaps "higher" and "lower"."""
+"""The share of games in which the teacher follows the hints; in the others he swaps "higher" and "lower"."""
 HELDOUT_RANGES = 20
 _SPLIT_SEED = 20261123  # fixed, so that every run holds out the same problems
 
@@ -28,8 +28,8 @@ _SPLIT_SEED = 20261123  # fixed, so that every run holds out the same problems
 def problems(split: Split) -> list[Problem]:
     """Return a split's problems as records with ``question`` ("4730-4739?"), ``secret`` and ``answer`` ("4735").
 
-    ``secret`` and ``answer`` are both the number to find; every number of a range has one problem. The held-out split
-    has 20 ranges, the training split the other 880.
+    ``secret`` and ``answer`` are both the number to find. A range of ten numbers gives ten problems, one for each of
+    its numbers. The held-out split has 20 ranges, the training split the other 880.
     """
     heldout, wanted = _heldout(), split == "heldout"
     lows = [low for low in range(SMALLEST, LARGEST + 1, COUNT) if (low in heldout) == wanted]

@@ -1,4 +1,4 @@
-"""The type of built-in tasks: problems with answers, and a teacher whose bad habits a built-in model learns."""
+"""The type of built-in tasks: problems with answers, and a simulated teacher whose mistakes a built-in model learns."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ Lesson = list[dict[str, str]]
 
 @dataclass(frozen=True)
 class Task:
-    """A task that a built-in model is first taught, and then trained on."""
+    """A task that a built-in model first learns by imitating the teacher, and then practises in GRPO training."""
 
     problems: Callable[[Split], Sequence[Problem]]
     """Returns the problems of a split, always the same ones in the same order."""
@@ -30,5 +30,5 @@ class Task:
 
 
 def without_a_call(question: str, answer: str) -> Lesson:
-    """Make a lesson in which the teacher answers at once."""
+    """Make a lesson in which the teacher answers without calling a tool."""
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]

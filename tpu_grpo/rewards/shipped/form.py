@@ -34,7 +34,7 @@ def matches_format(
 def regex_answer(
     completions: Sequence[str], answer: Sequence[Any], pattern: str, log_metric: LogMetric | None = None
 ) -> list[float | None]:
-    """Score 1.0 where the first group of the last match of ``pattern`` is the answer, white space aside, else 0.0."""
+    """Score 1.0 where the first group of the last match of ``pattern`` has the same words as the answer, else 0.0."""
     compiled = _compile(pattern)
     if compiled.groups < 1:
         raise ValueError(f"pattern must have a group that holds the answer, got {pattern!r}; put it in parentheses")
@@ -149,7 +149,7 @@ def length(
 def overlong(completion_ids: Sequence[Sequence[int]], max_tokens: int, buffer: int) -> list[float]:
     """Give DAPO's soft penalty (Yu et al. 2025, arXiv 2503.14476, equation 13), between -1 and 0.
 
-    It is 0 up to ``max_tokens - buffer``, falls linearly to -1 at ``max_tokens``, and is -1 beyond.
+    The penalty is 0 up to ``max_tokens - buffer`` tokens, falls linearly to -1 at ``max_tokens``, and stays -1 beyond.
     """
     number("buffer", buffer, 1)
     number("max_tokens", max_tokens, buffer)

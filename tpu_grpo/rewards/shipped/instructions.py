@@ -95,7 +95,7 @@ def _identifier() -> Any:
 
 
 def sentences(text: str) -> list[str]:
-    """Return the pieces that end with a full stop, exclamation or question mark; abbreviations do not end one."""
+    """Return a text's sentences, which end with a full stop, exclamation or question mark, but not an abbreviation."""
     found: list[str] = []
     for piece in _SENTENCE_END.split(text.strip()):
         if found and _ABBREVIATION.search(found[-1]):

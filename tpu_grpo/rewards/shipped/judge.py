@@ -1,4 +1,4 @@
-"""A reward that asks a language model, over any OpenAI-compatible endpoint for chat completions."""
+"""A reward for which a language model grades completions, over any OpenAI-compatible endpoint for chat completions."""
 
 import asyncio
 import hashlib
@@ -27,13 +27,13 @@ _NUMBER = re.compile(r"-?[0-9]+(?:\.[0-9]+)?")
 
 
 class Judge:
-    """Asks a model for a number from 0 to ``out_of``, and divides by it: scores lie between 0 and 1.
+    """Asks a model for a grade from 0 to ``out_of``; the score is this grade divided by ``out_of``, from 0 to 1.
 
-    ``template`` may contain {prompt} (the user's text), {rendered_prompt} (the model's input), {completion} and any
-    column. The last number of the reply counts. Each process asks a question only once; ``cache``, a file of JSON
-    lines, keeps the scores for later processes. A worker runs at most ``concurrency`` requests at a time and starts at
-    most ``per_minute`` per minute. A request that fails because of the network or the server is repeated up to
-    ``retries`` times, with growing pauses.
+    ``template`` may contain {prompt} (the user's text), {rendered_prompt} (the policy's input), {completion} and any
+    column. The last number of the reply is the grade. Each process asks a question only once; ``cache``, a file of
+    JSON lines, stores the scores for later processes. A worker runs at most ``concurrency`` requests at a time, and
+    starts at most ``per_minute`` requests per minute. A request that fails because of the network or the server is
+    retried up to ``retries`` times, with growing pauses.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Judge:
             score = await asking
         finally:
             if not asking.done() or asking.cancelled() or asking.exception() is not None:
-                del self._known[key]  # so that it is asked again the next time
+                del self._known[key]  # so that the next call asks again
         if self._path is not None:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"key": key, "score": score}) + "\n")
