@@ -9,6 +9,7 @@ import math
 import os
 import re
 import sys
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -137,6 +138,54 @@ def read_steps(path: Path, torn: list[bytes] | None = None, **types: type) -> It
                     "remove the file"
                 )
         yield record
+
+
+class CompactRecord(Record):
+    """A record in a few hundred bytes, as 8 bytes for each of its numbers; records of the same form share their names.
+
+    A page of a long run holds every line of its metrics at once; as dicts, they would take 10 KB a step.
+    """
+
+    __slots__ = ("_numbers", "_others", "_places")
+
+    def __init__(self, places: Mapping[str, tuple[type, int]], numbers: "array[float]", others: tuple[Any, ...]):
+        self._places, self._numbers, self._others = places, numbers, others
+
+    def __getitem__(self, name: str) -> Any:
+        kind, place = self._places[name]
+        return self._others[place] if kind is object else kind(self._numbers[place])
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._places
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
+def compact(records: Iterable[Record]) -> list[CompactRecord]:
+    """Make every record compact. Integers that no float represents are kept as they are."""
+    forms: dict[tuple[tuple[str, type], ...], dict[str, tuple[type, int]]] = {}
+    made = []
+    for record in records:
+        kinds = {name: _stored_as(value) for name, value in record.items()}
+        numbers = array("d", [value for name, value in record.items() if kinds[name] is not object])
+        others = tuple(value for name, value in record.items() if kinds[name] is object)
+        if (places := forms.get(form := tuple(kinds.items()))) is None:
+            counts = {"number": 0, "other": 0}
+            places = forms[form] = {}
+            for name, kind in form:
+                counted = "other" if kind is object else "number"
+                places[name] = (kind, counts[counted])
+                counts[counted] += 1
+        made.append(CompactRecord(places, numbers, others))
+    return made
+
+
+def _stored_as(value: object) -> type:
+    return type(value) if type(value) is float or (type(value) is int and abs(value) <= 2**53) else object
 
 
 def is_number(value: object) -> TypeGuard[int | float]:

@@ -17,7 +17,7 @@ import yaml
 
 from tpu_grpo.config.yaml_dialect import read_yaml
 from tpu_grpo.hosts import End
-from tpu_grpo.observe.json_lines import Lines, Record, read_records, read_steps, write_json
+from tpu_grpo.observe.json_lines import Lines, Record, compact, read_records, read_steps, write_json
 from tpu_grpo.observe.run_files import (
     CHANGES_FILE,
     CONFIG_FILE,
@@ -164,7 +164,7 @@ def read_run(directory: Path, *, goes_on: bool = False, standing: Standing | Non
         path = directory / name
         return read_file(path).decode(errors="replace") if path.is_file() else ""
 
-    lines, evaluations = (list(read_steps(directory / name)) for name in (METRICS_FILE, EVALUATION_FILE))
+    lines, evaluations = compact(read_steps(directory / METRICS_FILE)), list(read_steps(directory / EVALUATION_FILE))
     changes = list(read_steps(directory / CHANGES_FILE, name=str, old=str, new=str, effect=str))
     config_text, summary_text = text(CONFIG_FILE), text(SUMMARY_FILE)
     try:
