@@ -84,9 +84,9 @@ class AlgorithmSection(Section):
     filtered_ratio: bool = False
     """Compute log-probabilities, ratio and entropy over the tokens that rollout.top_k, top_p and min_p keep, in engine
     and trainer. Otherwise they are of the full distribution, which differs from the one that tokens are drawn from."""
-    routing_replay: bool = False
+    routing_replay: bool | None = None
     """Route the trainer's tokens to the experts that the engine chose for them (R3, arXiv 2510.11370); only for models
-    with experts. The reference model chooses by itself."""
+    with experts. The reference model chooses by itself. When unset, on for experts in bfloat16."""
     clip_low: float | None = Field(default=None, gt=0.0, lt=1.0)
     """Clip the ratio below at 1 - clip_low. The algorithm's own when unset: 0.2, for gspo 0.0003, for cispo none."""
     clip_high: float | None = Field(default=None, gt=0.0)

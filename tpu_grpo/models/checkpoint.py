@@ -38,8 +38,6 @@ STORED_DTYPES: Mapping[str, np.dtype[Any]] = {
     "F64": np.dtype(np.float64),
 }
 """The supported dtypes of stored tensors, by their names in safetensors headers."""
-TILE_ROWS = 128
-"""The number of rows in a tile of Tunix's kernel for experts on a TPU."""
 MOST = 10_000
 """The most layers of a model, and the most experts of a layer."""
 _KINDS = {"int": "a whole number >= 1", "float": "a number > 0", "bool": "true or false"}
@@ -164,30 +162,6 @@ def _divisors(checkpoint: Checkpoint, axis: str, size: int) -> tuple[list[str], 
     common = math.gcd(*values.values())
     wrong = [f"{name}={value}" for name, value in values.items() if size < 1 or value % size]
     return wrong, [divisor for divisor in range(1, common + 1) if common % divisor == 0]
-
-
-def check_expert_tokens(checkpoint: Checkpoint, fsdp: int, context_tokens: int) -> None:
-    """Check that Tunix's kernel for experts supports the padded sequence length ``context_tokens``.
-
-    The kernel gets ``num_experts_per_tok`` rows for each token of a device. If the experts are sharded over ``fsdp``
-    devices, it gets the most rows that all could send: ``min(num_experts_per_tok, experts of a device) x fsdp``.
-
-    Raises:
-        ConfigError: if the rows do not fill whole tiles of ``TILE_ROWS``, naming lengths that do.
-    """
-    config = checkpoint.config
-    if not isinstance(config, MoeConfig):
-        return
-    chosen = config.num_experts_per_tok
-    per_token = min(chosen, config.num_experts // fsdp) * fsdp if fsdp > 1 else chosen
-    if context_tokens * per_token % TILE_ROWS:
-        step = TILE_ROWS // math.gcd(TILE_ROWS, per_token)
-        below = context_tokens // step * step
-        raise ConfigError(
-            f"data.max_prompt_tokens + rollout.max_new_tokens must be a multiple of {step} for this model's experts on "
-            f"a TPU ({per_token} rows per token in tiles of {TILE_ROWS}), got {context_tokens}; make it "
-            + (f"{below} or {below + step}" if below else f"{step}")
-        )
 
 
 # --- config.json -----------------------------------------------------------------------------------------------------

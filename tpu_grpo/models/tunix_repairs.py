@@ -19,6 +19,9 @@ the log-probabilities need. The repair casts the logits of ``Llama3``.
 has one device, and libtpu 0.0.42.1 aborts when it compiles that. This repair wraps nothing: ``fitted_config`` removes
 the axis from the model's config.
 
+**Experts on TPUs.** ``MoELayer`` computes on as many rows as could arrive on a device in the worst case, and in tiles
+of 128. The repair keeps its router and shardings, and gives the rest to models/expert_parallel.py.
+
 **Gemma's windows.** ``_create_sliding_mask`` compares the keys' indices in the row with the queries' positions. Rows of
 prompts are padded on the left, and positions do not count padding. With P tokens of padding, a query's window therefore
 begins P tokens too early, and a window of at most P tokens ends before the query itself.
@@ -42,9 +45,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
+from tpu_grpo.models.expert_parallel import Weights, expert_outputs
 from tpu_grpo.models.families.rope import Scaling, inverse_timescales
 from tpu_grpo.records.errors import ConfigError
 
@@ -90,6 +94,7 @@ def apply() -> None:
     for module in modules:
         module.apply_rope = _with_current_positions(module.apply_rope)
         module.Attention.block = _with_config_in_context(module.Attention.block)
+    qwen3.MoELayer.__call__ = _with_fitting_buffers(qwen3.MoELayer.__call__, qwen3)
     llama3.Llama3.__call__ = _with_float32_logits(llama3.Llama3.__call__)
     qwen2._generate_pos_embeddings = _with_scaled_sines(qwen2._generate_pos_embeddings)
     qwen2.Qwen2.__call__ = _with_config_in_context(qwen2.Qwen2.__call__)
@@ -168,6 +173,46 @@ def _with_float32_logits(original: Any) -> Any:
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         logits, cache = original(self, *args, **kwargs)
         return logits.astype(jnp.float32), cache
+
+    return __call__
+
+
+def has_ragged_exchange(mesh: Mesh) -> bool:
+    """Whether XLA has the exchange that spreads experts; it lacks it on CPUs, where Tunix computes every expert."""
+    return not mesh.empty and mesh.devices.flat[0].platform != "cpu"
+
+
+def _with_fitting_buffers(original: Any, qwen3: Any) -> Any:
+    @functools.wraps(original)
+    def __call__(self: Any, x: Any, use_megablox: bool = True) -> Any:
+        mesh = qwen3.pxla.thread_resources.env.physical_mesh
+        if not use_megablox or not has_ragged_exchange(mesh):
+            return original(self, x, use_megablox)
+        scores = self.router(x).astype(jnp.float32)
+        shares, chosen = jax.lax.top_k(jax.nn.softmax(scores, axis=-1), self.experts_per_tok)
+        shares = (shares / jnp.sum(shares, axis=-1, keepdims=True)).astype(self.dtype)
+        spec, in_experts, to_width = (
+            PartitionSpec(*axes)
+            for axes in (self.shd_config.act_btd, self.shd_config.exp_weight_edf, self.shd_config.exp_weight_efd)
+        )
+        of_routing, split_width, split_experts = PartitionSpec(*spec[:-1], None), spec[-1], in_experts[0]
+        weights = Weights(*(w.value.astype(self.dtype) for w in (self.gate_proj, self.up_proj, self.down_proj)))
+
+        def mixed(x: Any, shares: Any, chosen: Any, weights: Weights) -> Any:
+            if split_width is not None:
+                x = jax.lax.all_gather(x, split_width, tiled=True, axis=2)
+            rows, length, width = x.shape
+            axis = split_experts if mesh.shape[split_experts] > 1 else None
+            outputs = expert_outputs(x.reshape(-1, width), chosen.reshape(rows * length, -1), weights, axis)
+            mixture = jnp.einsum("tkd,tk->td", outputs, shares.reshape(rows * length, -1)).reshape(x.shape)
+            if split_width is None:
+                return mixture
+            return jax.lax.psum_scatter(mixture, split_width, scatter_dimension=2, tiled=True)
+
+        given = (spec, of_routing, of_routing, Weights(in_experts, in_experts, to_width))
+        return jax.shard_map(mixed, mesh=mesh, in_specs=given, out_specs=spec, check_vma=False)(
+            x, shares, chosen, weights
+        )
 
     return __call__
 

@@ -21,6 +21,7 @@ from tpu_grpo.planning.stage_memory import ResidentBytes, StageMemory, resident_
 from tpu_grpo.planning.step_seconds import StepWork
 from tpu_grpo.records.errors import ConfigError, TpuGrpoError
 from tpu_grpo.run.abstract import AbstractRun, open_abstract_checkpoint
+from tpu_grpo.run.inputs import with_routing_replay
 from tpu_grpo.run.meshes import build_meshes
 from tpu_grpo.run.parts import open_run_algorithm
 
@@ -80,6 +81,7 @@ def make_plan(config: RunConfig, target: Target, *, fast: bool, say: Callable[[s
     """
     config = with_known_model(config)
     with target.as_jax_devices(), open_abstract_checkpoint(config) as checkpoint:
+        config = with_routing_replay(config, checkpoint)
         meshes = build_meshes(config, checkpoint, target.devices)
         run = AbstractRun(config, checkpoint, meshes, NO_STOP, replica_devices(target, meshes.tensor))
         say("compiling the weight sync")

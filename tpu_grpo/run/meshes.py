@@ -13,8 +13,8 @@ from tpu_grpo.config import RunConfig
 from tpu_grpo.engine.options import splits_vocabulary
 from tpu_grpo.engine.replicas import make_replicas
 from tpu_grpo.hosts import by_host, devices_per_host
-from tpu_grpo.models.checkpoint import Checkpoint, check_expert_tokens, check_mesh, check_sampler_mesh, sampler_sizes
-from tpu_grpo.models.families.trainer_attention import flash_block, whole_blocks
+from tpu_grpo.models.checkpoint import Checkpoint, check_mesh, check_sampler_mesh, sampler_sizes
+from tpu_grpo.models.families.trainer_attention import flash_block
 from tpu_grpo.records.errors import ConfigError
 
 SHARE_BYTES = 4 * 2**30
@@ -75,10 +75,8 @@ def build_meshes(config: RunConfig, checkpoint: Checkpoint, devices: Sequence[An
     make_replicas(sampler_devices, tensor)  # raises for sizes that do not fit the hosts
     check_mesh(checkpoint, fsdp, tp)
     check_sampler_mesh(checkpoint, tensor)
-    platform, row_tokens = trainer_devices[0].platform, config.row_tokens
-    block = flash_block(config.model.attention, checkpoint.family, platform, row_tokens)
-    if platform == "tpu":
-        check_expert_tokens(checkpoint, fsdp, whole_blocks(row_tokens, block))
+    platform = trainer_devices[0].platform
+    block = flash_block(config.model.attention, checkpoint.family, platform, config.row_tokens)
     splits_vocabulary(config.meshes.sampler.shard_vocab, checkpoint.hf_config["vocab_size"], tensor)
     trainer = Mesh(np.asarray(trainer_devices).reshape(fsdp, tp), ("fsdp", "tp"))
     return Meshes(trainer, tuple(sampler_devices), tensor, block)

@@ -1,0 +1,144 @@
+"""The experts of a layer over several devices against every expert on every token in float64: values and gradients."""
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array
+
+from tests.models.forward import trainer_mesh
+from tests.models.random_checkpoint import write_random
+from tpu_grpo.models import expert_parallel, tunix_repairs
+from tpu_grpo.models.checkpoint import read_checkpoint
+from tpu_grpo.models.expert_parallel import Copies, Weights, expert_outputs, tiles_of
+from tpu_grpo.models.tunix_model import load_model
+
+TOKENS, EXPERTS, PER_TOKEN, WIDTH, HIDDEN = 16, 8, 2, 6, 5
+RNG = np.random.default_rng(3)
+EVEN = RNG.permuted(np.tile(np.arange(EXPERTS), (TOKENS, 1)), axis=1)[:, :PER_TOKEN]
+TO_ONE_DEVICE = np.tile([0, 1], (TOKENS, 1))
+TO_TWO = np.where(RNG.random((TOKENS, 1)) < 0.9, [[7, 6]], [[3, 7]])
+ROUTINGS = {"even": EVEN, "all to one device": TO_ONE_DEVICE, "nearly all to one expert": TO_TWO}
+
+
+def exchanged(
+    operand: Array, output: Array, begins: Array, sizes: Array, places: Array, arriving: Array, *, axis_name: str
+) -> Array:
+    """jax's ragged_all_to_all, which XLA lacks on CPUs, by gathering everything; NaN if sizes do not match."""
+    device = lax.axis_index(axis_name)
+    operands, begins_NN, sizes_NN, places_NN = (
+        lax.all_gather(array, axis_name) for array in (operand, begins, sizes, places)
+    )
+    rows = jnp.arange(len(operand))
+    for sender in range(len(operands)):
+        size, place = sizes_NN[sender, device], places_NN[sender, device]
+        to = jnp.where(rows < size, place + rows, len(output))
+        sent = operands[sender][jnp.clip(begins_NN[sender, device] + rows, 0, len(operand) - 1)]
+        output = output.at[to].set(sent, mode="drop")
+    inside = (places_NN[:, device] + sizes_NN[:, device] <= len(output)) & (arriving == sizes_NN[:, device])
+    return jnp.where(inside.all(), output, jnp.nan)
+
+
+def drawn() -> tuple[np.ndarray, np.ndarray, Weights]:
+    """Tokens, the gradients of the outputs, and experts."""
+    rng = np.random.default_rng(1)
+    gate, up = rng.standard_normal((2, EXPERTS, WIDTH, HIDDEN))
+    down: Any = rng.standard_normal((EXPERTS, HIDDEN, WIDTH))
+    x, gradients = rng.standard_normal((TOKENS, WIDTH)), rng.standard_normal((TOKENS, PER_TOKEN, WIDTH))
+    return x, gradients, Weights(gate, up, down)
+
+
+def every_expert_on_every_token(x: Array, chosen: np.ndarray, weights: Weights) -> Array:
+    hidden = jax.nn.silu(jnp.einsum("td,edf->tef", x, weights.gate)) * jnp.einsum("td,edf->tef", x, weights.up)
+    return jnp.take_along_axis(jnp.einsum("tef,efd->ted", hidden, weights.down), chosen[:, :, None], axis=1)
+
+
+def with_gradients(function: Any, x: Any, gradients: Any, weights: Any) -> list[Array]:
+    """Outputs, and the gradients for tokens and weights."""
+    outputs, pull = jax.vjp(function, x, weights)
+    of_x, of_weights = pull(gradients)
+    return [outputs, of_x, *of_weights]
+
+
+def over_devices(devices: int, chosen: np.ndarray, dtype: Any, x: Any, gradients: Any, weights: Any) -> list[Array]:
+    mesh, axis = Mesh(np.array(jax.devices()[:devices]), ("fsdp",)), "fsdp" if devices > 1 else None
+    split: Any = P("fsdp")
+    spread: Any = jax.shard_map(
+        lambda x, chosen, weights: expert_outputs(x, chosen, weights, axis),
+        mesh=mesh,
+        in_specs=(split, split, Weights(split, split, split)),
+        out_specs=split,
+        check_vma=False,
+    )
+    given = jax.tree.map(lambda array: jnp.asarray(array, dtype), (x, gradients, weights))
+    with mock.patch.object(lax, "ragged_all_to_all", exchanged), pltpu.force_tpu_interpret_mode():
+        return jax.jit(lambda *given: with_gradients(lambda x, w: spread(x, chosen, w), *given))(*given)
+
+
+@pytest.fixture(autouse=True)
+def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A buffer of two tiles for the 8 copies of each of four devices, which send 32 altogether."""
+    monkeypatch.setattr(expert_parallel, "TILE_ROWS", 8)
+
+
+@pytest.mark.parametrize(
+    ("routing", "devices"),
+    [
+        ("all to one device", 4),
+        pytest.param("even", 1, marks=pytest.mark.slow),
+        pytest.param("even", 4, marks=pytest.mark.slow),
+        pytest.param("nearly all to one expert", 4, marks=pytest.mark.slow),
+        pytest.param("all to one device", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_outputs_and_gradients_are_those_of_every_expert_on_every_token(routing: str, devices: int) -> None:
+    """No token is lost, also where a device gets four times the mean, in two rounds."""
+    given, chosen = drawn(), ROUTINGS[routing]
+    with jax.enable_x64(True):
+        exact = with_gradients(
+            lambda x, w: every_expert_on_every_token(x, chosen, w), *jax.tree.map(jnp.asarray, given)
+        )
+    for ours, true in zip(over_devices(devices, chosen, jnp.float32, *given), exact, strict=True):
+        np.testing.assert_allclose(ours, np.asarray(true), atol=1e-6 * np.abs(true).max(), rtol=0)
+
+
+def test_tunixs_layer_on_a_mesh_gives_what_it_gives_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts split over two devices, and their widths over two others; on CPUs Tunix computes every expert."""
+    checkpoint, mesh = read_checkpoint(write_random("qwen3_moe", tmp_path / "model", layers=1)), trainer_mesh(2, 2)
+    layer: Any = load_model(checkpoint, mesh, dtype=jnp.float32, remat="none").layers[0].mlp
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 4, checkpoint.config.hidden_size)), jnp.float32)
+    with mesh:
+        expected = layer(x)
+        monkeypatch.setattr(tunix_repairs, "has_ragged_exchange", lambda mesh: True)
+        with mock.patch.object(lax, "ragged_all_to_all", exchanged), pltpu.force_tpu_interpret_mode():
+            found = nnx.jit(lambda layer, x: layer(x))(layer, x)
+    np.testing.assert_allclose(found, expected, atol=2e-6 * np.abs(expected).max(), rtol=0)
+
+
+@pytest.mark.parametrize(("counts", "rounds"), [([[4, 4], [4, 4]], 1), ([[8, 0], [8, 0]], 1), ([[8, 0], [9, 0]], 2)])
+def test_as_many_rounds_as_the_fullest_device_needs(counts: list[list[int]], rounds: int) -> None:
+    """Each of two devices sends 8 copies, so that their buffers have 16 rows."""
+    copies = Copies("fsdp", 2, jnp.arange(8), jnp.asarray(counts)[..., None])
+    assert (copies.buffer_rows, int(copies.rounds)) == (16, rounds)
+
+
+@pytest.mark.parametrize(
+    ("sides", "dtype", "tiles"),
+    [
+        ((16384, 2048, 768), jnp.bfloat16, (512, 1024, 768)),  # Qwen3-30B-A3B
+        ((16384, 768, 2048), jnp.bfloat16, (512, 768, 1024)),
+        ((16384, 2048, 768), jnp.float32, (512, 512, 384)),
+        ((24, 6, 5), jnp.float32, (24, 6, 5)),
+    ],
+)
+def test_tiles_divide_the_matrices(sides: tuple[int, int, int], dtype: Any, tiles: tuple[int, int, int]) -> None:
+    assert tiles_of(dtype)(*sides) == (min(8, tiles[0]), *tiles[1:])  # rows by the small tiles of these tests

@@ -1,0 +1,255 @@
+"""The experts of a layer in training, spread over the devices of a mesh axis; it replaces the inside of Tunix's layer.
+
+Every device holds some of the experts and some of the tokens. A token is copied to each of its k experts: copies are
+sent to the devices of their experts (a ragged all-to-all), multiplied there, and sent back. Tunix (0.1.7) reserves room
+for the worst case, all tokens on the experts of one device, and computes on all of it: with 16 devices 16 times what
+arrives on average. Here the receiving buffer has room for twice the average. What does not fit waits for another round:
+
+    buffer of 4 rows, a device receives from device 0: a a a b, from device 1: c d
+    round 0    a a a b        round 1    c d - -
+
+All devices do as many rounds as the fullest one needs, usually one, and no token is dropped, whatever the router does.
+A round's rows are sorted by expert, for the grouped products (megablox) of jax, whose tiles are chosen by shape. The
+backward pass sends inputs and gradients again, and computes the hidden values again, so that nothing of the size of the
+buffer is kept between the passes.
+
+Suffixes: T tokens of a device, k experts per token, A = T*k copies, C rows of the buffer, N devices, E experts, e
+experts of a device, D width, F hidden width of an expert.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
+from jaxtyping import Array, Float, Int
+
+BUFFER_MEANS = 2
+"""Rows of the buffer, in copies that a device receives on average."""
+TILE_ROWS = 512
+TILE_BYTES = 2048
+"""The longest side of a tile of weights: 1,024 numbers in bfloat16. Three tiles, twice each, fit the default VMEM."""
+
+
+class Weights(NamedTuple):
+    """The experts of a device."""
+
+    gate: Float[Array, "e D F"]
+    up: Float[Array, "e D F"]
+    down: Float[Array, "e F D"]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def expert_outputs(
+    x_TD: Float[Array, "T D"], chosen_Tk: Int[Array, "T k"], weights: Weights, axis: str | None
+) -> Float[Array, "T k D"]:
+    """Return what each of a token's experts makes of it; called on every device inside a shard_map.
+
+    The experts are spread over the devices of ``axis`` in order; with None, the device has all of them.
+    """
+    copies = Copies.of(chosen_Tk, len(weights.gate), axis)
+    sorted_AD = copies.sort(x_TD)
+
+    def one_round(number: Array, outputs_AD: Array) -> Array:
+        plan = copies.round(number)
+        *_, outputs_CD = _experts(copies.send(sorted_AD, plan), plan.rows, weights)
+        return copies.return_to(outputs_AD, outputs_CD, plan)
+
+    outputs_AD = lax.fori_loop(0, copies.rounds, one_round, jnp.zeros_like(sorted_AD))
+    return copies.unsort(outputs_AD)
+
+
+def _forward(x_TD: Array, chosen_Tk: Array, weights: Weights, axis: str | None) -> tuple[Array, Any]:
+    return expert_outputs(x_TD, chosen_Tk, weights, axis), (x_TD, chosen_Tk, weights)
+
+
+def _backward(axis: str | None, kept: Any, gradients_TkD: Array) -> tuple[Array, np.ndarray, Weights]:
+    x_TD, chosen_Tk, weights = kept
+    copies = Copies.of(chosen_Tk, len(weights.gate), axis)
+    sorted_AD = copies.sort(x_TD)
+    gradients_AD = gradients_TkD.reshape(sorted_AD.shape)[copies.order_A]
+
+    def one_round(number: Array, carried: tuple[Array, Weights]) -> tuple[Array, Weights]:
+        inputs_AD, sums = carried
+        plan = copies.round(number)
+        inputs_CD, gradients_CD = (copies.send(sent, plan) for sent in (sorted_AD, gradients_AD))
+        of_inputs_CD, of_weights = _expert_gradients(inputs_CD, gradients_CD, plan.rows, weights)
+        sums = Weights(*(total + new for total, new in zip(sums, of_weights, strict=True)))
+        return copies.return_to(inputs_AD, of_inputs_CD, plan), sums
+
+    nothing = Weights(*(jnp.zeros(weight.shape, jnp.float32) for weight in weights))
+    inputs_AD, sums = lax.fori_loop(0, copies.rounds, one_round, (jnp.zeros_like(sorted_AD), nothing))
+    of_weights = Weights(*(total.astype(weight.dtype) for total, weight in zip(sums, weights, strict=True)))
+    return copies.unsort(inputs_AD).sum(axis=1), np.zeros(chosen_Tk.shape, jax.dtypes.float0), of_weights
+
+
+expert_outputs.defvjp(_forward, _backward)
+
+
+# --- rounds ----------------------------------------------------------------------------------------------------------
+
+
+class Round(NamedTuple):
+    """What one device sends and receives in one round."""
+
+    sent: tuple[Array, Array, Array, Array]
+    """Arguments of the all-to-all to the experts: first row, number of rows and first row at the receiver, by receiver,
+    and number of rows by sender."""
+    returned: tuple[Array, Array, Array, Array]
+    """Arguments of the all-to-all back to the tokens."""
+    by_expert: Int[Array, " C"]
+    """For every row in the order of experts, its row in the buffer."""
+    by_sender: Int[Array, " C"]
+    """The inverse of ``by_expert``."""
+    rows: Int[Array, " e"]
+    """The number of rows of every expert."""
+
+
+class Copies(NamedTuple):
+    """The copies of a device's tokens, and how many copies all devices send to every expert."""
+
+    axis: str | None
+    per_token: int
+    order_A: Int[Array, " A"]
+    """The copies in the order of their experts, which is also that of the receiving devices."""
+    counts_NNe: Int[Array, "N N e"]
+    """Copies by sender, receiver and the receiver's expert."""
+
+    @classmethod
+    def of(cls, chosen_Tk: Int[Array, "T k"], experts: int, axis: str | None) -> "Copies":
+        """Count the copies on all devices, which have ``experts`` experts each."""
+        devices = 1 if axis is None else lax.axis_size(axis)
+        counts_E = jnp.bincount(chosen_Tk.reshape(-1), length=experts * devices)
+        counts_NE = counts_E[None] if axis is None else lax.all_gather(counts_E, axis)
+        order_A = jnp.argsort(chosen_Tk.reshape(-1))
+        return cls(axis, chosen_Tk.shape[1], order_A, counts_NE.reshape(devices, devices, experts))
+
+    @property
+    def buffer_rows(self) -> int:
+        """The rows of the buffer, in whole tiles. On average, a device receives as many copies as it sends."""
+        copies, devices = len(self.order_A), len(self.counts_NNe)
+        tile = min(TILE_ROWS, -(-copies // 8) * 8)
+        return -(-min(BUFFER_MEANS, devices) * copies // tile) * tile
+
+    @property
+    def rounds(self) -> Int[Array, ""]:
+        """The rounds that the fullest device needs."""
+        return -(-jnp.max(jnp.sum(self.counts_NNe, axis=(0, 2))) // self.buffer_rows)
+
+    def sort(self, x_TD: Float[Array, "T D"]) -> Float[Array, "A D"]:
+        """Copy tokens to their experts."""
+        return x_TD[self.order_A // self.per_token]
+
+    def unsort(self, sorted_AD: Float[Array, "A D"]) -> Float[Array, "T k D"]:
+        """Return the rows by token and expert."""
+        return sorted_AD[jnp.argsort(self.order_A)].reshape(-1, self.per_token, sorted_AD.shape[1])
+
+    def round(self, number: Int[Array, ""]) -> Round:
+        """Plan a round: receivers take the rows of a window, in the order of senders and then of experts."""
+        device = 0 if self.axis is None else lax.axis_index(self.axis)
+        rows = self.buffer_rows
+        pairs_NN = jnp.sum(self.counts_NNe, axis=2)
+        begins_NN, sizes_NN = _windowed(pairs_NN, number * rows, rows)
+        earlier_NN = jnp.clip(number * rows - _starts(pairs_NN), 0, pairs_NN)  # sent in earlier rounds
+        from_NN = jnp.where(sizes_NN > 0, _starts(pairs_NN.T).T + earlier_NN, 0)
+        sent = (from_NN[device], sizes_NN[device], begins_NN[device], sizes_NN[:, device])
+        returned = (begins_NN[:, device], sizes_NN[:, device], from_NN[:, device], sizes_NN[device])
+        own_Ne = self.counts_NNe[:, device]
+        begins, sizes = _windowed(own_Ne.reshape(-1), number * rows, rows)
+        begins_Ne, sizes_Ne = begins.reshape(own_Ne.shape), sizes.reshape(own_Ne.shape)
+        moved_Ne = _starts(sizes_Ne.T.reshape(-1)).reshape(own_Ne.shape[::-1]).T - begins_Ne
+        places_C = jnp.arange(rows)
+        by_expert = places_C - _repeated(moved_Ne.T, sizes_Ne.T, rows)
+        by_sender = places_C + _repeated(moved_Ne, sizes_Ne, rows)
+        return Round(sent, returned, by_expert, by_sender, jnp.sum(sizes_Ne, axis=0))
+
+    def send(self, sorted_AD: Float[Array, "A D"], plan: Round) -> Float[Array, "C D"]:
+        """Send a round's copies to the devices of their experts, and sort what arrives by expert."""
+        buffer_CD = jnp.zeros((self.buffer_rows, sorted_AD.shape[1]), sorted_AD.dtype)
+        if self.axis is None:
+            return buffer_CD.at[: len(sorted_AD)].set(sorted_AD)
+        return lax.ragged_all_to_all(sorted_AD, buffer_CD, *plan.sent, axis_name=self.axis)[plan.by_expert]
+
+    def return_to(
+        self, outputs_AD: Float[Array, "A D"], rows_CD: Float[Array, "C D"], plan: Round
+    ) -> Float[Array, "A D"]:
+        """Send a round's rows back to the devices of their tokens, and put them into ``outputs_AD``."""
+        if self.axis is None:
+            return rows_CD[: len(outputs_AD)]
+        return lax.ragged_all_to_all(rows_CD[plan.by_sender], outputs_AD, *plan.returned, axis_name=self.axis)
+
+
+def _starts(sizes: Int[Array, "n ..."]) -> Int[Array, "n ..."]:
+    """Return where each part begins if parts of these sizes follow each other along the first axis."""
+    return jnp.cumsum(sizes, axis=0) - sizes
+
+
+def _windowed(
+    sizes: Int[Array, "n ..."], first: Int[Array, ""], rows: int
+) -> tuple[Int[Array, "n ..."], Int[Array, "n ..."]]:
+    """Return start and size of the portion of each part that lies in a window of so many rows from ``first`` on.
+
+    Starts are counted from the window's first row; a part with nothing in the window starts at 0.
+    """
+    starts = _starts(sizes) - first
+    begins = jnp.clip(starts, 0, rows)
+    inside = jnp.clip(starts + sizes, 0, rows) - begins
+    return jnp.where(inside > 0, begins, 0), inside
+
+
+def _repeated(values: Int[Array, "a b"], sizes: Int[Array, "a b"], rows: int) -> Int[Array, " C"]:
+    """Repeat each value for the rows of its part; rows beyond the last part get 0."""
+    part_C = jnp.searchsorted(jnp.cumsum(sizes.reshape(-1)), jnp.arange(rows), side="right", method="compare_all")
+    return jnp.append(values.reshape(-1), 0)[part_C]
+
+
+# --- grouped products ------------------------------------------------------------------------------------------------
+
+
+def _experts(
+    x_CD: Float[Array, "C D"], rows_e: Int[Array, " e"], weights: Weights
+) -> tuple[Float[Array, "C F"], Float[Array, "C F"], Float[Array, "C D"]]:
+    """Compute every expert on its rows, down(silu(gate x) * up x); also return the two hidden values."""
+    gated_CF, upward_CF = (_product(x_CD, weight, rows_e) for weight in (weights.gate, weights.up))
+    return gated_CF, upward_CF, _product(_hidden(gated_CF, upward_CF), weights.down, rows_e)
+
+
+def _hidden(gated_CF: Float[Array, "C F"], upward_CF: Float[Array, "C F"]) -> Float[Array, "C F"]:
+    return jax.nn.silu(gated_CF) * upward_CF
+
+
+def _expert_gradients(
+    x_CD: Float[Array, "C D"], gradients_CD: Float[Array, "C D"], rows_e: Int[Array, " e"], weights: Weights
+) -> tuple[Float[Array, "C D"], Weights]:
+    """Return the gradients for inputs and weights; those for weights in float32."""
+    gated_CF, upward_CF = (_product(x_CD, weight, rows_e) for weight in (weights.gate, weights.up))
+    hidden_CF, to_hidden = jax.vjp(_hidden, gated_CF, upward_CF)
+    of_gated_CF, of_upward_CF = to_hidden(_product(gradients_CD, weights.down, rows_e, transposed=True))
+    of_x_CD = _product(of_gated_CF, weights.gate, rows_e, transposed=True)
+    of_x_CD += _product(of_upward_CF, weights.up, rows_e, transposed=True)
+    pairs = ((x_CD, of_gated_CF), (x_CD, of_upward_CF), (hidden_CF, gradients_CD))
+    return of_x_CD, Weights(*(tgmm(a.T, b, rows_e, jnp.float32, tiles_of(a.dtype)) for a, b in pairs))
+
+
+def _product(
+    x: Float[Array, "C inputs"], weight: Float[Array, "e a b"], rows_e: Int[Array, " e"], *, transposed: bool = False
+) -> Float[Array, "C outputs"]:
+    """Multiply each row with the matrix of its expert. Rows beyond those of experts hold anything."""
+    return gmm(x, weight, rows_e, x.dtype, tiles_of(x.dtype), transpose_rhs=transposed)
+
+
+def tiles_of(dtype: Any) -> Callable[[int, int, int], tuple[int, int, int]]:
+    """Return the function that chooses the tiles of a product of m rows, k summed numbers and n columns.
+
+    A side is the largest multiple of 128 up to TILE_BYTES that divides the matrix, or the matrix itself if it is small.
+    """
+    most = TILE_BYTES // np.dtype(dtype).itemsize
+
+    def side(size: int) -> int:
+        return next((tile for tile in range(most, 0, -128) if size % tile == 0), min(size, most))
+
+    return lambda m, k, n: (min(TILE_ROWS, m), side(k), side(n))
