@@ -19,7 +19,7 @@ from tests.models.forward import trainer_mesh
 from tests.models.random_checkpoint import write_random
 from tpu_grpo.models import expert_parallel, tunix_repairs
 from tpu_grpo.models.checkpoint import read_checkpoint
-from tpu_grpo.models.expert_parallel import Copies, Weights, expert_outputs, tiles_of
+from tpu_grpo.models.expert_parallel import Copies, Weights, mixture, tiles_of
 from tpu_grpo.models.tunix_model import load_model
 
 TOKENS, EXPERTS, PER_TOKEN, WIDTH, HIDDEN = 16, 8, 2, 6, 5
@@ -48,40 +48,44 @@ def exchanged(
     return jnp.where(inside.all(), output, jnp.nan)
 
 
-def drawn() -> tuple[np.ndarray, np.ndarray, Weights]:
-    """Tokens, the gradients of the outputs, and experts."""
+def drawn() -> tuple[np.ndarray, np.ndarray, Weights, np.ndarray]:
+    """Tokens, the shares of their experts, the experts, and the gradients of the outputs."""
     rng = np.random.default_rng(1)
     gate, up = rng.standard_normal((2, EXPERTS, WIDTH, HIDDEN))
     down: Any = rng.standard_normal((EXPERTS, HIDDEN, WIDTH))
-    x, gradients = rng.standard_normal((TOKENS, WIDTH)), rng.standard_normal((TOKENS, PER_TOKEN, WIDTH))
-    return x, gradients, Weights(gate, up, down)
+    x, gradients = rng.standard_normal((2, TOKENS, WIDTH))
+    return x, rng.random((TOKENS, PER_TOKEN)), Weights(gate, up, down), gradients
 
 
-def every_expert_on_every_token(x: Array, chosen: np.ndarray, weights: Weights) -> Array:
+def every_expert_on_every_token(x: Array, shares: Array, weights: Weights, chosen: np.ndarray) -> Array:
     hidden = jax.nn.silu(jnp.einsum("td,edf->tef", x, weights.gate)) * jnp.einsum("td,edf->tef", x, weights.up)
-    return jnp.take_along_axis(jnp.einsum("tef,efd->ted", hidden, weights.down), chosen[:, :, None], axis=1)
+    outputs = jnp.take_along_axis(jnp.einsum("tef,efd->ted", hidden, weights.down), chosen[:, :, None], axis=1)
+    return jnp.einsum("tkd,tk->td", outputs, shares)
 
 
-def with_gradients(function: Any, x: Any, gradients: Any, weights: Any) -> list[Array]:
-    """Outputs, and the gradients for tokens and weights."""
-    outputs, pull = jax.vjp(function, x, weights)
-    of_x, of_weights = pull(gradients)
-    return [outputs, of_x, *of_weights]
+def with_gradients(function: Any, *given: Any) -> list[Array]:
+    """Outputs, and the gradients for tokens, shares and weights."""
+    *inputs, gradients = given
+    outputs, pull = jax.vjp(function, *inputs)
+    return jax.tree.leaves((outputs, pull(gradients)))
 
 
-def over_devices(devices: int, chosen: np.ndarray, dtype: Any, x: Any, gradients: Any, weights: Any) -> list[Array]:
+def over_devices(devices: int, chosen: np.ndarray, *given: Any) -> list[Array]:
     mesh, axis = Mesh(np.array(jax.devices()[:devices]), ("fsdp",)), "fsdp" if devices > 1 else None
     split: Any = P("fsdp")
     spread: Any = jax.shard_map(
-        lambda x, chosen, weights: expert_outputs(x, chosen, weights, axis),
+        lambda x, shares, chosen, weights: mixture(x, shares, chosen, weights, axis),
         mesh=mesh,
-        in_specs=(split, split, Weights(split, split, split)),
+        in_specs=(split, split, split, Weights(split, split, split)),
         out_specs=split,
         check_vma=False,
     )
-    given = jax.tree.map(lambda array: jnp.asarray(array, dtype), (x, gradients, weights))
+
+    def call(*given: Any) -> list[Array]:
+        return with_gradients(lambda x, shares, weights: spread(x, shares, chosen, weights), *given)
+
     with mock.patch.object(lax, "ragged_all_to_all", exchanged), pltpu.force_tpu_interpret_mode():
-        return jax.jit(lambda *given: with_gradients(lambda x, w: spread(x, chosen, w), *given))(*given)
+        return jax.jit(call)(*jax.tree.map(lambda array: jnp.asarray(array, jnp.float32), given))
 
 
 @pytest.fixture(autouse=True)
@@ -105,9 +109,9 @@ def test_outputs_and_gradients_are_those_of_every_expert_on_every_token(routing:
     given, chosen = drawn(), ROUTINGS[routing]
     with jax.enable_x64(True):
         exact = with_gradients(
-            lambda x, w: every_expert_on_every_token(x, chosen, w), *jax.tree.map(jnp.asarray, given)
+            lambda *inputs: every_expert_on_every_token(*inputs, chosen), *jax.tree.map(jnp.asarray, given)
         )
-    for ours, true in zip(over_devices(devices, chosen, jnp.float32, *given), exact, strict=True):
+    for ours, true in zip(over_devices(devices, chosen, *given), exact, strict=True):
         np.testing.assert_allclose(ours, np.asarray(true), atol=1e-6 * np.abs(true).max(), rtol=0)
 
 

@@ -57,22 +57,21 @@ class Chip:
 class Rates:
     """The shares of a chip's speeds that plans assume programs to reach; `tpu-grpo check` measures them on a slice.
 
-    The defaults come from published speeds; see planning/costs.py.
+    The defaults come from published speeds and compiled kernels; see planning/costs.py.
     """
 
     memory: float = 0.8
     """Share of the memory's speed, for weights in a decode step and for the optimizer's state: large matrices, read
     sequentially."""
     cache_bytes_per_second: float = 0.74e12
-    """Bytes of keys and values per second that a chip's attention kernel can process, if the memory is fast enough.
-    Fitted; 45 % of v6e's memory speed. It is no share of that speed, because the kernel's instructions are the limit.
-    On v5e they keep up with the memory, which is half as fast. An 8-bit number takes as long as a 16-bit number.
-    The published speeds are of an earlier kernel, without the form for decode steps that is used here."""
+    """Keys and values per second that the attention kernel processes on a chip, unless its memory is slower. This is
+    not a share, because instructions limit the kernel: a block of 1,024 keys takes about 1,400 bundles (cycles), which
+    is 1.31 TB/s at 1.75 GHz. For the same reason a number of 8 bits counts like one of 16. The default is fitted to
+    published speeds of an earlier kernel."""
     prefill: float = 0.25
     """Share of a chip's FLOP/s in a prefill. Fitted; the published times to first tokens alone give 14 to 28 %."""
     products: float = 0.5
-    """Share of a chip's FLOP/s in the learner's programs. MaxText publishes 45 % for Llama-3.1-8B on v6e-256, without
-    counting recomputation."""
+    """Share of a chip's FLOP/s in the learner's programs, recomputation included."""
     links: float = 0.8
     """Share of the links' speed: 90 of 112 GB/s per link on v6e ("How to scale your model", chapter 2)."""
     allreduce_seconds: float = 2e-6
@@ -131,23 +130,27 @@ GENERATIONS = (
         Chip(int(30.75 * GIB), 275e12, 1228e9, 300e9),
         ("TPU v4",),
         libtpu_description={"chip_config_name": "megacore"},
+        rates=Rates(products=0.7),
     ),
     Generation(
         *("v5p", "v5p", "v2-alpha-tpuv5", 2, 3, (4,)),
         Chip(int(95.74 * GIB), 459e12, 2765e9, 600e9),
         ("TPU v5", "TPU v5p"),
+        rates=Rates(products=0.75, cache_bytes_per_second=1.31e12),
     ),
     Generation(
         *("v5e", "v5litepod", "v2-alpha-tpuv5-lite", 1, 2, (1, 4, 8)),
         Chip(int(15.75 * GIB), 197e12, 819e9, 200e9),
         ("TPU v5 lite", "TPU v5e"),
         libtpu_args=(*OVERLAP_COLLECTIVES, WHOLE_PRODUCTS),
+        rates=Rates(products=0.68, cache_bytes_per_second=1.12e12),
     ),
     Generation(
         *("v6e", "v6e", "v2-alpha-tpuv6e", 1, 2, (1, 4, 8)),
         Chip(int(31.25 * GIB), 918e12, 1640e9, 448e9),
         ("TPU v6 lite", "TPU v6e"),
         libtpu_args=(*OVERLAP_COLLECTIVES, "--xla_tpu_scoped_vmem_limit_kib=98304"),  # of 128 MiB; default 16 MiB
+        rates=Rates(products=0.55, cache_bytes_per_second=1.31e12),
     ),
 )
 

@@ -10,8 +10,8 @@ arrives on average. Here the receiving buffer has room for twice the average. Wh
 
 All devices do as many rounds as the fullest one needs, usually one, and no token is dropped, whatever the router does.
 A round's rows are sorted by expert, for the grouped products (megablox) of jax, whose tiles are chosen by shape. The
-backward pass sends inputs and gradients again, and computes the hidden values again, so that nothing of the size of the
-buffer is kept between the passes.
+backward pass sends the inputs again with the gradients, and computes the experts again, so that nothing of the size of
+the buffer is kept between the passes.
 
 Suffixes: T tokens of a device, k experts per token, A = T*k copies, C rows of the buffer, N devices, E experts, e
 experts of a device, D width, F hidden width of an expert.
@@ -28,6 +28,8 @@ from jax import lax
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 from jaxtyping import Array, Float, Int
 
+LANES = 128
+"""The numbers that a TPU moves together."""
 BUFFER_MEANS = 2
 """Rows of the buffer, in copies that a device receives on average."""
 TILE_ROWS = 512
@@ -43,11 +45,15 @@ class Weights(NamedTuple):
     down: Float[Array, "e F D"]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def expert_outputs(
-    x_TD: Float[Array, "T D"], chosen_Tk: Int[Array, "T k"], weights: Weights, axis: str | None
-) -> Float[Array, "T k D"]:
-    """Return what each of a token's experts makes of it; called on every device inside a shard_map.
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def mixture(
+    x_TD: Float[Array, "T D"],
+    shares_Tk: Float[Array, "T k"],
+    chosen_Tk: Int[Array, "T k"],
+    weights: Weights,
+    axis: str | None,
+) -> Float[Array, "T D"]:
+    """Return the sum of what a token's experts make of it, times their shares; for every device inside a shard_map.
 
     The experts are spread over the devices of ``axis`` in order; with None, the device has all of them.
     """
@@ -60,34 +66,48 @@ def expert_outputs(
         return copies.return_to(outputs_AD, outputs_CD, plan)
 
     outputs_AD = lax.fori_loop(0, copies.rounds, one_round, jnp.zeros_like(sorted_AD))
-    return copies.unsort(outputs_AD)
+    return jnp.einsum("tkd,tk->td", copies.unsort(outputs_AD), shares_Tk)
 
 
-def _forward(x_TD: Array, chosen_Tk: Array, weights: Weights, axis: str | None) -> tuple[Array, Any]:
-    return expert_outputs(x_TD, chosen_Tk, weights, axis), (x_TD, chosen_Tk, weights)
+def _forward(
+    x_TD: Array, shares_Tk: Array, chosen_Tk: Array, weights: Weights, axis: str | None
+) -> tuple[Array, tuple[Array, Array, Array, Weights]]:
+    return mixture(x_TD, shares_Tk, chosen_Tk, weights, axis), (x_TD, shares_Tk, chosen_Tk, weights)
 
 
-def _backward(axis: str | None, kept: Any, gradients_TkD: Array) -> tuple[Array, np.ndarray, Weights]:
-    x_TD, chosen_Tk, weights = kept
+def _backward(
+    axis: str | None, kept: tuple[Array, Array, Array, Weights], gradients_TD: Array
+) -> tuple[Array, Array, np.ndarray, Weights]:
+    """Return the gradients. That of a share is <g, y> for the gradient g of the sum and the expert's output y.
+
+    The outputs are not kept. Devices of experts compute <share g, y> and send it back beside the gradient of the input.
+    """
+    x_TD, shares_Tk, chosen_Tk, weights = kept
     copies = Copies.of(chosen_Tk, len(weights.gate), axis)
-    sorted_AD = copies.sort(x_TD)
-    gradients_AD = gradients_TkD.reshape(sorted_AD.shape)[copies.order_A]
+    sorted_AD, width = copies.sort(x_TD), x_TD.shape[1]
+    shared_TkD = shares_Tk[:, :, None] * gradients_TD[:, None]
+    gradients_AD = shared_TkD.reshape(sorted_AD.shape)[copies.order_A]
 
     def one_round(number: Array, carried: tuple[Array, Weights]) -> tuple[Array, Weights]:
-        inputs_AD, sums = carried
+        returned, sums = carried
         plan = copies.round(number)
         inputs_CD, gradients_CD = (copies.send(sent, plan) for sent in (sorted_AD, gradients_AD))
-        of_inputs_CD, of_weights = _expert_gradients(inputs_CD, gradients_CD, plan.rows, weights)
+        of_inputs_CD, products_C, of_weights = _expert_gradients(inputs_CD, gradients_CD, plan.rows, weights)
+        beside = jnp.broadcast_to(products_C[:, None], (len(products_C), LANES)).astype(of_inputs_CD.dtype)
         sums = Weights(*(total + new for total, new in zip(sums, of_weights, strict=True)))
-        return copies.return_to(inputs_AD, of_inputs_CD, plan), sums
+        return copies.return_to(returned, jnp.concatenate([of_inputs_CD, beside], axis=1), plan), sums
 
     nothing = Weights(*(jnp.zeros(weight.shape, jnp.float32) for weight in weights))
-    inputs_AD, sums = lax.fori_loop(0, copies.rounds, one_round, (jnp.zeros_like(sorted_AD), nothing))
+    start = jnp.zeros((len(sorted_AD), width + LANES), sorted_AD.dtype)
+    returned, sums = lax.fori_loop(0, copies.rounds, one_round, (start, nothing))
+    returned_TkD = copies.unsort(returned)
+    of_shares_Tk = jnp.where(shares_Tk == 0, 0, returned_TkD[:, :, width] / jnp.where(shares_Tk == 0, 1, shares_Tk))
     of_weights = Weights(*(total.astype(weight.dtype) for total, weight in zip(sums, weights, strict=True)))
-    return copies.unsort(inputs_AD).sum(axis=1), np.zeros(chosen_Tk.shape, jax.dtypes.float0), of_weights
+    of_x_TD = returned_TkD[:, :, :width].sum(axis=1)
+    return of_x_TD, of_shares_Tk, np.zeros(chosen_Tk.shape, jax.dtypes.float0), of_weights
 
 
-expert_outputs.defvjp(_forward, _backward)
+mixture.defvjp(_forward, _backward)
 
 
 # --- rounds ----------------------------------------------------------------------------------------------------------
@@ -224,15 +244,19 @@ def _hidden(gated_CF: Float[Array, "C F"], upward_CF: Float[Array, "C F"]) -> Fl
 
 def _expert_gradients(
     x_CD: Float[Array, "C D"], gradients_CD: Float[Array, "C D"], rows_e: Int[Array, " e"], weights: Weights
-) -> tuple[Float[Array, "C D"], Weights]:
-    """Return the gradients for inputs and weights; those for weights in float32."""
-    gated_CF, upward_CF = (_product(x_CD, weight, rows_e) for weight in (weights.gate, weights.up))
+) -> tuple[Float[Array, "C D"], Float[Array, " C"], Weights]:
+    """Return the gradients for inputs, the products of outputs and their gradients, and the gradients for weights.
+
+    The last two are in float32.
+    """
+    gated_CF, upward_CF, outputs_CD = _experts(x_CD, rows_e, weights)
+    products_C = jnp.einsum("cd,cd->c", outputs_CD, gradients_CD, preferred_element_type=jnp.float32)
     hidden_CF, to_hidden = jax.vjp(_hidden, gated_CF, upward_CF)
     of_gated_CF, of_upward_CF = to_hidden(_product(gradients_CD, weights.down, rows_e, transposed=True))
     of_x_CD = _product(of_gated_CF, weights.gate, rows_e, transposed=True)
     of_x_CD += _product(of_upward_CF, weights.up, rows_e, transposed=True)
     pairs = ((x_CD, of_gated_CF), (x_CD, of_upward_CF), (hidden_CF, gradients_CD))
-    return of_x_CD, Weights(*(tgmm(a.T, b, rows_e, jnp.float32, tiles_of(a.dtype)) for a, b in pairs))
+    return of_x_CD, products_C, Weights(*(tgmm(a.T, b, rows_e, jnp.float32, tiles_of(a.dtype)) for a, b in pairs))
 
 
 def _product(

@@ -48,7 +48,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from tpu_grpo.models.expert_parallel import Weights, expert_outputs
+from tpu_grpo.models.expert_parallel import Weights, mixture
 from tpu_grpo.models.families.rope import Scaling, inverse_timescales
 from tpu_grpo.records.errors import ConfigError
 
@@ -203,11 +203,11 @@ def _with_fitting_buffers(original: Any, qwen3: Any) -> Any:
                 x = jax.lax.all_gather(x, split_width, tiled=True, axis=2)
             rows, length, width = x.shape
             axis = split_experts if mesh.shape[split_experts] > 1 else None
-            outputs = expert_outputs(x.reshape(-1, width), chosen.reshape(rows * length, -1), weights, axis)
-            mixture = jnp.einsum("tkd,tk->td", outputs, shares.reshape(rows * length, -1)).reshape(x.shape)
+            shares, chosen = (array.reshape(rows * length, -1) for array in (shares, chosen))
+            out = mixture(x.reshape(-1, width), shares, chosen, weights, axis).reshape(x.shape)
             if split_width is None:
-                return mixture
-            return jax.lax.psum_scatter(mixture, split_width, scatter_dimension=2, tiled=True)
+                return out
+            return jax.lax.psum_scatter(out, split_width, scatter_dimension=2, tiled=True)
 
         given = (spec, of_routing, of_routing, Weights(in_experts, in_experts, to_width))
         return jax.shard_map(mixed, mesh=mesh, in_specs=given, out_specs=spec, check_vma=False)(

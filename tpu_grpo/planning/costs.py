@@ -13,10 +13,12 @@ all. Per token, with N parameters used in the layers, V in the head, and S token
     update         layers: three times that, four times with remat; head: four times, because its logits are
                    recomputed; with adapters, both take one time less
 
-Published speeds come from sglang-jax's cookbook (Qwen3-8B and Qwen3-32B on v6e-4, tensor 4, prompts of 1,024 to 8,192
-tokens, completions of 1,024, 16 to 256 rows at once) and its pull request 194. `Rates.cache_bytes_per_second` and
-`Rates.prefill` are fitted to these seven points, which are met within 7 %; other constants have the sources stated
-with them. tests/planning/test_costs.py checks this.
+Published speeds of decoding come from sglang-jax's cookbook (Qwen3-8B and Qwen3-32B on v6e-4, tensor 4, prompts of
+1,024 to 8,192 tokens, completions of 1,024, 16 to 256 rows at once) and its pull request 194. They are of an earlier
+kernel: a cache of 0.74 TB/s and `Rates.prefill` are fitted to these seven points, which are met within 7 %.
+`Rates.products` is fitted by generation to published trainings: 61 and 67 % MFU of models of 16B and 32B on v5e-256,
+64.6 % of Llama2-70B on v5p, and 7,139 tokens a second and chip of Llama-3.1-8B on v6e-8. Other constants have the
+sources stated with them. tests/planning/test_costs.py checks this.
 """
 
 import math
@@ -233,16 +235,18 @@ class TrainerSizes:
     number of devices that compute the same rows."""
     pass_tokens: int
     """The tokens of a micro-batch on all devices together."""
-    parameter_bytes: float
-    trained_bytes: float
-    outer_share: float
-    """The share of the parameters that are in embedding and head."""
+    gathered_bytes: float
+    """The parameters that every pass gathers over fsdp: all but experts, to which tokens are sent instead."""
+    reduced_bytes: float
+    """The trained ones among them, whose gradients are reduce-scattered."""
     state_bytes: float
     """The bytes of a token's activations between layers."""
     layer_passes: int
     """The cost of the layers in an update, in units of a forward pass."""
     head_passes: int
     """The same for the head."""
+    experts_of_token: int = 0
+    """The experts to which every layer sends a token; 0 for a model without experts."""
     is_padded: bool = False
     """Whether every completion has its own padded row, and the head also computes prompts (Tunix's learner)."""
 
@@ -269,8 +273,9 @@ def pass_seconds(
 
     Over fsdp devices, parameters are gathered in the forward pass and again in the backward pass, and gradients are
     reduce-scattered, in every micro-batch. The compiler gathers a layer's parameters while the previous layer computes,
-    so only the longest of products, memory and these transfers counts. Two transfers do not overlap and are added: the
-    first gather of embedding and head, and with tp, two all-reduces of activations per layer in each pass.
+    so only the longest of products, memory and these transfers counts. Others do not overlap and are added: with tp,
+    two all-reduces of activations per layer in each pass, and with experts, the copies of tokens that are sent to them
+    and back, and in the backward pass inputs, gradients and the gradients of inputs.
 
     ``head_tokens`` is the number of completion tokens on all devices, ``accessed_bytes`` the compiler's count for the
     program per device, and ``updates`` says whether there is a backward pass.
@@ -279,9 +284,8 @@ def pass_seconds(
     layer_passes, head_passes = (sizes.layer_passes, sizes.head_passes) if updates else (1, 1)
     layers = layer_passes * sizes.token.forward(sizes.pass_tokens, sizes.context, 0)
     flops = layers + head_passes * sizes.token.forward(0, 0, head_tokens)
-    gathered = sizes.parameter_bytes * (sizes.fsdp - 1)
-    first = gathered * sizes.outer_share
-    moved = gathered - first + updates * (gathered + sizes.trained_bytes * (sizes.fsdp - 1))
+    others = sizes.fsdp - 1
+    moved = others * (sizes.gathered_bytes + updates * (sizes.gathered_bytes + sizes.reduced_bytes))
     beside = {
         "products": flops / devices / (generation.rates.products * chip.flops_per_second),
         "memory": accessed_bytes / (generation.rates.memory * chip.memory_bytes_per_second),
@@ -290,5 +294,7 @@ def pass_seconds(
     longest = max(beside, key=lambda cause: beside[cause])
     parts = {longest: beside.pop(longest)}
     each = allreduce_seconds(generation, sizes.tp, sizes.pass_tokens / sizes.fsdp * sizes.state_bytes)
-    waits = link_seconds(generation, devices, first) + layer_passes * 2 * sizes.layers * each
+    copies = sizes.layers * sizes.experts_of_token * sizes.pass_tokens / sizes.fsdp * others / sizes.fsdp
+    exchanged = (5 if updates else 2) * copies * sizes.state_bytes
+    waits = layer_passes * 2 * sizes.layers * each + link_seconds(generation, devices, exchanged)
     return PassSeconds(parts | {"links": parts.get("links", 0.0) + waits}, beside)

@@ -253,8 +253,7 @@ class StepWork:
             rungs=run.options.shapes.batch,
             trainer=_trainer_sizes(run, resident),
             accessed_bytes={program.name: program.accessed_bytes for program in programs if program.stage != "rollout"},
-            synced_bytes=sum(move.bytes for move in run.sync.moves if not move.frozen)
-            / len(run.meshes.sampler_devices),
+            synced_bytes=sum(m.bytes_per_device for m in run.sync.moves if not m.frozen and not m.aliased),
             devices=len({*run.meshes.sampler_devices, *run.meshes.trainer.devices.flat}),
             forward_passes=run.learner.forward_passes,
             launch_steps=run.engine.steps_per_launch,
@@ -347,7 +346,9 @@ def _trainer_sizes(run: AbstractRun, resident: ResidentBytes) -> costs.TrainerSi
     token, itemsize = costs.TokenCost.of(checkpoint), jnp.dtype(config.model.dtype).itemsize
     row, block = whole_blocks(config.row_tokens, run.meshes.flash_block), run.meshes.flash_block
     adapters = config.model.lora.rank is not None
-    outer = token.head * (1 if checkpoint.config.tie_word_embeddings else 2)
+    shapes = checkpoint.family.tensor_shapes(checkpoint.config)
+    of_experts = sum(math.prod(shape) for name, shape in shapes.items() if ".experts." in name)
+    gathered = 1 - of_experts / checkpoint.parameter_count
     is_padded, pass_rows, copies = config.algorithm.tunix is not None, config.micro_batch_rows(mesh["fsdp"]), 1
     if is_padded:
         pass_rows = (config.algorithm.micro_batch_prompts or config.mini_batch_prompts) * config.algorithm.group_size
@@ -360,11 +361,11 @@ def _trainer_sizes(run: AbstractRun, resident: ResidentBytes) -> costs.TrainerSi
         context=row if block is None else row / 2,
         row_tokens=copies * row,
         pass_tokens=pass_rows * copies * row,
-        parameter_bytes=resident.parameters,
-        trained_bytes=resident.trained,
-        outer_share=outer / checkpoint.parameter_count,
+        gathered_bytes=resident.parameters * gathered,
+        reduced_bytes=resident.trained * gathered,
         state_bytes=checkpoint.config.hidden_size * itemsize,
         layer_passes=3 + (config.model.remat != "none") - adapters,
         head_passes=4 - is_padded - adapters,
+        experts_of_token=getattr(checkpoint.config, "num_experts_per_tok", 0),
         is_padded=is_padded,
     )
