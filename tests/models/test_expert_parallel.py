@@ -109,23 +109,38 @@ def test_outputs_and_gradients_are_those_of_every_expert_on_every_token(routing:
     given, chosen = drawn(), ROUTINGS[routing]
     with jax.enable_x64(True):
         exact = with_gradients(
-            lambda *inputs: every_expert_on_every_token(*inputs, chosen), *jax.tree.map(jnp.asarray, given)
+            lambda x, shares, weights: every_expert_on_every_token(x, shares, weights, chosen),
+            *jax.tree.map(jnp.asarray, given),
         )
     for ours, true in zip(over_devices(devices, chosen, *given), exact, strict=True):
         np.testing.assert_allclose(ours, np.asarray(true), atol=1e-6 * np.abs(true).max(), rtol=0)
 
 
 def test_tunixs_layer_on_a_mesh_gives_what_it_gives_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Experts split over two devices, and their widths over two others; on CPUs Tunix computes every expert."""
+    """Experts split over two devices, and their widths over two others; on CPUs Tunix computes every expert.
+
+    Compared are outputs and the gradients for tokens, router and experts.
+    """
     checkpoint, mesh = read_checkpoint(write_random("qwen3_moe", tmp_path / "model", layers=1)), trainer_mesh(2, 2)
-    layer: Any = load_model(checkpoint, mesh, dtype=jnp.float32, remat="none").layers[0].mlp
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 4, checkpoint.config.hidden_size)), jnp.float32)
+    model: Any = load_model(checkpoint, mesh, dtype=jnp.float32, remat="none")
+    rng = np.random.default_rng(0)
+    x, gradients = jnp.asarray(rng.standard_normal((2, 2, 4, checkpoint.config.hidden_size)), jnp.float32)
+
+    def loss(layer: Any, x: Array) -> tuple[Array, Array]:
+        outputs = layer(x)
+        return jnp.sum(outputs * gradients), outputs
+
+    def computed() -> list[Array]:
+        return jax.tree.leaves(nnx.jit(nnx.value_and_grad(loss, argnums=(0, 1), has_aux=True))(model.layers[0].mlp, x))
+
     with mesh:
-        expected = layer(x)
+        expected = computed()
         monkeypatch.setattr(tunix_repairs, "has_ragged_exchange", lambda mesh: True)
         with mock.patch.object(lax, "ragged_all_to_all", exchanged), pltpu.force_tpu_interpret_mode():
-            found = nnx.jit(lambda layer, x: layer(x))(layer, x)
-    np.testing.assert_allclose(found, expected, atol=2e-6 * np.abs(expected).max(), rtol=0)
+            found = computed()
+    assert len(found) == 2 + 4 + 1  # loss and outputs; router and three matrices of experts; tokens
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=4e-6 * np.abs(theirs).max(), rtol=0)
 
 
 @pytest.mark.parametrize(("counts", "rounds"), [([[4, 4], [4, 4]], 1), ([[8, 0], [8, 0]], 1), ([[8, 0], [9, 0]], 2)])

@@ -42,7 +42,7 @@ class ScaleRl:
     advantage_formula = "(R - mean_g(R)) / (std_step(R - mean_g(R)) + 1e-6)"
 
     def advantages(self, rewards_PG: Float[np.ndarray, "P G"]) -> Float[np.ndarray, "P G"]:
-        """[[0, 2], [4, 6]] deviates from its group means by -1 1 -1 1, which has std sqrt(4 / 3)."""
+        """Rewards [[0, 2], [4, 6]] give [[-1, 1], [-1, 1]] divided by its std, sqrt(4 / 3)."""
         centred_PG = _centred(rewards_PG)
         return centred_PG / (centred_PG.std(ddof=1) + STD_FLOOR)
 

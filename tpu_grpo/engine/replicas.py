@@ -199,12 +199,12 @@ class Replicas:
             requests: what to sample.
             finished: is called with the index and the completion of each request as it ends, on one of the hosts that
                 drive the request's replica.
-            known: the expected number of tokens of each request (None: unknown), which does not change any token.
+            known: the expected number of tokens of each request (None: unknown); changes scheduling, not tokens.
             conversations: the requests' conversations with environments; None: no environments. Each host runs the
                 conversations of the groups whose completions it reports.
 
         Raises:
-            RequestError: if no engine can ever serve a request (none is started then), or the request of a later turn.
+            RequestError: for a request that no engine can serve: before any starts, or when a later turn makes it.
             LockstepError: if hosts decided differently, or sampled differently in a replica that they share.
         """
         next(iter(self.engines.values())).check(requests)

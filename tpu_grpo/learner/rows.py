@@ -282,7 +282,7 @@ class ReplayShape:
         self.dtype = routing_dtype(settings.num_experts)
 
     def empty(self, rows: int, tokens: int) -> Integer[np.ndarray, "{rows} LK {tokens}"]:
-        """Make rows without experts. TPUs pad the last two axes to tiles, so the long axis of tokens comes last."""
+        """Make an empty table for `fill`. TPUs pad the last two axes to tiles, so the long token axis is last."""
         return np.full((rows, self.layers * self.per_token, tokens), np.iinfo(self.dtype).max, self.dtype)
 
     def fill(self, table_RLKS: Integer[np.ndarray, "R LK S"], packing: Packing) -> None:

@@ -191,20 +191,19 @@ def _with_fitting_buffers(original: Any, qwen3: Any) -> Any:
         scores = self.router(x).astype(jnp.float32)
         shares, chosen = jax.lax.top_k(jax.nn.softmax(scores, axis=-1), self.experts_per_tok)
         shares = (shares / jnp.sum(shares, axis=-1, keepdims=True)).astype(self.dtype)
-        spec, in_experts, to_width = (
-            PartitionSpec(*axes)
-            for axes in (self.shd_config.act_btd, self.shd_config.exp_weight_edf, self.shd_config.exp_weight_efd)
-        )
+        axes = self.shd_config
+        specs = (PartitionSpec(*each) for each in (axes.act_btd, axes.exp_weight_edf, axes.exp_weight_efd))
+        spec, in_experts, to_width = tuple[Any, ...](specs)
         of_routing, split_width, split_experts = PartitionSpec(*spec[:-1], None), spec[-1], in_experts[0]
-        weights = Weights(*(w.value.astype(self.dtype) for w in (self.gate_proj, self.up_proj, self.down_proj)))
+        weights: Any = Weights(*(w.value.astype(self.dtype) for w in (self.gate_proj, self.up_proj, self.down_proj)))
 
-        def mixed(x: Any, shares: Any, chosen: Any, weights: Weights) -> Any:
+        def mixed(x: Any, shares: Any, chosen: Any, weights: Any) -> Any:
             if split_width is not None:
                 x = jax.lax.all_gather(x, split_width, tiled=True, axis=2)
             rows, length, width = x.shape
             axis = split_experts if mesh.shape[split_experts] > 1 else None
-            shares, chosen = (array.reshape(rows * length, -1) for array in (shares, chosen))
-            out = mixture(x.reshape(-1, width), shares, chosen, weights, axis).reshape(x.shape)
+            x, shares, chosen = (array.reshape(rows * length, -1) for array in (x, shares, chosen))
+            out = mixture(x, shares, chosen, weights, axis).reshape(rows, length, width)
             if split_width is None:
                 return out
             return jax.lax.psum_scatter(out, split_width, scatter_dimension=2, tiled=True)

@@ -22,8 +22,7 @@ MOST_BYTES_TOGETHER = 2**24
 
 
 def keep(source: str, instance: Any) -> KeptEnvironment:
-    """Pickle the attributes of an environment of the class ``source``; store a reason for each attribute that is left
-    out."""
+    """Pickle the attributes of an environment, and the reasons for any left out; ``source`` names its class."""
     attributes: dict[str, bytes] = {}
     left_out: dict[str, str] = {}
     together = 0
