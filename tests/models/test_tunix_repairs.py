@@ -223,19 +223,6 @@ def test_positions_are_forgotten_when_attention_fails(directories: list[Path], f
     np.testing.assert_array_equal(apply_rope(x, positions, 4), apply_rope.__wrapped__(x, positions, 4))
 
 
-@pytest.mark.parametrize(
-    ("family", "tp", "activations"), [("qwen3_moe", 1, None), ("qwen3_moe", 2, "tp"), ("qwen3", 1, "tp")]
-)
-def test_experts_are_built_without_an_axis_of_one_device(
-    tmp_path: Path, family: str, tp: int, activations: str | None
-) -> None:
-    checkpoint = read_checkpoint(write_random(family, tmp_path / "model", layers=1))
-    model: Any = load_model(checkpoint, trainer_mesh(2, tp), dtype=jnp.float32, remat="none")
-    assert model.config.shd_config.act_btd == ("fsdp", None, activations)
-    if family == "qwen3_moe":
-        assert model.layers[0].mlp.shd_config.act_btd == ("fsdp", None, activations)
-
-
 def test_another_version_must_be_reviewed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.1.8" if name == "google-tunix" else "?")
     with pytest.raises(ConfigError, match=r"google-tunix must be 0\.1\.7, got 0\.1\.8; .*review the repairs"):

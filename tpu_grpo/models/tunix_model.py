@@ -73,7 +73,7 @@ def abstract_model(
     check_mesh(checkpoint, mesh.shape["fsdp"], mesh.shape["tp"])
     tunix_repairs.apply()
     family = checkpoint.family
-    config = tunix_repairs.fitted_config(family.model_config(checkpoint.config, dtype, remat, flash_block), mesh)
+    config = family.model_config(checkpoint.config, dtype, remat, flash_block)
     with jax.set_mesh(mesh):
         model = nnx.eval_shape(lambda: family.model_class()(config, rngs=nnx.Rngs(params=0)))
     definition, state = nnx.split(model)

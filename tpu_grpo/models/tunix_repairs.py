@@ -15,12 +15,9 @@ default. ``Qwen2`` passes its ``rope_theta``, so its repair only adds the scalin
 **Logits in float32.** ``Llama3`` returns logits in the dtype of the parameters. Tunix's other models return float32, as
 the log-probabilities need. The repair casts the logits of ``Llama3``.
 
-**Experts without tensor parallelism.** ``MoELayer`` gathers and reduce-scatters over the axis ``tp`` even when the axis
-has one device, and libtpu 0.0.42.1 aborts when it compiles that. This repair wraps nothing: ``fitted_config`` removes
-the axis from the model's config.
-
 **Experts on TPUs.** ``MoELayer`` computes on as many rows as could arrive on a device in the worst case, and in tiles
-of 128. The repair keeps its router and shardings, and gives the rest to models/expert_parallel.py.
+of 128. It also gathers over an axis ``tp`` of one device, and libtpu 0.0.42.1 aborts when it compiles that. The repair
+keeps the layer's router and shardings, and gives the rest to models/expert_parallel.py.
 
 **Gemma's windows.** ``_create_sliding_mask`` compares the keys' indices in the row with the queries' positions. Rows of
 prompts are padded on the left, and positions do not count padding. With P tokens of padding, a query's window therefore
@@ -37,7 +34,6 @@ One repair covers Gemma's three problems: it replaces attention, norms and the o
 only Tunix's own sampler makes, keep Tunix's attention.
 """
 
-import dataclasses
 import functools
 from contextvars import ContextVar
 from importlib import metadata
@@ -102,15 +98,6 @@ def apply() -> None:
     gemma.Attention.block = _with_published_attention(gemma.Attention.block, gemma)
     gemma.RMSNorm.__call__ = _with_published_norm(gemma.RMSNorm.__call__)
     gemma.Embedder.decode = _with_float32_head(gemma.Embedder.decode)
-
-
-def fitted_config(model_config: Any, mesh: Mesh) -> Any:
-    """Return the config; with experts and one device on axis ``tp``, its activations are not sharded over ``tp``."""
-    if not getattr(model_config, "num_experts", None) or mesh.shape["tp"] > 1:
-        return model_config
-    shardings = model_config.shd_config
-    whole = dataclasses.replace(shardings, act_btd=(*shardings.act_btd[:-1], None))
-    return dataclasses.replace(model_config, shd_config=whole)
 
 
 def _with_current_positions(original: Any) -> Any:
@@ -194,19 +181,17 @@ def _with_fitting_buffers(original: Any, qwen3: Any) -> Any:
         axes = self.shd_config
         specs = (PartitionSpec(*each) for each in (axes.act_btd, axes.exp_weight_edf, axes.exp_weight_efd))
         spec, in_experts, to_width = tuple[Any, ...](specs)
-        of_routing, split_width, split_experts = PartitionSpec(*spec[:-1], None), spec[-1], in_experts[0]
+        tp, fsdp = (axis if axis and mesh.shape[axis] > 1 else None for axis in (spec[-1], in_experts[0]))
+        of_routing = PartitionSpec(*spec[:-1], None)
         weights: Any = Weights(*(w.value.astype(self.dtype) for w in (self.gate_proj, self.up_proj, self.down_proj)))
 
         def mixed(x: Any, shares: Any, chosen: Any, weights: Any) -> Any:
-            if split_width is not None:
-                x = jax.lax.all_gather(x, split_width, tiled=True, axis=2)
+            if tp is not None:
+                x = jax.lax.all_gather(x, tp, tiled=True, axis=2)
             rows, length, width = x.shape
-            axis = split_experts if mesh.shape[split_experts] > 1 else None
             x, shares, chosen = (array.reshape(rows * length, -1) for array in (x, shares, chosen))
-            out = mixture(x, shares, chosen, weights, axis).reshape(rows, length, width)
-            if split_width is None:
-                return out
-            return jax.lax.psum_scatter(out, split_width, scatter_dimension=2, tiled=True)
+            out = mixture(x, shares, chosen, weights, fsdp).reshape(rows, length, width)
+            return out if tp is None else jax.lax.psum_scatter(out, tp, scatter_dimension=2, tiled=True)
 
         given = (spec, of_routing, of_routing, Weights(in_experts, in_experts, to_width))
         return jax.shard_map(mixed, mesh=mesh, in_specs=given, out_specs=spec, check_vma=False)(
