@@ -6,19 +6,11 @@ from typing import Any
 
 import pytest
 
-from tests.models.random_checkpoint import write_random
 from tpu_grpo.config import parse_config
 from tpu_grpo.hosts import Hosts
-from tpu_grpo.models.checkpoint import read_checkpoint
 from tpu_grpo.records.errors import CheckpointError, ConfigError, DataError, EpisodeError, RewardError, TpuGrpoError
 from tpu_grpo.run.directory import look
-from tpu_grpo.run.inputs import (
-    check_environment_columns,
-    load_environments,
-    open_inputs,
-    tools_of,
-    with_routing_replay,
-)
+from tpu_grpo.run.inputs import check_environment_columns, load_environments, open_inputs, tools_of
 
 ROWS = [{"problem": "1+1=", "answer": "2", "level": 1}, {"problem": "2+2=", "answer": "4", "level": 2}]
 
@@ -163,23 +155,3 @@ def test_a_column_chooses_among_several() -> None:
     assert tools({"environment": "b"}, "record 0") == ()
     with pytest.raises(DataError, match="must name one of the environments a, b, got 'c' in record 7"):
         tools({"environment": "c"}, "record 7")
-
-
-@pytest.mark.parametrize(
-    ("model_type", "dtype", "algorithm", "replayed"),
-    [
-        ("qwen3_moe", "bfloat16", {}, True),
-        ("qwen3_moe", "float32", {}, False),
-        ("qwen3_moe", "bfloat16", {"routing_replay": False}, False),
-        ("qwen3_moe", "float32", {"routing_replay": True}, True),
-        ("qwen3_moe", "bfloat16", {"name": "tunix:grpo"}, False),
-        ("qwen3", "bfloat16", {}, False),
-        (None, "bfloat16", {}, False),  # a built-in model
-    ],
-)
-def test_routing_is_replayed_by_default_where_experts_round(
-    tmp_path: Path, model_type: str | None, dtype: str, algorithm: dict[str, Any], replayed: bool
-) -> None:
-    config = parse_config({"model": {"dtype": dtype}, "algorithm": algorithm})
-    checkpoint = model_type and read_checkpoint(write_random(model_type, tmp_path, layers=1))
-    assert with_routing_replay(config, checkpoint or None).algorithm.routing_replay is replayed

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from tests.environments.template_families import tokenizer
+from tests.models.random_checkpoint import write_random
 from tpu_grpo.config import parse_config
 from tpu_grpo.hosts import Hosts
+from tpu_grpo.models.checkpoint import read_checkpoint
 from tpu_grpo.run import parts
 
 
@@ -37,3 +39,22 @@ def test_engines_stop_where_turns_end(tmp_path: Path, monkeypatch: pytest.Monkey
             parts.open_engines(each, Hosts(), checkpoint, base, nowhere, None)
     end_of_text, end_of_turn = base.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])
     assert asked == [[3, end_of_text], [3, end_of_text, end_of_turn]]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "dtype", "algorithm", "replayed"),
+    [
+        ("qwen3_moe", "bfloat16", {}, True),
+        ("qwen3_moe", "float32", {}, False),
+        ("qwen3_moe", "bfloat16", {"routing_replay": False}, False),
+        ("qwen3_moe", "float32", {"routing_replay": True}, True),
+        ("qwen3_moe", "bfloat16", {"name": "tunix:grpo"}, False),
+        ("qwen3", "bfloat16", {}, False),
+    ],
+)
+def test_routing_is_replayed_by_default_where_experts_round(
+    tmp_path: Path, model_type: str, dtype: str, algorithm: dict[str, Any], replayed: bool
+) -> None:
+    config = parse_config({"model": {"dtype": dtype}, "algorithm": algorithm})
+    checkpoint = read_checkpoint(write_random(model_type, tmp_path, layers=1))
+    assert parts.with_routing_replay(config, checkpoint).algorithm.routing_replay is replayed

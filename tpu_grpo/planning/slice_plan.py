@@ -21,9 +21,8 @@ from tpu_grpo.planning.stage_memory import ResidentBytes, StageMemory, resident_
 from tpu_grpo.planning.step_seconds import StepWork
 from tpu_grpo.records.errors import ConfigError, TpuGrpoError
 from tpu_grpo.run.abstract import AbstractRun, open_abstract_checkpoint
-from tpu_grpo.run.inputs import with_routing_replay
 from tpu_grpo.run.meshes import build_meshes
-from tpu_grpo.run.parts import open_run_algorithm
+from tpu_grpo.run.parts import open_run_algorithm, with_routing_replay
 
 FEW_LAYERS = (2, 4)
 """The numbers of layers of the two models that a fast plan compiles."""

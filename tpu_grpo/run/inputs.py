@@ -47,7 +47,7 @@ class Inputs:
     """The opened inputs of a run; reward processes start when they are first needed."""
 
     config: RunConfig
-    """The run's config, with run.epochs converted to run.max_steps, and with algorithm.routing_replay chosen."""
+    """The run's config, with run.epochs converted to run.max_steps."""
     checkpoint: Checkpoint | None
     """None for a built-in model, which is trained on its task later, when the run's parts are built."""
     tokenizer: "PreTrainedTokenizerFast"
@@ -83,23 +83,10 @@ def open_inputs(config: RunConfig, reading: Callable[[], None] = lambda: None) -
     reading()
     tokenizer, tools = open_tokenizer(config, checkpoint), tools_of(environments)
     prompts = open_prompts(config.data, config.run.seed, tokenizer, tools)
-    config = with_routing_replay(config.counted(prompts.size), checkpoint)
+    config = config.counted(prompts.size)
     rewards = rewards or _open_rewards(config, environments, prompts.columns)
     held_out = open_held_out(config, tokenizer, environments, held_rewards, rewards)
     return Inputs(config, checkpoint, tokenizer, environments, prompts, rewards, held_out)
-
-
-def with_routing_replay(config: RunConfig, checkpoint: Checkpoint | None) -> RunConfig:
-    """Choose algorithm.routing_replay if it is unset; ``checkpoint`` is None for a built-in model.
-
-    In bfloat16, rounding decides between experts that are about equally likely, and differs between engine and trainer.
-    """
-    section = config.algorithm
-    if section.routing_replay is not None:
-        return config
-    has_experts = checkpoint is not None and checkpoint.has_experts
-    replay = has_experts and config.model.dtype == "bfloat16" and section.tunix is None
-    return config.model_copy(update={"algorithm": section.model_copy(update={"routing_replay": replay})})
 
 
 def open_held_out(

@@ -64,7 +64,7 @@ def build_parts(config: RunConfig, hosts: Hosts, inputs: Inputs | None = None) -
     config = inputs.config
     announce(hosts, f"opening the model {config.model.path}")
     checkpoint = agreed_checkpoint(config, hosts, inputs.checkpoint)
-    meshes = build_meshes(config, checkpoint)
+    config, meshes = with_routing_replay(config, checkpoint), build_meshes(config, checkpoint)
     task = open_task(config, inputs, algorithm, hosts)
     engines = open_engines(config, hosts, checkpoint, inputs.tokenizer, meshes, task.environments)
     announce(hosts, f"loading {checkpoint.parameter_count:,} parameters")
@@ -83,6 +83,19 @@ def build_parts(config: RunConfig, hosts: Hosts, inputs: Inputs | None = None) -
     probe = Probe(config, engines, learner, [first[row % len(first)] for row in range(meshes.replicas)])
     probe.after_sync(0)
     return Parts(checkpoint, task, sampler, engines, learner, probe)
+
+
+def with_routing_replay(config: RunConfig, checkpoint: Checkpoint) -> RunConfig:
+    """Choose algorithm.routing_replay if it is unset: on for experts in bfloat16, except with Tunix's learner.
+
+    In bfloat16, rounding decides between experts that are about equally likely, and differs between engine and trainer.
+    The run's files keep the setting as it was given.
+    """
+    section = config.algorithm
+    if section.routing_replay is not None:
+        return config
+    replay = checkpoint.has_experts and config.model.dtype == "bfloat16" and section.tunix is None
+    return config.model_copy(update={"algorithm": section.model_copy(update={"routing_replay": replay})})
 
 
 def open_run_algorithm(config: RunConfig) -> RunAlgorithm:
