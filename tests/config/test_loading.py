@@ -98,6 +98,11 @@ def test_a_key_that_is_not_text_is_a_config_error(tmp_path: Path, text: str) -> 
     assert "got" in file_message(tmp_path / "c.yaml", text)
 
 
+@pytest.mark.parametrize("text", ['data: {path: "\\ud800"}', '{"run": {"name": "a\\udfff"}}', '"\\ud800": {}'])
+def test_half_of_a_surrogate_pair_is_a_config_error(tmp_path: Path, text: str) -> None:
+    assert "a text must be Unicode, got" in file_message(tmp_path / "c.yaml", text)
+
+
 # --- overrides and files that cannot be read --------------------------------------------------------------------------
 
 

@@ -177,6 +177,15 @@ def test_a_special_token_that_is_a_page_long_is_refused(
         load_tokenizer(directory)
 
 
+def test_an_id_far_beyond_the_others_is_refused(directory: Path) -> None:
+    """The library would print two billion numbers that the vocabulary leaves out."""
+    tree = json.loads((directory / "tokenizer.json").read_text())
+    tree["model"]["vocab"][next(iter(tree["model"]["vocab"]))] = 2**31
+    (directory / "tokenizer.json").write_text(json.dumps(tree))
+    with pytest.raises(CheckpointError, match="256 tokens must be below 100256, got 2147483648 in .*tokenizer.json"):
+        load_tokenizer(directory)
+
+
 def test_padding_that_is_the_end_is_refused(directory: Path) -> None:
     edit(directory / "tokenizer_config.json", pad_token="<|im_end|>")
     edit(directory / "special_tokens_map.json", pad_token="<|im_end|>")

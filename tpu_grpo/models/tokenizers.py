@@ -34,6 +34,8 @@ from tpu_grpo.records.outside import bounded
 
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json")
 LONGEST_SPECIAL = 1000
+MOST_GAPS = 100_000
+"""The most ids that a vocabulary may leave out."""
 PAD, END = "<pad>", "<|im_end|>"
 ROLES = ("system", "user", "assistant")
 REPLACEMENT = "\ufffd"
@@ -138,7 +140,9 @@ def load_tokenizer(directory: Path | str, pad_token: str | None = None) -> PreTr
     check_tokenizer_files(directory)
     for name in TOKENIZER_FILES:
         if (path := directory / name).is_file():
-            _check_special_tokens(path, read_json(path))
+            tree = read_json(path)
+            _check_special_tokens(path, tree)
+            _check_ids(path, tree)
     tokenizer = _load(directory)
     if pad_token is not None:
         _set_padding(tokenizer, pad_token)
@@ -211,6 +215,18 @@ def _check_special_tokens(path: Path, tree: Mapping[str, Any]) -> None:
                 left += parts
             case _:
                 pass
+
+
+def _check_ids(path: Path, tree: Mapping[str, Any]) -> None:
+    """Check that ids have few gaps; the library (tokenizers) prints every number that a vocabulary leaves out."""
+    model = tree.get("model")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    ids = [number for number in vocabulary.values() if isinstance(number, int)] if isinstance(vocabulary, dict) else []
+    if ids and max(ids) >= (most := len(ids) + MOST_GAPS):
+        raise CheckpointError(
+            f"the ids of a vocabulary of {len(ids)} tokens must be below {most}, got {max(ids)} in {path}; copy the "
+            "file again"
+        )
 
 
 def _load(directory: Path) -> PreTrainedTokenizerFast:
