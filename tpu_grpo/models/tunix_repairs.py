@@ -190,7 +190,8 @@ def _with_fitting_buffers(original: Any, qwen3: Any) -> Any:
                 x = jax.lax.all_gather(x, tp, tiled=True, axis=2)
             rows, length, width = x.shape
             x, shares, chosen = (array.reshape(rows * length, -1) for array in (x, shares, chosen))
-            out = mixture(x, shares, chosen, weights, fsdp).reshape(rows, length, width)
+            out: Any = mixture(x, shares, chosen, weights, fsdp)
+            out = out.reshape(rows, length, width)
             return out if tp is None else jax.lax.psum_scatter(out, tp, scatter_dimension=2, tiled=True)
 
         given = (spec, of_routing, of_routing, Weights(in_experts, in_experts, to_width))
