@@ -86,15 +86,15 @@ def build_parts(config: RunConfig, hosts: Hosts, inputs: Inputs | None = None) -
 
 
 def with_routing_replay(config: RunConfig, checkpoint: Checkpoint) -> RunConfig:
-    """Choose algorithm.routing_replay if it is unset: on for experts in bfloat16, except with Tunix's learner.
+    """Choose algorithm.routing_replay if it is unset: on for experts in bfloat16. Tunix's learner has no such setting.
 
     In bfloat16, rounding decides between experts that are about equally likely, and differs between engine and trainer.
     The run's files keep the setting as it was given.
     """
     section = config.algorithm
-    if section.routing_replay is not None:
+    if section.routing_replay is not None or section.tunix is not None:
         return config
-    replay = checkpoint.has_experts and config.model.dtype == "bfloat16" and section.tunix is None
+    replay = checkpoint.has_experts and config.model.dtype == "bfloat16"
     return config.model_copy(update={"algorithm": section.model_copy(update={"routing_replay": replay})})
 
 
