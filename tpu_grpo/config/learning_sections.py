@@ -150,6 +150,11 @@ class AlgorithmSection(Section):
         return self.name.removeprefix("tunix:") if self.name.startswith("tunix:") else None
 
     @property
+    def replays_routing(self) -> bool:
+        """Whether the engine returns its choices of experts, and the trainer replays them."""
+        return self.routing_replay is True
+
+    @property
     def passes(self) -> int:
         """The number of passes over a rollout: iterations, or Tunix's option num_iterations."""
         return self.iterations if self.tunix is None else int(self.options.get("num_iterations", 1))

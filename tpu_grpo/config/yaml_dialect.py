@@ -86,8 +86,10 @@ class Dumper(yaml.SafeDumper):
 
 
 def _text(loader: Loader, node: yaml.ScalarNode) -> str:
-    if not node.value.isprintable() and re.search("[\ud800-\udfff]", node.value):
-        raise ValueError(f"a text must be Unicode, got {node.value!r}, which has half of a surrogate pair")
+    try:
+        node.value.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"a text must be Unicode, got {node.value!r}, which has half of a surrogate pair") from None
     bare = node.style is None and node.value.lower() in _BARE_SWITCHES
     return BareSwitch(node.value) if bare else node.value
 

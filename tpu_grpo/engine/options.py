@@ -96,7 +96,7 @@ class EngineOptions:
             prefix_cache=rollout.prefix_cache,
             batch_paddings=rollout.batch_paddings,
             shard_vocab=config.meshes.sampler.shard_vocab,
-            return_experts=bool(config.algorithm.routing_replay),
+            return_experts=config.algorithm.replays_routing,
             experts=check_experts(rollout.experts, platform),
             steps_per_launch=None if rollout.steps_per_launch == "auto" else rollout.steps_per_launch,
             kv_dtype=check_kv_dtype(rollout.kv_dtype, attention),

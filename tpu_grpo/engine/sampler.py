@@ -135,7 +135,7 @@ class Sampler:
         self._seed = config.run.seed
         self._group_size = config.algorithm.group_size
         self._sampling = sampling_params(config)
-        self._return_experts = bool(config.algorithm.routing_replay)
+        self._return_experts = config.algorithm.replays_routing
         self.keep_broken: KeepBroken | None = None
         """Is called with a broken rollout before the error is raised."""
 

@@ -112,7 +112,7 @@ def row_shape(config: RunConfig, model: nnx.Module, mesh: Mesh) -> RowShape:
         max_new_tokens=config.rollout.max_new_tokens,
         tokens=whole_blocks(config.row_tokens, block),
         micro_batch=_pass_rows(config, model, mesh),
-        replay=ReplayShape(model) if config.algorithm.routing_replay else None,
+        replay=ReplayShape(model) if config.algorithm.replays_routing else None,
         group_size=config.algorithm.group_size,
         filtered=config.algorithm.filtered_ratio,
         count_empty=config.algorithm.count_empty,

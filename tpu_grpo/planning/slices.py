@@ -141,9 +141,8 @@ def with_rates(target: Target, path: Path) -> Target:
     for name, value in rates.items():
         if not is_number(value) or not 0 < value < float("inf"):
             raise DataError(f"{path} must hold rates above 0, got {name} {value!r}; run tpu-grpo check again")
-    return Target(
-        replace(target.slice, generation=replace(generation, rates=replace(generation.rates, **rates))), target.devices
-    )
+    with_measured = replace(generation, rates=replace(generation.rates, **rates))
+    return Target(replace(target.slice, generation=with_measured), target.devices)
 
 
 def replica_devices(target: Target, tensor: int) -> tuple[Any, ...]:

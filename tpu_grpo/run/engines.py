@@ -180,11 +180,7 @@ class Probe:
 
     def _difference(self) -> float:
         """Return the mean of |engine - trainer| over the log-probabilities of the probe's tokens."""
-        rollout, seed, return_experts = (
-            self.config.rollout,
-            self.config.run.seed,
-            bool(self.config.algorithm.routing_replay),
-        )
+        rollout, seed, return_experts = self.config.rollout, self.config.run.seed, self.config.algorithm.replays_routing
         sampling = SamplingParams(min(rollout.max_new_tokens, PROBE_TOKENS), rollout.temperature, ignore_stop=False)
         requests = [
             Request(prompt.token_ids, sampling, SampleKey(seed, 0, row, PROBE_SAMPLE), return_experts)
