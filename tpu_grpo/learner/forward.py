@@ -51,7 +51,7 @@ def run_model(model: nnx.Module, rows: ModelRows, *, temperature: float, mesh: M
     body, head = without_head(with_flat_products(with_replay(model, rows.experts), mesh))
     arguments = {"positions": rows.positions, "cache": None, "attention_mask": attention_mask(rows.segments)}
     if "segment_ids" in inspect.signature(type(body).__call__).parameters:
-        arguments["segment_ids"] = rows.segments  # flash attention uses these instead of the mask
+        arguments["segment_ids"] = jnp.arange(rows.positions.shape[1]) - rows.positions  # see flash_attention
     hidden_RSD, _ = body(rows.token_ids, **arguments)
     found = token_logprobs(
         hidden_RSD.astype(head.weight.dtype),

@@ -19,6 +19,10 @@ the log-probabilities need. The repair casts the logits of ``Llama3``.
 of 128. It also gathers over an axis ``tp`` of one device, and libtpu 0.0.42.1 aborts when it compiles that. The repair
 keeps the layer's router and shardings, and gives the rest to models/expert_parallel.py.
 
+**Flash attention.** ``Llama3`` and ``Gemma`` have none; that of ``Qwen2`` and ``Qwen3`` computes all earlier blocks of
+a packed row. Where a config sets ``use_flash_attention``, all of them take `trainer_attention.flash_attention`, in
+calls without a cache.
+
 **Gemma's windows.** ``_create_sliding_mask`` compares the keys' indices in the row with the queries' positions. Rows of
 prompts are padded on the left, and positions do not count padding. With P tokens of padding, a query's window therefore
 begins P tokens too early, and a window of at most P tokens ends before the query itself.
@@ -35,17 +39,20 @@ only Tunix's own sampler makes, keep Tunix's attention.
 """
 
 import functools
+import inspect
 from contextvars import ContextVar
 from importlib import metadata
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.interpreters import pxla
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from tpu_grpo.models.expert_parallel import Weights, mixture
 from tpu_grpo.models.families.rope import Scaling, inverse_timescales
+from tpu_grpo.models.families.trainer_attention import flash_attention
 from tpu_grpo.records.errors import ConfigError
 
 TUNIX_VERSION = "0.1.7"
@@ -89,11 +96,12 @@ def apply() -> None:
     modules: tuple[Any, ...] = (qwen3, llama3)
     for module in modules:
         module.apply_rope = _with_current_positions(module.apply_rope)
-        module.Attention.block = _with_config_in_context(module.Attention.block)
+        module.Attention.block = _with_config_in_context(_with_flash_attention(module.Attention.block, module))
     qwen3.MoELayer.__call__ = _with_fitting_buffers(qwen3.MoELayer.__call__, qwen3)
     llama3.Llama3.__call__ = _with_float32_logits(llama3.Llama3.__call__)
     qwen2._generate_pos_embeddings = _with_scaled_sines(qwen2._generate_pos_embeddings)
     qwen2.Qwen2.__call__ = _with_config_in_context(qwen2.Qwen2.__call__)
+    qwen2.Attention.block = _with_flash_attention(qwen2.Attention.block, qwen2)
     gemma.Gemma.__call__ = _with_config_in_context(gemma.Gemma.__call__)
     gemma.Attention.block = _with_published_attention(gemma.Attention.block, gemma)
     gemma.RMSNorm.__call__ = _with_published_norm(gemma.RMSNorm.__call__)
@@ -202,6 +210,41 @@ def _with_fitting_buffers(original: Any, qwen3: Any) -> Any:
     return __call__
 
 
+def _with_flash_attention(original: Any, module: Any) -> Any:
+    @functools.wraps(original)
+    def block(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(original).bind(self, x, *args, **kwargs).arguments
+        if given["cache"] is not None or not self.config.use_flash_attention:
+            return original(self, x, *args, **kwargs)
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        if module.__name__ == "tunix.models.qwen2.model":
+            biases = (each.astype(self.config.dtype) for each in (self.q_bias, self.k_bias, self.v_bias))
+            q, k, v = (heads + bias.reshape(heads.shape[2:]) for heads, bias in zip((q, k, v), biases, strict=True))
+            rotate, sequences = module.apply_rotary_embedding, given["segment_ids"]
+            q, k = (rotate(heads, given["sin"], given["cos"]) for heads in (q, k))
+        else:
+            if hasattr(self, "q_norm"):
+                q, k = self.q_norm(q), self.k_norm(k)
+            positions = given["segment_pos"]
+            q, k = (module.apply_rope(heads, positions, head_dim=self.head_dim) for heads in (q, k))
+            sequences = _starts(positions)
+        q, k, v = (module.shard(heads, self.shd_config.act_btnh) for heads in (q, k, v))
+        mixed = _flash(q, k, v, sequences, self.shd_config, self.config, scale=self.scale)
+        return None, module.shard(self.o_proj(mixed), self.shd_config.act_btd)
+
+    return block
+
+
+def _starts(positions_BT: Int[Array, "B T"]) -> Int[Array, "B T"]:
+    """The index at which each token's sequence begins; the sequences of a packed row follow each other."""
+    return jnp.arange(positions_BT.shape[1]) - positions_BT
+
+
+def _flash(q: Any, k: Any, v: Any, sequences: Any, shardings: Any, config: Any, **settings: Any) -> Any:
+    where = {"mesh": pxla.thread_resources.env.physical_mesh, "axes": shardings.act_btnh}
+    return flash_attention(q, k, v, sequences, block=config.flash_attention_block_size, **where, **settings)
+
+
 # --- Gemma -----------------------------------------------------------------------------------------------------------
 # B rows, T tokens, S the same tokens as keys, N query heads, K key-value heads, G = N / K, H head width
 
@@ -216,9 +259,14 @@ def _with_published_attention(original: Any, gemma: Any) -> Any:
         q, k, v = (gemma.shard(heads, self.shd_config.act_btnh) for heads in projected)
         sin, cos = _sines(segment_pos[..., None], self.head_dim, config.rope_theta, None)
         q, k = _rotate(q, sin, cos), _rotate(k, sin, cos)
-        if self.attn_type == gemma.AttentionType.LOCAL_SLIDING:
-            attn_mask = attn_mask & in_window(segment_pos, self.sliding_window_size)
-        mixed = _attend(q, k, v, attn_mask, config.query_pre_attn_scalar**-0.5, self.attn_logits_soft_cap)
+        window = self.sliding_window_size if self.attn_type == gemma.AttentionType.LOCAL_SLIDING else None
+        scale, soft_cap = config.query_pre_attn_scalar**-0.5, self.attn_logits_soft_cap
+        if config.use_flash_attention:
+            settings = {"scale": scale, "soft_cap": soft_cap, "window": window}
+            mixed = _flash(q, k, v, _starts(segment_pos), self.shd_config, config, **settings)
+        else:
+            seen = attn_mask if window is None else attn_mask & in_window(segment_pos, window)
+            mixed = _attend(q, k, v, seen, scale, soft_cap)
         return None, gemma.shard(self.attn_vec_einsum(mixed), self.shd_config.act_btd)
 
     return block

@@ -96,8 +96,6 @@ class Family:
     """Tunix's package of the model, such as tunix.models.qwen3."""
     model: str
     """The name of Tunix's class of the model."""
-    flash_attention: bool
-    """Whether Tunix's model has flash attention."""
     sampler: str = ""
     """The name of sglang-jax's class of the model, if it differs from ``architecture``."""
     fused: Callable[[Any], Mapping[str, tuple[str, ...]]] = lambda _: {}
@@ -163,10 +161,14 @@ class Family:
             "param_dtype": jnp.dtype(dtype),
         } | (own := self.own_fields(config))
         if flash_block is not None:
-            values |= {"use_flash_attention": True, "flash_attention_block_size": flash_block}
-        extended = _extended(model.ModelConfig, ("rope_theta", "rope_scaling", "norm_eps", *own))
+            values |= dict(zip(FLASH, (True, flash_block), strict=True))
+        extended = _extended(model.ModelConfig, ("rope_theta", "rope_scaling", "norm_eps", *FLASH, *own))
         names = {each.name for each in fields(extended)}
         return extended(**{name: value for name, value in values.items() if name in names})
+
+
+FLASH = ("use_flash_attention", "flash_attention_block_size")
+"""Tunix's names of the settings of flash attention."""
 
 
 @cache

@@ -153,6 +153,5 @@ GEMMA2 = Family(
     divisible=DIVISIBLE,
     package="tunix.models.gemma",
     model="Gemma",
-    flash_attention=False,
     own_fields=_own_fields,
 )

@@ -13,5 +13,4 @@ LLAMA3 = Family(
     divisible=DIVISIBLE,
     package="tunix.models.llama3",
     model="Llama3",
-    flash_attention=False,
 )

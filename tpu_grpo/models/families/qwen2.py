@@ -25,5 +25,4 @@ QWEN2 = Family(
     divisible=DIVISIBLE,
     package="tunix.models.qwen2",
     model="Qwen2",
-    flash_attention=True,
 )

@@ -16,5 +16,4 @@ QWEN3 = Family(
     },
     package="tunix.models.qwen3",
     model="Qwen3",
-    flash_attention=True,
 )

@@ -97,7 +97,6 @@ QWEN3_MOE = Family(
     },
     package="tunix.models.qwen3",
     model="Qwen3",
-    flash_attention=True,
     fused=_fused,
     own_fields=lambda config: {
         "hidden_dim": config.moe_intermediate_size,
