@@ -94,8 +94,8 @@ class ModelSection(Section):
     """Keep and update the trained parameters in this type. bfloat16 needs optimizer.state=compact, which keeps 8 more
     bits of each parameter; otherwise small updates would be lost to rounding."""
     attention: Literal["auto", "flash", "dot"] = "auto"
-    """Choose the trainer's attention. flash: Tunix's Pallas kernel (TPU), which stores no score of every token against
-    every other; dot: any device; auto: flash on TPU where the family has it, dot elsewhere."""
+    """Choose the trainer's attention. flash: jax's splash kernel (TPU), which stores no score of every token against
+    every other; dot: any device; auto: flash on TPU, dot elsewhere."""
     remat: Literal["none", "block", "decoder"] = "none"
     """Recompute in the backward pass, instead of storing: nothing, attention (block), or whole layers (decoder)."""
     train_layers: LayerRanges | None = None

@@ -76,7 +76,7 @@ def build_meshes(config: RunConfig, checkpoint: Checkpoint, devices: Sequence[An
     check_mesh(checkpoint, fsdp, tp)
     check_sampler_mesh(checkpoint, tensor)
     platform = trainer_devices[0].platform
-    block = flash_block(config.model.attention, platform, config.row_tokens)
+    block = flash_block(config.model.attention, platform, config.row_tokens, checkpoint.config.head_dim)
     splits_vocabulary(config.meshes.sampler.shard_vocab, checkpoint.hf_config["vocab_size"], tensor)
     trainer = Mesh(np.asarray(trainer_devices).reshape(fsdp, tp), ("fsdp", "tp"))
     return Meshes(trainer, tuple(sampler_devices), tensor, block)

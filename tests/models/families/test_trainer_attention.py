@@ -44,6 +44,11 @@ def test_blocks_pad_rows_least(row: int, block: int, padded: int) -> None:
     assert whole_blocks(row, None) == row
 
 
+@pytest.mark.parametrize(("row", "block"), [(384, 384), (512, 512), (9216, 512), (1000, 512), (1100, 384)])
+def test_wide_heads_have_smaller_blocks(row: int, block: int) -> None:
+    assert block_for(row, 256) == block
+
+
 @pytest.mark.parametrize(
     ("name", "platform", "block"),
     [("auto", "tpu", 1024), ("flash", "tpu", 1024), ("auto", "cpu", None), ("dot", "tpu", None)],

@@ -18,11 +18,12 @@ from jaxtyping import Array, Float, Int
 from tpu_grpo.records.errors import ConfigError
 
 LANES = 128
-BLOCKS = range(3 * LANES, 8 * LANES + 1, LANES)
-"""The block sizes for rows of over 384 tokens; larger blocks exceed a chip's vector memory in the backward pass."""
+"""Blocks and heads are padded to a multiple of this."""
 
 
-def flash_block(name: Literal["auto", "flash", "dot"], platform: str, row_tokens: int) -> int | None:
+def flash_block(
+    name: Literal["auto", "flash", "dot"], platform: str, row_tokens: int, head_width: int = LANES
+) -> int | None:
     """Return flash attention's block size in tokens, for rows of ``row_tokens`` tokens, or None for dot attention.
 
     A row is a prompt and a completion. ``platform`` (tpu, cpu, gpu) is that of the trainer's devices.
@@ -34,14 +35,19 @@ def flash_block(name: Literal["auto", "flash", "dot"], platform: str, row_tokens
         raise ConfigError(
             f"model.attention=flash needs a TPU, the trainer's devices are {platform}; use dot (any device) or auto"
         )
-    return None if name == "dot" or platform != "tpu" else block_for(row_tokens)
+    return None if name == "dot" or platform != "tpu" else block_for(row_tokens, head_width)
 
 
-def block_for(row_tokens: int) -> int:
-    """Return the block size (tokens) that pads rows least; of several, the largest. Rows up to 384 are one block."""
-    if row_tokens <= BLOCKS[0]:
+def block_for(row_tokens: int, head_width: int = LANES) -> int:
+    """Return the block size (tokens) that pads rows least; of several, the largest. Rows up to 384 are one block.
+
+    With heads of up to 128 numbers, a block of more than 1,024 tokens exceeds a chip's vector memory in the backward
+    pass; with heads of 256, one of more than 512.
+    """
+    if row_tokens <= 3 * LANES:
         return whole_blocks(row_tokens, LANES)
-    return min(reversed(BLOCKS), key=lambda block: whole_blocks(row_tokens, block))
+    largest = 8 * LANES // -(-head_width // LANES)
+    return min(range(largest, 2 * LANES, -LANES), key=lambda block: whole_blocks(row_tokens, block))
 
 
 def whole_blocks(row_tokens: int, block: int | None) -> int:
