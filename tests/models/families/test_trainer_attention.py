@@ -117,7 +117,7 @@ def test_packed_rows_attend_within_their_sequences(
     tp: int, width: int, soft_cap: float | None, window: int | None, fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Values and gradients for queries, keys and values, against attention that was written down in float64."""
-    monkeypatch.setattr(trainer_attention, "fuses_backward", lambda kind: fused)
+    monkeypatch.setattr(trainer_attention, "fuses_backward", lambda *_: fused)
     draw, tokens, real = np.random.default_rng(0), len(SEQUENCES), 340
     q, k, v, weights = (draw.normal(size=(2, tokens, heads, width)) for heads in (4, 2, 2, 4))
     weights[:, real:] = 0.0
