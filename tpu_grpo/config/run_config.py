@@ -81,6 +81,7 @@ class RunConfig(Section):
             *(_names_are_known, _step_is_divided, _rewards_fit_together, _engine_can_sample, _hosts_are_described),
             *(_parameters_are_stepped, _one_kind_of_source, _evaluation_tells_something, _export_has_what_it_needs),
             *(_groups_fit, _steps_are_reached, _histograms_are_shown, _conversations_have_a_template),
+            _carried_groups_are_kept,
         ):
             rule(self)
         return self
@@ -108,7 +109,13 @@ class RunConfig(Section):
     @property
     def sampled_rows(self) -> int:
         """The number of completions sampled in a round; more than B with data.dynamic."""
-        return self.data.prompts_per_round * self.algorithm.group_size
+        return (self.open_groups or self.data.prompts_per_round) * self.algorithm.group_size
+
+    @property
+    def open_groups(self) -> int:
+        """The number of groups that a step samples with rollout.carry, P(1 + carry), rounded up; 0 without carry."""
+        carry, prompts = self.rollout.carry, self.data.prompts_per_step
+        return prompts + math.ceil(round(prompts * carry, 6)) if carry else 0
 
     @property
     def step_text(self) -> str:
@@ -288,6 +295,22 @@ def _engine_can_sample(config: RunConfig) -> None:
             "rollout.temperature must be > 0 for training, got 0.0; greedy completions of a group are all the same, so "
             "every advantage is zero. Try 1.0"
         )
+
+
+def _carried_groups_are_kept(config: RunConfig) -> None:
+    carry, algorithm = config.rollout.carry, config.algorithm
+    if not carry:
+        return
+    excluded = {
+        "environment.name": (config.environment.is_on, "a checkpoint cannot hold the processes of conversations"),
+        f"algorithm.name={algorithm.name}": (algorithm.tunix is not None, "Tunix's learner knows no older tokens"),
+        "algorithm.filtered_ratio=true": (algorithm.filtered_ratio, "older tokens were filtered by older weights"),
+        "algorithm.routing_replay=true": (algorithm.routing_replay, "the experts of older tokens are not kept"),
+        "data.dynamic.extra": (config.data.dynamic.extra > 0.0, "carry samples more groups already"),
+    }
+    for setting, (given, reason) in excluded.items():
+        if given:
+            raise ValueError(f"rollout.carry={carry:g} does not go with {setting}: {reason}; leave one of them out")
 
 
 def _hosts_are_described(config: RunConfig) -> None:

@@ -143,6 +143,11 @@ class RolloutSection(Section):
     """Compile decode steps for these batch sizes; powers of 2 from 8 up to max_running_requests when unset."""
     steps_per_launch: AutoOrCount = "auto"
     """Decode up to this many tokens of each row before the host looks at them; auto: 4 to 32 by the model's size."""
+    carry: float = Field(default=0.0, ge=0.0, le=4.0)
+    """Sample this share of groups more than a step learns from, end the step's rollout once enough groups are whole,
+    and go on with the others in the next step; 0 waits for the longest completion of every step."""
+    carry_steps: PositiveInt = 4
+    """Finish a group that was begun this many steps ago, whatever its length; only with carry."""
     release_during_update: bool = False
     """Free the engines' KV cache, and weights they do not share with the trainer, during the update; the weight sync
     brings the weights back and the cache is made anew. The tokens stay the same."""

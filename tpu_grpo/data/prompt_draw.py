@@ -153,15 +153,25 @@ class PromptDraw:
     of completed steps.
 
     Raises:
-        DataError: if data.dynamic, data.pools or data.retire is set, but the history lacks a completed step.
+        DataError: if the prompts of a step depend on earlier steps (``remembers``, by default as data.dynamic,
+            data.pools and data.retire say), but the history lacks a completed step.
     """
 
-    def __init__(self, stream: PromptStream, history: PromptHistory, data: DataSection, *, seed: int, start: int):
-        if history.position is None and data.remembers:
+    def __init__(
+        self,
+        stream: PromptStream,
+        history: PromptHistory,
+        data: DataSection,
+        *,
+        seed: int,
+        start: int,
+        remembers: bool | None = None,
+    ):
+        if history.position is None and (data.remembers if remembers is None else remembers):
             raise DataError(
-                f"{HISTORY_FILE} must say where step {start} ended in the data, because data.dynamic, data.pools or "
-                "data.retire is set, and it does not; restore the file that belongs to the checkpoint, leave these "
-                "settings out, or start over with checkpoint.resume=never"
+                f"{HISTORY_FILE} must say where step {start} ended in the data, because data.dynamic, data.pools, "
+                "data.retire or rollout.carry is set, and it does not; restore the file that belongs to the "
+                "checkpoint, leave these settings out, or start over with checkpoint.resume=never"
             )
         self.stream = stream
         self.history = history
@@ -180,7 +190,8 @@ class PromptDraw:
         data = config.data
         history = PromptHistory.open(config.run_dir, stream.size, start, hosts, data.retire.at)
         try:
-            return cls(stream, history, data, seed=config.run.seed, start=start)
+            remembers = data.remembers or config.rollout.carry > 0.0
+            return cls(stream, history, data, seed=config.run.seed, start=start, remembers=remembers)
         except DataError:
             history.close()
             raise
@@ -198,10 +209,18 @@ class PromptDraw:
         start, number = (self._position, 0) if after is None else (after.positions[-1] + 1, after.round + 1)
         return self.stream.at(step, self._drawn(start, self._data.prompts_per_round), number)
 
+    def next(self, step: int, count: int) -> PromptBatch:
+        """Draw the next ``count`` prompts, and use them up; raises as ``batch``. For steps that carry groups over."""
+        if self.exhausted:
+            raise DataError(f"step {step} needs prompts, and none is left: {self.why_exhausted}")
+        batch = self.stream.at(step, self._drawn(self._position, count))
+        self._position = batch.positions[-1] + 1 if count else self._position
+        return batch
+
     def done(self, step: int, used: PromptBatch, values: Mapping[str, Sequence[float]]) -> None:
         """Record a step: the prompts that it used, in order of position, and their results for each of ``COLUMNS``."""
-        end = used.positions[-1] + 1
-        self._passed_over = end - self._position - len(used.positions)
+        end = max(self._position, used.positions[-1] + 1)
+        self._passed_over = max(0, end - self._position - len(used.positions))
         self._position = end
         self.history.add(step, end, used.records, values)
 

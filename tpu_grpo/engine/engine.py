@@ -27,6 +27,7 @@ from sgl_jax.srt.server_args import ServerArgs
 
 from tpu_grpo.config import PROMPT_MARGIN_TOKENS
 from tpu_grpo.engine import repairs
+from tpu_grpo.engine.carrying import Cut
 from tpu_grpo.engine.dealing import expected_tokens, make_groups, rows_kept
 from tpu_grpo.engine.flash_attention import check_pages
 from tpu_grpo.engine.generation import Finished, Generation
@@ -205,14 +206,19 @@ class Engine:
         return generation
 
     def begin(
-        self, requests: Sequence[Request], expected: Sequence[int], waves: Waves, finished: Finished | None = None
+        self,
+        requests: Sequence[Request],
+        expected: Sequence[int],
+        waves: Waves,
+        finished: Finished | None = None,
+        cut: Cut | None = None,
     ) -> Generation:
         """Start a generation without requests to serve; the caller sets them with ``Generation.hold``.
 
         ``check`` must have accepted the requests. See `Generation` for the arguments.
         """
         assert self._runner.weights is not None, "install_weights comes before a generation"
-        return Generation(self._scheduler, requests, expected, waves, finished)
+        return Generation(self._scheduler, requests, expected, waves, finished, cut)
 
     def limits(self, requests: Sequence[Request], expected: Sequence[int], places: int | None = None) -> Limits:
         """Return the limits of conversations that begin with these requests; see `Limits` for ``places``."""

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from tpu_grpo.engine.carrying import Cut
 from tpu_grpo.engine.dealing import Group, Load, places_for
 from tpu_grpo.engine.scheduler import EngineUse, RunningRequest, SteppedScheduler
 from tpu_grpo.engine.waves import Waves
@@ -46,6 +47,7 @@ class Generation:
         expected: Sequence[int],
         waves: Waves,
         finished: Finished | None = None,
+        cut: Cut | None = None,
     ):
         """Begin without requests to serve; ``hold`` sets them.
 
@@ -55,9 +57,10 @@ class Generation:
             expected: the expected number of tokens of each request.
             waves: brings the requests of all turns, if completions are conversations.
             finished: is called with every completion as it ends.
+            cut: is told of every completion that ends, and stops rows that have as many tokens as are needed.
         """
         self._scheduler, self._requests, self._expected = scheduler, requests, expected
-        self._waves, self._finished = waves, finished
+        self._waves, self._finished, self._cut = waves, finished, cut
         self._places = places_for(requests, expected, scheduler.runner.options)
         """The number of rows to run at once. It grows group by group while all fit, and shrinks when requests wait."""
         self._held: deque[Group] = deque()
@@ -105,6 +108,8 @@ class Generation:
             row = self._running.pop(index)
             turn, use = row.completion(), self._scheduler.use
             if not self._waves.converses:
+                if self._cut is not None:
+                    self._cut.add(index, row.request, turn)
                 self._keep(index, turn)
                 continue
             use.turns += 1
@@ -112,6 +117,8 @@ class Generation:
                 use.later_tokens += len(row.request.token_ids)
                 use.later_cached += turn.cached_tokens
         going_on = self._prepare(until, wait=wait)
+        if self._cut is not None and (length := self._cut.length) is not None:
+            self._limit(length)
         if going_on and not self._late:
             self._start(None if until is None else until - self.clock)
         elif not self._rows and self._scheduler.running:
@@ -136,8 +143,13 @@ class Generation:
         self._held.clear()
         self._followers.clear()
         self._waves.give_up()
+        self._limit(1)
+
+    def _limit(self, tokens: int) -> None:
+        """End requests with this many tokens, or after the current launch if they have more already."""
         for running in self._running.values():
-            running.req.sampling_params.max_new_tokens = 1
+            sampling = running.req.sampling_params
+            sampling.max_new_tokens = min(sampling.max_new_tokens, max(1, tokens))
 
     def pause(self, point: int) -> Load:
         """Return the engine's load at the synchronization point, and count the steps up to ``point`` as idle ones."""

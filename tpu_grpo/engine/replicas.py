@@ -32,6 +32,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
+from tpu_grpo.engine.carrying import Cut
 from tpu_grpo.engine.dealing import (
     Dealer,
     Load,
@@ -54,6 +55,8 @@ from tpu_grpo.records.stages import Completion, Request
 
 Served = tuple[str, dict[int, str], dict[int, tuple[int, int]]]
 """What hosts compare after a batch: the digest of the assignment, and by replica the digest, and (steps, clock)."""
+AtPoint = tuple[dict[int, Load], dict[int, int]]
+"""What a host tells at a synchronization point: the loads of its replicas, and the tokens of requests that ended."""
 
 
 @dataclass(frozen=True)
@@ -192,6 +195,7 @@ class Replicas:
         finished: Finished | None = None,
         known: Sequence[float | None] | None = None,
         conversations: Conversations | None = None,
+        cut: Cut | None = None,
     ) -> list[Completion]:
         """Sample a completion for every request; every host passes the same requests and gets all completions.
 
@@ -202,6 +206,7 @@ class Replicas:
             known: the expected number of tokens of each request (None: unknown); changes scheduling, not tokens.
             conversations: the requests' conversations with environments; None: no environments. Each host runs the
                 conversations of the groups whose completions it reports.
+            cut: stops rows with as many tokens as are needed; their completions then have at least so many.
 
         Raises:
             RequestError: for a request that no engine can serve: before any starts, or when a later turn makes it.
@@ -209,7 +214,7 @@ class Replicas:
         """
         next(iter(self.engines.values())).check(requests)
         before = total_use(engine.use for engine in self.engines.values())
-        serving = Serving(self, requests, known, finished, conversations)
+        serving = Serving(self, requests, known, finished, conversations, cut)
         waited = serving.run()
         self.told = serving.dealer.told
         spent = total_use([waited, *(engine.use for engine in self.engines.values())]) - before
@@ -257,8 +262,9 @@ class Serving:
         known: Sequence[float | None] | None,
         finished: Finished | None = None,
         conversations: Conversations | None = None,
+        cut: Cut | None = None,
     ):
-        self._hosts, self._finished = replicas.hosts, finished
+        self._hosts, self._finished, self._cut = replicas.hosts, finished, cut
         self._drivers = [replica.hosts for replica in replicas.replicas]
         """For every replica the hosts that drive it; the first of them reports its load."""
         expected = expected_tokens(requests, known)
@@ -279,6 +285,7 @@ class Serving:
                     partners=replicas.partners.get(number),
                 ),
                 self._tell(number),
+                cut,
             )
             for number, engine in replicas.engines.items()
         }
@@ -292,7 +299,7 @@ class Serving:
     def run(self) -> EngineUse:
         """Sample all completions; returns the seconds in which no engine of this host was ready."""
         point, waited, generations = 0, EngineUse(), list(self.generations.values())
-        while self._deal():
+        while self._deal() or (self._tells_ends and (not point or any(load.rows or load.held for load in self._loads))):
             point += self._interval
             waited = total_use([waited, advance_all(generations, point)])
             self._loads = self._gather(point)
@@ -313,17 +320,28 @@ class Serving:
             generation.hold(dealt[number])
         return self.dealer.waits and len(self._drivers) > 1
 
+    @property
+    def _tells_ends(self) -> bool:
+        """Whether hosts tell each other at synchronization points which requests have ended, until all have."""
+        return self._cut is not None and self._hosts.count > 1 and len(self._drivers) > 1
+
     def _gather(self, point: int) -> list[Load]:
         """Share the loads of this host's replicas at a synchronization point, and return the loads of all replicas."""
 
-        def read(host: int, told: dict[int, Load]) -> dict[int, Load]:
-            if told.keys() != (driven := {n for n, drivers in enumerate(self._drivers) if host in drivers}):
-                raise ValueError(f"host {host} drives the replicas {driven}, got {told.keys()}")
+        def read(host: int, told: AtPoint) -> AtPoint:
+            if told[0].keys() != (driven := {n for n, drivers in enumerate(self._drivers) if host in drivers}):
+                raise ValueError(f"host {host} drives the replicas {driven}, got {told[0].keys()}")
+            if not told[1].keys() <= self._group_of.keys():
+                raise ValueError(f"host {host} tells of requests that there are not: {told[1].keys()}")
             return told
 
         mine = {number: generation.pause(point) for number, generation in self.generations.items()}
-        everyone = self._hosts.share("what replicas have to do", mine, dict[int, Load], read)
-        return [everyone[drivers[0]][number] for number, drivers in enumerate(self._drivers)]
+        ends = {} if self._cut is None else self._cut.untold()
+        everyone = self._hosts.share("what replicas have to do", (mine, ends), AtPoint, read)
+        if self._cut is not None:
+            for _, others in everyone:
+                self._cut.merge(others)
+        return [everyone[drivers[0]][0][number] for number, drivers in enumerate(self._drivers)]
 
     def _tell(self, number: int) -> Finished | None:
         """Make the callback for a replica's completions; it passes on only those that this host reports."""

@@ -17,8 +17,8 @@ a `BrokenRollout`, from which nothing is learnt.
 import reprlib
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from jaxtyping import Bool
 from transformers import PreTrainedTokenizerFast
 
 from tpu_grpo.config import RunConfig
+from tpu_grpo.engine.carrying import Cut, OpenGroup, continued
 from tpu_grpo.engine.engine import Engine
 from tpu_grpo.engine.generation import Partial
 from tpu_grpo.engine.replicas import Replicas
@@ -101,6 +102,20 @@ class BrokenRollout:
         )
 
 
+@dataclass(frozen=True)
+class CarriedGroups:
+    """Groups after a step that may leave some of them unfinished."""
+
+    groups: tuple[OpenGroup, ...]
+    length: int
+    """The most new tokens of a row: the L of carrying.py."""
+    dropped: int
+    """The number of tokens that were sampled beyond it."""
+    seconds: float
+    figures: Mapping[str, float]
+    """Figures about this host's engines, by the names of the metrics."""
+
+
 KeepBroken = Callable[[BrokenRollout], Path]
 """Writes a broken rollout to a file, on every host, and returns the path."""
 
@@ -172,6 +187,55 @@ class Sampler:
         rows = None if known is None else [value for value in known for _ in range(size)]
         sampled = self._sample(batch.step, asked, requests, [size] * len(batch.prompts), ended, rows)
         return Rollout(batch, size, *sampled, self._engines.figures, tuple(self._engines.told[::size]))
+
+    def carry_on(
+        self, step: int, groups: Sequence[OpenGroup], wanted: int, due: Collection[int], known: Sequence[float | None]
+    ) -> CarriedGroups:
+        """Go on with groups until ``wanted`` of them are whole, and those with the numbers ``due``; see carrying.py.
+
+        ``known`` has the expected mean number of tokens of each group's completions (None: unknown). Raises as
+        ``rollout`` does.
+        """
+        start, asked = (
+            time.perf_counter(),
+            [
+                (number, row, completion)
+                for number, group in enumerate(groups)
+                for row, completion in enumerate(group.completions)
+                if completion.finish_reason == "cut"
+            ],
+        )
+        requests, expected, members = [], [], [list[int]() for _ in groups]
+        for index, (number, row, before) in enumerate(asked):
+            group, done, told = groups[number], len(before.token_ids), known[number]
+            limits = replace(self._sampling, max_new_tokens=self._sampling.max_new_tokens - done)
+            key = SampleKey(self._seed, group.step, group.number, row)
+            ids = (*group.prompt.token_ids, *before.token_ids.tolist())
+            requests.append(Request(ids, limits, key))
+            expected.append(None if told is None else max(1.0, told - done))
+            members[number].append(index)
+        cut = Cut(members, wanted, due)
+        self._engines.forget_prefixes()
+        new = self._engines.generate(requests, known=expected, cut=cut) if cut.length is None else []
+        if any(impossible(completion).any() for completion in new):
+            prompts = tuple(groups[number].prompt for number, _, _ in asked)
+            broken = BrokenRollout(step, prompts, tuple(new), tuple(map(self._text, new)))
+            raise broken.error(self.keep_broken(broken) if self.keep_broken else None)
+        found = Cut(members, wanted, due)  # of the completions of all hosts
+        for index, (request, completion) in enumerate(zip(requests, new, strict=bool(new))):
+            found.add(index, request, completion)
+        length = found.length
+        assert length is not None, "every group ends, so enough of them do"
+        rows = [list(group.completions) for group in groups]
+        for (number, row, before), request, completion in zip(asked, requests, new, strict=bool(new)):
+            rows[number][row] = continued(before, request, completion, length)
+        return CarriedGroups(
+            groups=tuple(replace(group, completions=tuple(own)) for group, own in zip(groups, rows, strict=True)),
+            length=length,
+            dropped=sum(max(0, len(completion.token_ids) - length) for completion in new),
+            seconds=time.perf_counter() - start,
+            figures=self._engines.figures,
+        )
 
     def answer(
         self, prompts: Sequence[Prompt], modes: Sequence[AnswerMode], ended: Sequence[GroupEnded] = ()

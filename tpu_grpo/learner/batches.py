@@ -123,6 +123,7 @@ def _batch(
         old_logps=old,
         importance=importance,
         reference_logps=reference,
+        older=None if rows.older is None else put(rows.older),
     )
 
 

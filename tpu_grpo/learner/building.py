@@ -5,12 +5,13 @@ parts = build_parts(config, LearnerInputs(model=model, reference=None, mesh=mesh
 parts.lower_gradients().compile().memory_analysis()
 """
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -43,6 +44,8 @@ class LearnerInputs:
     """The initial policy, needed if ``algorithm.beta`` > 0. It may be ``model`` itself."""
     mesh: Mesh
     """The trainer's mesh, with the axes fsdp and tp."""
+    carried: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """Arrays of the shapes in which checkpoints hold unfinished groups (run/carrying.py), with rollout.carry."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,7 @@ def row_shape(config: RunConfig, model: nnx.Module, mesh: Mesh) -> RowShape:
         replay=ReplayShape(model) if config.algorithm.replays_routing else None,
         group_size=config.algorithm.group_size,
         filtered=config.algorithm.filtered_ratio,
+        carries=config.rollout.carry > 0.0,
         count_empty=config.algorithm.count_empty,
     )
 

@@ -8,7 +8,8 @@ continue on another base model.
 
 model_params holds the parameters that the model computes with; optimizer_state holds the count of updates, the
 optimizer's moments, and the parameters' precision beyond ``model.dtype``. Some runs also save entropy_state (the
-adapted coefficient of the entropy bonus) or reference_params (the KL penalty's reference, if the run resets it).
+adapted coefficient of the entropy bonus), reference_params (the KL penalty's reference, if the run resets it) or
+carried_groups (run/carrying.py).
 
 A step is saved on a thread of its own into a directory with a temporary name, which is renamed when complete. If the
 process is killed, the previous checkpoint stays the newest, and the next start removes the unfinished one.
@@ -46,13 +47,16 @@ from tpu_grpo.learner.update import Updater, UpdateState
 from tpu_grpo.observe.json_lines import replace_text
 from tpu_grpo.observe.run_files import DAMAGED_DIR, saved_steps
 from tpu_grpo.records.errors import CheckpointError, DiskError, disk_error, disk_errors_explained
-from tpu_grpo.records.outside import read_file
+from tpu_grpo.records.outside import parse_json, read_file
 
 Resume = Literal["auto", "never", "require"]
 FORMAT = 2
 """The version of optimizer_state's contents. Version 1, which checkpoints did not name, held bfloat16 moments and the
 accumulated gradients of ``optax.MultiSteps``."""
 MODEL, STATE, ENTROPY, REFERENCE = "model_params", "optimizer_state", "entropy_state", "reference_params"
+CARRIED = "carried_groups"
+METADATA = "_CHECKPOINT_METADATA"
+"""Orbax's name of the file with a checkpoint's metadata."""
 SHOWN = 300
 """The most characters of an error that a message quotes; Orbax's errors may contain whole trees of arrays."""
 _NUMBER = re.compile(r"os_error_code='(\d+)'")
@@ -77,11 +81,15 @@ class Held(NamedTuple):
     model: nnx.State
     updates: UpdateState
     reference: nnx.State | None
+    carried: Mapping[str, jax.Array]
 
     @classmethod
-    def of(cls, updater: Updater, reference: nnx.Module | None = None) -> Self:
+    def of(
+        cls, updater: Updater, reference: nnx.Module | None = None, carried: Mapping[str, jax.Array] | None = None
+    ) -> Self:
         """Split the models into their arrays. For a small model, this takes as long as the rest of a save."""
-        return cls(nnx.state(updater.model), updater.state, None if reference is None else nnx.state(reference))
+        saved_reference = None if reference is None else nnx.state(reference)
+        return cls(nnx.state(updater.model), updater.state, saved_reference, carried or {})
 
     def items(self) -> dict[str, Any]:
         """Return the trees of arrays to save, by item; an item is a subdirectory of the checkpoint."""
@@ -89,6 +97,8 @@ class Held(NamedTuple):
         items = {MODEL: saved_part(self.model), STATE: _SavedState(updates.count, updates.optimizer, updates.kept)}
         if updates.entropy:
             items[ENTROPY] = updates.entropy
+        if self.carried:
+            items[CARRIED] = dict(self.carried)
         return items if self.reference is None else items | {REFERENCE: saved_part(self.reference)}
 
     def leaves(self) -> dict[str, Any]:
@@ -98,6 +108,7 @@ class Held(NamedTuple):
         return (
             model_leaves(self.model)
             | {f"reference.{name}": leaf for name, leaf in reference.items()}
+            | {f"carried.{name}": leaf for name, leaf in self.carried.items()}
             | {f"optimizer{jax.tree_util.keystr(path)}": leaf for path, leaf in paths}
         )
 
@@ -135,6 +146,7 @@ class Checkpoints:
         reference: nnx.Module | None = None,
         hosts: Hosts | None = None,
         run_file: Path | None = None,
+        carried: Mapping[str, jax.Array] | None = None,
     ):
         self._directory, self._reference, self._hosts = directory.absolute(), reference, hosts or Hosts()
         self._aside = self._directory.with_name(DAMAGED_DIR)
@@ -144,6 +156,8 @@ class Checkpoints:
         self._run_file, self._run = run_file, ""
         self.notes: list[str] = []
         """Messages for the user about the restore."""
+        self.carried: Mapping[str, jax.Array] = carried or {}
+        """The groups that the next save saves, and that a restore has read."""
 
     @cached_property
     def _manager(self) -> ocp.CheckpointManager:
@@ -172,13 +186,15 @@ class Checkpoints:
                 "use checkpoint.resume=auto"
             )
         if not steps:
-            checksums(Held.of(updater, self._reference).leaves())  # compiles the sums now, not at the first save
+            # compiles the sums now, not at the first save
+            checksums(Held.of(updater, self._reference, self.carried).leaves())
             return 0
         self._run, reasons = self._id_of_run(), dict[int, str]()
         for step in steps:
             if reason := self._read(step, updater):
                 reasons[step] = reason
                 continue
+            reasons |= self._unreadable([older for older in steps if older < step])
             if reasons:
                 self._set_aside(reasons, step)
             self._restored = step
@@ -200,8 +216,26 @@ class Checkpoints:
             if new and not self._run_file.is_file():
                 self._run_file.parent.mkdir(parents=True, exist_ok=True)
                 replace_text(self._run_file, new)
-            found = read_file(self._run_file, 100).decode(errors="replace") if self._run_file.is_file() else ""
+            try:
+                found = read_file(self._run_file, 100).decode(errors="replace") if self._run_file.is_file() else ""
+            except OSError as error:
+                raise CheckpointError(
+                    f"{self._run_file} must hold the id of the run, of at most 100 bytes, got {error}; put back a "
+                    "sound copy, or remove it"
+                ) from error
         return self._hosts.broadcast("the id of the run", found, str)
+
+    def _unreadable(self, steps: Sequence[int]) -> dict[int, str]:
+        """Return, by step, why Orbax could not open its manager with these checkpoints, of which it reads the times."""
+        reasons = dict[int, str]()
+        if self._hosts.is_first:
+            for step in steps:
+                try:
+                    parse_json(read_file(self._directory / str(step) / METADATA))  # a pipe, or a file without an end
+                    _ = ocp.path.step.standard_name_format().find_step(self._directory, step).commit_timestamp
+                except Exception as error:  # whatever Orbax makes of changed bytes
+                    reasons[step] = f"{METADATA} cannot be read: {str(error)[:SHOWN]}"
+        return self._hosts.broadcast("checkpoints that cannot be read", reasons, dict[int, str])
 
     def _saved_steps(self) -> list[int]:
         """Remove unfinished saves, and return the saved steps, newest first, which must be the same on all hosts."""
@@ -221,7 +255,7 @@ class Checkpoints:
         self._kept.best = best
         if step == self._manager.latest_step():
             return
-        held = Held.of(updater, self._reference)
+        held = Held.of(updater, self._reference, self.carried)
         self._manager.save(
             step,
             args=ocp.args.Composite(**{item: ocp.args.PyTreeSave(tree) for item, tree in held.items().items()}),
@@ -246,7 +280,7 @@ class Checkpoints:
 
     def _read(self, step: int, updater: Updater) -> str:
         """Load a step. Return "" if its checkpoint is sound, else what is damaged, as the same text on all hosts."""
-        path, held, reason = self._directory / str(step), Held.of(updater, self._reference), ""
+        path, held, reason = self._directory / str(step), Held.of(updater, self._reference, self.carried), ""
         items, saved = {}, {}
         try:
             items, saved = read_items(path, held.items(), self._hosts.index, held.leaves(), self._run)
@@ -261,7 +295,8 @@ class Checkpoints:
         updater.state = UpdateState(state.count, state.optimizer, state.kept, items.get(ENTROPY, ()))
         if self._reference is not None:
             nnx.update(self._reference, items[REFERENCE])
-        return wrong_sums(saved, Held.of(updater, self._reference).leaves())
+        self.carried = items.get(CARRIED, {})
+        return wrong_sums(saved, Held.of(updater, self._reference, self.carried).leaves())
 
     def _set_aside(self, reasons: Mapping[int, str], sound: int) -> None:
         """Move damaged checkpoints (``reasons`` by step) to DAMAGED_DIR, and add notes; the run uses step ``sound``."""
@@ -401,7 +436,7 @@ def handlers(**settings: Any) -> dict[str, ocp.PyTreeCheckpointHandler]:
     # quarter of the time of a small model's save, and nobody reads it: a run says which shardings it wants.
     whole = ocp.type_handlers.ArrayHandler(use_replica_parallel=False, enable_write_sharding_file=False)
     registry = ocp.type_handlers.create_type_handler_registry((jax.Array, whole))
-    items = (MODEL, STATE, ENTROPY, REFERENCE)
+    items = (MODEL, STATE, ENTROPY, REFERENCE, CARRIED)
     return {item: ocp.PyTreeCheckpointHandler(type_handler_registry=registry, **settings) for item in items}
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Bool, Float
 
 from tpu_grpo.config import RunConfig, UpdateSection
@@ -134,10 +135,13 @@ class Learner:
             reference=self._parts.saved_reference,
             hosts=hosts,
             run_file=config.run_dir / RUN_FILE,
+            carried=self._placed_groups(inputs.carried),
         )
         self.restored_step = self._checkpoints.restore(self._updater, resume=config.checkpoint.resume)
         """The step that was restored; 0 for a fresh start."""
         self.restore_notes = tuple(self._checkpoints.notes)
+        self.carried = {name: whole(value) for name, value in self._checkpoints.carried.items()}
+        """The groups that were unfinished after the restored step, in arrays as ``LearnerInputs`` has them."""
 
     @staticmethod
     def build(config: RunConfig, inputs: LearnerInputs) -> LearnerParts:
@@ -252,10 +256,21 @@ class Learner:
         checkpoints.save(step, self._updater)
         checkpoints.close()
 
-    def save(self, step: int, *, best: int | None = None) -> None:
-        """Save policy and optimizer as step ``step``, in the background; the checkpoint of the step ``best`` is
-        kept."""
+    def save(self, step: int, *, best: int | None = None, carried: Mapping[str, np.ndarray] | None = None) -> None:
+        """Save policy, optimizer and ``carried`` groups as step ``step``, in the background; the checkpoint of the step
+        ``best`` is kept."""
+        if carried is not None:
+            self._checkpoints.carried = self._placed_groups(carried)
         self._checkpoints.save(step, self._updater, best=best)
+
+    def _placed_groups(self, carried: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+        mesh = self._parts.settings.mesh
+        assert mesh is not None
+        everywhere = NamedSharding(mesh, PartitionSpec())
+        return {
+            name: jax.make_array_from_callback(value.shape, everywhere, lambda index, value=value: value[index])
+            for name, value in carried.items()
+        }
 
     def close(self, *, best: int | None = None) -> None:
         """Wait until every checkpoint is complete; the newest and the one of the step ``best`` are kept."""

@@ -88,6 +88,8 @@ class TrainBatch:
     """Multiplies the algorithm's token losses, float32 [R, S]; None stands for 1."""
     reference_logps: Any
     """The reference's log-probabilities, for the KL penalty, float32 [R, S]; None without a penalty."""
+    older: Any = None
+    """Which tokens were sampled by older weights, bool [R, S]; None unless completions are carried over."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,6 +183,8 @@ class LossSums(NamedTuple):
     ratio_excess: Any = None
     """The sum of (ratio to the old policy - 1) of all tokens; None if the engine is the old policy, so that
     ``agreement.excess_sum`` is this sum."""
+    by_age: tuple[AgreementSums, AgreementSums] | None = None
+    """The agreement on tokens that the present weights sampled, and on older ones; None unless there are such."""
 
 
 def policy_loss(
@@ -231,6 +235,12 @@ def policy_loss(
             agreement_sums(found.logprobs_RS, batch.old_logps, mask_RS).excess_sum
             if section.old_policy == "trainer"
             else None
+        ),
+        by_age=None
+        if (older_RS := batch.older) is None
+        else (
+            agreement_sums(found.logprobs_RS, batch.rollout_logps, mask_RS & ~older_RS),
+            agreement_sums(found.logprobs_RS, batch.rollout_logps, mask_RS & older_RS),
         ),
     )
 

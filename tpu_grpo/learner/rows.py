@@ -322,6 +322,8 @@ class RowShape:
     """The number of completions of each prompt; they are consecutive."""
     filtered: bool = False
     """Whether a token's probability is relative to the likeliest tokens that it was drawn from, not to all tokens."""
+    carries: bool = False
+    """Whether some tokens were sampled by older weights."""
     count_empty: bool = False
     """Whether means over completions and prompts also count those without a token in the loss."""
 
@@ -338,6 +340,7 @@ class RowShape:
             weights=np.zeros(shape, np.float32),
             experts=self.replay and self.replay.empty(*shape),
             kept=np.zeros(shape, np.int32) if self.filtered else None,
+            older=np.zeros(shape, np.bool_) if self.carries else None,
         )
 
 
@@ -361,6 +364,8 @@ class TrainRows:
     """The reference's log-probabilities, if already computed."""
     kept: Int[np.ndarray, "R S"] | None = None
     """For each sampled token, how many of the likeliest tokens it was drawn from; None for the whole vocabulary."""
+    older: Bool[np.ndarray, "R S"] | None = None
+    """Which tokens were sampled by older weights; None unless completions are carried over."""
 
     def chunks(self, size: int) -> Iterator["TrainRows"]:
         """Cut the rows into consecutive pieces of ``size`` rows."""
@@ -413,6 +418,8 @@ def train_rows(
         packed.weights[row, first:end] = np.where(one.mask, weights[one.row], 0.0)
         if packed.kept is not None:
             packed.kept[row, first:end] = np.where(one.mask, _kept_tokens(one, completions[one.row]), 0)
+        if packed.older is not None and (ages := completions[one.row].ages) is not None:
+            packed.older[row, first:end] = one.mask & (ages[one.places] > 0)
         for name, values_BT in (known or {}).items():
             logps[name][row, first:end] = np.where(one.mask, values_BT[one.row, one.places], 0)
     if shape.replay is not None and packed.experts is not None:

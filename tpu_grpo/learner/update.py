@@ -368,6 +368,18 @@ class MeasuredUpdate:
         return sum(float(each.loss) for each in self.sums)
 
 
+def _agreement(sums: Sequence[LossSums]) -> dict[str, float]:
+    """Return the metrics ``agreement/*``: of tokens that the present weights sampled; of older ones apart, if any."""
+    by_age = [each.by_age for each in sums if each.by_age is not None]
+    if not by_age:
+        return agreement_metrics([each.agreement for each in sums])
+    present, older = zip(*by_age, strict=True)
+    found = agreement_metrics(present)
+    if any(float(each.tokens) for each in older):
+        found |= {name.replace("/", "/older_"): value for name, value in agreement_metrics(older).items()}
+    return found
+
+
 def update_metrics(updates: Sequence[MeasuredUpdate]) -> dict[str, float]:
     """Compute ``update/*`` and ``correction/*`` over all updates, and ``agreement/*`` over the tokens of the first.
 
@@ -399,7 +411,7 @@ def update_metrics(updates: Sequence[MeasuredUpdate]) -> dict[str, float]:
         "update/ratio_mean": 1.0 + mean(excess, tokens),
         "update/learning_rate": float(records[-1].learning_rate),
         "update/skipped": sum(not update.record.finite for update in updates),
-        **agreement_metrics([sums.agreement for sums in updates[0].sums]),
+        **_agreement(updates[0].sums),
         **(correction_metrics(corrected) if corrected else {}),
         **({} if coefficient is None else {"update/entropy_coefficient": float(coefficient)}),
     }

@@ -19,7 +19,8 @@ from tpu_grpo.records.episode import Episode
 
 Conversation = Sequence[Mapping[str, Any]]
 """Messages, each with role, content, and other keys that chat templates know, such as tool_calls."""
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "cut"]
+"""Why a completion ended. cut: it has not, and a later step goes on with it (engine/carrying.py)."""
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,8 @@ class Completion:
     the prompt and all sampled tokens but the last. The dtype is `routing_dtype`'s."""
     kept: Integer[np.ndarray, " T"] | None = None
     """How many candidates top-k, top-p and min-p kept for each token, with ``algorithm.filtered_ratio``."""
+    ages: Int32[np.ndarray, " T"] | None = None
+    """For each token, how many steps ago it was sampled, with ``rollout.carry``; None if this step sampled all."""
     sampled: Bool[np.ndarray, " T"] | None = None
     """A mask of the tokens that the policy sampled; None if it sampled all. The others are answers of an environment,
     and have log-probability 0."""

@@ -4,7 +4,7 @@ import ctypes
 import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
@@ -30,6 +30,7 @@ from tpu_grpo.records.errors import ConfigError, RewardError
 from tpu_grpo.records.stages import Prompt
 from tpu_grpo.rewards import DistributedRewards, RewardSet, repeats_itself
 from tpu_grpo.rewards.shipped.correctness import voted_answer
+from tpu_grpo.run.carrying import Carry, packed
 from tpu_grpo.run.engines import Probe, SyncedEngines
 from tpu_grpo.run.inputs import HeldOutInputs, Inputs, agreed_checkpoint, load_environments, open_held_out, open_inputs
 from tpu_grpo.run.meshes import Meshes, build_meshes
@@ -47,6 +48,8 @@ class Parts:
     engines: SyncedEngines
     learner: Learner
     probe: Probe
+    carry: Carry | None = None
+    """The groups that steps leave unfinished, with rollout.carry."""
 
 
 def build_parts(config: RunConfig, hosts: Hosts, inputs: Inputs | None = None) -> Parts:
@@ -68,7 +71,10 @@ def build_parts(config: RunConfig, hosts: Hosts, inputs: Inputs | None = None) -
     task = open_task(config, inputs, algorithm, hosts)
     engines = open_engines(config, hosts, checkpoint, inputs.tokenizer, meshes, task.environments)
     announce(hosts, f"loading {checkpoint.parameter_count:,} parameters")
-    learner = learner_class(config)(config, load_inputs(config, checkpoint, meshes), hosts)
+    learner_inputs = load_inputs(config, checkpoint, meshes)
+    if config.rollout.carry:
+        learner_inputs = replace(learner_inputs, carried=packed((), config))
+    learner = learner_class(config)(config, learner_inputs, hosts)
     failures = FailureFiles(config, hosts, learner.save_apart)
     sampler = Sampler(engines.replicas, inputs.tokenizer, config, task.environments)
     learner.keep_failed(failures)
@@ -82,19 +88,20 @@ def build_parts(config: RunConfig, hosts: Hosts, inputs: Inputs | None = None) -
     first = task.prompts.batch(1).prompts
     probe = Probe(config, engines, learner, [first[row % len(first)] for row in range(meshes.replicas)])
     probe.after_sync(0)
-    return Parts(checkpoint, task, sampler, engines, learner, probe)
+    carry = Carry(config, task.prompts, learner.carried) if config.rollout.carry else None
+    return Parts(checkpoint, task, sampler, engines, learner, probe, carry)
 
 
 def with_routing_replay(config: RunConfig, checkpoint: Checkpoint) -> RunConfig:
     """Choose algorithm.routing_replay if it is unset: on for experts in bfloat16. Tunix's learner has no such setting.
 
     In bfloat16, rounding decides between experts that are about equally likely, and differs between engine and trainer.
-    The run's files keep the setting as it was given.
+    It is off with rollout.carry. The run's files keep the setting as it was given.
     """
     section = config.algorithm
     if section.routing_replay is not None or section.tunix is not None:
         return config
-    replay = checkpoint.has_experts and config.model.dtype == "bfloat16"
+    replay = checkpoint.has_experts and config.model.dtype == "bfloat16" and not config.rollout.carry
     return config.model_copy(update={"algorithm": section.model_copy(update={"routing_replay": replay})})
 
 

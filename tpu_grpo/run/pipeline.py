@@ -35,6 +35,7 @@ from tpu_grpo.observe.step_metrics import rollout_metrics, sync_metrics, tokens_
 from tpu_grpo.observe.summary import build_summary, versions
 from tpu_grpo.records.errors import Interrupted
 from tpu_grpo.records.stages import PromptBatch, ScoredRollout, UpdateResult
+from tpu_grpo.run.carrying import Carry
 from tpu_grpo.run.directory import RunDirectory, first_does
 from tpu_grpo.run.exporting import Policy, export_policy
 from tpu_grpo.run.inputs import Inputs, open_inputs
@@ -158,6 +159,7 @@ class Run:
     def _step(self, step: int) -> None:
         parts, stage = self.parts, self.watch.stage
         groups = self._sampled_groups(step)
+        carried = {} if parts.carry is None else parts.carry.end(groups.needed)
         if self.config.rollout.release_during_update:
             parts.engines.release()
         with stage(f"update of step {step}"):
@@ -178,6 +180,7 @@ class Run:
             "step": step,
             **rollout_metrics(groups.sampled),
             **(groups.metrics() if self.config.data.dynamic.is_on else {}),
+            **carried,
             **self.draw.metrics(),
             **update_metrics(update),
             **sync_metrics(sync),
@@ -194,7 +197,10 @@ class Run:
         """Sample at most data.dynamic.rounds batches of prompts, until enough groups have a learning signal."""
         rounds = Rounds(wanted=self.config.data.prompts_per_step)
         for _ in range(self.config.data.dynamic.rounds):
-            scored = self._scored_rollout(self.draw.batch(step, after=rounds.last))
+            if self.parts.carry is None:
+                scored = self._scored_rollout(self.draw.batch(step, after=rounds.last))
+            else:
+                scored = self._carried_rollout(step, self.parts.carry)
             rounds.add(scored, self.parts.learner.informative(scored))
             if rounds.enough:
                 break
@@ -216,6 +222,24 @@ class Run:
                 [scores] = scoring.finish([rollout])
         return ScoredRollout(rollout, scores)
 
+    def _carried_rollout(self, step: int, carry: Carry) -> ScoredRollout:
+        """Sample open groups until enough of them are whole, and score these; the others stay open."""
+        parts, stage, name = self.parts, self.watch.stage, f"step {step}"
+        carry.begin(self.draw.next(step, carry.room))
+        with stage(f"rollout of {name}"), self._may_be_abandoned(together=True):
+            self.hosts.agree(f"prompts of {name}", repr([(group.step, group.position) for group in carry.groups]))
+            known = self.draw.history.last("tokens", [group.record for group in carry.groups])
+            wanted = self.config.data.prompts_per_step
+            sampled = parts.sampler.carry_on(step, carry.groups, wanted, carry.due(step), known)
+            tokens = [completion for group in sampled.groups for completion in group.completions]
+            self.hosts.agree(f"tokens of {name}", f"{sampled.length} {tokens_digest(tokens)}")
+            rollout = carry.take(step, sampled, self.inputs.tokenizer)
+        with parts.task.rewards.begin(rollout.batch) as scoring, stage(f"rewards of {name}"):
+            with self._may_be_abandoned():
+                scoring.score_own([rollout])
+            [scores] = scoring.finish([rollout])
+        return ScoredRollout(rollout, scores)
+
     def _warn_of_lost_steps(self, step: int, update: UpdateResult) -> None:
         """Warn once if rounding removes much of the optimizer's step, by the metric ``update/step_kept``."""
         kept = update.metrics["update/step_kept"]
@@ -229,7 +253,8 @@ class Run:
     def _save(self, step: int) -> None:
         """Save a checkpoint; write adapters also as separate files that other libraries read."""
         with self.watch.stage(f"saving step {step}"):
-            self.parts.learner.save(step, best=self._best_step)
+            carry = self.parts.carry
+            self.parts.learner.save(step, best=self._best_step, carried=None if carry is None else carry.saved())
             give_back_memory()  # that the previous save, done by now, has freed
             if adapters := self.parts.learner.adapters():
                 if self.hosts.is_first:

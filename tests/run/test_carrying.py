@@ -1,0 +1,193 @@
+"""Completions that are carried over from step to step: tokens, the length of a step, and what a checkpoint holds."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.models.random_checkpoint import edit_config
+from tests.several.runs import settings, write_files
+from tpu_grpo.config import RunConfig, parse_config
+from tpu_grpo.engine.carrying import NEW, Cut, OpenGroup, continued
+from tpu_grpo.hosts import Hosts
+from tpu_grpo.records.errors import ConfigError
+from tpu_grpo.records.stages import Completion, Prompt, Request, SampleKey, SamplingParams
+from tpu_grpo.run.carrying import Carry, packed
+from tpu_grpo.run.parts import build_parts
+from tpu_grpo.run.pipeline import train
+
+TOKENS = 64
+STOPS = [*range(10, 22)]
+"""These tokens end a completion, out of 260, so that lengths have a tail."""
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = write_files(tmp_path_factory.mktemp("files"), layers=1)
+    edit_config(directory / "model", eos_token_id=STOPS)
+    return directory
+
+
+def carrying(files: Path, run_dir: Path, carry: float = 0.5, **sections: Any) -> RunConfig:
+    rollout = {"max_new_tokens": TOKENS, "carry": carry, **sections.pop("rollout", {})}
+    run = {"dir": str(run_dir), "max_steps": 5, "seed": 3, **sections.pop("run", {})}
+    tree = settings(
+        run_dir, rollout={"prefill_tokens": 64, "batch_paddings": [32], "max_running_requests": 32} | rollout
+    )
+    tree["model"], tree["data"]["path"] = {"path": str(files / "model")}, str(files / "data.jsonl")
+    tree["rewards"] = [{"name": f"{files / 'rewards.py'}:ascii_share", "workers": 0}]
+    return parse_config({**tree, "run": run, **sections})
+
+
+def lines(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_step_ends_with_the_length_at_which_enough_groups_are_whole() -> None:
+    """Of the groups of 2, group 0 ends after 40 tokens, 1 after 17, 2 after 30, and 3 is whole already."""
+    request = Request((1,), SamplingParams(100), SampleKey(0, 1, 0, 0))
+
+    def completion(tokens: int) -> Completion:
+        return Completion(np.zeros(tokens, np.int32), np.zeros(tokens, np.float32), "stop", 0)
+
+    def length(wanted: int, due: tuple[int, ...] = ()) -> int | None:
+        cut = Cut([(0, 1), (2, 3), (4, 5), ()], wanted, due)
+        for index, tokens in enumerate((40, 3, 17, 17, 30)):
+            cut.add(index, request, completion(tokens))
+        unknown = cut.length
+        cut.add(5, request, completion(2))
+        cut.add(5, request, completion(90))  # told twice: nothing changes
+        assert unknown is None or unknown >= (cut.length or 0)
+        return cut.length
+
+    assert [length(wanted) for wanted in (1, 2, 3, 4)] == [0, 32, 32, 48]
+    assert length(1, due=(0,)) == 48
+    cut = Cut([(0,)], 1)
+    cut.add(0, request, replace(completion(50), finish_reason="length"))  # stopped by the cut, not by itself
+    assert cut.length is None
+    cut.add(0, request, replace(completion(100), finish_reason="length"))
+    assert cut.length == 112
+
+
+def test_a_completion_keeps_the_tokens_before_the_cut() -> None:
+    request = Request((1,), SamplingParams(5), SampleKey(0, 1, 0, 0))
+    new = Completion(np.arange(5, dtype=np.int32), np.float32([-1, -2, -3, -4, -5]), "length", 0)
+    first = continued(NEW, request, new, 3)
+    assert (first.token_ids.tolist(), first.finish_reason) == ([0, 1, 2], "cut")
+    whole = continued(first, request, new, 5)
+    assert (whole.token_ids.tolist(), whole.finish_reason) == ([0, 1, 2, 0, 1, 2, 3, 4], "length")
+    assert whole.logprobs.tolist() == [-1, -2, -3, -1, -2, -3, -4, -5]
+
+
+def test_tokens_are_those_of_a_rollout_that_waits(files: Path, tmp_path: Path) -> None:
+    """With weights that do not change, several steps sample together what one rollout of the same prompts does."""
+    parts = build_parts(carrying(files, tmp_path / "run"), Hosts())
+    carry, stream = parts.carry, parts.task.prompts
+    assert carry is not None
+    whole = parts.sampler.rollout(stream.at(1, range(6)))
+    ends = np.array([len(c.token_ids) for c in whole.completions]).reshape(6, 4).max(axis=1)
+    carry.begin(stream.at(1, range(6)))
+    first = parts.sampler.carry_on(1, carry.groups, 2, [], [None] * 6)
+    assert first.length == -(-int(np.sort(ends)[1]) // 16) * 16 < TOKENS
+    for group, end in zip(first.groups, ends, strict=True):
+        assert group.is_whole == (end <= first.length)
+    step, groups = 1, first.groups
+    while not all(group.is_whole for group in groups):
+        step += 1
+        groups = tuple(group.older() for group in groups)
+        groups = parts.sampler.carry_on(step, groups, 1 + sum(g.is_whole for g in groups), [], [None] * 6).groups
+    assert step > 1
+    found = [completion for group in groups for completion in group.completions]
+    for one, right in zip(found, whole.completions, strict=True):
+        np.testing.assert_array_equal(one.token_ids, right.token_ids)
+        np.testing.assert_allclose(one.logprobs, right.logprobs, rtol=0, atol=1e-5)
+        assert one.finish_reason == right.finish_reason
+        assert one.ages is not None
+        assert (np.diff(one.ages) <= 0).all()
+
+
+@pytest.fixture(scope="module")
+def run(files: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    run_dir = tmp_path_factory.mktemp("runs") / "run"
+    train(carrying(files, run_dir))
+    return lines(run_dir)
+
+
+SAME = ("rollout/tokens_digest", "rewards/mean", "update/loss", "carry/length", "carry/rows_age_1")
+
+
+def test_groups_are_learnt_from_once_whole(run: list[dict[str, Any]]) -> None:
+    assert all(line["agreement/logprob_abs_diff_max"] < 1e-5 for line in run)
+    assert all(line["carry/length"] % 16 == 0 for line in run)
+    assert any(line["carry/length_saved"] > 0 for line in run)
+    assert [line["carry/open_groups"] for line in run] == [2] * 5
+    assert run[0]["carry/rows_age_1"] == 0.0
+    assert any(line["carry/tokens_age_1"] > 0.0 for line in run)
+    aged = [line for line in run if line["carry/tokens_age_1"] + line["carry/tokens_age_2_up"] > 0.0]
+    assert all(line["agreement/older_logprob_abs_diff_max"] > 1e-4 for line in aged)  # other weights sampled these
+
+
+@pytest.mark.parametrize(
+    "rollout",
+    [{"steps_per_launch": 1}, {"batch_paddings": [2, 8], "max_running_requests": 8}, {"kv_tokens": 160}],
+    ids=["a step a launch", "other paddings", "a small cache"],
+)
+def test_tokens_depend_on_no_setting_of_the_engine(
+    files: Path, tmp_path: Path, run: list[dict[str, Any]], rollout: dict[str, Any]
+) -> None:
+    train(carrying(files, tmp_path / "run", rollout=rollout, run={"max_steps": 3}))
+    found = lines(tmp_path / "run")
+    assert [line["rollout/tokens_digest"] for line in found] == [line["rollout/tokens_digest"] for line in run[:3]]
+    assert [line["carry/length"] for line in found] == [line["carry/length"] for line in run[:3]]
+
+
+def test_a_run_goes_on_with_the_groups_of_its_checkpoint(
+    files: Path, tmp_path: Path, run: list[dict[str, Any]]
+) -> None:
+    train(carrying(files, tmp_path / "run", run={"max_steps": 2}))
+    train(carrying(files, tmp_path / "run"))
+    found = lines(tmp_path / "run")
+    assert [[line[name] for name in SAME] for line in found] == [[line[name] for name in SAME] for line in run]
+
+
+def test_a_checkpoint_holds_every_bit_of_a_group(files: Path, tmp_path: Path) -> None:
+    config = carrying(files, tmp_path / "run")
+    completion = Completion(np.int32([5, 6]), np.float32([-0.1, -1 / 3]), "cut", 0, ages=np.int32([2, 0]))
+    whole = replace(completion, finish_reason="stop")
+    group = OpenGroup(Prompt("a", (1, 2)), 3, 11, 7, 1, (completion, whole, completion, NEW))
+
+    class Stream:
+        def prompt(self, record: int) -> Prompt:
+            assert record == 3
+            return group.prompt
+
+    stream: Any = Stream()
+    saved = packed([group], config)
+    [found] = Carry(config, stream, saved).groups
+    for name, value in packed([found], config).items():
+        np.testing.assert_array_equal(value, saved[name])
+    assert (found.position, found.step, found.number, found.prompt) == (11, 7, 1, group.prompt)
+    assert [c.finish_reason for c in found.completions] == ["cut", "stop", "cut", "cut"]
+
+
+def test_a_group_is_finished_after_so_many_steps(files: Path, tmp_path: Path) -> None:
+    config = carrying(files, tmp_path / "run", rollout={"carry_steps": 1})
+    train(config)
+    assert all(line["carry/rows_age_2_up"] == 0.0 for line in lines(tmp_path / "run"))
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"environment": {"name": "guessing"}}, "rollout.carry=0.5 does not go with environment.name"),
+        ({"algorithm": {"name": "tunix:grpo"}}, "does not go with algorithm.name=tunix:grpo"),
+        ({"data": {"path": "x", "dynamic": {"extra": 0.5}}}, "does not go with data.dynamic.extra"),
+        ({"algorithm": {"routing_replay": True}}, "does not go with algorithm.routing_replay=true"),
+    ],
+)
+def test_what_cannot_be_carried_is_refused(files: Path, tmp_path: Path, sections: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        carrying(files, tmp_path / "run", **sections)

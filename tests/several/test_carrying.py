@@ -1,0 +1,56 @@
+"""Completions that are carried over, on several hosts: hosts tell each other which completions have ended."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.models.random_checkpoint import edit_config
+from tests.several.runs import outcome, run_hosts, settings, write_files
+
+pytestmark = [pytest.mark.several_hosts, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def tailed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Files whose model ends a completion after about 20 tokens on average."""
+    directory = write_files(tmp_path_factory.mktemp("tailed"), layers=1)
+    edit_config(directory / "model", eos_token_id=[*range(10, 22)])
+    return directory
+
+
+def carrying(run_dir: Path, tensor: int = 1) -> dict[str, Any]:
+    rollout = {"max_new_tokens": 64, "carry": 0.5, "prefill_tokens": 64, "batch_paddings": [8]}
+    return settings(
+        run_dir,
+        run={"dir": str(run_dir), "max_steps": 3, "seed": 5},
+        rollout=rollout | {"max_running_requests": 8},
+        meshes={"sampler": {"tensor": tensor}},
+    )
+
+
+@pytest.fixture(scope="module")
+def alone(tailed: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], str]:
+    run_dir = tmp_path_factory.mktemp("alone") / "run"
+    ended = run_hosts(1, 4, tailed, carrying(run_dir), timeout=800)
+    assert ended.code == 0, ended.errors
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert any(line["carry/length_saved"] for line in lines)
+    return outcome(run_dir)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "devices", "tensor"),
+    [(2, 2, 1), pytest.param(4, 1, 1, marks=pytest.mark.slow), pytest.param(2, 2, 4, marks=pytest.mark.slow)],
+)
+def test_tokens_and_parameters_are_those_of_one_process(
+    tailed: Path, tmp_path: Path, alone: tuple[list[str], str], hosts: int, devices: int, tensor: int
+) -> None:
+    """Each host stops its rows by what it has heard so far; with tensor 4 one replica spans both hosts."""
+    ended = run_hosts(hosts, devices, tailed, carrying(tmp_path, tensor), "hosts.check=step", timeout=800)
+    assert ended.code == 0, ended.errors
+    if tensor == 1:
+        assert outcome(tmp_path) == alone
+    else:
+        assert outcome(tmp_path)[0][0] == alone[0][0]  # sums over 4 devices have another order

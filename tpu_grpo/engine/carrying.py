@@ -1,0 +1,119 @@
+"""Completions that are sampled over several steps (``rollout.carry``), in each up to a length that tokens decide.
+
+A step learns from P groups and samples P (1 + x). It lasts for L new tokens of every row: L is the smallest multiple of
+16 within which P groups are whole, which means that all of their completions have ended. Rows keep their first L tokens
+of the step. For P = 1 and two groups, whose two rows have these numbers of tokens left to sample:
+
+    group 0    9 100        not whole; its rows keep 9 (ended) and 32 tokens, and 68 are left for later steps
+    group 1   20  30        whole within L = 32
+
+L, and with it every token, depends on tokens alone: on no clock, engine or host. An engine may have sampled more of a
+row before it could know L; those tokens are dropped. A later step goes on with the key of the row, after a prefill of
+prompt and tokens under its new weights (APRIL, arXiv 2509.18521, ends a step by the clock instead).
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from jaxtyping import Int32
+
+from tpu_grpo.records.stages import Completion, Prompt, Request
+
+MULTIPLE = 16
+"""L is a multiple of this, so that a few tokens more or less do not change it."""
+NEW = Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), "cut", 0)
+"""A completion of which nothing has been sampled."""
+
+
+@dataclass(frozen=True)
+class OpenGroup:
+    """The completions of a prompt, as far as they have been sampled; unfinished ones have the finish reason "cut"."""
+
+    prompt: Prompt
+    record: int
+    """The index of the prompt among the training prompts."""
+    position: int
+    """Its position in the stream of prompts."""
+    step: int
+    """The step that began the group."""
+    number: int
+    """The number of the group among those begun by that step."""
+    completions: tuple[Completion, ...]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all completions have ended."""
+        return all(completion.finish_reason != "cut" for completion in self.completions)
+
+    def older(self) -> "OpenGroup":
+        """Return the group at the next step, for which every token is one step older."""
+        return replace(self, completions=tuple(replace(c, ages=ages_of(c) + 1) for c in self.completions))
+
+
+class Cut:
+    """Finds L while groups are sampled: ``length`` is None at first, then may shrink to L with every row that ends.
+
+    Args:
+        groups: for every group the indices of its requests; none if it is whole already.
+        wanted: the number of groups that have to be whole.
+        due: the numbers of groups that have to be among these.
+    """
+
+    def __init__(self, groups: Sequence[Collection[int]], wanted: int, due: Collection[int] = ()):
+        self._group_of = {index: number for number, members in enumerate(groups) for index in members}
+        self._left = [len(members) for members in groups]
+        self._ends = [0] * len(groups)
+        self._wanted, self._due = wanted, due
+        self._found, self._untold = dict[int, int](), dict[int, int]()
+
+    def add(self, index: int, request: Request, completion: Completion) -> None:
+        """Take note of a completion that this host's engine gave for a request, if it has ended by itself."""
+        if ended(request, completion):
+            self._untold[index] = len(completion.token_ids)
+            self.merge({index: len(completion.token_ids)})
+
+    def untold(self) -> dict[int, int]:
+        """Return the tokens of requests that have ended on this host since the last call, for the other hosts."""
+        told, self._untold = self._untold, {}
+        return told
+
+    def merge(self, ends: Mapping[int, int]) -> None:
+        """Take note of requests that have ended, on this host or another: their index, and their number of tokens."""
+        for index, tokens in ends.items():
+            if index not in self._found:
+                self._found[index], group = tokens, self._group_of[index]
+                self._left[group] -= 1
+                self._ends[group] = max(self._ends[group], tokens)
+
+    @property
+    def length(self) -> int | None:
+        """The number of new tokens beyond which no row is needed, by what is known so far; None for all tokens."""
+        whole = sorted(end for end, left in zip(self._ends, self._left, strict=True) if not left)
+        if len(whole) < self._wanted or any(self._left[number] for number in self._due):
+            return None
+        longest = max([whole[self._wanted - 1], *(self._ends[number] for number in self._due)])
+        return -(-longest // MULTIPLE) * MULTIPLE
+
+
+def ages_of(completion: Completion) -> Int32[np.ndarray, " T"]:
+    """Return for each token how many steps ago it was sampled."""
+    return np.zeros(len(completion.token_ids), np.int32) if completion.ages is None else completion.ages
+
+
+def ended(request: Request, completion: Completion) -> bool:
+    """Whether a completion has a stop token or all allowed tokens, and was not stopped by a `Cut`."""
+    return completion.finish_reason == "stop" or len(completion.token_ids) == request.sampling.max_new_tokens
+
+
+def continued(before: Completion, request: Request, new: Completion, length: int) -> Completion:
+    """Append the first ``length`` of the tokens that a request has sampled to those of the steps before."""
+    whole = ended(request, new) and len(new.token_ids) <= length
+    tokens, logprobs = new.token_ids[:length], new.logprobs[:length]
+    return Completion(
+        token_ids=np.concatenate([before.token_ids, tokens]),
+        logprobs=np.concatenate([before.logprobs, logprobs]),
+        finish_reason=new.finish_reason if whole else "cut",
+        cached_tokens=new.cached_tokens,
+        ages=np.concatenate([ages_of(before), np.zeros(len(tokens), np.int32)]),
+    )

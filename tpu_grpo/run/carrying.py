@@ -1,0 +1,144 @@
+"""The groups that a step leaves unfinished, or whole but unused, for the next step (``rollout.carry``).
+
+    carry = Carry(config, stream, learner.carried)      # empty, or as of the checkpoint that was restored
+    carry.begin(draw.next(step, carry.room))            # so many new prompts that P (1 + x) groups are open
+    carry.groups = sampler.carry_on(...).groups
+    rollout = carry.take(step, sampled)                 # the first P whole groups, oldest first
+    carry.end(unused)                                   # every open token is one step older now
+
+A checkpoint holds the groups as they were after its step, in arrays of one size for all steps: C groups of G
+completions of up to T tokens.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from tpu_grpo.config import RunConfig
+from tpu_grpo.data.stream import PromptStream
+from tpu_grpo.engine.carrying import NEW, OpenGroup, ages_of
+from tpu_grpo.engine.sampler import CarriedGroups, completion_text
+from tpu_grpo.records.stages import Completion, PromptBatch, Rollout
+
+REASONS = ("cut", "stop", "length")
+
+
+class Carry:
+    """The open groups of a run, in the order in which they were begun."""
+
+    def __init__(self, config: RunConfig, stream: PromptStream, saved: Mapping[str, np.ndarray]):
+        self._config = config
+        self.groups = _unpacked(saved, stream)
+        """The groups, as the step in progress has them."""
+        self._ended = self.groups
+        self._taken, self._sampled = list[OpenGroup](), list[CarriedGroups]()
+
+    @property
+    def room(self) -> int:
+        """The number of prompts to begin, so that P (1 + x) groups are open."""
+        return max(0, self._config.open_groups - len(self.groups))
+
+    def begin(self, batch: PromptBatch) -> None:
+        """Open a group for each prompt of a batch."""
+        begun = [group for group in (*self.groups, *self._taken) if group.step == batch.step]
+        prompts = zip(batch.prompts, batch.records, batch.positions, strict=True)
+        self.groups += tuple(
+            OpenGroup(prompt, record, position, batch.step, number, (NEW,) * self._config.algorithm.group_size)
+            for number, (prompt, record, position) in enumerate(prompts, start=len(begun))
+        )
+
+    def due(self, step: int) -> list[int]:
+        """List the groups that this step has to finish."""
+        most = self._config.rollout.carry_steps
+        return [number for number, group in enumerate(self.groups) if step - group.step >= most]
+
+    def take(self, step: int, sampled: CarriedGroups, tokenizer: Any) -> Rollout:
+        """Take the first P whole groups out of those that were sampled, as the rollout to score; keep the others."""
+        wanted = self._config.data.prompts_per_step
+        whole = [group for group in sampled.groups if group.is_whole][:wanted]
+        self.groups = tuple(group for group in sampled.groups if group not in whole)
+        batch = PromptBatch(
+            step,
+            tuple(group.prompt for group in whole),
+            tuple(group.record for group in whole),
+            tuple(group.position for group in whole),
+            len(self._sampled),
+        )
+        self._taken += whole
+        self._sampled.append(sampled)
+        completions = tuple(completion for group in whole for completion in group.completions)
+        texts = tuple(completion_text(tokenizer, completion) for completion in completions)
+        size = self._config.algorithm.group_size
+        return Rollout(batch, size, completions, texts, sampled.seconds, sampled.figures)
+
+    def end(self, used: int) -> dict[str, float]:
+        """End a step that used the first ``used`` groups that were taken; the next steps take the others again.
+
+        Returns the metrics of carrying. They are over the groups that were used.
+        """
+        learnt = [completion for group in self._taken[:used] for completion in group.completions]
+        ages = np.concatenate([ages_of(completion) for completion in learnt])
+        oldest = np.array([ages_of(completion).max(initial=0) for completion in learnt])
+        length = sum(sampled.length for sampled in self._sampled)
+        metrics = {
+            "carry/length": length,
+            "carry/length_saved": max(0, max(len(completion.token_ids) for completion in learnt) - length),
+            "carry/dropped_tokens": sum(sampled.dropped for sampled in self._sampled),
+            "carry/open_groups": len(self.groups) + len(self._taken) - used,
+            "carry/open_tokens": sum(len(c.token_ids) for group in self.groups for c in group.completions),
+            "carry/rows_age_1": float((oldest == 1).mean()),
+            "carry/rows_age_2_up": float((oldest > 1).mean()),
+            "carry/tokens_age_1": float((ages == 1).mean()),
+            "carry/tokens_age_2_up": float((ages > 1).mean()),
+        }
+        open_groups = sorted((*self._taken[used:], *self.groups), key=lambda group: (group.step, group.number))
+        self.groups = self._ended = tuple(group.older() for group in open_groups)
+        self._taken, self._sampled = [], []
+        return metrics
+
+    def saved(self) -> dict[str, np.ndarray]:
+        """Return the groups after the last step that ended, as arrays for a checkpoint."""
+        return packed(self._ended, self._config)
+
+
+def packed(groups: Sequence[OpenGroup], config: RunConfig) -> dict[str, np.ndarray]:
+    """Write groups into arrays, whose places beyond the groups and beyond a completion's end hold -1, or 0."""
+    count, size, tokens = config.open_groups, config.algorithm.group_size, config.rollout.max_new_tokens
+    found = {
+        "groups": np.full((count, 4), -1, np.int32),
+        "lengths": np.zeros((count, size), np.int32),
+        "reasons": np.zeros((count, size), np.int32),
+        "tokens": np.zeros((count, size, tokens), np.int32),
+        "logprobs": np.zeros((count, size, tokens), np.float32),
+        "ages": np.zeros((count, size, tokens), np.int32),
+    }
+    for number, group in enumerate(groups):
+        found["groups"][number] = group.position, group.record, group.step, group.number
+        for row, completion in enumerate(group.completions):
+            place, length = (number, row), len(completion.token_ids)
+            found["lengths"][place], found["reasons"][place] = length, REASONS.index(completion.finish_reason)
+            found["tokens"][place][:length] = completion.token_ids
+            found["logprobs"][place][:length] = completion.logprobs
+            found["ages"][place][:length] = ages_of(completion)
+    return found
+
+
+def _unpacked(saved: Mapping[str, np.ndarray], stream: PromptStream) -> tuple[OpenGroup, ...]:
+    groups = list[OpenGroup]()
+    for number, (position, record, step, place) in enumerate(saved["groups"].tolist() if saved else []):
+        if position < 0:
+            break
+        rows = zip(saved["lengths"][number].tolist(), saved["reasons"][number].tolist(), strict=True)
+        completions = tuple(
+            Completion(
+                token_ids=saved["tokens"][number, row, :length],
+                logprobs=saved["logprobs"][number, row, :length],
+                finish_reason=REASONS[reason],
+                cached_tokens=0,
+                ages=saved["ages"][number, row, :length],
+            )
+            for row, (length, reason) in enumerate(rows)
+        )
+        groups.append(OpenGroup(stream.prompt(record), record, position, step, place, completions))
+    return tuple(groups)
