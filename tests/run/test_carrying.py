@@ -74,7 +74,7 @@ def test_a_step_ends_with_the_length_at_which_enough_groups_are_whole() -> None:
 
 def test_a_completion_keeps_the_tokens_before_the_cut() -> None:
     request = Request((1,), SamplingParams(5), SampleKey(0, 1, 0, 0))
-    new = Completion(np.arange(5, dtype=np.int32), np.float32([-1, -2, -3, -4, -5]), "length", 0)
+    new = Completion(np.arange(5, dtype=np.int32), np.array([-1, -2, -3, -4, -5], np.float32), "length", 0)
     first = continued(NEW, request, new, 3)
     assert (first.token_ids.tolist(), first.finish_reason) == ([0, 1, 2], "cut")
     whole = continued(first, request, new, 5)
@@ -155,7 +155,8 @@ def test_a_run_goes_on_with_the_groups_of_its_checkpoint(
 
 def test_a_checkpoint_holds_every_bit_of_a_group(files: Path, tmp_path: Path) -> None:
     config = carrying(files, tmp_path / "run")
-    completion = Completion(np.int32([5, 6]), np.float32([-0.1, -1 / 3]), "cut", 0, ages=np.int32([2, 0]))
+    completion = Completion(np.array([5, 6], np.int32), np.array([-0.1, -1 / 3], np.float32), "cut", 0)
+    completion = replace(completion, ages=np.array([2, 0], np.int32))
     whole = replace(completion, finish_reason="stop")
     group = OpenGroup(Prompt("a", (1, 2)), 3, 11, 7, 1, (completion, whole, completion, NEW))
 

@@ -130,8 +130,8 @@ def test_what_is_planned_is_the_program_of_the_learner(tmp_path: Path) -> None:
     """Lowered of descriptions, to the letter; a reference, a second forward pass, and gradients that add up."""
     section = {"micro_batch_prompts": 1, "old_policy": "trainer"}
     config, mesh = tunix_config(tmp_path, {"beta": 0.1}, algorithm=section), make_mesh()
-    models = {"model": described(make_model(mesh)), "reference": described(make_model(mesh, 100))}
-    planned = TunixLearner.build(config, LearnerInputs(**models, mesh=mesh))
+    model, reference = described(make_model(mesh)), described(make_model(mesh, 100))
+    planned = TunixLearner.build(config, LearnerInputs(model=model, reference=reference, mesh=mesh))
     learner, made = make_tunix(config, mesh), list[Any]()
     trainer: Any = learner._updater
     with mock.patch.object(trainer, "_prepare_inputs", lambda batch: made.append(batch) or batch):

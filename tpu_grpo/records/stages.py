@@ -141,13 +141,13 @@ class Completion:
     the prompt and all sampled tokens but the last. The dtype is `routing_dtype`'s."""
     kept: Integer[np.ndarray, " T"] | None = None
     """How many candidates top-k, top-p and min-p kept for each token, with ``algorithm.filtered_ratio``."""
-    ages: Int32[np.ndarray, " T"] | None = None
-    """For each token, how many steps ago it was sampled, with ``rollout.carry``; None if this step sampled all."""
     sampled: Bool[np.ndarray, " T"] | None = None
     """A mask of the tokens that the policy sampled; None if it sampled all. The others are answers of an environment,
     and have log-probability 0."""
     episode: Episode | None = None
     """The conversation with an environment that these tokens belong to."""
+    ages: Int32[np.ndarray, " T"] | None = None
+    """For each token, how many steps ago it was sampled, with ``rollout.carry``; None if this step sampled all."""
 
     @property
     def sampled_tokens(self) -> int:
