@@ -150,7 +150,7 @@ def test_one_thread_drives_all_engines_of_a_host() -> None:
 
 def test_chips_have_the_memory_that_the_compiler_allows() -> None:
     assert {known.name: known.chip.memory_bytes / 2**30 for known in GENERATIONS} == pytest.approx(
-        {"v4": 30.75, "v5e": 15.75, "v5p": 95.74, "v6e": 31.25}
+        {"v4": 30.75, "v5e": 15.75, "v5p": 95.74, "v6e": 31.25, "v7x": 94.75}
     )
 
 
@@ -284,6 +284,9 @@ def test_published_speeds_are_met(
         ("v5p-128", 0.646),  # Llama2-70B; v5p's rate is fitted
         ("v5p-128", 0.71),  # 32B, kept apart
         ("v4-128", 0.57),  # 22B; v4's rate is fitted
+        ("v7x-128", 0.523),  # Llama-3.1-70B, 1,207 of 2,307 TFLOP/s a chip; v7x's rate is fitted
+        ("v7x-128", 0.459),  # Gemma 4 31B, 1,058; with the next, kept apart
+        ("v7x-512", 0.547),  # Llama-3.1-405B, 1,261
     ],
 )
 def test_published_trainings_are_met_within_a_quarter(slice_name: str, published: float) -> None:
