@@ -81,7 +81,7 @@ def test_links_to_others_of_a_part_of_a_slice(name: str, devices: int, links: in
 
 
 def test_two_devices_share_a_chip_of_v7x() -> None:
-    """1,200 GB/s of links a chip in both directions: 100 GB/s a link and direction, of which two lead to other chips."""
+    """1,200 GB/s of links a chip, both directions together: 100 GB/s a link and direction; two lead to other chips."""
     found = parse_slice("v7x-8")
     assert (found.chips, found.devices) == (4, 8)
     assert found.generation.sent_bytes_per_second(8) == 2 * 100e9 / 2

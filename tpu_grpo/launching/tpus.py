@@ -33,6 +33,13 @@ OVERLAP_COLLECTIVES = (
 )
 """With these flags, the next layer's parameter shards are gathered while this layer computes."""
 
+SPARSE_CORES = (
+    "--xla_tpu_scoped_vmem_limit_kib=61440",  # of 64 MiB
+    "--xla_tpu_use_single_sparse_core_for_all_gather_offload=true",
+)
+"""For v7x, whose SparseCores gather parameters while the TensorCores compute. From Google's recipe for Llama-3.1-70B
+(AI-Hypercomputer/tpu-recipes), without its flags for the type of vector operations and for all-reduces."""
+
 WHOLE_PRODUCTS = "--xla_tpu_enable_windowed_einsum_for_all_gather=false"
 """With this flag, a matrix product runs as a whole once its parameter shards are gathered; a product per shard takes
 more cycles. Products before a reduce-scatter stay split per shard; otherwise the compiler would all-reduce the whole
@@ -51,8 +58,8 @@ class Chip:
     """For bfloat16 matrix products."""
     memory_bytes_per_second: float
     link_bytes_per_second: float
-    """The sum over all links of the chip, one way; a slice can use `Generation.sent_bytes_per_second` of it. Two devices
-    share their chip's links equally."""
+    """The sum over all links of the chip, one way; a slice can use `Generation.sent_bytes_per_second` of it. Of two
+    devices each has half of the sum."""
 
 
 @dataclass(frozen=True)
@@ -163,6 +170,7 @@ GENERATIONS = (
         *("v7x", "tpu7x", "v2-alpha-tpu7-ubuntu2404", 2, 3, (4,)),
         Chip(int(94.75 * GIB), 1153.5e12, 3690e9, 300e9),  # a device; the chip has twice that
         ("TPU7x",),
+        libtpu_args=SPARSE_CORES,
         rates=Rates(products=0.7, cache_bytes_per_second=1.31e12),  # the cache's is v6e's, not fitted
         devices_per_chip=2,
     ),
