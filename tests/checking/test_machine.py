@@ -195,13 +195,16 @@ def test_why_jax_has_no_devices_is_told_apart(error: str, said: str, monkeypatch
         ("TPU v5 lite", 8, "works", "v5e"),
         ("TPU v6 lite", 8, "works", "v6e"),
         ("TPU v5 lite", 4, "broken", "v5e"),  # of a slice of 8
+        ("TPU7x", 8, "works", "v7x"),  # two of each of 4 chips
+        ("TPU7x", 4, "broken", "v7x"),
         ("TPU v9", 8, "works but slow", None),
     ],
 )
 def test_generations_are_found(
     kind: str, count: int, verdict: str, generation: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v6e-8" if "v6" in kind else "v5litepod-8")
+    named = {"TPU v6 lite": "v6e-8", "TPU7x": "tpu7x-8"}.get(kind, "v5litepod-8")
+    monkeypatch.setenv("TPU_ACCELERATOR_TYPE", named)
     monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(device_kind=kind, platform="tpu")] * count)
     given = SimpleNamespace(hosts=Hosts())
     assert found("devices", machine.devices, given).verdict == verdict

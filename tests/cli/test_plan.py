@@ -71,12 +71,14 @@ def test_a_price_that_cannot_be_is_refused(directory: Path, price: str, capsys: 
 @pytest.mark.slices
 @pytest.mark.timeout(900)
 def test_a_run_that_fits_as_text_and_as_json(directory: Path) -> None:
-    text = plan(directory, "--slice", "v5e-4", "--fast")
+    """On v7x, where 4 chips are 8 devices."""
+    text = plan(directory, "--slice", "v7x-8", "--fast")
     assert text.returncode == 0, text.stderr
+    assert text.stdout.startswith("slice      v7x-8: 4 chips, 1 hosts, 8 devices of 94.75 GiB\n")
     assert "kernels    rollout flash attention, trainer flash attention in blocks of 128 tokens" in text.stdout
     assert "\nfits: the " in text.stdout
     assert "compiling gradients of a micro-batch (4 layers)" in text.stderr
-    done = plan(directory, "--slice", "v5e-4", "--fast", "--json", "--price-per-chip-hour", "1.2")
+    done = plan(directory, "--slice", "v7x-8", "--fast", "--json", "--price-per-chip-hour", "1.2")
     assert "compiling gradients" not in done.stderr  # its figures were kept
     found = json.loads(done.stdout)
     assert done.returncode == 0

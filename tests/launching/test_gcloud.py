@@ -167,7 +167,7 @@ def test_errors_of_gcloud_are_shown_with_what_to_do(
     ("words", "message"),
     [
         (["create"], "--type must say which slice to create, got none"),
-        (["create", "--type", "v7-8"], "--type must be one of v4-N, v5p-N, v5e-N, v6e-N, got 'v7-8'"),
+        (["create", "--type", "v7-8"], "--type must be one of v4-N, v5p-N, v5e-N, v6e-N, v7x-N, got 'v7-8'"),
         (["create", "--type", "v5e-12"], "--type v5e-N must count chips, N one of [1, 4, 8, 16"),
         (["create", "--type", "v4-12"], "--type v4-N must count TensorCores, eight a host"),
         (["create", "--type", "v4-8", "--name", "Grpo"], "--name must be lower-case letters"),

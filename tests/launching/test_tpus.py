@@ -20,6 +20,8 @@ from tpu_grpo.records.errors import ConfigError
         ("v5litepod-256", "v5litepod-256", "v2-alpha-tpuv5-lite", 256, 64),
         ("v6e-8", "v6e-8", "v2-alpha-tpuv6e", 8, 1),
         ("v6e-16", "v6e-16", "v2-alpha-tpuv6e", 16, 4),
+        ("v7x-8", "tpu7x-8", "v2-alpha-tpu7-ubuntu2404", 4, 1),
+        ("v7x-32", "tpu7x-32", "v2-alpha-tpu7-ubuntu2404", 16, 4),
     ],
 )
 def test_a_name_becomes_what_the_api_calls_it(
@@ -34,7 +36,7 @@ def test_a_name_becomes_what_the_api_calls_it(
 
 
 @pytest.mark.parametrize(
-    "name", ["", "v5e", "v5e-", "v5e-0", "v5e-2", "v6e-512", "v4-4", "v4-12", "v5p-0", "16-v5e", "V4-8"]
+    "name", ["", "v5e", "v5e-", "v5e-0", "v5e-2", "v6e-512", "v4-4", "v4-12", "v5p-0", "v7x-4", "16-v5e", "V4-8"]
 )
 def test_other_names_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="--type"):
@@ -51,7 +53,7 @@ def test_the_environment_of_a_chip_can_be_replaced() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "chips", "links"),
+    ("name", "devices", "links"),
     [
         ("v6e-4", 1, 0),
         ("v6e-4", 2, 1),
@@ -64,16 +66,30 @@ def test_the_environment_of_a_chip_can_be_replaced() -> None:
         ("v5p-32", 16, 3),  # 2 x 2 x 4
         ("v4-64", 32, 3),  # 2 x 4 x 4
         ("v4-128", 64, 6),  # a cube
+        ("v7x-8", 1, 0),
+        ("v7x-8", 2, 12),  # of one chip: six whole links
+        ("v7x-8", 4, 1),  # two chips
+        ("v7x-8", 8, 2),  # 2 x 2
+        ("v7x-32", 32, 3),  # 2 x 2 x 4
     ],
 )
-def test_links_to_others_of_a_part_of_a_slice(name: str, chips: int, links: int) -> None:
+def test_links_to_others_of_a_part_of_a_slice(name: str, devices: int, links: int) -> None:
     generation = parse_slice(name).generation
-    assert generation.links(chips) == links
+    assert generation.links(devices) == links
     every = generation.chip.link_bytes_per_second
-    assert generation.sent_bytes_per_second(chips) == every * links / (4 if generation.torus_dimensions == 2 else 6)
+    assert generation.sent_bytes_per_second(devices) == every * links / (4 if generation.torus_dimensions == 2 else 6)
 
 
-TOPOLOGY = {"v4": "v4:2x2x1", "v5p": "v5p:2x2x1", "v5e": "v5e:2x2", "v6e": "v6e:2x2"}
+def test_two_devices_share_a_chip_of_v7x() -> None:
+    """1,200 GB/s of links a chip, both directions together: 100 GB/s a link and direction; two lead to other chips."""
+    found = parse_slice("v7x-8")
+    assert (found.chips, found.devices) == (4, 8)
+    assert found.generation.sent_bytes_per_second(8) == 2 * 100e9 / 2
+    assert found.generation.sent_bytes_per_second(2) == 6 * 100e9
+    assert parse_slice("v5p-8").devices == 4
+
+
+TOPOLOGY = {"v4": "v4:2x2x1", "v5p": "v5p:2x2x1", "v5e": "v5e:2x2", "v6e": "v6e:2x2", "v7x": "tpu7x:2x2x1"}
 COMPILE = """
 import jax, jax.numpy as jnp
 from jax.experimental.topologies import get_topology_desc

@@ -27,7 +27,8 @@ from tpu_grpo.planning.slice_plan import PUBLISHED
 from tpu_grpo.planning.step_seconds import decode, step_seconds
 
 V6E = parse_slice("v6e-4").generation
-EARLIER = replace(V6E, rates=replace(V6E.rates, cache_bytes_per_second=0.74e12))
+V7X = parse_slice("v7x-8").generation
+EARLIER, V7X_EARLIER = (replace(g, rates=replace(g.rates, cache_bytes_per_second=0.74e12)) for g in (V6E, V7X))
 """With the attention kernel that published speeds are of."""
 RATES = Rates()
 
@@ -150,7 +151,7 @@ def test_one_thread_drives_all_engines_of_a_host() -> None:
 
 def test_chips_have_the_memory_that_the_compiler_allows() -> None:
     assert {known.name: known.chip.memory_bytes / 2**30 for known in GENERATIONS} == pytest.approx(
-        {"v4": 30.75, "v5e": 15.75, "v5p": 95.74, "v6e": 31.25}
+        {"v4": 30.75, "v5e": 15.75, "v5p": 95.74, "v6e": 31.25, "v7x": 94.75}
     )
 
 
@@ -246,12 +247,12 @@ def sizes_of(directory: Path, changes: dict[str, int], tensor: int = TENSOR) -> 
     )
 
 
-def tokens_per_second(sizes: EngineSizes, rows: int, prompt: int) -> float:
+def tokens_per_second(sizes: EngineSizes, rows: int, prompt: int, generation: Generation = EARLIER) -> float:
     """Completion tokens a second of a server that gets ``rows`` prompts at a time, and all are answered at length."""
-    step = step_seconds(sizes, EARLIER, [rows])
+    step = step_seconds(sizes, generation, [rows])
     total = decode([[NEW_TOKENS] * rows], prompt=prompt, slots=rows, step=step)
     host = host_seconds(sizes, max(1, CHUNK // prompt))
-    add(total, round_seconds([(prefill_step(sizes, EARLIER, CHUNK, prompt / 2), host)]), rows * prompt / CHUNK)
+    add(total, round_seconds([(prefill_step(sizes, generation, CHUNK, prompt / 2), host)]), rows * prompt / CHUNK)
     return rows * NEW_TOKENS / sum(total.values())
 
 
@@ -276,6 +277,14 @@ def test_published_speeds_are_met(
     assert planned == pytest.approx(published, rel=0.1)
 
 
+@pytest.mark.parametrize(("generation", "within"), [(V7X_EARLIER, 0.1), (V7X, 0.25)], ids=["earlier", "present"])
+def test_the_published_speed_on_v7x_is_met(tmp_path: Path, generation: Generation, within: float) -> None:
+    """sglang-jax's cookbook: Qwen3-8B on 4 chips, tensor 8, 128 at once. Nothing is fitted to it."""
+    planned = tokens_per_second(sizes_of(tmp_path, {}, tensor=8), 128, 1024, generation)
+    print(f"{planned:,.0f} planned, 8,521 published, {planned / 8521.48:.2f}")
+    assert planned == pytest.approx(8521.48, rel=within)
+
+
 @pytest.mark.parametrize(
     ("slice_name", "published"),
     [
@@ -284,6 +293,9 @@ def test_published_speeds_are_met(
         ("v5p-128", 0.646),  # Llama2-70B; v5p's rate is fitted
         ("v5p-128", 0.71),  # 32B, kept apart
         ("v4-128", 0.57),  # 22B; v4's rate is fitted
+        ("v7x-128", 0.523),  # Llama-3.1-70B, 1,207 of 2,307 TFLOP/s a chip; v7x's rate is fitted
+        ("v7x-128", 0.459),  # Gemma 4 31B, 1,058; with the next, kept apart
+        ("v7x-512", 0.547),  # Llama-3.1-405B, 1,261
     ],
 )
 def test_published_trainings_are_met_within_a_quarter(slice_name: str, published: float) -> None:

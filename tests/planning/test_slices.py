@@ -13,7 +13,7 @@ from tpu_grpo.records.errors import ConfigError, DataError
 
 
 @pytest.mark.parametrize(
-    ("name", "chips", "hosts", "kind"),
+    ("name", "devices", "hosts", "kind"),
     [
         ("v5e-4", 4, 1, "TPU v5 lite"),
         ("v5e-8", 8, 1, "TPU v5 lite"),
@@ -24,14 +24,16 @@ from tpu_grpo.records.errors import ConfigError, DataError
         ("v4-32", 16, 4, "TPU v4"),
         ("v5p-8", 4, 1, "TPU v5"),
         ("v5p-32", 16, 4, "TPU v5"),
+        ("tpu7x-8", 8, 1, "TPU7x"),  # two of a chip
+        ("v7x-16", 16, 2, "TPU7x"),
     ],
 )
-def test_a_slice_has_the_chips_and_hosts_of_its_name(name: str, chips: int, hosts: int, kind: str) -> None:
+def test_a_slice_has_the_devices_and_hosts_of_its_name(name: str, devices: int, hosts: int, kind: str) -> None:
     target = open_slice(name)
-    assert len(target.devices) == target.slice.chips == chips
+    assert len(target.devices) == target.slice.devices == devices
     assert len(hosts_of(target.devices)) == target.slice.hosts == hosts
     assert {device.device_kind for device in target.devices} == {kind}
-    assert target.slice.name == name.replace("litepod", "e")
+    assert target.slice.name == name.replace("litepod", "e").replace("tpu", "v")
 
 
 @pytest.mark.parametrize(("tensor", "hosts"), [(1, 1), (2, 1), (4, 1), (8, 2), (16, 4)])
@@ -41,10 +43,17 @@ def test_a_replicas_devices_lie_on_as_many_hosts_as_in_the_slice(tensor: int, ho
     assert len(hosts_of(devices)) == hosts
 
 
+@pytest.mark.parametrize(("tensor", "chips", "hosts"), [(1, 1, 1), (2, 1, 1), (8, 4, 1), (16, 8, 2)])
+def test_a_replica_on_v7x_takes_both_devices_of_a_chip(tensor: int, chips: int, hosts: int) -> None:
+    devices = replica_devices(open_slice("v7x-32"), tensor)
+    assert len(set(devices)) == tensor
+    assert (len({tuple(device.coords) for device in devices}), len(hosts_of(devices))) == (chips, hosts)
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("v5e", r"--slice must be one of v4-N, v5p-N, v5e-N, v6e-N, got 'v5e'; for example v5e-16"),
+        ("v5e", r"--slice must be one of v4-N, v5p-N, v5e-N, v6e-N, v7x-N, got 'v5e'; for example v5e-16"),
         ("v5e-12", r"--slice v5e-N must count chips, N one of \[1, 4, 8, 16, 32, 64, 128, 256\], got v5e-12"),
         ("v5p-24", r"--slice v5p-N must have N in \[8, 16, 32, 64, 128, 256, 512, 1024\], got v5p-24"),
     ],

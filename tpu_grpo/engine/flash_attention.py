@@ -53,8 +53,9 @@ VMEM_BYTES = {
     "TPU v5e": 64 * MIB,
     "TPU v6 lite": 64 * MIB,
     "TPU v6e": 64 * MIB,
+    "TPU7x": 32 * MIB,
 }
-"""The VMEM that the kernel may use, by jax's name of the device: half of the chip's VMEM, as in the library."""
+"""The VMEM that the kernel may use, by jax's name of the device: half of the device's VMEM, as in the library."""
 BUFFER_BYTES = 5 * MIB
 """The most bytes of both buffers together, even if VMEM has room for more: larger buffers take too long to zero."""
 DECODE_KEYS = 1024

@@ -2,8 +2,9 @@
 
     v5e-16 -> accelerator type v5litepod-16, runtime version v2-alpha-tpuv5-lite, 16 chips on 4 hosts
 
-The number in a name counts TensorCores: one per chip of v5e and v6e, two per chip of v4 and v5p. Runtime versions are
-those that the Cloud TPU documentation lists for JAX.
+The number in a name counts TensorCores: one per chip of v5e and v6e, two per chip of v4, v5p and v7x. jax shows a chip
+as one device, but one of v7x as two, each with its own half of the memory. Runtime versions are those that the Cloud
+TPU documentation lists for JAX; for v7x, the one in Google's accelerator-microbenchmarks.
 """
 
 import math
@@ -32,6 +33,13 @@ OVERLAP_COLLECTIVES = (
 )
 """With these flags, the next layer's parameter shards are gathered while this layer computes."""
 
+SPARSE_CORES = (
+    "--xla_tpu_scoped_vmem_limit_kib=61440",  # of 64 MiB
+    "--xla_tpu_use_single_sparse_core_for_all_gather_offload=true",
+)
+"""For v7x, whose SparseCores gather parameters while the TensorCores compute. From Google's recipe for Llama-3.1-70B
+(AI-Hypercomputer/tpu-recipes), without its flags for the type of vector operations and for all-reduces."""
+
 WHOLE_PRODUCTS = "--xla_tpu_enable_windowed_einsum_for_all_gather=false"
 """With this flag, a matrix product runs as a whole once its parameter shards are gathered; a product per shard takes
 more cycles. Products before a reduce-scatter stay split per shard; otherwise the compiler would all-reduce the whole
@@ -40,7 +48,7 @@ gradients, and wait for the all-reduce. Seen in programs for v5e (docs/planning.
 
 @dataclass(frozen=True)
 class Chip:
-    """The memory and the speeds of one chip.
+    """The memory and the speeds of one chip, or of one of its devices if it has two.
 
     The memory is the part that libtpu's compiler lets programs use; the speeds are from the Cloud TPU documentation.
     """
@@ -50,7 +58,8 @@ class Chip:
     """For bfloat16 matrix products."""
     memory_bytes_per_second: float
     link_bytes_per_second: float
-    """The sum over all links of the chip, one way; a slice can use `Generation.sent_bytes_per_second` of it."""
+    """The sum over all links of the chip, one way; a slice can use `Generation.sent_bytes_per_second` of it. Of two
+    devices each has half of the sum."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +94,7 @@ class Generation:
     """One generation of TPUs."""
 
     name: str
-    """The common name, which libtpu uses, too."""
+    """The common name."""
     accelerator_prefix: str
     """The prefix of its accelerator types."""
     runtime: str
@@ -96,32 +105,37 @@ class Generation:
     """The sizes, in chips, of slices with a single host."""
     chip: Chip
     device_kinds: tuple[str, ...] = ()
-    """jax's names of its devices."""
+    """jax's names of its devices; libtpu knows the first one, too."""
     libtpu_args: tuple[str, ...] = OVERLAP_COLLECTIVES
     """The default LIBTPU_INIT_ARGS."""
     libtpu_description: Mapping[str, str] = field(default_factory=dict)
-    """Options for libtpu's description of a slice (planning/slices.py), so that a chip is one device, as in jax."""
+    """Options for libtpu's description of a slice (planning/slices.py), so that it has the same devices as jax."""
     rates: Rates = Rates()
+    devices_per_chip: int = 1
 
     @property
     def topologies(self) -> Mapping[int, tuple[int, ...]]:
         """Number of chips -> default topology, as the chips along each side."""
         return {math.prod(sides): sides for sides in _SIDES[self.torus_dimensions]}
 
-    def links(self, chips: int) -> int:
-        """Return the number of links of a corner chip, which has the fewest, in a rectangle of ``chips`` chips.
+    def links(self, devices: int) -> int:
+        """Return the number of links of a corner chip, which has the fewest, in a rectangle of ``devices`` devices.
 
         A corner chip has one neighbour along every side, and a second one if that side is closed to a ring. Sides of
-        16 chips in v5e and v6e pods are rings, and so are all sides of v4 and v5p slices made of whole cubes of
-        4 x 4 x 4 (Cloud TPU documentation). A number of chips that is not a known slice is treated as a line.
+        16 chips in v5e and v6e pods are rings, and so are all sides of v4, v5p and v7x slices made of whole cubes of
+        4 x 4 x 4 (Cloud TPU documentation). A number of chips that is not a known slice is treated as a line. Two
+        devices of one chip are joined as if by six links, of which neither has to share any (the same documentation).
         """
+        chips = max(1, devices // self.devices_per_chip)
+        if 1 < devices <= self.devices_per_chip:
+            return 6 * self.devices_per_chip
         sides = self.topologies.get(chips, (chips,))
         ring = (lambda side: side == 16) if self.torus_dimensions == 2 else (lambda _: not any(s % 4 for s in sides))
         return sum(1 + ring(side) for side in sides if side > 1)
 
-    def sent_bytes_per_second(self, chips: int) -> float:
-        """Return the bytes per second that each of ``chips`` chips in a rectangle can send; 0 for a single chip."""
-        return self.chip.link_bytes_per_second * self.links(chips) / (2 * self.torus_dimensions)
+    def sent_bytes_per_second(self, devices: int) -> float:
+        """Return the bytes per second that each of ``devices`` devices in a rectangle can send; 0 for a single one."""
+        return self.chip.link_bytes_per_second * self.links(devices) / (2 * self.torus_dimensions)
 
 
 GENERATIONS = (
@@ -152,6 +166,14 @@ GENERATIONS = (
         libtpu_args=(*OVERLAP_COLLECTIVES, "--xla_tpu_scoped_vmem_limit_kib=98304"),  # of 128 MiB; default 16 MiB
         rates=Rates(products=0.55, cache_bytes_per_second=1.31e12),
     ),
+    Generation(
+        *("v7x", "tpu7x", "v2-alpha-tpu7-ubuntu2404", 2, 3, (4,)),
+        Chip(int(94.75 * GIB), 1153.5e12, 3690e9, 300e9),  # a device; the chip has twice that
+        ("TPU7x",),
+        libtpu_args=SPARSE_CORES,
+        rates=Rates(products=0.7, cache_bytes_per_second=1.31e12),  # the cache's is v6e's, not fitted
+        devices_per_chip=2,
+    ),
 )
 
 
@@ -171,6 +193,11 @@ class Slice:
     def accelerator_type(self) -> str:
         """The name that ``--accelerator-type`` takes, such as v5litepod-16."""
         return f"{self.generation.accelerator_prefix}-{self.chips * self.generation.cores_per_chip}"
+
+    @property
+    def devices(self) -> int:
+        """The number of jax's devices."""
+        return self.chips * self.generation.devices_per_chip
 
     @property
     def hosts(self) -> int:

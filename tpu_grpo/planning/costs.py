@@ -17,8 +17,9 @@ Published speeds of decoding come from sglang-jax's cookbook (Qwen3-8B and Qwen3
 1,024 to 8,192 tokens, completions of 1,024, 16 to 256 rows at once) and its pull request 194. They are of an earlier
 kernel: a cache of 0.74 TB/s and `Rates.prefill` are fitted to these seven points, which are met within 7 %.
 `Rates.products` is fitted by generation to published trainings: 61 and 67 % MFU of models of 16B and 32B on v5e-256,
-64.6 % of Llama2-70B on v5p, 57 % of 22B on v4, and 7,139 tokens a second and chip of Llama-3.1-8B on v6e-8. Other
-constants have the sources stated with them. tests/planning/test_costs.py checks this.
+64.6 % of Llama2-70B on v5p, 57 % of 22B on v4, 52.3 % of Llama-3.1-70B on v7x-128, and 7,139 tokens a second and chip
+of Llama-3.1-8B on v6e-8. Of v7x no other rate is fitted. Other constants have the sources stated with them.
+tests/planning/test_costs.py checks this.
 """
 
 import math

@@ -44,7 +44,7 @@ class Target:
 
     @property
     def chip(self) -> Chip:
-        """The memory and the speeds of each chip."""
+        """The memory and the speeds of each chip, or of each of its devices if it has two."""
         return self.slice.generation.chip
 
     @contextmanager
@@ -154,7 +154,7 @@ def replica_devices(target: Target, tensor: int) -> tuple[Any, ...]:
     if tensor == len(target.devices):
         return target.devices
     generation = target.slice.generation
-    chips = min(chips for chips in generation.topologies if chips >= tensor)
+    chips = min(chips for chips in generation.topologies if chips * generation.devices_per_chip >= tensor)
     one_host = tensor <= len(target.devices) // target.slice.hosts
     found = _devices(generation, chips, one_host=one_host)
     return tuple(sorted(found, key=lambda device: device.id)[:tensor])
@@ -173,5 +173,5 @@ def _devices(generation: Generation, chips: int, *, one_host: bool) -> tuple[Any
     described: dict[str, Any] = {**generation.libtpu_description}
     if one_host:
         described["chips_per_host_bounds"] = [*sides, 1][:3]
-    name = f"{generation.name}:{'x'.join(map(str, sides))}"
+    name = f"{generation.device_kinds[0]}:{'x'.join(map(str, sides))}"
     return tuple(topologies.get_topology_desc(platform="tpu", topology_name=name, **described).devices)
