@@ -139,8 +139,11 @@ def computed_experts(
 
 
 def _limits(batch: ScheduleBatch) -> Int[np.ndarray, " b"]:
-    """Return how many tokens each row may still sample, not counting tokens that the host has not collected yet."""
-    return np.array([req.sampling_params.max_new_tokens - len(req.output_ids) for req in batch.reqs])
+    """Return how many tokens each row may still sample, not counting tokens that the host has not collected yet.
+
+    A row whose limit was lowered below the tokens that it has (`Generation.cancel`, a `Cut`) ends with one more.
+    """
+    return np.array([max(1, req.sampling_params.max_new_tokens - len(req.output_ids)) for req in batch.reqs])
 
 
 def _reservation(
