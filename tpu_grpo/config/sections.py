@@ -227,8 +227,8 @@ class SamplerMeshSection(Section):
     """These settings divide the sampler's devices into replicas, one engine each."""
 
     hosts: PositiveInt | None = None
-    """With meshes.layout=split on several hosts, let this many hosts, the last ones, sample, and the others train; half
-    of the hosts when unset."""
+    """With meshes.layout=split on several hosts, let this many hosts, the last ones, sample, and the others train; when
+    unset, half of the hosts, rounded down."""
     tensor: PositiveInt | None = None
     """Split the model's heads and hidden units over this many devices in each replica; when unset, over the fewest that
     hold at most 4 GiB of weights each."""
