@@ -62,16 +62,13 @@ def test_three_hosts_train_and_one_samples(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("lost", "stage"),
-    [(2, "rollout of step 2"), (2, "update of step 2"), (1, "rollout of step 2"), (1, "update of step 2")],
-)
+@pytest.mark.parametrize(("lost", "stage"), [(1, "rollout of step 2"), (2, "update of step 2")])
 def test_a_lost_host_of_either_role_is_named(files: Path, tmp_path: Path, lost: int, stage: str) -> None:
-    """Hosts 0 and 1 train, and host 2 samples."""
+    """Hosts 0 and 1 train, and host 2 samples; the lost one is of the role that has nothing to do in the stage."""
     tree = settings(tmp_path, meshes=split(1), **SOON)
     ended = run_hosts(3, 1, files, tree, fault=f"lost@{lost}:SIGKILL,{stage}", grace=25)
+    assert f"LockstepError: lost host {lost}: " in ended.of_host(0), ended.errors
     for other in {0, 1, 2} - {lost}:
-        assert f"LockstepError: lost host {lost}: " in ended.of_host(other), ended.errors
         assert f"host {other} ended with exit code 3" in ended.errors
 
 
