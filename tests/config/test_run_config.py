@@ -129,6 +129,11 @@ BF16 = "model.dtype=bfloat16 model.param_dtype=bfloat16"
             "on the trainer's devices: leave it false",
         ),
         (
+            "meshes.sampler.hosts=1",
+            "meshes.sampler.hosts=1 needs meshes.layout=split, got shared, with which all hosts sample; set it, or "
+            "leave meshes.sampler.hosts out",
+        ),
+        (
             "rollout.temperature=0",
             "rollout.temperature must be > 0 for training, got 0.0; greedy completions of a group are all the same, so "
             "every advantage is zero. Try 1.0",

@@ -45,7 +45,9 @@ def exchanged(
             return [read_told(json.dumps(given).encode(), kind, name) for given in gather(name, value)]
 
         hosts: Any = SimpleNamespace(index=host, count=len(own), share=share, gather_array=gather_array)
-        return exchange_completions(own[host], sum(map(len, own)), hosts, room)
+        completions, senders = exchange_completions(own[host], sum(map(len, own)), hosts, room)
+        assert all(index in own[sender] for index, sender in enumerate(senders))
+        return completions
 
     with ThreadPoolExecutor(len(own)) as pool:
         return list(pool.map(run, range(len(own)))), pieces

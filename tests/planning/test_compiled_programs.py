@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import jax
 import pytest
 
 from tpu_grpo.config import load_config
+from tpu_grpo.hosts import hosts_of
 from tpu_grpo.learner.output_head import CHUNK_BYTES
 from tpu_grpo.models.checkpoint import abstract_checkpoint
 from tpu_grpo.planning.compiled_programs import FAST_COMPILE_OPTIONS, TRAIN_STEP, compiled_figures, programs_to_lower
@@ -111,6 +113,21 @@ def test_every_program_compiles_and_holds_what_it_is_given(run: AbstractRun) -> 
     assert sizes.weight_bytes == resident.sampler + resident.shared
     assert sizes.arrays == len(run.engine.weight_specs) + len(jax.tree.leaves(run.engine.cache_specs)) + STEP_INPUTS
     assert run.sync.temporary_bytes <= run.config.meshes.sync_temporary_mib * 2**20
+
+
+@pytest.mark.parametrize("name", ["v5e-16", "v6e-16"])
+def test_a_split_by_whole_hosts_compiles(name: str, tmp_path: Path) -> None:
+    """The trainer's programs on the first half of the hosts, the engine's on the second half, and the sync on all.
+
+    On a half of every host's devices, libtpu refuses sums over them.
+    """
+    with open_run(name, tmp_path, "meshes.layout=split", "meshes.sampler.tensor=8") as opened:
+        run = replace(opened, engine_devices=opened.replicas[0].devices)
+        assert hosts_of(run.meshes.trainer.devices.flat) == (0, 1)
+        assert hosts_of(run.replicas[0].devices) == (2, 3)
+        for program, _, lower in programs_to_lower(run):
+            assert compiled_figures(lower(), FAST_COMPILE_OPTIONS)["fits"], program
+        assert run.sync.temporary_bytes <= run.config.meshes.sync_temporary_mib * 2**20
 
 
 @pytest.mark.parametrize("name", ["v5e-8", "v6e-8", "v7x-8"])

@@ -131,11 +131,11 @@ def gathered_token(_: str) -> None:
     original, calls = replicas.exchange_completions, []
 
     def gathered(*args: Any) -> Any:
-        completions = original(*args)
+        completions, senders = original(*args)
         calls.append(args)
         if len(calls) > 1:  # the first is the probe's
             completions[3].token_ids[0] ^= 1
-        return completions
+        return completions, senders
 
     replicas.exchange_completions = gathered
 
@@ -360,9 +360,10 @@ if __name__ == "__main__":
     from tpu_grpo.cli.train import main
 
     name, _, argument = sys.argv.pop(1).partition(":")
+    name, _, faulty = name.partition("@")
     told = dict(word.split("=", 1) for word in sys.argv[1:] if word.startswith("hosts."))
     if name in LOOKS:
         LOOKS[name](argument)
-    elif name != "none" and int(told["hosts.index"]) == int(told["hosts.count"]) - 1:
+    elif name != "none" and int(told["hosts.index"]) == int(faulty or int(told["hosts.count"]) - 1):
         FAULTS[name](argument)
     sys.exit(main(sys.argv[1:]))

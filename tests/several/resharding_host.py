@@ -11,6 +11,6 @@ if __name__ == "__main__":
 
     for pair in PAIRS:
         print(pair, flush=True)
-        check_round_trip(*pair)
+        check_round_trip(*pair, hosts)
     hosts.barrier("the end")
     print(f"{len(PAIRS)} pairs of meshes on {hosts.count} processes", flush=True)

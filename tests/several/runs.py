@@ -89,7 +89,8 @@ def run_hosts(
 ) -> Ended:
     """Run the config on ``hosts`` processes of ``devices`` devices, in the directory of the files.
 
-    ``fault`` names a function of faulty_host.py, which is called on the last host before the command.
+    ``fault`` names a function of faulty_host.py, which is called on the last host before the command, or on the host
+    whose number follows: ``lost@1:SIGKILL,rollout of step 2``.
     """
     run_dir = Path(tree["run"]["dir"])
     run_dir.mkdir(parents=True, exist_ok=True)

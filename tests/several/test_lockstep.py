@@ -95,16 +95,12 @@ def test_every_pair_of_meshes_samples_the_same_tokens(
     assert outcome(tmp_path)[0][0] == one_process[0][0]
 
 
-@pytest.mark.parametrize(
-    ("hosts", "devices", "tensor"),
-    [(2, 2, 2), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((1, 4, 2), (2, 2, 1)))],
-)
-def test_trainer_and_sampler_on_devices_of_their_own(
-    files: Path, tmp_path: Path, one_process: tuple[list[str], str], hosts: int, devices: int, tensor: int
+def test_trainer_and_sampler_on_halves_of_one_host(
+    files: Path, tmp_path: Path, one_process: tuple[list[str], str]
 ) -> None:
-    """Two devices each: with tensor 2 on two hosts, the sampler's one replica spans both."""
-    meshes = {"layout": "split", "sampler": {"tensor": tensor}}
-    ended = run_hosts(hosts, devices, files, settings(tmp_path, meshes=meshes), "hosts.check=step")
+    """Two devices each; test_split.py has them on hosts of their own."""
+    meshes = {"layout": "split", "sampler": {"tensor": 2}}
+    ended = run_hosts(1, 4, files, settings(tmp_path, meshes=meshes), "hosts.check=step")
     assert ended.code == 0, ended.errors
     assert outcome(tmp_path)[0][0] == one_process[0][0]
 

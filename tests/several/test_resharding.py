@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.several_hosts, pytest.mark.timeout(600)]
 
 
 def test_every_round_trip_is_bit_equal_on_two_processes() -> None:
-    """Two devices each: the trainer's and the sampler's shards lie on both."""
+    """Two devices each: shards lie on both, or the trainer has one process and the sampler the other."""
     script = REPOSITORY / "scripts" / "local_hosts.py"
     command = [sys.executable, str(script), "--hosts", "2", "--devices-per-host", "2"]
     command += ["--command", f"{sys.executable} -m tests.several.resharding_host", "--"]

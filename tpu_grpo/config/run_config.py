@@ -285,6 +285,11 @@ def _engine_can_sample(config: RunConfig) -> None:
             "rollout.release_during_update=true needs meshes.layout=shared, got split; the engines then hold nothing "
             "on the trainer's devices: leave it false"
         )
+    if config.meshes.sampler.hosts is not None and config.meshes.layout == "shared":
+        raise ValueError(
+            f"meshes.sampler.hosts={config.meshes.sampler.hosts} needs meshes.layout=split, got shared, with which all "
+            "hosts sample; set it, or leave meshes.sampler.hosts out"
+        )
     if config.algorithm.filtered_ratio and not config.rollout.filters:
         raise ValueError(
             "algorithm.filtered_ratio=true needs rollout.top_k, top_p or min_p, got none of them; without a filter the "

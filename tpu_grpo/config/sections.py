@@ -231,6 +231,9 @@ class TrainerMeshSection(Section):
 class SamplerMeshSection(Section):
     """These settings divide the sampler's devices into replicas, one engine each."""
 
+    hosts: PositiveInt | None = None
+    """With meshes.layout=split on several hosts, let this many hosts, the last ones, sample, and the others train; when
+    unset, half of the hosts, rounded down."""
     tensor: PositiveInt | None = None
     """Split the model's heads and hidden units over this many devices in each replica; when unset, over the fewest that
     hold at most 4 GiB of weights each."""
@@ -244,8 +247,9 @@ class MeshesSection(Section):
     """These settings say how devices are used."""
 
     layout: Literal["shared", "split"] = "shared"
-    """Share devices or split them. shared: trainer and sampler both use all devices, in turn; split: of every host's
-    devices the first half is the trainer's and the second the sampler's."""
+    """Share devices or split them. shared: trainer and sampler both use all devices, in turn; split: the last hosts are
+    the sampler's (meshes.sampler.hosts), and the others the trainer's; of a single host's devices, the first half is
+    the trainer's."""
     sync_temporary_mib: PositiveInt = 512
     """Let the weight sync take this much temporary memory in MiB per device, beside the weights themselves."""
     probe_every: int = Field(default=50, ge=0)

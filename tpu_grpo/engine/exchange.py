@@ -1,6 +1,6 @@
 """Sends the completions of every host, with all of their arrays, to all hosts over the devices' interconnect.
 
-    completions = exchange_completions(own, count=64, hosts=hosts, room=share_bytes(requests, senders=2))
+    completions, senders = exchange_completions(own, count=64, hosts=hosts, room=share_bytes(requests, senders=2))
 
 A host encodes its completions as the size of a JSON text, the text, and the bytes of the arrays to which the text
 refers. All hosts send the same number of pieces of the same size, enough for the host with the most bytes. Received
@@ -51,17 +51,17 @@ def share_bytes(
 
 def exchange_completions(
     own: Mapping[int, Completion], count: int, hosts: Hosts, room: int | None = None
-) -> list[Completion]:
-    """Gather ``count`` completions in the order of the requests.
+) -> tuple[list[Completion], list[int]]:
+    """Gather ``count`` completions in the order of the requests; returns them, and the host that sent each.
 
     Args:
         own: the completions that only this host sends, by the index of the request.
         count: the number of requests.
-        hosts: the processes of the run, which all call this.
+        hosts: the processes of the run, which all call this; those that sample nothing send nothing.
         room: the wanted bytes of a piece, before rounding and limits; None: the bytes of the host that sends the most.
     """
     if hosts.count == 1:
-        return [own[index] for index in range(count)]
+        return [own[index] for index in range(count)], [0] * count
     data = encode_completions(own)
     sizes = hosts.share("how large completions are", len(data), SIZE)
     most = 2 ** ((PIECE_BYTES // hosts.count).bit_length() - 1)  # so that all hosts together send PIECE_BYTES at most
@@ -73,7 +73,7 @@ def exchange_completions(
         tables = hosts.gather_array("completions", np.frombuffer(part, np.int32))  # devices do not pad int32
         for buffer, table in zip(buffers, tables, strict=True):
             buffer += table.tobytes()
-    found: dict[int, Completion] = {}
+    found, senders = dict[int, Completion](), dict[int, int]()
     for host, (buffer, size) in enumerate(zip(buffers, sizes, strict=True)):
         sent = decode_completions(buffer[:size], host)
         if others := [index for index in sent if index in found or not 0 <= index < count]:
@@ -81,9 +81,10 @@ def exchange_completions(
                 f"the completions of host {host}", f"completion {others[0]} of {count}, which is none of its own"
             )
         found |= sent
+        senders |= dict.fromkeys(sent, host)
     if lost := sorted(set(range(count)) - set(found)):
         raise LockstepError(f"hosts must send each other all {count} completions, got none for {lost}")
-    return [found[index] for index in range(count)]
+    return [found[index] for index in range(count)], [senders[index] for index in range(count)]
 
 
 def encode_completions(own: Mapping[int, Completion]) -> bytes:

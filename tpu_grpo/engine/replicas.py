@@ -14,6 +14,8 @@ replicas stop at synchronization points, after equally many decode steps. At a p
 replicas, and each computes the same new assignment. Once no group waits, no replica inside one host waits for another
 host. A single replica needs no synchronization points. At the end, the hosts of each replica compare its decisions and
 tokens, and every host receives all completions. Tokens do not depend on the assignment: see sampling.py.
+
+If trainer and sampler have hosts of their own, the trainer's hosts drive no replica, and wait for the completions.
 """
 
 import functools
@@ -53,8 +55,9 @@ from tpu_grpo.hosts import Hosts, devices_per_host, hosts_of, progress
 from tpu_grpo.records.errors import ConfigError, LockstepError
 from tpu_grpo.records.stages import Completion, Request
 
-Served = tuple[str, dict[int, str], dict[int, tuple[int, int]]]
-"""What hosts compare after a batch: the digest of the assignment, and by replica the digest, and (steps, clock)."""
+Served = tuple[str, dict[int, str], dict[int, tuple[int, int]], dict[str, float]]
+"""What hosts tell each other after a batch: the digest of the assignment, by replica the digest, and (steps, clock),
+and the metrics of the host's engines. A host without engines tells nothing."""
 AtPoint = tuple[dict[int, Load], dict[int, int]]
 """What a host tells at a synchronization point: the loads of its replicas, and the tokens of requests that ended."""
 
@@ -97,12 +100,18 @@ def replicated_specs(
 
 
 class Replicas:
-    """All replicas of a run; this process drives those that include one of its devices."""
+    """All replicas of a run; this process drives those that include one of its devices.
 
-    def __init__(self, replicas: Sequence[Replica], engines: Mapping[int, Engine], hosts: Hosts):
+    ``described`` is an engine like those of the replicas, for a process that drives none.
+    """
+
+    def __init__(
+        self, replicas: Sequence[Replica], engines: Mapping[int, Engine], hosts: Hosts, described: Engine | None = None
+    ):
         self.replicas = tuple(replicas)
         self.engines = dict(engines)
         self.hosts = hosts
+        self._like = described or next(iter(self.engines.values()))
         self.partners = {
             replica.number: hosts.among(replica.hosts)
             for replica in self.replicas
@@ -110,7 +119,7 @@ class Replicas:
         }
         """For each of this host's replicas that span several hosts, the hosts that drive it."""
         self.figures: dict[str, float] = {}
-        """The metrics of this host's engines in the last ``generate``, by name."""
+        """The metrics of the engines of the first replica's host in the last ``generate``, by name."""
         self.told: Sequence[int] = ()
         """For each request of the last ``generate``, the host that reported its completion."""
 
@@ -133,12 +142,13 @@ class Replicas:
         for replica in mine:
             if len(replica.hosts) > 1:
                 engines[replica.number].before_every_launch(_launch_hook(replica.number))
-        return cls(replicas, engines, hosts)
+        described = None if mine else Engine.build(checkpoint, engine_mesh(replicas[0].devices), options)
+        return cls(replicas, engines, hosts, described)
 
     @cached_property
     def weight_specs(self) -> dict[str, jax.ShapeDtypeStruct]:
         """The shape, dtype and sharding over all replicas of every parameter, by name."""
-        return replicated_specs(next(iter(self.engines.values())).weight_specs, self.replicas)
+        return replicated_specs(self._like.weight_specs, self.replicas)
 
     @property
     def digests(self) -> dict[int, str]:
@@ -173,20 +183,20 @@ class Replicas:
     def differs_by(self, name: str, expected: Array) -> float:
         """Return the largest difference between ``expected`` and the parameter ``name`` in this host's engines.
 
-        ``expected`` is replicated over all replicas. NaN counts as an infinite difference.
+        ``expected`` is replicated over all replicas. NaN counts as an infinite difference; without engines it is 0.
         """
         gaps = [
             float(_largest_gap(engine.weights[name], _copy_on_engine(expected, engine, name)))
             for engine in self.engines.values()
         ]
-        return float("inf") if any(np.isnan(gaps)) else max(gaps)
+        return float("inf") if any(np.isnan(gaps)) else max(gaps, default=0.0)
 
     def compile_all(self, tell: Callable[[], None] = lambda: None) -> int:
         """Compile every shape of every engine now, engines in parallel, and return the number of programs.
 
         ``tell`` is called after each program, on any thread.
         """
-        with ThreadPoolExecutor(len(self.engines)) as pool:
+        with ThreadPoolExecutor(max(1, len(self.engines))) as pool:
             return sum(pool.map(lambda engine: engine.compile_all(tell), self.engines.values()))
 
     def generate(
@@ -212,41 +222,55 @@ class Replicas:
             RequestError: for a request that no engine can serve: before any starts, or when a later turn makes it.
             LockstepError: if hosts decided differently, or sampled differently in a replica that they share.
         """
-        next(iter(self.engines.values())).check(requests)
-        before = total_use(engine.use for engine in self.engines.values())
-        serving = Serving(self, requests, known, finished, conversations, cut)
-        waited = serving.run()
-        self.told = serving.dealer.told
-        spent = total_use([waited, *(engine.use for engine in self.engines.values())]) - before
-        self.figures = {**spent.figures, **self._compare(serving)}
-        if spent.steps:  # one thread drives the engines in turn
-            self.figures |= {"rollout/decode_step_seconds": len(self.engines) * spent.decode / spent.steps}
-        return self._exchange(serving, requests, conversations is not None)
+        self._like.check(requests)
+        served: Served = "", {}, {}, {}
+        sent: dict[int, Completion] = {}
+        if self.engines:
+            before = total_use(engine.use for engine in self.engines.values())
+            serving = Serving(self, requests, known, finished, conversations, cut)
+            waited = serving.run()
+            spent = total_use([waited, *(engine.use for engine in self.engines.values())]) - before
+            figures = dict(spent.figures)
+            if spent.steps:  # one thread drives the engines in turn
+                figures["rollout/decode_step_seconds"] = len(self.engines) * spent.decode / spent.steps
+            dealt = hashlib.sha256(json.dumps(serving.dealer.assigned).encode()).hexdigest()
+            steps = {number: (g.steps, g.clock) for number, g in serving.generations.items()}
+            served, told = (dealt, self.digests, steps, figures), serving.dealer.told
+            sent = {index: found for index, found in serving.completions.items() if told[index] == self.hosts.index}
+        self.figures = self._compare(served)
+        room = None if conversations is not None else self._room(requests)
+        completions, self.told = exchange_completions(sent, len(requests), self.hosts, room)
+        return completions
 
-    def _compare(self, serving: "Serving") -> dict[str, float]:
-        """Compare the assignments of all hosts, and the digests of each replica's hosts; return the idle share.
+    def _compare(self, served: Served) -> dict[str, float]:
+        """Compare the assignments of all hosts with engines, and the digests of each replica's hosts; return the
+        metrics of the first replica's host, with the idle share.
 
         All hosts see all digests, so if any of them differ, LockstepError is raised on all hosts.
         """
-        dealt = hashlib.sha256(json.dumps(serving.dealer.assigned).encode()).hexdigest()
-        steps = {number: (g.steps, g.clock) for number, g in serving.generations.items()}
-        told = self.hosts.share("scheduling and tokens", (dealt, self.digests, steps), Served)
-        all_dealt, all_digests, all_steps = zip(*told, strict=True)
-        _check_alike("deal requests alike", dict(enumerate(all_dealt)))
+        told = self.hosts.share("scheduling and tokens", served, Served)
+        all_dealt, all_digests, all_steps, all_figures = zip(*told, strict=True)
+        _check_alike("deal requests alike", {host: all_dealt[host] for host in self._drivers})
         for replica in self.replicas:
             found = {host: all_digests[host].get(replica.number, "") for host in replica.hosts}
             _check_alike(f"schedule and sample alike in replica {replica.number}, which they share", found)
-        return idle_share([all_steps[replica.hosts[0]].get(replica.number, (0, 0)) for replica in self.replicas])
+        steps = [all_steps[replica.hosts[0]].get(replica.number, (0, 0)) for replica in self.replicas]
+        return {**all_figures[self._drivers[0]], **idle_share(steps)}
 
-    def _exchange(self, serving: "Serving", requests: Sequence[Request], converse: bool) -> list[Completion]:
-        """Gather all completions; each is sent by the host that ``dealer.told`` names."""
-        sent = {i: completion for i, completion in serving.completions.items() if self.told[i] == self.hosts.index}
-        if converse:
-            return exchange_completions(sent, len(requests), self.hosts)
-        engine, senders = next(iter(self.engines.values())), {host for one in self.replicas for host in one.hosts}
-        layout = engine.expert_layout if any(request.return_experts for request in requests) else None
-        room = share_bytes(requests, len(senders), engine.options.context_tokens, layout)
-        return exchange_completions(sent, len(requests), self.hosts, room)
+    def _room(self, requests: Sequence[Request]) -> int:
+        """Return the most bytes that a host's completions take."""
+        layout = self._like.expert_layout if any(request.return_experts for request in requests) else None
+        return share_bytes(requests, len(self._drivers), self._like.options.context_tokens, layout)
+
+    @property
+    def _drivers(self) -> tuple[int, ...]:
+        """The hosts that drive a replica, ascending."""
+        return tuple(sorted({host for replica in self.replicas for host in replica.hosts}))
+
+    @property
+    def samplers(self) -> Hosts:
+        """The group of the hosts that drive a replica, this one included."""
+        return self.hosts.among(self._drivers)
 
 
 class Serving:
@@ -264,7 +288,7 @@ class Serving:
         conversations: Conversations | None = None,
         cut: Cut | None = None,
     ):
-        self._hosts, self._finished, self._cut = replicas.hosts, finished, cut
+        self._hosts, self._finished, self._cut = replicas.samplers, finished, cut
         self._drivers = [replica.hosts for replica in replicas.replicas]
         """For every replica the hosts that drive it; the first of them reports its load."""
         expected = expected_tokens(requests, known)
@@ -337,10 +361,11 @@ class Serving:
 
         mine = {number: generation.pause(point) for number, generation in self.generations.items()}
         ends = {} if self._cut is None else self._cut.untold()
-        everyone = self._hosts.share("what replicas have to do", (mine, ends), AtPoint, read)
+        told = self._hosts.share("what replicas have to do", (mine, ends), AtPoint, read)
         if self._cut is not None:
-            for _, others in everyone:
+            for _, others in told:
                 self._cut.merge(others)
+        everyone = dict(zip(self._hosts.members, told, strict=True))
         return [everyone[drivers[0]][0][number] for number, drivers in enumerate(self._drivers)]
 
     def _tell(self, number: int) -> Finished | None:

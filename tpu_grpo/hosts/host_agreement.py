@@ -71,15 +71,20 @@ class Hosts:
         self.members = tuple(range(count)) if members is None else tuple(sorted(members))
         self._root = ROOT if members is None else f"{ROOT}/{'-'.join(map(str, self.members))}"
         self._exchanges = 0
+        self._groups: dict[tuple[int, ...], Hosts] = {self.members: self}
 
     def among(self, members: Sequence[int]) -> "Hosts":
-        """Return a group of some hosts, this one included, whose exchanges do not involve the others.
+        """Return the group of some hosts, this one included, whose exchanges do not involve the others.
 
-        Every member must make the group, and only once. Exchanged values are in ascending order of the members.
+        The same members are always the same group. Exchanged values are in ascending order of the members.
         """
         if self.index not in members:
             raise ValueError(f"host {self.index} must be among the hosts it exchanges with, got {list(members)}")
-        return Hosts(self.index, self.count, self.service, timeout_seconds=self.timeout_seconds, members=tuple(members))
+        group = tuple(sorted(members))
+        if group not in self._groups:
+            seconds = self.timeout_seconds
+            self._groups[group] = Hosts(self.index, self.count, self.service, timeout_seconds=seconds, members=group)
+        return self._groups[group]
 
     @property
     def is_first(self) -> bool:

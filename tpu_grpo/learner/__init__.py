@@ -2,10 +2,11 @@
 
 from tpu_grpo.learner.building import LearnerInputs, LearnerParts, build_parts
 from tpu_grpo.learner.checkpoints import read_policy, read_stepped
-from tpu_grpo.learner.learner import Learner
+from tpu_grpo.learner.learner import DescribedLearner, Learner
 from tpu_grpo.learner.parameters import cast_to_compute, freeze_untrained, frozen_leaves, parameters, whole
 
 __all__ = [
+    "DescribedLearner",
     "Learner",
     "LearnerInputs",
     "LearnerParts",

@@ -36,11 +36,13 @@ from typing import Any, Literal, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
 from orbax.checkpoint.checkpoint_managers import PreservationPolicy
 
-from tpu_grpo.hosts import Hosts, end_all_hosts
+from tpu_grpo.hosts import Hosts, by_host, end_all_hosts
 from tpu_grpo.learner.compact import join_residual
 from tpu_grpo.learner.parameters import Values, by_name, checksums, trained_type
 from tpu_grpo.learner.update import Updater, UpdateState
@@ -134,8 +136,9 @@ class Checkpoints:
     checkpoints.save(step + 1, updater)
     checkpoints.close()
 
-    The ``keep`` newest checkpoints are kept. Every host must call every method, at the same steps. ``run_file`` holds
-    the run's random id, written at the first save; `restore` refuses checkpoints with another id.
+    The ``keep`` newest checkpoints are kept. ``hosts`` are those that hold the arrays, host 0 among them; each must
+    call every method, at the same steps. ``run_file`` holds the run's random id, written at the first save; `restore`
+    refuses checkpoints with another id.
     """
 
     def __init__(
@@ -168,8 +171,20 @@ class Checkpoints:
                 "use another run.dir"
             )
         self._run = self._run or self._id_of_run(secrets.token_hex(8))
-        options = ocp.CheckpointManagerOptions(preservation_policy=self._kept)
-        return SavingManager(self._directory, item_handlers=dict(handlers()), options=options)
+        processes, members = ocp.options.MultiprocessingOptions(), self._hosts.members
+        if len(members) < self._hosts.count:
+            # Orbax makes no directory for some of the processes, and gives their barriers names of their own.
+            self._directory.mkdir(parents=True, exist_ok=True)
+            processes = ocp.options.MultiprocessingOptions(
+                active_processes=set(members), barrier_sync_key_prefix="trainer"
+            )
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=self._kept,
+            create=processes.active_processes is None,
+            multiprocessing_options=processes,
+        )
+        items: dict[str, Any] = handlers(multiprocessing_options=processes)
+        return SavingManager(self._directory, item_handlers=items, options=options)
 
     def restore(self, updater: Updater, *, resume: Resume) -> int:
         """Load the newest sound checkpoint and return its step; 0 if there is none.
@@ -256,9 +271,12 @@ class Checkpoints:
         if step == self._manager.latest_step():
             return
         held = Held.of(updater, self._reference, self.carried)
+        items = held.items()
+        if len(self._hosts.members) == 1 < self._hosts.count:
+            items = jax.tree.map(_as_a_copy, items)
         self._manager.save(
             step,
-            args=ocp.args.Composite(**{item: ocp.args.PyTreeSave(tree) for item, tree in held.items().items()}),
+            args=ocp.args.Composite(**{item: ocp.args.PyTreeSave(tree) for item, tree in items.items()}),
             custom_metadata=signed(
                 {"global_step": step, "format": FORMAT, "run": self._run, "checksums": checksums(held.leaves())}
             ),
@@ -438,6 +456,19 @@ def handlers(**settings: Any) -> dict[str, ocp.PyTreeCheckpointHandler]:
     registry = ocp.type_handlers.create_type_handler_registry((jax.Array, whole))
     items = (MODEL, STATE, ENTROPY, REFERENCE, CARRIED)
     return {item: ocp.PyTreeCheckpointHandler(type_handler_registry=registry, **settings) for item in items}
+
+
+def _as_a_copy(array: jax.Array) -> jax.Array:
+    """Describe an array that one process holds as the first of two copies, the other on the devices of the last hosts.
+
+    In a run of several processes, Orbax refuses an array that one of them holds alone. It writes the first copy.
+    """
+    assert isinstance(array.sharding, NamedSharding)
+    mesh, shards = array.sharding.mesh, [shard.data for shard in array.addressable_shards]
+    own = np.asarray(mesh.devices)
+    others = np.asarray(by_host(jax.devices())[-mesh.size :]).reshape(own.shape)
+    both = NamedSharding(Mesh(np.stack([own, others]), ("copy", *mesh.axis_names)), array.sharding.spec)
+    return jax.make_array_from_single_device_arrays(array.shape, both, shards)
 
 
 def saved_part(state: nnx.State) -> nnx.State:

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -25,7 +26,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Bool, Float
 
 from tpu_grpo.config import RunConfig, UpdateSection
-from tpu_grpo.hosts import Hosts
+from tpu_grpo.hosts import Hosts, hosts_of, packed
+from tpu_grpo.hosts import unpacked as unpacked_numbers
 from tpu_grpo.learner.batches import PassArrays, pass_arrays, with_kl_in_advantages
 from tpu_grpo.learner.building import LearnerInputs, LearnerParts, build_parts
 from tpu_grpo.learner.checkpoints import Checkpoints, read_policy
@@ -37,6 +39,10 @@ from tpu_grpo.learner.update import MeasuredUpdate, update_metrics
 from tpu_grpo.observe.run_files import CHECKPOINTS_DIR, RUN_FILE
 from tpu_grpo.records.errors import DataError, NonFiniteError
 from tpu_grpo.records.stages import Completion, ScoredRollout, UpdateResult
+
+RESTORED, METRICS = "the step that was restored", "the metrics of an update"
+LOGPROBS, DIGEST = "log-probabilities of the policy", "the digest of the parameters"
+"""What the trainer's hosts tell the hosts that only sample."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +130,9 @@ class Learner:
     """
 
     def __init__(self, config: RunConfig, inputs: LearnerInputs, hosts: Hosts | None = None):
-        self._config, self._host = config, 0 if hosts is None else hosts.index
+        self._config, self._hosts = config, hosts or Hosts()
+        self.trainers = self._hosts.among(hosts_of(inputs.mesh.devices.flat))
+        """The hosts that have devices of the trainer, and hold the parameters."""
         self._parts = self.build(config, inputs)
         self._updater = self._parts.updater
         self._skipped = SkippedUpdates(config.update)
@@ -133,15 +141,19 @@ class Learner:
             self._directory,
             keep=config.checkpoint.keep,
             reference=self._parts.saved_reference,
-            hosts=hosts,
+            hosts=self.trainers,
             run_file=config.run_dir / RUN_FILE,
             carried=self._placed_groups(inputs.carried),
         )
-        self.restored_step = self._checkpoints.restore(self._updater, resume=config.checkpoint.resume)
+        restored = self._checkpoints.restore(self._updater, resume=config.checkpoint.resume)
+        self.restored_step = self._told(RESTORED, restored, int)
         """The step that was restored; 0 for a fresh start."""
         self.restore_notes = tuple(self._checkpoints.notes)
         self.carried = {name: whole(value) for name, value in self._checkpoints.carried.items()}
         """The groups that were unfinished after the restored step, in arrays as ``LearnerInputs`` has them."""
+        if self.restored_step:
+            for name, value in self.carried.items():
+                self._told(name, packed(value.ravel()), str)
 
     @staticmethod
     def build(config: RunConfig, inputs: LearnerInputs) -> LearnerParts:
@@ -179,8 +191,8 @@ class Learner:
         every = config.algorithm.reference_reset_every
         if every is not None and parts.reference is not None and signal.step % every == 0:
             copy_values(parts.reference, self._updater.model, self._updater.trained)
-        seconds, metrics = time.perf_counter() - started, update_metrics(updates) | signal.metrics()
-        first = updates[0]
+        metrics = self._told(METRICS, update_metrics(updates) | signal.metrics(), dict[str, float])
+        seconds, first = time.perf_counter() - started, updates[0]
         return UpdateResult(
             metrics=metrics,
             advantages=signal.advantages_B,
@@ -214,6 +226,7 @@ class Learner:
         """
         batches = self._parts.batches
         found = self._per_token(prompts, completions, lambda rows: {"policy": batches.policy_logprobs(rows)})
+        self._told(LOGPROBS, packed(found["policy"].ravel()), str)
         return found["policy"]
 
     def gradients(self, scored: ScoredRollout) -> dict[str, np.ndarray]:
@@ -235,7 +248,7 @@ class Learner:
         if step is None:
             return self._updater.model
         policy = nnx.clone(self._updater.model)
-        read_policy(self._directory, step, policy, self._host)
+        read_policy(self._directory, step, policy, self._hosts.index)
         return policy
 
     def adapters(self) -> dict[str, np.ndarray]:
@@ -248,11 +261,11 @@ class Learner:
     def params_digest(self) -> str:
         """Compute the SHA-256 of all parameters, the trained ones in the optimizer's precision; see
         `parameters.params_digest`."""
-        return params_digest(by_name(self.params()) | self._updater.stepped())
+        return self._told(DIGEST, params_digest(by_name(self.params()) | self._updater.stepped()), str)
 
     def save_apart(self, directory: Path, step: int) -> None:
         """Save policy and optimizer as ``step`` in another directory, and wait until the save is complete."""
-        checkpoints = Checkpoints(directory, keep=1, reference=self._parts.saved_reference)
+        checkpoints = Checkpoints(directory, keep=1, reference=self._parts.saved_reference, hosts=self.trainers)
         checkpoints.save(step, self._updater)
         checkpoints.close()
 
@@ -275,6 +288,13 @@ class Learner:
     def close(self, *, best: int | None = None) -> None:
         """Wait until every checkpoint is complete; the newest and the one of the step ``best`` are kept."""
         self._checkpoints.close(best=best)
+
+    def _told(self, name: str, value: Any, kind: object) -> Any:
+        """Return host 0's value, which is one of the trainer's, on every host; the others of the trainer have the same.
+
+        If all hosts are the trainer's, nothing is sent.
+        """
+        return value if self.trainers is self._hosts else self._hosts.broadcast(name, value, kind)
 
     def _updates(self, signal: Signal) -> Iterator[list[TrainBatch]]:
         """Yield the micro-batches of every update on a rollout.
@@ -333,3 +353,64 @@ class Learner:
         counted = self._updater.histograms() if histograms else {}
         # the host waits for the devices in this line only
         return MeasuredUpdate(*jax.device_get((sums, self._updater.step(), counted)))
+
+
+class DescribedLearner(Learner):
+    """The learner on a host that only samples: it describes the parameters, and is told what the trainer's hosts
+    measure. Nothing is computed on devices, restored or saved here.
+
+    Args:
+        config: the run.
+        parts: the abstract parts of the run's learner (see building.py).
+        inputs: what these were built from.
+        hosts: all hosts of the run.
+    """
+
+    def __init__(self, config: RunConfig, parts: LearnerParts, inputs: LearnerInputs, hosts: Hosts):
+        self._config, self._hosts, self._parts, self._updater = config, hosts, parts, parts.updater
+        self.trainers = hosts.among([hosts.index])  # this host tells nobody
+        self.restored_step = self._told(RESTORED, 0, int)
+        self.restore_notes, self.carried = (), dict(inputs.carried)
+        if self.restored_step:
+            self.carried = {name: self._heard(name, value.shape, value.dtype) for name, value in self.carried.items()}
+
+    def share(self, names: Collection[str]) -> None:
+        """Do nothing: sampler and trainer share no arrays."""
+
+    def update(self, scored: ScoredRollout) -> UpdateResult:
+        """Wait for the trainer's update; notes and histograms are host 0's alone. Raises as `read_signal` does."""
+        started, signal = time.perf_counter(), read_signal(scored, self._config, self._parts.settings.algorithm)
+        metrics = self._told(METRICS, {}, dict[str, float])
+        return UpdateResult(metrics, signal.advantages_B, time.perf_counter() - started)
+
+    def keep_failed(self, keep: Callable[[FailedUpdate], Path]) -> None:
+        """Do nothing: the trainer's hosts keep an update that is not finite."""
+
+    def logprobs(self, prompts: Sequence[Sequence[int]], completions: Sequence[Completion]) -> Float[np.ndarray, "B T"]:
+        """Return what the trainer's hosts compute, see `Learner.logprobs`."""
+        return self._heard(LOGPROBS, (len(completions), self._config.rollout.max_new_tokens), np.dtype(np.float32))
+
+    def _heard(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        read = lambda text: unpacked_numbers(text, math.prod(shape))  # noqa: E731
+        return self._hosts.broadcast(name, "", str, read).reshape(shape).astype(dtype)
+
+    def policy(self, step: int | None = None) -> nnx.Module:
+        """Return the description of the policy, which is the same for every step."""
+        return self._updater.model
+
+    def adapters(self) -> dict[str, Any]:
+        """Return the descriptions of the adapters, by dotted name; empty without adapters."""
+        return by_name(nnx.state(self._updater.model, nnx.LoRAParam))
+
+    def params_digest(self) -> str:
+        """Return the digest that the trainer's hosts compute."""
+        return self._told(DIGEST, "", str)
+
+    def save_apart(self, directory: Path, step: int) -> None:
+        """Do nothing: the trainer's hosts save what they hold."""
+
+    def save(self, step: int, *, best: int | None = None, carried: Mapping[str, np.ndarray] | None = None) -> None:
+        """Do nothing: the trainer's hosts save what they hold."""
+
+    def close(self, *, best: int | None = None) -> None:
+        """Do nothing: nothing is saved here."""

@@ -35,6 +35,8 @@ def load_model(
 ) -> nnx.Module:
     """Load the parameters, sharded over ``mesh`` (axes "fsdp" and "tp"); a host reads only what its devices hold.
 
+    On a host without any device of the mesh, the model is that of `abstract_model`.
+
     ``dtype`` (float32 or bfloat16) is the dtype of the computation and of the parameters. With ``param_dtype``, the
     parameters have that dtype instead, and must be cast to ``dtype`` before the model is called. Logits are float32.
     ``remat`` says what the backward pass recomputes: nothing, the attention and MLP blocks, or whole decoder layers.
@@ -46,6 +48,8 @@ def load_model(
     if missing := {"fsdp", "tp"} - set(mesh.axis_names):
         raise ConfigError(f"the trainer's mesh must have axes fsdp and tp, got {mesh.axis_names}; add {missing}")
     model = abstract_model(checkpoint, mesh, dtype=dtype, remat=remat, flash_block=flash_block)
+    if not mesh.local_devices:
+        return model
     leaves = {leaf.source: leaf for leaf in checkpoint.family.all_leaves(checkpoint.config)}
 
     def read(path: Any, spec: jax.ShapeDtypeStruct) -> jax.Array:
@@ -93,13 +97,16 @@ def is_abstract(state: Any) -> bool:
 
 
 def check_finite(model: nnx.Module, directory: Path) -> None:
-    """Check that every parameter of a model is finite; all hosts of its mesh must call this.
+    """Check that every parameter of a model is finite; all hosts of its mesh must call this. An abstract model has
+    none.
 
     Raises:
         CheckpointError: naming the parameters that are not finite, by their paths in the model.
     """
     state = nnx.to_flat_state(nnx.state(model, nnx.Param))
     leaves = {".".join(map(str, path)): leaf.get_raw_value() for path, leaf in state}
+    if is_abstract(leaves):
+        return
     answers = leaf_numbers(_all_finite, leaves)
     if wrong := [name for name, finite in answers.items() if not finite]:
         raise CheckpointError(

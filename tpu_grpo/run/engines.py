@@ -21,7 +21,7 @@ from tpu_grpo.records.errors import WeightsError
 from tpu_grpo.records.stages import Prompt, Request, SampleKey, SamplingParams, SyncResult
 from tpu_grpo.tunix_loop.adapter import SampledTexts
 from tpu_grpo.weights.plan import named_leaves
-from tpu_grpo.weights.sync import CopyCheck, WeightSync
+from tpu_grpo.weights.sync import ALONE, CopyCheck, WeightSync
 
 PROBE_TOKENS = 16
 """The most tokens of a completion of `Probe`."""
@@ -34,7 +34,11 @@ largest come from random models with large weights."""
 
 
 def build_weight_sync(
-    config: RunConfig, rules: Sequence[WeightRule], params: nnx.State, target: Mapping[str, jax.ShapeDtypeStruct]
+    config: RunConfig,
+    rules: Sequence[WeightRule],
+    params: nnx.State,
+    target: Mapping[str, jax.ShapeDtypeStruct],
+    hosts: Hosts = ALONE,
 ) -> WeightSync:
     """Compile the run's weight sync from these parameters (arrays or their specs) to the sampler's ``target``.
 
@@ -49,6 +53,7 @@ def build_weight_sync(
         temporary_bytes=config.meshes.sync_temporary_mib * 2**20,
         lora_alpha=config.model.lora.alpha,
         frozen=frozen_leaves(params),
+        hosts=hosts,
     )
 
 
@@ -76,12 +81,15 @@ class SyncedEngines:
     def install(self, params: nnx.State) -> SyncResult:
         """Move the trainer's parameters into every replica, and clear the prefix caches, computed with the old weights.
 
+        On a host without devices of the trainer, ``params`` are descriptions.
+
         Raises:
             LockstepError: if copies of a parameter differ between hosts.
         """
         leaves = named_leaves(params)
         if self.sync is None:
-            self.sync = build_weight_sync(self._config, self._rules, params, self.replicas.weight_specs)
+            specs = self.replicas.weight_specs
+            self.sync = build_weight_sync(self._config, self._rules, params, specs, self._hosts)
         weights, result = self.sync(leaves)
         self._check_copies(leaves, weights)
         self.replicas.install_weights(weights)
@@ -104,8 +112,8 @@ class SyncedEngines:
         assert self.sync is not None, "install comes first"
         gaps = {}
         for move, leaf in self.sync.expected(named_leaves(params)):
-            allowed = float(jnp.finfo(leaf.dtype).eps * jnp.abs(leaf).max()) if move.merges else 0.0
             gap = self.replicas.differs_by(move.target, leaf)
+            allowed = float(jnp.finfo(leaf.dtype).eps * jnp.abs(leaf).max()) if gap and move.merges else 0.0
             gaps[move.target] = gap if gap > allowed else 0.0
         worst = max(gaps, key=lambda name: gaps[name])
         return worst, gaps[worst]

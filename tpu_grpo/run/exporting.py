@@ -22,6 +22,7 @@ from tpu_grpo.learner import parameters, whole
 from tpu_grpo.models.checkpoint import Checkpoint, read_checkpoint
 from tpu_grpo.models.hf_directory import Read, copy_tokenizer, new_directory, write_settings, write_tensors
 from tpu_grpo.models.lora import write_adapter_files
+from tpu_grpo.models.tunix_model import is_abstract
 from tpu_grpo.observe.model_card import ModelFacts, write_model_card
 from tpu_grpo.observe.run_files import EXPORTED_CONFIG_FILE
 from tpu_grpo.observe.summary import versions
@@ -56,6 +57,9 @@ def export_policy(config: RunConfig, policy: Policy, directory: Path, hosts: Hos
         OSError: writing failed; nothing of the directory is left.
     """
     hosts, kind = hosts or Hosts(), config.export.kind
+    if is_abstract(nnx.state(policy.model)):  # the trainer's hosts export what they hold
+        hosts.barrier(f"export of step {policy.step}")
+        return
     dtype = jnp.dtype(config.export.dtype or config.model.dtype)
     with new_directory(directory) if hosts.is_first else nullcontext() as target:
         if kind == "adapter":

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from tpu_grpo.config import RunConfig
 from tpu_grpo.engine.options import splits_vocabulary
 from tpu_grpo.engine.replicas import make_replicas
-from tpu_grpo.hosts import by_host, devices_per_host
+from tpu_grpo.hosts import by_host, devices_per_host, hosts_of
 from tpu_grpo.models.checkpoint import Checkpoint, check_mesh, check_sampler_mesh, sampler_sizes
 from tpu_grpo.models.families.trainer_attention import flash_block
 from tpu_grpo.records.errors import ConfigError
@@ -55,14 +55,18 @@ class Meshes:
 def build_meshes(config: RunConfig, checkpoint: Checkpoint, devices: Sequence[Any] | None = None) -> Meshes:
     """Place trainer and sampler on ``devices``; None for the devices of all hosts.
 
-    With layout "shared" both are colocated on all devices and use them in turn. With layout "split" the first half of
-    every host's devices is the trainer's and the second half the sampler's, so that every host takes part in both.
+    With layout "shared" both are colocated on all devices and use them in turn. With layout "split" the last
+    ``meshes.sampler.hosts`` hosts are the sampler's and the others the trainer's: the compiler for TPUs refuses
+    programs on a part of every host's devices. A single host's devices are halved.
 
     Raises:
         ConfigError: if the sizes do not multiply to the number of devices, or do not divide the model's dimensions,
-            or if the trainer's devices cannot run its attention.
+            if a split leaves the trainer or the sampler without devices, or if the trainer's devices cannot run its
+            attention.
     """
-    trainer_devices, sampler_devices = _devices(config, by_host(jax.devices() if devices is None else devices))
+    devices, sampling = by_host(jax.devices() if devices is None else devices), config.meshes.sampler.hosts
+    both = config.meshes.layout == "shared"
+    trainer_devices, sampler_devices = (devices, devices) if both else split_devices(sampling, devices)
     tp, count = config.meshes.trainer.tp, len(trainer_devices)
     fsdp = config.meshes.trainer.fsdp or max(1, count // tp)
     if fsdp * tp != count:
@@ -82,19 +86,28 @@ def build_meshes(config: RunConfig, checkpoint: Checkpoint, devices: Sequence[An
     return Meshes(trainer, tuple(sampler_devices), tensor, block)
 
 
-def _devices(config: RunConfig, devices: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Return (the trainer's devices, the sampler's devices), each listed host by host."""
-    if config.meshes.layout == "shared":
-        return list(devices), list(devices)
-    per_host = devices_per_host(devices)
-    if per_host % 2:
+def split_devices(sampling: int | None, devices: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Return (the trainer's devices, the sampler's devices) of a split, each listed host by host.
+
+    The last ``sampling`` hosts, or half of them if that is None, are the sampler's. One host's devices are halved.
+
+    Raises:
+        ConfigError: if trainer or sampler would have no host; for one host, if it has an odd number of devices.
+    """
+    devices, per_host, hosts = by_host(devices), devices_per_host(devices), len(hosts_of(devices))
+    if hosts == 1 and (sampling is not None or per_host % 2):
         raise ConfigError(
-            f"meshes.layout=split halves every host's devices, which must be an even number, got {per_host}; use shared"
+            f"meshes.layout=split on one host halves its devices, which needs an even number, and no "
+            f"meshes.sampler.hosts, got {per_host} and {sampling or 'none'}; use meshes.layout=shared, or start more "
+            "hosts"
         )
-    halves: tuple[list[Any], list[Any]] = [], []
-    for position, device in enumerate(devices):
-        halves[position % per_host >= per_host // 2].append(device)
-    return halves
+    last = per_host // 2 if hosts == 1 else (sampling or hosts // 2) * per_host
+    if last >= len(devices):
+        raise ConfigError(
+            f"meshes.sampler.hosts must leave a host to the trainer, at most {hosts - 1} of {hosts}, got {sampling}; "
+            "lower it, or start more hosts"
+        )
+    return devices[:-last], devices[-last:]
 
 
 def default_tensor(config: RunConfig, checkpoint: Checkpoint, devices: int) -> int:

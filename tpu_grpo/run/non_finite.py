@@ -25,7 +25,7 @@ from jax.sharding import Mesh
 
 from tpu_grpo.config import RunConfig
 from tpu_grpo.engine.sampler import BrokenRollout
-from tpu_grpo.hosts import Hosts
+from tpu_grpo.hosts import Hosts, hosts_of
 from tpu_grpo.learner.batches import PassArrays, pass_arrays, placed_pass
 from tpu_grpo.learner.building import LearnerParts, build_parts
 from tpu_grpo.learner.checkpoints import Checkpoints
@@ -179,8 +179,11 @@ def replay(kept: KeptUpdate, config: RunConfig, hosts: Hosts) -> Iterator[str]:
     """
     checkpoint, _ = open_model(config, hosts)
     meshes = build_meshes(config, checkpoint)
+    if not meshes.trainer.local_devices:
+        return  # the trainer's hosts repeat it
+    trainers = hosts.among(hosts_of(meshes.trainer.devices.flat))
     parts = build_parts(config, load_inputs(config, checkpoint, meshes))
-    checkpoints = Checkpoints(kept.checkpoints, keep=1, reference=parts.saved_reference, hosts=hosts)
+    checkpoints = Checkpoints(kept.checkpoints, keep=1, reference=parts.saved_reference, hosts=trainers)
     step = checkpoints.restore(parts.updater, resume="require")
     checkpoints.close()
     of_several = f", update {kept.update} of {kept.updates}" if kept.updates > 1 else ""

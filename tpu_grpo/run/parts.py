@@ -22,7 +22,7 @@ from tpu_grpo.environments.chat_dialect import Dialect, turn_ends
 from tpu_grpo.environments.episodes import Environments
 from tpu_grpo.environments.pool import EnvironmentPool
 from tpu_grpo.hosts import Hosts, announce, counted, keep_programs
-from tpu_grpo.learner import Learner
+from tpu_grpo.learner import DescribedLearner, Learner
 from tpu_grpo.models.checkpoint import Checkpoint
 from tpu_grpo.models.tokenizers import stop_token_ids
 from tpu_grpo.observe.evaluation import GREEDY, Evaluation, EvaluationSamples, evaluate
@@ -71,14 +71,16 @@ def build_parts(config: RunConfig, hosts: Hosts, inputs: Inputs | None = None) -
     task = open_task(config, inputs, algorithm, hosts)
     engines = open_engines(config, hosts, checkpoint, inputs.tokenizer, meshes, task.environments)
     announce(hosts, f"loading {checkpoint.parameter_count:,} parameters")
-    learner_inputs = load_inputs(config, checkpoint, meshes)
+    make, given = learner_class(config), load_inputs(config, checkpoint, meshes)
     if config.rollout.carry:
-        learner_inputs = replace(learner_inputs, carried=packed((), config))
-    learner = learner_class(config)(config, learner_inputs, hosts)
-    failures = FailureFiles(config, hosts, learner.save_apart)
+        given = replace(given, carried=packed((), config))
+    trains = meshes.trainer.local_devices
+    learner = (
+        make(config, given, hosts) if trains else DescribedLearner(config, make.build(config, given), given, hosts)
+    )
     sampler = Sampler(engines.replicas, inputs.tokenizer, config, task.environments)
-    learner.keep_failed(failures)
-    sampler.keep_broken = failures.of_rollout
+    learner.keep_failed(FailureFiles(config, learner.trainers, learner.save_apart))
+    sampler.keep_broken = FailureFiles(config, hosts, learner.save_apart).of_rollout
     announce(hosts, "compiling the weight sync, and moving the weights into the engine")
     engines.install(learner.params())
     assert engines.sync is not None

@@ -70,7 +70,8 @@ def choose(config: RunConfig, which: str) -> Chosen:
 def load_policy(config: RunConfig, checkpoint: Checkpoint, mesh: Mesh, chosen: Chosen, host: int = 0) -> nnx.Module:
     """Load a policy, in the dtype in which the run computes, onto a trainer's mesh; every host reads its own part.
 
-    If a checkpoint holds the whole model, the original tensors are not loaded first.
+    If a checkpoint holds the whole model, the original tensors are not loaded first. On a host without devices of the
+    mesh, the policy is abstract.
 
     Raises:
         CheckpointError: if the checkpoint is missing, damaged, or of another model.
@@ -82,7 +83,7 @@ def load_policy(config: RunConfig, checkpoint: Checkpoint, mesh: Mesh, chosen: C
         model = abstract_model(checkpoint, mesh, dtype=dtype, remat="none")
     freeze_untrained(model, config)
     cast_to_compute(model, config)
-    if chosen.step is not None:
+    if chosen.step is not None and mesh.local_devices:
         read_policy(chosen.directory, chosen.step, model, host)
     return model
 
@@ -90,19 +91,22 @@ def load_policy(config: RunConfig, checkpoint: Checkpoint, mesh: Mesh, chosen: C
 def exported_values(config: RunConfig, model: nnx.Module, chosen: Chosen, host: int = 0) -> Values:
     """Read the trained parameters in float32, by name, for a float32 export of a run that computes in bfloat16.
 
-    ``model`` is the policy of that checkpoint. For any other export the result is empty: ``model`` suffices.
+    ``model`` is the policy of that checkpoint. For any other export the result is empty: ``model`` suffices; so it is
+    on a host where the policy is abstract, which exports nothing.
 
     Raises:
         CheckpointError: as `load_policy`.
     """
     if chosen.step is None or config.export.dtype != "float32" or config.model.dtype == "float32":
         return {}
+    if is_abstract(nnx.state(model)):
+        return {}
     residual = config.model.param_dtype == "bfloat16"
     return read_stepped(chosen.directory, chosen.step, model, residual=residual, host=host)
 
 
 def load_inputs(config: RunConfig, checkpoint: Checkpoint, meshes: Meshes) -> LearnerInputs:
-    """Load the policy, and the reference if there is one, onto the trainer's devices."""
+    """Load the policy, and the reference if there is one, onto the trainer's devices; abstract on the other hosts."""
     base = load_model(
         checkpoint,
         meshes.trainer,

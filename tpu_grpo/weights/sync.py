@@ -59,14 +59,15 @@ class CopyCheck:
         self._checksums = jax.jit(summed)
 
     def __call__(self, leaves: Mapping[str, Array], hosts: Hosts) -> None:
-        """Compare the copies of all leaves; every host must call this.
+        """Compare the copies of all leaves; every host with devices of the leaves' mesh must call this, others may.
 
         Raises:
             LockstepError: if copies differ; the message names the first leaf that differs, and the hosts.
         """
-        if not self._groups:
+        if not self._groups or hosts.index not in (members := hosts_of(self._devices)):
             return
-        table = self._table(self._checksums({name: leaves[name] for name in self._groups}), hosts)
+        sums_DL = self._checksums({name: leaves[name] for name in self._groups})
+        table = self._table(sums_DL, hosts.among(members))
         for column, (name, groups) in enumerate(self._groups.items()):
             for group in groups:
                 where: dict[str, list[Any]] = {}
@@ -119,6 +120,7 @@ def _replication_groups(leaf: Array) -> list[list[int]]:
     return [group for group in groups.values() if len(group) > 1]
 
 
+ALONE = Hosts()
 TEMPORARY_BYTES = 512 * 2**20
 """The default bound on a program's temporary memory per device."""
 GROUP_BYTES = 32 * 2**20
@@ -136,6 +138,8 @@ class WeightSync:
         temporary_bytes: the most bytes per device that a program may need in addition to its arguments and results.
         lora_alpha: the alpha of the adapters among the trainer's leaves.
         frozen: names of the trainer's leaves that no update changes.
+        hosts: the processes of the run. If trainer and sampler have hosts of their own, all must make every call, with
+            descriptions of the leaves of the other side's devices.
 
     Raises:
         WeightsError: if the leaves of the two sides do not correspond.
@@ -151,7 +155,9 @@ class WeightSync:
         temporary_bytes: int = TEMPORARY_BYTES,
         lora_alpha: float = 0.0,
         frozen: Collection[str] = (),
+        hosts: Hosts = ALONE,
     ):
+        self._hosts = hosts
         self._plan = functools.partial(plan_sync, rules, lora_alpha=lora_alpha, frozen=frozen)
         self.moves = self._plan(source, target)
         self._temporary_limit = temporary_bytes
@@ -221,7 +227,7 @@ class WeightSync:
         target = {move.target: move.spec for move in self.moves}
         for move in self._plan(source, target):
             if move.signature not in self._single_leaf_programs:
-                self._single_leaf_programs[move.signature], _ = compile_moves([move])
+                self._single_leaf_programs[move.signature], _ = compile_moves([move], self._hosts)
             yield move, self._single_leaf_programs[move.signature](_values([move], source))[0]
 
     def release(self) -> None:
@@ -255,7 +261,7 @@ class WeightSync:
     def _program(self, group: tuple[LeafMove, ...]) -> tuple[Program, int]:
         signature = _signature(group)
         if signature not in self._programs:
-            self._programs[signature] = compile_moves(group)
+            self._programs[signature] = compile_moves(group, self._hosts)
         return self._programs[signature]
 
 

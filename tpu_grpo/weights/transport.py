@@ -2,18 +2,21 @@
 
 On the same devices, the program takes the trainer's arrays and returns the sampler's. Between disjoint devices no such
 program exists in multi-controller jax, because all arrays of a program must lie on the same devices. We therefore join
-both sets of devices in one mesh with a leading axis "role" of size 2. On this mesh, the trainer's array is the first
-half of an array twice as large, and zeros on the sampler's devices are the second half:
+both sets of devices in one mesh, whose parts have as many devices as divide both sets. The trainer's first part sends
+the leaf to all parts. For three hosts T and one host S, of two devices each:
 
-    trainer's array x         on T0 T1          shape [8, 4], sharded over fsdp
-    joined with zeros         on T0 T1 S0 S1    shape [2, 8, 4], sharded over (role, fsdp)
-    the program's result      on T0 T1 S0 S1    transform(joined[0]) in the sampler's sharding, replicated over role
-    the sampler's array       on S0 S1          the shards of the result that lie on S0 S1
+    trainer's array x         on T0 ... T5          shape [8, 6], sharded over fsdp
+    the sampler's leaf y      on T0 ... T5          transform(x), shape [6, 8], in two pieces on each of three parts
+    joined with zeros         on T0 ... T5 S0 S1    shape [4, 6, 8], sharded over (part, unit)
+    the program's result      on T0 ... T5 S0 S1    joined[0], in two pieces on each of four parts
+    the sampler's array       on S0 S1              the result's shards on S0 S1, in the sampler's sharding
+
+Only the programs on the joined mesh run on all hosts; the others run on the trainer's or the sampler's.
 """
 
 from collections.abc import Callable, Sequence
 from itertools import chain
-from math import prod
+from math import gcd, prod
 from typing import Any
 
 import jax
@@ -23,6 +26,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
+from tpu_grpo.hosts import Hosts
 from tpu_grpo.models.families.leaves import InputsFirst, Transform, transpose
 from tpu_grpo.weights.plan import LeafMove, Spec, bytes_per_device, named_sharding
 
@@ -95,14 +99,15 @@ Program = Callable[[Sequence[Array]], tuple[Array, ...]]
 """A function that takes the trainer's leaves of a group, move after move, and returns the sampler's, one per move."""
 
 
-def compile_moves(group: Sequence[LeafMove]) -> tuple[Program, int]:
+def compile_moves(group: Sequence[LeafMove], hosts: Hosts) -> tuple[Program, int]:
     """Compile the program that moves a group of leaves, between meshes on the same devices or on disjoint ones.
 
-    Returns the program, and the bytes per device that it needs in addition to its arguments and results.
+    Returns the program, and the bytes per device that it needs in addition to its arguments and results, the most of
+    all hosts. A host without devices of the sampler gets arrays without shards.
     """
     source, target = group[0].source_specs[0], group[0].spec
     on_same_devices = named_sharding(source).device_set == named_sharding(target).device_set
-    return _compile_in_place(group) if on_same_devices else _compile_across(group)
+    return _compile_in_place(group) if on_same_devices else _compile_across(group, hosts)
 
 
 def _compile_in_place(group: Sequence[LeafMove]) -> tuple[Program, int]:
@@ -122,9 +127,8 @@ def _compile_in_place(group: Sequence[LeafMove]) -> tuple[Program, int]:
         results = zip(_results(group, leaves), intermediates, strict=True)
         return tuple(jax.lax.with_sharding_constraint(leaf, by) if by else leaf for leaf, by in results)
 
-    shardings = [named_sharding(move.spec) for move in group]
-    compiled = _compiled(transform, shardings, _sources(group))
-    is_virtual = any(device.platform == "cpu" for device in shardings[0].device_set)
+    compiled = _compiled(transform, [move.spec for move in group], _sources(group))
+    is_virtual = any(device.platform == "cpu" for device in named_sharding(group[0].spec).device_set)
 
     def run(leaves: Sequence[Array]) -> tuple[Array, ...]:
         moved = compiled(tuple(leaves))
@@ -135,53 +139,65 @@ def _compile_in_place(group: Sequence[LeafMove]) -> tuple[Program, int]:
     return run, _temporary_bytes(compiled)
 
 
-def _compile_across(group: Sequence[LeafMove]) -> tuple[Program, int]:
-    """Compile the program over both sets of devices (of equal size), and the two programs that make its arguments."""
-    sources = _sources(group)
-    trainer, sampler = named_sharding(sources[0]).mesh, named_sharding(group[0].spec).mesh
-    own, other = np.asarray(trainer.devices), np.asarray(sampler.devices)
-    padding = Mesh(other.reshape(own.shape), trainer.axis_names)
-    both_in = Mesh(np.stack([own, other.reshape(own.shape)]), ("role", *trainer.axis_names))
-    both_out = Mesh(np.stack([own.reshape(other.shape), other]), ("role", *sampler.axis_names))
-    specs = [named_sharding(source).spec for source in sources]
-    expand = _compiled(
-        lambda leaves: tuple(leaf[None] for leaf in leaves),
-        [NamedSharding(trainer, P(None, *spec)) for spec in specs],
-        sources,
-    )
-    zeros = _compiled(
-        lambda: tuple(jnp.zeros((1, *source.shape), source.dtype) for source in sources),
-        [NamedSharding(padding, P(None, *spec)) for spec in specs],
-    )
-    arguments = tuple(
-        Spec((2, *source.shape), source.dtype, sharding=NamedSharding(both_in, P("role", *spec)))
-        for source, spec in zip(sources, specs, strict=True)
-    )
-    across = _compiled(
-        lambda leaves: _results(group, [leaf[0] for leaf in leaves]),
-        [NamedSharding(both_out, named_sharding(move.spec).spec) for move in group],
-        arguments,
-    )
+def _compile_across(group: Sequence[LeafMove], hosts: Hosts) -> tuple[Program, int]:
+    """Compile the programs of a move between disjoint devices. A host has those of its own devices; a plan has all."""
+    trainer, sampler = named_sharding(group[0].source_specs[0]).mesh, named_sharding(group[0].spec).mesh
+    unit = gcd(trainer.size, sampler.size)
+    own, other = (np.asarray(mesh.devices).reshape(-1, unit) for mesh in (trainer, sampler))
+    sends, receives, joined = (Mesh(parts, ("part", "unit")) for parts in (own, other, np.concatenate([own, other])))
+    pieces = [_pieces(move.spec, unit) for move in group]
+
+    def specs(mesh: Mesh, *first: Any) -> list[Spec]:
+        """Describe the leaves in pieces on a mesh; with ``first``, behind a new first axis that is sharded over it."""
+        size = [joined.shape["part"]] if first == ("part",) else [1] * len(first)
+        shardings = [NamedSharding(mesh, P(*first, *entries)) for entries in pieces]
+        return [Spec((*size, *m.spec.shape), m.spec.dtype, sharding=s) for m, s in zip(group, shardings, strict=True)]
+
+    send, fill, settle = None, None, None
+    stacked, arrived = specs(joined, "part"), specs(receives)
+    across = _compiled(lambda stacks: tuple(stack[0] for stack in stacks), specs(joined), tuple(stacked))
+    if hosts.count == 1 or trainer.local_devices:
+        results = lambda leaves: tuple(leaf[None] for leaf in _results(group, leaves))  # noqa: E731
+        send = _compiled(results, specs(sends, None), _sources(group))
+    if hosts.count == 1 or sampler.local_devices:
+        zeros = lambda: tuple(jnp.zeros((1, *spec.shape), spec.dtype) for spec in arrived)  # noqa: E731
+        fill = _compiled(zeros, specs(receives, None))
+        settle = _compiled(lambda leaves: leaves, [move.spec for move in group], tuple(arrived))
 
     def run(leaves: Sequence[Array]) -> tuple[Array, ...]:
-        parts = zip(arguments, expand(tuple(leaves)), zeros(), strict=True)
-        moved = across(tuple(from_shards(spec, *halves) for spec, *halves in parts))
+        rows = [*([send(tuple(leaves))] if send else []), *([fill()] if fill else [])]
+        moved = across(tuple(from_shards(spec, *parts) for spec, *parts in zip(stacked, *rows, strict=True)))
         jax.block_until_ready(moved)  # also on the trainer's devices, where nobody would wait for the result later
-        return tuple(from_shards(move.spec, array) for array, move in zip(moved, group, strict=True))
+        if settle is None:
+            return tuple(from_shards(move.spec) for move in group)
+        received = tuple(from_shards(spec, array) for spec, array in zip(arrived, moved, strict=True))
+        return jax.block_until_ready(settle(received))
 
-    joined_bytes = sum(bytes_per_device(argument) for argument in arguments)  # the arguments are temporary, too
-    return run, joined_bytes + _temporary_bytes(across)
+    used = [_temporary_bytes(program) for program in (across, send, settle) if program is not None]
+    most = max(hosts.share("temporary memory of the weight sync", max(used), int))  # all hosts group leaves alike
+    return run, most + 2 * sum(map(bytes_per_device, arrived))  # the pieces as sent and as received
+
+
+def _pieces(spec: Spec, unit: int) -> tuple[str | None, ...]:
+    """Choose the dimension of a leaf that is divided into ``unit`` pieces: one that the sampler shards, or the first
+    that ``unit`` divides; if there is none, every device gets the whole leaf."""
+    entries = (*named_sharding(spec).spec, *[None] * len(spec.shape))[: len(spec.shape)]
+    dimensions = sorted(range(len(spec.shape)), key=lambda dimension: not entries[dimension])
+    chosen = next((dimension for dimension in dimensions if spec.shape[dimension] % unit == 0), None)
+    return tuple("unit" if dimension == chosen else None for dimension in range(len(spec.shape)))
 
 
 def from_shards(spec: Spec, *arrays: Array) -> Array:
-    """Make an array with the sharding of ``spec`` from the shards of others, without a copy."""
+    """Make an array with the sharding of ``spec`` from this host's shards of others, without a copy."""
     sharding = named_sharding(spec)
     shards = [shard for array in arrays for shard in array.addressable_shards if shard.device in sharding.device_set]
-    return jax.make_array_from_single_device_arrays(spec.shape, sharding, [shard.data for shard in shards])
+    data = [shard.data for shard in shards]
+    return jax.make_array_from_single_device_arrays(spec.shape, sharding, data, dtype=spec.dtype)
 
 
-def _compiled(function: Callable[..., Any], shardings: Sequence[NamedSharding], *arguments: Any) -> Any:
-    return jax.jit(function, out_shardings=tuple(shardings)).lower(*arguments).compile()
+def _compiled(function: Callable[..., Any], results: Sequence[Spec], *arguments: Any) -> Any:
+    shardings = tuple(spec.sharding for spec in results)
+    return jax.jit(function, out_shardings=shardings).lower(*arguments).compile()
 
 
 def _sources(group: Sequence[LeafMove]) -> tuple[Spec, ...]:

@@ -1,0 +1,80 @@
+"""Trainer and sampler on hosts of their own: the tokens and parameters of a shared run on the trainer's mesh."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.several.runs import SOON, outcome, run_hosts, settings, write_files
+
+pytestmark = [pytest.mark.several_hosts, pytest.mark.timeout(1200)]
+THREE: dict[str, Any] = {"hidden": 48, "heads": 6, "kv_heads": 6, "head_dim": 12, "intermediate": 96}
+"""Sizes of a model that three devices divide."""
+
+
+def split(hosts: int | None = None, tensor: int = 1) -> dict[str, Any]:
+    return {"layout": "split", "sampler": {"hosts": hosts, "tensor": tensor}, "probe_every": 1}
+
+
+def shared_run(files: Path, run_dir: Path, devices: int, tensor: int, *words: str, **sections: Any) -> None:
+    """One process with the trainer's devices of the split run."""
+    tree = settings(run_dir, meshes={"sampler": {"tensor": tensor}}, **sections)
+    ended = run_hosts(1, devices, files, tree, *words)
+    assert ended.code == 0, ended.errors
+
+
+def test_a_host_that_trains_and_one_that_samples(files: Path, tmp_path: Path) -> None:
+    """Also after a continued start, with an evaluation and an export."""
+    evaluation = {"path": "held.jsonl", "every": 2}
+    shared_run(files, tmp_path / "one", 1, 1, "run.max_steps=4", "export.every=last", evaluation=evaluation)
+    tree = settings(tmp_path / "two", meshes=split(), evaluation=evaluation, checkpoint={"every": 2})
+    for words in (["run.max_steps=2"], ["run.max_steps=4", "export.every=last", "checkpoint.resume=require"]):
+        ended = run_hosts(2, 1, files, tree, *words, timeout=580)
+        assert ended.code == 0, ended.errors
+    assert outcome(tmp_path / "two") == outcome(tmp_path / "one")
+    exports = [tmp_path / name / "exports/4/model.safetensors" for name in ("one", "two")]
+    assert exports[0].read_bytes() == exports[1].read_bytes()
+    logs = [(tmp_path / "two/logs" / f"host_{index}.log").read_text() for index in (0, 1)]
+    assert all("update of step 4 ends after" in log for log in logs)  # the sampler's host waits for it
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("devices", "tensor"), [(1, 1), (1, 2), (2, 4)])
+def test_two_hosts_train_and_two_sample(files: Path, tmp_path: Path, devices: int, tensor: int) -> None:
+    """A replica each, or one that spans both hosts, with adapters."""
+    sections = {"model": {"lora": {"rank": 2}}} if tensor == 2 else {}
+    shared_run(files, tmp_path / "one", 2 * devices, tensor, **sections)
+    tree = settings(tmp_path / "four", meshes=split(2, tensor), checkpoint={"every": 1}, **sections)
+    ended = run_hosts(4, devices, files, tree, "hosts.check=step", timeout=1100)
+    assert ended.code == 0, ended.errors
+    assert outcome(tmp_path / "four") == outcome(tmp_path / "one")
+
+
+@pytest.mark.slow
+def test_three_hosts_train_and_one_samples(tmp_path: Path) -> None:
+    files = write_files(tmp_path / "files", **THREE)
+    data = {"path": "data.jsonl", "prompts_per_step": 3, "max_prompt_tokens": 12}
+    shared_run(files, tmp_path / "one", 3, 1, data=data)
+    tree = settings(tmp_path / "four", meshes=split(1), data=data)
+    ended = run_hosts(4, 1, files, tree, timeout=1100)
+    assert ended.code == 0, ended.errors
+    assert outcome(tmp_path / "four") == outcome(tmp_path / "one")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("lost", "stage"), [(1, "rollout of step 2"), (2, "update of step 2")])
+def test_a_lost_host_of_either_role_is_named(files: Path, tmp_path: Path, lost: int, stage: str) -> None:
+    """Hosts 0 and 1 train, and host 2 samples; the lost one is of the role that has nothing to do in the stage."""
+    tree = settings(tmp_path, meshes=split(1), **SOON)
+    ended = run_hosts(3, 1, files, tree, fault=f"lost@{lost}:SIGKILL,{stage}", grace=25)
+    assert f"LockstepError: lost host {lost}: " in ended.of_host(0), ended.errors
+    for other in {0, 1, 2} - {lost}:
+        assert f"host {other} ended with exit code 3" in ended.errors
+
+
+@pytest.mark.parametrize("fault", ["gathered_token@0", "gathered_token@1"])
+@pytest.mark.slow
+def test_hosts_of_both_roles_agree_on_the_tokens(files: Path, tmp_path: Path, fault: str) -> None:
+    ended = run_hosts(2, 1, files, settings(tmp_path, meshes=split()), fault=fault)
+    assert ended.code == 3
+    assert "tokens of step 1 differs" in ended.errors
