@@ -135,3 +135,9 @@ def test_one_host_agrees_with_itself() -> None:
 def test_what_cannot_be_asked() -> None:
     with pytest.raises(ValueError, match="2 hosts need a service"):
         Hosts(0, 2)
+
+
+def test_half_of_a_surrogate_pair_is_told_as_a_question_mark() -> None:
+    """A broken file may hold one, and what is said of the file goes to all hosts."""
+    assert Hosts().broadcast("what a file holds", {"a": "b\ud800"}, dict[str, str]) == {"a": "b?"}
+    assert Hosts().share("what a file holds", ["\udfff", "é"], list[str]) == [["?", "é"]]

@@ -347,7 +347,7 @@ class Serving:
     @property
     def _tells_ends(self) -> bool:
         """Whether hosts tell each other at synchronization points which requests have ended, until all have."""
-        return self._cut is not None and self._hosts.count > 1 and len(self._drivers) > 1
+        return self._cut is not None and len(self._hosts.members) > 1 and len(self._drivers) > 1
 
     def _gather(self, point: int) -> list[Load]:
         """Share the loads of this host's replicas at a synchronization point, and return the loads of all replicas."""

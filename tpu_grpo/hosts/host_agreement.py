@@ -45,6 +45,11 @@ def unpacked(text: str, count: int) -> "Float[np.ndarray, ' N']":
     return np.frombuffer(data, "<f8").astype(np.float64)
 
 
+def _encoded(value: Any) -> bytes:
+    """Write a value as JSON. Half of a surrogate pair, which a broken file may hold, becomes a question mark."""
+    return json.dumps(value, default=vars, ensure_ascii=False).encode(errors="replace")
+
+
 class Hosts:
     """Connects the hosts of a run. With one host, every method returns at once, and nothing is sent.
 
@@ -128,7 +133,7 @@ class Hosts:
         Raises:
             LockstepError: a value has another type, or ``read`` refuses it. Raises as ``gather`` does, too.
         """
-        answers = self.gather(name, json.dumps(value, default=vars).encode())
+        answers = self.gather(name, _encoded(value))
         return [
             read_told(answer, kind, f"{name} of host {index}", partial(read, index))
             for index, answer in zip(self.members, answers, strict=True)
@@ -173,7 +178,7 @@ class Hosts:
 
     def broadcast(self, name: str, value: Any, kind: object, read: Callable[[Any], Any] = lambda told: told) -> Any:
         """Return host 0's value on every host; the other hosts' values are ignored. Raises as ``share`` does."""
-        mine = json.dumps(value, default=vars).encode() if self.is_first else b""
+        mine = _encoded(value) if self.is_first else b""
         return read_told(self.gather(name, mine)[0], kind, f"{name} of host 0", read)
 
     def agree(self, name: str, value: str | bytes) -> None:
