@@ -21,7 +21,7 @@ from tpu_grpo.planning.costs import (
     round_seconds,
 )
 from tpu_grpo.planning.slice_plan import PUBLISHED
-from tpu_grpo.planning.step_seconds import StepWork, completion_lengths, decode
+from tpu_grpo.planning.step_seconds import StepWork, carried_work, completion_lengths, decode
 
 V6E = parse_slice("v6e-8").generation
 RATES = V6E.rates
@@ -211,3 +211,25 @@ def test_mini_batches_take_passes_and_steps_of_their_own() -> None:
     halves = work_of(algorithm={**sizes, "mini_batch_prompts": 1}).step()  # half a pass is computed whole
     half = pass_seconds(work.trainer, V6E, head_tokens=2 * 60, accessed_bytes=1e6, updates=True)
     assert halves.of("update") == pytest.approx(16 * (sum(half.parts.values()) + stepping))
+
+
+def test_carried_steps_of_equal_lengths_sample_new_prompts_alone() -> None:
+    """By hand: 12 groups end in the first step, and 8 are learnt from; then 4 whole ones are there, and 8 are begun."""
+    config = work_of().carrying(0.5).config
+    for work in carried_work(config, mean=60, longest=60):
+        assert sorted(work.lengths) == [0] * 8 + [60] * 16
+        assert (work.begun, work.again) == (8 / 12, 0)
+
+
+def test_carried_steps_sample_what_is_learnt_and_wait_for_no_tail() -> None:
+    config = run_of(
+        data={"prompts_per_step": 32, "max_prompt_tokens": 20},
+        rollout={"max_new_tokens": 2048, "carry": 0.5},
+        algorithm={"group_size": 8},
+    )
+    steps = carried_work(config, mean=680, longest=2048)
+    assert sum(sum(work.lengths) for work in steps) / len(steps) == pytest.approx(32 * 8 * 680, rel=0.05)
+    assert all(16 * 40 < max(work.lengths) < 16 * 100 and work.again > 0 for work in steps)
+    work = work_of()
+    assert work.carrying(1.0).step(20).of("decode") < work.step(20).of("decode")
+    assert work.carrying(1.0).step().of("decode") == pytest.approx(work.step().of("decode"))

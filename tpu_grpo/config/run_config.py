@@ -109,7 +109,7 @@ class RunConfig(Section):
     @property
     def sampled_rows(self) -> int:
         """The number of completions sampled in a round; more than B with data.dynamic."""
-        return (self.open_groups or self.data.prompts_per_round) * self.algorithm.group_size
+        return self.data.prompts_per_round * self.algorithm.group_size
 
     @property
     def open_groups(self) -> int:

@@ -82,7 +82,8 @@ class EngineOptions:
     ) -> "EngineOptions":
         """Derive the options of every engine of a run with ``replicas`` engines on devices of a platform."""
         rollout = config.rollout
-        rows = -(-config.data.prompts_per_round // replicas) * config.algorithm.group_size
+        prompts = config.open_groups or config.data.prompts_per_round
+        rows = -(-prompts // replicas) * config.algorithm.group_size
         attention = choose_attention(rollout.attention, platform)
         return cls(
             context_tokens=config.context_tokens,

@@ -8,6 +8,9 @@ from tpu_grpo.planning.slice_plan import FEW_LAYERS, Plan, Suggestion
 from tpu_grpo.planning.stage_memory import COLUMNS
 from tpu_grpo.planning.step_seconds import StepTime, assumptions
 
+CARRIES = (0.5, 1.0)
+"""The values of rollout.carry for which a plan without it shows the seconds of a step."""
+
 
 def plan_lines(plan: Plan, mean_new_tokens: float | None = None, price: float | None = None) -> list[str]:
     """Return the plan as lines for a terminal; ``mean_new_tokens`` adds a step with this mean length of completions,
@@ -68,6 +71,15 @@ def _time(plan: Plan, mean_new_tokens: float | None, price: float | None) -> lis
             f"{figures['update_seconds']:.1f}; {figures['completion_tokens_per_second']:,.0f} completion tokens/s, "
             f"{figures['chip_hours']:,.1f} chip-hours for {plan.config.run.max_steps} steps{cost}"
         )
+    config = plan.config
+    may_carry = not config.rollout.carry and not config.environment.is_on and config.algorithm.tunix is None
+    if mean_new_tokens is not None and may_carry:
+        for carry in CARRIES:
+            step = plan.work.carrying(carry).step(mean_new_tokens)
+            lines.append(
+                f"mean {mean_new_tokens:g} with rollout.carry={carry:g}: a step of {step.seconds:.1f} s, rollout "
+                f"{step.of('prefill', 'decode'):.1f}"
+            )
     return [
         *lines,
         *(f"  assumed: {assumption}" for assumption in assumptions(mean_new_tokens, plan.work.generation.rates)),
@@ -119,7 +131,7 @@ def _step_as_json(plan: Plan, mean_new_tokens: float | None, price: float | None
     """Return the seconds of a step by stage, and its speed; without a mean, all completions have the longest length."""
     step = plan.work.step(mean_new_tokens)
     return {
-        "mean_new_tokens": step.completion_tokens / plan.config.sampled_rows,
+        "mean_new_tokens": step.mean_new_tokens,
         "time": [{"stage": stage.stage, "seconds": stage.seconds, **asdict(stage)} for stage in step.stages],
         **_speed(plan, step, price),
     }

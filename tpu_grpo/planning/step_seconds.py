@@ -14,12 +14,13 @@ import math
 import random
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import NormalDist
 
 import jax.numpy as jnp
 
 from tpu_grpo.config import RunConfig
+from tpu_grpo.engine.carrying import MULTIPLE
 from tpu_grpo.engine.options import splits_vocabulary
 from tpu_grpo.launching.tpus import Generation, Rates
 from tpu_grpo.models.families.trainer_attention import whole_blocks
@@ -32,6 +33,8 @@ SPREAD = 0.9
 """The standard deviation of the logarithm of completion lengths. With it, 6 % of completions reach a limit of 2,048
 tokens if the mean is 680."""
 HALVINGS = 80
+CARRIED_STEPS = 6
+"""The number of simulated steps whose seconds are averaged for rollout.carry."""
 
 
 def assumptions(mean_new_tokens: float | None, rates: Rates) -> list[str]:
@@ -59,17 +62,64 @@ def completion_lengths(count: int, *, mean: float, longest: int) -> list[int]:
     completion_lengths(4, mean=25.0, longest=40)     # [33, 9, 18, 40]
     """
     spreads = [math.exp(SPREAD * NormalDist().inv_cdf((row + 0.5) / count)) for row in range(count)]
+    median = _median(spreads, mean, longest)
+    lengths = [max(1, round(min(longest, median * spread))) for spread in spreads]
+    random.Random(0).shuffle(lengths)
+    return lengths
 
-    def cut(median: float) -> list[float]:
-        return [min(longest, median * spread) for spread in spreads]
 
+def _median(spreads: Sequence[float], mean: float, longest: int) -> float:
     low, high = 0.0, longest / spreads[0]  # the latter makes all lengths the longest
     for _ in range(HALVINGS):
         middle = (low + high) / 2
-        low, high = (middle, high) if sum(cut(middle)) < mean * count else (low, middle)
-    lengths = [max(1, round(length)) for length in cut(high)]
-    random.Random(0).shuffle(lengths)
-    return lengths
+        total = sum(min(longest, middle * spread) for spread in spreads)
+        low, high = (middle, high) if total < mean * len(spreads) else (low, middle)
+    return high
+
+
+@dataclass(frozen=True)
+class RolloutWork:
+    """What a step's rollout has to sample."""
+
+    lengths: Sequence[int]
+    """The new tokens of each row; 0 for one that has ended in an earlier step."""
+    begun: float = 1.0
+    """The share of the rows' prompts that are new."""
+    again: int = 0
+    """The tokens of rows that go on, prompts included, which are prefilled again."""
+
+
+def carried_work(config: RunConfig, *, mean: float, longest: int) -> list[RolloutWork]:
+    """Simulate steps with rollout.carry (engine/carrying.py), and return some of them, after as many others.
+
+    Lengths are drawn from the distribution of `completion_lengths`; half of the variance of their logarithm is the
+    prompt's.
+    """
+    chance, size, found = random.Random(0), config.algorithm.group_size, list[RolloutWork]()
+    count = config.batch_rows
+    spreads = [math.exp(SPREAD * NormalDist().inv_cdf((row + 0.5) / count)) for row in range(count)]
+    median = _median(spreads, mean, longest)
+
+    def group() -> list[tuple[int, int]]:
+        """Draw the tokens left of each completion, of which 0 are sampled."""
+        own = chance.gauss(0.0, SPREAD / math.sqrt(2))
+        draws = (math.exp(own + chance.gauss(0.0, SPREAD / math.sqrt(2))) for _ in range(size))
+        return [(longest if mean >= longest else max(1, min(longest, round(median * draw))), 0) for draw in draws]
+
+    groups = list[list[tuple[int, int]]]()
+    for _ in range(2 * CARRIED_STEPS):
+        begun = config.open_groups - len(groups)
+        groups += [group() for _ in range(begun)]
+        ends = sorted(max(left for left, _ in rows) for rows in groups)
+        length = -(-ends[config.data.prompts_per_step - 1] // MULTIPLE) * MULTIPLE
+        again = sum(config.data.max_prompt_tokens + done for rows in groups for left, done in rows if left and done)
+        lengths = [min(left, length) for rows in groups for left, _ in rows]
+        found.append(RolloutWork(lengths, begun / config.open_groups, again))
+        groups = [[(max(0, left - length), done + min(left, length)) for left, done in rows] for rows in groups]
+        whole = [number for number, rows in enumerate(groups) if not any(left for left, _ in rows)]
+        learnt = whole[: config.data.prompts_per_step]
+        groups = [rows for number, rows in enumerate(groups) if number not in learnt]
+    return found[CARRIED_STEPS:]
 
 
 # --- decoding --------------------------------------------------------------------------------------------------------
@@ -185,7 +235,9 @@ class StepTime:
     """The seconds of a step."""
 
     completion_tokens: int
-    """The number of tokens in all completions."""
+    """The number of tokens that are sampled."""
+    mean_new_tokens: float
+    """The mean length of the completions that end in the step."""
     stages: tuple[StageTime, ...]
 
     @property
@@ -234,7 +286,8 @@ class StepWork:
         config, tensor = run.config, run.meshes.tensor
         rows = defaultdict[int, list[int]](list)  # by the first host of those that drive an engine
         for replica in run.replicas:  # prompts are dealt to replicas in turn
-            prompts = len(range(replica.number, config.data.prompts_per_round, len(run.replicas)))
+            sampled = config.open_groups or config.data.prompts_per_round
+            prompts = len(range(replica.number, sampled, len(run.replicas)))
             rows[replica.hosts[0]].append(prompts * config.algorithm.group_size)
         return cls(
             config=config,
@@ -262,10 +315,18 @@ class StepWork:
     def step(self, mean_new_tokens: float | None = None) -> StepTime:
         """Estimate a step; with None, all completions have the longest length."""
         config, longest = self.config, self.config.rollout.max_new_tokens
-        lengths = completion_lengths(config.sampled_rows, mean=mean_new_tokens or longest, longest=longest)
-        sampled = sum(lengths)
-        tokens = round(sampled * config.batch_rows / config.sampled_rows)  # only those learnt from
-        stages = [StageTime("prefill", self._prefill()), StageTime("decode", self._decode(lengths))]
+        mean, rows = mean_new_tokens or longest, config.sampled_rows
+        if config.rollout.carry:
+            steps, rows = carried_work(config, mean=mean, longest=longest), config.batch_rows
+        else:
+            steps = [RolloutWork(completion_lengths(rows, mean=mean, longest=longest))]
+        sampled = round(sum(sum(work.lengths) for work in steps) / len(steps))
+        tokens = round(sampled * config.batch_rows / rows)  # only those learnt from
+        prefill, decoded = dict[str, float](), dict[str, float]()
+        for work in steps:
+            costs.add(prefill, self._prefill(work), 1 / len(steps))
+            costs.add(decoded, self._decode(work), 1 / len(steps))
+        stages = [StageTime("prefill", prefill), StageTime("decode", decoded)]
         if self.forward_passes:
             stages.append(self._passes("logprobs", "log-probabilities", tokens, self.forward_passes))
         updates, program = config.updates_per_step, TRAIN_STEP if config.algorithm.tunix is not None else GRADIENTS
@@ -276,7 +337,15 @@ class StepWork:
         links = costs.link_seconds(self.generation, self.devices, self.synced_bytes) if self.devices > 1 else 0.0
         memory = self._memory_seconds(2 * self.synced_bytes)  # moved bytes are read and written
         stages.append(StageTime("sync", {"links": links} if links > memory else {"memory": memory}))
-        return StepTime(sampled, tuple(stages))
+        return StepTime(sampled, sampled / rows, tuple(stages))
+
+    def carrying(self, carry: float) -> "StepWork":
+        """Return the work of the same run with another rollout.carry, in the same engines."""
+        rollout = self.config.rollout.model_copy(update={"carry": carry})
+        config, size = self.config.model_copy(update={"rollout": rollout}), self.config.algorithm.group_size
+        more = config.open_groups / self.config.data.prompts_per_round
+        hosts = tuple(tuple(math.ceil(rows / size * more) * size for rows in engines) for engines in self.hosts)
+        return replace(self, config=config, hosts=hosts)
 
     def planned(self, mean_new_tokens: float | None = None) -> dict[str, float]:
         """Return the seconds to compare with a run's own: rollout, update, sync, and a decode step of full engines in
@@ -292,7 +361,7 @@ class StepWork:
             "sync": step.of("sync"),
         }
 
-    def _prefill(self) -> dict[str, float]:
+    def _prefill(self, work: RolloutWork) -> dict[str, float]:
         """Return the seconds of prefill: each engine processes its prompts in chunks, in rounds as in decoding."""
         config, total = self.config, dict[str, float]()
         length, shared = config.data.max_prompt_tokens, config.rollout.prefix_cache
@@ -303,15 +372,23 @@ class StepWork:
             costs.prefill_step(self.engine, self.generation, chunk, length / 2),
             self.generation.rates.host * costs.host_seconds(self.engine, math.ceil(chunk / length)),
         )
-        costs.add(total, costs.round_seconds([step] * len(engines)), max(prompts) * length / chunk)
+        again = work.again / sum(map(len, self.hosts))
+        chunks = (max(prompts) * length * work.begun + again) / chunk
+        costs.add(total, costs.round_seconds([step] * len(engines)), chunks)
         return total
 
-    def _decode(self, lengths: Sequence[int]) -> dict[str, float]:
+    def _decode(self, work: RolloutWork) -> dict[str, float]:
         """Return the seconds of the slowest host; hosts wait for each other only when all completions are done."""
-        step, dealt, found = step_seconds(self.engine, self.generation, self.rungs), iter(lengths), []
+        lengths, count = [length for length in work.lengths if length], sum(map(len, self.hosts))
+        if len(lengths) == sum(map(sum, self.hosts)):
+            places = iter(lengths)
+            dealt = iter([[next(places) for _ in range(rows)] for host in self.hosts for rows in host])
+        else:  # rows that go on, and new ones, are dealt in turn
+            dealt = iter([lengths[number::count] for number in range(count)])
+        step, found = step_seconds(self.engine, self.generation, self.rungs), []
         for host in self.hosts:
-            engines = [[next(dealt) for _ in range(rows)] for rows in host]
-            prompt = self.config.data.max_prompt_tokens
+            engines = [next(dealt) for _ in host]
+            prompt = self.config.data.max_prompt_tokens + work.again // max(1, len(lengths))
             slots, together = self.rungs[-1], self.launch_steps
             found.append(decode(engines, prompt=prompt, slots=slots, step=step, launch_steps=together))
             if len(set(lengths)) == 1:
