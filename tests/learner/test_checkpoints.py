@@ -1,6 +1,7 @@
 """Checkpoints of a small linear model: saving, keeping, resuming, and every kind of damage."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -401,6 +402,42 @@ def test_a_bit_flipped_in_what_a_checkpoint_says_of_itself_leads_to_the_one_befo
     assert again.restore(make_run().updater, resume="auto") == 1
     (note,) = again.notes
     assert note.startswith("checkpoint 2 is damaged (")
+
+
+def a_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def a_time_beyond_all_calendars(path: Path) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"commit_timestamp_nsecs": 10**30}))
+
+
+@pytest.mark.parametrize("damage", [a_pipe, a_time_beyond_all_calendars, lambda path: path.write_text("[")])
+def test_an_older_checkpoint_that_cannot_be_opened_is_set_aside(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    """The newest is sound; Orbax reads what the older ones say of themselves before it saves the next."""
+    directory, run = tmp_path / "checkpoints", make_run()
+    checkpoints = Checkpoints(directory, keep=2)
+    for step in (1, 2):
+        checkpoints.save(step, run.updater)
+    checkpoints.close()
+    damage(directory / "1" / METADATA)
+    again, run = Checkpoints(directory, keep=2), make_run()
+    assert again.restore(run.updater, resume="auto") == 2
+    (note,) = again.notes
+    assert note.startswith(f"checkpoint 1 is damaged ({METADATA} cannot be read: ")
+    again.save(3, run.updater)
+    again.close()
+    assert sorted(path.name for path in directory.iterdir()) == ["2", "3"]
+
+
+def test_an_id_of_a_run_that_is_too_long_is_refused(tmp_path: Path) -> None:
+    run, checkpoints = make_run(), Checkpoints(tmp_path / "c", keep=2, run_file=tmp_path / "run_id")
+    checkpoints.save(1, run.updater)
+    checkpoints.close()
+    (tmp_path / "run_id").write_text("7" * 101)
+    with pytest.raises(CheckpointError, match="must hold the id of the run, of at most 100 bytes, got .*; put back"):
+        Checkpoints(tmp_path / "c", keep=2, run_file=tmp_path / "run_id").restore(make_run().updater, resume="auto")
 
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
