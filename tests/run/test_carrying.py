@@ -11,7 +11,7 @@ import pytest
 from tests.models.random_checkpoint import edit_config
 from tests.several.runs import settings, write_files
 from tpu_grpo.config import RunConfig, parse_config
-from tpu_grpo.engine.carrying import NEW, Cut, OpenGroup, continued
+from tpu_grpo.engine.cutting import NEW, Cut, OpenGroup, continued
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.records.errors import ConfigError
 from tpu_grpo.records.stages import Completion, Prompt, Request, SampleKey, SamplingParams

@@ -27,7 +27,7 @@ from sgl_jax.srt.server_args import ServerArgs
 
 from tpu_grpo.config import PROMPT_MARGIN_TOKENS
 from tpu_grpo.engine import repairs
-from tpu_grpo.engine.carrying import Cut
+from tpu_grpo.engine.cutting import Cut
 from tpu_grpo.engine.dealing import expected_tokens, make_groups, rows_kept
 from tpu_grpo.engine.flash_attention import check_pages
 from tpu_grpo.engine.generation import Finished, Generation

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from tpu_grpo.engine.carrying import Cut
+from tpu_grpo.engine.cutting import Cut
 from tpu_grpo.engine.dealing import Group, Load, places_for
 from tpu_grpo.engine.scheduler import EngineUse, RunningRequest, SteppedScheduler
 from tpu_grpo.engine.waves import Waves

@@ -34,7 +34,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from tpu_grpo.engine.carrying import Cut
+from tpu_grpo.engine.cutting import Cut
 from tpu_grpo.engine.dealing import (
     Dealer,
     Load,

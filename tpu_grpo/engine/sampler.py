@@ -27,7 +27,7 @@ from jaxtyping import Bool
 from transformers import PreTrainedTokenizerFast
 
 from tpu_grpo.config import RunConfig
-from tpu_grpo.engine.carrying import Cut, OpenGroup, continued
+from tpu_grpo.engine.cutting import Cut, OpenGroup, continued
 from tpu_grpo.engine.engine import Engine
 from tpu_grpo.engine.generation import Partial
 from tpu_grpo.engine.replicas import Replicas
@@ -108,7 +108,7 @@ class CarriedGroups:
 
     groups: tuple[OpenGroup, ...]
     length: int
-    """The most new tokens of a row: the L of carrying.py."""
+    """The most new tokens of a row: the L of cutting.py."""
     dropped: int
     """The number of tokens that were sampled beyond it."""
     seconds: float
@@ -191,7 +191,7 @@ class Sampler:
     def carry_on(
         self, step: int, groups: Sequence[OpenGroup], wanted: int, due: Collection[int], known: Sequence[float | None]
     ) -> CarriedGroups:
-        """Go on with groups until ``wanted`` of them are whole, and those with the numbers ``due``; see carrying.py.
+        """Go on with groups until ``wanted`` of them are whole, and those with the numbers ``due``; see cutting.py.
 
         ``known`` has the expected mean number of tokens of each group's completions (None: unknown). Raises as
         ``rollout`` does.

@@ -20,7 +20,7 @@ from statistics import NormalDist
 import jax.numpy as jnp
 
 from tpu_grpo.config import RunConfig
-from tpu_grpo.engine.carrying import MULTIPLE
+from tpu_grpo.engine.cutting import MULTIPLE
 from tpu_grpo.engine.options import splits_vocabulary
 from tpu_grpo.launching.tpus import Generation, Rates
 from tpu_grpo.models.families.trainer_attention import whole_blocks
@@ -90,7 +90,7 @@ class RolloutWork:
 
 
 def carried_work(config: RunConfig, *, mean: float, longest: int) -> list[RolloutWork]:
-    """Simulate steps with rollout.carry (engine/carrying.py), and return some of them, after as many others.
+    """Simulate steps with rollout.carry (engine/cutting.py), and return some of them, after as many others.
 
     Lengths are drawn from the distribution of `completion_lengths`; half of the variance of their logarithm is the
     prompt's.

@@ -20,7 +20,7 @@ from tpu_grpo.records.episode import Episode
 Conversation = Sequence[Mapping[str, Any]]
 """Messages, each with role, content, and other keys that chat templates know, such as tool_calls."""
 FinishReason = Literal["stop", "length", "cut"]
-"""Why a completion ended. cut: it has not, and a later step goes on with it (engine/carrying.py)."""
+"""Why a completion ended. cut: it has not, and a later step goes on with it (engine/cutting.py)."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import numpy as np
 
 from tpu_grpo.config import RunConfig
 from tpu_grpo.data.stream import PromptStream
-from tpu_grpo.engine.carrying import NEW, OpenGroup, ages_of
+from tpu_grpo.engine.cutting import NEW, OpenGroup, ages_of
 from tpu_grpo.engine.sampler import CarriedGroups, completion_text
 from tpu_grpo.records.stages import Completion, PromptBatch, Rollout
 
