@@ -214,15 +214,17 @@ class PromptDraw:
         if self.exhausted:
             raise DataError(f"step {step} needs prompts, and none is left: {self.why_exhausted}")
         batch = self.stream.at(step, self._drawn(self._position, count))
-        self._position = batch.positions[-1] + 1 if count else self._position
+        end = batch.positions[-1] + 1 if count else self._position
+        self._passed_over = end - self._position - count
+        self._position = end
         return batch
 
     def done(self, step: int, used: PromptBatch, values: Mapping[str, Sequence[float]]) -> None:
         """Record a step: the prompts that it used, in order of position, and their results for each of ``COLUMNS``."""
-        end = max(self._position, used.positions[-1] + 1)
-        self._passed_over = max(0, end - self._position - len(used.positions))
-        self._position = end
-        self.history.add(step, end, used.records, values)
+        if (end := used.positions[-1] + 1) > self._position:  # else ``next`` has used them up
+            self._passed_over = end - self._position - len(used.positions)
+            self._position = end
+        self.history.add(step, self._position, used.records, values)
 
     @property
     def exhausted(self) -> bool:

@@ -57,7 +57,8 @@ class Carry:
         """Take the first P whole groups out of those that were sampled, as the rollout to score; keep the others."""
         wanted = self._config.data.prompts_per_step
         whole = [group for group in sampled.groups if group.is_whole][:wanted]
-        self.groups = tuple(group for group in sampled.groups if group not in whole)
+        taken = {(group.step, group.number) for group in whole}
+        self.groups = tuple(group for group in sampled.groups if (group.step, group.number) not in taken)
         batch = PromptBatch(
             step,
             tuple(group.prompt for group in whole),
