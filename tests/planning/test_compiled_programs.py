@@ -41,7 +41,10 @@ SMALLER = {
 pytestmark = [pytest.mark.slices, pytest.mark.timeout(1800)]  # a minute each
 
 
-@pytest.fixture(scope="module", params=["v5e-8", "v5p-8", "v6e-8", "v4-8", "v7x-8"])
+@pytest.fixture(
+    scope="module",
+    params=["v5e-8", "v6e-8", "v7x-8", *(pytest.param(name, marks=pytest.mark.slow) for name in ("v5p-8", "v4-8"))],
+)
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AbstractRun]:
     with open_run(request.param, tmp_path_factory.mktemp("model")) as found:
         yield found
@@ -116,7 +119,7 @@ def test_every_program_compiles_and_holds_what_it_is_given(run: AbstractRun) -> 
     assert run.sync.temporary_bytes <= run.config.meshes.sync_temporary_mib * 2**20
 
 
-@pytest.mark.parametrize("name", ["v5e-16", "v6e-16"])
+@pytest.mark.parametrize("name", ["v5e-16", pytest.param("v6e-16", marks=pytest.mark.slow)])
 def test_a_split_by_whole_hosts_compiles(name: str, tmp_path: Path) -> None:
     """The trainer's programs on the first half of the hosts, the engine's on the second half, and the sync on all.
 
@@ -131,7 +134,7 @@ def test_a_split_by_whole_hosts_compiles(name: str, tmp_path: Path) -> None:
         assert run.sync.temporary_bytes <= run.config.meshes.sync_temporary_mib * 2**20
 
 
-@pytest.mark.parametrize("name", ["v5e-8", "v6e-8", "v7x-8"])
+@pytest.mark.parametrize("name", ["v5e-8", "v6e-8", pytest.param("v7x-8", marks=pytest.mark.slow)])
 def test_a_cache_in_fp8_compiles_and_is_half_as_large(name: str, tmp_path: Path) -> None:
     with open_run(name, tmp_path, "rollout.kv_dtype=fp8") as run:
         programs = {found.split()[0]: lower for found, _, lower in programs_to_lower(run)}
