@@ -369,14 +369,15 @@ class MeasuredUpdate:
 
 
 def _agreement(sums: Sequence[LossSums]) -> dict[str, float]:
-    """Return the metrics ``agreement/*``: of tokens that the present weights sampled; of older ones apart, if any."""
+    """Return the metrics ``agreement/*`` of tokens that the present weights sampled, and of older ones apart, if any."""
     by_age = [each.by_age for each in sums if each.by_age is not None]
     if not by_age:
         return agreement_metrics([each.agreement for each in sums])
-    present, older = zip(*by_age, strict=True)
-    found = agreement_metrics(present)
-    if any(float(each.tokens) for each in older):
-        found |= {name.replace("/", "/older_"): value for name, value in agreement_metrics(older).items()}
+    found = dict[str, float]()
+    for prefix, sums_of_age in zip(("agreement/", "agreement/older_"), zip(*by_age, strict=True), strict=True):
+        if any(float(each.tokens) for each in sums_of_age):
+            metrics = agreement_metrics(sums_of_age)
+            found |= {name.replace("agreement/", prefix): value for name, value in metrics.items()}
     return found
 
 
