@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tpu_grpo.learner.loss import AgreementSums, agreement_metrics, agreement_sums
+from tpu_grpo.learner.loss import AgreementSums, LossSums, agreement_by_age, agreement_metrics, agreement_sums
 
 
 def sums(trainer: list[list[float]], engine: list[list[float]], mask: list[list[bool]]) -> AgreementSums:
@@ -46,6 +46,21 @@ def test_agreement_at_its_ends() -> None:
     assert far["agreement/logprob_abs_diff_max"] == pytest.approx(198.0)
     assert all(np.isfinite(value) for value in far.values())
     assert far["agreement/effective_sample_size"] == pytest.approx(0.5)  # one token of two carries all the weight
+
+
+def test_older_tokens_are_measured_apart() -> None:
+    """A token of the present weights that is 0.1 off, and an older one that is 0.5 off; then an older one alone."""
+    present, older = sums([[-1.1, -2.0]], [[-1.0, -1.5]], [[True, False]]), sums([[-2.0]], [[-1.5]], [[True]])
+    none = sums([[-1.0]], [[-1.0]], [[False]])
+
+    def of(*by_age: AgreementSums) -> LossSums:
+        return LossSums(0.0, 0.0, 0.0, 0.0, present, by_age=(by_age[0], by_age[1]))
+
+    found = agreement_by_age([of(present, older), of(none, none)])
+    assert found["agreement/logprob_abs_diff_max"] == pytest.approx(0.1)
+    assert found["agreement/older_logprob_abs_diff_mean"] == pytest.approx(0.5)
+    assert {name.partition("_")[0] for name in agreement_by_age([of(none, older)])} == {"agreement/older"}
+    assert agreement_by_age([of(present, none)]).keys() == agreement_metrics([present]).keys()
 
 
 def test_no_gradient_flows_through_the_measurement() -> None:

@@ -275,3 +275,20 @@ def agreement_metrics(sums: Sequence[AgreementSums]) -> dict[str, float]:
         "agreement/kl": float(total.kl_sum / n),
         "agreement/effective_sample_size": float(sample_size),
     }
+
+
+def agreement_by_age(sums: Sequence[LossSums]) -> dict[str, float]:
+    """Compute the metrics ``agreement/*`` from the sums of an update's micro-batches.
+
+    With carried completions they are of tokens that the present weights sampled, if there are any; those of older
+    tokens are ``agreement/older_*``.
+    """
+    by_age = [each.by_age for each in sums if each.by_age is not None]
+    if not by_age:
+        return agreement_metrics([each.agreement for each in sums])
+    found = dict[str, float]()
+    for prefix, of_age in zip(("agreement/", "agreement/older_"), zip(*by_age, strict=True), strict=True):
+        if any(float(each.tokens) for each in of_age):
+            metrics = agreement_metrics(of_age)
+            found |= {name.replace("agreement/", prefix): value for name, value in metrics.items()}
+    return found

@@ -37,7 +37,7 @@ from tpu_grpo.learner.loss import (
     LossSettings,
     LossSums,
     TrainBatch,
-    agreement_metrics,
+    agreement_by_age,
     policy_loss,
 )
 from tpu_grpo.learner.optimizers import build_optimizer, learning_rate_schedule, state_shardings
@@ -368,19 +368,6 @@ class MeasuredUpdate:
         return sum(float(each.loss) for each in self.sums)
 
 
-def _agreement(sums: Sequence[LossSums]) -> dict[str, float]:
-    """Return the metrics ``agreement/*`` of tokens that the present weights sampled, and of older ones apart, if any."""
-    by_age = [each.by_age for each in sums if each.by_age is not None]
-    if not by_age:
-        return agreement_metrics([each.agreement for each in sums])
-    found = dict[str, float]()
-    for prefix, sums_of_age in zip(("agreement/", "agreement/older_"), zip(*by_age, strict=True), strict=True):
-        if any(float(each.tokens) for each in sums_of_age):
-            metrics = agreement_metrics(sums_of_age)
-            found |= {name.replace("agreement/", prefix): value for name, value in metrics.items()}
-    return found
-
-
 def update_metrics(updates: Sequence[MeasuredUpdate]) -> dict[str, float]:
     """Compute ``update/*`` and ``correction/*`` over all updates, and ``agreement/*`` over the tokens of the first.
 
@@ -412,7 +399,7 @@ def update_metrics(updates: Sequence[MeasuredUpdate]) -> dict[str, float]:
         "update/ratio_mean": 1.0 + mean(excess, tokens),
         "update/learning_rate": float(records[-1].learning_rate),
         "update/skipped": sum(not update.record.finite for update in updates),
-        **_agreement(updates[0].sums),
+        **agreement_by_age(updates[0].sums),
         **(correction_metrics(corrected) if corrected else {}),
         **({} if coefficient is None else {"update/entropy_coefficient": float(coefficient)}),
     }
