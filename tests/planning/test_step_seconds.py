@@ -218,7 +218,7 @@ def test_carried_steps_of_equal_lengths_sample_new_prompts_alone() -> None:
     config = work_of().carrying(0.5).config
     for work in carried_work(config, mean=60, longest=60):
         assert sorted(work.lengths) == [0] * 8 + [60] * 16
-        assert (work.begun, work.again) == (8 / 12, 0)
+        assert (work.begun, work.resumed, work.done) == (8 / 12, 0, 0)
 
 
 def test_carried_steps_sample_what_is_learnt_and_wait_for_no_tail() -> None:
@@ -229,7 +229,7 @@ def test_carried_steps_sample_what_is_learnt_and_wait_for_no_tail() -> None:
     )
     steps = carried_work(config, mean=680, longest=2048)
     assert sum(sum(work.lengths) for work in steps) / len(steps) == pytest.approx(32 * 8 * 680, rel=0.05)
-    assert all(16 * 40 < max(work.lengths) < 16 * 100 and work.again > 0 for work in steps)
+    assert all(16 * 40 < max(work.lengths) < 16 * 100 and work.done > 16 * work.resumed > 0 for work in steps)
     work = work_of()
     assert work.carrying(1.0).step(20).of("decode") < work.step(20).of("decode")
     assert work.carrying(1.0).step().of("decode") == pytest.approx(work.step().of("decode"))

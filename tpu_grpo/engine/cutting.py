@@ -2,14 +2,14 @@
 
 A step learns from P groups and samples P (1 + x). It lasts for L new tokens of every row: L is the smallest multiple of
 16 within which P groups are whole, which means that all of their completions have ended. Rows keep their first L tokens
-of the step. For P = 1 and two groups, whose two rows have these numbers of tokens left to sample:
+of the step. For P = 1 and two groups of two rows, with these tokens left to sample:
 
     group 0    9 100        not whole; its rows keep 9 (ended) and 32 tokens, and 68 are left for later steps
     group 1   20  30        whole within L = 32
 
 L, and with it every token, depends on tokens alone: on no clock, engine or host. An engine may have sampled more of a
 row before it could know L; those tokens are dropped. A later step goes on with the key of the row, after a prefill of
-prompt and tokens under its new weights (APRIL, arXiv 2509.18521, ends a step by the clock instead).
+prompt and tokens under its new weights. In other partial rollouts (APRIL, arXiv 2509.18521) timing decides instead.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -47,17 +47,17 @@ class OpenGroup:
         return all(completion.finish_reason != "cut" for completion in self.completions)
 
     def older(self) -> "OpenGroup":
-        """Return the group at the next step, for which every token is one step older."""
+        """Return the group with every token one step older."""
         return replace(self, completions=tuple(replace(c, ages=ages_of(c) + 1) for c in self.completions))
 
 
 class Cut:
-    """Finds L while groups are sampled: ``length`` is None at first, then may shrink to L with every row that ends.
+    """Finds L while groups are sampled: ``length``, once it is known, shrinks to L as rows end.
 
     Args:
         groups: for every group the indices of its requests; none if it is whole already.
         wanted: the number of groups that have to be whole.
-        due: the numbers of groups that have to be among these.
+        due: the indices of groups that have to be among these.
     """
 
     def __init__(self, groups: Sequence[Collection[int]], wanted: int, due: Collection[int] = ()):
@@ -74,7 +74,7 @@ class Cut:
             self.merge({index: len(completion.token_ids)})
 
     def untold(self) -> dict[int, int]:
-        """Return the tokens of requests that have ended on this host since the last call, for the other hosts."""
+        """Return the token counts of requests that this engine has ended since the last call, for other engines."""
         told, self._untold = self._untold, {}
         return told
 
@@ -88,7 +88,7 @@ class Cut:
 
     @property
     def length(self) -> int | None:
-        """The number of new tokens beyond which no row is needed, by what is known so far; None for all tokens."""
+        """An upper bound of L, from the requests that have ended so far; None if there is none yet."""
         whole = sorted(end for end, left in zip(self._ends, self._left, strict=True) if not left)
         if len(whole) < self._wanted or any(self._left[number] for number in self._due):
             return None

@@ -12,8 +12,9 @@ For 8 devices on 2 hosts (4 each) and three groups of requests a, b, c with equa
 dealing.py decides which replica serves which group (requests with one prompt). While any group waits to be started, all
 replicas stop at synchronization points, after equally many decode steps. At a point, hosts exchange the loads of their
 replicas, and each computes the same new assignment. Once no group waits, no replica inside one host waits for another
-host. A single replica needs no synchronization points. At the end, the hosts of each replica compare its decisions and
-tokens, and every host receives all completions. Tokens do not depend on the assignment: see sampling.py.
+host, unless rows end at a cut (cutting.py). A single replica needs no synchronization points. At the end, the hosts of
+each replica compare its decisions and tokens, and every host receives all completions. Tokens do not depend on the
+assignment: see sampling.py.
 
 If trainer and sampler have hosts of their own, the trainer's hosts drive no replica, and wait for the completions.
 """
@@ -205,7 +206,7 @@ class Replicas:
         finished: Finished | None = None,
         known: Sequence[float | None] | None = None,
         conversations: Conversations | None = None,
-        cut: Cut | None = None,
+        make_cut: Callable[[], Cut] | None = None,
     ) -> list[Completion]:
         """Sample a completion for every request; every host passes the same requests and gets all completions.
 
@@ -216,7 +217,7 @@ class Replicas:
             known: the expected number of tokens of each request (None: unknown); changes scheduling, not tokens.
             conversations: the requests' conversations with environments; None: no environments. Each host runs the
                 conversations of the groups whose completions it reports.
-            cut: stops rows with as many tokens as are needed; their completions then have at least so many.
+            make_cut: makes what stops the rows of an engine; their completions then have as many tokens as are needed.
 
         Raises:
             RequestError: for a request that no engine can serve: before any starts, or when a later turn makes it.
@@ -227,7 +228,7 @@ class Replicas:
         sent: dict[int, Completion] = {}
         if self.engines:
             before = total_use(engine.use for engine in self.engines.values())
-            serving = Serving(self, requests, known, finished, conversations, cut)
+            serving = Serving(self, requests, known, finished, conversations, make_cut)
             waited = serving.run()
             spent = total_use([waited, *(engine.use for engine in self.engines.values())]) - before
             figures = dict(spent.figures)
@@ -286,9 +287,12 @@ class Serving:
         known: Sequence[float | None] | None,
         finished: Finished | None = None,
         conversations: Conversations | None = None,
-        cut: Cut | None = None,
+        make_cut: Callable[[], Cut] | None = None,
     ):
-        self._hosts, self._finished, self._cut = replicas.samplers, finished, cut
+        self._hosts, self._finished = replicas.samplers, finished
+        self._cuts = {number: make_cut() for number in replicas.engines} if make_cut is not None else {}
+        """What stops rows, for each of this host's engines. It hears of other engines at synchronization points alone,
+        so that no clock decides which rows an engine runs together."""
         self._drivers = [replica.hosts for replica in replicas.replicas]
         """For every replica the hosts that drive it; the first of them reports its load."""
         expected = expected_tokens(requests, known)
@@ -309,7 +313,7 @@ class Serving:
                     partners=replicas.partners.get(number),
                 ),
                 self._tell(number),
-                cut,
+                self._cuts.get(number),
             )
             for number, engine in replicas.engines.items()
         }
@@ -346,8 +350,8 @@ class Serving:
 
     @property
     def _tells_ends(self) -> bool:
-        """Whether hosts tell each other at synchronization points which requests have ended, until all have."""
-        return self._cut is not None and len(self._hosts.members) > 1 and len(self._drivers) > 1
+        """Whether engines hear at synchronization points which requests have ended, until all have."""
+        return bool(self._cuts) and len(self._drivers) > 1
 
     def _gather(self, point: int) -> list[Load]:
         """Share the loads of this host's replicas at a synchronization point, and return the loads of all replicas."""
@@ -360,11 +364,11 @@ class Serving:
             return told
 
         mine = {number: generation.pause(point) for number, generation in self.generations.items()}
-        ends = {} if self._cut is None else self._cut.untold()
+        ends = {index: tokens for cut in self._cuts.values() for index, tokens in cut.untold().items()}
         told = self._hosts.share("what replicas have to do", (mine, ends), AtPoint, read)
-        if self._cut is not None:
+        for cut in self._cuts.values():
             for _, others in told:
-                self._cut.merge(others)
+                cut.merge(others)
         everyone = dict(zip(self._hosts.members, told, strict=True))
         return [everyone[drivers[0]][0][number] for number, drivers in enumerate(self._drivers)]
 

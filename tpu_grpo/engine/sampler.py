@@ -19,6 +19,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 
@@ -104,7 +105,7 @@ class BrokenRollout:
 
 @dataclass(frozen=True)
 class CarriedGroups:
-    """Groups after a step that may leave some of them unfinished."""
+    """Groups after a partial rollout, which may have left some of them unfinished."""
 
     groups: tuple[OpenGroup, ...]
     length: int
@@ -191,20 +192,18 @@ class Sampler:
     def carry_on(
         self, step: int, groups: Sequence[OpenGroup], wanted: int, due: Collection[int], known: Sequence[float | None]
     ) -> CarriedGroups:
-        """Go on with groups until ``wanted`` of them are whole, and those with the numbers ``due``; see cutting.py.
+        """Sample until ``wanted`` groups, and those with the indices ``due``, are whole; see cutting.py.
 
         ``known`` has the expected mean number of tokens of each group's completions (None: unknown). Raises as
         ``rollout`` does.
         """
-        start, asked = (
-            time.perf_counter(),
-            [
-                (number, row, completion)
-                for number, group in enumerate(groups)
-                for row, completion in enumerate(group.completions)
-                if completion.finish_reason == "cut"
-            ],
-        )
+        start = time.perf_counter()
+        asked = [
+            (number, row, completion)
+            for number, group in enumerate(groups)
+            for row, completion in enumerate(group.completions)
+            if completion.finish_reason == "cut"
+        ]
         requests, expected, members = [], [], [list[int]() for _ in groups]
         for index, (number, row, before) in enumerate(asked):
             group, done, told = groups[number], len(before.token_ids), known[number]
@@ -214,14 +213,15 @@ class Sampler:
             requests.append(Request(ids, limits, key))
             expected.append(None if told is None else max(1.0, told - done))
             members[number].append(index)
-        cut = Cut(members, wanted, due)
+        make_cut = partial(Cut, members, wanted, due)
         self._engines.forget_prefixes()
-        new = self._engines.generate(requests, known=expected, cut=cut) if cut.length is None else []
+        enough = make_cut().length is not None  # without a token more
+        new = [] if enough else self._engines.generate(requests, known=expected, make_cut=make_cut)
         if any(impossible(completion).any() for completion in new):
             prompts = tuple(groups[number].prompt for number, _, _ in asked)
             broken = BrokenRollout(step, prompts, tuple(new), tuple(map(self._text, new)))
             raise broken.error(self.keep_broken(broken) if self.keep_broken else None)
-        found = Cut(members, wanted, due)  # of the completions of all hosts
+        found = make_cut()  # of the completions of all hosts
         for index, (request, completion) in enumerate(zip(requests, new, strict=bool(new))):
             found.add(index, request, completion)
         length = found.length
@@ -234,7 +234,7 @@ class Sampler:
             length=length,
             dropped=sum(max(0, len(completion.token_ids) - length) for completion in new),
             seconds=time.perf_counter() - start,
-            figures=self._engines.figures,
+            figures={} if enough else self._engines.figures,
         )
 
     def answer(

@@ -152,7 +152,7 @@ class Learner:
         self.carried = {name: whole(value) for name, value in self._checkpoints.carried.items()}
         """The groups that were unfinished after the restored step, in arrays as ``LearnerInputs`` has them."""
         if self.restored_step:
-            for name, value in self.carried.items():
+            for name, value in sorted(self.carried.items()):
                 self._told(name, packed(value.ravel()), str)
 
     @staticmethod
@@ -356,8 +356,8 @@ class Learner:
 
 
 class DescribedLearner(Learner):
-    """The learner on a host that only samples: it describes the parameters, and is told what the trainer's hosts
-    measure. Nothing is computed on devices, restored or saved here.
+    """The learner on a host that only samples: it has abstract parameters, and receives the trainer's metrics.
+    Nothing is computed on devices, restored or saved here.
 
     Args:
         config: the run.
@@ -372,7 +372,8 @@ class DescribedLearner(Learner):
         self.restored_step = self._told(RESTORED, 0, int)
         self.restore_notes, self.carried = (), dict(inputs.carried)
         if self.restored_step:
-            self.carried = {name: self._heard(name, value.shape, value.dtype) for name, value in self.carried.items()}
+            groups = sorted(self.carried.items())
+            self.carried = {name: self._heard(name, value.shape, value.dtype) for name, value in groups}
 
     def share(self, names: Collection[str]) -> None:
         """Do nothing: sampler and trainer share no arrays."""

@@ -72,7 +72,8 @@ def _time(plan: Plan, mean_new_tokens: float | None, price: float | None) -> lis
             f"{figures['chip_hours']:,.1f} chip-hours for {plan.config.run.max_steps} steps{cost}"
         )
     config = plan.config
-    may_carry = not config.rollout.carry and not config.environment.is_on and config.algorithm.tunix is None
+    algorithm, given = config.algorithm, (config.rollout.carry, config.environment.is_on, config.data.dynamic.extra)
+    may_carry = not any((*given, algorithm.tunix, algorithm.filtered_ratio, algorithm.routing_replay))
     if mean_new_tokens is not None and may_carry:
         for carry in CARRIES:
             step = plan.work.carrying(carry).step(mean_new_tokens)

@@ -84,13 +84,15 @@ class RolloutWork:
     lengths: Sequence[int]
     """The new tokens of each row; 0 for one that has ended in an earlier step."""
     begun: float = 1.0
-    """The share of the rows' prompts that are new."""
-    again: int = 0
-    """The tokens of rows that go on, prompts included, which are prefilled again."""
+    """The share of groups that are new."""
+    resumed: int = 0
+    """The number of rows that go on; their prompts are prefilled again."""
+    done: int = 0
+    """The tokens that these rows have, which are prefilled again as well."""
 
 
 def carried_work(config: RunConfig, *, mean: float, longest: int) -> list[RolloutWork]:
-    """Simulate steps with rollout.carry (engine/cutting.py), and return some of them, after as many others.
+    """Simulate steps with rollout.carry (engine/cutting.py), and return the last CARRIED_STEPS of them.
 
     Lengths are drawn from the distribution of `completion_lengths`; half of the variance of their logarithm is the
     prompt's.
@@ -101,7 +103,7 @@ def carried_work(config: RunConfig, *, mean: float, longest: int) -> list[Rollou
     median = _median(spreads, mean, longest)
 
     def group() -> list[tuple[int, int]]:
-        """Draw the tokens left of each completion, of which 0 are sampled."""
+        """Draw (tokens left, tokens sampled) of each completion; none is sampled yet."""
         own = chance.gauss(0.0, SPREAD / math.sqrt(2))
         draws = (math.exp(own + chance.gauss(0.0, SPREAD / math.sqrt(2))) for _ in range(size))
         return [(longest if mean >= longest else max(1, min(longest, round(median * draw))), 0) for draw in draws]
@@ -112,9 +114,9 @@ def carried_work(config: RunConfig, *, mean: float, longest: int) -> list[Rollou
         groups += [group() for _ in range(begun)]
         ends = sorted(max(left for left, _ in rows) for rows in groups)
         length = -(-ends[config.data.prompts_per_step - 1] // MULTIPLE) * MULTIPLE
-        again = sum(config.data.max_prompt_tokens + done for rows in groups for left, done in rows if left and done)
+        resumed = [done for rows in groups for left, done in rows if left and done]
         lengths = [min(left, length) for rows in groups for left, _ in rows]
-        found.append(RolloutWork(lengths, begun / config.open_groups, again))
+        found.append(RolloutWork(lengths, begun / config.open_groups, len(resumed), sum(resumed)))
         groups = [[(max(0, left - length), done + min(left, length)) for left, done in rows] for rows in groups]
         whole = [number for number, rows in enumerate(groups) if not any(left for left, _ in rows)]
         learnt = whole[: config.data.prompts_per_step]
@@ -372,7 +374,7 @@ class StepWork:
             costs.prefill_step(self.engine, self.generation, chunk, length / 2),
             self.generation.rates.host * costs.host_seconds(self.engine, math.ceil(chunk / length)),
         )
-        again = work.again / sum(map(len, self.hosts))
+        again = (work.resumed * length + work.done) / sum(map(len, self.hosts))
         chunks = (max(prompts) * length * work.begun + again) / chunk
         costs.add(total, costs.round_seconds([step] * len(engines)), chunks)
         return total
@@ -388,7 +390,7 @@ class StepWork:
         step, found = step_seconds(self.engine, self.generation, self.rungs), []
         for host in self.hosts:
             engines = [next(dealt) for _ in host]
-            prompt = self.config.data.max_prompt_tokens + work.again // max(1, len(lengths))
+            prompt = self.config.data.max_prompt_tokens + work.done // max(1, len(lengths))
             slots, together = self.rungs[-1], self.launch_steps
             found.append(decode(engines, prompt=prompt, slots=slots, step=step, launch_steps=together))
             if len(set(lengths)) == 1:

@@ -1,10 +1,10 @@
 """The groups that a step leaves unfinished, or whole but unused, for the next step (``rollout.carry``).
 
     carry = Carry(config, stream, learner.carried)      # empty, or as of the checkpoint that was restored
-    carry.begin(draw.next(step, carry.room))            # so many new prompts that P (1 + x) groups are open
-    carry.groups = sampler.carry_on(...).groups
-    rollout = carry.take(step, sampled)                 # the first P whole groups, oldest first
-    carry.end(unused)                                   # every open token is one step older now
+    carry.begin(draw.next(step, carry.room))            # fills up to P (1 + x) open groups
+    sampled = sampler.carry_on(step, carry.groups, ...)
+    rollout = carry.take(step, sampled, tokenizer)      # the first P whole groups, oldest first
+    carry.end(used=P)                                   # every open token is one step older now
 
 A checkpoint holds the groups as they were after its step, in arrays of one size for all steps: C groups of G
 completions of up to T tokens.
@@ -76,24 +76,27 @@ class Carry:
     def end(self, used: int) -> dict[str, float]:
         """End a step that used the first ``used`` groups that were taken; the next steps take the others again.
 
-        Returns the metrics of carrying. They are over the groups that were used.
+        Returns the metrics ``carry/*``, whose ages are over the used groups, and the tokens sampled per second.
         """
         learnt = [completion for group in self._taken[:used] for completion in group.completions]
         ages = np.concatenate([ages_of(completion) for completion in learnt])
         oldest = np.array([ages_of(completion).max(initial=0) for completion in learnt])
         length = sum(sampled.length for sampled in self._sampled)
+        open_groups = sorted((*self._taken[used:], *self.groups), key=lambda group: (group.step, group.number))
+        new = [ages_of(c) == 0 for group in (*self._taken, *self.groups) for c in group.completions]
+        seconds = sum(sampled.seconds for sampled in self._sampled)
         metrics = {
+            "rollout/tokens_per_second": sum(int(mask.sum()) for mask in new) / seconds,
             "carry/length": length,
             "carry/length_saved": max(0, max(len(completion.token_ids) for completion in learnt) - length),
             "carry/dropped_tokens": sum(sampled.dropped for sampled in self._sampled),
-            "carry/open_groups": len(self.groups) + len(self._taken) - used,
-            "carry/open_tokens": sum(len(c.token_ids) for group in self.groups for c in group.completions),
+            "carry/open_groups": len(open_groups),
+            "carry/open_tokens": sum(len(c.token_ids) for group in open_groups for c in group.completions),
             "carry/rows_age_1": float((oldest == 1).mean()),
             "carry/rows_age_2_up": float((oldest > 1).mean()),
             "carry/tokens_age_1": float((ages == 1).mean()),
             "carry/tokens_age_2_up": float((ages > 1).mean()),
         }
-        open_groups = sorted((*self._taken[used:], *self.groups), key=lambda group: (group.step, group.number))
         self.groups = self._ended = tuple(group.older() for group in open_groups)
         self._taken, self._sampled = [], []
         return metrics
@@ -104,7 +107,7 @@ class Carry:
 
 
 def packed(groups: Sequence[OpenGroup], config: RunConfig) -> dict[str, np.ndarray]:
-    """Write groups into arrays, whose places beyond the groups and beyond a completion's end hold -1, or 0."""
+    """Write groups into padded arrays; the padding is -1 in ``groups`` and 0 elsewhere."""
     count, size, tokens = config.open_groups, config.algorithm.group_size, config.rollout.max_new_tokens
     found = {
         "groups": np.full((count, 4), -1, np.int32),

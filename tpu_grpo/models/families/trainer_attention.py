@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 from tpu_grpo.records.errors import ConfigError
 
 LANES = 128
-"""Blocks and heads are padded to a multiple of this."""
+"""Block sizes are multiples of this, and heads are padded to one."""
 
 
 def flash_block(
@@ -77,8 +77,8 @@ def flash_attention(
         q_BTNH: the queries of packed rows; T is a multiple of ``block``.
         k_BTKH: the keys; K divides N.
         v_BTKH: the values.
-        sequences_BT: a number for each sequence of a row, at most the index of its first token and no smaller than
-            that of the sequence before. With the index itself, the most blocks are skipped.
+        sequences_BT: for each token the number of its sequence, which no other sequence of the row has. Best it is the
+            index of the first token, as key blocks before that of the number are skipped; it must not be larger.
         mesh: the devices.
         axes: the mesh axes over which the four dimensions of queries are sharded; that of T and H must be None.
         block: the block size in tokens, from `flash_block`.
