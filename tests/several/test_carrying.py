@@ -54,3 +54,14 @@ def test_tokens_and_parameters_are_those_of_one_process(
         assert outcome(tmp_path) == alone
     else:
         assert outcome(tmp_path)[0][0] == alone[0][0]  # sums over 4 devices have another order
+
+
+@pytest.mark.slow
+def test_a_host_that_only_samples_resumes_the_groups_of_a_checkpoint(tailed: Path, tmp_path: Path) -> None:
+    ended = run_hosts(1, 1, tailed, carrying(tmp_path / "one"), timeout=800)
+    assert ended.code == 0, ended.errors
+    tree = carrying(tmp_path / "two") | {"meshes": {"layout": "split"}, "checkpoint": {"every": 1}}
+    for steps in (2, 3):
+        ended = run_hosts(2, 1, tailed, tree, f"run.max_steps={steps}", timeout=800)
+        assert ended.code == 0, ended.errors
+    assert outcome(tmp_path / "two") == outcome(tmp_path / "one")
