@@ -155,8 +155,8 @@ class RecordingEngine:
     def limits(self, asked: Sequence[Request], expected: Sequence[int], places: int | None = None) -> None:
         del asked, expected, places
 
-    def begin(self, asked: Sequence[Request], expected: Sequence[int], waves: Any, finished: Any) -> Any:
-        del asked, expected, finished
+    def begin(self, asked: Sequence[Request], expected: Sequence[int], waves: Any, finished: Any, cut: Any) -> Any:
+        del asked, expected, finished, cut
         assert not waves.converses
         return RecordingGeneration(self._name, self._log, self._slow)
 
