@@ -132,8 +132,13 @@ def test_groups_are_learnt_from_once_whole(run: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize(
     "rollout",
-    [{"steps_per_launch": 1}, {"batch_paddings": [2, 8], "max_running_requests": 8}, {"kv_tokens": 160}],
-    ids=["a step a launch", "other paddings", "a small cache"],
+    [
+        pytest.param({"steps_per_launch": 1}, id="a step a launch"),
+        pytest.param({"kv_tokens": 160}, id="a small cache"),
+        pytest.param(
+            {"batch_paddings": [2, 8], "max_running_requests": 8}, id="other paddings", marks=pytest.mark.slow
+        ),
+    ],
 )
 def test_tokens_depend_on_no_setting_of_the_engine(
     files: Path, tmp_path: Path, run: list[dict[str, Any]], rollout: dict[str, Any]
