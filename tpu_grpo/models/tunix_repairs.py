@@ -214,7 +214,7 @@ def _with_flash_attention(original: Any, module: Any) -> Any:
     @functools.wraps(original)
     def block(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
         given = inspect.signature(original).bind(self, x, *args, **kwargs).arguments
-        if given["cache"] is not None or not self.config.use_flash_attention:
+        if given["cache"] is not None or not _takes_flash(self.config, x):
             return original(self, x, *args, **kwargs)
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         if module.__name__ == "tunix.models.qwen2.model":
@@ -233,6 +233,11 @@ def _with_flash_attention(original: Any, module: Any) -> Any:
         return None, module.shard(self.o_proj(mixed), self.shd_config.act_btd)
 
     return block
+
+
+def _takes_flash(config: Any, x: Any) -> bool:
+    """Whether a row is computed by flash attention; one of a single token, with which adapters are put in, is not."""
+    return config.use_flash_attention and x.shape[1] > 1
 
 
 def _starts(positions_BT: Int[Array, "B T"]) -> Int[Array, "B T"]:
@@ -261,7 +266,7 @@ def _with_published_attention(original: Any, gemma: Any) -> Any:
         q, k = _rotate(q, sin, cos), _rotate(k, sin, cos)
         window = self.sliding_window_size if self.attn_type == gemma.AttentionType.LOCAL_SLIDING else None
         scale, soft_cap = config.query_pre_attn_scalar**-0.5, self.attn_logits_soft_cap
-        if config.use_flash_attention:
+        if _takes_flash(config, x):
             settings = {"scale": scale, "soft_cap": soft_cap, "window": window}
             mixed = _flash(q, k, v, _starts(segment_pos), self.shd_config, config, **settings)
         else:
