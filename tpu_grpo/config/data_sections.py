@@ -188,8 +188,13 @@ class DataSection(ReadingSection):
     @property
     def prompts_per_round(self) -> int:
         """The number of prompts sampled in a round: P(1 + data.dynamic.extra), rounded up."""
-        extra = round(self.prompts_per_step * self.dynamic.extra, 6)  # as 30 * 0.1 > 3 in floating point
-        return self.prompts_per_step + math.ceil(extra)
+        return self.prompts_with(self.dynamic.extra)
+
+    def prompts_with(self, extra: float) -> int:
+        """Return P(1 + extra), rounded up."""
+        return self.prompts_per_step + math.ceil(
+            round(self.prompts_per_step * extra, 6)
+        )  # 30 * 0.1 > 3 in floating point
 
     @property
     def remembers(self) -> bool:

@@ -114,8 +114,7 @@ class RunConfig(Section):
     @property
     def open_groups(self) -> int:
         """The number of groups that a step samples with rollout.carry, P(1 + carry), rounded up; 0 without carry."""
-        carry, prompts = self.rollout.carry, self.data.prompts_per_step
-        return prompts + math.ceil(round(prompts * carry, 6)) if carry else 0
+        return self.data.prompts_with(self.rollout.carry) if self.rollout.carry else 0
 
     @property
     def step_text(self) -> str:

@@ -204,16 +204,12 @@ class PromptDraw:
 
     def batch(self, step: int, after: PromptBatch | None = None) -> PromptBatch:
         """Draw a step's first batch, or the next one after ``after``; raises DataError if all prompts are excluded."""
-        if self.exhausted:
-            raise DataError(f"step {step} needs prompts, and none is left: {self.why_exhausted}")
         start, number = (self._position, 0) if after is None else (after.positions[-1] + 1, after.round + 1)
-        return self.stream.at(step, self._drawn(start, self._data.prompts_per_round), number)
+        return self.stream.at(step, self._drawn(step, start, self._data.prompts_per_round), number)
 
     def next(self, step: int, count: int) -> PromptBatch:
         """Draw the next ``count`` prompts, and use them up; raises as ``batch``. For steps that carry groups over."""
-        if self.exhausted:
-            raise DataError(f"step {step} needs prompts, and none is left: {self.why_exhausted}")
-        batch = self.stream.at(step, self._drawn(self._position, count))
+        batch = self.stream.at(step, self._drawn(step, self._position, count))
         end = batch.positions[-1] + 1 if count else self._position
         self._passed_over = end - self._position - count
         self._position = end
@@ -257,8 +253,10 @@ class PromptDraw:
             "prompts/passed_over": self._passed_over,
         }
 
-    def _drawn(self, start: int, count: int) -> list[int]:
-        """Return the first ``count`` positions from ``start`` on whose prompts are sampled."""
+    def _drawn(self, step: int, start: int, count: int) -> list[int]:
+        """Return the first ``count`` positions from ``start`` on whose prompts are sampled; raises as ``batch``."""
+        if self.exhausted:
+            raise DataError(f"step {step} needs prompts, and none is left: {self.why_exhausted}")
         weights, drawn, position = self._weights(), list[int](), start
         while len(drawn) < count:
             weight = weights[self.stream.record(position)]

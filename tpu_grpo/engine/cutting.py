@@ -65,7 +65,7 @@ class Cut:
         self._left = [len(members) for members in groups]
         self._ends = [0] * len(groups)
         self._wanted, self._due = wanted, due
-        self._found, self._untold = dict[int, int](), dict[int, int]()
+        self._found, self._untold = set[int](), dict[int, int]()
 
     def add(self, index: int, request: Request, completion: Completion) -> None:
         """Take note of a completion that this host's engine gave for a request, if it has ended by itself."""
@@ -82,7 +82,8 @@ class Cut:
         """Take note of requests that have ended, on this host or another: their index, and their number of tokens."""
         for index, tokens in ends.items():
             if index not in self._found:
-                self._found[index], group = tokens, self._group_of[index]
+                self._found.add(index)
+                group = self._group_of[index]
                 self._left[group] -= 1
                 self._ends[group] = max(self._ends[group], tokens)
 

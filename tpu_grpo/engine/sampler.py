@@ -114,7 +114,7 @@ class CarriedGroups:
     """The number of tokens that were sampled beyond it."""
     seconds: float
     figures: Mapping[str, float]
-    """Figures about this host's engines, by the names of the metrics."""
+    """Figures about the engines of the first replica's host, by the names of the metrics."""
 
 
 KeepBroken = Callable[[BrokenRollout], Path]
@@ -217,10 +217,7 @@ class Sampler:
         self._engines.forget_prefixes()
         enough = make_cut().length is not None  # without a token more
         new = [] if enough else self._engines.generate(requests, known=expected, make_cut=make_cut)
-        if any(impossible(completion).any() for completion in new):
-            prompts = tuple(groups[number].prompt for number, _, _ in asked)
-            broken = BrokenRollout(step, prompts, tuple(new), tuple(map(self._text, new)))
-            raise broken.error(self.keep_broken(broken) if self.keep_broken else None)
+        self._refuse_broken(step, [groups[number].prompt for number, _, _ in asked], new)
         found = make_cut()  # of the completions of all hosts
         for index, (request, completion) in enumerate(zip(requests, new, strict=bool(new))):
             found.add(index, request, completion)
@@ -297,12 +294,14 @@ class Sampler:
         finally:
             if conversations is not None:
                 conversations.close()
-        if any(impossible(completion).any() for completion in completions):
-            texts = tuple(self._text(completion) for completion in completions)
-            broken = BrokenRollout(step, tuple(prompts), completions, texts)
-            raise broken.error(self.keep_broken(broken) if self.keep_broken else None)
+        self._refuse_broken(step, prompts, completions)
         seconds = time.perf_counter() - start
         return completions, groups.all_texts(completions), seconds
+
+    def _refuse_broken(self, step: int, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> None:
+        if any(impossible(completion).any() for completion in completions):
+            broken = BrokenRollout(step, tuple(prompts), tuple(completions), tuple(map(self._text, completions)))
+            raise broken.error(self.keep_broken(broken) if self.keep_broken else None)
 
     def _text(self, completion: Completion) -> str:
         return completion_text(self._tokenizer, completion)

@@ -153,7 +153,7 @@ class Learner:
         """The groups that were unfinished after the restored step, in arrays as ``LearnerInputs`` has them."""
         if self.restored_step:
             for name, value in sorted(self.carried.items()):
-                self._told(name, packed(value.ravel()), str)
+                self._tell(name, value)
 
     @staticmethod
     def build(config: RunConfig, inputs: LearnerInputs) -> LearnerParts:
@@ -226,7 +226,7 @@ class Learner:
         """
         batches = self._parts.batches
         found = self._per_token(prompts, completions, lambda rows: {"policy": batches.policy_logprobs(rows)})
-        self._told(LOGPROBS, packed(found["policy"].ravel()), str)
+        self._tell(LOGPROBS, found["policy"])
         return found["policy"]
 
     def gradients(self, scored: ScoredRollout) -> dict[str, np.ndarray]:
@@ -295,6 +295,11 @@ class Learner:
         If all hosts are the trainer's, nothing is sent.
         """
         return value if self.trainers is self._hosts else self._hosts.broadcast(name, value, kind)
+
+    def _tell(self, name: str, values: np.ndarray) -> None:
+        """Send numbers to the hosts that only sample, if there are any."""
+        if self.trainers is not self._hosts:
+            self._hosts.broadcast(name, packed(values.ravel()), str)
 
     def _updates(self, signal: Signal) -> Iterator[list[TrainBatch]]:
         """Yield the micro-batches of every update on a rollout.
@@ -379,7 +384,7 @@ class DescribedLearner(Learner):
         """Do nothing: sampler and trainer share no arrays."""
 
     def update(self, scored: ScoredRollout) -> UpdateResult:
-        """Wait for the trainer's update; notes and histograms are host 0's alone. Raises as `read_signal` does."""
+        """Wait for the trainer's update; notes and histograms stay on its hosts. Raises as `read_signal` does."""
         started, signal = time.perf_counter(), read_signal(scored, self._config, self._parts.settings.algorithm)
         metrics = self._told(METRICS, {}, dict[str, float])
         return UpdateResult(metrics, signal.advantages_B, time.perf_counter() - started)

@@ -21,7 +21,7 @@ keeps the layer's router and shardings, and gives the rest to models/expert_para
 
 **Flash attention.** ``Llama3`` and ``Gemma`` have none; that of ``Qwen2`` and ``Qwen3`` computes all earlier blocks of
 a packed row. Where a config sets ``use_flash_attention``, all of them take `trainer_attention.flash_attention`, in
-calls without a cache.
+calls without a cache and of more than one token.
 
 **Gemma's windows.** ``_create_sliding_mask`` compares the keys' indices in the row with the queries' positions. Rows of
 prompts are padded on the left, and positions do not count padding. With P tokens of padding, a query's window therefore
@@ -237,7 +237,7 @@ def _with_flash_attention(original: Any, module: Any) -> Any:
 
 def _takes_flash(config: Any, x: Any) -> bool:
     """Whether a row is computed by flash attention; one of a single token, with which adapters are put in, is not."""
-    return config.use_flash_attention and x.shape[1] > 1
+    return bool(getattr(config, "use_flash_attention", False)) and x.shape[1] > 1
 
 
 def _starts(positions_BT: Int[Array, "B T"]) -> Int[Array, "B T"]:

@@ -34,7 +34,8 @@ from tpu_grpo.observe.run_log import RunLog, open_run_log
 from tpu_grpo.observe.step_metrics import rollout_metrics, sync_metrics, tokens_digest, update_metrics
 from tpu_grpo.observe.summary import build_summary, versions
 from tpu_grpo.records.errors import Interrupted
-from tpu_grpo.records.stages import PromptBatch, ScoredRollout, UpdateResult
+from tpu_grpo.records.stages import PromptBatch, Rollout, ScoredRollout, UpdateResult
+from tpu_grpo.rewards.distributed import DistributedScoring
 from tpu_grpo.run.carrying import Carry
 from tpu_grpo.run.directory import RunDirectory, first_does
 from tpu_grpo.run.exporting import Policy, export_policy
@@ -216,11 +217,7 @@ class Run:
                 self.hosts.agree(f"prompts of {name}", repr(drawn))
                 rollout = parts.sampler.rollout(batch, scoring.add, known)
                 self.hosts.agree(f"tokens of {name}", tokens_digest(rollout.completions))
-            with stage(f"rewards of {name}"):
-                with self._may_be_abandoned():
-                    scoring.score_own([rollout])
-                [scores] = scoring.finish([rollout])
-        return ScoredRollout(rollout, scores)
+            return self._scored(name, rollout, scoring)
 
     def _carried_rollout(self, step: int, carry: Carry) -> ScoredRollout:
         """Sample open groups until enough of them are whole, and score these; the others stay open."""
@@ -234,7 +231,11 @@ class Run:
             tokens = [completion for group in sampled.groups for completion in group.completions]
             self.hosts.agree(f"tokens of {name}", f"{sampled.length} {tokens_digest(tokens)}")
             rollout = carry.take(step, sampled, self.inputs.tokenizer)
-        with parts.task.rewards.begin(rollout.batch) as scoring, stage(f"rewards of {name}"):
+        with parts.task.rewards.begin(rollout.batch) as scoring:
+            return self._scored(name, rollout, scoring)
+
+    def _scored(self, name: str, rollout: Rollout, scoring: DistributedScoring) -> ScoredRollout:
+        with self.watch.stage(f"rewards of {name}"):
             with self._may_be_abandoned():
                 scoring.score_own([rollout])
             [scores] = scoring.finish([rollout])
