@@ -190,6 +190,20 @@ def test_the_state_is_split_as_the_parameters_are(tmp_path: Path, name: str, sec
     assert bool(found) == (name != "sgd")
 
 
+@pytest.mark.parametrize("sections", [PLAIN, MASTERS, COMPACT], ids=str)
+def test_an_update_leaves_every_sharding_as_it_was_spelled(tmp_path: Path, sections: dict[str, Any]) -> None:
+    """P("fsdp", "tp") on 4 x 1 devices means P("fsdp"), but jax traces a program again for the other spelling."""
+
+    def shardings() -> list[Any]:
+        return [leaf.sharding for leaf in jax.tree.leaves((run.updater.trained, run.updater.state))]
+
+    run = linear_run(linear_config(tmp_path, **sections), shape=(128, 256), mesh=make_mesh(4, 1))
+    before = shardings()
+    assert any(sharding.spec == PartitionSpec("fsdp", "tp") for sharding in before)
+    run.step()
+    assert shardings() == before
+
+
 STATES = [
     *(pytest.param(name, MASTERS, marks=() if name in ("adamw", "adamw_8bit") else pytest.mark.slow) for name in NAMES),
     *(pytest.param(name, COMPACT, marks=() if name == "adamw" else pytest.mark.slow) for name in NAMES),

@@ -113,23 +113,25 @@ class Updater:
             build_optimizer(config, stepped),
             learning_rate_schedule(config),
             settings,
-            self._layout,
             {name: leaf.dtype for name, leaf in self.trained.items()},
             config.optimizer.max_grad_norm,
             residual=config.model.param_dtype == "bfloat16",
         )
         self._residual, self._joined = functions.residual, functions.joined
-        self._accumulate = jax.jit(functions.accumulated, donate_argnums=0)
+        whole, kinds = NamedSharding(self._mesh, PartitionSpec()), self._described_sums
+        sums_layout = jax.tree.map(lambda kind: kind.sharding, kinds)
+        self.state, state_layout = self._initial(functions, stepped)
+        # Results get the shardings of the arguments whose place they take, spelled alike. The compiler would choose
+        # others or spell them otherwise, and the next call would trace its program again.
+        self._accumulate = jax.jit(functions.accumulated, donate_argnums=0, out_shardings=(sums_layout, whole))
         self._measure = jax.jit(functions.measured)
         # With float32 copies, the step does not read the model's own arrays. keep_unused lets it reuse their memory.
-        self._step = jax.jit(functions.stepped, donate_argnums=(2, 3, 4), keep_unused=True)
+        step_layout = self._layout, state_layout, whole
+        self._step = jax.jit(functions.stepped, donate_argnums=(2, 3, 4), keep_unused=True, out_shardings=step_layout)
         self._join = jax.jit(functions.joined)
-        kinds = self._described_sums
-        layout = jax.tree.map(lambda kind: kind.sharding, kinds)
         made = lambda: jax.tree.map(lambda kind: jnp.zeros(kind.shape, kind.dtype), kinds)  # noqa: E731
-        self._zeros = jax.jit(made, out_shardings=layout)
-        self._histogram = jax.jit(histogram, out_shardings=NamedSharding(self._mesh, PartitionSpec()))
-        self.state: UpdateState = self._initial(functions, stepped)
+        self._zeros = jax.jit(made, out_shardings=sums_layout)
+        self._histogram = jax.jit(histogram, out_shardings=whole)
 
     @property
     def trained(self) -> Values:
@@ -208,8 +210,9 @@ class Updater:
         read = {name: value for name, value in gradients.items() if name not in reused}
         return held, sums._replace(gradients=read), free, self.state, reused
 
-    def _initial(self, functions: "_Functions", stepped: Values) -> UpdateState:
-        """Make the state before the first update. It consists of descriptions if the parameters do."""
+    def _initial(self, functions: "_Functions", stepped: Values) -> tuple[UpdateState, Any]:
+        """Make the state before the first update, and its shardings. It consists of descriptions if the parameters
+        do."""
         shapes = jax.eval_shape(functions.first_state, stepped)
         whole = NamedSharding(self._mesh, PartitionSpec())
         shardings: Any = UpdateState(
@@ -220,9 +223,10 @@ class Updater:
         )
         if isinstance(next(iter(stepped.values())), jax.ShapeDtypeStruct):
             describe = lambda leaf, of: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=of)  # noqa: E731
-            return jax.tree.map(describe, shapes, shardings)
+            return jax.tree.map(describe, shapes, shardings), shardings
         copies = bool(shapes.kept) and not self._residual  # these are ``stepped``'s arrays, which nobody else holds
-        return jax.jit(functions.first_state, out_shardings=shardings, donate_argnums=0 if copies else ())(stepped)
+        made = jax.jit(functions.first_state, out_shardings=shardings, donate_argnums=0 if copies else ())(stepped)
+        return made, shardings
 
     @property
     def _described_sums(self) -> PassSums:
@@ -250,8 +254,6 @@ class _Functions:
     optimizer: optax.GradientTransformation
     schedule: optax.Schedule
     settings: LossSettings
-    layout: Mapping[str, Any]
-    """The sharding of every trained parameter."""
     dtypes: Mapping[str, Any]
     """The type in which the model computes with each trained parameter."""
     max_grad_norm: float
@@ -272,7 +274,7 @@ class _Functions:
         entropy = sums.entropy
         if isinstance(entropy, EntropySums):
             entropy = EntropySums(entropy.entropy + measured.entropy, entropy.tokens + measured.agreement.tokens)
-        return PassSums(self._laid_out(added), sums.loss + measured.loss, entropy), measured
+        return PassSums(added, sums.loss + measured.loss, entropy), measured
 
     def measured(self, sums: PassSums, count: Int[Array, ""], entropy: EntropyState | tuple[()]) -> UpdateRecord:
         """Make the update's record before the step; `stepped` computes ``step_kept``, which is 1 here."""
@@ -298,8 +300,8 @@ class _Functions:
         entropy = state.entropy
         if isinstance(entropy, EntropyState) and isinstance(read.entropy, EntropySums):
             entropy = entropy.after(read.entropy, self.settings.section)
-        after = UpdateState(state.count + 1, optimizer, self._laid_out(kept), entropy)
-        return self._laid_out(trained), after, jnp.where(length > 0.0, along / length, 1.0)
+        after = UpdateState(state.count + 1, optimizer, kept, entropy)
+        return trained, after, jnp.where(length > 0.0, along / length, 1.0)
 
     def first_state(self, stepped: Values) -> UpdateState:
         values = {name: value.astype(jnp.float32) for name, value in stepped.items()}
@@ -326,11 +328,6 @@ class _Functions:
             return {name: part[0] for name, part in parts.items()}, {name: part[1] for name, part in parts.items()}
         cast = {name: value.astype(self.dtypes[name]) for name, value in values.items()}
         return cast, {name: value for name, value in values.items() if value.dtype != self.dtypes[name]}
-
-    def _laid_out(self, values: Values) -> Values:
-        # Otherwise the compiler would choose the sharding of a program's results. With the sharding of the parameters,
-        # the next call needs no new program, and the sampler finds the sharding that it knows.
-        return {name: jax.lax.with_sharding_constraint(value, self.layout[name]) for name, value in values.items()}
 
 
 def histogram(values: Float[Array, "..."]) -> Histogram:
