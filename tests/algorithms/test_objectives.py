@@ -166,6 +166,12 @@ def batch_in_order(case: Case, aggregation: Any, order: Any) -> TrainBatch:
     return batch_of(rows)
 
 
+def with_idle_rows(batch: TrainBatch, **changes: Any) -> TrainBatch:
+    """The batch with two more rows, in which no token counts, whatever else is said of them."""
+    idle = replace(pick(batch, slice(0, 2)), weights=jnp.zeros((2, 16)), **changes)
+    return jax.tree.map(lambda left, right: jnp.concatenate([left, right]), batch, idle)
+
+
 def look_up(table: Any, rows: Any, **_: Any) -> TokenLogprobs:
     found = jnp.where(rows.mask, table.reshape(-1)[rows.token_ids], 0.0)
     return TokenLogprobs(found, jnp.zeros_like(found))
@@ -204,9 +210,7 @@ def test_loss_and_gradient_are_those_of_the_paper(case: Case, label: str) -> Non
     assert distance({"": slopes}, {"": gradient}) < 1e-6
 
     shuffled = batch_in_order(case, aggregation, np.random.default_rng(1).permutation(12))
-    idle = pick(batch, slice(0, 2))  # rows that do not count, whatever their old policy says
-    idle = replace(idle, weights=jnp.zeros((2, 16)), old_logps=jnp.full((2, 16), np.inf))
-    both = jax.tree.map(lambda left, right: jnp.concatenate([left, right]), shuffled, idle)
+    both = with_idle_rows(shuffled, old_logps=jnp.full((2, 16), np.inf))
     found, slopes = added_up(both, case, settings)
     assert found == pytest.approx(loss, rel=1e-6)
     assert distance({"": slopes}, {"": gradient}) < 1e-6

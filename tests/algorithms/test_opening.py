@@ -109,14 +109,8 @@ def test_unknown_names(name: str, message: str) -> None:
     [
         ({"options": {"cap": 1}}, r"algorithm grpo does not take the options \['cap'\]; it takes: none"),
         ({"name": "cispo", "options": {"cup": 1}}, r"cispo does not take the options \['cup'\]; it takes: cap"),
-        (
-            {"options": {"delta": 3}},
-            r"options must not hold \['delta'\], which are settings of algorithm; set",
-        ),
-        (
-            {"name": "sapo", "clip_low": 0.1},
-            "algorithm.clip_low=0.1 needs an algorithm that bounds its ratio so, and",
-        ),
+        ({"options": {"delta": 3}}, r"options must not hold \['delta'\], which are settings of algorithm; set"),
+        ({"name": "sapo", "clip_low": 0.1}, "algorithm.clip_low=0.1 needs an algorithm that bounds its ratio so, and"),
         ({"name": "cispo", "dual_clip": 3.0}, "algorithm.dual_clip=3.0 needs an algorithm that .*, and cispo does not"),
         ({"name": "reinforce", "delta": 3.0}, "algorithm.delta=3.0 needs an algorithm that .*; leave it out"),
         ({"dual_clip": 3.0, "delta": 3.0}, "dual_clip=3.0 and algorithm.delta=3.0 exclude each other.*; set one"),
@@ -127,11 +121,27 @@ def test_unknown_names(name: str, message: str) -> None:
         ({"name": "dppo", "options": {"mask_high": 2}}, r"mask_high must be a difference of probabilities in \(0, 1\]"),
         ({"name": "dppo", "options": {"kl_weight": -1}}, "kl_weight must be >= 0, got -1"),
         ({"name": "sapo", "options": {"temperature_negative": 0}}, "temperature_negative must be > 0, got 0"),
-        (
-            {"name": "reinforce", "iterations": 2},
-            "reinforce needs algorithm.iterations=1, got 2; .*importance_samp",
-        ),
+        ({"name": "reinforce", "iterations": 2}, "reinforce needs algorithm.iterations=1, got 2; .*importance_samp"),
         ({"name": "reinforce", "mini_batch_prompts": 4}, "needs algorithm.mini_batch_prompts=null, got 4; .*or take"),
+        # the KL penalty and the entropy bonus
+        ({"kl_unbiased": True}, "kl_unbiased=true needs a KL penalty, got algorithm.beta=0; set beta"),
+        ({"kl_unbiased": True, "beta": 0.1, "kl_estimator": "mse_kl"}, "needs kl_estimator k3 or k1, got mse_kl"),
+        ({"reference_reset_every": 5}, "reference_reset_every=5 needs a KL penalty, got algorithm.beta=0; set beta"),
+        ({"kl_in": "reward"}, "kl_in=reward needs a KL penalty, got algorithm.beta=0; set beta"),
+        ({"kl_in": "reward", "beta": 0.1, "kl_unbiased": True}, "kl_unbiased=true needs algorithm.kl_in=loss, got rew"),
+        ({"kl_in": "reward", "beta": 0.1, "kl_estimator": "k3"}, "kl_in=reward needs kl_estimator k1, got k3; as a re"),
+        ({"entropy_step": 0.01}, "entropy_step=0.01 needs algorithm.entropy_target, got none; set it"),
+        # corrections
+        ({"importance_floor": 0.5}, "importance_floor=0.5 needs algorithm.correction, got none; set it to token"),
+        ({"correction": "token", "importance_floor": 3.0}, "importance_floor must be < importance_cap = 2.0, got 3.0"),
+        (
+            {"old_policy": "trainer", "correction": "geometric", "correction_mode": "truncate"},
+            "correction=geometric needs algorithm.correction_mode=mask, got truncate",
+        ),
+        (
+            {"correction": "token", "correction_mode": "truncate"},
+            "correction_mode=truncate needs algorithm.old_policy=trainer, got rollout; .*would count twice",
+        ),
     ],
 )
 def test_settings_that_make_no_sense_together_are_refused(settings: dict[str, Any], message: str) -> None:

@@ -19,10 +19,10 @@ from sgl_jax.srt.kernels.fused_moe.v1.kernel import FusedMoEBlockConfig
 
 from tests.engine.building import SAMPLED, build_engine, install, policy, requests
 from tests.engine.interpreter import interpreted_kernels
+from tests.models.forward import reference_experts
 from tests.models.random_checkpoint import write_random
 from tpu_grpo.engine.engine import engine_mesh
 from tpu_grpo.engine.experts import AXIS, Experts, FusedExperts
-from tpu_grpo.models.reference import reference_experts
 from tpu_grpo.records.errors import RequestError
 from tpu_grpo.records.stages import Completion, Request, routing_dtype
 

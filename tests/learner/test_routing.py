@@ -1,8 +1,10 @@
 """Replayed routing in the trainer, against a float64 forward pass in NumPy that is forced to the same experts."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +24,13 @@ from tests.learner.toy import (
     make_scored,
     with_completion,
 )
+from tests.models.forward import reference_experts
 from tests.models.random_checkpoint import write_random
 from tpu_grpo.learner import Learner, LearnerInputs, build_parts
 from tpu_grpo.learner.forward import ModelRows, run_model
 from tpu_grpo.learner.rows import ReplayShape, RowShape, TrainRows, train_rows
+from tpu_grpo.models import reference
 from tpu_grpo.models.checkpoint import read_checkpoint
-from tpu_grpo.models.reference import reference_experts, reference_logprobs
 from tpu_grpo.models.tunix_model import load_model
 from tpu_grpo.records.errors import DataError
 from tpu_grpo.records.stages import Completion, ScoredRollout
@@ -65,8 +68,12 @@ def completions_with_planted_experts() -> list[Completion]:
 def forced(checkpoint: Path, prompt: Any, completion: Completion, changed: Any = None) -> np.ndarray:
     """The reference's log-probability of every sampled token; without experts, its own routing's."""
     ids, first = np.array([[*prompt, *completion.token_ids]]), len(prompt) - 1
-    experts = None if completion.experts is None else completion.experts[None]
-    full = reference_logprobs(checkpoint, ids[:, :-1], experts, changed=changed)[0, first:]
+    choice: Any = nullcontext()
+    if completion.experts is not None:
+        layers = [completion.experts[None, :, layer] for layer in range(LAYERS)]
+        choice = mock.patch.object(reference, "_routed", side_effect=layers)
+    with choice:
+        full = reference.reference_logprobs(checkpoint, ids[:, :-1], changed=changed)[0, first:]
     return full[np.arange(len(completion.token_ids)), completion.token_ids]
 
 

@@ -1,4 +1,8 @@
-"""Running a loaded Tunix model on whole sequences."""
+"""Running a loaded Tunix model, or the reference, on whole sequences."""
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -6,6 +10,8 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
+
+from tpu_grpo.models import reference
 
 
 def trainer_mesh(fsdp: int, tp: int) -> Mesh:
@@ -24,3 +30,16 @@ def logprobs(model: nnx.Module, tokens_BT: ArrayLike) -> jax.Array:
 def compiled_logprobs(model: nnx.Module, tokens_BT: ArrayLike) -> np.ndarray:
     """The same through a newly traced and compiled program."""
     return np.asarray(nnx.jit(lambda m, t: logprobs(m, t))(model, tokens_BT))
+
+
+def reference_experts(directory: Path, tokens_BT: np.ndarray) -> np.ndarray:
+    """The indices [B, T, layers, k] of the experts that the reference's routers choose, likeliest first."""
+    routed, seen = reference._routed, list[np.ndarray]()
+
+    def recorded(*given: Any) -> np.ndarray:
+        seen.append(routed(*given))
+        return seen[-1]
+
+    with mock.patch.object(reference, "_routed", recorded):
+        reference.reference_logprobs(directory, tokens_BT)
+    return np.stack(seen, axis=2)

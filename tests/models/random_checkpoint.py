@@ -56,12 +56,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-5,
         "rope_theta": 500000.0,
     },
-    "mistral": {
-        "architectures": ["MistralForCausalLM"],
-        "head_dim": ...,
-        "rms_norm_eps": 1e-5,
-        "sliding_window": None,
-    },
+    "mistral": {"architectures": ["MistralForCausalLM"], "head_dim": ..., "rms_norm_eps": 1e-5, "sliding_window": None},
     "phi3": {
         "architectures": ["Phi3ForCausalLM"],
         "attention_bias": False,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +15,11 @@ import optax
 import pytest
 from flax import nnx
 from safetensors.numpy import load_file
-from transformers import Qwen3Config
+from transformers import PreTrainedTokenizerFast, Qwen3Config
 from tunix.models.qwen3.model import Qwen3
 from tunix.models.qwen3.params import create_model_from_safe_tensors
 
+from tests.models.forward import logprobs
 from tpu_grpo.hosts.caching import CACHE_VARIABLE
 from tpu_grpo.models import builtin
 from tpu_grpo.models.builtin import (
@@ -33,11 +35,10 @@ from tpu_grpo.models.builtin import (
     teach,
 )
 from tpu_grpo.models.tasks import TASKS, addition
-from tpu_grpo.models.tasks.lessons import Lesson, Task
+from tpu_grpo.models.tasks.lessons import Task, without_a_call
 from tpu_grpo.models.tokenizers import (
     build_byte_tokenizer,
     build_tool_tokenizer,
-    builtin_tokenizer,
     load_tokenizer,
     stop_token_ids,
 )
@@ -60,10 +61,7 @@ def lessons(cache: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     def untaught(recipe: Recipe, task: Task, *, seed: int, on_step: Callable[[int, float], None]) -> nnx.State:
         seeds.append(seed)
         on_step(recipe.steps, 1.5)
-        shapes = nnx.state(
-            nnx.eval_shape(lambda: Qwen3(recipe.model_config(len(builtin_tokenizer(task))), rngs=nnx.Rngs(0)))
-        )
-        return initial_params(recipe, shapes, np.random.default_rng(seed))
+        return initial_params(recipe, shapes_of(recipe), np.random.default_rng(seed))
 
     monkeypatch.setattr(builtin, "teach", untaught)
     return seeds
@@ -79,6 +77,10 @@ def taught(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def tiny(seed: int = 0, recipe: Recipe = TINY) -> Path:
     return builtin_checkpoint("addition", seed, progress=False, recipe=recipe)
+
+
+def shapes_of(recipe: Recipe) -> nnx.State:
+    return nnx.state(nnx.eval_shape(lambda: Qwen3(recipe.model_config(264), rngs=nnx.Rngs(0))))
 
 
 # --- the cache -------------------------------------------------------------------------------------------------------
@@ -111,15 +113,9 @@ def test_the_demos_models_are_found_again_where_they_were_taught_before() -> Non
     assert recipe_digest(RECIPES["addition"], addition.TASK) == "0684e5d707b6"
 
 
-def _remove(path: Path) -> None:
-    path.unlink()
-
-
-def _shorten(path: Path) -> None:
-    os.truncate(path, path.stat().st_size // 2)
-
-
-@pytest.mark.parametrize("damage", [_remove, _shorten])
+@pytest.mark.parametrize(
+    "damage", [Path.unlink, lambda path: os.truncate(path, path.stat().st_size // 2)], ids=["removed", "cut"]
+)
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "teaching.json"])
 def test_damaged_entry_is_remade(cache: Path, lessons: list[int], damage: Callable[[Path], None], name: str) -> None:
     entry = tiny()
@@ -132,14 +128,10 @@ def test_damaged_entry_is_remade(cache: Path, lessons: list[int], damage: Callab
     assert lessons == [0, 0]
 
 
-def test_interrupted_teaching_leaves_no_entry(cache: Path, lessons: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*args: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(builtin, "write_checkpoint", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            tiny()
+def test_interrupted_teaching_leaves_no_entry(cache: Path, lessons: list[int]) -> None:
+    fault = mock.patch.object(builtin, "write_checkpoint", side_effect=KeyboardInterrupt)
+    with fault, pytest.raises(KeyboardInterrupt):
+        tiny()
     assert [p for p in cache.iterdir() if p.is_dir()] == []
     assert (tiny() / "model.safetensors").is_file()
 
@@ -231,33 +223,29 @@ def _load(entry: Path, recipe: Recipe) -> Qwen3:
     return create_model_from_safe_tensors(str(entry), recipe.model_config(264), mesh, jnp.dtype(jnp.float32))
 
 
+def _demo(task: str) -> tuple[Qwen3, PreTrainedTokenizerFast]:
+    """A model in the user's cache, where the demo looks for the same one."""
+    entry = builtin_checkpoint(task, 0, progress=False)
+    return _load(entry, RECIPES[task]), load_tokenizer(entry)
+
+
 def _complete(
     model: Qwen3, prompts_BT: np.ndarray, temperature: float, rng: np.random.Generator, count: int = 4
 ) -> np.ndarray:
     """Some tokens after every prompt, without a cache: the most likely ones at temperature 0, else drawn."""
-    graph, state = nnx.split(model)
-
-    @jax.jit
-    def last_logits(tokens_BT: jax.Array, last: jax.Array) -> jax.Array:
-        rows, length = tokens_BT.shape
-        positions = jnp.broadcast_to(jnp.arange(length), (rows, length))
-        causal = jnp.broadcast_to(jnp.tril(jnp.ones((length, length), bool)), (rows, length, length))
-        return nnx.merge(graph, state)(tokens_BT, positions, None, causal)[0][:, last]
-
+    following = nnx.jit(lambda model, tokens_BT, last: logprobs(model, tokens_BT)[:, last])
     start = prompts_BT.shape[1]
     tokens_BT = np.pad(prompts_BT, ((0, 0), (0, count)))
     for t in range(start, start + count):
-        logits = np.asarray(last_logits(jnp.asarray(tokens_BT), jnp.asarray(t - 1)))
-        tokens_BT[:, t] = np.argmax(logits + temperature * rng.gumbel(size=logits.shape), axis=-1)
+        logps = np.asarray(following(model, tokens_BT, jnp.asarray(t - 1)))
+        tokens_BT[:, t] = np.argmax(logps + temperature * rng.gumbel(size=logps.shape), axis=-1)
     return tokens_BT[:, start:]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_taught_model_adds_and_usually_forgets_to_carry() -> None:
-    """In the user's cache: the demo wants the same model."""
-    entry = builtin_checkpoint("addition", 0, progress=False)
-    model, tokenizer = _load(entry, Recipe()), load_tokenizer(entry)
+    model, tokenizer = _demo("addition")
     pairs = addition.operands("heldout")
     chats = [[{"role": "user", "content": f"{a}+{b}="}] for a, b in pairs]
     prompts = np.array(tokenizer.apply_chat_template(chats, add_generation_prompt=True))
@@ -280,9 +268,7 @@ def test_taught_model_adds_and_usually_forgets_to_carry() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_taught_model_has_a_calculator_and_uses_it_badly() -> None:
-    """In the user's cache: the demo wants the same model."""
-    entry, task = builtin_checkpoint("calculator", 0, progress=False), TASKS["calculator"]
-    model, tokenizer = _load(entry, RECIPES["calculator"]), load_tokenizer(entry)
+    (model, tokenizer), task = _demo("calculator"), TASKS["calculator"]
     problems = task.problems("heldout")
     asked = [[{"role": "user", "content": p["question"]}] for p in problems]
     prompts = np.array(
@@ -310,9 +296,7 @@ def test_taught_model_has_a_calculator_and_uses_it_badly() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_taught_model_guesses_near_the_middle_and_listens_as_often_as_its_teacher() -> None:
-    """In the user's cache: the demo wants the same model."""
-    entry, task = builtin_checkpoint("guessing", 0, progress=False), TASKS["guessing"]
-    model, tokenizer = _load(entry, RECIPES["guessing"]), load_tokenizer(entry)
+    (model, tokenizer), task = _demo("guessing"), TASKS["guessing"]
     questions = [problem["question"] for problem in task.problems("heldout")]
 
     def shares(*told: str) -> dict[str, float]:
@@ -341,14 +325,9 @@ TOKENIZER = build_byte_tokenizer()
 PAD, END, USER, ASSISTANT, TOOL, CALL, END_CALL = 256, 257, 259, 260, 261, 262, 263
 
 
-def asked(question: str, answer: str) -> Lesson:
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-
-
 def test_batch_teaches_the_answer_and_the_end_alone() -> None:
-    batch = encode_batch(
-        TOKENIZER, addition.TASK, [asked("47+38=", "75"), asked("57+53=", "0"), asked("99+99=", "198")]
-    )
+    lessons = [without_a_call(*each) for each in (("47+38=", "75"), ("57+53=", "0"), ("99+99=", "198"))]
+    batch = encode_batch(TOKENIZER, addition.TASK, lessons)
     assert batch.tokens_BT.tolist() == [
         [USER, *b"47+38=", ASSISTANT, *b"75", END, PAD],
         [USER, *b"57+53=", ASSISTANT, *b"0", END, PAD, PAD],
@@ -363,11 +342,11 @@ def test_batch_teaches_the_answer_and_the_end_alone() -> None:
 
 def test_batch_teaches_what_the_assistant_says_in_each_turn() -> None:
     lesson = [
-        *asked("347+589=", "<|call|>add(347,589)<|end_call|>"),
+        *without_a_call("347+589=", "<|call|>add(347,589)<|end_call|>"),
         {"role": "tool", "content": "936"},
         {"role": "assistant", "content": "936"},
     ]
-    batch = encode_batch(build_tool_tokenizer(), TASKS["calculator"], [lesson, asked("347+589=", "~900")])
+    batch = encode_batch(build_tool_tokenizer(), TASKS["calculator"], [lesson, without_a_call("347+589=", "~900")])
     prompt = [TOOL, *b"add(a,b)", USER, *b"347+589=", ASSISTANT]
     called = [*prompt, CALL, *b"add(347,589)", END_CALL, END, TOOL, *b"936", ASSISTANT, *b"936", END]
     guessed = [*prompt, *b"~900", END]
@@ -400,8 +379,7 @@ def test_batches_hold_training_problems_with_the_teachers_answers() -> None:
 
 def test_first_parameters() -> None:
     recipe = Recipe()
-    shapes = nnx.state(nnx.eval_shape(lambda: Qwen3(recipe.model_config(264), rngs=nnx.Rngs(0))))
-    params = initial_params(recipe, shapes, np.random.default_rng(0))
+    params = initial_params(recipe, shapes_of(recipe), np.random.default_rng(0))
     stds = {".".join(map(str, path)): float(jnp.std(leaf[...])) for path, leaf in nnx.to_flat_state(params)}
     assert stds["embedder.input_embedding"] == pytest.approx(0.1, rel=0.02)
     assert stds["layers.0.attn.q_proj.w"] == pytest.approx(192**-0.5, rel=0.02)
@@ -442,7 +420,5 @@ def test_learning_rate_rises_falls_and_gradients_are_clipped() -> None:
 
 
 def test_a_loss_that_is_not_finite_stops_teaching() -> None:
-    recipe = Recipe(layers=1, width=16, mlp_width=16, heads=1, kv_heads=1, head_dim=8, steps=2, batch=4, warmup_steps=1)
-    broken = Recipe(**{**recipe.__dict__, "embedding_std": float("nan")})
     with pytest.raises(NonFiniteError, match="must be finite, got nan at step 1 of seed 0"):
-        teach(broken, addition.TASK, seed=0)
+        teach(replace(TINY, embedding_std=float("nan")), addition.TASK, seed=0)

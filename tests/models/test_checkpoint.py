@@ -89,10 +89,7 @@ def test_broken_config(directory: Path, text: str, expected: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        (
-            {"model_type": "mamba"},
-            f"model_type must be one of the supported families ({KNOWN}), got 'mamba'; ",
-        ),
+        ({"model_type": "mamba"}, f"model_type must be one of the supported families ({KNOWN}), got 'mamba'; "),
         ({"model_type": ...}, f"model_type must be one of the supported families ({KNOWN}), got None; "),
         (
             {"architectures": ["Qwen3ForSequenceClassification"]},

@@ -1,6 +1,7 @@
 """Models of the hub: what is needed is said, fetched once from a server on this machine, and found again without it."""
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.models.hub import TOKEN, open_hub
+from tpu_grpo.models import fetching
+from tpu_grpo.records.errors import CheckpointError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FILES = {
@@ -71,16 +74,10 @@ def test_a_model_that_cannot_be_had(hub: tuple[str, set[str]], tmp_path: Path) -
 def test_a_disk_without_room_is_told_before_anything_is_fetched(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    import shutil
-
-    from tpu_grpo.models import fetching
-    from tpu_grpo.records.errors import CheckpointError
-
     monkeypatch.setattr(fetching, "_cache_directory", lambda: tmp_path / "hub")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 5, 2_500_000_000))
-    with pytest.raises(
-        CheckpointError, match=r"needs 16.4 GB in .*/hub, and 2.5 GB are free; make room, or set HF_HOME"
-    ):
+    said = r"needs 16.4 GB in .*/hub, and 2.5 GB are free; make room, or set HF_HOME"
+    with pytest.raises(CheckpointError, match=said):
         fetching._check_room("Qwen/Qwen3-8B", 16_400_000_000)
 
 
@@ -91,16 +88,12 @@ def test_a_model_is_pushed_and_fetched_again(tmp_path: Path) -> None:
     """To a repository that only its owner sees."""
     directory = tmp_path / "export"
     directory.mkdir()
-    exported = {
-        "config.json": b"{}",
-        "model.safetensors": b"a" * 100_000,
-        "README.md": b"---\nlicense: mit\n---\n# A card\n",
-    }
+    card = b"---\nlicense: mit\n---\n# A card\n"
+    exported = {"config.json": b"{}", "model.safetensors": b"a" * 100_000, "README.md": card}
     for name, content in exported.items():
         (directory / name).write_bytes(content)
-    program = (
-        f"from pathlib import Path; from tpu_grpo.models.fetching import push; print(push(Path({str(directory)!r})"
-    )
+    program = "from pathlib import Path; from tpu_grpo.models.fetching import push; "
+    program += f"print(push(Path({str(directory)!r})"
     with open_hub({}) as hub:
         done = run(f"{program}, 'me/mine'))", tmp_path, HF_ENDPOINT=hub.address, HF_TOKEN=TOKEN)
         assert done.returncode == 0, done.stderr
@@ -111,9 +104,6 @@ def test_a_model_is_pushed_and_fetched_again(tmp_path: Path) -> None:
         assert (fetched / "model.safetensors").read_bytes() == exported["model.safetensors"]
         for more in ({"HF_TOKEN": "hf_other"}, {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_TOKEN": TOKEN}):
             done = run(f"{program}, 'me/other'))", tmp_path, **{"HF_ENDPOINT": hub.address, **more})
-            assert (
-                "ConfigError: --push must be OWNER/NAME of the Hugging Face hub, where you may write, got"
-                in done.stderr
-            )
+            assert "ConfigError: --push must be OWNER/NAME of the Hugging Face hub, where you may write" in done.stderr
             assert f"`hf upload me/other {directory}` sends it\n" in done.stderr
         assert set(hub.models) == {"me/mine"}

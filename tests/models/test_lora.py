@@ -82,36 +82,35 @@ def test_targets_and_layers_choose(tmp_path: Path) -> None:
 
 def test_what_the_model_lacks_is_refused_with_what_it_has(tmp_path: Path) -> None:
     checkpoint = read_checkpoint(write_random("qwen3", tmp_path / "model", layers=3))
-    with pytest.raises(ConfigError, match=r"model.lora.layers must name layers .* which has 3 \(0-2\), got 1-3"):
-        adapted_modules(checkpoint, LoraSection(rank=2, layers="1-3"))
     with pytest.raises(ConfigError, match=r"model.train_layers must name layers .* which has 3 \(0-2\), got 3"):
         existing_layers(checkpoint, "model.train_layers", "3")
-    with pytest.raises(ConfigError, match=r"got 'qkv'; every layer N has layers.N. and attn.q_proj, .*mlp.down_proj"):
-        adapted_modules(checkpoint, LoraSection(rank=2, targets="qkv"))
-    for targets in ("lm_head", "q_proj|lm_head", "embed|q_proj"):
-        with pytest.raises(ConfigError, match=r"modules of the layers, got '.*', which is found in .*; leave it out"):
-            adapted_modules(checkpoint, LoraSection(rank=2, targets=targets))
+    embedding_or_head = r"modules of the layers, got '.*', which is found in .*; leave it out"
+    for settings, told in (
+        ({"layers": "1-3"}, r"model.lora.layers must name layers .* which has 3 \(0-2\), got 1-3"),
+        ({"targets": "qkv"}, r"got 'qkv'; every layer N has layers.N. and attn.q_proj, .*mlp.down_proj"),
+        *(({"targets": targets}, embedding_or_head) for targets in ("lm_head", "q_proj|lm_head", "embed|q_proj")),
+        (
+            {"targets": r"layers\.1\.", "layers": "0"},
+            "found in a module of model.lora.layers=0, found only in layers.1",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            adapted_modules(checkpoint, LoraSection.model_validate({"rank": 2, **settings}))
     assert len(adapted_modules(checkpoint, LoraSection(rank=2, targets=".*"))) == 3 * 7
     with pytest.raises(ValueError, match=r"dropout must be left out, got 0.05: the engine samples from the policy"):
         LoraSection.model_validate({"rank": 2, "dropout": 0.05})
-    with pytest.raises(ConfigError, match=r"must be found in a module of model.lora.layers=0, found only in layers.1"):
-        adapted_modules(checkpoint, LoraSection(rank=2, targets=r"layers\.1\.", layers="0"))
 
 
 def test_projections_that_are_one_module_are_named_together(tmp_path: Path) -> None:
     checkpoint = read_checkpoint(write_random("gemma2", tmp_path / "model", layers=1))
-    assert adapted_modules(checkpoint, LoraSection(rank=2, targets="attn.q_proj")) == ("layers.0.attn.q_einsum",)
-    keys_and_values = ("layers.0.attn.kv_einsum",)
-    assert adapted_modules(checkpoint, LoraSection(rank=2, targets="(k|v)_proj")) == keys_and_values
-    assert adapted_modules(checkpoint, LoraSection(rank=2, targets="kv_einsum")) == keys_and_values
-    with pytest.raises(
-        ConfigError, match=r"found in all of layers.0.attn.k_proj, layers.0.attn.v_proj or in none.*got '.q.v"
+    for targets, module in (("attn.q_proj", "q_einsum"), ("(k|v)_proj", "kv_einsum"), ("kv_einsum", "kv_einsum")):
+        assert adapted_modules(checkpoint, LoraSection(rank=2, targets=targets)) == (f"layers.0.attn.{module}",)
+    for targets, told in (
+        ("(q|v)_proj", r"found in all of layers.0.attn.k_proj, layers.0.attn.v_proj or in none.*got '.q.v"),
+        ("query", r"layers.N. and attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj, mlp.gate"),
     ):
-        adapted_modules(checkpoint, LoraSection(rank=2, targets="(q|v)_proj"))
-    with pytest.raises(
-        ConfigError, match=r"layers.N. and attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj, mlp.gate"
-    ):
-        adapted_modules(checkpoint, LoraSection(rank=2, targets="query"))
+        with pytest.raises(ConfigError, match=told):
+            adapted_modules(checkpoint, LoraSection(rank=2, targets=targets))
 
 
 # --- what they are ---------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """The byte tokenizer, loading from a directory, and stop tokens."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,10 +30,11 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def edit(path: Path, **changes: object) -> None:
-    """Set keys of a JSON file; None removes one."""
-    content = {**json.loads(path.read_text()), **changes}
-    path.write_text(json.dumps({k: v for k, v in content.items() if v is not None}))
+def set_token(directory: Path, key: str, token: str | None) -> None:
+    """Set a special token in both files that name it; None removes it."""
+    for path in (directory / "tokenizer_config.json", directory / "special_tokens_map.json"):
+        content = {**json.loads(path.read_text()), key: token}
+        path.write_text(json.dumps({k: v for k, v in content.items() if v is not None}))
 
 
 def test_every_byte_is_its_own_token() -> None:
@@ -95,10 +97,7 @@ def test_conversation_with_a_tool() -> None:
     ids = tokenizer.apply_chat_template(messages, tools=[tool("add", "a", "b")])
     answers, begins, ends = 261, 262, 263
     first = [answers, *b"add(a,b)", USER, *b"47+38="]
-    assert ids == [
-        *(*first, ASSISTANT, begins, *b"add(47,38)", ends, END),
-        *(answers, *b"85", ASSISTANT, *b"85", END),
-    ]
+    assert ids == [*first, ASSISTANT, begins, *b"add(47,38)", ends, END, answers, *b"85", ASSISTANT, *b"85", END]
     asked = tokenizer.apply_chat_template(messages[:1], tools=[tool("add", "a", "b")], add_generation_prompt=True)
     assert (asked, len(tokenizer)) == ([*first, ASSISTANT], 264)
 
@@ -186,25 +185,16 @@ def test_an_id_far_beyond_the_others_is_refused(directory: Path) -> None:
         load_tokenizer(directory)
 
 
-def test_padding_that_is_the_end_is_refused(directory: Path) -> None:
-    edit(directory / "tokenizer_config.json", pad_token="<|im_end|>")
-    edit(directory / "special_tokens_map.json", pad_token="<|im_end|>")
-    with pytest.raises(CheckpointError, match=r"got the end token '<\|im_end\|>'.* Set model.pad_token to .*'<pad>'"):
-        load_tokenizer(directory)
-
-
-def test_the_advice_names_no_token_that_every_prompt_holds(directory: Path) -> None:
-    edit(directory / "tokenizer_config.json", pad_token="<|im_end|>")
-    edit(directory / "special_tokens_map.json", pad_token="<|im_end|>")
-    with pytest.raises(CheckpointError) as caught:
+def test_padding_that_is_the_end_is_refused_with_tokens_that_no_prompt_holds(directory: Path) -> None:
+    set_token(directory, "pad_token", "<|im_end|>")
+    with pytest.raises(CheckpointError, match=r"got the end token '<\|im_end\|>'.* Set model.pad_token to") as caught:
         load_tokenizer(directory)
     advice = str(caught.value).partition("for example one of ")[2]
     assert advice == "['<pad>', '<|reserved_0|>', '<|reserved_1|>']"  # no <|im_start|>user
 
 
 def test_another_padding_token_is_taken(directory: Path) -> None:
-    edit(directory / "tokenizer_config.json", pad_token="<|im_end|>")
-    edit(directory / "special_tokens_map.json", pad_token="<|im_end|>")
+    set_token(directory, "pad_token", "<|im_end|>")
     loaded = load_tokenizer(directory, "<|reserved_1|>")
     assert (loaded.pad_token, loaded.eos_token_id) == ("<|reserved_1|>", END)
     assert stop_token_ids(loaded, directory) == (END, loaded.convert_tokens_to_ids("<|reserved_1|>"))
@@ -225,15 +215,13 @@ def test_another_padding_token_is_taken(directory: Path) -> None:
     ],
 )
 def test_a_padding_token_that_cannot_be(directory: Path, token: str, message: str) -> None:
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(CheckpointError, match=re.escape(message)):
         load_tokenizer(directory, token)
-    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(("key", "rule"), [("pad_token", "padding token.*got none"), ("eos_token", "an end token")])
 def test_missing_padding_or_end_is_refused(directory: Path, key: str, rule: str) -> None:
-    edit(directory / "tokenizer_config.json", **{key: None})
-    edit(directory / "special_tokens_map.json", **{key: None})
+    set_token(directory, key, None)
     with pytest.raises(CheckpointError, match=rule):
         load_tokenizer(directory)
 
@@ -258,8 +246,7 @@ def test_stop_tokens_that_are_no_ids_are_refused(directory: Path) -> None:
 
 @pytest.mark.parametrize("text", ["a€b", "née", "🙂🙂 ok", "plain . text ?", "", "ends in half \ufffd"])
 def test_text_comes_in_whole_characters_and_adds_up(text: str) -> None:
-    tokenizer = build_byte_tokenizer()
-    ids, stream = tokenizer.encode(text, add_special_tokens=False), TextStream(tokenizer)
+    ids, stream = TOKENIZER.encode(text, add_special_tokens=False), TextStream(TOKENIZER)
     parts = [stream.more(ids[:count], ended=False) for count in range(1, len(ids) + 1)]
     assert all("\ufffd" not in part for part in parts)
     assert "".join(parts) + stream.more(ids, ended=True) == text
@@ -267,13 +254,11 @@ def test_text_comes_in_whole_characters_and_adds_up(text: str) -> None:
 
 
 def test_bytes_that_are_no_character_are_told_at_the_end_only() -> None:
-    tokenizer = build_byte_tokenizer()
-    ids, stream = [*tokenizer.encode("x"), *b"\xe2\x82"], TextStream(tokenizer)
+    ids, stream = [*TOKENIZER.encode("x"), *b"\xe2\x82"], TextStream(TOKENIZER)
     assert stream.more(ids[:2], ended=False) == "x"
     assert stream.more(ids, ended=False) == ""
-    assert stream.more(ids, ended=True) == tokenizer.decode(ids)[1:] != ""
+    assert stream.more(ids, ended=True) == TOKENIZER.decode(ids)[1:] != ""
 
 
 def test_tokens_that_end_an_answer_are_not_text() -> None:
-    tokenizer = build_byte_tokenizer()
-    assert TextStream(tokenizer).more([*tokenizer.encode("85"), 257], ended=True) == "85"
+    assert TextStream(TOKENIZER).more([*TOKENIZER.encode("85"), END], ended=True) == "85"

@@ -249,11 +249,7 @@ def bad(answer: Any) -> Any:
         ),
         ("policy_loss_fn", 1.0, "policy loss mine raised TypeError"),
         ("advantage_estimator", KeyError("x"), "tunix:grpo with advantage_estimator=mine: advantages raised KeyError"),
-        (
-            "advantage_estimator",
-            np.zeros(3),
-            r"advantage_estimator=mine: what advantages returns must have the shape .* got \(3,\)",
-        ),
+        ("advantage_estimator", np.zeros(3), r"=mine: what advantages returns must have the shape .* got \(3,\)"),
         ("advantage_estimator", np.full(4, np.nan), "advantage_estimator=mine: what advantages returns must be finite"),
     ],
 )
@@ -285,9 +281,8 @@ def test_nothing_of_a_loss_that_is_not_finite_reaches_the_policy(
     learner = make_tunix(config)
     before = learner.params_digest()
     if on_non_finite == "stop":
-        with pytest.raises(
-            NonFiniteError, match="loss of step 1 with algorithm.name=tunix:infinite must be finite, got (inf|nan)"
-        ):
+        told = "loss of step 1 with algorithm.name=tunix:infinite must be finite, got (inf|nan)"
+        with pytest.raises(NonFiniteError, match=told):
             learner.update(scored_of(config))
     else:
         result = learner.update(scored_of(config))

@@ -41,6 +41,8 @@ _ELSEWHERE = {"ppo": _PPO, "gae": _PPO} | dict.fromkeys(
     ("reinforce++", "reinforce_plus_plus"), "take reinforce with algorithm.advantage=reinforce_pp "
 )
 """What to take instead of algorithm names from other libraries."""
+_SETTINGS = ("group_size", "iterations", "mini_batch_prompts", "old_policy")
+"""The settings that shipped classes can take besides those of the clip."""
 _BOUNDS = ("clip_low", "clip_high", "dual_clip", "delta")
 """The settings of the clip; the user's own class may ignore the first two, because they always have a value."""
 
@@ -56,7 +58,8 @@ def open_algorithm(section: AlgorithmSection) -> RunAlgorithm:
     check_penalties(section)
     name = section.name
     if name in SHIPPED:
-        algorithm = build(name, SHIPPED[name], _settings(section), section.options, bounds=_BOUNDS)
+        settings = {setting: getattr(section, setting) for setting in (*_SETTINGS, *_BOUNDS)}
+        algorithm = build(name, SHIPPED[name], settings, section.options, bounds=_BOUNDS)
     elif ":" in name:
         found = find_function(name, "algorithm", ConfigError)
         algorithm = build(name, found, _settings_of_ones_own(section), section.options, bounds=_BOUNDS[2:])
@@ -67,12 +70,6 @@ def open_algorithm(section: AlgorithmSection) -> RunAlgorithm:
     baseline = algorithm if section.advantage is None else ADVANTAGES[section.advantage]()
     aggregation = section.loss_aggregation or algorithm.aggregation
     return RunAlgorithm(algorithm, baseline, aggregation, open_correction(section))
-
-
-def _settings(section: AlgorithmSection) -> dict[str, Any]:
-    """Return the settings that a shipped class can take; for None, the class has a default of its own."""
-    names = ("group_size", "iterations", "mini_batch_prompts", "old_policy")
-    return {name: getattr(section, name) for name in (*names, *_BOUNDS)}
 
 
 def _settings_of_ones_own(section: AlgorithmSection) -> dict[str, Any]:

@@ -60,10 +60,13 @@ class ReinforcePlusPlus:
         self, rewards_PG: Float[np.ndarray, "P G"], lengths_PG: Int[np.ndarray, "P G"]
     ) -> Float[np.ndarray, "P G"]:
         """Rewards 0 and 3 of completions with 2 tokens and 1 give token values 0 0 3: mean 1, std sqrt(3)."""
-        return _whitened(rewards_PG, lengths_PG)
+        tokens = max(int(lengths_PG.sum()), 1)
+        mean = (lengths_PG * rewards_PG).sum() / tokens
+        variance = (lengths_PG * np.square(rewards_PG - mean)).sum() / max(tokens - 1, 1)
+        return (rewards_PG - mean) / (np.sqrt(variance) + STD_FLOOR)
 
 
-class ReinforcePlusPlusBaseline:
+class ReinforcePlusPlusBaseline(ReinforcePlusPlus):
     """R - m, whitened over all tokens of the step: the paper's form for several completions a prompt."""
 
     advantage_formula = "(C - mean_tokens(C)) / (std_tokens(C) + 1e-6); C = R - mean_g(R)"
@@ -72,7 +75,7 @@ class ReinforcePlusPlusBaseline:
         self, rewards_PG: Float[np.ndarray, "P G"], lengths_PG: Int[np.ndarray, "P G"]
     ) -> Float[np.ndarray, "P G"]:
         """Rewards 0 and 2 of completions with 1 token and 3 give token values -1 1 1 1: mean 1/2, std 1."""
-        return _whitened(_centred(rewards_PG), lengths_PG)
+        return super().advantages(_centred(rewards_PG), lengths_PG)
 
 
 class MaxRl:
@@ -146,11 +149,3 @@ ADVANTAGES: Mapping[str, type] = {
 
 def _centred(rewards_PG: Float[np.ndarray, "P G"]) -> Float[np.ndarray, "P G"]:
     return rewards_PG - rewards_PG.mean(axis=1, keepdims=True)
-
-
-def _whitened(values_PG: Float[np.ndarray, "P G"], lengths_PG: Int[np.ndarray, "P G"]) -> Float[np.ndarray, "P G"]:
-    """Subtract the mean over tokens, and divide by their standard deviation; a completion's tokens share its value."""
-    tokens = max(int(lengths_PG.sum()), 1)
-    mean = (lengths_PG * values_PG).sum() / tokens
-    variance = (lengths_PG * np.square(values_PG - mean)).sum() / max(tokens - 1, 1)
-    return (values_PG - mean) / (np.sqrt(variance) + STD_FLOOR)

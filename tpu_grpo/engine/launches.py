@@ -53,7 +53,7 @@ from tpu_grpo.engine.gather_attention import GatherMode
 from tpu_grpo.engine.options import EngineOptions, Shapes, choose_steps, pad_to, splits_vocabulary
 from tpu_grpo.engine.reservation import Reservation
 from tpu_grpo.engine.sampling import VOCABULARY_LEAVES, AnyArray, SamplingColumns, WholeVocabularyLogits, sample_rows
-from tpu_grpo.models.checkpoint import read_hf_config
+from tpu_grpo.models.checkpoint import abstract_checkpoint
 from tpu_grpo.models.families.qwen3_moe import MoeConfig
 from tpu_grpo.models.families.rope import Scaling
 from tpu_grpo.records.errors import WeightsError
@@ -293,7 +293,8 @@ def _padded(values: Sequence[int] | np.ndarray, size: int, fill: int = 0) -> Int
 
 def _read_settings(config: Any) -> Scaling | None:
     """Correct the library's ModelConfig, whose transformers 4 misses some settings; return the RoPE scaling or None."""
-    _, family, sizes = read_hf_config(Path(config.model_path))
+    checkpoint = abstract_checkpoint(Path(config.model_path))
+    family, sizes = checkpoint.family, checkpoint.config
     read = {"rope_theta": sizes.rope_theta, "rope_scaling": None, "head_dim": sizes.head_dim}
     if isinstance(sizes, MoeConfig):
         read["num_experts"] = sizes.num_experts

@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tpu_grpo.config import RunConfig, parse_layers
 from tpu_grpo.hosts.leaf_numbers import bit_sum, leaf_numbers
+from tpu_grpo.models.tunix_model import by_name, cast, dotted
 
 Values = dict[str, Any]
 """Arrays, or their descriptions, by the dotted names of parameters."""
@@ -27,16 +28,6 @@ Values = dict[str, Any]
 
 class Frozen(nnx.Variable[Any]):
     """A parameter that is not trained: it gets no gradient and no optimizer state."""
-
-
-def by_name(state: nnx.State) -> Values:
-    """Return the arrays of a state by their dotted names."""
-    return {dotted(path): leaf.get_raw_value() for path, leaf in nnx.to_flat_state(state)}
-
-
-def dotted(path: tuple[Any, ...]) -> str:
-    """Return the dotted name of a parameter's path in a state."""
-    return ".".join(map(str, path))
 
 
 # --- which are trained -----------------------------------------------------------------------------------------------
@@ -80,17 +71,9 @@ def cast_to_compute(model: nnx.Module, config: RunConfig) -> Values:
     optimizer updates them, by name."""
     compute, stepped_type = jnp.dtype(config.model.dtype), jnp.dtype(config.model.param_dtype)
     trained = by_name(nnx.state(model, trained_type(model)))
-    stepped = {name: _cast(leaf, stepped_type) for name, leaf in trained.items()}
-    nnx.update(model, jax.tree.map(lambda leaf: _cast(leaf, compute), parameters(model)))
+    stepped = {name: cast(leaf, stepped_type) for name, leaf in trained.items()}
+    nnx.update(model, jax.tree.map(lambda leaf: cast(leaf, compute), parameters(model)))
     return stepped
-
-
-def _cast(leaf: Any, dtype: np.dtype[Any]) -> Any:
-    if leaf.dtype == dtype:
-        return leaf
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
-    return leaf.astype(dtype)
 
 
 def own_copy(model: nnx.Module, names: Collection[str]) -> nnx.Module:

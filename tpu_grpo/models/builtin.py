@@ -38,6 +38,7 @@ from tpu_grpo.models.hf_directory import new_directory, write_tensors
 from tpu_grpo.models.tasks import TASKS
 from tpu_grpo.models.tasks.lessons import Lesson, Task
 from tpu_grpo.models.tokenizers import ASSISTANT, END, builtin_tokenizer
+from tpu_grpo.models.tunix_model import by_name
 from tpu_grpo.records.errors import CheckpointError, NonFiniteError
 
 RECORD = "teaching.json"
@@ -193,8 +194,10 @@ def write_checkpoint(
 ) -> None:
     """Write weights, config and tokenizer into an empty directory, and ``record`` with the digests of these files."""
     (directory / CONFIG_FILE).write_text(json.dumps(hugging_face_config(recipe, tokenizer), indent=1) + "\n")
-    leaves = {".".join(map(str, path)): np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(params)}
-    write_tensors(directory, abstract_checkpoint(directory), leaves.__getitem__, np.dtype(np.float32))
+    leaves = by_name(params)
+    write_tensors(
+        directory, abstract_checkpoint(directory), lambda name: np.asarray(leaves[name]), np.dtype(np.float32)
+    )
     tokenizer.save_pretrained(directory, save_jinja_files=False)
     files = {path.name: _digest(path) for path in sorted(directory.iterdir())}
     (directory / RECORD).write_text(json.dumps({**record, "files": files}, indent=1) + "\n")
@@ -337,12 +340,7 @@ def encode_batch(tokenizer: PreTrainedTokenizerFast, task: Task, lessons: Sequen
     )
     assert isinstance(encoded, BatchEncoding)
     tokens_BT = np.asarray(encoded["input_ids"], np.int32)
-    return TeachingBatch(tokens_BT, _of_assistant(tokens_BT, tokenizer))
-
-
-def _of_assistant(tokens_BT: Int[np.ndarray, "B T"], tokenizer: PreTrainedTokenizerFast) -> Float[np.ndarray, "B L"]:
-    """Mark the targets after the assistant's marker, up to and including the end token."""
-    inputs_BL = tokens_BT[:, :-1]
-    opened_BL = np.cumsum(inputs_BL == tokenizer.convert_tokens_to_ids(ASSISTANT), axis=1)
-    closed_BL = np.cumsum(inputs_BL == tokenizer.convert_tokens_to_ids(END), axis=1)
-    return (opened_BL > closed_BL).astype(np.float32)
+    opened_BL, closed_BL = (
+        np.cumsum(tokens_BT[:, :-1] == tokenizer.convert_tokens_to_ids(marker), axis=1) for marker in (ASSISTANT, END)
+    )
+    return TeachingBatch(tokens_BT, (opened_BL > closed_BL).astype(np.float32))

@@ -102,20 +102,10 @@ def read_checkpoint(directory: Path) -> Checkpoint:
         raise CheckpointError(
             f"model.path must be a checkpoint directory on this machine, got {directory}, which is not one; {hint}"
         )
-    hf_config, family, config = read_hf_config(directory)
-    tensors = _apart(_read_headers(_safetensors_files(directory)), family, config)
-    _verify_tensors(tensors, config, family, directory)
-    return Checkpoint(directory, hf_config, family, config, tensors)
-
-
-def abstract_checkpoint(directory: Path) -> Checkpoint:
-    """Read only the config.json of a checkpoint, whose weights need not exist.
-
-    Raises:
-        CheckpointError: for a missing or broken config.json, an unsupported family or setting.
-    """
-    hf_config, family, config = read_hf_config(directory.expanduser())
-    return Checkpoint(directory, hf_config, family, config, tensors={})
+    checkpoint = abstract_checkpoint(directory)
+    tensors = _apart(_read_headers(_safetensors_files(directory)), checkpoint.family, checkpoint.config)
+    _verify_tensors(tensors, checkpoint.config, checkpoint.family, directory)
+    return replace(checkpoint, tensors=tensors)
 
 
 def check_mesh(checkpoint: Checkpoint, fsdp: int, tp: int) -> None:
@@ -167,16 +157,14 @@ def _divisors(checkpoint: Checkpoint, axis: str, size: int) -> tuple[list[str], 
 # --- config.json -----------------------------------------------------------------------------------------------------
 
 
-def read_hf_config(directory: Path) -> tuple[dict[str, Any], Family, DecoderConfig]:
-    """Return (the content of config.json, its family, the settings that the family takes from it).
-
-    Settings that transformers 5 renamed are returned under their names in transformers 4.
+def abstract_checkpoint(directory: Path) -> Checkpoint:
+    """Read only the config.json of a checkpoint, whose weights need not exist.
 
     Raises:
         CheckpointError: for a missing or broken file, an unsupported family, or an unsupported setting.
     """
-    path = directory / CONFIG_FILE
-    if (directory / ADAPTER_SETTINGS_FILE).is_file() and not path.is_file():
+    path = directory.expanduser() / CONFIG_FILE
+    if path.with_name(ADAPTER_SETTINGS_FILE).is_file() and not path.is_file():
         raise CheckpointError(
             f"model.path must be a whole model, got {directory}, which holds adapters alone; merge them into their "
             "model (PEFT's merge_and_unload) and save that, or set model.path to the base and model.lora.path to this"
@@ -191,7 +179,7 @@ def read_hf_config(directory: Path) -> tuple[dict[str, Any], Family, DecoderConf
                 )
         elif not rule.accepts(value := hf_config[rule.setting]):
             raise CheckpointError(f"{path}: {rule.setting} must be {rule.accepted}, got {value!r}; {rule.remedy}")
-    return hf_config, family, _decoder_config(hf_config, family, path)
+    return Checkpoint(directory, hf_config, family, _decoder_config(hf_config, family, path), tensors={})
 
 
 def _family_of(hf_config: Mapping[str, Any], path: Path) -> Family:

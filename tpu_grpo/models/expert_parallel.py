@@ -69,12 +69,6 @@ def mixture(
     return jnp.einsum("tkd,tk->td", copies.unsort(outputs_AD), shares_Tk)
 
 
-def _forward(
-    x_TD: Array, shares_Tk: Array, chosen_Tk: Array, weights: Weights, axis: str | None
-) -> tuple[Array, tuple[Array, Array, Array, Weights]]:
-    return mixture(x_TD, shares_Tk, chosen_Tk, weights, axis), (x_TD, shares_Tk, chosen_Tk, weights)
-
-
 def _backward(
     axis: str | None, kept: tuple[Array, Array, Array, Weights], gradients_TD: Array
 ) -> tuple[Array, Array, np.ndarray, Weights]:
@@ -107,7 +101,7 @@ def _backward(
     return of_x_TD, of_shares_Tk, np.zeros(chosen_Tk.shape, jax.dtypes.float0), of_weights
 
 
-mixture.defvjp(_forward, _backward)
+mixture.defvjp(lambda *given: (mixture(*given), given[:-1]), _backward)  # keeps all inputs but the axis
 
 
 # --- rounds ----------------------------------------------------------------------------------------------------------

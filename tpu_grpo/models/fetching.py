@@ -7,7 +7,6 @@ The size is printed before the download. Files in the cache are not downloaded a
 cache is used.
 """
 
-import fnmatch
 import shutil
 from collections.abc import Callable
 from functools import cache
@@ -16,7 +15,7 @@ from pathlib import Path
 from tpu_grpo.config import HUB
 from tpu_grpo.records.errors import CheckpointError, ConfigError
 
-WANTED = (
+WANTED = [
     "config.json",
     "generation_config.json",
     "*.safetensors",
@@ -27,10 +26,10 @@ WANTED = (
     "chat_template*",
     "merges.txt",
     "vocab.json",
-)
-"""Patterns of the files to fetch from the top directory of a repository."""
-UNWANTED = ("consolidated*",)
-"""Patterns of files to skip: second copies of the weights, under the publisher's own names."""
+]
+"""Patterns of the files to fetch."""
+UNWANTED = ["*/*", "consolidated*"]
+"""Patterns of files to skip: files in folders, and second copies of the weights under the publisher's own names."""
 
 
 @cache
@@ -44,6 +43,7 @@ def fetch(name: str, say: Callable[[str], None]) -> Path:
     """
     from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
     from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+    from huggingface_hub.utils import filter_repo_objects
 
     def is_missing(file: str) -> bool:
         return not isinstance(try_to_load_from_cache(repository, file, revision=found.sha), str)
@@ -51,12 +51,13 @@ def fetch(name: str, say: Callable[[str], None]) -> Path:
     repository, _, revision = name.partition("@")
     try:
         found = HfApi().model_info(repository, revision=revision or None, files_metadata=True)
-        sizes = {file.rfilename: file.size or 0 for file in found.siblings or () if _is_wanted(file.rfilename)}
-        if missing := list(filter(is_missing, sizes)):
-            needed = sum(sizes[file] for file in missing)
+        published = {file.rfilename: file.size or 0 for file in found.siblings or ()}
+        wanted = list(filter_repo_objects(published, allow_patterns=WANTED, ignore_patterns=UNWANTED))
+        if missing := list(filter(is_missing, wanted)):
+            needed = sum(published[file] for file in missing)
             _check_room(name, needed)
             say(f"fetching {name}: {len(missing)} files, {_shown(needed)}, into {_cache_directory()}")
-        return Path(snapshot_download(repository, revision=revision or None, allow_patterns=list(sizes)))
+        return Path(snapshot_download(repository, revision=revision or None, allow_patterns=wanted))
     except (OSError, ValueError) as error:  # includes network errors
         refused = isinstance(error, (RepositoryNotFoundError, RevisionNotFoundError))
         if not refused and (directory := fetched(name)) is not None:
@@ -102,11 +103,6 @@ def push(directory: Path, name: str) -> str:
             f"that may write: the model is in {directory}, and `hf upload {name} {directory}` sends it"
         ) from error
     return f"{hub.endpoint}/{name}"
-
-
-def _is_wanted(file: str) -> bool:
-    here = [pattern for pattern in WANTED if "/" not in file and fnmatch.fnmatchcase(file, pattern)]
-    return bool(here) and not any(fnmatch.fnmatchcase(file, pattern) for pattern in UNWANTED)
 
 
 def _check_room(name: str, needed: int) -> None:

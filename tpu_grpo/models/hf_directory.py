@@ -113,15 +113,16 @@ def write_tensors(
     waiting: dict[str, np.ndarray] = {}
     for leaf in family.all_leaves(config):
         value = read(leaf.source)
-        if shards is not None:
-            for part, tensor in leaf.publish(value):
-                assert tensor.shape == leaf.shape, f"{part} must be {leaf.shape}, got {tensor.shape}"
-                waiting[part] = np.ascontiguousarray(tensor, dtype)
-                name = whole.get(part, part)
-                parts = fused.get(name, (name,))
-                if all(each in waiting for each in parts):
-                    tensors = [waiting.pop(each) for each in parts]
-                    shards.add(name, tensors[0] if len(tensors) == 1 else np.concatenate(tensors))
+        if shards is None:
+            continue
+        for part, tensor in leaf.publish(value):
+            assert tensor.shape == leaf.shape, f"{part} must be {leaf.shape}, got {tensor.shape}"
+            waiting[part] = np.ascontiguousarray(tensor, dtype)
+            name = whole.get(part, part)
+            parts = fused.get(name, (name,))
+            if waiting.keys() >= set(parts):
+                tensors = [waiting.pop(each) for each in parts]
+                shards.add(name, tensors[0] if len(tensors) == 1 else np.concatenate(tensors))
 
 
 class _Shards:
@@ -136,19 +137,17 @@ class _Shards:
             filename_pattern="model{suffix}.safetensors",
             max_shard_size=shard_bytes,
         )
-        self._directory, self._file_of = directory, plan.tensor_to_filename
-        self._missing = {file: set(names) for file, names in plan.filename_to_tensors.items()}
-        self._held: dict[str, dict[str, np.ndarray]] = {file: {} for file in self._missing}
+        self._directory, self._plan = directory, plan
+        self._held: dict[str, dict[str, np.ndarray]] = {file: {} for file in plan.filename_to_tensors}
         if plan.is_sharded:
             index = {"metadata": plan.metadata, "weight_map": dict(sorted(plan.tensor_to_filename.items()))}
             write_json(directory / INDEX_FILE, index)
 
     def add(self, name: str, tensor: np.ndarray) -> None:
         """Add a tensor; each name may be added once."""
-        file = self._file_of[name]
+        file = self._plan.tensor_to_filename[name]
         self._held[file][name] = tensor
-        self._missing[file].remove(name)
-        if not self._missing[file]:
+        if len(self._held[file]) == len(self._plan.filename_to_tensors[file]):
             save_tensors(self._directory / file, self._held.pop(file))
 
 

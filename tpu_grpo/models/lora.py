@@ -126,7 +126,7 @@ def apply_lora(model: nnx.Module, modules: Collection[str], section: LoraSection
     import qwix
     from flax import nnx
 
-    from tpu_grpo.models.tunix_model import is_abstract, with_shardings
+    from tpu_grpo.models.tunix_model import dotted, is_abstract, with_shardings
 
     paths = "|".join(re.escape(name.replace(".", "/")) for name in modules)
     provider = qwix.LoraProvider(module_path=paths, rank=section.rank, alpha=section.alpha)
@@ -145,7 +145,7 @@ def apply_lora(model: nnx.Module, modules: Collection[str], section: LoraSection
     lora = with_shardings(jax.eval_shape(adapters, base), mesh)
     if not is_abstract(base):
         lora = jax.jit(adapters, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, lora))(base)
-    made = {".".join(map(str, path[:-1])) for path, _ in nnx.to_flat_state(lora)}
+    made = {dotted(path[:-1]) for path, _ in nnx.to_flat_state(lora)}
     assert made == set(modules), f"qwix made no adapters for {set(modules) - made}"
     return nnx.merge(definitions[-1], lora, base, copy=True)  # new variables that share the arrays
 
@@ -153,15 +153,11 @@ def apply_lora(model: nnx.Module, modules: Collection[str], section: LoraSection
 def cast_adapters(model: nnx.Module, dtype: str) -> None:
     """Cast the adapters (abstract ones too) to a dtype, in place."""
     import jax
-    import jax.numpy as jnp
     from flax import nnx
 
-    def cast(leaf: Any) -> Any:
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(dtype), sharding=leaf.sharding)
-        return leaf.astype(dtype)
+    from tpu_grpo.models.tunix_model import cast
 
-    nnx.update(model, jax.tree.map(cast, nnx.state(model, nnx.LoRAParam)))
+    nnx.update(model, jax.tree.map(lambda leaf: cast(leaf, jax.numpy.dtype(dtype)), nnx.state(model, nnx.LoRAParam)))
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
@@ -185,17 +181,15 @@ def write_adapter_files(directory: Path, adapters: Mapping[str, np.ndarray], sec
 
 
 def load_adapters(model: nnx.Module, section: LoraSection) -> None:
-    """Set the model's adapters, in place, to those in ``section.path``. Every host reads the files.
-
-    Raises:
-        CheckpointError: as ``read_adapters`` does.
-    """
+    """Set the model's adapters, in place, to those in ``section.path``; raises as `read_adapters`. All hosts read."""
     import jax
     from flax import nnx
 
+    from tpu_grpo.models.tunix_model import dotted
+
     own, state = read_adapters(model, section), nnx.state(model, nnx.LoRAParam)
     for path, leaf in nnx.to_flat_state(state):
-        old, values = leaf[...], own[".".join(map(str, path))]
+        old, values = leaf[...], own[dotted(path)]
         leaf[...] = jax.make_array_from_callback(old.shape, old.sharding, lambda index, own=values: own[index])
     nnx.update(model, state)
 
@@ -208,11 +202,11 @@ def read_adapters(model: nnx.Module, section: LoraSection) -> dict[str, np.ndarr
     """
     from flax import nnx
 
+    from tpu_grpo.models.tunix_model import by_name
+
     assert section.path is not None
     directory = section.path.expanduser()
-    file = directory / TENSORS_FILE
-    state = nnx.state(model, nnx.LoRAParam)
-    leaves = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(state)}
+    file, leaves = directory / TENSORS_FILE, by_name(nnx.state(model, nnx.LoRAParam))
     _check_settings(directory, section, {name.rpartition(".")[0] for name in leaves})
     try:
         tensors = load_file(file)

@@ -2,13 +2,14 @@
 
 The module shares no code with the models of the trainer and the sampler. `tpu-grpo check` and the tests compare these
 models with it. Parts that a checkpoint lacks are left out: biases (Qwen2), norms of queries and keys (Qwen3), experts
-(Qwen3-MoE), scaled positions (Llama 3.1, YaRN). Phi-3's fused projections are split. Gemma 2 has its own functions.
+(Qwen3-MoE), scaled positions (Llama 3.1, YaRN). Phi-3's fused projections are split.
 
 Arrays: B rows, T tokens, D hidden size, N query heads, K key and value heads, H head size, V vocabulary, E experts.
 """
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -22,26 +23,11 @@ def read_weights(directory: Path) -> Weights:
     return {n: w.astype(np.float64) for f in directory.glob("*.safetensors") for n, w in load_file(f).items()}
 
 
-def reference_experts(directory: Path, tokens_BT: np.ndarray) -> np.ndarray:
-    """Return the indices [B, T, layers, k] of the k experts that every router chooses per token, likeliest first."""
-    seen: list[np.ndarray] = []
-    reference_logprobs(directory, tokens_BT, seen=seen)
-    return np.stack(seen, axis=2)
-
-
-def reference_logprobs(
-    directory: Path,
-    tokens_BT: np.ndarray,
-    experts_BTLk: np.ndarray | None = None,
-    *,
-    changed: Weights | None = None,
-    seen: list[np.ndarray] | None = None,
-) -> np.ndarray:
+def reference_logprobs(directory: Path, tokens_BT: np.ndarray, *, changed: Weights | None = None) -> np.ndarray:
     """Compute the log-probabilities [B, T, V] of the next token from the checkpoint's files alone.
 
-    ``experts_BTLk`` has the indices of each token's experts in L layers; if it is None, the routers choose. The indices
-    used are appended to ``seen``, an array [B, T, k] per layer. Weights in ``changed`` replace those of the files. If
-    ``changed`` contains the final norm, it must contain all weights, because no weights are then read from files.
+    Weights in ``changed`` replace those of the files. If ``changed`` contains the final norm, it must contain all
+    weights, because no weights are then read from files.
     """
     config = json.loads((directory / "config.json").read_text())
     weights = dict(changed or {})
@@ -52,20 +38,20 @@ def reference_logprobs(
     eps = config["rms_norm_eps"]
     x = weights["model.embed_tokens.weight"][tokens_BT]
     for i in range(config["num_hidden_layers"]):
-        w = {n.removeprefix(f"model.layers.{i}."): v for n, v in weights.items() if n.startswith(f"model.layers.{i}.")}
+        w = _layer(weights, i)
         if config["model_type"] == "phi3":
             w |= _split(w, config)
         x = x + _attention(_rms_norm(x, w["input_layernorm.weight"], eps), w, config)
         mlp_input = _rms_norm(x, w["post_attention_layernorm.weight"], eps)
-        if "mlp.gate.weight" not in w:
-            x = x + _mlp(mlp_input, w, "mlp")
-            continue
-        chosen_BTk = _routed(mlp_input, w, config) if experts_BTLk is None else experts_BTLk[:, :, i]
-        if seen is not None:
-            seen.append(chosen_BTk)
-        x = x + _experts(mlp_input, w, config, chosen_BTk)
+        x = x + (_experts(mlp_input, w, config) if "mlp.gate.weight" in w else _mlp(mlp_input, w, "mlp"))
     head = weights["model.embed_tokens.weight" if config["tie_word_embeddings"] else "lm_head.weight"]
     return _log_softmax(_rms_norm(x, weights["model.norm.weight"], eps) @ head.T)
+
+
+def _layer(weights: Weights, layer: int) -> Weights:
+    """Return the weights of a layer, by their names within it."""
+    prefix = f"model.layers.{layer}."
+    return {name.removeprefix(prefix): weight for name, weight in weights.items() if name.startswith(prefix)}
 
 
 def _split(w: Weights, config: dict) -> Weights:
@@ -87,7 +73,20 @@ def _log_softmax(x: np.ndarray) -> np.ndarray:
     return x - peak - np.log(np.exp(x - peak).sum(-1, keepdims=True))
 
 
-def _attention(x_BTD: np.ndarray, w: Weights, config: dict) -> np.ndarray:
+def _attention(
+    x_BTD: np.ndarray,
+    w: Weights,
+    config: dict,
+    *,
+    scalar: float | None = None,
+    cap: float | None = None,
+    window: int | None = None,
+) -> np.ndarray:
+    """Compute causal attention.
+
+    Scores are divided by the root of ``scalar`` (of the head size if it is None). Gemma 2 also soft-caps them, and in
+    some layers lets a token attend to the last ``window`` tokens only, itself included.
+    """
     rows, length, _ = x_BTD.shape
     query_count, key_count = config["num_attention_heads"], config["num_key_value_heads"]
     size = config.get("head_dim", config["hidden_size"] // query_count)
@@ -103,12 +102,14 @@ def _attention(x_BTD: np.ndarray, w: Weights, config: dict) -> np.ndarray:
 
     q_BTNH, k_BTKH = _rotate(heads("q", query_count), turns), _rotate(heads("k", key_count), turns)
     v_BTKH = heads("v", key_count)
-    causal = np.tril(np.ones((length, length), bool))
+    seen = np.tril(np.ones((length, length), bool))
+    if window is not None:
+        seen &= ~np.tril(seen, -window)
     mixed_BTNH = np.empty_like(q_BTNH)
     for n in range(query_count):
         k = n * key_count // query_count  # consecutive query heads share a key head
-        scores = larger**2 * np.einsum("bth,bsh->bts", q_BTNH[:, :, n], k_BTKH[:, :, k]) / np.sqrt(size)
-        probs = np.exp(_log_softmax(np.where(causal, scores, -np.inf)))
+        scores = larger**2 * np.einsum("bth,bsh->bts", q_BTNH[:, :, n], k_BTKH[:, :, k]) / np.sqrt(scalar or size)
+        probs = np.exp(_log_softmax(np.where(seen, _soft_cap(scores, cap), -np.inf)))
         mixed_BTNH[:, :, n] = np.einsum("bts,bsh->bth", probs, v_BTKH[:, :, k])
     return mixed_BTNH.reshape(rows, length, -1) @ w["self_attn.o_proj.weight"].T
 
@@ -161,19 +162,24 @@ def _rotate(x_BTNH: np.ndarray, frequencies: list[float]) -> np.ndarray:
     return np.concatenate([turned.real, turned.imag], -1)
 
 
-def _mlp(x: np.ndarray, w: Weights, name: str) -> np.ndarray:
-    gate = x @ w[f"{name}.gate_proj.weight"].T
-    return (gate / (1 + np.exp(-gate)) * (x @ w[f"{name}.up_proj.weight"].T)) @ w[f"{name}.down_proj.weight"].T
+def _silu(x: np.ndarray) -> np.ndarray:
+    return x / (1 + np.exp(-x))
+
+
+def _mlp(x: np.ndarray, w: Weights, name: str, activation: Callable[[np.ndarray], np.ndarray] = _silu) -> np.ndarray:
+    gate, up = (x @ w[f"{name}.{part}_proj.weight"].T for part in ("gate", "up"))
+    return (activation(gate) * up) @ w[f"{name}.down_proj.weight"].T
 
 
 def _routed(x_BTD: np.ndarray, w: Weights, config: dict) -> np.ndarray:
+    """Return the indices [B, T, k] of the k experts that the router chooses per token, likeliest first."""
     return np.argsort(-(x_BTD @ w["mlp.gate.weight"].T), axis=-1)[..., : config["num_experts_per_tok"]]
 
 
-def _experts(x_BTD: np.ndarray, w: Weights, config: dict, chosen_BTk: np.ndarray) -> np.ndarray:
+def _experts(x_BTD: np.ndarray, w: Weights, config: dict) -> np.ndarray:
     """Sum the outputs of each token's chosen experts, weighted by the router's softmax."""
     probs_BTE = np.exp(_log_softmax(x_BTD @ w["mlp.gate.weight"].T))
-    out_BTD = np.zeros_like(x_BTD)
+    out_BTD, chosen_BTk = np.zeros_like(x_BTD), _routed(x_BTD, w, config)
     for b, t in np.ndindex(x_BTD.shape[:2]):
         chosen = chosen_BTk[b, t]
         total = probs_BTE[b, t, chosen].sum() if config["norm_topk_prob"] else 1.0
@@ -194,14 +200,14 @@ def _gemma2(config: dict, weights: Weights, tokens_BT: np.ndarray) -> np.ndarray
     def norm(x: np.ndarray, name: str) -> np.ndarray:
         return _rms_norm(x, 1 + weights[f"model.{name}.weight"], config["rms_norm_eps"])
 
+    scores = {"scalar": config["query_pre_attn_scalar"], "cap": config["attn_logit_softcapping"]}
+    types = config.get("layer_types") or ["sliding_attention", "full_attention"] * config["num_hidden_layers"]
     for i in range(config["num_hidden_layers"]):
-        layer = f"layers.{i}"
-        w = {n.removeprefix(f"model.{layer}."): v for n, v in weights.items() if n.startswith(f"model.{layer}.")}
-        types = config.get("layer_types") or ["sliding_attention", "full_attention"] * config["num_hidden_layers"]
+        layer, w = f"layers.{i}", _layer(weights, i)
         window = config["sliding_window"] if types[i] == "sliding_attention" else None
-        attended = _gemma2_attention(norm(x, f"{layer}.input_layernorm"), w, config, window)
+        attended = _attention(norm(x, f"{layer}.input_layernorm"), w, config, window=window, **scores)
         x = x + norm(attended, f"{layer}.post_attention_layernorm")
-        mixed = _gemma2_mlp(norm(x, f"{layer}.pre_feedforward_layernorm"), w)
+        mixed = _mlp(norm(x, f"{layer}.pre_feedforward_layernorm"), w, "mlp", _gelu)
         x = x + norm(mixed, f"{layer}.post_feedforward_layernorm")
     return _log_softmax(_soft_cap(norm(x, "norm") @ embedding_VD.T, config["final_logit_softcapping"]))
 
@@ -210,26 +216,6 @@ def _soft_cap(x: np.ndarray, cap: float | None) -> np.ndarray:
     return x if cap is None else cap * np.tanh(x / cap)
 
 
-def _gemma2_attention(x_BTD: np.ndarray, w: Weights, config: dict, window: int | None) -> np.ndarray:
-    rows, length, _ = x_BTD.shape
-    query_count, key_count, size = (config[n] for n in ("num_attention_heads", "num_key_value_heads", "head_dim"))
-    turns = _frequencies(size, config["rope_theta"], None)
-    q_BTNH, k_BTKH, v_BTKH = (
-        (x_BTD @ w[f"self_attn.{part}_proj.weight"].T).reshape(rows, length, count, size)
-        for part, count in (("q", query_count), ("k", key_count), ("v", key_count))
-    )
-    q_BTNH, k_BTKH = _rotate(q_BTNH, turns), _rotate(k_BTKH, turns)
-    mixed_BTNH = np.zeros_like(q_BTNH)
-    for b, t, n in np.ndindex(rows, length, query_count):
-        k, first = n * key_count // query_count, 0 if window is None else max(0, t - window + 1)
-        scores = k_BTKH[b, first : t + 1, k] @ q_BTNH[b, t, n] / math.sqrt(config["query_pre_attn_scalar"])
-        probs = np.exp(_log_softmax(_soft_cap(scores, config["attn_logit_softcapping"])))
-        mixed_BTNH[b, t, n] = probs @ v_BTKH[b, first : t + 1, k]
-    return mixed_BTNH.reshape(rows, length, -1) @ w["self_attn.o_proj.weight"].T
-
-
-def _gemma2_mlp(x: np.ndarray, w: Weights) -> np.ndarray:
-    """Compute the MLP, with the tanh approximation of GELU (Hendrycks and Gimpel 2016, arXiv 1606.08415)."""
-    gate = x @ w["mlp.gate_proj.weight"].T
-    gelu = 0.5 * gate * (1 + np.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)))
-    return (gelu * (x @ w["mlp.up_proj.weight"].T)) @ w["mlp.down_proj.weight"].T
+def _gelu(x: np.ndarray) -> np.ndarray:
+    """Compute the tanh approximation of GELU (Hendrycks and Gimpel 2016, arXiv 1606.08415)."""
+    return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))

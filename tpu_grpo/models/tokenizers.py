@@ -32,7 +32,7 @@ from tpu_grpo.models.tasks.lessons import Task
 from tpu_grpo.records.errors import CheckpointError
 from tpu_grpo.records.outside import bounded
 
-TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json")
+CHECKED_FILES = ("tokenizer_config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json")
 LONGEST_SPECIAL = 1000
 MOST_GAPS = 100_000
 """The most ids that a vocabulary may leave out."""
@@ -129,16 +129,15 @@ def _byte_tokenizer(markers: tuple[str, ...], chat_template: str) -> PreTrainedT
     return tokenizer
 
 
-def load_tokenizer(directory: Path | str, pad_token: str | None = None) -> PreTrainedTokenizerFast:
+def load_tokenizer(directory: Path, pad_token: str | None = None) -> PreTrainedTokenizerFast:
     """Load the tokenizer of a checkpoint directory, without a network; ``pad_token`` replaces its padding token.
 
     Raises:
         CheckpointError: for a missing or broken file, a tokenizer without an end token, or one whose padding token is
             missing or is the end token.
     """
-    directory = Path(directory)
     check_tokenizer_files(directory)
-    for name in TOKENIZER_FILES:
+    for name in CHECKED_FILES:
         if (path := directory / name).is_file():
             tree = read_json(path)
             _check_special_tokens(path, tree)
@@ -150,7 +149,7 @@ def load_tokenizer(directory: Path | str, pad_token: str | None = None) -> PreTr
     return tokenizer
 
 
-def stop_token_ids(tokenizer: PreTrainedTokenizerFast, directory: Path | str) -> tuple[int, ...]:
+def stop_token_ids(tokenizer: PreTrainedTokenizerFast, directory: Path) -> tuple[int, ...]:
     """Return the ids that end a completion, ascending.
 
     They are the tokenizer's end token, the ``eos_token_id`` (one or several) of ``config.json`` and
@@ -162,7 +161,7 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerFast, directory: Path | str) ->
     """
     found = {cast(int, tokenizer.eos_token_id), cast(int, tokenizer.pad_token_id)}
     for name in ("config.json", "generation_config.json"):
-        if (path := Path(directory) / name).is_file():
+        if (path := directory / name).is_file():
             found.update(_ends_in(path))
     return tuple(sorted(found))
 

@@ -96,6 +96,25 @@ def is_abstract(state: Any) -> bool:
     return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state))
 
 
+def by_name(state: nnx.State) -> dict[str, Any]:
+    """Return the arrays of a state by their dotted names."""
+    return {dotted(path): leaf.get_raw_value() for path, leaf in nnx.to_flat_state(state)}
+
+
+def dotted(path: tuple[Any, ...]) -> str:
+    """Return the dotted name of a parameter's path in a state."""
+    return ".".join(map(str, path))
+
+
+def cast(leaf: Any, dtype: DTypeLike) -> Any:
+    """Cast an array, or the description of one, to a dtype."""
+    if leaf.dtype == dtype:
+        return leaf
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
+    return leaf.astype(dtype)
+
+
 def check_finite(model: nnx.Module, directory: Path) -> None:
     """Check that every parameter of a model is finite; all hosts of its mesh must call this. An abstract model has
     none.
@@ -103,8 +122,7 @@ def check_finite(model: nnx.Module, directory: Path) -> None:
     Raises:
         CheckpointError: naming the parameters that are not finite, by their paths in the model.
     """
-    state = nnx.to_flat_state(nnx.state(model, nnx.Param))
-    leaves = {".".join(map(str, path)): leaf.get_raw_value() for path, leaf in state}
+    leaves = by_name(nnx.state(model, nnx.Param))
     if is_abstract(leaves):
         return
     answers = leaf_numbers(_all_finite, leaves)

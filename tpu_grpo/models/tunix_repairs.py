@@ -40,6 +40,7 @@ only Tunix's own sampler makes, keep Tunix's attention.
 
 import functools
 import inspect
+from collections.abc import Callable
 from contextvars import ContextVar
 from importlib import metadata
 from typing import Any
@@ -57,20 +58,13 @@ from tpu_grpo.records.errors import ConfigError
 
 TUNIX_VERSION = "0.1.7"
 """The version of google-tunix that this package was reviewed for."""
-_MARK = "repaired_by_tpu_grpo"
 
 _config: ContextVar[Any] = ContextVar("config", default=None)
 """The config of the Tunix module (attention, Qwen2 or Gemma) that runs or is traced in this context; None outside."""
 
-_MASKED = -1e30
-
 
 def require_reviewed_tunix() -> None:
-    """Refuse any version of google-tunix other than the reviewed one.
-
-    Raises:
-        ConfigError: another version is installed.
-    """
+    """Raise ConfigError if another version of google-tunix than the reviewed one is installed."""
     if (installed := metadata.version("google-tunix")) != TUNIX_VERSION:
         raise ConfigError(
             f"google-tunix must be {TUNIX_VERSION}, got {installed}; install google-tunix=={TUNIX_VERSION}, or review "
@@ -80,69 +74,68 @@ def require_reviewed_tunix() -> None:
 
 
 def apply() -> None:
-    """Repair Tunix in this process; a second call does nothing.
-
-    Raises:
-        ConfigError: the installed google-tunix is not the reviewed version.
-    """
+    """Repair Tunix in this process; a second call does nothing. Raises as `require_reviewed_tunix`."""
     require_reviewed_tunix()
+    _repair_models()
+
+
+@functools.cache
+def _repair_models() -> None:
     from tunix.models.gemma import model as gemma
     from tunix.models.llama3 import model as llama3
     from tunix.models.qwen2 import model as qwen2
     from tunix.models.qwen3 import model as qwen3
 
-    if getattr(qwen3.apply_rope, _MARK, False):
-        return
-    modules: tuple[Any, ...] = (qwen3, llama3)
-    for module in modules:
-        module.apply_rope = _with_current_positions(module.apply_rope)
-        module.Attention.block = _with_config_in_context(_with_flash_attention(module.Attention.block, module))
-    qwen3.MoELayer.__call__ = _with_fitting_buffers(qwen3.MoELayer.__call__, qwen3)
-    llama3.Llama3.__call__ = _with_float32_logits(llama3.Llama3.__call__)
-    qwen2._generate_pos_embeddings = _with_scaled_sines(qwen2._generate_pos_embeddings)
-    qwen2.Qwen2.__call__ = _with_config_in_context(qwen2.Qwen2.__call__)
-    qwen2.Attention.block = _with_flash_attention(qwen2.Attention.block, qwen2)
-    gemma.Gemma.__call__ = _with_config_in_context(gemma.Gemma.__call__)
-    gemma.Attention.block = _with_published_attention(gemma.Attention.block, gemma)
-    gemma.RMSNorm.__call__ = _with_published_norm(gemma.RMSNorm.__call__)
-    gemma.Embedder.decode = _with_float32_head(gemma.Embedder.decode)
+    for module in (qwen2, qwen3, llama3):
+        wrap(module.Attention, "block", functools.partial(_flash_block, module))
+    for module in (qwen3, llama3):
+        wrap(module, "apply_rope", _current_positions)
+        wrap(module.Attention, "block", _with_config_in_context)
+    wrap(qwen3.MoELayer, "__call__", _experts_in_fitting_buffers)
+    wrap(llama3.Llama3, "__call__", _float32_logits)
+    wrap(qwen2, "_generate_pos_embeddings", _scaled_sines)
+    wrap(qwen2.Qwen2, "__call__", _with_config_in_context)
+    wrap(gemma.Gemma, "__call__", _with_config_in_context)
+    wrap(gemma.Attention, "block", functools.partial(_published_attention, gemma))
+    wrap(gemma.RMSNorm, "__call__", _published_norm)
+    wrap(gemma.Embedder, "decode", _float32_head)
 
 
-def _with_current_positions(original: Any) -> Any:
+def wrap(holder: Any, name: str, repair: Callable[..., Any]) -> None:
+    """Replace a function of a module or class by ``repair``, which also gets the original, as its first argument."""
+    original = getattr(holder, name)
+
     @functools.wraps(original)
-    def apply_rope(inputs: Any, positions: Any, head_dim: int, rope_theta: float | None = None) -> Any:
-        config = _config.get()
-        if rope_theta is not None:
-            return original(inputs, positions, head_dim, rope_theta)
-        if config is None:
-            return original(inputs, positions, head_dim)
-        scaling = getattr(config, "rope_scaling", None)
-        if scaling is None:
-            return original(inputs, positions, head_dim, config.rope_theta)
-        return _rotate(inputs, *_sines(positions[..., None], head_dim, config.rope_theta, scaling))
+    def repaired(*args: Any, **kwargs: Any) -> Any:
+        return repair(original, *args, **kwargs)
 
-    setattr(apply_rope, _MARK, True)
-    return apply_rope
+    setattr(holder, name, repaired)
 
 
-def _with_scaled_sines(original: Any) -> Any:
-    @functools.wraps(original)
-    def _generate_pos_embeddings(positions: Any, features: int, rope_theta: float) -> tuple[Any, Any]:
-        scaling = getattr(_config.get(), "rope_scaling", None)
-        if scaling is None:
-            return original(positions, features, rope_theta)
-        return _sines(positions, features, rope_theta, scaling)
+def _current_positions(
+    original: Any, inputs: Any, positions: Any, head_dim: int, rope_theta: float | None = None
+) -> Any:
+    config = _config.get()
+    if rope_theta is not None:
+        return original(inputs, positions, head_dim, rope_theta)
+    if config is None:
+        return original(inputs, positions, head_dim)
+    if (scaling := getattr(config, "rope_scaling", None)) is None:
+        return original(inputs, positions, head_dim, config.rope_theta)
+    return _rotate(inputs, *_sines(positions[..., None], head_dim, config.rope_theta, scaling))
 
-    return _generate_pos_embeddings
+
+def _scaled_sines(original: Any, positions: Any, features: int, rope_theta: float) -> tuple[Any, Any]:
+    if (scaling := getattr(_config.get(), "rope_scaling", None)) is None:
+        return original(positions, features, rope_theta)
+    return _sines(positions, features, rope_theta, scaling)
 
 
 def _sines(positions: Any, head_dim: int, rope_theta: float, scaling: Scaling | None) -> tuple[Any, Any]:
     """Return sines and cosines [..., H/2] of the rotary angles of positions [...], times the scaling's amplitude."""
     angles = positions[..., None] * jnp.asarray(inverse_timescales(head_dim, rope_theta, scaling), jnp.float32)
-    sin, cos = jnp.sin(angles), jnp.cos(angles)
-    if scaling is None or scaling.amplitude == 1.0:
-        return sin, cos
-    return scaling.amplitude * sin, scaling.amplitude * cos
+    amplitude = 1.0 if scaling is None else scaling.amplitude
+    return amplitude * jnp.sin(angles), amplitude * jnp.cos(angles)
 
 
 def _rotate(inputs: Any, sin: Any, cos: Any) -> Any:
@@ -151,25 +144,17 @@ def _rotate(inputs: Any, sin: Any, cos: Any) -> Any:
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(inputs.dtype)
 
 
-def _with_config_in_context(original: Any) -> Any:
-    @functools.wraps(original)
-    def block(self: Any, *args: Any, **kwargs: Any) -> Any:
-        token = _config.set(self.config)
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            _config.reset(token)
-
-    return block
+def _with_config_in_context(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    token = _config.set(self.config)
+    try:
+        return original(self, *args, **kwargs)
+    finally:
+        _config.reset(token)
 
 
-def _with_float32_logits(original: Any) -> Any:
-    @functools.wraps(original)
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        logits, cache = original(self, *args, **kwargs)
-        return logits.astype(jnp.float32), cache
-
-    return __call__
+def _float32_logits(original: Any, *args: Any, **kwargs: Any) -> Any:
+    logits, cache = original(*args, **kwargs)
+    return logits.astype(jnp.float32), cache
 
 
 def has_ragged_exchange(mesh: Mesh) -> bool:
@@ -177,62 +162,53 @@ def has_ragged_exchange(mesh: Mesh) -> bool:
     return not mesh.empty and mesh.devices.flat[0].platform != "cpu"
 
 
-def _with_fitting_buffers(original: Any, qwen3: Any) -> Any:
-    @functools.wraps(original)
-    def __call__(self: Any, x: Any, use_megablox: bool = True) -> Any:
-        mesh = qwen3.pxla.thread_resources.env.physical_mesh
-        if not use_megablox or not has_ragged_exchange(mesh):
-            return original(self, x, use_megablox)
-        scores = self.router(x).astype(jnp.float32)
-        shares, chosen = jax.lax.top_k(jax.nn.softmax(scores, axis=-1), self.experts_per_tok)
-        shares = (shares / jnp.sum(shares, axis=-1, keepdims=True)).astype(self.dtype)
-        axes = self.shd_config
-        specs = (PartitionSpec(*each) for each in (axes.act_btd, axes.exp_weight_edf, axes.exp_weight_efd))
-        spec, in_experts, to_width = tuple[Any, ...](specs)
-        tp, fsdp = (axis if axis and mesh.shape[axis] > 1 else None for axis in (spec[-1], in_experts[0]))
-        of_routing = PartitionSpec(*spec[:-1], None)
-        weights: Any = Weights(*(w.value.astype(self.dtype) for w in (self.gate_proj, self.up_proj, self.down_proj)))
+def _experts_in_fitting_buffers(original: Any, self: Any, x: Any, use_megablox: bool = True) -> Any:
+    mesh = pxla.thread_resources.env.physical_mesh
+    if not use_megablox or not has_ragged_exchange(mesh):
+        return original(self, x, use_megablox)
+    scores = self.router(x).astype(jnp.float32)
+    shares, chosen = jax.lax.top_k(jax.nn.softmax(scores, axis=-1), self.experts_per_tok)
+    shares = (shares / jnp.sum(shares, axis=-1, keepdims=True)).astype(self.dtype)
+    axes = self.shd_config
+    specs = (PartitionSpec(*each) for each in (axes.act_btd, axes.exp_weight_edf, axes.exp_weight_efd))
+    spec, in_experts, to_width = tuple[Any, ...](specs)
+    tp, fsdp = (axis if axis and mesh.shape[axis] > 1 else None for axis in (spec[-1], in_experts[0]))
+    of_routing = PartitionSpec(*spec[:-1], None)
+    weights: Any = Weights(*(w.value.astype(self.dtype) for w in (self.gate_proj, self.up_proj, self.down_proj)))
 
-        def mixed(x: Any, shares: Any, chosen: Any, weights: Any) -> Any:
-            if tp is not None:
-                x = jax.lax.all_gather(x, tp, tiled=True, axis=2)
-            rows, length, width = x.shape
-            x, shares, chosen = (array.reshape(rows * length, -1) for array in (x, shares, chosen))
-            out: Any = mixture(x, shares, chosen, weights, fsdp)
-            out = out.reshape(rows, length, width)
-            return out if tp is None else jax.lax.psum_scatter(out, tp, scatter_dimension=2, tiled=True)
+    def mixed(x: Any, shares: Any, chosen: Any, weights: Any) -> Any:
+        if tp is not None:
+            x = jax.lax.all_gather(x, tp, tiled=True, axis=2)
+        rows, length, width = x.shape
+        x, shares, chosen = (array.reshape(rows * length, -1) for array in (x, shares, chosen))
+        out: Any = mixture(x, shares, chosen, weights, fsdp)
+        out = out.reshape(rows, length, width)
+        return out if tp is None else jax.lax.psum_scatter(out, tp, scatter_dimension=2, tiled=True)
 
-        given = (spec, of_routing, of_routing, Weights(in_experts, in_experts, to_width))
-        return jax.shard_map(mixed, mesh=mesh, in_specs=given, out_specs=spec, check_vma=False)(
-            x, shares, chosen, weights
-        )
-
-    return __call__
+    given = (spec, of_routing, of_routing, Weights(in_experts, in_experts, to_width))
+    spread = jax.shard_map(mixed, mesh=mesh, in_specs=given, out_specs=spec, check_vma=False)
+    return spread(x, shares, chosen, weights)
 
 
-def _with_flash_attention(original: Any, module: Any) -> Any:
-    @functools.wraps(original)
-    def block(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-        given = inspect.signature(original).bind(self, x, *args, **kwargs).arguments
-        if given["cache"] is not None or not _takes_flash(self.config, x):
-            return original(self, x, *args, **kwargs)
-        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-        if module.__name__ == "tunix.models.qwen2.model":
-            biases = (each.astype(self.config.dtype) for each in (self.q_bias, self.k_bias, self.v_bias))
-            q, k, v = (heads + bias.reshape(heads.shape[2:]) for heads, bias in zip((q, k, v), biases, strict=True))
-            rotate, sequences = module.apply_rotary_embedding, given["segment_ids"]
-            q, k = (rotate(heads, given["sin"], given["cos"]) for heads in (q, k))
-        else:
-            if hasattr(self, "q_norm"):
-                q, k = self.q_norm(q), self.k_norm(k)
-            positions = given["segment_pos"]
-            q, k = (module.apply_rope(heads, positions, head_dim=self.head_dim) for heads in (q, k))
-            sequences = _starts(positions)
-        q, k, v = (module.shard(heads, self.shd_config.act_btnh) for heads in (q, k, v))
-        mixed = _flash(q, k, v, sequences, self.shd_config, self.config, scale=self.scale)
-        return None, module.shard(self.o_proj(mixed), self.shd_config.act_btd)
-
-    return block
+def _flash_block(module: Any, original: Any, self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    given = inspect.signature(original).bind(self, x, *args, **kwargs).arguments
+    if given["cache"] is not None or not _takes_flash(self.config, x):
+        return original(self, x, *args, **kwargs)
+    q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+    if module.__name__ == "tunix.models.qwen2.model":
+        biases = (each.astype(self.config.dtype) for each in (self.q_bias, self.k_bias, self.v_bias))
+        q, k, v = (heads + bias.reshape(heads.shape[2:]) for heads, bias in zip((q, k, v), biases, strict=True))
+        rotate, sequences = module.apply_rotary_embedding, given["segment_ids"]
+        q, k = (rotate(heads, given["sin"], given["cos"]) for heads in (q, k))
+    else:
+        if hasattr(self, "q_norm"):
+            q, k = self.q_norm(q), self.k_norm(k)
+        positions = given["segment_pos"]
+        q, k = (module.apply_rope(heads, positions, head_dim=self.head_dim) for heads in (q, k))
+        sequences = _starts(positions)
+    q, k, v = (module.shard(heads, self.shd_config.act_btnh) for heads in (q, k, v))
+    mixed = _flash(q, k, v, sequences, self.shd_config, self.config, scale=self.scale)
+    return None, module.shard(self.o_proj(mixed), self.shd_config.act_btd)
 
 
 def _takes_flash(config: Any, x: Any) -> bool:
@@ -254,27 +230,25 @@ def _flash(q: Any, k: Any, v: Any, sequences: Any, shardings: Any, config: Any, 
 # B rows, T tokens, S the same tokens as keys, N query heads, K key-value heads, G = N / K, H head width
 
 
-def _with_published_attention(original: Any, gemma: Any) -> Any:
-    @functools.wraps(original)
-    def block(self: Any, x: Any, segment_pos: Any, cache: Any, attn_mask: Any) -> Any:
-        config = _config.get()
-        if cache is not None or not hasattr(config, "query_pre_attn_scalar"):
-            return original(self, x, segment_pos, cache, attn_mask)
-        projected = self.qkv_einsum(x) if self.use_qkv_einsum else (self.q_einsum(x), *self.kv_einsum(x))
-        q, k, v = (gemma.shard(heads, self.shd_config.act_btnh) for heads in projected)
-        sin, cos = _sines(segment_pos[..., None], self.head_dim, config.rope_theta, None)
-        q, k = _rotate(q, sin, cos), _rotate(k, sin, cos)
-        window = self.sliding_window_size if self.attn_type == gemma.AttentionType.LOCAL_SLIDING else None
-        scale, soft_cap = config.query_pre_attn_scalar**-0.5, self.attn_logits_soft_cap
-        if _takes_flash(config, x):
-            settings = {"scale": scale, "soft_cap": soft_cap, "window": window}
-            mixed = _flash(q, k, v, _starts(segment_pos), self.shd_config, config, **settings)
-        else:
-            seen = attn_mask if window is None else attn_mask & in_window(segment_pos, window)
-            mixed = _attend(q, k, v, seen, scale, soft_cap)
-        return None, gemma.shard(self.attn_vec_einsum(mixed), self.shd_config.act_btd)
-
-    return block
+def _published_attention(
+    gemma: Any, original: Any, self: Any, x: Any, segment_pos: Any, cache: Any, attn_mask: Any
+) -> Any:
+    config = _config.get()
+    if cache is not None or not hasattr(config, "query_pre_attn_scalar"):
+        return original(self, x, segment_pos, cache, attn_mask)
+    projected = self.qkv_einsum(x) if self.use_qkv_einsum else (self.q_einsum(x), *self.kv_einsum(x))
+    q, k, v = (gemma.shard(heads, self.shd_config.act_btnh) for heads in projected)
+    sin, cos = _sines(segment_pos[..., None], self.head_dim, config.rope_theta, None)
+    q, k = _rotate(q, sin, cos), _rotate(k, sin, cos)
+    window = self.sliding_window_size if self.attn_type == gemma.AttentionType.LOCAL_SLIDING else None
+    scale, soft_cap = config.query_pre_attn_scalar**-0.5, self.attn_logits_soft_cap
+    if _takes_flash(config, x):
+        settings = {"scale": scale, "soft_cap": soft_cap, "window": window}
+        mixed = _flash(q, k, v, _starts(segment_pos), self.shd_config, config, **settings)
+    else:
+        seen = attn_mask if window is None else attn_mask & in_window(segment_pos, window)
+        mixed = _attend(q, k, v, seen, scale, soft_cap)
+    return None, gemma.shard(self.attn_vec_einsum(mixed), self.shd_config.act_btd)
 
 
 def in_window(positions_BT: Int[Array, "B T"], window: int) -> Bool[Array, "B T T"]:
@@ -296,24 +270,17 @@ def _attend(
     scores = jnp.einsum("BTKGH,BSKH->BTKGS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32) * scale
     if soft_cap is not None:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
-    probs = jax.nn.softmax(jnp.where(seen_BTS[:, :, None, None], scores, _MASKED), axis=-1).astype(v_BSKH.dtype)
+    probs = jax.nn.softmax(jnp.where(seen_BTS[:, :, None, None], scores, -1e30), axis=-1).astype(v_BSKH.dtype)
     return jnp.einsum("BTKGS,BSKH->BTKGH", probs, v_BSKH).reshape(q_BTNH.shape)
 
 
-def _with_published_norm(original: Any) -> Any:
-    @functools.wraps(original)
-    def __call__(self: Any, x: Any) -> Any:
-        epsilon = getattr(_config.get(), "norm_eps", 1e-6)
-        wide, weight = x.astype(jnp.float32), 1.0 + self.scale.value.astype(jnp.float32)
-        normed = wide * jax.lax.rsqrt(jnp.square(wide).mean(axis=-1, keepdims=True) + epsilon)
-        return (normed * weight.reshape(*(1,) * (x.ndim - 1), -1)).astype(x.dtype)
-
-    return __call__
+def _published_norm(original: Any, self: Any, x: Any) -> Any:
+    del original
+    epsilon = getattr(_config.get(), "norm_eps", 1e-6)
+    wide, weight = x.astype(jnp.float32), 1.0 + self.scale.value.astype(jnp.float32)
+    normed = wide * jax.lax.rsqrt(jnp.square(wide).mean(axis=-1, keepdims=True) + epsilon)
+    return (normed * weight.reshape(*(1,) * (x.ndim - 1), -1)).astype(x.dtype)
 
 
-def _with_float32_head(original: Any) -> Any:
-    @functools.wraps(original)
-    def decode(self: Any, x: Any) -> Any:
-        return original(self, x).astype(jnp.float32)  # the caller then applies the soft cap
-
-    return decode
+def _float32_head(original: Any, self: Any, x: Any) -> Any:
+    return original(self, x).astype(jnp.float32)  # the caller then applies the soft cap

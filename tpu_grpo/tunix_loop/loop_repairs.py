@@ -38,84 +38,69 @@ from tunix.rl import utils as rl_utils
 from tunix.sft import sharding_utils
 
 from tpu_grpo.learner import whole
-from tpu_grpo.models.tunix_repairs import require_reviewed_tunix
+from tpu_grpo.models.tunix_repairs import require_reviewed_tunix, wrap
 
 
 def apply() -> None:
-    """Repair Tunix's learner in this process; a second call does nothing. Raises ConfigError if another version of
-    google-tunix is installed than the one that the repairs were reviewed for."""
+    """Repair Tunix's learner in this process; a second call does nothing. Raises as `require_reviewed_tunix`."""
     require_reviewed_tunix()
-    cluster: Any = rl_cluster.RLCluster
-    learner: Any = rl_learner.RLLearner
-    if hasattr(cluster.sync_weights, "__wrapped__"):
-        return
-    sharding_utils.shard_input = _of_whole_batches(sharding_utils.shard_input)
+    _repair_learner()
+
+
+@functools.cache
+def _repair_learner() -> None:
+    wrap(sharding_utils, "shard_input", _shard_whole_batches)
     for name in ("_init_cluster", "sync_weights"):
-        setattr(cluster, name, _without_host_copy(getattr(cluster, name)))
+        wrap(rl_cluster.RLCluster, name, _without_host_copy)
     for name in ("get_ref_per_token_logps", "get_old_per_token_logps"):
-        setattr(cluster, name, _on_every_host(getattr(cluster, name)))
-    learner.__init__ = _on_one_thread(learner.__init__)
+        wrap(rl_cluster.RLCluster, name, _on_every_host)
+    wrap(rl_learner.RLLearner, "__init__", _on_one_thread)
 
 
-def _of_whole_batches(original: Any) -> Any:
-    @functools.wraps(original)
-    def shard_input(input_data: Any, data_sharding_axis: tuple[str, ...]) -> Any:
-        mesh = pxla.thread_resources.env.physical_mesh
-        if mesh.empty:
-            return input_data
+def _shard_whole_batches(original: Any, input_data: Any, data_sharding_axis: tuple[str, ...]) -> Any:
+    del original
+    mesh = pxla.thread_resources.env.physical_mesh
+    if mesh.empty:
+        return input_data
 
-        def placed(value: Any) -> jax.Array:
-            sharding = sharding_utils.get_sharding(value, mesh=mesh, pspec=PartitionSpec(*data_sharding_axis))
-            if isinstance(value, jax.Array) and not value.is_fully_addressable:
-                return jax.device_put(value, sharding)
-            rows = np.asarray(value)
-            return jax.make_array_from_callback(rows.shape, sharding, lambda index: rows[index])
+    def placed(value: Any) -> jax.Array:
+        sharding = sharding_utils.get_sharding(value, mesh=mesh, pspec=PartitionSpec(*data_sharding_axis))
+        if isinstance(value, jax.Array) and not value.is_fully_addressable:
+            return jax.device_put(value, sharding)
+        rows = np.asarray(value)
+        return jax.make_array_from_callback(rows.shape, sharding, lambda index: rows[index])
 
-        with jax.transfer_guard("allow"):
-            return jax.tree.map(placed, input_data)
-
-    return shard_input
+    with jax.transfer_guard("allow"):
+        return jax.tree.map(placed, input_data)
 
 
-def _without_host_copy(original: Any) -> Any:
-    @functools.wraps(original)
-    def method(self: Any) -> None:
-        sums = mock.patch.object(optax, "MultiSteps", float32_sums)
+def _without_host_copy(original: Any, self: Any) -> Any:
+    with mock.patch.object(optax, "MultiSteps", float32_sums):
         if self.cluster_config.offload_to_cpu:
-            with sums:
-                return original(self)
-        with sums, mock.patch.object(rl_utils, "put_params_on_memory_kind", lambda params, memory_kind: params):
+            return original(self)
+        with mock.patch.object(rl_utils, "put_params_on_memory_kind", lambda params, memory_kind: params):
             return original(self)
 
-    return method
+
+def _on_every_host(
+    original: Any,
+    self: Any,
+    prompt_tokens: Any,
+    completion_tokens: Any,
+    *args: Any,
+    micro_batch_size: int | None = None,
+    **kw: Any,
+) -> np.ndarray:
+    prompts, completions = np.asarray(prompt_tokens), np.asarray(completion_tokens)
+    pieces = rl_utils.chunk_slices_by_size(stop=len(prompts), step=micro_batch_size or len(prompts))
+    return np.concatenate([whole(original(self, prompts[at], completions[at], *args, **kw)) for at in pieces])
 
 
-def _on_every_host(original: Any) -> Any:
-    @functools.wraps(original)
-    def method(
-        self: Any,
-        prompt_tokens: Any,
-        completion_tokens: Any,
-        *args: Any,
-        micro_batch_size: int | None = None,
-        **kw: Any,
-    ) -> np.ndarray:
-        prompts, completions = np.asarray(prompt_tokens), np.asarray(completion_tokens)
-        pieces = rl_utils.chunk_slices_by_size(stop=len(prompts), step=micro_batch_size or len(prompts))
-        return np.concatenate([whole(original(self, prompts[at], completions[at], *args, **kw)) for at in pieces])
-
-    return method
-
-
-def _on_one_thread(original: Any) -> Any:
-    @functools.wraps(original)
-    def __init__(self: Any, rl_cluster: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, rl_cluster, *args, **kwargs)
-        self.can_enable_async_rollout, self.executor = False, _ThisThread()
-        if self.should_sync_weights and rl_cluster.actor_trainer.train_steps:
-            rl_cluster.rollout.update_params(nnx.state(rl_cluster.actor_trainer.model, nnx.Param))
-
-    return __init__
+def _on_one_thread(original: Any, self: Any, rl_cluster: Any, *args: Any, **kwargs: Any) -> None:
+    original(self, rl_cluster, *args, **kwargs)
+    self.can_enable_async_rollout, self.executor = False, _ThisThread()
+    if self.should_sync_weights and rl_cluster.actor_trainer.train_steps:
+        rl_cluster.rollout.update_params(nnx.state(rl_cluster.actor_trainer.model, nnx.Param))
 
 
 class _ThisThread(futures.Executor):

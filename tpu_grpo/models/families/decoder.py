@@ -63,10 +63,9 @@ def attention(config: DecoderConfig, *, output: str = "o_proj") -> tuple[Leaf, .
 
 def qk_norms(config: DecoderConfig) -> tuple[Leaf, ...]:
     """Return the norms of a layer's queries and keys."""
-    names = (f"{name}_norm" for name in "qk")
     return tuple(
-        layer_leaf(f"attn.{n}.w", f"self_attn.{n}.weight", (config.head_dim,), target=f"self_attn.{n}.scale")
-        for n in names
+        layer_leaf(f"attn.{name}.w", f"self_attn.{name}.weight", (config.head_dim,), target=f"self_attn.{name}.scale")
+        for name in ("q_norm", "k_norm")
     )
 
 

@@ -195,11 +195,6 @@ def null(setting: str, remedy: str) -> SettingRule:
     return SettingRule(setting, "null", lambda value: value is None, remedy)
 
 
-def number(value: Any) -> bool:
-    """Whether a JSON value is a number."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 NO_ROPE_SCALING = null(
     "rope_scaling",
     "the libraries do not scale its positions: set it to null to train within the original context length",
@@ -213,6 +208,9 @@ SCALING = SettingRule(
     "the libraries have no other scaling: set it to null to train within the original context length",
 )
 NO_ATTENTION_BIAS = off("attention_bias")
+NO_WINDOW = null(
+    "sliding_window", "the libraries attend to everything: set it to null if no sequence exceeds the window"
+)
 
 PLAIN = (
     null(

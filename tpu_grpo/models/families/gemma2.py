@@ -19,7 +19,6 @@ from tpu_grpo.models.families.family import (
     DecoderConfig,
     Family,
     SettingRule,
-    number,
     off,
 )
 from tpu_grpo.models.families.leaves import InputsFirst, Leaf, Shape, flatten, heads_first, outputs_last
@@ -56,7 +55,7 @@ def _soft_cap(setting: str) -> SettingRule:
     return SettingRule(
         setting,
         "null or a number > 0",
-        lambda value: value is None or (number(value) and value > 0),
+        lambda value: value is None or (type(value) in (int, float) and value > 0),
         "set it to null for no cap",
     )
 

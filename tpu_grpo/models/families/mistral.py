@@ -2,18 +2,13 @@
 
 from dataclasses import replace
 
-from tpu_grpo.models.families.family import COMMON, SCALING, null
+from tpu_grpo.models.families.family import COMMON, NO_WINDOW, SCALING
 from tpu_grpo.models.families.llama3 import LLAMA3
-
-_NO_WINDOW = replace(
-    null("sliding_window", "the libraries attend to everything: set it to null if no sequence exceeds the window"),
-    required=True,
-)
 
 MISTRAL = replace(
     LLAMA3,
     model_type="mistral",
     architecture="MistralForCausalLM",
-    rules=(*COMMON, SCALING, _NO_WINDOW),
+    rules=(*COMMON, SCALING, replace(NO_WINDOW, required=True)),
     sampler="LlamaForCausalLM",
 )

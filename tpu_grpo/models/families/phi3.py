@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from tpu_grpo.models.families.family import COMMON, NO_ROPE_SCALING, null, off
+from tpu_grpo.models.families.family import COMMON, NO_ROPE_SCALING, NO_WINDOW, off
 from tpu_grpo.models.families.llama3 import LLAMA3
 
 PHI3 = replace(
@@ -12,7 +12,7 @@ PHI3 = replace(
     rules=(
         *COMMON,
         NO_ROPE_SCALING,
-        null("sliding_window", "the libraries attend to everything: set it to null if no sequence exceeds the window"),
+        NO_WINDOW,
         off("resid_pdrop", "Tunix's model has no dropout: set it to 0"),
         off("embd_pdrop", "Tunix's model has no dropout: set it to 0"),
     ),

@@ -18,11 +18,6 @@ class Llama3Scaling:
     original_max_position_embeddings: int
     amplitude: ClassVar[float] = 1.0
 
-    @property
-    def between(self) -> tuple[float, float]:
-        """The least and most turns in the original context of the frequencies that are only partly scaled."""
-        return self.low_freq_factor, self.high_freq_factor
-
     def __call__(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
         """Scale frequencies in radians per position.
 
@@ -47,11 +42,6 @@ class YarnScaling:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
-
-    @property
-    def between(self) -> tuple[float, float]:
-        """The least and most turns in the original context of the frequencies that are only partly scaled."""
-        return self.beta_slow, self.beta_fast
 
     @property
     def amplitude(self) -> float:
@@ -101,7 +91,10 @@ def scaling_of(rope_scaling: Mapping[str, Any] | None) -> Scaling | None:
     if kind is None or any(isinstance(value, bool) != (name == "truncate") for name, value in given.items()):
         raise TypeError(f"no known scaling: {rope_scaling}")
     scaling = kind(**{name: value for name, value in given.items() if value is not None})
-    low, high = scaling.between
+    if isinstance(scaling, YarnScaling):
+        low, high = scaling.beta_slow, scaling.beta_fast
+    else:
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
     if not (scaling.factor >= 1 and 0 < low < high and scaling.original_max_position_embeddings >= 1):
         raise ValueError(f"out of range: {scaling}")
     return scaling

@@ -77,10 +77,10 @@ def flash_attention(
         q_BTNH: the queries of packed rows; T is a multiple of ``block``.
         k_BTKH: the keys; K divides N.
         v_BTKH: the values.
-        sequences_BT: for each token the number of its sequence, which no other sequence of the row has. Best it is the
-            index of the first token, as key blocks before that of the number are skipped; it must not be larger.
+        sequences_BT: for each token the number of its sequence, which is unique in the row, and at most the index of
+            the sequence's first token. That index is best, as blocks of keys that end before the number are skipped.
         mesh: the devices.
-        axes: the mesh axes over which the four dimensions of queries are sharded; that of T and H must be None.
+        axes: the mesh axes over which the four dimensions of queries are sharded; those of T and H must be None.
         block: the block size in tokens, from `flash_block`.
         scale: what scores are multiplied by.
         soft_cap: the cap c of scores s, which become c * tanh(s / c); None for no cap.
