@@ -29,7 +29,15 @@ from tpu_grpo.config.learning_sections import (
 )
 from tpu_grpo.config.run_config import CACHE_MARGIN_TOKENS, MICRO_BATCHES, PROMPT_MARGIN_TOKENS, RunConfig, settings
 from tpu_grpo.config.section import parse_layers
-from tpu_grpo.config.sections import EnvironmentSection, ExportSection, HostsSection, LoraSection, MeshesSection
+from tpu_grpo.config.sections import (
+    EnvironmentSection,
+    ExportSection,
+    HostsSection,
+    LoraSection,
+    MeshesSection,
+    ModelSection,
+    RolloutSection,
+)
 from tpu_grpo.config.setting_names import Effect, effect_of, listed_name
 
 __all__ = [
@@ -53,10 +61,12 @@ __all__ = [
     "LoraSection",
     "LossAggregation",
     "MeshesSection",
+    "ModelSection",
     "OptimizerRule",
     "OptimizerSection",
     "ReadingSection",
     "RewardSpec",
+    "RolloutSection",
     "RunConfig",
     "SourceSpec",
     "UpdateSection",

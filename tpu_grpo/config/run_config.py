@@ -129,14 +129,19 @@ class RunConfig(Section):
         return self.algorithm.drop_uninformative or self.data.dynamic.is_on
 
     @property
+    def evaluation_rewards(self) -> tuple[RewardSpec, ...]:
+        """The rewards that score evaluations: evaluation.rewards, or those of the run when that is unset."""
+        return self.rewards if self.evaluation.rewards is None else self.evaluation.rewards
+
+    @property
+    def has_held_out(self) -> bool:
+        """Whether there are held-out prompts: those of evaluation.path, or of the built-in task."""
+        return self.evaluation.path is not None or self.data.builtin is not None
+
+    @property
     def row_tokens(self) -> int:
         """The number of tokens in a training row: algorithm.row_tokens, or those of the longest sequence."""
         return self.algorithm.row_tokens or self.context_tokens
-
-    @property
-    def step_rows(self) -> int:
-        """The number of training rows in a step whose completions all have the longest length."""
-        return self._full_rows(self.batch_rows)
 
     @property
     def mini_batch_prompts(self) -> int:
@@ -161,7 +166,8 @@ class RunConfig(Section):
         """Return the number of training rows in one forward and backward pass, a multiple of ``devices``."""
         prompts = self.algorithm.micro_batch_prompts
         if prompts is None:
-            rows = max(-(-self.step_rows // MICRO_BATCHES), MICRO_BATCH_TOKENS * devices // self.row_tokens)
+            share = -(-self._full_rows(self.batch_rows) // MICRO_BATCHES)
+            rows = max(share, MICRO_BATCH_TOKENS * devices // self.row_tokens)
         else:
             rows = self._full_rows(prompts * self.algorithm.group_size)
         return -(-min(rows, self.update_rows) // devices) * devices
@@ -384,7 +390,7 @@ def _evaluation_tells_something(config: RunConfig) -> None:
         if not section.rewards:
             raise ValueError("evaluation.rewards must name at least one reward, got none; leave it unset for the run's")
         check_rewards(section.rewards)
-    rewards = [spec.shown for spec in (config.rewards if section.rewards is None else section.rewards)]
+    rewards = [spec.shown for spec in config.evaluation_rewards]
     modes = ["greedy", "sampled", *(f"{name}@{k}" for k in section.every_k for name in ("pass", "maj"))]
     if section.best is not None:
         mode, _, reward = section.best.partition("/")
@@ -404,7 +410,7 @@ def _export_has_what_it_needs(config: RunConfig) -> None:
         )
     if export.every != "best":
         return
-    if config.evaluation.path is None and config.data.builtin is None:
+    if not config.has_held_out:
         raise ValueError("export.every=best needs held-out data, got none; set evaluation.path, or use last")
     if not config.checkpoint.keep_best:
         raise ValueError(

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_serializer, model_validator
 
+from tpu_grpo.config.data_sections import BUILTIN, HUB
 from tpu_grpo.config.section import AutoOrCount, LayerRanges, Options, PlainName, PositiveInt, Section, expression, must
 
 IsDirectory = BeforeValidator(
@@ -102,6 +103,16 @@ class ModelSection(Section):
     """Train only these layers, e.g. 20-31, and neither embeddings nor the last norm nor the head; everything when
     unset."""
     lora: LoraSection = LoraSection()
+
+    @property
+    def builtin(self) -> str | None:
+        """The task of a built-in model, after builtin: in ``path``; None for other models."""
+        return self.path.removeprefix(BUILTIN) if self.path.startswith(BUILTIN) else None
+
+    @property
+    def hub(self) -> str | None:
+        """OWNER/NAME or OWNER/NAME@REVISION of a model of the hub, after hf: in ``path``; None for other models."""
+        return self.path.removeprefix(HUB) if self.path.startswith(HUB) else None
 
 
 class RolloutSection(Section):

@@ -20,9 +20,9 @@ prompts per step, and without pools, retirement and dynamic sampling, step s has
 step begins. Host 0 writes the file. When a run continues, host 0 truncates the file to the completed steps and sends
 the history to all hosts. A continued run therefore has exactly the history of an uninterrupted run.
 
-    with PromptHistory.open(run_dir, prompts=7473, start=120, hosts=hosts) as history:     # steps 1 to 120 are done
-        known = history.last("tokens", batch.records)                   # [103.5, None, ...]: None without a result
-        history.add(121, 968, batch.records, {"tokens": [88.0, 412.25, ...], "pass_rate": [0.5, 0.125, ...]})
+    history = PromptHistory.open(run_dir, prompts=7473, start=120, hosts=hosts)     # steps 1 to 120 are done
+    known = history.last("tokens", batch.records)                   # [103.5, None, ...]: None without a result
+    history.add(121, 968, batch.records, {"tokens": [88.0, 412.25, ...], "pass_rate": [0.5, 0.125, ...]})
 """
 
 import math
@@ -138,12 +138,6 @@ class PromptHistory:
         """Close the file."""
         if self._file is not None:
             self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
 
 class PromptDraw:

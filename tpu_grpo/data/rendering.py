@@ -179,7 +179,7 @@ class PromptRenderer:
         pad = self._tokenizer.pad_token
         if not self._byte_level or (pad is not None and str(pad) in text):
             return None
-        if not text.isascii() and self._normalizes:
+        if not text.isascii() and self._tokenizer.backend_tokenizer.normalizer is not None:
             return None
         return len(text.encode("utf-8", "surrogatepass")) + self._added
 
@@ -194,10 +194,6 @@ class PromptRenderer:
     def _byte_level(self) -> bool:
         core = self._tokenizer.backend_tokenizer
         return type(core.model).__name__ == "BPE" and "ByteLevel(" in str(core.pre_tokenizer)
-
-    @cached_property
-    def _normalizes(self) -> bool:
-        return self._tokenizer.backend_tokenizer.normalizer is not None
 
     @cached_property
     def _added(self) -> int:

@@ -38,11 +38,6 @@ def signature(key: bytes, *parts: bytes) -> bytes:
     return hmac.digest(key, framed, "sha256") if key else b""
 
 
-def is_signed(proof: bytes, key: bytes, *parts: bytes) -> bool:
-    """Whether ``proof`` equals the `signature` of these parts, which is empty if ``key`` is empty."""
-    return hmac.compare_digest(proof, signature(key, *parts))
-
-
 def session_key(secret: bytes, nonces: Sequence[str]) -> bytes:
     """Derive the run's key from its secret and its hosts' nonces, in the order of the hosts; empty without a secret."""
     return signature(secret, b"session", *(nonce.encode() for nonce in nonces))

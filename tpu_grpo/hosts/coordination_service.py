@@ -16,6 +16,7 @@ So this file makes client and service as ``initialize`` does, and stores them in
 
 import atexit
 import ctypes
+import hmac
 import math
 import os
 import re
@@ -29,7 +30,7 @@ from contextlib import suppress
 from functools import cache, partial
 from typing import Any
 
-from tpu_grpo.hosts.authentication import SIGNATURE_BYTES, VARIABLE, is_signed, signature, take_secret
+from tpu_grpo.hosts.authentication import SIGNATURE_BYTES, VARIABLE, signature, take_secret
 from tpu_grpo.hosts.ending import alone, end_process, here
 from tpu_grpo.hosts.meeting import LOOPBACK, Caller, arrive, hold_port, no_answer, own_address, too_late
 from tpu_grpo.records.errors import ConfigError, LockstepError
@@ -97,7 +98,7 @@ class Service:
         if not self._key:
             return stored
         proof, value = stored[:SIGNATURE_BYTES], stored[SIGNATURE_BYTES:]
-        if not is_signed(proof, self._key, key.encode(), value):
+        if not hmac.compare_digest(proof, signature(self._key, key.encode(), value)):
             raise attacked(key, "a value without their signature")
         return value
 

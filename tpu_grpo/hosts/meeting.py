@@ -221,8 +221,8 @@ class Meeting:
         self.guests.remove(guest)
 
     def _seen(self) -> str:
-        strangers = self.strangers and f"; connections that were no hosts of this run: {self.strangers}"
-        return f"{strangers or ''}{(self.sent_away and f'; hosts sent away: {self.sent_away}') or ''}"
+        seen = {"connections that were no hosts of this run": self.strangers, "hosts sent away": self.sent_away}
+        return "".join(f"; {what}: {count}" for what, count in seen.items() if count)
 
     def share_port(self) -> None:
         """Let jax's service in this process bind the port, too; on Linux, no other run can bind the port meanwhile."""

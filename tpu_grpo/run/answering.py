@@ -95,7 +95,7 @@ class Speaker:
             ConfigError: if prompt and answer may be longer than the model's context.
         """
         config, checkpoint, rollout = self._config, self._checkpoint, self._config.rollout
-        devices = jax.devices()[: default_tensor(config, checkpoint, len(jax.devices()))]
+        devices = jax.devices()[: default_tensor(checkpoint, config.model.dtype, len(jax.devices()))]
         options = EngineOptions(
             context_tokens=self._context_tokens(prompts),
             stop_token_ids=frozenset(stop_ids(config, self._tokenizer, checkpoint.directory)),
