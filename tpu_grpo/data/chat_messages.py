@@ -121,11 +121,7 @@ def record_of(text: str, known: Record, data: DataSection) -> dict[str, Any]:
 
 
 class Template:
-    """A Python format string over columns, checked once.
-
-    Raises:
-        ConfigError: for a template that is malformed, or has fields without a name.
-    """
+    """A Python format string over columns; raises ConfigError if it is malformed, or has fields without a name."""
 
     def __init__(self, setting: str, text: str):
         self._setting = setting

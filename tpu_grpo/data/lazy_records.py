@@ -200,11 +200,7 @@ class Joined(Lazy):
 
 
 def check_keys(record: Mapping[str, Any], first: Mapping[str, Any], where: str, first_is: str) -> None:
-    """Check that a record has the same keys as the first record, which errors call ``first_is``.
-
-    Raises:
-        DataError: with the keys that it lacks and adds.
-    """
+    """Raise DataError, with the keys lacking and added, for keys other than the first record's (named ``first_is``)."""
     if record.keys() == first.keys():
         return
     lacking, extra = sorted(first.keys() - record.keys()), sorted(record.keys() - first.keys())

@@ -44,8 +44,6 @@ from tpu_grpo.records.stages import PromptBatch
 
 FATE = 1
 """A part of the seed of these draws, so that they differ from other random numbers of the run."""
-
-
 COLUMNS = ("tokens", "pass_rate")
 """``tokens`` is the mean length of the completions to a prompt in a step, ``pass_rate`` their mean reward."""
 PASSES = "passes"
@@ -145,28 +143,9 @@ class PromptDraw:
 
     ``seed``, the position and the weight of its prompt determine whether the prompt is sampled. ``start`` is the number
     of completed steps.
-
-    Raises:
-        DataError: if the prompts of a step depend on earlier steps (``remembers``, by default as data.dynamic,
-            data.pools and data.retire say), but the history lacks a completed step.
     """
 
-    def __init__(
-        self,
-        stream: PromptStream,
-        history: PromptHistory,
-        data: DataSection,
-        *,
-        seed: int,
-        start: int,
-        remembers: bool | None = None,
-    ):
-        if history.position is None and (data.remembers if remembers is None else remembers):
-            raise DataError(
-                f"{HISTORY_FILE} must say where step {start} ended in the data, because data.dynamic, data.pools, "
-                "data.retire or rollout.carry is set, and it does not; restore the file that belongs to the "
-                "checkpoint, leave these settings out, or start over with checkpoint.resume=never"
-            )
+    def __init__(self, stream: PromptStream, history: PromptHistory, data: DataSection, *, seed: int, start: int):
         self.stream = stream
         self.history = history
         self._data = data
@@ -183,12 +162,14 @@ class PromptDraw:
         """
         data = config.data
         history = PromptHistory.open(config.run_dir, stream.size, start, hosts, data.retire.at)
-        try:
-            remembers = data.remembers or config.rollout.carry > 0.0
-            return cls(stream, history, data, seed=config.run.seed, start=start, remembers=remembers)
-        except DataError:
+        if history.position is None and (data.remembers or config.rollout.carry):
             history.close()
-            raise
+            raise DataError(
+                f"{HISTORY_FILE} must say where step {start} ended in the data, because data.dynamic, data.pools, "
+                "data.retire or rollout.carry is set, and it does not; restore the file that belongs to the "
+                "checkpoint, leave these settings out, or start over with checkpoint.resume=never"
+            )
+        return cls(stream, history, data, seed=config.run.seed, start=start)
 
     def __enter__(self) -> Self:
         return self

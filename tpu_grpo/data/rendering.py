@@ -148,11 +148,7 @@ class PromptRenderer:
             ) from None
 
     def encoded(self, texts: list[str], where: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of some prompts.
-
-        Raises:
-            DataError: for a prompt without a token, or one that holds the tokenizer's pad token.
-        """
+        """Return the token ids of prompts; raises DataError for one without a token, or with the pad token."""
         core = self._tokenizer.backend_tokenizer
         core.no_truncation()  # tokenizer.json may enable both
         core.no_padding()

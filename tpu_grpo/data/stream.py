@@ -118,11 +118,7 @@ class PromptStream:
         return {"digest": self.digest, "sources": sources}
 
     def batch(self, step: int) -> PromptBatch:
-        """Return the P prompts of a step (counted from 1), in a run whose steps all have P prompts.
-
-        Raises:
-            DataError: for a step below 1.
-        """
+        """Return the prompts of a step of a run whose steps all have P prompts; raises DataError for a step below 1."""
         if step < 1:
             raise DataError(f"a step must be >= 1, got {step}; steps count from 1")
         start = (step - 1) * self._prompts_per_step

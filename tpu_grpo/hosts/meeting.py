@@ -117,11 +117,7 @@ def split_address(coordinator: str) -> tuple[str, int]:
 
 
 def own_address(coordinator: str) -> tuple[socket.AddressFamily, str, int]:
-    """Resolve the coordinator's name to (family, IP address, port), on which host 0 listens.
-
-    Raises:
-        ConfigError: the name cannot be resolved.
-    """
+    """Resolve the coordinator to (family, IP address, port), where host 0 listens; raises ConfigError if that fails."""
     address, port = split_address(coordinator)
     try:
         family, _, _, _, found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]

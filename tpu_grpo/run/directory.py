@@ -43,8 +43,6 @@ SEEN_SECONDS = 20.0
 STALE_SECONDS = 60.0
 """Once a host has looked at a directory, NFS may show it the old content for this long."""
 PAUSE = 0.5
-
-
 Told = tuple[str, str]
 """An error in the form in which host 0 sends it to the others: (name of the class, message)."""
 

@@ -183,11 +183,7 @@ def load_environments(config: RunConfig) -> dict[str, LoadedEnvironment]:
 
 
 def check_environment_columns(loaded: Mapping[str, LoadedEnvironment], columns: Collection[str]) -> None:
-    """Check that the data has a column that selects the environment, and all columns that ``reset`` requires.
-
-    Raises:
-        DataError: for a column that is missing.
-    """
+    """Raise DataError if the data lacks the column that selects the environment, or one that ``reset`` requires."""
     if not loaded:
         return
     from tpu_grpo.environments.environment_classes import check_columns
