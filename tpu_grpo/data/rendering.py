@@ -5,7 +5,7 @@
 With data.chat_template, the tokenizer's template writes the text, special tokens included. Without it, the text is the
 user's message, and the tokenizer adds its special tokens (such as a BOS).
 
-    rendered = render_records(renderer, records, data, "train.jsonl")
+    rendered = render_records(renderer, records, "train.jsonl")
     rendered.prompts[7]                       # reads the record, fills the template, and makes the tokens
     rendered.dropped                          # the number of prompts that are too long
 
@@ -59,7 +59,7 @@ class PromptRenderer:
     """
 
     def __init__(self, data: DataSection, tokenizer: "PreTrainedTokenizerFast", tools_of: ToolsOf | None = None):
-        self._data = data
+        self.data = data
         self._tools_of = tools_of
         self._tokenizer = tokenizer
         self._conversation = Conversation(data)
@@ -119,7 +119,7 @@ class PromptRenderer:
         self, conversations: list[list[Message]], where: Sequence[str], tools: Sequence[Tools] | None = None
     ) -> list[str]:
         """Return conversations' texts; a failing template raises ConfigError, half of a surrogate pair DataError."""
-        if not self._data.chat_template:
+        if not self.data.chat_template:
             texts = [plain(messages) for messages in conversations]
         else:
             with self._bounded("the tokenizer's chat template", where):
@@ -152,7 +152,7 @@ class PromptRenderer:
         core = self._tokenizer.backend_tokenizer
         core.no_truncation()  # tokenizer.json may enable both
         core.no_padding()
-        encodings = core.encode_batch_fast(texts, add_special_tokens=not self._data.chat_template)
+        encodings = core.encode_batch_fast(texts, add_special_tokens=not self.data.chat_template)
         found = [encoding.ids for encoding in encodings]
         pad = self._tokenizer.pad_token_id
         for text, token_ids, place in zip(texts, found, where, strict=True):
@@ -183,7 +183,7 @@ class PromptRenderer:
     def identity(self) -> str:
         """Return the SHA-256, in hex, of everything that decides how texts become tokens."""
         digest = hashlib.sha256(self._tokenizer.backend_tokenizer.to_str().encode("utf-8", "backslashreplace"))
-        digest.update(json.dumps([self._data.chat_template, str(self._tokenizer.pad_token)]).encode())
+        digest.update(json.dumps([self.data.chat_template, str(self._tokenizer.pad_token)]).encode())
         return digest.hexdigest()
 
     @cached_property
@@ -327,7 +327,7 @@ class LazyPrompts(Sequence[Prompt]):
 
 
 def render_records(
-    renderer: PromptRenderer, records: Sequence[Record], data: DataSection, source: str, *, limit: int | None = None
+    renderer: PromptRenderer, records: Sequence[Record], source: str, *, limit: int | None = None
 ) -> RenderedPrompts:
     """Check the prompts of all records, or render the first ``limit`` that fit; ``source`` names the data in errors.
 
@@ -337,7 +337,7 @@ def render_records(
     fitting = array("q")
     too_long: dict[int, int] = {}  # tokens by index of the record
     digest = hashlib.sha256(renderer.identity.encode())
-    numbered = enumerate(records)
+    numbered, data = enumerate(records), renderer.data
     with reading(f"checking the prompts of {source}", len(records) if limit is None else 0, "prompts") as advance:
         while at_once := list(islice(numbered, AT_ONCE if limit is None else min(AT_ONCE, limit - len(fitting)))):
             where, read = [_where(index, source) for index, _ in at_once], [record for _, record in at_once]
