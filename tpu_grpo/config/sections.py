@@ -65,18 +65,6 @@ class LoraSection(Section):
     """Start from these adapters: a directory that a run left under adapters/; they must have been made with this rank
     and alpha, for the same modules."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _has_no_dropout(cls, given: Any) -> Any:
-        for name in ("dropout", "lora_dropout"):
-            if isinstance(given, dict) and name in given:
-                raise ValueError(
-                    f"{name} must be left out, got {given[name]}: the engine samples from the policy without dropout, "
-                    "and a trainer with it would compute the ratio of another one; optimizer.weight_decay and "
-                    "algorithm.beta hold adapters back, too"
-                )
-        return given
-
 
 class ModelSection(Section):
     """These settings describe the policy, and which parts of it are trained."""

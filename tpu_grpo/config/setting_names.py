@@ -178,6 +178,11 @@ ABSENT = {
     "vllm_mode": "the engine always runs in the process; leave it out",
     "config": "the config is named alone: scripts/run.py CONFIG.yaml",
     "logging_steps": "every step is logged; leave it out",
+    **dict.fromkeys(
+        ("dropout", "lora_dropout"),
+        "leave it out: the engine samples from the policy without dropout, and a trainer with it would compute the "
+        "ratio of another one; optimizer.weight_decay and algorithm.beta hold adapters back, too",
+    ),
 }
 """Setting in other libraries that is not needed here -> the reason."""
 
