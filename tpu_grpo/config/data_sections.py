@@ -289,11 +289,8 @@ class RewardSpec(Section):
 
 
 def check_rewards(specs: Sequence[RewardSpec]) -> None:
-    """Check that rewards have different names and that each ``only_if`` names one of them.
-
-    Raises:
-        ValueError: for two rewards with one name, an ``only_if`` without such a reward, or a cycle of them.
-    """
+    """Check that rewards have different names and that each ``only_if`` names one of them. Raises ValueError for two
+    rewards with one name, an ``only_if`` without such a reward, or a cycle of them."""
     shown = [spec.shown for spec in specs]
     if twice := sorted({name for name in shown if shown.count(name) > 1}):
         raise ValueError(

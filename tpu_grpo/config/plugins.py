@@ -37,11 +37,8 @@ EXTRAS = {
 
 
 def find_function(name: str, kind: str, error: type[TpuGrpoError]) -> Any:
-    """Return the function, class or callable object with the name ``name``.
-
-    Raises:
-        TpuGrpoError: of type ``error``, if the file or module is missing, fails to import, or lacks the function.
-    """
+    """Return the function, class or callable object with the name ``name``. Raises TpuGrpoError of type ``error`` if
+    the file or module is missing, fails to import, or lacks the function."""
     source, _, attribute = name.rpartition(":")
     if not source or not attribute.isidentifier():
         raise error(f"a {kind}'s name must read path.py:function, got {name!r}")

@@ -201,11 +201,8 @@ class RunConfig(Section):
         return found
 
     def counted(self, prompts: int) -> "RunConfig":
-        """Return the config with ``run.epochs`` converted to ``run.max_steps``, given the number of prompts.
-
-        Raises:
-            ConfigError: if a setting needs more steps than that.
-        """
+        """Return the config with ``run.epochs`` converted to ``run.max_steps``, given the number of prompts. Raises
+        ConfigError if a setting needs more steps than that."""
         if self.run.epochs is None:
             return self
         steps = max(1, math.ceil(round(self.run.epochs * prompts / self.data.prompts_per_step, 6)))

@@ -65,11 +65,8 @@ class PromptHistory:
 
     @classmethod
     def open(cls, run_dir: Path, prompts: int, start: int, hosts: Hosts, passed_at: float | None = None) -> Self:
-        """Read the history of a run up to step ``start``; every host calls this.
-
-        Raises:
-            DataError: on host 0, if a line other than the last one is broken.
-        """
+        """Read the history of a run up to step ``start``; every host calls this. Raises DataError on host 0, if a line
+        other than the last one is broken."""
         history = cls(prompts, passed_at)
         if hosts.is_first:
             path, done = run_dir / HISTORY_FILE, 0
@@ -155,11 +152,8 @@ class PromptDraw:
 
     @classmethod
     def open(cls, config: RunConfig, stream: PromptStream, start: int, hosts: Hosts) -> Self:
-        """Open the draw of a run after its completed steps; every host calls this. Use it in a ``with`` block.
-
-        Raises:
-            DataError: for a broken history, or one that lacks a completed step if the settings need it.
-        """
+        """Open the draw of a run after its completed steps; every host calls this. Use it in a ``with`` block. Raises
+        DataError for a broken history, or one that lacks a completed step if the settings need it."""
         data = config.data
         history = PromptHistory.open(config.run_dir, stream.size, start, hosts, data.retire.at)
         if history.position is None and (data.remembers or config.rollout.carry):

@@ -52,11 +52,8 @@ THINKING = ("enable_thinking", "thinking")
 
 
 class PromptRenderer:
-    """Renders records by the data section: templates, system prompt, examples, chat template.
-
-    Raises:
-        ConfigError: for a template that is malformed, or settings this tokenizer cannot follow.
-    """
+    """Renders records by the data section: templates, system prompt, examples, chat template. Raises ConfigError for a
+    template that is malformed, or settings this tokenizer cannot follow."""
 
     def __init__(self, data: DataSection, tokenizer: "PreTrainedTokenizerFast", tools_of: ToolsOf | None = None):
         self.data = data
@@ -330,10 +327,7 @@ def render_records(
     renderer: PromptRenderer, records: Sequence[Record], source: str, *, limit: int | None = None
 ) -> RenderedPrompts:
     """Check the prompts of all records, or render the first ``limit`` that fit; ``source`` names the data in errors.
-
-    Raises:
-        DataError: for a prompt longer than data.max_prompt_tokens under data.too_long=error, or when none fits.
-    """
+    Raises DataError for a prompt longer than data.max_prompt_tokens under data.too_long=error, or when none fits."""
     fitting = array("q")
     too_long: dict[int, int] = {}  # tokens by index of the record
     digest = hashlib.sha256(renderer.identity.encode())

@@ -61,11 +61,8 @@ class Service:
         self._client, self._key = client, key
 
     def put(self, key: str, value: bytes, *, overwrite: bool = False) -> None:
-        """Store a value. Blocks for as long as the service does not answer.
-
-        Raises:
-            LockstepError: the key has a value already, and ``overwrite`` is False.
-        """
+        """Store a value. Blocks for as long as the service does not answer. Raises LockstepError if the key has a value
+        already, and ``overwrite`` is False."""
         from jax.errors import JaxRuntimeError
 
         signed = signature(self._key, key.encode(), value) + value
@@ -117,11 +114,8 @@ def attacked(where: str, got: str) -> LockstepError:
 
 
 def read_told(value: bytes, kind: object, where: str, read: Callable[[Any], Any] = lambda told: told) -> Any:
-    """Parse the JSON that a host sent, check that it has the type ``kind``, and return ``read(parsed)``.
-
-    Raises:
-        LockstepError: the value has another type, or ``read`` raises ValueError: no host can have sent it.
-    """
+    """Parse the JSON that a host sent, check that it has the type ``kind``, and return ``read(parsed)``. Raises
+    LockstepError if the value has another type, or ``read`` raises ValueError: no host can have sent it."""
     try:
         return read(_adapter(kind).validate_json(value))
     except ValueError as error:

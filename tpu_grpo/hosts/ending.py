@@ -246,11 +246,8 @@ class StopRequest:
 
     @contextmanager
     def abandoning(self) -> Iterator[None]:
-        """Let a signal end this block; the work of the block is then discarded.
-
-        Raises:
-            StepAbandoned: a signal comes during the block, or came before.
-        """
+        """Let a signal end this block; the work of the block is then discarded. Raises StepAbandoned if a signal comes
+        during the block, or came before."""
         self._may_abandon = True
         try:
             if self.signalled:

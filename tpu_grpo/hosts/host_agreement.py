@@ -181,11 +181,8 @@ class Hosts:
         return read_told(self.gather(name, mine)[0], kind, f"{name} of host 0", read)
 
     def agree(self, name: str, value: str | bytes) -> None:
-        """Check that the value is the same on every host.
-
-        Raises:
-            LockstepError: values differ; every host raises the same message. Raises as ``gather`` does, too.
-        """
+        """Check that the value is the same on every host. Raises LockstepError if values differ; every host raises the
+        same message. Raises as ``gather`` does, too."""
         self._compare(f"the agreement on {name}", {name: value})
 
     def agree_all(self, values: Mapping[str, str]) -> None:

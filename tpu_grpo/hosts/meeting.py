@@ -308,11 +308,8 @@ class Meeting:
 
 @contextmanager
 def hold_port(coordinator: str, me: Caller, timeout_seconds: float, secret: bytes = b"") -> Iterator[Meeting]:
-    """Listen on host 0's address during the block; with a secret, hosts that do not know the secret are refused.
-
-    Raises:
-        ConfigError: another program has the port, and keeps it.
-    """
+    """Listen on host 0's address during the block; with a secret, hosts that do not know the secret are refused. Raises
+    ConfigError if another program has the port, and keeps it."""
     with _listen(coordinator, min(PATIENCE_SECONDS, timeout_seconds)) as listener:
         meeting = Meeting(me, coordinator, listener, secret)
         try:

@@ -252,11 +252,8 @@ def model_directory(model: ModelSection) -> Path:
 
 
 def check_model(config: RunConfig, checkpoint: Checkpoint) -> None:
-    """Check that the model can do what the config asks of it.
-
-    Raises:
-        ConfigError: if sequences exceed the model's context, or the model lacks modules, layers or experts.
-    """
+    """Check that the model can do what the config asks of it. Raises ConfigError if sequences exceed the model's
+    context, or the model lacks modules, layers or experts."""
     longest, scaling = checkpoint.hf_config.get("max_position_embeddings"), checkpoint.config.scaling
     if longest is not None and isinstance(scaling, YarnScaling):  # ``longest`` is the context before scaling
         longest = max(longest, int(scaling.factor * scaling.original_max_position_embeddings))
@@ -282,10 +279,7 @@ def check_model(config: RunConfig, checkpoint: Checkpoint) -> None:
 
 def open_tokenizer(model: ModelSection, checkpoint: Checkpoint | None) -> "PreTrainedTokenizerFast":
     """Open the tokenizer of the model that `read_model` returned; works before a built-in model has been trained.
-
-    Raises:
-        CheckpointError: for a tokenizer that is missing, broken or without an end or padding token.
-    """
+    Raises CheckpointError for a tokenizer that is missing, broken or without an end or padding token."""
     from tpu_grpo.models.tokenizers import builtin_tokenizer, load_tokenizer  # a second to import
 
     if checkpoint is None:

@@ -73,10 +73,7 @@ class Owner:
 
 def read_owner(path: Path) -> Owner | None:
     """Read the owner; None if the file names none yet. Opens the file anew, because NFS would show cached content.
-
-    Raises:
-        OSError: for a file that is missing, or cannot be read.
-    """
+    Raises OSError for a file that is missing, or cannot be read."""
     with os.fdopen(_open(path, os.O_RDONLY), "rb") as file:
         return _parsed(file.read(RECORD_BYTES))
 
