@@ -11,7 +11,8 @@ from hypothesis.extra.numpy import arrays
 
 from tests.learner.toy import make_config
 from tpu_grpo.algorithms import ADVANTAGES, RunAlgorithm, open_algorithm
-from tpu_grpo.config import AdvantageName, AlgorithmSection, RunConfig
+from tpu_grpo.config import AlgorithmSection, RunConfig
+from tpu_grpo.config.learning_sections import AdvantageName
 from tpu_grpo.learner.signal import group_advantages, read_signal
 from tpu_grpo.records.errors import RewardError
 from tpu_grpo.records.stages import Completion, Prompt, PromptBatch, Rollout, ScoredRollout, Scores

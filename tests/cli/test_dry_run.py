@@ -65,7 +65,7 @@ def build(config: RunConfig) -> None:
     config = inputs.config
     checkpoint = agreed_checkpoint(config, hosts, inputs.checkpoint)
     meshes = build_meshes(config, checkpoint)
-    task = open_task(config, inputs, algorithm, hosts)
+    task = open_task(inputs, algorithm, hosts)
     try:
         open_engines(config, hosts, checkpoint, inputs.tokenizer, meshes, task.environments)
         Learner(config, load_inputs(config, checkpoint, meshes), hosts).close()

@@ -78,7 +78,7 @@ run rewards=[exact_answer]
 run rewards=[3]
     rewards.0 must be a section .. got 3 .. known in rewards.0: name, label, weight,
 run model.lora.rank=8 model.lora.dropout=0.1
-    model.lora dropout must be left out .. optimizer.weight_decay and algorithm.beta
+    model.lora.dropout is not a setting (got 0.1); leave it out: the engine .. optimizer.weight_decay and algorithm.beta
 run model.lora.rank=8 model.train_layers=0-1
     model.train_layers=0-1 and model.lora.rank=8 exclude each .. for adapters in some layers use
 run model.lora.targets='('

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-from tpu_grpo.config import OptimizerRule, SourceSpec, load_config
+from tpu_grpo.config import load_config
+from tpu_grpo.config.data_sections import SourceSpec
+from tpu_grpo.config.learning_sections import OptimizerRule
 from tpu_grpo.records.errors import ConfigError
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -49,7 +49,7 @@ def test_longer_rows_make_fewer_of_them() -> None:
     """Rows of 300 tokens hold two completions of at most 128: 10 prompts of 3 completions need 15, four of them 6."""
     sizes = ["data.prompts_per_step=10", "algorithm.group_size=3", "algorithm.micro_batch_prompts=4"]
     config = load_config(None, [*sizes, *LENGTHS, "algorithm.row_tokens=300"])
-    assert (config.step_rows, config.micro_batch_rows(1), config.micro_batches(1)) == (15, 6, 3)
+    assert (config.update_rows, config.micro_batch_rows(1), config.micro_batches(1)) == (15, 6, 3)
 
 
 @pytest.mark.parametrize(

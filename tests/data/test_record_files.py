@@ -149,7 +149,7 @@ def test_addresses_are_read_once(tmp_path: Path, server: str, name: str) -> None
     records = read_records(Source(f"{server}/{name}"))
     for path in tmp_path.iterdir():
         path.unlink()
-    assert records == ROWS
+    assert list(records) == ROWS
     with pytest.raises(DataError, match=r"data.path: data file not found: http://127.0.0.1:\d+/d.jsonl"):
         read(f"{server}/d.jsonl")
 

@@ -102,7 +102,7 @@ LENGTHS = [{"question": "x" * n} for n in (3, 5, 4, 9, 1)]
 
 def rendered(tokenizer: PreTrainedTokenizerFast, limit: int | None = None, **settings: Any):
     data = DataSection(chat_template=False, **settings)
-    return render_records(PromptRenderer(data, tokenizer), LENGTHS, data, "x.jsonl", limit=limit)
+    return render_records(PromptRenderer(data, tokenizer), LENGTHS, "x.jsonl", limit=limit)
 
 
 def test_too_long_prompts_are_an_error_that_names_the_first_and_the_longest(tokenizer: PreTrainedTokenizerFast):
@@ -123,7 +123,7 @@ def test_too_long_prompts_are_dropped_and_counted(tokenizer: PreTrainedTokenizer
 def test_dropping_all_is_an_error(tokenizer: PreTrainedTokenizerFast):
     data = DataSection(chat_template=False, max_prompt_tokens=2, too_long="drop")
     with pytest.raises(DataError, match=r"4 of 4 are too long, the longest 9\); raise data\.max_prompt_tokens to 9$"):
-        render_records(PromptRenderer(data, tokenizer), LENGTHS[:4], data, "x.jsonl")
+        render_records(PromptRenderer(data, tokenizer), LENGTHS[:4], "x.jsonl")
 
 
 def test_the_limit_counts_prompts_that_fit(tokenizer: PreTrainedTokenizerFast):
@@ -239,7 +239,7 @@ def test_prompts_offer_the_tools_of_their_environments(tokenizer: PreTrainedToke
         return offered[record["environment"]]
 
     data = DataSection(max_prompt_tokens=20)
-    rendered = render_records(PromptRenderer(data, tokenizer, tools_of), records, data, "x.jsonl")
+    rendered = render_records(PromptRenderer(data, tokenizer, tools_of), records, "x.jsonl")
     texts = [prompt.text for prompt in rendered.prompts]
     assert texts == ["add,sub: 1>", "move: 2>", "add,sub: 3>", ">", "move: >"]
     assert [tokenizer.decode(prompt.token_ids) for prompt in rendered.prompts] == texts

@@ -19,7 +19,7 @@ from tpu_grpo.records.errors import ConfigError, DataError, TpuGrpoError
 def test_one_record_per_line(tmp_path: Path):
     path = tmp_path / "data.jsonl"
     path.write_bytes('\ufeff{"q": "a\u2028b", "n": 1}\r\n{"n": null, "q": "é"}\n\n'.encode())
-    assert read_records(Source(str(path))) == [{"q": "a\u2028b", "n": 1}, {"n": None, "q": "é"}]
+    assert list(read_records(Source(str(path)))) == [{"q": "a\u2028b", "n": 1}, {"n": None, "q": "é"}]
 
 
 @pytest.mark.parametrize(

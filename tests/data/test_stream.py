@@ -7,7 +7,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from tests.data.conftest import WriteJsonl
-from tpu_grpo.config import DataSection, EvaluationSection, SourceSpec
+from tpu_grpo.config import DataSection, EvaluationSection
+from tpu_grpo.config.data_sections import SourceSpec
 from tpu_grpo.data.rendering import RenderedPrompts
 from tpu_grpo.data.stream import Part, PromptStream, open_evaluation_prompts, open_prompts
 from tpu_grpo.records.errors import DataError

@@ -115,6 +115,7 @@ WAITING = {
     "a thread": "threading.Thread(target=forever).start()",
     "an executor": "concurrent.futures.ThreadPoolExecutor().submit(forever)",
     "atexit": "import atexit; atexit.register(forever)",
+    "a pipe of stderr that nobody reads": "full(2)",
     "nothing": "pass",
 }
 
@@ -132,21 +133,7 @@ def test_a_failing_process_leaves_its_threads_behind(waiting: str) -> None:
         """
     )
     assert code == 2
-    assert errors.endswith("KeyError: 'a bug'\n")
-    assert seconds < 10
-
-
-def test_a_failing_process_leaves_without_a_reader_of_its_error() -> None:
-    code, _, seconds = ended(
-        """
-        ending.LEAVING_SECONDS = 1.0
-        here.leaving_with = 2
-        leave_when_done()
-        full(2)
-        raise KeyError("a bug")
-        """
-    )
-    assert code == 2
+    assert errors.endswith("KeyError: 'a bug'\n") or "stderr" in waiting
     assert seconds < 10
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+from unittest.mock import patch
 
 import psutil
 import pytest
@@ -71,7 +72,8 @@ def no_flock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def take(directory: Path, seconds: float = 0.5) -> RunLock:
-    return RunLock.take(directory, silent_seconds=seconds, beat_seconds=0.05, tell=lambda text: None)
+    with patch.multiple(lock_module, SILENT_SECONDS=seconds, BEAT_SECONDS=0.05):
+        return RunLock.take(directory)
 
 
 def test_a_lock_names_its_process_and_leaves_nothing(tmp_path: Path) -> None:
@@ -160,15 +162,16 @@ def test_another_machine_that_gives_signs_is_left_alone(tmp_path: Path, elsewher
 
 
 def test_another_machine_that_is_silent_is_taken_over_after_a_wait(
-    tmp_path: Path, elsewhere: Owner, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, elsewhere: Owner, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(lock_module, "SETTLE_SECONDS", 0.1)
-    path, told = record(tmp_path, elsewhere), list[str]()
+    path = record(tmp_path, elsewhere)
     began = time.monotonic()
-    lock = RunLock.take(tmp_path, silent_seconds=0.5, tell=told.append)
+    lock = take(tmp_path)
     assert 0.5 <= time.monotonic() - began < 2
     assert read_owner(path) == lock.owner
-    assert told == [f"{path} names {elsewhere}; looking for up to 0.5 s whether that process still lives"]
+    told = f"{path} names {elsewhere}; looking for up to 0.5 s whether that process still lives\n"
+    assert capsys.readouterr().err == told
     lock.release()
 
 
@@ -194,7 +197,7 @@ def test_of_two_that_come_for_the_same_one_goes_on(
 
 
 def test_signs_of_life_are_given(tmp_path: Path) -> None:
-    lock = RunLock.take(tmp_path, beat_seconds=0.02)
+    lock = take(tmp_path)
     deadline = time.monotonic() + 5
     while (owner := read_owner(tmp_path / "run.lock")) is None or owner.beat < 3:
         assert time.monotonic() < deadline

@@ -39,7 +39,7 @@ def open_with(directory: Path, **algorithm: Any) -> Task:
             "evaluation": {"prompts": 8},
         }
     )
-    return open_task(config, open_inputs(config), open_algorithm(config.algorithm), Hosts())
+    return open_task(open_inputs(config), open_algorithm(config.algorithm), Hosts())
 
 
 def test_one_ratio_for_a_whole_completion_is_refused(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def check(config: RunConfig, devices: Sequence[Any] | None = None, inputs: Input
     with open_abstract_checkpoint(config, inputs.checkpoint) as checkpoint:
         meshes = build_meshes(config, checkpoint, devices)
         run = AbstractRun(config, checkpoint, meshes, [cast(int, inputs.tokenizer.eos_token_id)])
-        task, options = open_task(config, inputs, algorithm, Hosts()), run.options
+        task, options = open_task(inputs, algorithm, Hosts()), run.options
         _ = run.learner  # builds optimizer, schedule, rules and loss from array specs
         if config.model.lora.path is not None:
             read_adapters(run.policy, config.model.lora)

@@ -80,7 +80,7 @@ def _play(named: NamedModel, console: Console, options: argparse.Namespace) -> N
 
     inputs = open_inputs(config)
     tokenizer = inputs.tokenizer
-    with closing(open_task(config, inputs, open_run_algorithm(config), Hosts())) as task:
+    with closing(open_task(inputs, open_run_algorithm(config), Hosts())) as task:
         assert task.environments is not None
         prompt = _recorded(task.prompts, options.record)
         with closing(Game(config, prompt, task.environments, tokenizer, options.record)) as game:

@@ -16,20 +16,25 @@ from tpu_grpo.config.data_sections import (
     EvaluationSection,
     ReadingSection,
     RewardSpec,
-    SourceSpec,
     check_rewards,
 )
 from tpu_grpo.config.learning_sections import (
-    AdvantageName,
     AlgorithmSection,
     LossAggregation,
-    OptimizerRule,
     OptimizerSection,
     UpdateSection,
 )
 from tpu_grpo.config.run_config import CACHE_MARGIN_TOKENS, MICRO_BATCHES, PROMPT_MARGIN_TOKENS, RunConfig, settings
 from tpu_grpo.config.section import parse_layers
-from tpu_grpo.config.sections import EnvironmentSection, ExportSection, HostsSection, LoraSection, MeshesSection
+from tpu_grpo.config.sections import (
+    EnvironmentSection,
+    ExportSection,
+    HostsSection,
+    LoraSection,
+    MeshesSection,
+    ModelSection,
+    RolloutSection,
+)
 from tpu_grpo.config.setting_names import Effect, effect_of, listed_name
 
 __all__ = [
@@ -42,7 +47,6 @@ __all__ = [
     "NO_DATA",
     "PROMPT_MARGIN_TOKENS",
     "SHIPPED_CONFIGS",
-    "AdvantageName",
     "AlgorithmSection",
     "DataSection",
     "Effect",
@@ -53,12 +57,12 @@ __all__ = [
     "LoraSection",
     "LossAggregation",
     "MeshesSection",
-    "OptimizerRule",
+    "ModelSection",
     "OptimizerSection",
     "ReadingSection",
     "RewardSpec",
+    "RolloutSection",
     "RunConfig",
-    "SourceSpec",
     "UpdateSection",
     "changed_config",
     "check_rewards",

@@ -47,11 +47,7 @@ def changed_config(tree: dict[str, Any], overrides: Sequence[str]) -> RunConfig:
 
 
 def parse_config(tree: dict[str, Any]) -> RunConfig:
-    """Validate a nested mapping of settings.
-
-    Raises:
-        ConfigError: for unknown keys and wrong values; one message lists all.
-    """
+    """Validate a nested mapping of settings; raises a ConfigError that lists all unknown keys and wrong values."""
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:

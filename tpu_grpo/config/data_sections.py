@@ -21,7 +21,6 @@ NO_DATA = f"{BUILTIN}environment"
 """The path for prompts that come from environments: an empty message, to which the result of ``reset`` is added."""
 GIVEN = "python:"
 """The prefix in the name of a reward that was passed to `tpu_grpo.train` as a function."""
-Probability = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 def _no_blanks(value: dict[str, str]) -> dict[str, str]:
@@ -99,7 +98,7 @@ class PoolsSection(Section):
 
     edges: tuple[float, ...] = ()
     """Divide prompts by pass rate into pools: [0.25, 0.75] makes three, up to 0.25, up to 0.75, and above."""
-    weights: tuple[Probability, ...] = ()
+    weights: tuple[Annotated[float, Field(ge=0.0, le=1.0)], ...] = ()
     """Sample a prompt, when its turn comes, with the probability of its pool, e.g. [0.2, 1, 0.2]; otherwise skip it.
     Prompts that were never sampled before are always sampled."""
 
@@ -290,11 +289,8 @@ class RewardSpec(Section):
 
 
 def check_rewards(specs: Sequence[RewardSpec]) -> None:
-    """Check that rewards have different names and that each ``only_if`` names one of them.
-
-    Raises:
-        ValueError: for two rewards with one name, an ``only_if`` without such a reward, or a cycle of them.
-    """
+    """Check that rewards have different names and that each ``only_if`` names one of them. Raises ValueError for two
+    rewards with one name, an ``only_if`` without such a reward, or a cycle of them."""
     shown = [spec.shown for spec in specs]
     if twice := sorted({name for name in shown if shown.count(name) > 1}):
         raise ValueError(

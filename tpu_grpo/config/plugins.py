@@ -37,15 +37,24 @@ EXTRAS = {
 
 
 def find_function(name: str, kind: str, error: type[TpuGrpoError]) -> Any:
-    """Return the function, class or callable object with the name ``name``.
-
-    Raises:
-        TpuGrpoError: of type ``error``, if the file or module is missing, fails to import, or lacks the function.
-    """
+    """Return the function, class or callable object with the name ``name``. Raises TpuGrpoError of type ``error`` if
+    the file or module is missing, fails to import, or lacks the function."""
     source, _, attribute = name.rpartition(":")
     if not source or not attribute.isidentifier():
         raise error(f"a {kind}'s name must read path.py:function, got {name!r}")
-    return _attribute(load_source(source, kind, error), attribute, source, kind, error)
+    module = load_source(source, kind, error)
+    if not hasattr(module, attribute):
+        here = [
+            member
+            for member, value in vars(module).items()
+            if (inspect.isfunction(value) or inspect.isclass(value)) and value.__module__ == module.__name__
+        ]
+        raise error(f"{source} has no function {attribute!r}; functions there: {', '.join(here) or 'none'}")
+    found = getattr(module, attribute)
+    if not callable(found):
+        what = "a function of a batch" if kind == "reward" else "a function"
+        raise error(f"{name} must be {what}, got a {type(found).__name__}; name a function")
+    return found
 
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
@@ -166,21 +175,6 @@ def _search_first(directory: Path) -> Iterator[None]:
     finally:
         if str(directory) in sys.path:
             sys.path.remove(str(directory))
-
-
-def _attribute(module: ModuleType, attribute: str, source: str, kind: str, error: type[TpuGrpoError]) -> Any:
-    if not hasattr(module, attribute):
-        here = [
-            name
-            for name, value in vars(module).items()
-            if (inspect.isfunction(value) or inspect.isclass(value)) and value.__module__ == module.__name__
-        ]
-        raise error(f"{source} has no function {attribute!r}; functions there: {', '.join(here) or 'none'}")
-    found = getattr(module, attribute)
-    if not callable(found):
-        what = "a function of a batch" if kind == "reward" else "a function"
-        raise error(f"{source}:{attribute} must be {what}, got a {type(found).__name__}; name a function")
-    return found
 
 
 def need(library: str, user: str, error: type[TpuGrpoError]) -> None:

@@ -4,7 +4,7 @@ Each rule raises a ValueError that names the rule, the value, and a remedy.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,13 +77,20 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> "RunConfig":
-        for rule in (
-            *(_names_are_known, _step_is_divided, _rewards_fit_together, _engine_can_sample, _hosts_are_described),
-            *(_parameters_are_stepped, _one_kind_of_source, _evaluation_tells_something, _export_has_what_it_needs),
-            *(_groups_fit, _steps_are_reached, _histograms_are_shown, _conversations_have_a_template),
-            _carried_groups_are_kept,
-        ):
-            rule(self)
+        _names_are_known(self.checkpoint.allow_changes)
+        _step_is_divided(self)
+        _rewards_fit_together(self.rewards, self.data.pass_rate)
+        _engine_can_sample(self)
+        _hosts_are_described(self.hosts)
+        _parameters_are_stepped(self.model, self.optimizer)
+        _one_kind_of_source(self.data)
+        _evaluation_tells_something(self.evaluation, self.evaluation_rewards)
+        _export_has_what_it_needs(self)
+        _groups_fit(self.algorithm, self.data)
+        _steps_are_reached(self.run, self.logging.profile_steps)
+        _histograms_are_shown(self.logging, self.algorithm)
+        _conversations_have_a_template(self.environment, self.data, self.data_paths.values())
+        _carried_groups_are_kept(self)
         return self
 
     @property
@@ -129,14 +136,19 @@ class RunConfig(Section):
         return self.algorithm.drop_uninformative or self.data.dynamic.is_on
 
     @property
+    def evaluation_rewards(self) -> tuple[RewardSpec, ...]:
+        """The rewards that score evaluations: evaluation.rewards, or those of the run when that is unset."""
+        return self.rewards if self.evaluation.rewards is None else self.evaluation.rewards
+
+    @property
+    def has_held_out(self) -> bool:
+        """Whether there are held-out prompts: those of evaluation.path, or of the built-in task."""
+        return self.evaluation.path is not None or self.data.builtin is not None
+
+    @property
     def row_tokens(self) -> int:
         """The number of tokens in a training row: algorithm.row_tokens, or those of the longest sequence."""
         return self.algorithm.row_tokens or self.context_tokens
-
-    @property
-    def step_rows(self) -> int:
-        """The number of training rows in a step whose completions all have the longest length."""
-        return self._full_rows(self.batch_rows)
 
     @property
     def mini_batch_prompts(self) -> int:
@@ -161,7 +173,8 @@ class RunConfig(Section):
         """Return the number of training rows in one forward and backward pass, a multiple of ``devices``."""
         prompts = self.algorithm.micro_batch_prompts
         if prompts is None:
-            rows = max(-(-self.step_rows // MICRO_BATCHES), MICRO_BATCH_TOKENS * devices // self.row_tokens)
+            share = -(-self._full_rows(self.batch_rows) // MICRO_BATCHES)
+            rows = max(share, MICRO_BATCH_TOKENS * devices // self.row_tokens)
         else:
             rows = self._full_rows(prompts * self.algorithm.group_size)
         return -(-min(rows, self.update_rows) // devices) * devices
@@ -188,21 +201,17 @@ class RunConfig(Section):
         return found
 
     def counted(self, prompts: int) -> "RunConfig":
-        """Return the config with ``run.epochs`` converted to ``run.max_steps``, given the number of prompts.
-
-        Raises:
-            ConfigError: if a setting needs more steps than that.
-        """
+        """Return the config with ``run.epochs`` converted to ``run.max_steps``, given the number of prompts. Raises
+        ConfigError if a setting needs more steps than that."""
         if self.run.epochs is None:
             return self
         steps = max(1, math.ceil(round(self.run.epochs * prompts / self.data.prompts_per_step, 6)))
         run = self.run.model_copy(update={"max_steps": steps, "epochs": None})
-        counted = self.model_copy(update={"run": run})
         try:
-            _steps_are_reached(counted)
+            _steps_are_reached(run, self.logging.profile_steps)
         except ValueError as error:
             raise ConfigError(str(error)) from None
-        return counted
+        return self.model_copy(update={"run": run})
 
     def to_yaml(self) -> str:
         """Return the resolved config as YAML, with every setting."""
@@ -224,8 +233,8 @@ def known_names() -> list[str]:
 # --- rules between sections ------------------------------------------------------------------------------------------
 
 
-def _names_are_known(config: RunConfig) -> None:
-    for name in config.checkpoint.allow_changes:
+def _names_are_known(allow_changes: Sequence[str]) -> None:
+    for name in allow_changes:
         if listed_name(name) not in (known := known_names()):
             raise ValueError(
                 "checkpoint.allow_changes must name settings or sections, such as optimizer.learning_rate or rewards, "
@@ -252,13 +261,15 @@ def _step_is_divided(config: RunConfig) -> None:
         )
 
 
-def _rewards_fit_together(config: RunConfig) -> None:
-    if not config.rewards:
+def _rewards_fit_together(rewards: Sequence[RewardSpec], pass_rate: str | None) -> None:
+    if not rewards:
         raise ValueError("rewards must name at least one reward, got none; add e.g. {name: exact_answer}")
-    check_rewards(config.rewards)
-    names = [spec.shown for spec in config.rewards]
-    if (name := config.data.pass_rate) is not None and name not in names:
-        raise ValueError(f"data.pass_rate must name one of the rewards {names}, got {name!r}; leave it unset for all")
+    check_rewards(rewards)
+    names = [spec.shown for spec in rewards]
+    if pass_rate is not None and pass_rate not in names:
+        raise ValueError(
+            f"data.pass_rate must name one of the rewards {names}, got {pass_rate!r}; leave it unset for all"
+        )
 
 
 def _engine_can_sample(config: RunConfig) -> None:
@@ -317,8 +328,7 @@ def _carried_groups_are_kept(config: RunConfig) -> None:
             raise ValueError(f"rollout.carry={carry:g} does not go with {setting}: {reason}; leave one of them out")
 
 
-def _hosts_are_described(config: RunConfig) -> None:
-    hosts = config.hosts
+def _hosts_are_described(hosts: HostsSection) -> None:
     if hosts.index >= hosts.count:
         raise ValueError(f"hosts.index must be below hosts.count={hosts.count}, got {hosts.index}; indices start at 0")
     if hosts.count > 1 and hosts.coordinator is None:
@@ -327,8 +337,8 @@ def _hosts_are_described(config: RunConfig) -> None:
         )
 
 
-def _parameters_are_stepped(config: RunConfig) -> None:
-    lora, layers = config.model.lora, config.model.train_layers
+def _parameters_are_stepped(model: ModelSection, optimizer: OptimizerSection) -> None:
+    lora, layers = model.lora, model.train_layers
     if layers is not None and lora.rank is not None:
         raise ValueError(
             f"model.train_layers={layers} and model.lora.rank={lora.rank} exclude each other; for adapters in some "
@@ -337,8 +347,7 @@ def _parameters_are_stepped(config: RunConfig) -> None:
     for name in ("layers", "path"):
         if lora.rank is None and (value := getattr(lora, name)) is not None:
             raise ValueError(f"model.lora.{name}={value} needs model.lora.rank, got none; set it, e.g. to 16")
-    model, compact = config.model, config.optimizer.compact
-    if model.param_dtype == "bfloat16" and not compact:
+    if model.param_dtype == "bfloat16" and not optimizer.compact:
         raise ValueError(
             "model.param_dtype=bfloat16 needs optimizer.state=compact, got full; a step of 1e-6 is far below half a "
             "bit of a bfloat16 weight and would be lost: set it, or use model.param_dtype=float32"
@@ -347,16 +356,14 @@ def _parameters_are_stepped(config: RunConfig) -> None:
         raise ValueError(
             f"model.param_dtype=bfloat16 needs model.dtype=bfloat16, got {model.dtype}; use model.param_dtype=float32"
         )
-    section = config.optimizer
-    if section.decay_steps and section.schedule != "wsd":
+    if optimizer.decay_steps and optimizer.schedule != "wsd":
         raise ValueError(
-            f"optimizer.decay_steps={section.decay_steps} needs optimizer.schedule=wsd, got {section.schedule}; set "
-            "it, or leave decay_steps at 0"
+            f"optimizer.decay_steps={optimizer.decay_steps} needs optimizer.schedule=wsd, got {optimizer.schedule}; "
+            "set it, or leave decay_steps at 0"
         )
 
 
-def _one_kind_of_source(config: RunConfig) -> None:
-    data = config.data
+def _one_kind_of_source(data: DataSection) -> None:
     if not data.sources:
         return
     if data.path != BUILTIN_TASK:
@@ -373,8 +380,7 @@ def _one_kind_of_source(config: RunConfig) -> None:
         raise ValueError(f"data.sources must have names of their own, got {twice} twice; rename one")
 
 
-def _evaluation_tells_something(config: RunConfig) -> None:
-    section = config.evaluation
+def _evaluation_tells_something(section: EvaluationSection, specs: Sequence[RewardSpec]) -> None:
     if section.k is not None and (above := [k for k in section.k if k > section.samples]):
         raise ValueError(
             f"evaluation.k must be at most evaluation.samples={section.samples}, got {above}; take more samples, or "
@@ -384,7 +390,7 @@ def _evaluation_tells_something(config: RunConfig) -> None:
         if not section.rewards:
             raise ValueError("evaluation.rewards must name at least one reward, got none; leave it unset for the run's")
         check_rewards(section.rewards)
-    rewards = [spec.shown for spec in (config.rewards if section.rewards is None else section.rewards)]
+    rewards = [spec.shown for spec in specs]
     modes = ["greedy", "sampled", *(f"{name}@{k}" for k in section.every_k for name in ("pass", "maj"))]
     if section.best is not None:
         mode, _, reward = section.best.partition("/")
@@ -404,7 +410,7 @@ def _export_has_what_it_needs(config: RunConfig) -> None:
         )
     if export.every != "best":
         return
-    if config.evaluation.path is None and config.data.builtin is None:
+    if not config.has_held_out:
         raise ValueError("export.every=best needs held-out data, got none; set evaluation.path, or use last")
     if not config.checkpoint.keep_best:
         raise ValueError(
@@ -413,50 +419,48 @@ def _export_has_what_it_needs(config: RunConfig) -> None:
         )
 
 
-def _groups_fit(config: RunConfig) -> None:
-    if not config.drops_uninformative:
+def _groups_fit(algorithm: AlgorithmSection, data: DataSection) -> None:
+    if not (algorithm.drop_uninformative or data.dynamic.is_on):
         return
-    setting = "algorithm.drop_uninformative=true" if config.algorithm.drop_uninformative else "data.dynamic"
-    if config.algorithm.advantage == "reinforce_pp":
+    setting = "algorithm.drop_uninformative=true" if algorithm.drop_uninformative else "data.dynamic"
+    if algorithm.advantage == "reinforce_pp":
         raise ValueError(
             f"{setting} does not go with algorithm.advantage=reinforce_pp, whose baseline is the whole step's: groups "
             "of equal rewards teach something there; take reinforce_pp_baseline, or leave it out"
         )
-    if config.algorithm.count_empty:
+    if algorithm.count_empty:
         raise ValueError(
             f"algorithm.count_empty=true does not go with {setting}: no mean divides by groups of equal rewards then; "
             "leave one of them out"
         )
 
 
-def _steps_are_reached(config: RunConfig) -> None:
-    epochs, steps, last = config.run.epochs, config.logging.profile_steps, config.run.max_steps
-    if epochs is not None and "max_steps" in config.run.model_fields_set:
+def _steps_are_reached(run: RunSection, profile_steps: Sequence[int]) -> None:
+    epochs, last = run.epochs, run.max_steps
+    if epochs is not None and "max_steps" in run.model_fields_set:
         raise ValueError(f"run.epochs={epochs:g} and run.max_steps={last} exclude each other; leave one of them out")
-    if epochs is None and (beyond := [step for step in steps if step > last]):
+    if epochs is None and (beyond := [step for step in profile_steps if step > last]):
         raise ValueError(
             f"logging.profile_steps must be at most run.max_steps={last}, got {beyond}; drop them, or raise "
             "run.max_steps"
         )
 
 
-def _histograms_are_shown(config: RunConfig) -> None:
-    section = config.logging
+def _histograms_are_shown(section: LoggingSection, algorithm: AlgorithmSection) -> None:
     given = f"logging.histograms_every={section.histograms_every}"
     if section.histograms_every and not section.tensorboard and section.wandb == "off":
         raise ValueError(
             f"{given} needs logging.tensorboard=true or logging.wandb, got neither; set one, or leave it 0"
         )
-    if section.histograms_every and config.algorithm.tunix is not None:
+    if section.histograms_every and algorithm.tunix is not None:
         raise ValueError(
-            f"{given} needs this package's learner, got algorithm.name={config.algorithm.name}; leave it 0, or take "
-            "another algorithm.name"
+            f"{given} needs this package's learner, got algorithm.name={algorithm.name}; leave it 0, or take another "
+            "algorithm.name"
         )
 
 
-def _conversations_have_a_template(config: RunConfig) -> None:
-    data, environment = config.data, config.environment
-    if NO_DATA in config.data_paths.values() and not environment.is_on:
+def _conversations_have_a_template(environment: EnvironmentSection, data: DataSection, paths: Collection[str]) -> None:
+    if NO_DATA in paths and not environment.is_on:
         raise ValueError(f"data.path={NO_DATA} needs environment.name, got none; its prompts are all empty: set it")
     if not environment.is_on:
         return

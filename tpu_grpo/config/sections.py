@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_serializer, model_validator
 
+from tpu_grpo.config.data_sections import BUILTIN, HUB
 from tpu_grpo.config.section import AutoOrCount, LayerRanges, Options, PlainName, PositiveInt, Section, expression, must
 
 IsDirectory = BeforeValidator(
@@ -64,18 +65,6 @@ class LoraSection(Section):
     """Start from these adapters: a directory that a run left under adapters/; they must have been made with this rank
     and alpha, for the same modules."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _has_no_dropout(cls, given: Any) -> Any:
-        for name in ("dropout", "lora_dropout"):
-            if isinstance(given, dict) and name in given:
-                raise ValueError(
-                    f"{name} must be left out, got {given[name]}: the engine samples from the policy without dropout, "
-                    "and a trainer with it would compute the ratio of another one; optimizer.weight_decay and "
-                    "algorithm.beta hold adapters back, too"
-                )
-        return given
-
 
 class ModelSection(Section):
     """These settings describe the policy, and which parts of it are trained."""
@@ -102,6 +91,16 @@ class ModelSection(Section):
     """Train only these layers, e.g. 20-31, and neither embeddings nor the last norm nor the head; everything when
     unset."""
     lora: LoraSection = LoraSection()
+
+    @property
+    def builtin(self) -> str | None:
+        """The task of a built-in model, after builtin: in ``path``; None for other models."""
+        return self.path.removeprefix(BUILTIN) if self.path.startswith(BUILTIN) else None
+
+    @property
+    def hub(self) -> str | None:
+        """OWNER/NAME or OWNER/NAME@REVISION of a model of the hub, after hf: in ``path``; None for other models."""
+        return self.path.removeprefix(HUB) if self.path.startswith(HUB) else None
 
 
 class RolloutSection(Section):

@@ -5,7 +5,6 @@ rounding    only the order of computation changes: results are comparable, but n
 results     earlier and later results cannot be compared; needs ``checkpoint.allow_changes``
 """
 
-import difflib
 import re
 import types
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,6 +13,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import yaml
 from pydantic import BaseModel
 
+from tpu_grpo.config.plugins import did_you_mean
 from tpu_grpo.config.section import Section
 
 Effect = Literal["none", "rounding", "results"]
@@ -178,14 +178,18 @@ ABSENT = {
     "vllm_mode": "the engine always runs in the process; leave it out",
     "config": "the config is named alone: scripts/run.py CONFIG.yaml",
     "logging_steps": "every step is logged; leave it out",
+    **dict.fromkeys(
+        ("dropout", "lora_dropout"),
+        "leave it out: the engine samples from the policy without dropout, and a trainer with it would compute the "
+        "ratio of another one; optimizer.weight_decay and algorithm.beta hold adapters back, too",
+    ),
 }
 """Setting in other libraries that is not needed here -> the reason."""
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
     """Return "did you mean NAME?" for the most similar of the names; None if none is similar."""
-    near = difflib.get_close_matches(listed_name(name), list(names), n=1, cutoff=0.5)
-    return f"did you mean {near[0]}?" if near else None
+    return did_you_mean(listed_name(name), list(names)).rstrip() or None
 
 
 def meant(name: str, names: Iterable[str]) -> str | None:

@@ -36,11 +36,8 @@ SHAREGPT = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "observ
 
 
 class Conversation:
-    """Builds the messages of records by the templates of the data section.
-
-    Raises:
-        ConfigError: for a template that is malformed, or examples that lack a column.
-    """
+    """Builds the messages of records by the templates of the data section. Raises ConfigError for a template that is
+    malformed, or examples that lack a column."""
 
     def __init__(self, data: DataSection):
         self._data = data
@@ -105,10 +102,7 @@ class Conversation:
 
 def record_of(text: str, known: Record, data: DataSection) -> dict[str, Any]:
     """Make a record of the columns in ``known`` and of a prompt's text, which fills the template's only other column.
-
-    Raises:
-        ConfigError: if ``known`` lacks no column of the template, or several.
-    """
+    Raises ConfigError if ``known`` lacks no column of the template, or several."""
     if data.messages is not None:
         return {**known, data.messages: [{"role": "user", "content": text}]}
     left = [name for name in Template("data.prompt_template", data.prompt_template).fields if name not in known]
@@ -121,11 +115,7 @@ def record_of(text: str, known: Record, data: DataSection) -> dict[str, Any]:
 
 
 class Template:
-    """A Python format string over columns, checked once.
-
-    Raises:
-        ConfigError: for a template that is malformed, or has fields without a name.
-    """
+    """A Python format string over columns; raises ConfigError if it is malformed, or has fields without a name."""
 
     def __init__(self, setting: str, text: str):
         self._setting = setting
@@ -209,11 +199,8 @@ def _role(message: Mapping[str, Any]) -> Any:
 
 
 def read_messages(value: Any, column: str, where: str) -> list[Message]:
-    """Return the messages in a column of a record; ``where`` names the record in errors.
-
-    Raises:
-        DataError: for anything but a list of messages with text; for images and other media it names their type.
-    """
+    """Return the messages in a column of a record; ``where`` names the record in errors. Raises DataError for anything
+    but a list of messages with text; for images and other media it names their type."""
     if not looks_like_messages(value) or any(_role(message) not in ROLES for message in value):
         raise DataError(
             f"the column {column!r} must hold messages {{role, content}} with roles of {', '.join(ROLES)}, got "

@@ -27,7 +27,7 @@ MUCH = {"bytes": 20_000_000, "prompts": 20_000}
 
 
 class Lazy(Sequence[Record]):
-    """A sequence that reads each record when it is indexed; equal to any sequence of equal records."""
+    """A sequence that reads each record when it is indexed."""
 
     @abstractmethod
     def at(self, index: int) -> Record:
@@ -39,11 +39,6 @@ class Lazy(Sequence[Record]):
         if not -len(self) <= index < len(self):
             raise IndexError(f"there are {len(self)} records, got the index {index}")
         return self.at(index % len(self))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and len(self) == len(other) and list(self) == list(other)
-
-    __hash__ = None  # pyright: ignore[reportAssignmentType]  # like a list
 
 
 class JsonLines(Lazy):
@@ -205,11 +200,7 @@ class Joined(Lazy):
 
 
 def check_keys(record: Mapping[str, Any], first: Mapping[str, Any], where: str, first_is: str) -> None:
-    """Check that a record has the same keys as the first record, which errors call ``first_is``.
-
-    Raises:
-        DataError: with the keys that it lacks and adds.
-    """
+    """Raise DataError, with the keys lacking and added, for keys other than the first record's (named ``first_is``)."""
     if record.keys() == first.keys():
         return
     lacking, extra = sorted(first.keys() - record.keys()), sorted(record.keys() - first.keys())

@@ -20,9 +20,9 @@ prompts per step, and without pools, retirement and dynamic sampling, step s has
 step begins. Host 0 writes the file. When a run continues, host 0 truncates the file to the completed steps and sends
 the history to all hosts. A continued run therefore has exactly the history of an uninterrupted run.
 
-    with PromptHistory.open(run_dir, prompts=7473, start=120, hosts=hosts) as history:     # steps 1 to 120 are done
-        known = history.last("tokens", batch.records)                   # [103.5, None, ...]: None without a result
-        history.add(121, 968, batch.records, {"tokens": [88.0, 412.25, ...], "pass_rate": [0.5, 0.125, ...]})
+    history = PromptHistory.open(run_dir, prompts=7473, start=120, hosts=hosts)     # steps 1 to 120 are done
+    known = history.last("tokens", batch.records)                   # [103.5, None, ...]: None without a result
+    history.add(121, 968, batch.records, {"tokens": [88.0, 412.25, ...], "pass_rate": [0.5, 0.125, ...]})
 """
 
 import math
@@ -44,8 +44,6 @@ from tpu_grpo.records.stages import PromptBatch
 
 FATE = 1
 """A part of the seed of these draws, so that they differ from other random numbers of the run."""
-
-
 COLUMNS = ("tokens", "pass_rate")
 """``tokens`` is the mean length of the completions to a prompt in a step, ``pass_rate`` their mean reward."""
 PASSES = "passes"
@@ -67,11 +65,8 @@ class PromptHistory:
 
     @classmethod
     def open(cls, run_dir: Path, prompts: int, start: int, hosts: Hosts, passed_at: float | None = None) -> Self:
-        """Read the history of a run up to step ``start``; every host calls this.
-
-        Raises:
-            DataError: on host 0, if a line other than the last one is broken.
-        """
+        """Read the history of a run up to step ``start``; every host calls this. Raises DataError on host 0, if a line
+        other than the last one is broken."""
         history = cls(prompts, passed_at)
         if hosts.is_first:
             path, done = run_dir / HISTORY_FILE, 0
@@ -139,40 +134,15 @@ class PromptHistory:
         if self._file is not None:
             self._file.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
 
 class PromptDraw:
     """Draws prompts from a stream by their history, and adds each step to the history.
 
     ``seed``, the position and the weight of its prompt determine whether the prompt is sampled. ``start`` is the number
     of completed steps.
-
-    Raises:
-        DataError: if the prompts of a step depend on earlier steps (``remembers``, by default as data.dynamic,
-            data.pools and data.retire say), but the history lacks a completed step.
     """
 
-    def __init__(
-        self,
-        stream: PromptStream,
-        history: PromptHistory,
-        data: DataSection,
-        *,
-        seed: int,
-        start: int,
-        remembers: bool | None = None,
-    ):
-        if history.position is None and (data.remembers if remembers is None else remembers):
-            raise DataError(
-                f"{HISTORY_FILE} must say where step {start} ended in the data, because data.dynamic, data.pools, "
-                "data.retire or rollout.carry is set, and it does not; restore the file that belongs to the "
-                "checkpoint, leave these settings out, or start over with checkpoint.resume=never"
-            )
+    def __init__(self, stream: PromptStream, history: PromptHistory, data: DataSection, *, seed: int, start: int):
         self.stream = stream
         self.history = history
         self._data = data
@@ -182,19 +152,18 @@ class PromptDraw:
 
     @classmethod
     def open(cls, config: RunConfig, stream: PromptStream, start: int, hosts: Hosts) -> Self:
-        """Open the draw of a run after its completed steps; every host calls this. Use it in a ``with`` block.
-
-        Raises:
-            DataError: for a broken history, or one that lacks a completed step if the settings need it.
-        """
+        """Open the draw of a run after its completed steps; every host calls this. Use it in a ``with`` block. Raises
+        DataError for a broken history, or one that lacks a completed step if the settings need it."""
         data = config.data
         history = PromptHistory.open(config.run_dir, stream.size, start, hosts, data.retire.at)
-        try:
-            remembers = data.remembers or config.rollout.carry > 0.0
-            return cls(stream, history, data, seed=config.run.seed, start=start, remembers=remembers)
-        except DataError:
+        if history.position is None and (data.remembers or config.rollout.carry):
             history.close()
-            raise
+            raise DataError(
+                f"{HISTORY_FILE} must say where step {start} ended in the data, because data.dynamic, data.pools, "
+                "data.retire or rollout.carry is set, and it does not; restore the file that belongs to the "
+                "checkpoint, leave these settings out, or start over with checkpoint.resume=never"
+            )
+        return cls(stream, history, data, seed=config.run.seed, start=start)
 
     def __enter__(self) -> Self:
         return self

@@ -86,11 +86,8 @@ class Location:
 
     @property
     def address(self) -> str:
-        """Return the URL with its environment variables filled in; it may hold a password, so never show it.
-
-        Raises:
-            ConfigError: for an environment variable that is not set.
-        """
+        """Return the URL with its environment variables filled in; it may hold a password, so never show it. Raises
+        ConfigError for an environment variable that is not set."""
         if missing := [name for name in re.findall(r"\$\{?(\w+)", self.name) if name not in os.environ]:
             raise ConfigError(f"{self.setting}: {self.name} needs the variable {missing[0]}; set it")
         return os.path.expandvars(self.name)

@@ -5,7 +5,7 @@
 With data.chat_template, the tokenizer's template writes the text, special tokens included. Without it, the text is the
 user's message, and the tokenizer adds its special tokens (such as a BOS).
 
-    rendered = render_records(renderer, records, data, "train.jsonl")
+    rendered = render_records(renderer, records, "train.jsonl")
     rendered.prompts[7]                       # reads the record, fills the template, and makes the tokens
     rendered.dropped                          # the number of prompts that are too long
 
@@ -52,14 +52,11 @@ THINKING = ("enable_thinking", "thinking")
 
 
 class PromptRenderer:
-    """Renders records by the data section: templates, system prompt, examples, chat template.
-
-    Raises:
-        ConfigError: for a template that is malformed, or settings this tokenizer cannot follow.
-    """
+    """Renders records by the data section: templates, system prompt, examples, chat template. Raises ConfigError for a
+    template that is malformed, or settings this tokenizer cannot follow."""
 
     def __init__(self, data: DataSection, tokenizer: "PreTrainedTokenizerFast", tools_of: ToolsOf | None = None):
-        self._data = data
+        self.data = data
         self._tools_of = tools_of
         self._tokenizer = tokenizer
         self._conversation = Conversation(data)
@@ -119,7 +116,7 @@ class PromptRenderer:
         self, conversations: list[list[Message]], where: Sequence[str], tools: Sequence[Tools] | None = None
     ) -> list[str]:
         """Return conversations' texts; a failing template raises ConfigError, half of a surrogate pair DataError."""
-        if not self._data.chat_template:
+        if not self.data.chat_template:
             texts = [plain(messages) for messages in conversations]
         else:
             with self._bounded("the tokenizer's chat template", where):
@@ -148,15 +145,11 @@ class PromptRenderer:
             ) from None
 
     def encoded(self, texts: list[str], where: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of some prompts.
-
-        Raises:
-            DataError: for a prompt without a token, or one that holds the tokenizer's pad token.
-        """
+        """Return the token ids of prompts; raises DataError for one without a token, or with the pad token."""
         core = self._tokenizer.backend_tokenizer
         core.no_truncation()  # tokenizer.json may enable both
         core.no_padding()
-        encodings = core.encode_batch_fast(texts, add_special_tokens=not self._data.chat_template)
+        encodings = core.encode_batch_fast(texts, add_special_tokens=not self.data.chat_template)
         found = [encoding.ids for encoding in encodings]
         pad = self._tokenizer.pad_token_id
         for text, token_ids, place in zip(texts, found, where, strict=True):
@@ -179,7 +172,7 @@ class PromptRenderer:
         pad = self._tokenizer.pad_token
         if not self._byte_level or (pad is not None and str(pad) in text):
             return None
-        if not text.isascii() and self._normalizes:
+        if not text.isascii() and self._tokenizer.backend_tokenizer.normalizer is not None:
             return None
         return len(text.encode("utf-8", "surrogatepass")) + self._added
 
@@ -187,17 +180,13 @@ class PromptRenderer:
     def identity(self) -> str:
         """Return the SHA-256, in hex, of everything that decides how texts become tokens."""
         digest = hashlib.sha256(self._tokenizer.backend_tokenizer.to_str().encode("utf-8", "backslashreplace"))
-        digest.update(json.dumps([self._data.chat_template, str(self._tokenizer.pad_token)]).encode())
+        digest.update(json.dumps([self.data.chat_template, str(self._tokenizer.pad_token)]).encode())
         return digest.hexdigest()
 
     @cached_property
     def _byte_level(self) -> bool:
         core = self._tokenizer.backend_tokenizer
         return type(core.model).__name__ == "BPE" and "ByteLevel(" in str(core.pre_tokenizer)
-
-    @cached_property
-    def _normalizes(self) -> bool:
-        return self._tokenizer.backend_tokenizer.normalizer is not None
 
     @cached_property
     def _added(self) -> int:
@@ -335,17 +324,14 @@ class LazyPrompts(Sequence[Prompt]):
 
 
 def render_records(
-    renderer: PromptRenderer, records: Sequence[Record], data: DataSection, source: str, *, limit: int | None = None
+    renderer: PromptRenderer, records: Sequence[Record], source: str, *, limit: int | None = None
 ) -> RenderedPrompts:
     """Check the prompts of all records, or render the first ``limit`` that fit; ``source`` names the data in errors.
-
-    Raises:
-        DataError: for a prompt longer than data.max_prompt_tokens under data.too_long=error, or when none fits.
-    """
+    Raises DataError for a prompt longer than data.max_prompt_tokens under data.too_long=error, or when none fits."""
     fitting = array("q")
     too_long: dict[int, int] = {}  # tokens by index of the record
     digest = hashlib.sha256(renderer.identity.encode())
-    numbered = enumerate(records)
+    numbered, data = enumerate(records), renderer.data
     with reading(f"checking the prompts of {source}", len(records) if limit is None else 0, "prompts") as advance:
         while at_once := list(islice(numbered, AT_ONCE if limit is None else min(AT_ONCE, limit - len(fitting)))):
             where, read = [_where(index, source) for index, _ in at_once], [record for _, record in at_once]

@@ -10,7 +10,6 @@ anything else                     files, see record_files.py: a path, a pattern,
 Every kind gives a sequence of mappings with the same keys (columns). The config's setting ``columns`` can rename keys.
 """
 
-import difflib
 import inspect
 import os
 import random
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tpu_grpo.config import BUILTIN, GYM, HUB, NO_DATA, ReadingSection
-from tpu_grpo.config.plugins import find_function, need, source_file
+from tpu_grpo.config.plugins import did_you_mean, find_function, need, source_file
 from tpu_grpo.data.lazy_records import ArrowRows, Mapped, Record, Records, check_keys
 from tpu_grpo.data.record_files import first_record, is_address, is_file_name, read_files
 from tpu_grpo.models.tasks import TASKS
@@ -246,11 +245,8 @@ def make_puzzles(task: str, options: Mapping[str, Any], setting: str, *, heldout
         from reasoning_gym.factory import DATASETS
 
     if task not in DATASETS:
-        near = difflib.get_close_matches(task, DATASETS, n=1, cutoff=0.5)
-        raise ConfigError(
-            f"{setting} must name a task of reasoning-gym, got {task!r}; "
-            + (f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(DATASETS))}")
-        )
+        hint = did_you_mean(task, DATASETS).rstrip() or f"there are {', '.join(sorted(DATASETS))}"
+        raise ConfigError(f"{setting} must name a task of reasoning-gym, got {task!r}; {hint}")
     try:
         dataset = create_dataset(task, **{"seed": int(heldout), **options})
     except (TypeError, ValueError, AssertionError) as error:

@@ -118,11 +118,7 @@ class PromptStream:
         return {"digest": self.digest, "sources": sources}
 
     def batch(self, step: int) -> PromptBatch:
-        """Return the P prompts of a step (counted from 1), in a run whose steps all have P prompts.
-
-        Raises:
-            DataError: for a step below 1.
-        """
+        """Return the prompts of a step of a run whose steps all have P prompts; raises DataError for a step below 1."""
         if step < 1:
             raise DataError(f"a step must be >= 1, got {step}; steps count from 1")
         start = (step - 1) * self._prompts_per_step
@@ -274,7 +270,7 @@ def open_prompts(
         names = [spec.name or f"source{index}" for index, spec in enumerate(data.sources)]
         read, weights = _with_all_columns(read, names), [spec.weight for spec in data.sources]
     parts = [
-        Part(name, render_records(renderer, records, data, source.name), weight)
+        Part(name, render_records(renderer, records, source.name), weight)
         for name, weight, renderer, records, (source, _) in zip(names, weights, renderers, read, sources, strict=True)
     ]
     return PromptStream(
@@ -302,7 +298,7 @@ def open_evaluation_prompts(
         return None
     source, style = found
     renderer = PromptRenderer(style, tokenizer, tools_of)
-    return tuple(render_records(renderer, read_records(source), data, source.name, limit=evaluation.prompts).prompts)
+    return tuple(render_records(renderer, read_records(source), source.name, limit=evaluation.prompts).prompts)
 
 
 def _with_all_columns(read: Sequence[Records], names: Sequence[str]) -> list[Records]:

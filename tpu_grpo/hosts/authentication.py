@@ -8,7 +8,7 @@ is not accepted, even if the secret is the same.
 import hashlib
 import hmac
 import os
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Sequence
 
 from tpu_grpo.records.errors import ConfigError
 
@@ -17,13 +17,10 @@ FEWEST_CHARACTERS = 16
 SIGNATURE_BYTES = hashlib.sha256().digest_size
 
 
-def take_secret(environment: MutableMapping[str, str] = os.environ) -> bytes:
+def take_secret() -> bytes:
     """Return the run's secret (empty if there is none), and remove its variable, so that children do not inherit it.
-
-    Raises:
-        ConfigError: the secret is so short that it can be guessed.
-    """
-    secret = environment.pop(VARIABLE, "")
+    Raises ConfigError if the secret is so short that it can be guessed."""
+    secret = os.environ.pop(VARIABLE, "")
     if 0 < len(secret) < FEWEST_CHARACTERS:
         raise ConfigError(
             f"{VARIABLE} must have at least {FEWEST_CHARACTERS} characters, got {len(secret)}; make one with `openssl "
@@ -36,11 +33,6 @@ def signature(key: bytes, *parts: bytes) -> bytes:
     """Return the HMAC of the parts, each preceded by its length; empty bytes if ``key`` is empty."""
     framed = b"".join(len(part).to_bytes(8) + part for part in parts)
     return hmac.digest(key, framed, "sha256") if key else b""
-
-
-def is_signed(proof: bytes, key: bytes, *parts: bytes) -> bool:
-    """Whether ``proof`` equals the `signature` of these parts, which is empty if ``key`` is empty."""
-    return hmac.compare_digest(proof, signature(key, *parts))
 
 
 def session_key(secret: bytes, nonces: Sequence[str]) -> bytes:

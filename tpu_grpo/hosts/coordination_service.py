@@ -16,6 +16,7 @@ So this file makes client and service as ``initialize`` does, and stores them in
 
 import atexit
 import ctypes
+import hmac
 import math
 import os
 import re
@@ -29,7 +30,7 @@ from contextlib import suppress
 from functools import cache, partial
 from typing import Any
 
-from tpu_grpo.hosts.authentication import SIGNATURE_BYTES, VARIABLE, is_signed, signature, take_secret
+from tpu_grpo.hosts.authentication import SIGNATURE_BYTES, VARIABLE, signature, take_secret
 from tpu_grpo.hosts.ending import alone, end_process, here
 from tpu_grpo.hosts.meeting import LOOPBACK, Caller, arrive, hold_port, no_answer, own_address, too_late
 from tpu_grpo.records.errors import ConfigError, LockstepError
@@ -60,11 +61,8 @@ class Service:
         self._client, self._key = client, key
 
     def put(self, key: str, value: bytes, *, overwrite: bool = False) -> None:
-        """Store a value. Blocks for as long as the service does not answer.
-
-        Raises:
-            LockstepError: the key has a value already, and ``overwrite`` is False.
-        """
+        """Store a value. Blocks for as long as the service does not answer. Raises LockstepError if the key has a value
+        already, and ``overwrite`` is False."""
         from jax.errors import JaxRuntimeError
 
         signed = signature(self._key, key.encode(), value) + value
@@ -97,7 +95,7 @@ class Service:
         if not self._key:
             return stored
         proof, value = stored[:SIGNATURE_BYTES], stored[SIGNATURE_BYTES:]
-        if not is_signed(proof, self._key, key.encode(), value):
+        if not hmac.compare_digest(proof, signature(self._key, key.encode(), value)):
             raise attacked(key, "a value without their signature")
         return value
 
@@ -116,11 +114,8 @@ def attacked(where: str, got: str) -> LockstepError:
 
 
 def read_told(value: bytes, kind: object, where: str, read: Callable[[Any], Any] = lambda told: told) -> Any:
-    """Parse the JSON that a host sent, check that it has the type ``kind``, and return ``read(parsed)``.
-
-    Raises:
-        LockstepError: the value has another type, or ``read`` raises ValueError: no host can have sent it.
-    """
+    """Parse the JSON that a host sent, check that it has the type ``kind``, and return ``read(parsed)``. Raises
+    LockstepError if the value has another type, or ``read`` raises ValueError: no host can have sent it."""
     try:
         return read(_adapter(kind).validate_json(value))
     except ValueError as error:

@@ -133,7 +133,7 @@ def end_after(
     tell_others: Callable[[], None] = lambda: None,
     *,
     outcome: Outcome = "failed",
-    seconds: float | None = None,
+    seconds: float = TELLING_SECONDS,
 ) -> NoReturn:
     """Print a line and the stage of this process, tell the other hosts and people, and end the process at once.
 
@@ -141,7 +141,7 @@ def end_after(
     own error, it gets ``LEAVING_SECONDS`` to print that error. The line is printed before the other hosts are told:
     once host 0 is told, it may end, and this process with it.
 
-    The callbacks of ``here.at_end`` (report, notifications) get ``seconds`` together, by default ``TELLING_SECONDS``.
+    The callbacks of ``here.at_end`` (report, notifications) get ``seconds`` together.
     """
     with _ending:  # never released
         if here.leaving_with is not None:
@@ -160,7 +160,7 @@ def end_after(
             for call in list(here.at_end.values()):  # one after another, as many as the time allows
                 _quietly(lambda call=call: call(End(outcome, code, line)))
 
-        in_time([tell_people] if here.at_end else [], TELLING_SECONDS if seconds is None else seconds)
+        in_time([tell_people] if here.at_end else [], seconds)
         _exit(code)
 
 
@@ -246,11 +246,8 @@ class StopRequest:
 
     @contextmanager
     def abandoning(self) -> Iterator[None]:
-        """Let a signal end this block; the work of the block is then discarded.
-
-        Raises:
-            StepAbandoned: a signal comes during the block, or came before.
-        """
+        """Let a signal end this block; the work of the block is then discarded. Raises StepAbandoned if a signal comes
+        during the block, or came before."""
         self._may_abandon = True
         try:
             if self.signalled:

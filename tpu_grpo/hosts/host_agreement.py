@@ -96,10 +96,10 @@ class Hosts:
         """Whether this is host 0, which writes the files that a run writes only once."""
         return self.index == 0
 
-    def gather(self, name: str, value: bytes, *, timeout_seconds: float | None = None) -> list[bytes]:
+    def gather(self, name: str, value: bytes) -> list[bytes]:
         """Return every member's ``value``, in ascending order of the members; every member gets the same list.
 
-        ``name`` describes the value, and must be the same on every member; ``timeout_seconds`` replaces the object's.
+        ``name`` describes the value, and must be the same on every member.
 
         Raises:
             LockstepError: a host did not answer, or is at another exchange.
@@ -109,8 +109,7 @@ class Hosts:
         self._exchanges += 1
         number = self._exchanges
         self.service.put(f"{self._root}/{number}/{self.index}", name.encode() + b"\0" + value)
-        seconds = self.timeout_seconds if timeout_seconds is None else timeout_seconds
-        answers = self._collect(self.service, name, number, seconds)
+        answers = self._collect(self.service, name, number)
         # All hosts have answered this exchange, so all have read this host's previous value: it can be deleted.
         if number > 1:
             self.service.delete(f"{self._root}/{number - 1}/{self.index}")
@@ -153,9 +152,9 @@ class Hosts:
         self.agree(f"the shape of {name}", f"{array.dtype} {list(array.shape)}")
         return np.asarray(multihost_utils.process_allgather(array))
 
-    def _collect(self, service: Service, name: str, number: int, timeout_seconds: float) -> dict[int, bytes]:
+    def _collect(self, service: Service, name: str, number: int) -> dict[int, bytes]:
         directory = f"{self._root}/{number}"
-        deadline = time.monotonic() + timeout_seconds
+        deadline = time.monotonic() + self.timeout_seconds
         while True:
             seen = service.list(directory)
             answers = {index: seen[str(index)] for index in self.members if str(index) in seen}
@@ -167,14 +166,14 @@ class Hosts:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise LockstepError(
-                    f"every host must reach {name} within {timeout_seconds:g} s; {host_names(missing)} did not; "
+                    f"every host must reach {name} within {self.timeout_seconds:g} s; {host_names(missing)} did not; "
                     "see what they print, and whether they run the same command"
                 )
             service.wait(f"{directory}/{missing[0]}", left)
 
-    def barrier(self, name: str, *, timeout_seconds: float | None = None) -> None:
+    def barrier(self, name: str) -> None:
         """Return once every member has called this; raises as ``gather`` does."""
-        self.gather(name, b"", timeout_seconds=timeout_seconds)
+        self.gather(name, b"")
 
     def broadcast(self, name: str, value: Any, kind: object, read: Callable[[Any], Any] = lambda told: told) -> Any:
         """Return host 0's value on every host; the other hosts' values are ignored. Raises as ``share`` does."""
@@ -182,11 +181,8 @@ class Hosts:
         return read_told(self.gather(name, mine)[0], kind, f"{name} of host 0", read)
 
     def agree(self, name: str, value: str | bytes) -> None:
-        """Check that the value is the same on every host.
-
-        Raises:
-            LockstepError: values differ; every host raises the same message. Raises as ``gather`` does, too.
-        """
+        """Check that the value is the same on every host. Raises LockstepError if values differ; every host raises the
+        same message. Raises as ``gather`` does, too."""
         self._compare(f"the agreement on {name}", {name: value})
 
     def agree_all(self, values: Mapping[str, str]) -> None:

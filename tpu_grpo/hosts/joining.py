@@ -48,9 +48,9 @@ def cpu_devices(environment: Mapping[str, str] = os.environ) -> int:
     return int(environment.get("JAX_NUM_CPU_DEVICES") or (flags[-1] if flags else 1))
 
 
-def may_have_others(count: int, environment: Mapping[str, str] = os.environ) -> bool:
+def may_have_others(count: int) -> bool:
     """Whether the run may have several hosts: with ``hosts.count`` > 1, or on TPUs, where jax finds the hosts."""
-    return count > 1 or "cpu" not in environment.get("JAX_PLATFORMS", "")
+    return count > 1 or "cpu" not in os.environ.get("JAX_PLATFORMS", "")
 
 
 def choose_threads(count: int, environment: MutableMapping[str, str] = os.environ) -> None:

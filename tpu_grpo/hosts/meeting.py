@@ -117,11 +117,7 @@ def split_address(coordinator: str) -> tuple[str, int]:
 
 
 def own_address(coordinator: str) -> tuple[socket.AddressFamily, str, int]:
-    """Resolve the coordinator's name to (family, IP address, port), on which host 0 listens.
-
-    Raises:
-        ConfigError: the name cannot be resolved.
-    """
+    """Resolve the coordinator to (family, IP address, port), where host 0 listens; raises ConfigError if that fails."""
     address, port = split_address(coordinator)
     try:
         family, _, _, _, found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
@@ -221,8 +217,8 @@ class Meeting:
         self.guests.remove(guest)
 
     def _seen(self) -> str:
-        strangers = self.strangers and f"; connections that were no hosts of this run: {self.strangers}"
-        return f"{strangers or ''}{(self.sent_away and f'; hosts sent away: {self.sent_away}') or ''}"
+        seen = {"connections that were no hosts of this run": self.strangers, "hosts sent away": self.sent_away}
+        return "".join(f"; {what}: {count}" for what, count in seen.items() if count)
 
     def share_port(self) -> None:
         """Let jax's service in this process bind the port, too; on Linux, no other run can bind the port meanwhile."""
@@ -312,11 +308,8 @@ class Meeting:
 
 @contextmanager
 def hold_port(coordinator: str, me: Caller, timeout_seconds: float, secret: bytes = b"") -> Iterator[Meeting]:
-    """Listen on host 0's address during the block; with a secret, hosts that do not know the secret are refused.
-
-    Raises:
-        ConfigError: another program has the port, and keeps it.
-    """
+    """Listen on host 0's address during the block; with a secret, hosts that do not know the secret are refused. Raises
+    ConfigError if another program has the port, and keeps it."""
     with _listen(coordinator, min(PATIENCE_SECONDS, timeout_seconds)) as listener:
         meeting = Meeting(me, coordinator, listener, secret)
         try:

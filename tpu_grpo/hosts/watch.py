@@ -319,13 +319,16 @@ def _watchful(run: Callable[[], None]) -> None:
 
 
 def _may_be_a_lost_host(error: BaseException | None) -> bool:
-    """Return whether an error looks like a broken collective; gloo raises ValueError, others jax's runtime error."""
+    """Return whether an error, or its cause, looks like a broken collective.
+
+    Gloo raises ValueError, other collectives jax's runtime error.
+    """
     from jax.errors import JaxRuntimeError
 
-    if error is None:
-        return False
-    if isinstance(error, ValueError) and "Gloo" in str(error):
-        return True
-    if isinstance(error, JaxRuntimeError) and not str(error).startswith(LOCAL_ERRORS):
-        return True
-    return _may_be_a_lost_host(error.__cause__)
+    while error is not None:
+        if isinstance(error, ValueError) and "Gloo" in str(error):
+            return True
+        if isinstance(error, JaxRuntimeError) and not str(error).startswith(LOCAL_ERRORS):
+            return True
+        error = error.__cause__
+    return False

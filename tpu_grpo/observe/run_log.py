@@ -128,8 +128,7 @@ def open_run_log(config: RunConfig, start_step: int, *more: Sink, callbacks: Seq
         DataError: for broken metrics or samples of an earlier part of the run.
         CallbackError: for a callback that cannot be made.
     """
-    has_held_out = config.evaluation.path is not None or config.data.builtin is not None
-    every = config.evaluation.every if has_held_out else None
+    every = config.evaluation.every if config.has_held_out else None
     console = ConsoleSink(start_step, config.run.max_steps, evaluation_every=every)
     if (against := config.logging.against) is not None:
         more = (PublishedSink(read_published(against), config, console.note), *more)

@@ -133,7 +133,8 @@ def bounded(seconds: float, more_bytes: int | None = None) -> Iterator[None]:
         if on_main:
             timer = signal.setitimer(signal.ITIMER_REAL, seconds)
         if more_bytes is not None:
-            limits = [limit for limit in (soft, _address_space() + more_bytes) if limit != resource.RLIM_INFINITY]
+            in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            limits = [limit for limit in (soft, in_use + more_bytes) if limit != resource.RLIM_INFINITY]
             resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard))
         yield
     finally:
@@ -142,11 +143,6 @@ def bounded(seconds: float, more_bytes: int | None = None) -> Iterator[None]:
             signal.setitimer(signal.ITIMER_REAL, 0.0)
             signal.signal(signal.SIGALRM, before)
             signal.setitimer(signal.ITIMER_REAL, *timer)  # restores an outer timer
-
-
-def _address_space() -> int:
-    """Return the size of this process's address space in bytes."""
-    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
 def _late(*_: object) -> NoReturn:

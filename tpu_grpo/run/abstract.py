@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from tpu_grpo.config import BUILTIN, RunConfig
+from tpu_grpo.config import RunConfig
 from tpu_grpo.engine.engine import Engine, engine_mesh
 from tpu_grpo.engine.options import EngineOptions
 from tpu_grpo.engine.replicas import Replica, make_replicas, replicated_specs
@@ -25,7 +25,7 @@ from tpu_grpo.models.builtin import write_builtin_config
 from tpu_grpo.models.checkpoint import Checkpoint, abstract_checkpoint
 from tpu_grpo.models.tunix_model import abstract_model
 from tpu_grpo.run.engines import build_weight_sync
-from tpu_grpo.run.inputs import builtin_name, check_model, model_directory
+from tpu_grpo.run.inputs import builtin_task, check_model, model_directory
 from tpu_grpo.run.meshes import Meshes
 from tpu_grpo.run.parts import learner_class
 from tpu_grpo.run.policies import with_adapters
@@ -36,18 +36,20 @@ from tpu_grpo.weights.sync import WeightSync
 def open_abstract_checkpoint(config: RunConfig, read: Checkpoint | None = None) -> Iterator[Checkpoint]:
     """Yield the run's model as its config.json describes it; a built-in model's config.json exists during the block.
 
-    ``read`` is the checkpoint of a model that is not built in, if it has been read already.
+    ``read`` is the checkpoint of a model that is not built in, if it has been read and checked already.
 
     Raises:
         CheckpointError, ConfigError: for a broken or unsupported config.json, or a model that does not fit the config.
     """
     with tempfile.TemporaryDirectory() as directory:
-        if config.model.path.startswith(BUILTIN):
-            write_builtin_config(builtin_name(config), Path(directory))
-            read = abstract_checkpoint(Path(directory))
-        elif read is None:
-            read = abstract_checkpoint(model_directory(config))
-        check_model(config, read)
+        if read is None:
+            described = Path(directory)
+            if config.model.builtin is not None:
+                write_builtin_config(builtin_task(config.model), described)
+            else:
+                described = model_directory(config.model)
+            read = abstract_checkpoint(described)
+            check_model(config, read)
         yield read
 
 
@@ -86,7 +88,7 @@ class AbstractRun:
     def learner(self) -> Any:
         """The `LearnerParts` or `TunixParts` of the run's learner, which lower its programs."""
         inputs = LearnerInputs(model=self.policy, reference=self.base, mesh=self.meshes.trainer)
-        return learner_class(self.config).build(self.config, inputs)
+        return learner_class(self.config.algorithm).build(self.config, inputs)
 
     @property
     def options(self) -> EngineOptions:

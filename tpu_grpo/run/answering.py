@@ -89,13 +89,10 @@ class Speaker:
         return replace(prompt, text=text, token_ids=tuple(token_ids), messages=messages)
 
     def start(self, prompts: Sequence[Prompt] = ()) -> None:
-        """Load the weights, and build an engine for these prompts, or for a chat if there are none.
-
-        Raises:
-            ConfigError: if prompt and answer may be longer than the model's context.
-        """
+        """Load the weights, and build an engine for these prompts, or for a chat if there are none. Raises ConfigError
+        if prompt and answer may be longer than the model's context."""
         config, checkpoint, rollout = self._config, self._checkpoint, self._config.rollout
-        devices = jax.devices()[: default_tensor(config, checkpoint, len(jax.devices()))]
+        devices = jax.devices()[: default_tensor(checkpoint, config.model.dtype, len(jax.devices()))]
         options = EngineOptions(
             context_tokens=self._context_tokens(prompts),
             stop_token_ids=frozenset(stop_ids(config, self._tokenizer, checkpoint.directory)),
@@ -162,11 +159,8 @@ class Speaker:
         return completion
 
     def score(self, prompt: Prompt, completions: Sequence[Completion]) -> Scores:
-        """Score answers with the run's rewards, which get the columns of the prompt.
-
-        Raises:
-            RewardError: if the prompt lacks a column that a reward needs, or a reward fails.
-        """
+        """Score answers with the run's rewards, which get the columns of the prompt. Raises RewardError if the prompt
+        lacks a column that a reward needs, or a reward fails."""
         columns = tuple(prompt.columns)
         if self._rewards is None:
             self._rewards = open_rewards(self._config.rewards, columns, self._config.run.max_steps)

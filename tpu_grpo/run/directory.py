@@ -43,8 +43,6 @@ SEEN_SECONDS = 20.0
 STALE_SECONDS = 60.0
 """Once a host has looked at a directory, NFS may show it the old content for this long."""
 PAUSE = 0.5
-
-
 Told = tuple[str, str]
 """An error in the form in which host 0 sends it to the others: (name of the class, message)."""
 
@@ -203,11 +201,8 @@ def _changes_since(config: RunConfig) -> tuple[Change, ...]:
 
 
 def read_json(path: Path, **types: type) -> dict[str, Any]:
-    """Read a JSON file of an earlier run: an object in which each name in ``types`` has a value of that type.
-
-    Raises:
-        DataError: the file holds anything else.
-    """
+    """Read a JSON file of an earlier run: an object in which each name in ``types`` has a value of that type. Raises
+    DataError if the file holds anything else."""
     try:
         found = parse_json(read_file(path))
     except (ValueError, OSError):  # invalid JSON or UTF-8, or not a file
@@ -484,11 +479,8 @@ def _shows(path: Path, token: str, seconds: float) -> bool:
 
 
 def _agreed_steps(directory: Path, hosts: Hosts) -> tuple[int, ...]:
-    """List the steps whose checkpoints a run can continue from, the same on every host.
-
-    Raises:
-        LockstepError: hosts still see different steps after the time that a file system may take to show them.
-    """
+    """List the steps whose checkpoints a run can continue from, the same on every host. Raises LockstepError if hosts
+    still see different steps after the time that a file system may take to show them."""
     deadline = time.monotonic() + STALE_SECONDS
     while True:
         mine = saved_steps(directory)

@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 from transformers import PreTrainedTokenizerFast
 
-from tpu_grpo.config import RunConfig
+from tpu_grpo.config import LoraSection, RolloutSection, RunConfig
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.learner import parameters, whole
 from tpu_grpo.models.checkpoint import Checkpoint, read_checkpoint
@@ -63,7 +63,7 @@ def export_policy(config: RunConfig, policy: Policy, directory: Path, hosts: Hos
     dtype = jnp.dtype(config.export.dtype or config.model.dtype)
     with new_directory(directory) if hosts.is_first else nullcontext() as target:
         if kind == "adapter":
-            count = _write_adapters(target, config, policy, dtype)
+            count = _write_adapters(target, config.model.lora, policy, dtype)
         else:
             count = _write_model(target, config, policy, dtype)
         if target is not None:
@@ -86,25 +86,26 @@ def export_policy(config: RunConfig, policy: Policy, directory: Path, hosts: Hos
 
 def _write_model(target: Path | None, config: RunConfig, policy: Policy, dtype: np.dtype[Any]) -> int:
     checkpoint = policy.checkpoint
-    write_tensors(target, checkpoint, _reader(config, policy), dtype, config.export.shard_mib * MIB)
+    write_tensors(target, checkpoint, _reader(policy, config.model.lora.alpha), dtype, config.export.shard_mib * MIB)
     if target is not None:
         ends = stop_ids(config, policy.tokenizer, checkpoint.directory)
-        write_settings(target, checkpoint, policy.tokenizer, dtype, {"eos_token_id": list(ends), **_sampling(config)})
+        defaults = {"eos_token_id": list(ends), **_sampling(config.rollout)}
+        write_settings(target, checkpoint, policy.tokenizer, dtype, defaults)
         read_checkpoint(target)  # check it by loading it, as users will
     return checkpoint.parameter_count
 
 
-def _write_adapters(target: Path | None, config: RunConfig, policy: Policy, dtype: np.dtype[Any]) -> int:
+def _write_adapters(target: Path | None, lora: LoraSection, policy: Policy, dtype: np.dtype[Any]) -> int:
     leaves, names = policy.leaves, named_leaves(nnx.state(policy.model, nnx.LoRAParam))
     adapters = {name: whole(leaves[name]).astype(dtype) for name in names}
     if target is not None:
         base = policy.checkpoint.directory.absolute()
-        write_adapter_files(target, adapters, config.model.lora, str(base))
+        write_adapter_files(target, adapters, lora, str(base))
         copy_tokenizer(base, target)
     return sum(value.size for value in adapters.values())
 
 
-def _reader(config: RunConfig, policy: Policy) -> Read:
+def _reader(policy: Policy, alpha: float) -> Read:
     """Return a function from name to parameter; adapters are merged in float32, as in the weight sync."""
     leaves = policy.leaves
     adapters = adapters_of(leaves)
@@ -116,17 +117,16 @@ def _reader(config: RunConfig, policy: Policy) -> Read:
             return weight
         a, b = (jnp.asarray(whole(leaves[part])) for part in adapters[name])
         axis = axes[re.sub(r"\.\d+\.", ".*.", name, count=1)]
-        return np.asarray(merged(jnp.asarray(weight), a, b, config.model.lora.alpha / a.shape[-1], axis))
+        return np.asarray(merged(jnp.asarray(weight), a, b, alpha / a.shape[-1], axis))
 
     return read
 
 
-def _sampling(config: RunConfig) -> dict[str, Any]:
+def _sampling(rollout: RolloutSection) -> dict[str, Any]:
     """Return the run's sampling settings under Hugging Face's names.
 
     ``max_new_tokens`` is left out: lm-eval and vLLM's server would cut longer answers, whatever length users request.
     """
-    rollout = config.rollout
     if rollout.temperature == 0.0:
         return {"do_sample": False}
     return {

@@ -70,7 +70,7 @@ def _digests(files: Iterable[tuple[str, Path]]) -> dict[str, str]:
 
 def _files(config: RunConfig) -> Iterator[tuple[str, Path]]:
     model = Path(config.model.path).expanduser()
-    if not config.model.path.startswith(BUILTIN) and model.is_dir():
+    if config.model.builtin is None and model.is_dir():
         yield from _model_files(model)
     if (adapters := config.model.lora.path) is not None:
         for name in (SETTINGS_FILE, TENSORS_FILE):
@@ -158,10 +158,10 @@ def sources(config: RunConfig) -> dict[str, dict[str, str]]:
     found = {
         setting: {path.name: f"sha256 {_sha256(path)[:16]}"} for setting, _, _, path in _code(config) if path.is_file()
     }
-    path = config.model.path
-    model = fetched(path.removeprefix(HUB)) if path.startswith(HUB) else Path(path).expanduser()
+    section = config.model
+    model = Path(section.path).expanduser() if section.hub is None else fetched(section.hub)
     no_reference = config.algorithm.beta == 0.0 and config.algorithm.tunix is None
-    if model is not None and not path.startswith(BUILTIN) and model.is_dir():
+    if model is not None and section.builtin is None and model.is_dir():
         found["model.path"] = {
             path.name: f"{size} bytes"
             if (size := path.stat().st_size) > WEIGHTS_BYTES and no_reference

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tpu_grpo.config import BUILTIN, HUB, DataSection, RunConfig
+from tpu_grpo.config import DataSection, EvaluationSection, ModelSection, RunConfig
 from tpu_grpo.data.chat_messages import Conversation
 from tpu_grpo.data.lazy_records import Record
 from tpu_grpo.data.rendering import ToolsOf
@@ -75,13 +75,13 @@ def open_inputs(config: RunConfig, reading: Callable[[], None] = lambda: None) -
         read_published(config.logging.against)
     checkpoint = read_model(config)
     environments = load_environments(config)
-    columns, held_columns = _columns_at_a_glance(config)
+    columns, held_columns = _columns_at_a_glance(config.data, config.evaluation)
     if config.run.epochs is not None:  # rewards may need the number of steps, which depends on the data
         columns = held_columns = None
     rewards = None if columns is None else _open_rewards(config, environments, columns)
     held_rewards = None if held_columns is None else _rewards_of_evaluation(config, held_columns, rewards)
     reading()
-    tokenizer, tools = open_tokenizer(config, checkpoint), tools_of(environments)
+    tokenizer, tools = open_tokenizer(config.model, checkpoint), tools_of(environments)
     prompts = open_prompts(config.data, config.run.seed, tokenizer, tools)
     config = config.counted(prompts.size)
     rewards = rewards or _open_rewards(config, environments, prompts.columns)
@@ -117,21 +117,21 @@ def _open_rewards(
 
 def _rewards_of_evaluation(config: RunConfig, columns: Collection[str], of_run: RewardSet | None) -> RewardSet:
     """Open the rewards for held-out prompts; if they are the run's own, share its reward processes."""
-    own = config.evaluation.rewards
-    if own is None and of_run is not None:
+    if config.evaluation.rewards is None and of_run is not None:
         return of_run.for_columns(columns)
-    return open_rewards(config.rewards if own is None else own, columns, config.run.max_steps)
+    return open_rewards(config.evaluation_rewards, columns, config.run.max_steps)
 
 
 # --- data at a glance ------------------------------------------------------------------------------------------------
 
 
-def _columns_at_a_glance(config: RunConfig) -> tuple[Collection[str] | None, Collection[str] | None]:
+def _columns_at_a_glance(
+    data: DataSection, evaluation: EvaluationSection
+) -> tuple[Collection[str] | None, Collection[str] | None]:
     """Return (columns of the training data, columns of the held-out data), each None if reading it takes time.
 
     Only the first record of every source is read; it has to fit its template.
     """
-    data = config.data
     records = [_first_record(source, style) for source, style in training_sources(data)]
     columns = None
     if all(record is not None for record in records):
@@ -141,7 +141,7 @@ def _columns_at_a_glance(config: RunConfig) -> tuple[Collection[str] | None, Col
                 f"data.curriculum={data.curriculum} must be a column, the data has {', '.join(columns)}; correct it"
             )
         columns += ["source"] if data.sources else []
-    held_out = held_out_source(config.evaluation, data)
+    held_out = held_out_source(evaluation, data)
     return columns, None if held_out is None else _first_record(*held_out)
 
 
@@ -183,11 +183,7 @@ def load_environments(config: RunConfig) -> dict[str, LoadedEnvironment]:
 
 
 def check_environment_columns(loaded: Mapping[str, LoadedEnvironment], columns: Collection[str]) -> None:
-    """Check that the data has a column that selects the environment, and all columns that ``reset`` requires.
-
-    Raises:
-        DataError: for a column that is missing.
-    """
+    """Raise DataError if the data lacks the column that selects the environment, or one that ``reset`` requires."""
     if not loaded:
         return
     from tpu_grpo.environments.environment_classes import check_columns
@@ -227,46 +223,37 @@ def read_model(config: RunConfig) -> Checkpoint | None:
         CheckpointError: for files that are missing or broken, and for a model that is not supported.
         ConfigError: for a built-in model that does not exist, and settings that the model does not support.
     """
-    if config.model.path.startswith(BUILTIN):
-        builtin_name(config)
+    if config.model.builtin is not None:
+        builtin_task(config.model)
         if config.model.pad_token is not None:
             raise ConfigError(
                 f"model.pad_token is for models of your own, got {config.model.pad_token!r} with a built-in one, which "
                 "has a padding token; leave it out"
             )
         return None
-    checkpoint = read_checkpoint(model_directory(config))
+    checkpoint = read_checkpoint(model_directory(config.model))
     check_model(config, checkpoint)
     check_tokenizer_files(checkpoint.directory)
     return checkpoint
 
 
-def builtin_name(config: RunConfig) -> str:
-    """Return the name after BUILTIN in model.path, which is the name of the task that the model is trained on.
-
-    Raises:
-        ConfigError: if there is no built-in model of that name.
-    """
-    name = config.model.path.removeprefix(BUILTIN)
-    if name not in TASKS:
-        raise ConfigError(f"model.path={config.model.path} is not built in; built in: {list(TASKS)}")
+def builtin_task(model: ModelSection) -> str:
+    """Return the name of the task that a built-in model is trained on; raises ConfigError if there is none."""
+    if (name := model.builtin) is None or name not in TASKS:
+        raise ConfigError(f"model.path={model.path} is not built in; built in: {list(TASKS)}")
     return name
 
 
-def model_directory(config: RunConfig) -> Path:
+def model_directory(model: ModelSection) -> Path:
     """Return the directory of a model that is not built in; a model of the hub is downloaded unless it is cached."""
-    path = config.model.path
-    if not path.startswith(HUB):
-        return Path(path).expanduser()
-    return fetch(path.removeprefix(HUB), lambda what: print(what, file=sys.stderr, flush=True))
+    if model.hub is None:
+        return Path(model.path).expanduser()
+    return fetch(model.hub, lambda what: print(what, file=sys.stderr, flush=True))
 
 
 def check_model(config: RunConfig, checkpoint: Checkpoint) -> None:
-    """Check that the model can do what the config asks of it.
-
-    Raises:
-        ConfigError: if sequences exceed the model's context, or the model lacks modules, layers or experts.
-    """
+    """Check that the model can do what the config asks of it. Raises ConfigError if sequences exceed the model's
+    context, or the model lacks modules, layers or experts."""
     longest, scaling = checkpoint.hf_config.get("max_position_embeddings"), checkpoint.config.scaling
     if longest is not None and isinstance(scaling, YarnScaling):  # ``longest`` is the context before scaling
         longest = max(longest, int(scaling.factor * scaling.original_max_position_embeddings))
@@ -290,23 +277,20 @@ def check_model(config: RunConfig, checkpoint: Checkpoint) -> None:
         existing_layers(checkpoint, "model.train_layers", config.model.train_layers)
 
 
-def open_tokenizer(config: RunConfig, checkpoint: Checkpoint | None) -> "PreTrainedTokenizerFast":
+def open_tokenizer(model: ModelSection, checkpoint: Checkpoint | None) -> "PreTrainedTokenizerFast":
     """Open the tokenizer of the model that `read_model` returned; works before a built-in model has been trained.
-
-    Raises:
-        CheckpointError: for a tokenizer that is missing, broken or without an end or padding token.
-    """
+    Raises CheckpointError for a tokenizer that is missing, broken or without an end or padding token."""
     from tpu_grpo.models.tokenizers import builtin_tokenizer, load_tokenizer  # a second to import
 
     if checkpoint is None:
-        return builtin_tokenizer(TASKS[builtin_name(config)])
-    return load_tokenizer(checkpoint.directory, config.model.pad_token)
+        return builtin_tokenizer(TASKS[builtin_task(model)])
+    return load_tokenizer(checkpoint.directory, model.pad_token)
 
 
 def open_model(config: RunConfig, hosts: Hosts) -> "tuple[Checkpoint, PreTrainedTokenizerFast]":
     """Open the checkpoint and its tokenizer; raises as `read_model` and `open_tokenizer` do. Every host calls this."""
     read = read_model(config)
-    return agreed_checkpoint(config, hosts, read), open_tokenizer(config, read)
+    return agreed_checkpoint(config, hosts, read), open_tokenizer(config.model, read)
 
 
 def agreed_checkpoint(config: RunConfig, hosts: Hosts, read: Checkpoint | None) -> Checkpoint:
@@ -318,12 +302,12 @@ def agreed_checkpoint(config: RunConfig, hosts: Hosts, read: Checkpoint | None) 
         LockstepError: hosts have different models.
     """
     if read is not None:
-        if config.model.path.startswith(HUB):
+        if config.model.hub is not None:
             hosts.agree("the revision of the model", read.directory.name)
         return read
     from tpu_grpo.models.builtin import builtin_checkpoint  # imports jax
 
-    directory = builtin_checkpoint(builtin_name(config), config.run.seed, progress=True)
+    directory = builtin_checkpoint(builtin_task(config.model), config.run.seed, progress=True)
     if hosts.count > 1:
         hosts.agree_all(model_fingerprints(directory))
     checkpoint = read_checkpoint(directory)

@@ -22,7 +22,6 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import cache
@@ -74,10 +73,7 @@ class Owner:
 
 def read_owner(path: Path) -> Owner | None:
     """Read the owner; None if the file names none yet. Opens the file anew, because NFS would show cached content.
-
-    Raises:
-        OSError: for a file that is missing, or cannot be read.
-    """
+    Raises OSError for a file that is missing, or cannot be read."""
     with os.fdopen(_open(path, os.O_RDONLY), "rb") as file:
         return _parsed(file.read(RECORD_BYTES))
 
@@ -126,25 +122,18 @@ def _here() -> tuple[str, str]:
 class RunLock:
     """The lock of a directory, taken by `take` and held by this process until ``release``."""
 
-    def __init__(self, path: Path, file: int, owner: Owner, beat_seconds: float):
+    def __init__(self, path: Path, file: int, owner: Owner):
         self.owner = owner
-        self._path, self._file, self._every = path, file, beat_seconds
+        self._path, self._file, self._every = path, file, BEAT_SECONDS
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._keep_beating, name="run lock", daemon=True)
 
     @classmethod
-    def take(
-        cls,
-        directory: Path,
-        *,
-        silent_seconds: float = SILENT_SECONDS,
-        beat_seconds: float = BEAT_SECONDS,
-        tell: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True),
-    ) -> "RunLock":
+    def take(cls, directory: Path) -> "RunLock":
         """Lock an existing directory; the lock of a dead process is taken over.
 
-        A process on another machine is watched for ``silent_seconds`` before it is taken for dead. This process gives a
-        sign of life every ``beat_seconds``. Before a long wait, ``tell`` gets a line to show.
+        A process on another machine is watched for SILENT_SECONDS before it is taken for dead; a line on stderr says
+        so. This process gives a sign of life every BEAT_SECONDS.
 
         Raises:
             ConfigError: a live process holds the lock.
@@ -155,12 +144,12 @@ class RunLock:
             with contextlib.ExitStack() as stack:
                 file = _open(path, os.O_RDWR | os.O_CREAT)
                 stack.callback(os.close, file)
-                before = _refuse_if_taken(path, file, silent_seconds, tell)
+                before = _refuse_if_taken(path, file)
                 if not _is_at(path, file):  # the owner has removed or replaced the file since
                     continue
                 since, began = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"), psutil.Process().create_time()
                 owner = Owner(socket.gethostname(), os.getpid(), since, began, *_here(), token=uuid.uuid4().hex)
-                lock = cls(path, file, owner, beat_seconds)
+                lock = cls(path, file, owner)
                 lock._write()
                 if before is not None and before.boot != owner.boot:
                     time.sleep(SETTLE_SECONDS)
@@ -232,7 +221,7 @@ def taken(directory: Path, owner: Owner | None) -> ConfigError:
     )
 
 
-def _refuse_if_taken(path: Path, file: int, silent_seconds: float, tell: Callable[[str], None]) -> Owner | None:
+def _refuse_if_taken(path: Path, file: int) -> Owner | None:
     """Lock the file; return the dead process that it names, or None; raise ConfigError if that process lives."""
     for attempt in range(RETRIES):
         if attempt:
@@ -246,7 +235,7 @@ def _refuse_if_taken(path: Path, file: int, silent_seconds: float, tell: Callabl
         return None
     if (lives := _lives(owner, held)) is None:
         old = time.time() - path.stat().st_mtime >= OLD_SECONDS
-        lives = not old and _beats(path, owner, silent_seconds, tell)
+        lives = not old and _beats(path, owner)
     if lives:
         raise taken(path.parent, owner)
     return owner
@@ -277,12 +266,13 @@ def _lives(owner: Owner, held: bool | None) -> bool | None:
         return False
 
 
-def _beats(path: Path, owner: Owner, silent_seconds: float, tell: Callable[[str], None]) -> bool:
-    """Return whether the record of a process on another machine changes within ``silent_seconds``."""
-    tell(f"{path} names {owner}; looking for up to {silent_seconds:g} s whether that process still lives")
-    deadline = time.monotonic() + silent_seconds
+def _beats(path: Path, owner: Owner) -> bool:
+    """Return whether the record of a process on another machine changes within SILENT_SECONDS."""
+    line = f"{path} names {owner}; looking for up to {SILENT_SECONDS:g} s whether that process still lives"
+    print(line, file=sys.stderr, flush=True)
+    deadline = time.monotonic() + SILENT_SECONDS
     while time.monotonic() < deadline:
-        time.sleep(min(1.0, silent_seconds / 10))
+        time.sleep(min(1.0, SILENT_SECONDS / 10))
         try:
             now = read_owner(path)
         except FileNotFoundError:  # just released

@@ -47,9 +47,8 @@ class Meshes:
     @property
     def attention(self) -> str:
         """The name of the trainer's attention, for messages."""
-        return (
-            "dot attention" if self.flash_block is None else f"flash attention in blocks of {self.flash_block} tokens"
-        )
+        block = self.flash_block
+        return "dot attention" if block is None else f"flash attention in blocks of {block} tokens"
 
 
 def build_meshes(config: RunConfig, checkpoint: Checkpoint, devices: Sequence[Any] | None = None) -> Meshes:
@@ -75,7 +74,7 @@ def build_meshes(config: RunConfig, checkpoint: Checkpoint, devices: Sequence[An
             f"meshes.trainer.fsdp x tp must be the number of the trainer's devices, {count}, got {fsdp} x {tp}; "
             f"use one of {fitting}"
         )
-    tensor = config.meshes.sampler.tensor or default_tensor(config, checkpoint, len(sampler_devices))
+    tensor = config.meshes.sampler.tensor or default_tensor(checkpoint, config.model.dtype, len(sampler_devices))
     make_replicas(sampler_devices, tensor)  # raises for sizes that do not fit the hosts
     check_mesh(checkpoint, fsdp, tp)
     check_sampler_mesh(checkpoint, tensor)
@@ -110,11 +109,11 @@ def split_devices(sampling: int | None, devices: Sequence[Any]) -> tuple[list[An
     return devices[:-last], devices[-last:]
 
 
-def default_tensor(config: RunConfig, checkpoint: Checkpoint, devices: int) -> int:
+def default_tensor(checkpoint: Checkpoint, dtype: str, devices: int) -> int:
     """Return the smallest number of devices per replica with at most SHARE_BYTES of weights on each device.
 
     If there is no such number, return the largest that the model allows. The result is the same on all hosts.
     """
-    weight_bytes = checkpoint.parameter_count * jnp.dtype(config.model.dtype).itemsize
+    weight_bytes = checkpoint.parameter_count * jnp.dtype(dtype).itemsize
     possible = [size for size in sampler_sizes(checkpoint) if devices % size == 0]
     return next((size for size in possible if weight_bytes / size <= SHARE_BYTES), possible[-1])

@@ -10,7 +10,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerFast
 
 from tpu_grpo.algorithms import RunAlgorithm, open_algorithm
-from tpu_grpo.config import EvaluationSection, RewardSpec, RunConfig
+from tpu_grpo.config import AlgorithmSection, EvaluationSection, RewardSpec, RunConfig
 from tpu_grpo.data.rendering import template_switches
 from tpu_grpo.data.stream import PromptStream, prompts_digest
 from tpu_grpo.engine.dealing import divided_places
@@ -68,10 +68,10 @@ def build_parts(config: RunConfig, hosts: Hosts, inputs: Inputs | None = None) -
     announce(hosts, f"opening the model {config.model.path}")
     checkpoint = agreed_checkpoint(config, hosts, inputs.checkpoint)
     config, meshes = with_routing_replay(config, checkpoint), build_meshes(config, checkpoint)
-    task = open_task(config, inputs, algorithm, hosts)
+    task = open_task(inputs, algorithm, hosts)
     engines = open_engines(config, hosts, checkpoint, inputs.tokenizer, meshes, task.environments)
     announce(hosts, f"loading {checkpoint.parameter_count:,} parameters")
-    make, given = learner_class(config), load_inputs(config, checkpoint, meshes)
+    make, given = learner_class(config.algorithm), load_inputs(config, checkpoint, meshes)
     if config.rollout.carry:
         given = replace(given, carried=packed((), config))
     trains = meshes.trainer.local_devices
@@ -121,9 +121,9 @@ def open_run_algorithm(config: RunConfig) -> RunAlgorithm:
     return open_algorithm(section)
 
 
-def learner_class(config: RunConfig) -> type[Learner]:
+def learner_class(section: AlgorithmSection) -> type[Learner]:
     """Return the class of the learner: this package's, or Tunix's with algorithm.name=tunix:NAME."""
-    if config.algorithm.tunix is None:
+    if section.tunix is None:
         return Learner
     from tpu_grpo.tunix_loop.tunix_learner import TunixLearner
 
@@ -195,7 +195,7 @@ class HeldOut:
             self.environments.close()
 
 
-def open_task(config: RunConfig, inputs: Inputs, algorithm: RunAlgorithm, hosts: Hosts) -> Task:
+def open_task(inputs: Inputs, algorithm: RunAlgorithm, hosts: Hosts) -> Task:
     """Open the task; each host scores a part of the completions.
 
     Raises:
@@ -203,7 +203,7 @@ def open_task(config: RunConfig, inputs: Inputs, algorithm: RunAlgorithm, hosts:
         RewardError: if a reward needs environments, and the run has none.
         LockstepError: hosts read, generated or downloaded different prompts.
     """
-    prompts, rewards, held_out = inputs.prompts, inputs.rewards, inputs.held_out
+    config, prompts, rewards, held_out = inputs.config, inputs.prompts, inputs.rewards, inputs.held_out
     if hosts.count > 1:
         hosts.agree_all({f"prompts of {part.name}": part.rendered.digest for part in prompts.parts})
     _check_token_rewards(config, rewards, algorithm)
@@ -229,8 +229,7 @@ def open_held_out_task(config: RunConfig, tokenizer: PreTrainedTokenizerFast, ho
 def _distributed(
     config: RunConfig, held_out: HeldOutInputs, environments: Environments | None, hosts: Hosts
 ) -> HeldOut:
-    section = config.evaluation
-    specs = config.rewards if section.rewards is None else section.rewards
+    section, specs = config.evaluation, config.evaluation_rewards
     if hosts.count > 1:
         hosts.agree_all({"prompts of the evaluation": prompts_digest(held_out.prompts)})
     return HeldOut(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tpu_grpo.algorithms import notices
-from tpu_grpo.config import HUB, RunConfig
+from tpu_grpo.config import RunConfig
 from tpu_grpo.data.prompt_draw import PromptDraw
 from tpu_grpo.hosts import Hosts, StepAbandoned, StopRequest, Watch, announce, here
 from tpu_grpo.models.lora import write_adapters
@@ -259,10 +259,8 @@ class Run:
             give_back_memory()  # that the previous save, done by now, has freed
             if adapters := self.parts.learner.adapters():
                 if self.hosts.is_first:
-                    directory = self.config.run_dir / ADAPTERS_DIR / str(step)
-                    write_adapters(
-                        directory, adapters, self.config.model.lora, self.config.model.path.removeprefix(HUB)
-                    )
+                    directory, model = self.config.run_dir / ADAPTERS_DIR / str(step), self.config.model
+                    write_adapters(directory, adapters, model.lora, model.hub or model.path)
                 self.hosts.barrier(f"adapters of step {step}")
 
     def _export(self, last: int) -> str:

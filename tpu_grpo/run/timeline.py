@@ -94,11 +94,7 @@ class Timeline:
             shutil.rmtree(self._own, ignore_errors=True)
 
     def _name_files(self, name: str) -> None:
-        """Move the profiler's files to their final paths.
-
-        Raises:
-            ValueError: if the profiler did not write one file of each kind.
-        """
+        """Move the profiler's files to their final paths; raises ValueError unless there is one of each kind."""
         (xplane,) = self._own.glob("plugins/profile/*/*.xplane.pb")
         (trace,) = self._own.glob("plugins/profile/*/*.trace.json.gz")
         write_for_perfetto(trace, self._directory / f"{name}_{self._host}.json.gz")
