@@ -188,20 +188,15 @@ class Learner:
             copy_values(parts.reference, self._updater.model, self._updater.trained)
         metrics = self._told(METRICS, update_metrics(updates) | signal.metrics(), dict[str, float])
         seconds, first = time.perf_counter() - started, updates[0]
-        return UpdateResult(
-            metrics=metrics,
-            advantages=signal.advantages_B,
-            seconds=seconds,
-            notes=tuple(notes),
-            histograms=first.histograms if first.record.finite else {},
-        )
+        histograms = first.histograms if first.record.finite else {}
+        return UpdateResult(metrics, signal.advantages_B, seconds, tuple(notes), histograms)
 
     def _made_updates(
         self, signal: Signal, scored: ScoredRollout
     ) -> Iterator[tuple[MeasuredUpdate, Sequence[TrainBatch]]]:
         """Make the step's updates; yields the measurements of each update with its micro-batches."""
         every = self._config.logging.histograms_every
-        due = every > 0 and signal.step % every == 0
+        due = every > 0 and signal.step % every == 0  # of the step's first update
         for number, batches in enumerate(self._updates(signal)):
             yield self._update(batches, histograms=due and number == 0), batches
 
