@@ -121,7 +121,7 @@ def ours(model: nnx.Module, mesh: Mesh, config: RunConfig) -> Contender:
             learner.update(scored)
             jax.block_until_ready(learner.params())
 
-        return run, len(packed.mask) // shape.micro_batch
+        return run, len(packed.weights) // shape.micro_batch
 
     return Contender(prepare, max(gradients[0], step[0]), gradients[1], step[1])
 

@@ -45,6 +45,13 @@ def saved_run(directory: Path, *steps: int, keep: int = 2, width: int = 64) -> R
     return run
 
 
+def resumed(directory: Path, step: int, **settings: Any) -> tuple[Run, Checkpoints]:
+    """A run that goes on after this step, with its checkpoints, which are still open."""
+    run, checkpoints = make_run(seed=1), Checkpoints(directory, **{"keep": 2, **settings})
+    assert checkpoints.restore(run.updater, resume="auto") == step
+    return run, checkpoints
+
+
 def restored(directory: Path, run: Run, resume: Any = "auto") -> int:
     checkpoints = Checkpoints(directory, keep=2)
     try:
@@ -69,11 +76,6 @@ def test_model_and_optimizer_come_back_exactly(tmp_path: Path) -> None:
     before.step()
     after.step()
     assert_same(before, after)
-
-
-def test_the_newest_are_kept(tmp_path: Path) -> None:
-    saved_run(tmp_path, 1, 2, 3, keep=2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "3"]
 
 
 def test_a_saved_step_is_left_alone(tmp_path: Path) -> None:
@@ -166,23 +168,14 @@ NEEDED = (METADATA, "model_params/_METADATA", "model_params/manifest.ocdbt", "op
 """Files of each kind without which a checkpoint cannot be read."""
 
 
-def flip_bits(pattern: str) -> Callable[[Path], None]:
-    """Of eight bytes in the middle of the largest file, which holds the arrays."""
-
-    def damage(checkpoint: Path) -> None:
-        path = max(checkpoint.glob(pattern), key=lambda p: p.stat().st_size)
-        content = np.frombuffer(path.read_bytes(), np.uint8).copy()
-        content[len(content) // 2 :][:8] ^= 0x10
-        path.write_bytes(content.tobytes())
-
-    return damage
+def flip_arrays(checkpoint: Path) -> None:
+    """Change one bit in the middle of the largest file, which holds the model's arrays."""
+    flip(max(checkpoint.glob("model_params/**/d/*"), key=lambda path: path.stat().st_size))
 
 
 def assert_continued_after(step: int, directory: Path, after: dict[int, dict[str, Any]]) -> list[str]:
     """Restore; every array must be that of the step, and a newer step must be kept aside. Returns what is told."""
-    run = make_run(seed=1)
-    checkpoints = Checkpoints(directory, keep=2)
-    assert checkpoints.restore(run.updater, resume="auto") == step
+    run, checkpoints = resumed(directory, step)
     assert sums(run) == after[step]
     aside = directory.with_name("damaged_checkpoints")
     assert [path.name for path in aside.glob("*")] == (["2"] if step == 1 else [])
@@ -266,26 +259,12 @@ def test_no_damage_of_any_file_loads_anything_else(
         assert bool(checkpoints.notes) == (step == 1), file
 
 
-def test_a_renamed_checkpoint_is_not_taken_for_another_step(
-    saved: Path, sums_after: dict[int, dict[str, Any]], tmp_path: Path
-) -> None:
-    """Its metrics would have a hole."""
-    directory = copied(saved, tmp_path)
-    (directory / "2").rename(directory / "3")
-    run, checkpoints = make_run(seed=1), Checkpoints(directory, keep=2)
-    assert checkpoints.restore(run.updater, resume="auto") == 1
-    checkpoints.close()
-    assert sums(run) == sums_after[1]
-    assert "checkpoint 3 is damaged (it is named 3 and holds step 2)" in checkpoints.notes[0]
-
-
 def test_other_names_are_left_alone(saved: Path, sums_after: dict[int, dict[str, Any]], tmp_path: Path) -> None:
     directory = copied(saved, tmp_path)
     for name in ("2.bak", "02", "notes", "-5"):
         shutil.copytree(directory / "2", directory / name)
     (directory / "9").write_text("a file")
-    run, checkpoints = make_run(seed=1), Checkpoints(directory, keep=1)
-    assert checkpoints.restore(run.updater, resume="auto") == 2
+    run, checkpoints = resumed(directory, 2, keep=1)
     run.step()
     checkpoints.save(3, run.updater)
     checkpoints.close()
@@ -329,7 +308,7 @@ def test_a_host_without_memory_does_not_blame_the_checkpoint(
 def test_damage_that_orbax_does_not_see_is_found(tmp_path: Path) -> None:
     """Arrays of some size are stored as they are: changed bytes are read back as other numbers."""
     saved_run(tmp_path, 1, width=4096)
-    flip_bits("model_params/**/d/*")(tmp_path / "1")
+    flip_arrays(tmp_path / "1")
     with pytest.raises(CheckpointError, match=r"1 arrays are not what was saved, the first model\.kernel"):
         restored(tmp_path, make_run(width=4096))
 
@@ -387,19 +366,15 @@ def test_what_is_saved_beside_the_arrays(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("flipped", ["checksums", "model.kernel", "global_step", "format", '"run"', '"sum"'])
 def test_a_bit_flipped_in_what_a_checkpoint_says_of_itself_leads_to_the_one_before(
-    tmp_path: Path, flipped: str
+    saved: Path, tmp_path: Path, flipped: str
 ) -> None:
     """The model was blamed for a name that had changed, and nothing was restored."""
-    run, checkpoints = make_run(), Checkpoints(tmp_path, keep=2)
-    for step in (1, 2):
-        checkpoints.save(step, run.updater)
-    checkpoints.close()
-    path = tmp_path / "2" / METADATA
+    directory = copied(saved, tmp_path)
+    path = directory / "2" / METADATA
     text = path.read_text()
     place = text.index(flipped) + 2
     path.write_text(text[:place] + chr(ord(text[place]) ^ 1) + text[place + 1 :])
-    again = Checkpoints(tmp_path, keep=2)
-    assert again.restore(make_run().updater, resume="auto") == 1
+    _, again = resumed(directory, 1)
     (note,) = again.notes
     assert note.startswith("checkpoint 2 is damaged (")
 
@@ -414,16 +389,13 @@ def a_time_beyond_all_calendars(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [a_pipe, a_time_beyond_all_calendars, lambda path: path.write_text("[")])
-def test_an_older_checkpoint_that_cannot_be_opened_is_set_aside(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+def test_an_older_checkpoint_that_cannot_be_opened_is_set_aside(
+    saved: Path, tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
     """The newest is sound; Orbax reads what the older ones say of themselves before it saves the next."""
-    directory, run = tmp_path / "checkpoints", make_run()
-    checkpoints = Checkpoints(directory, keep=2)
-    for step in (1, 2):
-        checkpoints.save(step, run.updater)
-    checkpoints.close()
+    directory = copied(saved, tmp_path)
     damage(directory / "1" / METADATA)
-    again, run = Checkpoints(directory, keep=2), make_run()
-    assert again.restore(run.updater, resume="auto") == 2
+    run, again = resumed(directory, 2)
     (note,) = again.notes
     assert note.startswith(f"checkpoint 1 is damaged ({METADATA} cannot be read: ")
     again.save(3, run.updater)
@@ -437,7 +409,7 @@ def test_an_id_of_a_run_that_is_too_long_is_refused(tmp_path: Path) -> None:
     checkpoints.close()
     (tmp_path / "run_id").write_text("7" * 101)
     with pytest.raises(CheckpointError, match="must hold the id of the run, of at most 100 bytes, got .*; put back"):
-        Checkpoints(tmp_path / "c", keep=2, run_file=tmp_path / "run_id").restore(make_run().updater, resume="auto")
+        resumed(tmp_path / "c", 1, run_file=tmp_path / "run_id")
 
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
@@ -447,24 +419,16 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
         checkpoints.save(1, run.updater)
         checkpoints.close()
     one, other = (tmp_path / name for name in ("one", "other"))
-    again = Checkpoints(one / "c", keep=2, run_file=one / "run_id")
-    assert again.restore(make_run().updater, resume="auto") == 1
-    again.save(2, make_run().updater)
+    run, again = resumed(one / "c", 1, run_file=one / "run_id")
+    again.save(2, run.updater)
     again.close()
     (other / "c" / "1").rename(one / "c" / "3")
     edit_metadata(one / "c" / "3", lambda metadata: metadata.update(signed(metadata | {"global_step": 3})))
     theirs, ours = (other / "run_id").read_text(), (one / "run_id").read_text()
     with pytest.raises(CheckpointError, match=f"must be of this run, whose id is {ours}, got one of the run {theirs}"):
-        Checkpoints(one / "c", keep=2, run_file=one / "run_id").restore(make_run().updater, resume="auto")
+        resumed(one / "c", 3, run_file=one / "run_id")
     (one / "run_id").unlink()  # a run that has none takes what is there
-    assert Checkpoints(one / "c", keep=2, run_file=one / "run_id").restore(make_run().updater, resume="auto") == 3
-
-
-def test_sums_that_are_missing_are_named(tmp_path: Path) -> None:
-    saved_run(tmp_path, 1)
-    edit_metadata(tmp_path / "1", lambda metadata: metadata.pop("checksums"))
-    with pytest.raises(CheckpointError, match="its checksums are missing"):
-        restored(tmp_path, make_run())
+    resumed(one / "c", 3, run_file=one / "run_id")
 
 
 def test_orbax_compiles_programs_to_save_and_we_do_not(tmp_path: Path) -> None:
@@ -536,9 +500,8 @@ def test_the_best_is_kept_beside_the_newest(tmp_path: Path) -> None:
 def test_what_a_process_killed_before_it_removed_older_steps_has_left(
     tmp_path: Path, best: int | None, left: list[str]
 ) -> None:
-    run = saved_run(tmp_path, 1, 2, 3, 4, keep=4)
-    checkpoints = Checkpoints(tmp_path, keep=2)
-    assert checkpoints.restore(run.updater, resume="auto") == 4
+    saved_run(tmp_path, 1, 2, 3, 4, keep=4)
+    _, checkpoints = resumed(tmp_path, 4)
     checkpoints.close(best=best)  # the last step was saved, so nothing is saved before the end
     assert sorted(path.name for path in tmp_path.iterdir()) == left
 
@@ -567,7 +530,7 @@ def test_a_policy_that_is_not_there_or_not_whole(tmp_path: Path) -> None:
         read_policy(tmp_path, 9, make_run().updater.model)
     with pytest.raises(CheckpointError, match="must hold this model, whole"):
         read_policy(tmp_path, 1, make_run(width=32).updater.model)
-    flip_bits("model_params/**/d/*")(tmp_path / "2")
+    flip_arrays(tmp_path / "2")
     with pytest.raises(CheckpointError, match="must hold"):
         read_policy(tmp_path, 2, make_run().updater.model)
 

@@ -16,10 +16,9 @@ from tunix.rl.grpo.grpo_learner import GRPOConfig, TrainExample
 from tests.learner.toy import EOS, PAD, VOCAB, make_config, make_mesh, make_model, model_logps, settings_of
 from tpu_grpo.config import LossAggregation
 from tpu_grpo.learner.batches import truncated_weights
-from tpu_grpo.learner.forward import ModelRows
 from tpu_grpo.learner.loss import LossSettings, LossSums, TrainBatch, policy_loss
 from tpu_grpo.learner.parameters import by_name
-from tpu_grpo.learner.rows import Packing, RowShape, TrainRows, train_rows
+from tpu_grpo.learner.rows import Packing, RowShape, train_rows
 from tpu_grpo.learner.signal import group_advantages
 from tpu_grpo.records.stages import Completion
 
@@ -57,7 +56,7 @@ SHAPE = RowShape(6, 5, 16, 2)
 
 def rows_of(
     case: dict[str, Any], aggregation: LossAggregation, advantages: np.ndarray = ADVANTAGES
-) -> tuple[TrainRows, Packing]:
+) -> tuple[TrainBatch, Packing]:
     return train_rows(case["prompts"], case["completions"], advantages, SHAPE, aggregation)
 
 
@@ -70,11 +69,9 @@ def packed(lines: list[np.ndarray], case: dict[str, Any]) -> jax.Array:
     return jnp.asarray(table)
 
 
-def batch_of(rows: TrainRows, **fields: Any) -> TrainBatch:
-    model_rows = ModelRows(*(jnp.asarray(getattr(rows, name)) for name in ModelRows._fields[:4]))
-    arrays = {name: jnp.asarray(getattr(rows, name)) for name in ("weights", "advantages", "rollout_logps")}
-    rest = {"old_logps": arrays["rollout_logps"], "importance": None, "reference_logps": None}
-    return TrainBatch(rows=model_rows, **{**arrays, **rest, **fields})
+def batch_of(rows: TrainBatch, **fields: Any) -> TrainBatch:
+    batch = jax.tree.map(jnp.asarray, rows)
+    return replace(batch, **{"old_logps": batch.rollout_logps, **fields})
 
 
 def make_settings(directory: Path, **algorithm: Any) -> LossSettings:
@@ -169,7 +166,7 @@ def test_importance_weights_multiply_the_token_losses(model: Any, case: dict[str
     weights = truncated_weights(packed(case["old"], case), packed(engine, case), cap=1.5)
     by_hand = [np.minimum(np.exp(o - e), 1.5) for o, e in zip(case["old"], engine, strict=True)]
     assert any((line == 1.5).any() for line in by_hand)  # the cap is reached
-    mask = rows_of(case, "token-mean")[0].mask
+    mask = rows_of(case, "token-mean")[0].rows.mask
     np.testing.assert_allclose(np.asarray(weights)[mask], np.asarray(packed(by_hand, case))[mask], rtol=1e-5)
     batch = batch_of(
         rows_of(case, "sequence-mean-token-mean")[0],

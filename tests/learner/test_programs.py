@@ -19,7 +19,7 @@ from tests.learner.toy import (
 from tpu_grpo.config import RunConfig
 from tpu_grpo.learner import LearnerInputs, build_parts
 from tpu_grpo.learner.building import row_shape
-from tpu_grpo.learner.forward import lower_logprobs
+from tpu_grpo.learner.forward import logprobs
 
 
 def described(model: nnx.Module) -> nnx.Module:
@@ -68,11 +68,11 @@ def test_a_described_learners_programs_are_the_learners(
     shared = {"final_norm.w"}
     with interpreted_flash(), mesh:
         gradients, step = updater.lower_accumulate(batch), updater.lower_step(shared)
-        logprobs = lower_logprobs(updater.model, batch.rows, temperature=1.0, mesh=mesh)
+        lowered = logprobs.lower(*nnx.split(updater.model), batch.rows, temperature=1.0, mesh=mesh)
     with interpreted_flash():
         assert programs.lower_gradients().as_text() == gradients.as_text()
         assert programs.lower_step(shared).as_text() == step.as_text()
-        assert programs.lower_logprobs().as_text() == logprobs.as_text()
+        assert programs.lower_logprobs().as_text() == lowered.as_text()
 
 
 # --- the rows of a pass -----------------------------------------------------------------------------------------------

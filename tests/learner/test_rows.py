@@ -26,38 +26,37 @@ def test_rows_by_hand() -> None:
     """Of 5, 3 and 2 tokens, the longest stands alone and the others together, so that rows have equal work."""
     completions = [completion([4, 5, 6]), completion([7, 9], [-0.25, -0.75]), completion([8])]
     advantages = np.array([0.5, -0.5, 2.0])
-    rows, packing = train_rows([[1, 2], [3], [9]], completions, advantages, SHAPE, "sequence-mean-token-mean")
-    assert rows.token_ids.tolist() == [[1, 2, 4, 5, 6, 0, 0, 0], [3, 7, 9, 9, 8, 0, 0, 0]]
-    assert rows.segments.tolist() == [[1, 1, 1, 1, 1, 0, 0, 0], [1, 1, 1, 2, 2, 0, 0, 0]]
-    assert rows.positions.tolist() == [[0, 1, 2, 3, 4, 0, 0, 0], [0, 1, 2, 0, 1, 0, 0, 0]]
-    assert (1 * rows.mask).tolist() == [[0, 0, 1, 1, 1, 0, 0, 0], [0, 1, 1, 0, 1, 0, 0, 0]]
-    assert rows.rollout_logps[1].tolist() == [0, -0.25, -0.75, 0, -0.5, 0, 0, 0]
-    assert rows.advantages[1].tolist() == [0, -0.5, -0.5, 0, 2, 0, 0, 0]
-    np.testing.assert_allclose(rows.weights[0], np.array([0, 0, 1, 1, 1, 0, 0, 0]) / 9, rtol=1e-7)
-    np.testing.assert_allclose(rows.weights[1], [0, 1 / 6, 1 / 6, 0, 1 / 3, 0, 0, 0], rtol=1e-7)
-    assert {rows.token_ids.dtype, rows.segments.dtype, rows.positions.dtype} == {np.dtype(np.int32)}
-    assert {rows.rollout_logps.dtype, rows.advantages.dtype, rows.weights.dtype} == {np.dtype(np.float32)}
-    taken = unpacked(rows.rollout_logps, packing, 3, 3)
+    batch, packing = train_rows([[1, 2], [3], [9]], completions, advantages, SHAPE, "sequence-mean-token-mean")
+    assert batch.rows.token_ids.tolist() == [[1, 2, 4, 5, 6, 0, 0, 0], [3, 7, 9, 9, 8, 0, 0, 0]]
+    assert batch.rows.segments.tolist() == [[1, 1, 1, 1, 1, 0, 0, 0], [1, 1, 1, 2, 2, 0, 0, 0]]
+    assert batch.rows.positions.tolist() == [[0, 1, 2, 3, 4, 0, 0, 0], [0, 1, 2, 0, 1, 0, 0, 0]]
+    assert (1 * batch.rows.mask).tolist() == [[0, 0, 1, 1, 1, 0, 0, 0], [0, 1, 1, 0, 1, 0, 0, 0]]
+    assert batch.rollout_logps[1].tolist() == [0, -0.25, -0.75, 0, -0.5, 0, 0, 0]
+    assert batch.advantages[1].tolist() == [0, -0.5, -0.5, 0, 2, 0, 0, 0]
+    np.testing.assert_allclose(batch.weights[0], np.array([0, 0, 1, 1, 1, 0, 0, 0]) / 9, rtol=1e-7)
+    np.testing.assert_allclose(batch.weights[1], [0, 1 / 6, 1 / 6, 0, 1 / 3, 0, 0, 0], rtol=1e-7)
+    assert {batch.rows.token_ids.dtype, batch.rows.segments.dtype, batch.rows.positions.dtype} == {np.dtype(np.int32)}
+    assert {batch.rollout_logps.dtype, batch.advantages.dtype, batch.weights.dtype} == {np.dtype(np.float32)}
+    taken = unpacked(batch.rollout_logps, packing, 3, 3)
     assert taken.tolist() == [[-0.5, -0.5, -0.5], [-0.25, -0.75, 0], [-0.5, 0, 0]]
 
 
 def test_the_numbers_of_kept_tokens_lie_at_the_sampled_tokens() -> None:
     shape = replace(SHAPE, filtered=True)
     first, second = replace(completion([4, 5]), kept=np.array([7, 8])), replace(completion([6]), kept=np.array([9]))
-    rows, _ = train_rows([[1, 2], [3]], [first, second], np.zeros(2), shape)
-    assert rows.kept is not None
-    assert rows.kept.tolist() == [[0, 0, 7, 8, 0, 9, 0, 0]]
-    assert next(rows.chunks(1)).kept is not None
+    batch, _ = train_rows([[1, 2], [3]], [first, second], np.zeros(2), shape)
+    assert batch.rows.kept.tolist() == [[0, 0, 7, 8, 0, 9, 0, 0]]
+    assert next(batch.chunks(1)).rows.kept is not None
     for kept, found in ((None, "none"), (np.array([1, 2]), "2")):
         with pytest.raises(DataError, match=f"filtered_ratio=true needs .*: row 1 has 1 tokens and {found}; let the"):
             train_rows([[1, 2], [3]], [first, replace(second, kept=kept)], np.zeros(2), shape)
-    assert train_rows([[1]], [first], np.zeros(1), SHAPE)[0].kept is None
+    assert train_rows([[1]], [first], np.zeros(1), SHAPE)[0].rows.kept is None
 
 
 def test_chunks_are_consecutive() -> None:
-    rows, _ = train_rows([[i + 1] * 4 for i in range(3)], [completion([5] * 3)] * 3, np.arange(3.0), SHAPE)
-    first, second = rows.chunks(2)
-    assert [first.token_ids[:, 0].tolist(), second.token_ids[:, 0].tolist()] == [[1, 2], [3]]
+    batch, _ = train_rows([[i + 1] * 4 for i in range(3)], [completion([5] * 3)] * 3, np.arange(3.0), SHAPE)
+    first, second = batch.chunks(2)
+    assert [first.rows.token_ids[:, 0].tolist(), second.rows.token_ids[:, 0].tolist()] == [[1, 2], [3]]
     assert first.advantages.shape == (2, 8)
 
 
@@ -101,6 +100,7 @@ BY_HAND = {
 @pytest.mark.parametrize("aggregation", get_args(LossAggregation))
 def test_weights_by_hand(aggregation: Any) -> None:
     np.testing.assert_allclose(token_weights(COUNTS, aggregation, 4, 2), BY_HAND[aggregation], rtol=1e-15)
+    assert not token_weights(np.zeros(2, int), aggregation, 3).any()  # without any token nothing counts
 
 
 @pytest.mark.parametrize("aggregation", get_args(LossAggregation))
@@ -110,11 +110,6 @@ def test_means_that_count_empty_completions_are_over_all(aggregation: Any) -> No
     by_hand = share * np.array(BY_HAND[aggregation])
     np.testing.assert_allclose(token_weights(COUNTS, aggregation, 4, 2, count_empty=True), by_hand, rtol=1e-15)
     assert not token_weights(np.zeros(2, int), aggregation, 3, count_empty=True).any()
-
-
-@pytest.mark.parametrize("aggregation", get_args(LossAggregation))
-def test_without_any_token_nothing_counts(aggregation: Any) -> None:
-    assert not token_weights(np.zeros(2, int), aggregation, 3).any()
 
 
 def test_prompts_without_tokens_are_none_to_the_mean_over_prompts() -> None:

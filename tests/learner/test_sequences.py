@@ -1,16 +1,18 @@
 """What of a completion is trained on: conversations by hand, and that a plain answer stays what it was."""
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, get_args
 
 import hypothesis.strategies as st
+import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
 
 from tests.talks import talk
 from tpu_grpo.config import LossAggregation
-from tpu_grpo.learner.rows import ReplayShape, RowShape, TrainRows, train_rows, unpacked
+from tpu_grpo.learner.loss import TrainBatch
+from tpu_grpo.learner.rows import ReplayShape, RowShape, train_rows, unpacked
 from tpu_grpo.records.episode import Episode, Failure
 from tpu_grpo.records.errors import DataError, NonFiniteError
 from tpu_grpo.records.stages import Completion
@@ -20,27 +22,27 @@ TWO_TURNS = talk([1, 2], ([11, 12], [21]), ([13], [22, 23]), logprobs=[-0.25, -0
 TWO_BRANCHES = talk([1], ([11, 12], [21]), ([13, 14], []), prompts={1: [1, 12, 21, 31]}, logprobs=[-1, -2, -3, -4])
 
 
-def same(left: TrainRows, right: TrainRows) -> bool:
-    pairs = [(getattr(left, one.name), getattr(right, one.name)) for one in fields(TrainRows)]
-    return all(a is b is None or (a.dtype == b.dtype and np.array_equal(a, b)) for a, b in pairs)
+def same(left: TrainBatch, right: TrainBatch) -> bool:
+    pairs = zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True)
+    alike = all(a.dtype == b.dtype and np.array_equal(a, b) for a, b in pairs)
+    return alike and jax.tree.structure(left) == jax.tree.structure(right)
 
 
 def test_a_conversation_by_hand() -> None:
     """What was observed is context; what was observed last is context of nothing, and left out."""
-    rows, packing = train_rows([[9]], [TWO_TURNS], np.array([2.0]), SHAPE, "token-mean")
-    assert rows.token_ids.tolist() == [[1, 2, 11, 12, 21, 13, 0, 0, 0, 0]]
-    assert rows.segments.tolist() == [[1, 1, 1, 1, 1, 1, 0, 0, 0, 0]]
-    assert rows.positions.tolist() == [[0, 1, 2, 3, 4, 5, 0, 0, 0, 0]]
-    assert (1 * rows.mask).tolist() == [[0, 0, 1, 1, 0, 1, 0, 0, 0, 0]]
-    assert rows.rollout_logps.tolist() == [[0, 0, -0.25, -0.5, 0, -0.75, 0, 0, 0, 0]]
-    assert rows.advantages.tolist() == [[0, 0, 2, 2, 0, 2, 0, 0, 0, 0]]
-    np.testing.assert_allclose(rows.weights, [[0, 0, 1 / 3, 1 / 3, 0, 1 / 3, 0, 0, 0, 0]], rtol=1e-7)
+    batch, packing = train_rows([[9]], [TWO_TURNS], np.array([2.0]), SHAPE, "token-mean")
+    assert batch.rows.token_ids.tolist() == [[1, 2, 11, 12, 21, 13, 0, 0, 0, 0]]
+    assert batch.rows.segments.tolist() == [[1, 1, 1, 1, 1, 1, 0, 0, 0, 0]]
+    assert batch.rows.positions.tolist() == [[0, 1, 2, 3, 4, 5, 0, 0, 0, 0]]
+    assert (1 * batch.rows.mask).tolist() == [[0, 0, 1, 1, 0, 1, 0, 0, 0, 0]]
+    assert batch.rollout_logps.tolist() == [[0, 0, -0.25, -0.5, 0, -0.75, 0, 0, 0, 0]]
+    assert batch.advantages.tolist() == [[0, 0, 2, 2, 0, 2, 0, 0, 0, 0]]
+    np.testing.assert_allclose(batch.weights, [[0, 0, 1 / 3, 1 / 3, 0, 1 / 3, 0, 0, 0, 0]], rtol=1e-7)
     of_tokens = train_rows([[9]], [TWO_TURNS], [np.arange(1.0, 7.0)], SHAPE)[0].advantages
     assert of_tokens.tolist() == [[0, 0, 1, 2, 0, 4, 0, 0, 0, 0]]
-    taken = unpacked(rows.token_ids.astype(np.float32), packing, 1, 7)
+    taken = unpacked(batch.rows.token_ids.astype(np.float32), packing, 1, 7)
     assert taken.tolist() == [[11, 12, 0, 13, 0, 0, 0]]
     known = train_rows([[9]], [TWO_TURNS], np.array([2.0]), SHAPE, known={"old_logps": taken})[0]
-    assert known.old_logps is not None
     assert known.old_logps.tolist() == [[0, 0, 11, 12, 0, 13, 0, 0, 0, 0]]
     assert known.reference_logps is None
 
@@ -51,7 +53,7 @@ def test_two_branches_are_packed_like_two_answers_whose_tokens_are_weighed_toget
     plain = Completion(np.array([41], np.int32), np.array([-5.0], np.float32), "stop", 0)
     values = [np.array([0.1, 0.2, 9.0, 0.3, 0.4]), np.array([0.5])]
     shape = replace(SHAPE, group_size=2)
-    rows, packing = train_rows([[9], [1]], [TWO_BRANCHES, plain], values, shape, aggregation)
+    batch, packing = train_rows([[9], [1]], [TWO_BRANCHES, plain], values, shape, aggregation)
     by_hand, _ = train_rows(
         [[1], [1, 12, 21, 31], [1]],
         [
@@ -68,13 +70,14 @@ def test_two_branches_are_packed_like_two_answers_whose_tokens_are_weighed_toget
         "sequence-mean-token-scale": (1 / 14, 1 / 14),
         "prompt-mean-token-mean": (1 / 5, 1 / 5),
     }[aggregation]
-    weights = np.where(by_hand.rollout_logps == -5, weight[1], np.where(by_hand.mask, weight[0], 0)).astype(np.float32)
-    assert same(rows, replace(by_hand, weights=weights))
-    taken = unpacked(rows.rollout_logps, packing, 2, 7)
+    of_two = np.where(by_hand.rows.mask, weight[0], 0)
+    weights = np.where(by_hand.rollout_logps == -5, weight[1], of_two).astype(np.float32)
+    assert same(batch, replace(by_hand, weights=weights))
+    taken = unpacked(batch.rollout_logps, packing, 2, 7)
     assert taken.tolist() == [[-1, -2, 0, -3, -4, 0, 0], [-5, 0, 0, 0, 0, 0, 0]]
     counted, known = np.array([False, True]), {"reference_logps": taken}
     none = train_rows([[9], [1]], [TWO_BRANCHES, plain], np.ones(2), shape, aggregation, counted, known)[0]
-    np.testing.assert_array_equal(none.reference_logps, rows.rollout_logps)  # type: ignore[arg-type]
+    np.testing.assert_array_equal(none.reference_logps, batch.rollout_logps)  # type: ignore[arg-type]
     assert none.weights.sum() == pytest.approx(1 / 7 if aggregation == "sequence-mean-token-scale" else 1)
     assert not none.weights[none.rollout_logps != -5].any()
 
@@ -102,7 +105,7 @@ def test_what_is_known_of_observed_tokens_changes_nothing(spoken: Any, seed: int
     expected, _ = train_rows([[9]], [clean], [np.where(mask, advantages, 0)], shape)
     found, _ = train_rows([[9]], [wild], [np.where(mask, advantages, np.inf)], shape)
     assert same(found, expected)
-    assert expected.mask.sum() == completion.sampled_tokens
+    assert expected.rows.mask.sum() == completion.sampled_tokens
 
 
 @settings(max_examples=40, deadline=None)
@@ -123,9 +126,8 @@ def replayed(completion: Completion) -> Any:
         class config:
             num_layers, num_experts_per_tok, num_experts = 1, 1, 8
 
-    rows, _ = train_rows([[9]], [completion], np.zeros(1), replace(SHAPE, replay=ReplayShape(Sizes)))
-    assert rows.experts is not None
-    return rows.experts[:, 0].tolist()
+    batch, _ = train_rows([[9]], [completion], np.zeros(1), replace(SHAPE, replay=ReplayShape(Sizes)))
+    return batch.rows.experts[:, 0].tolist()
 
 
 def test_each_branch_replays_its_experts() -> None:
@@ -137,9 +139,10 @@ def test_each_branch_replays_its_experts() -> None:
         branches = [replace(b, experts=e) for b, e in zip(episode.branches, (of_first, second), strict=True)]
         completion = replace(TWO_BRANCHES, episode=replace(episode, branches=tuple(branches)))
         assert replayed(completion) == [[0, 1, 255, 0, 1, 2, 3, 4, 255, 255]]
-    for wrong in (None, first[:1], np.arange(4, dtype=np.uint8)[:, None, None]):
+    for wrong, found in ((None, "None"), (first[:1], r"\[1, 1, 1\]"), (second[:4], r"\[4, 1, 1\]")):
         branches = (replace(episode.branches[0], experts=wrong), replace(episode.branches[1], experts=second))
-        with pytest.raises(DataError, match=r"row 0 must have \[2, 1, 1\] \(tokens, layers, experts per token\), got"):
+        expected = r"row 0 must have \[2, 1, 1\] \(tokens, layers, experts per token\)"
+        with pytest.raises(DataError, match=rf"{expected}, got {found}; let the engine"):
             replayed(replace(TWO_BRANCHES, episode=replace(episode, branches=branches)))
 
 
@@ -175,7 +178,7 @@ def test_conversations_that_cannot_be_learnt_from_are_refused(bad: Completion, m
 
 def test_a_later_branch_may_have_a_prompt_of_the_whole_context() -> None:
     long = talk([1], ([11], []), ([12], []), prompts={1: [5] * 9})
-    assert train_rows([[1]], [long], np.zeros(1), SHAPE)[0].mask.sum() == 2
+    assert train_rows([[1]], [long], np.zeros(1), SHAPE)[0].rows.mask.sum() == 2
 
 
 def test_a_conversation_that_never_began_is_passed_over() -> None:
@@ -183,7 +186,7 @@ def test_a_conversation_that_never_began_is_passed_over() -> None:
     episode = Episode("", (), (), "failed", (), "Toy", failure=Failure("died", "died"))
     none = np.zeros(0, np.float32)
     never = Completion(none.astype(np.int32), none, "stop", 0, sampled=none.astype(np.bool_), episode=episode)
-    rows, _ = train_rows([[9], [9]], [never, TWO_TURNS], np.array([5.0, 2.0]), SHAPE, "token-mean")
-    assert same(rows, train_rows([[9]], [TWO_TURNS], np.array([2.0]), SHAPE, "token-mean")[0])
+    batch, _ = train_rows([[9], [9]], [never, TWO_TURNS], np.array([5.0, 2.0]), SHAPE, "token-mean")
+    assert same(batch, train_rows([[9]], [TWO_TURNS], np.array([2.0]), SHAPE, "token-mean")[0])
     with pytest.raises(DataError, match="some conversation must have had a turn, got 2 whose environments all failed"):
         train_rows([[9], [9]], [never, never], np.array([5.0, 2.0]), SHAPE, "token-mean")

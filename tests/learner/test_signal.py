@@ -114,9 +114,9 @@ def test_those_that_do_not_count_leave_the_weights_of_the_others_as_if_alone(agg
 
     def weight_of_each(which: Sequence[int], counted: np.ndarray | None) -> list[float]:
         chosen, prompts = [completions[i] for i in which], [[1]] * len(which)
-        rows, packing = train_rows(prompts, chosen, np.zeros(len(which)), shape, aggregation, counted)
+        batch, packing = train_rows(prompts, chosen, np.zeros(len(which)), shape, aggregation, counted)
         starts = zip(packing.rows, packing.starts, strict=True)
-        return [float(rows.weights[row, start + 1]) for row, start in starts]
+        return [float(batch.weights[row, start + 1]) for row, start in starts]
 
     alone = weight_of_each(np.flatnonzero(counted).tolist(), None)
     among = weight_of_each(range(8), counted)
@@ -237,12 +237,12 @@ def test_rows_hold_them_and_mini_batches_take_their_own() -> None:
     assert sorted(row for _, rows in halves for row in rows) == [0, 1, 2, 3]
     for part, rows_B in [(signal, [0, 1, 2, 3]), *halves]:
         assert part.prompts == tuple(tuple(PROMPTS[row]) for row in rows_B)
-        rows, packing = train_rows(part.prompts, part.completions, part.advantages, RowShape(2, 3, 8, 1))
+        batch, packing = train_rows(part.prompts, part.completions, part.advantages, RowShape(2, 3, 8, 1))
         for place, row in enumerate(rows_B):
             start = packing.starts[place] + len(PROMPTS[row])
-            held = rows.advantages[packing.rows[place], start : start + LENGTHS[row]]
+            held = batch.advantages[packing.rows[place], start : start + LENGTHS[row]]
             np.testing.assert_allclose(held, ADVANTAGES[row] + PER_TOKEN[row], rtol=1e-6)
-        assert not rows.advantages[~rows.mask].any()
+        assert not batch.advantages[~batch.rows.mask].any()
 
 
 @pytest.mark.parametrize(

@@ -144,7 +144,7 @@ def settings_of(
     section: AlgorithmSection | None = None, temperature: float = 1.0, mesh: Mesh | None = None, **algorithm: Any
 ) -> LossSettings:
     section = section or AlgorithmSection.model_validate(algorithm)
-    return LossSettings(open_algorithm(section), section, temperature, mesh)
+    return LossSettings(open_algorithm(section), section, temperature, mesh or make_mesh(1))
 
 
 def make_learner(config: RunConfig, mesh: Mesh | None = None, seed: int = 0, **replaced: Any) -> Learner:

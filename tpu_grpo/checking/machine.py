@@ -67,7 +67,7 @@ def _requirements() -> Sequence[str]:
     return importlib.metadata.requires("tpu-grpo") or []
 
 
-def device_files(_: Any, devices: Path = Path("/dev"), processes: Path = Path("/proc")) -> Finding:
+def device_files(_: Any, devices: Path = Path("/dev")) -> Finding:
     """Look for the device files of TPUs, and for other processes that have these files open."""
     files = [file for pattern in TPU_DEVICE_FILES for file in sorted(devices.glob(pattern))]
     named = next((os.environ[name] for name in ACCELERATOR if os.environ.get(name)), None)
@@ -76,7 +76,7 @@ def device_files(_: Any, devices: Path = Path("/dev"), processes: Path = Path("/
         return Finding("broken", f"no TPU in {devices}, though this is a machine of {named}", remedy)
     if not files:
         return Finding("works", "no TPU in this machine: what follows is of its CPU")
-    if holders := list(_holders(files, processes)):
+    if holders := list(_holders(files)):
         return Finding("broken", f"the TPU is taken by {'; '.join(holders)}", "end that process, or wait for its end")
     if os.environ.get("JAX_PLATFORMS") == "cpu":
         said = f"{len(files)} TPU devices, which JAX_PLATFORMS=cpu hides: what follows is of the CPU"
@@ -84,10 +84,10 @@ def device_files(_: Any, devices: Path = Path("/dev"), processes: Path = Path("/
     return Finding("works", f"{len(files)} TPU devices, which no other process has")
 
 
-def _holders(files: Sequence[Path], processes: Path) -> Iterator[str]:
+def _holders(files: Sequence[Path]) -> Iterator[str]:
     """Yield the other processes that have any of the files open, as far as this user may see them."""
     names = {str(file) for file in files}
-    for process in processes.glob("[0-9]*"):
+    for process in Path("/proc").glob("[0-9]*"):
         if process.name == str(os.getpid()):
             continue
         try:

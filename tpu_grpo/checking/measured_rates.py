@@ -59,14 +59,18 @@ def generation_of(shared: Shared) -> Generation:
     return Generation("cpu", "cpu", "", 1, 2, (), Chip(0, flops, memory, 1e9))
 
 
-def _speed(shared: Shared, what: str, found: float, paper: float | None, unit: str) -> Finding:
-    """Report the speed ``found``, compared with the nominal speed ``paper`` if there is one."""
+def _timed(said: str, figures: dict[str, float], *, slow: bool = False, remedy: str = "") -> Finding:
+    """Report what was timed, with a remedy if it is slow."""
+    return Finding("works but slow" if slow else "works", said, remedy if slow else "", figures)
+
+
+def _speed(shared: Shared, found: float, paper: float, unit: str) -> Finding:
+    """Report the speed ``found``; on a TPU, compared with its nominal speed ``paper``."""
     said, figures = f"{found:,.4g} {unit}", {"per_second": found}
-    if paper is None:
-        return Finding("works", said, figures=figures)
-    said = f"{said}, {found / paper:.0%} of the {paper:,.4g} of {shared.generation.name if shared.generation else ''}"
-    slow = found < SLOW * REACHED * paper
-    return Finding("works but slow" if slow else "works", said, CHIP_REMEDY if slow else "", figures)
+    if shared.generation is None:
+        return _timed(said, figures)
+    said = f"{said}, {found / paper:.0%} of the {paper:,.4g} of {shared.generation.name}"
+    return _timed(said, figures, slow=found < SLOW * REACHED * paper, remedy=CHIP_REMEDY)
 
 
 def products(shared: Shared) -> Finding:
@@ -78,8 +82,8 @@ def products(shared: Shared) -> Finding:
         program = jax.jit(lambda x: jax.lax.fori_loop(0, loops, lambda _, y: (x @ y).astype(dtype), x))
         found = 2 * size**3 * loops / seconds_of(lambda: program(x))
     shared.rates["flops_per_second"] = found
-    paper = shared.generation.chip.flops_per_second if shared.generation else None
-    return _speed(shared, "products", found / 1e12, None if paper is None else paper / 1e12, "TFLOP/s")
+    paper = shared.generation.chip.flops_per_second if shared.generation else found
+    return _speed(shared, found / 1e12, paper / 1e12, "TFLOP/s")
 
 
 def bandwidth(shared: Shared) -> Finding:
@@ -90,9 +94,9 @@ def bandwidth(shared: Shared) -> Finding:
         program = jax.jit(lambda x: jax.lax.fori_loop(0, loops, lambda i, y: 0.5 * y + i.astype(jnp.float32), x))
         found = 2 * 4 * numbers * loops / seconds_of(lambda: program(x))
     shared.rates["memory_bytes_per_second"] = found
-    paper = shared.generation.chip.memory_bytes_per_second if shared.generation else None
-    shared.rates["memory"] = 1.0 if paper is None else found / paper
-    return _speed(shared, "memory", found / 1e9, None if paper is None else paper / 1e9, "GB/s")
+    paper = shared.generation.chip.memory_bytes_per_second if shared.generation else found
+    shared.rates["memory"] = found / paper
+    return _speed(shared, found / 1e9, paper / 1e9, "GB/s")
 
 
 def all_reduce(devices: Sequence[Any], numbers: int) -> Callable[[], jax.Array]:
@@ -116,11 +120,10 @@ def links(shared: Shared) -> Finding:
     shared.rates |= {"links": found / paper, "allreduce_seconds": least}
     expected = Rates().links * paper if chip else CPU_LINKS / SLOW
     said = f"each of {len(devices)} devices sends {found / 1e9:.3g} GB/s, plans assume {expected / 1e9:.3g}"
-    figures = {"bytes_per_second": found, "least_seconds": least}
-    if found < SLOW * expected:
-        remedy = "see that hosts are of one slice (or one network), and that no other program uses it"
-        return Finding("works but slow", said, remedy, figures)
-    return Finding("works", f"{said}; an all-reduce takes at least {least * 1e6:.0f} us", figures=figures)
+    if not (slow := found < SLOW * expected):
+        said += f"; an all-reduce takes at least {least * 1e6:.0f} us"
+    remedy = "see that hosts are of one slice (or one network), and that no other program uses it"
+    return _timed(said, {"bytes_per_second": found, "least_seconds": least}, slow=slow, remedy=remedy)
 
 
 def kernel(shared: Shared) -> Finding:
@@ -134,13 +137,12 @@ def kernel(shared: Shared) -> Finding:
     seconds = seconds_of(found.decode, times=5)
     layer = build.engine.cache_specs[0]
     read = rows * length * 2 * kv_heads * width * layer.dtype.itemsize / build.meshes.tensor
-    shared.rates["cache_bytes_per_second"] = read / seconds
-    said = f"{read / seconds / 1e9:.3g} GB/s of keys and values for {rows} rows of {length} tokens"
+    shared.rates["cache_bytes_per_second"] = speed = read / seconds
+    said = f"{speed / 1e9:.3g} GB/s of keys and values for {rows} rows of {length} tokens"
     expected = min(Rates().cache_bytes_per_second, generation_of(shared).chip.memory_bytes_per_second)
-    figures = {"bytes_per_second": read / seconds, "seconds": seconds}
-    if shared.generation is not None and read / seconds < SLOW * Rates().memory * expected and read > 2**26:
-        return Finding("works but slow", said, "try rollout.page_size=64, or rollout.attention=gather", figures)
-    return Finding("works", said, figures=figures)
+    slow = shared.generation is not None and speed < SLOW * Rates().memory * expected and read > 2**26
+    remedy = "try rollout.page_size=64, or rollout.attention=gather"
+    return _timed(said, {"bytes_per_second": speed, "seconds": seconds}, slow=slow, remedy=remedy)
 
 
 def prefill(shared: Shared) -> Finding:
@@ -163,7 +165,7 @@ def prefill(shared: Shared) -> Finding:
     flops = TokenCost.of(build.checkpoint).forward(count * length, length / 2, count) / build.meshes.tensor
     shared.rates["prefill"] = flops / seconds / speed
     said = f"{count * length / seconds:,.0f} tokens/s an engine, {flops / seconds / speed:.1%} of its products"
-    return Finding("works", said, figures={"seconds": seconds, "tokens_per_second": count * length / seconds})
+    return _timed(said, {"seconds": seconds, "tokens_per_second": count * length / seconds})
 
 
 def host_time(shared: Shared) -> Finding:
@@ -175,17 +177,15 @@ def host_time(shared: Shared) -> Finding:
     expected = host_seconds(sizes, rows=2)
     shared.rates["host"] = seconds / expected
     said = f"{seconds * 1e3:.2f} ms of the host a launch, plans assume {expected * 1e3:.2f}"
-    if seconds > expected / SLOW**2:
-        return Finding("works but slow", said, "see what else runs on the host", {"seconds": seconds})
-    return Finding("works", said, figures={"seconds": seconds})
+    slow = seconds > expected / SLOW**2
+    return _timed(said, {"seconds": seconds}, slow=slow, remedy="see what else runs on the host")
 
 
 def learner(shared: Shared) -> Finding:
     """Time an update of a whole step whose completions all have (nearly) the greatest length."""
     build = shared.build(shared.config.model.dtype)
-    config = build.config
-    longest = config.data.max_prompt_tokens, config.rollout.max_new_tokens
-    scored = scored_rollout(build, config.data.prompts_per_step, *longest)
+    data, rollout = build.config.data, build.config.rollout
+    scored = scored_rollout(build, data.prompts_per_step, data.max_prompt_tokens, rollout.max_new_tokens)
     build.learner.update(scored)
     seconds = min(build.learner.update(scored).seconds for _ in range(2))
     run = AbstractRun(build.config, build.checkpoint, build.meshes, NO_STOP)
@@ -195,13 +195,12 @@ def learner(shared: Shared) -> Finding:
     least = {**stage.beside, **stage.by_cause}["products"]
     shared.rates["products"] = least / seconds
     said = f"an update of {build.config.batch_rows} rows, {least / seconds:.1%} of the devices' products"
-    return Finding("works", f"{seconds:.3g} s for {said}", figures={"seconds": seconds})
+    return _timed(f"{seconds:.3g} s for {said}", {"seconds": seconds})
 
 
 def plan(shared: Shared) -> Finding:
     """Estimate a step of the whole model with the measured rates; only the weight sync is compiled."""
-    names = Rates.__dataclass_fields__
-    rates = Rates(**{name: value for name, value in shared.rates.items() if name in names})
+    rates = Rates(**{name: value for name, value in shared.rates.items() if name in Rates.__dataclass_fields__})
     with open_abstract_checkpoint(shared.known) as whole:
         run = AbstractRun(shared.known, whole, build_meshes(shared.known, whole), NO_STOP)
         work = StepWork.of(run, replace(generation_of(shared), rates=rates), resident_bytes(run), ())

@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -116,10 +116,10 @@ def small_model(config: RunConfig, tokenizer: Path | None) -> Path:
     Matrices are normal with a standard deviation of width^-1/2. Embedding and head have three times that, so that
     logits have a standard deviation of 3. All weights are exact in bfloat16, so that both dtypes have the same weights.
     """
-    with ExitStack() as stack:
-        whole = stack.enter_context(open_abstract_checkpoint(config))
-        layers = min(LAYERS, whole.config.num_hidden_layers)
-        few = stack.enter_context(with_layers(whole, layers))
+    with (
+        open_abstract_checkpoint(config) as whole,
+        with_layers(whole, min(LAYERS, whole.config.num_hidden_layers)) as few,
+    ):
         text = json.dumps([config.model.path, str(tokenizer), few.hf_config], sort_keys=True)
         path = cache_directory() / "check" / hashlib.sha256(text.encode()).hexdigest()[:16]
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,7 @@ Suffixes: R training rows, S tokens of a row.
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -25,9 +25,9 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from tpu_grpo.learner.forward import ModelRows, PerToken, logprobs, lower_logprobs
+from tpu_grpo.learner.forward import ModelRows, PerToken, logprobs
 from tpu_grpo.learner.loss import LossSettings, TrainBatch
-from tpu_grpo.learner.rows import TrainRows
+from tpu_grpo.learner.parameters import placed
 from tpu_grpo.records.errors import DataError
 
 DATA_AXIS = "fsdp"
@@ -40,91 +40,61 @@ class Batches:
     """Makes micro-batches, with log-probabilities of the policy and, for a KL penalty, of the reference model."""
 
     def __init__(self, policy: nnx.Module, reference: nnx.Module | None, settings: LossSettings):
-        assert settings.mesh is not None
         self._policy, self._reference, self._settings, self._mesh = policy, reference, settings, settings.mesh
         self._recomputed = settings.section.old_policy == "trainer"
         self._truncated = self._recomputed and settings.section.correction is None
         self._sharding = NamedSharding(settings.mesh, PartitionSpec(DATA_AXIS))
-        self._put = functools.partial(_placed, sharding=self._sharding)
+        self._put = functools.partial(placed, sharding=self._sharding)
 
-    def place(self, rows: TrainRows) -> TrainBatch:
-        """Put rows on the trainer's devices, and compute the log-probabilities that the loss needs.
+    def place(self, batch: TrainBatch) -> TrainBatch:
+        """Put rows from host memory on the trainer's devices, and compute the log-probabilities that the loss needs.
 
         Every host passes all the rows and keeps its shards. Returns when the arrays are ready, because XLA's CPU
         backend aborts when the forward passes of many micro-batches run at once.
         """
-        placed, rollout_logps = _model_rows(rows, self._put), self._put(rows.rollout_logps)
-        compared, importance = self._compared(rows, placed), None
-        old_logps, reference_logps = compared.get("old_logps", rollout_logps), compared.get("reference_logps")
+        batch = jax.tree.map(self._put, batch)
+        found, importance = {"old_logps": batch.rollout_logps, **self._compared(batch)}, None
         if self._truncated:
-            importance = truncated_weights(old_logps, rollout_logps, cap=self._settings.section.upper_importance)
-        return jax.block_until_ready(_batch(rows, placed, self._put, old_logps, importance, reference_logps))
+            cap = self._settings.section.upper_importance
+            importance = truncated_weights(found["old_logps"], batch.rollout_logps, cap=cap)
+        return jax.block_until_ready(replace(batch, importance=importance, **found))
 
-    def compared(self, rows: TrainRows) -> dict[str, PerToken]:
-        """Compute the log-probabilities that the loss needs in addition to the engine's, by field name in `TrainRows`.
+    def compared(self, batch: TrainBatch) -> dict[str, PerToken]:
+        """Compute the log-probabilities that the loss needs in addition to the engine's, by field name in `TrainBatch`.
 
         ``old_logps`` are the policy's, for algorithm.old_policy=trainer; ``reference_logps`` are for a KL penalty.
         """
-        return jax.block_until_ready(self._compared(rows, _model_rows(rows, self._put)))
+        return jax.block_until_ready(self._compared(replace(batch, rows=jax.tree.map(self._put, batch.rows))))
 
-    def describe(self, rows: TrainRows) -> TrainBatch:
+    def describe(self, batch: TrainBatch) -> TrainBatch:
         """Return the shapes, types and shardings of the arrays that `place` makes, without computing anything."""
-        logps, reference = self._described(rows.rollout_logps), self._reference
-        importance = logps if self._truncated else None
-        placed = _model_rows(rows, self._described)
-        return _batch(rows, placed, self._described, logps, importance, None if reference is None else logps)
+        batch = jax.tree.map(self._described, batch)
+        logps = batch.rollout_logps
+        importance, reference = (logps if used else None for used in (self._truncated, self._reference is not None))
+        return replace(batch, old_logps=logps, importance=importance, reference_logps=reference)
 
-    def policy_logprobs(self, rows: TrainRows) -> PerToken:
+    def policy_logprobs(self, batch: TrainBatch) -> PerToken:
         """Compute the policy's log-probability of every sampled token, at the sampling temperature."""
-        return self._logprobs(self._policy, _model_rows(rows, self._put))
+        return self._logprobs(self._policy, jax.tree.map(self._put, batch.rows))
 
-    def lower_logprobs(self, rows: TrainRows) -> jax.stages.Lowered:
-        """Lower the program of `policy_logprobs`."""
-        with self._mesh:
-            return lower_logprobs(self._policy, _model_rows(rows, self._described), **self._settings.forward)
-
-    def _compared(self, rows: TrainRows, placed: ModelRows) -> dict[str, PerToken]:
-        """Return ``old_logps`` and ``reference_logps`` if the loss needs them: from the rows, or else computed."""
-        found, known = {}, rows.reference_logps
+    def _compared(self, batch: TrainBatch) -> dict[str, PerToken]:
+        """Return ``old_logps`` and ``reference_logps`` if the loss needs them: from the batch, or else computed."""
+        found, known = {}, batch.reference_logps
         if (reference := self._reference) is not None:
-            rerouted = placed._replace(experts=None)
-            found["reference_logps"] = self._logprobs(reference, rerouted) if known is None else self._put(known)
+            rerouted = batch.rows._replace(experts=None)
+            found["reference_logps"] = self._logprobs(reference, rerouted) if known is None else known
         if self._recomputed:
-            known = rows.old_logps
-            found["old_logps"] = self._logprobs(self._policy, placed) if known is None else self._put(known)
+            known = batch.old_logps
+            found["old_logps"] = self._logprobs(self._policy, batch.rows) if known is None else known
         return found
 
     def _logprobs(self, model: nnx.Module, rows: ModelRows) -> PerToken:
         with self._mesh:
-            found = logprobs(model, rows, **self._settings.forward)
+            found = logprobs(*nnx.split(model), rows, **self._settings.forward)
         return jax.device_put(found, self._sharding)
 
     def _described(self, value: np.ndarray) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=self._sharding)
-
-
-def _placed(value: np.ndarray, sharding: NamedSharding) -> jax.Array:
-    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
-
-
-def _model_rows(rows: TrainRows, put: Callable[[np.ndarray], Any]) -> ModelRows:
-    experts, kept = (None if column is None else put(column) for column in (rows.experts, rows.kept))
-    return ModelRows(put(rows.token_ids), put(rows.segments), put(rows.positions), put(rows.mask), experts, kept)
-
-
-def _batch(
-    rows: TrainRows, placed: ModelRows, put: Callable[[np.ndarray], Any], old: Any, importance: Any, reference: Any
-) -> TrainBatch:
-    return TrainBatch(
-        rows=placed,
-        weights=put(rows.weights),
-        advantages=put(rows.advantages),
-        rollout_logps=put(rows.rollout_logps),
-        old_logps=old,
-        importance=importance,
-        reference_logps=reference,
-        older=None if rows.older is None else put(rows.older),
-    )
 
 
 @functools.partial(jax.jit, static_argnames="cap")
@@ -179,9 +149,8 @@ def _penalized(
 
 def pass_arrays(batch: TrainBatch) -> dict[str, Any]:
     """Return the arrays of a micro-batch by name, without the fields that are None."""
-    columns = {field.name: getattr(batch, field.name) for field in fields(batch) if field.name != "rows"}
-    rows = {f"rows.{name}": value for name, value in batch.rows._asdict().items()}
-    return {name: value for name, value in (rows | columns).items() if value is not None}
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
 def placed_pass(arrays: Mapping[str, np.ndarray], mesh: Mesh) -> TrainBatch:
@@ -194,7 +163,7 @@ def placed_pass(arrays: Mapping[str, np.ndarray], mesh: Mesh) -> TrainBatch:
             "it; use as many devices as the run had, or a divisor"
         )
     sharding = NamedSharding(mesh, PartitionSpec(DATA_AXIS))
-    placed = {name: _placed(value, sharding) for name, value in arrays.items()}
-    rows = ModelRows(**{name: placed.get(f"rows.{name}") for name in ModelRows._fields})
-    others = {field.name: placed.get(field.name) for field in fields(TrainBatch) if field.name != "rows"}
+    found = {name: placed(value, sharding) for name, value in arrays.items()}
+    rows = ModelRows(**{name: found.get(f"rows.{name}") for name in ModelRows._fields})
+    others = {field.name: found.get(field.name) for field in fields(TrainBatch) if field.name != "rows"}
     return jax.block_until_ready(TrainBatch(rows=rows, **others))

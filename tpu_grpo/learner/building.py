@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from tpu_grpo.algorithms import open_algorithm
 from tpu_grpo.config import RunConfig
 from tpu_grpo.learner.batches import DATA_AXIS, Batches
+from tpu_grpo.learner.forward import logprobs
 from tpu_grpo.learner.loss import LossSettings, TrainBatch
 from tpu_grpo.learner.parameters import cast_to_compute, freeze_untrained, own_copy, trained_type
 from tpu_grpo.learner.rows import ReplayShape, RowShape
@@ -89,7 +90,8 @@ class LearnerParts:
 
     def lower_logprobs(self) -> jax.stages.Lowered:
         """Lower the forward pass that computes log-probabilities. Without adapters, the reference uses it, too."""
-        return self.batches.lower_logprobs(self.shape.empty(self.shape.micro_batch))
+        with self.settings.mesh:
+            return logprobs.lower(*nnx.split(self.updater.model), self.batch.rows, **self.settings.forward)
 
 
 def build_parts(config: RunConfig, inputs: LearnerInputs) -> LearnerParts:

@@ -31,6 +31,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
@@ -189,9 +190,8 @@ class Checkpoints:
     def restore(self, updater: Updater, *, resume: Resume) -> int:
         """Load the newest sound checkpoint and return its step; 0 if there is none.
 
-        Raises:
-            CheckpointError: if there are checkpoints but none can be read back, or with ``require`` if there are none.
-                With ``never``, existing ones are ignored here, and the first save raises this error for them.
+        Raises CheckpointError if there are checkpoints but none can be read back, or with ``require`` if there are
+        none. With ``never``, existing ones are ignored here, and the first save raises this error for them.
         """
         self._starts_over = resume == "never"
         steps = [] if self._starts_over else self._saved_steps()
@@ -319,11 +319,8 @@ class Checkpoints:
     def _set_aside(self, reasons: Mapping[int, str], sound: int) -> None:
         """Move damaged checkpoints (``reasons`` by step) to DAMAGED_DIR, and add notes; the run uses step ``sound``."""
         for step, reason in reasons.items():
-            number = 0
-            to = self._aside / str(step)
-            while to.exists():
-                number += 1
-                to = self._aside / f"{step}.{number}"
+            names = chain([str(step)], (f"{step}.{number}" for number in count(1)))
+            to = next(path for name in names if not (path := self._aside / name).exists())
             if self._hosts.is_first:
                 to.parent.mkdir(exist_ok=True)
                 (self._directory / str(step)).rename(to)
@@ -416,14 +413,11 @@ def read_policy(directory: Path, step: int, model: nnx.Module, host: int = 0) ->
 
 
 def read_stepped(directory: Path, step: int, model: nnx.Module, *, residual: bool, host: int = 0) -> Values:
-    """Read the trained parameters of a checkpoint in float32, the precision in which the optimizer updates them, by
-    name.
+    """Read the trained parameters of a checkpoint, by name, in float32, as the optimizer updates them.
 
     ``model`` holds the policy of that step in bfloat16, as `read_policy` reads it. The float32 values are copies in the
-    checkpoint or, with ``residual``, the sums of the model's parameters and the checkpoint's 8-bit residuals.
-
-    Raises:
-        CheckpointError: for a checkpoint that is damaged, or of another model.
+    checkpoint or, with ``residual``, the sums of the model's parameters and the checkpoint's 8-bit residuals. Raises
+    CheckpointError for a checkpoint that is damaged, or of another model.
     """
     path, trained = directory.absolute() / str(step), by_name(nnx.state(model, trained_type(model)))
     kind = jnp.int8 if residual else jnp.float32

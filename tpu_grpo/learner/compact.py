@@ -103,10 +103,8 @@ def _encoded(state: Any, blocks: Mapping[str, int], params: Any) -> Any:
 
 
 def _decoded(state: Any) -> Any:
-    def leaf(value: Any) -> Any:
-        return decode(value) if isinstance(value, Codes) else value
-
-    return jax.tree.map(leaf, state, is_leaf=lambda value: isinstance(value, Codes))
+    is_coded: Any = lambda value: isinstance(value, Codes)  # noqa: E731
+    return jax.tree.map(lambda value: decode(value) if is_coded(value) else value, state, is_leaf=is_coded)
 
 
 def split_residual(

@@ -46,7 +46,7 @@ class TokenLogprobs(NamedTuple):
     """Of the distribution that the token was drawn from, in nats."""
 
 
-def run_model(model: nnx.Module, rows: ModelRows, *, temperature: float, mesh: Mesh | None) -> TokenLogprobs:
+def run_model(model: nnx.Module, rows: ModelRows, *, temperature: float, mesh: Mesh) -> TokenLogprobs:
     """Run the model on rows, for the log-probability and entropy of every token in ``rows.mask``."""
     body, head = without_head(with_flat_products(with_replay(model, rows.experts), mesh))
     arguments = {"positions": rows.positions, "cache": None, "attention_mask": attention_mask(rows.segments)}
@@ -65,20 +65,10 @@ def run_model(model: nnx.Module, rows: ModelRows, *, temperature: float, mesh: M
     return TokenLogprobs(*(jnp.pad(values_RS[:, :-1], ((0, 0), (1, 0))) for values_RS in found))
 
 
-def logprobs(model: nnx.Module, rows: ModelRows, *, temperature: float, mesh: Mesh | None) -> PerToken:
-    """Run the model for the log-probability of every token in ``rows.mask``, without a gradient."""
-    return _logprobs(*nnx.split(model), rows, temperature=temperature, mesh=mesh)
-
-
-def lower_logprobs(model: nnx.Module, rows: ModelRows, *, temperature: float, mesh: Mesh | None) -> jax.stages.Lowered:
-    """Lower the program of `logprobs`."""
-    program: Any = _logprobs
-    return program.lower(*nnx.split(model), rows, temperature=temperature, mesh=mesh)
-
-
 @functools.partial(jax.jit, static_argnames=("temperature", "mesh"))
-def _logprobs(definition: Any, state: Any, rows: ModelRows, **settings: Any) -> PerToken:
-    return run_model(nnx.merge(definition, state), rows, **settings).logprobs_RS
+def logprobs(definition: Any, state: Any, rows: ModelRows, *, temperature: float, mesh: Mesh) -> PerToken:
+    """Run a model, as ``nnx.split`` divides it, for the log-probability of every token in ``rows.mask``."""
+    return run_model(nnx.merge(definition, state), rows, temperature=temperature, mesh=mesh).logprobs_RS
 
 
 def _next(values_RS: Array) -> Array:
@@ -186,7 +176,7 @@ def with_replay(model: Any, experts_RLKS: Integer[Array, "R LK S"] | None) -> An
     return copy
 
 
-def with_flat_products(model: Any, mesh: Mesh | None) -> Any:
+def with_flat_products(model: Any, mesh: Mesh) -> Any:
     """On a mesh of one CPU, return a model whose linear modules flatten rows and tokens into one axis; on other meshes,
     return the given model.
 
@@ -197,10 +187,9 @@ def with_flat_products(model: Any, mesh: Mesh | None) -> Any:
         [R, S, D]  ->  [R x S, D]  ->  the module, without a dimension for rows  ->  [R x S, F]  ->  [R, S, F]
 
     TPUs need no copies, and rows that are sharded over devices cannot be flattened. The given model is unchanged, and
-    shares its arrays. ``mesh=None`` stands for a mesh of one device.
+    shares its arrays.
     """
-    devices = jax.devices()[:1] if mesh is None else list(mesh.devices.flat)
-    if len(devices) > 1 or devices[0].platform != "cpu":
+    if mesh.devices.size > 1 or mesh.devices.flat[0].platform != "cpu":
         return model
     copy: Any = nnx.merge(*nnx.split(model))
     modules: list[Any] = [module for _, module in nnx.iter_modules(copy)]

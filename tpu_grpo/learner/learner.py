@@ -22,7 +22,6 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Bool, Float
 
 from tpu_grpo.config import RunConfig, UpdateSection
@@ -32,8 +31,8 @@ from tpu_grpo.learner.batches import PassArrays, pass_arrays, with_kl_in_advanta
 from tpu_grpo.learner.building import LearnerInputs, LearnerParts, build_parts
 from tpu_grpo.learner.checkpoints import Checkpoints, read_policy
 from tpu_grpo.learner.loss import TrainBatch
-from tpu_grpo.learner.parameters import by_name, copy_values, parameters, params_digest, trained_type, whole
-from tpu_grpo.learner.rows import TrainRows, train_rows, unpacked
+from tpu_grpo.learner.parameters import by_name, copy_values, parameters, params_digest, placed, trained_type, whole
+from tpu_grpo.learner.rows import train_rows, unpacked
 from tpu_grpo.learner.signal import Signal, read_signal
 from tpu_grpo.learner.update import MeasuredUpdate, update_metrics
 from tpu_grpo.observe.run_files import CHECKPOINTS_DIR, RUN_FILE
@@ -106,27 +105,23 @@ class SkippedUpdates:
             first = "it" if self._in_a_row == 1 else "the first of them"
             kept = f"; {first} is kept: look at it with `python scripts/run.py --replay {self._kept_in}`"
         if section.on_non_finite == "stop":
-            raise NonFiniteError(
-                f"{what}; nothing of it reached the policy{kept}. Continue from the last checkpoint with a lower "
-                "optimizer.learning_rate or model.dtype=float32, which checkpoint.allow_changes must name, or set "
-                "update.on_non_finite=skip"
-            )
-        if self._in_a_row > section.most_skipped:
-            raise NonFiniteError(
-                f"{what}; that makes {self._in_a_row} updates in a row, and update.max_skipped={section.most_skipped} "
-                f"may be skipped{kept}. Continue from the last checkpoint with a lower optimizer.learning_rate or "
-                "model.dtype=float32, which checkpoint.allow_changes must name"
-            )
-        return f"{what}; the update was skipped, and nothing of it reached the policy{kept}"
+            why, remedy = "nothing of it reached the policy", ", or set update.on_non_finite=skip"
+        elif self._in_a_row > section.most_skipped:
+            rule = f"update.max_skipped={section.most_skipped} may be skipped"
+            why, remedy = f"that makes {self._in_a_row} updates in a row, and {rule}", ""
+        else:
+            return f"{what}; the update was skipped, and nothing of it reached the policy{kept}"
+        raise NonFiniteError(
+            f"{what}; {why}{kept}. Continue from the last checkpoint with a lower optimizer.learning_rate or "
+            f"model.dtype=float32, which checkpoint.allow_changes must name{remedy}"
+        )
 
 
 class Learner:
     """Holds the policy, its optimizer and its checkpoints.
 
-    Raises:
-        ConfigError: for an algorithm or optimizer that cannot be trained with, or ``algorithm.beta`` without a
-            reference.
-        CheckpointError: for a checkpoint that cannot be restored.
+    Raises ConfigError for an algorithm or optimizer that cannot be trained with, or ``algorithm.beta`` without a
+    reference, and CheckpointError for a checkpoint that cannot be restored.
     """
 
     def __init__(self, config: RunConfig, inputs: LearnerInputs, hosts: Hosts | None = None):
@@ -193,20 +188,15 @@ class Learner:
             copy_values(parts.reference, self._updater.model, self._updater.trained)
         metrics = self._told(METRICS, update_metrics(updates) | signal.metrics(), dict[str, float])
         seconds, first = time.perf_counter() - started, updates[0]
-        return UpdateResult(
-            metrics=metrics,
-            advantages=signal.advantages_B,
-            seconds=seconds,
-            notes=tuple(notes),
-            histograms=first.histograms if first.record.finite else {},
-        )
+        histograms = first.histograms if first.record.finite else {}
+        return UpdateResult(metrics, signal.advantages_B, seconds, tuple(notes), histograms)
 
     def _made_updates(
         self, signal: Signal, scored: ScoredRollout
     ) -> Iterator[tuple[MeasuredUpdate, Sequence[TrainBatch]]]:
         """Make the step's updates; yields the measurements of each update with its micro-batches."""
         every = self._config.logging.histograms_every
-        due = every > 0 and signal.step % every == 0
+        due = every > 0 and signal.step % every == 0  # of the step's first update
         for number, batches in enumerate(self._updates(signal)):
             yield self._update(batches, histograms=due and number == 0), batches
 
@@ -225,7 +215,7 @@ class Learner:
         T is ``rollout.max_new_tokens``; values past a completion's end, and of tokens that were not sampled, are 0.
         """
         batches = self._parts.batches
-        found = self._per_token(prompts, completions, lambda rows: {"policy": batches.policy_logprobs(rows)})
+        found = self._per_token(prompts, completions, lambda batch: {"policy": batches.policy_logprobs(batch)})
         self._tell(LOGPROBS, found["policy"])
         return found["policy"]
 
@@ -277,13 +267,7 @@ class Learner:
         self._checkpoints.save(step, self._updater, best=best)
 
     def _placed_groups(self, carried: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-        mesh = self._parts.settings.mesh
-        assert mesh is not None
-        everywhere = NamedSharding(mesh, PartitionSpec())
-        return {
-            name: jax.make_array_from_callback(value.shape, everywhere, lambda index, value=value: value[index])
-            for name, value in carried.items()
-        }
+        return {name: placed(value, self._parts.settings.everywhere) for name, value in carried.items()}
 
     def close(self, *, best: int | None = None) -> None:
         """Wait until every checkpoint is complete; the newest and the one of the step ``best`` are kept."""
@@ -326,10 +310,10 @@ class Learner:
         section, shape, updates = self._config.algorithm, self._parts.shape, list[list[TrainBatch]]()
         aggregation = self._parts.settings.algorithm.aggregation
         for signal, known in signals:
-            rows, _ = train_rows(
+            batch, _ = train_rows(
                 signal.prompts, signal.completions, signal.advantages, shape, aggregation, signal.counted_B, known
             )
-            updates.append([self._parts.batches.place(part) for part in rows.chunks(shape.micro_batch)])
+            updates.append([self._parts.batches.place(part) for part in batch.chunks(shape.micro_batch)])
         if section.kl_in == "loss":
             return updates
         penalized = iter(with_kl_in_advantages([batch for batches in updates for batch in batches], section.beta))
@@ -339,12 +323,12 @@ class Learner:
         self,
         prompts: Sequence[Sequence[int]],
         completions: Sequence[Completion],
-        compute: Callable[[TrainRows], Mapping[str, jax.Array]],
+        compute: Callable[[TrainBatch], Mapping[str, jax.Array]],
     ) -> dict[str, Float[np.ndarray, "B T"]]:
         """Return what ``compute`` returns for packed rows, per sampled token, by name, on every host; 0 elsewhere."""
         shape = self._parts.shape
-        rows, packing = train_rows(prompts, completions, np.zeros(len(prompts)), shape)
-        chunks = rows.chunks(shape.micro_batch)
+        batch, packing = train_rows(prompts, completions, np.zeros(len(prompts)), shape)
+        chunks = batch.chunks(shape.micro_batch)
         parts = [{name: whole(values) for name, values in compute(part).items()} for part in chunks]
         return {
             name: unpacked(

@@ -11,9 +11,10 @@ The weights (`token_weights` in rows.py) divide by counts of the whole update, s
 Suffixes: R packed rows, S tokens of a row. The algorithms call them B and T.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +28,7 @@ from tpu_grpo.algorithms import CorrectionSums, RunAlgorithm, Sequences, token_r
 from tpu_grpo.algorithms.algorithm import LOG_RATIO_LIMIT
 from tpu_grpo.config import AlgorithmSection
 from tpu_grpo.learner.forward import ModelRows, PerToken, kl_divergence, run_model
+from tpu_grpo.learner.parameters import placed
 
 
 class EntropySums(NamedTuple):
@@ -72,24 +74,32 @@ class EntropyState(NamedTuple):
 
 @struct.dataclass(frozen=True)
 class TrainBatch:
-    """The rows of a micro-batch on the trainer's devices: arrays, their descriptions, or jax's tracers."""
+    """Rows to train on: NumPy's arrays in host memory, then a micro-batch's arrays on the trainer's devices, or their
+    descriptions, or jax's tracers."""
 
     rows: ModelRows
     """The inputs of the model; their mask marks the tokens that were sampled."""
     weights: Any
-    """How much each token counts in the update's loss, float32 [R, S]."""
+    """How much each token counts in the update's loss, float32 [R, S]; see `token_weights` in rows.py."""
     advantages: Any
     """float32 [R, S]."""
     rollout_logps: Any
     """The log-probabilities that the engine sampled with, float32 [R, S]."""
-    old_logps: Any
-    """The old policy's log-probabilities, the denominator of the ratio, float32 [R, S]."""
-    importance: Any
+    old_logps: Any = None
+    """The old policy's log-probabilities, the denominator of the ratio, float32 [R, S]; in host memory None unless they
+    were computed for an earlier update."""
+    importance: Any = None
     """Multiplies the algorithm's token losses, float32 [R, S]; None stands for 1."""
-    reference_logps: Any
-    """The reference's log-probabilities, for the KL penalty, float32 [R, S]; None without a penalty."""
+    reference_logps: Any = None
+    """The reference's log-probabilities, for the KL penalty, float32 [R, S]; None without a penalty, and like
+    ``old_logps`` in host memory."""
     older: Any = None
     """Which tokens were sampled by older weights, bool [R, S]; None unless completions are carried over."""
+
+    def chunks(self, size: int) -> "Iterator[TrainBatch]":
+        """Cut the rows into consecutive pieces of ``size`` rows."""
+        for start in range(0, len(self.weights), size):
+            yield jax.tree.map(itemgetter(slice(start, start + size)), self)
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,8 +109,8 @@ class LossSettings:
     algorithm: RunAlgorithm
     section: AlgorithmSection
     temperature: float
-    mesh: Mesh | None
-    """The trainer's mesh; None where everything lies on one device."""
+    mesh: Mesh
+    """The trainer's mesh."""
 
     @property
     def numbers(self) -> dict[str, Any]:
@@ -118,20 +128,17 @@ class LossSettings:
 
     @cached_property
     def _placed(self) -> dict[str, Any]:
-        def put(value: float) -> jax.Array:
-            return jax.make_array_from_callback((), self._everywhere, lambda _: np.float32(value))
-
-        return jax.tree.map(put, self.numbers)
+        return jax.tree.map(lambda value: placed(np.asarray(value, np.float32), self.everywhere), self.numbers)
 
     @property
     def described_numbers(self) -> dict[str, Any]:
         """The shapes, types and shardings of what `placed_numbers` returns."""
-        described = jax.ShapeDtypeStruct((), jnp.float32, sharding=self._everywhere)
+        described = jax.ShapeDtypeStruct((), jnp.float32, sharding=self.everywhere)
         return jax.tree.map(lambda _: described, self.numbers)
 
     @property
-    def _everywhere(self) -> NamedSharding:
-        assert self.mesh is not None  # a learner has a mesh
+    def everywhere(self) -> NamedSharding:
+        """The sharding of arrays that every device of the trainer holds."""
         return NamedSharding(self.mesh, PartitionSpec())
 
     @property
@@ -223,25 +230,18 @@ def policy_loss(
             loss_RS = loss_RS + numbers["beta"] * penalty_RS
     if section.entropy_bonus or section.entropy_target is not None:
         loss_RS = loss_RS - numbers["entropy"] * found.entropies_RS
-    loss = (batch.weights * counted(loss_RS)).sum()
+    loss, agreement = (batch.weights * counted(loss_RS)).sum(), partial(agreement_sums, found.logprobs_RS)
     return loss, LossSums(
         loss=loss,
         kl=kl,
         clipped=(losses.clipped_BT & mask_RS).sum(dtype=jnp.float32),
         entropy=jax.lax.stop_gradient(found.entropies_RS * mask_RS).sum(),
-        agreement=agreement_sums(found.logprobs_RS, batch.rollout_logps, mask_RS),
+        agreement=agreement(batch.rollout_logps, mask_RS),
         correction=correction,
-        ratio_excess=(
-            agreement_sums(found.logprobs_RS, batch.old_logps, mask_RS).excess_sum
-            if section.old_policy == "trainer"
-            else None
-        ),
+        ratio_excess=agreement(batch.old_logps, mask_RS).excess_sum if section.old_policy == "trainer" else None,
         by_age=None
         if (older_RS := batch.older) is None
-        else (
-            agreement_sums(found.logprobs_RS, batch.rollout_logps, mask_RS & ~older_RS),
-            agreement_sums(found.logprobs_RS, batch.rollout_logps, mask_RS & older_RS),
-        ),
+        else (agreement(batch.rollout_logps, mask_RS & ~older_RS), agreement(batch.rollout_logps, mask_RS & older_RS)),
     )
 
 

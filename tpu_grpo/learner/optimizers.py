@@ -86,17 +86,16 @@ SHIPPED: Mapping[str, Direction] = {
 def build_optimizer(config: RunConfig, params: Params) -> optax.GradientTransformation:
     """Build a run's optimizer for these parameters, arrays or their descriptions.
 
-    Raises:
-        ConfigError: for an unknown name, options that it does not take, a rule that applies to no parameter, or a
-            warm-up or a decay that leaves no update for the rest of the schedule.
+    Raises ConfigError for an unknown name, options that it does not take, a rule that applies to no parameter, or a
+    warm-up or a decay that leaves no update for the rest of the schedule.
     """
     section, schedule = config.optimizer, learning_rate_schedule(config)
     decays, rates = rule_values(section, params)
     if ":" in section.name:
         optimizer = _own(section, schedule)
     else:
-        direction = _shipped(section, params)
-        optimizer = optax.chain(direction, _decayed(decays), optax.scale_by_learning_rate(schedule))
+        rate = optax.scale_by_learning_rate(schedule)
+        optimizer = optax.chain(_shipped(section, params), _decayed(decays), rate)
     if any(rate != 1.0 for rate in rates.values()):
         optimizer = optax.chain(optimizer, _multiplied(rates))
     if section.compact:
@@ -110,10 +109,8 @@ def learning_rate_schedule(config: RunConfig) -> optax.Schedule:
     With W warm-up updates and peak p it is p * u / W for u < W. Then it stays p (constant), or falls from p at u = W
     to 0 at u = N, just after the last update (linear, cosine), or falls linearly over the last D updates only (wsd:
     warm-up, stable, decay). For N = 4, W = 2, linear: 0, p/2, p, p/2. ``optimizer.schedule_steps`` sets an N that is
-    larger than the run's number of updates.
-
-    Raises:
-        ConfigError: if W (for wsd W + D) leaves no update at the peak, or N is less than the run's number of updates.
+    larger than the run's number of updates. Raises ConfigError if W (for wsd W + D) leaves no update at the peak, or N
+    is less than the run's number of updates.
     """
     section = config.optimizer
     peak, warmup, decay = section.learning_rate, section.warmup_steps, section.decay_steps
@@ -135,12 +132,11 @@ def learning_rate_schedule(config: RunConfig) -> optax.Schedule:
             f"optimizer.warmup_steps + optimizer.decay_steps must be < {counted} = {total} with "
             f"optimizer.schedule=wsd, got {warmup} + {decay}; lower them, or use schedule=linear"
         )
-    steady = total - warmup - decay
     schedules: dict[str, optax.Schedule] = {
         "constant": optax.constant_schedule(peak),
         "linear": optax.linear_schedule(peak, 0.0, max(total - warmup, 1)),
         "cosine": optax.cosine_decay_schedule(peak, max(total - warmup, 1)),
-        "wsd": optax.linear_schedule(peak, 0.0, max(decay, 1), transition_begin=max(steady, 0)),
+        "wsd": optax.linear_schedule(peak, 0.0, max(decay, 1), transition_begin=max(total - warmup - decay, 0)),
     }
     after = schedules[section.schedule]
     return optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), after], [warmup]) if warmup else after
@@ -149,10 +145,8 @@ def learning_rate_schedule(config: RunConfig) -> optax.Schedule:
 def rule_values(section: OptimizerSection, params: Params) -> tuple[dict[str, float], dict[str, float]]:
     """Return every parameter's weight decay and learning-rate multiplier, by name.
 
-    The first rule whose expression matches a parameter's name applies to it.
-
-    Raises:
-        ConfigError: for a rule that applies to no parameter.
+    The first rule whose expression matches a parameter's name applies to it. Raises ConfigError for a rule that applies
+    to no parameter.
     """
     decays, rates = {}, {}
     unused = set(range(len(section.rules)))

@@ -97,6 +97,11 @@ def _copy(leaf: Any) -> Any:
     return leaf if isinstance(leaf, jax.ShapeDtypeStruct) else leaf.copy()
 
 
+def placed(value: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    """Put an array that every host has on the devices of a sharding."""
+    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+
+
 # --- sums ------------------------------------------------------------------------------------------------------------
 
 

@@ -24,13 +24,15 @@ a sampled token.
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Mapping, Sequence, Sized
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float, Int, Integer
 
 from tpu_grpo.config import LossAggregation
+from tpu_grpo.learner.forward import ModelRows
+from tpu_grpo.learner.loss import TrainBatch
 from tpu_grpo.records.episode import Branch
 from tpu_grpo.records.errors import DataError, NonFiniteError
 from tpu_grpo.records.stages import Completion, routing_dtype
@@ -64,13 +66,11 @@ class TrainSequence:
 def check_sequences(
     prompts: Sequence[Sequence[int]], completions: Sequence[Completion], max_prompt_tokens: int, max_new_tokens: int
 ) -> None:
-    """Refuse prompts and completions that are too long, and log-probabilities that are missing, too few or not
-    finite.
+    """Raise DataError or NonFiniteError for the first row whose prompt or completion is too long, or whose
+    log-probabilities are missing, too few or not finite.
 
-    The prompt of a conversation is that of its first branch. A conversation that never began is not checked.
-
-    Raises:
-        DataError, NonFiniteError: for such a row, which the message names; DataError also if no conversation began.
+    The prompt of a conversation is that of its first branch. A conversation that never began is not checked; if none
+    began, DataError is raised.
     """
     if all(map(never_began, completions)):
         raise DataError(
@@ -289,10 +289,7 @@ class ReplayShape:
         """Write the experts of sequences into a table from `empty`, at the places where the sequences are packed.
 
         The last token of a sequence has no experts: the engine sampled it, but did not run the model on it, because no
-        token follows.
-
-        Raises:
-            DataError: for a sequence without experts, or with experts of another shape; names the row.
+        token follows. Raises DataError, with the row, for a sequence without experts, or with experts of another shape.
         """
         for one, row, start in zip(packing.sequences, packing.rows, packing.starts, strict=True):
             expected = (len(one) - 1, self.layers, self.per_token)
@@ -327,51 +324,24 @@ class RowShape:
     count_empty: bool = False
     """Whether means over completions and prompts also count those without a token in the loss."""
 
-    def empty(self, rows: int) -> "TrainRows":
-        """Make rows without sequences."""
+    def empty(self, rows: int) -> TrainBatch:
+        """Make rows without sequences, in host memory."""
         shape = (rows, self.tokens)
-        return TrainRows(
+        model_rows = ModelRows(
             token_ids=np.zeros(shape, np.int32),
             segments=np.zeros(shape, np.int32),
             positions=np.zeros(shape, np.int32),
             mask=np.zeros(shape, np.bool_),
-            rollout_logps=np.zeros(shape, np.float32),
-            advantages=np.zeros(shape, np.float32),
-            weights=np.zeros(shape, np.float32),
             experts=self.replay and self.replay.empty(*shape),
             kept=np.zeros(shape, np.int32) if self.filtered else None,
+        )
+        return TrainBatch(
+            model_rows,
+            weights=np.zeros(shape, np.float32),
+            advantages=np.zeros(shape, np.float32),
+            rollout_logps=np.zeros(shape, np.float32),
             older=np.zeros(shape, np.bool_) if self.carries else None,
         )
-
-
-@dataclass(frozen=True)
-class TrainRows:
-    """R rows for the trainer, in host memory."""
-
-    token_ids: Int[np.ndarray, "R S"]
-    segments: Int[np.ndarray, "R S"]
-    positions: Int[np.ndarray, "R S"]
-    mask: Bool[np.ndarray, "R S"]
-    rollout_logps: Float[np.ndarray, "R S"]
-    advantages: Float[np.ndarray, "R S"]
-    weights: Float[np.ndarray, "R S"]
-    """How much each token counts in the loss; see `token_weights`."""
-    experts: Integer[np.ndarray, "R LK S"] | None = None
-    """The experts that the engine chose; None unless the trainer replays them, see `ReplayShape`."""
-    old_logps: Float[np.ndarray, "R S"] | None = None
-    """The policy's log-probabilities before the first update on the rollout, if already computed."""
-    reference_logps: Float[np.ndarray, "R S"] | None = None
-    """The reference's log-probabilities, if already computed."""
-    kept: Int[np.ndarray, "R S"] | None = None
-    """For each sampled token, how many of the likeliest tokens it was drawn from; None for the whole vocabulary."""
-    older: Bool[np.ndarray, "R S"] | None = None
-    """Which tokens were sampled by older weights; None unless completions are carried over."""
-
-    def chunks(self, size: int) -> Iterator["TrainRows"]:
-        """Cut the rows into consecutive pieces of ``size`` rows."""
-        columns: dict[str, Any] = {name: v for f in fields(self) if (v := getattr(self, name := f.name)) is not None}
-        for start in range(0, len(self.mask), size):
-            yield replace(self, **{name: column[start : start + size] for name, column in columns.items()})
 
 
 def train_rows(
@@ -382,12 +352,12 @@ def train_rows(
     aggregation: LossAggregation = "token-mean",
     counted: Bool[np.ndarray, " B"] | None = None,
     known: Mapping[str, Float[np.ndarray, "B T"]] | None = None,
-) -> tuple[TrainRows, Packing]:
-    """Check and pack all B prompts (token ids) and completions of an update.
+) -> tuple[TrainBatch, Packing]:
+    """Check and pack all B prompts (token ids) and completions of an update into rows in host memory.
 
     ``advantages`` are given per completion, or per token. Completions that are not ``counted`` have weight 0, and means
     count them only with ``shape.count_empty``. ``known`` holds log-probabilities that are already computed, by their
-    field names in `TrainRows`. Tokens that the policy did not sample are context only.
+    field names in `TrainBatch`. Tokens that the policy did not sample are context only.
 
     Raises:
         DataError: for a prompt or completion that does not fit, a completion without a sampled token, or
@@ -405,25 +375,26 @@ def train_rows(
         name: np.zeros((packing.count, shape.tokens), values_BT.dtype) for name, values_BT in (known or {}).items()
     }
     packed = replace(shape.empty(packing.count), **logps)
+    model_rows = packed.rows
     for one, row, start, segment in zip(sequences, packing.rows, packing.starts, packing.segments, strict=True):
         first, end, of_row = start + len(one.prompt), start + len(one), advantages[one.row]
-        packed.token_ids[row, start:first] = one.prompt
-        packed.token_ids[row, first:end] = one.token_ids
-        packed.segments[row, start:end] = segment
-        packed.positions[row, start:end] = np.arange(len(one))
-        packed.mask[row, first:end] = one.mask
+        model_rows.token_ids[row, start:first] = one.prompt
+        model_rows.token_ids[row, first:end] = one.token_ids
+        model_rows.segments[row, start:end] = segment
+        model_rows.positions[row, start:end] = np.arange(len(one))
+        model_rows.mask[row, first:end] = one.mask
         packed.rollout_logps[row, first:end] = one.logprobs
         own = of_row[one.places] if isinstance(of_row, np.ndarray) else of_row
         packed.advantages[row, first:end] = np.where(one.mask, own, 0.0)
         packed.weights[row, first:end] = np.where(one.mask, weights[one.row], 0.0)
-        if packed.kept is not None:
-            packed.kept[row, first:end] = np.where(one.mask, _kept_tokens(one, completions[one.row]), 0)
+        if model_rows.kept is not None:
+            model_rows.kept[row, first:end] = np.where(one.mask, _kept_tokens(one, completions[one.row]), 0)
         if packed.older is not None and (ages := completions[one.row].ages) is not None:
             packed.older[row, first:end] = one.mask & (ages[one.places] > 0)
         for name, values_BT in (known or {}).items():
             logps[name][row, first:end] = np.where(one.mask, values_BT[one.row, one.places], 0)
-    if shape.replay is not None and packed.experts is not None:
-        shape.replay.fill(packed.experts, packing)
+    if shape.replay is not None:
+        shape.replay.fill(model_rows.experts, packing)
     return packed, packing
 
 

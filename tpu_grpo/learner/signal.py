@@ -274,10 +274,8 @@ def turn_credits(rollout: Rollout, config: RunConfig, skipped_B: Bool[np.ndarray
     The credit is added, without division by a standard deviation, to the advantages of all tokens that were sampled in
     the turn, in whichever branch. A turn without a reward has the reward 0. A turn k that only one row reached has the
     credit 0, because there is nothing to compare it with. Rows marked in ``skipped_B``, whose environment failed, count
-    in no mean. A completion without a conversation gets 0.
-
-    Raises:
-        NonFiniteError: for a reward that is not finite; names row and turn.
+    in no mean. A completion without a conversation gets 0. Raises NonFiniteError, with row and turn, for a reward that
+    is not finite.
     """
     if not config.environment.is_on or config.environment.turn_credit == "episode":
         return ()

@@ -25,7 +25,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from tpu_grpo.algorithms import correction_metrics
@@ -86,7 +85,7 @@ class UpdateState(NamedTuple):
 
 
 class Updater:
-    """Updates a model in place.
+    """Updates a model in place. Raises ConfigError as `build_optimizer` does.
 
     Args:
         config: the run, for its optimizer.
@@ -94,20 +93,16 @@ class Updater:
         stepped: the trained parameters in the type in which the optimizer updates them, by name. Where this is also the
             model's type, they are the model's own arrays. The caller must not use the others any more.
         settings: the loss, and the trainer's mesh.
-
-    Raises:
-        ConfigError: for an optimizer or schedule that cannot be built, see `build_optimizer`.
     """
 
     def __init__(self, config: RunConfig, model: nnx.Module, stepped: Values, settings: LossSettings):
-        assert settings.mesh is not None
         self.model = model
         self._kind, self._settings, self._mesh = trained_type(model), settings, settings.mesh
         self._shared = frozenset(self.trained)
         self._sums: PassSums | None = None
         self._read: tuple[Values, nnx.State] | None = None  # the model's arrays, split once for all micro-batches
         self._layout = {name: leaf.sharding for name, leaf in stepped.items()}
-        functions = _Functions(
+        self._functions = functions = _Functions(
             model,
             nnx.split(model)[0],
             build_optimizer(config, stepped),
@@ -117,10 +112,9 @@ class Updater:
             config.optimizer.max_grad_norm,
             residual=config.model.param_dtype == "bfloat16",
         )
-        self._residual, self._joined = functions.residual, functions.joined
-        whole, kinds = NamedSharding(self._mesh, PartitionSpec()), self._described_sums
+        whole, kinds = settings.everywhere, self._described_sums
         sums_layout = jax.tree.map(lambda kind: kind.sharding, kinds)
-        self.state, state_layout = self._initial(functions, stepped)
+        self.state, state_layout = self._initial(stepped)
         # Results get the shardings of the arguments whose place they take, spelled alike. The compiler would choose
         # others or spell them otherwise, and the next call would trace its program again.
         self._accumulate = jax.jit(functions.accumulated, donate_argnums=0, out_shardings=(sums_layout, whole))
@@ -140,7 +134,7 @@ class Updater:
 
     def stepped(self) -> Values:
         """Return the trained parameters in float32, the precision in which the optimizer updates them, by name."""
-        return (self._join if self._residual else self._joined)(self.trained, self.state.kept)
+        return (self._join if self._functions.residual else self._functions.joined)(self.trained, self.state.kept)
 
     def share(self, names: Collection[str]) -> None:
         """Set the parameters whose arrays the sampler also uses; an update reuses the memory of all others. Before the
@@ -210,11 +204,10 @@ class Updater:
         read = {name: value for name, value in gradients.items() if name not in reused}
         return held, sums._replace(gradients=read), free, self.state, reused
 
-    def _initial(self, functions: "_Functions", stepped: Values) -> tuple[UpdateState, Any]:
-        """Make the state before the first update, and its shardings. It consists of descriptions if the parameters
-        do."""
+    def _initial(self, stepped: Values) -> tuple[UpdateState, Any]:
+        """Make the state before the first update, and its shardings; of described parameters, describe the state."""
+        functions, whole = self._functions, self._settings.everywhere
         shapes = jax.eval_shape(functions.first_state, stepped)
-        whole = NamedSharding(self._mesh, PartitionSpec())
         shardings: Any = UpdateState(
             whole,  # type: ignore[arg-type]  # a sharding in the place of its array
             state_shardings(shapes.optimizer, stepped),
@@ -224,14 +217,14 @@ class Updater:
         if isinstance(next(iter(stepped.values())), jax.ShapeDtypeStruct):
             describe = lambda leaf, of: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=of)  # noqa: E731
             return jax.tree.map(describe, shapes, shardings), shardings
-        copies = bool(shapes.kept) and not self._residual  # these are ``stepped``'s arrays, which nobody else holds
+        copies = bool(shapes.kept) and not functions.residual  # these are ``stepped``'s arrays, which nobody else holds
         made = jax.jit(functions.first_state, out_shardings=shardings, donate_argnums=0 if copies else ())(stepped)
         return made, shardings
 
     @property
     def _described_sums(self) -> PassSums:
         """The shapes, types and shardings of `PassSums`: all float32, the gradients sharded like the parameters."""
-        number: Any = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(self._mesh, PartitionSpec()))
+        number: Any = jax.ShapeDtypeStruct((), jnp.float32, sharding=self._settings.everywhere)
         gradients = {
             name: jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=self._layout[name])
             for name, leaf in self.trained.items()

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import jax
 
 from tpu_grpo.hosts.caching import cache_directory
+from tpu_grpo.observe.json_lines import replace_text
 from tpu_grpo.run.abstract import AbstractRun
 
 Stage = Literal["rollout", "logprobs", "update", "sync"]
@@ -78,9 +79,7 @@ def compile_all(run: AbstractRun, options: Mapping[str, Any], say: Callable[[str
             say(f"compiling {name} ({run.checkpoint.config.num_hidden_layers} layers)")
             figures = compiled_figures(lowered, options)
             kept.parent.mkdir(parents=True, exist_ok=True)
-            unfinished = kept.with_suffix(f".{os.getpid()}")
-            unfinished.write_text(json.dumps(figures))
-            unfinished.replace(kept)
+            replace_text(kept, json.dumps(figures), f".{os.getpid()}")
         compiled.append(CompiledProgram(name=name, stage=stage, **figures))
     return compiled
 

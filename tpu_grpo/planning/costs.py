@@ -65,6 +65,11 @@ def allreduce_seconds(generation: Generation, devices: int, held: float) -> floa
     return generation.rates.allreduce_seconds + link_seconds(generation, devices, 2 * (devices - 1) / devices * held)
 
 
+def memory_seconds(generation: Generation, count: float) -> float:
+    """Return the seconds that a device needs to read or write ``count`` bytes of its memory."""
+    return count / (generation.rates.memory * generation.chip.memory_bytes_per_second)
+
+
 @dataclass(frozen=True)
 class TokenCost:
     """What a token costs in a forward pass of a model."""
@@ -165,9 +170,9 @@ class EngineSizes:
 def decode_step(sizes: EngineSizes, generation: Generation, rows: int, cached_tokens: float) -> dict[str, float]:
     """Return the device seconds of a decode step of ``rows`` rows, which have ``cached_tokens`` tokens together."""
     flops = sizes.token.forward(rows, cached_tokens / rows, rows) / sizes.tensor
-    read = sizes.cache_bytes / (generation.rates.memory * generation.chip.memory_bytes_per_second)
+    read = memory_seconds(generation, sizes.cache_bytes)
     computed = sizes.cache_bytes * max(1, 2 / sizes.cache_itemsize) / generation.rates.cache_bytes_per_second
-    step = _engine_step(sizes, generation, rows, flops / (generation.rates.products * generation.chip.flops_per_second))
+    step = _engine_step(sizes, generation, rows, flops, generation.rates.products)
     return step | {"cache": cached_tokens * max(read, computed)}
 
 
@@ -177,17 +182,19 @@ def prefill_step(sizes: EngineSizes, generation: Generation, tokens: float, cont
     Logits are counted for a single token only; more would hardly change the result.
     """
     flops = sizes.token.forward(tokens, context, 1) / sizes.tensor
-    return _engine_step(
-        sizes, generation, tokens, flops / (generation.rates.prefill * generation.chip.flops_per_second)
-    )
+    return _engine_step(sizes, generation, tokens, flops, generation.rates.prefill)
 
 
-def _engine_step(sizes: EngineSizes, generation: Generation, tokens: float, products: float) -> dict[str, float]:
-    """Return the seconds of products or of reading weights, whichever is longer, and of all-reduces.
+def _engine_step(
+    sizes: EngineSizes, generation: Generation, tokens: float, flops: float, share: float
+) -> dict[str, float]:
+    """Return the seconds of all-reduces, and of reading weights or of products, whichever is longer.
 
-    Activations are all-reduced twice per layer, and once for the embedding.
+    Products reach this ``share`` of the chip's speed. Activations are all-reduced twice per layer, and once for the
+    embedding.
     """
-    weights = sizes.read_bytes(tokens) / (generation.rates.memory * generation.chip.memory_bytes_per_second)
+    products = flops / (share * generation.chip.flops_per_second)
+    weights = memory_seconds(generation, sizes.read_bytes(tokens))
     each = allreduce_seconds(generation, sizes.tensor, tokens * sizes.state_bytes)
     longer = {"products": products} if products > weights else {"weights": weights}
     return longer | {"links": (2 * sizes.layers + 1) * each}
@@ -281,15 +288,15 @@ def pass_seconds(
     ``head_tokens`` is the number of completion tokens on all devices, ``accessed_bytes`` the compiler's count for the
     program per device, and ``updates`` says whether there is a backward pass.
     """
-    devices, chip = sizes.fsdp * sizes.tp, generation.chip
+    devices = sizes.fsdp * sizes.tp
     layer_passes, head_passes = (sizes.layer_passes, sizes.head_passes) if updates else (1, 1)
     layers = layer_passes * sizes.token.forward(sizes.pass_tokens, sizes.context, 0)
     flops = layers + head_passes * sizes.token.forward(0, 0, head_tokens)
     others = sizes.fsdp - 1
     moved = others * (sizes.gathered_bytes + updates * (sizes.gathered_bytes + sizes.reduced_bytes))
     beside = {
-        "products": flops / devices / (generation.rates.products * chip.flops_per_second),
-        "memory": accessed_bytes / (generation.rates.memory * chip.memory_bytes_per_second),
+        "products": flops / devices / (generation.rates.products * generation.chip.flops_per_second),
+        "memory": memory_seconds(generation, accessed_bytes),
         "links": link_seconds(generation, devices, moved),
     }
     longest = max(beside, key=lambda cause: beside[cause])

@@ -73,11 +73,8 @@ class Plan:
 
 
 def make_plan(config: RunConfig, target: Target, *, fast: bool, say: Callable[[str], None]) -> Plan:
-    """Compile the run's programs for a slice; ``say`` gets a line per compilation.
-
-    Raises:
-        ConfigError: for settings that are wrong whatever the memory.
-    """
+    """Compile the run's programs for a slice; ``say`` gets a line per compilation. Raises ConfigError for settings that
+    are wrong whatever the memory."""
     config = with_known_model(config)
     with target.as_jax_devices(), open_abstract_checkpoint(config) as checkpoint:
         config = with_routing_replay(config, checkpoint)
@@ -103,11 +100,8 @@ def make_plan(config: RunConfig, target: Target, *, fast: bool, say: Callable[[s
 
 
 def with_known_model(config: RunConfig) -> RunConfig:
-    """If model.path is not on this machine, replace it with the published model of that name.
-
-    Raises:
-        ConfigError: if no published model has that name.
-    """
+    """If model.path is not on this machine, replace it with the published model of that name; raises ConfigError if
+    there is none."""
     path = Path(config.model.path).expanduser()
     if config.model.path.startswith(BUILTIN) or (path / "config.json").exists():
         return config
@@ -188,24 +182,23 @@ def suggest(plan: Plan, say: Callable[[str], None]) -> Suggestion | None:
 
     A change that does not reduce the memory of the largest stage is undone; all others are kept and combined.
     """
-    best, chosen, tried = plan, dict[str, object](), set[tuple[str, object]]()
+    best, chosen, tried = plan, dict[str, str](), set[str]()
     while not best.fits and len(tried) < MOST_TRIED:
-        untried = (change for change in _changes(best) if change not in tried)
-        if (change := next(untried, None)) is None:
+        overrides = {f"{name}={json.dumps(value).strip('"')}": name for name, value in _changes(best)}
+        if (override := next((each for each in overrides if each not in tried), None)) is None:
             return None
-        tried.add(change)
-        name, value = change
-        say(f"trying {name}={_yaml(value)}")
+        tried.add(override)
+        say(f"trying {override}")
         try:
-            config = changed_config(best.config.model_dump(mode="json"), [f"{name}={_yaml(value)}"])
+            config = changed_config(best.config.model_dump(mode="json"), [override])
             changed = make_plan(config, plan.target, fast=plan.fast, say=say)
         except TpuGrpoError as error:  # the changed settings exclude each other
             say(f"  {error}")
             continue
         needed = {memory.stage: memory.total for memory in changed.memory}
         if needed[best.worst.stage] < best.worst.total:
-            best, chosen[name] = changed, value
-    return Suggestion(tuple(f"{name}={_yaml(value)}" for name, value in chosen.items()), best) if best.fits else None
+            best, chosen[overrides[override]] = changed, override
+    return Suggestion(tuple(chosen.values()), best) if best.fits else None
 
 
 def _changes(plan: Plan) -> Iterator[tuple[str, object]]:
@@ -248,7 +241,3 @@ def _rollout_changes(plan: Plan) -> Iterator[tuple[str, object]]:
     tensor = config.meshes.sampler.tensor
     sizes = [2, 4, 8, 16, 32] if tensor is None else [tensor * 2]
     yield from (("meshes.sampler.tensor", size) for size in sizes if size <= len(plan.target.devices))
-
-
-def _yaml(value: object) -> str:
-    return json.dumps(value).strip('"')

@@ -78,8 +78,7 @@ def run_in_child() -> int | None:
         return None
     asked: list[int] = []
 
-    def kill_child(number: int, frame: Any) -> None:
-        del frame
+    def kill_child(number: int, _: Any) -> None:
         asked.append(number)
         os.kill(child, signal.SIGKILL)
 
@@ -103,10 +102,7 @@ def run_in_child() -> int | None:
 
 def prepare(name: str, environment: MutableMapping[str, str] = os.environ) -> None:
     """Set environment variables that libtpu and jax read when loaded; only for commands, as it changes the process.
-
-    Raises:
-        ConfigError: the slice does not exist.
-    """
+    Raises ConfigError if the slice does not exist."""
     generation = parse_slice(name, flag="--slice").generation
     environment["JAX_PLATFORMS"] = "cpu"  # nothing is computed, even on a TPU machine
     environment["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"  # in kernels; the cache key is the program text
@@ -126,9 +122,7 @@ def open_slice(name: str) -> Target:
 def with_rates(target: Target, path: Path) -> Target:
     """Return the slice with the rates that `tpu-grpo check` measured, from its check.json.
 
-    Raises:
-        ConfigError: if the check.json is of another generation.
-        DataError: if the file is not a check.json.
+    Raises ConfigError for a check.json of another generation, and DataError for a file that is not a check.json.
     """
     generation = target.slice.generation
     measured = read_json(path, rates=dict)

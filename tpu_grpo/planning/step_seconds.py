@@ -61,11 +61,16 @@ def completion_lengths(count: int, *, mean: float, longest: int) -> list[int]:
 
     completion_lengths(4, mean=25.0, longest=40)     # [33, 9, 18, 40]
     """
-    spreads = [math.exp(SPREAD * NormalDist().inv_cdf((row + 0.5) / count)) for row in range(count)]
+    spreads = _spreads(count)
     median = _median(spreads, mean, longest)
     lengths = [max(1, round(min(longest, median * spread))) for spread in spreads]
     random.Random(0).shuffle(lengths)
     return lengths
+
+
+def _spreads(count: int) -> list[float]:
+    """Return the ratios of ``count`` lengths to their median, at equal distances of the quantiles."""
+    return [math.exp(SPREAD * NormalDist().inv_cdf((row + 0.5) / count)) for row in range(count)]
 
 
 def _median(spreads: Sequence[float], mean: float, longest: int) -> float:
@@ -98,9 +103,7 @@ def carried_work(config: RunConfig, *, mean: float, longest: int) -> list[Rollou
     prompt's.
     """
     chance, size, found = random.Random(0), config.algorithm.group_size, list[RolloutWork]()
-    count = config.batch_rows
-    spreads = [math.exp(SPREAD * NormalDist().inv_cdf((row + 0.5) / count)) for row in range(count)]
-    median = _median(spreads, mean, longest)
+    median = _median(_spreads(config.batch_rows), mean, longest)
 
     def group() -> list[tuple[int, int]]:
         """Draw (tokens left, tokens sampled) of each completion; none is sampled yet."""
@@ -334,10 +337,11 @@ class StepWork:
         updates, program = config.updates_per_step, TRAIN_STEP if config.algorithm.tunix is not None else GRADIENTS
         iterated = tokens * config.algorithm.passes
         update = self._passes("update", program, iterated / updates, updates, config.mini_batch_prompts)
-        stepping = self._memory_seconds(self.accessed_bytes.get(OPTIMIZER_STEP, 0.0)) * updates  # Tunix has none
+        stepped = self.accessed_bytes.get(OPTIMIZER_STEP, 0.0)  # Tunix's learner has no such program
+        stepping = costs.memory_seconds(self.generation, stepped) * updates
         stages.append(StageTime("update", {**update.by_cause, "optimizer": stepping}, update.beside))
         links = costs.link_seconds(self.generation, self.devices, self.synced_bytes) if self.devices > 1 else 0.0
-        memory = self._memory_seconds(2 * self.synced_bytes)  # moved bytes are read and written
+        memory = costs.memory_seconds(self.generation, 2 * self.synced_bytes)  # moved bytes are read and written
         stages.append(StageTime("sync", {"links": links} if links > memory else {"memory": memory}))
         return StepTime(sampled, sampled / rows, tuple(stages))
 
@@ -365,8 +369,7 @@ class StepWork:
 
     def _prefill(self, work: RolloutWork) -> dict[str, float]:
         """Return the seconds of prefill: each engine processes its prompts in chunks, in rounds as in decoding."""
-        config, total = self.config, dict[str, float]()
-        length, shared = config.data.max_prompt_tokens, config.rollout.prefix_cache
+        config, length, shared = self.config, self.config.data.max_prompt_tokens, self.config.rollout.prefix_cache
         engines = max(self.hosts, key=sum)
         prompts = [rows // config.algorithm.group_size if shared else rows for rows in engines]
         chunk = min(config.rollout.prefill_tokens, max(prompts) * length)
@@ -376,8 +379,7 @@ class StepWork:
         )
         again = (work.resumed * length + work.done) / sum(map(len, self.hosts))
         chunks = (max(prompts) * length * work.begun + again) / chunk
-        costs.add(total, costs.round_seconds([step] * len(engines)), chunks)
-        return total
+        return {cause: chunks * seconds for cause, seconds in costs.round_seconds([step] * len(engines)).items()}
 
     def _decode(self, work: RolloutWork) -> dict[str, float]:
         """Return the seconds of the slowest host; hosts wait for each other only when all completions are done."""
@@ -415,9 +417,6 @@ class StepWork:
         )
         times = count * repeats
         return StageTime(stage, *({cause: times * seconds for cause, seconds in each.items()} for each in one))
-
-    def _memory_seconds(self, count: float) -> float:
-        return count / (self.generation.rates.memory * self.generation.chip.memory_bytes_per_second)
 
 
 def _trainer_sizes(run: AbstractRun, resident: ResidentBytes) -> costs.TrainerSizes:

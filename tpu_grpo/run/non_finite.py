@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
 from jax.sharding import Mesh
 
 from tpu_grpo.config import RunConfig
@@ -210,7 +211,7 @@ def _updated(parts: LearnerParts, mesh: Mesh, kept: KeptUpdate) -> Iterator[str]
 
 def _finite_tokens(parts: LearnerParts, batch: TrainBatch) -> str:
     """Say how many sampled tokens have a log-probability that is not finite, and where the first is."""
-    found = whole(logprobs(parts.updater.model, batch.rows, **parts.settings.forward))
+    found = whole(logprobs(*nnx.split(parts.updater.model), batch.rows, **parts.settings.forward))
     mask, ids = whole(batch.rows.mask), whole(batch.rows.token_ids)
     bad = np.argwhere(mask & ~np.isfinite(found))
     if not len(bad):
