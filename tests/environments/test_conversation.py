@@ -28,7 +28,7 @@ class Dialect:
     """Tokens of 100 and above call tools; an answer is written as 50, its length, 51."""
 
     def __init__(self, forgets: bool = False):
-        self._forgets = forgets
+        self._forgets, self.encoder = forgets, self
         self.followed: list[tuple[list[int], int, list[bool]]] = []
 
     def first(self, messages: Any, observation: str) -> tuple[str, list[int], list[Any]]:

@@ -218,7 +218,7 @@ def test_what_was_sampled_is_never_rendered_or_encoded(name: str, monkeypatch: p
 
     monkeypatch.setattr(PreTrainedTokenizerFast, "apply_chat_template", rendered)
     monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", encoded)
-    monkeypatch.setattr(type(opened._encoder), "plain", lambda self, text: encoded_plain(told, self, text))
+    monkeypatch.setattr(type(opened.encoder), "plain", lambda self, text: encoded_plain(told, self, text))
     result = Sequenced(opened, opened.first(FIRST, None)[1])
     for turn in turns[:2]:
         result.turn(turn)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.environments.test_conversation import Dialect, sampled, tool
 from tpu_grpo.config import EnvironmentSection
-from tpu_grpo.environments.actions import Action, Answered, Ended, Failed, LoadedEnvironment, Reply
+from tpu_grpo.environments.actions import Action, Answered, Ended, LoadedEnvironment, Reply
 from tpu_grpo.environments.episodes import Environments, Episodes, seed_of
 from tpu_grpo.records.episode import Failure
 from tpu_grpo.records.errors import EpisodeError
@@ -127,7 +127,7 @@ def test_a_failure_ends_its_conversation_alone(
         pool.replies[row] = [Answered(())]
         episodes.next(row)
         episodes.ended(row, sampled(100))
-    pool.replies[0], pool.replies[1] = [Failed(Failure("late", "did not answer in 1 s"))], [tool("x")]
+    pool.replies[0], pool.replies[1] = [Failure("late", "did not answer in 1 s")], [tool("x")]
     assert episodes.next(0) is None
     failed = episodes.result(0).episode
     assert failed is not None
@@ -137,7 +137,7 @@ def test_a_failure_ends_its_conversation_alone(
     left = "it is left out" if worth is None else "it is worth -0.5"
     where = "in step 4 with its prompt 0 (from 0), which asks 'ask'"
     assert told.startswith(f"environment Game did not answer in 1 s, {where}; {left}")
-    pool.replies[1] = [Failed(Failure("died", "exited with code 3"))]
+    pool.replies[1] = [Failure("died", "exited with code 3")]
     episodes.ended(1, sampled(100))
     assert episodes.next(1) is None
     assert len(caplog.messages) == 1
@@ -155,7 +155,7 @@ def test_a_failure_may_end_the_run() -> None:
     pool = Pool()
     episodes = opened(pool)
     episodes.begin(0)
-    pool.replies[0] = [Failed(Failure("raised", "raised KeyError: 'x' (game.py:3 in reset)", trace="Traceback ..."))]
+    pool.replies[0] = [Failure("raised", "raised KeyError: 'x' (game.py:3 in reset)", trace="Traceback ...")]
     with pytest.raises(EpisodeError) as caught:
         episodes.next(0)
     assert str(caught.value) == (
@@ -177,7 +177,7 @@ def test_a_failure_says_which_conversation_it_is() -> None:
     pool.replies[0] = [Answered(({"role": "user", "content": f"{'d' * 100}{'e' * 100}"},))]
     episodes.next(0)
     episodes.ended(0, sampled(100))
-    pool.replies[0] = [Failed(Failure("died", "exited with code 3"))]
+    pool.replies[0] = [Failure("died", "exited with code 3")]
     asked = f"{'a' * 99}b [...] {'e' * 100}"
     with pytest.raises(
         EpisodeError, match=re.escape(f"in an evaluation with its prompt 5 (from 0), which asks '{asked}'")

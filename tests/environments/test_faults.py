@@ -223,7 +223,7 @@ def test_processes_end_with_a_main_process_that_is_killed(fault: str):
     script = f"""
         import time
         from tests.environments.playing import begun, call, open_pool
-        pool = open_pool("{NAME}")
+        pool = open_pool("{NAME}").thing
         begun(pool, 0, {{}})
         begun(pool, 1, {{"fault": "{fault}", "where": "work"}})
         pool.act(1, call("work", text="a"))

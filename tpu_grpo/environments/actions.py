@@ -3,7 +3,7 @@
 Action      the policy's turn, parsed: its text, and its tool calls
 Answered    the environment's answer to an action, or the result of ``reset``
 Ended       the environment's rewards at the end of the episode
-Failed      the environment's failure, in place of Answered or Ended
+Failure     in place of Answered or Ended; it ends the conversation (records/episode.py)
 """
 
 from collections.abc import Mapping
@@ -71,14 +71,7 @@ class Ended:
     kept: KeptEnvironment | None = None
 
 
-@dataclass(frozen=True)
-class Failed:
-    """A failure of an environment, which ends the conversation."""
-
-    failure: Failure
-
-
-Reply = Answered | Ended | Failed
+Reply = Answered | Ended | Failure
 
 
 @dataclass(frozen=True)

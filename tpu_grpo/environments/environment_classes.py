@@ -14,17 +14,6 @@ from tpu_grpo.environments.shipped import SHIPPED
 from tpu_grpo.environments.tool_values import AT_THE_END, RESERVED
 from tpu_grpo.records.errors import EpisodeError
 
-
-def source_of(name: str) -> str:
-    """Return the place of an environment's class, as path.py:Class or package.module:Class. Raises EpisodeError for a
-    name that is neither such a place nor a shipped environment."""
-    if name in SHIPPED:
-        return SHIPPED[name]
-    if ":" in name:
-        return name
-    raise not_shipped(repr(name), name, "environment", SHIPPED, EpisodeError, form="Class")
-
-
 find_environment = partial(find_function, kind="environment", error=EpisodeError)
 """Returns the object at a place: path.py:Class or package.module:Class; raises EpisodeError if there is none."""
 
@@ -33,10 +22,7 @@ def import_beforehand(target: Any) -> None:
     """Import the packages that a shipped class lists in ``_imported_before``, before its conversations are forked.
 
     Otherwise each conversation's process would import them, which takes seconds of CPU each time. The main process
-    does not import them.
-
-    Raises:
-        EpisodeError: for a package that cannot be imported.
+    does not import them. Raises EpisodeError for a package that cannot be imported.
     """
     for name in getattr(target, "_imported_before", ()):
         try:
@@ -114,11 +100,11 @@ def _shown(hint: Any) -> str:
 def load_environment(name: str, options: Mapping[str, Any], key: str = "") -> LoadedEnvironment:
     """Find an environment by its name in the config, and check it; ``key`` is its key in the config's table, if any.
 
-    Raises:
-        EpisodeError: for a name that is not found, a class that is not an environment, a tool without a schema, or
-            options that the class does not take.
+    Raises EpisodeError for a name that is not found, a class that is not an environment, a tool without a schema, or
+    options that the class does not take.
     """
-    source = source_of(name)
+    if ":" not in (source := SHIPPED.get(name, name)):
+        raise not_shipped(repr(name), name, "environment", SHIPPED, EpisodeError, form="Class")
     target = find_environment(source)
     if not inspect.isclass(target):
         raise EpisodeError(

@@ -50,11 +50,8 @@ def opened(kept: KeptEnvironment) -> tuple[Mapping[str, bytes], Mapping[str, str
 
 
 def rebuilt(kept: KeptEnvironment, error_type: type[TpuGrpoError]) -> Any:
-    """Rebuild an object of an environment's class from its pickled attributes. Only workers may call it.
-
-    Raises:
-        error_type: for a class that cannot be found any more, or attributes that cannot be unpickled.
-    """
+    """Rebuild an object of an environment's class from its pickled attributes. Only workers may call it. Raises
+    ``error_type`` for a class that cannot be found any more, or attributes that cannot be unpickled."""
     found = find_function(kept.source, "environment", error_type)
     own = getattr(found, "__getattr__", None)
     attributes, left_out = opened(kept)

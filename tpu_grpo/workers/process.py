@@ -103,11 +103,8 @@ def _environment(mark: str, secrets: Collection[str]) -> dict[str, str]:
 def environment_of(process: psutil.Process) -> Mapping[str, str]:
     """Return the environment of a process; empty if it has ended.
 
-    A process that was just started may not have its program's environment yet; then this function waits for it.
-
-    Raises:
-        psutil.Error: the process is gone, or belongs to another user.
-        OSError: likewise.
+    A process that was just started may not have its program's environment yet; then this function waits for it. Raises
+    psutil.Error or OSError if the process is gone, or belongs to another user.
     """
     while process.status() != psutil.STATUS_ZOMBIE:
         is_old = time.time() - process.create_time() > _STARTING_SECONDS

@@ -27,16 +27,8 @@ from tpu_grpo.workers.process import WORKER_MARK
 
 _CHILD = Path(__file__).with_name("sandbox_child.py")
 _SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/localtime")
-_WALL = (
-    "--unshare-all",
-    "--unshare-user",
-    "--disable-userns",
-    "--die-with-parent",
-    "--cap-drop",
-    "ALL",
-    "--dev",
-    "/dev",
-)
+_SEPARATE = ("--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent")
+_WALL = (*_SEPARATE, "--cap-drop", "ALL", "--dev", "/dev")
 _FILES = 4
 """The total size of a program's files, as a multiple of the largest allowed file."""
 
