@@ -73,18 +73,11 @@ CASES = {
             '{"name": "say", "parameters": {"text": "hi"}}<|eot_id|>',
             "It is 85.<|eot_id|>",
         ),
-        (
-            f'{LLAMA_TOOL}"85"<|eot_id|>{LLAMA_OPENS}',
-            f'{LLAMA_TOOL}"hi there"<|eot_id|>{LLAMA_OPENS}',
-        ),
+        (f'{LLAMA_TOOL}"85"<|eot_id|>{LLAMA_OPENS}', f'{LLAMA_TOOL}"hi there"<|eot_id|>{LLAMA_OPENS}'),
         f"47+38=<|eot_id|>{LLAMA_OPENS}",
     ),
     "llama_pythonic": Case(
-        (
-            "[add(a=47, b=38)]<|eot_id|>",
-            '[say(text="hi"), add(a=1, b=2)]<|eot_id|>',
-            "It is 85.<|eot_id|>",
-        ),
+        ("[add(a=47, b=38)]<|eot_id|>", '[say(text="hi"), add(a=1, b=2)]<|eot_id|>', "It is 85.<|eot_id|>"),
         (
             f'{LLAMA_TOOL}{{"output": "85"}}<|eot_id|>{LLAMA_OPENS}',
             f'{LLAMA_TOOL}{{"output": "hi there"}}<|eot_id|>{LLAMA_TOOL}{{"output": "3"}}<|eot_id|>{LLAMA_OPENS}',
@@ -97,10 +90,7 @@ CASES = {
             'Now twice.<|call|>say("hi")<|end_call|><|call|>add(1,2)<|end_call|><|im_end|>',
             "It is 85.<|im_end|>",
         ),
-        (
-            "<|im_start|>tool85<|im_start|>assistant",
-            "<|im_start|>toolhi there<|im_start|>tool3<|im_start|>assistant",
-        ),
+        ("<|im_start|>tool85<|im_start|>assistant", "<|im_start|>toolhi there<|im_start|>tool3<|im_start|>assistant"),
         "<|im_start|>tooladd(a,b)<|im_start|>toolsay(text)<|im_start|>user47+38=<|im_start|>assistant",
     ),
 }

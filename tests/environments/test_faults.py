@@ -66,10 +66,7 @@ FAULTS = {
     ("crashes", "work"): ("died", "was ended by SIGSEGV"),
     ("eats", "work"): ("memory", "took more memory than environment.memory_gb in the tool work"),
     ("gives_an_object", "work"): ("wrong", "must give a text, or what has one, got object .* from the tool work"),
-    ("gives_bytes", "work"): (
-        "wrong",
-        "must give a text, or what has one, got bytes b'bytes' from the tool work",
-    ),
+    ("gives_bytes", "work"): ("wrong", "must give a text, or what has one, got bytes b'bytes' from the tool work"),
     ("closes_everything", "work"): ("died", "exited with code 0|closed its connection"),
     ("writes_into_connections", "work"): ("died", "wrote something of its own into its connection, and was ended"),
     ("forges_an_answer", "work"): ("died", "wrote something of its own into its connection, and was ended"),

@@ -76,8 +76,9 @@ def _check_parameters(tool: str, method: Any) -> None:
                 "list in place of the '*'"
             )
         if (unknown := _unknown_in(hints[name])) is not None:
+            shown = unknown.__name__ if isinstance(unknown, type) else unknown
             raise EpisodeError(
-                f"{tool} must take what a call can write, got {parameter} of the type {_shown(unknown)}, which the "
+                f"{tool} must take what a call can write, got {parameter} of the type {shown}, which the "
                 "policy would see as an object without fields, and the tool get as a dict or text; make a choice a "
                 "Literal, a list say of what (list[int]), and anything else a dict that the docstring describes"
             )
@@ -91,10 +92,6 @@ def _unknown_in(hint: Any) -> Any:
         return next((found for part in get_args(hint) if (found := _unknown_in(part)) is not None), None)
     is_known = hint in _WRITTEN or is_typeddict(hint) or (isinstance(hint, type) and issubclass(hint, Mapping))
     return None if is_known else hint
-
-
-def _shown(hint: Any) -> str:
-    return hint.__name__ if isinstance(hint, type) else str(hint)
 
 
 def load_environment(name: str, options: Mapping[str, Any], key: str = "") -> LoadedEnvironment:

@@ -47,8 +47,5 @@ def test_the_same_seed_is_the_same_game():
 def test_without_the_package_it_says_what_is_needed():
     from tpu_grpo.records.errors import EpisodeError
 
-    with pytest.raises(
-        EpisodeError,
-        match=r'^the environment textarena needs .* install "tpu-grpo\[textarena\]"',
-    ):
+    with pytest.raises(EpisodeError, match=r'^the environment textarena needs .* install "tpu-grpo\[textarena\]"'):
         open_pool("textarena")
