@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from tests.environments.template_families import ADD, FAMILIES, GEMMA, TEMPLATES, Family, build, tokenizer
+from tests.environments.template_families import ADD, FAMILIES, GEMMA, TEMPLATES, Family, build, follow, tokenizer
 from tpu_grpo.environments.chat_dialect import CALLED, Dialect
 from tpu_grpo.environments.turn_tokens import BREAK, Encoder
 from tpu_grpo.records.errors import ConfigError
@@ -50,10 +50,7 @@ def test_special_tokens_of_the_vocabulary() -> None:
     assert own.decode(prompt) == (
         "<bos><start_of_turn>user\nGuess <b>1</b> to 9<end_of_turn><end_of_turn>\n<start_of_turn>model\n"
     )
-    turn = [vocabulary["7"], end]
-    suffix = opened.follow(
-        [*prompt, *turn], len(prompt), [False] * len(prompt) + [True] * 2, [{"role": "user", "content": "low"}]
-    )
+    suffix = follow(opened, prompt, [vocabulary["7"], end], [{"role": "user", "content": "low"}])
     pieces = ["\n", "<start_of_turn>", *"user", "\n", "low", "<end_of_turn>", "\n", "<start_of_turn>", *"model", "\n"]
     assert list(suffix.suffix) == own.convert_tokens_to_ids(pieces)
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from tests.environments.template_families import FAMILIES, TEMPLATES, build, dialect, ids, tokenizer
-from tpu_grpo.environments.chat_dialect import Dialect, Following
+from tests.environments.template_families import FAMILIES, TEMPLATES, build, dialect, follow, ids, tokenizer
+from tpu_grpo.environments.chat_dialect import Dialect
 from tpu_grpo.environments.turn_tokens import Cutter
 
 FIRST = [{"role": "user", "content": "Guess."}]
@@ -19,12 +19,6 @@ def q(text: str) -> list[int]:
 
 def said(answer: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": answer}]
-
-
-def follow(opened: Dialect, prompt: list[int], turn: list[int], answers: Any, first: int | None = None) -> Following:
-    """What follows the policy's turn behind a prompt, of which ``first`` tokens, or all, are the first prompt."""
-    sampled = [False] * len(prompt) + [True] * len(turn)
-    return opened.follow([*prompt, *turn], len(prompt) if first is None else first, sampled, answers)
 
 
 def test_thinking_is_cut_and_a_new_prompt_begins() -> None:

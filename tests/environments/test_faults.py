@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from tests.environments.playing import acted, begun, call, ended, failure, open_pool, told
+from tests.environments.playing import acted, answer, begun, call, ended, failure, open_pool, told
 from tests.marks import marked
 from tpu_grpo.environments import pool as pool_module
 from tpu_grpo.environments.actions import Answered, Reply
@@ -126,10 +126,8 @@ def test_others_are_unaffected(played):
 def test_a_tool_that_raises_is_an_answer_and_the_conversation_goes_on():
     with open_pool(NAME) as pool:
         begun(pool, columns={"fault": "raises", "where": "work"})
-        reply = acted(pool, call("work", text="a"))
-        assert told(reply) == "Error: KeyError: 'nothing there'"
-        assert isinstance(reply, Answered)
-        assert reply.errors == 1
+        reply = answer(acted(pool, call("work", text="a")))
+        assert (told(reply), reply.errors) == ("Error: KeyError: 'nothing there'", 1)
         assert ended(pool).reward == 1.0
 
 

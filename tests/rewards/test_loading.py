@@ -175,24 +175,20 @@ def test_names_that_lead_nowhere(reward_file: MakeFile, name: str, message: str)
 
 
 @pytest.mark.parametrize(
-    ("source", "message", "cause"),
+    ("source", "message"),
     [
-        (
-            "import no_such_package_here",
-            "my_rewards.py failed to import: ModuleNotFoundError: No module named",
-            ImportError,
-        ),
-        ("def f(:", "my_rewards.py failed to import: SyntaxError", SyntaxError),
-        ("1 / 0", "failed to import: ZeroDivisionError: division by zero", ZeroDivisionError),
-        ("raise SystemExit(0)", "failed to import: SystemExit: 0", SystemExit),
+        ("import no_such_package_here", "my_rewards.py failed to import: ModuleNotFoundError: No module named"),
+        ("def f(:", "my_rewards.py failed to import: SyntaxError"),
+        ("1 / 0", "failed to import: ZeroDivisionError: division by zero"),
+        ("raise SystemExit(0)", "failed to import: SystemExit: 0"),
     ],
 )
-def test_files_that_fail_to_import(reward_file: MakeFile, source: str, message: str, cause: type[BaseException]):
+def test_files_that_fail_to_import(reward_file: MakeFile, source: str, message: str):
     before = set(sys.modules)
     path = reward_file(source)
     with pytest.raises(RewardError, match=message) as caught:
         load(f"{path}:f")
-    assert isinstance(caught.value.__cause__, cause)
+    assert f"failed to import: {type(caught.value.__cause__).__name__}: " in str(caught.value)
     assert not [m for m in set(sys.modules) - before if m.startswith("tpu_grpo_reward")]
 
 

@@ -1,10 +1,4 @@
-"""The data that is exchanged between the policy and an environment.
-
-Action      the policy's turn, parsed: its text, and its tool calls
-Answered    the environment's answer to an action, or the result of ``reset``
-Ended       the environment's rewards at the end of the episode
-Failure     in place of Answered or Ended; it ends the conversation (records/episode.py)
-"""
+"""The data that is exchanged between the policy and an environment."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -72,6 +66,7 @@ class Ended:
 
 
 Reply = Answered | Ended | Failure
+"""A Failure comes in place of the other two, and ends the conversation."""
 
 
 @dataclass(frozen=True)

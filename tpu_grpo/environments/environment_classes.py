@@ -1,6 +1,5 @@
 """Finds the class of an environment by its name, imports and checks it, and describes its tools."""
 
-import importlib
 import inspect
 from collections.abc import Collection, Mapping
 from functools import partial
@@ -16,19 +15,6 @@ from tpu_grpo.records.errors import EpisodeError
 
 find_environment = partial(find_function, kind="environment", error=EpisodeError)
 """Returns the object at a place: path.py:Class or package.module:Class; raises EpisodeError if there is none."""
-
-
-def import_beforehand(target: Any) -> None:
-    """Import the packages that a shipped class lists in ``_imported_before``, before its conversations are forked.
-
-    Otherwise each conversation's process would import them, which takes seconds of CPU each time. The main process
-    does not import them. Raises EpisodeError for a package that cannot be imported.
-    """
-    for name in getattr(target, "_imported_before", ()):
-        try:
-            importlib.import_module(name)
-        except ImportError as error:
-            raise EpisodeError(f"the environment needs the package {name}, got {error}; install it") from error
 
 
 _WRITTEN = (int, float, str, bool, type(None), Any, dict)

@@ -188,14 +188,10 @@ class EnvironmentPool:
         self.supervisor.release(conversation, 0.0 if conversation.request else _CLOSE_SECONDS)
         self._forget(conversation)
 
-    def give_up(self) -> None:
-        """End all conversations without requesting their rewards."""
-        for key in [*self._by_key]:
-            self.drop(key)
-
     def close(self) -> None:
         """End all conversations and all processes; idle environments get a few seconds to close."""
-        self.give_up()
+        for key in [*self._by_key]:
+            self.drop(key)
         self.supervisor.close(_CLOSE_SECONDS)
 
     def _ask(self, key: int, request: Request) -> None:

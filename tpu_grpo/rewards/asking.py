@@ -322,7 +322,6 @@ class Groups:
     """Calls one reward for groups of rows as they are sampled, and collects its values.
 
     Args:
-        reward: the reward.
         expected: about how many groups will come.
         rollouts: the number of rollouts that the groups come from; the timeout after ``end`` is multiplied by it.
     """

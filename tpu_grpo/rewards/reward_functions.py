@@ -255,12 +255,10 @@ def _try_options(spec: RewardSpec, call: Call, target: Any) -> None:
     try:
         if inspect.isclass(target):
             target(**spec.options)
-        elif call.concurrency is None:
-            Caller(call, target).raw_outputs(RewardBatch(dict.fromkeys(call.batch_columns, ()), 0, 0))
         else:
-            texts = (*TEXT_ARGUMENTS, "rendered_prompts")
-            row = {name: [""] if name in texts else [None] for name in call.batch_columns}
-            Caller(call, target).raw_outputs(RewardBatch(row, 0, 1))
+            texts, size = (*TEXT_ARGUMENTS, "rendered_prompts"), 0 if call.concurrency is None else 1
+            rows = {name: ["" if name in texts else None] * size for name in call.batch_columns}
+            Caller(call, target).raw_outputs(RewardBatch(rows, 0, size))
     except (TypeError, ValueError) as error:
         raise RewardError(f"reward {spec.name}, options {spec.options}: {error}") from error
 

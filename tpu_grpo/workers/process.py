@@ -57,11 +57,10 @@ class WorkerProcess:
             return True
         return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
-    def wait(self, seconds: float) -> bool:
-        """Return whether the process ends by itself within this many seconds."""
+    def wait(self, seconds: float) -> None:
+        """Wait up to this many seconds for the process to end by itself."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
-        return self._process.returncode is not None
 
     def kill(self) -> str:
         """Kill the process and all that it started; return how it ended, in words."""
