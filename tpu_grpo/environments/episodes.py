@@ -76,9 +76,7 @@ class Environments:
 class Episodes:
     """The conversations of a batch, from their beginnings to their ends."""
 
-    def __init__(
-        self, starts: Sequence[Start], names: Sequence[str], pool: "EnvironmentPool", places: int | None = None
-    ):
+    def __init__(self, starts: Sequence[Start], names: Sequence[str], pool: "EnvironmentPool", places: int | None):
         self.places = places
         self._starts = starts
         self._names = names

@@ -170,9 +170,7 @@ class EnvironmentPool:
         could not be imported in its process.
         """
         conversation = self._by_key[key]
-        assert conversation.request is not None or conversation.reply is not None, (
-            f"conversation {key} is asked nothing"
-        )
+        assert conversation.request or conversation.reply, f"conversation {key} is asked nothing"
         while (reply := conversation.reply) is None:
             self._pump(_POLL_SECONDS, conversation)
         conversation.reply = None

