@@ -10,7 +10,7 @@ import pytest
 
 from tpu_grpo.config import parse_config
 from tpu_grpo.config.plugins import EXTRAS
-from tpu_grpo.environments.environment_classes import find_environment, source_of
+from tpu_grpo.environments.environment_classes import load_environment
 from tpu_grpo.records.errors import TpuGrpoError
 from tpu_grpo.rewards.reward_functions import find_reward
 from tpu_grpo.rewards.shipped import SHIPPED
@@ -24,7 +24,7 @@ FEATURES: dict[str, tuple[str, Callable[[], object]]] = {
         if shipped.library is not None
     },
     **{
-        f"the environment {name}": (name, lambda name=name: find_environment(source_of(name)))
+        f"the environment {name}": (name, lambda name=name: load_environment(name, {}))
         for name in ("reasoning_gym", "textarena")
     },
     "data.path=reasoning_gym:chain_sum": (

@@ -1,19 +1,21 @@
 """Tests play conversations with these."""
 
 from collections.abc import Mapping
+from contextlib import closing
 from typing import Any
 
 from tpu_grpo.config import EnvironmentSection
-from tpu_grpo.environments.actions import Action, Answered, BadCall, Ended, Failed, Reply, ToolCall
+from tpu_grpo.environments.actions import Action, Answered, BadCall, Ended, Reply, ToolCall
 from tpu_grpo.environments.environment_classes import load_environment
 from tpu_grpo.environments.pool import EnvironmentPool
+from tpu_grpo.records.episode import Failure
 
 
-def open_pool(name: str | dict[str, str], keep: bool = False, **settings: Any) -> EnvironmentPool:
-    """A pool of environments by their names in a config."""
+def open_pool(name: str | dict[str, str], keep: bool = False, **settings: Any) -> closing[EnvironmentPool]:
+    """A pool of environments by their names in a config, for a ``with`` block."""
     section = EnvironmentSection(name=name, **settings)
     loaded = {key: load_environment(one, section.options, key) for key, one in section.names.items()}
-    return EnvironmentPool(loaded, section, keep)
+    return closing(EnvironmentPool(loaded, section, keep))
 
 
 def calls(*made: ToolCall | BadCall) -> Action:
@@ -63,5 +65,5 @@ def told(reply: Reply) -> str:
 
 def failure(reply: Reply) -> tuple[str, str]:
     """How an environment failed, and the text."""
-    assert isinstance(reply, Failed), reply
-    return reply.failure.kind, reply.failure.text
+    assert isinstance(reply, Failure), reply
+    return reply.kind, reply.text

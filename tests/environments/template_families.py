@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.models.gpt2.tokenization_gpt2 import bytes_to_unicode
 
-from tpu_grpo.environments.chat_dialect import Dialect
+from tpu_grpo.environments.chat_dialect import Dialect, Following
 from tpu_grpo.models.tokenizers import build_tool_tokenizer
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -102,3 +102,9 @@ def dialect(name: str, tools: Sequence[Mapping[str, Any]] = (ADD, SAY), **switch
 def ids(name: str, text: str) -> list[int]:
     """Return the ids of a text in which markers are markers."""
     return tokenizer(name)(text, add_special_tokens=False).input_ids
+
+
+def follow(opened: Dialect, prompt: list[int], turn: list[int], answers: Any, first: int | None = None) -> Following:
+    """Return what follows the policy's turn behind a prompt; ``first`` of its tokens, or all, are the first prompt."""
+    sampled = [False] * len(prompt) + [True] * len(turn)
+    return opened.follow([*prompt, *turn], len(prompt) if first is None else first, sampled, answers)

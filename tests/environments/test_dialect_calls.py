@@ -138,15 +138,12 @@ def test_llama3_answers_that_are_no_calls(text: str) -> None:
 
 
 def test_bad_llama3() -> None:
-    assert problem("llama3", '{"name": "add", "parameters": {47}}').startswith(
-        "the call is not JSON: Expecting property"
-    )
-    assert problem("llama3", "<|python_tag|>add.call(a=1)").startswith("the call is not JSON: Expecting value")
-    assert (
-        problem("llama3", '{"name": "add"} and more')
-        == "calls must be separated by semicolons: and more follows a call"
-    )
-    assert read("llama3", '{"name": "add"} and more').calls[0] == ToolCall("add", {})
+    not_json = "the call is not JSON: Expecting"
+    assert problem("llama3", '{"name": "add", "parameters": {47}}').startswith(f"{not_json} property")
+    assert problem("llama3", "<|python_tag|>add.call(a=1)").startswith(f"{not_json} value")
+    more = '{"name": "add"} and more'
+    assert problem("llama3", more) == "calls must be separated by semicolons: and more follows a call"
+    assert read("llama3", more).calls[0] == ToolCall("add", {})
 
 
 KINDS = tool("f", i="integer", n="number", b="boolean", o="object", l="array", s="string")
@@ -291,9 +288,8 @@ def test_a_set_format_is_read_whatever_the_template_shows() -> None:
     opened = Dialect(tokenizer("llama3"), (ADD,), "python")
     assert opened.read(ids("llama3", "[add(a=47, b=38)]<|eot_id|>")).calls == (CALL,)
     opened = Dialect(tokenizer("llama3"), (ADD,), "hermes")
-    assert opened.read(
-        ids("llama3", tags('{"name": "add", "arguments": {"a": 47, "b": 38}}') + "<|eot_id|>")
-    ).calls == (CALL,)
+    call = tags('{"name": "add", "arguments": {"a": 47, "b": 38}}')
+    assert opened.read(ids("llama3", f"{call}<|eot_id|>")).calls == (CALL,)
 
 
 READERS = (
@@ -305,22 +301,8 @@ READERS = (
 PIECES = st.sampled_from(
     [
         *("<tool_call>", "</tool_call>", "<function=add>", "</function>", "<parameter=a>", "</parameter>", "<|call|>"),
-        *(
-            "<|end_call|>",
-            "[add(",
-            "a=",
-            "1",
-            ",",
-            ")",
-            "]",
-            '{"name": "add"',
-            '"arguments": {',
-            "}",
-            "}",
-            "\n",
-            "\0",
-            "'",
-        ),
+        *("<|end_call|>", "[add(", "a=", "1", ",", ")", "]"),
+        *('{"name": "add"', '"arguments": {', "}", "}", "\n", "\0", "'"),
     ]
 )
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from tests.environments.template_families import ADD, FAMILIES, GEMMA, TEMPLATES, Family, build, dialect, tokenizer
+from tests.environments.template_families import ADD, FAMILIES, GEMMA, TEMPLATES, Family, build, follow, tokenizer
 from tpu_grpo.environments.chat_dialect import CALLED, Dialect
 from tpu_grpo.environments.turn_tokens import BREAK, Encoder
 from tpu_grpo.records.errors import ConfigError
@@ -50,10 +50,7 @@ def test_special_tokens_of_the_vocabulary() -> None:
     assert own.decode(prompt) == (
         "<bos><start_of_turn>user\nGuess <b>1</b> to 9<end_of_turn><end_of_turn>\n<start_of_turn>model\n"
     )
-    turn = [vocabulary["7"], end]
-    suffix = opened.follow(
-        [*prompt, *turn], len(prompt), [False] * len(prompt) + [True] * 2, [{"role": "user", "content": "low"}]
-    )
+    suffix = follow(opened, prompt, [vocabulary["7"], end], [{"role": "user", "content": "low"}])
     pieces = ["\n", "<start_of_turn>", *"user", "\n", "low", "<end_of_turn>", "\n", "<start_of_turn>", *"model", "\n"]
     assert list(suffix.suffix) == own.convert_tokens_to_ids(pieces)
 
@@ -124,21 +121,21 @@ def test_tokens_of_one_character() -> None:
 
 def test_shortened() -> None:
     """The mark behind what was cut, " [...]", is six tokens of these bytes, and a part of what there is room for."""
-    opened = dialect("qwen3")
-    assert opened.shortened("abc", 3) == "abc"
-    assert opened.shortened("abcdefghij", 9) == "abc [...]"
-    assert opened.shortened("a47bcdefghijk", 9) == "a47b [...]"  # "47" is one token
-    assert opened.shortened("aébcdefgh", 8) == "a [...]"  # no half of a character
-    assert opened.shortened("<|im_end|>", 10) == "<|im_end|>"  # counted as it will be encoded
-    assert opened.shortened("<|im_end|>", 9) == "<|i [...]"
-    assert opened.shortened("abcdefghij", 6) == "abcdef"  # there is no room for the mark
-    assert opened.shortened("abcdefghij", 0) == ""
-    assert [opened.count(text) for text in ("", "a47é", "<|im_end|>", " [...]")] == [0, 4, 10, 6]
+    encoder = Encoder(tokenizer("qwen3"))
+    assert encoder.shortened("abc", 3) == "abc"
+    assert encoder.shortened("abcdefghij", 9) == "abc [...]"
+    assert encoder.shortened("a47bcdefghijk", 9) == "a47b [...]"  # "47" is one token
+    assert encoder.shortened("aébcdefgh", 8) == "a [...]"  # no half of a character
+    assert encoder.shortened("<|im_end|>", 10) == "<|im_end|>"  # counted as it will be encoded
+    assert encoder.shortened("<|im_end|>", 9) == "<|i [...]"
+    assert encoder.shortened("abcdefghij", 6) == "abcdef"  # there is no room for the mark
+    assert encoder.shortened("abcdefghij", 0) == ""
+    assert [encoder.count(text) for text in ("", "a47é", "<|im_end|>", " [...]")] == [0, 4, 10, 6]
 
 
 @given(st.text(max_size=20) | st.text("47 38thi\n", max_size=20), st.integers(0, 12))
 def test_what_was_shortened_is_no_longer_than_it_may_be(text: str, tokens: int) -> None:
-    opened = dialect("qwen3")
-    found = opened.shortened(text, tokens)
-    assert opened.count(found) <= tokens
-    assert (found == text) == (opened.count(text) <= tokens)
+    encoder = Encoder(tokenizer("qwen3"))
+    found = encoder.shortened(text, tokens)
+    assert encoder.count(found) <= tokens
+    assert (found == text) == (encoder.count(text) <= tokens)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.environments.template_families import FAMILIES, TEMPLATES, build, dialect, ids, tokenizer
+from tests.environments.template_families import FAMILIES, TEMPLATES, build, dialect, follow, ids, tokenizer
 from tpu_grpo.environments.chat_dialect import Dialect
 from tpu_grpo.environments.turn_tokens import Cutter
 
@@ -28,7 +28,7 @@ def test_thinking_is_cut_and_a_new_prompt_begins() -> None:
     assert prompt == q(ASKED)
     # "47" sampled as two tokens, and three newlines behind the thinking as two
     turn = [*q("<think>\nlow? 4"), *q("7"), *q("\n</think>"), *q("\n\n"), *q("\n"), *q("4"), *q("7"), *q("<|im_end|>")]
-    following = opened.follow([*prompt, *turn], len(prompt), [False] * len(prompt) + [True] * len(turn), said("low"))
+    following = follow(opened, prompt, turn, said("low"))
     suffix = q(f"\n<|im_start|>user\nlow<|im_end|>\n{OPENS}")
     assert list(following.suffix) == suffix
     assert following.new_prompt == (*prompt, *q("4"), *q("7"), *q("<|im_end|>"))
@@ -36,9 +36,7 @@ def test_thinking_is_cut_and_a_new_prompt_begins() -> None:
 
     assert following.new_prompt is not None
     second = [*following.new_prompt, *suffix]
-    turn = q("<think>\nmore\n</think>\n\n60<|im_end|>")
-    mask = [False] * len(second) + [True] * len(turn)
-    following = opened.follow([*second, *turn], len(prompt), mask, said("high"))
+    following = follow(opened, second, q("<think>\nmore\n</think>\n\n60<|im_end|>"), said("high"), len(prompt))
     assert following.new_prompt == (*second, *q("60<|im_end|>"))
     assert list(following.suffix) == q(f"\n<|im_start|>user\nhigh<|im_end|>\n{OPENS}")
 
@@ -49,8 +47,7 @@ def test_the_cut_past_is_what_the_template_writes() -> None:
     past = opened.first(FIRST, None)[1]
     for number, answer in (("50", "low"), ("75", "high")):
         turn = q(f"<think>\nT{number}\n</think>\n\n{number}<|im_end|>")
-        marks = [False] * len(past) + [True] * len(turn)
-        following = opened.follow([*past, *turn], len(q(ASKED)), marks, said(answer))
+        following = follow(opened, past, turn, said(answer), len(q(ASKED)))
         assert following.new_prompt is not None
         past = [*following.new_prompt, *following.suffix]
         messages += [{"role": "assistant", "content": f"<think>\nT{number}\n</think>\n\n{number}"}, *said(answer)]
@@ -61,8 +58,7 @@ def test_the_cut_past_is_what_the_template_writes() -> None:
 def test_a_turn_without_thinking_leaves_the_past_as_it_is(turn: str) -> None:
     opened = dialect("qwen3", tools=())
     prompt = opened.first(FIRST, None)[1]
-    marks = [False] * len(prompt) + [True] * len(q(turn))
-    assert opened.follow([*prompt, *q(turn)], len(prompt), marks, said("low")).new_prompt is None
+    assert follow(opened, prompt, q(turn), said("low")).new_prompt is None
 
 
 def test_with_thinking_off_the_empty_block_goes_before_the_user_speaks_and_stays_before_a_tool_does() -> None:
@@ -71,16 +67,14 @@ def test_with_thinking_off_the_empty_block_goes_before_the_user_speaks_and_stays
     prompt = opened.first(FIRST, None)[1]
     assert prompt == q(ASKED + empty)
     turn = q("50<|im_end|>")
-    marks = [False] * len(prompt) + [True] * len(turn)
-    following = opened.follow([*prompt, *turn], len(prompt), marks, said("low"))
+    following = follow(opened, prompt, turn, said("low"))
     assert following.new_prompt == tuple(q(f"{ASKED}50<|im_end|>"))
     assert list(following.suffix) == q(f"\n<|im_start|>user\nlow<|im_end|>\n{OPENS}{empty}")
 
     with_tools = dialect("qwen3", enable_thinking=False)
     prompt = with_tools.first(FIRST, None)[1]
     answers = [{"role": "tool", "name": "add", "content": "85"}]
-    marks = [False] * len(prompt) + [True] * len(turn)
-    assert with_tools.follow([*prompt, *turn], len(prompt), marks, answers).new_prompt is None
+    assert follow(with_tools, prompt, turn, answers).new_prompt is None
 
 
 def variant(*changes: tuple[str, str], tools: Any = (), switches: Any = None) -> Dialect:
@@ -104,8 +98,7 @@ def test_a_template_that_opens_the_thinking() -> None:
     prompt = opened.first(FIRST, None)[1]
     assert prompt == q(f"{ASKED}<think>\n")
     turn = q("hm\n</think>\n\n50<|im_end|>")
-    marks = [False] * len(prompt) + [True] * len(turn)
-    following = opened.follow([*prompt, *turn], len(prompt), marks, said("low"))
+    following = follow(opened, prompt, turn, said("low"))
     assert following.new_prompt == tuple(q(f"{ASKED}50<|im_end|>"))
     action = opened.read(turn)
     assert (action.thinking, action.content, action.text) == ("hm", "50", "hm\n</think>\n\n50")
@@ -116,8 +109,7 @@ def test_newlines_stay_where_the_template_keeps_them() -> None:
     opened = variant((".split('</think>')[-1].lstrip('\\n')", ".split('</think>')[-1]"))
     prompt = opened.first(FIRST, None)[1]
     turn = q("<think>\nhm\n</think>\n\n50<|im_end|>")
-    marks = [False] * len(prompt) + [True] * len(turn)
-    following = opened.follow([*prompt, *turn], len(prompt), marks, said("low"))
+    following = follow(opened, prompt, turn, said("low"))
     assert following.new_prompt == (*q(ASKED), *q("\n\n"), *q("50<|im_end|>"))
 
 

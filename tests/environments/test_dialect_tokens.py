@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from tests.environments.template_families import ADD, FAMILIES, SAY, build, dialect, ids, tokenizer
+from tests.environments.template_families import ADD, FAMILIES, SAY, build, dialect, follow, ids, tokenizer
 from tpu_grpo.config import DataSection
 from tpu_grpo.data.rendering import PromptRenderer, template_switches
 from tpu_grpo.environments.actions import ToolCall
@@ -73,18 +73,11 @@ CASES = {
             '{"name": "say", "parameters": {"text": "hi"}}<|eot_id|>',
             "It is 85.<|eot_id|>",
         ),
-        (
-            f'{LLAMA_TOOL}"85"<|eot_id|>{LLAMA_OPENS}',
-            f'{LLAMA_TOOL}"hi there"<|eot_id|>{LLAMA_OPENS}',
-        ),
+        (f'{LLAMA_TOOL}"85"<|eot_id|>{LLAMA_OPENS}', f'{LLAMA_TOOL}"hi there"<|eot_id|>{LLAMA_OPENS}'),
         f"47+38=<|eot_id|>{LLAMA_OPENS}",
     ),
     "llama_pythonic": Case(
-        (
-            "[add(a=47, b=38)]<|eot_id|>",
-            '[say(text="hi"), add(a=1, b=2)]<|eot_id|>',
-            "It is 85.<|eot_id|>",
-        ),
+        ("[add(a=47, b=38)]<|eot_id|>", '[say(text="hi"), add(a=1, b=2)]<|eot_id|>', "It is 85.<|eot_id|>"),
         (
             f'{LLAMA_TOOL}{{"output": "85"}}<|eot_id|>{LLAMA_OPENS}',
             f'{LLAMA_TOOL}{{"output": "hi there"}}<|eot_id|>{LLAMA_TOOL}{{"output": "3"}}<|eot_id|>{LLAMA_OPENS}',
@@ -97,10 +90,7 @@ CASES = {
             'Now twice.<|call|>say("hi")<|end_call|><|call|>add(1,2)<|end_call|><|im_end|>',
             "It is 85.<|im_end|>",
         ),
-        (
-            "<|im_start|>tool85<|im_start|>assistant",
-            "<|im_start|>toolhi there<|im_start|>tool3<|im_start|>assistant",
-        ),
+        ("<|im_start|>tool85<|im_start|>assistant", "<|im_start|>toolhi there<|im_start|>tool3<|im_start|>assistant"),
         "<|im_start|>tooladd(a,b)<|im_start|>toolsay(text)<|im_start|>user47+38=<|im_start|>assistant",
     ),
 }
@@ -218,7 +208,7 @@ def test_what_was_sampled_is_never_rendered_or_encoded(name: str, monkeypatch: p
 
     monkeypatch.setattr(PreTrainedTokenizerFast, "apply_chat_template", rendered)
     monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", encoded)
-    monkeypatch.setattr(type(opened._encoder), "plain", lambda self, text: encoded_plain(told, self, text))
+    monkeypatch.setattr(type(opened.encoder), "plain", lambda self, text: encoded_plain(told, self, text))
     result = Sequenced(opened, opened.first(FIRST, None)[1])
     for turn in turns[:2]:
         result.turn(turn)
@@ -243,9 +233,8 @@ def test_what_a_tool_answers_is_no_special_token(name: str) -> None:
     text = "a" + "b".join(words) + "c"
     turn = ids(name, CASES[name].turns[0])
     prompt = opened.first(FIRST, None)[1]
-    sampled = [False] * len(prompt) + [True] * len(turn)
-    plain = opened.follow([*prompt, *turn], len(prompt), sampled, ONE).suffix
-    spelled = opened.follow([*prompt, *turn], len(prompt), sampled, [{**ONE[0], "content": text}]).suffix
+    plain = follow(opened, prompt, turn, ONE).suffix
+    spelled = follow(opened, prompt, turn, [{**ONE[0], "content": text}]).suffix
     markers = set(own.added_tokens_decoder)
     assert [n for n in spelled if n in markers] == [n for n in plain if n in markers]
     assert own.decode(spelled) == own.decode(plain).replace("85", text)
@@ -331,6 +320,5 @@ def test_llama_may_end_a_call_with_its_own_token() -> None:
     turn = ids("llama3", '<|python_tag|>{"name": "add", "parameters": {"a": 1, "b": 2}}<|eom_id|>')
     assert opened.ends(turn)
     assert opened.read(turn).calls == (ToolCall("add", {"a": 1, "b": 2}),)
-    prompt = opened.first(FIRST, None)[1]
-    following = opened.follow([*prompt, *turn], len(prompt), [False] * len(prompt) + [True] * len(turn), ONE)
+    following = follow(opened, opened.first(FIRST, None)[1], turn, ONE)
     assert list(following.suffix) == ids("llama3", CASES["llama3"].between[0])

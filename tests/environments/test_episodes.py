@@ -1,3 +1,4 @@
+# pyright: reportOptionalMemberAccess=false
 """All conversations of a batch: what each environment is asked, when the engine may go on, and how failures end."""
 
 import re
@@ -9,7 +10,7 @@ import pytest
 
 from tests.environments.test_conversation import Dialect, sampled, tool
 from tpu_grpo.config import EnvironmentSection
-from tpu_grpo.environments.actions import Action, Answered, Ended, Failed, LoadedEnvironment, Reply
+from tpu_grpo.environments.actions import Action, Answered, Ended, LoadedEnvironment, Reply
 from tpu_grpo.environments.episodes import Environments, Episodes, seed_of
 from tpu_grpo.records.episode import Failure
 from tpu_grpo.records.errors import EpisodeError
@@ -57,6 +58,16 @@ def opened(pool: Pool, rows: int = 1, **more: Any) -> Episodes:
     return environments(pool, **more)(prompts, requests)
 
 
+def acting(pool: Pool, turn: int = 100, **more: Any) -> Episodes:
+    """The policy has taken its first turn in row 0."""
+    episodes = opened(pool, **more)
+    episodes.begin(0)
+    pool.replies[0] = [Answered(())]
+    episodes.next(0)
+    episodes.ended(0, sampled(turn))
+    return episodes
+
+
 def test_a_row_goes_to_and_fro() -> None:
     pool = Pool()
     episodes = opened(pool)
@@ -65,7 +76,6 @@ def test_a_row_goes_to_and_fro() -> None:
     pool.replies[0] = [Answered(())]
     assert episodes.ready(0)
     first = episodes.next(0)
-    assert first is not None
     assert first.token_ids == (1, 2, 3)
     assert not episodes.ready(0)  # it is the policy's turn
     episodes.ended(0, sampled(100))
@@ -90,11 +100,7 @@ def test_a_row_goes_to_and_fro() -> None:
 def test_the_reward_is_asked_for_while_others_decode() -> None:
     """An answer after which the conversation is over brings the question for the reward with it."""
     pool = Pool()
-    episodes = opened(pool)
-    episodes.begin(0)
-    pool.replies[0] = [Answered(())]
-    episodes.next(0)
-    episodes.ended(0, sampled(100))
+    episodes = acting(pool)
     pool.replies[0] = [tool("x", done=True)]
     assert not episodes.ready(0)
     assert pool.asked[-1] == ("end", 0)
@@ -127,17 +133,16 @@ def test_a_failure_ends_its_conversation_alone(
         pool.replies[row] = [Answered(())]
         episodes.next(row)
         episodes.ended(row, sampled(100))
-    pool.replies[0], pool.replies[1] = [Failed(Failure("late", "did not answer in 1 s"))], [tool("x")]
+    pool.replies[0], pool.replies[1] = [Failure("late", "did not answer in 1 s")], [tool("x")]
     assert episodes.next(0) is None
     failed = episodes.result(0).episode
-    assert failed is not None
     assert failed.failure == Failure("late", "did not answer in 1 s", reward=worth)
     assert episodes.next(1) is not None
     [told] = caplog.messages
     left = "it is left out" if worth is None else "it is worth -0.5"
     where = "in step 4 with its prompt 0 (from 0), which asks 'ask'"
     assert told.startswith(f"environment Game did not answer in 1 s, {where}; {left}")
-    pool.replies[1] = [Failed(Failure("died", "exited with code 3"))]
+    pool.replies[1] = [Failure("died", "exited with code 3")]
     episodes.ended(1, sampled(100))
     assert episodes.next(1) is None
     assert len(caplog.messages) == 1
@@ -155,7 +160,7 @@ def test_a_failure_may_end_the_run() -> None:
     pool = Pool()
     episodes = opened(pool)
     episodes.begin(0)
-    pool.replies[0] = [Failed(Failure("raised", "raised KeyError: 'x' (game.py:3 in reset)", trace="Traceback ..."))]
+    pool.replies[0] = [Failure("raised", "raised KeyError: 'x' (game.py:3 in reset)", trace="Traceback ...")]
     with pytest.raises(EpisodeError) as caught:
         episodes.next(0)
     assert str(caught.value) == (
@@ -177,7 +182,7 @@ def test_a_failure_says_which_conversation_it_is() -> None:
     pool.replies[0] = [Answered(({"role": "user", "content": f"{'d' * 100}{'e' * 100}"},))]
     episodes.next(0)
     episodes.ended(0, sampled(100))
-    pool.replies[0] = [Failed(Failure("died", "exited with code 3"))]
+    pool.replies[0] = [Failure("died", "exited with code 3")]
     asked = f"{'a' * 99}b [...] {'e' * 100}"
     with pytest.raises(
         EpisodeError, match=re.escape(f"in an evaluation with its prompt 5 (from 0), which asks '{asked}'")
@@ -187,16 +192,10 @@ def test_a_failure_says_which_conversation_it_is() -> None:
 
 def test_a_reward_too_many_is_a_failure() -> None:
     pool = Pool()
-    episodes = opened(pool, on_error="skip")
-    episodes.begin(0)
-    pool.replies[0] = [Answered(())]
-    episodes.next(0)
-    episodes.ended(0, sampled(9))
+    episodes = acting(pool, turn=9, on_error="skip")
     pool.replies[0] = [Ended(turn_rewards=(0.5, 0.5))]
     assert episodes.next(0) is None
     failed = episodes.result(0).episode
-    assert failed is not None
-    assert failed.failure is not None
     assert (failed.ending, failed.failure.kind) == ("failed", "wrong")
     assert pool.asked[-1] == ("end", 0)  # its process is free already
 
@@ -209,8 +208,6 @@ def test_a_first_prompt_that_is_too_long_is_a_failure() -> None:
     assert episodes.next(0) is None
     assert pool.asked[-1] == ("drop", 0)
     failed = episodes.result(0).episode
-    assert failed is not None
-    assert failed.failure is not None
     assert failed.failure.kind == "wrong"
     assert "at most data.max_prompt_tokens=4 tokens, got 5" in failed.failure.text
 

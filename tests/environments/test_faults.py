@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from tests.environments.playing import acted, begun, call, ended, failure, open_pool, told
+from tests.environments.playing import acted, answer, begun, call, ended, failure, open_pool, told
 from tests.marks import marked
 from tpu_grpo.environments import pool as pool_module
 from tpu_grpo.environments.actions import Answered, Reply
@@ -66,10 +66,7 @@ FAULTS = {
     ("crashes", "work"): ("died", "was ended by SIGSEGV"),
     ("eats", "work"): ("memory", "took more memory than environment.memory_gb in the tool work"),
     ("gives_an_object", "work"): ("wrong", "must give a text, or what has one, got object .* from the tool work"),
-    ("gives_bytes", "work"): (
-        "wrong",
-        "must give a text, or what has one, got bytes b'bytes' from the tool work",
-    ),
+    ("gives_bytes", "work"): ("wrong", "must give a text, or what has one, got bytes b'bytes' from the tool work"),
     ("closes_everything", "work"): ("died", "exited with code 0|closed its connection"),
     ("writes_into_connections", "work"): ("died", "wrote something of its own into its connection, and was ended"),
     ("forges_an_answer", "work"): ("died", "wrote something of its own into its connection, and was ended"),
@@ -129,10 +126,8 @@ def test_others_are_unaffected(played):
 def test_a_tool_that_raises_is_an_answer_and_the_conversation_goes_on():
     with open_pool(NAME) as pool:
         begun(pool, columns={"fault": "raises", "where": "work"})
-        reply = acted(pool, call("work", text="a"))
-        assert told(reply) == "Error: KeyError: 'nothing there'"
-        assert isinstance(reply, Answered)
-        assert reply.errors == 1
+        reply = answer(acted(pool, call("work", text="a")))
+        assert (told(reply), reply.errors) == ("Error: KeyError: 'nothing there'", 1)
         assert ended(pool).reward == 1.0
 
 
@@ -223,7 +218,7 @@ def test_processes_end_with_a_main_process_that_is_killed(fault: str):
     script = f"""
         import time
         from tests.environments.playing import begun, call, open_pool
-        pool = open_pool("{NAME}")
+        pool = open_pool("{NAME}").thing
         begun(pool, 0, {{}})
         begun(pool, 1, {{"fault": "{fault}", "where": "work"}})
         pool.act(1, call("work", text="a"))

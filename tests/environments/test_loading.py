@@ -21,6 +21,7 @@ TOOL = '''
         return by
 '''
 RESET = "    def reset(self, **columns): pass\n"
+LOOK = f"class E:\n{RESET}    def look"
 
 
 @pytest.fixture
@@ -127,18 +128,12 @@ def test_a_tool_may_be_called_step(load):
     [
         (f"class E:\n{TOOL}", "environment E must have a method reset, which begins a conversation"),
         (f"class E:\n{RESET}", "environment E must have tools, which are its public methods beside reset, get_reward"),
+        (f"{LOOK}(self) -> str: pass\n", "public method look is a tool, which must have a type hint"),
         (
-            f"class E:\n{RESET}    def look(self) -> str: pass\n",
-            "public method look is a tool, which must have a type hint",
-        ),
-        (
-            f'class E:\n{RESET}    def look(self, at):\n        """Look.\n\n        Args:\n            at: x."""',
+            f'{LOOK}(self, at):\n        """Look.\n\n        Args:\n            at: x."""',
             "says: Argument at is missing a type hint",
         ),
-        (
-            f'class E:\n{RESET}    def look(self, at: int) -> str:\n        """Look."""',
-            "docstring has no description for the argument 'at'",
-        ),
+        (f'{LOOK}(self, at: int) -> str:\n        """Look."""', "docstring has no description for the argument 'at'"),
         (
             f"class E:\n    def __init__(self, size): pass\n{RESET}{TOOL}",
             "its constructor requires 'size', which is no option",
@@ -240,7 +235,6 @@ def test_shipped_names(monkeypatch: pytest.MonkeyPatch):
 def test_columns_that_reset_requires():
     counter = load_environment("tests.environments.games:Counter", {}, "count")
     check_columns(counter, ["target", "answer"])
-    with pytest.raises(
-        EpisodeError, match="environment count: reset requires 'target', which is no column of the data"
-    ):
+    said = "environment count: reset requires 'target', which is no column of the data"
+    with pytest.raises(EpisodeError, match=said):
         check_columns(counter, ["question", "answer"])

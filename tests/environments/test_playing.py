@@ -2,7 +2,6 @@
 
 import asyncio
 import inspect
-import pickle
 from typing import Any
 
 import pytest
@@ -10,8 +9,9 @@ import pytest
 from tests.environments.playing import call
 from tpu_grpo.environments.actions import Answered, Ended
 from tpu_grpo.environments.environment_classes import load_environment
-from tpu_grpo.environments.playing import Act, End, PlayedEnvironment, Playing, Start
-from tpu_grpo.workers.attributes import opened
+from tpu_grpo.environments.playing import End, PlayedEnvironment, Playing, Start
+from tpu_grpo.records.errors import EpisodeError
+from tpu_grpo.workers.attributes import rebuilt
 
 
 def test_what_methods_take_is_worked_out_before_a_process_is_forked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,7 +25,7 @@ def test_what_methods_take_is_worked_out_before_a_process_is_forked(monkeypatch:
 
     monkeypatch.setattr(inspect, "signature", refused)
     playing = Playing(service)
-    asked = (Start({"target": 2, "other": 1}, seed=1), Act(call("increment", step=2)), Act(call("increment", by=2)))
+    asked = (Start({"target": 2, "other": 1}, seed=1), call("increment", step=2), call("increment", by=2))
     replies = [asyncio.run(playing.reply(each)) for each in asked]
     assert [reply.messages[0]["content"] for reply in replies if isinstance(reply, Answered)] == [
         "Count to 2.",
@@ -59,7 +59,7 @@ def test_an_instance_that_answers_to_any_name_gives_no_rewards_of_its_own() -> N
 
     async def play() -> Any:
         await playing.reply(Start({}, seed=1))
-        await playing.reply(Act(call("look")))
+        await playing.reply(call("look"))
         return await playing.reply(End())
 
     reply = asyncio.run(play())
@@ -67,4 +67,4 @@ def test_an_instance_that_answers_to_any_name_gives_no_rewards_of_its_own() -> N
     assert isinstance(reply, Ended)
     assert (reply.reward, reply.turn_rewards) == (None, None)
     assert reply.kept is not None
-    assert pickle.loads(opened(reply.kept)[0]["asked"]) == []
+    assert rebuilt(reply.kept, EpisodeError).asked == []

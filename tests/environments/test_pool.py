@@ -1,6 +1,5 @@
 """A pool plays conversations, many at once, each with an environment of its own."""
 
-import pickle
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +15,7 @@ from tpu_grpo.environments.actions import Answered, BadCall, Ended, ToolCall
 from tpu_grpo.environments.pool import EnvironmentPool
 from tpu_grpo.records.errors import EpisodeError
 from tpu_grpo.workers import supervisor
-from tpu_grpo.workers.attributes import opened
+from tpu_grpo.workers.attributes import rebuilt
 
 COUNTER, ASYNC = "tests.environments.games:Counter", "tests.environments.games:Async"
 MIXED = "tests.environments.games:Mixed"
@@ -49,8 +48,7 @@ def test_calls_of_a_turn_are_made_in_order_and_bad_ones_are_answered(pool: Envir
         ToolCall("increment", {"step": "a"}),
         ToolCall("increment", {"step": 3}),
     ]
-    reply = acted(pool, calls(*made))
-    assert isinstance(reply, Answered)
+    reply = answer(acted(pool, calls(*made)))
     assert [(message["role"], message["name"], message["content"]) for message in reply.messages] == [
         ("tool", "increment", "3"),
         ("tool", "decrement", "Error: there is no tool 'decrement'; the tools are: increment, look"),
@@ -98,13 +96,6 @@ def test_a_conversation_that_is_over_or_was_not_begun_may_be_dropped(pool: Envir
     pool.drop(0)
 
 
-def test_a_turn_that_adds_no_reward_has_0(pool: EnvironmentPool):
-    begun(pool, columns={"target": 1})
-    acted(pool, call("look"))
-    acted(pool, call("look"))
-    assert ended(pool).turn_rewards == (0.0, 0.0)
-
-
 def test_attributes_are_kept_for_rewards():
     with open_pool(COUNTER, keep=True) as pool:
         begun(pool, columns={"target": 2, "big": "x" * 2**20})
@@ -112,23 +103,16 @@ def test_attributes_are_kept_for_rewards():
         kept = ended(pool).kept
     assert kept is not None
     assert kept.source == COUNTER
-    attributes, left_out = opened(kept)
-    assert pickle.loads(attributes["counter"]) == 2
-    assert left_out["columns"].endswith("bytes, and an attribute may have 1,048,576")
-
-
-def test_several_environments():
-    with open_pool({"count": COUNTER, "say": "tests.environments.games:Steps"}) as pool:
-        assert told(begun(pool, 0, {"target": 2, "goal": "a"}, "count")) == "Count to 2."
-        assert told(begun(pool, 1, {"target": 2, "goal": "a"}, "say")) == "Say a. Seed 7."
-        assert eval(told(acted(pool, call("look"))))["columns"] == {"goal": "a"}
-        assert answer(acted(pool, says("a"), 1)).done
+    environment = rebuilt(kept, EpisodeError)
+    assert environment.counter == 2
+    with pytest.raises(AttributeError, match="bytes, and an attribute may have 1,048,576$"):
+        _ = environment.columns
 
 
 @pytest.mark.parametrize("form", [4, 5, 6])
 def test_steps_take_texts_and_end_by_themselves(form: int):
     with open_pool("tests.environments.games:Steps", options={"form": form}) as pool:
-        begun(pool, columns={"goal": "a", "other": 1})
+        assert told(begun(pool, columns={"goal": "a", "other": 1})) == "Say a. Seed 7."
         assert acted(pool, says("b")) == Answered(({"role": "user", "content": "No."},), 0.0, False)
         assert acted(pool, says("a")) == Answered(({"role": "user", "content": "Yes."},), 1.0, True)
         assert ended(pool).reward is None
@@ -191,13 +175,14 @@ def test_the_time_until_a_process_is_forked_is_not_the_environment_s(
             assert (kind, text[: len(reply[1])]) == reply
 
 
-def test_what_is_given_up_is_over_and_others_can_begin(pool: EnvironmentPool):
+def test_what_is_dropped_is_over_and_others_can_begin(pool: EnvironmentPool):
     before = marked()
     for key in range(3):
         begun(pool, key, {"target": 1})
     assert len(marked() - before) == 3
     pool.act(0, call("look"))
-    pool.give_up()
+    for key in range(3):
+        pool.drop(key)
     assert left_after(before, 10.0) == set()
     assert told(begun(pool, 0, {"target": 1})) == "Count to 1."
     pool.drop(0)

@@ -6,7 +6,8 @@ import pytest
 
 from tests.environments.playing import acted, answer, begun, call, ended, open_pool, told
 from tpu_grpo.environments.environment_classes import load_environment
-from tpu_grpo.workers.attributes import opened
+from tpu_grpo.records.errors import EpisodeError
+from tpu_grpo.workers.attributes import rebuilt
 
 FILE = "tests.environments.trl_examples"
 
@@ -51,7 +52,7 @@ def test_echo():
         assert told(acted(pool, call("echo", message="Hello"))) == "Hello"
         kept = ended(pool).kept
         assert kept is not None
-        assert set(opened(kept)[0]) == {"env", "reward"}
+        assert {*vars(rebuilt(kept, EpisodeError))} == {"env", "reward"}
 
 
 def test_wordle_ends_by_raising():

@@ -14,10 +14,7 @@ MakeFile = Callable[..., str]
 
 
 def make_rollout(
-    prompts: Sequence[str],
-    texts: Sequence[str],
-    columns: Sequence[Mapping[str, Any]] | None = None,
-    step: int = 0,
+    prompts: Sequence[str], texts: Sequence[str], columns: Sequence[Mapping[str, Any]] | None = None, step: int = 0
 ) -> Rollout:
     """P prompts with their columns and P*G completion texts; only the texts matter to rewards."""
     records = columns if columns is not None else [{}] * len(prompts)

@@ -98,13 +98,8 @@ def naps(completions: list[str]) -> list[float]:
     return [0.0] * len(completions)
 
 
-class Late:
-    """Hangs in its second batch only, once."""
-
-    def __init__(self, flag: str):
-        self.flag = flag
-
-    def __call__(self, completions: list[str], step: int) -> list[float]:
-        if step == 2:
-            time.sleep(1000)
-        return [float(step)] * len(completions)
+def late(completions: list[str], step: int) -> list[float]:
+    """Hangs in its second batch only."""
+    if step == 2:
+        time.sleep(1000)
+    return [float(step)] * len(completions)

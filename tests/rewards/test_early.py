@@ -373,3 +373,5 @@ def test_a_column_that_some_row_lacks_is_found_with_its_group() -> None:
         add(scoring, 0, rollout=rollout)
         with pytest.raises(RewardError, match=message):
             add(scoring, 1, rollout=rollout)
+        with pytest.raises(RewardError, match=message):
+            rewards.score(rollout)

@@ -2,7 +2,6 @@
 
 import functools
 import os
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -115,16 +114,3 @@ def test_the_saved_config_names_them_and_says_that_they_are_not_there(tmp_path: 
     message = "reward Length was passed to tpu_grpo.train as a function, .* pass it with rewards= again"
     with pytest.raises(RewardError, match=message):
         open_rewards(config.rewards, [])
-
-
-def test_a_deadline_in_this_process_costs_its_rows_and_the_next_batch_while_it_lasts() -> None:
-    def slow(completions: Sequence[str]) -> list[float]:
-        time.sleep(1.0)
-        return [1.0] * len(completions)
-
-    config = given({"name": slow, "timeout": 0.2, "on_error": "value", "error_value": -1.0})
-    with open_rewards(config.rewards, []) as rewards:
-        for _ in range(2):  # the second time the first call still goes on
-            scores = rewards.score(ROLLOUT)
-            np.testing.assert_array_equal(scores.total, [-1.0] * 4)
-            assert scores.figures["rewards/slow/timeouts"].value == 4

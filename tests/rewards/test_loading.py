@@ -67,11 +67,6 @@ def test_a_function_cannot_change_what_the_next_one_sees(reward_file: MakeFile):
     assert TABLE["completions"] == ["c"]
 
 
-def test_callable_objects_are_rewards_too(reward_file: MakeFile):
-    path = reward_file("class R:\n    def __call__(self, completions):\n        return [1.0]\nf = R()\n")
-    assert call(load(f"{path}:f")) == [1.0]
-
-
 NEEDS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "environment": ((), {}),
     "format": ((), {}),
@@ -180,24 +175,20 @@ def test_names_that_lead_nowhere(reward_file: MakeFile, name: str, message: str)
 
 
 @pytest.mark.parametrize(
-    ("source", "message", "cause"),
+    ("source", "message"),
     [
-        (
-            "import no_such_package_here",
-            "my_rewards.py failed to import: ModuleNotFoundError: No module named",
-            ImportError,
-        ),
-        ("def f(:", "my_rewards.py failed to import: SyntaxError", SyntaxError),
-        ("1 / 0", "failed to import: ZeroDivisionError: division by zero", ZeroDivisionError),
-        ("raise SystemExit(0)", "failed to import: SystemExit: 0", SystemExit),
+        ("import no_such_package_here", "my_rewards.py failed to import: ModuleNotFoundError: No module named"),
+        ("def f(:", "my_rewards.py failed to import: SyntaxError"),
+        ("1 / 0", "failed to import: ZeroDivisionError: division by zero"),
+        ("raise SystemExit(0)", "failed to import: SystemExit: 0"),
     ],
 )
-def test_files_that_fail_to_import(reward_file: MakeFile, source: str, message: str, cause: type[BaseException]):
+def test_files_that_fail_to_import(reward_file: MakeFile, source: str, message: str):
     before = set(sys.modules)
     path = reward_file(source)
     with pytest.raises(RewardError, match=message) as caught:
         load(f"{path}:f")
-    assert isinstance(caught.value.__cause__, cause)
+    assert f"failed to import: {type(caught.value.__cause__).__name__}: " in str(caught.value)
     assert not [m for m in set(sys.modules) - before if m.startswith("tpu_grpo_reward")]
 
 
@@ -268,14 +259,6 @@ def test_an_option_stands_in_for_a_data_column_of_its_name():
 
 
 # --- the set ---------------------------------------------------------------------------------------------------------
-
-
-def test_opening_all_rewards_of_a_config(reward_file: MakeFile):
-    path = reward_file("def short(completions):\n    return [0.0]\n")
-    specs = [RewardSpec(name="exact_answer", weight=2.0), RewardSpec(name=f"{path}:short")]
-    opened = open_rewards(specs, COLUMNS)
-    assert opened.names == ("exact_answer", "short")
-    assert [reward.spec.weight for reward in opened.rewards] == [2.0, 1.0]
 
 
 def test_two_rewards_cannot_share_a_name(reward_file: MakeFile):

@@ -1,7 +1,6 @@
 """Totals are worked out by hand, and errors say how a reward misbehaves."""
 
 import random
-import time
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
@@ -46,11 +45,6 @@ def constant(values: Any, name: str = "r") -> Callable[..., Any]:
 # --- arithmetic ------------------------------------------------------------------------------------------------------
 
 
-def test_rows_are_prompt_major_and_columns_repeat_per_row():
-    scores = open_rewards([RewardSpec(name="exact_answer")], ["answer"]).score(ROLLOUT)
-    np.testing.assert_array_equal(scores.total, [1.0, 0.0, 0.0, 1.0])  # rows: p0 a, p0 b, p1 c, p1 d
-
-
 def test_a_reward_sees_the_whole_batch_once():
     calls: list[dict[str, Any]] = []
 
@@ -80,12 +74,6 @@ def test_total_is_the_weighted_sum_over_the_rewards_that_apply():
     assert all(values.dtype == np.float64 for values in scores.by_name.values())
 
 
-def test_a_weight_of_zero_only_shows_a_reward():
-    scores = reward_set(constant([1.0] * 4, "a"), constant([5.0] * 4, "b"), weights=[1.0, 0.0]).score(ROLLOUT)
-    np.testing.assert_array_equal(scores.total, [1.0] * 4)
-    np.testing.assert_array_equal(scores.by_name["b"], [5.0] * 4)
-
-
 @pytest.mark.parametrize(
     "values",
     [
@@ -98,14 +86,6 @@ def test_a_weight_of_zero_only_shows_a_reward():
 )
 def test_whatever_is_a_number_counts(values: Any):
     np.testing.assert_array_equal(reward_set(constant(values)).score(ROLLOUT).total, [1.0, 0.0, 1.0, 0.5])
-
-
-def test_seconds_cover_the_calls():
-    def slow(completions: Sequence[str]) -> list[float]:
-        time.sleep(0.05)
-        return [0.0] * len(completions)
-
-    assert 0.05 <= reward_set(slow).score(ROLLOUT).seconds < 5.0
 
 
 # --- weights, gates, rows that go without ----------------------------------------------------------------------------
@@ -147,10 +127,8 @@ def test_a_gate_keeps_rows_from_a_reward():
         asked.append(completions)
         return [5.0] * len(completions)
 
-    gate = open_function(constant([1.0, 0.0, None, -1.0], "gate"))
-    scores = RewardSet((open_function(correct, only_if="gate"), gate, open_function(constant([0.5] * 4)))).score(
-        ROLLOUT
-    )
+    gate, other = open_function(constant([1.0, 0.0, None, -1.0], "gate")), open_function(constant([0.5] * 4))
+    scores = RewardSet((open_function(correct, only_if="gate"), gate, other)).score(ROLLOUT)
     assert asked == [["a"]]
     np.testing.assert_array_equal(scores.by_name["correct"], [5.0, 0.0, np.nan, 0.0])
     np.testing.assert_array_equal(scores.total, [6.5, 0.5, 0.5, -0.5])
@@ -208,12 +186,8 @@ ROWS = st.lists(
 @settings(max_examples=60, deadline=None)
 @given(ROWS, st.randoms(use_true_random=False))
 def test_permuting_prompts_permutes_rewards(rows: list[tuple[str, str, list[str]]], rng: random.Random):
-    specs = [
-        RewardSpec(name="exact_answer", weight=0.3),
-        RewardSpec(name="gsm8k", weight=0.7),
-        RewardSpec(name="format"),
-    ]
-    rewards = open_rewards(specs, ["answer"])
+    weights = {"exact_answer": 0.3, "gsm8k": 0.7, "format": 1.0}
+    rewards = open_rewards([RewardSpec(name=name, weight=weight) for name, weight in weights.items()], ["answer"])
 
     def totals_PG(order: Sequence[int]) -> np.ndarray:
         chosen = [rows[i] for i in order]
@@ -292,9 +266,8 @@ def test_an_exception_of_the_batch_as_a_whole():
             raise MemoryError("too many")
         return [0.0]
 
-    with pytest.raises(
-        RewardError, match=r"raised MemoryError: too many .*no row raises on its own, so it takes several"
-    ):
+    message = "raised MemoryError: too many .*no row raises on its own, so it takes several"
+    with pytest.raises(RewardError, match=message):
         reward_set(needs_two).score(ROLLOUT)
 
 
@@ -304,13 +277,6 @@ def test_interrupting_a_reward_is_not_its_error():
 
     with pytest.raises(KeyboardInterrupt):
         reward_set(interrupted).score(ROLLOUT)
-
-
-def test_a_column_that_some_row_lacks():
-    rollout = make_rollout(["p0", "p1"], ["a", "b", "c", "d"], [{"answer": "a"}, {"solution": "d"}])
-    message = r"column 'answer', which row 2 \(prompt 'p1', completion 'c'\) lacks; it has \['solution'\]"
-    with pytest.raises(RewardError, match=message):
-        open_rewards([RewardSpec(name="exact_answer")], ["answer"]).score(rollout)
 
 
 def test_long_texts_are_shortened_in_messages():

@@ -49,6 +49,7 @@ def test_a_reward_of_weight_0_scores_no_row_unless_all_have_it():
     scored, watched = [3.0, None, 5.0, 1.0, 1.0, 1.0], [1.0] * 6
     scores = rewards_of((scored, {}), (watched, {"weight": 0.0})).score(ROLLOUT)
     np.testing.assert_array_equal(scores.total, [3.0, 4.0, 5.0, 1.0, 1.0, 1.0])
+    np.testing.assert_array_equal(scores.by_name["r1"], watched)
     assert scores.figures["rewards/unscored"].value == 1
     scores = rewards_of((scored, {"weight": 0.0}), (watched, {"weight": 0.0})).score(ROLLOUT)
     np.testing.assert_array_equal(scores.total, np.zeros(6))

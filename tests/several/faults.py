@@ -28,8 +28,9 @@ from tests.marks import marked
 from tests.rewards.conftest import make_rollout
 from tests.several.misbehaving import DAEMON, DEEDS, VALUES
 from tpu_grpo.config import RewardSpec
-from tpu_grpo.environments.actions import Answered, Ended, Failed, Reply
+from tpu_grpo.environments.actions import Answered, Ended, Reply
 from tpu_grpo.environments.pool import EnvironmentPool
+from tpu_grpo.records.episode import Failure
 from tpu_grpo.records.errors import EpisodeError, RewardError
 from tpu_grpo.rewards import RewardSet, open_rewards
 
@@ -112,7 +113,7 @@ def in_environment(pool: EnvironmentPool, fault: Fault) -> str:
     beside = play(pool, 2 * fault.number, good)
     first = next(beside)
     *_, last = play(pool, 2 * fault.number + 1, {"kind": fault.kind, "seed": fault.number, "where": fault.where})
-    if not isinstance(last, Ended | Failed):
+    if not isinstance(last, Ended | Failure):
         raise EscapedError(f"the conversation ended with {last}")
     replies = [first, *beside]
     shares = fault.rig == "shared environment" or fault.kind == "kills what forked it"
@@ -121,7 +122,7 @@ def in_environment(pool: EnvironmentPool, fault: Fault) -> str:
     for attempt in range(4):
         *_, reply = play(pool, -1 - attempt, good)
         if isinstance(reply, Ended) and reply.reward == 1.0:
-            return f"failed: {last.failure.kind}" if isinstance(last, Failed) else "ended"
+            return f"failed: {last.kind}" if isinstance(last, Failure) else "ended"
     raise EscapedError(f"the environment plays no good conversation any more: {reply}")
 
 

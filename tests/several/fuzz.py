@@ -95,7 +95,7 @@ class Message:
 def messages() -> dict[str, Message]:
     """Messages of each kind as they should be, with what reads them in a run."""
     from tpu_grpo.engine.exchange import decode_completions, encode_completions
-    from tpu_grpo.environments.actions import Answered, Ended, Failed
+    from tpu_grpo.environments.actions import Answered, Ended
     from tpu_grpo.hosts import meeting
     from tpu_grpo.hosts.authentication import session_key, signature
     from tpu_grpo.hosts.coordination_service import read_told
@@ -161,7 +161,7 @@ def messages() -> dict[str, Message]:
         "caller.json": Message(me.to_line(), meeting.caller_of),
         "host_0.json": Message(json.dumps(come).encode() + b"\n", host_0, (ConfigError, LockstepError)),
         "batch.jsonl": Message(answer, from_worker(reward, False), foreign),
-        "conversation.jsonl": Message(played, from_worker((Answered, Ended, Failed), False), foreign),
+        "conversation.jsonl": Message(played, from_worker((Answered, Ended, Failure), False), foreign),
         "stream": Message(struct.pack("!I", len(answer)) + answer, from_worker(reward, True), foreign),
         "exchange": Message(exchanged, decode_completions, (LockstepError,)),
         "exchange.json": Message(

@@ -179,7 +179,7 @@ DEEDS: dict[str, Callable[[random.Random], Any]] = {
                     b'0 SetupFailed\n{"text": "no", "trace": ""}',
                     b'1 Ended\n{"reward": 1e308, "turn_rewards": null, "kept": null}',
                     b"x Answered\n{}",
-                    b"1 Failed\n" + b"[" * 50_000,
+                    b"1 Failure\n" + b"[" * 50_000,
                     b"1 Answer\n" + b"9" * 10_000,
                     b"\x80\x05cos\nsystem\n(S'true'\ntR.",
                 ]

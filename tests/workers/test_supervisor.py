@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.marks import left_after, marked
-from tests.workers.test_channel import Touches
+from tests.workers.test_channel import Touches, framed
 from tpu_grpo.workers.channel import FOREIGN, BrokenChannelError
 from tpu_grpo.workers.messages import Mode, encode
 from tpu_grpo.workers.supervisor import Session, Supervisor
@@ -69,10 +69,6 @@ class Asked(Session):
 
     def lost(self, how: str) -> None:
         self.said = how
-
-
-def framed(data: bytes) -> bytes:
-    return struct.pack("!I", len(data)) + data
 
 
 FORGED = {

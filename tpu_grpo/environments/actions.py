@@ -1,10 +1,4 @@
-"""The data that is exchanged between the policy and an environment.
-
-Action      the policy's turn, parsed: its text, and its tool calls
-Answered    the environment's answer to an action, or the result of ``reset``
-Ended       the environment's rewards at the end of the episode
-Failed      the environment's failure, in place of Answered or Ended
-"""
+"""The data that is exchanged between the policy and an environment."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -71,14 +65,8 @@ class Ended:
     kept: KeptEnvironment | None = None
 
 
-@dataclass(frozen=True)
-class Failed:
-    """A failure of an environment, which ends the conversation."""
-
-    failure: Failure
-
-
-Reply = Answered | Ended | Failed
+Reply = Answered | Ended | Failure
+"""A Failure comes in place of the other two, and ends the conversation."""
 
 
 @dataclass(frozen=True)

@@ -148,21 +148,18 @@ class SkyrlAdapter(Adapter):
     def start(self, columns: Mapping[str, Any], seed: int) -> Any:
         """Build the environment of a row, call its ``init`` with the prompt, and return the messages that it adds."""
         parameters = inspect.signature(self.target).parameters
-        is_whole = "env_config" in parameters
-        given: dict[str, Any] = {"env_config": Config(self.options)} if is_whole else dict(self.options)
-        if "extras" in parameters:
-            given["extras"] = dict(columns)
-        self.instance = self.target(**given)
-        given_prompt = columns.get("prompt")
-        is_text = isinstance(given_prompt, str)
-        prompt = [{"role": "user", "content": given_prompt}] if is_text else list(given_prompt or ())
+        extras = {"extras": dict(columns)} if "extras" in parameters else {}
+        options = {"env_config": Config(self.options)} if "env_config" in parameters else self.options
+        self.instance = self.target(**options, **extras)
+        asked = columns.get("prompt")
+        prompt = [{"role": "user", "content": asked}] if isinstance(asked, str) else list(asked or ())
         returned = self.instance.init([dict(message) for message in prompt])
-        given_back = returned[0] if isinstance(returned, tuple) else returned
-        if list(given_back[: len(prompt)]) != prompt:
+        messages = list(returned[0] if isinstance(returned, tuple) else returned)
+        if messages[: len(prompt)] != prompt:
             raise WrongError(
                 "must return the prompt that init got, with messages added at most; change the data instead"
             )
-        return list(given_back[len(prompt) :])
+        return messages[len(prompt) :]
 
 
 class Config(dict[str, Any]):

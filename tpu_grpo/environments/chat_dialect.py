@@ -41,15 +41,12 @@ class ChatTemplate:
             return True
 
     def write(self, messages: Sequence[Message], *, is_open: bool = True, with_tools: bool = True) -> str:
-        """Return the rendered text of a conversation.
+        """Return the rendered text of a conversation. Raises ConfigError if the template refuses the conversation.
 
         Args:
             messages: the conversation; with ``is_open``, a last message of the assistant is left open to be continued.
             is_open: whether the text ends with the opening of the policy's turn.
             with_tools: whether the template gets the tools.
-
-        Raises:
-            ConfigError: if the template refuses the conversation.
         """
         from jinja2 import TemplateError  # what chat templates are written in; transformers imports it lazily too
 
@@ -208,10 +205,8 @@ def turn_ends(tokenizer: "PreTrainedTokenizerFast", switches: Mapping[str, Any] 
     """Return the tokens with which a chat template ends the policy's turns, the usual one first.
 
     A model that was trained on conversations ends its turns with these tokens, whatever the tokenizer's end token is.
-    ``switches`` are further arguments of the template.
-
-    Raises:
-        ConfigError: if there is no template, or it does not open or end turns.
+    ``switches`` are further arguments of the template. Raises ConfigError if there is no template, or it does not open
+    or end turns.
     """
     return _turn_ends(tokenizer, Prober(ChatTemplate(tokenizer, (), switches or {}), Encoder(tokenizer)))
 
@@ -247,9 +242,9 @@ class Dialect:
     ):
         self._tokenizer = tokenizer
         self._template = ChatTemplate(tokenizer, tools, switches or {})
-        self._encoder = Encoder(tokenizer)
+        self.encoder = Encoder(tokenizer)
         self._pasts: dict[str, Cutter | None] = {}
-        self._prober = Prober(self._template, self._encoder)
+        self._prober = Prober(self._template, self.encoder)
         ends = _turn_ends(tokenizer, self._prober)
         self.end_id = ends[0]
         """The token with which the template ends turns."""
@@ -288,15 +283,15 @@ class Dialect:
                 )
             asked = messages[place]
             told[place] = {**asked, "content": f"{asked['content']}{observation}"}
-            guarded[place] = {**asked, "content": f"{asked['content']}{self._encoder.guarded(observation)}"}
+            guarded[place] = {**asked, "content": f"{asked['content']}{self.encoder.guarded(observation)}"}
         written = self._template.write(guarded)
-        ids = self._encoder.encode(written)
+        ids = self.encoder.encode(written)
         if (pad := self._tokenizer.pad_token_id) is not None and pad in ids:
             raise DataError(
                 f"a prompt must not hold the pad token, got {self._tokenizer.pad_token!r} in {written[-200:]!r}; "
                 "padding is told from text by its id. Remove it from the data"
             )
-        return self._encoder.released(written), ids, told
+        return self.encoder.released(written), ids, told
 
     # --- reading a turn -----------------------------------------------------------------------------------------------
 
@@ -316,7 +311,7 @@ class Dialect:
             said, calls = self._read_calls(said, ended=ended)
         return Action(
             text=self._decode(ids, skip_special_tokens=True),
-            content=self._encoder.special.sub("", said).strip(),
+            content=self.encoder.special.sub("", said).strip(),
             calls=tuple(checked_call(call) for call in calls),
             thinking=thought.strip(),
         )
@@ -325,14 +320,6 @@ class Dialect:
         return self._tokenizer.decode(
             list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
-
-    def count(self, text: str) -> int:
-        """Return the number of tokens of an answer's text."""
-        return self._encoder.count(text)
-
-    def shortened(self, text: str, tokens: int) -> str:
-        """Cut an answer to at most ``tokens`` tokens, including a mark after the cut."""
-        return self._encoder.shortened(text, tokens)
 
     # --- after a turn -------------------------------------------------------------------------------------------------
 
@@ -376,13 +363,13 @@ class Dialect:
         for _ in calls:
             begin = text.index(CALLED, begin) + len(CALLED)
         end = self._prober.end
-        suffix = self._encoder.encode(text[text.index(end, begin) :])
+        suffix = self.encoder.encode(text[text.index(end, begin) :])
         assert suffix[0] in self.end_ids
         return suffix[1:]
 
     def _as_data(self, answer: Message) -> Message:
         """Return an answer whose content and tool name cannot spell special tokens, see `Encoder.guarded`."""
-        held = {key: self._encoder.guarded(str(answer[key])) for key in ("name", "content") if key in answer}
+        held = {key: self.encoder.guarded(str(answer[key])) for key in ("name", "content") if key in answer}
         return {**({"tool_call_id": CALL_ID} if answer["role"] == "tool" else {}), **answer, **held}
 
     @cached_property
@@ -406,20 +393,20 @@ class Dialect:
         return self._pasts[role]
 
     def _cutter(self, past: Past) -> Cutter:
-        closing = self._encoder.encode(CLOSE)
+        closing = self.encoder.encode(CLOSE)
         if len(closing) != 1:
             raise ConfigError(
                 f"a chat template that drops thinking from the past needs a tokenizer whose {CLOSE} is one "
                 f"token, this one has {len(closing)}; take a model with such a token, or a template that keeps thinking"
             )
         newlines = newline_ids(self._tokenizer) if past.drops_newlines else frozenset()
-        return Cutter(tuple(self._encoder.encode(self._prober.opened)), closing[0], newlines)
+        return Cutter(tuple(self.encoder.encode(self._prober.opened)), closing[0], newlines)
 
     def _check_encoding(self) -> None:
         """Check that text between special tokens is encoded as it is alone, and that plain text cannot spell them."""
         text = self._prober.begin
-        whole, pieces = self._encoder.encode(text), self._encoder.in_pieces(text)
-        if whole != pieces or (spelled := self._encoder.spelled_by_accident()) is not None:
+        whole, pieces = self.encoder.encode(text), self.encoder.in_pieces(text)
+        if whole != pieces or (spelled := self.encoder.spelled_by_accident()) is not None:
             told = "splits a prompt differently there" if whole != pieces else f"makes {spelled!r} of its characters"
             raise ConfigError(
                 "a conversation needs a tokenizer that encodes the text between special tokens as it does alone, so "

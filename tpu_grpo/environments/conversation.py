@@ -25,14 +25,15 @@ from tpu_grpo.records.stages import Completion, Prompt, Request
 
 if TYPE_CHECKING:
     from tpu_grpo.environments.chat_dialect import Dialect
+    from tpu_grpo.environments.turn_tokens import Encoder
 
 
-def cut_answers(messages: Sequence[Message], most: int, dialect: "Dialect") -> list[Message]:
+def cut_answers(messages: Sequence[Message], most: int, encoder: "Encoder") -> list[Message]:
     """Cut the answers of a turn, the longest first, so that together they have at most the given number of tokens."""
     texts = [str(message["content"]) for message in messages]
-    wanted = [dialect.count(text) for text in texts]
+    wanted = [encoder.count(text) for text in texts]
     return [
-        message if room == tokens else {**message, "content": dialect.shortened(text, room)}
+        message if room == tokens else {**message, "content": encoder.shortened(text, room)}
         for message, text, tokens, room in zip(messages, texts, wanted, shares(wanted, most), strict=True)
     ]
 
@@ -152,7 +153,7 @@ class Conversation:
         """Take the environment's answer to a turn, and return the request of the next one; None if the conversation
         is over."""
         section = self._start.section
-        messages = cut_answers(reply.messages, section.max_observation_tokens, self._start.dialect)
+        messages = cut_answers(reply.messages, section.max_observation_tokens, self._start.dialect.encoder)
         answer = "\n".join(str(message["content"]) for message in messages)
         self._turns[-1] = replace(self._turns[-1], answer=answer, reward=reply.reward, errors=reply.errors)
         self._messages += messages

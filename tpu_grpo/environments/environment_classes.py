@@ -1,6 +1,5 @@
 """Finds the class of an environment by its name, imports and checks it, and describes its tools."""
 
-import importlib
 import inspect
 from collections.abc import Collection, Mapping
 from functools import partial
@@ -14,35 +13,8 @@ from tpu_grpo.environments.shipped import SHIPPED
 from tpu_grpo.environments.tool_values import AT_THE_END, RESERVED
 from tpu_grpo.records.errors import EpisodeError
 
-
-def source_of(name: str) -> str:
-    """Return the place of an environment's class, as path.py:Class or package.module:Class. Raises EpisodeError for a
-    name that is neither such a place nor a shipped environment."""
-    if name in SHIPPED:
-        return SHIPPED[name]
-    if ":" in name:
-        return name
-    raise not_shipped(repr(name), name, "environment", SHIPPED, EpisodeError, form="Class")
-
-
 find_environment = partial(find_function, kind="environment", error=EpisodeError)
 """Returns the object at a place: path.py:Class or package.module:Class; raises EpisodeError if there is none."""
-
-
-def import_beforehand(target: Any) -> None:
-    """Import the packages that a shipped class lists in ``_imported_before``, before its conversations are forked.
-
-    Otherwise each conversation's process would import them, which takes seconds of CPU each time. The main process
-    does not import them.
-
-    Raises:
-        EpisodeError: for a package that cannot be imported.
-    """
-    for name in getattr(target, "_imported_before", ()):
-        try:
-            importlib.import_module(name)
-        except ImportError as error:
-            raise EpisodeError(f"the environment needs the package {name}, got {error}; install it") from error
 
 
 _WRITTEN = (int, float, str, bool, type(None), Any, dict)
@@ -90,8 +62,9 @@ def _check_parameters(tool: str, method: Any) -> None:
                 "list in place of the '*'"
             )
         if (unknown := _unknown_in(hints[name])) is not None:
+            shown = unknown.__name__ if isinstance(unknown, type) else unknown
             raise EpisodeError(
-                f"{tool} must take what a call can write, got {parameter} of the type {_shown(unknown)}, which the "
+                f"{tool} must take what a call can write, got {parameter} of the type {shown}, which the "
                 "policy would see as an object without fields, and the tool get as a dict or text; make a choice a "
                 "Literal, a list say of what (list[int]), and anything else a dict that the docstring describes"
             )
@@ -107,18 +80,14 @@ def _unknown_in(hint: Any) -> Any:
     return None if is_known else hint
 
 
-def _shown(hint: Any) -> str:
-    return hint.__name__ if isinstance(hint, type) else str(hint)
-
-
 def load_environment(name: str, options: Mapping[str, Any], key: str = "") -> LoadedEnvironment:
     """Find an environment by its name in the config, and check it; ``key`` is its key in the config's table, if any.
 
-    Raises:
-        EpisodeError: for a name that is not found, a class that is not an environment, a tool without a schema, or
-            options that the class does not take.
+    Raises EpisodeError for a name that is not found, a class that is not an environment, a tool without a schema, or
+    options that the class does not take.
     """
-    source = source_of(name)
+    if ":" not in (source := SHIPPED.get(name, name)):
+        raise not_shipped(repr(name), name, "environment", SHIPPED, EpisodeError, form="Class")
     target = find_environment(source)
     if not inspect.isclass(target):
         raise EpisodeError(

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tpu_grpo.config import EnvironmentSection
-from tpu_grpo.environments.actions import COLUMN, Answered, Ended, Failed, LoadedEnvironment, Reply
+from tpu_grpo.environments.actions import COLUMN, Answered, Ended, LoadedEnvironment, Reply
 from tpu_grpo.environments.conversation import Conversation, Start
 from tpu_grpo.environments.tool_values import WrongError
 from tpu_grpo.records.episode import Failure
@@ -76,9 +76,7 @@ class Environments:
 class Episodes:
     """The conversations of a batch, from their beginnings to their ends."""
 
-    def __init__(
-        self, starts: Sequence[Start], names: Sequence[str], pool: "EnvironmentPool", places: int | None = None
-    ):
+    def __init__(self, starts: Sequence[Start], names: Sequence[str], pool: "EnvironmentPool", places: int | None):
         self.places = places
         self._starts = starts
         self._names = names
@@ -153,29 +151,24 @@ class Episodes:
     def _take(self, row: int, reply: Reply) -> None:
         """Handle a reply: store the request of the row's next turn, or None; or ask its environment for the rewards."""
         conversation = self._open[row]
-        match reply:
-            case Failed(failure):
-                self._fail(row, failure)
-            case Ended():
-                try:
+        try:
+            match reply:
+                case Failure():
+                    self._fail(row, reply)
+                case Ended():
                     conversation.ended(reply)
-                except WrongError as error:
-                    self._fail(row, Failure("wrong", str(error)))
-                else:
                     self._finish(row)
-            case Answered():
-                try:
-                    began = conversation.began
-                    request = conversation.answered(reply) if began else conversation.first(reply)
-                except WrongError as error:
-                    self._pool.drop(row)
-                    self._fail(row, Failure("wrong", str(error)))
-                    return
-                if request is None:
-                    self._pool.end(row)
-                else:
-                    self._next[row] = request
-                    self._seconds[row] += time.perf_counter() - self._out_since.pop(row)
+                case Answered():
+                    request = conversation.answered(reply) if conversation.began else conversation.first(reply)
+                    if request is None:
+                        self._pool.end(row)
+                    else:
+                        self._next[row] = request
+                        self._seconds[row] += time.perf_counter() - self._out_since.pop(row)
+        except WrongError as error:
+            if isinstance(reply, Answered):  # otherwise the environment has ended already
+                self._pool.drop(row)
+            self._fail(row, Failure("wrong", str(error)))
 
     def _fail(self, row: int, failure: Failure) -> None:
         start, conversation = self._starts[row], self._open[row]

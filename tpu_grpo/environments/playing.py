@@ -4,14 +4,15 @@
     service.set_up()
     playing = Playing(service)                              # one conversation
     reply = await playing.reply(Start(columns, seed))       # Answered with the first observation
-    reply = await playing.reply(Act(action))                # Answered
+    reply = await playing.reply(action)                     # Answered
     reply = await playing.reply(End())                      # Ended
     await playing.close()
 
-Every outcome of the user's code becomes a Reply. A tool's error is part of an answer; any other error becomes Failed.
+Every outcome of the user's code becomes a Reply. A tool's error is part of an answer; any other becomes a Failure.
 """
 
 import asyncio
+import importlib
 import inspect
 import random
 import sys
@@ -22,9 +23,9 @@ from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
-from tpu_grpo.environments.actions import Action, Answered, Ended, Failed, LoadedEnvironment, Message, Reply, ToolCall
+from tpu_grpo.environments.actions import Action, Answered, Ended, LoadedEnvironment, Message, Reply, ToolCall
 from tpu_grpo.environments.adapter_classes import Adapter, adapter_for, fitting, own_options
-from tpu_grpo.environments.environment_classes import find_environment, import_beforehand
+from tpu_grpo.environments.environment_classes import find_environment
 from tpu_grpo.environments.tool_values import (
     MOST_CALLS,
     WrongError,
@@ -40,6 +41,7 @@ from tpu_grpo.environments.tool_values import (
     turn_rewards_of,
 )
 from tpu_grpo.records.episode import Failure, FailureKind
+from tpu_grpo.records.errors import EpisodeError
 from tpu_grpo.workers.attributes import keep
 from tpu_grpo.workers.messages import Mode
 
@@ -55,25 +57,19 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Act:
-    """The request to carry out the policy's turn."""
-
-    action: Action
-
-
-@dataclass(frozen=True)
 class End:
     """The request for the rewards of the episode, which ends it."""
 
 
-Request = Start | Act | End
+Request = Start | Action | End
+"""An Action is the request to carry out the policy's turn."""
 
 
 class PlayedEnvironment:
     """An environment's class as a `Service` (workers/messages.py); holds what all its conversations share."""
 
     start = "imported"
-    replies: tuple[type, ...] = (Answered, Ended, Failed)
+    replies: tuple[type, ...] = (Answered, Ended, Failure)
     most_bytes = 2**26
     """64 MiB: a reply holds at most 16 texts of 1 MiB, or attributes, which workers/attributes.py limits to 16 MiB."""
 
@@ -84,9 +80,14 @@ class PlayedEnvironment:
         self.mode: Mode = "shared" if loaded.is_async else "alone"
 
     def set_up(self) -> None:
-        """Import the environment's class; raises EpisodeError if that fails."""
+        """Import the environment's class, and the packages that a shipped class lists in ``_imported_before``, which
+        would take each conversation seconds of CPU; raises EpisodeError if that fails."""
         self.target, loaded = find_environment(self.loaded.source), self.loaded
-        import_beforehand(self.target)
+        for name in getattr(self.target, "_imported_before", ()):
+            try:
+                importlib.import_module(name)
+            except ImportError as error:
+                raise EpisodeError(f"the environment needs the package {name}, got {error}; install it") from error
         self.options = own_options(loaded.options)
         self.adapter = adapter_for(self.target, loaded.options)
         self.tools = {schema["function"]["name"]: schema for schema in loaded.tools}
@@ -105,7 +106,7 @@ class PlayedEnvironment:
                 try:
                     return run(playing.reply(request))
                 except WrongError as error:
-                    return Failed(Failure("wrong", str(error)))
+                    return Failure("wrong", str(error))
 
             yield answer
             run(playing.close())
@@ -126,19 +127,19 @@ def _now(coroutine: Coroutine[Any, Any, Any]) -> Any:
     raise WrongError("must declare methods whose results have to be awaited with async def, got one without; add it")
 
 
-def late(request: Request, takes: str, seconds: float, made: int = 0) -> Failed:
+def late(request: Request, takes: str, seconds: float, made: int = 0) -> Failure:
     """Return the failure of an environment that did not answer in time, after ``made`` finished calls of its turn."""
     match request:
         case Start():
             asked = "its constructor and reset"
         case End():
             asked = "get_reward"
-        case Act(action) if takes == "calls" and action.calls:
-            call = action.calls[made]
+        case Action(calls=calls) if takes == "calls" and calls:
+            call = calls[made]
             asked = f"the tool {call.name}" if isinstance(call, ToolCall) else "a call that cannot be read"
         case _:
             asked = "step"
-    return Failed(Failure("late", f"did not answer within its timeout of {seconds:g} s in {asked}"))
+    return Failure("late", f"did not answer within its timeout of {seconds:g} s in {asked}")
 
 
 class Playing:
@@ -161,9 +162,9 @@ class Playing:
             match request:
                 case Start():
                     return await self._start(request)
-                case Act(action):
+                case Action():
                     self.made = 0
-                    answer = await (self._call(action) if self._adapter is None else self._step(self._adapter, action))
+                    answer = await (self._step(self._adapter, request) if self._adapter else self._call(request))
                     self._turns.append(len(await self._turn_rewards() or ()))
                     return answer
                 case End():
@@ -177,7 +178,7 @@ class Playing:
         except (Exception, asyncio.CancelledError) as error:  # user code can raise anything
             return _failed("raised", f"raised {described(error)} in {self._asked}{_line(error)}", error)
 
-    def late(self, request: Request, seconds: float) -> Failed:
+    def late(self, request: Request, seconds: float) -> Failure:
         """Return the reply to a request whose timeout of ``seconds`` ran out."""
         return late(request, self._service.loaded.takes, seconds, self.made)
 
@@ -257,9 +258,9 @@ def _observed(observation: Any, giver: str) -> tuple[Message, ...]:
     return ({"role": "user", "content": text},) if text else ()
 
 
-def _failed(kind: FailureKind, text: str, error: BaseException | None = None) -> Failed:
+def _failed(kind: FailureKind, text: str, error: BaseException | None = None) -> Failure:
     trace = "".join(traceback.format_exception(error)) if error is not None else ""
-    return Failed(Failure(kind, text, trace[-_LONGEST_TRACE:]))
+    return Failure(kind, text, trace[-_LONGEST_TRACE:])
 
 
 def _line(error: BaseException) -> str:

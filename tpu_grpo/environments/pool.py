@@ -5,7 +5,7 @@
     pool.act(3, action)                     # send the policy's turn: tool calls, or a text for the method step
     pool.end(3)                             # request the rewards, which ends the conversation
     pool.ready(3)                           # True once take would return at once
-    pool.take(3)                            # wait for the reply to the last request: Answered, Ended or Failed
+    pool.take(3)                            # wait for the reply to the last request: Answered, Ended or Failure
     pool.close()
 
 The pool has no thread: messages are read, and deadlines checked, when one of its methods is called.
@@ -17,11 +17,11 @@ import math
 import resource
 import time
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any
 
 from tpu_grpo.config import EnvironmentSection
-from tpu_grpo.environments.actions import Action, Answered, Ended, Failed, LoadedEnvironment, Reply
-from tpu_grpo.environments.playing import Act, End, PlayedEnvironment, Request, Start, late
+from tpu_grpo.environments.actions import Action, Answered, Ended, LoadedEnvironment, Reply
+from tpu_grpo.environments.playing import End, PlayedEnvironment, Request, Start, late
 from tpu_grpo.records.episode import Failure
 from tpu_grpo.records.errors import EpisodeError
 from tpu_grpo.workers.channel import FOREIGN, BrokenChannelError
@@ -45,7 +45,7 @@ class _Conversation(Session):
         """The request that is not answered yet."""
         self.reply: Reply | None = None
         """The reply that is not taken yet."""
-        self.failed: Failed | None = None
+        self.failed: Failure | None = None
         """The failure that ended the environment; None if there was none."""
         self._made = 0
         """The number of finished calls of the current turn."""
@@ -57,15 +57,15 @@ class _Conversation(Session):
             self.request, self.reply = None, self.failed
 
     def replied(self, reply: Reply) -> None:
-        """Store the environment's reply; Ended and Failed also release the process."""
+        """Store the environment's reply; Ended and Failure also release the process."""
         _check(reply, self.request)
         self._settle(reply)
-        if isinstance(reply, Ended | Failed):
+        if isinstance(reply, Ended | Failure):
             self._pool.supervisor.release(self, _CLOSE_SECONDS)
 
     def went_on(self) -> bool:
         """Count a finished call of the turn; return whether the turn has another call, which gets its own timeout."""
-        has_more = isinstance(self.request, Act) and self._made + 1 < len(self.request.action.calls)
+        has_more = isinstance(self.request, Action) and self._made + 1 < len(self.request.calls)
         self._made += has_more
         return has_more
 
@@ -73,18 +73,16 @@ class _Conversation(Session):
         """Store the failure that no reply came in time, or (``has_begun`` false) that no process was forked in time."""
         assert self.request is not None, "nothing is asked"
         text = f"had no process after {FORK_SECONDS:g} s; see which threads its import starts, and what else runs"
-        not_begun = Failed(Failure("late", text))
-        self._settle(late(self.request, self.loaded.takes, self.seconds, self._made) if has_begun else not_begun)
+        in_call = late(self.request, self.loaded.takes, self.seconds, self._made)
+        self._settle(in_call if has_begun else Failure("late", text))
 
     def lost(self, how: str) -> None:
         """Store the failure that the environment's process ended; ``how`` is, for example, "exited with code 1"."""
-        text = (
-            f"lost its process, which {how}" if self.loaded.is_async and not how.startswith("was ended with") else how
-        )
-        self._settle(Failed(Failure("died", text)))
+        is_shared = self.loaded.is_async and not how.startswith("was ended with")
+        self._settle(Failure("died", f"lost its process, which {how}" if is_shared else how))
 
     def _settle(self, reply: Reply) -> None:
-        if isinstance(reply, Failed):
+        if isinstance(reply, Failure):
             self.failed = reply
         if self.request is not None:
             self.request, self.reply = None, reply
@@ -101,14 +99,14 @@ def _check(reply: Reply, request: Request | None) -> None:
             numbers = (reward,)
         case Ended(reward, turn_rewards):
             fits, numbers = isinstance(request, End), (reward, *(turn_rewards or ()))
-        case Failed():
+        case Failure():
             fits = True
     if not fits or not all(number is None or math.isfinite(number) for number in numbers):
         raise BrokenChannelError(FOREIGN)
 
 
 class EnvironmentPool:
-    """Runs the environments of a host's conversations; close the pool, or use it in a ``with`` block.
+    """Runs the environments of a host's conversations; ``close`` ends their processes.
 
     The caller chooses an integer key for each conversation. A key may be used again once its conversation is over.
     """
@@ -136,12 +134,6 @@ class EnvironmentPool:
             for name, each in self._loaded.items()
         }
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def start(self, key: int, name: str, columns: Mapping[str, Any], seed: int) -> None:
         """Begin a conversation with an environment, and call its reset; raises like ``take``.
 
@@ -159,7 +151,7 @@ class EnvironmentPool:
 
     def act(self, key: int, action: Action) -> None:
         """Send the policy's turn to a conversation's environment."""
-        self._ask(key, Act(action))
+        self._ask(key, action)
 
     def end(self, key: int) -> None:
         """Request the rewards of a conversation, and end it."""
@@ -174,19 +166,15 @@ class EnvironmentPool:
     def take(self, key: int) -> Reply:
         """Wait for the environment's reply to the last request, and return it.
 
-        After Ended and Failed the conversation is over, and its key is free.
-
-        Raises:
-            EpisodeError: if the environment could not be imported in its process.
+        After Ended and Failure the conversation is over, and its key is free. Raises EpisodeError if the environment
+        could not be imported in its process.
         """
         conversation = self._by_key[key]
-        assert conversation.request is not None or conversation.reply is not None, (
-            f"conversation {key} is asked nothing"
-        )
+        assert conversation.request or conversation.reply, f"conversation {key} is asked nothing"
         while (reply := conversation.reply) is None:
             self._pump(_POLL_SECONDS, conversation)
         conversation.reply = None
-        if isinstance(reply, Ended | Failed):
+        if isinstance(reply, Ended | Failure):
             self._forget(conversation)
         return reply
 
@@ -198,14 +186,10 @@ class EnvironmentPool:
         self.supervisor.release(conversation, 0.0 if conversation.request else _CLOSE_SECONDS)
         self._forget(conversation)
 
-    def give_up(self) -> None:
-        """End all conversations without requesting their rewards."""
-        for key in [*self._by_key]:
-            self.drop(key)
-
     def close(self) -> None:
         """End all conversations and all processes; idle environments get a few seconds to close."""
-        self.give_up()
+        for key in [*self._by_key]:
+            self.drop(key)
         self.supervisor.close(_CLOSE_SECONDS)
 
     def _ask(self, key: int, request: Request) -> None:

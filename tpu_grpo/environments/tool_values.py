@@ -152,14 +152,11 @@ def turn_rewards_of(value: Any, lengths: Sequence[int]) -> tuple[float, ...]:
 
     A class cannot tell which calls belong to one turn, and is not called for a turn whose calls could not be made. So
     the numbers that each turn added to the list are summed. ``turn_rewards_of([1, 2, 3], [0, 2])`` is (0, 3, 3): the
-    first turn added nothing, the second 1 and 2, and the last 3.
+    first turn added nothing, the second 1 and 2, and the last 3. Raises WrongError for any other value.
 
     Args:
         value: the list that ``get_turn_rewards`` returned at the end.
         lengths: the length of that list after each answered turn. If all are 0, ``value`` has one number per turn.
-
-    Raises:
-        WrongError: for any other value.
     """
     values = growing(value, 0)
     rewards = [number_of(number, "get_turn_rewards") or 0.0 for number in values]
@@ -193,9 +190,7 @@ def step_of(value: Any) -> tuple[Any, float | None, bool]:
 
     The result may be ``(observation, reward, done, info)``, ``(observation, reward, terminated, truncated, info)``, or
     a mapping or an object with observation, reward and done. SkyRL-Gym's ``observations`` are a list of messages.
-
-    Raises:
-        WrongError: for any other result.
+    Raises WrongError for any other result.
     """
     match value:
         case (observation, reward, done, Mapping() | None):

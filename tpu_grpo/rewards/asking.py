@@ -105,10 +105,8 @@ def build_table(rollout: Rollout, rewards: Iterable[OpenReward], *, numbers: Seq
     """Collect the texts, data columns and extras (OF_ROWS) that the rewards are called with.
 
     A plain completion is passed as its text, a conversation with an environment as the policy's last turn, or as all
-    messages. ``numbers`` are the row numbers for error messages, if the rollout is part of a larger one.
-
-    Raises:
-        RewardError: for a row that lacks a column, or that has no environment where a reward needs one.
+    messages. ``numbers`` are the row numbers for error messages, if the rollout is part of a larger one. Raises
+    RewardError for a row that lacks a column, or that has no environment where a reward needs one.
     """
     rows, episodes = rollout.row_prompts, [completion.episode for completion in rollout.completions]
     said = list(zip(episodes, rollout.texts, strict=True))
@@ -226,10 +224,7 @@ def ask_reward(reward: OpenReward, table: Table, gate_B: Float[np.ndarray, " B"]
     """Return one reward's values for all rows. ``gate_B`` are the values of its gate; None if it has no gate.
 
     The reward is called only for rows that the gate scored above 0. Rows that the gate scored 0 or less get 0, and
-    rows to which the gate does not apply get NaN.
-
-    Raises:
-        RewardError: for a problem, if ``on_error`` is stop.
+    rows to which the gate does not apply get NaN. Raises RewardError for a problem, if ``on_error`` is stop.
     """
     started = time.perf_counter()
     rows, result = _rows_to_ask(table, gate_B, reward.call)
@@ -265,10 +260,8 @@ def _take_in(
 ) -> None:
     """Write the answer for a batch, a list of rows of the table, into the result.
 
-    With ``warn``, the first problem is logged as a warning. The metrics count all problems.
-
-    Raises:
-        RewardError: for a problem, if ``on_error`` is stop.
+    With ``warn``, the first problem is logged as a warning. The metrics count all problems. Raises RewardError for a
+    problem, if ``on_error`` is stop.
     """
     result.values[list(batch)] = answer.values
     for row, values in zip(batch, answer.of_tokens, strict=False):  # a failed answer has no of_tokens
@@ -329,7 +322,6 @@ class Groups:
     """Calls one reward for groups of rows as they are sampled, and collects its values.
 
     Args:
-        reward: the reward.
         expected: about how many groups will come.
         rollouts: the number of rollouts that the groups come from; the timeout after ``end`` is multiplied by it.
     """

@@ -172,6 +172,7 @@ class Caller:
         self._reward: Any = target(**call.passed_options) if is_built else target
         self._passed_options = {} if is_built else dict(call.passed_options)
         self._parser = AnswerParser(call.options.get("parser")) if "parser" in call.extras else None
+        self._check = check_token_values if call.per_token else check_values
         function = self._reward if inspect.isfunction(self._reward) else type(self._reward).__call__
         self._code = getattr(inspect.unwrap(function), "__code__", None)
         self._call_if_defined("setup")
@@ -211,7 +212,7 @@ class Caller:
                 return failed_answer(batch.size, Problem("late", "did not finish"))
             if isinstance(values, list) and any(isinstance(value, Mapping) for value in values):
                 values = [score_of(value, logged) for value in values]
-            numbers, of_tokens, problems = self._checked(values, lengths)
+            numbers, of_tokens, problems = self._check(values, lengths)
         except (Exception, SystemExit) as error:  # user code can raise anything
             failing_row = self._find_failing_row(batch) if self._call.find_failing_row else None
             return failed_answer(batch.size, self._raised(error, failing_row))
@@ -223,18 +224,12 @@ class Caller:
         results = [self._call_for_row(batch, logged, row, end) for row in range(batch.size)]
         if any(inspect.isawaitable(r) for r in results):
             results = self._loop.run(self._await_rows(results, seconds, concurrency))
-        numbers, of_tokens, problems = self._checked([score_of(result, logged) for result in results], lengths)
+        numbers, of_tokens, problems = self._check([score_of(result, logged) for result in results], lengths)
         return Answer(numbers, problems, logged, of_tokens)
 
     def _lengths(self, batch: RewardBatch) -> list[int]:
         """Return every completion's number of tokens for a per-token reward, otherwise ones."""
         return [len(ids) for ids in batch.columns["completion_ids"]] if self._call.per_token else [1] * batch.size
-
-    def _checked(self, values: Any, lengths: Sequence[int]) -> tuple[list[float], list[Any], list[Problem]]:
-        if self._call.per_token:
-            return check_token_values(values, lengths)
-        numbers, problems = check_values(values, len(lengths))
-        return numbers, [], problems
 
     def _call_for_row(self, batch: RewardBatch, logged: dict[str, list[float]], row: int, end: float) -> Any:
         if time.monotonic() >= end:
@@ -354,10 +349,14 @@ async def _cancel(tasks: Collection[asyncio.Future[Any]]) -> None:
 # --- what a reward returned ------------------------------------------------------------------------------------------
 
 
-def check_values(values: Any, expected: int) -> tuple[list[float], list[Problem]]:
-    """Convert a reward's result to ``expected`` numbers (NaN for None), and return them with the problems found."""
-    if problem := _miscounted(values, expected, "of one number"):
-        return [math.nan] * expected, [problem]
+Checked = tuple[list[float], list[TokenValues], list[Problem]]
+"""A number per row (NaN for None), for a per-token reward the numbers of each row's tokens, and the problems found."""
+
+
+def check_values(values: Any, lengths: Sequence[int]) -> Checked:
+    """Convert a reward's result to a number for each of the completions, whose ``lengths`` do not matter."""
+    if problem := _miscounted(values, len(lengths), "of one number"):
+        return [math.nan] * len(lengths), [], [problem]
     numbers, problems = [], []
     for row, value in enumerate(values):
         number = math.nan if isinstance(value, Problem) else number_or_none(value)
@@ -369,7 +368,7 @@ def check_values(values: Any, expected: int) -> tuple[list[float], list[Problem]
             text = f"{wanted}, got {SHORT_REPR.repr(value)}"
             problems.append(Problem("wrong", text, row))
         numbers.append(math.nan if number is None else number)
-    return numbers, problems
+    return numbers, [], problems
 
 
 def _miscounted(values: Any, expected: int, of_what: str) -> Problem | None:
@@ -398,12 +397,9 @@ def number_or_none(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def check_token_values(values: Any, lengths: Sequence[int]) -> tuple[list[float], list[TokenValues], list[Problem]]:
-    """Convert a per-token reward's result to numbers, for completions of ``lengths`` tokens.
-
-    Returns:
-        Three lists: each completion's sum over its tokens (NaN for None), its tokens' numbers, and the problems found.
-    """
+def check_token_values(values: Any, lengths: Sequence[int]) -> Checked:
+    """Convert a per-token reward's result to numbers, for completions of ``lengths`` tokens. The number of a row is the
+    sum over its tokens."""
     nothing = [math.nan] * len(lengths), [NO_VALUES] * len(lengths)
     if problem := _miscounted(values, len(lengths), "with one list of numbers"):
         return *nothing, [problem]

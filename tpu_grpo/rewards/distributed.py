@@ -39,14 +39,13 @@ class DistributedRewards:
     """
 
     def __init__(self, rewards: RewardSet, hosts: Hosts, compared: Collection[str] = ()):
-        self.rewards = rewards
-        self._hosts = hosts
-        self._compared = tuple(name for name in rewards.names if name in compared)
+        self.rewards, self.hosts = rewards, hosts
+        self.compared = tuple(name for name in rewards.names if name in compared)
         """The rewards that must give the same value for the same text on every host."""
 
     def score(self, rollout: Rollout) -> Scores:
         """Return the rewards of all B rows of a finished rollout; see ``DistributedScoring.finish``."""
-        if self._hosts.count > 1:
+        if self.hosts.count > 1:
             with self.begin(rollout.batch) as scoring:
                 return scoring.finish([rollout])[0]
         scores = self.rewards.score(rollout)
@@ -55,7 +54,7 @@ class DistributedRewards:
 
     def begin(self, batch: PromptBatch, rollouts: int = 1) -> "DistributedScoring":
         """Begin to score rollouts of a batch's prompts, before they are sampled; use it in a ``with`` block."""
-        return DistributedScoring(self.rewards, self._hosts, self._compared, batch, rollouts)
+        return DistributedScoring(self, batch, rollouts)
 
     def close(self) -> None:
         """Let the rewards close and end their processes."""
@@ -65,11 +64,9 @@ class DistributedRewards:
 class DistributedScoring(Scoring):
     """Scores rollouts, each group on one of the hosts; groups may be added before a rollout is finished."""
 
-    def __init__(
-        self, rewards: RewardSet, hosts: Hosts, compared: Sequence[str], batch: PromptBatch, rollouts: int
-    ) -> None:
-        super().__init__(rewards, batch, rollouts)
-        self._hosts, self._compared = hosts, compared
+    def __init__(self, distributed: DistributedRewards, batch: PromptBatch, rollouts: int) -> None:
+        super().__init__(distributed.rewards, batch, rollouts)
+        self._hosts, self._compared = distributed.hosts, distributed.compared
         self._own: Sequence[Scores | None] | None = None
 
     def score_own(self, rollouts: Sequence[Rollout]) -> None:

@@ -96,7 +96,7 @@ def load_reward(spec: RewardSpec, columns: Collection[str], max_steps: int = 0) 
     arguments = tuple(n for n, shown in offered.items() if shown not in call_options and form.takes(shown))
     secrets = spec.secrets
     if spec.name == "judge":  # its key need not be listed in secrets, too
-        secrets = (*secrets, str(options.get("api_key_variable", "OPENAI_API_KEY")))
+        secrets += (str(options.get("api_key_variable", "OPENAI_API_KEY")),)
     call = Call(
         name=spec.shown,
         source=spec.name,
@@ -173,10 +173,8 @@ def repeats_itself(spec: RewardSpec) -> bool:
 def find_reward(name: str) -> Any:
     """Return the function, class or callable object with the name ``name``.
 
-    Files are found relative to the working directory and may import modules that lie beside them.
-
-    Raises:
-        RewardError: for an unknown name, or a file or module that is missing, fails to import or lacks the function.
+    Files are found relative to the working directory and may import modules that lie beside them. Raises RewardError
+    for an unknown name, or a file or module that is missing, fails to import or lacks the function.
     """
     if name.startswith(GIVEN):
         raise RewardError(
@@ -257,12 +255,10 @@ def _try_options(spec: RewardSpec, call: Call, target: Any) -> None:
     try:
         if inspect.isclass(target):
             target(**spec.options)
-        elif call.concurrency is None:
-            Caller(call, target).raw_outputs(RewardBatch(dict.fromkeys(call.batch_columns, ()), 0, 0))
         else:
-            texts = (*TEXT_ARGUMENTS, "rendered_prompts")
-            row = {name: [""] if name in texts else [None] for name in call.batch_columns}
-            Caller(call, target).raw_outputs(RewardBatch(row, 0, 1))
+            texts, size = (*TEXT_ARGUMENTS, "rendered_prompts"), 0 if call.concurrency is None else 1
+            rows = {name: ["" if name in texts else None] * size for name in call.batch_columns}
+            Caller(call, target).raw_outputs(RewardBatch(rows, 0, size))
     except (TypeError, ValueError) as error:
         raise RewardError(f"reward {spec.name}, options {spec.options}: {error}") from error
 
@@ -372,11 +368,8 @@ def with_rewards(config: RunConfig, rewards: Sequence[GivenReward]) -> RunConfig
 
     A function that a worker process can import by the name of its module becomes an entry named
     ``package.module:function``. Any other (a lambda, a closure, a function of a notebook or of the script itself, an
-    object) exists in this process only, and is called in this process.
-
-    Raises:
-        ConfigError: for an empty list, an entry of another type, wrong settings, or workers that cannot import the
-            function.
+    object) exists in this process only, and is called in this process. Raises ConfigError for an empty list, an entry
+    of another type, wrong settings, or workers that cannot import the function.
     """
     if not isinstance(rewards, Sequence) or isinstance(rewards, str) or not rewards:
         raise ConfigError(f"rewards must be a list of at least one function, got {rewards!r}; put it in a list")

@@ -50,11 +50,8 @@ def open_rewards(specs: Sequence[RewardSpec], columns: Collection[str], max_step
     """Load every reward of the config, for data with these columns and a run of this many steps.
 
     Processes start when they are first needed, so rewards that were opened for a check can be used by the run, which
-    adapts them to its data with `RewardSet.for_columns`.
-
-    Raises:
-        RewardError: for a reward that cannot be loaded, two rewards of the same name in the metrics, or a missing
-            gate.
+    adapts them to its data with `RewardSet.for_columns`. Raises RewardError for a reward that cannot be loaded, two
+    rewards of the same name in the metrics, or a missing gate.
     """
     try:
         check_rewards(specs)
@@ -122,9 +119,8 @@ class RewardSet:
     def score(self, rollout: Rollout) -> Scores:
         """Call each reward for all B rows; total = sum of weight * value over the rewards that apply.
 
-        Raises:
-            RewardError: for a reward with ``on_error: stop`` that raises, is late, dies, or does not return one finite
-                number or None per row. The message names the reward and the row.
+        Raises RewardError for a reward with ``on_error: stop`` that raises, is late, dies, or does not return one
+        finite number or None per row. The message names the reward and the row.
         """
         return self.score_and_explain(rollout)[0]
 
@@ -203,9 +199,8 @@ class Scoring:
         """Queue a prompt's group for the rewards that start early; a group that was added before is ignored.
         ``prompt`` is the prompt's number in the batch.
 
-        Raises:
-            RewardError: for a row that lacks a column; also if a reward with ``on_error: stop`` had a problem with
-                this or an earlier group.
+        Raises RewardError for a row that lacks a column; also if a reward with ``on_error: stop`` had a problem with
+        this or an earlier group.
         """
         for groups in self.early.values():
             if groups.served.done():

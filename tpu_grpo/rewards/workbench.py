@@ -24,7 +24,7 @@ _RESERVED_KEYS = ("prompt", "completion", "completions", "completion_ids")
 
 @dataclass(frozen=True)
 class RowTiming:
-    """A RowTiming says how long a reward took for one row alone."""
+    """How long a reward took for one row alone."""
 
     seconds: float
     reward: str
@@ -33,7 +33,7 @@ class RowTiming:
 
 @dataclass(frozen=True)
 class Disagreement:
-    """A Disagreement lists the rows that one reward scores above 0 and another one does not."""
+    """The rows that one reward scores above 0 and another one does not."""
 
     first: str
     second: str
@@ -45,7 +45,7 @@ class Disagreement:
 
 @dataclass(frozen=True)
 class Failure:
-    """A Failure is a problem of a reward."""
+    """A problem of a reward."""
 
     reward: str
     rows: tuple[int, ...]
@@ -55,7 +55,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Trial:
-    """A Trial holds the results of rewards for the completions of a file."""
+    """The results of rewards for the completions of a file."""
 
     rollout: Rollout
     scores: Scores

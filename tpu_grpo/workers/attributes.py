@@ -8,7 +8,6 @@ missing; reading it raises an error with the reason. Other names go to the class
 
 import base64
 import pickle
-from collections.abc import Mapping
 from typing import Any
 
 from tpu_grpo.config.plugins import find_function
@@ -44,20 +43,12 @@ def keep(source: str, instance: Any) -> KeptEnvironment:
     return KeptEnvironment(source, base64.b64encode(pickle.dumps((attributes, left_out))))
 
 
-def opened(kept: KeptEnvironment) -> tuple[Mapping[str, bytes], Mapping[str, str]]:
-    """Return the pickled attributes by name, and the reasons for missing ones. Never call it in the main process."""
-    return pickle.loads(base64.b64decode(kept.state))
-
-
 def rebuilt(kept: KeptEnvironment, error_type: type[TpuGrpoError]) -> Any:
-    """Rebuild an object of an environment's class from its pickled attributes. Only workers may call it.
-
-    Raises:
-        error_type: for a class that cannot be found any more, or attributes that cannot be unpickled.
-    """
+    """Rebuild an object of an environment's class from its pickled attributes. Only workers may call it. Raises
+    ``error_type`` for a class that cannot be found any more, or attributes that cannot be unpickled."""
     found = find_function(kept.source, "environment", error_type)
     own = getattr(found, "__getattr__", None)
-    attributes, left_out = opened(kept)
+    attributes, left_out = pickle.loads(base64.b64decode(kept.state))
 
     def missing(self: Any, name: str) -> Any:
         if own is not None and name not in left_out:

@@ -25,21 +25,8 @@ import warnings
 from dataclasses import dataclass
 from typing import NoReturn
 
+from tpu_grpo.workers import inside
 from tpu_grpo.workers.channel import BrokenChannelError, MainChannel
-from tpu_grpo.workers.inside import (
-    adopt_orphans,
-    allow_files,
-    allow_many_files,
-    children,
-    die_with,
-    end_with_parent,
-    flush_output,
-    leave,
-    limit_memory,
-    outlive_parent,
-    print_by_line,
-    start_afresh,
-)
 from tpu_grpo.workers.messages import Exited, Finish, Fork, Job, Ready, Service
 from tpu_grpo.workers.process import how_it_ended
 from tpu_grpo.workers.serving import serve, set_up
@@ -61,14 +48,14 @@ class _Child:
 def main() -> None:
     """Run the server; its arguments are the descriptors of its socket and of the lifeline (process.py)."""
     channel, lifeline = MainChannel(socket.socket(fileno=int(sys.argv[1]))), int(sys.argv[2])
-    end_with_parent(lifeline)
-    print_by_line()
+    inside.end_with_parent(lifeline)
+    inside.print_by_line()
     with contextlib.suppress(EOFError):  # the main process closed its end
         job: Job = channel.wait()
-        limit_memory(job.memory_bytes)
+        inside.limit_memory(job.memory_bytes)
         if job.service.mode == "alone" and not set_up(channel, job.service):
             return
-        adopt_orphans()
+        inside.adopt_orphans()
         warnings.filterwarnings("ignore", r"os\.fork\(\) was called")  # jax's warning; its threads are not started here
         _ForkServer(channel, lifeline, job.service).run()
 
@@ -77,13 +64,13 @@ class _ForkServer:
     def __init__(self, channel: MainChannel, lifeline: int, service: Service):
         self._channel, self._lifeline, self._service = channel, lifeline, service
         self._children: dict[int, _Child] = {}
-        self._helpers = frozenset(children())  # processes that the import has started
-        self._files = allow_many_files()
+        self._helpers = frozenset(inside.children())  # processes that the import has started
+        self._files = inside.allow_many_files()
         self._woken, self._wakes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._selector = selectors.DefaultSelector()
 
     def run(self) -> None:
-        flush_output()  # otherwise each worker would print the buffered text, too
+        inside.flush_output()  # otherwise each worker would print the buffered text, too
         if "numpy" in sys.modules:
             importlib.import_module("numpy.random")  # each conversation seeds it, and would have to import it
         gc.collect()
@@ -92,7 +79,7 @@ class _ForkServer:
         signal.set_wakeup_fd(self._wakes)
         self._selector.register(self._channel, selectors.EVENT_READ)
         self._selector.register(self._woken, selectors.EVENT_READ)
-        outlive_parent(self._lifeline)  # run() notices the parent's end, and first ends the workers
+        inside.outlive_parent(self._lifeline)  # run() notices the parent's end, and first ends the workers
         try:
             self._channel.send(Ready())
             while self._channel.queued:
@@ -149,26 +136,26 @@ class _ForkServer:
         try:
             self._leave_server(leash, server)
             serve(MainChannel(socket.socket(fileno=descriptor)), self._service)
-            leave(0)
+            inside.leave(0)
         finally:
             try:
                 traceback.print_exc()
             finally:
-                leave(1)  # whatever happened, the child must not go on in the server's loop
+                inside.leave(1)  # whatever happened, the child must not go on in the server's loop
 
     def _leave_server(self, leash: int, server: int) -> None:
         os.setsid()
-        die_with(server)
-        adopt_orphans()
-        end_with_parent(leash)
-        start_afresh()
+        inside.die_with(server)
+        inside.adopt_orphans()
+        inside.end_with_parent(leash)
+        inside.start_afresh()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._selector.close()
         self._channel.close()
         for unused in (self._woken, self._wakes, self._lifeline, *(c.leash for c in self._children.values())):
             os.close(unused)
-        allow_files(self._files)
+        inside.allow_files(self._files)
 
     def _reap(self) -> None:
         """Reap the workers that have ended, and end the processes that they left behind."""
@@ -184,7 +171,7 @@ class _ForkServer:
                     how = how_it_ended(os.waitstatus_to_exitcode(status))
                     self._channel.send(Exited(child.number, how, child.forced))
         if has_reaped:
-            for pid in {*children()} - self._helpers - {*self._children}:
+            for pid in {*inside.children()} - self._helpers - {*self._children}:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)  # its own orphans are seen once it has ended
 
@@ -192,7 +179,7 @@ class _ForkServer:
         for pid in self._children:
             _kill_group(pid)
         with contextlib.suppress(ChildProcessError):
-            while left := [*self._children, *({*children()} - self._helpers)]:
+            while left := [*self._children, *({*inside.children()} - self._helpers)]:
                 for pid in left:
                     with contextlib.suppress(ProcessLookupError, PermissionError):
                         os.kill(pid, signal.SIGKILL)

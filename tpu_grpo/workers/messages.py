@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol
 from pydantic import TypeAdapter
 
 Mode = Literal["alone", "in turn", "shared"]
+_adapter = cache(TypeAdapter)
 
 
 class Service(Protocol):
@@ -133,8 +134,3 @@ def decode(data: bytes, types: tuple[type, ...]) -> tuple[int, Any]:
     if not of_name:
         raise ValueError(f"a message must be one of {', '.join(kind.__name__ for kind in types)}, got {name!r}")
     return int(number), _adapter(of_name[0]).validate_json(fields, strict=True)
-
-
-@cache
-def _adapter(kind: type) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)

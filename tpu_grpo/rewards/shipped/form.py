@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 import regex
 
-from tpu_grpo.rewards.shipped.correctness import check_verifier, missing, number, verified
+from tpu_grpo.rewards.shipped.correctness import missing, number, verified
 
 GSM8K_PATTERN = r"(?:\A|\n)####[ \t]*-?\$?[0-9][0-9,]*(?:\.[0-9]+)?\.?\s*\Z"
 """Matches a last line ``#### <number>``."""
@@ -173,7 +173,6 @@ def cosine_length(
     ``exceeded``. ``verifier`` (one of VERIFIERS) decides what is correct; rows to which it does not apply get None.
     """
     number("max_tokens", max_tokens, 1)
-    check_verifier(verifier)
     for name, pair in (("correct", correct), ("wrong", wrong)):
         if isinstance(pair, str) or len(pair) != 2:
             raise ValueError(f"{name} must be two numbers, at no tokens and at max_tokens, got {pair!r}")

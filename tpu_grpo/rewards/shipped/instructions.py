@@ -115,10 +115,6 @@ def _compared(count: int, relation: str, limit: int) -> bool:
     return count < limit if relation == "less than" else count >= limit
 
 
-def _forbidden(text: str, forbidden_words: Sequence[str]) -> bool:
-    return not any(re.search(rf"\b{re.escape(word)}\b", text, re.IGNORECASE) for word in forbidden_words)
-
-
 def _paragraphs(text: str, num_paragraphs: int) -> bool:
     """Check the number of paragraphs separated by ``***``; if the first or last is empty, it does not count."""
     pieces = [piece.strip() for piece in re.split(r"\s?\*\*\*\s?", text)]
@@ -142,10 +138,6 @@ def _highlights(text: str, num_highlights: int) -> bool:
     double = re.findall(r"\*\*([^\n*]+)\*\*", text)
     single = re.findall(r"(?<!\*)\*([^\n*]+)\*(?!\*)", text)
     return sum(bool(found.strip()) for found in [*single, *double]) >= num_highlights
-
-
-def _sections(text: str, section_spliter: str, num_sections: int) -> bool:
-    return len(re.findall(rf"\s?{re.escape(section_spliter)}\s?\d+\s?", text)) >= num_sections
 
 
 def _json(text: str) -> bool:
@@ -174,7 +166,9 @@ CHECKS: Mapping[str, Callable[..., bool]] = MappingProxyType(
         "keywords:frequency": lambda text, keyword, frequency, relation: _compared(
             len(re.findall(re.escape(keyword), text, re.IGNORECASE)), relation, frequency
         ),
-        "keywords:forbidden_words": _forbidden,
+        "keywords:forbidden_words": lambda text, forbidden_words: (
+            not any(re.search(rf"\b{re.escape(word)}\b", text, re.IGNORECASE) for word in forbidden_words)
+        ),
         "keywords:letter_frequency": lambda text, letter, let_frequency, let_relation: _compared(
             text.lower().count(letter.lower()), let_relation, let_frequency
         ),
@@ -198,7 +192,9 @@ CHECKS: Mapping[str, Callable[..., bool]] = MappingProxyType(
             f"My answer is {answer}." in text for answer in ("yes", "no", "maybe")
         ),
         "detectable_format:number_highlighted_sections": _highlights,
-        "detectable_format:multiple_sections": _sections,
+        "detectable_format:multiple_sections": lambda text, section_spliter, num_sections: (
+            len(re.findall(rf"\s?{re.escape(section_spliter)}\s?\d+\s?", text)) >= num_sections
+        ),
         "detectable_format:json_format": _json,
         "detectable_format:title": lambda text: any(map(str.strip, re.findall(r"<<([^\n]+?)>>", text))),
         "combination:two_responses": _two_responses,
