@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from tpu_grpo.cli import data
-from tpu_grpo.cli.data import Lengths, shown_value
+from tpu_grpo.cli.data import lengths_of, shown_value
 from tpu_grpo.config import parse_config
 from tpu_grpo.records.stages import Prompt
 from tpu_grpo.run.inputs import open_inputs
@@ -23,16 +23,10 @@ def test_the_first_prompts_are_those_of_the_first_steps() -> None:
     assert list(data.first(stream, 2, step=2)) == steps[3:5]
 
 
-@pytest.mark.parametrize(("lengths", "found"), [([5, 1, 3], (1, 3, 5)), ([4, 1, 3, 2], (1, 3, 4)), ([2], (2, 2, 2))])
-def test_lengths(lengths: list[int], found: tuple[int, int, int]) -> None:
-    assert Lengths.of([Prompt("", (0,) * n) for n in lengths]) == Lengths(*found, measured=len(lengths))
-
-
 def test_of_many_prompts_some_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert lengths_of([Prompt("", (0,) * n) for n in (4, 1, 3, 2)]) == [1, 2, 3, 4]
     monkeypatch.setattr("tpu_grpo.cli.data.MEASURED", 3)
-    assert Lengths.of([Prompt("", (0,) * n) for n in range(1, 10)]) == Lengths(
-        1, 4, 7, measured=3
-    )  # 1, 4 and 7 of 1 to 9
+    assert lengths_of([Prompt("", (0,) * n) for n in range(1, 10)]) == [1, 4, 7]
 
 
 def test_a_value_is_one_short_line() -> None:
@@ -54,8 +48,3 @@ def test_what_the_command_prints(tmp_path: Path) -> None:
     assert " │ 1       │ 1       │ 1      │ 6        │ 6      │ 6 " in text  # one prompt, one dropped, six tokens
     assert "259'<|im_start|>user' 49'1' 43'+' 49'1' 61'=' 260'<|im_start|>assistant'" in text
     assert "question: '1+1='\nanswer: '2'" in text
-
-
-def test_bad_data_ends_the_command_with_2(capsys: pytest.CaptureFixture[str]) -> None:
-    assert data.main(["data.path=nosuch.jsonl"]) == 2
-    assert capsys.readouterr().err.startswith("DataError: data.path: data file not found: nosuch.jsonl")

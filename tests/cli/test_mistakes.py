@@ -109,6 +109,18 @@ run --replay nosuch.npz
     --replay needs a file that a run has written, .. got nosuch.npz .. correct the path
 run --replay nosuch.npz --dry-run
     --replay does an update of a run again and goes with no other option, got --dry-run; drop one
+run --replay nosuch.npz demo.yaml
+    --replay takes the config from its file, got demo.yaml; leave it out
+run run.seed=1 lr 1e-6
+    a setting is written with an equals sign: optimizer.learning_rate=1e-6, got 'lr'
+run --learning_rate 1e-6
+    --learning_rate is no flag; settings are written without dashes: optimizer.learning_rate=1e-6
+run --run.max_steps=5
+    --run.max_steps is no flag; settings are written without dashes: run.max_steps=5
+run --num-generations run.seed=1
+    --num-generations is no flag; settings are written without dashes: algorithm.group_size=VALUE
+run run.seed=7 configs/demo_cpu.yaml --print-config
+    an override must read section.key=value, got 'configs/demo_cpu.yaml'; example: run.seed=1
 run --help nope
     --help takes a section, a setting, or all .. got nope .. sections: run, model, data, rollout,
 dry model.path=nosuch
@@ -153,6 +165,20 @@ dry rollout.max_new_tokens=4000
     data.max_prompt_tokens + rollout.max_new_tokens must be <= .. got 64 + 4000 .. shorten one of them
 dry rollout.attention=fast
     rollout.attention must be 'auto', 'flash', 'gather' or .. got 'fast' .. `--help rollout.attention` says more
+dry rollout.attention=flash
+    rollout.attention=flash needs a TPU .. devices are cpu .. use gather (any device) or auto
+dry meshes.trainer.tp=3
+    meshes.trainer.fsdp x tp must be the number of the trainer's devices, .. x 3; use one of [(
+dry data.prompt_template="'{nope}'"
+    data.prompt_template uses the column 'nope' .. available: question, answer
+dry optimizer.schedule=linear optimizer.warmup_steps=100
+    optimizer.warmup_steps must be < run.max_steps
+dry optimizer.name=nosuch.py:f
+    optimizer file nosuch.py must be readable
+dry model.lora.rank=2 model.lora.path=nosuch
+    model.lora.path must be a directory with
+data data.path=nosuch.jsonl
+    data.path: data file not found: nosuch.jsonl
 dry rewards='[{name: exact_answe}]'
     'exact_answe' is not a shipped reward; did you mean .. your own: path.py:function or
 dry rewards='[{name: nosuch.py:f}]'

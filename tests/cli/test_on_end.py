@@ -88,9 +88,9 @@ def leave_steps(run_dir: Path) -> None:
     (run_dir / "best.json").write_text('{"step": 10, "of": "greedy/a", "value": 0.5, "interval": [0.25, 0.75, 8]}')
 
 
-def end_by(config: RunConfig, error: BaseException | None, hosts: Hosts | None = None, seconds: float = 10.0) -> None:
+def end_by(config: RunConfig, error: BaseException | None, hosts: Hosts | None = None) -> None:
     """A run of which 12 steps were done ends by an error, or by none."""
-    with nullcontext() if error is None else pytest.raises(type(error)) as raised, PeopleTold(config, seconds) as told:
+    with nullcontext() if error is None else pytest.raises(type(error)) as raised, PeopleTold(config) as told:
         told.begin(hosts or Hosts())
         here.step = 12
         if error is not None:
@@ -210,14 +210,20 @@ def test_other_hosts_and_a_run_that_never_met_them_tell_nobody(tmp_path: Path) -
     ],
 )
 def test_who_cannot_be_told_is_one_line(
-    tmp_path: Path, chats: list[Chat], capsys: pytest.CaptureFixture[str], where: str, problem: str
+    tmp_path: Path,
+    chats: list[Chat],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    where: str,
+    problem: str,
 ) -> None:
+    monkeypatch.setattr("tpu_grpo.cli.on_end.SECONDS", 0.5)
     if where.startswith("answers"):
         chats.append(Chat(500) if where == "answers 500" else Chat(waits=2.0))
         where = chats[0].address
     error = Interrupted("stopped")
     began = time.monotonic()
-    end_by(config_of(tmp_path, where), error, seconds=0.5)  # the error is raised as it was
+    end_by(config_of(tmp_path, where), error)  # the error is raised as it was
     assert time.monotonic() - began < 10
     assert capsys.readouterr().err == f"logging.on_end was not told how r ended: {problem}\n"
 

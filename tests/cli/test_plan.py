@@ -55,17 +55,19 @@ def test_what_cannot_be_planned_is_said_in_a_line(directory: Path, arguments: li
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("mean", ["0.5", "65", "nan"])
-def test_a_mean_that_cannot_be_is_refused(directory: Path, mean: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(directory / "run.yaml"), "--slice", "v5e-4", "--mean-new-tokens", mean]) == 2
-    said = f"--mean-new-tokens must be between 1 and rollout.max_new_tokens=64, got {mean}"
-    assert said in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("price", ["-1", "inf", "nan"])
-def test_a_price_that_cannot_be_is_refused(directory: Path, price: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(directory / "run.yaml"), "--slice", "v5e-4", f"--price-per-chip-hour={price}"]) == 2
-    assert f"--price-per-chip-hour must be a number >= 0, got {price}" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("flag", "values", "rule"),
+    [
+        ("--mean-new-tokens", ("0.5", "65", "nan"), "between 1 and rollout.max_new_tokens=64"),
+        ("--price-per-chip-hour", ("-1", "inf", "nan"), "a number >= 0"),
+    ],
+)
+def test_a_number_that_cannot_be_is_refused(
+    directory: Path, flag: str, values: tuple[str, ...], rule: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for value in values:
+        assert main([str(directory / "run.yaml"), "--slice", "v5e-4", f"{flag}={value}"]) == 2
+        assert f"{flag} must be {rule}, got {value}" in capsys.readouterr().err
 
 
 @pytest.mark.slices

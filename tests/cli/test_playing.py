@@ -29,7 +29,7 @@ def test_turns_end_as_the_chat_template_ends_them() -> None:
     guesses = iter(["50", "3"])
     with closing(environments), closing(Game(config, prompt, environments, gemma, 0)) as game:
         policy = game.writing(lambda said: next(guesses, None))
-        shown = [stretch.text for stretches in game.play(policy) for stretch in stretches]
+        shown = [stretch.text for stretch in game.play(policy)]
         episode = game.completion.episode
     assert shown == [
         asked,

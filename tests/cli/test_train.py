@@ -1,6 +1,5 @@
 """The command line: what it says, what it returns, and what it does not import to say it."""
 
-import contextlib
 import logging
 import os
 import re
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.launching.driving import imported
 from tpu_grpo.cli import starting
 from tpu_grpo.cli.train import closing_lines, help_text, main
 from tpu_grpo.config import RunConfig, load_config, settings
@@ -67,9 +67,9 @@ def run_main(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, 
 def test_nothing_heavy_is_imported_to_answer(tmp_path: Path, arguments: list[str], code: int) -> None:
     done = run_script(*arguments, cwd=tmp_path, python=("-X", "importtime"))
     assert done.returncode == code
-    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
-    assert {"tpu_grpo.cli.train", "tpu_grpo.config", "pydantic"} <= imported  # the list is of this command
-    assert {name.partition(".")[0] for name in imported} & HEAVY == set()
+    found = imported(done.stderr)
+    assert {"tpu_grpo.cli.train", "tpu_grpo.config", "pydantic"} <= found  # the list is of this command
+    assert found & HEAVY == set()
 
 
 @pytest.mark.parametrize("flags", [(), ("--dry-run",)], ids=["run", "dry run"])
@@ -77,49 +77,9 @@ def test_what_is_wrong_with_paths_is_said_before_jax_is_imported(tmp_path: Path,
     done = run_script("data.path=nosuch.jsonl", *flags, cwd=tmp_path, python=("-X", "importtime"))
     assert done.returncode == 2
     assert "DataError: data.path: data file not found: nosuch.jsonl" in done.stderr
-    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
-    assert "tpu_grpo.run.inputs" in imported
-    assert {name.partition(".")[0] for name in imported} & (HEAVY - {"numpy"}) == set()
+    assert "tpu_grpo.run.inputs" in imported(done.stderr)
+    assert imported(done.stderr) & (HEAVY - {"numpy"}) == set()
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["run.sed=1"], "ConfigError: run.sed is not a setting (got 1); did you mean run.seed?\n"),
-        (["nosuch.yaml"], "ConfigError: config file not found: nosuch.yaml; shipped configs: none here\n"),
-        (
-            ["model.dtype=fp16"],
-            "ConfigError: model.dtype must be 'float32' or 'bfloat16', got 'fp16'; `--help model.dtype` says more\n",
-        ),
-    ],
-)
-def test_a_config_error_is_one_line_and_code_2(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    arguments: list[str],
-    message: str,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert run_main(capsys, *arguments) == (2, "", message)
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--replay", "x.npz", "--dry-run"], "ConfigError: --replay does an update .* no other option, got --dry-run"),
-        (["--replay", "x.npz", "demo.yaml"], "ConfigError: --replay takes the config from its file, got demo.yaml"),
-        (["--replay", "x.npz"], r"DataError: --replay needs a file that a run has written, .*got x.npz \(FileNotFound"),
-    ],
-)
-def test_a_replay_that_cannot_be_is_refused(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
-) -> None:
-    code, _, said = run_main(capsys, *arguments)
-    assert code == 2
-    assert re.match(message, said)
 
 
 def test_an_unknown_flag_shows_the_usage(capsys: pytest.CaptureFixture[str]) -> None:
@@ -157,24 +117,6 @@ def test_help_shows_what_most_people_change_and_how_to_see_more(capsys: pytest.C
     )
 
 
-@pytest.mark.parametrize(
-    ("words", "form"),
-    [
-        (["run.max_steps", "5"], "a setting is written with an equals sign: run.max_steps=5, got 'run.max_steps'"),
-        (["run.seed=1", "lr", "1e-6"], "equals sign: optimizer.learning_rate=1e-6, got 'lr'"),
-        (["--learning_rate", "1e-6"], "--learning_rate is no flag; settings are written without dashes: optimizer."),
-        (["--run.max_steps=5"], "--run.max_steps is no flag; settings are written without dashes: run.max_steps=5"),
-        (["--num-generations", "run.seed=1"], "settings are written without dashes: algorithm.group_size=VALUE"),
-    ],
-)
-def test_a_setting_in_another_form_is_answered_with_the_form_to_type(
-    capsys: pytest.CaptureFixture[str], words: list[str], form: str
-) -> None:
-    with contextlib.suppress(SystemExit):
-        assert main(words) == 2
-    assert form in capsys.readouterr().err
-
-
 def test_help_explains_each_setting() -> None:
     lines = help_text("all").splitlines()
     first = lines.index("Settings (name, values, default):")
@@ -203,14 +145,6 @@ def test_flags_stand_anywhere(capsys: pytest.CaptureFixture[str], position: int)
     expected = load_config(words[0], ["run.seed=7"]).to_yaml()
     words.insert(position, "--print-config")
     assert run_main(capsys, *words) == (0, expected, "")
-
-
-def test_a_second_config_file_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = run_main(capsys, "run.seed=7", "configs/demo_cpu.yaml", "--print-config")
-    assert (code, out) == (2, "")
-    assert err == (
-        "ConfigError: an override must read section.key=value, got 'configs/demo_cpu.yaml'; example: run.seed=1\n"
-    )
 
 
 # --- training, with a fake pipeline ----------------------------------------------------------------------------------
@@ -374,59 +308,6 @@ def test_a_dry_run_of_the_demo_finds_nothing_wrong_and_says_nothing_about_tpus(t
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("override", "parts"),
-    [
-        ("data.path=nosuch.jsonl", ["DataError: data.path: data file not found: nosuch.jsonl", "correct it"]),
-        ("data.path=train.txt", ["DataError: data.path must be a .jsonl, ", "or builtin:addition", "got train.txt"]),
-        (
-            "model.path=/nosuch/model",
-            [
-                "CheckpointError: model.path must be a checkpoint directory on this machine, got /nosuch/model",
-                "name a model of the Hugging Face hub as hf:OWNER/NAME",
-            ],
-        ),
-        (
-            "model.path=builtin:chess",
-            ["ConfigError: model.path=builtin:chess is not built in", "built in: ['addition', 'calculator'"],
-        ),
-        (
-            "rewards=[{name: exact_answe}]",
-            ["RewardError: 'exact_answe' is not a shipped reward", "did you mean exact_answer?", "path.py:function"],
-        ),
-        (
-            "rollout.attention=flash",
-            ["ConfigError: rollout.attention=flash needs a TPU", "devices are cpu", "use gather (any device) or auto"],
-        ),
-        (
-            "meshes.trainer.tp=3",
-            [
-                "ConfigError: meshes.trainer.fsdp x tp must be the number of the trainer's devices, ",
-                "x 3; use one of [(",
-            ],
-        ),
-        (
-            "data.max_prompt_tokens=3",
-            ["DataError: prompts must have at most data.max_prompt_tokens=3 tokens, got 8", "data.too_long=drop"],
-        ),
-        (
-            "data.prompt_template='{nope}'",
-            ["ConfigError: data.prompt_template uses the column 'nope'", "available: question, answer"],
-        ),
-    ],
-)
-def test_a_dry_run_names_the_setting_the_value_and_the_remedy(
-    override: str, parts: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    code, out, err = run_main(capsys, "--dry-run", override)
-    assert (code, out) == (2, "")
-    assert err.startswith(parts[0])
-    assert [part for part in parts if part not in err] == []
-    assert "Traceback" not in err
-    assert list(tmp_path.iterdir()) == []
-
-
 # --- what lies in run.dir --------------------------------------------------------------------------------------------
 
 
@@ -449,8 +330,7 @@ def test_a_finished_run_says_so_and_neither_touches_a_file_nor_imports_jax(tmp_p
         "this run is done: 3 of 3 steps; set run.max_steps higher to go on, or another run.dir\n"
         f"look at {run}/report.html\n"
     )
-    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
-    assert imported & (HEAVY - {"numpy"}) == set()
+    assert imported(done.stderr) & (HEAVY - {"numpy"}) == set()
     assert {path: path.stat().st_mtime_ns for path in [run, *run.iterdir()]} == before
 
 

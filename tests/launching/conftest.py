@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.launching.driving import Launch
 from tests.launching.stand_in import StandIn
 from tpu_grpo.cli.launch import main
 
@@ -57,6 +58,18 @@ def ready(stand_in: StandIn, checkout: Path, capsys: pytest.CaptureFixture[str])
     assert main(["setup", "--how", "vm", "--code", str(checkout)]) == 0
     capsys.readouterr()
     return stand_in
+
+
+@pytest.fixture
+def launch(capsys: pytest.CaptureFixture[str]) -> Launch:
+    """Calls the command for a TPU VM, with a verb and more words; returns its code and what it prints."""
+
+    def called(verb: str, *words: str) -> tuple[int, str, str]:
+        code = main([verb, "--how", "vm", *words])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return called
 
 
 @pytest.fixture

@@ -5,13 +5,18 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
 from tests.launching.stand_in import StandIn
-from tpu_grpo.cli.launch import main
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
+Launch = Callable[..., tuple[int, str, str]]
 SMALL = ("--script", "scripts/program.py")
+
+
+def imported(told: str) -> set[str]:
+    """The modules and packages of which ``python -X importtime`` told on stderr."""
+    lines = [line for line in told.splitlines() if line.startswith("import time:")]
+    modules = {line.rpartition("|")[2].strip() for line in lines}
+    return modules | {name.partition(".")[0] for name in modules}
 
 
 def eventually(condition: Callable[[], object], seconds: float = 20.0) -> None:
@@ -19,12 +24,6 @@ def eventually(condition: Callable[[], object], seconds: float = 20.0) -> None:
     while not condition():
         assert time.monotonic() < end, "it did not come to pass"
         time.sleep(0.05)
-
-
-def launch(capsys: pytest.CaptureFixture[str], verb: str, *words: str) -> tuple[int, str, str]:
-    code = main([verb, "--how", "vm", *words])
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
 
 
 def started(stand_in: StandIn, worker: int, time: int = 0) -> dict:

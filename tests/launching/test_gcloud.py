@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.launching import gcloud_syntax
-from tests.launching.driving import REPOSITORY, SMALL, launch
+from tests.launching.driving import REPOSITORY, SMALL, Launch, imported
 from tests.launching.stand_in import StandIn
 from tpu_grpo.cli.launch import main
 
@@ -43,12 +43,12 @@ def test_a_dry_run_prints_valid_commands_and_runs_none(
     assert stand_in.calls() == []
 
 
-def test_what_is_printed_is_what_is_run(stand_in: StandIn, capsys: pytest.CaptureFixture[str]) -> None:
-    assert launch(capsys, "create", "--type", "v5e-8", "--zone", "a b")[2].splitlines()[0] == (
+def test_what_is_printed_is_what_is_run(stand_in: StandIn, launch: Launch) -> None:
+    assert launch("create", "--type", "v5e-8", "--zone", "a b")[2].splitlines()[0] == (
         "$ gcloud compute tpus tpu-vm create grpo --accelerator-type=v5litepod-8 --version=v2-alpha-tpuv5-lite "
         "'--zone=a b' --quiet"
     )
-    _, _, err = launch(capsys, "status", "--zone", "a b")
+    _, _, err = launch("status", "--zone", "a b")
     printed = [shlex.split(line[2:]) for line in err.splitlines() if line.startswith("$ ")]
     assert printed == stand_in.calls()[-len(printed) :]
     for command in stand_in.calls():
@@ -85,9 +85,8 @@ def test_help_imports_nothing_heavy_and_names_every_verb(tmp_path: Path) -> None
         env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
     )
     assert done.returncode == 0
-    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
-    assert "tpu_grpo" in imported
-    assert imported & {"jax", "numpy", "flax", "transformers", "rich", "wandb"} == set()
+    assert "tpu_grpo" in imported(done.stderr)
+    assert imported(done.stderr) & {"jax", "numpy", "flax", "transformers", "rich", "wandb"} == set()
     for verb in ("create", "setup", "run", "status", "logs", "stop", "delete", "babysit", "watch"):
         assert f"  {verb} " in done.stdout
 
@@ -104,58 +103,37 @@ HINT = (  # which gcloud gives on any failure with several workers
     "Retrying: SSH command error: [/usr/bin/ssh] exited with return code [255]."
 )
 SAID = [
-    ("create", "tpu-vm create", QUOTA, "quota", "quota page"),
-    ("create", "tpu-vm create", CAPACITY, "capacity", "wait in the queue (--how queued)"),
-    ("create", "tpu-vm create", "PERMISSION_DENIED: Permission 'tpu.nodes.create' denied", "permission", "tpu.admin"),
-    ("create", "tpu-vm create", "You do not currently have an active account selected.", "login", "gcloud auth login"),
-    (
-        "create",
-        "tpu-vm create",
-        'received an invalid AcceleratorType, "v5e-8" for zone',
-        "type",
-        "accelerator-types list",
-    ),
-    ("create", "tpu-vm create", "ALREADY_EXISTS: Resource 'grpo' already exists", "exists", "another --name"),
-    (
-        "create",
-        "tpu-vm create",
-        "The required property [project] is not currently set.",
-        "project",
-        "config set project",
-    ),
-    ("status", "tpu-vm describe", "The required property [compute/zone] is not currently set.", "zone", "--zone"),
-    (
-        "status",
-        "tpu-vm describe",
-        "Permission denied on 'locations/x' (or it may not exist).",
-        "zone",
-        "locations list",
-    ),
-    ("status", "tpu-vm describe", "Cloud TPU API has not been used in project 1 before", "api", "services enable"),
-    ("status", "tpu-vm ssh", HINT, "ssh", "port 22"),
-    ("status", "tpu-vm ssh", "[/usr/bin/ssh] exited with return code [255].", "ssh", "port 22"),
-    ("status", "tpu-vm ssh", "This TPU is going through a maintenance event, and is", "maintenance", "HEALTHY"),
-    (
-        "status",
-        "tpu-vm ssh",
-        "'This TPU has terminal state \"PREEMPTED\", so it cannot be used anymore.'",
-        "gone",
-        "babysit",
-    ),
-    ("setup", "tpu-vm scp", AGENT, "agent", "ssh-add"),
-    ("delete", "tpu-vm delete", "UNAVAILABLE: The service is currently unavailable.", "passing", "try again"),
-    ("delete", "tpu-vm delete", "FAILED_PRECONDITION: something new", "unknown", "look at what gcloud printed"),
+    ("create", QUOTA, "quota", "quota page"),
+    ("create", CAPACITY, "capacity", "wait in the queue (--how queued)"),
+    ("create", "PERMISSION_DENIED: Permission 'tpu.nodes.create' denied", "permission", "tpu.admin"),
+    ("create", "You do not currently have an active account selected.", "login", "gcloud auth login"),
+    ("create", 'received an invalid AcceleratorType, "v5e-8" for zone', "type", "accelerator-types list"),
+    ("create", "ALREADY_EXISTS: Resource 'grpo' already exists", "exists", "another --name"),
+    ("create", "The required property [project] is not currently set.", "project", "config set project"),
+    ("describe", "The required property [compute/zone] is not currently set.", "zone", "--zone"),
+    ("describe", "Permission denied on 'locations/x' (or it may not exist).", "zone", "locations list"),
+    ("describe", "Cloud TPU API has not been used in project 1 before", "api", "services enable"),
+    ("ssh", HINT, "ssh", "port 22"),
+    ("ssh", "[/usr/bin/ssh] exited with return code [255].", "ssh", "port 22"),
+    ("ssh", "This TPU is going through a maintenance event, and is", "maintenance", "HEALTHY"),
+    ("ssh", "'This TPU has terminal state \"PREEMPTED\", so it cannot be used anymore.'", "gone", "babysit"),
+    ("scp", AGENT, "agent", "ssh-add"),
+    ("delete", "UNAVAILABLE: The service is currently unavailable.", "passing", "try again"),
+    ("delete", "FAILED_PRECONDITION: something new", "unknown", "look at what gcloud printed"),
 ]
+VERBS = {"describe": "status", "ssh": "status", "scp": "setup"}
+"""Those that call these commands of gcloud; the others have the names of theirs."""
 
 
-@pytest.mark.parametrize(("verb", "command", "said", "kind", "remedy"), SAID, ids=lambda value: value[:20])
+@pytest.mark.parametrize(("command", "said", "kind", "remedy"), SAID, ids=lambda value: value[:20])
 def test_errors_of_gcloud_are_shown_with_what_to_do(
-    stand_in: StandIn, capsys: pytest.CaptureFixture[str], verb: str, command: str, said: str, kind: str, remedy: str
+    stand_in: StandIn, launch: Launch, command: str, said: str, kind: str, remedy: str
 ) -> None:
+    verb = VERBS.get(command, command)
     if verb != "create":
-        assert launch(capsys, "create", "--type", "v5e-8")[0] == 0
-    stand_in.fail(command, said)
-    code, _, err = launch(capsys, verb, *(["--type", "v5e-8"] if verb == "create" else []))
+        assert launch("create", "--type", "v5e-8")[0] == 0
+    stand_in.fail(f"tpu-vm {command}", said)
+    code, _, err = launch(verb, *(["--type", "v5e-8"] if verb == "create" else []))
     assert code == 1
     assert f"failed ({kind}, exit code 1)" in err
     assert said.splitlines()[0] in err  # gcloud's own words
@@ -211,10 +189,10 @@ def test_without_a_name_or_gcloud(
 
 
 def test_a_slice_that_is_not_there_or_not_ready(
-    stand_in: StandIn, config: Path, capsys: pytest.CaptureFixture[str]
+    stand_in: StandIn, config: Path, capsys: pytest.CaptureFixture[str], launch: Launch
 ) -> None:
-    assert launch(capsys, "run", *SMALL, str(config))[0] == 1
-    assert launch(capsys, "delete")[0] == 0  # as wanted
+    assert launch("run", *SMALL, str(config))[0] == 1
+    assert launch("delete")[0] == 0  # as wanted
     assert main(["create", "--type", "v5e-8", "--no-wait"]) == 0
     capsys.readouterr()
     assert main(["run", *SMALL, str(config)]) == 1

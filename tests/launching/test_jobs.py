@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.launching.driving import SMALL, ended, launch, started
+from tests.launching.driving import SMALL, Launch, ended, started
 from tests.launching.stand_in import StandIn
 from tpu_grpo.cli.launch import main
 
@@ -26,46 +26,26 @@ def test_any_argument_arrives_unchanged(ready: StandIn, config: Path, words: lis
 
 
 NASTY = [
-    "a b",
-    "it's",
-    '"',
-    "$HOME",
-    "`id`",
-    "$(id)",
-    "\n",
-    "a\\",
-    "\\n",
-    "*",
-    "~",
-    "#",
-    "!",
-    "&&",
-    "é漢😀",
-    "",
-    "-x",
-    "--",
-    "%q",
-    "\t",
+    *("a b", "it's", '"', "$HOME", "`id`", "$(id)", "\n", "a\\", "\\n", "*", "~", "#", "!", "&&", "é漢😀"),
+    *("", "-x", "--", "%q", "\t"),
 ]
 
 
-def test_arguments_that_shells_care_about_arrive_unchanged(
-    ready: StandIn, config: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert launch(capsys, "run", *SMALL, "--env", f"V={''.join(NASTY)}", str(config), "--", *NASTY)[0] == 0
+def test_arguments_that_shells_care_about_arrive_unchanged(ready: StandIn, config: Path, launch: Launch) -> None:
+    assert launch("run", *SMALL, "--env", f"V={''.join(NASTY)}", str(config), "--", *NASTY)[0] == 0
     seen = started(ready, 0)
     assert seen["argv"][2:] == NASTY
     assert seen["environment"]["V"] == "".join(NASTY)
 
 
 def test_secrets_reach_the_run_and_nothing_else(
-    ready: StandIn, config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    ready: StandIn, config: Path, monkeypatch: pytest.MonkeyPatch, launch: Launch, tmp_path: Path
 ) -> None:
     """They are looked for in what is printed, in the words of every process, and on disk once the run is started."""
     secrets = {"WANDB_API_KEY": "w4ndb'$secret\n2", "HF_TOKEN": "hf_s3cret", "MINE": "m1ne secret"}
     for name, value in secrets.items():
         monkeypatch.setenv(name, value)
-    code, out, err = launch(capsys, "run", *SMALL, "--secret", "MINE", str(config), "seconds=5")
+    code, out, err = launch("run", *SMALL, "--secret", "MINE", str(config), "seconds=5")
     assert code == 0
     own = set()
     for worker in (0, 1):
@@ -86,7 +66,7 @@ def test_secrets_reach_the_run_and_nothing_else(
 
 
 def test_secrets_are_readable_for_their_owner_only_and_removed_also_when_the_start_fails(
-    ready: StandIn, config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ready: StandIn, config: Path, monkeypatch: pytest.MonkeyPatch, launch: Launch
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_s3cret")
     note = ready.root / "modes"
@@ -94,7 +74,7 @@ def test_secrets_are_readable_for_their_owner_only_and_removed_also_when_the_sta
         f'#!/bin/bash\nstat -c %a "$HOME/.tpu_grpo/secrets.sh" >> {note}\nexit 1\n'
     )
     (ready.root / "worker_bin" / "mv").chmod(0o755)
-    code, _, err = launch(capsys, "run", *SMALL, str(config))
+    code, _, err = launch("run", *SMALL, str(config))
     assert code == 1
     assert "the config has not been copied here" in err
     assert note.read_text().split() == ["600", "600"]
@@ -115,12 +95,12 @@ def test_what_would_give_a_secret_away_is_refused(
     stand_in: StandIn,
     config: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    launch: Launch,
     words: list[str],
     message: str,
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_s3cret")
-    code, out, err = launch(capsys, "run", *SMALL, str(config), *words)
+    code, out, err = launch("run", *SMALL, str(config), *words)
     assert (code, out) == (2, "")
     assert err.startswith(f"ConfigError: {message}")
     assert "hf_s3cret" not in err

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.launching.conftest import git
-from tests.launching.driving import SMALL, ended, eventually, launch, started
+from tests.launching.driving import SMALL, Launch, ended, eventually, started
 from tests.launching.stand_in import StandIn
 from tpu_grpo.cli.launch import main
 from tpu_grpo.launching.launcher import pack
@@ -43,11 +43,9 @@ def test_from_nothing_to_a_finished_run_and_back(
     assert stand_in.processes() == []
 
 
-def test_a_run_is_detached_and_gets_its_environment(
-    ready: StandIn, config: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_is_detached_and_gets_its_environment(ready: StandIn, config: Path, launch: Launch) -> None:
     words = (*SMALL, "--env", "A=b c", str(config), "seconds=30")
-    assert launch(capsys, "run", *words)[0] == 0
+    assert launch("run", *words)[0] == 0
     for worker in (0, 1):
         seen = started(ready, worker)
         assert seen["environment"]["WORKER"] == str(worker)
@@ -58,33 +56,31 @@ def test_a_run_is_detached_and_gets_its_environment(
         assert seen["argv"][2:] == ["seconds=30"]
         command = (ready.home(worker) / ".tpu_grpo/job/command").read_text()
         assert command.startswith("env PYTHONUNBUFFERED=1 ")
-    out = launch(capsys, "status")[1]
+    out = launch("status")[1]
     assert out.count(": running, pid ") == 2
     assert "worker 1 runs config of mine" in out
-    code, _, err = launch(capsys, "run", *words)
+    code, _, err = launch("run", *words)
     assert code == 1
     assert "[0] worker: a run is going on already: env" in err
-    code, _, err = launch(capsys, "setup")
+    code, _, err = launch("setup")
     assert code == 1
     assert "a run is going on; stop it before its code is replaced" in err
 
 
-def test_other_libtpu_arguments_and_another_cache(
-    ready: StandIn, config: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_libtpu_arguments_and_another_cache(ready: StandIn, config: Path, launch: Launch) -> None:
     flags = ("--libtpu-args", "", "--compilation-cache", "gs://b/cache")
-    code, _, err = launch(capsys, "run", *SMALL, *flags, str(config))
+    code, _, err = launch("run", *SMALL, *flags, str(config))
     assert code == 1
     assert "worker: a cache on gs:// needs gcsfs; setup with --with gcsfs" in err
     for worker in (0, 1):
         (ready.home(worker) / ".tpu_grpo/code/gcsfs.py").write_text("")
-    assert launch(capsys, "run", *SMALL, *flags, str(config))[0] == 0
+    assert launch("run", *SMALL, *flags, str(config))[0] == 0
     environment = started(ready, 1)["environment"]
     assert "LIBTPU_INIT_ARGS" not in environment
     assert environment["JAX_COMPILATION_CACHE_DIR"] == "gs://b/cache"
 
 
-def test_stop_lets_it_save_then_kills_it(ready: StandIn, config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stop_lets_it_save_then_kills_it(ready: StandIn, config: Path, launch: Launch) -> None:
     saves = ready.home(0) / ".tpu_grpo/code/scripts/program.py"
     saves.write_text(
         "import signal, sys, time\n"
@@ -96,9 +92,9 @@ def test_stop_lets_it_save_then_kills_it(ready: StandIn, config: Path, capsys: p
         "import signal, subprocess, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "subprocess.Popen(['sleep', '60'])\nprint('runs')\ntime.sleep(60)\n"
     )
-    assert launch(capsys, "run", *SMALL, str(config))[0] == 0
-    eventually(lambda: launch(capsys, "status")[1].count("    runs") == 2)
-    code, out, _ = launch(capsys, "stop", "--grace", "2")
+    assert launch("run", *SMALL, str(config))[0] == 0
+    eventually(lambda: launch("status")[1].count("    runs") == 2)
+    code, out, _ = launch("stop", "--grace", "2")
     assert code == 0
     assert "[0]" in out
     first, second = out.index("[0]"), out.index("[1]")
@@ -118,23 +114,21 @@ def test_logs_are_followed_to_the_end(ready: StandIn, config: Path, capsys: pyte
     assert [line for line in lines if line.startswith("[1]")] == ["[1] worker 1 runs config of mine", "[1] no luck"]
 
 
-def test_a_failing_worker_is_seen(ready: StandIn, config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert launch(capsys, "run", *SMALL, str(config), "fails_on=1", "code=7")[0] == 0
+def test_a_failing_worker_is_seen(ready: StandIn, config: Path, launch: Launch) -> None:
+    assert launch("run", *SMALL, str(config), "fails_on=1", "code=7")[0] == 0
     ended(ready)
-    _, out, _ = launch(capsys, "status")
+    _, out, _ = launch("status")
     assert "exit code 0" in out[: out.index("[1]")]
     assert "exit code 7" in out[out.index("[1]") :]
     assert "no luck" in out[out.index("[1]") :]
 
 
-def test_a_run_that_vanished_with_a_reboot_is_lost(
-    ready: StandIn, config: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert launch(capsys, "run", *SMALL, str(config), "seconds=30")[0] == 0
+def test_a_run_that_vanished_with_a_reboot_is_lost(ready: StandIn, config: Path, launch: Launch) -> None:
+    assert launch("run", *SMALL, str(config), "seconds=30")[0] == 0
     started(ready, 0)
     ready.kill()
-    assert launch(capsys, "status")[1].count(": lost, pid ") == 2
-    assert launch(capsys, "run", *SMALL, str(config))[0] == 0
+    assert launch("status")[1].count(": lost, pid ") == 2
+    assert launch("run", *SMALL, str(config))[0] == 0
     ended(ready)
 
 
@@ -142,7 +136,7 @@ def test_a_run_that_vanished_with_a_reboot_is_lost(
 
 
 def test_setup_brings_the_work_tree_as_it_is_and_keeps_what_runs_left(
-    ready: StandIn, checkout: Path, capsys: pytest.CaptureFixture[str]
+    ready: StandIn, checkout: Path, launch: Launch
 ) -> None:
     code = ready.home(1) / ".tpu_grpo/code"
     (code / "runs").mkdir()
@@ -150,37 +144,35 @@ def test_setup_brings_the_work_tree_as_it_is_and_keeps_what_runs_left(
     (checkout / "runs").mkdir()
     (checkout / "runs" / "not this").write_text("")
     (checkout / "scripts" / "program.py").rename(checkout / "scripts" / "it's new\n.py")
-    status, _, err = launch(capsys, "setup", "--code", str(checkout))
+    status, _, err = launch("setup", "--code", str(checkout))
     assert status == 0
     assert " and 2 changed files, " in err  # one is gone, one is new
     assert sorted(path.name for path in (code / "scripts").iterdir()) == ["it's new\n.py"]
     assert [path.name for path in (code / "runs").iterdir()] == ["result"]
-    assert "(code " in launch(capsys, "status")[1]
-    assert " and 2 changed files)" in launch(capsys, "status")[1]
+    assert "(code " in launch("status")[1]
+    assert " and 2 changed files)" in launch("status")[1]
 
 
 def test_the_setup_script_runs_in_the_checkout_of_every_worker(
-    ready: StandIn, checkout: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ready: StandIn, checkout: Path, tmp_path: Path, launch: Launch
 ) -> None:
     script = tmp_path / "mount it.sh"
     script.write_text('pwd > "$HOME/mounted"\n')
     words = ("setup", "--code", str(checkout), "--setup-script", str(script))
-    assert launch(capsys, *words)[0] == 0
+    assert launch(*words)[0] == 0
     for worker in (0, 1):
         assert (ready.home(worker) / "mounted").read_text().strip() == str(ready.home(worker) / ".tpu_grpo/code")
     script.write_text("echo no such bucket\nexit 3\n")
-    code, _, err = launch(capsys, *words)
+    code, _, err = launch(*words)
     assert code == 1
     assert "[1] no such bucket\n" in err
     assert "[1] worker: the setup script failed" in err
     assert "failed (worker, exit code 1)" in err
 
 
-def test_an_environment_that_cannot_be_installed_says_so(
-    ready: StandIn, checkout: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_environment_that_cannot_be_installed_says_so(ready: StandIn, checkout: Path, launch: Launch) -> None:
     (ready.home(1) / "uv_fails").write_text("")
-    code, _, err = launch(capsys, "setup", "--code", str(checkout))
+    code, _, err = launch("setup", "--code", str(checkout))
     assert code == 1
     assert "##### Command execution on worker 1 failed with exit status 1" in err
     assert "[1] error: No solution found when resolving dependencies" in err
@@ -197,11 +189,9 @@ def test_the_work_tree_is_named_with_its_changes(checkout: Path, tmp_path: Path)
     assert pack(checkout, tmp_path) not in (clean, f"{clean} and 1 changed file")
 
 
-def test_further_packages_are_installed_after_the_pinned_ones(
-    ready: StandIn, checkout: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_further_packages_are_installed_after_the_pinned_ones(ready: StandIn, checkout: Path, launch: Launch) -> None:
     words = ("--with", "gcsfs==2026.10.1", "--with", "my reward[x] >= 1")
-    assert launch(capsys, "setup", "--code", str(checkout), *words)[0] == 0
+    assert launch("setup", "--code", str(checkout), *words)[0] == 0
     assert (ready.home(1) / "uv_calls").read_text().splitlines() == [
         "sync --no-dev --all-extras",
         "sync --no-dev --all-extras",
@@ -209,8 +199,8 @@ def test_further_packages_are_installed_after_the_pinned_ones(
     ]
 
 
-def test_a_run_before_setup_is_refused(ready: StandIn, config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_before_setup_is_refused(ready: StandIn, config: Path, launch: Launch) -> None:
     (ready.home(1) / ".tpu_grpo/code/.venv/bin/python").unlink()
-    code, _, err = launch(capsys, "run", *SMALL, str(config))
+    code, _, err = launch("run", *SMALL, str(config))
     assert code == 1
     assert "[1] worker: no code and environment here; run setup first" in err

@@ -8,30 +8,28 @@ from tpu_grpo.records.errors import ConfigError
 
 
 @pytest.mark.parametrize(
-    ("name", "accelerator_type", "runtime", "chips", "hosts"),
+    ("name", "accelerator_type", "runtime", "chips_and_hosts"),
     [
-        ("v4-8", "v4-8", "tpu-ubuntu2204-base", 4, 1),
-        ("v4-32", "v4-32", "tpu-ubuntu2204-base", 16, 4),
-        ("v5p-8", "v5p-8", "v2-alpha-tpuv5", 4, 1),
-        ("v5p-16", "v5p-16", "v2-alpha-tpuv5", 8, 2),
-        ("v5e-1", "v5litepod-1", "v2-alpha-tpuv5-lite", 1, 1),
-        ("v5e-8", "v5litepod-8", "v2-alpha-tpuv5-lite", 8, 1),
-        ("v5e-16", "v5litepod-16", "v2-alpha-tpuv5-lite", 16, 4),
-        ("v5litepod-256", "v5litepod-256", "v2-alpha-tpuv5-lite", 256, 64),
-        ("v6e-8", "v6e-8", "v2-alpha-tpuv6e", 8, 1),
-        ("v6e-16", "v6e-16", "v2-alpha-tpuv6e", 16, 4),
-        ("v7x-8", "tpu7x-8", "v2-alpha-tpu7-ubuntu2404", 4, 1),
-        ("v7x-32", "tpu7x-32", "v2-alpha-tpu7-ubuntu2404", 16, 4),
+        ("v4-8", "v4-8", "tpu-ubuntu2204-base", (4, 1)),
+        ("v4-32", "v4-32", "tpu-ubuntu2204-base", (16, 4)),
+        ("v5p-8", "v5p-8", "v2-alpha-tpuv5", (4, 1)),
+        ("v5p-16", "v5p-16", "v2-alpha-tpuv5", (8, 2)),
+        ("v5e-1", "v5litepod-1", "v2-alpha-tpuv5-lite", (1, 1)),
+        ("v5e-8", "v5litepod-8", "v2-alpha-tpuv5-lite", (8, 1)),
+        ("v5e-16", "v5litepod-16", "v2-alpha-tpuv5-lite", (16, 4)),
+        ("v5litepod-256", "v5litepod-256", "v2-alpha-tpuv5-lite", (256, 64)),
+        ("v6e-8", "v6e-8", "v2-alpha-tpuv6e", (8, 1)),
+        ("v6e-16", "v6e-16", "v2-alpha-tpuv6e", (16, 4)),
+        ("v7x-8", "tpu7x-8", "v2-alpha-tpu7-ubuntu2404", (4, 1)),
+        ("v7x-32", "tpu7x-32", "v2-alpha-tpu7-ubuntu2404", (16, 4)),
     ],
 )
 def test_a_name_becomes_what_the_api_calls_it(
-    name: str, accelerator_type: str, runtime: str, chips: int, hosts: int
+    name: str, accelerator_type: str, runtime: str, chips_and_hosts: tuple[int, int]
 ) -> None:
     found = parse_slice(name)
-    assert (found.accelerator_type, found.generation.runtime, found.chips, found.hosts) == (
-        *(accelerator_type, runtime),
-        *(chips, hosts),
-    )
+    assert (found.accelerator_type, found.generation.runtime) == (accelerator_type, runtime)
+    assert (found.chips, found.hosts) == chips_and_hosts
     assert parse_slice(accelerator_type) == found
 
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from contextlib import closing
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -61,12 +62,11 @@ def leave_run(run_dir: Path, steps: int, *, name: str = "my-run", samples_every:
     run_dir.mkdir(parents=True, exist_ok=True)
     config = {"run": {"name": name, "max_steps": 10}, **settings}
     (run_dir / "config.yaml").write_text(json.dumps(config))
-    sink = JsonlSink(run_dir, 0)
-    for step in range(1, steps + 1):
-        sink.write(metrics(step))
-        if step % samples_every == 0:
-            sink.samples(step, sample_rows(step))
-    sink.close()
+    with closing(JsonlSink(run_dir, 0)) as sink:
+        for step in range(1, steps + 1):
+            sink.write(metrics(step))
+            if step % samples_every == 0:
+                sink.samples(step, sample_rows(step))
     return run_dir
 
 
@@ -136,16 +136,14 @@ def leave_talks(run_dir: Path) -> Path:
         conversation("failed", [sampled_turn("?", ["add"])], failure="late: took 60 s"),
     ]
     prompt = "<|im_start|>system\n# Tools\nadd(a: int, b: int)<|im_end|>\n<|im_start|>user\nWhat is 2 + 3?<|im_end|>\n"
-    sink = JsonlSink(run_dir, 0)
-    for step in (1, 2):
-        sink.write({**metrics(step), **TALK_METRICS})
-        rows = [
-            SampleRow(prompt, f"text {number}", {"success": 1.0 - number / 2}, 1.0 - number / 2, 0.5, 36, "stop",
-                      conversation=talk)
-            for number, talk in enumerate(talks)
-        ]  # fmt: skip
-        sink.samples(step, rows)
-    sink.close()
+    with closing(JsonlSink(run_dir, 0)) as sink:
+        for step in (1, 2):
+            sink.write({**metrics(step), **TALK_METRICS})
+            rows = [
+                SampleRow(prompt, f"text {value}", {"success": value}, value, 0.5, 36, "stop", conversation=talk)
+                for talk, value in zip(talks, (1.0, 0.5, 0.0), strict=True)
+            ]
+            sink.samples(step, rows)
     return run_dir
 
 

@@ -236,15 +236,6 @@ def test_an_error_is_told_once_and_the_other_sinks_go_on(where: str, doing: str,
     assert [name for name, _ in seen] == ["other.write", "other.samples"] * 2 + ["other.close"]
 
 
-def test_two_that_fail_are_told_each_once() -> None:
-    said: list[str] = []
-    sinks = [OptionalSink(name, "", make, said.append) for name, make in (("a", raises), ("b", lambda: Fails("write")))]
-    log = RunLog(sinks)
-    log.step({"step": 1})
-    log.step({"step": 2})
-    assert [line.partition(" failed while ")[0] for line in said] == ["a", "b"]
-
-
 def broken_wandb(monkeypatch: pytest.MonkeyPatch) -> None:
     def init(**_: Any) -> Any:
         raise OddError("the server is on fire")

@@ -31,6 +31,7 @@ TALK = talk(
     prompt="What is 2+3? Tools: add",
     environment="calculator",
 )
+TURN = ("text", "calls", "answer", "reward", "tokens", "observed_tokens", "errors")
 
 
 def row(one: Completion = TALK) -> SampleRow:
@@ -56,33 +57,12 @@ def test_a_line_of_samples(tmp_path: Path) -> None:
         "environment": "calculator",
         "ending": "answered",
         "turns": [
-            {
-                "text": "I add.",
-                "calls": ["add", ""],
-                "answer": "5\nError: no call",
-                "reward": 0.5,
-                "tokens": 3,
-                "observed_tokens": 1,
-                "errors": 1,
-            },
-            {
-                "text": "Hm",
-                "calls": [],
-                "answer": "Guess!",
-                "reward": None,
-                "tokens": 1,
-                "observed_tokens": 2,
-                "errors": 0,
-            },
-            {
-                "text": "[bold]5",
-                "calls": [],
-                "answer": "",
-                "reward": 1.0,
-                "tokens": 2,
-                "observed_tokens": 0,
-                "errors": 0,
-            },
+            dict(zip(TURN, values, strict=True))
+            for values in (
+                ("I add.", ["add", ""], "5\nError: no call", 0.5, 3, 1, 1),
+                ("Hm", [], "Guess!", None, 1, 2, 0),
+                ("[bold]5", [], "", 1.0, 2, 0, 0),
+            )
         ],
         "mask": [[3, 1], [1, 2], [2, 0]],
     }

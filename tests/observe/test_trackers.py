@@ -13,6 +13,7 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
 
 from tpu_grpo.config.sections import LoggingSection
+from tpu_grpo.observe import trackers
 from tpu_grpo.observe.run_log import OptionalSink
 from tpu_grpo.observe.sample_rows import SampleRow
 from tpu_grpo.observe.trackers import TensorBoardSink, WandbSink, has_credentials
@@ -37,15 +38,11 @@ def _no_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
 
 
-def open_sink(run_dir: Path, mode: Any, said: list[str], **options: Any) -> OptionalSink:
+def open_sink(run_dir: Path, mode: Any, said: list[str]) -> OptionalSink:
     """The sink as a run opens it."""
     config = {"run": {"seed": 1}}
-    return OptionalSink(
-        "wandb",
-        "Do without.",
-        lambda: WandbSink(run_dir, "a-run", SECTION, mode, config, said.append, **options),
-        said.append,
-    )
+    say = said.append
+    return OptionalSink("wandb", "", lambda: WandbSink(run_dir, "a-run", SECTION, mode, config, say), say)
 
 
 def recorded(run_dir: Path, last: bytes) -> bytes:
@@ -95,7 +92,8 @@ def test_a_server_that_does_not_answer_is_told_once_and_the_run_goes_on(
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
     said: list[str] = []
-    sink = open_sink(tmp_path, "online", said, timeout_seconds=2.0)
+    monkeypatch.setattr(trackers, "SERVER_SECONDS", 2.0)
+    sink = open_sink(tmp_path, "online", said)
     sink.write({"step": 1})
     sink.samples(1, [ROW])
     sink.close()

@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from statistics import median_high
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -66,29 +66,17 @@ def first(stream: "PromptStream", count: int, *, step: int = 1) -> "Iterator[Pro
         count, step = count - len(prompts), step + 1
 
 
-def shown_value(value: Any, most: int = 200) -> str:
-    """Show a column's value on one line of at most ``most`` characters."""
+def shown_value(value: Any) -> str:
+    """Show a column's value on one line of at most 200 characters."""
     text = repr(value)
-    return text if len(text) <= most else f"{text[: most - 3]}..."
+    return text if len(text) <= 200 else f"{text[:197]}..."
 
 
-@dataclass(frozen=True)
-class Lengths:
-    """The lengths of prompts in tokens."""
-
-    shortest: int
-    median: int
-    longest: int
-    measured: int
-    """The number of measured prompts, spread evenly over all."""
-
-    @classmethod
-    def of(cls, prompts: "Sequence[Prompt]") -> "Lengths":
-        """Measure at most MEASURED prompts; for an even number, the median is the upper of the two middle lengths."""
-        count = min(len(prompts), MEASURED)
-        chosen = prompts if count == len(prompts) else (prompts[n * len(prompts) // count] for n in range(count))
-        lengths = sorted(len(prompt.token_ids) for prompt in chosen)
-        return cls(lengths[0], lengths[len(lengths) // 2], lengths[-1], count)
+def lengths_of(prompts: "Sequence[Prompt]") -> list[int]:
+    """Measure at most MEASURED prompts, spread evenly over all; returns their lengths in tokens, ascending."""
+    count = min(len(prompts), MEASURED)
+    chosen = prompts if count == len(prompts) else (prompts[n * len(prompts) // count] for n in range(count))
+    return sorted(len(prompt.token_ids) for prompt in chosen)
 
 
 def _sources(stream: "PromptStream", held_out: "Sequence[Prompt]") -> Table:
@@ -97,9 +85,9 @@ def _sources(stream: "PromptStream", held_out: "Sequence[Prompt]") -> Table:
     if held_out:
         rows.append(("held out", held_out, "", ""))
     for name, prompts, dropped, weight in rows:
-        lengths = Lengths.of(prompts)
-        shown = (lengths.shortest, lengths.median, lengths.longest)
-        table.add_row(name, str(len(prompts)), dropped, weight, *map(str, shown))
-        if lengths.measured < len(prompts):
-            table.caption = f"lengths of {lengths.measured} prompts, spread evenly"
+        lengths = lengths_of(prompts)
+        shown = map(str, (lengths[0], median_high(lengths), lengths[-1]))
+        table.add_row(name, str(len(prompts)), dropped, weight, *shown)
+        if len(lengths) < len(prompts):
+            table.caption = f"lengths of {len(lengths)} prompts, spread evenly"
     return table

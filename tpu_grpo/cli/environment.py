@@ -4,6 +4,7 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import closing
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -104,12 +105,9 @@ def _play(named: NamedModel, console: Console, options: argparse.Namespace) -> N
 def _recorded(prompts: "PromptStream", record: int) -> "Prompt":
     if 0 <= record < prompts.size:
         return prompts.prompt(record)
-    ranges: list[str] = []
-    begin = 0
-    for part in prompts.parts:
-        end = begin + len(part.rendered.prompts)
-        ranges.append(f"{begin} to {end - 1} of {part.name}")
-        begin = end
+    ends = accumulate(len(part.rendered.prompts) for part in prompts.parts)
+    parts = zip(prompts.parts, ends, strict=True)
+    ranges = [f"{end - len(part.rendered.prompts)} to {end - 1} of {part.name}" for part, end in parts]
     sources = f" ({', '.join(ranges)})" if len(ranges) > 1 else ""
     raise ConfigError(f"--record must be one of 0 to {prompts.size - 1}{sources}, got {record}; name one of these")
 
@@ -129,15 +127,14 @@ def typed(console: Console) -> str | None:
 def show(game: "Game", model: "Model", console: Console, *, tokens: bool) -> None:
     """Play the game, and show the text that each request and each turn adds; with ``tokens``, also the tokens."""
     turn = 0
-    for stretches in game.play(model):
-        turn += stretches[0].sampled
-        what = f"turn {turn}, which the policy wrote" if stretches[0].sampled else "what the policy sees"
+    for stretch in game.play(model):
+        turn += stretch.sampled
+        what = f"turn {turn}, which the policy wrote" if stretch.sampled else "what the policy sees"
         console.rule(what, align="left")
-        for stretch in stretches:
-            console.print(Text(without_controls(stretch.text), style=SAMPLED if stretch.sampled else OBSERVED))
-            if tokens:
-                mark = "1" if stretch.sampled else "0"  # 1: trained on
-                console.print(Text(" ".join(f"{token}/{mark}" for token in stretch.token_ids), style="dim"))
+        console.print(Text(without_controls(stretch.text), style=SAMPLED if stretch.sampled else OBSERVED))
+        if tokens:
+            mark = "1" if stretch.sampled else "0"  # 1: trained on
+            console.print(Text(" ".join(f"{token}/{mark}" for token in stretch.token_ids), style="dim"))
 
 
 def outcome(game: "Game", rewards: Any, prompt: Any, tokenizer: Any) -> Table:

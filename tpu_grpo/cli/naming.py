@@ -41,11 +41,7 @@ class NamedModel(NamedTuple):
 
 
 def named_models(names: Sequence[str], words: Sequence[str]) -> list[NamedModel]:
-    """Find all models; ``words`` are overrides that apply to each config.
-
-    Raises:
-        ConfigError: for a name that is not a model, or wrong settings.
-    """
+    """Find all models; ``words`` override settings of each config. Raises ConfigError for a wrong name or setting."""
     known = [_own_config(name) for name in names]
     first = next((config for config, _ in known if config is not None), RunConfig())
     models = []

@@ -44,8 +44,8 @@ class PeopleTold:
     If another thread ends the process, the notification is sent, too.
     """
 
-    def __init__(self, config: RunConfig, seconds: float = SECONDS):
-        self._config, self._seconds = config, seconds
+    def __init__(self, config: RunConfig):
+        self._config = config
         self._lock = threading.Lock()
         self._due = False
 
@@ -65,9 +65,13 @@ class PeopleTold:
         """Send the notification, unless that was done or begun before."""
         with self._lock:
             due, self._due = self._due, False
-        if due:
-            told = description(self._config, end)
-            _tell(_address(self._config.logging.on_end or ""), self._config, told, self._seconds)
+        if not due:
+            return
+        told, where = description(self._config, end), _address(self._config.logging.on_end or "")
+        data = json.dumps(told, ensure_ascii=False, allow_nan=False).encode(errors="backslashreplace")
+        problem = _post(where, data) if where.startswith(("http://", "https://")) else _run(where, data, told)
+        if problem:
+            print(f"{NAME} was not told how {self._config.run.name} ended: {problem}", file=sys.stderr, flush=True)
 
     def __enter__(self) -> Self:
         here.step = None
@@ -88,7 +92,7 @@ def description(config: RunConfig, end: End) -> dict[str, Any]:
     if steps is not None:  # the run has its directory, so the files are its own
         known["report"] = str(directory / REPORT_FILE)
         with suppress(DataError, OSError):
-            if rewards := numbers(read_records(directory / METRICS_FILE, missing_ok=True), "rewards/mean"):
+            if rewards := numbers(read_records(directory / METRICS_FILE), "rewards/mean"):
                 known["rewards/first_mean"], known["rewards/last_mean"] = edge_means(rewards)
         with suppress(ValueError, OSError):
             known["evaluation/best"] = json.loads((directory / BEST_FILE).read_bytes())
@@ -128,17 +132,7 @@ def _address(setting: str) -> str:
     return found
 
 
-def _tell(where: str, config: RunConfig, told: dict[str, Any], seconds: float) -> None:
-    data = json.dumps(told, ensure_ascii=False, allow_nan=False).encode(errors="backslashreplace")
-    if where.startswith(("http://", "https://")):
-        problem = _post(where, data, seconds)
-    else:
-        problem = _run(where, data, told, seconds)
-    if problem:
-        print(f"{NAME} was not told how {config.run.name} ended: {problem}", file=sys.stderr, flush=True)
-
-
-def _post(address: str, data: bytes, seconds: float) -> str:
+def _post(address: str, data: bytes) -> str:
     """Post the data; return an error text or "". The text omits the URL's path, which is often secret."""
     try:
         shown = f"{urlsplit(address).scheme}://{urlsplit(address).hostname}"
@@ -149,7 +143,7 @@ def _post(address: str, data: bytes, seconds: float) -> str:
     def post() -> None:
         try:
             request = urllib.request.Request(address, data, {"Content-Type": "application/json"}, method="POST")
-            with urllib.request.urlopen(request, timeout=seconds):
+            with urllib.request.urlopen(request, timeout=SECONDS):
                 answer.append("")
         except urllib.error.HTTPError as error:
             answer.append(f"{shown} answered {error.code} {error.reason}")
@@ -160,11 +154,11 @@ def _post(address: str, data: bytes, seconds: float) -> str:
 
     thread = threading.Thread(target=post, daemon=True)  # a slow trickle of bytes never times out
     thread.start()
-    thread.join(seconds)
-    return answer[0] if answer else f"{shown} did not answer within {seconds:g} s"
+    thread.join(SECONDS)
+    return answer[0] if answer else f"{shown} did not answer within {SECONDS:g} s"
 
 
-def _run(command: str, data: bytes, told: dict[str, Any], seconds: float) -> str:
+def _run(command: str, data: bytes, told: dict[str, Any]) -> str:
     """Run a shell command with its output on stderr; return an error text or ""."""
     names = {"STATUS": "status", "EXIT_CODE": "exit_code", "MESSAGE": "message", "RUN": "run", "RUN_DIR": "dir"}
     environment = os.environ | {f"TPU_GRPO_{name}": str(told[key]) for name, key in names.items()}
@@ -175,10 +169,10 @@ def _run(command: str, data: bytes, told: dict[str, Any], seconds: float) -> str
     except (OSError, ValueError) as error:
         return f"its command cannot be started: {error}"
     try:
-        process.communicate(data, timeout=seconds)
+        process.communicate(data, timeout=SECONDS)
     except subprocess.TimeoutExpired:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        return f"its command did not end within {seconds:g} s and was killed"
+        return f"its command did not end within {SECONDS:g} s and was killed"
     return f"its command ended with exit code {process.returncode}" if process.returncode else ""

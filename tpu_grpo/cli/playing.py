@@ -1,7 +1,7 @@
 """Plays an environment without a model: a person, a file or a function takes the policy's part.
 
     game = Game(config, prompt, environments, tokenizer, number)
-    for stretches in game.play(game.writing(policy)):      # the tokens that a request or a turn adds
+    for stretch in game.play(game.writing(policy)):      # the tokens that a request or a turn adds
         ...
     game.completion                          # the conversation, as in a run
 
@@ -120,14 +120,14 @@ class Game:
         self.was_stopped = False
         """Whether the policy ended the conversation before it was over."""
 
-    def play(self, model: Model) -> Iterator[list[Stretch]]:
-        """Play to the end; yield in turn the tokens that each request adds, and those that each answer adds."""
+    def play(self, model: Model) -> Iterator[Stretch]:
+        """Play to the end; yield in turn the tokens that each request adds, and those that each turn adds."""
         episodes = self._episodes
         episodes.begin(0)
         while (request := episodes.next(0)) is not None:
             ids, seen = request.token_ids, self._seen
             start = len(seen) if ids[: len(seen)] == seen else 0  # whole request if its past was changed
-            yield [self._stretch(ids[start:], sampled=False)]
+            yield self._stretch(ids[start:], sampled=False)
             try:
                 completion = model(request)
             except Stopped:
@@ -135,7 +135,7 @@ class Game:
                 episodes.stop(0)
                 continue
             self._seen = (*request.token_ids, *completion.token_ids.tolist())
-            yield [self._stretch(completion.token_ids.tolist(), sampled=True)]
+            yield self._stretch(completion.token_ids.tolist(), sampled=True)
             episodes.ended(0, completion)
 
     @property

@@ -117,9 +117,8 @@ def exit_code_of(command: Callable[[], int | None]) -> int:
 def prepare(config: RunConfig) -> None:
     """Choose jax's platform and silence libraries; call this before jax is used."""
     choose_platform()
-    if "jax" in sys.modules and (
-        platform := os.environ.get("JAX_PLATFORMS")
-    ):  # a jax imported before would look for a TPU
+    platform = os.environ.get("JAX_PLATFORMS")
+    if platform and "jax" in sys.modules:  # a jax that was imported before would look for a TPU
         import jax
 
         if not jax.config.jax_platforms:  # pyright: ignore[reportAttributeAccessIssue]

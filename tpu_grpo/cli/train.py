@@ -6,7 +6,6 @@ Heavy modules are imported only when needed, so that help and typing errors answ
 import argparse
 import re
 import signal
-import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,11 +37,7 @@ USAGE = """python scripts/run.py [CONFIG.yaml] [section.key=value ...] [--dry-ru
 def main(arguments: Sequence[str]) -> int:
     """Run the command; returns the exit code: 0 done, 2 bad input, 3 hosts disagree, 4 stopped as asked."""
     options = _parser().parse_intermixed_args(arguments)
-    try:
-        return exit_code_of(lambda: _command(options))
-    except KeyboardInterrupt:  # in a dry run or a replay, which has nothing to save
-        print("interrupted", file=sys.stderr)
-        return 1
+    return exit_code_of(lambda: _command(options))
 
 
 def _command(options: argparse.Namespace) -> int:

@@ -128,7 +128,9 @@ class Babysitter:
         state = self._launcher.tpu.look()
         workers = self._launcher.status() if state.condition == "ready" else {}
         action = decide(state.condition, workers, state.workers, self._job.key, self._seen)
-        self._say_once(f"{state.description}; {_summary(workers)}{action}")
+        if (line := f"{state.description}; {_summary(workers)}{action}") != self._last_line:
+            self._say(line)
+        self._last_line = line
         if action in ("restart", "fail", "done") and self._still_ending(workers):
             return None
         match action:
@@ -202,11 +204,6 @@ class Babysitter:
         self._say(f"{error}\nlooking again in {seconds:g} s")
         self._sleep(seconds)
 
-    def _say_once(self, line: str) -> None:
-        if line != self._last_line:
-            self._say(line)
-        self._last_line = line
-
 
 def pause(times: int) -> float:
     """Return the seconds before the next try, after this many tries: doubling, up to LONGEST_PAUSE."""
@@ -214,8 +211,7 @@ def pause(times: int) -> float:
 
 
 def _summary(workers: Mapping[int, WorkerStatus]) -> str:
-    words = [
-        f"worker {worker} {status.state}" + (f" with {status.exit_code}" if status.exit_code is not None else "")
+    return "".join(
+        f"worker {worker} {status.state}{'' if status.exit_code is None else f' with {status.exit_code}'}; "
         for worker, status in sorted(workers.items())
-    ]
-    return "".join(f"{word}; " for word in words)
+    )

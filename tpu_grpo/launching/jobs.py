@@ -96,7 +96,7 @@ def chip_environment(target: Slice | None, cache: str, libtpu_args: str | None) 
     return variables | ({"LIBTPU_INIT_ARGS": libtpu_args} if libtpu_args else {})
 
 
-def secrets_here(names: Sequence[str], environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+def secrets_here(names: Sequence[str]) -> dict[str, str]:
     """Return the secrets to pass on: those of SECRETS that are set here, those in ``names``, and the secret by which
     hosts authenticate each other, which is generated unless it is set here.
 
@@ -104,12 +104,12 @@ def secrets_here(names: Sequence[str], environment: Mapping[str, str] = os.envir
         ConfigError: a variable in ``names`` is not set.
     """
     for name in names:
-        if not environment.get(name):
+        if not os.environ.get(name):
             raise ConfigError(
                 f"--secret {name} must be set in the environment of this command, got none; export it first"
             )
-    found = {name: environment[name] for name in dict.fromkeys([*SECRETS, *names]) if environment.get(name)}
-    return found | {VARIABLE: environment.get(VARIABLE) or secrets.token_hex(32)}
+    found = {name: os.environ[name] for name in dict.fromkeys([*SECRETS, *names]) if os.environ.get(name)}
+    return found | {VARIABLE: os.environ.get(VARIABLE) or secrets.token_hex(32)}
 
 
 def variables_from(texts: Sequence[str]) -> dict[str, str]:

@@ -1,7 +1,6 @@
 """Creates and deletes a slice of Cloud TPUs, looks at its state, and waits for it."""
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -35,9 +34,10 @@ class SliceState:
 class TpuSlice:
     """Controls the slice that the options name: a queued resource with one node, or the node itself."""
 
-    def __init__(self, options: Options, gcloud: Gcloud, sleep: Callable[[float], None] = time.sleep):
-        self._options, self._gcloud, self._sleep = options, gcloud, sleep
+    def __init__(self, options: Options, gcloud: Gcloud):
+        self._options, self._gcloud = options, gcloud
         self._name, self._queued = options.name, options.how == "queued"
+        self._noun = "queued-resources" if self._queued else "tpu-vm"
 
     def look(self) -> SliceState:
         """Return the slice's state; always ready in a dry run."""
@@ -68,37 +68,23 @@ class TpuSlice:
         if state == "READY" and health != "UNHEALTHY_MAINTENANCE":  # maintenance ends by itself
             condition = "ready"
         description = ", ".join([*seen, f"node {state}" + (f" ({health})" if health else "")])
-        return SliceState(
-            condition, description, len(node.get("networkEndpoints", [])), node.get("acceleratorType", "")
-        )
+        workers = len(node.get("networkEndpoints", []))
+        return SliceState(condition, description, workers, node.get("acceleratorType", ""))
 
     def create(self) -> None:
-        """Request the slice; for a queued resource this does not wait until it is ready.
-
-        Raises:
-            ConfigError: --type was not given.
-        """
+        """Request the slice; a queued resource is not waited for. Raises ConfigError if --type was not given."""
         if (kind := self._options.slice) is None:
             raise ConfigError("--type must say which slice to create, got none; for example --type v5e-16")
         runtime = self._options.runtime or kind.generation.runtime
-        words = ["tpu-vm", "create", self._name, f"--version={runtime}"]
-        if self._queued:
-            words = [
-                "queued-resources",
-                "create",
-                self._name,
-                f"--node-id={self._name}",
-                f"--runtime-version={runtime}",
-            ]
-        words.insert(3, f"--accelerator-type={kind.accelerator_type}")
+        words = [self._noun, "create", self._name, f"--accelerator-type={kind.accelerator_type}"]
+        of_request = [f"--node-id={self._name}", f"--runtime-version={runtime}"]
+        words += of_request if self._queued else [f"--version={runtime}"]
         self._gcloud.run(["gcloud", "compute", "tpus", *words, *self._gcloud.flags(*CREATION_FLAGS)], show=True)
 
     def delete(self) -> None:
         """Delete the slice and wait until it is deleted; only prints a line if it does not exist."""
-        words = (
-            ["queued-resources", "delete", self._name, "--force"] if self._queued else ["tpu-vm", "delete", self._name]
-        )
-        try:  # --force also deletes the request's node
+        words = [self._noun, "delete", self._name, *(["--force"] if self._queued else [])]  # --force: with its node
+        try:
             self._gcloud.run(["gcloud", "compute", "tpus", *words, *self._gcloud.flags()], show=True)
         except GcloudError as error:
             if error.kind != "missing":
@@ -106,11 +92,7 @@ class TpuSlice:
             self._gcloud.say(f"{self._name} does not exist; was it created with the other --how?")
 
     def wait(self) -> SliceState:
-        """Wait until the slice is ready, and return its state.
-
-        Raises:
-            LaunchError: the slice will never become ready.
-        """
+        """Wait until the slice is ready, and return its state; raises LaunchError if it will never be ready."""
         before = ""
         while True:
             state = self.look()
@@ -123,7 +105,7 @@ class TpuSlice:
                 raise LaunchError(
                     f"{self._name} must become ready, got: {state.description}; delete it, create it anew"
                 )
-            self._sleep(POLL_SECONDS)
+            time.sleep(POLL_SECONDS)
 
     def require_ready(self) -> SliceState:
         """Return the slice's state; raises LaunchError unless it is ready."""

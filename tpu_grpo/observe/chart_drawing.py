@@ -232,15 +232,13 @@ def _hover(lines: Sequence[Line], shown: Sequence[Line], x: "Axis", y: "Axis") -
 
 def _numbers(values: Float[np.ndarray, " N"]) -> list[float | int | None]:
     """Convert values to JSON: 4 significant digits, whole numbers as integers, gaps as null."""
-    found: list[float | int | None] = []
-    for value in values.tolist():
+
+    def shown(value: float) -> float | int | None:
         if not math.isfinite(value):
-            found.append(None)
-        elif value.is_integer() and abs(value) < 2**53:
-            found.append(int(value))
-        else:
-            found.append(float(f"{value:.4g}"))
-    return found
+            return None
+        return int(value) if value.is_integer() and abs(value) < 2**53 else float(f"{value:.4g}")
+
+    return [shown(value) for value in values.tolist()]
 
 
 # --- axes ------------------------------------------------------------------------------------------------------------

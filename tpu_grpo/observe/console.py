@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tpu_grpo.observe.json_lines import names_in
-from tpu_grpo.observe.sample_rows import SampleRow, called_tools, pick_rows, visible, without_marks
+from tpu_grpo.observe.sample_rows import SampleRow, called_tools, pick_rows, shown_turns, visible, without_marks
 from tpu_grpo.observe.step_metrics import MetricValue
 
 PLAIN_WIDTH = 120
@@ -91,8 +91,10 @@ class ConsoleSink:
         known = [(label, metrics.get(name), form) for label, name, form in _FIELDS]
         figures = "  ".join(f"{label} {form.format(v)}" for label, v, form in known if isinstance(v, int | float))
         first, since = self._began = self._began or (step, now)
-        evaluation = f"  {text}" if (text := self._next_evaluation(step)) else ""
-        left = ""
+        evaluation = left = ""
+        if (every := self._evaluation_every) is not None and step < self._max_steps:
+            following = min((step // every + 1) * every, self._max_steps) if every else self._max_steps
+            evaluation = f"  evaluation after step {following}"
         if first < step < self._max_steps:
             left = f"  left {_clock_time((now - since) / (step - first) * (self._max_steps - step))}"
         times = f"elapsed {_clock_time(now - self._started)}{left}"
@@ -106,12 +108,6 @@ class ConsoleSink:
             self.note(line)
         if step == first and AGREEMENT in metrics:
             self.note(EXPLANATION)
-
-    def _next_evaluation(self, step: int) -> str:
-        if (every := self._evaluation_every) is None or step >= self._max_steps:
-            return ""
-        last = self._max_steps
-        return f"evaluation after step {min((step // every + 1) * every, last) if every else last}"
 
     def samples(self, step: int, rows: Sequence[SampleRow]) -> None:
         """Show the best row, the worst row, and random others, with the step as seed."""
@@ -166,11 +162,9 @@ def _pieces(row: SampleRow) -> list[tuple[str, bool]]:
     if not (talk := row.conversation):
         return [(visible(row.completion, SHOWN_CHARACTERS), False)]
     pieces: list[tuple[str, bool]] = []
-    turns, half = talk["turns"], SHOWN_TURNS // 2
-    left_out = range(half, len(turns) - half) if len(turns) > SHOWN_TURNS else range(0)
-    for number, turn in enumerate(turns):
-        if number in left_out:
-            pieces += [(f"[{len(left_out)} turns left out]", True)] if number == half else []
+    for turn in shown_turns(talk["turns"], SHOWN_TURNS):
+        if isinstance(turn, int):
+            pieces.append((f"[{turn} turns left out]", True))
             continue
         pieces.append((visible(turn["text"], SHOWN_OF_A_TURN), False))
         if turn["answer"]:

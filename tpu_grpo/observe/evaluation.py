@@ -137,35 +137,32 @@ def evaluate(
     final_answer: FinalAnswer,
     *,
     step: int,
-) -> tuple[Evaluation, tuple[EvaluationSamples, EvaluationSamples]]:
+) -> tuple[Evaluation, Sequence[EvaluationSamples]]:
     """Complete every prompt once greedily and ``section.samples`` times at a temperature, and score all.
 
     Each reward is averaged over the problems that it applies to; a reward that applies to none is left out. Returns the
     estimates, and the greedy and the sampled completions behind them.
     """
     pattern = None if section.answer_pattern is None else re.compile(section.answer_pattern, re.DOTALL)
-
-    def samples_of(mode: str, rollout: Rollout, scores: Scores) -> EvaluationSamples:
-        said = zip(rollout.completions, rollout.texts, strict=True)
-        texts = (text if c.episode is None else c.episode.last_words for c, text in said)
-        answers = tuple(final_answer(text, pattern) for text in texts)
-        return EvaluationSamples(mode, rollout, scores, answers)
-
     modes = (AnswerMode(0.0), AnswerMode(temperature, section.samples))
     batch = PromptBatch(step, tuple(prompts))
     with begin(batch, len(modes)) as scoring:
         told = [partial(scoring.add, rollout=number) for number in range(len(modes))]
         rollouts = [replace(rollout, batch=batch) for rollout in generate(prompts, modes, told)]
         scores = scoring.finish(rollouts)
-    both = (samples_of(GREEDY, rollouts[0], scores[0]), samples_of(SAMPLED, rollouts[1], scores[1]))
+    both: list[EvaluationSamples] = []
     tokens, truncated, failed = dict[str, float](), dict[str, float](), dict[str, float]()
-    for samples in both:
-        completions = samples.rollout.completions
-        tokens[samples.mode] = float(np.mean([c.sampled_tokens for c in completions]))
-        truncated[samples.mode] = float(np.mean([c.finish_reason == "length" for c in completions]))
+    for mode, rollout, of_rollout in zip((GREEDY, SAMPLED), rollouts, scores, strict=True):
+        completions = rollout.completions
+        said = zip(completions, rollout.texts, strict=True)
+        texts = (text if c.episode is None else c.episode.last_words for c, text in said)
+        answers = tuple(final_answer(text, pattern) for text in texts)
+        both.append(EvaluationSamples(mode, rollout, of_rollout, answers))
+        tokens[mode] = float(np.mean([c.sampled_tokens for c in completions]))
+        truncated[mode] = float(np.mean([c.finish_reason == "length" for c in completions]))
         if failures := [c.episode.failure is not None for c in completions if c.episode is not None]:
-            failed[samples.mode] = float(np.mean(failures))
-    digest = tokens_digest([c for samples in both for c in samples.rollout.completions])
+            failed[mode] = float(np.mean(failures))
+    digest = tokens_digest([c for rollout in rollouts for c in rollout.completions])
     return Evaluation(step, _estimates(both, section), tokens, truncated, digest, failed), both
 
 

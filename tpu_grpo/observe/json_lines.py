@@ -10,6 +10,7 @@ import os
 import re
 import sys
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -89,15 +90,15 @@ def replace_bytes(path: Path, data: Iterable[bytes], temporary: str = ".tmp") ->
     os.replace(unfinished, path)
 
 
-def read_records(path: Path, *, missing_ok: bool = False, torn: list[bytes] | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the records of a file, in order. A last line that a kill cut off is appended to ``torn`` instead.
+def read_records(path: Path, torn: list[bytes] | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the records of a file, in order; a missing file has none.
 
-    With ``missing_ok`` a missing file has no records.
+    A last line that a kill cut off is appended to ``torn`` instead.
 
     Raises:
         DataError: for any other line that is not a JSON object.
     """
-    if missing_ok and not path.exists():
+    if not path.exists():
         return
     try:
         opened = open_file(path)
@@ -125,12 +126,10 @@ def read_records(path: Path, *, missing_ok: bool = False, torn: list[bytes] | No
 def read_steps(path: Path, torn: list[bytes] | None = None, **types: type) -> Iterator[dict[str, Any]]:
     """Yield the records of a file in which every line must have an int ``step``, and the names and types in ``types``.
 
-    A missing file has no records.
-
     Raises:
         DataError: as ``read_records`` does, and for a line in which one of these names is missing or has another type.
     """
-    for record in read_records(path, missing_ok=True, torn=torn):
+    for record in read_records(path, torn):
         for name, kind in {"step": int, **types}.items():
             if type(value := record.get(name)) is not kind:
                 raise DataError(
@@ -174,12 +173,10 @@ def compact(records: Iterable[Record]) -> list[CompactRecord]:
         numbers = array("d", [value for name, value in record.items() if kinds[name] is not object])
         others = tuple(value for name, value in record.items() if kinds[name] is object)
         if (places := forms.get(form := tuple(kinds.items()))) is None:
-            counts = {"number": 0, "other": 0}
-            places = forms[form] = {}
+            places, counts = forms.setdefault(form, {}), Counter[bool]()
             for name, kind in form:
-                counted = "other" if kind is object else "number"
-                places[name] = (kind, counts[counted])
-                counts[counted] += 1
+                places[name] = (kind, counts[kind is object])
+                counts[kind is object] += 1
         made.append(CompactRecord(places, numbers, others))
     return made
 

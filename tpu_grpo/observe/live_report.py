@@ -8,7 +8,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Self
@@ -18,9 +18,9 @@ from tpu_grpo.hosts import End, Hosts, here
 from tpu_grpo.hosts.host_log import logger
 from tpu_grpo.observe.console import Cell, is_in_notebook
 from tpu_grpo.observe.run_files import END_FILE, REPORT_FILE, SUMMARY_FILE
+from tpu_grpo.observe.run_log import Sink
 from tpu_grpo.observe.run_page import write_report
 from tpu_grpo.observe.run_reader import Standing, now, write_end
-from tpu_grpo.observe.sample_rows import SampleRow
 from tpu_grpo.observe.step_metrics import MetricValue
 
 SHARE = 0.01
@@ -30,15 +30,13 @@ WAIT_SECONDS = 2.0
 """How long a thread that ends the process waits for another thread to finish writing the page."""
 
 
-class LiveReport:
-    """The page of a run, for a ``with`` block on host 0; it is also a sink.
+class LiveReport(Sink):
+    """The page of a run, for a ``with`` block on host 0; it is also a sink. The page reads samples from their file.
 
         with LiveReport(config, hosts, start, directory.is_ours) as report:
             ...                                # report.write after every step
 
-    Leaving the block writes how the run ended, to ``end.json`` and the page; a thread that ends the process does so,
-    too.
-
+    Leaving the block writes how the run ended, to ``end.json`` and the page; so does a thread that ends the process.
     Errors of the disk are raised, as everywhere in a run. Any other error in writing the page, which would be a bug, is
     reported once, and the page is not written again until the run ends. In a notebook the page is also shown below the
     cell that trains.
@@ -79,12 +77,6 @@ class LiveReport:
                 self._write_page(Standing("going", self._step, self._most, at=now(), seconds_left=left))
             ended = self._clock()
             self._next = ended + (ended - began) / SHARE
-
-    def samples(self, step: int, rows: Sequence[SampleRow]) -> None:
-        """Do nothing: the page reads samples from their file."""
-
-    def close(self) -> None:
-        """Do nothing: the end of the run writes the page."""
 
     def __enter__(self) -> Self:
         directory = self._config.run_dir

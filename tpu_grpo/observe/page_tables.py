@@ -9,8 +9,8 @@ from typing import Any
 
 from tpu_grpo.observe.charts import evaluation_label, evaluation_lines, evaluation_names
 from tpu_grpo.observe.json_lines import Lines, Record, interval_of, is_number, names_in, number_or_zero
-from tpu_grpo.observe.run_reader import Rows, RunRead
-from tpu_grpo.observe.sample_rows import called_tools, without_marks
+from tpu_grpo.observe.run_reader import Rows, RunRead, setting_of
+from tpu_grpo.observe.sample_rows import called_tools, shown_turns, without_marks
 
 HEAD_CHARACTERS, TAIL_CHARACTERS = 1400, 500
 """The characters of a longer text that are shown: of its beginning, and of its end."""
@@ -113,9 +113,8 @@ def value_cell(record: Record, name: str, *, say_step: bool, is_best: bool = Fal
 def best_name(config: Mapping[str, Any], records: Lines) -> str:
     """Return the metric that says which evaluation is best: evaluation.best, else the first metric; or empty."""
     names = evaluation_names(records)
-    section = config.get("evaluation")
-    chosen = section.get("best") if isinstance(section, dict) else None
-    return f"evaluation/{chosen}" if f"evaluation/{chosen}" in names else next(iter(names), "")
+    chosen = f"evaluation/{setting_of(config, 'evaluation', 'best')}"
+    return chosen if chosen in names else next(iter(names), "")
 
 
 def step_table(rows: Rows) -> Table:
@@ -216,12 +215,9 @@ def _completion(row: Record) -> Cell:
 
 
 def _said(row: Record) -> Iterator[Said]:
-    turns, half = row["turns"], SHOWN_TURNS // 2
-    left_out = len(turns) - SHOWN_TURNS
-    for number, turn in enumerate(turns):
-        if left_out > 0 and number == half:
-            yield Said(f"… {left_out:,} turns left out …")
-        if left_out > 0 and half <= number < half + left_out:
+    for turn in shown_turns(row["turns"], SHOWN_TURNS):
+        if isinstance(turn, int):
+            yield Said(f"… {turn:,} turns left out …")
             continue
         calls, answer, reward = called_tools(turn), turn.get("answer", ""), turn.get("reward")
         notes = [f"called {calls}"] if calls and not answer else []

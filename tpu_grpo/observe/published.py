@@ -106,8 +106,7 @@ class Published(Section):
     def _where_to_look(self, lines: Lines, config: Mapping[str, Any]) -> str:
         """Name settings that affect results and differ from the reference's; if none do, metrics to look at first."""
         reference = self.path.with_suffix(".yaml")
-        changed = list(_other_settings(reference, config)) if reference.is_file() else []
-        if changed:
+        if reference.is_file() and (changed := list(_other_settings(reference, config))):
             more = f", and {len(changed) - SHOWN_SETTINGS} more" if len(changed) > SHOWN_SETTINGS else ""
             return (
                 f"look first at the settings that are not the reference's: {'; '.join(changed[:SHOWN_SETTINGS])}{more}"

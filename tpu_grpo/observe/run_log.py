@@ -27,19 +27,19 @@ from tpu_grpo.records.stages import Histogram, ScoredRollout
 
 
 class Sink(Protocol):
-    """Receives the metrics of a run. One thread calls ``write`` once per step, and ``samples`` at some steps."""
+    """Receives the metrics of a run: one thread calls ``write`` once per step, and ``samples`` at some steps.
+
+    Subclasses inherit methods that do nothing.
+    """
 
     def write(self, metrics: Mapping[str, MetricValue]) -> None:
         """Receive the metrics of one step; they include ``step``."""
-        ...
 
     def samples(self, step: int, rows: Sequence[SampleRow]) -> None:
         """Receive all B rows of a step."""
-        ...
 
     def close(self) -> None:
         """Finish writing; no other call follows."""
-        ...
 
 
 class Tracker(Sink, Protocol):
@@ -47,7 +47,6 @@ class Tracker(Sink, Protocol):
 
     def histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
         """Receive the histograms of a step, by name."""
-        ...
 
 
 class RunLog:
@@ -193,7 +192,7 @@ class JsonlSink:
         self._samples.close()
 
 
-class PublishedSink:
+class PublishedSink(Sink):
     """Tells the user how the run compares with published results, after the last step of each published point."""
 
     def __init__(self, published: Published, config: RunConfig, say: Callable[[str], None]) -> None:
@@ -207,12 +206,6 @@ class PublishedSink:
             for text in self._published.sentences(list(read_steps(self._path)), self._config, step):
                 self._say(text)
 
-    def samples(self, step: int, rows: Sequence[SampleRow]) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
-
 
 class OptionalSink:
     """Passes everything on to a sink until the sink fails; then shows one line, and drops the sink.
@@ -223,12 +216,7 @@ class OptionalSink:
 
     def __init__(self, name: str, remedy: str, open_sink: Callable[[], Tracker], say: Callable[[str], None]) -> None:
         self._name, self._remedy, self._say = name, remedy, say
-        self._sink: Tracker | None = None
-
-        def opened() -> None:
-            self._sink = open_sink()
-
-        self._try("starting", opened)
+        self._sink = self._try("starting", open_sink)
 
     def write(self, metrics: Mapping[str, MetricValue]) -> None:
         """Pass one step on."""
@@ -250,12 +238,13 @@ class OptionalSink:
         if (sink := self._sink) is not None:
             self._try("finishing", sink.close)
 
-    def _try(self, doing: str, call: Callable[[], None]) -> None:
+    def _try[T](self, doing: str, call: Callable[[], T]) -> T | None:
         try:
-            call()
+            return call()
         except Exception as error:
             self._sink = None
             self._say(
                 f"{self._name} failed while {doing} ({type(error).__name__}: {error}); the run goes on without it, and "
                 f"its own files are complete. {self._remedy}"
             )
+            return None

@@ -6,6 +6,7 @@ values on hovering, and reloads the page of a run that goes on.
 
 import os
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from statistics import median_high
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from tpu_grpo.observe.page_tables import Cell, Column, Table, best_name, evaluat
 from tpu_grpo.observe.planned import plan_table, read_planned
 from tpu_grpo.observe.published import Published, read_published
 from tpu_grpo.observe.run_files import REPORT_FILE
-from tpu_grpo.observe.run_reader import RunRead, Standing, read_run
+from tpu_grpo.observe.run_reader import RunRead, Standing, read_run, setting_of
 from tpu_grpo.observe.summary import EDGE_STEPS
 
 AGAIN_SECONDS = 20
@@ -47,8 +48,8 @@ def write_report(
     best = best_name(run.config, run.evaluations).rpartition("/")[2]
     tables = [evaluation_table(run), held_out_table(run.held_out, best), *map(step_table, run.samples), _changes(run)]
     tables.append(plan_table(run.lines, read_planned(run_dir)))
-    charts, logging = run_charts(run), run.config.get("logging")
-    if published is None and isinstance(logging, dict) and isinstance(against := logging.get("against"), str):
+    charts = run_charts(run)
+    if published is None and isinstance(against := setting_of(run.config, "logging", "against"), str):
         published = read_published(against)
     if published is not None:
         tables.insert(0, published.table(run.lines, run.config))
@@ -136,11 +137,7 @@ def _figures(run: RunRead) -> Iterator[Figure]:
 
 def _settings_line(config: Mapping[str, Any]) -> str:
     """Describe a run in one line: model, data, algorithm, sizes and learning rate, as far as the config has them."""
-
-    def setting(section: str, key: str) -> Any:
-        found = config.get(section)
-        return found.get(key) if isinstance(found, dict) else None
-
+    setting = partial(setting_of, config)
     prompts, group = setting("data", "prompts_per_step"), setting("algorithm", "group_size")
     rate = setting("optimizer", "learning_rate")
     parts = [

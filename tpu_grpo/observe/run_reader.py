@@ -172,14 +172,14 @@ def read_run(directory: Path, *, goes_on: bool = False, standing: Standing | Non
     except (ValueError, yaml.YAMLError) as error:
         raise DataError(f"{directory / CONFIG_FILE} must be YAML ({error}); remove or mend it") from error
     config = config if isinstance(config, dict) else {}
-    run = section if isinstance(section := config.get("run"), dict) else {}
     if standing is None:
         step = lines[-1]["step"] if lines else 0
         end = _object(text(END_FILE))
-        standing = standing_of(end, _object(summary_text), step, run.get("max_steps"), goes_on=goes_on)
+        max_steps = setting_of(config, "run", "max_steps")
+        standing = standing_of(end, _object(summary_text), step, max_steps, goes_on=goes_on)
     return RunRead(
         directory=directory,
-        name=str(run.get("name") or directory.resolve().name),
+        name=str(setting_of(config, "run", "name") or directory.resolve().name),
         standing=standing,
         lines=lines,
         evaluations=evaluations,
@@ -190,6 +190,12 @@ def read_run(directory: Path, *, goes_on: bool = False, standing: Standing | Non
         samples=tuple(read_samples(directory / SAMPLES_FILE)),
         held_out=tuple(_held_out(directory / EVALUATIONS_DIR, evaluations)),
     )
+
+
+def setting_of(config: Mapping[str, Any], section: str, name: str) -> Any:
+    """Return the value of a setting; None if the config lacks it, as that of an older version may."""
+    found = config.get(section)
+    return found.get(name) if isinstance(found, dict) else None
 
 
 def differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
@@ -276,7 +282,7 @@ def _held_out(directory: Path, evaluations: Lines) -> list[tuple[int, Rows]]:
     steps = sorted({record["step"] for record in evaluations})
     found = []
     for step in sorted({*steps[:1], *steps[-1:]}):
-        rows = list(islice(read_records(directory / f"{step}.jsonl", missing_ok=True), MOST_PROBLEMS))
+        rows = list(islice(read_records(directory / f"{step}.jsonl"), MOST_PROBLEMS))
         found.append((step, [row for row in rows if row.get("mode") == "greedy"]))
     return [(step, rows) for step, rows in found if rows]
 

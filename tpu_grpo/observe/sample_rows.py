@@ -115,6 +115,16 @@ def called_tools(turn: Mapping[str, Any]) -> str:
     return ", ".join(name or "a call that cannot be read" for name in turn.get("calls", ()))
 
 
+def shown_turns(turns: Sequence[Any], most: int) -> list[Any]:
+    """Return at most ``most`` turns, half of them the first and half the last; the number of the others stands between.
+
+    >>> shown_turns(["a", "b", "c", "d", "e"], 2)
+    ['a', 3, 'e']
+    """
+    left_out, half = len(turns) - most, most // 2
+    return list(turns) if left_out <= 0 else [*turns[:half], left_out, *turns[half + left_out :]]
+
+
 def pick_rows(step: int, rows: Sequence[SampleRow], count: int) -> list[SampleRow]:
     """Pick at most ``count`` rows: the best, the worst, and random others, with the step as seed."""
     ranked = sorted(rows, key=lambda row: -row.reward)

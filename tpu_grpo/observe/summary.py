@@ -3,6 +3,7 @@
 import importlib.metadata
 import platform
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from tpu_grpo.observe.json_lines import numbers
@@ -64,8 +65,6 @@ def versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that affect a run's results, as far as they are installed."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found

@@ -23,6 +23,8 @@ from tpu_grpo.records.errors import ConfigError
 from tpu_grpo.records.stages import Histogram
 
 DEFAULT_SERVER = "https://api.wandb.ai"
+SERVER_SECONDS = 30.0
+"""The longest wait for the server of Weights & Biases, at the start and at the end of a run."""
 TENSORBOARD_LIBRARY = "tensorboardX"
 SHOWN_ROWS = 8
 SHOWN_CHARACTERS = 1000
@@ -32,8 +34,7 @@ class WandbSink:
     """Logs to a run of Weights & Biases, kept under ``run_dir/wandb``; a resumed training run continues that run.
 
     Without credentials the mode online becomes offline, and ``say`` tells the user. Offline logs need no network, and
-    can be uploaded later with ``wandb sync``. Steps are the x axis of every plot. An online start waits for the server
-    for at most ``timeout_seconds``. Errors of wandb are not caught.
+    can be uploaded later with ``wandb sync``. Steps are the x axis of every plot. Errors of wandb are not caught.
     """
 
     def __init__(
@@ -44,8 +45,6 @@ class WandbSink:
         mode: Literal["online", "offline"],
         config: Mapping[str, Any],
         say: Callable[[str], None],
-        *,
-        timeout_seconds: float = 30.0,
     ) -> None:
         import wandb  # takes a second, and most runs do without
 
@@ -73,9 +72,9 @@ class WandbSink:
             mode=mode,
             config=dict(config),
             settings=wandb.Settings(
-                init_timeout=timeout_seconds,
-                login_timeout=timeout_seconds,
-                finish_timeout=timeout_seconds,
+                init_timeout=SERVER_SECONDS,
+                login_timeout=SERVER_SECONDS,
+                finish_timeout=SERVER_SECONDS,
                 silent=True,
                 console="off",
             ),
@@ -133,25 +132,25 @@ class TensorBoardSink:
 
     def __init__(self, run_dir: Path, start_step: int) -> None:
         from tensorboardX.event_file_writer import EventsWriter
-        from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
+        from tensorboardX.proto import event_pb2, summary_pb2
 
-        self._event = Event
+        self._events: Any = event_pb2
+        self._summaries: Any = summary_pb2
         directory = run_dir / TENSORBOARD_DIR
         directory.mkdir(parents=True, exist_ok=True)
         # the file's name has the time in whole seconds, which may be the same for two parts of a run
         self._file = EventsWriter(str(directory / "events"), f".{os.getpid()}.{start_step}")
-        self._log(step=start_step + 1, session_log=SessionLog(status=SessionLog.START))
+        session = self._events.SessionLog
+        self._log(step=start_step + 1, session_log=session(status=session.START))
 
     def write(self, metrics: Mapping[str, MetricValue]) -> None:
         """Log one step."""
-        from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
-
         values = [
-            Summary.Value(tag=name, simple_value=float(value))
+            self._summaries.Summary.Value(tag=name, simple_value=float(value))
             for name, value in metrics.items()
             if name != "step" and is_number(value)
         ]
-        self._log(step=int(metrics["step"]), summary=Summary(value=values))
+        self._log(step=int(metrics["step"]), summary=self._summaries.Summary(value=values))
 
     def samples(self, step: int, rows: Sequence[SampleRow]) -> None:
         """Log a table of the best row, the worst row, and random others, with the step as seed."""
@@ -162,9 +161,7 @@ class TensorBoardSink:
 
     def histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
         """Log histograms."""
-        from tensorboardX.proto import summary_pb2
-
-        proto: Any = summary_pb2
+        proto = self._summaries
         values = []
         for name, found in histograms.items():
             counted = proto.HistogramProto(
@@ -184,7 +181,7 @@ class TensorBoardSink:
         self._file.close()
 
     def _log(self, **fields: Any) -> None:
-        self._file.write_event(self._event(wall_time=time.time(), **fields))
+        self._file.write_event(self._events.Event(wall_time=time.time(), **fields))
         self._file.flush()
 
 

@@ -312,9 +312,7 @@ def stop_ids(config: RunConfig, tokenizer: PreTrainedTokenizerFast, directory: P
     return tuple(sorted(ids))
 
 
-def evaluate_policy(
-    sampler: Sampler, held_out: HeldOut, step: int
-) -> tuple[Evaluation, tuple[EvaluationSamples, EvaluationSamples]]:
+def evaluate_policy(sampler: Sampler, held_out: HeldOut, step: int) -> tuple[Evaluation, Sequence[EvaluationSamples]]:
     """Evaluate the policy in the sampler's engines; returns the estimates, and the samples they are based on."""
     begin, prompts, section = held_out.rewards.begin, held_out.prompts, held_out.section
     return evaluate(sampler.answer, begin, prompts, section, held_out.temperature, voted_answer, step=step)
