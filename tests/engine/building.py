@@ -14,7 +14,7 @@ from tests.models.forward import compiled_logprobs, trainer_mesh
 from tpu_grpo.config import RunConfig
 from tpu_grpo.engine.engine import Engine, engine_mesh
 from tpu_grpo.engine.options import EngineOptions
-from tpu_grpo.engine.replicas import Replicas
+from tpu_grpo.engine.replicas import Replica, Replicas
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.models.checkpoint import read_checkpoint
 from tpu_grpo.models.tunix_model import load_model
@@ -55,6 +55,11 @@ def build_replicas(
     return replicas, install(replicas, model, checkpoint)
 
 
+def alone(engine: Engine) -> Replicas:
+    """A run's replicas that are this engine alone."""
+    return Replicas([Replica(0, tuple(engine.mesh.devices.flat), (0,))], {0: engine}, Hosts())
+
+
 def install(
     engine: Engine | Replicas, model: nnx.Module, checkpoint: Path | None = None, lora_alpha: float = 0.0
 ) -> dict[str, jax.Array]:
@@ -63,7 +68,7 @@ def install(
     replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     leaves = {k: jax.device_put(v, replicated) for k, v in named_leaves(nnx.state(model, nnx.Param)).items()}
     if isinstance(engine, Engine):
-        checkpoint = engine.checkpoint
+        checkpoint = Path(engine._scheduler.server_args.model_path)
     assert checkpoint is not None
     rules = read_checkpoint(checkpoint).weight_rules
     weights, _ = WeightSync(rules, leaves, engine.weight_specs, lora_alpha=lora_alpha)(leaves)
@@ -113,3 +118,10 @@ def disagreement(model: nnx.Module, asked: Sequence[Request], completions: Seque
 def tokens(completions: Sequence[Completion]) -> list[list[int]]:
     """The sampled ids as plain lists."""
     return [c.token_ids.tolist() for c in completions]
+
+
+def assert_alike(found: Sequence[Completion], expected: Sequence[Completion], atol: float = 1e-5) -> None:
+    """The same tokens, with log-probabilities that differ by rounding."""
+    assert tokens(found) == tokens(expected)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=atol)

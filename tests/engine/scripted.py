@@ -70,11 +70,7 @@ class ScriptedConversations:
     """Plays scripts. It fails where the engine does not keep to the order of calls."""
 
     def __init__(
-        self,
-        requests: Sequence[Request],
-        scripts: Sequence[Script],
-        delay: Delay = at_once,
-        places: int | None = None,
+        self, requests: Sequence[Request], scripts: Sequence[Script], delay: Delay = at_once, places: int | None = None
     ):
         self.places = places
         self.unplaced: Script | None = None

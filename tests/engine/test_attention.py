@@ -1,5 +1,6 @@
 """A KV cache of 8 bits: what it keeps of a number, and attention over it, against float64 and numpy's own types."""
 
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from tests.engine.interpreter import attend_last
 from tests.engine.test_gather_attention import plain_attention
 from tests.models.random_checkpoint import write_random_qwen3
 from tpu_grpo.engine.attention import FP8, INT8, KVDtype, bits_of, cache_width, decode, encode
-from tpu_grpo.engine.flash_attention import check_fp8, choose_blocks
+from tpu_grpo.engine.flash_attention import check_fp8
 from tpu_grpo.engine.gather_attention import Scoring, decode_attention, write_cache
 from tpu_grpo.records.errors import ConfigError
 from tpu_grpo.records.stages import SamplingParams
@@ -114,9 +115,7 @@ def test_the_kernel_attends_to_what_is_kept() -> None:
     new_k, new_v = (encode(jnp.asarray(each[-1:]), FP8) for each in (k, v))
     out, cache = attend_last(jnp.asarray(q), new_k, new_v, cache, sm_scale=128**-0.5)
     cached = np.stack([kept(each.astype(np.float64), FP8) for each in (k, v)], axis=2)
-    scores = np.einsum("kgd,lkd->kgl", q.reshape(heads, 2, 128), cached[:, :, 0]) * 128**-0.5
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    expected = np.einsum("kgl,lkd->kgd", weights / weights.sum(-1, keepdims=True), cached[:, :, 1])
+    expected = plain_attention(q.reshape(heads, 2, 128), cached, Scoring(128**-0.5))
     np.testing.assert_allclose(out.reshape(heads, 2, 128), expected, atol=3e-6)
     np.testing.assert_array_equal(cache[1:], packed)
 
@@ -142,7 +141,7 @@ def test_the_cache_has_this_type(
     plain = build_engine(checkpoint, model, **SMALL)
     engine = build_engine(checkpoint, model, kv_dtype=kv_dtype, **SMALL)
     *sizes, head_dim = plain.cache_specs[0].shape
-    for layer in (*engine.cache_specs, *engine.cache):
+    for layer in (*engine.cache_specs, *engine._runner.token_to_kv_pool.kv_buffer):
         assert (layer.shape, layer.dtype) == ((*sizes, head_dim + width), jnp.dtype(dtype))
     assert engine.options.cache_tokens == plain.options.cache_tokens
 
@@ -180,15 +179,5 @@ def test_tokens_do_not_depend_on_prefixes_pages_or_room(
     ],
 )
 def test_the_kernel_takes_fp8_where_it_saves_memory(heads: int, dtype: str, device: str, said: str | None) -> None:
-    if said is None:
+    with nullcontext() if said is None else pytest.raises(ConfigError, match=said):
         check_fp8(heads, jnp.dtype(dtype), device)
-    else:
-        with pytest.raises(ConfigError, match=said):
-            check_fp8(heads, jnp.dtype(dtype), device)
-
-
-def test_blocks_of_8_bits_hold_more_keys() -> None:
-    """With 8 heads of 128, 20 rows of 128 bytes a key and two buffers: 5 MiB hold 1,024 keys, where bfloat16's hold
-    568; with one head, 8 rows."""
-    found = choose_blocks("TPU v5e", kv_heads=8, head_dim=128, page_size=64, context_tokens=4096, dtype=FP8)
-    assert (found.decode, found.prefill) == ((1, 1024, 1, 256), (32, 512, 32, 256))

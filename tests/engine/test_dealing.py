@@ -14,7 +14,6 @@ from tpu_grpo.engine.dealing import (
     host_told,
     make_groups,
     places_for,
-    startable,
     steps_between_points,
 )
 from tpu_grpo.records.errors import ConfigError
@@ -52,7 +51,6 @@ def test_groups_are_ordered_by_what_is_expected_of_a_completion() -> None:
     groups = make_groups(asked, [10, 20, 30, 20, 10, 20])
     assert [(group.members, group.tokens) for group in groups] == [((2,), 30), ((1, 3, 5), 60), ((0,), 10), ((4,), 10)]
     assert [group.members for group in make_groups(asked, [9] * 6)] == [(0,), (1, 3, 5), (2,), (4,)]
-    assert len(make_groups(asked, [9] * 6, share=False)) == 6
     asked = requests([(5, 1), (5,), (5, 1)], group=2)  # in conversations prompts that are equal have other environments
     assert [group.members for group in make_groups(asked, [9] * 6)] == [(0, 1, 4, 5), (2, 3)]
     assert [group.members for group in make_groups(asked, [9] * 6, converse=True)] == [(0, 1), (2, 3), (4, 5)]
@@ -107,12 +105,22 @@ def test_an_idle_replica_takes_over_what_waits_at_a_busy_one() -> None:
     assert not dealer.waits
 
 
-def test_a_replica_starts_groups_while_it_has_a_place() -> None:
-    groups = [Group(n, (2 * n, 2 * n + 1), 2) for n in range(4)]
-    assert startable(groups, rows=0, places=4) == 2
-    assert startable(groups, rows=1, places=4) == 2  # the second has one place, and one row of it waits
-    assert startable(groups, rows=4, places=4) == 0
-    assert startable(groups, rows=0, places=9) == 4
+@pytest.mark.parametrize(
+    ("groups", "rows", "places", "waits"),
+    [
+        (2, 0, 4, False),
+        (3, 0, 4, True),
+        (2, 1, 4, False),  # the second has one place, and one row of it waits
+        (3, 1, 4, True),
+        (1, 4, 4, True),
+        (0, 4, 4, False),
+        (4, 0, 9, False),
+    ],
+)
+def test_a_group_waits_until_its_first_row_has_a_place(groups: int, rows: int, places: int, waits: bool) -> None:
+    dealer = Dealer([Group(n, (2 * n, 2 * n + 1), 2) for n in range(groups)], [[0]])
+    dealer.deal([Load(rows, places)])
+    assert dealer.waits is waits
 
 
 def test_every_request_is_told_to_one_host_that_serves_it() -> None:

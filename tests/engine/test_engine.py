@@ -1,5 +1,8 @@
 """The engine against Tunix's forward pass on the same tokens, and against itself under other schedules."""
 
+import random
+import signal
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -7,6 +10,7 @@ from unittest import mock
 
 import jax
 import numpy as np
+import psutil
 import pytest
 from flax import nnx
 from sgl_jax.srt.managers.schedule_batch import global_config
@@ -17,6 +21,7 @@ from tests.engine.building import (
     GREEDY,
     PROMPTS,
     SAMPLED,
+    alone,
     build_engine,
     disagreement,
     engine_options,
@@ -115,7 +120,8 @@ def test_each_completion_is_told_once_as_soon_as_it_ends(engine: Engine) -> None
     asked = [replace(r, sampling=replace(SAMPLED, max_new_tokens=n)) for r, n in zip(requests(), lengths, strict=True)]
     told: list[tuple[int, int, int]] = []
     steps = engine.use.steps
-    completions = engine.generate(asked, lambda i, c: told.append((i, len(c.token_ids), engine.use.steps - steps)))
+    replicas = alone(engine)
+    completions = replicas.generate(asked, lambda i, c: told.append((i, len(c.token_ids), engine.use.steps - steps)))
     assert [len(c.token_ids) for c in completions] == lengths
     assert [entry[:2] for entry in told] == [(1, 1), (0, 16), (3, 2), (2, 50)]  # two end in the same launch
     assert told[2][2] <= engine.steps_per_launch < told[3][2]  # decode steps until then
@@ -231,17 +237,12 @@ def test_wrong_weights_are_refused(engine: Engine) -> None:
 
 def test_building_leaves_the_process_alone(checkpoint: Path) -> None:
     """No thread, signal handler, socket or reseeded generator."""
-    import random
-    import signal
-    import threading
 
-    import psutil
+    def state() -> tuple[Any, ...]:
+        handlers = [signal.getsignal(s) for s in signal.valid_signals()]
+        return threading.enumerate(), handlers, len(psutil.Process().net_connections())
 
-    before = (
-        threading.enumerate(),
-        [signal.getsignal(s) for s in signal.valid_signals()],
-        len(psutil.Process().net_connections()),
-    )
+    before = state()
     random.seed(1)
     np.random.seed(1)
     build_engine(checkpoint)
@@ -249,11 +250,7 @@ def test_building_leaves_the_process_alone(checkpoint: Path) -> None:
     random.seed(1)
     np.random.seed(1)
     assert drawn == (random.random(), np.random.random())
-    assert before == (
-        threading.enumerate(),
-        [signal.getsignal(s) for s in signal.valid_signals()],
-        len(psutil.Process().net_connections()),
-    )
+    assert before == state()
 
 
 def test_two_engines_of_one_checkpoint_do_not_share_its_config(checkpoint: Path, model: nnx.Module) -> None:

@@ -37,7 +37,7 @@ def cache_of(rows: int, page: int, rng: np.random.Generator) -> tuple[np.ndarray
 def plain_attention(q: np.ndarray, cached: np.ndarray, scoring: Scoring) -> np.ndarray:
     """The query [K, G, D] of the last cached token against cached tokens [L, K, 2, D], float64."""
     cached = cached[-scoring.window :] if scoring.window else cached
-    scores = np.einsum("kgd,lkd->kgl", q, cached[:, :, 0], dtype=np.float64) * SCALE
+    scores = np.einsum("kgd,lkd->kgl", q, cached[:, :, 0], dtype=np.float64) * scoring.scale
     if scoring.soft_cap:
         scores = scoring.soft_cap * np.tanh(scores / scoring.soft_cap)
     weights = np.exp(scores - scores.max(-1, keepdims=True))

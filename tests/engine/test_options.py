@@ -2,9 +2,7 @@
 
 import pytest
 
-from tests.engine.building import (
-    engine_options,
-)
+from tests.engine.building import engine_options
 from tpu_grpo.config import parse_config
 from tpu_grpo.engine.options import (
     EngineOptions,

@@ -20,6 +20,16 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
+from sgl_jax.srt.configs.model_config import ModelConfig
+from sgl_jax.srt.layers.embeddings import RotaryEmbedding, get_rope
+from sgl_jax.srt.layers.moe import EPMoE
+from sgl_jax.srt.managers import schedule_batch, scheduler, tp_worker
+from sgl_jax.srt.managers.schedule_batch import ScheduleBatch
+from sgl_jax.srt.mem_cache import radix_cache
+from sgl_jax.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
+from sgl_jax.srt.mem_cache.memory_pool import ReqToTokenPool
+from sgl_jax.srt.models import qwen3_moe
+from sgl_jax.srt.models.qwen3 import Qwen3ForCausalLM
 
 from tests.models.random_checkpoint import LLAMA3_SCALING, write_random, write_random_qwen3
 from tpu_grpo.engine import repairs
@@ -37,16 +47,8 @@ def in_fresh_process(code: str) -> str:
 
 @pytest.fixture(scope="module")
 def model_config(tmp_path_factory: pytest.TempPathFactory):
-    from sgl_jax.srt.configs.model_config import ModelConfig
-
     directory = write_random_qwen3(tmp_path_factory.mktemp("m") / "model", tied=False)
     return ModelConfig(model_path=str(directory), dtype="float32")
-
-
-def model_class():
-    from sgl_jax.srt.models.qwen3 import Qwen3ForCausalLM
-
-    return Qwen3ForCausalLM
 
 
 def abstract(model: type, hf_config: Any, mesh: Mesh, split_vocabulary: bool = False) -> Any:
@@ -64,9 +66,9 @@ def test_the_repaired_version_is_installed(monkeypatch: pytest.MonkeyPatch) -> N
 def test_building_without_arrays_is_still_needed(model_config) -> None:
     mesh = engine_mesh(jax.devices()[:1])
     with jax.set_mesh(mesh):
-        whole = model_class()(model_config.hf_config, mesh=mesh, dtype=jnp.dtype("float32"))
+        whole = Qwen3ForCausalLM(model_config.hf_config, mesh=mesh, dtype=jnp.dtype("float32"))
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(nnx.state(whole)))
-    model = abstract(model_class(), model_config.hf_config, mesh)
+    model = abstract(Qwen3ForCausalLM, model_config.hf_config, mesh)
     assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(nnx.state(model)))
 
 
@@ -75,17 +77,16 @@ def test_a_vocabulary_that_does_not_divide_is_still_repaired(model_config) -> No
     mesh, odd = engine_mesh(jax.devices()[:2]), copy.deepcopy(model_config.hf_config)
     odd.vocab_size = 511
     with pytest.raises(ValueError, match="does not evenly divide the dimension size 511"):
-        abstract(model_class(), odd, mesh, split_vocabulary=True)
-    model = abstract(model_class(), odd, mesh, split_vocabulary=False)
+        abstract(Qwen3ForCausalLM, odd, mesh, split_vocabulary=True)
+    model = abstract(Qwen3ForCausalLM, odd, mesh, split_vocabulary=False)
     for embedding in (model.model.embed_tokens.embedding, model.lm_head.embedding):
         assert embedding.get_value().sharding.spec == PartitionSpec(None, None)
-    split = abstract(model_class(), model_config.hf_config, mesh, split_vocabulary=True)
+    split = abstract(Qwen3ForCausalLM, model_config.hf_config, mesh, split_vocabulary=True)
     assert split.model.embed_tokens.embedding.get_value().sharding.spec == PartitionSpec("tensor", None)
 
 
 def test_scaling_positions_is_still_needed() -> None:
     """The library's scaled embedding rotates as one without scaling; the repaired one as Llama 3.1 does."""
-    from sgl_jax.srt.layers.embeddings import RotaryEmbedding, get_rope
 
     def angle(rope) -> np.ndarray:
         """By which each pair of dimensions turned at position 1000."""
@@ -107,10 +108,6 @@ def test_scaling_positions_is_still_needed() -> None:
 
 
 def test_our_experts_are_still_needed(tmp_path: Path) -> None:
-    from sgl_jax.srt.configs.model_config import ModelConfig
-    from sgl_jax.srt.layers.moe import EPMoE
-    from sgl_jax.srt.models import qwen3_moe
-
     mesh = engine_mesh(jax.devices()[:2])
     with jax.set_mesh(mesh):
         layer = EPMoE(128, 8, 1, 1, mesh, intermediate_dim=128, weight_dtype=jnp.float32, dtype=jnp.float32)
@@ -135,8 +132,6 @@ def test_the_prefix_trees_clock_is_still_needed() -> None:
     )
     assert "." in source  # seconds
     repairs.count_instead_of_clock()
-    from sgl_jax.srt.mem_cache import radix_cache
-
     first = radix_cache.TreeNode().last_access_time
     clock = radix_cache.time
     repairs.count_instead_of_clock()
@@ -147,10 +142,6 @@ def test_the_prefix_trees_clock_is_still_needed() -> None:
 @pytest.mark.parametrize("page", [1, 4])
 def test_slots_that_are_taken_are_still_allocated(page: int) -> None:
     """A row of 8 tokens: the library allocates a slot for the next, and with the repair takes the one that we say."""
-    from sgl_jax.srt.managers.schedule_batch import ScheduleBatch
-    from sgl_jax.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
-    from sgl_jax.srt.mem_cache.memory_pool import ReqToTokenPool
-
     kind: Any = TokenToKVPoolAllocator if page == 1 else PagedTokenToKVPoolAllocator
 
     def prepared(slots: np.ndarray | None) -> tuple[list[int], int]:
@@ -191,8 +182,6 @@ def test_slots_that_are_taken_are_still_allocated(page: int) -> None:
 
 
 def test_sampling_info_is_put_back() -> None:
-    from sgl_jax.srt.managers import schedule_batch
-
     nothing: Any = SimpleNamespace()
     original = schedule_batch.SamplingBatchInfo
     with repairs.without_sampling_info():
@@ -202,15 +191,11 @@ def test_sampling_info_is_put_back() -> None:
 
 
 def test_building_in_process_replaces_and_restores(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sgl_jax.srt.managers import scheduler, tp_worker
-
     names = [(scheduler.Scheduler, "_setup_jit_cache"), (scheduler, "threading"), (tp_worker, "threading")]
     names += [(scheduler.zmq, "Context"), (tp_worker, "ModelRunner")]
     before = [getattr(module, name) for module, name in names]
     monkeypatch.setenv("SGLANG_CI_SMALL_KV_SIZE", "64")
     with pytest.raises(ZeroDivisionError), repairs.in_process(int):
-        import os
-
         assert "SGLANG_CI_SMALL_KV_SIZE" not in os.environ
         assert tp_worker.ModelRunner is int
         scheduler.threading.Thread(target=None, daemon=True).start()

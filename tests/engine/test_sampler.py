@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flax import nnx
 
-from tests.engine.building import SAMPLED, build_engine, requests
+from tests.engine.building import SAMPLED, build_engine, requests, tokens
 from tests.models.random_checkpoint import write_random_qwen3
 from tpu_grpo.config.config_files import parse_config
 from tpu_grpo.engine.engine import Engine
@@ -207,8 +208,13 @@ QUESTION = tuple(range(5, 15))
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    return build_engine(write_random_qwen3(tmp_path_factory.mktemp("model"), scale=0.3), steps_per_launch=4)
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_random_qwen3(tmp_path_factory.mktemp("model"), scale=0.3)
+
+
+@pytest.fixture(scope="module")
+def built(checkpoint: Path, model: nnx.Module) -> Engine:
+    return build_engine(checkpoint, model, steps_per_launch=4)
 
 
 @pytest.fixture
@@ -219,7 +225,7 @@ def engine(built: Engine) -> Iterator[Engine]:
 
 def test_tokens_come_as_they_are_sampled_and_are_those_of_a_rollout(engine: Engine) -> None:
     asked = requests(group=2)
-    expected = [completion.token_ids.tolist() for completion in engine.generate(asked)]
+    expected = tokens(engine.generate(asked))
     engine.forget_prefixes()
     so_far: list[list[int]] = [[] for _ in asked]
     looks = 0
@@ -236,7 +242,7 @@ def test_tokens_come_as_they_are_sampled_and_are_those_of_a_rollout(engine: Engi
 
 def test_a_reader_who_cancels_or_leaves_gets_what_there_is_and_the_engine_goes_on(engine: Engine) -> None:
     asked = requests(group=3)  # 12 requests for 8 rows: some have not been started
-    expected = [completion.token_ids.tolist() for completion in engine.generate(asked)]
+    expected = tokens(engine.generate(asked))
     engine.forget_prefixes()
     looks: list[int] = []
     ended = []
@@ -250,7 +256,7 @@ def test_a_reader_who_cancels_or_leaves_gets_what_there_is_and_the_engine_goes_o
     for _ in stream(engine, asked, lambda: False):
         break
     engine.forget_prefixes()
-    assert [completion.token_ids.tolist() for completion in engine.generate(asked)] == expected
+    assert tokens(engine.generate(asked)) == expected
 
 
 def test_a_reader_who_cancels_before_anything_ran_gets_nothing(engine: Engine) -> None:
@@ -258,16 +264,17 @@ def test_a_reader_who_cancels_before_anything_ran_gets_nothing(engine: Engine) -
     assert [len(answers[0].token_ids) for answers in stream(engine, asked, lambda: True)] == [0]
 
 
-def test_an_engine_for_one_short_answer_takes_the_whole_prompt(engine: Engine) -> None:
+def test_an_engine_for_one_short_answer_takes_the_whole_prompt(
+    checkpoint: Path, model: nnx.Module, engine: Engine
+) -> None:
     """The library would put a single token in the place of a prompt that leaves it fewer than seven cache tokens."""
     sampling = replace(SAMPLED, max_new_tokens=2, temperature=0.0)
     asked = requests([QUESTION], sampling)
-    small = build_engine(engine.checkpoint, max_running_requests=1, context_tokens=len(QUESTION) + 2)
+    small = build_engine(checkpoint, model, max_running_requests=1, context_tokens=len(QUESTION) + 2)
     assert small.options.cache_tokens == len(QUESTION) + 2 - 1 + 7
-    [expected] = engine.generate(asked)
-    [found] = small.generate(asked)
-    assert found.token_ids.tolist() == expected.token_ids.tolist()
-    assert len(found.token_ids) == 2
-    tight = build_engine(engine.checkpoint, max_running_requests=1, kv_tokens=len(QUESTION) + 6)
+    [found] = tokens(small.generate(asked))
+    assert [found] == tokens(engine.generate(asked))
+    assert len(found) == 2
+    tight = build_engine(checkpoint, model, max_running_requests=1, kv_tokens=len(QUESTION) + 6)
     with pytest.raises(RequestError, match="need 17 cache tokens, the cache has 16; raise rollout.kv_tokens"):
         tight.generate(asked)

@@ -51,9 +51,12 @@ DRAWS = 20_000
 SAMPLE = jax.jit(sample_tokens)
 
 
+def logits_of(rows: int) -> jax.Array:
+    return jnp.broadcast_to(jnp.asarray(LOGITS, jnp.float32), (rows, len(LOGITS)))
+
+
 def draw(rows: int = DRAWS, **settings: float) -> tuple[np.ndarray, np.ndarray]:
-    logits = jnp.broadcast_to(jnp.asarray(LOGITS, jnp.float32), (rows, len(LOGITS)))
-    tokens, logprobs, _ = SAMPLE(logits, columns(rows, **settings))
+    tokens, logprobs, _ = SAMPLE(logits_of(rows), columns(rows, **settings))
     return np.asarray(tokens), np.asarray(logprobs)
 
 
@@ -98,11 +101,10 @@ def test_greedy_takes_the_likeliest_at_temperature_one() -> None:
 def test_rows_with_filters_leave_others_alone() -> None:
     """Batching: a row's token is the same whether or not another row filters, is greedy, or is there at all."""
     alone, _ = draw(32)
-    logits = jnp.broadcast_to(jnp.asarray(LOGITS, jnp.float32), (32, len(LOGITS)))
     mixed = columns(32)._replace(
         top_k=jnp.arange(32, dtype=jnp.int32) % 2, temperature=jnp.where(jnp.arange(32) % 4 == 1, 0.0, 1.0)
     )
-    tokens, *_ = SAMPLE(logits, mixed)
+    tokens, *_ = SAMPLE(logits_of(32), mixed)
     assert np.asarray(tokens)[::2].tolist() == alone[::2].tolist()
     assert set(np.asarray(tokens)[1::2].tolist()) == {0}
 
@@ -110,8 +112,7 @@ def test_rows_with_filters_leave_others_alone() -> None:
 @pytest.mark.parametrize("part", ["seed", "step", "prompt", "sample", "position"])
 def test_every_part_of_the_key_decides(part: str) -> None:
     """512 rows that differ in nothing draw one token; let any one part differ and they draw the distribution."""
-    rows = 512
-    logits = jnp.broadcast_to(jnp.asarray(LOGITS, jnp.float32), (rows, len(LOGITS)))
+    rows, logits = 512, logits_of(512)
     same = columns(rows)._replace(key=jnp.ones((rows, 4), jnp.uint32))
     assert len(set(np.asarray(SAMPLE(logits, same)[0]).tolist())) == 1
     if part == "position":
@@ -314,7 +315,7 @@ def test_both_zeros_are_one_value() -> None:
     for settings in alike:
         filtered = np.asarray(FILTER(logits, columns(**settings)))
         assert np.isfinite(filtered[0]).tolist() == [False, True, True, False, True]
-    tokens, *_ = jax.jit(sample_tokens)(logits, columns(temperature=0.0))
+    tokens, *_ = SAMPLE(logits, columns(temperature=0.0))
     assert np.asarray(tokens).tolist() == [1]
 
 
@@ -407,18 +408,16 @@ def test_sampling_from_split_logits_is_the_same_to_the_bit(rows: int, tensor: in
     rng = np.random.default_rng(rows)
     logits = rng.normal(size=(rows, 16 * VOCABULARY)).astype(np.float32)
     logits[::2] = np.round(8 * logits[::2])  # many ties
-    columns = SamplingColumns(
+    asked = columns(rows, top_p=0.9, min_p=0.01)._replace(
         temperature=np.where(np.arange(rows) % 3 == 2, 0.0, 0.9).astype(np.float32),
         top_k=np.arange(rows, dtype=np.int32) * 7,
-        top_p=np.full(rows, 0.9, np.float32),
-        min_p=np.full(rows, 0.01, np.float32),
         key=rng.integers(0, 9, (rows, 4)).astype(np.uint32),
         position=np.arange(rows, dtype=np.int32),
     )
     mesh = engine_mesh(jax.devices()[:tensor])
     split = jax.device_put(logits, NamedSharding(mesh, P("data", "tensor")))
     with jax.set_mesh(mesh):
-        found = jax.jit(lambda given, settings: sample_rows(given, settings, mesh))(split, columns)
-    alone = jax.jit(sample_tokens)(jnp.asarray(logits), columns)
+        found = jax.jit(lambda given, settings: sample_rows(given, settings, mesh))(split, asked)
+    alone = SAMPLE(jnp.asarray(logits), asked)
     for ours, theirs in zip(found, alone, strict=True):
         assert np.asarray(ours).tobytes() == np.asarray(theirs).tobytes()

@@ -44,7 +44,8 @@ def build(directory: Path, fsdp: int, tp: int, tensor: int) -> tuple[SyncedEngin
 def held(engines: SyncedEngines) -> tuple[list[jax.Array], dict[str, list[jax.Array]]]:
     """List the cached layers of all engines, and their parameters by name."""
     every = list(engines.replicas.engines.values())
-    cache, weights = [layer for engine in every for layer in engine.cache], [engine.weights for engine in every]
+    cache = [layer for engine in every for layer in engine._runner.token_to_kv_pool.kv_buffer]
+    weights = [engine.weights for engine in every]
     return cache, {name: [each[name] for each in weights] for name in weights[0]}
 
 

@@ -9,12 +9,17 @@ from jax.sharding import PartitionSpec as P
 from tests.weights.test_meshes import RULES, sampler_specs, trainer_leaves
 from tpu_grpo.engine.engine import engine_mesh
 from tpu_grpo.models.families.leaves import InputsFirst, Transform, flatten, flatten_kv, same, transpose
+from tpu_grpo.weights.plan import Spec
 from tpu_grpo.weights.sync import WeightSync
 from tpu_grpo.weights.transport import intermediate_sharding, result_dimension
 
 
 def sharding(names: tuple[str, ...], sizes: tuple[int, ...], spec: P) -> NamedSharding:
     return NamedSharding(Mesh(np.asarray(jax.devices()[: int(np.prod(sizes))]).reshape(sizes), names), spec)
+
+
+def spec(shape: tuple[int, ...], sharding: NamedSharding) -> Spec:
+    return Spec(shape, np.float32, sharding=sharding)
 
 
 @pytest.mark.parametrize(
@@ -38,11 +43,8 @@ def test_no_two_devices_hold_the_same_on_the_way(
     transform: Transform, source_shape: tuple[int, ...], split: P, shape: tuple[int, ...], to: P, expected: P | None
 ) -> None:
     source = sharding(("fsdp", "tp"), (4, 1), split)
-    if expected == P("data"):
-        target = NamedSharding(engine_mesh(jax.devices(), 4), to)
-    else:
-        target = NamedSharding(engine_mesh(jax.devices(), 2), to)
-    found = intermediate_sharding(transform, source_shape, source, shape, target)
+    target = NamedSharding(engine_mesh(jax.devices(), 4 if expected == P("data") else 2), to)
+    found = intermediate_sharding(transform, spec(source_shape, source), spec(shape, target))
     assert (found and found.spec) == expected
     assert found is None or set(found.mesh.axis_types) == {AxisType.Auto}  # whatever the target's are
 
@@ -50,7 +52,7 @@ def test_no_two_devices_hold_the_same_on_the_way(
 def test_a_layout_without_copies_needs_none() -> None:
     source = sharding(("fsdp", "tp"), (4, 1), P("fsdp", None))
     target = NamedSharding(engine_mesh(jax.devices()), P(None, "tensor"))
-    assert intermediate_sharding(same, (8, 8), source, (8, 8), target) is None
+    assert intermediate_sharding(same, spec((8, 8), source), spec((8, 8), target)) is None
 
 
 @pytest.mark.parametrize(

@@ -62,18 +62,13 @@ def trainer(fsdp: int = 1, *, tied: bool = False, layers: int = 2) -> dict[str, 
     return leaves
 
 
-def sampler(
-    tensor: int = 1, *, tied: bool = False, layers: int = 2, dtype: str = "float32", kv_heads: int = KV_HEADS
-) -> dict[str, Spec]:
+def sampler(tensor: int = 1, *, tied: bool = False, layers: int = 2, kv_heads: int = KV_HEADS) -> dict[str, Spec]:
     mesh = engine_mesh(jax.devices()[:tensor])
 
     def spec(shape: tuple[int, ...], parts: P) -> Spec:
-        return Spec(shape, jnp.dtype(dtype), sharding=NamedSharding(mesh, parts))
+        return Spec(shape, jnp.dtype("float32"), sharding=NamedSharding(mesh, parts))
 
-    specs = {
-        "model.embed_tokens.embedding": spec((VOCAB, HIDDEN), P()),
-        "model.norm.scale": spec((HIDDEN,), P()),
-    }
+    specs = {"model.embed_tokens.embedding": spec((VOCAB, HIDDEN), P()), "model.norm.scale": spec((HIDDEN,), P())}
     specs |= {} if tied else {"lm_head.embedding": spec((VOCAB, HIDDEN), P())}
     for i in range(layers):
         for name, (shape, parts) in SAMPLER_LAYER.items():
@@ -122,14 +117,6 @@ def test_equal_layouts_are_aliased_and_the_rest_is_counted() -> None:
     assert pointer(up) == pointer(source["layers.0.mlp.up_proj.kernel"])
     attention = HIDDEN * WIDTH * (2 * HEADS + 2 * KV_HEADS)  # q, o, k, v are reshaped
     assert result.bytes_moved == sync.bytes_moved == 4 * (2 * attention + VOCAB * HIDDEN)
-
-
-def test_casts_on_the_way() -> None:
-    source = trainer(tied=True)
-    weights, result = WeightSync(RULES, source, sampler(tied=True, dtype="bfloat16"))(source)
-    expected = np.asarray(source["embedder.input_embedding"]).astype(jnp.bfloat16)
-    np.testing.assert_array_equal(np.asarray(weights["model.embed_tokens.embedding"]), expected)
-    assert result.bytes_moved == 2 * sum(leaf.size for leaf in source.values())
 
 
 def test_one_compilation_for_all_syncs() -> None:

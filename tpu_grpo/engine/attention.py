@@ -21,7 +21,7 @@ head width, W head width in the cache.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, override
 
 import jax
@@ -44,16 +44,24 @@ Columns = Mapping[str, np.ndarray]
 """The padded per-row and per-token arrays of a prefill step, by their names in StepInputs."""
 
 
+def padded(
+    values_b: Sequence[int] | Int[np.ndarray, "b *rest"],
+    size: int,
+    fill: int = 0,
+    at: Int[np.ndarray, " b"] | None = None,
+) -> Int[np.ndarray, "{size} *rest"]:
+    """Copy rows into an int32 array of ``size`` rows, to its start or to the indices ``at``; others are ``fill``."""
+    values_b = np.asarray(values_b)
+    whole = np.full((size, *values_b.shape[1:]), fill, np.int32)
+    whole[slice(len(values_b)) if at is None else at] = values_b
+    return whole
+
+
 class AttentionMode(ABC):
     """Decides how the rows of a step find their cached keys and values."""
 
-    @abstractmethod
-    def library_backend(self) -> Any:
-        """Return the attention backend that sglang-jax's ModelRunner holds.
-
-        Raises:
-            ConfigError: for a model that this attention cannot compute.
-        """
+    def __init__(self, runner: ModelRunner):
+        self._runner = runner
 
     @abstractmethod
     def cache_layer(self, pool: MHATokenToKVPool) -> jax.ShapeDtypeStruct:
@@ -80,7 +88,11 @@ class AttentionMode(ABC):
 
     @abstractmethod
     def backend(self, metadata: Any) -> Any:
-        """Make the backend that the traced step calls."""
+        """Make the attention backend of a step inside its trace; without metadata, the one that the library holds.
+
+        Raises:
+            ConfigError: for a model that this attention cannot compute.
+        """
 
 
 # --- sglang-jax's reference attention ---------------------------------------------------------------------------------
@@ -88,19 +100,6 @@ class AttentionMode(ABC):
 
 class NativeMode(AttentionMode):
     """The library's reference attention, which scores every query against every row's cache."""
-
-    def __init__(self, runner: ModelRunner):
-        self._runner = runner
-
-    @override
-    def library_backend(self) -> Any:
-        cap = getattr(self._runner.model_config.hf_config, "attn_logit_softcapping", None)
-        if cap is not None:  # the library's native attention ignores it
-            raise ConfigError(
-                "rollout.attention=native needs a model without attn_logit_softcapping, got "
-                f"{cap:g}; use gather or auto"
-            )
-        return CutNativeAttention(self._runner.num_attn_heads, self._runner.num_kv_heads, self._runner.mesh)
 
     @override
     def cache_layer(self, pool: MHATokenToKVPool) -> jax.ShapeDtypeStruct:
@@ -118,9 +117,7 @@ class NativeMode(AttentionMode):
         position = np.arange(slots_bL.shape[1])
         wanted = position < (-(-real_b // page) * page)[:, None]
         values = np.where(position < real_b[:, None], slots_bL, 0)[wanted]
-        concatenated = np.zeros(len(seq_lens_B) * slots_bL.shape[1], np.int32)
-        concatenated[: len(values)] = values
-        return concatenated
+        return padded(values, len(seq_lens_B) * slots_bL.shape[1])
 
     @override
     def prefill_metadata(self, columns: Columns, slots_bL: Int[np.ndarray, "b L"]) -> tuple[Any, Int[np.ndarray, " S"]]:
@@ -133,9 +130,7 @@ class NativeMode(AttentionMode):
     @override
     def launch_metadata(self, slots_bL: Int[np.ndarray, "b L"], ends_B: Int[np.ndarray, " B"]) -> Any:
         """Return the cache slots [B, L] of all rows, with zeros for padding rows."""
-        slots_BL = np.zeros((len(ends_B), slots_bL.shape[1]), np.int32)
-        slots_BL[: len(slots_bL)] = slots_bL
-        return slots_BL
+        return padded(slots_bL, len(ends_B))
 
     @override
     def at_step(self, metadata: Any, seq_lens_B: Int[Array, " B"]) -> tuple[Any, Int[Array, " S"]]:
@@ -150,8 +145,14 @@ class NativeMode(AttentionMode):
 
     @override
     def backend(self, metadata: Any) -> Any:
-        """Make a new backend inside the trace: flax forbids a trace to change modules that were made outside of it."""
-        return self.library_backend()
+        """Make a new backend for every trace: flax forbids a trace to change modules that were made outside of it."""
+        cap = getattr(self._runner.model_config.hf_config, "attn_logit_softcapping", None)
+        if cap is not None:  # the library's native attention ignores it
+            raise ConfigError(
+                "rollout.attention=native needs a model without attn_logit_softcapping, got "
+                f"{cap:g}; use gather or auto"
+            )
+        return CutNativeAttention(self._runner.num_attn_heads, self._runner.num_kv_heads, self._runner.mesh)
 
 
 class CutNativeAttention(NativeAttention):
@@ -163,10 +164,10 @@ class CutNativeAttention(NativeAttention):
         """Attend; returns the output and the updated cache, as the library's class does."""
         attend: Any = super().__call__  # untyped in the library
         output, cache = attend(q, k, v, layer, *args, **kwargs)
-        padded = cache.shape[-1]
+        width = cache.shape[-1]
 
         def cut(own_heads: Array) -> Array:  # keeps the first numbers of every head; heads stay sharded as they are
-            return own_heads.reshape(len(own_heads), -1, padded)[..., : layer.head_dim].reshape(len(own_heads), -1)
+            return own_heads.reshape(len(own_heads), -1, width)[..., : layer.head_dim].reshape(len(own_heads), -1)
 
         by_head = P("data", "tensor")
         return jax.shard_map(cut, in_specs=by_head, out_specs=by_head)(jax.sharding.reshard(output, by_head)), cache

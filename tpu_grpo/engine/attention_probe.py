@@ -101,11 +101,7 @@ def _attend(
     decodes, dtype = mode == ForwardMode.DECODE, jnp.dtype(runner.dtype)
     found, cache_loc = runner.attention.at_step(metadata, lengths_B) if decodes else metadata
     batch = SimpleNamespace(
-        forward_mode=mode,
-        seq_lens=lengths_B,
-        extend_prefix_lens=lengths_B,
-        out_cache_loc=slots_T,
-        cache_loc=cache_loc,
+        forward_mode=mode, seq_lens=lengths_B, extend_prefix_lens=lengths_B, out_cache_loc=slots_T, cache_loc=cache_loc
     )
     layer: Any = SimpleNamespace(
         layer_id=0, scaling=q.shape[-1] ** -0.5, sliding_window_size=None, logit_cap=None, head_dim=q.shape[-1]

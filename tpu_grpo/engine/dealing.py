@@ -82,19 +82,16 @@ def places_for(requests: Sequence[Request], expected: Sequence[int], options: En
     return min(options.max_running_requests, rows_kept(requests, expected, options))
 
 
-def make_groups(
-    requests: Sequence[Request], expected: Sequence[int], *, share: bool = True, converse: bool = False
-) -> list[Group]:
+def make_groups(requests: Sequence[Request], expected: Sequence[int], *, converse: bool = False) -> list[Group]:
     """Group requests with the same prompt token ids, longest expected answers first.
 
     Groups are sorted by the mean of their expected tokens; equal ones are in the order of their first requests. With
-    ``share=False``, for an engine without a prefix cache, every request is a group of its own. With ``converse``, two
-    prompts with equal token ids make two groups, because the prompts have different environments.
+    ``converse``, two prompts with equal token ids make two groups, because the prompts have different environments.
     """
     members: dict[tuple[int, ...], list[int]] = {}
     for index, request in enumerate(requests):
         apart = (request.key.prompt,) if converse else ()
-        members.setdefault((*request.token_ids, *apart) if share else (index,), []).append(index)
+        members.setdefault((*request.token_ids, *apart), []).append(index)
     groups = [
         Group(number, tuple(group), sum(expected[index] for index in group))
         for number, group in enumerate(members.values())
@@ -106,15 +103,6 @@ def steps_between_points(requests: Sequence[Request]) -> int:
     """Return the decode steps between two synchronization points."""
     longest = max((request.sampling.max_new_tokens for request in requests), default=1)
     return max(FEWEST_STEPS, longest // POINTS)
-
-
-def startable(held: Sequence[Group], rows: int, places: int) -> int:
-    """Return how many of the groups a replica can start now, in order: each needs a place for its first row."""
-    for count, group in enumerate(held):
-        if rows >= places:
-            return count
-        rows += len(group.members)
-    return len(held)
 
 
 def host_told(group: int, drivers: Sequence[int], replicas: int) -> int:
@@ -180,8 +168,9 @@ class Dealer:
             rows[best] += size
             tokens[best] += group.tokens
             self._owners[number] = best
-        self.waits = any(
-            startable(groups, load.rows, load.places) < len(groups) for groups, load in zip(dealt, loads, strict=True)
+        self.waits = any(  # for the place that the first row of the last group needs
+            bool(groups) and now - len(groups[-1].members) >= load.places
+            for groups, now, load in zip(dealt, rows, loads, strict=True)
         )
         return dealt
 

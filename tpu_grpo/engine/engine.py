@@ -34,7 +34,7 @@ from tpu_grpo.engine.generation import Finished, Generation
 from tpu_grpo.engine.launches import Runner
 from tpu_grpo.engine.options import EngineOptions, check_tokens
 from tpu_grpo.engine.scheduler import EngineUse, SteppedScheduler
-from tpu_grpo.engine.waves import Conversations, Limits, Waves
+from tpu_grpo.engine.waves import Limits, Waves
 from tpu_grpo.records.errors import RequestError
 from tpu_grpo.records.stages import Completion, Request
 
@@ -50,8 +50,6 @@ class Engine:
     def __init__(self, scheduler: SteppedScheduler, options: EngineOptions):
         self._scheduler, self._runner, self._programs = scheduler, scheduler.runner, scheduler.programs
         self.options = options
-        self.checkpoint = Path(scheduler.server_args.model_path)
-        """The directory whose config.json describes the model."""
         self.mesh: Mesh = self._runner.mesh
         """The engine's devices, with the axes AXES."""
         self.weight_specs = self._runner.weight_specs
@@ -62,17 +60,12 @@ class Engine:
         """The layout of the expert indices that the engine returns; None if it was not built to return them."""
         self.steps_per_launch = self._programs.steps
         """The most decode steps of a launch."""
-        self.figures: Mapping[str, float] = {}
-        """The metrics of the last ``generate``, by name."""
 
     @classmethod
     def build(cls, checkpoint: Path, mesh: Mesh, options: EngineOptions) -> "Engine":
         """Build an engine without weights or cache; ``install_weights`` brings both.
 
-        Args:
-            checkpoint: directory whose config.json describes the model; no weights are read.
-            mesh: a mesh from ``engine_mesh``.
-            options: the engine's sizes and settings.
+        ``checkpoint`` is a directory whose config.json describes the model; ``mesh`` comes from ``engine_mesh``.
 
         Raises:
             ConfigError: if ``options.shard_vocab`` is set and the mesh's size does not divide the vocabulary, if flash
@@ -151,11 +144,6 @@ class Engine:
         weights = self._runner.weights
         return dict(zip(self.weight_specs, weights, strict=True)) if weights is not None else {}
 
-    @property
-    def cache(self) -> list[Array]:
-        """The cached keys and values of every layer; empty while no cache is allocated."""
-        return [layer for layer in self._runner.token_to_kv_pool.kv_buffer if isinstance(layer, jax.Array)]
-
     def compile_all(self, tell: Callable[[], None] = lambda: None) -> int:
         """Compile the programs of all shapes now, and return their number; ``tell`` is called after each program."""
         return self._programs.compile_all(tell)
@@ -166,43 +154,23 @@ class Engine:
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
-    def generate(
-        self,
-        requests: Sequence[Request],
-        finished: Finished | None = None,
-        conversations: Conversations | None = None,
-    ) -> list[Completion]:
-        """Sample a completion for every request.
-
-        Args:
-            requests: what to sample.
-            finished: is called with the index and the completion of each request as it ends.
-            conversations: the conversations with environments that begin with the requests; None: no environments.
-
-        Returns:
-            The completions in the order of ``requests``.
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """Sample a completion for every request, and return them in the order of the requests.
 
         Raises:
             RequestError: if the engine can never serve one of the requests. No request is started then.
         """
-        generation, before = self.start(requests, finished, conversations), self.use
+        generation = self.start(requests)
         while generation.advance():
             pass
-        self.figures = (self.use - before).figures
         return [generation.completions[index] for index in range(len(requests))]
 
-    def start(
-        self,
-        requests: Sequence[Request],
-        finished: Finished | None = None,
-        conversations: Conversations | None = None,
-    ) -> Generation:
-        """Start a generation of all requests. The caller must advance it; see ``generate`` for arguments and errors."""
+    def start(self, requests: Sequence[Request]) -> Generation:
+        """Start a generation of all requests. The caller must advance it; raises as ``generate`` does."""
         self.check(requests)
-        expected, converse = expected_tokens(requests), conversations is not None
-        limits = self.limits(requests, expected, conversations.places if conversations is not None else None)
-        generation = self.begin(requests, expected, Waves(conversations, limits), finished)
-        generation.hold(make_groups(requests, expected, converse=converse))
+        expected = expected_tokens(requests)
+        generation = self.begin(requests, expected, Waves(None, self.limits(requests, expected)))
+        generation.hold(make_groups(requests, expected))
         return generation
 
     def begin(

@@ -21,7 +21,7 @@ Suffixes: T tokens, D width, E experts (e on this device), K experts per token, 
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, override
 
 import jax
 import jax.numpy as jnp
@@ -68,7 +68,9 @@ class Experts(nnx.Module):
         out_sharding: NamedSharding,
     ) -> Float[Array, "T D"]:
         """Add up the outputs of each token's experts, weighted by ``weights_TK``."""
-        weights_TK = weights_TK.astype(inputs.dtype)
+        return jax.sharding.reshard(self._mix(inputs, weights_TK, experts_TK), out_sharding)
+
+    def _mix(self, inputs: Array, weights_TK: Array, experts_TK: Array) -> Any:
         by_token, by_expert = P("data", None), P(AXIS, None, None)
         mixed: Any = jax.shard_map(
             _mix_own_experts,
@@ -77,29 +79,21 @@ class Experts(nnx.Module):
             out_specs=by_token,
         )
         weights = (param.get_value() for param in (self.wi_0, self.wi_1, self.wo))
-        return jax.sharding.reshard(mixed(inputs, weights_TK, experts_TK, *weights), out_sharding)
+        return mixed(inputs, weights_TK.astype(inputs.dtype), experts_TK, *weights)
 
 
 class FusedExperts(Experts):
     """``Experts`` as one Pallas kernel. A step's number of tokens must be divisible by the number of devices."""
 
-    def __call__(
-        self,
-        inputs: Float[Array, "T D"],
-        weights_TK: Float[Array, "T K"],
-        experts_TK: Int[Array, "T K"],
-        *,
-        out_sharding: NamedSharding,
-    ) -> Float[Array, "T D"]:
-        """Add up the outputs of each token's experts, weighted by ``weights_TK``."""
+    @override
+    def _mix(self, inputs: Array, weights_TK: Array, experts_TK: Array) -> Any:
         from sgl_jax.srt.kernels.fused_moe.v1.kernel import fused_ep_moe
 
         spread = ("data", AXIS)
         token, expert = (NamedSharding(self.mesh, P(spread, *more)) for more in ((None,), (None, None)))
         gate, up, down = (jax.sharding.reshard(param.get_value(), expert) for param in (self.wi_0, self.wi_1, self.wo))
         x, weights, experts = (jax.sharding.reshard(value, token) for value in (inputs, weights_TK, experts_TK))
-        mixed = fused_ep_moe(self.mesh, x, gate, down, up, weights, experts, experts_TK.shape[1])
-        return jax.sharding.reshard(mixed, out_sharding)
+        return fused_ep_moe(self.mesh, x, gate, down, up, weights, experts, experts_TK.shape[1])
 
 
 EXPERTS: dict[ExpertsName, type[Experts]] = {"ragged": Experts, "fused": FusedExperts}
@@ -154,7 +148,7 @@ class ExpertLayout:
         """Stack the expert indices of the model's layers into one replicated array of type ``dtype``."""
         assert len(layers) == self.layers, f"{len(layers)} layers chose experts, expected {self.layers}"
         experts_TLK = jnp.stack(layers, axis=1).astype(self.dtype)
-        return jax.sharding.reshard(experts_TLK, jax.sharding.PartitionSpec())
+        return jax.sharding.reshard(experts_TLK, P())
 
     def zeros(self, steps: int, rows: int) -> Integer[Array, "{steps} {rows} L K"]:
         """Allocate expert indices for one token of each row in every step of a launch."""

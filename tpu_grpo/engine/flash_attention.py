@@ -18,6 +18,7 @@ Suffixes: b rows of the batch, B rows (padded), L context, S cache slots of all 
 heads, K key-value heads, D head width.
 """
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Any, override
 
@@ -124,15 +125,11 @@ class FlashMode(NativeMode):
         return FlashAttentionMetadata(**arrays)
 
     @override
-    def library_backend(self) -> "BlockedFlashAttention":
-        runner = self._runner
-        heads = (runner.num_attn_heads, runner.num_kv_heads, runner.model_config.head_dim)
-        return BlockedFlashAttention(*heads, page_size=runner.page_size, mesh=runner.mesh)
-
-    @override
     def backend(self, metadata: Any) -> "BlockedFlashAttention":
         """Make a new backend that holds the metadata."""
-        backend = self.library_backend()
+        runner = self._runner
+        heads = (runner.num_attn_heads, runner.num_kv_heads, runner.model_config.head_dim)
+        backend = BlockedFlashAttention(*heads, page_size=runner.page_size, mesh=runner.mesh)
         backend.forward_metadata = metadata
         return backend
 
@@ -161,8 +158,7 @@ class BlockedFlashAttention(FlashAttention):
     ) -> tuple[Float[Array, "T heads"], Array]:
         """Attend, and write the new keys and values into the cache; each device runs the kernel with its own heads.
 
-        Returns:
-            The output [T, H D] and the layer's cache.
+        Returns the output [T, H D] and the layer's cache.
         """
         cache = token_to_kv_pool.get_fused_kv_buffer(layer.layer_id)
         k, v = (encode(new, cache.dtype) for new in (k, v))
@@ -177,22 +173,16 @@ class BlockedFlashAttention(FlashAttention):
             dtype=cache.dtype,
         )
 
-        def attend_own_heads(q: Array, k: Array, v: Array, cache: Array, *metadata: Array) -> Any:
-            return ragged_paged_attention(
-                q,
-                k,
-                v,
-                cache,
-                *metadata,
-                None,
-                sm_scale=layer.scaling,
-                sliding_window=layer.sliding_window_size,
-                soft_cap=layer.logit_cap,
-                d_block_sizes=blocks.decode,
-                m_block_sizes=blocks.prefill,
-                vmem_limit_bytes=blocks.vmem_bytes,
-            )
-
+        attend_own_heads = functools.partial(
+            ragged_paged_attention,
+            custom_mask=None,
+            sm_scale=layer.scaling,
+            sliding_window=layer.sliding_window_size,
+            soft_cap=layer.logit_cap,
+            d_block_sizes=blocks.decode,
+            m_block_sizes=blocks.prefill,
+            vmem_limit_bytes=blocks.vmem_bytes,
+        )
         metadata = (found.seq_lens, found.page_indices, found.cu_q_lens, found.cu_kv_lens, found.distribution)
         attend: Any = jax.shard_map(
             attend_own_heads,
@@ -271,11 +261,7 @@ def check_fp8(kv_heads: int, model_dtype: jnp.dtype, device_kind: str) -> None:
     """Refuse an 8-bit cache that the devices cannot read, or that would save no memory.
 
     The kernel packs rows (a key or a value of one head each) into words of 32 bits, and pads them to whole words.
-
-    Args:
-        kv_heads: the number of key-value heads per device.
-        model_dtype: the type that a cache would have otherwise.
-        device_kind: jax's name of the devices.
+    ``kv_heads`` are those of one device; ``model_dtype`` is the type that a cache would have otherwise.
 
     Raises:
         ConfigError: in either case.

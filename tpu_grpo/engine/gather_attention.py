@@ -26,7 +26,7 @@ from sgl_jax.srt.layers.radix_attention import RadixAttention
 from sgl_jax.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sgl_jax.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
-from tpu_grpo.engine.attention import AttentionMode, Columns, bits_of, cache_width, decode, encode
+from tpu_grpo.engine.attention import AttentionMode, Columns, bits_of, cache_width, decode, encode, padded
 from tpu_grpo.engine.sampling import AnyArray
 
 QUERY_BLOCK = 16
@@ -58,9 +58,6 @@ class GatherMetadata(NamedTuple):
 class GatherMode(AttentionMode):
     """Our attention: each row gathers its own pages. It runs on any device with any page size."""
 
-    def __init__(self, page_size: int, head_dim: int):
-        self._page_size, self._head_dim = page_size, head_dim
-
     @override
     def cache_layer(self, pool: MHATokenToKVPool) -> jax.ShapeDtypeStruct:
         """Describe a layer [pages, page, K, 2, W]: keys and values alternate, and heads have the model's width.
@@ -68,12 +65,8 @@ class GatherMode(AttentionMode):
         The library would pad the width of heads to a multiple of 128.
         """
         pages, dtype = (pool.size + pool.page_size) // pool.page_size, jnp.dtype(pool.dtype)
-        shape = (pages, pool.page_size, pool.head_num, 2, cache_width(self._head_dim, dtype))
+        shape = (pages, pool.page_size, pool.head_num, 2, cache_width(self._runner.model_config.head_dim, dtype))
         return jax.ShapeDtypeStruct(shape, bits_of(dtype), sharding=NamedSharding(pool.mesh, CACHE_PARTITION))
-
-    @override
-    def library_backend(self) -> Any:
-        return _NoBackend()
 
     @override
     def prefill_metadata(
@@ -85,10 +78,8 @@ class GatherMode(AttentionMode):
     @override
     def launch_metadata(self, slots_bL: Int[np.ndarray, "b L"], ends_B: Int[np.ndarray, " B"]) -> GatherMetadata:
         """List the pages of each row. There are no blocks, because each row has one query per step."""
-        none = NO_SLOTS
-        return GatherMetadata(
-            self._pages(slots_bL, len(ends_B)), none, none, none, np.zeros((0, QUERY_BLOCK), np.int32), none
-        )
+        pages, none = self._pages(slots_bL, len(ends_B)), NO_SLOTS
+        return GatherMetadata(pages, none, none, none, np.zeros((0, QUERY_BLOCK), np.int32), none)
 
     @override
     def at_step(self, metadata: Any, seq_lens_B: Int[Array, " B"]) -> tuple[Any, Int[Array, " S"]]:
@@ -96,22 +87,12 @@ class GatherMode(AttentionMode):
         return metadata, jnp.zeros(0, jnp.int32)
 
     def _pages(self, slots_bL: Int[np.ndarray, "b L"], rows: int) -> Int[np.ndarray, "{rows} N"]:
-        pages = np.zeros((rows, -(-slots_bL.shape[1] // self._page_size)), np.int32)
-        pages[: len(slots_bL)] = slots_bL[:, :: self._page_size] // self._page_size
-        return pages
+        page = self._runner.page_size
+        return padded(slots_bL[:, ::page] // page, rows)
 
     @override
     def backend(self, metadata: Any) -> "GatherAttention":
-        return GatherAttention(self._page_size, metadata)
-
-
-class _NoBackend:
-    """Stands in for a backend while the library builds its worker; the real one is made inside the traced step."""
-
-    @staticmethod
-    def get_max_running_reqests(max_context_len: int, page_size: int) -> int:
-        """Set no limit on how many rows run at once. The spelling is the library's."""
-        return 1 << 20
+        return GatherAttention(metadata)
 
 
 def block_metadata(
@@ -154,8 +135,12 @@ class Scoring:
 class GatherAttention:
     """Replaces sglang-jax's ``AttentionBackend`` in a forward batch; it is built inside the traced step."""
 
-    page_size: int
     metadata: GatherMetadata
+
+    @staticmethod
+    def get_max_running_reqests(max_context_len: int, page_size: int) -> int:
+        """Set no limit on how many rows run at once. The spelling is the library's."""
+        return 1 << 20
 
     def __call__(
         self,

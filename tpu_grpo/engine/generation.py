@@ -138,11 +138,11 @@ class Generation:
         """End every request with the tokens that it has after the current launch, and start no other request.
 
         The scheduler treats each as if it had reached its token limit; ``advance`` must still be called. Conversations
-        end without a completion.
+        cannot be cancelled.
         """
+        assert not self._waves.converses
         self._held.clear()
         self._followers.clear()
-        self._waves.give_up()
         self._limit(1)
 
     def _limit(self, tokens: int) -> None:
@@ -175,11 +175,9 @@ class Generation:
     @property
     def _left(self) -> int:
         """Tokens that are still expected of started rows."""
-        sampled = {i: len(row.req.output_ids) for i, row in self._running.items()}
-        sampled |= {i: 0 for waiting in self._followers.values() for i, _ in waiting} | dict.fromkeys(
-            self._waves.out, 0
-        )
-        return sum(max(1, self._expected[i] - tokens - self._waves.sampled(i)) for i, tokens in sampled.items())
+        sampled = dict.fromkeys([*self._waves.out, *(i for rows in self._followers.values() for i, _ in rows)], 0)
+        sampled |= {i: len(row.req.output_ids) for i, row in self._running.items()}
+        return sum(max(1, self._expected[i] - tokens - self._waves.sampled[i]) for i, tokens in sampled.items())
 
     def _tell(self) -> None:
         """Send turns to environments, and completions to the caller."""
@@ -221,8 +219,11 @@ class Generation:
         self.completions[index] = self._untold[index] = completion
 
     def _fill(self) -> None:
-        """Submit what can run: first requests of held groups, and requests whose prompt has been prefilled by now."""
-        for leader in [i for i in self._followers if i not in self._running or self._running[i].prefilled]:
+        """Submit what can run: first requests of held groups, and requests whose prompt has been prefilled by now.
+
+        A request with sampled tokens has its prompt in the cache, where requests with the same prompt can reuse it.
+        """
+        for leader in [i for i in self._followers if i not in self._running or self._running[i].req.output_ids]:
             for index, request in self._followers.pop(leader):
                 self._running[index] = self._scheduler.submit(request)
         if not self._scheduler.waiting_queue and not self._followers:  # nothing shows that the engine is full
@@ -262,9 +263,8 @@ def advance_all(generations: Sequence[Generation], until: int | None = None) -> 
     No engine waits for another. If a process has several engines, all lie inside its host, so the order of their
     launches may differ between hosts. An engine over several hosts is the only engine of each of these hosts.
 
-    Returns:
-        The seconds in which no engine was ready: in ``wait`` if some engine had a launch in flight, else in
-        ``environments``. They are 0 for a single engine, which counts these seconds in its own ``use``.
+    Returns the seconds in which no engine was ready: in ``wait`` if some engine had a launch in flight, else in
+    ``environments``. They are 0 for a single engine, which counts these seconds in its own ``use``.
     """
     active, waited = list(generations), EngineUse()
     while len(active) > 1:

@@ -16,7 +16,7 @@ Suffixes: B rows (padded), b rows of the batch, T tokens of the step (padded), L
 import copy
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,7 +37,7 @@ from sgl_jax.srt.model_executor.model_runner import ModelRunner
 from sgl_jax.srt.model_loader.loader import get_model_architecture
 
 from tpu_grpo.engine import repairs
-from tpu_grpo.engine.attention import AttentionMode, NativeMode, cache_dtype
+from tpu_grpo.engine.attention import AttentionMode, NativeMode, cache_dtype, padded
 from tpu_grpo.engine.decode_loop import (
     LaunchInputs,
     LaunchOutput,
@@ -69,19 +69,17 @@ class Programs:
         self._mesh: Mesh = runner.mesh
         self.expert_layout = ExpertLayout.of(config.hf_config) if self._options.return_experts else None
         """The layout of the expert indices that a step returns; None if it returns none."""
-        self.steps = self._options.steps_per_launch or self._choose_steps()
+        per_device = (
+            math.prod(spec.sharding.shard_shape(spec.shape)) * spec.dtype.itemsize
+            for spec in runner.weight_specs.values()
+            if spec.sharding is not None
+        )
+        platform = self._mesh.devices.flat[0].platform
+        self.steps = self._options.steps_per_launch or choose_steps(sum(per_device), platform)
         """The most decode steps of a launch."""
         self.inputs = InputBuilder(self._options.shapes, runner.attention, self.steps)
         eos: set[int] = config.hf_eos_token_id or set()
         self._stop_token_ids = self._options.stop_token_ids | eos  # the library stops at eos, too
-
-    def _choose_steps(self) -> int:
-        per_device = (
-            math.prod(spec.sharding.shard_shape(spec.shape)) * spec.dtype.itemsize
-            for spec in self._runner.weight_specs.values()
-            if spec.sharding is not None
-        )
-        return choose_steps(sum(per_device), self._mesh.devices.flat[0].platform)
 
     def prefill(self, batch: ScheduleBatch) -> StepOutput:
         """Launch the prefill step of a scheduled batch; rows beyond those of the batch are padding."""
@@ -222,15 +220,15 @@ class InputBuilder:
         rows, tokens = self._shapes.max_rows, pad_to(self._shapes.prefill, max(tokens, len(batch.input_ids)))
         ranges = [np.arange(p, s) for p, s in zip(batch.prefix_lens, batch.seq_lens, strict=True)]
         columns = {
-            "input_ids": _padded(batch.input_ids, tokens),
-            "positions": _padded(np.concatenate([NOTHING, *ranges]), tokens),
-            "out_cache_loc": _padded(batch.out_cache_loc, tokens, fill=-1),
-            "seq_lens": _padded(batch.seq_lens, rows),
-            "prefix_lens": _padded(batch.prefix_lens, rows),
-            "extend_lens": _padded(batch.extend_lens, rows),
+            "input_ids": padded(batch.input_ids, tokens),
+            "positions": padded(np.concatenate([NOTHING, *ranges]), tokens),
+            "out_cache_loc": padded(batch.out_cache_loc, tokens, fill=-1),
+            "seq_lens": padded(batch.seq_lens, rows),
+            "prefix_lens": padded(batch.prefix_lens, rows),
+            "extend_lens": padded(batch.extend_lens, rows),
         }
         metadata, cache_loc = self._attention.prefill_metadata(columns, self._slots(batch))
-        sampling = self._sampling(_padded(batch.req_pool_indices, rows, fill=rows + 1))
+        sampling = self._sampling(padded(batch.req_pool_indices, rows, fill=rows + 1))
         sampling = sampling._replace(position=columns["seq_lens"])
         return StepInputs(**columns, cache_loc=cache_loc, attention=metadata, sampling=sampling)
 
@@ -243,18 +241,18 @@ class InputBuilder:
         rows = before.shape[1] if before is not None else pad_to(self._shapes.batch, len(places))
         slots = np.full((rows, self._steps), -1, np.int32)
         slots[places, : reservation.steps] = reservation.slots
-        table_rows = _placed(batch.req_pool_indices, places, rows, fill=self._shapes.max_rows + 1)
+        table_rows = padded(batch.req_pool_indices, rows, fill=self._shapes.max_rows + 1, at=places)
         columns = LaunchRows(
-            token=np.zeros(rows, np.int32) if follows else _padded(batch.input_ids, rows),
-            length=_placed(reservation.lengths, places, rows),
+            token=np.zeros(rows, np.int32) if follows else padded(batch.input_ids, rows),
+            length=padded(reservation.lengths, rows, at=places),
             stops=self._stops[table_rows],
             sampling=self._sampling(table_rows),
             slots=slots,
         )
         filled = self._slots(batch)
         if follows:  # else rows have no gaps between them, and need no copy
-            filled = _placed(filled, places, rows)
-        metadata = self._attention.launch_metadata(filled, _placed(reservation.ends, places, rows))
+            filled = padded(filled, rows, at=places)
+        metadata = self._attention.launch_metadata(filled, padded(reservation.ends, rows, at=places))
         control = np.array([reservation.steps, reservation.left, follows], np.int32)
         return LaunchInputs(
             pack_rows(columns), control, metadata, np.zeros((2, rows), np.int32) if before is None else before
@@ -275,20 +273,6 @@ class InputBuilder:
 
     def _sampling(self, table_rows_B: Int[np.ndarray, " B"]) -> SamplingColumns:
         return SamplingColumns(*(column[table_rows_B] for column in self._table))
-
-
-def _placed(
-    values_b: Int[np.ndarray, "b *rest"], places_b: Int[np.ndarray, " b"], size: int, fill: int = 0
-) -> Int[np.ndarray, "{size} *rest"]:
-    placed = np.full((size, *values_b.shape[1:]), fill, np.int32)
-    placed[places_b] = values_b
-    return placed
-
-
-def _padded(values: Sequence[int] | np.ndarray, size: int, fill: int = 0) -> Int[np.ndarray, " size"]:
-    padded = np.full(size, fill, np.int32)
-    padded[: len(values)] = values
-    return padded
 
 
 def _read_settings(config: Any) -> Scaling | None:
@@ -381,13 +365,9 @@ class Runner(ModelRunner):
 
     @override
     def _get_attention_backend(self) -> Any:
-        modes: dict[str, Callable[[], AttentionMode]] = {
-            "gather": lambda: GatherMode(self.page_size, self.model_config.head_dim),
-            "native": lambda: NativeMode(self),
-            "flash": lambda: FlashMode(self),
-        }
-        self.attention = modes[self.options.attention]()
-        return self.attention.library_backend()
+        modes: dict[str, type[AttentionMode]] = {"gather": GatherMode, "native": NativeMode, "flash": FlashMode}
+        self.attention = modes[self.options.attention](self)
+        return self.attention.backend(None)
 
     # --- weights and cache --------------------------------------------------------------------------------------------
 

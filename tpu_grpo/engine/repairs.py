@@ -6,14 +6,13 @@ that call. The one exception is the clock of the prefix tree: it stays replaced,
 step. Each repair has a test that fails once the library no longer needs it.
 """
 
-import contextlib
 import copy
 import itertools
 import os
 import random
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib.metadata import version
 from typing import Any
 from unittest import mock
@@ -23,6 +22,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
+from sgl_jax.srt.layers.embeddings import Embed, RotaryEmbedding
+from sgl_jax.srt.managers import schedule_batch, scheduler, tp_worker
+from sgl_jax.srt.mem_cache import radix_cache
+from sgl_jax.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sgl_jax.srt.models import qwen3_moe
 
 from tpu_grpo.engine.experts import Experts
 from tpu_grpo.models.families.rope import Scaling, inverse_timescales
@@ -56,8 +60,6 @@ def in_process(build_runner: Callable[..., Any]) -> Iterator[None]:
     runner class and starts a thread. The environment variable SGLANG_CI_SMALL_KV_SIZE would change the cache's size on
     one host only.
     """
-    from sgl_jax.srt.managers import scheduler, tp_worker
-
     silent_thread = types.SimpleNamespace(start=lambda: None)
     threading = types.SimpleNamespace(Thread=lambda **_: silent_thread, Event=scheduler.threading.Event)
     states = random.getstate(), np.random.get_state()
@@ -86,42 +88,25 @@ def abstract_model(
     split_vocabulary: bool,
     experts: type[Experts] = Experts,
 ) -> Any:
-    """Build the model with ``jax.ShapeDtypeStruct`` parameters, so that nothing is allocated.
+    """Build the model with ``jax.ShapeDtypeStruct`` parameters, with our class for its mixture-of-experts layers.
 
-    Reason: the library allocates random parameters.
+    Without ``split_vocabulary``, embedding and output head are replicated on every device.
+
+    Reasons: the library allocates random parameters. It shards embedding and output head by vocabulary, which fails if
+    its size is not divisible by the number of devices. Its ``EPMoE`` keeps its weights on a mesh of its own, with an
+    axis "expert", so it cannot take arrays on the engine's mesh.
     """
-    with jax.set_mesh(mesh), _our_experts(experts), _vocabulary(split_vocabulary):
-        return nnx.eval_shape(lambda: model_class(hf_config, mesh=mesh, dtype=dtype))
-
-
-@contextmanager
-def _vocabulary(split: bool) -> Iterator[None]:
-    """Let models replicate embedding and output head on every device if ``split`` is False.
-
-    Reason: the library shards both by vocabulary, which fails if its size is not divisible by the number of devices.
-    """
-    from sgl_jax.srt.layers.embeddings import Embed
-
     initialise = Embed.__init__
 
     def initialise_replicated(self: Any, *args: Any, **kwargs: Any) -> None:
         initialise(self, *args, **{**kwargs, "kernel_axes": (None, None)})
 
-    with contextlib.nullcontext() if split else mock.patch.object(Embed, "__init__", initialise_replicated):
-        yield
-
-
-@contextmanager
-def _our_experts(experts: type[Experts]) -> Iterator[None]:
-    """Let models build their mixture-of-experts layers from our class ``experts``.
-
-    Reason: ``EPMoE`` keeps its weights on a mesh of its own, with an axis "expert", so it cannot take arrays on the
-    engine's mesh.
-    """
-    from sgl_jax.srt.models import qwen3_moe
-
-    with mock.patch.object(qwen3_moe, "EPMoE", experts):
-        yield
+    with (
+        jax.set_mesh(mesh),
+        mock.patch.object(qwen3_moe, "EPMoE", experts),
+        nullcontext() if split_vocabulary else mock.patch.object(Embed, "__init__", initialise_replicated),
+    ):
+        return nnx.eval_shape(lambda: model_class(hf_config, mesh=mesh, dtype=dtype))
 
 
 @contextmanager
@@ -131,7 +116,6 @@ def cache_without_arrays(layer: Callable[[Any], jax.ShapeDtypeStruct]) -> Iterat
     Reason: ``MHATokenToKVPool`` allocates its layers when it is built. We allocate them with the weights, and never for
     an engine that is only compiled.
     """
-    from sgl_jax.srt.mem_cache.memory_pool import MHATokenToKVPool
 
     def describe(pool: Any) -> None:
         spec = layer(pool)
@@ -147,8 +131,6 @@ def rope_as_published(model: nnx.Module, dtype: jnp.dtype, scaling: Scaling | No
     Reason: ``Llama3RotaryEmbedding`` computes the scaled frequencies but never uses them, and Qwen3 models ignore a
     scaling. ``get_rope`` shares these objects between models, so the model gets its own copies.
     """
-    from sgl_jax.srt.layers.embeddings import RotaryEmbedding
-
     for _, node in nnx.iter_modules(model):
         for name, value in list(vars(node).items()):
             if isinstance(value, RotaryEmbedding):
@@ -171,8 +153,6 @@ def count_instead_of_clock() -> None:
     Reason: the tree evicts by ``time.monotonic()``, so hosts, or two runs of one program, could evict different
     prefixes. A second call changes nothing.
     """
-    from sgl_jax.srt.mem_cache import radix_cache
-
     if not isinstance(radix_cache.time, types.SimpleNamespace):
         ticks = itertools.count()
         counter = types.SimpleNamespace(monotonic=lambda: next(ticks))
@@ -185,7 +165,6 @@ def slots_taken(slots_b: np.ndarray) -> Iterator[None]:
 
     Reason: the library would check for free slots, evict prefixes or retract rows if there are none, and allocate.
     """
-    from sgl_jax.srt.managers import schedule_batch
 
     def enough(*_: Any) -> bool:  # functions, because a Mock takes 0.15 ms to build, and this runs at every launch
         return True
@@ -227,7 +206,5 @@ class NoSamplingInfo:
 @contextmanager
 def without_sampling_info() -> Iterator[None]:
     """Let the library schedule a step with NoSamplingInfo."""
-    from sgl_jax.srt.managers import schedule_batch
-
     with mock.patch.object(schedule_batch, "SamplingBatchInfo", NoSamplingInfo):
         yield

@@ -112,6 +112,8 @@ class Replicas:
         self.replicas = tuple(replicas)
         self.engines = dict(engines)
         self.hosts = hosts
+        self.drivers = tuple(sorted({host for replica in self.replicas for host in replica.hosts}))
+        """The hosts that drive a replica, ascending."""
         self._like = described or next(iter(self.engines.values()))
         self.partners = {
             replica.number: hosts.among(replica.hosts)
@@ -128,14 +130,10 @@ class Replicas:
     def build(
         cls, checkpoint: Path, devices: Sequence[Any], tensor: int, options: EngineOptions, hosts: Hosts
     ) -> "Replicas":
-        """Build this host's engines.
+        """Build this host's engines, without weights.
 
-        Args:
-            checkpoint: directory whose config.json describes the model; no weights are read.
-            devices: the sampler's devices, host by host.
-            tensor: number of devices of a replica.
-            options: sizes and settings of every engine.
-            hosts: the processes of the run.
+        ``checkpoint`` is a directory whose config.json describes the model. ``devices`` are the sampler's, host by
+        host; a replica has ``tensor`` of them.
         """
         replicas = make_replicas(devices, tensor)
         mine = [replica for replica in replicas if hosts.index in replica.hosts]
@@ -150,11 +148,6 @@ class Replicas:
     def weight_specs(self) -> dict[str, jax.ShapeDtypeStruct]:
         """The shape, dtype and sharding over all replicas of every parameter, by name."""
         return replicated_specs(self._like.weight_specs, self.replicas)
-
-    @property
-    def digests(self) -> dict[int, str]:
-        """The digest of decisions and tokens of each replica that this host drives, by the replica's number."""
-        return {number: engine.digest for number, engine in self.engines.items()}
 
     def check_every_launch(self) -> None:
         """Let hosts that drive a replica together compare its digest before each of its launches."""
@@ -236,42 +229,32 @@ class Replicas:
                 figures["rollout/decode_step_seconds"] = len(self.engines) * spent.decode / spent.steps
             dealt = hashlib.sha256(json.dumps(serving.dealer.assigned).encode()).hexdigest()
             steps = {number: (g.steps, g.clock) for number, g in serving.generations.items()}
-            served, told = (dealt, self.digests, steps, figures), serving.dealer.told
-            sent = {index: found for index, found in serving.completions.items() if told[index] == self.hosts.index}
+            digests = {number: engine.digest for number, engine in self.engines.items()}
+            served, told = (dealt, digests, steps, figures), serving.dealer.told
+            for generation in serving.generations.values():  # of conversations, each has those that this host reports
+                sent |= {i: whole for i, whole in generation.completions.items() if told[i] == self.hosts.index}
         self.figures = self._compare(served)
-        room = None if conversations is not None else self._room(requests)
+        room = None
+        if conversations is None:
+            layout = self._like.expert_layout if any(request.return_experts for request in requests) else None
+            room = share_bytes(requests, len(self.drivers), self._like.options.context_tokens, layout)
         completions, self.told = exchange_completions(sent, len(requests), self.hosts, room)
         return completions
 
     def _compare(self, served: Served) -> dict[str, float]:
-        """Compare the assignments of all hosts with engines, and the digests of each replica's hosts; return the
-        metrics of the first replica's host, with the idle share.
+        """Compare the assignments of all hosts with engines, and the digests of each replica's hosts.
 
-        All hosts see all digests, so if any of them differ, LockstepError is raised on all hosts.
+        Returns the metrics of the first replica's host, with the idle share. All hosts see all digests, so if any of
+        them differ, LockstepError is raised on all hosts.
         """
         told = self.hosts.share("scheduling and tokens", served, Served)
         all_dealt, all_digests, all_steps, all_figures = zip(*told, strict=True)
-        _check_alike("deal requests alike", {host: all_dealt[host] for host in self._drivers})
+        _check_alike("deal requests alike", {host: all_dealt[host] for host in self.drivers})
         for replica in self.replicas:
             found = {host: all_digests[host].get(replica.number, "") for host in replica.hosts}
             _check_alike(f"schedule and sample alike in replica {replica.number}, which they share", found)
         steps = [all_steps[replica.hosts[0]].get(replica.number, (0, 0)) for replica in self.replicas]
-        return {**all_figures[self._drivers[0]], **idle_share(steps)}
-
-    def _room(self, requests: Sequence[Request]) -> int:
-        """Return the most bytes that a host's completions take."""
-        layout = self._like.expert_layout if any(request.return_experts for request in requests) else None
-        return share_bytes(requests, len(self._drivers), self._like.options.context_tokens, layout)
-
-    @property
-    def _drivers(self) -> tuple[int, ...]:
-        """The hosts that drive a replica, ascending."""
-        return tuple(sorted({host for replica in self.replicas for host in replica.hosts}))
-
-    @property
-    def samplers(self) -> Hosts:
-        """The group of the hosts that drive a replica, this one included."""
-        return self.hosts.among(self._drivers)
+        return {**all_figures[self.drivers[0]], **idle_share(steps)}
 
 
 class Serving:
@@ -289,7 +272,7 @@ class Serving:
         conversations: Conversations | None = None,
         make_cut: Callable[[], Cut] | None = None,
     ):
-        self._hosts, self._finished = replicas.samplers, finished
+        self._hosts, self._finished = replicas.hosts.among(replicas.drivers), finished
         self._cuts = {number: make_cut() for number in replicas.engines} if make_cut is not None else {}
         """What stops rows, for each of this host's engines. It hears of other engines at synchronization points alone,
         so that no clock decides which rows an engine runs together."""
@@ -333,14 +316,6 @@ class Serving:
             self._loads = self._gather(point)
         return total_use([waited, advance_all(generations)])
 
-    @property
-    def completions(self) -> dict[int, Completion]:
-        """The completions that this host's replicas sampled, by the index of the request.
-
-        Of conversations, only those that this host reports.
-        """
-        return {i: completion for g in self.generations.values() for i, completion in g.completions.items()}
-
     def _deal(self) -> bool:
         """Deal the groups that have not been started; returns whether to deal again at a synchronization point."""
         dealt = self.dealer.deal(self._loads)
@@ -374,8 +349,7 @@ class Serving:
 
     def _tell(self, number: int) -> Finished | None:
         """Make the callback for a replica's completions; it passes on only those that this host reports."""
-        finished, drivers = self._finished, self._drivers[number]
-        if finished is None or self._hosts.index not in drivers:
+        if (finished := self._finished) is None:
             return None
 
         def tell(index: int, completion: Completion) -> None:
@@ -437,9 +411,8 @@ def _copy_on_engine(array: Array, engine: Engine, name: str) -> Array:
 def idle_share(steps: Sequence[tuple[int, int]]) -> dict[str, float]:
     """Return, as a metric, the share of decode time in which replicas were idle while another worked.
 
-    Args:
-        steps: for every replica its decode steps, and its clock at the end. Time is counted in decode steps, up to the
-            latest of these clocks. The result is empty for a single replica, or if no replica made a decode step.
+    ``steps`` has the decode steps of every replica, and its clock at the end. Time is counted in decode steps, up to
+    the latest of these clocks. The result is empty for a single replica, or if no replica made a decode step.
     """
     end = max(clock for _, clock in steps)
     if len(steps) == 1 or not end:

@@ -53,14 +53,9 @@ class Reservation:
 
 
 def reserve(batch: ScheduleBatch, most_steps: int, left: int) -> Reservation:
-    """Reserve slots for up to ``most_steps`` steps of a batch whose first step is prepared.
+    """Reserve slots for up to ``most_steps`` steps of a decode batch, whose rows have a slot for their first token.
 
-    A row gets at most one slot for each token that its request may still sample.
-
-    Args:
-        batch: the decode batch, whose rows have a slot for their first token.
-        most_steps: the most steps of a launch.
-        left: the launch ends early when this number of rows, or fewer, are running.
+    A row gets at most one slot for each token that its request may still sample. ``left``: see `Reservation`.
     """
     lengths_b, limits_b = np.asarray(batch.seq_lens), _limits(batch)
     steps = _affordable(batch, lengths_b, limits_b, most_steps)
@@ -73,12 +68,8 @@ def reserve(batch: ScheduleBatch, most_steps: int, left: int) -> Reservation:
 def reserve_ahead(batch: ScheduleBatch, before: Reservation, most_steps: int) -> Reservation | None:
     """Reserve slots for the launch after the current one; None if no row needs it, or if either launch lacks slots.
 
-    The slots are written into the library's request table, only for rows that may continue.
-
-    Args:
-        batch: the decode batch in flight.
-        before: the reservation of that batch.
-        most_steps: the most steps of a launch.
+    ``before`` is the reservation of the batch, which is in flight. The slots are written into the library's request
+    table, only for rows that may continue.
     """
     limits_b = np.maximum(before.lengths + _limits(batch) - 1 - before.ends, 0)
     steps = min(most_steps, int(limits_b.max()))

@@ -78,25 +78,20 @@ class BrokenRollout:
     texts: tuple[str, ...]
 
     @property
-    def what(self) -> str:
-        """Describe what was sampled."""
-        return f"step {self.step}" if self.step else "an evaluation"
-
-    @property
     def rows(self) -> list[int]:
         """List the rows with a log-probability that is not finite or is above 0."""
         return [row for row, completion in enumerate(self.completions) if impossible(completion).any()]
 
     def error(self, kept_in: Path | None) -> NonFiniteError:
         """Make the error. It names the first broken row with its prompt and completion, and the file with all rows."""
-        row = self.rows[0]
+        row, what = self.rows[0], f"step {self.step}" if self.step else "an evaluation"
         bad_T = impossible(self.completions[row])
         place = int(np.argmax(bad_T))
         others = f", and {len(self.rows) - 1} more rows have such ones" if len(self.rows) > 1 else ""
         kept = "" if kept_in is None else f". All rows are kept, with their tokens and log-probabilities: {kept_in}"
         return NonFiniteError(
             f"the engine's log-probabilities must be finite and at most 0, got "
-            f"{self.completions[row].logprobs[place]} for token {place} of row {row} of {self.what} (prompt "
+            f"{self.completions[row].logprobs[place]} for token {place} of row {row} of {what} (prompt "
             f"{_SHORT.repr(self.prompts[row].text)}, completion {_SHORT.repr(self.texts[row])}){others}; nothing was "
             f"learnt from them{kept}. Continue from the last checkpoint with a lower optimizer.learning_rate or "
             "model.dtype=float32, which checkpoint.allow_changes must name; at a first step look at the model's weights"
@@ -130,12 +125,8 @@ def impossible(completion: Completion) -> Bool[np.ndarray, " T"]:
 class Sampler:
     """Samples completions of prompts. Its caller keeps the engines' weights up to date.
 
-    Args:
-        engines: the engines that serve the requests.
-        tokenizer: the run's tokenizer.
-        config: the run's config; seed, group size and sampling settings are read from it.
-        converse: opens the conversations of a batch, if completions are conversations with environments. They are
-            closed once the batch is sampled or sampling fails.
+    ``converse`` opens the conversations of a batch, if completions are conversations with environments. They are closed
+    once the batch is sampled or sampling fails.
     """
 
     def __init__(
@@ -156,10 +147,7 @@ class Sampler:
         """Is called with a broken rollout before the error is raised."""
 
     def rollout(
-        self,
-        batch: PromptBatch,
-        ended: GroupEnded | None = None,
-        known: Sequence[float | None] | None = None,
+        self, batch: PromptBatch, ended: GroupEnded | None = None, known: Sequence[float | None] | None = None
     ) -> Rollout:
         """Sample a group of completions for every prompt of a step.
 

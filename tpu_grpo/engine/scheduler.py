@@ -57,11 +57,6 @@ class RunningRequest:
     kept: list[int] | None = None
     """For each sampled token the number of tokens that the filters kept; None if the engine does not count them."""
 
-    @property
-    def prefilled(self) -> bool:
-        """Whether the request's prompt is in the cache, where requests with the same prompt can reuse it."""
-        return bool(self.req.output_ids)
-
     def completion(self) -> Completion:
         """Build the finished completion; one whose last allowed token is a stop token counts as stopped."""
         stops = not self.request.sampling.ignore_stop and self.req.output_ids[-1] in self.stop_token_ids
@@ -180,9 +175,8 @@ class _NoPeers(CommunicationBackend):
 class SteppedScheduler(Scheduler):
     """The library's Scheduler with our runner in its worker; the caller makes each step instead of an event loop.
 
-    ``submit`` queues requests. ``start`` launches a prefill step or several decode steps and returns while the devices
-    work, so that other engines can be served meanwhile; ``finish`` collects the tokens. ``forget_prefixes`` empties the
-    cache. The server's sockets, streams, logs and environment variables are left out.
+    The devices work between ``start`` and ``finish``, so that other engines can be served meanwhile. The server's
+    sockets, streams, logs and environment variables are left out.
     """
 
     def __init__(self, server_args: ServerArgs, mesh: Mesh, build_runner: Callable[..., Runner]):
@@ -200,8 +194,11 @@ class SteppedScheduler(Scheduler):
         self._ahead: tuple[Reservation, LaunchOutput] | None = None
         """The launch that is queued on the devices behind the launch in flight, whose rows it continues."""
         self._decisions = hashlib.sha256()
-        layout, (_, allocator) = self.programs.expert_layout, self.pools()
-        self._experts = None if layout is None else ExpertTable(layout, allocator.size + allocator.page_size)
+        self._request_table: ReqToTokenPool
+        self._allocator: BaseTokenToKVPoolAllocator
+        self._request_table, self._allocator = worker.get_memory_pool()  # the slots of each request, and the free slots
+        layout, slots = self.programs.expert_layout, self._allocator.size + self._allocator.page_size
+        self._experts = None if layout is None else ExpertTable(layout, slots)
 
     @override
     def stream_output(self, *_: Any, **__: Any) -> None:
@@ -214,13 +211,6 @@ class SteppedScheduler(Scheduler):
     @override
     def log_decode_stats(self, *_: Any, **__: Any) -> None:
         """Log nothing: the pipeline reports tokens per second."""
-
-    def pools(self) -> tuple[ReqToTokenPool, BaseTokenToKVPoolAllocator]:
-        """Return the table of each running request's cache slots, and the allocator that knows the free slots."""
-        request_table, allocator = self.req_to_token_pool, self.token_to_kv_pool_allocator
-        assert request_table is not None
-        assert allocator is not None
-        return request_table, allocator
 
     def submit(self, request: Request) -> RunningRequest:
         """Queue a request; requests are served in the order in which they were submitted."""
@@ -423,9 +413,8 @@ class SteppedScheduler(Scheduler):
         """Store a finished request's experts in it; the library calls this before it frees the request's slots."""
         if req.return_routed_experts:
             assert self._experts is not None, "Engine.check refuses such a request"
-            request_table, _ = self.pools()
             computed = len(req.origin_input_ids) + len(req.output_ids) - 1
-            req.routed_experts = self._experts.read(request_table.req_to_token[req.req_pool_idx, :computed])
+            req.routed_experts = self._experts.read(self._request_table.req_to_token[req.req_pool_idx, :computed])
 
     def forget_prefixes(self) -> None:
         """Drop all cached keys and values; call it only between generations.
@@ -434,10 +423,9 @@ class SteppedScheduler(Scheduler):
         """
         assert not self.waiting_queue, "requests are still waiting"
         assert self.running_batch.is_empty(), "requests are still running"
-        request_table, allocator = self.pools()
         self.tree_cache.reset()
-        request_table.clear()
-        allocator.clear()
+        self._request_table.clear()
+        self._allocator.clear()
         self.cur_batch = self.last_batch = None
         self.running = {}
         if self._experts is not None:
@@ -454,13 +442,12 @@ class SteppedScheduler(Scheduler):
         One such ``start`` while requests wait is normal: only then does the library notice that its batch is empty.
         """
         if self.waiting_queue and self.last_batch is None:
-            req, (_, allocator) = self.waiting_queue[0], self.pools()
-            free = allocator.available_size() + self.tree_cache.evictable_size()  # evictable prefixes can be freed
+            req = self.waiting_queue[0]
+            free = self._allocator.available_size() + self.tree_cache.evictable_size()  # prefixes can be freed
             raise RequestError(
                 f"request {req.rid} ({len(req.origin_input_ids)} prompt tokens, up to "
                 f"{req.sampling_params.max_new_tokens} new) cannot be scheduled although nothing else runs: "
-                f"{free} of {self.max_total_num_tokens} cache tokens are free; raise "
-                "rollout.kv_tokens"
+                f"{free} of {self.max_total_num_tokens} cache tokens are free; raise rollout.kv_tokens"
             )
         self.check_memory()
         self.new_token_ratio = self.init_new_token_ratio

@@ -135,9 +135,9 @@ class Waves:
         """How many conversations have an environment on each host."""
         self._due: dict[int, int] = {}
         self._pasts: dict[int, tuple[int, ...]] = {}
-        self._sampled: dict[int, int] = {}
+        self.sampled: Counter[int] = Counter()
+        """The number of tokens in each row's ended turns."""
         self._owed: list[tuple[int, Completion | None]] = []
-        self._given_up = False
 
     def begin(self, rows: Sequence[int], clock: int) -> None:
         """Add the rows of a group that starts; the next ``tell`` starts their environments.
@@ -151,7 +151,7 @@ class Waves:
         """Note that a row's turn has ended; the next ``tell`` sends the turn to the row's environment. Returns whether
         this was the row's first turn."""
         first = row not in self._pasts
-        self._sampled[row] = self.sampled(row) + len(turn.token_ids)
+        self.sampled[row] += len(turn.token_ids)
         self._pasts[row] = (*request.token_ids, *turn.token_ids.tolist())
         self._send(row, turn, clock)
         return first
@@ -188,10 +188,6 @@ class Waves:
         """Whether rows wait for a place."""
         return bool(self._waiting)
 
-    def sampled(self, row: int) -> int:
-        """Return the number of tokens in a row's ended turns."""
-        return self._sampled.get(row, 0)
-
     def ready(self, clock: int) -> bool:
         """Whether every due row whose environment is on this host has its answer."""
         return all(self._conversations.ready(row) for row in self._at(clock) if self._holds(row))
@@ -220,13 +216,6 @@ class Waves:
         """Return the whole conversation of a row that is over; None on a host that does not hold it."""
         return self._conversations.result(row) if self._holds(row) else None
 
-    def give_up(self) -> None:
-        """Abandon all conversations: from now on no row returns, and turns that end are sent to no environment."""
-        self._given_up = True
-        self._waiting.clear()
-        self._due.clear()
-        self._owed.clear()
-
     def _holds(self, row: int) -> bool:
         return self._host_of(row) == self._here
 
@@ -242,8 +231,6 @@ class Waves:
             self._send(row, None, clock)
 
     def _send(self, row: int, turn: Completion | None, clock: int) -> None:
-        if self._given_up:
-            return
         self._due[row] = clock + self.limits.tool_steps
         if self._holds(row):
             self._owed.append((row, turn))
@@ -265,7 +252,9 @@ class Waves:
         found: dict[int, Request | None] = {}
         for _, requests in answers:
             for row, sent in requests.items():
-                found[row] = sent and _with(*sent, self._pasts.get(row, ()))
+                same, rest = sent or (0, None)
+                past = self._pasts.get(row, ())[:same]
+                found[row] = rest and replace(rest, token_ids=past + rest.token_ids)
         if len({digest for digest, _ in answers}) > 1 or sorted(found) != list(rows):
             listed = ", ".join(
                 f"{digest[:12]} on host {host}" for host, (digest, _) in zip(partners.members, answers, strict=True)
@@ -290,7 +279,3 @@ def _without(request: Request, past: Sequence[int]) -> tuple[int, Request]:
     differing = (place for place, (a, b) in enumerate(zip(ids, past, strict=False)) if a != b)
     same = next(differing, min(len(ids), len(past)))
     return same, replace(request, token_ids=ids[same:])
-
-
-def _with(same: int, request: Request, past: tuple[int, ...]) -> Request:
-    return replace(request, token_ids=past[:same] + request.token_ids)

@@ -28,6 +28,7 @@ from tpu_grpo.planning import costs
 from tpu_grpo.planning.compiled_programs import GRADIENTS, OPTIMIZER_STEP, TRAIN_STEP, CompiledProgram
 from tpu_grpo.planning.stage_memory import ResidentBytes
 from tpu_grpo.run.abstract import AbstractRun
+from tpu_grpo.weights.plan import bytes_per_device
 
 SPREAD = 0.9
 """The standard deviation of the logarithm of completion lengths. With it, 6 % of completions reach a limit of 2,048
@@ -311,7 +312,7 @@ class StepWork:
             rungs=run.options.shapes.batch,
             trainer=_trainer_sizes(run, resident),
             accessed_bytes={program.name: program.accessed_bytes for program in programs if program.stage != "rollout"},
-            synced_bytes=sum(m.bytes_per_device for m in run.sync.moves if not m.frozen and not m.aliased),
+            synced_bytes=sum(bytes_per_device(m.spec) for m in run.sync.moves if not m.frozen and not m.aliased),
             devices=len({*run.meshes.sampler_devices, *run.meshes.trainer.devices.flat}),
             forward_passes=run.learner.forward_passes,
             launch_steps=run.engine.steps_per_launch,

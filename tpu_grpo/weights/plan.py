@@ -89,11 +89,6 @@ class LeafMove:
         return 0 if self.aliased else int(np.prod(self.spec.shape)) * self.spec.dtype.itemsize
 
     @property
-    def bytes_per_device(self) -> int:
-        """Bytes of the sampler's leaf that lie on each of its devices."""
-        return bytes_per_device(self.spec)
-
-    @property
     def signature(self) -> tuple[Any, ...]:
         """Everything that the compiled program of this move depends on; moves with equal signatures share a program.
 
@@ -193,12 +188,8 @@ def _layers(moves: Iterable[LeafMove]) -> Iterable[list[LeafMove]]:
     return layers.values()
 
 
-def _bytes(moves: Iterable[LeafMove]) -> int:
-    return sum(move.bytes for move in moves)
-
-
 def _bytes_per_device(moves: Iterable[LeafMove]) -> int:
-    return sum(move.bytes_per_device for move in moves)
+    return sum(bytes_per_device(move.spec) for move in moves)
 
 
 def _matches(name: str, rules: Sequence[WeightRule]) -> list[tuple[str, WeightRule]]:
@@ -237,21 +228,3 @@ def plan_move(
 
 def _same_layout(source: Any, target: Any, rank: int) -> bool:
     return source is not None and source.device_set == target.device_set and source.is_equivalent_to(target, rank)
-
-
-def describe_plan(moves: Sequence[LeafMove], groups: int) -> list[str]:
-    """Describe a plan: a line with the totals, then a line per kind of leaf, with the layers taken together."""
-    kinds: dict[tuple[str, ...], list[LeafMove]] = {}
-    for move in moves:
-        names = (re.sub(r"\.\d+\.", ".*.", name) for name in (move.source, move.target))
-        how = "shared" if move.aliased else getattr(move.transform, "__name__", str(move.transform))
-        how = "merged, " * move.merges + how + ", once" * move.frozen
-        types = f"{move.source_specs[0].dtype} -> {move.spec.dtype}"
-        kinds.setdefault((*names, how, types), []).append(move)
-    lines = [
-        f"  {len(found):3d} x {source} -> {target}  {how}, {types}, {_bytes(found) / 2**20:,.1f} MiB"
-        for (source, target, how, types), found in kinds.items()
-    ]
-    shared = sum(move.aliased for move in moves)
-    total = f"{len(moves)} leaves, {shared} shared, {_bytes(moves) / 2**20:,.1f} MiB move in {groups} programs"
-    return [total, *lines]

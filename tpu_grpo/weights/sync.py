@@ -12,9 +12,9 @@ update changes, move only once, in separate groups.
 """
 
 import functools
+import re
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import Annotated, Any
 
 import jax
@@ -29,7 +29,7 @@ from tpu_grpo.hosts.leaf_numbers import bit_sum
 from tpu_grpo.models.families.leaves import WeightRule
 from tpu_grpo.records.errors import ConfigError, LockstepError
 from tpu_grpo.records.stages import SyncResult
-from tpu_grpo.weights.plan import LeafMove, Leaves, Spec, describe_plan, group_moves, named_sharding, plan_sync
+from tpu_grpo.weights.plan import LeafMove, Leaves, Spec, group_moves, named_sharding, plan_sync
 from tpu_grpo.weights.transport import Program, compile_moves, from_shards
 
 U32 = Annotated[int, Field(ge=0, lt=2**32)]
@@ -39,9 +39,7 @@ U32 = Annotated[int, Field(ge=0, lt=2**32)]
 class CopyCheck:
     """Compares checksums, to check that all copies of a replicated leaf are equal.
 
-    Args:
-        whose: "trainer" or "sampler", for messages.
-        leaves: arrays by name, all on one mesh.
+    All ``leaves``, arrays by name, are on the mesh of the "trainer" or "sampler", whichever ``whose`` says.
     """
 
     def __init__(self, whose: str, leaves: Mapping[str, Array]):
@@ -164,6 +162,7 @@ class WeightSync:
         self._programs: dict[tuple[Any, ...], tuple[Program, int]] = {}
         self._single_leaf_programs: dict[tuple[Any, ...], Program] = {}
         self._written: dict[str, Array] = {}
+        """The sampler's leaves that calls have written, by name, without aliased leaves; empty after ``release``."""
         moving = [move for move in self.moves if not move.aliased]
         trained, once = ([move for move in moving if move.frozen == is_frozen] for is_frozen in (False, True))
         limit = min(temporary_bytes, GROUP_BYTES)
@@ -181,29 +180,30 @@ class WeightSync:
         return max((temporary for _, temporary in self._programs.values()), default=0)
 
     @property
-    def program_count(self) -> int:
-        """How many programs were compiled; groups of equal layers share one."""
-        return len(self._programs)
-
-    @property
-    def written(self) -> Mapping[str, Array]:
-        """The sampler's leaves that calls have written, by name, without aliased leaves; empty after ``release``."""
-        return MappingProxyType(self._written)
-
-    @property
     def shared_leaves(self) -> frozenset[str]:
         """The trainer's leaves whose arrays the sampler uses as well."""
         return frozenset(move.source for move in self.moves if move.aliased)
 
     def describe(self) -> list[str]:
-        """Describe the plan, with a line per kind of leaf."""
-        return describe_plan(self.moves, len(self.groups))
+        """Describe the plan: a line with the totals, then a line per kind of leaf, with the layers taken together."""
+        kinds: dict[tuple[str, ...], list[LeafMove]] = {}
+        for move in self.moves:
+            names = (re.sub(r"\.\d+\.", ".*.", name) for name in (move.source, move.target))
+            how = "shared" if move.aliased else getattr(move.transform, "__name__", str(move.transform))
+            how = "merged, " * move.merges + how + ", once" * move.frozen
+            types = f"{move.source_specs[0].dtype} -> {move.spec.dtype}"
+            kinds.setdefault((*names, how, types), []).append(move)
+        lines = [
+            f"  {len(found):3d} x {source} -> {target}  {how}, {types}, {sum(m.bytes for m in found) / 2**20:,.1f} MiB"
+            for (source, target, how, types), found in kinds.items()
+        ]
+        shared, moved = sum(move.aliased for move in self.moves), f"{self.bytes_moved / 2**20:,.1f} MiB"
+        return [f"{len(self.moves)} leaves, {shared} shared, {moved} move in {len(self.groups)} programs", *lines]
 
     def __call__(self, source: Leaves) -> tuple[dict[str, Array], SyncResult]:
         """Make the sampler's leaves from the trainer's, and free those of the previous call, except frozen leaves.
 
-        Returns:
-            The leaves by name, in the sampler's order, and the seconds and bytes that the sync took.
+        Returns the leaves by name, in the sampler's order, and the seconds and bytes that the sync took.
         """
         start, due = time.perf_counter(), [group for group in self.groups if not self._is_done(group)]
         for group in due:
@@ -231,7 +231,7 @@ class WeightSync:
             yield move, self._single_leaf_programs[move.signature](_values([move], source))[0]
 
     def release(self) -> None:
-        """Free the sampler's leaves in ``written``; aliased leaves belong to the trainer and stay."""
+        """Free the sampler's leaves that calls have written; aliased leaves belong to the trainer and stay."""
         for group in self.groups:
             self._free(group)
 

@@ -43,34 +43,28 @@ Axes = tuple[str, ...]
 #     sampler's sharding        P(-, tensor)       each device holds all rows of half of the columns
 
 
-def intermediate_sharding(
-    transform: Transform,
-    source_shape: tuple[int, ...],
-    source: NamedSharding,
-    target_shape: tuple[int, ...],
-    target: NamedSharding,
-) -> NamedSharding | None:
+def intermediate_sharding(transform: Transform, source: Spec, target: Spec) -> NamedSharding | None:
     """Choose a sharding over the sampler's mesh in which no two devices hold the same elements.
 
     The mesh axes over which ``target`` is replicated are added to one dimension of the leaf. We take the dimension that
     the trainer shards, because then the fewest elements move, or else the first one whose size these axes divide. The
     mesh of the result has the sampler's axes as automatic ones, which XLA partitions, as on the trainer's mesh.
 
-    Returns:
-        The sharding, or None if ``target`` is fully sharded already or no dimension can be divided.
+    Returns None if ``target`` is fully sharded already or no dimension can be divided.
     """
-    entries = [_axes(entry) for entry in (*target.spec, *[None] * (len(target_shape) - len(target.spec)))]
+    given, wanted, shape = named_sharding(source), named_sharding(target), target.shape
+    entries = [_axes(entry) for entry in (*wanted.spec, *[None] * (len(shape) - len(wanted.spec)))]
     used = set(chain.from_iterable(entries))
-    replicated = tuple(name for name, size in target.mesh.shape.items() if size > 1 and name not in used)
+    replicated = tuple(name for name, size in wanted.mesh.shape.items() if size > 1 and name not in used)
     if not replicated:
         return None
-    sharded = [n for n, entry in enumerate(source.spec) if prod(source.mesh.shape[name] for name in _axes(entry)) > 1]
-    preferred = [result_dimension(transform, source_shape, target_shape, dimension) for dimension in sharded]
-    for dimension in (*preferred, *range(len(target_shape))):
+    sharded = [n for n, entry in enumerate(given.spec) if prod(given.mesh.shape[name] for name in _axes(entry)) > 1]
+    preferred = [result_dimension(transform, source.shape, shape, dimension) for dimension in sharded]
+    for dimension in (*preferred, *range(len(shape))):
         axes = entries[dimension] + replicated
-        if target_shape[dimension] % prod(target.mesh.shape[name] for name in axes) == 0:
+        if shape[dimension] % prod(wanted.mesh.shape[name] for name in axes) == 0:
             spec = [axes if n == dimension else entry for n, entry in enumerate(entries)]
-            mesh = Mesh(np.asarray(target.mesh.devices), target.mesh.axis_names)  # constraints take no explicit axes
+            mesh = Mesh(np.asarray(wanted.mesh.devices), wanted.mesh.axis_names)  # constraints take no explicit axes
             return NamedSharding(mesh, P(*(entry or None for entry in spec)))
     return None
 
@@ -112,16 +106,7 @@ def compile_moves(group: Sequence[LeafMove], hosts: Hosts) -> tuple[Program, int
 
 def _compile_in_place(group: Sequence[LeafMove]) -> tuple[Program, int]:
     """Compile one program; replicated targets go through an intermediate sharding."""
-    intermediates = [
-        intermediate_sharding(
-            move.transform,
-            move.source_specs[0].shape,
-            named_sharding(move.source_specs[0]),
-            move.spec.shape,
-            named_sharding(move.spec),
-        )
-        for move in group
-    ]
+    intermediates = [intermediate_sharding(move.transform, move.source_specs[0], move.spec) for move in group]
 
     def transform(leaves: tuple[Array, ...]) -> tuple[Array, ...]:
         results = zip(_results(group, leaves), intermediates, strict=True)
