@@ -44,7 +44,7 @@ from tunix.rl import reshard as tunix_reshard
 
 from tpu_grpo.engine.engine import engine_mesh
 from tpu_grpo.models.families.family import DecoderConfig
-from tpu_grpo.models.families.qwen3 import QWEN3
+from tpu_grpo.models.families.qwen import QWEN3
 from tpu_grpo.weights.sync import WeightSync
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, WIDTH, FFN, VOCAB = 8, 1024, 16, 8, 64, 3072, 16384

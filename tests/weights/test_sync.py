@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from tpu_grpo.engine.engine import engine_mesh
 from tpu_grpo.models.families.family import DecoderConfig
 from tpu_grpo.models.families.leaves import InputsFirst, WeightRule
-from tpu_grpo.models.families.qwen3 import QWEN3
+from tpu_grpo.models.families.qwen import QWEN3
 from tpu_grpo.observe.process_metrics import CompilationCounter
 from tpu_grpo.records.errors import WeightsError
 from tpu_grpo.weights.plan import Spec, plan_sync

@@ -1,4 +1,4 @@
-"""The supported model families, each with a file and a line in FAMILIES.
+"""The supported model families, each with a line in FAMILIES; relatives share a file.
 
 Nothing here imports jax until a model is configured or loaded.
 """
@@ -7,11 +7,8 @@ from collections.abc import Mapping
 
 from tpu_grpo.models.families.family import Family
 from tpu_grpo.models.families.gemma2 import GEMMA2
-from tpu_grpo.models.families.llama3 import LLAMA3
-from tpu_grpo.models.families.mistral import MISTRAL
-from tpu_grpo.models.families.phi3 import PHI3
-from tpu_grpo.models.families.qwen2 import QWEN2
-from tpu_grpo.models.families.qwen3 import QWEN3
+from tpu_grpo.models.families.llama import LLAMA3, MISTRAL, PHI3
+from tpu_grpo.models.families.qwen import QWEN2, QWEN3
 from tpu_grpo.models.families.qwen3_moe import QWEN3_MOE
 
 FAMILIES: Mapping[str, Family] = {
