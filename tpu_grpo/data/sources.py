@@ -62,7 +62,7 @@ class Source:
 
     @property
     def section(self) -> str:
-        """Return the section of the config that contains ``path``: data, evaluation, data.sources.0."""
+        """Return the section of the config that has the source's path, such as data, evaluation or data.sources.0."""
         return self.setting.rpartition(".")[0]
 
 

@@ -52,7 +52,7 @@ prompt are consecutive. With the same weights, the same prompts get the same com
 
 
 class Scoring(Protocol):
-    """Scores rollouts of the same prompts."""
+    """Scores several rollouts of one batch of prompts."""
 
     def add(self, prompt: int, completions: Sequence[Completion], texts: Sequence[str], rollout: int = 0) -> None:
         """Begin to score a prompt's completions in one rollout; ``prompt`` and ``rollout`` are indices."""

@@ -1,8 +1,9 @@
 """The messages between the main process, fork servers and workers.
 
-The main process sends pickles, but unpickles no message. It reads a line with a session's number and a record's name,
-then the record's fields as JSON, which it checks against their types. The JSON may hold NaN and integers beyond 64
-bits; arrays and bytes are base64 text, which the field's user decodes, and unpaired surrogates are replaced.
+The main process sends pickles, but unpickles nothing that it receives. A message to it is one line with a session's
+number and the name of a dataclass, then the dataclass's fields as JSON, which are checked against their types. The JSON
+may hold NaN and integers beyond 64 bits. Arrays and bytes are base64 text, which the code that uses the field decodes;
+an unpaired surrogate becomes a question mark.
 """
 
 import base64

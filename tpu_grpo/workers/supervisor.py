@@ -50,7 +50,7 @@ class StartError(Exception):
 
 
 class Session:
-    """The work of a worker for a caller: a conversation, or a batch of a reward. Subclasses handle the events."""
+    """A conversation or a reward's batch that a worker runs; subclasses handle replies and late or lost workers."""
 
     number = 0
     worker: "Worker | None" = None
@@ -395,7 +395,7 @@ class Crew:
             self._let_go(server)
 
     def _let_go(self, server: Server) -> None:
-        """Let a server end its workers, and itself, without waiting for it."""
+        """Disconnect a server, which then ends its workers and itself; kill it at once if it is not ready yet."""
         self._forget(server)
         if server.is_ready:
             self.ending.append((server.process, time.monotonic() + _TIDY_SECONDS))
