@@ -1,4 +1,4 @@
-"""The demo learns from a reward of single tokens alone: the one of docs/rewards.md."""
+"""The demo learns from a per-token reward alone: the one of docs/rewards.md."""
 
 import json
 import os

@@ -209,7 +209,7 @@ def test_what_is_selected_of_a_step() -> None:
     assert [c.finish_reason for c in chosen.rollout.completions] == ["stop", "length", "stop", "stop"]
 
 
-# --- advantages of single tokens -------------------------------------------------------------------------------------
+# --- per-token advantages -------------------------------------------------------------------------------------
 
 PROMPTS, LENGTHS = [[1, 2], [1, 2], [3], [3]], (3, 2, 1, 2)
 ADVANTAGES = np.array([0.5, -0.5, 1.0, -1.0])

@@ -1,4 +1,4 @@
-"""Rewards of single tokens: numbers by hand, in the process, in workers and while others are sampled; refusals."""
+"""Per-token rewards: numbers by hand, in the process, in workers and while others are sampled; refusals."""
 
 from dataclasses import replace
 from typing import Any

@@ -97,7 +97,7 @@ def test_what_tokens_get_stays_with_a_row_that_has_no_other_reward():
 
 
 def open_tokens(values: list[Any], weight: float) -> OpenReward:
-    """A reward of single tokens that gives these values."""
+    """A per-token reward that gives these values."""
 
     def tokens(completions: list[str], completion_ids: list[list[int]]) -> list[Any]:
         return values

@@ -80,7 +80,7 @@ def test_against_a_count_one_by_one() -> None:
 
 
 def with_tokens(each: ScoredRollout) -> ScoredRollout:
-    """The round with a reward of single tokens, by their ids."""
+    """The round with a per-token reward, by their ids."""
     per_token = tuple(np.array([float(c.token_ids[0])]) for c in each.rollout.completions)
     return replace(each, scores=replace(each.scores, per_token=per_token, token_rewards=("a",)))
 

@@ -1,4 +1,4 @@
-"""Rewards of single tokens meet algorithms: which take them, and what the advantages of completions see of them."""
+"""Per-token rewards meet algorithms: which take them, and what the advantages of completions see of them."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -83,6 +83,6 @@ def test_advantages_take_rewards_of_completions_one_by_one_without_those_of_toke
     np.testing.assert_array_equal(known["weights_N"], [0.5])
     of_tokens = ScoredRollout(scored.rollout, replace(scores, token_rewards=("exact_answer", "quarter")))
     with pytest.raises(
-        RewardError, match=r"got only \['exact_answer', 'quarter'\], which are of single tokens; add one"
+        RewardError, match=r"got only \['exact_answer', 'quarter'\], which are per-token rewards; add another"
     ):
         _asked(of_tokens, config, algorithm)

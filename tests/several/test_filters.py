@@ -1,4 +1,4 @@
-"""Tokens drawn under filters, and rewards of single tokens, on several processes: tokens and parameters of one."""
+"""Tokens drawn under filters, and per-token rewards, on several processes: tokens and parameters of one."""
 
 import json
 from pathlib import Path

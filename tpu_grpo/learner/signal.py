@@ -175,7 +175,7 @@ def _asked(scored: ScoredRollout, config: RunConfig, algorithm: RunAlgorithm) ->
         if not specs:
             raise RewardError(
                 f"these advantages take rewards of whole completions one by one, got only {list(of_tokens)}, which "
-                "are of single tokens; add one, or take another algorithm.advantage"
+                "are per-token rewards; add another, or take another algorithm.advantage"
             )
         if missing := [spec.shown for spec in specs if spec.shown not in by_name]:
             raise RewardError(f"these advantages take rewards one by one, and {missing} are not scored; score them")

@@ -305,7 +305,7 @@ class _Functions:
         return UpdateState(jnp.zeros((), jnp.int32), self.optimizer.init(values), kept, entropy)
 
     def joined(self, trained: Values, kept: Values) -> Values:
-        """Join the model's parameters and ``kept`` into the float32 parameters that the optimizer updates."""
+        """Return the float32 parameters that the optimizer updates, from the model's and `UpdateState.kept`."""
         if self.residual:
             return {name: join_residual(value, kept[name]) for name, value in trained.items()}
         return {name: kept.get(name, value) for name, value in trained.items()}

@@ -103,7 +103,7 @@ class TokenCost:
 
 @dataclass(frozen=True)
 class EngineSizes:
-    """The bytes per device that an engine's step reads and sends, and the arrays that the host launches it with."""
+    """The sizes that set an engine step's time: bytes read and sent per device, and arrays passed at its launch."""
 
     tensor: int
     """The devices of the engine."""
@@ -122,7 +122,7 @@ class EngineSizes:
     state_bytes: float
     """The activations of one token between layers, which every device holds completely."""
     arrays: int
-    """The arrays that a step is launched with."""
+    """The number of arrays that are passed to the program of a step."""
     cache_itemsize: int = 2
     """Bytes per number in the cache."""
 

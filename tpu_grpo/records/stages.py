@@ -263,7 +263,7 @@ class Scores:
     """For every row, the weighted sum of the token rewards at each token, which the learner adds to the token's
     advantage; empty without token rewards."""
     token_rewards: tuple[str, ...] = ()
-    """The names of the token rewards, which score single tokens."""
+    """The names of the token rewards, which are per-token rewards."""
     unscored: Bool[np.ndarray, " B"] | None = None
     """A mask of the rows to which no weighted completion reward applies, and whose total is their group's mean; None
     if there are none."""

@@ -241,7 +241,7 @@ def _check_extras(spec: RewardSpec, extras: Collection[str], *, per_token: bool)
     if per_token and spec.on_error == "value" and spec.error_value:
         raise RewardError(
             f"reward {spec.name} gives a number per token (@per_token), so its error_value must be 0, got "
-            f"{spec.error_value}; one number says nothing of single tokens: leave it out, or use on_error: skip"
+            f"{spec.error_value}; one number says nothing about each token: leave it out, or use on_error: skip"
         )
     if "parser" in extras:
         try:

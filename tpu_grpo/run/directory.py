@@ -256,13 +256,13 @@ def _free_name(directory: Path) -> Path:
 
 
 class RunDirectory:
-    """Holds ``run.dir`` for one run, for a ``with`` block; every host enters, and host 0 takes the lock for all.
+    """Holds ``run.dir`` for one run during a ``with`` block. Every host enters it; host 0 takes the lock for all.
 
     The files of an earlier run, even of one that is continued, stay unchanged until ``begin``.
 
     Raises, on every host:
-        ConfigError: another run has the directory, it cannot be made or written, a host does not see it, it holds the
-            working directory and would be moved, or it holds steps of a run with other settings.
+        ConfigError: another run uses the directory; it cannot be made or written; a host does not see it; it would be
+            moved aside, but contains the working directory; or it has steps of a run with other settings.
         CheckpointError: there is no checkpoint, and ``checkpoint.resume=require``.
         LockstepError: hosts see different checkpoints.
     """

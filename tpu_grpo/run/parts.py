@@ -243,7 +243,7 @@ def _distributed(
 
 
 def _check_token_rewards(config: RunConfig, rewards: RewardSet, algorithm: RunAlgorithm) -> None:
-    """Raise ConfigError for advantages of single tokens if the algorithm would spread them over all tokens."""
+    """Raise ConfigError for per-token advantages if the algorithm would spread them over all tokens."""
     credits = [f"{list(rewards.token_rewards)} give single ones"] if rewards.token_rewards else []
     if config.environment.is_on and config.environment.turn_credit == "turn":
         credits.append("environment.turn_credit=turn gives those of a turn")

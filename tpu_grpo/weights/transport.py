@@ -2,8 +2,8 @@
 
 On the same devices, the program takes the trainer's arrays and returns the sampler's. Between disjoint devices no such
 program exists in multi-controller jax, because all arrays of a program must lie on the same devices. We therefore join
-both sets of devices in one mesh, whose parts have as many devices as divide both sets. The trainer's first part sends
-the leaf to all parts. For three hosts T and one host S, of two devices each:
+both sets of devices in one mesh of equal parts; a part's size is the greatest common divisor of the sets' sizes. The
+trainer's first part sends the leaf to all parts. For three hosts T and one host S, of two devices each:
 
     trainer's array x         on T0 ... T5          shape [8, 6], sharded over fsdp
     the sampler's leaf y      on T0 ... T5          transform(x), shape [6, 8], in two pieces on each of three parts

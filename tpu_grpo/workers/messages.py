@@ -86,7 +86,7 @@ class Finish:
 
 @dataclass(frozen=True)
 class Ready:
-    """The first message: users' code is set up, or the worker of a single session was forked."""
+    """The first message of a server or worker: it is ready, with users' code set up if that is its task."""
 
 
 @dataclass(frozen=True)

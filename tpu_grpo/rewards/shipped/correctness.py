@@ -144,7 +144,7 @@ def _choice_row(completion: str, answer: Any, choices: str) -> float | None:
 
 
 def chosen(text: str, choices: str) -> str | None:
-    """Return the choice in a text, in upper case, or None."""
+    """Return the letter that a text gives as its choice, in upper case, or None."""
     for part in (*boxed(text)[-1:], inside(text, "answer")):
         if part is not None and (letter := _only_letter(part, choices)):
             return letter
