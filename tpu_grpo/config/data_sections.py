@@ -191,9 +191,8 @@ class DataSection(ReadingSection):
 
     def prompts_with(self, extra: float) -> int:
         """Return P(1 + extra), rounded up."""
-        return self.prompts_per_step + math.ceil(
-            round(self.prompts_per_step * extra, 6)
-        )  # 30 * 0.1 > 3 in floating point
+        more = round(self.prompts_per_step * extra, 6)  # as 30 * 0.1 > 3 in floating point
+        return self.prompts_per_step + math.ceil(more)
 
     @property
     def remembers(self) -> bool:

@@ -86,7 +86,8 @@ class RunConfig(Section):
         _one_kind_of_source(self.data)
         _evaluation_tells_something(self.evaluation, self.evaluation_rewards)
         _export_has_what_it_needs(self)
-        _groups_fit(self.algorithm, self.data)
+        if self.drops_uninformative:
+            _groups_fit(self.algorithm)
         _steps_are_reached(self.run, self.logging.profile_steps)
         _histograms_are_shown(self.logging, self.algorithm)
         _conversations_have_a_template(self.environment, self.data, self.data_paths.values())
@@ -419,9 +420,7 @@ def _export_has_what_it_needs(config: RunConfig) -> None:
         )
 
 
-def _groups_fit(algorithm: AlgorithmSection, data: DataSection) -> None:
-    if not (algorithm.drop_uninformative or data.dynamic.is_on):
-        return
+def _groups_fit(algorithm: AlgorithmSection) -> None:
     setting = "algorithm.drop_uninformative=true" if algorithm.drop_uninformative else "data.dynamic"
     if algorithm.advantage == "reinforce_pp":
         raise ValueError(
