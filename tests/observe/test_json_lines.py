@@ -46,6 +46,12 @@ def test_only_the_last_line_may_be_torn(tmp_path: Path) -> None:
         list(read_records(path))
 
 
+def test_a_missing_file_is_empty_only_where_it_may_be(tmp_path: Path) -> None:
+    assert list(read_records(tmp_path / "none.jsonl", missing_ok=True)) == []
+    with pytest.raises(FileNotFoundError):
+        list(read_records(tmp_path / "none.jsonl"))
+
+
 def test_a_broken_file_is_left_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "f.jsonl"
     content = b'{"step": 1}\nbroken\n{"step": 3}\n'

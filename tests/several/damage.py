@@ -238,7 +238,7 @@ class Starts:
             with open_run_log(config, step):
                 with PromptDraw.open(config, prompts, step, hosts):
                     EvaluationLog(config.run_dir, step, "greedy/rewards.py:ascii_share", hosts)
-                list(read_records(config.run_dir / "changes.jsonl"))
+                list(read_records(config.run_dir / "changes.jsonl", missing_ok=True))
         return step, notes
 
 

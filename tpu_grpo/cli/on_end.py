@@ -92,7 +92,7 @@ def description(config: RunConfig, end: End) -> dict[str, Any]:
     if steps is not None:  # the run has its directory, so the files are its own
         known["report"] = str(directory / REPORT_FILE)
         with suppress(DataError, OSError):
-            if rewards := numbers(read_records(directory / METRICS_FILE), "rewards/mean"):
+            if rewards := numbers(read_records(directory / METRICS_FILE, missing_ok=True), "rewards/mean"):
                 known["rewards/first_mean"], known["rewards/last_mean"] = edge_means(rewards)
         with suppress(ValueError, OSError):
             known["evaluation/best"] = json.loads((directory / BEST_FILE).read_bytes())

@@ -90,15 +90,15 @@ def replace_bytes(path: Path, data: Iterable[bytes], temporary: str = ".tmp") ->
     os.replace(unfinished, path)
 
 
-def read_records(path: Path, torn: list[bytes] | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the records of a file, in order; a missing file has none.
+def read_records(path: Path, *, missing_ok: bool = False, torn: list[bytes] | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the records of a file, in order. A last line that a kill cut off is appended to ``torn`` instead.
 
-    A last line that a kill cut off is appended to ``torn`` instead.
+    With ``missing_ok`` a missing file has no records.
 
     Raises:
         DataError: for any other line that is not a JSON object.
     """
-    if not path.exists():
+    if missing_ok and not path.exists():
         return
     try:
         opened = open_file(path)
@@ -129,7 +129,7 @@ def read_steps(path: Path, torn: list[bytes] | None = None, **types: type) -> It
     Raises:
         DataError: as ``read_records`` does, and for a line in which one of these names is missing or has another type.
     """
-    for record in read_records(path, torn):
+    for record in read_records(path, missing_ok=True, torn=torn):
         for name, kind in {"step": int, **types}.items():
             if type(value := record.get(name)) is not kind:
                 raise DataError(

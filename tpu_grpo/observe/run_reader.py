@@ -282,7 +282,7 @@ def _held_out(directory: Path, evaluations: Lines) -> list[tuple[int, Rows]]:
     steps = sorted({record["step"] for record in evaluations})
     found = []
     for step in sorted({*steps[:1], *steps[-1:]}):
-        rows = list(islice(read_records(directory / f"{step}.jsonl"), MOST_PROBLEMS))
+        rows = list(islice(read_records(directory / f"{step}.jsonl", missing_ok=True), MOST_PROBLEMS))
         found.append((step, [row for row in rows if row.get("mode") == "greedy"]))
     return [(step, rows) for step, rows in found if rows]
 

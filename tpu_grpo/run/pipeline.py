@@ -344,7 +344,7 @@ class Run:
             params_digest=digest,
             versions=versions(),
             evaluation=self.evaluations.summary(),
-            changes=list(read_records(self.config.run_dir / CHANGES_FILE)),
+            changes=list(read_records(self.config.run_dir / CHANGES_FILE, missing_ok=True)),
             ended_early=self.draw.why_exhausted if ended_early else None,
         )
         write_json(self.config.run_dir / SUMMARY_FILE, summary)
