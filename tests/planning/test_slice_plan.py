@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.models.random_checkpoint import write_random
-from tests.planning.figures import RESIDENT, program, run_of
+from tests.planning.figures import RESIDENT, program, run_of, work_of
 from tpu_grpo.config import RunConfig
 from tpu_grpo.models.checkpoint import abstract_checkpoint
 from tpu_grpo.models.families.gemma2 import Gemma2Config
@@ -128,3 +128,50 @@ def test_nothing_is_suggested_that_does_not_fit(monkeypatch: pytest.MonkeyPatch)
     suggestion, said = suggested(monkeypatch, lambda config: {"update": 500.0})
     assert suggestion is None
     assert len([line for line in said if line.startswith("trying")]) <= slice_plan.MOST_TRIED
+
+
+def test_alternatives_that_fit_come_first_and_the_fastest_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four hosts are split 1 + 3, 2 + 2 and 3 + 1, whose engines have 4, 2 and 1 times the rows each; what waits for
+    slots gets an 8-bit cache of twice the rows. The split by 3 hosts does not fit, with carry or without."""
+    said: list[str] = []
+
+    def make_plan(config: RunConfig, target: Any, *, fast: bool, say: Any) -> Plan:
+        sampling = config.meshes.sampler.hosts
+        if sampling == 1:
+            raise ConfigError("no")
+        work = replace(work_of(), config=config)
+        if sampling is not None:
+            work = replace(work, hosts=((8, 8),) if sampling == 2 else ((6, 4), (6, 0)))
+        found = plan_of(config, {"update": 120.0 if sampling == 3 else 60.0})
+        return replace(found, work=work, target=target)
+
+    monkeypatch.setattr(slice_plan, "make_plan", make_plan)
+    target: Any = SimpleNamespace(
+        devices=range(16), slice=SimpleNamespace(hosts=4), chip=SimpleNamespace(memory_bytes=100)
+    )
+    config = work_of().config
+    work = replace(work_of(), hosts=((8, 8), (8, 8)))
+    plan = replace(plan_of(config, {"update": 60.0}), work=work, target=target)
+    found = slice_plan.alternatives(plan, 20, compiled=True, say=said.append)
+    split = "meshes.layout=split"
+    layouts = [(), (split, "meshes.sampler.hosts=2"), (split, "meshes.sampler.hosts=3")]
+    layouts.append(("rollout.kv_dtype=fp8", "rollout.max_running_requests=8"))
+    carried = {(*each, *more) for each in layouts for more in ((), ("rollout.carry=0.5",), ("rollout.carry=1",))}
+    assert {each.overrides for each in found} == carried - {()}
+    assert said[:2] == [f"planning {split} meshes.sampler.hosts=1", "  no"]
+    seconds = [each.plan.work.step(20).seconds for each in found]
+    assert [each.plan.fits for each in found] == [True] * 8 + [False] * 3
+    assert (seconds[:8], seconds[8:]) == (sorted(seconds[:8]), sorted(seconds[8:]))
+    assert [each.overrides[1] for each in found[8:]] == ["meshes.sampler.hosts=3"] * 3
+
+
+def test_what_needs_no_compiling_is_not_planned_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The two carries, unless the run carries or cannot."""
+    target: Any = SimpleNamespace(slice=SimpleNamespace(hosts=4), chip=SimpleNamespace(memory_bytes=100))
+
+    def found(**sections: Any) -> list[tuple[str, ...]]:
+        plan = replace(plan_of(work_of(**sections).config, {"update": 60.0}), work=work_of(**sections), target=target)
+        return [each.overrides for each in slice_plan.alternatives(plan, 20, compiled=False, say=print)]
+
+    assert sorted(found()) == [("rollout.carry=0.5",), ("rollout.carry=1",)]
+    assert found(environment={"name": "calculator"}) == []

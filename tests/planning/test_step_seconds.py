@@ -3,27 +3,20 @@
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
-from tests.planning.figures import run_of
-from tpu_grpo.launching.tpus import parse_slice
-from tpu_grpo.models.checkpoint import abstract_checkpoint
-from tpu_grpo.planning.compiled_programs import GRADIENTS, OPTIMIZER_STEP, TRAIN_STEP
+from tests.planning.figures import V6E, run_of, work_of
+from tpu_grpo.planning.compiled_programs import TRAIN_STEP
 from tpu_grpo.planning.costs import (
-    EngineSizes,
     Seconds,
-    TrainerSizes,
     decode_step,
     host_seconds,
     pass_seconds,
     round_seconds,
 )
-from tpu_grpo.planning.slice_plan import PUBLISHED
-from tpu_grpo.planning.step_seconds import StepWork, carried_work, completion_lengths, decode
+from tpu_grpo.planning.step_seconds import carried_work, completion_lengths, decode
 
-V6E = parse_slice("v6e-8").generation
 RATES = V6E.rates
 
 
@@ -94,39 +87,6 @@ def test_lengths_have_their_mean_and_are_cut() -> None:
     assert found == completion_lengths(256, mean=680, longest=2048) != sorted(found)
     assert completion_lengths(3, mean=40, longest=40) == [40, 40, 40]
     assert completion_lengths(1, mean=25, longest=40) == [25]
-
-
-def work_of(**sections: Any) -> StepWork:
-    """Two hosts with two engines each; 8 prompts with 2 completions."""
-    engine = EngineSizes.of(
-        abstract_checkpoint(PUBLISHED / "Qwen3-0.6B"), tensor=2, itemsize=2, split_vocabulary=True, cache_bytes=50_000
-    )
-    return StepWork(
-        config=run_of(
-            data={"prompts_per_step": 8, "max_prompt_tokens": 20}, rollout={"max_new_tokens": 60}, **sections
-        ),
-        generation=V6E,
-        engine=engine,
-        hosts=((4, 4), (4, 4)),
-        rungs=(2, 4),
-        trainer=TrainerSizes(
-            fsdp=8,
-            tp=1,
-            layers=28,
-            token=engine.token,
-            context=40,
-            row_tokens=80,
-            pass_tokens=4 * 80,
-            gathered_bytes=1.5e8,
-            reduced_bytes=1.5e8,
-            state_bytes=2048,
-            layer_passes=4,
-            head_passes=4,
-        ),
-        accessed_bytes={GRADIENTS: 1e6, OPTIMIZER_STEP: 1e9, "log-probabilities": 1e6},
-        synced_bytes=1e9,
-        devices=8,
-    )
 
 
 def test_a_step_of_the_longest_completions() -> None:

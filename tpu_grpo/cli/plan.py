@@ -18,7 +18,7 @@ ABOUT = """Says whether a run fits a TPU slice, by compiling the run's own progr
 Exit codes: 0 it fits; 2 it does not, or the configuration is bad; 1 compiling did not come to an end."""
 USAGE = (
     "python scripts/plan.py CONFIG.yaml [section.key=value ...] --slice v5e-16 [--mean-new-tokens N] "
-    "[--price-per-chip-hour X] [--rates check.json] [--fast] [--json] [--no-suggestion]"
+    "[--price-per-chip-hour X] [--rates check.json] [--fast] [--alternatives] [--json] [--no-suggestion]"
 )
 
 
@@ -35,6 +35,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--price-per-chip-hour", type=float, metavar="X", help=price)
     parser.add_argument("--rates", type=Path, metavar="check.json", help="plan with rates that tpu-grpo check measured")
     parser.add_argument("--fast", action="store_true", help="compile models of 2 and 4 layers and extrapolate")
+    also = "also plan splits by whole hosts and a cache of 8 bits, the fastest first; needs --mean-new-tokens"
+    parser.add_argument("--alternatives", action="store_true", help=also)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--no-suggestion", action="store_true", help="do not look for what would fit")
     options = parser.parse_intermixed_args(arguments)
@@ -49,6 +51,8 @@ def _plan(options: argparse.Namespace) -> int:
             f"--mean-new-tokens must be between 1 and rollout.max_new_tokens={longest}, got {mean:g}; take the mean "
             "length of the completions that you expect, completions/mean_tokens of a run"
         )
+    if options.alternatives and mean is None:
+        raise ConfigError("--alternatives needs --mean-new-tokens N, since they differ where lengths do; give it")
     if (price := options.price_per_chip_hour) is not None and not 0 <= price < float("inf"):
         raise ConfigError(f"--price-per-chip-hour must be a number >= 0, got {price:g}; look it up for your zone")
     if (code := run_in_child()) is not None:
@@ -59,6 +63,7 @@ def _plan(options: argparse.Namespace) -> int:
         fast=options.fast,
         as_json=options.json,
         suggesting=not options.no_suggestion,
+        compiling=options.alternatives,
         mean_new_tokens=mean,
         price=price,
         rates=options.rates,
@@ -72,22 +77,30 @@ def plan_and_print(
     fast: bool,
     as_json: bool,
     suggesting: bool,
+    compiling: bool = False,
     mean_new_tokens: float | None = None,
     price: float | None = None,
     rates: Path | None = None,
 ) -> int:
     """Plan and print the plan; suggest settings if the run does not fit. Returns the exit code.
 
-    ``mean_new_tokens`` adds an estimate of a step with this mean length of completions; ``price``, of a chip-hour, adds
-    the cost of the run. ``rates`` is a check.json, whose measured rates replace the assumed ones.
+    ``mean_new_tokens`` adds an estimate of a step with this mean length of completions, and the alternatives that need
+    no compiling; ``compiling`` adds the others. ``price``, of a chip-hour, adds the cost of the run. ``rates`` is a
+    check.json, whose measured rates replace the assumed ones.
 
     Raises:
         TpuGrpoError: for a run that is wrong whatever the memory.
     """
     prepare_slice(slice_name)
     prepare(config)
-    from tpu_grpo.planning.plan_report import packed_line, plan_as_json, plan_lines, suggestion_line
-    from tpu_grpo.planning.slice_plan import make_plan, suggest, with_packed_learner
+    from tpu_grpo.planning.plan_report import (
+        alternative_lines,
+        packed_line,
+        plan_as_json,
+        plan_lines,
+        suggestion_line,
+    )
+    from tpu_grpo.planning.slice_plan import alternatives, make_plan, suggest, with_packed_learner
 
     target = open_slice(slice_name) if rates is None else with_rates(open_slice(slice_name), rates)
     plan = make_plan(config, target, fast=fast, say=report_progress)
@@ -99,6 +112,13 @@ def plan_and_print(
         shown["packed"] = plan_as_json(packed, mean_new_tokens, price)
         if not as_json:
             print(packed_line(plan, packed))
+    if mean_new_tokens is not None:
+        found = alternatives(plan, mean_new_tokens, compiled=compiling, say=report_progress)
+        shown["alternatives"] = [
+            {"overrides": list(each.overrides), **plan_as_json(each.plan, mean_new_tokens, price)} for each in found
+        ]
+        if found and not as_json:
+            print("\n".join(["", *alternative_lines(plan, found, mean_new_tokens)]))
     if not plan.fits and suggesting:
         suggestion = suggest(plan, report_progress)
         shown["suggestion"] = None if suggestion is None else list(suggestion.overrides)

@@ -125,6 +125,19 @@ class RunConfig(Section):
         return self.data.prompts_with(self.rollout.carry) if self.rollout.carry else 0
 
     @property
+    def excludes_carry(self) -> str | None:
+        """The setting that rollout.carry does not go with, and the reason; None if there is none."""
+        algorithm = self.algorithm
+        excluded = {
+            "environment.name": (self.environment.is_on, "a checkpoint cannot hold the processes of conversations"),
+            f"algorithm.name={algorithm.name}": (algorithm.tunix is not None, "Tunix's learner knows no older tokens"),
+            "algorithm.filtered_ratio=true": (algorithm.filtered_ratio, "older tokens were filtered by older weights"),
+            "algorithm.routing_replay=true": (algorithm.routing_replay, "the experts of older tokens are not kept"),
+            "data.dynamic.extra": (self.data.dynamic.extra > 0.0, "carry samples more groups already"),
+        }
+        return next((f"{setting}: {reason}" for setting, (given, reason) in excluded.items() if given), None)
+
+    @property
     def step_text(self) -> str:
         """A description of the completions that a step samples and learns from."""
         data = self.data
@@ -314,19 +327,9 @@ def _engine_can_sample(config: RunConfig) -> None:
 
 
 def _carried_groups_are_kept(config: RunConfig) -> None:
-    carry, algorithm = config.rollout.carry, config.algorithm
-    if not carry:
-        return
-    excluded = {
-        "environment.name": (config.environment.is_on, "a checkpoint cannot hold the processes of conversations"),
-        f"algorithm.name={algorithm.name}": (algorithm.tunix is not None, "Tunix's learner knows no older tokens"),
-        "algorithm.filtered_ratio=true": (algorithm.filtered_ratio, "older tokens were filtered by older weights"),
-        "algorithm.routing_replay=true": (algorithm.routing_replay, "the experts of older tokens are not kept"),
-        "data.dynamic.extra": (config.data.dynamic.extra > 0.0, "carry samples more groups already"),
-    }
-    for setting, (given, reason) in excluded.items():
-        if given:
-            raise ValueError(f"rollout.carry={carry:g} does not go with {setting}: {reason}; leave one of them out")
+    carry, excluded = config.rollout.carry, config.excludes_carry
+    if carry and excluded is not None:
+        raise ValueError(f"rollout.carry={carry:g} does not go with {excluded}; leave one of them out")
 
 
 def _hosts_are_described(hosts: HostsSection) -> None:

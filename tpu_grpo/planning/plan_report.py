@@ -1,5 +1,6 @@
 """Shows a plan as text and as JSON."""
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -7,9 +8,6 @@ from tpu_grpo.launching.tpus import GIB
 from tpu_grpo.planning.slice_plan import FEW_LAYERS, Plan, Suggestion
 from tpu_grpo.planning.stage_memory import COLUMNS
 from tpu_grpo.planning.step_seconds import StepTime, assumptions
-
-CARRIES = (0.5, 1.0)
-"""The values of rollout.carry for which a plan without it shows the seconds of a step."""
 
 
 def plan_lines(plan: Plan, mean_new_tokens: float | None = None, price: float | None = None) -> list[str]:
@@ -71,16 +69,6 @@ def _time(plan: Plan, mean_new_tokens: float | None, price: float | None) -> lis
             f"{figures['update_seconds']:.1f}; {figures['completion_tokens_per_second']:,.0f} completion tokens/s, "
             f"{figures['chip_hours']:,.1f} chip-hours for {plan.config.run.max_steps} steps{cost}"
         )
-    config = plan.config
-    algorithm, given = config.algorithm, (config.rollout.carry, config.environment.is_on, config.data.dynamic.extra)
-    may_carry = not any((*given, algorithm.tunix, algorithm.filtered_ratio, algorithm.routing_replay))
-    if mean_new_tokens is not None and may_carry:
-        for carry in CARRIES:
-            step = plan.work.carrying(carry).step(mean_new_tokens)
-            lines.append(
-                f"mean {mean_new_tokens:g} with rollout.carry={carry:g}: a step of {step.seconds:.1f} s, rollout "
-                f"{step.of('prefill', 'decode'):.1f}"
-            )
     return [
         *lines,
         *(f"  assumed: {assumption}" for assumption in assumptions(mean_new_tokens, plan.work.generation.rates)),
@@ -136,6 +124,16 @@ def _step_as_json(plan: Plan, mean_new_tokens: float | None, price: float | None
         "time": [{"stage": stage.stage, "seconds": stage.seconds, **asdict(stage)} for stage in step.stages],
         **_speed(plan, step, price),
     }
+
+
+def alternative_lines(plan: Plan, found: Sequence[Suggestion], mean_new_tokens: float) -> list[str]:
+    """Return a line for the run and for each of its alternatives, with the seconds of a step and the memory."""
+    lines = [f"{f'mean {mean_new_tokens:g}':14}{'step, s':>9}{'rollout':>9}{'GiB':>8}  settings"]
+    for overrides, each in ((("as configured",), plan), *((one.overrides, one.plan) for one in found)):
+        step, fits = each.work.step(mean_new_tokens), "" if each.fits else "does not fit"
+        seconds = f"{step.seconds:9.1f}{step.of('prefill', 'decode'):9.1f}"
+        lines.append(f"{fits:14}{seconds}{each.worst.total / GIB:8.2f}  {' '.join(overrides)}")
+    return lines
 
 
 def packed_line(plan: Plan, packed: Plan) -> str:

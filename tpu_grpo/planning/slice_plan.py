@@ -3,6 +3,7 @@
 plan = make_plan(config, open_slice("v5e-16"), fast=False, say=print)
 plan.fits, plan.worst
 suggest(plan, say=print)      # changed settings with which it fits
+alternatives(plan, 256, compiled=True, say=print)     # other settings that may make it faster, the fastest first
 """
 
 import json
@@ -32,6 +33,8 @@ NO_STOP = (0,)
 """A placeholder for the stop token, because there is no tokenizer; no shape depends on it."""
 MOST_TRIED = 8
 """`suggest` tries at most this many changes of settings."""
+CARRIES = (0.5, 1.0)
+"""The values of rollout.carry among the alternatives to a run without it."""
 SPARE = 0.05
 """The share of the chip's memory that a suggested number of cache tokens leaves free."""
 
@@ -241,3 +244,46 @@ def _rollout_changes(plan: Plan) -> Iterator[tuple[str, object]]:
     tensor = config.meshes.sampler.tensor
     sizes = [2, 4, 8, 16, 32] if tensor is None else [tensor * 2]
     yield from (("meshes.sampler.tensor", size) for size in sizes if size <= len(plan.target.devices))
+
+
+# --- alternatives ----------------------------------------------------------------------------------------------------
+
+
+def alternatives(plan: Plan, mean: float, *, compiled: bool, say: Callable[[str], None]) -> list[Suggestion]:
+    """Plan the run with other settings that may make a step faster, where completions have this mean length.
+
+    These are completions carried over to the next step, which need no compiling, and with ``compiled`` also splits by
+    a quarter, half and three quarters of the hosts, and a cache of 8 bits with more rows. Those that fit come first,
+    the fastest first.
+    """
+    found = [Suggestion((), plan)]
+    for overrides in _other_layouts(plan) if compiled else ():
+        say(f"planning {' '.join(overrides)}")
+        try:
+            config = changed_config(plan.config.model_dump(mode="json"), list(overrides))
+            found.append(Suggestion(overrides, make_plan(config, plan.target, fast=plan.fast, say=say)))
+        except TpuGrpoError as error:  # such as meshes for which the model has too few heads
+            say(f"  {error}")
+    if plan.config.excludes_carry is None and not plan.config.rollout.carry:
+        found += [_carrying(other, carry) for other in tuple(found) for carry in CARRIES]
+    return sorted(found[1:], key=lambda each: (not each.plan.fits, each.plan.work.step(mean).seconds))
+
+
+def _other_layouts(plan: Plan) -> Iterator[tuple[str, ...]]:
+    config, hosts = plan.config, plan.target.slice.hosts
+    if config.meshes.layout == "shared":
+        released = ("rollout.release_during_update=false",) * config.rollout.release_during_update
+        for count in sorted({hosts // 4, hosts // 2, 3 * hosts // 4} - {0}):
+            yield ("meshes.layout=split", f"meshes.sampler.hosts={count}", *released)
+    slots, wanted = plan.work.rungs[-1], max(rows for host in plan.work.hosts for rows in host)
+    if wanted > slots and config.rollout.kv_dtype == "auto" and config.rollout.batch_paddings is None:
+        tokens = config.rollout.kv_tokens
+        more = () if tokens is None else (f"rollout.kv_tokens={2 * tokens}",)
+        yield ("rollout.kv_dtype=fp8", f"rollout.max_running_requests={min(2 * slots, wanted)}", *more)
+
+
+def _carrying(suggestion: Suggestion, carry: float) -> Suggestion:
+    """Add rollout.carry, with which the programs and the memory of devices stay the same."""
+    work = suggestion.plan.work.carrying(carry)
+    plan = replace(suggestion.plan, config=work.config, work=work)
+    return Suggestion((*suggestion.overrides, f"rollout.carry={carry:g}"), plan)
