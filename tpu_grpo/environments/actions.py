@@ -39,6 +39,20 @@ class Action:
     """The text without thinking and tool calls."""
     calls: tuple[ToolCall | BadCall, ...] = ()
     thinking: str = ""
+    sampled: "SampledTurn | None" = None
+    """The turn's tokens, for an environment that takes turns as answers to its requests."""
+
+
+@dataclass(frozen=True)
+class SampledTurn:
+    """The tokens of a turn: what an agent that keeps tokens gets beside the text."""
+
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """The log-probability in nats of each token of ``token_ids``."""
+    is_cut: bool
+    """Whether the turn reached its most tokens."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +66,8 @@ class Answered:
     done: bool = False
     errors: int = 0
     """The number of calls that raised an error or could not be parsed."""
+    request: str | None = None
+    """The next request of an agent, in JSON (environments/policy_requests.py); None for other environments."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +94,8 @@ class LoadedEnvironment:
     source: str
     """Its class, as path.py:Class or package.module:Class."""
     takes: str
-    """What it takes from the policy: "calls" of its tools, or "texts" for its method ``step``."""
+    """What it takes from the policy: "calls" of its tools, "texts" for its method ``step``, or "answers" to its own
+    requests."""
     tools: tuple[Mapping[str, Any], ...] = ()
     """The JSON schemas of its tools, as chat templates take them: {type: function, function: {name, ...}}."""
     is_async: bool = False

@@ -19,6 +19,9 @@ class Adapter:
 
     called: ClassVar[tuple[str, ...]] = ("init", "reset", "step", "get_reward", "get_turn_rewards", "close")
     """The methods that the adapter calls if the class has them; they may be async."""
+    takes: ClassVar[str] = "texts"
+    """What ``step`` gets: the policy's turn as text, or with "answers" the whole `Action`; then it returns `Answered`
+    with the next request."""
     resets_by_name: ClassVar[bool] = False
     """Whether ``reset`` gets data columns as keyword arguments. If so, its required parameters must be columns."""
     instance: Any = None
@@ -42,9 +45,9 @@ class Adapter:
         """Build the environment and reset it; return its first observation, or an awaitable of it."""
         raise NotImplementedError
 
-    def step(self, text: str) -> Any:
-        """Return the result of the environment's ``step`` for a text of the policy, or an awaitable of it."""
-        return self.instance.step(text)
+    def step(self, turn: Any) -> Any:
+        """Return the result of the environment's ``step`` for a turn of the policy, or an awaitable of it."""
+        return self.instance.step(turn)
 
     def close(self) -> Any:
         """Close the environment."""
@@ -89,6 +92,17 @@ class GymAdapter(Adapter):
         return self.instance.reset(**fitting(self.instance.reset, columns, seed))
 
 
+class AgentAdapter(GymAdapter):
+    """An agent, which asks the policy for turns (shipped/agent.py)."""
+
+    takes = "answers"
+
+    @staticmethod
+    def fits(target: Any) -> bool:
+        """Whether a class says that it asks for turns."""
+        return getattr(target, "asks_for_turns", False) is True
+
+
 _BASE = "tunix.rl.agentic.environments.base_environment.BaseEnv"
 _EXAMPLES = ("task", "single_example", "entry")
 """If the first parameter of a Tunix environment's constructor has one of these names, it gets the columns as a dict."""
@@ -119,9 +133,9 @@ class TunixAdapter(Adapter):
         told = _told(observation)
         return (None if told in (columns, *columns.values()) else told), {}
 
-    def step(self, text: str) -> Any:
+    def step(self, turn: str) -> Any:
         """Call the environment's ``step`` with a text."""
-        observation, *rest = self.instance.step(text)
+        observation, *rest = self.instance.step(turn)
         return _told(observation), *rest
 
 
@@ -194,9 +208,9 @@ class OpenenvAdapter(Adapter):
         result = self.instance.reset(**{"seed": seed, **columns})
         return _observed(result.observation)
 
-    def step(self, text: str) -> Any:
+    def step(self, turn: str) -> Any:
         """Convert a text to the action type of the client's class, and send this action to the server."""
-        result = self.instance.step(_action(self.target, text))
+        result = self.instance.step(_action(self.target, turn))
         return SimpleNamespace(observation=_observed(result.observation), reward=result.reward, done=result.done)
 
 
@@ -223,7 +237,7 @@ OPTION = "adapter"
 TOOLS = "tools"
 """``adapter: tools`` means that the class has no adapter: its methods are tools, even one called ``step``."""
 ADAPTERS: Mapping[str, type[Adapter]] = MappingProxyType(
-    {"tunix": TunixAdapter, "openenv": OpenenvAdapter, "skyrl": SkyrlAdapter, "gym": GymAdapter}
+    {"agent": AgentAdapter, "tunix": TunixAdapter, "openenv": OpenenvAdapter, "skyrl": SkyrlAdapter, "gym": GymAdapter}
 )
 
 

@@ -1,9 +1,10 @@
 """Finds the tokens that a chat template writes before the first turn of a conversation and after each turn."""
 
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -187,6 +188,17 @@ def _changed(role: str, how: str) -> ConfigError:
     )
 
 
+def _guarded(value: Any, encoder: Encoder) -> Any:
+    """Guard all texts of a message, those within its calls too, see `Encoder.guarded`."""
+    if isinstance(value, Mapping):
+        return {key: each if key in ("role", "type") else _guarded(each, encoder) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_guarded(each, encoder) for each in value]
+    return encoder.guarded(value) if isinstance(value, str) else value
+
+
+_MOST_TOOLSETS = 256
+"""So many sets of an agent's tools are kept with what was found out about the template."""
 ALSO_ENDS = ("<|eom_id|>",)
 """Llama 3 may end a turn that calls a tool with this token."""
 
@@ -242,6 +254,9 @@ class Dialect:
     ):
         self._tokenizer = tokenizer
         self._template = ChatTemplate(tokenizer, tools, switches or {})
+        self._with_tools: Callable[[str], Dialect] = lru_cache(_MOST_TOOLSETS)(
+            lambda tools: Dialect(tokenizer, json.loads(tools), tool_format, switches)
+        )
         self.encoder = Encoder(tokenizer)
         self._pasts: dict[str, Cutter | None] = {}
         self._prober = Prober(self._template, self.encoder)
@@ -258,6 +273,11 @@ class Dialect:
         self._past_cutter("tool" if tools else "user")
         self._check_encoding()
         self.tool_format, self._read_calls = self._reader(tool_format)
+
+    def with_tools(self, tools: str) -> "Dialect":
+        """Return the dialect of the same tokenizer for other tools, which are given as a JSON list; raises like the
+        constructor."""
+        return self if tools == json.dumps(self._template.tools) else self._with_tools(tools)
 
     # --- the first prompt ---------------------------------------------------------------------------------------------
 
@@ -286,12 +306,30 @@ class Dialect:
             guarded[place] = {**asked, "content": f"{asked['content']}{self.encoder.guarded(observation)}"}
         written = self._template.write(guarded)
         ids = self.encoder.encode(written)
+        self._refuse_padding(ids, written)
+        return self.encoder.released(written), ids, told
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        """Return the ids of a prompt whose messages come from outside, so that none may spell special tokens; raises
+        like ``first``."""
+        written = self._template.write([_guarded(message, self.encoder) for message in messages])
+        ids = self.encoder.encode(written)
+        self._refuse_padding(ids, written)
+        return ids
+
+    def check_ids(self, ids: Sequence[int]) -> None:
+        """Check that ids from outside are tokens and no padding. Raises DataError otherwise."""
+        size = len(self._tokenizer)
+        if (wrong := next((n for n in ids if not 0 <= n < size), None)) is not None:
+            raise DataError(f"token ids must be from 0 to {size - 1}, got {wrong}; encode with the policy's tokenizer")
+        self._refuse_padding(ids, self.decode(ids[-50:]))
+
+    def _refuse_padding(self, ids: Sequence[int], text: str) -> None:
         if (pad := self._tokenizer.pad_token_id) is not None and pad in ids:
             raise DataError(
-                f"a prompt must not hold the pad token, got {self._tokenizer.pad_token!r} in {written[-200:]!r}; "
+                f"a prompt must not hold the pad token, got {self._tokenizer.pad_token!r} in {text[-200:]!r}; "
                 "padding is told from text by its id. Remove it from the data"
             )
-        return self.encoder.released(written), ids, told
 
     # --- reading a turn -----------------------------------------------------------------------------------------------
 
@@ -303,20 +341,21 @@ class Dialect:
         """Parse a turn from its tokens, which include the turn's end token if it was not cut."""
         own = self._tokenizer.eos_token_id, self._tokenizer.pad_token_id
         ended = self.ends(ids) or (len(ids) > 0 and ids[-1] in own)
-        written = self._decode(ids[:-1] if ended else ids)
+        written = self.decode(ids[:-1] if ended else ids)
         opened = self._prober.opened if CLOSE not in self._prober.opened else ""
         thought, said = split_thinking(opened + written)
         calls = []
         if self._read_calls is not None:
             said, calls = self._read_calls(said, ended=ended)
         return Action(
-            text=self._decode(ids, skip_special_tokens=True),
+            text=self.decode(ids, skip_special_tokens=True),
             content=self.encoder.special.sub("", said).strip(),
             calls=tuple(checked_call(call) for call in calls),
             thinking=thought.strip(),
         )
 
-    def _decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Return the text of tokens."""
         return self._tokenizer.decode(
             list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tpu_grpo.config import EnvironmentSection
-from tpu_grpo.environments.actions import Action, Answered, Ended, LoadedEnvironment, Message, ToolCall
+from tpu_grpo.environments.actions import Action, Answered, BadCall, Ended, LoadedEnvironment, Message, ToolCall
 from tpu_grpo.environments.tool_values import WrongError
 from tpu_grpo.records.episode import Branch, Ending, Episode, Failure, Turn
 from tpu_grpo.records.stages import Completion, Prompt, Request
@@ -134,20 +134,27 @@ class Conversation:
         The conversation ends if the turn was cut, if the turn calls no tool although the environment has only tools, or
         if the chat template writes no answers after the turn's end token.
         """
-        start, count, ids = len(self._tokens), len(completion.token_ids), completion.token_ids.tolist()
-        self._append(ids, completion.logprobs.tolist(), sampled=True)
-        self._kept += [0] * count if completion.kept is None else completion.kept.tolist()
-        self._completions.append(completion)
-        action = self._start.dialect.read(ids)
-        self._messages.append(_spoken(action))
+        action = self._take(completion, self._start.dialect)
         if completion.finish_reason == "length":
             self._ending = "tokens"
-        elif not self._start.dialect.ends(ids) or (self._start.environment.takes == "calls" and not action.calls):
+        elif not self._start.dialect.ends(self._ids) or (self._start.environment.takes == "calls" and not action.calls):
             self._ending = "answered"
-        made = () if self._ending else action.calls
-        names = tuple(call.name if isinstance(call, ToolCall) else "" for call in made)
-        self._turns.append(Turn(start, start + count, action.text, names))
+        self._add_turn(completion, action, () if self._ending else action.calls)
         return None if self._ending else action
+
+    def _take(self, completion: Completion, dialect: "Dialect") -> Action:
+        """Add the tokens of a turn, and its message; return the turn parsed."""
+        ids = completion.token_ids.tolist()
+        self._append(ids, completion.logprobs.tolist(), sampled=True)
+        self._kept += [0] * len(ids) if completion.kept is None else completion.kept.tolist()
+        self._completions.append(completion)
+        action = dialect.read(ids)
+        self._messages.append(_spoken(action))
+        return action
+
+    def _add_turn(self, completion: Completion, action: Action, made: Sequence[ToolCall | BadCall]) -> None:
+        names, end = tuple(call.name if isinstance(call, ToolCall) else "" for call in made), len(self._tokens)
+        self._turns.append(Turn(end - len(completion.token_ids), end, action.text, names))
 
     def answered(self, reply: Answered) -> Request | None:
         """Take the environment's answer to a turn, and return the request of the next one; None if the conversation

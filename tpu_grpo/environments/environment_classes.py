@@ -105,11 +105,13 @@ def load_environment(name: str, options: Mapping[str, Any], key: str = "") -> Lo
     return LoadedEnvironment(
         name=shown,
         source=source,
-        takes="texts" if adapter else "calls",
+        takes=adapter.takes if adapter else "calls",
         tools=tuple(schema_of(shown, target, tool) for tool in tools),
         is_async=bool(awaited) and all(name in awaited for name in methods if name not in AT_THE_END),
         awaits=bool(awaited),
-        gives_turn_rewards=(by_turns := adapter is not None or hasattr(target, "get_turn_rewards")),
+        gives_turn_rewards=(
+            by_turns := (adapter is not None and adapter.takes == "texts") or hasattr(target, "get_turn_rewards")
+        ),
         gives_reward=by_turns or hasattr(target, "get_reward"),
         options=dict(options),
     )

@@ -18,6 +18,7 @@ import numpy as np
 
 from tpu_grpo.config import EnvironmentSection
 from tpu_grpo.environments.actions import COLUMN, Answered, Ended, LoadedEnvironment, Reply
+from tpu_grpo.environments.agent_conversation import AgentConversation
 from tpu_grpo.environments.conversation import Conversation, Start
 from tpu_grpo.environments.tool_values import WrongError
 from tpu_grpo.records.episode import Failure
@@ -96,7 +97,7 @@ class Episodes:
     def begin(self, row: int) -> None:
         """Start the environment of a row, without waiting for it."""
         start = self._starts[row]
-        self._open[row] = Conversation(start)
+        self._open[row] = (AgentConversation if start.environment.takes == "answers" else Conversation)(start)
         chosen = () if self._names[row] == "" else (COLUMN,)  # reset does not get the column `environment`
         columns = {name: value for name, value in start.prompt.columns.items() if name not in chosen}
         self._out_since[row] = time.perf_counter()

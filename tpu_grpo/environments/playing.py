@@ -134,6 +134,8 @@ def late(request: Request, takes: str, seconds: float, made: int = 0) -> Failure
             asked = "its constructor and reset"
         case End():
             asked = "get_reward"
+        case Action() if takes == "answers":
+            asked = "its next request or its end"
         case Action(calls=calls) if takes == "calls" and calls:
             call = calls[made]
             asked = f"the tool {call.name}" if isinstance(call, ToolCall) else "a call that cannot be read"
@@ -202,6 +204,8 @@ class Playing:
             self._asked = "reset"
             reset = self._instance.reset
             given = await resolved(reset(**fitting(reset, request.columns, request.seed)))
+        if isinstance(given, Answered):
+            return given
         observation = given[0] if isinstance(given, tuple) and len(given) == 2 else given
         return Answered(_observed(observation, "reset"))
 
@@ -222,7 +226,10 @@ class Playing:
 
     async def _step(self, adapter: Adapter, action: Action) -> Answered:
         self._asked = "step"
-        observation, reward, done = step_of(await resolved(adapter.step(action.text)))
+        returned = await resolved(adapter.step(action if adapter.takes == "answers" else action.text))
+        if isinstance(returned, Answered):
+            return returned
+        observation, reward, done = step_of(returned)
         messages = _observed(observation, "step")
         if not messages and not done:
             messages = ({"role": "user", "content": ""},)  # the policy goes on without an observation

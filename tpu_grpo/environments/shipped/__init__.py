@@ -11,6 +11,7 @@ _HERE = __name__
 
 SHIPPED: Mapping[str, str] = MappingProxyType(
     {
+        "agent": f"{_HERE}.agent:Agent",  # any program that asks the policy for turns, by HTTP
         "calculator": f"{_HERE}.calculator:Calculator",  # a tool that adds two whole numbers
         "arithmetic": f"{_HERE}.calculator:Arithmetic",  # a tool that computes an expression
         "guessing": f"{_HERE}.guessing:Guessing",  # a secret number, to be found by guesses: higher, lower

@@ -1,0 +1,45 @@
+"""An agent with a tool, written with the openai package: it asks sums of three digits, and adds for who asks it to.
+
+It plays all episodes of a run in one process; configs/demo_agent_cpu.yaml starts it.
+"""
+
+import asyncio
+import json
+import sys
+
+from openai import AsyncOpenAI
+
+NUMBER = {"type": "integer"}
+PARAMETERS = {"type": "object", "properties": {"a": NUMBER, "b": NUMBER}, "required": ["a", "b"]}
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "Add.", "parameters": PARAMETERS}}]
+CLIENT = AsyncOpenAI(base_url="http://localhost", api_key="none", max_retries=0)
+
+
+async def play(line: str) -> None:
+    asked = json.loads(line)
+    client = CLIENT.with_options(base_url=asked["base_url"], api_key=asked["api_key"])
+    messages = [{"role": "user", "content": asked["task"]["question"]}]
+    for _ in range(3):
+        answered = await client.chat.completions.create(model="policy", messages=messages, tools=TOOLS)
+        message = answered.choices[0].message
+        messages.append(message.model_dump(exclude_none=True))
+        for call in message.tool_calls or ():
+            try:
+                told = str(sum(json.loads(call.function.arguments)[name] for name in ("a", "b")))
+            except (KeyError, TypeError):
+                told = "Error"
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": told})
+        if not message.tool_calls:
+            break
+    reward = float((message.content or "").strip() == asked["task"]["answer"])
+    print(json.dumps({"session": asked["session"], "reward": reward}), flush=True)
+
+
+async def main() -> None:
+    async with asyncio.TaskGroup() as playing:
+        while line := await asyncio.to_thread(sys.stdin.readline):
+            playing.create_task(play(line))
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

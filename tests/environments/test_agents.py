@@ -1,0 +1,306 @@
+"""Agents as real programs: they ask over HTTP, in every form, and say what an episode was worth."""
+
+import json
+import re
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tpu_grpo.config import EnvironmentSection
+from tpu_grpo.environments.actions import Action, Answered, Ended, SampledTurn, ToolCall
+from tpu_grpo.environments.environment_classes import load_environment
+from tpu_grpo.environments.pool import EnvironmentPool
+from tpu_grpo.records.episode import Failure
+
+ASK = """
+    import json, os, sys, urllib.error, urllib.request
+
+    def ask(path="/v1/chat/completions", key=None, **body):
+        root = os.environ["OPENAI_BASE_URL"].removesuffix("/v1")
+        headers = {"Authorization": "Bearer " + (key or os.environ["OPENAI_API_KEY"])}
+        request = urllib.request.Request(root + path, json.dumps(body).encode() if body else None, headers)
+        try:
+            with urllib.request.urlopen(request) as answer:
+                return answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return str(error.code) + error.read().decode()
+
+    def user(text):
+        return {"role": "user", "content": text}
+
+    task = json.loads(sys.stdin.readline())["task"]
+"""
+
+
+@pytest.fixture
+def play(tmp_path: Path) -> Iterator[Any]:
+    """A function that starts an agent's program and returns the pool; conversation 0 has begun."""
+    pools: list[EnvironmentPool] = []
+
+    def start(
+        program: str, *, keys: int = 1, timeout: float = 60.0, head: str = ASK, **options: Any
+    ) -> EnvironmentPool:
+        (tmp_path / "agent.py").write_text(textwrap.dedent(head) + textwrap.dedent(program))
+        given = {"command": [sys.executable, str(tmp_path / "agent.py")], **options}
+        loaded = load_environment("agent", given)
+        assert (loaded.takes, loaded.is_async, loaded.gives_reward, loaded.gives_turn_rewards) == (
+            "answers",
+            True,
+            True,
+            False,
+        )
+        pool = EnvironmentPool({"": loaded}, EnvironmentSection(name="agent", options=given, timeout=timeout), False)
+        pools.append(pool)
+        for key in range(keys):
+            pool.start(key, "", {"question": f"q{key}", "answer": "7"}, 1)
+        return pool
+
+    yield start
+    for pool in pools:
+        pool.close()
+
+
+def turn(text: str, **more: Any) -> Action:
+    return Action(text, text, sampled=SampledTurn((1, 2), (3, 4), (-0.5, -0.25), False), **more)
+
+
+def requested(reply: Any) -> dict[str, Any]:
+    assert isinstance(reply, Answered), reply
+    assert reply.request is not None
+    return json.loads(reply.request)
+
+
+def test_an_episode_of_two_requests(play: Any) -> None:
+    pool = play(
+        """
+        first = json.loads(ask(messages=[user(task["question"])], max_tokens=9, temperature=0.3))
+        said = first["choices"][0]["message"]
+        json.loads(ask(messages=[user(task["question"]), said, user("more")]))
+        print("chatter")
+        print(0.25)
+        """
+    )
+    first = requested(pool.take(0))
+    assert (first["messages"], first["max_tokens"]) == ([{"role": "user", "content": "q0"}], 9)
+    pool.act(0, turn("one"))
+    second = requested(pool.take(0))
+    assert [message["content"] for message in second["messages"]] == ["q0", "one", "more"]
+    pool.act(0, turn("two"))
+    assert pool.take(0) == Answered((), done=True)
+    pool.end(0)
+    assert pool.take(0) == Ended(0.25)
+
+
+FORMS = """
+    chat = dict(messages=[user("x")], logprobs=True, return_token_ids=True)
+    found = {
+        "chat": json.loads(ask(**chat)),
+        "stream": ask(**chat, stream=True),
+        "completion": json.loads(ask("/v1/completions", prompt="x", logprobs=1, return_token_ids=True)),
+        "generate": json.loads(ask("/inference/v1/generate", token_ids=[5], sampling_params={"max_tokens": 3})),
+        "sglang": json.loads(
+            ask("/generate", input_ids=[5, 6], sampling_params={"max_new_tokens": 4}, return_logprob=True)
+        ),
+        "several": json.loads(ask(messages=[user("x")], n=2)),
+        "models": json.loads(ask("/v1/models")),
+        "health": json.loads(ask("/health")),
+    }
+    ask("/reward", reward=0.75)
+    open("FOUND", "w").write(json.dumps(found))
+"""
+
+
+def test_every_form_of_request_and_answer(play: Any, tmp_path: Path) -> None:
+    pool = play(FORMS.replace("FOUND", str(tmp_path / "found.json")))
+    call = ToolCall("add", {"a": 1})
+    requests = [requested(pool.take(0))]
+    for said in (turn("a", calls=(call,)), turn("b"), turn("c"), turn("d"), turn("e"), turn("f")):
+        pool.act(0, said)
+        requests.append(requested(pool.take(0)))
+    pool.act(0, turn("g"))
+    assert pool.take(0) == Answered((), done=True)
+    pool.end(0)
+    assert pool.take(0) == Ended(0.75)
+    prompts = [
+        next((each[name] for name in ("messages", "text", "token_ids") if each[name]), None) for each in requests
+    ]
+    assert prompts[2:5] == ["x", [5], [5, 6]]
+    assert prompts[5] == prompts[6] == [{"role": "user", "content": "x"}]
+    assert [each["max_tokens"] for each in requests[3:5]] == [3, 4]
+
+    found = json.loads((tmp_path / "found.json").read_text())
+    [choice] = found["chat"]["choices"]
+    [made] = choice["message"]["tool_calls"]
+    assert (made["function"]["name"], json.loads(made["function"]["arguments"])) == ("add", {"a": 1})
+    assert (choice["finish_reason"], choice["token_ids"], found["chat"]["prompt_token_ids"]) == (
+        "tool_calls",
+        [3, 4],
+        [1, 2],
+    )
+    assert [(each["token"], each["logprob"]) for each in choice["logprobs"]["content"]] == [
+        ("token_id:3", -0.5),
+        ("token_id:4", -0.25),
+    ]
+    assert found["chat"]["usage"] == {"prompt_tokens": 2, "completion_tokens": 2, "total_tokens": 4}
+    *chunks, done = [line.removeprefix("data: ") for line in found["stream"].strip().split("\n\n")]
+    assert done == "[DONE]"
+    assert "".join(json.loads(each)["choices"][0]["delta"].get("content", "") for each in chunks) == "b"
+    assert json.loads(chunks[-1])["choices"][0]["finish_reason"] == "stop"
+    [choice] = found["completion"]["choices"]
+    assert (choice["text"], choice["token_ids"], choice["logprobs"]["token_logprobs"]) == ("c", [3, 4], [-0.5, -0.25])
+    [choice] = found["generate"]["choices"]
+    assert (choice["token_ids"], choice["logprobs"]["content"][1]["logprob"]) == ([3, 4], -0.25)
+    meta = found["sglang"]["meta_info"]
+    assert (found["sglang"]["output_ids"], meta["output_token_logprobs"]) == (
+        [3, 4],
+        [[-0.5, 3, None], [-0.25, 4, None]],
+    )
+    assert [each["message"]["content"] for each in found["several"]["choices"]] == ["f", "g"]
+    assert found["models"]["data"][0]["id"] == "policy"
+
+
+REFUSED = """
+    found = [
+        ask(messages=[]),
+        ask(messages=[{"role": "wizard", "content": "x"}]),
+        ask(messages=[{"role": "user", "content": [{"type": "image_url"}]}]),
+        ask(messages=[user("x"), {"role": "tool", "content": "y"}]),
+        ask(messages=[user("x")], n=1000),
+        ask(messages=[user("x")], stop=[""]),
+        ask("/generate", text="x", input_ids=[1]),
+        ask("/v1/completions", prompt="x", echo=True),
+        ask("/reward", reward="much"),
+        ask(key="wrong", messages=[user("x")]),
+        ask("/v1/nothing", x=1),
+        ask("/health", key="wrong"),
+        ask(messages=[user("x" * 2**24)]),
+    ]
+    ask(messages=[user("at last")])
+    found.append(ask(messages=[user("too late")]))
+    open("FOUND", "w").write(json.dumps(found))
+    print('{"reward": -1}')
+"""
+
+
+def test_what_cannot_be_honoured_is_refused_with_its_reason(play: Any, tmp_path: Path) -> None:
+    pool = play(REFUSED.replace("FOUND", str(tmp_path / "found.json")))
+    assert requested(pool.take(0))["messages"] == [{"role": "user", "content": "at last"}]
+    pool.act(0, turn("yes"))
+    assert requested(pool.take(0))["messages"] == [{"role": "user", "content": "too late"}]
+    pool.end(0)  # as after the last turn that is allowed
+    assert pool.take(0) == Ended(-1.0)
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert [answer[:3] for answer in found] == [*["400"] * 9, "401", "404", "401", "413", "400"]
+    said = [json.loads(answer[3:])["error"]["message"] for answer in (*found[:10], found[13])]
+    for text, part in zip(
+        said,
+        [
+            "messages: List should have at least 1 item",
+            "messages.0.role: Input should be 'system'",
+            "the parts of a message must be texts, got {'type': 'image_url'}",
+            "tools must describe the tools",
+            "n: Input should be less than or equal to 64, got 1000",
+            "stop must hold",
+            "either text or input_ids",
+            "echo must be false",
+            "a finite number",
+            "the key of an open session",
+            "turns or tokens of this episode are used up",
+        ],
+        strict=True,
+    ):
+        assert part in text
+    assert json.loads(found[13][3:])["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(
+    ("program", "kind", "text"),
+    [
+        ("sys.exit(3)", "raised", "must end with code 0, got 3"),
+        ("ask(messages=[user('x')]); print('so so')", "raised", "must be its reward, a number.* got 'so so'"),
+        ("ask(messages=[user('x')]); print('x' * 2**21)", "raised", "lines of at most 1048576 bytes"),
+        (
+            "import time; time.sleep(60)",
+            "late",
+            "did not answer within its timeout of 5 s in its constructor and reset",
+        ),
+        ("ask(messages=[user('x')]); import time; time.sleep(60)", "late", "5 s in its next request or its end"),
+    ],
+)
+def test_an_agent_that_fails(play: Any, program: str, kind: str, text: str) -> None:
+    pool = play(program, timeout=5.0)
+    reply = pool.take(0)
+    if isinstance(reply, Answered):
+        pool.act(0, turn("y"))
+        reply = pool.take(0)
+    if reply == Answered((), done=True):
+        pool.end(0)
+        reply = pool.take(0)
+    assert isinstance(reply, Failure)
+    assert reply.kind == kind
+    assert re.search(text, reply.text)
+
+
+LASTING = """
+    import json, sys, threading, urllib.request
+
+    def play(asked):
+        body = {"messages": [{"role": "user", "content": asked["task"]["question"]}]}
+        headers = {"Authorization": "Bearer " + asked["api_key"]}
+        url = asked["base_url"] + "/chat/completions"
+        with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)) as answer:
+            said = json.load(answer)["choices"][0]["message"]["content"]
+        result = {"error": "broken"} if said == "bad" else {"reward": float(said)}
+        print(json.dumps({"session": asked["session"], **result}), flush=True)
+        if said == "0.0":
+            import os
+            os._exit(5)
+
+    for line in sys.stdin:
+        threading.Thread(target=play, args=[json.loads(line)]).start()
+"""
+
+
+def test_a_lasting_agent_plays_all_episodes_and_is_started_again(play: Any) -> None:
+    pool = play("", head=LASTING, keys=3, lasting=True)
+    assert [requested(pool.take(key))["messages"][0]["content"] for key in range(3)] == ["q0", "q1", "q2"]
+    for key, said in ((2, "0.5"), (1, "bad")):  # in another order
+        pool.act(key, turn(said))
+    assert pool.take(2) == Answered((), done=True)
+    pool.end(2)
+    assert pool.take(2) == Ended(0.5)
+    failed = pool.take(1)
+    assert isinstance(failed, Failure)
+    assert "the agent says: broken" in failed.text
+    pool.act(0, turn("0.0"))
+    pool.take(0)
+    pool.start(7, "", {"question": "again"}, 1)
+    deadline = time.monotonic() + 30
+    while isinstance(reply := pool.take(7), Failure) and time.monotonic() < deadline:  # its end was not seen yet
+        pool.start(7, "", {"question": "again"}, 1)
+    assert requested(reply)["messages"][0]["content"] == "again"
+
+
+def test_an_agent_ends_with_its_episode(play: Any, tmp_path: Path) -> None:
+    pool = play(
+        f"""
+        open({str(tmp_path / "pid")!r}, "w").write(str(os.getpid()))
+        ask(messages=[user("x")])
+        """
+    )
+    requested(pool.take(0))
+    pid = int((tmp_path / "pid").read_text())
+    pool.drop(0)
+    deadline = time.monotonic() + 20
+    while (
+        Path(f"/proc/{pid}/cmdline").exists()
+        and Path(f"/proc/{pid}/cmdline").read_text()
+        and time.monotonic() < deadline
+    ):
+        pool.supervisor.hear(0.1)
+    assert not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text().split()[2]

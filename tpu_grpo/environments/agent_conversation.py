@@ -1,0 +1,208 @@
+"""Keeps the tokens of a conversation whose prompts come from an agent: each turn answers one of its requests.
+
+An agent sends its whole conversation with every request. If that repeats what the policy has seen and sampled, and adds
+messages after it, then the recorded tokens go on: nothing that was sampled is rendered or tokenized again.
+
+    request                                          prompt of the turn
+    [user: 47+38=]                                   rendered
+    [user: 47+38=, assistant: 85, user: and 1?]      the tokens of both, and those of the new message
+    [user: 47+38=]                                   the tokens of the first prompt again, as a new branch
+    [user: 85+1=, assistant: 7, user: no]            rendered, as a new branch, since nothing sampled a 7
+
+Every branch is a training sample of the conversation (records/episode.py). Two seats that the policy plays in turn are
+branches, too: each continues its own tokens.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tpu_grpo.environments.actions import Action, Answered, Message, SampledTurn
+from tpu_grpo.environments.conversation import Conversation, Start
+from tpu_grpo.environments.policy_requests import Asked
+from tpu_grpo.environments.tool_values import WrongError
+from tpu_grpo.records.errors import ConfigError, DataError
+from tpu_grpo.records.stages import Completion, Request
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """Tokens that the policy has seen, and the messages that they are."""
+
+    tools: str
+    messages: tuple[str, ...]
+    """Each message in a form in which equal ones are equal; empty for a request of tokens or text."""
+    ids: tuple[int, ...]
+    sampled: tuple[bool, ...]
+    """For each token whether the policy sampled it."""
+    is_turn: bool
+    """Whether the tokens end with a turn of the policy, and not with the opening of one."""
+
+
+class AgentConversation(Conversation):
+    """A conversation that answers an agent's requests, with the methods of `Conversation`."""
+
+    def __init__(self, start: Start):
+        super().__init__(start)
+        self._seen: list[_Seen] = []
+        self._asked = Asked()
+        self._dialect = start.dialect
+        self._flags: list[bool] = []
+        """For each token of the current branch, prompt included, whether the policy sampled it."""
+
+    def first(self, reply: Answered) -> Request:
+        """Take the agent's first request, and return the request of the first turn. Raises WrongError for an agent that
+        asks nothing, or for a prompt of more than data.max_prompt_tokens tokens."""
+        if reply.request is None:
+            raise WrongError("must ask the policy for at least one turn, got an agent that ended before it did")
+        ids = self._prompt(Asked.model_validate_json(reply.request))[0]
+        most = self._start.max_prompt_tokens
+        if not 0 < len(ids) <= most:
+            raise WrongError(f"must begin with a prompt of 1 to data.max_prompt_tokens={most} tokens, got {len(ids)}")
+        self._first_text, self._first_tokens = self._dialect.decode(ids), len(ids)
+        self._messages = [dict(message) for message in self._asked.messages or ()]
+        self._first_messages = len(self._messages)
+        self._begin(ids, [False] * len(ids))
+        return self._next_request()
+
+    def turn(self, completion: Completion) -> Action:
+        """Take the policy's turn, and return it parsed, with its tokens; it never ends the conversation."""
+        prompt = tuple(self._ids)
+        completion = self._stopped(completion)
+        action = self._take(completion, self._dialect)
+        for stop in self._asked.stop:
+            action = replace(
+                action, text=action.text.partition(stop)[0], content=action.content.partition(stop)[0].strip()
+            )
+        self._messages[-1] = {**self._messages[-1], "content": action.content}
+        self._add_turn(completion, action, action.calls)
+        self._flags += [True] * len(completion.token_ids)
+        said = (*map(_canonical, self._asked.messages), _canonical(self._messages[-1])) if self._asked.messages else ()
+        self._seen.append(_Seen(self._tools, said, tuple(self._ids), tuple(self._flags), is_turn=True))
+        token_ids, logprobs = completion.token_ids.tolist(), completion.logprobs.tolist()
+        sampled = SampledTurn(prompt, tuple(token_ids), tuple(logprobs), completion.finish_reason == "length")
+        return replace(action, sampled=sampled)
+
+    def answered(self, reply: Answered) -> Request | None:
+        """Take the agent's next request, and return that of the policy's next turn; None if the conversation is over,
+        because the agent is, or the policy may have no more turns or tokens."""
+        before = self._asked
+        if reply.request is None:
+            self._ending = "done"
+        elif len(self._turns) >= self._start.section.max_turns:
+            self._ending = "turns"
+        else:
+            return self._go_on(before, Asked.model_validate_json(reply.request))
+        return None
+
+    def _go_on(self, before: Asked, asked: Asked) -> Request | None:
+        ids, known = self._prompt(asked)
+        goes_on = known is not None and list(known.ids) == self._ids and len(ids) > len(known.ids)
+        added = ids[len(self._ids) :] if goes_on else []
+        most = self._start.request.sampling.max_new_tokens
+        if max(len(ids) - self._first_tokens, len(self._tokens) + len(added)) >= most:
+            self._ending = "tokens"
+            return None
+        shown = _new_messages(before, asked, self._messages[-1])
+        answer = "\n".join(str(message["content"]) for message in shown)
+        self._turns[-1] = replace(self._turns[-1], answer=answer, observed=len(added))
+        self._messages += shown
+        if goes_on:
+            self._append(added, [0.0] * len(added), sampled=False)
+            self._kept += [0] * len(added)
+            self._flags += [False] * len(added)
+            self._remember()
+        else:
+            self._end_branch()
+            flags = [] if known is None else list(known.sampled)
+            self._begin(ids, flags + [False] * (len(ids) - len(flags)))
+        return self._next_request()
+
+    # --- prompts ------------------------------------------------------------------------------------------------------
+
+    def _prompt(self, asked: Asked) -> tuple[list[int], _Seen | None]:
+        """Return the tokens of a request's prompt, and what they begin with of what the policy has seen."""
+        self._asked, self._tools = asked, json.dumps(asked.tools)
+        try:
+            self._dialect = self._start.dialect.with_tools(self._tools)
+            if asked.messages is not None:
+                return self._conversation(asked.messages)
+            ids = list(asked.token_ids or ()) if asked.text is None else self._dialect.encoder.plain(asked.text)
+            self._dialect.check_ids(ids)
+        except (ConfigError, DataError) as error:
+            raise WrongError(f"must ask with a prompt that the policy can read: {error}") from error
+        fitting = [seen for seen in self._seen if tuple(ids[: len(seen.ids)]) == seen.ids]
+        return ids, max(fitting, key=lambda seen: len(seen.ids), default=None)
+
+    def _conversation(self, messages: Sequence[Message]) -> tuple[list[int], _Seen | None]:
+        """Return the tokens of messages: those of the longest beginning that was seen, and of what was added."""
+        said = tuple(map(_canonical, messages))
+        fitting = [
+            s for s in self._seen if s.messages and s.tools == self._tools and said[: len(s.messages)] == s.messages
+        ]
+        for seen in sorted(fitting, key=lambda seen: len(seen.messages), reverse=True):
+            added = messages[len(seen.messages) :]
+            if not seen.is_turn:
+                if not added:  # asks for another turn after the same prompt
+                    return list(seen.ids), seen
+            elif added and self._dialect.ends(seen.ids) and all(message["role"] != "assistant" for message in added):
+                following = self._dialect.follow(seen.ids, 0, seen.sampled, added)
+                if following.new_prompt is None:
+                    return [*seen.ids, *following.suffix], seen
+                return [*following.new_prompt, *following.suffix], None  # the template drops earlier thinking
+        return self._dialect.prompt(messages), None
+
+    def _begin(self, ids: Sequence[int], flags: Sequence[bool]) -> None:
+        self._ids, self._flags = list(ids), list(flags)
+        self._begin_branch()
+        self._remember()
+
+    def _remember(self) -> None:
+        said = tuple(map(_canonical, self._asked.messages or ()))
+        self._seen.append(_Seen(self._tools, said, tuple(self._ids), tuple(self._flags), is_turn=False))
+
+    def _next_request(self) -> Request:
+        request = super()._next_request()
+        if (most := self._asked.max_tokens) is None:
+            return request
+        sampling = replace(request.sampling, max_new_tokens=min(most, request.sampling.max_new_tokens))
+        return replace(request, sampling=sampling)
+
+    def _stopped(self, completion: Completion) -> Completion:
+        """Drop the tokens after the first one with which the turn contains a stop text."""
+        ids = completion.token_ids.tolist()
+        if not self._asked.stop or not _holds(self._dialect.decode(ids), self._asked.stop):
+            return completion
+        count = next(n for n in range(1, len(ids) + 1) if _holds(self._dialect.decode(ids[:n]), self._asked.stop))
+        computed = len(self._ids) + count - 1
+        return replace(
+            completion,
+            token_ids=completion.token_ids[:count],
+            logprobs=completion.logprobs[:count],
+            finish_reason="stop",
+            kept=None if completion.kept is None else completion.kept[:count],
+            experts=None if completion.experts is None else completion.experts[:computed],
+        )
+
+
+def _holds(text: str, stops: Sequence[str]) -> bool:
+    return any(stop in text for stop in stops)
+
+
+def _canonical(message: Mapping[str, Any]) -> str:
+    """Write a message so that equal ones give equal texts, whatever the order of keys; without its thinking, which
+    agents do not send back."""
+    calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
+    parts = message["role"], message.get("name"), str(message.get("content") or "").strip(), calls
+    return json.dumps(parts, sort_keys=True)
+
+
+def _new_messages(before: Asked, asked: Asked, turn: Message) -> list[dict[str, Any]]:
+    """Return the messages of a request that the one before, and the turn that answered it, do not have."""
+    if asked.messages is None:
+        return []
+    known = [*map(_canonical, before.messages or ()), _canonical(turn)]
+    said = [_canonical(message) for message in asked.messages]
+    count = next((n for n, (a, b) in enumerate(zip(known, said, strict=False)) if a != b), min(len(known), len(said)))
+    return [dict(message) for message in asked.messages[count:]]

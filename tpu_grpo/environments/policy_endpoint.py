@@ -1,0 +1,172 @@
+"""The HTTP server that agents ask for turns of the policy: it listens on loopback, and every session has its own key.
+
+    endpoint = Endpoint()
+    await endpoint.listen()                                 # http://127.0.0.1:PORT
+    session = endpoint.open()                               # http://127.0.0.1:PORT/SESSION/v1, with the key session.key
+    request = await session.next(until=agent_has_ended)     # the next request for one turn; None once the agent ended
+    session.answer(turn)
+    session.close(RefusedError(...))                        # the answer to whatever else it asks
+
+Requests of a session are answered one after another, in the order in which they arrived; a request for n turns is n of
+them.
+"""
+
+import asyncio
+import contextlib
+import hmac
+import json
+import math
+import secrets
+from collections import deque
+from typing import Any
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from tpu_grpo.environments.actions import Action
+from tpu_grpo.environments.policy_requests import FORMS, Asked, RefusedError, streamed
+
+MODEL = "policy"
+MOST_BYTES = 2**24
+"""The largest body of a request, 16 MiB."""
+MOST_WAITING = 256
+"""The most turns that a session may have asked for at once."""
+
+
+class Session:
+    """The requests of one agent."""
+
+    def __init__(self, name: str):
+        self.name, self.key = name, secrets.token_urlsafe(24)
+        self.reward: float | None = None
+        """What the agent has posted as its reward."""
+        self._waiting: deque[tuple[str, asyncio.Future[Action]]] = deque()
+        self._asked: asyncio.Future[Action] | None = None
+        self._closed: RefusedError | None = None
+        self._arrived = asyncio.Event()
+
+    async def turns(self, asked: Asked) -> list[Action]:
+        """Wait for the turns that a request asks for; raises RefusedError once the session is closed."""
+        if self._closed is None and len(self._waiting) + asked.n > MOST_WAITING:
+            raise RefusedError(f"a session may ask for {MOST_WAITING} turns at once, got more", 429, "too_many")
+        futures = [asyncio.get_running_loop().create_future() for _ in range(asked.n)]
+        self._waiting.extend((asked.for_one(), future) for future in futures)
+        self._arrived.set()
+        if self._closed is not None:
+            self.close(self._closed)
+        return list(await asyncio.gather(*futures))
+
+    async def next(self, until: "asyncio.Future[Any]") -> str | None:
+        """Wait for the next request, and return it in JSON; None if ``until`` is done before, whose exception is
+        raised."""
+        arrived = asyncio.ensure_future(self._arrived.wait())
+        await asyncio.wait({arrived, until}, return_when=asyncio.FIRST_COMPLETED)
+        arrived.cancel()
+        if not self._waiting:
+            await until
+            return None
+        request, self._asked = self._waiting.popleft()
+        if not self._waiting:
+            self._arrived.clear()
+        return request
+
+    def answer(self, turn: Action) -> None:
+        """Answer the request that ``next`` returned last."""
+        if self._asked is not None and not self._asked.done():
+            self._asked.set_result(turn)
+
+    def close(self, reason: RefusedError) -> None:
+        """Refuse all open and later requests."""
+        self._closed = reason
+        futures = [future for _, future in self._waiting]
+        self._waiting.clear()
+        for future in (*futures, *(() if self._asked is None else (self._asked,))):
+            if not future.done():
+                future.set_exception(reason)
+                future.exception()  # its client may be gone, and then nobody asks
+
+
+class Endpoint:
+    """The server, and the sessions that it answers."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[str, Session] = {}
+        self._opened = 0
+        self.address = ""
+
+    async def listen(self) -> None:
+        """Begin to listen on a free port of loopback."""
+        app = web.Application(client_max_size=MOST_BYTES, middlewares=[self._with_key])
+        for path in FORMS:
+            app.router.add_post(f"/{{session}}{path}", self._ask)
+        app.router.add_post("/{session}/reward", self._reward)
+        app.router.add_get("/{session}/v1/models", self._models)
+        app.router.add_get("/{session}/health", self._health)
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        host, port = runner.addresses[0][:2]
+        self.address = f"http://{host}:{port}"
+
+    def open(self) -> Session:
+        """Open a session."""
+        self._opened += 1
+        session = self._sessions[f"s{self._opened}"] = Session(f"s{self._opened}")
+        return session
+
+    def forget(self, session: Session) -> None:
+        """Close a session for good."""
+        session.close(RefusedError("the session must be open, got one that has ended", 404, "ended"))
+        self._sessions.pop(session.name, None)
+
+    def url(self, session: Session) -> str:
+        """Return the address of a session, to which /v1 and other paths are added."""
+        return f"{self.address}/{session.name}"
+
+    @web.middleware
+    async def _with_key(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Handle a request that has the key of an open session, and write what it is refused for."""
+        if (unknown := request.match_info.http_exception) is not None:
+            raise unknown
+        try:
+            session = self._sessions.get(request.match_info.get("session", ""))
+            given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+            if session is None or not hmac.compare_digest(given.encode(), session.key.encode()):
+                raise RefusedError(
+                    "a request must have the key of an open session, as a bearer token", 401, "no_access"
+                )
+            request["session"] = session
+            return await handler(request)
+        except RefusedError as error:
+            return web.json_response(error.body, status=error.status)
+
+    async def _ask(self, request: web.Request) -> web.StreamResponse:
+        session: Session = request["session"]
+        form = FORMS[request.path.removeprefix(f"/{session.name}")]
+        asked = form.read(await request.read())
+        answer = form.write(asked, await session.turns(asked), MODEL)
+        if not (asked.streams and "object" in answer):
+            return web.json_response(answer)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        with contextlib.suppress(ConnectionResetError):  # the client has gone
+            await response.prepare(request)
+            for chunk in streamed(answer):
+                await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
+            await response.write(b"data: [DONE]\n\n")
+        return response
+
+    async def _reward(self, request: web.Request) -> web.Response:
+        try:
+            reward = float(json.loads(await request.read())["reward"])
+        except (ValueError, TypeError, KeyError, RecursionError):
+            reward = math.nan
+        if not math.isfinite(reward):
+            raise RefusedError('the body must be {"reward": a finite number}, got another')
+        request["session"].reward = reward
+        return web.json_response({"reward": reward})
+
+    async def _models(self, _: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "run"}]})
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.json_response({"status": "ok"})

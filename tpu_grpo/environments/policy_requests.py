@@ -1,0 +1,368 @@
+"""The HTTP forms in which the policy is asked for a turn, and answers: OpenAI's, vLLM's and SGLang's.
+
+    form = FORMS["/v1/chat/completions"]
+    asked = form.read(body)                     # Asked; raises RefusedError for what cannot be honoured
+    body = form.write(asked, [turn], "policy")  # the answer, with a turn for each of asked.n
+
+What decides tokens comes from the run, so ``temperature``, ``top_p`` and the like are read and not used. A request can
+only end a turn earlier: by its most tokens, or by stop texts.
+"""
+
+import json
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from tpu_grpo.environments.actions import Action, SampledTurn, ToolCall
+
+MOST_CHOICES = 64
+MOST_STOPS = 16
+
+
+class RefusedError(Exception):
+    """A request that cannot be honoured; ``status`` is the HTTP status, and ``code`` a name of the reason."""
+
+    def __init__(self, text: str, status: int = 400, code: str = "invalid_request"):
+        super().__init__(text)
+        self.status, self.code = status, code
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The body of the answer, in OpenAI's form."""
+        return {"error": {"message": str(self), "type": "invalid_request_error", "code": self.code}}
+
+
+class Asked(BaseModel):
+    """A request for a turn. Exactly one of ``messages``, ``text`` and ``token_ids`` is the prompt."""
+
+    model_config = ConfigDict(frozen=True)
+
+    messages: tuple[dict[str, Any], ...] | None = None
+    """A conversation: {role, content}, with ``tool_calls`` (arguments as a dict) and ``name``; contents are texts."""
+    tools: tuple[dict[str, Any], ...] = ()
+    text: str | None = None
+    token_ids: tuple[int, ...] | None = None
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    """Texts that end the turn; they are left out of its text, but not of its tokens."""
+    n: int = 1
+    streams: bool = False
+    logprobs: bool = False
+    returns_ids: bool = False
+
+    def for_one(self) -> str:
+        """Return the request for one of its ``n`` turns in JSON, without what only its answer needs."""
+        return self.model_dump_json(include={"messages", "tools", "text", "token_ids", "max_tokens", "stop"})
+
+
+Text = str | list[dict[str, Any]] | None
+Count = Annotated[int, Field(ge=1)]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
+    max_tokens: Count | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = None
+    return_token_ids: bool | None = None
+
+    def common(self) -> dict[str, Any]:
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        if len(stop) > MOST_STOPS or "" in stop:
+            raise RefusedError(f"stop must hold at most {MOST_STOPS} texts, none of them empty, got {stop!r:.200}")
+        return {
+            "n": self.n or 1,
+            "max_tokens": self.max_tokens,
+            "stop": tuple(stop),
+            "streams": bool(self.stream),
+            "returns_ids": bool(self.return_token_ids),
+        }
+
+
+class _Function(BaseModel):
+    name: str
+    arguments: str | dict[str, Any] = "{}"
+
+
+class _Call(BaseModel):
+    id: str = ""
+    function: _Function
+
+
+class _Message(BaseModel):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Text = None
+    name: str | None = None
+    tool_calls: list[_Call] | None = None
+    tool_call_id: str = ""
+
+    def plain(self, named: dict[str, str]) -> dict[str, Any]:
+        """Return the message as chat templates take it; ``named`` has the tools' names by the ids of calls so far."""
+        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role}
+        message["content"] = _plain_text(self.content)
+        named |= {call.id: call.function.name for call in self.tool_calls or ()}
+        if (name := self.name or named.get(self.tool_call_id)) is not None:
+            message["name"] = name
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {"type": "function", "function": {"name": call.function.name, "arguments": _arguments(call.function)}}
+                for call in self.tool_calls
+            ]
+        return message
+
+
+class _Tool(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["function"]
+    function: dict[str, Any]
+
+
+class _Chat(_Body):
+    messages: Annotated[list[_Message], Field(min_length=1)]
+    tools: list[_Tool] | None = None
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+
+    def asked(self) -> Asked:
+        if not self.tools and any(message.role == "tool" or message.tool_calls for message in self.messages):
+            raise RefusedError("tools must describe the tools of a conversation that has calls, got none; send them")
+        common, named = self.common(), dict[str, str]()
+        return Asked(
+            **{**common, "max_tokens": self.max_completion_tokens or common["max_tokens"]},
+            messages=tuple(message.plain(named) for message in self.messages),
+            tools=tuple(tool.model_dump() for tool in self.tools or ()),
+            logprobs=bool(self.logprobs),
+        )
+
+
+class _Completion(_Body):
+    prompt: str | list[int]
+    logprobs: int | None = None
+    echo: bool | None = None
+
+    def asked(self) -> Asked:
+        if self.echo:
+            raise RefusedError("echo must be false, got true; the policy gives no log-probabilities of prompts")
+        return Asked(**self.common(), **_prompt(self.prompt), logprobs=self.logprobs is not None)
+
+
+class _Sampling(_Body):
+    max_new_tokens: Count | None = None
+
+    def limits(self) -> dict[str, Any]:
+        common = self.common()
+        return {**common, "max_tokens": self.max_new_tokens or common["max_tokens"]}
+
+
+class _Generate(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+    token_ids: Annotated[list[int], Field(min_length=1)]
+    sampling_params: _Sampling = Field(default_factory=_Sampling)
+
+    def asked(self) -> Asked:
+        return Asked(**self.sampling_params.limits(), token_ids=tuple(self.token_ids), logprobs=True)
+
+
+class _Sglang(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+    text: str | None = None
+    input_ids: Annotated[list[int], Field(min_length=1)] | None = None
+    sampling_params: _Sampling = Field(default_factory=_Sampling)
+    return_logprob: bool = False
+
+    def asked(self) -> Asked:
+        if (self.text is None) == (self.input_ids is None):
+            raise RefusedError("a request must have either text or input_ids, got both or neither; give one")
+        given = self.text if self.input_ids is None else self.input_ids
+        return Asked(**self.sampling_params.limits(), **_prompt(given), logprobs=self.return_logprob)
+
+
+def _prompt(given: str | list[int] | None) -> dict[str, Any]:
+    return {"text": given} if isinstance(given, str) else {"token_ids": tuple(given or ())}
+
+
+def _plain_text(content: Text) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    for part in content:
+        if part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise RefusedError(
+                f"the parts of a message must be texts, got {part!r:.200}; the policy reads nothing else"
+            )
+    return "".join(part["text"] for part in content)
+
+
+def _arguments(function: _Function) -> dict[str, Any]:
+    if isinstance(function.arguments, dict):
+        return function.arguments
+    try:
+        found = json.loads(function.arguments or "{}")
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise RefusedError(
+            f"the arguments of the call of {function.name} must be a JSON object, got {function.arguments!r:.200}"
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class Form:
+    """A form of requests, with the functions that read a body and write the answer's."""
+
+    body: type[BaseModel]
+    write: Callable[[Asked, Sequence[Action], str], dict[str, Any]]
+    """Takes the request, its ``n`` turns, and the model's name."""
+
+    def read(self, data: bytes) -> Asked:
+        """Read a request. Raises RefusedError with the first thing that is wrong with it."""
+        try:
+            return TypeAdapter(self.body).validate_json(data).asked()  # pyright: ignore[reportAttributeAccessIssue]
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            place = ".".join(map(str, first["loc"])) or "the body"
+            raise RefusedError(f"{place}: {first['msg']}, got {first['input']!r:.200}") from None
+
+
+# --- answers ----------------------------------------------------------------------------------------------------------
+
+
+def _of(turn: Action) -> SampledTurn:
+    assert turn.sampled is not None
+    return turn.sampled
+
+
+def _reason(turn: Action) -> str:
+    return "length" if _of(turn).is_cut else "stop"
+
+
+def _usage(turns: Sequence[Action]) -> dict[str, int]:
+    prompt, sampled = len(_of(turns[0]).prompt_ids), sum(len(_of(turn).token_ids) for turn in turns)
+    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+
+
+def _head(kind: str, model: str) -> dict[str, Any]:
+    return {"id": f"{kind}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
+
+
+def _content_logprobs(turn: Action) -> dict[str, Any]:
+    """Return log-probabilities in the form of chat completions; tokens have the names that vLLM gives ids."""
+    pairs = zip(_of(turn).token_ids, _of(turn).logprobs, strict=True)
+    return {"content": [{"token": f"token_id:{n}", "logprob": p, "bytes": None, "top_logprobs": []} for n, p in pairs]}
+
+
+def _chat_answer(asked: Asked, turns: Sequence[Action], model: str) -> dict[str, Any]:
+    choices = []
+    for index, turn in enumerate(turns):
+        calls = [
+            {
+                "id": f"call_{uuid.uuid4().hex[:24]}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": json.dumps(dict(call.arguments), ensure_ascii=False)},
+            }
+            for call in turn.calls
+            if isinstance(call, ToolCall)
+        ]
+        message: dict[str, Any] = {"role": "assistant", "content": turn.content or (None if calls else "")}
+        if turn.thinking:
+            message["reasoning_content"] = turn.thinking
+        if calls:
+            message["tool_calls"] = calls
+        reason = "tool_calls" if calls and not _of(turn).is_cut else _reason(turn)
+        choice: dict[str, Any] = {"index": index, "message": message, "finish_reason": reason, "logprobs": None}
+        if asked.logprobs:
+            choice["logprobs"] = _content_logprobs(turn)
+        if asked.returns_ids:
+            choice["token_ids"] = list(_of(turn).token_ids)
+        choices.append(choice)
+    ids = {"prompt_token_ids": list(_of(turns[0]).prompt_ids)} if asked.returns_ids else {}
+    return {**_head("chat.completion", model), "choices": choices, "usage": _usage(turns), **ids}
+
+
+def _completion_answer(asked: Asked, turns: Sequence[Action], model: str) -> dict[str, Any]:
+    choices = []
+    for index, turn in enumerate(turns):
+        choice: dict[str, Any] = {"index": index, "text": turn.text, "finish_reason": _reason(turn), "logprobs": None}
+        if asked.logprobs:
+            names = [f"token_id:{n}" for n in _of(turn).token_ids]
+            choice["logprobs"] = {"tokens": names, "token_logprobs": list(_of(turn).logprobs)}
+        if asked.returns_ids:
+            choice |= {"prompt_token_ids": list(_of(turn).prompt_ids), "token_ids": list(_of(turn).token_ids)}
+        choices.append(choice)
+    return {**_head("text_completion", model), "choices": choices, "usage": _usage(turns)}
+
+
+def _generate_answer(asked: Asked, turns: Sequence[Action], model: str) -> dict[str, Any]:
+    del asked
+    choices = [
+        {
+            "index": index,
+            "token_ids": list(_of(turn).token_ids),
+            "finish_reason": _reason(turn),
+            "logprobs": _content_logprobs(turn),
+        }
+        for index, turn in enumerate(turns)
+    ]
+    return {"request_id": uuid.uuid4().hex, "model": model, "choices": choices, "usage": _usage(turns)}
+
+
+def _sglang_answer(asked: Asked, turns: Sequence[Action], model: str) -> Any:
+    del model
+    found = []
+    for turn in turns:
+        sampled = _of(turn)
+        meta: dict[str, Any] = {
+            "id": uuid.uuid4().hex,
+            "finish_reason": {"type": _reason(turn)},
+            "prompt_tokens": len(sampled.prompt_ids),
+            "completion_tokens": len(sampled.token_ids),
+        }
+        if asked.logprobs:
+            pairs = zip(sampled.logprobs, sampled.token_ids, strict=True)
+            meta["output_token_logprobs"] = [[logprob, number, None] for logprob, number in pairs]
+        found.append({"text": turn.text, "output_ids": list(sampled.token_ids), "meta_info": meta})
+    return found[0] if asked.n == 1 else found
+
+
+def streamed(answer: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return an answer of OpenAI's forms as the chunks of a stream: one with all of its choices, and one that ends."""
+    chunk = {
+        **answer,
+        "object": f"{answer['object']}.chunk" if answer["object"] == "chat.completion" else "text_completion",
+    }
+    choices = [dict(choice) for choice in chunk.pop("choices")]
+    usage = chunk.pop("usage")
+    for choice in choices:
+        if "message" in choice:
+            delta = choice.pop("message")
+            calls = delta.get("tool_calls", ())
+            if calls:
+                delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
+            choice["delta"] = delta
+    ends = [
+        {"index": c["index"], "finish_reason": c["finish_reason"], **({"delta": {}} if "delta" in c else {"text": ""})}
+        for c in choices
+    ]
+    begins = [{**choice, "finish_reason": None} for choice in choices]
+    return [{**chunk, "choices": begins}, {**chunk, "choices": ends, "usage": usage}]
+
+
+FORMS: Mapping[str, Form] = MappingProxyType(
+    {
+        "/v1/chat/completions": Form(_Chat, _chat_answer),
+        "/v1/completions": Form(_Completion, _completion_answer),
+        "/inference/v1/generate": Form(_Generate, _generate_answer),
+        "/generate": Form(_Sglang, _sglang_answer),
+    }
+)
+"""The forms by the paths that they are sent to."""

@@ -1,0 +1,228 @@
+"""An agent: a program that plays an episode by asking the policy for turns over HTTP, and says what it was worth.
+
+The program gets one line of JSON on its standard input:
+
+    {"session": "s17", "base_url": "http://127.0.0.1:41717/s17/v1", "api_key": "...", "task": {the row's columns}}
+
+OPENAI_BASE_URL and OPENAI_API_KEY say the same, so that OpenAI's clients need no arguments. The reward is what it posts
+to /reward (at base_url without /v1), or else its last line: a number, or {"reward": 0.5}. It must end with code 0.
+
+A lasting agent is one program for all episodes of a worker process. It gets such a line for every episode, plays them
+at the same time, and writes {"session": "s17", "reward": 0.5} or {"session": "s17", "error": "..."} when one is over.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import shlex
+import signal
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from tpu_grpo.environments.actions import Action, Answered
+from tpu_grpo.environments.policy_requests import RefusedError
+
+LONGEST_LINE = 2**20
+"""The most bytes of a line that an agent may write, 1 MiB."""
+
+
+class AgentError(Exception):
+    """An agent that failed."""
+
+
+class Agent:
+    """Runs the agent of one episode.
+
+    Args:
+        command: the program and its arguments, as a list or as a line for a shell's splitting.
+        lasting: whether one program plays all episodes.
+        variables: more environment variables for the program.
+    """
+
+    asks_for_turns = True
+    _imported_before: ClassVar[tuple[str, ...]] = ("aiohttp",)
+    _endpoint: ClassVar[Any] = None
+    """The endpoint of this process; None before the first episode."""
+    _lasting: ClassVar["_Lasting | None"] = None
+
+    def __init__(
+        self, command: str | Sequence[str], lasting: bool = False, variables: Mapping[str, str] | None = None
+    ) -> None:
+        self._command = shlex.split(command) if isinstance(command, str) else [str(part) for part in command]
+        if not self._command:
+            raise ValueError("command must name a program, got an empty one")
+        self._lasts, self._variables = lasting, {name: str(value) for name, value in (variables or {}).items()}
+        self._session: Any = None
+        self._played: asyncio.Task[float] | None = None
+
+    async def reset(self, **columns: Any) -> Answered:
+        """Start the agent, and wait for its first request."""
+        endpoint = await _listening()
+        session = self._session = endpoint.open()
+        url = endpoint.url(session)
+        line = {"session": session.name, "base_url": f"{url}/v1", "api_key": session.key, "task": columns}
+        self._played = asyncio.create_task(self._play(json.dumps(line, default=str)))
+        return await self._next()
+
+    async def step(self, turn: Action) -> Answered:
+        """Answer the agent's request by a turn of the policy, and wait for its next one."""
+        self._session.answer(turn)
+        return await self._next()
+
+    async def get_reward(self) -> float:
+        """Refuse further requests, wait for the end of the agent, and return the reward."""
+        assert self._played is not None
+        said = (
+            "the policy's turns or tokens of this episode are used up (environment.max_turns, rollout.max_new_tokens)"
+        )
+        self._session.close(RefusedError(said, code="context_length_exceeded"))
+        given = await self._played
+        return given if self._session.reward is None else self._session.reward
+
+    async def close(self) -> None:
+        """End the agent, unless it plays other episodes too."""
+        if self._played is not None:
+            self._played.cancel()
+            with contextlib.suppress(asyncio.CancelledError, AgentError):
+                await self._played
+        if self._session is not None:
+            Agent._endpoint.forget(self._session)
+
+    async def _next(self) -> Answered:
+        assert self._played is not None
+        request = await self._session.next(until=self._played)
+        return Answered((), done=request is None, request=request)
+
+    async def _play(self, line: str) -> float:
+        if not self._lasts:
+            return await self._play_once(line)
+        if Agent._lasting is None or Agent._lasting.has_ended:
+            Agent._lasting = _Lasting(await self._start({}))
+        return await Agent._lasting.play(self._session.name, line)
+
+    async def _play_once(self, line: str) -> float:
+        asked = json.loads(line)
+        process = await self._start({"OPENAI_BASE_URL": asked["base_url"], "OPENAI_API_KEY": asked["api_key"]})
+        try:
+            last = await _last_line(process, line)
+            if (code := await process.wait()) != 0:
+                raise AgentError(f"the agent must end with code 0, got {code}; its last line is {last!r:.300}")
+        finally:
+            _kill(process)
+        if self._session.reward is not None:
+            return self._session.reward
+        return _reward_in(last)
+
+    async def _start(self, variables: Mapping[str, str]) -> asyncio.subprocess.Process:
+        try:
+            return await asyncio.create_subprocess_exec(
+                *self._command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                env={**os.environ, **variables, **self._variables},
+                limit=LONGEST_LINE,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise AgentError(f"command must be a program that starts, got {self._command[0]!r}: {error}") from error
+
+
+class _Lasting:
+    """One program that plays many episodes."""
+
+    def __init__(self, process: asyncio.subprocess.Process):
+        self._process = process
+        self._playing: dict[str, asyncio.Future[float]] = {}
+        self._reading = asyncio.create_task(self._read())
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the program can play no more episodes."""
+        return self._reading.done()
+
+    async def play(self, session: str, line: str) -> float:
+        """Let the program play an episode, and return its reward."""
+        future = self._playing[session] = asyncio.get_running_loop().create_future()
+        try:
+            assert self._process.stdin is not None
+            self._process.stdin.write(f"{line}\n".encode())
+            with contextlib.suppress(ConnectionError):  # ``_read`` says how it ended
+                await self._process.stdin.drain()
+            return await future
+        finally:
+            self._playing.pop(session, None)
+
+    async def _read(self) -> None:
+        """Take results until the program ends."""
+        assert self._process.stdout is not None
+        ended = "ended"
+        try:
+            while line := await self._process.stdout.readline():
+                self._result(line)
+            ended = f"ended with code {await self._process.wait()}"
+        except ValueError:
+            ended = f"wrote a line of more than {LONGEST_LINE} bytes"
+        finally:
+            _kill(self._process)
+            for future in self._playing.values():
+                if not future.done():
+                    future.set_exception(AgentError(f"a lasting agent must outlast its episodes, got one that {ended}"))
+
+    def _result(self, line: bytes) -> None:
+        try:
+            result = json.loads(line)
+            future = self._playing.get(result["session"])
+            if future is None or future.done():
+                return
+            if (error := result.get("error")) is not None:
+                future.set_exception(AgentError(f"the agent says: {error!s:.2000}"))
+            else:
+                future.set_result(float(result["reward"]))
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            print(line.decode(errors="replace"), end="", flush=True)  # what else it writes is for the reader
+
+
+async def _listening() -> Any:
+    if Agent._endpoint is None:
+        from tpu_grpo.environments.policy_endpoint import Endpoint
+
+        endpoint = Agent._endpoint = Endpoint()
+        await endpoint.listen()
+    while not Agent._endpoint.address:  # another episode makes it listen
+        await asyncio.sleep(0.01)
+    return Agent._endpoint
+
+
+async def _last_line(process: asyncio.subprocess.Process, line: str) -> str:
+    """Give a program its line, and return the last one that it writes."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with contextlib.suppress(ConnectionError):  # it need not read it
+        process.stdin.write(f"{line}\n".encode())
+        await process.stdin.drain()
+        process.stdin.close()
+    last = b""
+    try:
+        while read := await process.stdout.readline():
+            last = read if read.strip() else last
+    except ValueError:
+        raise AgentError(f"an agent must write lines of at most {LONGEST_LINE} bytes, got a longer one") from None
+    return last.decode(errors="replace").strip()
+
+
+def _reward_in(line: str) -> float:
+    try:
+        found = json.loads(line)
+        return float(found["reward"] if isinstance(found, dict) else found)
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise AgentError(
+            f'an agent\'s last line must be its reward, a number or {{"reward": number}}, got {line!r:.300}; or let it '
+            "post its reward to /reward"
+        ) from None
+
+
+def _kill(process: asyncio.subprocess.Process) -> None:
+    """Kill a program and its group."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
