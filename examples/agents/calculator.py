@@ -6,36 +6,40 @@ It plays all episodes of a run in one process; configs/demo_agent_cpu.yaml start
 import asyncio
 import json
 import sys
+from typing import Any
 
 from openai import AsyncOpenAI
 
 NUMBER = {"type": "integer"}
 PARAMETERS = {"type": "object", "properties": {"a": NUMBER, "b": NUMBER}, "required": ["a", "b"]}
-TOOLS = [{"type": "function", "function": {"name": "add", "description": "Add.", "parameters": PARAMETERS}}]
+TOOLS: Any = [{"type": "function", "function": {"name": "add", "description": "Add.", "parameters": PARAMETERS}}]
 CLIENT = AsyncOpenAI(base_url="http://localhost", api_key="none", max_retries=0)
 
 
 async def play(line: str) -> None:
+    """Play the episode that a line of JSON describes, and say what it was worth."""
     asked = json.loads(line)
     client = CLIENT.with_options(base_url=asked["base_url"], api_key=asked["api_key"])
-    messages = [{"role": "user", "content": asked["task"]["question"]}]
+    messages: list[Any] = [{"role": "user", "content": asked["task"]["question"]}]
     for _ in range(3):
         answered = await client.chat.completions.create(model="policy", messages=messages, tools=TOOLS)
         message = answered.choices[0].message
         messages.append(message.model_dump(exclude_none=True))
-        for call in message.tool_calls or ():
+        calls: list[Any] = message.tool_calls or []
+        for call in calls:
             try:
                 told = str(sum(json.loads(call.function.arguments)[name] for name in ("a", "b")))
             except (KeyError, TypeError):
                 told = "Error"
             messages.append({"role": "tool", "tool_call_id": call.id, "content": told})
-        if not message.tool_calls:
+        if not calls:
             break
     reward = float((message.content or "").strip() == asked["task"]["answer"])
     print(json.dumps({"session": asked["session"], "reward": reward}), flush=True)
 
 
 async def main() -> None:
+    """Play episodes, many at a time, until stdin closes."""
     async with asyncio.TaskGroup() as playing:
         while line := await asyncio.to_thread(sys.stdin.readline):
             playing.create_task(play(line))

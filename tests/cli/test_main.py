@@ -51,7 +51,7 @@ def test_help_lists_the_commands(arguments: list[str], capsys: pytest.CaptureFix
 def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trian", "--help"]) == 2
     assert capsys.readouterr().err == (
-        "a command must be one of run, plan, check, eval, export, report, sample, data, environment, rewards, "
+        "a command must be one of run, plan, check, eval, export, report, sample, serve, data, environment, rewards, "
         "launch, got 'trian'; "
         "see tpu-grpo --help\n"
     )

@@ -65,7 +65,10 @@ def test_a_request_that_adds_to_what_was_sampled_continues_its_tokens() -> None:
     first = talk.first(asked(user("2+45=")))
     assert (list(first.token_ids), first.key) == (talk._start.dialect.prompt([user("2+45=")]), KEY)
     turn = Completion(
-        np.array([*map(ord, "47"), *ids("qwen2_5", "<|im_end|>")], np.int32), np.float32([-1, -2, -3]), "stop", 0
+        np.array([*map(ord, "47"), *ids("qwen2_5", "<|im_end|>")], np.int32),
+        np.array([-1, -2, -3], np.float32),
+        "stop",
+        0,
     )
     action = talk.turn(turn)
     assert (action.content, action.sampled.token_ids, action.sampled.logprobs) == (
@@ -152,7 +155,7 @@ def test_tools_are_those_of_the_request() -> None:
     with_tool = dialect("qwen2_5", (ADD,))
     assert list(first.token_ids) == with_tool.prompt([user("2+45=")])
     action = talk.turn(said('<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 45}}\n</tool_call>'))
-    assert [call.name for call in action.calls] == ["add"]
+    assert [vars(call)["name"] for call in action.calls] == ["add"]
     made = {"type": "function", "function": {"name": "add", "arguments": {"b": 45, "a": 2}}}
     told = {"role": "tool", "name": "add", "content": "47"}
     second = talk.answered(asked(user("2+45="), {**assistant(""), "tool_calls": [made]}, told, tools=(ADD,)))

@@ -113,7 +113,7 @@ def test_an_adapter_that_is_named(load):
     with pytest.raises(EpisodeError, match="legal_moves is a tool"):
         load(source)
     assert load(source, adapter="gym").takes == "texts"
-    with pytest.raises(EpisodeError, match="must be one of tunix, openenv, skyrl, gym, tools, got 'jim'"):
+    with pytest.raises(EpisodeError, match="must be one of agent, tunix, openenv, skyrl, gym, tools, got 'jim'"):
         load(source, adapter="jim")
 
 

@@ -20,6 +20,7 @@ COMMANDS = {
     "export": ("export", "write the model of a checkpoint as a Hugging Face directory"),
     "report": ("report", "write a page that shows a run, or compares several; also while they go on"),
     "sample": ("sample", "let the model of a run, an export or any other answer prompts, or talk"),
+    "serve": ("serve", "answer HTTP requests with a model, in the forms of OpenAI, vLLM and SGLang"),
     "data": ("data", "show the first prompts of a config as the model will see them"),
     "environment": ("environment", "play an environment of a config, with tokens, masks and rewards"),
     "rewards": ("rewards", "try the rewards of a config on completions of a file"),

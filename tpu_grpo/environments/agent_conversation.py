@@ -16,7 +16,7 @@ branches, too: each continues its own tokens.
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tpu_grpo.environments.actions import Action, Answered, Message, SampledTurn
 from tpu_grpo.environments.conversation import Conversation, Start
@@ -24,6 +24,9 @@ from tpu_grpo.environments.policy_requests import Asked
 from tpu_grpo.environments.tool_values import WrongError
 from tpu_grpo.records.errors import ConfigError, DataError
 from tpu_grpo.records.stages import Completion, Request
+
+if TYPE_CHECKING:
+    from tpu_grpo.environments.chat_dialect import Dialect
 
 
 @dataclass(frozen=True)
@@ -69,20 +72,14 @@ class AgentConversation(Conversation):
     def turn(self, completion: Completion) -> Action:
         """Take the policy's turn, and return it parsed, with its tokens; it never ends the conversation."""
         prompt = tuple(self._ids)
-        completion = self._stopped(completion)
-        action = self._take(completion, self._dialect)
-        for stop in self._asked.stop:
-            action = replace(
-                action, text=action.text.partition(stop)[0], content=action.content.partition(stop)[0].strip()
-            )
+        completion = stopped(completion, len(prompt), self._asked.stop, self._dialect)
+        action = without_stops(self._take(completion, self._dialect), self._asked.stop)
         self._messages[-1] = {**self._messages[-1], "content": action.content}
         self._add_turn(completion, action, action.calls)
         self._flags += [True] * len(completion.token_ids)
         said = (*map(_canonical, self._asked.messages), _canonical(self._messages[-1])) if self._asked.messages else ()
         self._seen.append(_Seen(self._tools, said, tuple(self._ids), tuple(self._flags), is_turn=True))
-        token_ids, logprobs = completion.token_ids.tolist(), completion.logprobs.tolist()
-        sampled = SampledTurn(prompt, tuple(token_ids), tuple(logprobs), completion.finish_reason == "length")
-        return replace(action, sampled=sampled)
+        return replace(action, sampled=sampled_turn(prompt, completion))
 
     def answered(self, reply: Answered) -> Request | None:
         """Take the agent's next request, and return that of the policy's next turn; None if the conversation is over,
@@ -169,21 +166,34 @@ class AgentConversation(Conversation):
         sampling = replace(request.sampling, max_new_tokens=min(most, request.sampling.max_new_tokens))
         return replace(request, sampling=sampling)
 
-    def _stopped(self, completion: Completion) -> Completion:
-        """Drop the tokens after the first one with which the turn contains a stop text."""
-        ids = completion.token_ids.tolist()
-        if not self._asked.stop or not _holds(self._dialect.decode(ids), self._asked.stop):
-            return completion
-        count = next(n for n in range(1, len(ids) + 1) if _holds(self._dialect.decode(ids[:n]), self._asked.stop))
-        computed = len(self._ids) + count - 1
-        return replace(
-            completion,
-            token_ids=completion.token_ids[:count],
-            logprobs=completion.logprobs[:count],
-            finish_reason="stop",
-            kept=None if completion.kept is None else completion.kept[:count],
-            experts=None if completion.experts is None else completion.experts[:computed],
-        )
+
+def sampled_turn(prompt_ids: tuple[int, ...], completion: Completion) -> SampledTurn:
+    """Return the tokens of a turn, for its answer."""
+    ids, logprobs = completion.token_ids.tolist(), completion.logprobs.tolist()
+    return SampledTurn(prompt_ids, tuple(ids), tuple(logprobs), completion.finish_reason == "length")
+
+
+def stopped(completion: Completion, prompt_tokens: int, stops: Sequence[str], dialect: "Dialect") -> Completion:
+    """Drop the tokens after the first one with which a turn contains one of the texts ``stops``."""
+    ids = completion.token_ids.tolist()
+    if not _holds(dialect.decode(ids), stops):
+        return completion
+    count = next(n for n in range(1, len(ids) + 1) if _holds(dialect.decode(ids[:n]), stops))
+    return replace(
+        completion,
+        token_ids=completion.token_ids[:count],
+        logprobs=completion.logprobs[:count],
+        finish_reason="stop",
+        kept=None if completion.kept is None else completion.kept[:count],
+        experts=None if completion.experts is None else completion.experts[: prompt_tokens + count - 1],
+    )
+
+
+def without_stops(action: Action, stops: Sequence[str]) -> Action:
+    """Cut the texts of a turn before the first of the texts ``stops``."""
+    for stop in stops:
+        action = replace(action, text=action.text.partition(stop)[0], content=action.content.partition(stop)[0].strip())
+    return action
 
 
 def _holds(text: str, stops: Sequence[str]) -> bool:

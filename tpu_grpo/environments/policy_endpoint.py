@@ -8,7 +8,7 @@
     session.close(RefusedError(...))                        # the answer to whatever else it asks
 
 Requests of a session are answered one after another, in the order in which they arrived; a request for n turns is n of
-them.
+them. A model that is only served has one session, whose paths have no prefix, and whose requests are answered together.
 """
 
 import asyncio
@@ -26,7 +26,6 @@ from aiohttp.typedefs import Handler
 from tpu_grpo.environments.actions import Action
 from tpu_grpo.environments.policy_requests import FORMS, Asked, RefusedError, streamed
 
-MODEL = "policy"
 MOST_BYTES = 2**24
 """The largest body of a request, 16 MiB."""
 MOST_WAITING = 256
@@ -36,8 +35,9 @@ MOST_WAITING = 256
 class Session:
     """The requests of one agent."""
 
-    def __init__(self, name: str):
-        self.name, self.key = name, secrets.token_urlsafe(24)
+    def __init__(self, name: str, key: str | None, most: int):
+        """``key`` is what requests have to show, None for nothing; ``most`` turns may be asked for at once."""
+        self.name, self.key, self._most = name, key, most
         self.reward: float | None = None
         """What the agent has posted as its reward."""
         self._waiting: deque[tuple[str, asyncio.Future[Action]]] = deque()
@@ -47,10 +47,10 @@ class Session:
 
     async def turns(self, asked: Asked) -> list[Action]:
         """Wait for the turns that a request asks for; raises RefusedError once the session is closed."""
-        if self._closed is None and len(self._waiting) + asked.n > MOST_WAITING:
-            raise RefusedError(f"a session may ask for {MOST_WAITING} turns at once, got more", 429, "too_many")
+        if self._closed is None and len(self._waiting) + asked.n > self._most:
+            raise RefusedError(f"at most {self._most} turns may be asked for at once, got more", 429, "too_many")
         futures = [asyncio.get_running_loop().create_future() for _ in range(asked.n)]
-        self._waiting.extend((asked.for_one(), future) for future in futures)
+        self._waiting.extend((asked.for_one(index), future) for index, future in enumerate(futures))
         self._arrived.set()
         if self._closed is not None:
             self.close(self._closed)
@@ -70,6 +70,14 @@ class Session:
             self._arrived.clear()
         return request
 
+    async def batch(self, most: int) -> list[tuple[str, asyncio.Future[Action]]]:
+        """Wait for a request, and take up to ``most`` of those that wait; the caller sets their results."""
+        await self._arrived.wait()
+        taken = [self._waiting.popleft() for _ in range(min(most, len(self._waiting)))]
+        if not self._waiting:
+            self._arrived.clear()
+        return taken
+
     def answer(self, turn: Action) -> None:
         """Answer the request that ``next`` returned last."""
         if self._asked is not None and not self._asked.done():
@@ -86,32 +94,44 @@ class Session:
                 future.exception()  # its client may be gone, and then nobody asks
 
 
+_SESSION = web.RequestKey("session", Session)
+
+
 class Endpoint:
     """The server, and the sessions that it answers."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: str = "policy"):
+        """``model`` is the name that answers give."""
+        self._model = model
         self._sessions: dict[str, Session] = {}
         self._opened = 0
         self.address = ""
 
-    async def listen(self) -> None:
-        """Begin to listen on a free port of loopback."""
+    async def listen(self, host: str = "127.0.0.1", port: int = 0) -> None:
+        """Begin to listen, by default on a free port of loopback. Raises OSError for a port that is taken."""
         app = web.Application(client_max_size=MOST_BYTES, middlewares=[self._with_key])
-        for path in FORMS:
-            app.router.add_post(f"/{{session}}{path}", self._ask)
+        for prefix in ("", "/{session}"):
+            for path in FORMS:
+                app.router.add_post(f"{prefix}{path}", self._ask)
+            app.router.add_get(f"{prefix}/v1/models", self._models)
+            app.router.add_get(f"{prefix}/health", self._health)
         app.router.add_post("/{session}/reward", self._reward)
-        app.router.add_get("/{session}/v1/models", self._models)
-        app.router.add_get("/{session}/health", self._health)
         runner = web.AppRunner(app, access_log=None)
         await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        await web.TCPSite(runner, host, port).start()
         host, port = runner.addresses[0][:2]
         self.address = f"http://{host}:{port}"
 
     def open(self) -> Session:
-        """Open a session."""
+        """Open a session with a key of its own."""
         self._opened += 1
-        session = self._sessions[f"s{self._opened}"] = Session(f"s{self._opened}")
+        name = f"s{self._opened}"
+        session = self._sessions[name] = Session(name, secrets.token_urlsafe(24), MOST_WAITING)
+        return session
+
+    def open_root(self, key: str | None, most: int) -> Session:
+        """Open the session whose paths have no prefix."""
+        session = self._sessions[""] = Session("", key, most)
         return session
 
     def forget(self, session: Session) -> None:
@@ -131,20 +151,22 @@ class Endpoint:
         try:
             session = self._sessions.get(request.match_info.get("session", ""))
             given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-            if session is None or not hmac.compare_digest(given.encode(), session.key.encode()):
+            if session is None or (
+                session.key is not None and not hmac.compare_digest(given.encode(), session.key.encode())
+            ):
                 raise RefusedError(
                     "a request must have the key of an open session, as a bearer token", 401, "no_access"
                 )
-            request["session"] = session
+            request[_SESSION] = session
             return await handler(request)
         except RefusedError as error:
             return web.json_response(error.body, status=error.status)
 
     async def _ask(self, request: web.Request) -> web.StreamResponse:
-        session: Session = request["session"]
-        form = FORMS[request.path.removeprefix(f"/{session.name}")]
+        session = request[_SESSION]
+        form = FORMS[request.path.removeprefix(f"/{session.name}" if session.name else "")]
         asked = form.read(await request.read())
-        answer = form.write(asked, await session.turns(asked), MODEL)
+        answer = form.write(asked, await session.turns(asked), self._model)
         if not (asked.streams and "object" in answer):
             return web.json_response(answer)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -162,11 +184,13 @@ class Endpoint:
             reward = math.nan
         if not math.isfinite(reward):
             raise RefusedError('the body must be {"reward": a finite number}, got another')
-        request["session"].reward = reward
+        request[_SESSION].reward = reward
         return web.json_response({"reward": reward})
 
     async def _models(self, _: web.Request) -> web.Response:
-        return web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "run"}]})
+        return web.json_response(
+            {"object": "list", "data": [{"id": self._model, "object": "model", "owned_by": "tpu_grpo"}]}
+        )
 
     async def _health(self, _: web.Request) -> web.Response:
         return web.json_response({"status": "ok"})

@@ -4,8 +4,8 @@
     asked = form.read(body)                     # Asked; raises RefusedError for what cannot be honoured
     body = form.write(asked, [turn], "policy")  # the answer, with a turn for each of asked.n
 
-What decides tokens comes from the run, so ``temperature``, ``top_p`` and the like are read and not used. A request can
-only end a turn earlier: by its most tokens, or by stop texts.
+In a run, the run's settings decide how tokens are sampled, and a request can only end a turn earlier: by its most
+tokens, or by stop texts. Where a model is only served, ``temperature`` and the like count, too.
 """
 
 import json
@@ -50,14 +50,19 @@ class Asked(BaseModel):
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     """Texts that end the turn; they are left out of its text, but not of its tokens."""
+    sampling: dict[str, float] = Field(default_factory=dict)
+    """The fields of `SamplingParams` that the request gives, and ``seed``."""
     n: int = 1
+    index: int = 0
+    """The number of the turn among ``n``."""
     streams: bool = False
     logprobs: bool = False
     returns_ids: bool = False
 
-    def for_one(self) -> str:
+    def for_one(self, index: int = 0) -> str:
         """Return the request for one of its ``n`` turns in JSON, without what only its answer needs."""
-        return self.model_dump_json(include={"messages", "tools", "text", "token_ids", "max_tokens", "stop"})
+        one = self.model_copy(update={"index": index})
+        return one.model_dump_json(exclude={"n", "streams", "logprobs", "returns_ids"})
 
 
 Text = str | list[dict[str, Any]] | None
@@ -72,12 +77,22 @@ class _Body(BaseModel):
     stop: str | list[str] | None = None
     stream: bool | None = None
     return_token_ids: bool | None = None
+    temperature: Annotated[float, Field(ge=0.0, le=100.0)] | None = None
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**31)] | None = None
 
     def common(self) -> dict[str, Any]:
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if len(stop) > MOST_STOPS or "" in stop:
             raise RefusedError(f"stop must hold at most {MOST_STOPS} texts, none of them empty, got {stop!r:.200}")
+        given = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "min_p", "seed")}
+        sampling = {name: value for name, value in given.items() if value is not None}
+        if sampling.get("top_k") == -1:
+            sampling["top_k"] = 0  # all tokens, as vLLM and SGLang write it
         return {
+            "sampling": sampling,
             "n": self.n or 1,
             "max_tokens": self.max_tokens,
             "stop": tuple(stop),

@@ -3,8 +3,11 @@
 The engine is as small as the answers allow, and uses the fewest devices that hold the model.
 """
 
+import json
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -13,15 +16,19 @@ from jax.sharding import Mesh
 
 from tpu_grpo.config import RunConfig
 from tpu_grpo.data.chat_messages import Message, record_of
-from tpu_grpo.data.rendering import PromptRenderer
+from tpu_grpo.data.rendering import PromptRenderer, template_switches
 from tpu_grpo.engine.engine import Engine
 from tpu_grpo.engine.options import EngineOptions, choose_attention
 from tpu_grpo.engine.replicas import Replicas
 from tpu_grpo.engine.sampler import completion_text, sampling_params, stream
+from tpu_grpo.environments.actions import Action
+from tpu_grpo.environments.agent_conversation import sampled_turn, stopped, without_stops
+from tpu_grpo.environments.chat_dialect import Dialect
+from tpu_grpo.environments.policy_requests import Asked, RefusedError
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.learner import parameters
 from tpu_grpo.models.tokenizers import TextStream
-from tpu_grpo.records.errors import ConfigError, RequestError
+from tpu_grpo.records.errors import ConfigError, DataError, RequestError
 from tpu_grpo.records.stages import Completion, Prompt, PromptBatch, Request, Rollout, SampleKey, Scores
 from tpu_grpo.rewards import RewardSet, open_rewards
 from tpu_grpo.run.engines import SyncedEngines
@@ -113,6 +120,11 @@ class Speaker:
         engines.install(parameters(load_policy(config, checkpoint, mesh, self._chosen)))
         [self._engine] = replicas.engines.values()
 
+    def compile_all(self) -> None:
+        """Compile the engine's programs, so that no answer waits for that."""
+        assert self._engine is not None, "start comes first"
+        self._engine.compile_all()
+
     def _context_tokens(self, prompts: Sequence[Prompt]) -> int:
         longest, new = self._checkpoint.hf_config.get("max_position_embeddings"), self._sampling.max_new_tokens
         if (context := self._context) is None and prompts:
@@ -157,6 +169,59 @@ class Speaker:
         assert self._engine is not None, "start comes first"
         [completion] = self._engine.generate([request])
         return completion
+
+    def turns(self, asked: Sequence[Asked]) -> list[Action | RefusedError]:
+        """Sample turns for a server's requests, all at once; a request that cannot be served gets its refusal.
+
+        The tokens of a request depend on itself alone: on its prompt, its ``seed`` and its index.
+        """
+        assert self._engine is not None, "start comes first"
+        read = [self._read(each) for each in asked]
+        requests = [each for each in read if isinstance(each, Request)]
+        completions = iter(self._engine.generate(requests) if requests else ())
+        found = list[Action | RefusedError]()
+        for each, request in zip(asked, read, strict=True):
+            if isinstance(request, RefusedError):
+                found.append(request)
+                continue
+            dialect = self._dialect.with_tools(json.dumps(each.tools))
+            completion = stopped(next(completions), len(request.token_ids), each.stop, dialect)
+            turn = without_stops(dialect.read(completion.token_ids.tolist()), each.stop)
+            found.append(replace(turn, sampled=sampled_turn(request.token_ids, completion)))
+        return found
+
+    @cached_property
+    def _dialect(self) -> Dialect:
+        config = self._config
+        switches = template_switches(config.data, self._tokenizer)
+        return Dialect(self._tokenizer, (), config.environment.tool_format, switches)
+
+    def _read(self, asked: Asked) -> Request | RefusedError:
+        """Make the engine's request of a server's."""
+        assert self._engine is not None
+        try:
+            if asked.messages is not None:
+                ids = self._dialect.with_tools(json.dumps(asked.tools)).prompt(asked.messages)
+            else:
+                ids = list(asked.token_ids or ()) if asked.text is None else self._tokenizer(asked.text).input_ids
+                self._dialect.check_ids(ids)
+        except (ConfigError, DataError) as error:
+            return RefusedError(str(error))
+        context, given = self._engine.options.context_tokens, dict(asked.sampling)
+        room = context - len(ids)
+        if not ids or room < 1:
+            said = f"a prompt must have 1 to {context - 1} tokens here, got {len(ids)}"
+            return RefusedError(said, code="context_length_exceeded")
+        seed = int(given.pop("seed", self._seed))
+        most = min(asked.max_tokens or self._sampling.max_new_tokens, room)
+        sampling = replace(self._sampling, max_new_tokens=most, **given)
+        key = SampleKey(seed, 0, zlib.crc32(np.asarray(ids, np.int32).tobytes()) >> 1, asked.index)
+        request = Request(tuple(ids), sampling, key)
+        try:
+            self._engine.check([request])
+        except RequestError as error:
+            return RefusedError(str(error), code="context_length_exceeded")
+        return request
 
     def score(self, prompt: Prompt, completions: Sequence[Completion]) -> Scores:
         """Score answers with the run's rewards, which get the columns of the prompt. Raises RewardError if the prompt

@@ -1,0 +1,86 @@
+"""Serves a model: one thread reads and writes HTTP, and the main thread samples, batch by batch.
+
+with Server(speaker, "runs/mine", "127.0.0.1", 8000, key=None) as server:
+    server.serve(rows=64)               # until server.stop() is called
+"""
+
+import asyncio
+import threading
+from concurrent.futures import CancelledError
+from types import TracebackType
+from typing import Any, Self
+
+from tpu_grpo.environments.policy_endpoint import Endpoint, Session
+from tpu_grpo.environments.policy_requests import Asked, RefusedError
+from tpu_grpo.records.errors import ConfigError
+from tpu_grpo.run.answering import Speaker
+
+MOST_WAITING = 4096
+"""The most turns that wait; further requests are refused with 429."""
+
+
+class Server:
+    """The HTTP server, which listens from ``__enter__`` on."""
+
+    def __init__(self, speaker: Speaker, model: str, host: str, port: int, key: str | None):
+        self._speaker, self._listening = speaker, (host, port)
+        self._endpoint = Endpoint(model)
+        self._session: Session = self._endpoint.open_root(key, MOST_WAITING)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="http", daemon=True)
+        self._taking: Any = None
+        self._stopped = False
+
+    def __enter__(self) -> Self:
+        """Begin to listen. Raises ConfigError for an address that cannot be had."""
+        self._thread.start()
+        host, port = self._listening
+        try:
+            asyncio.run_coroutine_threadsafe(self._endpoint.listen(host, port), self._loop).result()
+        except OSError as error:
+            self._end()
+            raise ConfigError(
+                f"--host and --port must be an address of this machine that is free, got {host}:{port}: {error}; "
+                "choose another"
+            ) from error
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Refuse what still waits, and end the server."""
+        reason = RefusedError("the server must be there until the answer, got one that was stopped", 503, "stopped")
+        self._loop.call_soon_threadsafe(self._session.close, reason)
+        self._end()
+
+    @property
+    def address(self) -> str:
+        """The address, such as http://127.0.0.1:8000."""
+        return self._endpoint.address
+
+    def serve(self, rows: int) -> None:
+        """Answer requests, up to ``rows`` turns at once, until ``stop`` is called."""
+        while not self._stopped:
+            self._taking = asyncio.run_coroutine_threadsafe(self._session.batch(rows), self._loop)
+            try:
+                taken = self._taking.result()
+            except CancelledError:
+                return
+            asked = [Asked.model_validate_json(request) for request, _ in taken]
+            for (_, future), turn in zip(taken, self._speaker.turns(asked), strict=True):
+                done = future.set_exception if isinstance(turn, RefusedError) else future.set_result
+                self._loop.call_soon_threadsafe(lambda future=future, done=done, turn=turn: future.done() or done(turn))
+
+    def stop(self) -> None:
+        """End ``serve`` after the present batch; may be called by a signal's handler."""
+        self._stopped = True
+        if self._taking is not None:
+            self._taking.cancel()
+
+    def _end(self) -> None:
+        async def rest() -> None:
+            await asyncio.sleep(0.1)  # the last answers are written
+
+        asyncio.run_coroutine_threadsafe(rest(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
