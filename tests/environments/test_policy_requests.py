@@ -1,0 +1,108 @@
+"""Requests that are broken in any way are refused, and nothing else happens."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tpu_grpo.environments.policy_requests import FORMS, Asked, RefusedError
+
+NAMES = [
+    "messages",
+    "role",
+    "content",
+    "name",
+    "tool_calls",
+    "function",
+    "arguments",
+    "id",
+    "type",
+    "tools",
+    "n",
+    "max_tokens",
+    "stop",
+    "stream",
+    "temperature",
+    "top_p",
+    "top_k",
+    "seed",
+    "logprobs",
+    "prompt",
+    "echo",
+    "token_ids",
+    "sampling_params",
+    "max_new_tokens",
+    "text",
+    "input_ids",
+    "return_logprob",
+]
+WORDS = ("user", "assistant", "tool", "system", "function", "text", "{}", '{"a": 1}', "", "\ud800", "\x00", "x" * 300)
+LEAVES = st.one_of(
+    st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.floats(), st.sampled_from(WORDS), st.text(max_size=8)
+)
+VALUES = st.recursive(
+    LEAVES,
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(NAMES) | st.text(max_size=4), inner, max_size=5)
+    ),
+    max_leaves=30,
+)
+SOUND: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
+    "/v1/completions": {"prompt": "x"},
+    "/inference/v1/generate": {"token_ids": [1]},
+    "/generate": {"input_ids": [1]},
+}
+
+
+@given(
+    path=st.sampled_from(sorted(FORMS)),
+    changed=st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=4),
+    cut=st.integers(0, 40),
+)
+def test_a_request_is_read_or_refused(path: str, changed: dict[str, Any], cut: int) -> None:
+    text = json.dumps({**SOUND[path], **changed})
+    for data in (text.encode(), text.encode()[:-cut], text.encode("utf-16")):
+        try:
+            asked = FORMS[path].read(data)
+        except RefusedError as error:
+            json.dumps(error.body).encode()
+        else:
+            assert Asked.model_validate_json(asked.for_one()).for_one() == asked.for_one()
+
+
+@pytest.mark.parametrize("data", [b"", b"null", b"[" * 100_000, b"\xff\xfe", b"1e999", b'{"messages": 1}'])
+@pytest.mark.parametrize("path", sorted(FORMS))
+def test_a_body_that_is_no_request(path: str, data: bytes) -> None:
+    with pytest.raises(RefusedError):
+        FORMS[path].read(data)
+
+
+def test_settings_of_a_request() -> None:
+    body = {
+        **SOUND["/v1/chat/completions"],
+        "temperature": 0,
+        "top_k": -1,
+        "seed": 3,
+        "stop": "x",
+        "max_completion_tokens": 5,
+    }
+    asked = FORMS["/v1/chat/completions"].read(json.dumps(body).encode())
+    assert asked.sampling == {"temperature": 0.0, "top_k": 0, "seed": 3}
+    assert (asked.stop, asked.max_tokens, asked.n) == (("x",), 5, 1)
+
+
+def test_a_tools_answer_gets_the_name_of_its_call() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "1"}, {"type": "text", "text": "+"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "2"},
+    ]
+    body = {"messages": messages, "tools": [{"type": "function", "function": {"name": "add"}}]}
+    user, turn, told = FORMS["/v1/chat/completions"].read(json.dumps(body).encode()).messages or ()
+    assert user == {"role": "user", "content": "1+"}
+    assert turn["tool_calls"] == [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]
+    assert told == {"role": "tool", "content": "2", "name": "add"}
