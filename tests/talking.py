@@ -1,5 +1,6 @@
 """A random model that ends its turns after a few tokens, and environments for it, for tests of whole runs."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,50 @@ class Echo:
         done = len(self.said) > self.most or value % 13 == 0
         return str(value % 1000), value / 65536, done, {}
 '''
+AGENT = '''
+import asyncio
+import json
+import random
+import sys
+import zlib
+
+import aiohttp
+
+
+async def play(client, asked):
+    """Ask up to four times: go on, begin anew, or ask for two turns at once, by what the policy says."""
+
+    async def ask(messages, n=1):
+        await asyncio.sleep(random.SystemRandom().uniform(0.0, 0.1))
+        url, body = asked["base_url"] + "/chat/completions", {"messages": messages, "n": n, "max_tokens": 10}
+        async with client.post(url, json=body, headers={"Authorization": "Bearer " + asked["api_key"]}) as answer:
+            return [choice["message"] for choice in (await answer.json())["choices"]]
+
+    messages, said = [{"role": "user", "content": asked["task"]["question"]}], []
+    for _ in range(3):
+        turns = await ask(messages, 1 + len(said) % 2)
+        said += [turn["content"] for turn in turns]
+        value = zlib.crc32("".join(said).encode())
+        if value % 5 == 0:
+            break
+        messages = messages if value % 3 == 0 else [*messages, turns[0], {"role": "user", "content": str(value % 100)}]
+    print(json.dumps({"session": asked["session"], "reward": zlib.crc32("".join(said).encode()) / 2**32}), flush=True)
+
+
+async def main():
+    async with aiohttp.ClientSession() as client, asyncio.TaskGroup() as group:
+        while line := await asyncio.to_thread(sys.stdin.readline):
+            group.create_task(play(client, json.loads(line)))
+
+
+asyncio.run(main())
+'''
+"""An agent whose requests depend on what the policy says, and arrive in any order."""
+AGENT_SETTINGS = {
+    "name": "agent",
+    "options": {"command": [sys.executable, "agent.py"], "lasting": True},
+    "max_turns": 8,
+}
 SIZES = {
     "data": {"path": "data.jsonl", "prompts_per_step": 4, "max_prompt_tokens": 24},
     "rollout": {"max_new_tokens": 72, "prefill_tokens": 64, "batch_paddings": [16], "max_running_requests": 16},
@@ -66,6 +111,7 @@ def write_talking_files(directory: Path) -> Path:
         tensors["lm_head.weight"][end] *= 5.0
     save_file(tensors, path, metadata={"format": "pt"})
     (directory / "echo.py").write_text(ENVIRONMENT)
+    (directory / "agent.py").write_text(AGENT)
     lines = [f'{{"question": "{n}+1=", "answer": "{n + 1}"}}\n' for n in range(8)]
     (directory / "data.jsonl").write_text("".join(lines))
     return directory

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.marks import marked
-from tests.talking import SIZES, write_talking_files
+from tests.talking import AGENT_SETTINGS, SIZES, write_talking_files
 from tests.test_pipeline import digests, lines
 from tpu_grpo.config import RunConfig, parse_config
 from tpu_grpo.records.errors import EpisodeError
@@ -102,6 +102,18 @@ def test_agreement_over_eight_turns_and_what_is_written_down(whole: Path) -> Non
     # a group begins alike: reset draws what its prompt's seed says
     assert {len({row["prompt"] for row in rows[start : start + 4]}) for start in range(0, 32, 4)} == {1}
     assert len({row["prompt"] for row in rows}) > 4
+
+
+def test_an_agent_is_told_the_same_in_whatever_order_it_asks(tmp_path: Path) -> None:
+    """Its requests arrive after random delays, so in other orders in both runs."""
+    runs = [tmp_path / "one", tmp_path / "two"]
+    for run_dir in runs:
+        train(config(run_dir, environment=AGENT_SETTINGS))
+    assert digests(runs[0]) == digests(runs[1])
+    for line in lines(runs[0]):
+        assert line["agreement/logprob_abs_diff_mean"] <= 1e-5
+        assert line["episodes/turns_max"] >= 4
+    assert {len(row["turns"]) for row in samples(runs[0])} > {1}
 
 
 @pytest.mark.parametrize(

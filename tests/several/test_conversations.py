@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.several.runs import SOON, outcome, run_hosts, settings
-from tests.talking import SIZES, write_talking_files
+from tests.talking import AGENT_SETTINGS, SIZES, write_talking_files
 
 pytestmark = [pytest.mark.several_hosts, pytest.mark.timeout(900)]
 
@@ -68,3 +68,16 @@ def test_killed_and_continued_is_as_undisturbed(talking: Path, alone: Path, tmp_
     assert ended.code == 0, ended.errors
     assert "continuing after step" in ended.out  # 1 or 2: the save of step 2 may have been cut short
     assert outcome(run_dir) == outcome(alone)
+
+
+@pytest.mark.slow
+def test_agents_are_told_the_same_on_every_number_of_hosts(talking: Path, tmp_path: Path) -> None:
+    """Four replicas in one process and in two, then one replica over two hosts, which have an agent each."""
+    found = []
+    for name, hosts, tensor in (("one", 1, 1), ("two", 2, 1), ("whole", 1, 4), ("over", 2, 4)):
+        sections = {"environment": AGENT_SETTINGS, "meshes": {"sampler": {"tensor": tensor}}}
+        ended = run_hosts(hosts, 4 // hosts, talking, tree(tmp_path / name, **sections))
+        assert ended.code == 0, ended.errors
+        found.append(outcome(tmp_path / name))
+    assert found[0] == found[1]
+    assert found[2][0] == found[3][0]
