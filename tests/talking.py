@@ -70,6 +70,8 @@ async def play(client, asked):
         if value % 5 == 0:
             break
         messages = messages if value % 3 == 0 else [*messages, turns[0], {"role": "user", "content": str(value % 100)}]
+    if "lucky" in sys.argv:  # what an agent that reads a clock might say
+        said.append(str(random.SystemRandom().random()))
     print(json.dumps({"session": asked["session"], "reward": zlib.crc32("".join(said).encode()) / 2**32}), flush=True)
 
 

@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import shutil
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -114,6 +116,24 @@ def test_an_agent_is_told_the_same_in_whatever_order_it_asks(tmp_path: Path) -> 
         assert line["agreement/logprob_abs_diff_mean"] <= 1e-5
         assert line["episodes/turns_max"] >= 4
     assert {len(row["turns"]) for row in samples(runs[0])} > {1}
+
+
+def test_a_continued_run_repeats_the_episodes_that_it_had(tmp_path: Path) -> None:
+    """The agent gives rewards at random. A copy of the run as a kill after step 1 would leave it, with the episodes of
+    step 2 written down, ends with the same parameters; without them it does not."""
+    agent = {
+        **AGENT_SETTINGS,
+        "options": {**AGENT_SETTINGS["options"], "command": [sys.executable, "agent.py", "lucky"]},
+    }
+    whole, killed, played = tmp_path / "whole", tmp_path / "killed", tmp_path / "played"
+    train(config(whole, environment=agent, run={"max_steps": 1}))
+    for copy in (killed, played):
+        shutil.copytree(whole, copy)
+    ended = train(config(whole, environment=agent))
+    shutil.copytree(whole / "episodes", killed / "episodes", dirs_exist_ok=True)
+    assert train(config(killed, environment=agent))["params_digest"] == ended["params_digest"]
+    assert len((killed / "episodes" / "2.host_0.jsonl").read_text().splitlines()) == 16
+    assert train(config(played, environment=agent))["params_digest"] != ended["params_digest"]
 
 
 @pytest.mark.parametrize(

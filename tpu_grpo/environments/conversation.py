@@ -19,6 +19,7 @@ import numpy as np
 
 from tpu_grpo.config import EnvironmentSection
 from tpu_grpo.environments.actions import Action, Answered, BadCall, Ended, LoadedEnvironment, Message, ToolCall
+from tpu_grpo.environments.episode_record import digest_of
 from tpu_grpo.environments.tool_values import WrongError
 from tpu_grpo.records.episode import Branch, Ending, Episode, Failure, Turn
 from tpu_grpo.records.stages import Completion, Prompt, Request
@@ -106,6 +107,11 @@ class Conversation:
         told = self._messages[: self._first_messages] or self._start.prompt.conversation
         said = [str(message["content"]) for message in told if message["role"] == "user"]
         return said[-1] if said else str(told[-1]["content"])
+
+    @property
+    def digest(self) -> str:
+        """A digest of all tokens so far."""
+        return digest_of(self._tokens)
 
     # --- what happens to it -------------------------------------------------------------------------------------------
 

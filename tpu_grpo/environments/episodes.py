@@ -20,6 +20,7 @@ from tpu_grpo.config import EnvironmentSection
 from tpu_grpo.environments.actions import COLUMN, Answered, Ended, LoadedEnvironment, Reply
 from tpu_grpo.environments.agent_conversation import AgentConversation
 from tpu_grpo.environments.conversation import Conversation, Start
+from tpu_grpo.environments.episode_record import EpisodeRecord, Replies
 from tpu_grpo.environments.tool_values import WrongError
 from tpu_grpo.records.episode import Failure
 from tpu_grpo.records.errors import EpisodeError, without_controls
@@ -53,6 +54,8 @@ class Environments:
         self.loaded, self.dialects, self.section = loaded, dialects, section
         self._pool = pool
         self._max_prompt_tokens = max_prompt_tokens
+        self.record: EpisodeRecord | None = None
+        """Where the episodes of agents are written, and taken from in a continued run."""
 
     def __call__(self, prompts: Sequence[Prompt], requests: Sequence[Request]) -> "Episodes":
         """Prepare a conversation for each row, from its prompt and from the request that says how to sample it."""
@@ -61,7 +64,7 @@ class Environments:
             Start(prompt, request, self.loaded[name], self.dialects[name], self.section, self._max_prompt_tokens)
             for prompt, request, name in zip(prompts, requests, names, strict=True)
         ]
-        return Episodes(starts, names, self._pool, self.places)
+        return Episodes(starts, names, self._pool, self.places, self.record)
 
     @property
     def places(self) -> int | None:
@@ -77,8 +80,15 @@ class Environments:
 class Episodes:
     """The conversations of a batch, from their beginnings to their ends."""
 
-    def __init__(self, starts: Sequence[Start], names: Sequence[str], pool: "EnvironmentPool", places: int | None):
-        self.places = places
+    def __init__(
+        self,
+        starts: Sequence[Start],
+        names: Sequence[str],
+        pool: "EnvironmentPool",
+        places: int | None,
+        record: EpisodeRecord | None = None,
+    ):
+        self.places, self._record = places, record
         self._starts = starts
         self._names = names
         self._pool = pool
@@ -88,6 +98,10 @@ class Episodes:
         self._out_since: dict[int, float] = {}
         self._seconds = [0.0] * len(starts)
         self._done: dict[int, Completion] = {}
+        self._written: dict[int, Replies] = {}
+        """Row -> the replies so far of an agent that plays now."""
+        self._replayed: dict[int, Replies] = {}
+        """Row -> the replies to come of an agent that has played before."""
         self._has_failed = False
 
     def needs_place(self, row: int) -> bool:
@@ -101,6 +115,11 @@ class Episodes:
         chosen = () if self._names[row] == "" else (COLUMN,)  # reset does not get the column `environment`
         columns = {name: value for name, value in start.prompt.columns.items() if name not in chosen}
         self._out_since[row] = time.perf_counter()
+        if self._record is not None and start.environment.takes == "answers" and start.request.key.step:
+            if (replies := self._record.replies(start.request.key)) is not None:
+                self._replayed[row] = replies
+                return
+            self._written[row] = []
         self._pool.start(row, self._names[row], columns, seed_of(start.request.key))
 
     def ended(self, row: int, completion: Completion) -> None:
@@ -108,8 +127,8 @@ class Episodes:
         action = self._open[row].turn(completion)
         self._out_since[row] = time.perf_counter()
         if action is None:
-            self._pool.end(row)
-        else:
+            self._end(row)
+        elif row not in self._replayed:
             self._pool.act(row, action)
 
     def stop(self, row: int) -> None:
@@ -120,15 +139,15 @@ class Episodes:
 
     def ready(self, row: int) -> bool:
         """Whether ``next`` would return without waiting."""
-        while row not in self._next and self._pool.ready(row):
-            self._take(row, self._pool.take(row))
+        while row not in self._next and (row in self._replayed or self._pool.ready(row)):
+            self._take(row, self._reply(row))
         return row in self._next
 
     def next(self, row: int) -> Request | None:
         """Wait for the environment, and return the request of the row's next turn; None if the conversation is over.
         Raises EpisodeError for an environment that failed, if environment.on_error is stop."""
         while row not in self._next:
-            self._take(row, self._pool.take(row))
+            self._take(row, self._reply(row))
         return self._next.pop(row)
 
     def result(self, row: int) -> Completion:
@@ -145,9 +164,28 @@ class Episodes:
 
     def close(self) -> None:
         """Discard conversations that are not over."""
-        for row in [row for row in self._open if row not in self._done]:
+        for row in [row for row in self._open if row not in self._done and row not in self._replayed]:
             self._pool.drop(row)
         self._open.clear()
+
+    def _reply(self, row: int) -> Reply:
+        """Return the environment's next reply: wait for it, or take it from the record."""
+        key = self._starts[row].request.key
+        if (replayed := self._replayed.get(row)) is not None:
+            digest, reply = replayed.pop(0) if replayed else ("", None)
+            if reply is None or digest != self._open[row].digest:
+                assert self._record is not None
+                raise self._record.refuse(key)
+            return reply
+        reply = self._pool.take(row)
+        if (written := self._written.get(row)) is not None:
+            written.append((self._open[row].digest, reply))
+        return reply
+
+    def _end(self, row: int) -> None:
+        """Ask for the rewards, which ends the conversation."""
+        if row not in self._replayed:
+            self._pool.end(row)
 
     def _take(self, row: int, reply: Reply) -> None:
         """Handle a reply: store the request of the row's next turn, or None; or ask its environment for the rewards."""
@@ -162,12 +200,12 @@ class Episodes:
                 case Answered():
                     request = conversation.answered(reply) if conversation.began else conversation.first(reply)
                     if request is None:
-                        self._pool.end(row)
+                        self._end(row)
                     else:
                         self._next[row] = request
                         self._seconds[row] += time.perf_counter() - self._out_since.pop(row)
         except WrongError as error:
-            if isinstance(reply, Answered):  # otherwise the environment has ended already
+            if isinstance(reply, Answered) and row not in self._replayed:  # otherwise it has ended already
                 self._pool.drop(row)
             self._fail(row, Failure("wrong", str(error)))
 
@@ -198,6 +236,8 @@ class Episodes:
         self._seconds[row] += time.perf_counter() - self._out_since.pop(row)
         self._done[row] = self._open[row].completion(self._seconds[row])
         self._next[row] = None
+        if self._record is not None and (written := self._written.pop(row, None)) is not None:
+            self._record.write(self._starts[row].request.key, written)
 
 
 def seed_of(key: SampleKey) -> int:

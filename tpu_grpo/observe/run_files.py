@@ -32,6 +32,9 @@ METRICS_FILE = "metrics.jsonl"
 """Holds a line per step with all of its metrics."""
 SAMPLES_FILE = "samples.jsonl"
 """Holds a line per completion of every step whose samples were logged (``logging.samples_every``)."""
+EPISODES_DIR = "episodes"
+"""Holds what agents asked and said of their episodes, a file per step and host; a continued run takes from it the
+episodes of the steps that it repeats."""
 HISTORY_FILE = "history.jsonl"
 """Holds a line per step with the indices of its training prompts, and results of each prompt's group."""
 WANDB_DIR = "wandb"
@@ -71,6 +74,7 @@ DIRECTORIES = (
     DAMAGED_DIR,
     WANDB_DIR,
     TENSORBOARD_DIR,
+    EPISODES_DIR,
     EVALUATIONS_DIR,
     ADAPTERS_DIR,
     EXPORTS_DIR,

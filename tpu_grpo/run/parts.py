@@ -19,6 +19,7 @@ from tpu_grpo.engine.replicas import Replicas
 from tpu_grpo.engine.sampler import Sampler
 from tpu_grpo.environments.actions import LoadedEnvironment
 from tpu_grpo.environments.chat_dialect import Dialect, turn_ends
+from tpu_grpo.environments.episode_record import EpisodeRecord
 from tpu_grpo.environments.episodes import Environments
 from tpu_grpo.environments.pool import EnvironmentPool
 from tpu_grpo.hosts import Hosts, announce, counted, keep_programs
@@ -26,6 +27,7 @@ from tpu_grpo.learner import DescribedLearner, Learner
 from tpu_grpo.models.checkpoint import Checkpoint
 from tpu_grpo.models.tokenizers import stop_token_ids
 from tpu_grpo.observe.evaluation import GREEDY, Evaluation, EvaluationSamples, evaluate
+from tpu_grpo.observe.run_files import EPISODES_DIR
 from tpu_grpo.records.errors import ConfigError, RewardError
 from tpu_grpo.records.stages import Prompt
 from tpu_grpo.rewards import DistributedRewards, RewardSet, repeats_itself
@@ -209,6 +211,8 @@ def open_task(inputs: Inputs, algorithm: RunAlgorithm, hosts: Hosts) -> Task:
     _check_token_rewards(config, rewards, algorithm)
     judges = [rewards] if held_out is None else [rewards, held_out.rewards]
     environments = open_environments(config, inputs.tokenizer, inputs.environments, judges)
+    if environments is not None:
+        environments.record = EpisodeRecord(config.run_dir / EPISODES_DIR, hosts.index)
     return Task(
         prompts,
         DistributedRewards(rewards, hosts, _compared(config.rewards)),
