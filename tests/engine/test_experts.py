@@ -79,6 +79,7 @@ def test_every_token_gets_its_experts(devices: int, crowded: bool) -> None:
     np.testing.assert_allclose(computed(Experts, devices, given), reference(**given), atol=1e-5)
 
 
+@pytest.mark.slow  # the kernel in the interpreter
 def test_the_fused_kernel_computes_the_same_on_one_device() -> None:
     """Interpreted; on several devices the interpreter does not come to an end. Widths are whole tiles of a TPU."""
     given = drawn(tokens=8, width=256, hidden=128, scale=0.1)

@@ -42,6 +42,10 @@ MORE_CASES: list[tuple[str, dict[str, Any], int]] = [
 """Of families that are in CASES already."""
 
 
+RELATIVES = dict.fromkeys(("qwen2", "mistral", "phi3"), pytest.mark.slow)
+"""Families whose layers are those of Qwen3 and Llama, but for names and settings."""
+
+
 def name_of(family: str, options: dict[str, Any], tensor: int) -> str:
     heads = f" kv_heads {options['kv_heads']}" if "kv_heads" in options else ""
     scaled = f" {options['rope_scaling']['rope_type']}" if "rope_scaling" in options else ""
@@ -55,7 +59,7 @@ def test_every_family_is_here() -> None:
 @pytest.mark.parametrize(
     ("family", "options", "tensor"),
     [
-        *(pytest.param(*case, id=name_of(*case)) for case in CASES),
+        *(pytest.param(*case, id=name_of(*case), marks=RELATIVES.get(case[0], ())) for case in CASES),
         *(pytest.param(*case, id=name_of(*case), marks=pytest.mark.slow) for case in MORE_CASES),
     ],
 )
@@ -77,7 +81,10 @@ def test_engine_trainer_and_reference_agree(tmp_path: Path, family: str, options
         assert np.abs(trainer_TV - reference_TV).max() <= AGAINST_REFERENCE
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_yarn", "llama", "mistral", "phi3"])
+@pytest.mark.parametrize(
+    "name",
+    ["qwen3_moe", "llama", *(pytest.param(n, marks=pytest.mark.slow) for n in ("qwen3_yarn", "mistral", "phi3"))],
+)
 def test_the_engine_computes_what_transformers_5_does(name: str) -> None:
     """The library's transformers would take 10,000 for the base of positions, no scaling, and 128 experts."""
     directory = SAVED / name

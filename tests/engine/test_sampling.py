@@ -402,7 +402,10 @@ def test_no_table_is_gathered(tmp_path: Path, tied: bool, tensor: int) -> None:
 # --- tokens ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("rows", "tensor"), [(1, 4), (6, 4), (6, 2), (6, 1)])
+@pytest.mark.parametrize(
+    ("rows", "tensor"),
+    [pytest.param(1, 4, marks=pytest.mark.slow), (6, 4), (6, 2), pytest.param(6, 1, marks=pytest.mark.slow)],
+)
 def test_sampling_from_split_logits_is_the_same_to_the_bit(rows: int, tensor: int) -> None:
     """Also with fewer rows than devices, ties, and every filter."""
     rng = np.random.default_rng(rows)

@@ -16,7 +16,7 @@ from tests.models.random_checkpoint import edit_config, write_random_qwen3
 from tpu_grpo.cli.launch import main
 from tpu_grpo.models.tokenizers import build_byte_tokenizer
 
-pytestmark = pytest.mark.several_hosts
+pytestmark = [pytest.mark.several_hosts, pytest.mark.slow]
 
 PROBLEMS = [{"question": f"How much is {n} and 1?", "answer": f"{n} + 1 = {n + 1}\n#### {n + 1}"} for n in range(16)]
 NAMES = {"qwen3_1p7b_gsm8k": "Qwen/Qwen3-1.7B", "qwen3_4b_gsm8k": "Qwen/Qwen3-4B"}

@@ -112,7 +112,7 @@ def padded_gradient(model: Any, kind: Any, sequences: Any, settings: LossSetting
     return gradient(trained)
 
 
-SLOW = ("llama", "qwen2", "penalty")
+SLOW = ("llama", "mistral", "phi3", "qwen2", "penalty")
 """These differ least from the others: families by positions or biases, the penalty by one more forward pass."""
 
 

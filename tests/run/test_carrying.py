@@ -134,7 +134,7 @@ def test_groups_are_learnt_from_once_whole(run: list[dict[str, Any]]) -> None:
     "rollout",
     [
         pytest.param({"steps_per_launch": 1}, id="a step a launch"),
-        pytest.param({"kv_tokens": 160}, id="a small cache"),
+        pytest.param({"kv_tokens": 160}, id="a small cache", marks=pytest.mark.slow),
         pytest.param(
             {"batch_paddings": [2, 8], "max_running_requests": 8}, id="other paddings", marks=pytest.mark.slow
         ),

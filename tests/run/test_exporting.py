@@ -67,13 +67,18 @@ def test_a_model_that_is_loaded_leaves_as_the_tensors_it_came_from(
     assert after == before | {"torch_dtype": "float32"}
 
 
+QUICK = ("qwen3 full", "llama full", "gemma2 full", "qwen3 merged", "qwen3_moe merged")
+
+
 @pytest.mark.parametrize(
     ("family", "lora"),
     [
-        *(pytest.param(name, None, id=f"{name} full") for name in FAMILIES if name != "qwen3_moe"),
-        *(pytest.param(name, LORA, id=f"{name} merged") for name in ("qwen3", "qwen3_moe", "gemma2")),
-        *(pytest.param(name, LORA, id=f"{name} merged", marks=pytest.mark.slow) for name in ("qwen2", "llama")),
-        pytest.param("qwen3_moe", None, id="qwen3_moe full", marks=pytest.mark.slow),
+        *(
+            pytest.param(name, lora, id=f"{name} {kind}", marks=() if f"{name} {kind}" in QUICK else pytest.mark.slow)
+            for name in FAMILIES
+            for kind, lora in (("full", None), ("merged", LORA))
+            if (name, kind) not in (("mistral", "merged"), ("phi3", "merged"))  # as llama's
+        ),
     ],
 )
 def test_what_is_read_back_computes_what_the_policy_does(

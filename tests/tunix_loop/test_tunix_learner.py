@@ -62,10 +62,13 @@ def gradients(learner: Learner) -> dict[Any, np.ndarray]:
     [
         pytest.param({}, {}, "rollout", marks=pytest.mark.slow),  # the last case has all of it
         ({"old_policy": "trainer", "importance_cap": 1.05}, {}, "trainer"),
-        ({"advantage": "drgrpo", "loss_aggregation": "sequence-mean-token-scale"},
-         {"advantage_estimator": "drgrpo", "loss_agg_mode": "sequence-mean-token-scale"}, "rollout"),
-        ({"name": "gspo", "clip_low": 0.2, "clip_high": 0.2, "options": {"per_token": True}},
-         {"loss_algo": "gspo-token"}, "rollout"),
+        pytest.param(
+            {"advantage": "drgrpo", "loss_aggregation": "sequence-mean-token-scale"},
+            {"advantage_estimator": "drgrpo", "loss_agg_mode": "sequence-mean-token-scale"}, "rollout",
+            marks=pytest.mark.slow),
+        pytest.param(
+            {"name": "gspo", "clip_low": 0.2, "clip_high": 0.2, "options": {"per_token": True}},
+            {"loss_algo": "gspo-token"}, "rollout", marks=pytest.mark.slow),
         ({"beta": 0.001, "clip_high": 0.28, "dual_clip": 3.0},
          {"beta": 0.001, "kl_loss_mode": "low_var_kl", "epsilon_high": 0.28, "epsilon_c": 3.0}, "rollout"),
     ],

@@ -109,9 +109,16 @@ def test_flash_gives_what_dot_does(tmp_path: Path, family: str, head_dim: int, f
 SEQUENCES = (0,) * 150 + (150,) * 130 + (280,) * 60 + tuple(range(340, 384))  # 3 blocks, the end is padding
 
 
-@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize(
-    ("tp", "width", "soft_cap", "window"), [(1, 64, None, None), (2, 128, None, None), (1, 256, 2.0, 70)]
+    ("tp", "width", "soft_cap", "window", "fused"),
+    [
+        (1, 64, None, None, False),
+        pytest.param(1, 64, None, None, True, marks=pytest.mark.slow),
+        pytest.param(2, 128, None, None, False, marks=pytest.mark.slow),
+        (2, 128, None, None, True),
+        (1, 256, 2.0, 70, False),
+        pytest.param(1, 256, 2.0, 70, True, marks=pytest.mark.slow),
+    ],
 )
 def test_packed_rows_attend_within_their_sequences(
     tp: int, width: int, soft_cap: float | None, window: int | None, fused: bool, monkeypatch: pytest.MonkeyPatch
