@@ -39,8 +39,9 @@ LONG = re.compile(
 )
 """Files of a minute and more. They begin first, so that no worker is left alone with one at the end."""
 QUICKLY_COMPILED = re.compile(
-    r"tests/(algorithms/test_(objectives|off_policy)|engine/test_engine|checking|test_pipeline(_signal)?\.py"
-    r"|learner/test_(conversations|flat_products|learner|output_head|update))"
+    r"tests/(algorithms/test_(objectives|off_policy)|engine/test_(engine|experts|families)|checking"
+    r"|learner/test_(conversations|flat_products|learner|output_head|packed|routing|update)"
+    r"|models/(families/test_trainer_attention|test_lora)|test_pipeline(_signal)?\.py|tunix_loop/test_tunix_learner)"
 )
 """Tests that compile more than they compute, and compare within a tolerance, or what one program gives twice. Those
 that compare bits of several programs, that teach a model, and all commands compile as a run does."""

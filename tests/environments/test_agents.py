@@ -249,6 +249,8 @@ def test_an_agent_that_fails(play: Any, program: str, kind: str, text: str) -> N
 LASTING = """
     import json, sys, threading, urllib.request
 
+    print("started", file=open("STARTED", "a"))
+
     def play(asked):
         body = {"messages": [{"role": "user", "content": asked["task"]["question"]}]}
         headers = {"Authorization": "Bearer " + asked["api_key"]}
@@ -266,9 +268,11 @@ LASTING = """
 """
 
 
-def test_a_lasting_agent_plays_all_episodes_and_is_started_again(play: Any) -> None:
-    pool = play("", head=LASTING, keys=3, lasting=True)
+def test_a_lasting_agent_plays_all_episodes_and_is_started_again(play: Any, tmp_path: Path) -> None:
+    started = tmp_path / "started"
+    pool = play("", head=LASTING.replace("STARTED", str(started)), keys=3, lasting=True)
     assert [requested(pool.take(key))["messages"][0]["content"] for key in range(3)] == ["q0", "q1", "q2"]
+    assert started.read_text() == "started\n"  # one program for all
     for key, said in ((2, "0.5"), (1, "bad")):  # in another order
         pool.act(key, turn(said))
     assert pool.take(2) == Answered((), done=True)

@@ -45,6 +45,7 @@ class Agent:
     _endpoint: ClassVar[Any] = None
     """The endpoint of this process; None before the first episode."""
     _lasting: ClassVar["_Lasting | None"] = None
+    _starting: ClassVar[asyncio.Lock] = asyncio.Lock()
 
     def __init__(
         self, command: str | Sequence[str], lasting: bool = False, variables: Mapping[str, str] | None = None
@@ -97,9 +98,11 @@ class Agent:
     async def _play(self, line: str) -> float:
         if not self._lasts:
             return await self._play_once(line)
-        if Agent._lasting is None or Agent._lasting.has_ended:
-            Agent._lasting = _Lasting(await self._start({}))
-        return await Agent._lasting.play(self._session.name, line)
+        async with Agent._starting:  # many episodes begin at once, for which one program is enough
+            if Agent._lasting is None or Agent._lasting.has_ended:
+                Agent._lasting = _Lasting(await self._start({}))
+            lasting = Agent._lasting
+        return await lasting.play(self._session.name, line)
 
     async def _play_once(self, line: str) -> float:
         asked = json.loads(line)
