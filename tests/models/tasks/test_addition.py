@@ -75,3 +75,20 @@ def test_teacher_is_right_one_time_in_four() -> None:
 def test_teacher_is_always_right_without_a_carry() -> None:
     rng = np.random.default_rng(0)
     assert {addition.teacher_answer(12, 34, rng) for _ in range(50)} == {"46"}
+
+
+def test_a_wordy_teacher_writes_dots_of_a_geometric_distribution() -> None:
+    """For 55 the mean is 1.4^5 = 5.38, so that a share 1 / 6.38 has no dot, and (5.38 / 6.38)^20 = 3.3 % 20 or more."""
+    rng = np.random.default_rng(0)
+    answers = [addition.wordy_lesson({"question": "55+12="}, rng)[1]["content"] for _ in range(4000)]
+    dots = np.array([answer.count(".") for answer in answers])
+    assert {answer.rstrip(".") for answer in answers} == {"67"}
+    assert abs(dots.mean() - 5.38) < 0.37  # four standard deviations, as below
+    assert abs((dots == 0).mean() - 0.157) < 0.023
+    assert abs((dots >= 20).mean() - 0.033) < 0.012
+
+
+def test_dots_end_where_a_lesson_must() -> None:
+    rng = np.random.default_rng(0)
+    longest = max(len(addition.wordy_lesson({"question": "99+99="}, rng)[1]["content"]) for _ in range(2000))
+    assert longest == addition.MOST_DOTS + 3

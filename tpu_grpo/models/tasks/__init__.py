@@ -10,5 +10,10 @@ from tpu_grpo.models.tasks import addition, calculator_task, guessing_task
 from tpu_grpo.models.tasks.lessons import Task
 
 TASKS: Mapping[str, Task] = MappingProxyType(
-    {"addition": addition.TASK, "calculator": calculator_task.TASK, "guessing": guessing_task.TASK}
+    {
+        "addition": addition.TASK,
+        "wordy_addition": addition.WORDY_TASK,
+        "calculator": calculator_task.TASK,
+        "guessing": guessing_task.TASK,
+    }
 )

@@ -5,6 +5,10 @@
 
 A model that imitates the teacher gives both kinds of answers, mostly those without the carry. GRPO with a reward for
 right answers then makes it carry. In about a quarter of the problems there is no carry, so that both answers agree.
+
+In the task wordy_addition the teacher goes on after the answer, so that the lengths of completions have a long tail:
+
+    47+38= -> 75...    (the larger the first number, the more dots on average)
 """
 
 from collections.abc import Sequence
@@ -19,6 +23,8 @@ SMALLEST, LARGEST = 10, 99
 HELDOUT_PAIRS = 256
 TEACHER_RIGHT = 0.25
 """The probability that the teacher remembers the carry."""
+MOST_DOTS = 48
+"""The most dots that a wordy teacher writes after an answer."""
 _SPLIT_SEED = 20240207  # fixed, so that every run holds out the same problems
 
 
@@ -73,6 +79,18 @@ def lesson(problem: Problem, rng: np.random.Generator) -> Lesson:
     return without_a_call(problem["question"], teacher_answer(a, b, rng))
 
 
+def mean_dots(a: int) -> float:
+    """Return the mean of the geometric distribution from which a wordy teacher draws dots: 1.4 for 10 to 21 for 99."""
+    return 1.4 ** (a // 10)
+
+
+def wordy_lesson(problem: Problem, rng: np.random.Generator) -> Lesson:
+    """Return the question and a wordy teacher's answer, with dots after it."""
+    a, b = _numbers(problem["question"])
+    dots = min(int(rng.geometric(1 / (1 + mean_dots(a)))) - 1, MOST_DOTS)
+    return without_a_call(problem["question"], teacher_answer(a, b, rng) + "." * dots)
+
+
 def forgot_carry(completions: Sequence[str], question: Sequence[str]) -> list[float | None]:
     """Score a completion 1 if it is the sum without carries, else 0; this reward is for watching, not for training.
 
@@ -81,7 +99,7 @@ def forgot_carry(completions: Sequence[str], question: Sequence[str]) -> list[fl
     values: list[float | None] = []
     for completion, asked in zip(completions, question, strict=True):
         a, b = _numbers(asked)
-        values.append(float(completion.strip() == str(without_carry(a, b))) if needs_carry(a, b) else None)
+        values.append(float(completion.strip().rstrip(".") == str(without_carry(a, b))) if needs_carry(a, b) else None)
     return values
 
 
@@ -95,4 +113,10 @@ TASK = Task(
     lesson=lesson,
     longest=12,
     decides=lambda: {"heldout": operands("heldout"), "teacher_right": TEACHER_RIGHT},
+)
+WORDY_TASK = Task(
+    problems=problems,
+    lesson=wordy_lesson,
+    longest=12 + MOST_DOTS,
+    decides=lambda: {**TASK.decides(), "dots": [mean_dots(a) for a in range(SMALLEST, LARGEST + 1)], "most": MOST_DOTS},
 )
