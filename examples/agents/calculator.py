@@ -1,6 +1,6 @@
-"""An agent with a tool, written with the openai package: it asks sums of three digits, and adds for who asks it to.
+"""An agent written with the openai package: it asks the policy for sums of three-digit numbers, with a tool that adds.
 
-It plays all episodes of a run in one process; configs/demo_agent_cpu.yaml starts it.
+One process plays all episodes of a run; configs/demo_agent_cpu.yaml starts it.
 """
 
 import asyncio
@@ -8,7 +8,7 @@ import json
 import sys
 from typing import Any
 
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, BadRequestError
 
 NUMBER = {"type": "integer"}
 PARAMETERS = {"type": "object", "properties": {"a": NUMBER, "b": NUMBER}, "required": ["a", "b"]}
@@ -21,9 +21,14 @@ async def play(line: str) -> None:
     asked = json.loads(line)
     client = CLIENT.with_options(base_url=asked["base_url"], api_key=asked["api_key"])
     messages: list[Any] = [{"role": "user", "content": asked["task"]["question"]}]
+    said = ""
     for _ in range(3):
-        answered = await client.chat.completions.create(model="policy", messages=messages, tools=TOOLS)
+        try:
+            answered = await client.chat.completions.create(model="policy", messages=messages, tools=TOOLS)
+        except BadRequestError:  # the policy's tokens of this episode are used up
+            break
         message = answered.choices[0].message
+        said = (message.content or "").strip()
         messages.append(message.model_dump(exclude_none=True))
         calls: list[Any] = message.tool_calls or []
         for call in calls:
@@ -34,7 +39,7 @@ async def play(line: str) -> None:
             messages.append({"role": "tool", "tool_call_id": call.id, "content": told})
         if not calls:
             break
-    reward = float((message.content or "").strip() == asked["task"]["answer"])
+    reward = float(said == asked["task"]["answer"])
     print(json.dumps({"session": asked["session"], "reward": reward}), flush=True)
 
 

@@ -78,6 +78,7 @@ def requested(reply: Any) -> dict[str, Any]:
 def test_an_episode_of_two_requests(play: Any) -> None:
     pool = play(
         """
+        assert "PYTHONPATH" not in os.environ  # it may have another Python and other packages
         first = json.loads(ask(messages=[user(task["question"])], max_tokens=9, temperature=0.3))
         said = first["choices"][0]["message"]
         json.loads(ask(messages=[user(task["question"]), said, user("more")]))

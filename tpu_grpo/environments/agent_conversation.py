@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Seen:
-    """Tokens that the policy has seen, and the messages that they are."""
+    """Tokens that the policy has seen, and the messages that the tokens write."""
 
     tools: str
     messages: tuple[str, ...]
@@ -40,7 +40,7 @@ class _Seen:
     sampled: tuple[bool, ...]
     """For each token whether the policy sampled it."""
     is_turn: bool
-    """Whether the tokens end with a turn of the policy, and not with the opening of one."""
+    """Whether the tokens end with a turn of the policy; false where its next turn begins."""
 
 
 class AgentConversation(Conversation):
@@ -119,7 +119,7 @@ class AgentConversation(Conversation):
     # --- prompts ------------------------------------------------------------------------------------------------------
 
     def _prompt(self, asked: Asked) -> tuple[list[int], _Seen | None]:
-        """Return the tokens of a request's prompt, and what they begin with of what the policy has seen."""
+        """Return the tokens of a request's prompt, and the longest known sequence that they begin with."""
         self._asked, self._tools = asked, json.dumps(asked.tools)
         try:
             self._dialect = self._start.dialect.with_tools(self._tools)
@@ -209,7 +209,7 @@ def _canonical(message: Mapping[str, Any]) -> str:
 
 
 def _new_messages(before: Asked, asked: Asked, turn: Message) -> list[dict[str, Any]]:
-    """Return the messages of a request that the one before, and the turn that answered it, do not have."""
+    """Return the messages that are new since the last request and the turn that answered it."""
     if asked.messages is None:
         return []
     known = [*map(_canonical, before.messages or ()), _canonical(turn)]

@@ -6,7 +6,7 @@
 
 An agent that reads a clock or the network may act differently when it plays again. So a run that continues from a
 checkpoint takes the episodes of later steps from this record. Each reply has a digest of the tokens before it; the
-record is refused where they differ, because the policy is another one then.
+record is refused where they differ, because the tokens then come from other weights.
 """
 
 import hashlib
@@ -40,7 +40,7 @@ class EpisodeRecord:
             file.write(f"{line}\n")
 
     def replies(self, key: SampleKey) -> Replies | None:
-        """Return the replies of an episode that was played before this process began its step; None if it was not."""
+        """Return the replies of an episode that was recorded before this process began its step; None if none was."""
         if key.step != self._step:
             self._step, self._before = key.step, self._read(key.step)
         if (line := self._before.get((key.seed, key.prompt, key.sample))) is None:
@@ -70,11 +70,11 @@ class EpisodeRecord:
         return self._directory / f"{step}.host_{self._host}.jsonl"
 
     def refuse(self, key: SampleKey) -> EpisodeError:
-        """Return the error for an episode whose tokens are others now."""
+        """Return the error for an episode whose tokens differ from the record."""
         return EpisodeError(
-            f"the recorded episodes of step {key.step} must follow the same tokens, got others in the one of prompt "
-            f"{key.prompt}; the policy is not that of the run that wrote {self._directory}. Move that directory away, "
-            "and agents play again"
+            f"the recorded episodes of step {key.step} must fit the tokens of the policy, got others for prompt "
+            f"{key.prompt}; the weights are not those of the run that wrote {self._directory}. Move that directory "
+            "away, and agents play again"
         )
 
 

@@ -8,7 +8,7 @@
     session.close(RefusedError(...))                        # the answer to whatever else it asks
 
 Requests of a session are answered one after another, in the order in which they arrived; a request for n turns is n of
-them. A model that is only served has one session, whose paths have no prefix, and whose requests are answered together.
+them. ``tpu-grpo serve`` has one session, whose paths have no prefix, and answers its requests in batches.
 """
 
 import asyncio
@@ -145,7 +145,7 @@ class Endpoint:
 
     @web.middleware
     async def _with_key(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Handle a request that has the key of an open session, and write what it is refused for."""
+        """Handle a request that has the key of an open session, and answer a refused one with the reason."""
         if (unknown := request.match_info.http_exception) is not None:
             raise unknown
         try:

@@ -4,8 +4,8 @@
     asked = form.read(body)                     # Asked; raises RefusedError for what cannot be honoured
     body = form.write(asked, [turn], "policy")  # the answer, with a turn for each of asked.n
 
-In a run, the run's settings decide how tokens are sampled, and a request can only end a turn earlier: by its most
-tokens, or by stop texts. Where a model is only served, ``temperature`` and the like count, too.
+In a run, the run's settings decide how tokens are sampled, and a request can only end a turn earlier: by
+``max_tokens``, or by stop texts. Where a model is only served, ``temperature`` and the like count, too.
 """
 
 import json
@@ -25,7 +25,7 @@ MOST_STOPS = 16
 
 
 class RefusedError(Exception):
-    """A request that cannot be honoured; ``status`` is the HTTP status, and ``code`` a name of the reason."""
+    """A request that cannot be honoured; ``status`` is the HTTP status, and ``code`` names the reason."""
 
     def __init__(self, text: str, status: int = 400, code: str = "invalid_request"):
         super().__init__(text)
@@ -51,7 +51,7 @@ class Asked(BaseModel):
     stop: tuple[str, ...] = ()
     """Texts that end the turn; they are left out of its text, but not of its tokens."""
     sampling: dict[str, float] = Field(default_factory=dict)
-    """The fields of `SamplingParams` that the request gives, and ``seed``."""
+    """The fields of `SamplingParams` that the request sets, and ``seed``."""
     n: int = 1
     index: int = 0
     """The number of the turn among ``n``."""

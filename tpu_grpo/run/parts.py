@@ -71,6 +71,8 @@ def build_parts(config: RunConfig, hosts: Hosts, inputs: Inputs | None = None) -
     checkpoint = agreed_checkpoint(config, hosts, inputs.checkpoint)
     config, meshes = with_routing_replay(config, checkpoint), build_meshes(config, checkpoint)
     task = open_task(inputs, algorithm, hosts)
+    if task.environments is not None:
+        task.environments.record = EpisodeRecord(config.run_dir / EPISODES_DIR, hosts.index)
     engines = open_engines(config, hosts, checkpoint, inputs.tokenizer, meshes, task.environments)
     announce(hosts, f"loading {checkpoint.parameter_count:,} parameters")
     make, given = learner_class(config.algorithm), load_inputs(config, checkpoint, meshes)
@@ -211,8 +213,6 @@ def open_task(inputs: Inputs, algorithm: RunAlgorithm, hosts: Hosts) -> Task:
     _check_token_rewards(config, rewards, algorithm)
     judges = [rewards] if held_out is None else [rewards, held_out.rewards]
     environments = open_environments(config, inputs.tokenizer, inputs.environments, judges)
-    if environments is not None:
-        environments.record = EpisodeRecord(config.run_dir / EPISODES_DIR, hosts.index)
     return Task(
         prompts,
         DistributedRewards(rewards, hosts, _compared(config.rewards)),

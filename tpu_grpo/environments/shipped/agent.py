@@ -4,7 +4,7 @@ The program gets one line of JSON on its standard input:
 
     {"session": "s17", "base_url": "http://127.0.0.1:41717/s17/v1", "api_key": "...", "task": {the row's columns}}
 
-OPENAI_BASE_URL and OPENAI_API_KEY say the same, so that OpenAI's clients need no arguments. The reward is what it posts
+It also has OPENAI_BASE_URL and OPENAI_API_KEY, so that OpenAI's clients need no arguments. The reward is what it posts
 to /reward (at base_url without /v1), or else its last line: a number, or {"reward": 0.5}. It must end with code 0.
 
 A lasting agent is one program for all episodes of a worker process. It gets such a line for every episode, plays them
@@ -25,6 +25,8 @@ from tpu_grpo.environments.policy_requests import RefusedError
 
 LONGEST_LINE = 2**20
 """The most bytes of a line that an agent may write, 1 MiB."""
+OF_WORKERS = ("PYTHONPATH", "JAX_PLATFORMS")
+"""Environment variables that are for worker processes alone: an agent's Python would import this one's packages."""
 
 
 class AgentError(Exception):
@@ -35,8 +37,8 @@ class Agent:
     """Runs the agent of one episode.
 
     Args:
-        command: the program and its arguments, as a list or as a line for a shell's splitting.
-        lasting: whether one program plays all episodes.
+        command: the program and its arguments, as a list, or as one text that is split as a shell does.
+        lasting: whether one program plays all episodes of a worker process.
         variables: more environment variables for the program.
     """
 
@@ -118,12 +120,13 @@ class Agent:
         return _reward_in(last)
 
     async def _start(self, variables: Mapping[str, str]) -> asyncio.subprocess.Process:
+        inherited = {name: value for name, value in os.environ.items() if name not in OF_WORKERS}
         try:
             return await asyncio.create_subprocess_exec(
                 *self._command,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
-                env={**os.environ, **variables, **self._variables},
+                env={**inherited, **variables, **self._variables},
                 limit=LONGEST_LINE,
                 start_new_session=True,
             )
