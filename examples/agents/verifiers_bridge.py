@@ -1,8 +1,9 @@
 """Plays a verifiers environment with the policy of a run: python examples/agents/verifiers_bridge.py TASKSET [options]
 
 TASKSET is an installed taskset, or a Python file such as verifiers_sums.py beside this one. The options are those of
-vf-eval that begin with --env, --sampling and --select, or @ options.toml; of --sampling a run uses max_tokens. verifiers 0.4.0 needs a virtual environment
-of its own. Each row of the data is a task of the taskset; --rows data.jsonl writes such rows instead of playing.
+vf-eval that begin with --env, --sampling and --select, or @ options.toml; of --sampling a run uses max_tokens alone.
+verifiers 0.4.0 needs a virtual environment of its own. Each row of the data is a task of the taskset; --rows data.jsonl
+writes such rows instead of playing.
 
 Each line on stdin begins an episode: {"session", "base_url", "api_key", "task"}, where task is a row. Every seat that
 has no model and client of its own in the options is played by the policy. A line on stdout tells the end: {"session",

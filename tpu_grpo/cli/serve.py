@@ -18,8 +18,8 @@ ABOUT = f"""Answers HTTP requests with a model: for evaluation harnesses, agents
 MODEL is what scripts/sample.py takes: the directory of a run, an export, another Hugging Face checkpoint directory, or
 builtin:addition. Paths: /v1/chat/completions, /v1/completions, /inference/v1/generate, /generate, /v1/models, /health.
 A request's sampling settings count; those that it leaves out are the run's, or for a model without one the defaults,
-which section.key=value changes. The same request gets the same tokens, whatever else is asked; for several answers use n
-or other seeds. Requests that arrive during a batch wait for its end.
+which section.key=value changes. The same request gets the same tokens, whatever else is asked; for several answers use
+n or other seeds. Requests that arrive during a batch wait for its end.
 
 It listens on loopback; for another address, put a key into {KEY}, which requests then have to show as a bearer token.
 Ctrl-C or SIGTERM ends it."""
