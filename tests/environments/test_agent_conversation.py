@@ -147,6 +147,12 @@ def test_a_template_that_drops_thinking_begins_a_branch() -> None:
     second = talk.answered(asked(user("2+45="), assistant("47"), user("sure?")))
     assert list(second.token_ids) == [*first.token_ids, *ids("qwen3", "47<|im_end|>" + written("sure?"))]
     assert second.key.sample == 5 + BRANCH_SAMPLES
+    talk.turn(said("yes", "qwen3"))
+    talk.answered(Answered((), done=True))
+    whole = talk.completion()
+    assert whole.episode.turns[0].observed == len(ids("qwen3", written("sure?")))
+    heard = [*ids("qwen3", "<think>\nhm\n</think>\n\n47<|im_end|>" + written("sure?") + "yes<|im_end|>")]
+    assert whole.said_ids.tolist() == heard
 
 
 def test_tools_are_those_of_the_request() -> None:
@@ -217,6 +223,11 @@ def test_a_conversation_ends_by_turns_and_by_tokens() -> None:
     talk.turn(said("b"))
     assert talk.answered(asked(user("a"), assistant("b"), user("c" * 20))) is None
     assert talk.completion().episode.ending == "tokens"
+    talk = conversation(most=2)
+    talk.first(asked(user("a")))
+    talk.turn(said("bc", reason="length"))
+    assert talk.answered(Answered((), done=True)) is None  # an agent of one turn, which was cut
+    assert talk.completion().finish_reason == "length"
 
 
 @pytest.mark.parametrize(

@@ -224,6 +224,7 @@ def test_what_cannot_be_honoured_is_refused_with_its_reason(play: Any, tmp_path:
     [
         ("sys.exit(3)", "raised", "must end with code 0, got 3"),
         ("ask(messages=[user('x')]); print('so so')", "raised", "must be its reward, a number.* got 'so so'"),
+        ("ask(messages=[user('x')]); print('1' + 400 * '0')", "raised", "must be its reward, a number"),
         ("ask(messages=[user('x')]); print('x' * 2**21)", "raised", "lines of at most 1048576 bytes"),
         (
             "import time; time.sleep(60)",
@@ -258,7 +259,7 @@ LASTING = """
         url = asked["base_url"] + "/chat/completions"
         with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)) as answer:
             said = json.load(answer)["choices"][0]["message"]["content"]
-        result = {"error": "broken"} if said == "bad" else {"reward": float(said)}
+        result = {"error": "broken"} if said == "bad" else {"reward": 10**400 if said == "huge" else float(said)}
         print(json.dumps({"session": asked["session"], **result}), flush=True)
         if said == "0.0":
             import os
@@ -271,8 +272,12 @@ LASTING = """
 
 def test_a_lasting_agent_plays_all_episodes_and_is_started_again(play: Any, tmp_path: Path) -> None:
     started = tmp_path / "started"
-    pool = play("", head=LASTING.replace("STARTED", str(started)), keys=3, lasting=True)
-    assert [requested(pool.take(key))["messages"][0]["content"] for key in range(3)] == ["q0", "q1", "q2"]
+    pool = play("", head=LASTING.replace("STARTED", str(started)), keys=4, lasting=True)
+    assert [requested(pool.take(key))["messages"][0]["content"] for key in range(4)] == ["q0", "q1", "q2", "q3"]
+    pool.act(3, turn("huge"))
+    unusable = pool.take(3)
+    assert isinstance(unusable, Failure)
+    assert 'must have a number as "reward"' in unusable.text
     assert started.read_text() == "started\n"  # one program for all
     for key, said in ((2, "0.5"), (1, "bad")):  # in another order
         pool.act(key, turn(said))

@@ -106,3 +106,39 @@ def test_a_tools_answer_gets_the_name_of_its_call() -> None:
     assert user == {"role": "user", "content": "1+"}
     assert turn["tool_calls"] == [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]
     assert told == {"role": "tool", "content": "2", "name": "add"}
+
+
+DEEP = '{"a": ' * 200 + "1" + "}" * 200
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"tools": [{"type": "function", "function": {}}]}, "tools.0.function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": "x"}}]}, "function.parameters"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"properties": None}}}]},
+            "properties",
+        ),
+        (
+            {
+                "tools": [
+                    {"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": {"type": 5}}}}}
+                ]
+            },
+            "the type of a tool's parameter must be a text, got 5",
+        ),
+        ({"top_k": 2**31}, "top_k: Input should be less than 2147483648"),
+        ({"call": DEEP}, "nested at most 64 levels"),
+        ({"call": '{"a": NaN}'}, "a number must be finite"),
+        ({"call": '{"a": "\\ud800"}'}, "half of a surrogate pair"),
+    ],
+)
+def test_what_no_template_could_write_is_refused(changed: dict[str, Any], message: str) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": None}}
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "tools": [tool]} | changed
+    if "call" in body:
+        call = {"type": "function", "function": {"name": "f", "arguments": body.pop("call")}}
+        body["messages"].append({"role": "assistant", "tool_calls": [call]})
+    with pytest.raises(RefusedError, match=message):
+        FORMS["/v1/chat/completions"].read(json.dumps(body).encode())

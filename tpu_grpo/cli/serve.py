@@ -59,7 +59,7 @@ def _serve(options: argparse.Namespace) -> None:
     from tpu_grpo.run.serving import Server
 
     rows = options.rows or model.config.rollout.max_running_requests
-    speaker = Speaker(model.config, model.which, samples=rows, context=options.context)
+    speaker = Speaker(model.config, model.which, samples=rows, context=options.context, steps_per_launch=None)
     with Server(speaker, model.name, options.host, options.port, key) as server:
         print(f"loading {model.name}", file=sys.stderr)
         speaker.start()

@@ -13,10 +13,11 @@ Every branch is a training sample of the conversation (records/episode.py). Two 
 branches, too: each continues its own tokens.
 """
 
+import bisect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tpu_grpo.environments.actions import Action, Answered, Message, SampledTurn
 from tpu_grpo.environments.conversation import Conversation, Start
@@ -24,9 +25,6 @@ from tpu_grpo.environments.policy_requests import Asked
 from tpu_grpo.environments.tool_values import WrongError
 from tpu_grpo.records.errors import ConfigError, DataError
 from tpu_grpo.records.stages import Completion, Request
-
-if TYPE_CHECKING:
-    from tpu_grpo.environments.chat_dialect import Dialect
 
 
 @dataclass(frozen=True)
@@ -41,6 +39,27 @@ class _Seen:
     """For each token whether the policy sampled it."""
     is_turn: bool
     """Whether the tokens end with a turn of the policy; false where its next turn begins."""
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    """The tokens of a request's prompt."""
+
+    ids: list[int]
+    sampled: tuple[bool, ...]
+    """For each of the leading tokens that the policy has seen, whether it sampled the token."""
+    added: int
+    """The number of tokens that the agent's new messages have at the end; 0 if the whole prompt was rendered."""
+
+    @classmethod
+    def of(cls, ids: Sequence[int], seen: _Seen | None) -> "_Prompt":
+        """Make a prompt that begins with what was seen."""
+        return cls(list(ids), (), 0) if seen is None else cls(list(ids), seen.sampled, len(ids) - len(seen.ids))
+
+    @property
+    def known(self) -> int:
+        """The number of leading tokens that the policy has seen."""
+        return len(self.sampled)
 
 
 class AgentConversation(Conversation):
@@ -59,7 +78,7 @@ class AgentConversation(Conversation):
         asks nothing, or for a prompt of more than data.max_prompt_tokens tokens."""
         if reply.request is None:
             raise WrongError("must ask the policy for at least one turn, got an agent that ended before it did")
-        ids = self._prompt(Asked.model_validate_json(reply.request))[0]
+        ids = self._prompt(Asked.model_validate_json(reply.request)).ids
         most = self._start.max_prompt_tokens
         if not 0 < len(ids) <= most:
             raise WrongError(f"must begin with a prompt of 1 to data.max_prompt_tokens={most} tokens, got {len(ids)}")
@@ -72,7 +91,7 @@ class AgentConversation(Conversation):
     def turn(self, completion: Completion) -> Action:
         """Take the policy's turn, and return it parsed, with its tokens; it never ends the conversation."""
         prompt = tuple(self._ids)
-        completion = stopped(completion, len(prompt), self._asked.stop, self._dialect)
+        completion = stopped(completion, len(prompt), self._asked.stop, self._dialect.decode)
         action = without_stops(self._take(completion, self._dialect), self._asked.stop)
         self._messages[-1] = {**self._messages[-1], "content": action.content}
         self._add_turn(completion, action, action.calls)
@@ -86,7 +105,7 @@ class AgentConversation(Conversation):
         because the agent is, or the policy may have no more turns or tokens."""
         before = self._asked
         if reply.request is None:
-            self._ending = "done"
+            self._ending = "tokens" if self._completions[-1].finish_reason == "length" and not self._room else "done"
         elif len(self._turns) >= self._start.section.max_turns:
             self._ending = "turns"
         else:
@@ -94,8 +113,9 @@ class AgentConversation(Conversation):
         return None
 
     def _go_on(self, before: Asked, asked: Asked) -> Request | None:
-        ids, known = self._prompt(asked)
-        goes_on = known is not None and list(known.ids) == self._ids and len(ids) > len(known.ids)
+        prompt = self._prompt(asked)
+        ids = prompt.ids
+        goes_on = len(ids) > len(self._ids) == prompt.known and ids[: prompt.known] == self._ids
         added = ids[len(self._ids) :] if goes_on else []
         most = self._start.request.sampling.max_new_tokens
         if max(len(ids) - self._first_tokens, len(self._tokens) + len(added)) >= most:
@@ -103,7 +123,7 @@ class AgentConversation(Conversation):
             return None
         shown = _new_messages(before, asked, self._messages[-1])
         answer = "\n".join(str(message["content"]) for message in shown)
-        self._turns[-1] = replace(self._turns[-1], answer=answer, observed=len(added))
+        self._turns[-1] = replace(self._turns[-1], answer=answer, observed=prompt.added)
         self._messages += shown
         if goes_on:
             self._append(added, [0.0] * len(added), sampled=False)
@@ -112,28 +132,34 @@ class AgentConversation(Conversation):
             self._remember()
         else:
             self._end_branch()
-            flags = [] if known is None else list(known.sampled)
-            self._begin(ids, flags + [False] * (len(ids) - len(flags)))
+            self._begin(ids, [*prompt.sampled, *[False] * (len(ids) - prompt.known)])
         return self._next_request()
 
     # --- prompts ------------------------------------------------------------------------------------------------------
 
-    def _prompt(self, asked: Asked) -> tuple[list[int], _Seen | None]:
-        """Return the tokens of a request's prompt, and the longest known sequence that they begin with."""
+    @property
+    def _room(self) -> int:
+        """The number of tokens that the conversation may still have."""
+        most = self._start.request.sampling.max_new_tokens
+        return most - max(len(self._ids) - self._first_tokens, len(self._tokens))
+
+    def _prompt(self, asked: Asked) -> "_Prompt":
+        """Return the prompt of a request."""
         self._asked, self._tools = asked, json.dumps(asked.tools)
         try:
             self._dialect = self._start.dialect.with_tools(self._tools)
             if asked.messages is not None:
                 return self._conversation(asked.messages)
             ids = list(asked.token_ids or ()) if asked.text is None else self._dialect.encoder.plain(asked.text)
-            self._dialect.check_ids(ids)
+            fitting = [seen for seen in self._seen if tuple(ids[: len(seen.ids)]) == seen.ids]
+            seen = max(fitting, key=lambda seen: len(seen.ids), default=None)
+            self._dialect.check_ids(ids if seen is None else ids[len(seen.ids) :])
+            return _Prompt.of(ids, seen)
         except (ConfigError, DataError) as error:
             raise WrongError(f"must ask with a prompt that the policy can read: {error}") from error
-        fitting = [seen for seen in self._seen if tuple(ids[: len(seen.ids)]) == seen.ids]
-        return ids, max(fitting, key=lambda seen: len(seen.ids), default=None)
 
-    def _conversation(self, messages: Sequence[Message]) -> tuple[list[int], _Seen | None]:
-        """Return the tokens of messages: those of the longest beginning that was seen, and of what was added."""
+    def _conversation(self, messages: Sequence[Message]) -> "_Prompt":
+        """Return the prompt of messages: the tokens of the longest beginning that was seen, and of what was added."""
         said = tuple(map(_canonical, messages))
         fitting = [
             s for s in self._seen if s.messages and s.tools == self._tools and said[: len(s.messages)] == s.messages
@@ -142,13 +168,14 @@ class AgentConversation(Conversation):
             added = messages[len(seen.messages) :]
             if not seen.is_turn:
                 if not added:  # asks for another turn after the same prompt
-                    return list(seen.ids), seen
+                    return _Prompt.of(seen.ids, seen)
             elif added and self._dialect.ends(seen.ids) and all(message["role"] != "assistant" for message in added):
                 following = self._dialect.follow(seen.ids, 0, seen.sampled, added)
                 if following.new_prompt is None:
-                    return [*seen.ids, *following.suffix], seen
-                return [*following.new_prompt, *following.suffix], None  # the template drops earlier thinking
-        return self._dialect.prompt(messages), None
+                    return _Prompt.of([*seen.ids, *following.suffix], seen)
+                ids = [*following.new_prompt, *following.suffix]  # the template drops earlier thinking
+                return _Prompt(ids, (), len(following.suffix))
+        return _Prompt(self._dialect.prompt(messages), (), 0)
 
     def _begin(self, ids: Sequence[int], flags: Sequence[bool]) -> None:
         self._ids, self._flags = list(ids), list(flags)
@@ -173,12 +200,19 @@ def sampled_turn(prompt_ids: tuple[int, ...], completion: Completion) -> Sampled
     return SampledTurn(prompt_ids, tuple(ids), tuple(logprobs), completion.finish_reason == "length")
 
 
-def stopped(completion: Completion, prompt_tokens: int, stops: Sequence[str], dialect: "Dialect") -> Completion:
+def stopped(
+    completion: Completion, prompt_tokens: int, stops: Sequence[str], decode: Callable[[Sequence[int]], str]
+) -> Completion:
     """Drop the tokens after the first one with which a turn contains one of the texts ``stops``."""
     ids = completion.token_ids.tolist()
-    if not _holds(dialect.decode(ids), stops):
+
+    def holds(count: int) -> bool:
+        text = decode(ids[:count])
+        return any(stop in text for stop in stops)
+
+    if not holds(len(ids)):
         return completion
-    count = next(n for n in range(1, len(ids) + 1) if _holds(dialect.decode(ids[:n]), stops))
+    count = bisect.bisect_left(range(1, len(ids) + 1), True, key=holds) + 1
     return replace(
         completion,
         token_ids=completion.token_ids[:count],
@@ -194,10 +228,6 @@ def without_stops(action: Action, stops: Sequence[str]) -> Action:
     for stop in stops:
         action = replace(action, text=action.text.partition(stop)[0], content=action.content.partition(stop)[0].strip())
     return action
-
-
-def _holds(text: str, stops: Sequence[str]) -> bool:
-    return any(stop in text for stop in stops)
 
 
 def _canonical(message: Mapping[str, Any]) -> str:

@@ -228,6 +228,23 @@ def _turn_ends(tokenizer: "PreTrainedTokenizerFast", prober: Prober) -> tuple[in
     return tuple(special[end] for end in (prober.end, *ALSO_ENDS) if end in special)
 
 
+def check_ids(tokenizer: "PreTrainedTokenizerFast", ids: Sequence[int]) -> None:
+    """Check that ids from outside are tokens and no padding. Raises DataError otherwise."""
+    size = len(tokenizer)
+    if (wrong := next((n for n in ids if not 0 <= n < size), None)) is not None:
+        raise DataError(f"token ids must be from 0 to {size - 1}, got {wrong}; encode with the policy's tokenizer")
+    refuse_padding(tokenizer, ids, tokenizer.decode(list(ids[-50:])))
+
+
+def refuse_padding(tokenizer: "PreTrainedTokenizerFast", ids: Sequence[int], text: str) -> None:
+    """Raise DataError for a prompt that holds the pad token; ``text`` is what it was written from."""
+    if (pad := tokenizer.pad_token_id) is not None and pad in ids:
+        raise DataError(
+            f"a prompt must not hold the pad token, got {tokenizer.pad_token!r} in {text[-200:]!r}; padding is told "
+            "from text by its id. Remove it from the data"
+        )
+
+
 class Dialect:
     """Renders the first prompt, parses the policy's turns, and renders the environment's answers.
 
@@ -239,6 +256,7 @@ class Dialect:
         tools: the schemas of the environment's tools, {type: function, function: {name, ...}}; empty without tools.
         tool_format: the format of tool calls, as in the config's ``environment.tool_format``.
         switches: further arguments of the template, such as {enable_thinking: False}.
+        encoder: the tokenizer's encoder, if there is one already.
 
     Raises:
         ConfigError: if there is no template, or it shows no tools, refuses a role, changes more of the past than
@@ -251,13 +269,14 @@ class Dialect:
         tools: Sequence[Mapping[str, Any]],
         tool_format: ToolFormat = "auto",
         switches: Mapping[str, Any] | None = None,
+        encoder: Encoder | None = None,
     ):
         self._tokenizer = tokenizer
         self._template = ChatTemplate(tokenizer, tools, switches or {})
         self._with_tools: Callable[[str], Dialect] = lru_cache(_MOST_TOOLSETS)(
-            lambda tools: Dialect(tokenizer, json.loads(tools), tool_format, switches)
+            lambda tools: Dialect(tokenizer, json.loads(tools), tool_format, switches, self.encoder)
         )
-        self.encoder = Encoder(tokenizer)
+        self.encoder = encoder or Encoder(tokenizer)
         self._pasts: dict[str, Cutter | None] = {}
         self._prober = Prober(self._template, self.encoder)
         ends = _turn_ends(tokenizer, self._prober)
@@ -306,7 +325,7 @@ class Dialect:
             guarded[place] = {**asked, "content": f"{asked['content']}{self.encoder.guarded(observation)}"}
         written = self._template.write(guarded)
         ids = self.encoder.encode(written)
-        self._refuse_padding(ids, written)
+        refuse_padding(self._tokenizer, ids, written)
         return self.encoder.released(written), ids, told
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
@@ -314,22 +333,12 @@ class Dialect:
         like ``first``."""
         written = self._template.write([_guarded(message, self.encoder) for message in messages])
         ids = self.encoder.encode(written)
-        self._refuse_padding(ids, written)
+        refuse_padding(self._tokenizer, ids, written)
         return ids
 
     def check_ids(self, ids: Sequence[int]) -> None:
         """Check that ids from outside are tokens and no padding. Raises DataError otherwise."""
-        size = len(self._tokenizer)
-        if (wrong := next((n for n in ids if not 0 <= n < size), None)) is not None:
-            raise DataError(f"token ids must be from 0 to {size - 1}, got {wrong}; encode with the policy's tokenizer")
-        self._refuse_padding(ids, self.decode(ids[-50:]))
-
-    def _refuse_padding(self, ids: Sequence[int], text: str) -> None:
-        if (pad := self._tokenizer.pad_token_id) is not None and pad in ids:
-            raise DataError(
-                f"a prompt must not hold the pad token, got {self._tokenizer.pad_token!r} in {text[-200:]!r}; "
-                "padding is told from text by its id. Remove it from the data"
-            )
+        check_ids(self._tokenizer, ids)
 
     # --- reading a turn -----------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ Sampled tokens are never rendered or tokenized again. The policy's next prompt i
 it sampled, and the tokens that the chat template appends for the answer.
 """
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,6 @@ import numpy as np
 
 from tpu_grpo.config import EnvironmentSection
 from tpu_grpo.environments.actions import Action, Answered, BadCall, Ended, LoadedEnvironment, Message, ToolCall
-from tpu_grpo.environments.episode_record import digest_of
 from tpu_grpo.environments.tool_values import WrongError
 from tpu_grpo.records.episode import Branch, Ending, Episode, Failure, Turn
 from tpu_grpo.records.stages import Completion, Prompt, Request
@@ -77,6 +77,7 @@ class Conversation:
         self._start = start
         self._ids: list[int] = []
         self._tokens: list[int] = []
+        self._hash = hashlib.sha256()
         self._logprobs: list[float] = []
         self._sampled: list[bool] = []
         self._kept: list[int] = []
@@ -111,7 +112,7 @@ class Conversation:
     @property
     def digest(self) -> str:
         """A digest of all tokens so far."""
-        return digest_of(self._tokens)
+        return self._hash.copy().hexdigest()[:16]
 
     # --- what happens to it -------------------------------------------------------------------------------------------
 
@@ -249,6 +250,7 @@ class Conversation:
     def _append(self, ids: Sequence[int], logprobs: Sequence[float], *, sampled: bool) -> None:
         self._ids += ids
         self._tokens += ids
+        self._hash.update(np.asarray(ids, np.int32).tobytes())
         self._logprobs += logprobs
         self._sampled += [sampled] * len(ids)
 

@@ -1,8 +1,9 @@
 """Records what agents asked and what they said their episodes were worth, so that a step is repeated without them.
 
     record = EpisodeRecord(run_dir / "episodes", host=0)
-    record.write(key, replies)          # when an episode is over
-    record.replies(key)                 # in a continued run: what was written for the same episode, or None
+    record.write(key, task, replies)    # when an episode is over
+    record.replies(key, task)           # in a continued run: what was written for the same episode, or None
+    record.forget(step)                 # once no continued run can begin before this step
 
 An agent that reads a clock or the network may act differently when it plays again. So a run that continues from a
 checkpoint takes the episodes of later steps from this record. Each reply has a digest of the tokens before it; the
@@ -11,10 +12,12 @@ record is refused where they differ, because the tokens then come from other wei
 
 import hashlib
 import json
-from collections.abc import Sequence
+import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from tpu_grpo.environments.actions import Answered, Ended, Reply
+from tpu_grpo.environments.actions import Answered, Ended, LoadedEnvironment, Reply
 from tpu_grpo.records.episode import Failure
 from tpu_grpo.records.errors import EpisodeError
 from tpu_grpo.records.stages import SampleKey
@@ -29,27 +32,35 @@ class EpisodeRecord:
 
     def __init__(self, directory: Path, host: int):
         self._directory, self._host = directory, host
-        self._step, self._before = 0, dict[tuple[int, int, int], list[list[str]]]()
+        self._step, self._before = 0, dict[tuple[int, int, int], tuple[str, list[list[str]]]]()
 
-    def write(self, key: SampleKey, replies: Sequence[tuple[str, Reply]]) -> None:
-        """Add an episode that is over."""
+    def write(self, key: SampleKey, task: str, replies: Sequence[tuple[str, Reply]]) -> None:
+        """Add an episode that is over; ``task`` is what `task_of` returns."""
         found = [[digest, encode(0, reply).decode()] for digest, reply in replies]
-        line = json.dumps({"key": [key.seed, key.step, key.prompt, key.sample], "replies": found})
+        line = json.dumps({"key": [key.seed, key.step, key.prompt, key.sample], "task": task, "replies": found})
         self._directory.mkdir(parents=True, exist_ok=True)
         with self._path(key.step).open("a") as file:
             file.write(f"{line}\n")
 
-    def replies(self, key: SampleKey) -> Replies | None:
-        """Return the replies of an episode that was recorded before this process began its step; None if none was."""
+    def replies(self, key: SampleKey, task: str) -> Replies | None:
+        """Return the replies of an episode that was recorded before this process began its step; None if none was,
+        or if it had another task."""
         if key.step != self._step:
             self._step, self._before = key.step, self._read(key.step)
-        if (line := self._before.get((key.seed, key.prompt, key.sample))) is None:
+        written_for, line = self._before.get((key.seed, key.prompt, key.sample), ("", []))
+        if written_for != task:
             return None
         return [(digest, decode(text.encode(), (Answered, Ended, Failure))[1]) for digest, text in line]
 
-    def _read(self, step: int) -> dict[tuple[int, int, int], list[list[str]]]:
+    def forget(self, step: int) -> None:
+        """Delete what this host has written of this step and earlier ones."""
+        for path in self._directory.glob(f"*.host_{self._host}.jsonl"):
+            if int(path.name.partition(".")[0]) <= step:
+                path.unlink()
+
+    def _read(self, step: int) -> dict[tuple[int, int, int], tuple[str, list[list[str]]]]:
         """Read what all hosts have written of a step; a last line that a kill has torn is removed."""
-        found: dict[tuple[int, int, int], list[list[str]]] = {}
+        found: dict[tuple[int, int, int], tuple[str, list[list[str]]]] = {}
         for path in sorted(self._directory.glob(f"{step}.host_*.jsonl")):
             *lines, torn = path.read_text().split("\n")
             if torn and path == self._path(step):
@@ -58,7 +69,7 @@ class EpisodeRecord:
                 try:
                     line = json.loads(text)
                     seed, _, prompt, sample = line["key"]
-                    found[seed, prompt, sample] = line["replies"]
+                    found[seed, prompt, sample] = line["task"], line["replies"]
                 except (ValueError, TypeError, KeyError) as error:
                     raise EpisodeError(
                         f"{path} must hold an episode in each line, got {text[:100]!r}; move the file away, and agents "
@@ -73,11 +84,20 @@ class EpisodeRecord:
         """Return the error for an episode whose tokens differ from the record."""
         return EpisodeError(
             f"the recorded episodes of step {key.step} must fit the tokens of the policy, got others for prompt "
-            f"{key.prompt}; the weights are not those of the run that wrote {self._directory}. Move that directory "
-            "away, and agents play again"
+            f"{key.prompt}; the weights are not those of the run that wrote {self._directory}, or other devices round "
+            "their sums. Move that directory away, and agents play again"
         )
 
 
-def digest_of(token_ids: Sequence[int]) -> str:
-    """Return a digest of tokens."""
-    return hashlib.sha256(",".join(map(str, token_ids)).encode()).hexdigest()[:16]
+def task_of(environment: LoadedEnvironment, columns: Mapping[str, Any]) -> str:
+    """Return a digest of everything that an agent is given: its class and options, the files that its command names,
+    and the columns of its row."""
+    command = environment.options.get("command", ())
+    words = shlex.split(command) if isinstance(command, str) else map(str, command)
+    found = hashlib.sha256()
+    for each in (environment.source, dict(environment.options), dict(columns)):
+        found.update(json.dumps(each, sort_keys=True, default=str).encode())
+    for path in map(Path, words):
+        if path.suffix and path.is_file():  # a script, and not the program that runs it
+            found.update(path.read_bytes())
+    return found.hexdigest()[:16]

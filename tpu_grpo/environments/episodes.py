@@ -20,7 +20,7 @@ from tpu_grpo.config import EnvironmentSection
 from tpu_grpo.environments.actions import COLUMN, Answered, Ended, LoadedEnvironment, Reply
 from tpu_grpo.environments.agent_conversation import AgentConversation
 from tpu_grpo.environments.conversation import Conversation, Start
-from tpu_grpo.environments.episode_record import EpisodeRecord, Replies
+from tpu_grpo.environments.episode_record import EpisodeRecord, Replies, task_of
 from tpu_grpo.environments.tool_values import WrongError
 from tpu_grpo.records.episode import Failure
 from tpu_grpo.records.errors import EpisodeError, without_controls
@@ -102,6 +102,8 @@ class Episodes:
         """Row -> the replies so far of an agent that plays now."""
         self._replayed: dict[int, Replies] = {}
         """Row -> the replies to come of an agent that has played before."""
+        self._tasks: dict[int, str] = {}
+        """Row -> a digest of what its agent was given."""
         self._has_failed = False
 
     def needs_place(self, row: int) -> bool:
@@ -116,7 +118,8 @@ class Episodes:
         columns = {name: value for name, value in start.prompt.columns.items() if name not in chosen}
         self._out_since[row] = time.perf_counter()
         if self._record is not None and start.environment.takes == "answers" and start.request.key.step:
-            if (replies := self._record.replies(start.request.key)) is not None:
+            self._tasks[row] = task_of(start.environment, columns)
+            if (replies := self._record.replies(start.request.key, self._tasks[row])) is not None:
                 self._replayed[row] = replies
                 return
             self._written[row] = []
@@ -234,10 +237,11 @@ class Episodes:
 
     def _finish(self, row: int) -> None:
         self._seconds[row] += time.perf_counter() - self._out_since.pop(row)
-        self._done[row] = self._open[row].completion(self._seconds[row])
+        done = self._done[row] = self._open[row].completion(self._seconds[row])
         self._next[row] = None
-        if self._record is not None and (written := self._written.pop(row, None)) is not None:
-            self._record.write(self._starts[row].request.key, written)
+        has_failed = done.episode is None or done.episode.failure is not None  # then it is played again
+        if self._record is not None and (written := self._written.pop(row, None)) is not None and not has_failed:
+            self._record.write(self._starts[row].request.key, self._tasks[row], written)
 
 
 def seed_of(key: SampleKey) -> int:

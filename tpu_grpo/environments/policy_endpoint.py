@@ -18,6 +18,7 @@ import json
 import math
 import secrets
 from collections import deque
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from aiohttp import web
@@ -49,6 +50,8 @@ class Session:
         """Wait for the turns that a request asks for; raises RefusedError once the session is closed."""
         if self._closed is None and len(self._waiting) + asked.n > self._most:
             raise RefusedError(f"at most {self._most} turns may be asked for at once, got more", 429, "too_many")
+        if len(text := asked.for_one()) > MOST_BYTES:
+            raise RefusedError(f"a request must have at most {MOST_BYTES} bytes, got {len(text)}", 413, "too_large")
         futures = [asyncio.get_running_loop().create_future() for _ in range(asked.n)]
         self._waiting.extend((asked.for_one(index), future) for index, future in enumerate(futures))
         self._arrived.set()
@@ -59,21 +62,30 @@ class Session:
     async def next(self, until: "asyncio.Future[Any]") -> str | None:
         """Wait for the next request, and return it in JSON; None if ``until`` is done before, whose exception is
         raised."""
-        arrived = asyncio.ensure_future(self._arrived.wait())
-        await asyncio.wait({arrived, until}, return_when=asyncio.FIRST_COMPLETED)
-        arrived.cancel()
-        if not self._waiting:
-            await until
-            return None
-        request, self._asked = self._waiting.popleft()
-        if not self._waiting:
-            self._arrived.clear()
-        return request
+        while True:
+            arrived = asyncio.ensure_future(self._arrived.wait())
+            await asyncio.wait({arrived, until}, return_when=asyncio.FIRST_COMPLETED)
+            arrived.cancel()
+            if taken := self._take(1):
+                request, self._asked = taken[0]
+                return request
+            if until.done():
+                await until
+                return None
 
     async def batch(self, most: int) -> list[tuple[str, asyncio.Future[Action]]]:
         """Wait for a request, and take up to ``most`` of those that wait; the caller sets their results."""
-        await self._arrived.wait()
-        taken = [self._waiting.popleft() for _ in range(min(most, len(self._waiting)))]
+        while not (taken := self._take(most)):
+            await self._arrived.wait()
+        return taken
+
+    def _take(self, most: int) -> "list[tuple[str, asyncio.Future[Action]]]":
+        """Take requests that wait, without those whose client has gone."""
+        taken: list[tuple[str, asyncio.Future[Action]]] = []
+        while self._waiting and len(taken) < most:
+            request, future = self._waiting.popleft()
+            if not future.done():
+                taken.append((request, future))
         if not self._waiting:
             self._arrived.clear()
         return taken
@@ -106,6 +118,12 @@ class Endpoint:
         self._sessions: dict[str, Session] = {}
         self._opened = 0
         self.address = ""
+        self._close: Callable[[], Awaitable[None]] | None = None
+
+    async def close(self) -> None:
+        """Stop to listen, once the answers are written."""
+        if self._close is not None:
+            await self._close()
 
     async def listen(self, host: str = "127.0.0.1", port: int = 0) -> None:
         """Begin to listen, by default on a free port of loopback. Raises OSError for a port that is taken."""
@@ -116,8 +134,9 @@ class Endpoint:
             app.router.add_get(f"{prefix}/v1/models", self._models)
             app.router.add_get(f"{prefix}/health", self._health)
         app.router.add_post("/{session}/reward", self._reward)
-        runner = web.AppRunner(app, access_log=None)
+        runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
         await runner.setup()
+        self._close = runner.cleanup
         await web.TCPSite(runner, host, port).start()
         host, port = runner.addresses[0][:2]
         self.address = f"http://{host}:{port}"
@@ -152,7 +171,8 @@ class Endpoint:
             session = self._sessions.get(request.match_info.get("session", ""))
             given = request.headers.get("Authorization", "").removeprefix("Bearer ")
             if session is None or (
-                session.key is not None and not hmac.compare_digest(given.encode(), session.key.encode())
+                session.key is not None
+                and not hmac.compare_digest(given.encode(errors="surrogateescape"), session.key.encode())
             ):
                 raise RefusedError(
                     "a request must have the key of an open session, as a bearer token", 401, "no_access"
@@ -180,7 +200,7 @@ class Endpoint:
     async def _reward(self, request: web.Request) -> web.Response:
         try:
             reward = float(json.loads(await request.read())["reward"])
-        except (ValueError, TypeError, KeyError, RecursionError):
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
             reward = math.nan
         if not math.isfinite(reward):
             raise RefusedError('the body must be {"reward": a finite number}, got another')

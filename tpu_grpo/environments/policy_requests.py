@@ -18,7 +18,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from tpu_grpo.environments.actions import Action, SampledTurn, ToolCall
+from tpu_grpo.environments.actions import Action, BadCall, SampledTurn, ToolCall
+from tpu_grpo.environments.tool_calls import checked_call
 
 MOST_CHOICES = 64
 MOST_STOPS = 16
@@ -79,7 +80,7 @@ class _Body(BaseModel):
     return_token_ids: bool | None = None
     temperature: Annotated[float, Field(ge=0.0, le=100.0)] | None = None
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
     seed: Annotated[int, Field(ge=0, lt=2**31)] | None = None
 
@@ -102,7 +103,7 @@ class _Body(BaseModel):
 
 
 class _Function(BaseModel):
-    name: str
+    name: Annotated[str, Field(min_length=1, max_length=200)]
     arguments: str | dict[str, Any] = "{}"
 
 
@@ -114,7 +115,7 @@ class _Call(BaseModel):
 class _Message(BaseModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text = None
-    name: str | None = None
+    name: Annotated[str, Field(max_length=200)] | None = None
     tool_calls: list[_Call] | None = None
     tool_call_id: str = ""
 
@@ -122,8 +123,8 @@ class _Message(BaseModel):
         """Return the message as chat templates take it; ``named`` has the tools' names by the ids of calls so far."""
         message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role}
         message["content"] = _plain_text(self.content)
-        named |= {call.id: call.function.name for call in self.tool_calls or ()}
-        if (name := self.name or named.get(self.tool_call_id)) is not None:
+        named |= {call.id: call.function.name for call in self.tool_calls or () if call.id}
+        if (name := self.name or (named.get(self.tool_call_id) if self.role == "tool" else None)) is not None:
             message["name"] = name
         if self.tool_calls:
             message["tool_calls"] = [
@@ -133,11 +134,33 @@ class _Message(BaseModel):
         return message
 
 
-class _Tool(BaseModel):
+class _Parameters(BaseModel):
     model_config = ConfigDict(extra="allow")
 
+    properties: dict[str, dict[str, Any]] = Field(default_factory=dict)
+
+
+class _Described(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    name: Annotated[str, Field(min_length=1, max_length=200)]
+    parameters: _Parameters | None = None
+
+
+class _Tool(BaseModel):
     type: Literal["function"]
-    function: dict[str, Any]
+    function: _Described
+
+    def plain(self) -> dict[str, Any]:
+        """Return the tool as chat templates take it; raises RefusedError for what no message can hold."""
+        function = self.function.model_dump(exclude_unset=True)
+        if self.function.parameters is None:
+            function.pop("parameters", None)
+        for name, schema in (self.function.parameters.properties if self.function.parameters else {}).items():
+            kind = schema.get("type", "string")
+            if not isinstance(kind, str) and not (isinstance(kind, list) and all(isinstance(k, str) for k in kind)):
+                raise RefusedError(f"the type of a tool's parameter must be a text, got {kind!r:.100} of {name:.100}")
+        return {"type": "function", "function": _checked(function, f"the tool {self.function.name}")}
 
 
 class _Chat(_Body):
@@ -153,7 +176,7 @@ class _Chat(_Body):
         return Asked(
             **{**common, "max_tokens": self.max_completion_tokens or common["max_tokens"]},
             messages=tuple(message.plain(named) for message in self.messages),
-            tools=tuple(tool.model_dump() for tool in self.tools or ()),
+            tools=tuple(tool.plain() for tool in self.tools or ()),
             logprobs=bool(self.logprobs),
         )
 
@@ -217,18 +240,25 @@ def _plain_text(content: Text) -> str:
     return "".join(part["text"] for part in content)
 
 
+def _checked(value: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return a JSON object that is neither deep, nor holds numbers or texts that JSON lacks."""
+    call = checked_call(ToolCall("x", value))
+    if isinstance(call, BadCall):
+        raise RefusedError(f"{where}: {call.problem}")
+    return dict(call.arguments)
+
+
 def _arguments(function: _Function) -> dict[str, Any]:
-    if isinstance(function.arguments, dict):
-        return function.arguments
     try:
-        found = json.loads(function.arguments or "{}")
+        given = function.arguments
+        found = given if isinstance(given, dict) else json.loads(given or "{}")
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
         raise RefusedError(
             f"the arguments of the call of {function.name} must be a JSON object, got {function.arguments!r:.200}"
         )
-    return found
+    return _checked(found, f"the call of {function.name}")
 
 
 @dataclass(frozen=True)

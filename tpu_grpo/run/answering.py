@@ -23,7 +23,7 @@ from tpu_grpo.engine.replicas import Replicas
 from tpu_grpo.engine.sampler import completion_text, sampling_params, stream
 from tpu_grpo.environments.actions import Action
 from tpu_grpo.environments.agent_conversation import sampled_turn, stopped, without_stops
-from tpu_grpo.environments.chat_dialect import Dialect
+from tpu_grpo.environments.chat_dialect import Dialect, check_ids
 from tpu_grpo.environments.policy_requests import Asked, RefusedError
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.learner import parameters
@@ -58,6 +58,7 @@ class Speaker:
         samples: the number of answers to each prompt.
         context: the most tokens of a conversation with its answer; None for as many as the prompts need.
         seed: the seed of sampling; None for the run's.
+        steps_per_launch: the tokens of a launch of the engine; None for as many as suit the model's size.
         sampling: fields of `SamplingParams` that differ from the run's.
     """
 
@@ -69,9 +70,11 @@ class Speaker:
         samples: int = 1,
         context: int | None = None,
         seed: int | None = None,
+        steps_per_launch: int | None = STEPS_PER_LAUNCH,
         **sampling: Any,
     ):
         self._config, self.samples, self._context = config, samples, context
+        self._steps = steps_per_launch
         self._seed = config.run.seed if seed is None else seed
         self._sampling = replace(sampling_params(config), **sampling)
         self._chosen = choose(config, which)
@@ -112,7 +115,7 @@ class Speaker:
             prefix_cache=True,
             batch_paddings=None,
             shard_vocab=None,
-            steps_per_launch=STEPS_PER_LAUNCH,
+            steps_per_launch=self._steps,
         )
         replicas = Replicas.build(checkpoint.directory, devices, len(devices), options, Hosts())
         engines = SyncedEngines(replicas, checkpoint.weight_rules, self._tokenizer, config, Hosts())
@@ -184,11 +187,17 @@ class Speaker:
             if isinstance(request, RefusedError):
                 found.append(request)
                 continue
-            dialect = self._dialect.with_tools(json.dumps(each.tools))
-            completion = stopped(next(completions), len(request.token_ids), each.stop, dialect)
-            turn = without_stops(dialect.read(completion.token_ids.tolist()), each.stop)
+            completion = stopped(next(completions), len(request.token_ids), each.stop, self._tokenizer.decode)
+            turn = without_stops(self._parsed(each, completion.token_ids.tolist()), each.stop)
             found.append(replace(turn, sampled=sampled_turn(request.token_ids, completion)))
         return found
+
+    def _parsed(self, asked: Asked, ids: list[int]) -> Action:
+        """Return a turn with its thinking and calls; after a text or tokens, as text alone."""
+        if asked.messages is not None:
+            return self._dialect.with_tools(json.dumps(asked.tools)).read(ids)
+        text = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return Action(text, text)
 
     @cached_property
     def _dialect(self) -> Dialect:
@@ -204,7 +213,7 @@ class Speaker:
                 ids = self._dialect.with_tools(json.dumps(asked.tools)).prompt(asked.messages)
             else:
                 ids = list(asked.token_ids or ()) if asked.text is None else self._tokenizer(asked.text).input_ids
-                self._dialect.check_ids(ids)
+                check_ids(self._tokenizer, ids)
         except (ConfigError, DataError) as error:
             return RefusedError(str(error))
         context, given = self._engine.options.context_tokens, dict(asked.sampling)

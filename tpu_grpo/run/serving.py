@@ -11,6 +11,7 @@ from concurrent.futures import CancelledError
 from types import TracebackType
 from typing import Any, Self
 
+from tpu_grpo.environments.actions import Action
 from tpu_grpo.environments.policy_endpoint import Endpoint, Session
 from tpu_grpo.environments.policy_requests import Asked, RefusedError
 from tpu_grpo.records.errors import ConfigError
@@ -63,14 +64,19 @@ class Server:
         """Answer requests, up to ``rows`` turns at once, until ``stop`` is called."""
         while not self._stopped:
             self._taking = asyncio.run_coroutine_threadsafe(self._session.batch(rows), self._loop)
+            if self._stopped:  # by a signal that came in between
+                self._taking.cancel()
             try:
                 taken = self._taking.result()
             except CancelledError:
                 return
-            asked = [Asked.model_validate_json(request) for request, _ in taken]
-            for (_, future), turn in zip(taken, self._speaker.turns(asked), strict=True):
-                done = future.set_exception if isinstance(turn, RefusedError) else future.set_result
-                self._loop.call_soon_threadsafe(lambda future=future, done=done, turn=turn: future.done() or done(turn))
+            failed = RefusedError("a batch must be sampled, got an error; the server's output has it", 500, "failed")
+            turns: list[Action | RefusedError] = [failed] * len(taken)
+            try:
+                turns = self._speaker.turns([Asked.model_validate_json(request) for request, _ in taken])
+            finally:
+                for (_, future), turn in zip(taken, turns, strict=True):
+                    self._loop.call_soon_threadsafe(_settle, future, turn)
 
     def stop(self) -> None:
         """End ``serve`` after the present batch; may be called by a signal's handler."""
@@ -79,9 +85,16 @@ class Server:
             self._taking.cancel()
 
     def _end(self) -> None:
-        async def rest() -> None:
-            await asyncio.sleep(0.1)  # the last answers are written
-
-        asyncio.run_coroutine_threadsafe(rest(), self._loop).result()
+        asyncio.run_coroutine_threadsafe(self._endpoint.close(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
+
+
+def _settle(future: "asyncio.Future[Action]", turn: Action | RefusedError) -> None:
+    """Answer a request, unless its client has gone."""
+    if future.done():
+        return
+    if isinstance(turn, RefusedError):
+        future.set_exception(turn)
+    else:
+        future.set_result(turn)

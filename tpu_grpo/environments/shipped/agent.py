@@ -29,6 +29,10 @@ OF_WORKERS = ("PYTHONPATH", "JAX_PLATFORMS")
 """Environment variables that are for worker processes alone: an agent's Python would import this one's packages."""
 
 
+_REST_SECONDS = 1.0
+"""Its last lines are waited for so long after an agent has ended."""
+
+
 class AgentError(Exception):
     """An agent that failed."""
 
@@ -85,12 +89,14 @@ class Agent:
 
     async def close(self) -> None:
         """End the agent, unless it plays other episodes too."""
-        if self._played is not None:
-            self._played.cancel()
-            with contextlib.suppress(asyncio.CancelledError, AgentError):
-                await self._played
-        if self._session is not None:
-            Agent._endpoint.forget(self._session)
+        try:
+            if self._played is not None:
+                self._played.cancel()
+                with contextlib.suppress(asyncio.CancelledError, AgentError):
+                    await self._played
+        finally:
+            if self._session is not None:
+                Agent._endpoint.forget(self._session)
 
     async def _next(self) -> Answered:
         assert self._played is not None
@@ -179,24 +185,29 @@ class _Lasting:
         try:
             result = json.loads(line)
             future = self._playing.get(result["session"])
-            if future is None or future.done():
-                return
-            if (error := result.get("error")) is not None:
-                future.set_exception(AgentError(f"the agent says: {error!s:.2000}"))
-            else:
-                future.set_result(float(result["reward"]))
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             print(line.decode(errors="replace"), end="", flush=True)  # what else it writes is for the reader
+            return
+        if future is None or future.done():
+            return
+        if (error := result.get("error")) is not None:
+            future.set_exception(AgentError(f"the agent says: {error!s:.2000}"))
+            return
+        try:
+            future.set_result(float(result["reward"]))
+        except (ValueError, TypeError, KeyError, OverflowError):
+            said = line.decode(errors="replace").strip()
+            future.set_exception(AgentError(f'a result must have a number as "reward", or "error", got {said:.300}'))
 
 
 async def _listening() -> Any:
-    if Agent._endpoint is None:
-        from tpu_grpo.environments.policy_endpoint import Endpoint
+    async with Agent._starting:
+        if Agent._endpoint is None:
+            from tpu_grpo.environments.policy_endpoint import Endpoint
 
-        endpoint = Agent._endpoint = Endpoint()
-        await endpoint.listen()
-    while not Agent._endpoint.address:  # another episode makes it listen
-        await asyncio.sleep(0.01)
+            endpoint = Endpoint()
+            await endpoint.listen()
+            Agent._endpoint = endpoint
     return Agent._endpoint
 
 
@@ -208,20 +219,28 @@ async def _last_line(process: asyncio.subprocess.Process, line: str) -> str:
         process.stdin.write(f"{line}\n".encode())
         await process.stdin.drain()
         process.stdin.close()
-    last = b""
+    last, ended = b"", asyncio.ensure_future(process.wait())
     try:
-        while read := await process.stdout.readline():
+        while True:
+            reading = asyncio.ensure_future(process.stdout.readline())
+            await asyncio.wait({reading, ended}, return_when=asyncio.FIRST_COMPLETED)
+            if not reading.done():  # what it has started may still hold its output
+                await asyncio.wait({reading}, timeout=_REST_SECONDS)
+            if not reading.done() or not (read := reading.result()):
+                reading.cancel()
+                return last.decode(errors="replace").strip()
             last = read if read.strip() else last
     except ValueError:
         raise AgentError(f"an agent must write lines of at most {LONGEST_LINE} bytes, got a longer one") from None
-    return last.decode(errors="replace").strip()
+    finally:
+        ended.cancel()
 
 
 def _reward_in(line: str) -> float:
     try:
         found = json.loads(line)
         return float(found["reward"] if isinstance(found, dict) else found)
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         raise AgentError(
             f'an agent\'s last line must be its reward, a number or {{"reward": number}}, got {line!r:.300}; or let it '
             "post its reward to /reward"
