@@ -42,7 +42,7 @@ MORE_CASES: list[tuple[str, dict[str, Any], int]] = [
 """Of families that are in CASES already."""
 
 
-RELATIVES = dict.fromkeys(("qwen2", "mistral", "phi3"), pytest.mark.slow)
+RELATIVES = ("qwen2", "mistral", "phi3")
 """Families whose layers are those of Qwen3 and Llama, but for names and settings."""
 
 
@@ -59,7 +59,7 @@ def test_every_family_is_here() -> None:
 @pytest.mark.parametrize(
     ("family", "options", "tensor"),
     [
-        *(pytest.param(*case, id=name_of(*case), marks=RELATIVES.get(case[0], ())) for case in CASES),
+        *(pytest.param(*case, id=name_of(*case), marks=[pytest.mark.slow] * (case[0] in RELATIVES)) for case in CASES),
         *(pytest.param(*case, id=name_of(*case), marks=pytest.mark.slow) for case in MORE_CASES),
     ],
 )

@@ -102,7 +102,9 @@ def test_a_tools_answer_gets_the_name_of_its_call() -> None:
         {"role": "tool", "tool_call_id": "c1", "content": "2"},
     ]
     body = {"messages": messages, "tools": [{"type": "function", "function": {"name": "add"}}]}
-    user, turn, told = FORMS["/v1/chat/completions"].read(json.dumps(body).encode()).messages or ()
+    messages = FORMS["/v1/chat/completions"].read(json.dumps(body).encode()).messages
+    assert messages is not None
+    user, turn, told = messages
     assert user == {"role": "user", "content": "1+"}
     assert turn["tool_calls"] == [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]
     assert told == {"role": "tool", "content": "2", "name": "add"}
