@@ -153,7 +153,7 @@ class AgentConversation(Conversation):
             ids = list(asked.token_ids or ()) if asked.text is None else self._dialect.encoder.plain(asked.text)
             fitting = [seen for seen in self._seen if tuple(ids[: len(seen.ids)]) == seen.ids]
             seen = max(fitting, key=lambda seen: len(seen.ids), default=None)
-            self._dialect.check_ids(ids if seen is None else ids[len(seen.ids) :])
+            self._dialect.check_ids(ids)
             return _Prompt.of(ids, seen)
         except (ConfigError, DataError) as error:
             raise WrongError(f"must ask with a prompt that the policy can read: {error}") from error
