@@ -18,10 +18,10 @@ import os
 import shlex
 import signal
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from tpu_grpo.environments.actions import Action, Answered
-from tpu_grpo.environments.policy_requests import RefusedError
+if TYPE_CHECKING:
+    from tpu_grpo.environments.actions import Action, Answered
 
 LONGEST_LINE = 2**20
 """The most bytes of a line that an agent may write, 1 MiB."""
@@ -63,7 +63,7 @@ class Agent:
         self._session: Any = None
         self._played: asyncio.Task[float] | None = None
 
-    async def reset(self, **columns: Any) -> Answered:
+    async def reset(self, **columns: Any) -> "Answered":
         """Start the agent, and wait for its first request."""
         endpoint = await _listening()
         session = self._session = endpoint.open()
@@ -72,13 +72,15 @@ class Agent:
         self._played = asyncio.create_task(self._play(json.dumps(line, default=str)))
         return await self._next()
 
-    async def step(self, turn: Action) -> Answered:
+    async def step(self, turn: "Action") -> "Answered":
         """Answer the agent's request by a turn of the policy, and wait for its next one."""
         self._session.answer(turn)
         return await self._next()
 
     async def get_reward(self) -> float:
         """Refuse further requests, wait for the end of the agent, and return the reward."""
+        from tpu_grpo.environments.policy_requests import RefusedError
+
         assert self._played is not None
         said = (
             "the policy's turns or tokens of this episode are used up (environment.max_turns, rollout.max_new_tokens)"
@@ -98,7 +100,9 @@ class Agent:
             if self._session is not None:
                 Agent._endpoint.forget(self._session)
 
-    async def _next(self) -> Answered:
+    async def _next(self) -> "Answered":
+        from tpu_grpo.environments.actions import Answered
+
         assert self._played is not None
         request = await self._session.next(until=self._played)
         return Answered((), done=request is None, request=request)
