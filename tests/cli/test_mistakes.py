@@ -128,7 +128,7 @@ dry model.path=nosuch
 dry model.path=Qwen/Qwen3-0.6B
     model.path must be a checkpoint directory on .. got Qwen/Qwen3-0.6B .. did you mean hf:Qwen/Qwen3-0.6B, a model of
 dry model.path=builtin:chess
-    model.path=builtin:chess is not built in; built in: ['addition', 'calculator', 'guessing']
+    model.path=builtin:chess is not built in; built in: ['addition', 'wordy_addition', 'calculator', 'guessing']
 dry model.path=train.jsonl
     model.path must be a checkpoint directory on .. got train.jsonl .. correct it, or name a model of the Hugging
 dry model.path=hf:

@@ -83,7 +83,9 @@ def test_a_model_that_is_not_whole(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     with pytest.raises(CheckpointError, match="config.json is missing"):
         check(tmp_path, model={"path": str(tmp_path / "model")})
-    with pytest.raises(ConfigError, match="model.path=builtin:chess is not built in; built in: .'addition', 'calc"):
+    with pytest.raises(
+        ConfigError, match="model.path=builtin:chess is not built in; built in: .'addition', 'wordy_addition', 'calc"
+    ):
         check(tmp_path, model={"path": "builtin:chess"})
 
 
