@@ -69,6 +69,8 @@ class AgentConversation(Conversation):
         super().__init__(start)
         self._seen: list[_Seen] = []
         self._asked = Asked()
+        self._said: tuple[str, ...] = ()
+        """The messages of the request, each as `_canonical` writes it."""
         self._dialect = start.dialect
         self._flags: list[bool] = []
         """For each token of the current branch, prompt included, whether the policy sampled it."""
@@ -96,23 +98,23 @@ class AgentConversation(Conversation):
         self._messages[-1] = {**self._messages[-1], "content": action.content}
         self._add_turn(completion, action, action.calls)
         self._flags += [True] * len(completion.token_ids)
-        said = (*map(_canonical, self._asked.messages), _canonical(self._messages[-1])) if self._asked.messages else ()
+        said = (*self._said, _canonical(self._messages[-1])) if self._said else ()
         self._seen.append(_Seen(self._tools, said, tuple(self._ids), tuple(self._flags), is_turn=True))
         return replace(action, sampled=sampled_turn(prompt, completion))
 
     def answered(self, reply: Answered) -> Request | None:
         """Take the agent's next request, and return that of the policy's next turn; None if the conversation is over,
         because the agent is, or the policy may have no more turns or tokens."""
-        before = self._asked
         if reply.request is None:
             self._ending = "tokens" if self._completions[-1].finish_reason == "length" and not self._room else "done"
         elif len(self._turns) >= self._start.section.max_turns:
             self._ending = "turns"
         else:
-            return self._go_on(before, Asked.model_validate_json(reply.request))
+            return self._go_on(Asked.model_validate_json(reply.request))
         return None
 
-    def _go_on(self, before: Asked, asked: Asked) -> Request | None:
+    def _go_on(self, asked: Asked) -> Request | None:
+        before = (*self._said, _canonical(self._messages[-1]))
         prompt = self._prompt(asked)
         ids = prompt.ids
         goes_on = len(ids) > len(self._ids) == prompt.known and ids[: prompt.known] == self._ids
@@ -121,7 +123,7 @@ class AgentConversation(Conversation):
         if max(len(ids) - self._first_tokens, len(self._tokens) + len(added)) >= most:
             self._ending = "tokens"
             return None
-        shown = _new_messages(before, asked, self._messages[-1])
+        shown = [dict(message) for message in (asked.messages or ())[_common(before, self._said) :]]
         answer = "\n".join(str(message["content"]) for message in shown)
         self._turns[-1] = replace(self._turns[-1], answer=answer, observed=prompt.added)
         self._messages += shown
@@ -137,15 +139,10 @@ class AgentConversation(Conversation):
 
     # --- prompts ------------------------------------------------------------------------------------------------------
 
-    @property
-    def _room(self) -> int:
-        """The number of tokens that the conversation may still have."""
-        most = self._start.request.sampling.max_new_tokens
-        return most - max(len(self._ids) - self._first_tokens, len(self._tokens))
-
-    def _prompt(self, asked: Asked) -> "_Prompt":
+    def _prompt(self, asked: Asked) -> _Prompt:
         """Return the prompt of a request."""
         self._asked, self._tools = asked, json.dumps(asked.tools)
+        self._said = tuple(map(_canonical, asked.messages or ()))
         try:
             self._dialect = self._start.dialect.with_tools(self._tools)
             if asked.messages is not None:
@@ -158,11 +155,12 @@ class AgentConversation(Conversation):
         except (ConfigError, DataError) as error:
             raise WrongError(f"must ask with a prompt that the policy can read: {error}") from error
 
-    def _conversation(self, messages: Sequence[Message]) -> "_Prompt":
+    def _conversation(self, messages: Sequence[Message]) -> _Prompt:
         """Return the prompt of messages: the tokens of the longest beginning that was seen, and of what was added."""
-        said = tuple(map(_canonical, messages))
         fitting = [
-            s for s in self._seen if s.messages and s.tools == self._tools and said[: len(s.messages)] == s.messages
+            s
+            for s in self._seen
+            if s.messages and s.tools == self._tools and self._said[: len(s.messages)] == s.messages
         ]
         for seen in sorted(fitting, key=lambda seen: len(seen.messages), reverse=True):
             added = messages[len(seen.messages) :]
@@ -183,8 +181,7 @@ class AgentConversation(Conversation):
         self._remember()
 
     def _remember(self) -> None:
-        said = tuple(map(_canonical, self._asked.messages or ()))
-        self._seen.append(_Seen(self._tools, said, tuple(self._ids), tuple(self._flags), is_turn=False))
+        self._seen.append(_Seen(self._tools, self._said, tuple(self._ids), tuple(self._flags), is_turn=False))
 
     def _next_request(self) -> Request:
         request = super()._next_request()
@@ -238,11 +235,7 @@ def _canonical(message: Mapping[str, Any]) -> str:
     return json.dumps(parts, sort_keys=True)
 
 
-def _new_messages(before: Asked, asked: Asked, turn: Message) -> list[dict[str, Any]]:
-    """Return the messages that are new since the last request and the turn that answered it."""
-    if asked.messages is None:
-        return []
-    known = [*map(_canonical, before.messages or ()), _canonical(turn)]
-    said = [_canonical(message) for message in asked.messages]
-    count = next((n for n, (a, b) in enumerate(zip(known, said, strict=False)) if a != b), min(len(known), len(said)))
-    return [dict(message) for message in asked.messages[count:]]
+def _common(before: Sequence[str], now: Sequence[str]) -> int:
+    """Return how many messages two conversations have in common at their beginnings."""
+    pairs = enumerate(zip(before, now, strict=False))
+    return next((n for n, (a, b) in pairs if a != b), min(len(before), len(now)))

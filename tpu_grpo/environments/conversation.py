@@ -214,12 +214,16 @@ class Conversation:
 
     # --- its tokens ---------------------------------------------------------------------------------------------------
 
+    @property
+    def _room(self) -> int:
+        """The number of tokens that the conversation may still have."""
+        most = self._start.request.sampling.max_new_tokens
+        return most - max(len(self._ids) - self._first_tokens, len(self._tokens))
+
     def _next_request(self) -> Request:
         """Make the request of the next turn. The most tokens of the conversation limit the current branch, and also all
         branches together, which have more tokens if the template has dropped thinking."""
-        request = self._start.request
-        most_tokens = request.sampling.max_new_tokens
-        room = most_tokens - max(len(self._ids) - self._first_tokens, len(self._tokens))
+        request, room = self._start.request, self._room
         if (most := self._start.section.max_turn_tokens) is not None:
             room = min(room, most)
         branch = len(self._branches)

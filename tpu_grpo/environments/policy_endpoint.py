@@ -50,10 +50,11 @@ class Session:
         """Wait for the turns that a request asks for; raises RefusedError once the session is closed."""
         if self._closed is None and len(self._waiting) + asked.n > self._most:
             raise RefusedError(f"at most {self._most} turns may be asked for at once, got more", 429, "too_many")
-        if len(text := asked.for_one()) > MOST_BYTES:
-            raise RefusedError(f"a request must have at most {MOST_BYTES} bytes, got {len(text)}", 413, "too_large")
-        futures = [asyncio.get_running_loop().create_future() for _ in range(asked.n)]
-        self._waiting.extend((asked.for_one(index), future) for index, future in enumerate(futures))
+        texts = [asked.for_one(index) for index in range(asked.n)]
+        if (most := max(map(len, texts))) > MOST_BYTES:
+            raise RefusedError(f"a request must have at most {MOST_BYTES} bytes, got {most}", 413, "too_large")
+        futures = [asyncio.get_running_loop().create_future() for _ in texts]
+        self._waiting.extend(zip(texts, futures, strict=True))
         self._arrived.set()
         if self._closed is not None:
             self.close(self._closed)

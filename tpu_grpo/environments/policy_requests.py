@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tpu_grpo.environments.actions import Action, BadCall, SampledTurn, ToolCall
 from tpu_grpo.environments.tool_calls import checked_call
@@ -272,7 +272,7 @@ class Form:
     def read(self, data: bytes) -> Asked:
         """Read a request. Raises RefusedError with the first thing that is wrong with it."""
         try:
-            return TypeAdapter(self.body).validate_json(data).asked()  # pyright: ignore[reportAttributeAccessIssue]
+            return self.body.model_validate_json(data).asked()  # pyright: ignore[reportAttributeAccessIssue]
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             place = ".".join(map(str, first["loc"])) or "the body"
