@@ -2,6 +2,7 @@
 
     uv run python -m tests.several.kills --kills 50 --hosts 1
     uv run python -m tests.several.kills --kills 50 --hosts 2
+    uv run python -m tests.several.kills --kills 50 rollout.carry=0.5 rollout.max_new_tokens=64
 
 A run of 12 steps with a checkpoint after every second one is done once undisturbed, and once killed so many times by
 SIGKILL: a third of the times in its start, else within a second after a step, all drawn by ``--seed``. Both must end
@@ -26,6 +27,7 @@ from typing import Any
 import yaml
 
 from tests.hosts.processes import free_port
+from tests.models.random_checkpoint import edit_config
 from tests.several.runs import settings, write_files
 
 REPOSITORY = Path(__file__).parents[2]
@@ -65,7 +67,9 @@ class Left:
     history: list[str]
 
 
-def start_hosts(directory: Path, config: Mapping[str, Any], hosts: int) -> list[subprocess.Popen[bytes]]:
+def start_hosts(
+    directory: Path, config: Mapping[str, Any], hosts: int, changes: Sequence[str] = ()
+) -> list[subprocess.Popen[bytes]]:
     """Start the command on so many processes, with 4 devices in all; stderr goes to host_I.err in the directory."""
     path = directory / "run.yaml"
     path.write_text(yaml.safe_dump(dict(config)))
@@ -75,7 +79,7 @@ def start_hosts(directory: Path, config: Mapping[str, Any], hosts: int) -> list[
         "PYTHONPATH": str(REPOSITORY),
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={4 // hosts}",
     }
-    command = [sys.executable, str(REPOSITORY / "scripts" / "run.py"), str(path)]
+    command = [sys.executable, str(REPOSITORY / "scripts" / "run.py"), str(path), *changes]
     port = free_port()
     return [
         subprocess.Popen(
@@ -91,10 +95,11 @@ def start_hosts(directory: Path, config: Mapping[str, Any], hosts: int) -> list[
     ]
 
 
-def run_once(directory: Path, run_dir: Path, hosts: int, moment: Moment) -> bool:
-    """Start the run, or continue it, and kill all of its hosts at a moment; says whether it was done before."""
+def run_once(directory: Path, run_dir: Path, hosts: int, moment: Moment, changes: Sequence[str] = ()) -> bool:
+    """Start the run with these changes of its settings, or continue it, and kill all of its hosts at a moment; says
+    whether it was done before."""
     config = settings(run_dir, run={"dir": str(run_dir), "max_steps": STEPS, "seed": 5}, checkpoint={"every": 2})
-    started = start_hosts(directory, config, hosts)
+    started = start_hosts(directory, config, hosts, changes)
     try:
         moment.await_in(run_dir, started)
     finally:
@@ -116,11 +121,12 @@ def what_is_left(run_dir: Path) -> Left:
     return Left(summary["params_digest"], kept, (run_dir / "history.jsonl").read_text().splitlines())
 
 
-def disturbed(directory: Path, hosts: int, kills: int, seed: int) -> int:
+def disturbed(directory: Path, hosts: int, kills: int, seed: int, changes: Sequence[str] = ()) -> int:
     """Compare a run that is killed so many times with one that is not; returns how often it was started."""
     files = write_files(directory / "files")
+    edit_config(files / "model", eos_token_id=[*range(10, 22)])  # completions end after about 20 tokens
     began = time.monotonic()
-    if not run_once(files, directory / "whole", hosts, WHOLE):
+    if not run_once(files, directory / "whole", hosts, WHOLE, changes):
         raise AssertionError(f"the undisturbed run must end within {END_SECONDS:g} s")
     whole = time.monotonic() - began
     drawn, starts, run_dir = random.Random(seed), 0, directory / "killed"
@@ -130,11 +136,11 @@ def disturbed(directory: Path, hosts: int, kills: int, seed: int) -> int:
             moment = Moment(0, drawn.uniform(0.0, whole))
         else:
             moment = Moment(drawn.randint(min(last_step(run_dir) + 1, STEPS), STEPS), drawn.uniform(0.0, 1.0))
-        if run_once(files, run_dir, hosts, moment):  # it was done: another begins
+        if run_once(files, run_dir, hosts, moment, changes):  # it was done: another begins
             _compare(directory, run_dir)
             shutil.rmtree(run_dir)
         print(f"kill {number + 1} of {kills}, {moment}: checkpoints {_saved(run_dir)}", flush=True)
-    while not run_once(files, run_dir, hosts, WHOLE):
+    while not run_once(files, run_dir, hosts, WHOLE, changes):
         starts += 1
     _compare(directory, run_dir)
     return starts + 1
@@ -168,9 +174,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--hosts", type=int, default=1, choices=(1, 2))
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("changes", nargs="*", help="section.key=value")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="tpu_grpo_kills_") as scratch:
-        starts = disturbed(Path(scratch), options.hosts, options.kills, options.seed)
+        starts = disturbed(Path(scratch), options.hosts, options.kills, options.seed, options.changes)
     print(f"{options.kills} kills on {options.hosts} hosts, {starts} starts: the same parameters, tokens and metrics")
 
 
