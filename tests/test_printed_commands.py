@@ -29,6 +29,7 @@ NOT_HERE = {
     r"gcloud|launch\.py|ssh-|gcsfuse|/mnt/|TPU_NAME": "a TPU slice",
     r"\bhf:|/models/|counting": "a model of the hub",
     r"torch|apt-get|uvx|\bllama|vllm|sglang\.|lm_eval": "other software",
+    r"uv venv|verifiers|atropos|demo_agent|tpu-grpo serve": "other software; tests/examples/test_agents.py types these",
     r"pytest|tests\.several|benchmarks|--replay|10\.0\.0\.1|MY_WEBHOOK": "hours, other hosts or a broken run",
     r"plan\.py": "minutes of a compiler; tests/planning compiles these configs",
     r"\bCONFIG|\[--|-> |\bNAME\b|wiki\.jsonl": "a stand-in for a name of the reader's own",
