@@ -1,4 +1,4 @@
-"""GRPO, and the variants that change its averages or the sizes of its clip: DAPO and Dr. GRPO."""
+"""GRPO and two variants: DAPO (larger clip_high, mean over tokens) and Dr. GRPO (no division by std or length)."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -59,7 +59,7 @@ def _value(following: str) -> str:
 
 
 def command_parser(usage: str, about: str, words: str | None = None) -> argparse.ArgumentParser:
-    """Make a command's parser; ``words`` is the help of its positional config and overrides, None for neither."""
+    """Make a command's parser. If ``words`` is given, it takes a config and overrides, with ``words`` as their help."""
     parser = CommandParser(
         usage=usage, description=about, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )

@@ -223,7 +223,7 @@ class PromptDraw:
         }
 
     def _drawn(self, step: int, start: int, count: int) -> list[int]:
-        """Return the first ``count`` positions from ``start`` on whose prompts are sampled; raises as ``batch``."""
+        """Return the first ``count`` positions, from ``start`` on, whose prompts are sampled; raises as ``batch``."""
         if self.exhausted:
             raise DataError(f"step {step} needs prompts, and none is left: {self.why_exhausted}")
         weights, drawn, position = self._weights(), list[int](), start

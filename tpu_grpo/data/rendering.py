@@ -164,10 +164,10 @@ class PromptRenderer:
         return found
 
     def most_tokens(self, text: str) -> int | None:
-        """Return an upper bound of a text's number of tokens; None if only tokenizing can tell.
+        """Return an upper bound of a text's number of tokens; None if the caller must tokenize the text.
 
-        A token of a byte-level tokenizer stands for at least one byte. A text that contains the pad token must be
-        tokenized, because `encoded` refuses it.
+        The bound counts bytes, because a token of a byte-level tokenizer stands for at least one byte. A text with the
+        pad token gets None, so that the caller tokenizes it with `encoded`, which refuses it.
         """
         pad = self._tokenizer.pad_token
         if not self._byte_level or (pad is not None and str(pad) in text):

@@ -57,7 +57,7 @@ class Generation:
             expected: the expected number of tokens of each request.
             waves: brings the requests of all turns, if completions are conversations.
             finished: is called with every completion as it ends.
-            cut: is told of every completion that ends, and stops rows that have as many tokens as are needed.
+            cut: is told of every completion that ends; once its ``length`` is known, rows stop at that many tokens.
         """
         self._scheduler, self._requests, self._expected = scheduler, requests, expected
         self._waves, self._finished, self._cut = waves, finished, cut
@@ -163,7 +163,7 @@ class Generation:
 
     @property
     def _rows(self) -> int:
-        """The number of requests (or conversations) of started groups that have not ended."""
+        """The number of requests (or conversations) that belong to started groups and have not ended."""
         return self._inside + len(self._waves.out)
 
     @property

@@ -308,7 +308,7 @@ class Serving:
         ]
 
     def run(self) -> EngineUse:
-        """Sample all completions; returns the seconds in which no engine of this host was ready."""
+        """Sample all completions; returns the seconds in which no engine of this host was ready, as `advance_all`."""
         point, waited, generations = 0, EngineUse(), list(self.generations.values())
         while self._deal() or (self._tells_ends and (not point or any(load.rows or load.held for load in self._loads))):
             point += self._interval

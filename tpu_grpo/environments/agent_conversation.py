@@ -91,7 +91,7 @@ class AgentConversation(Conversation):
         return self._next_request()
 
     def turn(self, completion: Completion) -> Action:
-        """Take the policy's turn, and return it parsed, with its tokens; it never ends the conversation."""
+        """Add the policy's turn, and return it parsed, with its tokens; a turn never ends the conversation."""
         prompt = tuple(self._ids)
         completion = stopped(completion, len(prompt), self._asked.stop, self._dialect.decode)
         action = without_stops(self._take(completion, self._dialect), self._asked.stop)

@@ -34,7 +34,7 @@ class RefusedError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The body of the answer, in OpenAI's form."""
+        """The JSON body of the HTTP error response, in OpenAI's form."""
         return {"error": {"message": str(self), "type": "invalid_request_error", "code": self.code}}
 
 

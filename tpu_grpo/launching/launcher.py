@@ -36,7 +36,7 @@ LOCAL_FILESYSTEMS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "overlay", "tmpfs",
 
 @dataclass(frozen=True)
 class WorkerStatus:
-    """The newest run on one worker."""
+    """The state of the newest run on one worker."""
 
     state: str
     """One of: none, running, ended, or lost (gone without an exit code, as after a reboot)."""

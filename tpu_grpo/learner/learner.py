@@ -156,7 +156,7 @@ class Learner:
         return build_parts(config, inputs)
 
     def share(self, names: Collection[str]) -> None:
-        """Set the parameters whose arrays the sampler also uses; an update reuses the memory of all others."""
+        """Name the parameters whose arrays the sampler also uses; an update donates the buffers of all others."""
         self._updater.share(names)
 
     def update(self, scored: ScoredRollout) -> UpdateResult:

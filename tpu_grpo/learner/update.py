@@ -137,8 +137,8 @@ class Updater:
         return (self._join if self._functions.residual else self._functions.joined)(self.trained, self.state.kept)
 
     def share(self, names: Collection[str]) -> None:
-        """Set the parameters whose arrays the sampler also uses; an update reuses the memory of all others. Before the
-        first call, it reuses the memory of no parameter."""
+        """Name the parameters whose arrays the sampler also uses; an update donates the buffers of all others. Before
+        the first call, it donates the buffer of no parameter."""
         self._shared = frozenset(names)
 
     def accumulate(self, batch: TrainBatch) -> LossSums:

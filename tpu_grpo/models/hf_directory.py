@@ -158,10 +158,10 @@ def write_settings(
     dtype: np.dtype[Any],
     generation: Mapping[str, Any],
 ) -> None:
-    """Write config.json with the dtype of the tensors, the tokenizer, and the generation config.
+    """Write config.json (with the dtype of the tensors), generation_config.json, and the tokenizer's files.
 
     The tokenizer's files are copied from the checkpoint's directory. ``generation`` has the stop tokens and sampling
-    settings under Hugging Face's names; the ids of the beginning and padding tokens are added here.
+    settings under Hugging Face's names; the ids of the BOS and padding tokens are added here.
     """
     config = dict(checkpoint.hf_config)
     config |= {name: dtype.name for name in ("torch_dtype", "dtype") if name == "torch_dtype" or name in config}

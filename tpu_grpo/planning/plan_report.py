@@ -137,7 +137,7 @@ def alternative_lines(plan: Plan, found: Sequence[Suggestion], mean_new_tokens: 
 
 
 def packed_line(plan: Plan, packed: Plan) -> str:
-    """Say what a run with Tunix's learner would need with this package's learner, which packs rows."""
+    """Compare a run with Tunix's learner (``plan``) to the same with this package's, which packs rows (``packed``)."""
     needs = {memory.stage: memory.total / GIB for memory in plan.memory}
     stages = ", ".join(
         f"{memory.stage} {memory.total / GIB:.2f} GiB for {needs[memory.stage]:.2f}"

@@ -324,7 +324,7 @@ class Form:
         return offered
 
     def takes(self, name: str) -> bool:
-        """Whether an argument is passed. A function written for verl gets only arguments that it names."""
+        """Whether the function gets an argument of this name; one written for verl gets nothing by ``**kwargs``."""
         return name in self.signature.named if self.verl else self.signature.takes(name)
 
     def extras(self, taken: Collection[str]) -> tuple[str, ...]:
