@@ -317,6 +317,50 @@ def test_no_delay_changes_a_bit_nor_a_decision(checkpoint: Path, model: nnx.Modu
     assert use.figures["rollout/served_turns"] == sum(len(row.turns) for row in scripts(asked()))
 
 
+def test_with_no_tool_steps_rows_return_as_soon_as_they_are_answered() -> None:
+    slow = [1, 2]
+    conversations = ScriptedConversations(ROWS, SCRIPTS)
+    waves = Waves(conversations, Limits(tool_steps=0))
+    with mock.patch.object(conversations, "ready", side_effect=lambda row: row not in slow):
+        waves.begin([0, 1, 2, 3], clock=0)
+        waves.tell()
+        assert waves.next_due == 0
+        assert list(waves.take(0)) == [0, 3]
+        assert not waves.ready(5)
+        slow.remove(2)
+        assert waves.ready(5)
+        assert list(waves.take(5)) == [2]
+        assert waves.out == [1]
+
+
+@pytest.mark.parametrize("delays", [at_once, random_delays(3), random_delays(4, most=0.1)], ids=["0", "3", "4"])
+def test_with_no_tool_steps_no_delay_changes_a_token(
+    checkpoint: Path, model: nnx.Module, told: list[Completion], delays: Delay
+) -> None:
+    """Which rows decode together depends on time, and the tokens do not."""
+    engine = build_engine(checkpoint, model, steps_per_launch=3, tool_steps=0, **SMALL)
+    found, _ = converse(engine, delays)
+    assert_alike(found, told)
+
+
+def test_with_no_tool_steps_an_episode_may_end_once_another_has(
+    checkpoint: Path, model: nnx.Module, told: list[Completion]
+) -> None:
+    """Row 2 has one turn, and is over only once row 3 has had its eight, as where a group is scored together."""
+    engine = build_engine(checkpoint, model, tool_steps=0, **SMALL)
+    conversations = ScriptedConversations(asked(), scripts(asked()))
+    ready, rows = conversations.ready, conversations._rows
+
+    def answered(row: int) -> bool:
+        return ready(row) and (row != 2 or rows[2].turn == 0 or rows[3].state == "over")
+
+    with mock.patch.object(conversations, "ready", side_effect=answered):
+        found = alone(engine).generate(asked(), conversations=conversations)
+    assert_alike(found, told)
+    last = {row: place for place, row in enumerate(conversations.asked)}
+    assert last[2] > last[3]
+
+
 def test_a_group_prefills_its_first_prompt_once(checkpoint: Path, model: nnx.Module) -> None:
     """Twelve rows of one prompt have their first turns in one wave; the others find the whole prompt but a token."""
     rows = requests(PROMPTS[1:2], replace(SAMPLED, max_new_tokens=80), group=12)

@@ -203,9 +203,10 @@ class EnvironmentSection(Section):
     such as HF_TOKEN, are withheld otherwise."""
     recycle: PositiveInt = 1000
     """Replace a process by a fresh one after this many conversations."""
-    tool_steps: PositiveInt = 16
+    tool_steps: int = Field(default=16, ge=0)
     """Continue a conversation this many decode steps after its turn has ended, while others decode; its environment
-    answers meanwhile at no cost. Engines without other work continue as soon as it has answered."""
+    answers meanwhile at no cost. Engines without other work continue as soon as it has answered. With 0 a conversation
+    continues as soon as its environment has answered, whatever others do; then time decides what decodes together."""
 
     @property
     def is_on(self) -> bool:

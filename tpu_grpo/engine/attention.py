@@ -50,7 +50,7 @@ def padded(
     fill: int = 0,
     at: Int[np.ndarray, " b"] | None = None,
 ) -> Int[np.ndarray, "{size} *rest"]:
-    """Copy rows into an int32 array of ``size`` rows, to its start or to the indices ``at``; others are ``fill``."""
+    """Copy rows to the start, or to the indices ``at``, of an int32 array of ``size`` rows filled with ``fill``."""
     values_b = np.asarray(values_b)
     whole = np.full((size, *values_b.shape[1:]), fill, np.int32)
     whole[slice(len(values_b)) if at is None else at] = values_b
@@ -88,7 +88,7 @@ class AttentionMode(ABC):
 
     @abstractmethod
     def backend(self, metadata: Any) -> Any:
-        """Make the attention backend of a step inside its trace; without metadata, the one that the library holds.
+        """Make the attention backend of a step inside its trace; with None, the one that the library's runner holds.
 
         Raises:
             ConfigError: for a model that this attention cannot compute.
@@ -121,7 +121,7 @@ class NativeMode(AttentionMode):
 
     @override
     def prefill_metadata(self, columns: Columns, slots_bL: Int[np.ndarray, "b L"]) -> tuple[Any, Int[np.ndarray, " S"]]:
-        """Let the library compute its metadata from a ModelWorkerBatch with only the fields that this needs."""
+        """Let the library compute its metadata from a ModelWorkerBatch with only the fields that the library reads."""
         batch = ModelWorkerBatch.__new__(ModelWorkerBatch)
         batch.forward_mode, batch.cache_loc = ForwardMode.EXTEND, self.cache_loc(slots_bL, columns["seq_lens"])
         batch.seq_lens, batch.extend_seq_lens = columns["seq_lens"], columns["extend_lens"]
@@ -183,7 +183,7 @@ INT8_LARGEST = 127
 SCALE_BYTES = 4
 BITS = {jnp.dtype(jnp.uint16): jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.uint8): FP8}
 """The integer type in which the cache of gather attention stores the bits of each small float type. With float arrays,
-XLA on a CPU converted the whole cache at every write and every read, which took 0.3 s each for a layer of 80 MB."""
+XLA on a CPU converted the whole cache at every write and every read: 0.3 s each time for a layer of 80 MB."""
 
 
 def cache_dtype(name: KVDtype, model_dtype: Any) -> jnp.dtype:

@@ -1,15 +1,15 @@
-"""Completions that are sampled over several steps (``rollout.carry``), in each up to a length that tokens decide.
+"""Completions that are sampled over several steps (``rollout.carry``), each step up to a length that tokens decide.
 
-A step learns from P groups and samples P (1 + x). It lasts for L new tokens of every row: L is the smallest multiple of
-16 within which P groups are whole, which means that all of their completions have ended. Rows keep their first L tokens
-of the step. For P = 1 and two groups of two rows, with these tokens left to sample:
+With ``rollout.carry`` x, a step learns from P groups and samples P (1 + x). A group is whole when all its completions
+have ended. L is the smallest multiple of 16 such that P groups are whole within L new tokens of every row. Rows keep
+their first L tokens of the step. For P = 1 and two groups of two rows, with these tokens left to sample:
 
     group 0    9 100        not whole; its rows keep 9 (ended) and 32 tokens, and 68 are left for later steps
     group 1   20  30        whole within L = 32
 
 L, and with it every token, depends on tokens alone: on no clock, engine or host. An engine may have sampled more of a
-row before it could know L; those tokens are dropped. A later step goes on with the key of the row, after a prefill of
-prompt and tokens under its new weights. In other partial rollouts (APRIL, arXiv 2509.18521) timing decides instead.
+row before it could know L; those tokens are dropped. A later step prefills prompt and kept tokens with its new weights,
+and continues with the row's key. In other partial rollouts (APRIL, arXiv 2509.18521), timing decides where rows stop.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -34,11 +34,11 @@ class OpenGroup:
     record: int
     """The index of the prompt among the training prompts."""
     position: int
-    """Its position in the stream of prompts."""
+    """The prompt's position in the stream of training prompts."""
     step: int
     """The step that began the group."""
     number: int
-    """The number of the group among those begun by that step."""
+    """The number of the group among those that ``step`` began."""
     completions: tuple[Completion, ...]
 
     @property
@@ -52,12 +52,12 @@ class OpenGroup:
 
 
 class Cut:
-    """Finds L while groups are sampled: ``length``, once it is known, shrinks to L as rows end.
+    """Finds L while groups are sampled: ``length`` is an upper bound that shrinks to L as rows end.
 
     Args:
-        groups: for every group the indices of its requests; none if it is whole already.
+        groups: for every group the indices of its requests; no indices if it is whole already.
         wanted: the number of groups that have to be whole.
-        due: the indices of groups that have to be among these.
+        due: the indices of groups that have to be among the whole ones.
     """
 
     def __init__(self, groups: Sequence[Collection[int]], wanted: int, due: Collection[int] = ()):
@@ -68,18 +68,18 @@ class Cut:
         self._found, self._untold = set[int](), dict[int, int]()
 
     def add(self, index: int, request: Request, completion: Completion) -> None:
-        """Take note of a completion that this host's engine gave for a request, if it has ended by itself."""
+        """Record a completion that this host's engine returned for a request, unless a cut stopped it."""
         if ended(request, completion):
             self._untold[index] = len(completion.token_ids)
             self.merge({index: len(completion.token_ids)})
 
     def untold(self) -> dict[int, int]:
-        """Return the token counts of requests that this engine has ended since the last call, for other engines."""
+        """Return, for other engines, the token counts of requests that have ended here since the last call."""
         told, self._untold = self._untold, {}
         return told
 
     def merge(self, ends: Mapping[int, int]) -> None:
-        """Take note of requests that have ended, on this host or another: their index, and their number of tokens."""
+        """Record requests that have ended on any host; ``ends`` maps each index to its number of tokens."""
         for index, tokens in ends.items():
             if index not in self._found:
                 self._found.add(index)
@@ -89,7 +89,7 @@ class Cut:
 
     @property
     def length(self) -> int | None:
-        """An upper bound of L, from the requests that have ended so far; None if there is none yet."""
+        """An upper bound of L, from the requests that have ended so far; None if too few groups are whole."""
         whole = sorted(end for end, left in zip(self._ends, self._left, strict=True) if not left)
         if len(whole) < self._wanted or any(self._left[number] for number in self._due):
             return None
@@ -108,7 +108,7 @@ def ended(request: Request, completion: Completion) -> bool:
 
 
 def continued(before: Completion, request: Request, new: Completion, length: int) -> Completion:
-    """Append the first ``length`` of the tokens that a request has sampled to those of the steps before."""
+    """Append the first ``length`` tokens of a request's completion to the tokens of earlier steps."""
     whole = ended(request, new) and len(new.token_ids) <= length
     tokens, logprobs = new.token_ids[:length], new.logprobs[:length]
     return Completion(

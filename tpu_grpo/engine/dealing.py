@@ -6,7 +6,7 @@
     dealer.deal(loads)          # at every synchronization point while groups wait
     dealer.assigned             # the requests of each replica, once no group waits
 
-A replica can run a limited number of rows (requests) at once: it has that many places. It starts a group if one place
+A replica can run a limited number of rows (requests) at once: it has that many places. It starts a group when one place
 is free. Groups that have not been started are dealt again at every synchronization point, so that an idle replica takes
 over groups from a busy one. Example: two replicas of 2 places, and groups of one request, named by their expected
 tokens 9 7 5 4 2 1:
@@ -15,7 +15,7 @@ tokens 9 7 5 4 2 1:
     at a point      replica 1 has finished 7, 5 and 2, and takes over 1, for which replica 0 has no place yet
 
 The dealing depends only on the requests, the expected tokens and the tokens sampled so far, so that every host
-computes the same.
+computes the same assignment.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from tpu_grpo.records.errors import ConfigError
 from tpu_grpo.records.stages import Request
 
 POINTS = 32
-"""About how many synchronization points there are during the longest answer, while groups wait to be started."""
+"""About how many synchronization points the longest completion has, while groups wait to be started."""
 FEWEST_STEPS = 16
 """The fewest decode steps between two synchronization points, because hosts wait at each for the slowest replica."""
 
@@ -57,9 +57,9 @@ class Load:
 
 
 def expected_tokens(requests: Sequence[Request], known: Sequence[float | None] | None = None) -> list[int]:
-    """Return the expected number of tokens of each request: its number in ``known``, if that is not None.
+    """Return the expected number of tokens of each request: its value in ``known``, if that is not None.
 
-    Other requests get the mean of the known numbers, or half of the longest allowed answer if no number is known.
+    Other requests get the mean of the known values, or half of the largest ``max_new_tokens`` if no value is known.
     """
     known = known or [None] * len(requests)
     told = [value for value in known if value is not None]
@@ -147,7 +147,7 @@ class Dealer:
         self._owners: dict[int, int] = {}
         self._drivers = drivers
         self.waits = False
-        """Whether the last ``deal`` left a replica with groups that it cannot start at once."""
+        """Whether the last ``deal`` left a replica with groups that it cannot start immediately."""
 
     def deal(self, loads: Sequence[Load]) -> list[list[Group]]:
         """Deal all groups that have not been started, and return those of each replica, in the order of their start.

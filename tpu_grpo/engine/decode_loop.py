@@ -3,7 +3,7 @@
 This file has the code that jax traces; launches.py has the host's side.
 
 The cache slots of all steps are reserved before the launch, so that the loop needs nothing from the host. A row ends
-inside the launch by a stop token, or when its slots are used up; from then on it counts as padding and writes
+inside the launch at a stop token, or when its slots are used up; from then on it counts as padding and writes
 nothing. The loop ends when its steps are done or few rows are left, as ``LaunchInputs.control`` says. A launch can
 continue the rows of the previous launch from that launch's outputs on the devices, before the host has read them.
 Below, x is a sampled token and . is padding:
@@ -111,7 +111,7 @@ def for_host(output: StepOutput | LaunchOutput) -> StepOutput | LaunchOutput:
 
 
 class Sampled(NamedTuple):
-    """The tokens that b rows sampled in a launch or a prefill step, on the host; each row has ``count`` valid ones."""
+    """The tokens that b rows sampled in a launch or a prefill step, on the host; ``count`` of each row are valid."""
 
     count: Int[np.ndarray, " b"]
     tokens: Int[np.ndarray, "k b"]
@@ -183,9 +183,9 @@ def decode_loop(
     experts: ExpertLayout | None,
     filtered: bool = False,
 ) -> tuple[LaunchOutput, Cache]:
-    """Trace the loop over the steps of a launch. A loop that starts with too few rows makes no step.
+    """Trace the loop over the steps of a launch. With too few rows (see ``LaunchInputs.control``) it makes no step.
 
-    See ``LaunchInputs.control``. Returns the sampled tokens, and the cache, which is updated in place.
+    Returns the sampled tokens, and the cache, which is updated in place.
     """
     rows = unpack_rows(inputs.rows)
     batch, most_steps = rows.slots.shape

@@ -41,7 +41,7 @@ from tpu_grpo.records.stages import Completion, Request
 AXES = ("data", "tensor")
 """The mesh axes that sglang-jax's models use."""
 CONTEXT_MARGIN_TOKENS = 8
-"""Added to the context length that sglang-jax gets, because it refuses prompts within six tokens of that length."""
+"""Added to the context length passed to sglang-jax, which refuses prompts within six tokens of that length."""
 
 
 class Engine:
@@ -57,19 +57,20 @@ class Engine:
         self.cache_specs = self._runner.cache_specs
         """The shape, dtype and sharding of every layer's cache."""
         self.expert_layout = self._programs.expert_layout
-        """The layout of the expert indices that the engine returns; None if it was not built to return them."""
+        """The layout of the expert indices that the engine returns; None without ``options.return_experts``."""
         self.steps_per_launch = self._programs.steps
         """The most decode steps of a launch."""
 
     @classmethod
     def build(cls, checkpoint: Path, mesh: Mesh, options: EngineOptions) -> "Engine":
-        """Build an engine without weights or cache; ``install_weights`` brings both.
+        """Build an engine without weights or KV cache; ``install_weights`` stores weights and allocates the cache.
 
         ``checkpoint`` is a directory whose config.json describes the model; ``mesh`` comes from ``engine_mesh``.
 
         Raises:
-            ConfigError: if ``options.shard_vocab`` is set and the mesh's size does not divide the vocabulary, if flash
-                attention does not support the pages, or if fused experts do not support a number of tokens.
+            ConfigError: if ``options.shard_vocab`` is set and the mesh's size does not divide the vocabulary; if flash
+                attention does not support the size or number of pages; or if the mesh's size does not divide every
+                batch and prefill size, with fused experts.
         """
         context, chunk = options.context_tokens + CONTEXT_MARGIN_TOKENS, options.shapes.prefill[-1]
         if options.attention == "flash":
@@ -105,7 +106,7 @@ class Engine:
 
     @property
     def use(self) -> EngineUse:
-        """A copy of the engine's counters, and of the host's seconds by activity."""
+        """A copy of the engine's counters, and of the seconds that the host spent on each activity."""
         return dataclasses.replace(self._scheduler.use)
 
     @property
@@ -114,14 +115,14 @@ class Engine:
         return self._scheduler.digest
 
     def before_every_launch(self, call: Callable[[int, str], None]) -> None:
-        """Set the callback that gets the launch's number and the digest before each launch; it replaces any other."""
+        """Call ``call(launch number, digest)`` before each launch, in place of a callback set earlier."""
         scheduler = self._scheduler
         scheduler.before_launch = lambda: call(scheduler.forward_ct, scheduler.digest)
 
     # --- weights and programs -----------------------------------------------------------------------------------------
 
     def install_weights(self, weights: Mapping[str, Array]) -> None:
-        """Set the parameters to sample with, and clear the prefix cache, which was computed with the old parameters.
+        """Store the parameters to sample with, and clear the prefix cache, which was computed with the old parameters.
 
         Raises:
             WeightsError: if names, shapes or types are not those of ``weight_specs``.
@@ -145,7 +146,7 @@ class Engine:
         return dict(zip(self.weight_specs, weights, strict=True)) if weights is not None else {}
 
     def compile_all(self, tell: Callable[[], None] = lambda: None) -> int:
-        """Compile the programs of all shapes now, and return their number; ``tell`` is called after each program."""
+        """Compile the program of every shape now, and return the number of shapes; calls ``tell`` after each."""
         return self._programs.compile_all(tell)
 
     def lower(self, mode: Literal["decode", "prefill"], size: int) -> jax.stages.Lowered:
@@ -166,7 +167,7 @@ class Engine:
         return [generation.completions[index] for index in range(len(requests))]
 
     def start(self, requests: Sequence[Request]) -> Generation:
-        """Start a generation of all requests. The caller must advance it; raises as ``generate`` does."""
+        """Start a generation of all requests. The caller must advance it. Raises the errors of ``generate``."""
         self.check(requests)
         expected = expected_tokens(requests)
         generation = self.begin(requests, expected, Waves(None, self.limits(requests, expected)))
@@ -181,7 +182,7 @@ class Engine:
         finished: Finished | None = None,
         cut: Cut | None = None,
     ) -> Generation:
-        """Start a generation without requests to serve; the caller sets them with ``Generation.hold``.
+        """Start a generation that serves no request yet; the caller passes groups of requests to ``Generation.hold``.
 
         ``check`` must have accepted the requests. See `Generation` for the arguments.
         """
@@ -222,9 +223,9 @@ class Engine:
 
 
 def engine_mesh(devices: Sequence[Any], engines: int = 1) -> Mesh:
-    """Make a mesh of equally large engines over the axis "data"; ``devices`` lists their devices engine by engine.
+    """Make a mesh of equally large engines along the axis "data"; ``devices`` lists the devices engine by engine.
 
-    Each engine shards heads and hidden units over the axis "tensor". The axes are explicit, as sglang-jax's models
-    require: the type of a traced array says how it is sharded.
+    Each engine shards heads and hidden units over the axis "tensor". Both axes are explicit (a traced array's type
+    includes its sharding), as sglang-jax's models require.
     """
     return Mesh(np.asarray(devices).reshape(engines, -1), AXES, axis_types=(AxisType.Explicit,) * len(AXES))

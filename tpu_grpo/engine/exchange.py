@@ -24,12 +24,12 @@ from tpu_grpo.records.errors import LockstepError
 from tpu_grpo.records.stages import Completion, Request
 
 PIECE_BYTES = 64 * 2**20
-"""Roughly the most bytes of one piece, summed over all hosts, because each device holds the pieces of all hosts."""
+"""Roughly the most bytes of all hosts' pieces together, because each device holds them all."""
 FEWEST_BYTES = 2**16
-"""The smallest piece in bytes. All pieces have a power of 2 as their size, so that few sizes are compiled."""
+"""The smallest size of a piece, in bytes. All sizes are powers of 2, so that few sizes are compiled."""
 ROW_BYTES, TOKEN_BYTES = 320, 12
-"""The most bytes of a completion's JSON text, and the bytes per token: its id, its log-probability, and the number of
-tokens that the filters kept."""
+"""The most bytes of a completion's JSON text, and the bytes of each token's id, log-probability, and number of tokens
+that the filters kept."""
 
 SIZE = Annotated[int, Field(ge=0, le=2**40)]
 """The type of the number of bytes that a host has to send, for the check of received numbers."""
@@ -41,7 +41,7 @@ def share_bytes(
 ) -> int:
     """Return the most bytes that one of ``senders`` hosts sends if all send equally many of the requests' completions.
 
-    Conversations may take more. The number is the same at every step of a run, so that nothing is compiled later. With
+    Conversations may take more. The number is the same at every step, so that nothing is compiled after the first. With
     ``layout``, completions include experts.
     """
     new = max((request.sampling.max_new_tokens for request in requests), default=1)
@@ -52,13 +52,13 @@ def share_bytes(
 def exchange_completions(
     own: Mapping[int, Completion], count: int, hosts: Hosts, room: int | None = None
 ) -> tuple[list[Completion], list[int]]:
-    """Gather ``count`` completions in the order of the requests; returns them, and the host that sent each.
+    """Gather ``count`` completions; returns them in the order of the requests, and the host that sent each.
 
     Args:
         own: the completions that only this host sends, by the index of the request.
         count: the number of requests.
         hosts: the processes of the run, which all call this; those that sample nothing send nothing.
-        room: the wanted bytes of a piece, before rounding and limits; None: the bytes of the host that sends the most.
+        room: the wanted bytes of a piece, before rounding and limits; None: all bytes of the host that sends most.
     """
     if hosts.count == 1:
         return [own[index] for index in range(count)], [0] * count

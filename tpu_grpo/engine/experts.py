@@ -5,8 +5,8 @@ mesh, and no token is ever dropped. There are two implementations, with the same
 
     Experts         every device has all tokens: it computes what its own experts contribute, and an all-reduce adds up
                     the contributions
-    FusedExperts    tokens are spread over the devices, and sglang-jax's kernel for TPUs sends each to its experts while
-                    it loads their weights
+    FusedExperts    tokens are spread over the devices, and sglang-jax's kernel for TPUs sends each token to its experts
+                    while it loads their weights
 
 The trainer may replay the experts that the engine's routers chose (``algorithm.routing_replay``). A step computes only
 tokens that are not in the cache yet, so the chosen experts are stored by cache slot until the request ends. For a
@@ -83,7 +83,7 @@ class Experts(nnx.Module):
 
 
 class FusedExperts(Experts):
-    """``Experts`` as one Pallas kernel. A step's number of tokens must be divisible by the number of devices."""
+    """``Experts`` as one Pallas kernel. The number of devices must divide a step's number of tokens."""
 
     @override
     def _mix(self, inputs: Array, weights_TK: Array, experts_TK: Array) -> Any:

@@ -1,7 +1,7 @@
 """sglang-jax's flash attention for TPUs (ragged paged attention, version 3), and the sizes of its blocks.
 
 A decode step uses the kernel's decode mode, with one query per row, and a prefill its mixed mode. The kernel and the
-cache pad heads to multiples of 128 numbers.
+cache pad the width of heads to a multiple of 128.
 
 The kernel reads a row's cache in blocks of keys and values, from HBM into two buffers in VMEM. It computes on one part
 of a block at a time, and skips parts beyond the row's end. The block sizes were chosen by counting bundles (cycles) in
@@ -40,7 +40,7 @@ PAGE_TABLE = 2**17
 """The most pages that all rows together may have. The table of the pages may take half of the 1 MiB of scalar memory.
 With more pages, the library silently runs fewer rows at once."""
 WITHOUT_FP8 = ("TPU v4",)
-"""On these devices the compiler refuses the kernel's products of float32 and float8."""
+"""On these devices the kernel's products of float32 and float8 do not compile."""
 PAGES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 """The page sizes that error messages suggest."""
 Block = tuple[int, int, int, int]
@@ -87,7 +87,7 @@ class FlashMode(NativeMode):
     def launch_metadata(self, slots_bL: Int[np.ndarray, "b L"], ends_B: Int[np.ndarray, " B"]) -> Any:
         """Compute the library's metadata for the rows' greatest possible lengths. Pages stay the same during a launch.
 
-        Padding rows between other rows get page 0, which no request owns; ``at_step`` gives it to ended rows, too.
+        Padding rows between other rows get page 0, which no request owns; ``at_step`` gives that page to ended rows, too.
         """
         rows = int(np.max(np.nonzero(ends_B)[0], initial=-1)) + 1
         ends_B = np.where((np.arange(len(ends_B)) < rows) & (ends_B == 0), 1, ends_B).astype(np.int32)
@@ -142,8 +142,8 @@ def _starts(lengths_B: Int[np.ndarray, " B"]) -> Int[np.ndarray, " B+1"]:
 class BlockedFlashAttention(FlashAttention):
     """FlashAttention with our block sizes, and with float32 queries.
 
-    The kernel keeps its running maxima, sums and outputs in the type of the queries. With bfloat16 it rounds them at
-    every block of keys: 2.6 to 4.6 times the error of rounding the output once. Float32 queries cost no extra cycles.
+    The kernel keeps its running maxima, sums and outputs in the type of the queries. With bfloat16, rounding these at
+    every block of keys has 2.6 to 4.6 times the error of rounding the output once. Float32 queries cost no extra cycles.
     """
 
     def __call__(
@@ -212,7 +212,7 @@ class Blocks:
 def choose_blocks(
     device_kind: str, *, kv_heads: int, head_dim: int, page_size: int, context_tokens: int, dtype: np.dtype
 ) -> Blocks:
-    """Choose blocks of whole pages, up to one row's context; ``kv_heads`` are those of one device.
+    """Choose blocks of whole pages, up to one row's context; ``kv_heads`` is the number on one device.
 
     Raises:
         ConfigError: if VMEM_BYTES does not list the kind of device.
@@ -261,7 +261,7 @@ def check_fp8(kv_heads: int, model_dtype: jnp.dtype, device_kind: str) -> None:
     """Refuse an 8-bit cache that the devices cannot read, or that would save no memory.
 
     The kernel packs rows (a key or a value of one head each) into words of 32 bits, and pads them to whole words.
-    ``kv_heads`` are those of one device; ``model_dtype`` is the type that a cache would have otherwise.
+    ``kv_heads`` is the number on one device; ``model_dtype`` is the type of the cache without fp8.
 
     Raises:
         ConfigError: in either case.

@@ -5,7 +5,7 @@ pages above one token. This attention costs rows x length, and is right for any 
 read in chunks of CHUNK_TOKENS with a running softmax (Milakov and Gimelshein 2018, arXiv 1805.02867). The loop over
 chunks ends at the end of the longest row, so one program serves every length.
 
-Queries of a prefill are split into blocks of QUERY_BLOCK tokens of one row. So each row costs in proportion to its new
+Queries of a prefill are split into blocks of QUERY_BLOCK tokens of one row. So a row's cost is proportional to its new
 tokens, even when a row with a whole prompt runs beside rows whose prompts are in the cache.
 
 Suffixes: b rows of the batch, B rows (padded), L context, N pages of a row, T new tokens of all rows, R rows or blocks
@@ -41,7 +41,7 @@ NO_SLOTS = np.zeros(0, np.int32)
 
 
 class GatherMetadata(NamedTuple):
-    """The pages of each row. The other fields split the queries of a prefill into blocks; decode steps have none."""
+    """The pages of each row. The other fields split the queries of a prefill into blocks, and are empty for decode steps."""
 
     pages_BN: Int[AnyArray, "B N"]
     block_row: Int[AnyArray, " blocks"]
@@ -236,8 +236,8 @@ def paged_attention(
 ) -> Float[Array, "R Q K G D"]:
     """Attend with each query to the first ``visible`` tokens of its row's pages, with scores and softmax in float32.
 
-    A query with a window sees the last ``window`` of these; chunks before the first window are not read. The result
-    of a query that sees nothing (padding) is zero.
+    A query with a window sees the last ``window`` of these tokens; chunks before the first window are not read. The
+    result of a query that sees nothing (padding) is zero.
     """
     page_size = paged.shape[1]
     pages_per_chunk = max(1, CHUNK_TOKENS // page_size)

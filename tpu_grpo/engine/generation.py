@@ -1,8 +1,8 @@
 """Serves a batch of requests on one engine, launch by launch.
 
 Requests with equal prompts form a group. The first request prefills the prompt; the others wait for it and reuse the
-cached keys and values. ``Generation.hold`` gives the groups in their order; each starts when one of its rows (requests)
-can run. Time is counted in decode steps, which are the same on every machine.
+cached keys and values. ``Generation.hold`` takes the groups in the order in which to start them; a group starts when
+one of its rows (requests) can run. Time is counted in decode steps, whose number is the same on every machine.
 
 If completions are conversations, a request is one turn, and a row is "out" while its environment works; see waves.py.
 If no row can be decoded, the clock jumps to the step at which the first environment's answer is due.
@@ -34,10 +34,10 @@ class Partial(NamedTuple):
 
 
 class Generation:
-    """Serves the requests of a batch that ``hold`` gives to one engine. Call ``advance`` until it returns False.
+    """Serves, on one engine, the groups of requests passed to ``hold``. Call ``advance`` until it returns False.
 
     Each call collects the tokens of the previous launch and starts the next one. Engines on different devices therefore
-    work at the same time if each is advanced once it is ``ready``.
+    compute concurrently if each is advanced once it is ``ready``.
     """
 
     def __init__(
@@ -49,20 +49,20 @@ class Generation:
         finished: Finished | None = None,
         cut: Cut | None = None,
     ):
-        """Begin without requests to serve; ``hold`` sets them.
+        """Start without requests to serve; ``hold`` takes them.
 
         Args:
             scheduler: the engine's scheduler.
             requests: all requests of the batch, also those of other engines; indices refer to this sequence.
             expected: the expected number of tokens of each request.
-            waves: brings the requests of all turns, if completions are conversations.
-            finished: is called with every completion as it ends.
-            cut: is told of every completion that ends; once its ``length`` is known, rows stop at that many tokens.
+            waves: supplies the requests of all turns, if completions are conversations.
+            finished: called with every completion as it ends.
+            cut: records every completion that ends; once ``cut.length`` is known, rows stop at that many tokens.
         """
         self._scheduler, self._requests, self._expected = scheduler, requests, expected
         self._waves, self._finished, self._cut = waves, finished, cut
         self._places = places_for(requests, expected, scheduler.runner.options)
-        """The number of rows to run at once. It grows group by group while all fit, and shrinks when requests wait."""
+        """The number of rows to run at once. It grows group by group until requests wait, and then shrinks."""
         self._held: deque[Group] = deque()
         self._followers: dict[int, list[tuple[int, Request]]] = {}
         """The requests that wait for their prompt, by the index of the request that prefills it."""
@@ -73,7 +73,7 @@ class Generation:
         """The completions that have ended so far, by the index of the request."""
 
     def hold(self, groups: Sequence[Group]) -> None:
-        """Serve these groups next, in this order. They replace held groups that have not been started."""
+        """Serve these groups next, in this order. They replace the groups of earlier calls that have not started."""
         self._held = deque(groups)
 
     @property
@@ -93,7 +93,7 @@ class Generation:
 
     @property
     def clock(self) -> int:
-        """The decode steps so far, plus those for which this engine waited for other engines or for environments."""
+        """The decode steps so far, plus steps skipped while this engine waited for other engines or environments."""
         return self.steps + self._idle_steps
 
     def advance(self, until: int | None = None, *, wait: bool = True) -> bool:
@@ -137,8 +137,8 @@ class Generation:
     def cancel(self) -> None:
         """End every request with the tokens that it has after the current launch, and start no other request.
 
-        The scheduler treats each as if it had reached its token limit; ``advance`` must still be called. Conversations
-        cannot be cancelled.
+        The scheduler treats each request as if it had reached its token limit; ``advance`` must still be called.
+        Conversations cannot be cancelled.
         """
         assert not self._waves.converses
         self._held.clear()
@@ -152,13 +152,13 @@ class Generation:
             sampling.max_new_tokens = min(sampling.max_new_tokens, max(1, tokens))
 
     def pause(self, point: int) -> Load:
-        """Return the engine's load at the synchronization point, and count the steps up to ``point`` as idle ones."""
+        """Return the engine's load at the synchronization point, and count the steps up to ``point`` as idle."""
         self._idle_steps += max(0, point - self.clock)
         return Load(self._places - self._free, self._places, self._left, tuple(group.number for group in self._held))
 
     @property
     def _inside(self) -> int:
-        """The number of requests in the scheduler, and of those that wait for the first request of their group."""
+        """The number of requests that are in the scheduler or wait for the first request of their group."""
         return len(self._running) + sum(map(len, self._followers.values()))
 
     @property
@@ -190,7 +190,7 @@ class Generation:
     def _prepare(self, until: int | None, *, wait: bool) -> bool:
         """Submit all that can run now; returns whether there is anything to do before ``until``.
 
-        The loop is needed because a conversation that ends leaves its place to a group, whose rows are out at once.
+        The loop is needed because a conversation that ends makes room for a group, whose rows are out immediately.
         """
         self._late = False
         while until is None or self.clock < until:
@@ -204,8 +204,9 @@ class Generation:
             if due > self.clock:
                 return True
             self._tell()  # environments get the turns that they wait for
-            self._late = not wait and not self._waves.ready(self.clock)
-            if self._late:
+            decodes_on = self._waves.limits.tool_steps == 0 and self._inside > 0
+            if (decodes_on or not wait) and not self._waves.ready(self.clock):
+                self._late = not decodes_on
                 return True
             with self._scheduler.use.time("environments"):
                 wave = self._waves.take(self.clock)
@@ -246,11 +247,12 @@ class Generation:
                 self._followers.setdefault(leader, []).append((index, request))
 
     def _start(self, most_steps: int | None) -> None:
-        """Start a launch. If requests wait during decode steps, the engine is full: set ``_places`` to its rows."""
+        """Start a launch. If requests wait during decode steps, the engine is full: ``_places`` is set to its rows."""
         scheduler = self._scheduler
         ahead = most_steps is None and not self._held and not self._followers  # all requests are in the scheduler
-        if ahead and (due := self._waves.next_due) is not None:
-            ahead = due > self.clock + scheduler.programs.steps  # and no row comes back before the next launch
+        if ahead and self._waves.converses:  # and no row comes back before the next launch
+            due, tool_steps = self._waves.next_due, self._waves.limits.tool_steps
+            ahead = tool_steps > 0 if due is None else due > self.clock + scheduler.programs.steps
         scheduler.start(most_steps=most_steps, more_wait=bool(self._held) or self._waves.more_wait, ahead=ahead)
         flight = scheduler.in_flight
         if flight is not None and flight.reservation is not None and scheduler.waiting_queue:
@@ -263,8 +265,8 @@ def advance_all(generations: Sequence[Generation], until: int | None = None) -> 
     No engine waits for another. If a process has several engines, all lie inside its host, so the order of their
     launches may differ between hosts. An engine over several hosts is the only engine of each of these hosts.
 
-    Returns the seconds in which no engine was ready: in ``wait`` if some engine had a launch in flight, else in
-    ``environments``. They are 0 for a single engine, which counts these seconds in its own ``use``.
+    Returns the seconds in which no engine was ready: in the field ``wait`` if some engine had a launch in flight, else
+    in ``environments``. Both are 0 for a single engine, which counts these seconds in its own ``use``.
     """
     active, waited = list(generations), EngineUse()
     while len(active) > 1:

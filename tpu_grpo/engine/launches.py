@@ -6,9 +6,8 @@
     output = programs.prefill(batch)                # device arrays; the cache was updated in place
     output = programs.launch(batch, reservation)    # several decode steps: decode_loop.py
 
-A scheduled batch is padded to one of the compiled shapes. The program of that shape runs the model and samples tokens,
-and the cache that it returns replaces the previous one. Weights are arguments of the programs, so new weights need no
-compilation.
+A scheduled batch is padded to one of the compiled shapes. The program of that shape runs the model, samples tokens, and
+updates the cache, which is donated to it. Weights are arguments of the programs, so new weights need no compilation.
 
 Suffixes: B rows (padded), b rows of the batch, T tokens of the step (padded), L context, k the most steps of a launch.
 """
@@ -61,7 +60,7 @@ from tpu_grpo.records.stages import Request
 
 
 class Programs:
-    """The compiled programs of an engine: one per number of rows of decode steps, and one per size of a prefill."""
+    """The compiled programs of an engine: one per batch size of decode steps, and one per size of a prefill."""
 
     def __init__(self, runner: "Runner"):
         self._runner = runner
@@ -179,7 +178,7 @@ class Programs:
 
 @functools.cache
 def _nothing_before(rows: int, mesh: Mesh) -> Int[Array, "2 B"]:
-    """Make ``before`` of a launch that continues no other, on the devices: a host array would need another program."""
+    """Make ``before`` for a launch that continues no other; a host array instead would need another program."""
     return jax.jit(lambda: jnp.zeros((2, rows), jnp.int32), out_shardings=NamedSharding(mesh, P()))()
 
 
@@ -276,7 +275,7 @@ class InputBuilder:
 
 
 def _read_settings(config: Any) -> Scaling | None:
-    """Correct the library's ModelConfig, whose transformers 4 misses some settings; return the RoPE scaling or None."""
+    """Correct the library's ModelConfig, because transformers 4 misses some settings; return any RoPE scaling."""
     checkpoint = abstract_checkpoint(Path(config.model_path))
     family, sizes = checkpoint.family, checkpoint.config
     read = {"rope_theta": sizes.rope_theta, "rope_scaling": None, "head_dim": sizes.head_dim}
@@ -337,7 +336,7 @@ class Runner(ModelRunner):
 
     @override
     def init_memory_pool(self, *args: Any, **kwargs: Any) -> None:
-        """Describe the cache without allocating it; ``install_weights`` does that."""
+        """Describe the cache; ``install_weights`` allocates it."""
         with repairs.cache_without_arrays(self.attention.cache_layer):
             super().init_memory_pool(*args, **kwargs)
         self.cache_specs = self.token_to_kv_pool.kv_buffer

@@ -2,8 +2,8 @@
 
 All are chosen once from the config and the devices, and do not depend on the requests.
 
-A decode program has one batch size, and a prefill program one number of tokens. Both take rows of any length up to the
-context. All programs are compiled before the first step, and none after it.
+Each decode program has a fixed batch size, and each prefill program a fixed number of tokens. Both take rows of any
+length up to the context. All programs are compiled before the first step.
 """
 
 from bisect import bisect_left
@@ -23,9 +23,9 @@ SMALLEST_PREFILL = 64
 REFILL_SHARE = 16
 """While requests wait, a launch ends once 1 / REFILL_SHARE of its rows (at least one row) have ended."""
 LAUNCH_SECONDS = 0.05
-"""The least seconds that a launch of decode steps should take, because the host needs a few milliseconds for each."""
+"""The least seconds that a launch of decode steps should take, because each costs the host a few milliseconds."""
 BYTES_PER_SECOND = {"tpu": 1e12, "gpu": 1e12, "cpu": 2e10}
-"""Roughly how fast a device of each platform reads weights; a decode step reads all of them."""
+"""Roughly how fast a device of each platform reads weights; a decode step reads all weights."""
 FEWEST_STEPS, MOST_STEPS = 4, 32
 
 
@@ -36,7 +36,7 @@ class Shapes:
     batch: tuple[int, ...]
     """Rows of a decode step. The last size is the most rows that run at once."""
     prefill: tuple[int, ...]
-    """New tokens of all rows in a prefill step. The last size is that of the chunks of longer prompts."""
+    """New tokens of all rows in a prefill step. Longer prompts are prefilled in chunks of the last size."""
     context: int
     """Tokens of the longest row, rounded up to whole pages."""
 
@@ -63,7 +63,7 @@ class EngineOptions:
     prefix_cache: bool
     batch_paddings: tuple[int, ...] | None
     shard_vocab: bool | None
-    """Whether to shard embedding and output head by vocabulary; None: if the number of devices divides it."""
+    """Whether to shard embedding and output head by vocabulary; None: if the number of devices divides its size."""
     return_experts: bool = False
     """Whether requests may ask for the experts that served their tokens; only for a model with experts."""
     experts: ExpertsName = "ragged"
@@ -74,7 +74,8 @@ class EngineOptions:
     filtered: bool = False
     """Whether log-probabilities are taken among the tokens that the filters keep, and the number kept is returned."""
     tool_steps: int = 16
-    """Decode steps from a turn's end to the row's next turn, while its environment works; see waves.py."""
+    """Decode steps from a turn's end to the row's next turn, while its environment works; 0 for as soon as it has
+    answered; see waves.py."""
 
     @classmethod
     def from_config(
@@ -170,7 +171,7 @@ def choose_steps(weight_bytes: int, platform: str) -> int:
 def rows_left(rungs: Sequence[int], rows: int, *, waiting: bool) -> int:
     """Return the number of running rows at or below which a launch of ``rows`` rows ends early.
 
-    So few rows fit a program for fewer rows, or, if requests are ``waiting``, leave room for some of them.
+    The rows left then fit a smaller program or, if requests are ``waiting``, leave room for some of these requests.
     """
     smaller = max((rung for rung in rungs if rung < rows), default=0)
     return max(smaller, rows - max(1, rows // REFILL_SHARE)) if waiting else smaller
@@ -229,7 +230,7 @@ def check_experts(name: ExpertsName, platform: str) -> ExpertsName:
 
 
 def check_tokens(shapes: Shapes, devices: int) -> None:
-    """Check that every step's tokens are divisible among the devices of `FusedExperts`.
+    """Check that `FusedExperts` can divide every step's tokens evenly among its devices.
 
     Raises:
         ConfigError: if a number of rows or of prompt tokens is not divisible by the number of devices.
@@ -243,7 +244,7 @@ def check_tokens(shapes: Shapes, devices: int) -> None:
 
 
 def splits_vocabulary(asked: bool | None, vocabulary: int, tensor: int) -> bool:
-    """Decide whether ``tensor`` devices shard the vocabulary as ``asked``; None: if ``tensor`` divides its size.
+    """Decide whether ``tensor`` devices shard the vocabulary: as ``asked``; if that is None, if they divide its size.
 
     Raises:
         ConfigError: if sharding was asked for and ``tensor`` does not divide the vocabulary.

@@ -93,8 +93,8 @@ def abstract_model(
     Without ``split_vocabulary``, embedding and output head are replicated on every device.
 
     Reasons: the library allocates random parameters. It shards embedding and output head by vocabulary, which fails if
-    its size is not divisible by the number of devices. Its ``EPMoE`` keeps its weights on a mesh of its own, with an
-    axis "expert", so it cannot take arrays on the engine's mesh.
+    the number of devices does not divide the vocabulary. Its ``EPMoE`` keeps weights on a separate mesh, with an axis
+    "expert", and cannot take arrays on the engine's mesh.
     """
     initialise = Embed.__init__
 
@@ -126,7 +126,7 @@ def cache_without_arrays(layer: Callable[[Any], jax.ShapeDtypeStruct]) -> Iterat
 
 
 def rope_as_published(model: nnx.Module, dtype: jnp.dtype, scaling: Scaling | None) -> None:
-    """Apply ``scaling`` to the rotary embeddings of a model, and let them return sines and cosines in its dtype.
+    """Apply ``scaling`` to the rotary embeddings of a model, and let them return sines and cosines in ``dtype``.
 
     Reason: ``Llama3RotaryEmbedding`` computes the scaled frequencies but never uses them, and Qwen3 models ignore a
     scaling. ``get_rope`` shares these objects between models, so the model gets its own copies.
@@ -163,7 +163,7 @@ def count_instead_of_clock() -> None:
 def slots_taken(slots_b: np.ndarray) -> Iterator[None]:
     """Let the library prepare a decode step with cache slots that were reserved before.
 
-    Reason: the library would check for free slots, evict prefixes or retract rows if there are none, and allocate.
+    Reason: the library would check for free slots, evict prefixes or retract rows if none are free, and allocate.
     """
 
     def enough(*_: Any) -> bool:  # functions, because a Mock takes 0.15 ms to build, and this runs at every launch

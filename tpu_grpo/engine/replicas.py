@@ -57,10 +57,10 @@ from tpu_grpo.records.errors import ConfigError, LockstepError
 from tpu_grpo.records.stages import Completion, Request
 
 Served = tuple[str, dict[int, str], dict[int, tuple[int, int]], dict[str, float]]
-"""What hosts tell each other after a batch: the digest of the assignment, by replica the digest, and (steps, clock),
-and the metrics of the host's engines. A host without engines tells nothing."""
+"""What a host sends to all after a batch: the digest of the assignment; by replica, the digest and (steps, clock);
+and the metrics of the host's engines. A host without engines sends empty values."""
 AtPoint = tuple[dict[int, Load], dict[int, int]]
-"""What a host tells at a synchronization point: the loads of its replicas, and the tokens of requests that ended."""
+"""What a host sends at a synchronization point: its replicas' loads, and the token counts of requests that ended."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def replicated_specs(
 class Replicas:
     """All replicas of a run; this process drives those that include one of its devices.
 
-    ``described`` is an engine like those of the replicas, for a process that drives none.
+    ``described`` is an engine with the replicas' specs, for a process that drives no replica.
     """
 
     def __init__(
@@ -121,6 +121,11 @@ class Replicas:
             if replica.number in self.engines and len(replica.hosts) > 1
         }
         """For each of this host's replicas that span several hosts, the hosts that drive it."""
+        if self._like.options.tool_steps == 0 and any(len(replica.hosts) > 1 for replica in self.replicas):
+            raise ConfigError(
+                "environment.tool_steps must be at least 1 for a replica over several hosts, got 0; or set "
+                "meshes.sampler.tensor to at most a host's devices"
+            )
         self.figures: dict[str, float] = {}
         """The metrics of the engines of the first replica's host in the last ``generate``, by name."""
         self.told: Sequence[int] = ()
@@ -150,12 +155,12 @@ class Replicas:
         return replicated_specs(self._like.weight_specs, self.replicas)
 
     def check_every_launch(self) -> None:
-        """Let hosts that drive a replica together compare its digest before each of its launches."""
+        """Let the hosts that share a replica compare its digest before each of its launches."""
         for number, partners in self.partners.items():
             self.engines[number].before_every_launch(_launch_hook(number, partners))
 
     def install_weights(self, weights: Mapping[str, Array]) -> None:
-        """Set the parameters to sample with. The arrays are replicated over the replicas, and each engine uses its
+        """Store the parameters to sample with. The arrays are replicated over the replicas, and each engine uses its
         own copy.
 
         Raises:
@@ -177,7 +182,7 @@ class Replicas:
     def differs_by(self, name: str, expected: Array) -> float:
         """Return the largest difference between ``expected`` and the parameter ``name`` in this host's engines.
 
-        ``expected`` is replicated over all replicas. NaN counts as an infinite difference; without engines it is 0.
+        ``expected`` is replicated over all replicas. NaN counts as an infinite difference. 0 without engines.
         """
         gaps = [
             float(_largest_gap(engine.weights[name], _copy_on_engine(expected, engine, name)))
@@ -205,15 +210,15 @@ class Replicas:
 
         Args:
             requests: what to sample.
-            finished: is called with the index and the completion of each request as it ends, on one of the hosts that
+            finished: called with the index and the completion of each request as it ends, on one of the hosts that
                 drive the request's replica.
             known: the expected number of tokens of each request (None: unknown); changes scheduling, not tokens.
             conversations: the requests' conversations with environments; None: no environments. Each host runs the
                 conversations of the groups whose completions it reports.
-            make_cut: makes what stops the rows of an engine; their completions then have as many tokens as are needed.
+            make_cut: makes the `Cut` of an engine, which stops its rows after L tokens or later (cutting.py).
 
         Raises:
-            RequestError: for a request that no engine can serve: before any starts, or when a later turn makes it.
+            RequestError: if no engine can serve a request: before any starts, or when a later turn makes the request.
             LockstepError: if hosts decided differently, or sampled differently in a replica that they share.
         """
         self._like.check(requests)
@@ -231,7 +236,7 @@ class Replicas:
             steps = {number: (g.steps, g.clock) for number, g in serving.generations.items()}
             digests = {number: engine.digest for number, engine in self.engines.items()}
             served, told = (dealt, digests, steps, figures), serving.dealer.told
-            for generation in serving.generations.values():  # of conversations, each has those that this host reports
+            for generation in serving.generations.values():  # has only the conversations that this host reports
                 sent |= {i: whole for i, whole in generation.completions.items() if told[i] == self.hosts.index}
         self.figures = self._compare(served)
         room = None
@@ -274,7 +279,7 @@ class Serving:
     ):
         self._hosts, self._finished = replicas.hosts.among(replicas.drivers), finished
         self._cuts = {number: make_cut() for number in replicas.engines} if make_cut is not None else {}
-        """What stops rows, for each of this host's engines. It hears of other engines at synchronization points alone,
+        """The `Cut` of each of this host's engines. It learns of other engines' rows only at synchronization points,
         so that no clock decides which rows an engine runs together."""
         self._drivers = [replica.hosts for replica in replicas.replicas]
         """For every replica the hosts that drive it; the first of them reports its load."""
@@ -308,7 +313,7 @@ class Serving:
         ]
 
     def run(self) -> EngineUse:
-        """Sample all completions; returns the seconds in which no engine of this host was ready, as `advance_all`."""
+        """Sample all completions; returns the seconds in which no engine was ready, as `advance_all` does."""
         point, waited, generations = 0, EngineUse(), list(self.generations.values())
         while self._deal() or (self._tells_ends and (not point or any(load.rows or load.held for load in self._loads))):
             point += self._interval
@@ -325,7 +330,7 @@ class Serving:
 
     @property
     def _tells_ends(self) -> bool:
-        """Whether engines hear at synchronization points which requests have ended, until all have."""
+        """Whether engines tell each other, at synchronization points, which requests have ended."""
         return bool(self._cuts) and len(self._drivers) > 1
 
     def _gather(self, point: int) -> list[Load]:
@@ -375,7 +380,8 @@ def _check_alike(what: str, found: Mapping[int, str]) -> None:
 def _launch_hook(number: int, partners: Hosts | None = None) -> Callable[[int, str], None]:
     """Make the callback that runs before each launch of a replica that spans hosts.
 
-    The callback notes the launch as progress, by which hosts find lost hosts, and compares digests with ``partners``.
+    The callback records the launch as progress, from which hosts detect lost hosts, and compares digests with
+    ``partners``.
     """
 
     def note(launch: int, digest: str) -> None:
@@ -411,7 +417,7 @@ def _copy_on_engine(array: Array, engine: Engine, name: str) -> Array:
 def idle_share(steps: Sequence[tuple[int, int]]) -> dict[str, float]:
     """Return, as a metric, the share of decode time in which replicas were idle while another worked.
 
-    ``steps`` has the decode steps of every replica, and its clock at the end. Time is counted in decode steps, up to
+    ``steps`` has each replica's decode steps, and its clock at the end. Time is counted in decode steps, up to
     the latest of these clocks. The result is empty for a single replica, or if no replica made a decode step.
     """
     end = max(clock for _, clock in steps)

@@ -10,7 +10,7 @@ retracts and admits exactly as it would after single steps.
     keep(batch, reservation, counts)        # the tokens that each row has sampled
 
 While no request waits, the next launch is queued before the tokens of the current launch are known. ``reserve_ahead``
-takes its slots for all rows, as if none ended, and ``give_back`` frees those of rows that turn out to have ended.
+takes the next launch's slots, as if no row ended, and ``give_back`` frees the slots of rows that have ended.
 
 Suffixes: b rows of the batch (B padded), k steps of the launch, T tokens, L layers, K experts per token.
 """
@@ -68,8 +68,8 @@ def reserve(batch: ScheduleBatch, most_steps: int, left: int) -> Reservation:
 def reserve_ahead(batch: ScheduleBatch, before: Reservation, most_steps: int) -> Reservation | None:
     """Reserve slots for the launch after the current one; None if no row needs it, or if either launch lacks slots.
 
-    ``before`` is the reservation of the batch, which is in flight. The slots are written into the library's request
-    table, only for rows that may continue.
+    ``before`` is the reservation of the launch in flight. Slots are taken only for rows that may continue, and written
+    into the library's request table.
     """
     limits_b = np.maximum(before.lengths + _limits(batch) - 1 - before.ends, 0)
     steps = min(most_steps, int(limits_b.max()))
@@ -132,7 +132,7 @@ def computed_experts(
 def _limits(batch: ScheduleBatch) -> Int[np.ndarray, " b"]:
     """Return how many tokens each row may still sample, not counting tokens that the host has not collected yet.
 
-    A row whose limit was lowered below the tokens that it has (`Generation.cancel`, a `Cut`) ends with one more.
+    A row whose limit was lowered below its token count (`Generation.cancel`, a `Cut`) samples one more token.
     """
     return np.array([max(1, req.sampling_params.max_new_tokens - len(req.output_ids)) for req in batch.reqs])
 

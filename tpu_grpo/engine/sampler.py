@@ -4,14 +4,14 @@
     rollout = sampler.rollout(batch)                        # for training
     rollouts = sampler.answer(prompts, modes)               # for an evaluation
 
-For callers who show an answer as it grows, ``stream`` yields the tokens of one engine's requests after every launch:
+To show completions while they are sampled, ``stream`` yields the tokens of one engine's requests after every launch:
 
     for answers in stream(engine, requests, cancelled=lambda: False):
         answers[0].token_ids            # the tokens of request 0 so far
         answers[0].completion           # and its completion, once it has ended
 
-A log-probability that is not finite or is above 0 means that the weights or the computation are broken: the rollout is
-a `BrokenRollout`, from which nothing is learnt.
+A log-probability that is not finite or is above 0 means that the weights or the computation are broken. Such a rollout
+is a `BrokenRollout`, from which nothing is learnt.
 """
 
 import reprlib
@@ -46,7 +46,7 @@ from tpu_grpo.records.stages import (
 )
 
 EVALUATION_SAMPLE = 2**31
-"""The sample number, in ``SampleKey``, of an evaluation's first answer. Training counts up from 0, and stays below."""
+"""The sample number, in ``SampleKey``, of an evaluation's first completion. Training uses smaller numbers, from 0."""
 PROBE_SAMPLE = EVALUATION_SAMPLE - 1
 TEXTS_SAMPLE = EVALUATION_SAMPLE - 2
 """The sample numbers of requests that belong to neither training nor evaluation."""
@@ -104,12 +104,12 @@ class CarriedGroups:
 
     groups: tuple[OpenGroup, ...]
     length: int
-    """The most new tokens of a row: the L of cutting.py."""
+    """The most new tokens of a row in this step: the L of cutting.py."""
     dropped: int
-    """The number of tokens that were sampled beyond it."""
+    """The number of tokens that were sampled beyond ``length``, and dropped."""
     seconds: float
     figures: Mapping[str, float]
-    """Figures about the engines of the first replica's host, by the names of the metrics."""
+    """Metrics of the engines of the first replica's host, by name."""
 
 
 KeepBroken = Callable[[BrokenRollout], Path]
@@ -123,10 +123,10 @@ def impossible(completion: Completion) -> Bool[np.ndarray, " T"]:
 
 
 class Sampler:
-    """Samples completions of prompts. Its caller keeps the engines' weights up to date.
+    """Samples completions of prompts. The caller must keep the engines' weights up to date.
 
-    ``converse`` opens the conversations of a batch, if completions are conversations with environments. They are closed
-    once the batch is sampled or sampling fails.
+    If completions are conversations with environments, ``converse`` opens the conversations of a batch. The sampler
+    closes these once the batch is sampled or sampling fails.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class Sampler:
         self._sampling = sampling_params(config)
         self._return_experts = config.algorithm.replays_routing
         self.keep_broken: KeepBroken | None = None
-        """Is called with a broken rollout before the error is raised."""
+        """Called with a broken rollout before the error is raised."""
 
     def rollout(
         self, batch: PromptBatch, ended: GroupEnded | None = None, known: Sequence[float | None] | None = None
@@ -152,15 +152,16 @@ class Sampler:
         """Sample a group of completions for every prompt of a step.
 
         ``ended`` is called once for every prompt, when all completions of the prompt have been sampled. This happens
-        during the rollout, on one of the hosts that sampled them, on the calling thread. The function should take
-        little time, because that host's engines wait for it. An exception in it ends the run, because the engines are
-        then in the middle of their work.
+        during the rollout, on one of the hosts that sampled them, on the calling thread. ``ended`` should return
+        quickly, because that host's engines wait for it. An exception in ``ended`` ends the run, because the engines
+        are in the middle of a generation.
 
-        ``known`` has the expected mean number of tokens of each prompt's completions (None: unknown). Prompts with long
-        answers are started first. Tokens do not depend on ``known``; the last bits of log-probabilities may.
+        ``known`` has the expected mean number of tokens of each prompt's completions (None: unknown). The longest
+        are started first. Tokens do not depend on ``known``; the last bits of log-probabilities may.
 
-        The cache is emptied first. Prefixes from an evaluation or a probe would change the chunks in which prompts are
-        prefilled, and thereby the last bits. So a run's numbers would depend on when the run was evaluated.
+        The prefix cache is emptied first. Prefixes from an evaluation or a probe would change the chunks in which
+        prompts are prefilled, and thereby the last bits of log-probabilities. A run's numbers would then depend on when
+        the run was evaluated.
 
         Raises:
             NonFiniteError: if a log-probability is not finite or is above 0, so that weights or computation must be
@@ -180,10 +181,10 @@ class Sampler:
     def carry_on(
         self, step: int, groups: Sequence[OpenGroup], wanted: int, due: Collection[int], known: Sequence[float | None]
     ) -> CarriedGroups:
-        """Sample until ``wanted`` groups, and those with the indices ``due``, are whole; see cutting.py.
+        """Sample until ``wanted`` groups are whole, including all groups with the indices ``due``; see cutting.py.
 
-        ``known`` has the expected mean number of tokens of each group's completions (None: unknown). Raises as
-        ``rollout`` does.
+        ``known`` has the expected mean number of tokens of each group's completions (None: unknown). Raises the errors
+        of ``rollout``.
         """
         start = time.perf_counter()
         asked = [
@@ -203,10 +204,10 @@ class Sampler:
             members[number].append(index)
         make_cut = partial(Cut, members, wanted, due)
         self._engines.forget_prefixes()
-        enough = make_cut().length is not None  # without a token more
+        enough = make_cut().length is not None  # no token must be sampled
         new = [] if enough else self._engines.generate(requests, known=expected, make_cut=make_cut)
         self._refuse_broken(step, [groups[number].prompt for number, _, _ in asked], new)
-        found = make_cut()  # of the completions of all hosts
+        found = make_cut()  # gets the completions of all hosts
         for index, (request, completion) in enumerate(zip(requests, new, strict=bool(new))):
             found.add(index, request, completion)
         length = found.length
@@ -227,11 +228,11 @@ class Sampler:
     ) -> tuple[Rollout, ...]:
         """Sample an evaluation's completions in every mode, with random keys that are the same in all evaluations.
 
-        All modes are sampled at once, so that a prompt is prefilled once, and the few long completions of one mode do
-        not leave engines idle. The cache is emptied first, so that equal weights give equal answers whatever was
-        sampled before: in a run, in a continued run, or in an evaluation of a checkpoint.
+        All modes are sampled in one batch, so that each prompt is prefilled once, and the few long completions of one
+        mode do not leave engines idle. The prefix cache is emptied first, so that equal weights give equal completions
+        whatever was sampled before: in a run, in a continued run, or in an evaluation of a checkpoint.
 
-        ``ended`` has a callback for every mode, which is called like ``ended`` of ``rollout``.
+        ``ended`` has one callback per mode, called as ``rollout`` calls its ``ended``.
         """
         count = len(prompts)
         requests = [
@@ -270,7 +271,8 @@ class Sampler:
     ) -> tuple[tuple[Completion, ...], tuple[str, ...], float]:
         """Sample a completion, or a conversation, for every request; ``prompts`` has the prompt of each request.
 
-        The cache is emptied first. ``ended`` is called for groups of ``sizes`` rows. Raises as ``rollout`` does.
+        The prefix cache is emptied first. ``ended`` is called for each group; ``sizes`` has the number of rows of each.
+        Raises the errors of ``rollout``.
 
         Returns the completions, their texts, and the seconds that sampling took.
         """
@@ -337,7 +339,7 @@ def stream(engine: Engine, requests: Sequence[Request], cancelled: Callable[[], 
     Args:
         engine: an idle engine that has weights.
         requests: what to sample.
-        cancelled: is called before every launch; once it returns True, requests end with the tokens that they have.
+        cancelled: called before every launch; once it returns True, requests end with the tokens sampled so far.
 
     Raises:
         RequestError: if the engine can never serve one of the requests. No request is started then.

@@ -1,14 +1,14 @@
 """Token sampling: one program serves all settings, and a token depends on its key, position and logits alone.
 
 Order of the filters: temperature, top-k, top-p, min-p. Log-probabilities are float32. They are taken under the *full*
-distribution at the temperature, before any filter, as the trainer computes them for the same token. With
-``algorithm.filtered_ratio`` they are taken among the tokens that the filters keep, and the number of these is returned
-too. Drawing uses the Gumbel-max trick (argmax of log-probabilities plus Gumbel noise is a sample of the distribution).
+distribution at the temperature, before any filter, as in the trainer. With ``algorithm.filtered_ratio`` they are taken
+under the distribution over the tokens that the filters keep, and the number of kept tokens is returned too. Drawing
+uses the Gumbel-max trick (argmax of log-probabilities plus Gumbel noise is a sample of the distribution).
 Threefry makes the noise from (seed, step, prompt, sample, position); batch, mesh, host and cache do not change it.
 
 Embedding and output head are sharded by vocabulary over the devices of an engine (the embedding by sglang-jax, the
 output head by us). A token's embedding is read on the device that has its row; one all-reduce of [T, D], as after
-every layer, brings it to all devices. Each device computes the logits of its own part of the vocabulary. Sampling a
+every layer, brings it to the others. Each device computes the logits of its own part of the vocabulary. Sampling a
 token needs all logits of a row on one device: see ``sample_rows``.
 
 Suffixes: B rows, V vocabulary, D width, N ranks that one pass over the vocabulary tries.
@@ -36,8 +36,8 @@ else:
     AnyArray = jax.Array | np.ndarray
 
 FIRST_STEP = 2.0
-"""The first pass tries logits with this spacing as thresholds, from the largest logit down. Nearly all thresholds lie
-in the range of these trials, but only few of all float32 numbers do."""
+"""The spacing, in logits, of the thresholds that the first pass tries, from the largest logit down. Nearly all
+thresholds lie in this range, which holds only few of all float32 numbers."""
 VOCABULARY_LEAVES = ("embed_tokens.embedding", "lm_head.embedding")
 """The names of all parameters of shape [V, D] end in one of these."""
 
@@ -62,13 +62,13 @@ class Drawn(NamedTuple):
 
     token: Int[Array, " B"]
     logprob: Float[Array, " B"]
-    """Under the full distribution at the temperature (1 for greedy rows), or among the kept tokens; float32."""
+    """Under the full distribution at the temperature (1 for greedy rows); with ``filtered``, over the kept tokens."""
     kept: Int[Array, " B"] | None
     """The number of tokens that the filters kept; None without ``filtered``."""
 
 
 def sample_tokens(logits_BV: Float[Array, "B V"], columns: SamplingColumns, *, filtered: bool = False) -> Drawn:
-    """Draw one token per row; with ``filtered`` its log-probability is taken among the tokens that the filters keep."""
+    """Draw one token per row; with ``filtered``, log-probabilities are taken over the tokens that the filters keep."""
     greedy_B = columns.temperature == 0.0
     scaled_BV = logits_BV.astype(jnp.float32) / (columns.temperature + greedy_B)[:, None]
     noise_BV = jax.vmap(_gumbel, in_axes=(0, 0, None))(columns.key, columns.position, scaled_BV.shape[-1])
@@ -85,7 +85,7 @@ def sample_tokens(logits_BV: Float[Array, "B V"], columns: SamplingColumns, *, f
 def sample_rows(
     logits_BV: Float[Array, "B V"], columns: SamplingColumns, mesh: Mesh, *, filtered: bool = False
 ) -> Drawn:
-    """Draw one token per row, as ``sample_tokens`` does; each device of ``mesh`` draws for B / tensor rows.
+    """Draw one token per row, as ``sample_tokens`` does; each device of ``mesh`` draws for an equal part of the rows.
 
     One all-to-all turns logits that are sharded by vocabulary into whole rows. One device then computes every maximum
     and sum over a row's vocabulary, in the same order as without sharding, so sharding the vocabulary changes no token.
@@ -151,7 +151,7 @@ def _last_dropped(
 
     Ranks are integers in the order of float32 logits (models/thresholds.py). The result is in [low, high), or low if
     low >= high. Of at most 9 passes, the first tries likely ranks, and each later one leaves a 16th of the range.
-    (XLA for TPUs takes a minute to compile a sort.) Token counts are exact up to 2^24; masses are float32 sums.
+    (A sort would take XLA for TPUs a minute to compile.) Token counts are exact up to 2^24; masses are float32 sums.
     """
 
     def open_rows(state: tuple[Array, Array, Array]) -> Array:

@@ -4,7 +4,7 @@
     scheduler.start()       # schedules a prefill step or several decode steps, and launches them
     scheduler.finish()      # waits for the devices and collects the tokens
 
-Its decisions depend on the submitted requests alone: no clock, free memory, thread or socket takes part in them.
+The scheduler's decisions depend only on the submitted requests: no clock, free memory, thread or socket affects them.
 """
 
 import hashlib
@@ -58,7 +58,7 @@ class RunningRequest:
     """For each sampled token the number of tokens that the filters kept; None if the engine does not count them."""
 
     def completion(self) -> Completion:
-        """Build the finished completion; one whose last allowed token is a stop token counts as stopped."""
+        """Build the finished completion; if its last allowed token is a stop token, it counts as stopped."""
         stops = not self.request.sampling.ignore_stop and self.req.output_ids[-1] in self.stop_token_ids
         truncated = isinstance(self.req.finished_reason, FINISH_LENGTH) and not stops
         return Completion(
@@ -83,7 +83,7 @@ class InFlight:
 
 @dataclass
 class EngineUse:
-    """The counters of an engine, and the host's seconds by activity."""
+    """The counters of an engine (int), and the host's seconds by activity (float)."""
 
     schedule: float = 0.0
     """Choosing the next batch and reserving its cache slots."""
@@ -96,9 +96,9 @@ class EngineUse:
     prefills: int = 0
     """Launches of a prefill step."""
     accepted: int = 0
-    """Rows whose prompts were completed by prefills, so that decode steps can go on with them."""
+    """Rows whose prompts were completely prefilled, so that decode steps can continue them."""
     retracted: int = 0
-    """Rows that were put back because the cache ran short, and were computed anew later."""
+    """Rows that were returned to the queue because the cache ran short, and computed anew later."""
     launches: int = 0
     """Launches of decode steps."""
     steps: int = 0
@@ -106,7 +106,7 @@ class EngineUse:
     tokens: int = 0
     """Tokens that decode steps sampled."""
     places: int = 0
-    """Tokens that the decode steps would have sampled with the most rows that can run at once."""
+    """Tokens that the decode steps would have sampled with the most rows running."""
     decode: float = 0.0
     """The part of ``launch``, ``wait`` and ``collect`` that decode steps took."""
     environments: float = 0.0
@@ -175,8 +175,8 @@ class _NoPeers(CommunicationBackend):
 class SteppedScheduler(Scheduler):
     """The library's Scheduler with our runner in its worker; the caller makes each step instead of an event loop.
 
-    The devices work between ``start`` and ``finish``, so that other engines can be served meanwhile. The server's
-    sockets, streams, logs and environment variables are left out.
+    The devices compute between ``start`` and ``finish``, so that the caller can serve other engines meanwhile. The
+    server's sockets, streams, logs and environment variables are left out.
     """
 
     def __init__(self, server_args: ServerArgs, mesh: Mesh, build_runner: Callable[..., Runner]):
@@ -192,7 +192,7 @@ class SteppedScheduler(Scheduler):
         self.before_launch: Callable[[], None] | None = None
         self.in_flight: InFlight | None = None
         self._ahead: tuple[Reservation, LaunchOutput] | None = None
-        """The launch that is queued on the devices behind the launch in flight, whose rows it continues."""
+        """The launch that is queued on the devices behind the launch in flight, to continue its rows."""
         self._decisions = hashlib.sha256()
         self._request_table: ReqToTokenPool
         self._allocator: BaseTokenToKVPoolAllocator
@@ -265,7 +265,7 @@ class SteppedScheduler(Scheduler):
         return InFlight(batch, reservation, self._launch(batch, reservation)) if batch else None
 
     def _launch_ahead(self, flight: InFlight) -> None:
-        """Queue the launch after ``flight`` on the devices; it continues the same rows.
+        """Queue a launch on the devices behind ``flight``, to continue its rows.
 
         So the devices need not wait until the host has collected tokens and built inputs. Nothing is queued if launches
         have one step.
@@ -396,9 +396,9 @@ class SteppedScheduler(Scheduler):
             assert len(req.output_ids) == len(running.logprobs), f"sglang-jax lost a token of request {req.rid}"
 
     def _drop_finished(self, batch: ScheduleBatch) -> None:
-        """Take finished rows out of the running batch, so that requests can take their places before the next launch.
+        """Remove finished rows from the running batch, so that waiting requests can take their places.
 
-        The library does so only when it prepares a decode step, and admits no request before that.
+        The library removes them only when it prepares a decode step, and admits no request before that.
         """
         stays = np.array([not req.finished() for req in batch.reqs])
         if self._ahead is not None:
@@ -419,7 +419,7 @@ class SteppedScheduler(Scheduler):
     def forget_prefixes(self) -> None:
         """Drop all cached keys and values; call it only between generations.
 
-        Cached prefixes belong to the weights that computed them, so this follows every weight sync.
+        Cached prefixes belong to the weights that computed them, so this is called after every weight sync.
         """
         assert not self.waiting_queue, "requests are still waiting"
         assert self.running_batch.is_empty(), "requests are still running"

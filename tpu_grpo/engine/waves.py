@@ -2,11 +2,14 @@
 
 A row (one conversation) is out while its environment works: from the start of its group, and from the end of each turn.
 The row is due ``tool_steps`` decode steps later, by the engine's clock. Before the next launch, all due rows return
-together, in ascending order of their numbers (a wave); the engine waits for missing answers. So the step at which a row
+together (a wave), in ascending order of their numbers; the engine waits for missing answers. So the step at which a row
 returns depends only on requests and tokens, not on wall-clock time. For ``tool_steps`` 16 and launches of 16 steps:
 
     clock 16 to 32      rows 3 and 5 ended a turn at 16 and are out, while a launch decodes other rows
     clock 32            rows 3 and 5 are due and return in one wave, row 3 first
+
+With ``tool_steps`` 0 a row returns before the first launch after its answer, so that no row waits for another. Then
+wall-clock time decides which rows decode together, but no token depends on that, except where bfloat16 rounds.
 
 The number of environments that a host runs at once may be limited (``places``). Then a row without a place begins when
 another conversation is over, at a step that does not depend on how long environments take.
@@ -17,6 +20,7 @@ the wave's rows and on these rows' past tokens.
 """
 
 import hashlib
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,9 +32,11 @@ from tpu_grpo.hosts import Hosts
 from tpu_grpo.records.errors import LockstepError
 from tpu_grpo.records.stages import Completion, Prompt, Request
 
+_POLL_SECONDS = 0.002
+
 Wave = tuple[str, dict[int, tuple[int, Request] | None]]
-"""What hosts send each other in JSON: the digest of a wave, and for each row the number of tokens that its request
-shares with the row's past, and the request without these tokens; None if the conversation is over."""
+"""What hosts send each other in JSON: the digest of a wave, and an entry for each row. The entry is the length of the
+prefix that the request shares with the row's past, and the request without the prefix; None ends the conversation."""
 
 
 class Conversations(Protocol):
@@ -93,9 +99,9 @@ class Limits:
     tool_steps: int
     """Decode steps after which a row is due."""
     places: int | None = None
-    """How many conversations of each host may have an environment at once (None: any number). The others wait."""
+    """How many conversations of each host may have an environment at once (None: any number). Further ones wait."""
     kept: int = 2**31
-    """The most conversations to have open at once, with rows that are out: as many as the engine's cache can hold."""
+    """The most conversations to have open at once, including rows that are out: what the engine's cache can hold."""
     check: Callable[[int, Request], None] = lambda row, request: None
     """Raises RequestError if the engine can never serve the request of this row."""
 
@@ -157,7 +163,7 @@ class Waves:
         return first
 
     def tell(self) -> None:
-        """Start new environments on this host, and send ended turns to theirs, without waiting for answers."""
+        """Start new environments on this host, and send ended turns to environments, without waiting for answers."""
         owed, self._owed = self._owed, []
         for row, turn in owed:
             if turn is None:
@@ -189,17 +195,21 @@ class Waves:
         return bool(self._waiting)
 
     def ready(self, clock: int) -> bool:
-        """Whether every due row whose environment is on this host has its answer."""
+        """Whether every due row whose environment is on this host has its answer; with 0 ``tool_steps``, whether any
+        row has."""
+        if self.limits.tool_steps == 0:
+            return bool(self._at(clock))
         return all(self._conversations.ready(row) for row in self._at(clock) if self._holds(row))
 
     def take(self, clock: int) -> dict[int, Request | None]:
-        """Wait for all rows that are due, and return their requests in ascending order; None ends a conversation.
+        """Wait for all rows that are due, and return their requests by row, ascending; None ends a conversation.
 
         Raises:
             LockstepError: if the hosts that drive the replica have different rows, or different tokens of a row.
             RequestError: if the engine can never serve one of the requests.
         """
-        rows = self._at(clock)
+        while not (rows := self._at(clock)) and self.limits.tool_steps == 0 and self._due:
+            time.sleep(_POLL_SECONDS)
         requests = {row: self._conversations.next(row) for row in rows if self._holds(row)}
         if self._partners is not None:
             requests = self._exchange(self._partners, clock, rows, requests)
@@ -236,8 +246,9 @@ class Waves:
             self._owed.append((row, turn))
 
     def _at(self, clock: int) -> list[int]:
-        """List the rows that are due, in ascending order."""
-        return sorted(row for row, due in self._due.items() if due <= clock)
+        """List the rows that are due, in ascending order. With 0 ``tool_steps`` a row is due once it has its answer."""
+        due = sorted(row for row, due in self._due.items() if due <= clock)
+        return due if self.limits.tool_steps else [row for row in due if self._conversations.ready(row)]
 
     def _exchange(
         self, partners: Hosts, clock: int, rows: Sequence[int], mine: Mapping[int, Request | None]
