@@ -11,7 +11,7 @@ PROJECT = "tpu_grpo"
 
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Keep the metrics that are numbers, under names that MLflow takes: pass_at_4 for pass@4."""
+    """Keep the metrics that are numbers, under names that MLflow accepts, such as pass_at_4 for pass@4."""
     return {
         name.replace("@", "_at_"): value
         for name, value in metrics.items()
@@ -40,7 +40,7 @@ class Mlflow:
             self.on_step(metrics, samples)
 
     def close(self) -> None:
-        """Finish the run there."""
+        """End the run in MLflow."""
         self.mlflow.end_run()
 
 
@@ -63,5 +63,5 @@ class Trackio:
             self.on_step(metrics, samples)
 
     def close(self) -> None:
-        """Finish the run there."""
+        """End the run in Trackio."""
         self.trackio.finish()

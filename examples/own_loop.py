@@ -1,8 +1,8 @@
 """The GRPO loop written by hand: python examples/own_loop.py [section.key=value ...]
 
-Teaches the model of configs/demo_cpu.yaml for ten steps and prints how its rewards grow. Every stage is one call on a
-part of a run, so whatever you want to change, such as which prompts come next or which rollouts are learnt from, is a
-line of `steps`. tpu_grpo/run/pipeline.py is the same loop with evaluations, checkpoints, metrics and several hosts.
+Teaches the model of configs/demo_cpu.yaml for ten steps and prints how its rewards grow. Every stage is one call of a
+part of the run, so whatever you want to change, such as which prompts come next or which rollouts are learnt from, is
+one line of `steps`. tpu_grpo/run/pipeline.py is the same loop with evaluations, checkpoints, metrics and several hosts.
 """
 
 import sys
@@ -29,7 +29,7 @@ def main(overrides: Sequence[str]) -> None:
 
 
 def steps(parts: Parts, count: int) -> Iterator[tuple[tpu_grpo.ScoredRollout, tpu_grpo.UpdateResult]]:
-    """Take ``count`` GRPO steps; yields after each what was sampled, with its rewards, and what the update did."""
+    """Take ``count`` GRPO steps; yield after each the rollout with its rewards, and the result of the update."""
     for step in range(1, count + 1):
         batch = parts.task.prompts.batch(step)
         rollout = parts.sampler.rollout(batch)

@@ -3,7 +3,7 @@
 On several hosts: scripts/local_hosts.py --hosts 2 --devices-per-host 2 --command "python examples/tunix_loop.py" --
 
 Models, cluster, optimizer, dataset, reward, learner and ``train()`` are Tunix's or yours, as in any script that uses
-Tunix. One thing differs: ``rollout_engine`` is one of engines that sample in this process.
+Tunix. One thing differs: ``rollout_engine`` makes Tunix sample with this package's engines, in this process.
 """
 
 import sys
@@ -28,7 +28,7 @@ from tpu_grpo.run.parts import open_engines
 from tpu_grpo.tunix_loop.adapter import rollout_engine
 
 STEPS, PROMPTS, GROUP = 10, 32, 8
-"""Optimizer steps, prompts of each, and completions of every prompt."""
+"""The numbers of optimizer steps, of prompts per step, and of completions per prompt."""
 SETTINGS = (
     "run.name=tunix_loop",
     f"run.max_steps={STEPS}",
@@ -39,7 +39,7 @@ SETTINGS = (
     f"rollout.max_running_requests={PROMPTS * GROUP}",
     f"algorithm.group_size={GROUP}",
 )
-"""The engine's settings, any of docs/rollout.md; what Tunix is told below must say the same of lengths and groups."""
+"""The engine's settings (docs/rollout.md). Lengths and group size must equal those in Tunix's settings below."""
 
 
 def sums(tokenizer: PreTrainedTokenizerFast) -> Iterator[Any]:
@@ -53,7 +53,7 @@ def sums(tokenizer: PreTrainedTokenizerFast) -> Iterator[Any]:
 
 
 def is_right(prompts: Sequence[str], completions: Sequence[str], answer: Sequence[int], **_: object) -> list[float]:
-    """Reward the right sum with 1, and print how many there were."""
+    """Reward the right sum with 1, and print the mean of the rewards."""
     rewards = [float(text.strip() == str(right)) for text, right in zip(completions, answer, strict=True)]
     print(f"reward {np.mean(rewards):.3f}", flush=True)
     return rewards

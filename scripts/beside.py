@@ -1,7 +1,8 @@
-"""Lets every script find the package beside this folder, and an environment in which it runs.
+"""Lets every script find the package, which is beside this folder, and a Python that can run it.
 
-``python scripts/run.py`` works after ``uv run scripts/run.py`` has made ``.venv``: a Python that lacks the package's
-dependencies hands over to the one there. This file must be readable by older Pythons, to tell them what is missing.
+``python scripts/run.py`` works after ``uv run scripts/run.py`` has made ``.venv``: if a Python lacks the package's
+dependencies, the script starts again with the Python of ``.venv``. Older Pythons must be able to parse this file, so
+that it can say what is missing.
 """
 
 import os
@@ -15,7 +16,7 @@ NEEDED = ("pydantic", "jax", "tunix", "sgl_jax")
 
 
 def prepare() -> None:
-    """Put the package on the path, or start over in the Python of ``.venv``; end the process if neither can run it."""
+    """Put the package on the path, or restart in the Python of ``.venv``; end the process if neither can run it."""
     missing = [name for name in NEEDED if find_spec(name) is None]
     if sys.version_info[:2] == (3, 12) and not missing:
         sys.path.insert(0, str(REPOSITORY))

@@ -1,6 +1,6 @@
 """Export: python scripts/export.py RUN [--step N | --best | --last] --out DIR
 
-Writes the model of a checkpoint as a Hugging Face directory. --help says what else can be asked for.
+Writes the model of a checkpoint as a Hugging Face directory. --help lists the options.
 """
 
 import sys

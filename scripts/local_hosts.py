@@ -2,8 +2,8 @@
 
     python scripts/local_hosts.py --hosts 2 --devices-per-host 4 -- [CONFIG.yaml] [section.key=value ...]
 
-Each host is a process of scripts/run.py with CPU devices of its own; what follows -- is passed to every one of them.
-Their lines come out behind the number of the host. The exit code is 0, or that of the host that failed first.
+Each host is a process of scripts/run.py with CPU devices of its own; all processes get the arguments after --. Every
+line of output begins with the number of its host. The exit code is 0, or that of the host that failed first.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Try rewards: python scripts/rewards.py CONFIG.yaml --completions file.jsonl [section.key=value ...]
 
-Scores completions that are there already with the rewards of a config, without a model. --help explains the file.
+Scores the completions in a file with the rewards of a config, without a model. --help explains the file's format.
 """
 
 import sys

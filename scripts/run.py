@@ -9,7 +9,7 @@ import sys
 
 import beside
 
-signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})  # until the command knows what they mean
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})  # until the command handles them
 
 if __name__ == "__main__":
     beside.prepare()

@@ -1,6 +1,6 @@
 """Sample: python scripts/sample.py MODEL ["prompt" ...] [--with MODEL ...] [section.key=value ...]
 
-Lets the model of a run, an export, or any other answer prompts, or talk. --help says what else can be asked for.
+Lets a model answer prompts, or chat: that of a run, an export, or any other checkpoint. --help lists the options.
 """
 
 import sys

@@ -139,7 +139,7 @@ def test_a_continued_run_repeats_the_episodes_that_it_had(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "rollout",
     [
-        pytest.param({"prefix_cache": False}, id="no prefix cache"),
+        pytest.param({"prefix_cache": False}, id="no prefix cache", marks=pytest.mark.slow),
         pytest.param({"kv_tokens": 260}, id="little cache"),
         pytest.param({"steps_per_launch": 1}, id="single steps", marks=pytest.mark.slow),
     ],

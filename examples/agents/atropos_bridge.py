@@ -1,13 +1,13 @@
 """Joins a run to Atropos environments: python examples/agents/atropos_bridge.py --group-size 8
 
 In Atropos an environment chooses its own tasks, asks the policy for tokens, and sends groups of scored trajectories to
-the server run-api, where a trainer polls them. This lasting agent is both the policy and the trainer to them. It offers
-the policy at --port in SGLang's form, and gives each trajectory to an open episode of the run, whose tokens the run
-records. A group of the run holds trajectories of one prompt, so --group-size is algorithm.group_size of the run and
---env.group_size of the environment. From run-api it takes the scores, as rewards of those episodes.
+the server run-api, where a trainer polls them. To environments this lasting agent is both the policy and the trainer.
+It offers the policy at --port in SGLang's form, and gives each trajectory to an open episode of the run, which records
+its tokens. From run-api it takes the scores, as the rewards of those episodes. A group of the run holds trajectories of
+one prompt, so --group-size must be algorithm.group_size of the run and --env.group_size of the environment.
 
-Only trajectories as the policy sampled them can be learned from: with the tokens, masks and log-probabilities that
-ManagedServer notes. Others are errors of their episodes.
+A trajectory must be as the policy sampled it: with the tokens, masks and log-probabilities that ManagedServer records.
+For any other one, its episode fails.
 
 Each line on stdin begins an episode: {"session", "base_url", "api_key", "task"}; episodes of one task are a group. A
 line on stdout tells the end: {"session", "reward"} or {"session", "error"}.
@@ -15,133 +15,153 @@ line on stdout tells the end: {"session", "reward"} or {"session", "error"}.
 
 import argparse
 import asyncio
-import contextlib
 import json
 import sys
+from collections import deque
 from collections.abc import AsyncIterator
 from typing import Any
 
 from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector, web
 
 POLL_SECONDS = 0.1
-MASKED, NO_LOGPROB = -100, 1.0  # Atropos' values for tokens that the policy did not sample
+MASKED, NO_LOGPROB = -100, 1.0
+"""What Atropos writes for tokens that the policy did not sample."""
 
 
 class Episode:
-    """An episode of the run, which one trajectory fills."""
+    """An episode of the run, for one trajectory."""
 
-    def __init__(self, asked: dict[str, Any], group: "Group"):
-        self.session, self.key = asked["session"], asked["api_key"]
-        self.url = asked["base_url"].removesuffix("/v1") + "/generate"
-        self.group = group
+    def __init__(self, asked: dict[str, Any]):
+        self.session = asked["session"]
+        self.url, self.headers = asked["base_url"].removesuffix("/v1"), {"Authorization": f"Bearer {asked['api_key']}"}
         self.tokens: list[int] = []
         self.masks: list[int] = []
         self.logprobs: list[float] = []
 
     def end(self, **result: Any) -> None:
-        """Tell the run how it ended."""
+        """Tell the run how the episode ended."""
         print(json.dumps({"session": self.session, **result}), flush=True)
 
-    def add(self, prompt: list[int], meta: dict[str, Any]) -> None:
-        """Note a turn as ManagedServer does."""
-        new = len(prompt) - len(self.tokens)
-        sampled = [token for _, token, _ in meta["output_token_logprobs"]]
-        self.tokens = prompt + sampled
-        self.masks += [MASKED] * new + sampled
-        self.logprobs += [NO_LOGPROB] * new + [logprob for logprob, _, _ in meta["output_token_logprobs"]]
+    def add(self, prompt: list[int], sampled: list[tuple[float, int, None]]) -> None:
+        """Record a turn as ManagedServer does."""
+        new, ids = len(prompt) - len(self.tokens), [token for _, token, _ in sampled]
+        self.tokens = prompt + ids
+        self.masks += [MASKED] * new + ids
+        self.logprobs += [NO_LOGPROB] * new + [logprob for logprob, _, _ in sampled]
 
 
 class Group:
-    """Episodes of one task of the run, for trajectories of one prompt."""
+    """The episodes of one task of the run."""
 
     def __init__(self) -> None:
         self.prompt: list[int] | None = None
-        self.opened = self.taken = 0
-        self.free: asyncio.Queue[Episode] = asyncio.Queue()
+        self.opened = 0
+        self.free: deque[Episode] = deque()
 
 
 class Bridge:
-    """The episodes that are open, and who fills them."""
+    """The episodes that are open, and the trajectories that they were given to."""
 
-    def __init__(self, group_size: int):
-        self._size = group_size
-        self._groups: dict[str, Group] = {}
-        """By task; the last group of each."""
-        self._unclaimed: asyncio.Queue[Group] = asyncio.Queue()
-        self._claimed: list[Group] = []
-        """Those that wait for more trajectories of their prompt."""
+    def __init__(self, group_size: int, client: ClientSession):
+        self._size, self._client = group_size, client
+        self._last: dict[str, Group] = {}
+        """The last group of each task."""
+        self._groups: deque[Group] = deque()
+        """Groups that have a free episode, oldest first."""
         self._played: list[Episode] = []
-        """Those that were asked for at least one turn and have no score yet."""
-        self._claiming = asyncio.Lock()
+        """Episodes that had a turn, newest last: they wait for another request or for their score."""
+        self._opened = asyncio.Condition()
 
-    def open(self, asked: dict[str, Any]) -> None:
+    async def open(self, asked: dict[str, Any]) -> None:
         """Add an episode of the run."""
         task = json.dumps(asked["task"], sort_keys=True)
-        group = self._groups.get(task)
+        group = self._last.get(task)
         if group is None or group.opened == self._size:
-            group = self._groups[task] = Group()
-            self._unclaimed.put_nowait(group)
+            group = self._last[task] = Group()
+        if not group.free:
+            self._groups.append(group)
         group.opened += 1
-        group.free.put_nowait(Episode(asked, group))
+        group.free.append(Episode(asked))
+        async with self._opened:
+            self._opened.notify_all()
 
     async def generate(self, request: web.Request) -> web.Response:
-        """Answer a request for tokens: those of every trajectory come from an episode of its own."""
+        """Answer a request of SGLang's form; each of its ``n`` trajectories gets an episode of its own."""
         body = await request.json()
         ids, sampling = body["input_ids"], dict(body["sampling_params"])
         count = sampling.pop("n", 1)
-        episodes = [await self._episode(ids) for _ in range(count)]
-        answers = await asyncio.gather(
-            *(self._ask(request.app[CLIENT], episode, ids, sampling) for episode in episodes)
+        known = max(
+            (episode for episode in self._played if ids[: len(episode.tokens)] == episode.tokens),
+            key=lambda episode: len(episode.tokens),
+            default=None,
         )
+        if known is not None and count > 1:
+            raise web.HTTPBadRequest(text="a trajectory goes on alone: n must be 1 behind tokens that were sampled")
+        if known is not None:
+            self._played.remove(known)
+        episodes = [known] if known is not None else await self._take(ids, count)
+        try:
+            answers = await asyncio.gather(*(self._ask(episode, ids, sampling) for episode in episodes))
+        except BaseException as error:  # that of one trajectory is that of all, and so is a client that has gone
+            for episode in episodes:
+                episode.end(error=f"the policy was asked in vain: {getattr(error, 'text', None) or error!r}")
+            raise
+        self._played += episodes
         return web.json_response(answers if count > 1 else answers[0])
 
-    async def _episode(self, ids: list[int]) -> Episode:
-        """Return the episode that goes on with these tokens; for a new prompt, the next one of its group."""
-        for index, episode in enumerate(self._played):
-            if ids[: len(episode.tokens)] == episode.tokens:
-                return self._played.pop(index)
-        async with self._claiming:
-            group = next((group for group in self._claimed if group.prompt == ids), None)
-            if group is None:
-                group = await self._unclaimed.get()
-                group.prompt = ids
-                self._claimed.append(group)
-            group.taken += 1
-            if group.taken == self._size:
-                self._claimed.remove(group)
-        return await group.free.get()
+    async def _take(self, ids: list[int], count: int) -> list[Episode]:
+        """Wait for free episodes of one group, whose other trajectories have the same prompt."""
+        async with self._opened:
+            while True:
+                fitting = [group for group in self._groups if group.prompt in (ids, None) and len(group.free) >= count]
+                for group in sorted(fitting, key=lambda group: group.prompt is None):
+                    if not await self._is_live(group.free[0]):  # the run has given its step up
+                        self._groups.remove(group)
+                        continue
+                    group.prompt = ids
+                    taken = [group.free.popleft() for _ in range(count)]
+                    if not group.free:
+                        self._groups.remove(group)
+                    return taken
+                await self._opened.wait()
 
-    async def _ask(self, client: ClientSession, episode: Episode, ids: list[int], sampling: dict[str, Any]) -> Any:
+    async def _is_live(self, episode: Episode) -> bool:
+        async with self._client.get(f"{episode.url}/health", headers=episode.headers) as response:
+            return response.status == 200
+
+    async def _ask(self, episode: Episode, ids: list[int], sampling: dict[str, Any]) -> Any:
         body = {"input_ids": ids, "sampling_params": sampling, "return_logprob": True}
-        async with client.post(episode.url, json=body, headers={"Authorization": f"Bearer {episode.key}"}) as response:
+        async with self._client.post(f"{episode.url}/generate", json=body, headers=episode.headers) as response:
             if response.status != 200:
-                error = await response.text()
-                episode.end(error=error)
-                raise web.HTTPBadGateway(text=error)
+                raise web.HTTPBadGateway(text=await response.text())
             answer = await response.json()
-        episode.add(ids, answer["meta_info"])
-        self._played.append(episode)
+        episode.add(ids, answer["meta_info"]["output_token_logprobs"])
         return answer
 
     def score(self, group: dict[str, Any]) -> None:
         """End the episodes of a scored group."""
         logprobs = group.get("inference_logprobs") or [None] * len(group["tokens"])
-        for tokens, masks, score, own in zip(group["tokens"], group["masks"], group["scores"], logprobs, strict=True):
-            episode = next((episode for episode in self._played if episode.tokens == tokens), None)
-            if episode is None:
-                print(f"a trajectory must have the tokens that the policy sampled, got {tokens}", file=sys.stderr)
+        others = [name for name in ("advantages", "overrides", "group_overrides") if group.get(name)]
+        for found, score in zip(
+            zip(group["tokens"], group["masks"], logprobs, strict=True), group["scores"], strict=True
+        ):
+            alike = [episode for episode in self._played if episode.tokens == found[0]]
+            same = [episode for episode in alike if (episode.tokens, episode.masks, episode.logprobs) == found]
+            if not alike:
+                print(f"a trajectory must have the tokens that the policy sampled, got {found[0]}", file=sys.stderr)
                 continue
+            episode = (same or alike)[-1]
             self._played.remove(episode)
-            if group.get("advantages") or group.get("overrides") or group.get("group_overrides"):
-                episode.end(error="a trajectory must have a score alone, got advantages or overrides")
-            elif own is None:
-                episode.end(error="a trajectory must have inference_logprobs, got none; does it use managed_server?")
-            elif (masks, own) != (episode.masks, episode.logprobs):
-                episode.end(error="masks and inference_logprobs must be those that were sampled, got others")
-            else:
+            if others:
+                episode.end(error=f"a trajectory must have a score alone, got {', '.join(others)}")
+            elif same:
                 episode.end(reward=score)
+            elif found[2] is None:
+                episode.end(error="a trajectory must have inference_logprobs, got none; ask through managed_server")
+            else:
+                episode.end(error="masks and inference_logprobs must be as ManagedServer records them, got others")
 
-    async def poll(self, client: ClientSession, url: str) -> None:
+    async def poll(self, url: str) -> None:
         """Register as the trainer, and take scored groups until cancelled."""
         registration = {"batch_size": self._size, "max_token_len": 2**31, "checkpoint_dir": "", "starting_step": 0}
         registration |= {"wandb_group": "", "wandb_project": "", "save_checkpoint_interval": -1, "num_steps": 2**31}
@@ -149,47 +169,46 @@ class Bridge:
         while True:
             try:
                 if not registered:
-                    async with client.post(f"{url}/register", json=registration, raise_for_status=True):
+                    async with self._client.post(f"{url}/register", json=registration, raise_for_status=True):
                         registered = True
-                async with client.get(f"{url}/batch", raise_for_status=True) as response:
+                async with self._client.get(f"{url}/batch", raise_for_status=True) as response:
                     batch = (await response.json())["batch"]
             except ClientError as error:
-                print(
-                    f"run-api must answer at {url}, got {error}; started again? then so must environments", flush=True
-                )
+                print(f"run-api must answer at {url}, got {error}; start it, then the environments", file=sys.stderr)
                 registered, batch = False, None
                 await asyncio.sleep(1.0)
             for group in batch or ():
-                self.score(group)
+                try:
+                    self.score(group)
+                except (ValueError, KeyError, TypeError) as error:
+                    print(f"a scored group must be complete, got {error!r} in {group}", file=sys.stderr)
             if not batch:
                 await asyncio.sleep(POLL_SECONDS)
 
 
-CLIENT = web.AppKey("client", ClientSession)
+async def lines_of_stdin() -> AsyncIterator[bytes]:
+    """Yield lines until stdin closes."""
+    lines = asyncio.StreamReader(limit=2**30)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
+    async for line in lines:
+        yield line
 
 
 async def main(group_size: int, port: int, run_api: str) -> None:
     """Serve environments until stdin closes."""
-    bridge, app = Bridge(group_size), web.Application(client_max_size=2**24)
-
-    async def clients(app: web.Application) -> AsyncIterator[None]:
-        async with ClientSession(timeout=ClientTimeout(total=None), connector=TCPConnector(limit=0)) as app[CLIENT]:
-            yield
-
-    app.cleanup_ctx.append(clients)
-    app.add_routes([web.post("/generate", bridge.generate)])
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", port).start()
-    polling = asyncio.create_task(bridge.poll(app[CLIENT], run_api))
-    lines = asyncio.StreamReader(limit=2**30)
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
-    async for line in lines:
-        bridge.open(json.loads(line))
-    polling.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await polling
-    await runner.cleanup()
+    connector = TCPConnector(limit=0)  # aiohttp allows 100 connections, and a step has more episodes
+    async with ClientSession(timeout=ClientTimeout(total=None), connector=connector) as client:
+        bridge, app = Bridge(group_size, client), web.Application(client_max_size=2**24)
+        app.add_routes([web.post("/generate", bridge.generate)])
+        runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", port).start()
+        async with asyncio.TaskGroup() as tasks:
+            polling = tasks.create_task(bridge.poll(run_api))
+            async for line in lines_of_stdin():
+                await bridge.open(json.loads(line))
+            polling.cancel()
+        await runner.cleanup()
 
 
 if __name__ == "__main__":

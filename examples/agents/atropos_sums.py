@@ -28,6 +28,7 @@ class SumsEnv(BaseEnv):
             max_batches_offpolicy=64,  # twice as many; the bridge's batch is one group
             ensure_scores_are_not_same=False,  # or the episodes of such a group would wait for their rewards
             steps_per_eval=0,
+            worker_timeout=-1,  # between two steps of the run nobody answers
             total_steps=10**9,
             use_wandb=False,
             wandb_name="sums",
@@ -37,7 +38,7 @@ class SumsEnv(BaseEnv):
             base_url="http://127.0.0.1:9001/v1",
             api_key="none",
             server_type="sglang",
-            health_check=False,  # it would ask for a completion every second
+            health_check=False,  # the bridge answers /generate alone
         )
         return config, [server]
 

@@ -17,7 +17,7 @@ CLIENT = AsyncOpenAI(base_url="http://localhost", api_key="none", max_retries=0)
 
 
 async def play(line: str) -> None:
-    """Play the episode that a line of JSON describes, and say what it was worth."""
+    """Play the episode that a line of JSON describes, and write its reward to stdout."""
     asked = json.loads(line)
     client = CLIENT.with_options(base_url=asked["base_url"], api_key=asked["api_key"])
     messages: list[Any] = [{"role": "user", "content": asked["task"]["question"]}]
@@ -44,7 +44,7 @@ async def play(line: str) -> None:
 
 
 async def main() -> None:
-    """Play episodes, many at a time, until stdin closes."""
+    """Play episodes concurrently until stdin closes."""
     async with asyncio.TaskGroup() as playing:
         while line := await asyncio.to_thread(sys.stdin.readline):
             playing.create_task(play(line))

@@ -1,14 +1,14 @@
 """Plays a verifiers environment with the policy of a run: python examples/agents/verifiers_bridge.py TASKSET [options]
 
-TASKSET is an installed taskset, or a Python file such as verifiers_sums.py beside this one. The options are those of
-vf-eval that begin with --env, --sampling and --select, or @ options.toml; of --sampling a run uses max_tokens alone.
+TASKSET is an installed taskset, or a Python file such as verifiers_guessing.py beside this one. Options are those of
+vf-eval that begin with --env, --sampling and --select, or @ options.toml; of --sampling, a run only uses max_tokens.
 verifiers 0.4.0 needs a virtual environment of its own. Each row of the data is a task of the taskset; --rows data.jsonl
 writes such rows instead of playing.
 
-Each line on stdin begins an episode: {"session", "base_url", "api_key", "task"}, where task is a row. Every seat that
-has no model and client of its own in the options is played by the policy. A line on stdout tells the end: {"session",
-"reward"}, where the reward is the mean over the seats that verifiers calls trainable, or {"session", "error"}. A row
-that is not a task of the taskset ends the program.
+Each line on stdin begins an episode: {"session", "base_url", "api_key", "task"}, where task is a row. The policy plays
+every seat that has no model and client of its own in the options. When an episode is over, a line on stdout has its
+result: {"session", "reward"}, where the reward is the mean over the seats that verifiers calls trainable, or
+{"session", "error"}. A row that is not a task of the taskset ends the program.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from verifiers.v1.cli.resolve import narrow_config  # pyright: ignore[reportMiss
 
 
 class Options(vf.BaseConfig):
-    """The options; ``env`` becomes the type that belongs to the taskset."""
+    """The options; ``env`` gets the config type that belongs to the taskset."""
 
     env: SerializeAsAny[vf.EnvConfig] = vf.SingleAgentEnvConfig()
     sampling: vf.SamplingConfig = vf.SamplingConfig()
@@ -41,7 +41,7 @@ class Options(vf.BaseConfig):
 
 async def outcome(options: Options, asked: dict[str, Any]) -> dict[str, Any]:
     """Play one episode and return its reward or error."""
-    env = vf.load_environment(options.env)  # each time, because it keeps a client per base_url until it stops serving
+    env = vf.load_environment(options.env)  # anew, because it keeps a client per base_url until serving ends
     task_type = type(env.taskset).task_type()
     task = task_type(task_type.data_type().model_validate(asked["task"]), options.env.taskset.task)
     variable = f"API_KEY_{asked['session']}"  # verifiers reads keys only from variables
@@ -57,7 +57,7 @@ async def outcome(options: Options, asked: dict[str, Any]) -> dict[str, Any]:
 
 
 async def serve(options: Options, results: TextIO) -> None:
-    """Play episodes at the same time until stdin closes, which abandons those that are not over."""
+    """Play episodes concurrently until stdin closes; cancel those that are not over then."""
 
     async def play(asked: dict[str, Any]) -> None:
         print(json.dumps({"session": asked["session"], **await outcome(options, asked)}), file=results, flush=True)

@@ -1,6 +1,6 @@
-"""A verifiers harness that sends the conversation as it is: each user's turn gets one answer, without tools.
+"""A verifiers harness that sends the conversation unchanged, without tools, and gets one answer to each user message.
 
-The harnesses of verifiers start a program for every turn; this one asks within the process, which takes milliseconds.
+verifiers' own harnesses start a program for every turn; this one runs within the process, which takes milliseconds.
 It suits every taskset without tools:
 
     python examples/agents/verifiers_bridge.py TASKSET \\
@@ -17,7 +17,7 @@ __all__ = ["ChatHarness"]
 
 
 class ChatHarness(vf.Harness[vf.HarnessConfig]):
-    """Asks for one chat completion; verifiers launches it anew, with the whole conversation, for the next turn."""
+    """Requests one chat completion; verifiers launches it again for every turn, with the whole conversation."""
 
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_RESUME = True
@@ -34,7 +34,7 @@ class ChatHarness(vf.Harness[vf.HarnessConfig]):
         mcp_urls: dict[str, str],
         data: vf.TaskData,
     ) -> vf.ProgramResult:
-        """Ask at ``endpoint``, where verifiers itself records the answer; a refusal counts as a program that failed."""
+        """Send a request to ``endpoint``, where verifiers records the reply; an HTTP error is a failed program."""
         system, prompt = self.resolve_prompt(data)
         messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
         if isinstance(prompt, str):

@@ -16,7 +16,7 @@ __all__ = ["TwoSeatsEnv", "TwoSeatsTaskset"]
 
 
 class SumData(vf.TaskData):
-    """The question is the prompt."""
+    """A sum, whose question is in the field prompt."""
 
     answer: str
 
@@ -52,7 +52,7 @@ SEAT = vf.AgentConfig(harness=vf.HarnessConfig(id="verifiers_chat"), runtime=vf.
 
 
 class TwoSeatsEnvConfig(vf.EnvConfig):
-    """The seats; --env.checker.model and --env.checker.client.base-url would give one to another model."""
+    """The seats; with --env.checker.model and --env.checker.client.base-url another model plays the checker."""
 
     proposer: vf.AgentConfig = SEAT
     checker: vf.AgentConfig = SEAT
@@ -67,7 +67,7 @@ class TwoSeatsEnv(vf.Env[TwoSeatsEnvConfig]):
         await agents.checker.run(task)
 
     async def finalize(self, task: SumTask, episode: vf.Episode) -> None:
-        """Note on both traces whether the seats agree."""
+        """Record in both traces whether the seats agree."""
         agree = len({trace.last_reply for trace in episode.traces}) == 1
         for trace in episode.traces:
             trace.record_metric("agree", float(agree))

@@ -39,5 +39,6 @@ def test_the_commands_of_the_page_train_a_policy(section: str, tmp_path: Path) -
         timeout=3500,
     )
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{(tmp_path / 'errors').read_text()[-4000:]}"
-    [(first, last)] = re.findall(r"mean of the first five steps ([\d.]+), of the last five ([\d.]+)", done.stdout)
-    assert float(last) >= float(first) + 0.2
+    found = re.findall(r"mean of the first five steps ([\d.]+), of the last five ([\d.]+)", done.stdout)
+    assert found
+    assert all(float(last) >= float(first) + 0.2 for first, last in found), found

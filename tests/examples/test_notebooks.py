@@ -70,7 +70,11 @@ def test_its_own_settings_train_a_model_of_the_hub_on_gsm8k(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "in_kernel"), [pytest.param("colab_tpu", True, marks=pytest.mark.slow), ("kaggle_tpu", False)]
+    ("name", "in_kernel"),
+    [
+        pytest.param("colab_tpu", True, marks=pytest.mark.slow),
+        pytest.param("kaggle_tpu", False, marks=pytest.mark.slow),
+    ],
 )
 def test_a_notebook_trains_with_the_reward_of_its_cell(name: str, in_kernel: bool, tmp_path: Path) -> None:
     client = opened(name, tmp_path, "run.max_steps=2", in_kernel=in_kernel, without=("plan", "check"))

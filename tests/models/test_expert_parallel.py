@@ -116,6 +116,7 @@ def test_outputs_and_gradients_are_those_of_every_expert_on_every_token(routing:
         np.testing.assert_allclose(ours, np.asarray(true), atol=1e-6 * np.abs(true).max(), rtol=0)
 
 
+@pytest.mark.slow  # the layer over four devices is above
 def test_tunixs_layer_on_a_mesh_gives_what_it_gives_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Experts split over two devices, and their widths over two others; on CPUs Tunix computes every expert.
 

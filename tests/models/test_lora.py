@@ -116,7 +116,7 @@ def test_projections_that_are_one_module_are_named_together(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     "family",
-    ["qwen3", "qwen3_moe", "gemma2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2", "llama"))],
+    ["gemma2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2", "qwen3", "qwen3_moe", "llama"))],
 )
 def test_the_model_is_the_base_at_first_and_shares_its_arrays(tmp_path: Path, family: str) -> None:
     base, model = with_lora(write_random(family, tmp_path / "model", scale=0.3), LoraSection(rank=3))
@@ -159,7 +159,8 @@ def test_adapters_depend_on_the_seed_and_not_on_the_mesh(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("family", "kv_heads"), [("qwen2", 2), ("qwen3", 2), ("gemma2", 2), ("gemma2", 4)]
+    ("family", "kv_heads"),
+    [pytest.param("qwen2", 2, marks=pytest.mark.slow), ("qwen3", 2), ("gemma2", 2), ("gemma2", 4)],
 )  # with four, Tunix's queries, keys and values are one module
 def test_files_say_what_the_model_computes(tmp_path: Path, family: str, kv_heads: int) -> None:
     """W + B A alpha / rank with the published names, put into the base's own checkpoint, is the adapted model."""
@@ -183,7 +184,7 @@ def test_files_say_what_the_model_computes(tmp_path: Path, family: str, kv_heads
     assert np.abs(before - expected).max() > 0.1
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+@pytest.mark.parametrize("family", ["qwen3", pytest.param("gemma2", marks=pytest.mark.slow)])
 def test_written_adapters_are_read_back_exactly_on_another_mesh(tmp_path: Path, family: str) -> None:
     directory, section = write_random(family, tmp_path / "model"), LoraSection(rank=2)
     _, model = with_lora(directory, section, fsdp=2, tp=2)

@@ -109,7 +109,7 @@ def leaves(model: nnx.Module) -> dict[str, tuple[Any, ...]]:
     ("dtype", "family"),
     [
         *(
-            pytest.param(jnp.bfloat16, family, marks=pytest.mark.slow if family in ("qwen2", "llama") else ())
+            pytest.param(jnp.bfloat16, family, marks=() if family == "gemma2" else pytest.mark.slow)
             for family in FAMILIES
         ),
         *(

@@ -43,7 +43,7 @@ def directories(tmp_path: Path, family: str) -> list[Path]:
     return [write_random(family, tmp_path / str(i), layers=1, scale=0.2, **positions) for i, positions in variants]
 
 
-@pytest.mark.parametrize("remat", ["none", "block", "decoder"])
+@pytest.mark.parametrize("remat", ["none", "block", pytest.param("decoder", marks=pytest.mark.slow)])
 def test_models_of_different_positions_live_together(
     directories: list[Path], tokens_BT: np.ndarray, remat: Remat
 ) -> None:
@@ -124,7 +124,7 @@ def left_padded_difference(directory: Path, tokens_BT: np.ndarray, padding: int)
     return float(np.abs(found - reference_logprobs(directory, tokens_BT)).max())
 
 
-@pytest.mark.parametrize("padding", [0, pytest.param(5, marks=pytest.mark.slow), 20])
+@pytest.mark.parametrize("padding", [*(pytest.param(padding, marks=pytest.mark.slow) for padding in (0, 5)), 20])
 def test_gemmas_windows_do_not_count_padding(tmp_path: Path, tokens_BT: np.ndarray, padding: int) -> None:
     directory = write_random("gemma2", tmp_path, scale=0.3)
     assert left_padded_difference(directory, tokens_BT, padding) <= 5e-5

@@ -133,11 +133,9 @@ def test_groups_are_learnt_from_once_whole(run: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize(
     "rollout",
     [
-        pytest.param({"steps_per_launch": 1}, id="a step a launch"),
+        pytest.param({"steps_per_launch": 1}, id="a step a launch", marks=pytest.mark.slow),
         pytest.param({"kv_tokens": 160}, id="a small cache", marks=pytest.mark.slow),
-        pytest.param(
-            {"batch_paddings": [2, 8], "max_running_requests": 8}, id="other paddings", marks=pytest.mark.slow
-        ),
+        pytest.param({"batch_paddings": [2, 8], "max_running_requests": 8}, id="other paddings"),
     ],
 )
 def test_tokens_depend_on_no_setting_of_the_engine(
@@ -179,6 +177,7 @@ def test_a_checkpoint_holds_every_bit_of_a_group(files: Path, tmp_path: Path) ->
     assert [c.finish_reason for c in found.completions] == ["cut", "stop", "cut", "cut"]
 
 
+@pytest.mark.slow
 def test_a_group_is_finished_after_so_many_steps(files: Path, tmp_path: Path) -> None:
     config = carrying(files, tmp_path / "run", rollout={"carry_steps": 1})
     train(config)

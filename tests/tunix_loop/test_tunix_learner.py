@@ -61,7 +61,7 @@ def gradients(learner: Learner) -> dict[Any, np.ndarray]:
     ("ours", "options", "old_policy"),
     [
         pytest.param({}, {}, "rollout", marks=pytest.mark.slow),  # the last case has all of it
-        ({"old_policy": "trainer", "importance_cap": 1.05}, {}, "trainer"),
+        pytest.param({"old_policy": "trainer", "importance_cap": 1.05}, {}, "trainer", marks=pytest.mark.slow),
         pytest.param(
             {"advantage": "drgrpo", "loss_aggregation": "sequence-mean-token-scale"},
             {"advantage_estimator": "drgrpo", "loss_agg_mode": "sequence-mean-token-scale"}, "rollout",

@@ -112,7 +112,7 @@ SEQUENCES = (0,) * 150 + (150,) * 130 + (280,) * 60 + tuple(range(340, 384))  # 
 @pytest.mark.parametrize(
     ("tp", "width", "soft_cap", "window", "fused"),
     [
-        (1, 64, None, None, False),
+        pytest.param(1, 64, None, None, False, marks=pytest.mark.slow),
         pytest.param(1, 64, None, None, True, marks=pytest.mark.slow),
         pytest.param(2, 128, None, None, False, marks=pytest.mark.slow),
         (2, 128, None, None, True),
