@@ -1,8 +1,8 @@
-"""The algorithms, a file each, with their variants: advantages and token loss side by side, with paper and equations.
+"""The algorithms. Each file holds the advantages and token losses of one algorithm and its variants, and cites papers.
 
     algorithm = open_algorithm(config.algorithm)
 
-A new algorithm is a file here, a line in `SHIPPED`, and its test; or the user's own file, named in the config.
+A new shipped algorithm is a file here, a line in `SHIPPED` and a test. The config can also name a user's own file.
 """
 
 from collections.abc import Mapping
@@ -44,7 +44,7 @@ _ELSEWHERE = {"ppo": _PPO, "gae": _PPO} | dict.fromkeys(
 _SETTINGS = ("group_size", "iterations", "mini_batch_prompts", "old_policy")
 """The settings that shipped classes can take besides those of the clip."""
 _BOUNDS = ("clip_low", "clip_high", "dual_clip", "delta")
-"""The settings of the clip; the user's own class may ignore the first two, because they always have a value."""
+"""The settings of the clip; a user's own class need not take clip_low and clip_high, which always have a value."""
 
 
 def open_algorithm(section: AlgorithmSection) -> RunAlgorithm:

@@ -1,11 +1,11 @@
-"""Advantages without an objective of their own: ``algorithm.advantage`` combines them with any algorithm.
+"""Advantage estimators, which ``algorithm.advantage`` combines with the token losses of any algorithm.
 
-Each is a class with the method ``advantages``, which an `Algorithm` also has; those of GRPO, Dr. GRPO and RLOO are in
-the files of their algorithms. All run on the host in float64 once per step.
+Each estimator is a class with the method ``advantages`` of `Algorithm`. Those of GRPO, Dr. GRPO and RLOO are in the
+files of these algorithms. All run on the host in float64 once per step.
 
 Suffixes: P prompts, G completions of each, N rewards of the config. R is the total reward of a completion, and m the
-mean of its group. Standard deviations divide by one less than the number of values and have 1e-6 added, so that equal
-values give 0.
+mean R of its group. Standard deviations (std) divide by one less than the number of values and have 1e-6 added, so that
+equal rewards give advantages of 0.
 """
 
 from collections.abc import Mapping
@@ -21,28 +21,28 @@ STD_FLOOR = 1e-6
 
 
 class LitePpo:
-    """(R - m) / std of all rewards of the step (Liu et al. 2025, "Tricks or Traps?", arXiv 2508.08221).
+    """R - m, divided by the std of all rewards of the step (Liu et al. 2025, "Tricks or Traps?", arXiv 2508.08221).
 
-    The deviation of the step is steadier than that of a group, and treats easy and hard prompts alike.
+    The std of a step is steadier than that of a group, and treats easy and hard prompts alike.
     """
 
     advantage_formula = "(R - mean_g(R)) / (std_step(R) + 1e-6)"
 
     def advantages(self, rewards_PG: Float[np.ndarray, "P G"]) -> Float[np.ndarray, "P G"]:
-        """[[0, 2], [4, 6]] deviates from its group means by -1 1 -1 1; the four have std sqrt(20 / 3)."""
+        """Rewards [[0, 2], [4, 6]] give [[-1, 1], [-1, 1]] divided by the std of the four rewards, sqrt(20 / 3)."""
         return _centred(rewards_PG) / (rewards_PG.std(ddof=1) + STD_FLOOR)
 
 
 class ScaleRl:
-    """(R - m) / std of R - m over the step (Khatri et al. 2025, "ScaleRL", arXiv 2510.13786).
+    """R - m, divided by the std of R - m over the step (Khatri et al. 2025, "ScaleRL", arXiv 2510.13786).
 
-    Unlike LitePpo's, the deviation does not include the differences between prompts.
+    Unlike LitePpo's std, this std excludes the differences between prompts.
     """
 
     advantage_formula = "(R - mean_g(R)) / (std_step(R - mean_g(R)) + 1e-6)"
 
     def advantages(self, rewards_PG: Float[np.ndarray, "P G"]) -> Float[np.ndarray, "P G"]:
-        """Rewards [[0, 2], [4, 6]] give [[-1, 1], [-1, 1]] divided by its std, sqrt(4 / 3)."""
+        """Rewards [[0, 2], [4, 6]] give [[-1, 1], [-1, 1]] divided by their std, sqrt(4 / 3)."""
         centred_PG = _centred(rewards_PG)
         return centred_PG / (centred_PG.std(ddof=1) + STD_FLOOR)
 
@@ -50,8 +50,8 @@ class ScaleRl:
 class ReinforcePlusPlus:
     """R, whitened over all tokens of the step (Hu 2025, "REINFORCE++", arXiv 2501.03262).
 
-    There is no baseline per prompt. All tokens of a completion have the return R, without discount, so that a
-    completion's weight in mean and standard deviation is its length.
+    There is no baseline per prompt. Every token of a completion has the undiscounted return R, so that a completion's
+    weight in the mean and the std is its length.
     """
 
     advantage_formula = "(R - mean_tokens(R)) / (std_tokens(R) + 1e-6)"
@@ -59,7 +59,7 @@ class ReinforcePlusPlus:
     def advantages(
         self, rewards_PG: Float[np.ndarray, "P G"], lengths_PG: Int[np.ndarray, "P G"]
     ) -> Float[np.ndarray, "P G"]:
-        """Rewards 0 and 3 of completions with 2 tokens and 1 give token values 0 0 3: mean 1, std sqrt(3)."""
+        """Rewards 0 and 3 of completions of 2 and 1 tokens give the returns 0 0 3, with mean 1 and std sqrt(3)."""
         tokens = max(int(lengths_PG.sum()), 1)
         mean = (lengths_PG * rewards_PG).sum() / tokens
         variance = (lengths_PG * np.square(rewards_PG - mean)).sum() / max(tokens - 1, 1)
@@ -74,15 +74,15 @@ class ReinforcePlusPlusBaseline(ReinforcePlusPlus):
     def advantages(
         self, rewards_PG: Float[np.ndarray, "P G"], lengths_PG: Int[np.ndarray, "P G"]
     ) -> Float[np.ndarray, "P G"]:
-        """Rewards 0 and 2 of completions with 1 token and 3 give token values -1 1 1 1: mean 1/2, std 1."""
+        """Rewards 0 and 2 of completions of 1 and 3 tokens give -1 1 1 1, with mean 1/2 and std 1."""
         return super().advantages(_centred(rewards_PG), lengths_PG)
 
 
 class MaxRl:
-    """(R - m) / m, 0 where m is 0 (Tajwar et al. 2026, "Maximum Likelihood RL", arXiv 2602.02710).
+    """(R - m) / m, or 0 where m is 0 (Tajwar et al. 2026, "Maximum Likelihood RL", arXiv 2602.02710).
 
     With rewards 0 and 1, m estimates the probability of a right answer, and the objective becomes the logarithm of that
-    probability: hard prompts count more.
+    probability, so that hard prompts count more.
     """
 
     advantage_formula = "(R - mean_g(R)) / mean_g(R) if mean_g(R) > 0 else 0"
@@ -99,15 +99,15 @@ class MaxRl:
 
 
 class Gdpo:
-    """Rewards standardized in their group, weighted, summed, and standardized over the step (Liu et al. 2026, arXiv
-    2601.05242).
+    """Each reward is standardized in its group, and the weighted sum is standardized over the step (Liu et al. 2026,
+    arXiv 2601.05242).
 
-    GRPO standardizes the sum, which does not distinguish different rewards with the same sum. Here
+    GRPO standardizes the sum, which does not tell apart different rewards with the same sum. Here
 
         A = sum_k weight_k (R_k - m_k) / std_k,   advantage = (A - mean of A) / std of A, both over the step
 
-    What departs from the paper: where a reward does not apply to a completion it adds 0, and the group's mean and
-    standard deviation are over the completions that it applies to.
+    Unlike in the paper, a reward adds 0 where it does not apply to a completion, and its mean and std in a group are
+    over the completions that it applies to.
     """
 
     advantage_formula = (
@@ -144,7 +144,7 @@ ADVANTAGES: Mapping[str, type] = {
     "max_rl": MaxRl,
     "gdpo": Gdpo,
 }
-"""The classes whose advantages are used, by ``algorithm.advantage``."""
+"""The classes that compute advantages, by the value of ``algorithm.advantage``."""
 
 
 def _centred(rewards_PG: Float[np.ndarray, "P G"]) -> Float[np.ndarray, "P G"]:

@@ -1,15 +1,14 @@
-"""The interface of an algorithm: it turns rewards into advantages, and log-probabilities into the loss of every
-token.
+"""The interface of algorithms. An algorithm turns rewards into advantages, and log-probabilities into token losses.
 
     algorithm = Grpo(clip_low=0.2, clip_high=0.2)
     advantages_PG = algorithm.advantages(rewards_PG)                                       # on the host, once per step
     losses = algorithm.token_losses(logprobs_BT, old_logprobs_BT, advantages_BT)           # inside the train step
 
-Suffixes: P prompts, G completions of each; B training rows, into which completions are packed, T tokens of a row;
-N rewards of the config.
+Suffixes: P prompts, G completions of each, B training rows of packed completions, T tokens of a row, N rewards of the
+config.
 
-learner/loss.py does what all algorithms have in common: truncated importance weights, the mean over tokens and rows,
-the KL penalty.
+learner/loss.py applies what all algorithms share: truncated importance weights, the mean over tokens and rows, and the
+KL penalty.
 """
 
 import inspect
@@ -29,10 +28,10 @@ ON_REQUEST: Mapping[str, tuple[str, ...]] = {
     "advantages": ("lengths_PG", "rewards_NPG", "weights_N"),
     "token_losses": ("sequences",),
 }
-"""Further arguments of each method, which gets, by name, those that it has parameters for.
+"""Keyword arguments that a method gets only if it has parameters for them.
 
-lengths_PG: the number of sampled tokens of each completion. rewards_NPG: the rewards of the config one by one, before
-weighting, NaN where one does not apply. weights_N: their weights at this step. sequences: see `Sequences`.
+lengths_PG: the number of sampled tokens of each completion. rewards_NPG: each reward of the config before weighting,
+NaN where it does not apply. weights_N: the weights of the rewards at this step. sequences: see `Sequences`.
 """
 
 PerToken = Float[Array, "B T"]
@@ -40,26 +39,26 @@ PerToken = Float[Array, "B T"]
 
 
 class TokenLosses(NamedTuple):
-    """The losses of tokens and the mask of clipped ones; positions beyond a completion's end are masked out later."""
+    """The loss and the clip mask of every token; positions beyond a completion's end are masked out later."""
 
     loss_BT: PerToken
-    """The loss: a gradient step makes it smaller."""
+    """The loss of each token, which training minimizes."""
     clipped_BT: Bool[Array, "B T"]
-    """Whether clipping changed the loss; ``update/clip_fraction`` is its mean."""
+    """Whether clipping changed the loss; ``update/clip_fraction`` is the mean of this mask."""
 
 
 @dataclass(frozen=True)
 class Sequences:
     """Says which tokens of a training row belong to the same completion, for objectives over whole completions.
 
-    For two sequences in a row, with the values [[1 3 5 | 2 4]] of which all count except the first, the sums are
-    [[8 8 8 | 6 6]] and the means [[4 4 4 | 3 3]]. The program is the same for all lengths; it takes 2 log2 T steps over
-    the row, and moves nothing between devices. The tokens of a sequence are contiguous. A conversation is one sequence
-    (several, if the chat template changed its past), in which the environment's answers do not count.
+    For example, if a row holds two sequences, [[1 3 5 | 2 4]], and every token but the first counts, the sums are
+    [[8 8 8 | 6 6]], and the means [[4 4 4 | 3 3]]. One compiled program serves all sequence lengths. It takes 2 log2 T
+    steps over the row, and moves no data between devices. The tokens of a sequence are contiguous. A conversation is
+    one sequence, or several if the chat template changed earlier turns. An environment's tokens do not count.
     """
 
     segments_BT: Int[Array, "B T"]
-    """The number of each token's sequence in its row."""
+    """The number of each token's sequence within its row."""
     counts_BT: Bool[Array, "B T"]
     """Whether the token counts in the loss."""
 
@@ -74,7 +73,7 @@ class Sequences:
         return self.sum(values_BT) / jnp.maximum(self.sum(jnp.ones_like(values_BT)), 1.0)
 
     def _added_up(self, values_BT: PerToken, *, to_right: bool) -> PerToken:
-        """Add to each value all values on one side of it in its sequence, in steps over the distances 1, 2, 4 ...
+        """Add to each value all values to its left, or right, in the same sequence, over distances of 1, 2, 4 ...
 
         A cumulative sum of the row would take fewer steps, but a sequence's sum would then be the difference of two
         large numbers, and inexact.
@@ -90,12 +89,13 @@ class Sequences:
 
 
 class Algorithm(Protocol):
-    """The methods that a class needs to be an algorithm. They are called with their arguments by name.
+    """The methods that a class needs to be an algorithm. They are called with keyword arguments.
 
-    The constructor gets, by name, those of group_size, iterations, clip_low and clip_high that it has parameters for,
-    dual_clip and delta if they are set, and the options of the config. A method also gets the arguments of `ON_REQUEST`
-    that it has parameters for. The attributes ``formula`` and ``advantage_formula`` are for people, see formula.py. The
-    attribute ``numbers`` lists the names of attributes that the compiled program takes as data.
+    The constructor gets, by keyword, those of group_size, iterations, clip_low and clip_high that it has parameters
+    for, dual_clip and delta if they are set, and the options of the config. A method also gets the arguments of
+    `ON_REQUEST` that it has parameters for. Three attributes are optional: ``formula`` and ``advantage_formula``
+    describe the objective to people (see formula.py), and ``numbers`` names the attributes that the compiled program
+    takes as inputs.
     """
 
     @property

@@ -1,5 +1,5 @@
-"""Checks before anything heavy is built: settings must go together, and a class must be an algorithm and return the
-right shapes in a trial call."""
+"""Checks before anything heavy is built: settings must go together, and a class must implement `Algorithm` and return
+the right shapes in a trial call."""
 
 import inspect
 import math
@@ -16,9 +16,9 @@ from tpu_grpo.config import AlgorithmSection, LossAggregation, RunConfig
 from tpu_grpo.records.errors import ConfigError
 
 LONG_ANSWER = 128
-"""The number of tokens from which the product of their ratios is likely to leave its bounds."""
+"""In completions with more tokens, the product of the ratios is likely to be out of bounds."""
 USUAL_GAP = 0.01
-"""How much the log-probabilities of engine and trainer may differ at a token in bfloat16, in nats."""
+"""How much a token's log-probabilities by engine and trainer may differ in bfloat16, in nats."""
 
 
 def notices(config: RunConfig) -> list[str]:
@@ -143,7 +143,7 @@ def try_out(name: str, algorithm: Algorithm, group_size: int) -> None:
 
 
 def try_advantages(name: str, algorithm: Any, group_size: int) -> None:
-    """Call the method advantages on two groups; raises as `try_out` does."""
+    """Call the method ``advantages`` on two groups. Raises ConfigError for the reasons in `try_out`."""
     rewards_PG = np.stack([np.arange(group_size), np.zeros(group_size)]).astype(np.float64)
     known = {
         "lengths_PG": np.ones(rewards_PG.shape, np.int64),
@@ -202,7 +202,7 @@ def _called(name: str, what: str, function: Callable[[], Any]) -> Any:
         return function()
     except ConfigError:
         raise
-    except Exception as error:  # user code: anything can come
+    except Exception as error:  # user code may raise anything
         raise ConfigError(f"algorithm {name}: {what} raised {type(error).__name__}: {error}; repair it") from error
 
 

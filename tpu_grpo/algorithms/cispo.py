@@ -7,13 +7,13 @@ log-probability with the ratio, clips that weight, and stops its gradient (equat
 
 averaged over all tokens of a step. Advantages are GRPO's.
 
-The paper gives no values for the bounds, and has no lower one. The upper bound can be set in either of two ways:
+The paper gives no value for the upper bound, and has no lower bound. Either cap or clip_high sets the upper bound:
 
-    options: {cap: 5.0}      highest = cap, the default; 4, 5 and 8 perform alike (ScaleRL, arXiv 2510.13786); a cap
-                             below 1, as 0.28 in TRL, is the weight of nearly every token
+    options: {cap: 5.0}      highest = cap, the default. Caps of 4, 5 and 8 perform alike (ScaleRL, arXiv 2510.13786). A
+                             cap below 1, such as TRL's 0.28, is the weight of nearly every token
     clip_high: 4.0           highest = 1 + clip_high
-    clip_low: 0.2            lowest = 1 - clip_low; no lower bound by default, because a weight that stays high while
-                             the policy moves away pushes it further
+    clip_low: 0.2            lowest = 1 - clip_low. There is no lower bound by default, because a weight that stays high
+                             while the policy moves away pushes the policy further
 """
 
 import jax
@@ -48,7 +48,7 @@ class Cispo:
 
     @property
     def formula(self) -> str:
-        """The loss of a token, with the bounds of its weight."""
+        """The formula of a token's loss, with the bounds of the weight."""
         highest = f"{self._highest:g}"
         weight = f"clip(r, {self._lowest:g}, {highest})" if self._lowest else f"min(r, {highest})"
         return f"-sg({weight})*A*log(p)"

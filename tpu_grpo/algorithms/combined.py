@@ -1,4 +1,4 @@
-"""The algorithm of a run: one class's token losses, perhaps with other advantages, and a correction."""
+"""Combines the parts of a run's algorithm: token losses, advantages, aggregation and correction."""
 
 import copy
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ _WITH_NUMBERS = ("objective", "correction")
 
 @dataclass(frozen=True)
 class RunAlgorithm:
-    """One class's token losses, perhaps with other advantages or another aggregation."""
+    """The algorithm of a run. Token losses and advantages may come from different classes."""
 
     objective: Any
     """Computes token losses."""
@@ -28,7 +28,7 @@ class RunAlgorithm:
 
     @property
     def numbers(self) -> dict[str, Any]:
-        """The numbers of objective and correction that a program can take as data, by name."""
+        """The numbers of objective and correction that a compiled program can take as inputs, by name."""
         return {
             f"{part}.{name}": value
             for part in _WITH_NUMBERS
@@ -54,7 +54,7 @@ class RunAlgorithm:
     def advantages(
         self, rewards_PG: Float[np.ndarray, "P G"], known: Mapping[str, Any] | None = None
     ) -> Float[np.ndarray, "P G"]:
-        """Compute the advantages of ``baseline``, which gets those of ``known`` that it requests."""
+        """Compute the advantages of ``baseline``, which gets those arguments in ``known`` that it requests."""
         return self.baseline.advantages(rewards_PG=rewards_PG, **asked(self.baseline.advantages, known or {}))
 
     def token_losses(

@@ -1,19 +1,20 @@
 """Corrections for differences between engine and trainer: weights and masks, for any algorithm.
 
-rho is the ratio of the trainer's to the engine's probability of a token, where the trainer's is that of the old policy
+rho is the trainer's probability of a token divided by the engine's. The trainer's probability is that of the old policy
 (``algorithm.old_policy: trainer``) or of the current policy (``rollout``):
 
-    correction   ratio of a token            source
-    token        rho                         truncated: Yao et al. 2025; masked: IcePop
-    sequence     product over its sequence   Liu et al. 2025, "When Speed Kills Stability"
-    geometric    geometric mean over it      the same; a filter, not an importance weight
+    correction   ratio of a token                  source
+    token        rho                               truncated: Yao et al. 2025; masked: IcePop
+    sequence     product over the sequence         Liu et al. 2025, "When Speed Kills Stability"
+    geometric    geometric mean over the sequence  Liu et al. 2025; a filter, not an importance weight
 
+    mode         weight of a token
     truncate     clip(ratio, importance_floor, importance_cap)
-    mask         0 outside of the bounds; inside, the ratio, or 1 for geometric and for ``rollout`` (the objective's own
-                 ratio then has the engine's probability as its denominator)
+    mask         0 outside of the bounds; inside, the ratio, or 1 for geometric and for ``rollout`` (where the
+                 objective's own ratio divides by the engine's probability)
 
-Two more filters drop whole sequences: a veto drops those in which any token's rho is beyond bounds, and off-policy
-sequence masking (OPSM, DeepSeek-V3.2, arXiv 2512.02556) those of negative advantage in which the mean of
+Two more filters drop whole sequences. A veto drops a sequence if any token's rho is out of bounds. Off-policy sequence
+masking (OPSM, DeepSeek-V3.2, arXiv 2512.02556) drops a sequence of negative advantage if its mean of
 log(engine's / current policy's probability) is above ``opsm``.
 
 Weights multiply the token losses but not the KL penalty, and no gradient flows through them. Means over tokens still
@@ -34,7 +35,7 @@ from tpu_grpo.config import AlgorithmSection
 from tpu_grpo.records.errors import ConfigError
 
 GEOMETRIC_BOUNDS = (0.99, 1.01)
-"""The default bounds of geometric, SkyRL's first recommendation; the other ratios have no floor and the cap 2."""
+"""The default bounds for geometric, SkyRL's first recommendation. For other ratios the default is no floor, cap 2."""
 
 
 class CorrectionSums(NamedTuple):
@@ -118,7 +119,7 @@ class Correction:
         )
 
     def _bounded(self, log_ratio_BT: PerToken, sequences: Sequences) -> tuple[PerToken, Bool[Array, "B T"]]:
-        """Return the weights by the ratio alone, and which ratios are outside of the bounds."""
+        """Return the weights that the ratios alone give, and the mask of ratios outside of the bounds."""
         match self.ratio:
             case None:
                 return jnp.ones_like(log_ratio_BT), jnp.zeros_like(log_ratio_BT, bool)
@@ -135,8 +136,8 @@ class Correction:
 
 
 def open_correction(section: AlgorithmSection) -> Correction | None:
-    """Build the correction of the section; None if the program needs none. Raises ConfigError for settings that do not
-    go together."""
+    """Build the correction, or return None if neither ratio, veto nor OPSM is set. Raises ConfigError for settings that
+    do not go together."""
     ratio, mode = section.correction, section.correction_mode
     default = GEOMETRIC_BOUNDS if ratio == "geometric" else (0.0, section.upper_importance)
     low = default[0] if section.importance_floor is None else section.importance_floor
@@ -169,7 +170,7 @@ def open_correction(section: AlgorithmSection) -> Correction | None:
 
 
 def correction_metrics(sums: Sequence[CorrectionSums]) -> dict[str, float]:
-    """Compute ``correction/*`` over all micro-batches of a step."""
+    """Compute the metrics ``correction/*`` over all micro-batches of a step."""
     total = CorrectionSums(*np.asarray(sums, np.float64).sum(axis=0))
     tokens = max(total.tokens, 1.0)
     return {

@@ -1,17 +1,18 @@
 """DPPO, Divergence PPO (Qi et al. 2026, "Rethinking the Trust Region in LLM Reinforcement Learning", arXiv 2602.04879).
 
-A ratio says little about how far the policy has moved: an unlikely token's may double where nothing else changed. DPPO
-looks at the difference of the probabilities themselves, which is the total variation over the two outcomes "this token"
-and "another one" (Binary-TV). With p the policy's probability and q the sampling policy's, the loss of a token is
+A ratio says little about how far the policy has moved: the ratio of an unlikely token may double where nothing else
+changed. DPPO uses the difference of the probabilities, which is the total variation over the two outcomes "this token"
+and "another token" (Binary-TV). With p the policy's probability and q the sampling policy's, the loss of a token is
 
     - ratio A + kl_weight log(ratio)^2,   ratio = p / q
 
 The first term is dropped where the token has moved too far in the direction of the step: where A > 0 and
-p - q > mask_high, or A < 0 and q - p > mask_low. The ratio itself is not clipped. The bounds 0.2 and the second term,
-with 1e-3, are prime-rl's; the paper has no such term (kl_weight = 0).
+p - q > mask_high, or A < 0 and q - p > mask_low. The ratio itself is not clipped. The default bounds of 0.2 and
+kl_weight of 1e-3 are prime-rl's; the paper has no second term (kl_weight = 0).
 
-The paper compares with what was sampled from, and finds that a recomputed old policy does harm: algorithm.old_policy
-must be rollout. Advantages are centred (Dr. GRPO's), and all tokens of a step count alike, as in prime-rl.
+The paper compares with the policy that sampled, and finds that a recomputed old policy does harm. Therefore
+algorithm.old_policy must be rollout. Advantages are centred (Dr. GRPO's), and all tokens of a step count alike, as in
+prime-rl.
 """
 
 import jax
@@ -50,7 +51,7 @@ class Dppo:
 
     @property
     def formula(self) -> str:
-        """The loss of a token, with the bounds of the difference."""
+        """The formula of a token's loss, with the bounds of the difference."""
         far = f"p - p_engine > {self._high:g} if A > 0 else p_engine - p > {self._low:g}"
         penalty = f" + {self._kl_weight:g}*log(r)**2" if self._kl_weight else ""
         return f"(0 if far else -r*A){penalty}; far = {far}"

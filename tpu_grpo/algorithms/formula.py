@@ -2,19 +2,21 @@
 
     mean_it [ sg(w)*(-min(r*A, clip(r, 0.8, 1.28)*A)) + 0.001*k ]; w = ...; r = p/p_engine; A = R - mean_g(R); k = ...
 
-The brackets hold the loss of token t of completion i; the definitions of its names follow. Formulas are valid
-Python, so that a test can evaluate them and compare them with the program. Their names are
+The brackets hold the loss of token t of completion i; definitions of the names follow. Formulas are valid Python, so
+that a test can evaluate them and compare the results with the program's. The names are
 
-    p, p_engine, p_old, p_ref    a token's probability under the policy now, the engine, the trainer before the update
-                                 and the reference
+    p, p_old, p_engine, p_ref    a token's probability under the policy now, the trainer's policy before the step's
+                                 first update, the engine, and the reference
     mean_i, mean_it, mean_p      over completions, over all their tokens, over prompts
     R, A                         a completion's total reward, and its advantage
-    mean_t, prod_t, all_t        over the tokens of the completion; mean_g, std_g over the completions of the prompt;
-                                 mean_step, std_step over those of the step, mean_tokens, std_tokens over its tokens
-    sg                           no gradient
+    mean_t, prod_t, all_t        over the tokens of a completion
+    mean_g, std_g                over the completions of a prompt
+    mean_step, std_step          over the completions of a step
+    mean_tokens, std_tokens      over the tokens of a step
+    sg                           stop_gradient
 
-A class describes its part in the attributes, or properties, ``formula`` (the loss of a token) and
-``advantage_formula``: an expression, and after each semicolon the definition of a name in it.
+A class gives its formulas in the attributes or properties ``formula`` (the loss of a token) and
+``advantage_formula``. Each is an expression and the definitions of names in it, separated by semicolons.
 """
 
 import re
@@ -30,7 +32,7 @@ MEANS: Mapping[LossAggregation, tuple[str, str]] = {
     "prompt-mean-token-mean": ("mean_p mean_it [ ", " ]"),
     "sequence-mean-token-scale": ("mean_i sum_t [ ", " ] / {max_new_tokens}"),
 }
-"""What stands before and after the loss of a token."""
+"""The text before and after the loss of a token."""
 KL_ESTIMATES: Mapping[str, str] = {
     "kl": "log(p/p_ref)",
     "mse_kl": "log(p/p_ref)**2 / 2",
@@ -38,17 +40,17 @@ KL_ESTIMATES: Mapping[str, str] = {
 }
 """The estimates of KL(policy || reference) from x = log(policy / reference) of a sampled token.
 
-    k1    x                 its mean is the divergence; as a loss its gradient is zero in expectation
-    k2    x^2 / 2           its gradient is right for tokens that the current policy sampled
-    k3    exp(-x) - 1 + x   its mean is the divergence, but its gradient is that of KL(reference || policy)
+    k1, kl           x                 its mean is the divergence; as a loss its gradient is zero in expectation
+    k2, mse_kl       x^2 / 2           its gradient is right for tokens that the current policy sampled
+    k3, low_var_kl   exp(-x) - 1 + x   its mean is the divergence, but its gradient is that of KL(reference || policy)
 
-(http://joschu.net/blog/kl-approx.html). Multiplied by the ratio to the old policy, k1 and k3 have the right gradient.
-So has k1 in the reward, where it is a cost of the token, without a gradient of its own.
+See http://joschu.net/blog/kl-approx.html. Multiplied by the ratio to the old policy, k1 and k3 have the right gradient.
+So has k1 as a cost in the reward, where no gradient flows through k1 itself.
 """
 
 
 def objective_line(config: RunConfig, algorithm: RunAlgorithm) -> str:
-    """Return the loss of a whole step, which the update minimizes, with the numbers of its settings."""
+    """Return the formula of the loss that a step minimizes, with the values of the settings."""
     section = config.algorithm
     old = "p_engine" if section.old_policy == "rollout" else "p_old"
     token, *definitions = pieces(token_formula(algorithm.objective, old))
@@ -75,7 +77,7 @@ def objective_line(config: RunConfig, algorithm: RunAlgorithm) -> str:
 
 
 def kl_formula(section: AlgorithmSection, old: str) -> tuple[str, str, list[str]]:
-    """Return the terms of the KL penalty in a token's loss and in its advantage, and the definitions of their names."""
+    """Return the KL penalty's term in a token's loss, its term in the advantage, and definitions of names in both."""
     if not section.beta:
         return "", "", []
     weight, reset = f"{section.beta:g}*", section.reference_reset_every
@@ -87,7 +89,7 @@ def kl_formula(section: AlgorithmSection, old: str) -> tuple[str, str, list[str]
 
 
 def entropy_formula(section: AlgorithmSection) -> tuple[str, list[str]]:
-    """Return the term of the entropy bonus in a token's loss, and the definitions of its names."""
+    """Return the entropy bonus's term in a token's loss, and definitions of the names in it."""
     if section.entropy_target is not None:
         step, target = f"{section.entropy_change:g}", f"{section.entropy_target:g}"
         adapted = (
@@ -99,7 +101,7 @@ def entropy_formula(section: AlgorithmSection) -> tuple[str, list[str]]:
 
 
 def token_formula(objective: Any, old: str) -> str:
-    """Return a class's formula of its token losses, or the call of its method if it has no formula."""
+    """Return the formula of a class's token losses, or a call of ``token_losses`` if the class has no formula."""
     return getattr(objective, "formula", f"{type(objective).__name__}.token_losses(log(p), log({old}), A)")
 
 

@@ -10,7 +10,7 @@ from tpu_grpo.records.errors import ConfigError
 
 
 class Grpo:
-    """Advantages in standard deviations of the group, and the clipped surrogate.
+    """Advantages that are standardized in the group, and the clipped surrogate.
 
     GRPO, Group Relative Policy Optimization (Shao et al. 2024, "DeepSeekMath", arXiv 2402.03300), section 4.1.
 
@@ -24,17 +24,18 @@ class Grpo:
 
         min(ratio_it A_i, clip(ratio_it, 1 - clip_low, 1 + clip_high) A_i),   ratio_it = policy(o_it) / old policy(o_it)
 
-    What departs from the paper: the standard deviation divides by G - 1 and has 1e-6 added, so that a group of equal
-    rewards has advantages of zero; clip_high may be larger than clip_low ("clip-higher", DAPO, Yu et al. 2025, arXiv
-    2503.14476, equation 10), which leaves unlikely tokens more room to grow. With both at 0.2 the clip is the paper's.
+    Two things differ from the paper. The standard deviation divides by G - 1 and has 1e-6 added, so that a group of
+    equal rewards has advantages of zero. clip_high may be larger than clip_low ("clip-higher", DAPO, Yu et al. 2025,
+    arXiv 2503.14476, equation 10), so that unlikely tokens can grow more. With clip_low = clip_high = 0.2 the clip is
+    the paper's.
 
-    Where A_i < 0 the surrogate falls without bound as the ratio grows. Two papers bound it; both settings are off by
-    default:
+    Where A_i < 0 the surrogate falls without bound as the ratio grows. Two settings, off by default, bound it:
 
         dual_clip c > 1               max(surrogate, c A_i)                     Ye et al. 2020, arXiv 1912.09729
         delta > 1 + clip_high         min(ratio, delta) in the first term       INTELLECT-2, arXiv 2505.07291
 
-    For c = delta they are the same function: for A_i >= 0 neither changes anything, and for A_i < 0 both end at c A_i.
+    With c = delta both settings give the same function: they change nothing for A_i >= 0, and stop at c A_i for
+    A_i < 0.
     """
 
     aggregation: LossAggregation = "sequence-mean-token-mean"
@@ -53,7 +54,7 @@ class Grpo:
 
     @property
     def formula(self) -> str:
-        """The loss of a token, with the sizes of the clip."""
+        """The formula of a token's loss, with the bounds of the clip."""
         return self.surrogate_formula("r")
 
     def surrogate_formula(self, ratio: str) -> str:
@@ -72,7 +73,7 @@ class Grpo:
         return self.clipped_surrogate(token_ratio(logprobs_BT, old_logprobs_BT), advantages_BT)
 
     def clipped_surrogate(self, ratio_BT: PerToken, advantages_BT: PerToken) -> TokenLosses:
-        """Return minus the surrogate, as the maximum of two losses, which is minus the minimum of two objectives."""
+        """Return minus the clipped surrogate: the maximum of two losses is minus the minimum of two objectives."""
         plain_BT = -advantages_BT * ratio_BT
         clipped_BT = -advantages_BT * jnp.clip(ratio_BT, self._lowest, self._highest)
         losses = TokenLosses(jnp.maximum(plain_BT, clipped_BT), clipped_BT > plain_BT)
@@ -87,12 +88,12 @@ class Dapo(Grpo):
 
     DAPO (Yu et al. 2025, "DAPO: An Open-Source LLM Reinforcement Learning System", arXiv 2503.14476), section 3.
 
-    The objective (equation 8) is GRPO's with two changes: the ratio has more room above than below, clip_low = 0.2 and
-    clip_high = 0.28 ("clip-higher", section 3.1), and all tokens of a step count alike, so that a completion's weight
-    is proportional to its length (the aggregation token-mean, section 3.3). Its advantages are GRPO's (equation 9).
+    The objective (equation 8) is GRPO's with two changes. The clip is wider above than below: clip_low = 0.2 and
+    clip_high = 0.28 ("clip-higher", section 3.1). All tokens of a step count alike, so that a completion's weight is
+    proportional to its length (the aggregation token-mean, section 3.3). The advantages are GRPO's (equation 9).
 
-    DAPO's soft punishment of overlong completions (section 3.4) is a reward; its dynamic sampling (section 3.2) is not
-    part of an algorithm here; without it, groups of equal rewards have advantages of zero.
+    DAPO's soft punishment of overlong completions (section 3.4) is a reward here. Its dynamic sampling (section 3.2) is
+    no part of this class; without it, groups of equal rewards have advantages of zero.
     """
 
     aggregation: LossAggregation = "token-mean"
@@ -109,13 +110,12 @@ class DrGrpo(Grpo):
     Dr. GRPO, GRPO Done Right (Liu et al. 2025, "Understanding R1-Zero-Like Training", arXiv 2503.20783), section 3.
 
     GRPO's division by the group's standard deviation favours prompts that are very easy or very hard, and its division
-    by a completion's length favours short right and long wrong completions. Dr. GRPO leaves both out: the advantage is
+    by a completion's length favours short correct and long wrong completions. Dr. GRPO has neither. The advantage is
 
         A_i = r_i - mean(r)
 
     and the token terms min(ratio_it A_i, clip(ratio_it, 1 - clip_low, 1 + clip_high) A_i) of a completion are summed
-    and divided by a constant, here ``rollout.max_new_tokens`` (the aggregation sequence-mean-token-scale). The clipped
-    ratio is GRPO's.
+    and divided by a constant, here ``rollout.max_new_tokens`` (the aggregation sequence-mean-token-scale).
     """
 
     aggregation: LossAggregation = "sequence-mean-token-scale"

@@ -5,12 +5,15 @@ token's own ratio in GRPO's clipped surrogate (equation 5):
 
     s_i = exp(mean_t log(policy(o_it) / old policy(o_it)))
 
-so that a completion is clipped as a whole. Such ratios stay near 1: the clip is 3e-4 below and 4e-4 above (section
-5.1). Advantages are GRPO's (equation 6).
+so that a completion is clipped as a whole. These ratios stay near 1, so that the default clip is 3e-4 below and 4e-4
+above (section 5.1). Advantages are GRPO's (equation 6).
 
-With the option per_token, GSPO-token (equations 13 and 14): s_it = stop_gradient(s_i) policy(o_it) /
-stop_gradient(policy(o_it)) has the value of s_i, and the gradient of each token's own log-probability. Where all
-tokens of a completion have the same advantage, losses and gradients are those of GSPO.
+The option per_token selects GSPO-token (equations 13 and 14), whose ratio
+
+    s_it = stop_gradient(s_i) policy(o_it) / stop_gradient(policy(o_it))
+
+has the value of s_i, and the gradient of the token's own log-probability. Where all tokens of a completion have the
+same advantage, losses and gradients are those of GSPO.
 """
 
 import jax
@@ -35,16 +38,16 @@ class Gspo(Grpo):
 
     @property
     def credits_tokens(self) -> bool:
-        """Whether an advantage of one token affects this token only, and not all tokens of its completion."""
+        """Whether a token's advantage affects only this token, not all tokens of the completion."""
         return self._per_token
 
     @property
     def formula(self) -> str:
-        """The loss of a token, with the sizes of the clip."""
+        """The formula of a token's loss, with the bounds of the clip."""
         mean = "exp(mean_t(log(r)))"
         return f"{self.surrogate_formula('s')}; s = {f'sg({mean})*p/sg(p)' if self._per_token else mean}"
 
-    def token_losses(  # type: ignore[override]  # it asks for more
+    def token_losses(  # type: ignore[override]  # it also takes sequences
         self, logprobs_BT: PerToken, old_logprobs_BT: PerToken, advantages_BT: PerToken, sequences: Sequences
     ) -> TokenLosses:
         """Return minus the clipped surrogate, with the completion's ratio at each of its tokens."""

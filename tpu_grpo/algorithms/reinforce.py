@@ -1,4 +1,4 @@
-"""REINFORCE with a group's baseline: the mean of the group, or of the other completions of the prompt (RLOO)."""
+"""REINFORCE, whose baseline is the group's mean reward, and RLOO, whose baseline is the leave-one-out mean."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,9 +22,9 @@ class Reinforce:
     summed over a completion, which is one episode, and divided by the constant ``rollout.max_new_tokens`` (the
     aggregation sequence-mean-token-scale). The advantage is the reward minus the mean of the group.
 
-    Without a ratio, the gradient is right only for samples of the current policy, so that a second update on a rollout
-    is refused, and so are mini-batches. With the option importance_sampling the loss is - ratio A, which has the same
-    gradient at ratio 1 and stays right elsewhere, but its variance is not bounded.
+    Without a ratio, the gradient is right only for samples of the current policy, so that several iterations and
+    mini-batches are refused. With the option importance_sampling the loss is - ratio A. Its gradient is the same at
+    ratio 1, and right at other ratios, but its variance is not bounded.
     """
 
     aggregation: LossAggregation = "sequence-mean-token-scale"
@@ -44,7 +44,7 @@ class Reinforce:
 
     @property
     def formula(self) -> str:
-        """The loss of a token."""
+        """The formula of a token's loss."""
         return "-r*A" if self._importance_sampling else "-A*log(p)"
 
     def token_losses(self, logprobs_BT: PerToken, old_logprobs_BT: PerToken, advantages_BT: PerToken) -> TokenLosses:
@@ -54,7 +54,7 @@ class Reinforce:
 
 
 class Rloo(Grpo):
-    """Advantages relative to the mean of the others; the clipped surrogate is inherited from GRPO.
+    """Advantages relative to the mean of the other completions; the clipped surrogate is inherited from GRPO.
 
     RLOO, REINFORCE Leave-One-Out (Ahmadian et al. 2024, "Back to Basics", arXiv 2402.14740), section 3.2.
 
@@ -66,16 +66,15 @@ class Rloo(Grpo):
     tokens' log-probabilities. The aggregation sequence-mean-token-scale is that sum, divided by the constant
     ``rollout.max_new_tokens``.
 
-    What departs from the paper: REINFORCE has no ratio and no clip. Here each token's log-probability is replaced by
-    the clipped ratio to the old policy, as in PPO. At ratio 1 (the first update on a rollout, if engine and trainer
-    agree) the gradient is the paper's; the clip only acts when a rollout is used again, or was sampled by an older
-    policy.
+    The paper's REINFORCE has no ratio and no clip. Here each token's log-probability is replaced by the clipped ratio
+    to the old policy, as in PPO. At ratio 1 (the first update on a rollout, if engine and trainer agree) the gradient
+    is the paper's. The clip only acts when a rollout is used again, or was sampled by an older policy.
     """
 
     aggregation: LossAggregation = "sequence-mean-token-scale"
     advantage_formula = "R - mean_others(R)"
 
     def advantages(self, rewards_PG: Float[np.ndarray, "P G"]) -> Float[np.ndarray, "P G"]:
-        """Subtract the mean of the others: for [1, 2, 6] the means are [4, 3.5, 1.5], the result [-3, -1.5, 4.5]."""
+        """Subtract the mean of the other completions: [1, 2, 6] - [4, 3.5, 1.5] = [-3, -1.5, 4.5]."""
         others_PG = (rewards_PG.sum(axis=1, keepdims=True) - rewards_PG) / (rewards_PG.shape[1] - 1)
         return rewards_PG - others_PG

@@ -4,10 +4,11 @@ In place of a clip, a sigmoid lets the gradient fade as the ratio leaves 1. The 
 
     - (4 / t) sigmoid(t (ratio - 1)) A,   t = 1.0 where A > 0, and 1.05 elsewhere
 
-Its gradient is - 4 s (1 - s) ratio A with s the sigmoid: that of - ratio A, times a factor that is 1 at ratio 1 and
+Its gradient is that of - ratio A, times the factor 4 s (1 - s) with s the sigmoid. This factor is 1 at ratio 1, and
 falls on both sides. It falls faster for negative advantages, because lowering one token's probability raises those of
 many unrelated tokens. Advantages are GRPO's, and completions count alike, whatever their length. The options
-temperature_positive and temperature_negative are the two t; nothing is ever clipped, and ``update/clip_fraction`` is 0.
+temperature_positive and temperature_negative set the two values of t. Nothing is clipped: ``update/clip_fraction`` is
+0.
 """
 
 import jax
@@ -38,7 +39,7 @@ class Sapo:
 
     @property
     def formula(self) -> str:
-        """The loss of a token, with the temperatures."""
+        """The formula of a token's loss, with the temperatures."""
         return f"-4/t*sigmoid(t*(r - 1))*A; t = {self._positive:g} if A > 0 else {self._negative:g}"
 
     def token_losses(self, logprobs_BT: PerToken, old_logprobs_BT: PerToken, advantages_BT: PerToken) -> TokenLosses:

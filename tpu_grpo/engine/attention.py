@@ -88,7 +88,7 @@ class AttentionMode(ABC):
 
     @abstractmethod
     def backend(self, metadata: Any) -> Any:
-        """Make the attention backend of a step inside its trace; with None, the one that the library's runner holds.
+        """Make the attention backend of a step inside its trace; with None, the one that the runner holds.
 
         Raises:
             ConfigError: for a model that this attention cannot compute.

@@ -87,7 +87,7 @@ class FlashMode(NativeMode):
     def launch_metadata(self, slots_bL: Int[np.ndarray, "b L"], ends_B: Int[np.ndarray, " B"]) -> Any:
         """Compute the library's metadata for the rows' greatest possible lengths. Pages stay the same during a launch.
 
-        Padding rows between other rows get page 0, which no request owns; ``at_step`` gives that page to ended rows, too.
+        Padding rows between other rows get page 0, which no request owns; ``at_step`` gives page 0 to ended rows.
         """
         rows = int(np.max(np.nonzero(ends_B)[0], initial=-1)) + 1
         ends_B = np.where((np.arange(len(ends_B)) < rows) & (ends_B == 0), 1, ends_B).astype(np.int32)
@@ -143,7 +143,8 @@ class BlockedFlashAttention(FlashAttention):
     """FlashAttention with our block sizes, and with float32 queries.
 
     The kernel keeps its running maxima, sums and outputs in the type of the queries. With bfloat16, rounding these at
-    every block of keys has 2.6 to 4.6 times the error of rounding the output once. Float32 queries cost no extra cycles.
+    every block of keys has 2.6 to 4.6 times the error of rounding the output once. Float32 queries take no extra
+    cycles.
     """
 
     def __call__(

@@ -41,7 +41,7 @@ NO_SLOTS = np.zeros(0, np.int32)
 
 
 class GatherMetadata(NamedTuple):
-    """The pages of each row. The other fields split the queries of a prefill into blocks, and are empty for decode steps."""
+    """The pages of each row. The other fields divide a prefill's queries into blocks, and are empty in decode steps."""
 
     pages_BN: Int[AnyArray, "B N"]
     block_row: Int[AnyArray, " blocks"]

@@ -2,7 +2,7 @@
 
 Requests with equal prompts form a group. The first request prefills the prompt; the others wait for it and reuse the
 cached keys and values. ``Generation.hold`` takes the groups in the order in which to start them; a group starts when
-one of its rows (requests) can run. Time is counted in decode steps, whose number is the same on every machine.
+one of its rows (requests) can run. Time is counted in decode steps, not in seconds.
 
 If completions are conversations, a request is one turn, and a row is "out" while its environment works; see waves.py.
 If no row can be decoded, the clock jumps to the step at which the first environment's answer is due.
@@ -49,7 +49,7 @@ class Generation:
         finished: Finished | None = None,
         cut: Cut | None = None,
     ):
-        """Start without requests to serve; ``hold`` takes them.
+        """Start without requests to serve; pass them to ``hold``.
 
         Args:
             scheduler: the engine's scheduler.

@@ -275,7 +275,7 @@ class InputBuilder:
 
 
 def _read_settings(config: Any) -> Scaling | None:
-    """Correct the library's ModelConfig, because transformers 4 misses some settings; return any RoPE scaling."""
+    """Correct the library's ModelConfig, as transformers 4 misses some settings; return the RoPE scaling, if any."""
     checkpoint = abstract_checkpoint(Path(config.model_path))
     family, sizes = checkpoint.family, checkpoint.config
     read = {"rope_theta": sizes.rope_theta, "rope_scaling": None, "head_dim": sizes.head_dim}

@@ -74,8 +74,8 @@ class EngineOptions:
     filtered: bool = False
     """Whether log-probabilities are taken among the tokens that the filters keep, and the number kept is returned."""
     tool_steps: int = 16
-    """Decode steps from a turn's end to the row's next turn, while its environment works; 0 for as soon as it has
-    answered; see waves.py."""
+    """Decode steps from a turn's end to the row's next turn, while its environment works; with 0, the next turn
+    starts once the environment has answered. See waves.py."""
 
     @classmethod
     def from_config(
@@ -244,7 +244,7 @@ def check_tokens(shapes: Shapes, devices: int) -> None:
 
 
 def splits_vocabulary(asked: bool | None, vocabulary: int, tensor: int) -> bool:
-    """Decide whether ``tensor`` devices shard the vocabulary: as ``asked``; if that is None, if they divide its size.
+    """Return whether to shard the vocabulary over ``tensor`` devices; ``asked`` None: if ``tensor`` divides its size.
 
     Raises:
         ConfigError: if sharding was asked for and ``tensor`` does not divide the vocabulary.

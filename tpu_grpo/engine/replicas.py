@@ -12,11 +12,11 @@ For 8 devices on 2 hosts (4 each) and three groups of requests a, b, c with equa
 dealing.py decides which replica serves which group (requests with one prompt). While any group waits to be started, all
 replicas stop at synchronization points, after equally many decode steps. At a point, hosts exchange the loads of their
 replicas, and each computes the same new assignment. Once no group waits, no replica inside one host waits for another
-host, unless rows end at a cut (cutting.py). A single replica needs no synchronization points. At the end, the hosts of
+host, except with a `Cut` (cutting.py). A single replica needs no synchronization points. At the end, the hosts of
 each replica compare its decisions and tokens, and every host receives all completions. Tokens do not depend on the
 assignment: see sampling.py.
 
-If trainer and sampler have hosts of their own, the trainer's hosts drive no replica, and wait for the completions.
+If trainer and sampler are on different hosts, the trainer's hosts drive no replica, and wait for the completions.
 """
 
 import functools
@@ -73,7 +73,7 @@ class Replica:
 
 
 def make_replicas(devices: Sequence[Any], tensor: int) -> tuple[Replica, ...]:
-    """Divide devices, in order, into replicas of ``tensor`` devices, each inside one host or over whole hosts.
+    """Divide devices, in order, into replicas of ``tensor`` devices, each inside one host or made of whole hosts.
 
     Raises:
         ConfigError: if ``tensor`` allows neither; the message lists the sizes that do.
@@ -182,7 +182,8 @@ class Replicas:
     def differs_by(self, name: str, expected: Array) -> float:
         """Return the largest difference between ``expected`` and the parameter ``name`` in this host's engines.
 
-        ``expected`` is replicated over all replicas. NaN counts as an infinite difference. 0 without engines.
+        ``expected`` is replicated over all replicas. NaN counts as an infinite difference. A host without engines
+        returns 0.
         """
         gaps = [
             float(_largest_gap(engine.weights[name], _copy_on_engine(expected, engine, name)))

@@ -106,7 +106,7 @@ class EngineUse:
     tokens: int = 0
     """Tokens that decode steps sampled."""
     places: int = 0
-    """Tokens that the decode steps would have sampled with the most rows running."""
+    """Tokens that the decode steps would have sampled with the maximum number of rows."""
     decode: float = 0.0
     """The part of ``launch``, ``wait`` and ``collect`` that decode steps took."""
     environments: float = 0.0

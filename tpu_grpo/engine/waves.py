@@ -8,11 +8,11 @@ returns depends only on requests and tokens, not on wall-clock time. For ``tool_
     clock 16 to 32      rows 3 and 5 ended a turn at 16 and are out, while a launch decodes other rows
     clock 32            rows 3 and 5 are due and return in one wave, row 3 first
 
-With ``tool_steps`` 0 a row returns before the first launch after its answer, so that no row waits for another. Then
-wall-clock time decides which rows decode together, but no token depends on that, except where bfloat16 rounds.
+With ``tool_steps`` 0, a row returns before the first launch after its environment's answer, and waits for no other row.
+Then wall-clock time decides which rows decode together, but no token depends on that, except where bfloat16 rounds.
 
 The number of environments that a host runs at once may be limited (``places``). Then a row without a place begins when
-another conversation is over, at a step that does not depend on how long environments take.
+another conversation is over.
 
 If a replica spans several hosts, a row's environment is on the host that reports the completions of its group. In one
 exchange per wave, each host sends the requests of its own rows to the others, and all hosts check that they agree on
@@ -36,7 +36,7 @@ _POLL_SECONDS = 0.002
 
 Wave = tuple[str, dict[int, tuple[int, Request] | None]]
 """What hosts send each other in JSON: the digest of a wave, and an entry for each row. The entry is the length of the
-prefix that the request shares with the row's past, and the request without the prefix; None ends the conversation."""
+prefix that the request shares with the row's past, and the request without it, or None if the conversation is over."""
 
 
 class Conversations(Protocol):
@@ -195,8 +195,8 @@ class Waves:
         return bool(self._waiting)
 
     def ready(self, clock: int) -> bool:
-        """Whether every due row whose environment is on this host has its answer; with 0 ``tool_steps``, whether any
-        row has."""
+        """Whether every due row whose environment is on this host has its answer. With ``tool_steps`` 0: whether any
+        row has its answer."""
         if self.limits.tool_steps == 0:
             return bool(self._at(clock))
         return all(self._conversations.ready(row) for row in self._at(clock) if self._holds(row))

@@ -8,7 +8,7 @@ from tpu_grpo.records.episode import Failure, KeptEnvironment
 
 Message = Mapping[str, Any]
 COLUMN = "environment"
-"""This column of the data chooses among several environments; ``reset`` does not get it."""
+"""With several environments, this data column names the environment of a row, and is not passed to ``reset``."""
 CUT = " [...]"
 """Marks the end of a text that was cut."""
 
@@ -40,19 +40,19 @@ class Action:
     calls: tuple[ToolCall | BadCall, ...] = ()
     thinking: str = ""
     sampled: "SampledTurn | None" = None
-    """The turn's tokens, for an environment that takes turns as answers to its requests."""
+    """The turn's tokens, for an environment that is an agent; None for other environments."""
 
 
 @dataclass(frozen=True)
 class SampledTurn:
-    """The tokens of a turn: what an agent that keeps tokens gets beside the text."""
+    """The tokens of a turn, which the HTTP response to an agent can contain beside the text."""
 
     prompt_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     """The log-probability in nats of each token of ``token_ids``."""
     is_cut: bool
-    """Whether the turn reached its most tokens."""
+    """Whether the turn reached its token limit."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,8 @@ class Answered:
     errors: int = 0
     """The number of calls that raised an error or could not be parsed."""
     request: str | None = None
-    """The next request of an agent, in JSON (environments/policy_requests.py); None for other environments."""
+    """An agent's next request, in JSON (environments/policy_requests.py); None if the agent has ended, and for other
+    environments."""
 
 
 @dataclass(frozen=True)
@@ -75,36 +76,36 @@ class Ended:
     """The result of an environment when its episode is over."""
 
     reward: float | None = None
-    """What ``get_reward`` returned, which may be None; also None if there is no such method."""
+    """The result of ``get_reward``, which may be None; also None if there is no such method."""
     turn_rewards: tuple[float, ...] | None = None
-    """What ``get_turn_rewards`` returned, summed for each turn; None if there is no such method."""
+    """The rewards from ``get_turn_rewards``, summed per turn; None if there is no such method."""
     kept: KeptEnvironment | None = None
 
 
 Reply = Answered | Ended | Failure
-"""A Failure comes in place of the other two, and ends the conversation."""
+"""A Failure replaces either of the other two, and ends the conversation."""
 
 
 @dataclass(frozen=True)
 class LoadedEnvironment:
-    """The description of an environment's class, which was found and checked; no instance of the class exists yet."""
+    """The description of an environment class that has been found and checked. No instance exists yet."""
 
     name: str
-    """Its name in the config's table; the name of its class if it is the only environment."""
+    """The environment's name in the config's table, or the name of its class if it is the only environment."""
     source: str
-    """Its class, as path.py:Class or package.module:Class."""
+    """The class, as path.py:Class or package.module:Class."""
     takes: str
-    """What it takes from the policy: "calls" of its tools, "texts" for its method ``step``, or "answers" to its own
-    requests."""
+    """What the environment takes from the policy: "calls" of tools, "texts" for ``step``, or "answers", which are turns
+    that an agent has requested."""
     tools: tuple[Mapping[str, Any], ...] = ()
-    """The JSON schemas of its tools, as chat templates take them: {type: function, function: {name, ...}}."""
+    """The JSON schemas of the tools, in the form for chat templates: {type: function, function: {name, ...}}."""
     is_async: bool = False
-    """Whether ``reset`` and all its tools (or ``step``) are async. If so, its conversations share a process and an
-    event loop."""
+    """Whether ``reset`` and all tools (or ``step``) are async. If so, many conversations share a process and its event
+    loop."""
     awaits: bool = False
-    """Whether any of its methods is async."""
+    """Whether any method is async."""
     gives_reward: bool = False
-    """Whether it scores its episodes: by ``get_reward``, or by the sum of its turns' rewards."""
+    """Whether the environment scores episodes: by ``get_reward``, or by the sum of the turns' rewards."""
     gives_turn_rewards: bool = False
-    """Whether it scores turns: by ``get_turn_rewards``, or by what ``step`` returns."""
+    """Whether the environment scores turns: by ``get_turn_rewards``, or by what ``step`` returns."""
     options: Mapping[str, Any] = field(default_factory=dict)

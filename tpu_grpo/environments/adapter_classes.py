@@ -1,6 +1,6 @@
-"""Adapters for classes whose actions are texts: Gym, Tunix, SkyRL-Gym and OpenEnv.
+"""Adapters for environment classes whose actions are texts: Gym, Tunix, SkyRL-Gym and OpenEnv.
 
-The first adapter in ADAPTERS that fits a class is used. For other classes, the option ``adapter`` names the adapter.
+Unless the option ``adapter`` names an adapter, the first one in ADAPTERS that fits the class is used.
 """
 
 import inspect
@@ -20,10 +20,10 @@ class Adapter:
     called: ClassVar[tuple[str, ...]] = ("init", "reset", "step", "get_reward", "get_turn_rewards", "close")
     """The methods that the adapter calls if the class has them; they may be async."""
     takes: ClassVar[str] = "texts"
-    """What ``step`` gets: the policy's turn as text, or with "answers" the whole `Action`; then it returns `Answered`
-    with the next request."""
+    """What ``step`` gets: with "texts" the policy's turn as text, with "answers" the whole `Action`. With "answers",
+    ``step`` returns `Answered` with the agent's next request."""
     resets_by_name: ClassVar[bool] = False
-    """Whether ``reset`` gets data columns as keyword arguments. If so, its required parameters must be columns."""
+    """Whether ``reset`` gets data columns as keyword arguments, so that its required parameters must be columns."""
     instance: Any = None
     """The user's environment; None before ``start``."""
 
@@ -56,7 +56,7 @@ class Adapter:
 
 
 def fitting(function: Any, columns: Mapping[str, Any], seed: int) -> dict[str, Any]:
-    """Return the columns that a function accepts, and ``seed`` if it has that parameter and no column has that name."""
+    """Return the columns that a function accepts, and ``seed`` if the function takes it and no column is named so."""
     parameters = parameters_of(function)
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     arguments = {name: value for name, value in columns.items() if takes_all or name in parameters}
@@ -70,7 +70,7 @@ def ancestors(target: Any) -> list[str]:
 
 _GYM_BASES = ("gymnasium.core.Env", "gym.core.Env")
 _BESIDE = {"reset", "step", "close", "render", "seed", "state", "get_reward", "get_turn_rewards"}
-"""If a class with ``step`` has public methods other than these, its methods are taken for tools."""
+"""If a class with ``step`` has public methods other than these, its public methods are its tools."""
 
 
 class GymAdapter(Adapter):
@@ -80,7 +80,7 @@ class GymAdapter(Adapter):
 
     @staticmethod
     def fits(target: Any) -> bool:
-        """Whether a class is Gym's Env, or has ``reset`` and ``step`` and no other public methods to call."""
+        """Whether a class inherits from Gym's Env, or has ``reset``, ``step`` and no public methods outside _BESIDE."""
         if any(name in _GYM_BASES for name in ancestors(target)):
             return True
         members = {name for name, _ in inspect.getmembers(target, callable) if not name.startswith("_")}
@@ -99,7 +99,7 @@ class AgentAdapter(GymAdapter):
 
     @staticmethod
     def fits(target: Any) -> bool:
-        """Whether a class says that it asks for turns."""
+        """Whether the class sets ``asks_for_turns`` to True."""
         return getattr(target, "asks_for_turns", False) is True
 
 
@@ -156,11 +156,11 @@ class SkyrlAdapter(Adapter):
 
     @staticmethod
     def constructor(target: Any) -> Any:
-        """Return the class, whose parameters the options must fit; None if it takes all options as ``env_config``."""
+        """Return the class, whose parameters the options must fit; None if all options are passed as ``env_config``."""
         return None if "env_config" in inspect.signature(target).parameters else target
 
     def start(self, columns: Mapping[str, Any], seed: int) -> Any:
-        """Build the environment of a row, call its ``init`` with the prompt, and return the messages that it adds."""
+        """Build the environment of a row, call ``init`` with the prompt, and return the messages that ``init`` adds."""
         parameters = inspect.signature(self.target).parameters
         extras = {"extras": dict(columns)} if "extras" in parameters else {}
         options = {"env_config": Config(self.options)} if "env_config" in parameters else self.options
@@ -177,7 +177,7 @@ class SkyrlAdapter(Adapter):
 
 
 class Config(dict[str, Any]):
-    """The options as SkyRL's environments read them: by key, or as attributes."""
+    """The options for SkyRL's environments, which read them by key or as attributes."""
 
     def __getattr__(self, name: str) -> Any:
         if name not in self:
@@ -190,7 +190,7 @@ _BOOKKEEPING = ("reward", "done", "metadata")
 
 
 class OpenenvAdapter(Adapter):
-    """An environment that runs on a server of OpenEnv, and is used through a client class."""
+    """An environment on an OpenEnv server, which is used through a client class."""
 
     called = ()  # only methods of the client's synchronous form are called
 
@@ -215,8 +215,8 @@ class OpenenvAdapter(Adapter):
 
 
 def _action(target: Any, text: str) -> Any:
-    """Convert a text to an action of the client: the action's only required field gets the text, or else the text is
-    parsed as JSON. Raises ValueError if that fails."""
+    """Convert a text to the client's action type. If the type has exactly one required field, that field gets the text;
+    otherwise the text is parsed as JSON. Raises ValueError if that fails."""
     bases = (base for each in target.__mro__ for base in getattr(each, "__orig_bases__", ()))
     named = (argument for base in bases for argument in typing.get_args(base)[:1])  # the client's class for its actions
     if (action := next((each for each in named if hasattr(each, "model_fields")), None)) is None:
@@ -242,8 +242,8 @@ ADAPTERS: Mapping[str, type[Adapter]] = MappingProxyType(
 
 
 def adapter_for(target: Any, options: Mapping[str, Any]) -> type[Adapter] | None:
-    """Return the adapter for a class; None for a class with tools. Raises EpisodeError for an unknown name in the
-    option ``adapter``."""
+    """Return the adapter for a class; None if the class's methods are tools. Raises EpisodeError for an unknown name in
+    the option ``adapter``."""
     if (named := options.get(OPTION)) is not None:
         if named not in (*ADAPTERS, TOOLS):
             raise EpisodeError(

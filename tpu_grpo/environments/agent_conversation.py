@@ -1,16 +1,16 @@
-"""Keeps the tokens of a conversation whose prompts come from an agent: each turn answers one of its requests.
+"""Keeps the tokens of a conversation with an agent, each of whose requests asks the policy for one turn.
 
-An agent sends its whole conversation with every request. If that repeats what the policy has seen and sampled, and adds
-messages after it, then the recorded tokens go on: nothing that was sampled is rendered or tokenized again.
+An agent sends the whole conversation with every request. If a request begins with messages that the policy has already
+seen or sampled, their recorded tokens are reused: sampled tokens are never rendered or tokenized again.
 
     request                                          prompt of the turn
     [user: 47+38=]                                   rendered
-    [user: 47+38=, assistant: 85, user: and 1?]      the tokens of both, and those of the new message
+    [user: 47+38=, assistant: 85, user: and 1?]      the recorded tokens of the first two messages, then the third
     [user: 47+38=]                                   the tokens of the first prompt again, as a new branch
-    [user: 85+1=, assistant: 7, user: no]            rendered, as a new branch, since nothing sampled a 7
+    [user: 85+1=, assistant: 7, user: no]            rendered, as a new branch, since the policy never sampled 7
 
-Every branch is a training sample of the conversation (records/episode.py). Two seats that the policy plays in turn are
-branches, too: each continues its own tokens.
+Every branch is a training sample of the conversation (records/episode.py). If the policy plays two seats alternately,
+each request continues the tokens of its own seat, as a new branch.
 """
 
 import bisect
@@ -29,16 +29,16 @@ from tpu_grpo.records.stages import Completion, Request
 
 @dataclass(frozen=True)
 class _Seen:
-    """Tokens that the policy has seen, and the messages that the tokens write."""
+    """Tokens that the policy has seen, and the messages that these tokens encode."""
 
     tools: str
     messages: tuple[str, ...]
-    """Each message in a form in which equal ones are equal; empty for a request of tokens or text."""
+    """Each message as `_canonical` writes it; empty if the prompt was given as token ids or text."""
     ids: tuple[int, ...]
     sampled: tuple[bool, ...]
     """For each token whether the policy sampled it."""
     is_turn: bool
-    """Whether the tokens end with a turn of the policy; false where its next turn begins."""
+    """Whether the tokens end with a turn of the policy; false if they are the prompt of a turn."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,13 @@ class _Prompt:
 
     ids: list[int]
     sampled: tuple[bool, ...]
-    """For each of the leading tokens that the policy has seen, whether it sampled the token."""
+    """For each leading token that the policy has seen, whether the policy sampled it."""
     added: int
-    """The number of tokens that the agent's new messages have at the end; 0 if the whole prompt was rendered."""
+    """The number of tokens at the end that come from the agent's new messages; 0 if no seen tokens are reused."""
 
     @classmethod
     def of(cls, ids: Sequence[int], seen: _Seen | None) -> "_Prompt":
-        """Make a prompt that begins with what was seen."""
+        """Make a prompt of ``ids``, which begin with the tokens of ``seen``, if any."""
         return cls(list(ids), (), 0) if seen is None else cls(list(ids), seen.sampled, len(ids) - len(seen.ids))
 
     @property
@@ -76,8 +76,8 @@ class AgentConversation(Conversation):
         """For each token of the current branch, prompt included, whether the policy sampled it."""
 
     def first(self, reply: Answered) -> Request:
-        """Take the agent's first request, and return the request of the first turn. Raises WrongError for an agent that
-        asks nothing, or for a prompt of more than data.max_prompt_tokens tokens."""
+        """Take the agent's first request, and return the engine's `Request` for the first turn. Raises WrongError if
+        the agent ended without a request, or the prompt is empty or exceeds data.max_prompt_tokens."""
         if reply.request is None:
             raise WrongError("must ask the policy for at least one turn, got an agent that ended before it did")
         ids = self._prompt(Asked.model_validate_json(reply.request)).ids
@@ -91,7 +91,7 @@ class AgentConversation(Conversation):
         return self._next_request()
 
     def turn(self, completion: Completion) -> Action:
-        """Add the policy's turn, and return it parsed, with its tokens; a turn never ends the conversation."""
+        """Add the policy's turn, and return the parsed turn with its tokens. A turn never ends the conversation."""
         prompt = tuple(self._ids)
         completion = stopped(completion, len(prompt), self._asked.stop, self._dialect.decode)
         action = without_stops(self._take(completion, self._dialect), self._asked.stop)
@@ -103,8 +103,8 @@ class AgentConversation(Conversation):
         return replace(action, sampled=sampled_turn(prompt, completion))
 
     def answered(self, reply: Answered) -> Request | None:
-        """Take the agent's next request, and return that of the policy's next turn; None if the conversation is over,
-        because the agent is, or the policy may have no more turns or tokens."""
+        """Take the agent's next request, and return the engine's `Request` for the next turn; None if the agent has
+        ended, or the policy may have no more turns or tokens."""
         if reply.request is None:
             self._ending = "tokens" if self._completions[-1].finish_reason == "length" and not self._room else "done"
         elif len(self._turns) >= self._start.section.max_turns:
@@ -156,7 +156,7 @@ class AgentConversation(Conversation):
             raise WrongError(f"must ask with a prompt that the policy can read: {error}") from error
 
     def _conversation(self, messages: Sequence[Message]) -> _Prompt:
-        """Return the prompt of messages: the tokens of the longest beginning that was seen, and of what was added."""
+        """Return the prompt for messages: the recorded tokens of the longest seen beginning, then the new tokens."""
         fitting = [
             s
             for s in self._seen
@@ -165,7 +165,7 @@ class AgentConversation(Conversation):
         for seen in sorted(fitting, key=lambda seen: len(seen.messages), reverse=True):
             added = messages[len(seen.messages) :]
             if not seen.is_turn:
-                if not added:  # asks for another turn after the same prompt
+                if not added:  # the agent wants another turn for the same prompt
                     return _Prompt.of(seen.ids, seen)
             elif added and self._dialect.ends(seen.ids) and all(message["role"] != "assistant" for message in added):
                 following = self._dialect.follow(seen.ids, 0, seen.sampled, added)
@@ -192,7 +192,7 @@ class AgentConversation(Conversation):
 
 
 def sampled_turn(prompt_ids: tuple[int, ...], completion: Completion) -> SampledTurn:
-    """Return the tokens of a turn, for its answer."""
+    """Return the tokens of a turn, for the response to the agent."""
     ids, logprobs = completion.token_ids.tolist(), completion.logprobs.tolist()
     return SampledTurn(prompt_ids, tuple(ids), tuple(logprobs), completion.finish_reason == "length")
 
@@ -200,7 +200,7 @@ def sampled_turn(prompt_ids: tuple[int, ...], completion: Completion) -> Sampled
 def stopped(
     completion: Completion, prompt_tokens: int, stops: Sequence[str], decode: Callable[[Sequence[int]], str]
 ) -> Completion:
-    """Drop the tokens after the first one with which a turn contains one of the texts ``stops``."""
+    """Cut a turn after the first token that completes one of the texts ``stops``."""
     ids = completion.token_ids.tolist()
 
     def holds(count: int) -> bool:
@@ -228,8 +228,8 @@ def without_stops(action: Action, stops: Sequence[str]) -> Action:
 
 
 def _canonical(message: Mapping[str, Any]) -> str:
-    """Write a message so that equal ones give equal texts, whatever the order of keys; without its thinking, which
-    agents do not send back."""
+    """Write a message as text, so that equal messages give equal texts, whatever the order of keys. Thinking is left
+    out, because agents do not send it back."""
     calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
     parts = message["role"], message.get("name"), str(message.get("content") or "").strip(), calls
     return json.dumps(parts, sort_keys=True)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class ChatTemplate:
-    """Renders conversations by the chat template of a tokenizer. Raises ConfigError for a tokenizer without one."""
+    """Renders conversations with a tokenizer's chat template. Raises ConfigError if the tokenizer has no template."""
 
     def __init__(
         self, tokenizer: "PreTrainedTokenizerFast", tools: Sequence[Mapping[str, Any]], switches: Mapping[str, Any]
@@ -45,11 +45,12 @@ class ChatTemplate:
         """Return the rendered text of a conversation. Raises ConfigError if the template refuses the conversation.
 
         Args:
-            messages: the conversation; with ``is_open``, a last message of the assistant is left open to be continued.
-            is_open: whether the text ends with the opening of the policy's turn.
+            messages: the conversation.
+            is_open: whether the text ends with the opening of the policy's turn, or with a last assistant message that
+                is left open to be continued.
             with_tools: whether the template gets the tools.
         """
-        from jinja2 import TemplateError  # what chat templates are written in; transformers imports it lazily too
+        from jinja2 import TemplateError  # the language of chat templates; transformers imports it lazily too
 
         goes_on = is_open and messages[-1]["role"] == "assistant"
         try:
@@ -71,7 +72,7 @@ class ChatTemplate:
 
 
 QUESTION, SAID, THOUGHT, CALLED, ANSWERED = "q7zq", "c7zc", "t7zt", "v7zv", "a7za"
-"""Marks: texts that test conversations contain, and that are then searched for in the rendering."""
+"""Marks: texts of test conversations, which are then searched for in the rendering."""
 CALL_ID = "call00000"
 """Some templates require an id of nine letters and digits for each call; its value does not matter here."""
 
@@ -120,7 +121,7 @@ class Prober:
 
     def past(self, role: str) -> Past:
         """Find out what the template changes in earlier turns when answers of the role "tool" or "user" follow. Raises
-        ConfigError if the template refuses or omits the answers, or changes more of the past than thinking."""
+        ConfigError if the template refuses or omits the answers, or changes more in earlier turns than thinking."""
         self._compare(role, self._growing(role, thinks=False))
         if CLOSE not in self._template.source:
             return Past(drops_thinking=False, drops_newlines=False)
@@ -189,7 +190,7 @@ def _changed(role: str, how: str) -> ConfigError:
 
 
 def _guarded(value: Any, encoder: Encoder) -> Any:
-    """Guard all texts of a message, those within its calls too, see `Encoder.guarded`."""
+    """Apply `Encoder.guarded` to all texts of a message, including those in its calls."""
     if isinstance(value, Mapping):
         return {key: each if key in ("role", "type") else _guarded(each, encoder) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -198,7 +199,7 @@ def _guarded(value: Any, encoder: Encoder) -> Any:
 
 
 _MOST_TOOLSETS = 256
-"""So many sets of an agent's tools are kept with what was found out about the template."""
+"""The size of the cache that holds a dialect for each set of tools that agents send."""
 ALSO_ENDS = ("<|eom_id|>",)
 """Llama 3 may end a turn that calls a tool with this token."""
 
@@ -210,15 +211,15 @@ class Following:
     suffix: tuple[int, ...]
     """The tokens to append for the answers; they end with the opening of the next turn."""
     new_prompt: tuple[int, ...] | None = None
-    """The conversation so far without its thinking, to which the suffix is appended; None if nothing was dropped."""
+    """The tokens so far without thinking, to which the suffix is appended; None if nothing was dropped."""
 
 
 def turn_ends(tokenizer: "PreTrainedTokenizerFast", switches: Mapping[str, Any] | None = None) -> tuple[int, ...]:
-    """Return the tokens with which a chat template ends the policy's turns, the usual one first.
+    """Return the ids of the tokens that can end the policy's turns; the one that the chat template writes comes first.
 
     A model that was trained on conversations ends its turns with these tokens, whatever the tokenizer's end token is.
-    ``switches`` are further arguments of the template. Raises ConfigError if there is no template, or it does not open
-    or end turns.
+    ``switches`` are further arguments of the template. Raises ConfigError if there is no template, or if the template
+    does not open or end turns.
     """
     return _turn_ends(tokenizer, Prober(ChatTemplate(tokenizer, (), switches or {}), Encoder(tokenizer)))
 
@@ -229,7 +230,7 @@ def _turn_ends(tokenizer: "PreTrainedTokenizerFast", prober: Prober) -> tuple[in
 
 
 def check_ids(tokenizer: "PreTrainedTokenizerFast", ids: Sequence[int]) -> None:
-    """Check that ids from outside are tokens and no padding. Raises DataError otherwise."""
+    """Check that ids from outside are in the vocabulary and contain no padding. Raises DataError otherwise."""
     size = len(tokenizer)
     if (wrong := next((n for n in ids if not 0 <= n < size), None)) is not None:
         raise DataError(f"token ids must be from 0 to {size - 1}, got {wrong}; encode with the policy's tokenizer")
@@ -237,7 +238,7 @@ def check_ids(tokenizer: "PreTrainedTokenizerFast", ids: Sequence[int]) -> None:
 
 
 def refuse_padding(tokenizer: "PreTrainedTokenizerFast", ids: Sequence[int], text: str) -> None:
-    """Raise DataError for a prompt that holds the pad token; ``text`` is what it was written from."""
+    """Raise DataError for a prompt that holds the pad token; ``text`` is the prompt's text or its end."""
     if (pad := tokenizer.pad_token_id) is not None and pad in ids:
         raise DataError(
             f"a prompt must not hold the pad token, got {tokenizer.pad_token!r} in {text[-200:]!r}; padding is told "
@@ -259,8 +260,8 @@ class Dialect:
         encoder: the tokenizer's encoder, if there is one already.
 
     Raises:
-        ConfigError: if there is no template, or it shows no tools, refuses a role, changes more of the past than
-            thinking, or writes calls in an unknown format.
+        ConfigError: if there is no template, or the template shows no tools, refuses a role, changes more in earlier
+            turns than thinking, or writes calls in an unknown format.
     """
 
     def __init__(
@@ -329,15 +330,15 @@ class Dialect:
         return self.encoder.released(written), ids, told
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Return the ids of a prompt whose messages come from outside, so that none may spell special tokens; raises
-        like ``first``."""
+        """Return the ids of a prompt whose messages come from an agent; words that spell special tokens are encoded as
+        plain text. Raises like ``first``."""
         written = self._template.write([_guarded(message, self.encoder) for message in messages])
         ids = self.encoder.encode(written)
         refuse_padding(self._tokenizer, ids, written)
         return ids
 
     def check_ids(self, ids: Sequence[int]) -> None:
-        """Check that ids from outside are tokens and no padding. Raises DataError otherwise."""
+        """Check that ids from outside are in the vocabulary and contain no padding. Raises DataError otherwise."""
         check_ids(self._tokenizer, ids)
 
     # --- reading a turn -----------------------------------------------------------------------------------------------
@@ -347,7 +348,7 @@ class Dialect:
         return len(ids) > 0 and ids[-1] in self.end_ids
 
     def read(self, ids: Sequence[int]) -> Action:
-        """Parse a turn from its tokens, which include the turn's end token if it was not cut."""
+        """Parse a turn from its tokens, which include the end token unless the turn was cut."""
         own = self._tokenizer.eos_token_id, self._tokenizer.pad_token_id
         ended = self.ends(ids) or (len(ids) > 0 and ids[-1] in own)
         written = self.decode(ids[:-1] if ended else ids)
@@ -434,7 +435,7 @@ class Dialect:
     # --- the start ----------------------------------------------------------------------------------------------------
 
     def _past_cutter(self, role: str) -> Cutter | None:
-        """Return the cutter of earlier turns before answers of a role; None for no cut. Raises like `Prober.past`."""
+        """Return the cutter for turns before answers of a role; None if thinking is kept. Raises like `Prober.past`."""
         if role not in self._pasts:
             past = self._prober.past(role)
             self._pasts[role] = self._cutter(past) if past.drops_thinking else None
@@ -451,7 +452,8 @@ class Dialect:
         return Cutter(tuple(self.encoder.encode(self._prober.opened)), closing[0], newlines)
 
     def _check_encoding(self) -> None:
-        """Check that text between special tokens is encoded as it is alone, and that plain text cannot spell them."""
+        """Check that text between special tokens is encoded as if alone, and that plain text never becomes special
+        tokens."""
         text = self._prober.begin
         whole, pieces = self.encoder.encode(text), self.encoder.in_pieces(text)
         if whole != pieces or (spelled := self.encoder.spelled_by_accident()) is not None:

@@ -42,7 +42,7 @@ def cut_answers(messages: Sequence[Message], most: int, encoder: "Encoder") -> l
 def shares(wanted: Sequence[int], most: int) -> list[int]:
     """Divide ``most`` tokens among answers of ``wanted`` tokens; the longest are cut: ([2, 9, 9], 13) gives [2, 5, 6].
 
-    A remainder goes to the longest answers, among equally long ones to the last.
+    A remainder goes to the longest answers, and among equally long answers to the last.
     """
     given, left = [0] * len(wanted), most
     shortest_first = sorted(range(len(wanted)), key=lambda n: (wanted[n], n))
@@ -53,8 +53,8 @@ def shares(wanted: Sequence[int], most: int) -> list[int]:
 
 
 BRANCH_SAMPLES = 2**20
-"""Each further branch of a conversation adds this to the sample number in its `SampleKey`, because earlier branches
-have used the random numbers of the same positions. Groups are smaller than this."""
+"""Each further branch of a conversation adds this number to the sample number in its `SampleKey`, because earlier
+branches have used the random numbers of the same token positions. Group sizes are below this number."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Start:
 
     prompt: Prompt
     request: Request
-    """How its turns are sampled; its ``max_new_tokens`` limits the whole conversation after the first prompt."""
+    """How the turns are sampled; ``max_new_tokens`` limits the whole conversation after the first prompt."""
     environment: LoadedEnvironment
     dialect: "Dialect"
     section: EnvironmentSection
@@ -104,7 +104,7 @@ class Conversation:
 
     @property
     def asked(self) -> str:
-        """The last user message of the first prompt, with the result of ``reset`` once it is known."""
+        """The last user message of the first prompt, with the result of ``reset`` once that is known."""
         told = self._messages[: self._first_messages] or self._start.prompt.conversation
         said = [str(message["content"]) for message in told if message["role"] == "user"]
         return said[-1] if said else str(told[-1]["content"])
@@ -136,7 +136,7 @@ class Conversation:
         return self._next_request()
 
     def turn(self, completion: Completion) -> Action | None:
-        """Take the policy's turn, and return it parsed for the environment; None if the conversation ends with it.
+        """Take the policy's turn, and return the parsed turn for the environment; None if the conversation ends here.
 
         The conversation ends if the turn was cut, if the turn calls no tool although the environment has only tools, or
         if the chat template writes no answers after the turn's end token.
@@ -150,7 +150,7 @@ class Conversation:
         return None if self._ending else action
 
     def _take(self, completion: Completion, dialect: "Dialect") -> Action:
-        """Add the tokens of a turn, and its message; return the turn parsed."""
+        """Add a turn's tokens and its message; return the parsed turn."""
         ids = completion.token_ids.tolist()
         self._append(ids, completion.logprobs.tolist(), sampled=True)
         self._kept += [0] * len(ids) if completion.kept is None else completion.kept.tolist()
@@ -164,7 +164,7 @@ class Conversation:
         self._turns.append(Turn(end - len(completion.token_ids), end, action.text, names))
 
     def answered(self, reply: Answered) -> Request | None:
-        """Take the environment's answer to a turn, and return the request of the next one; None if the conversation
+        """Take the environment's answer to a turn, and return the request of the next turn; None if the conversation
         is over."""
         section = self._start.section
         messages = cut_answers(reply.messages, section.max_observation_tokens, self._start.dialect.encoder)
@@ -216,13 +216,13 @@ class Conversation:
 
     @property
     def _room(self) -> int:
-        """The number of tokens that the conversation may still have."""
+        """The number of tokens that the conversation may still add."""
         most = self._start.request.sampling.max_new_tokens
         return most - max(len(self._ids) - self._first_tokens, len(self._tokens))
 
     def _next_request(self) -> Request:
-        """Make the request of the next turn. The most tokens of the conversation limit the current branch, and also all
-        branches together, which have more tokens if the template has dropped thinking."""
+        """Make the request of the next turn. The conversation's token limit applies to the current branch, and also to
+        all branches together, which have more tokens if the template has dropped thinking."""
         request, room = self._start.request, self._room
         if (most := self._start.section.max_turn_tokens) is not None:
             room = min(room, most)
@@ -288,8 +288,8 @@ class Conversation:
         )
 
     def _reward(self, turns: Sequence[Turn]) -> float | None:
-        """Return the result of ``get_reward``, or else the sum of the turns' rewards; None without both, or after a
-        failure. With a method ``step`` the sum is 0 if the conversation was cut in its first turn."""
+        """Return the result of ``get_reward``, or else the sum of the turns' rewards; None if there is neither, or
+        after a failure. For a class with ``step`` the sum is 0 if the conversation was cut in its first turn."""
         if self._failure is not None or self._ended.reward is not None:
             return None if self._failure is not None else self._ended.reward
         known = [turn.reward for turn in turns if turn.reward is not None]

@@ -14,7 +14,7 @@ from tpu_grpo.environments.tool_values import AT_THE_END, RESERVED
 from tpu_grpo.records.errors import EpisodeError
 
 find_environment = partial(find_function, kind="environment", error=EpisodeError)
-"""Returns the object at a place: path.py:Class or package.module:Class; raises EpisodeError if there is none."""
+"""Returns the object that path.py:Class or package.module:Class names. Raises EpisodeError if there is none."""
 
 
 _WRITTEN = (int, float, str, bool, type(None), Any, dict)

@@ -1,13 +1,13 @@
-"""Records what agents asked and what they said their episodes were worth, so that a step is repeated without them.
+"""Records the requests and rewards of agents, so that a repeated step can replay episodes without running the agents.
 
     record = EpisodeRecord(run_dir / "episodes", host=0)
     record.write(key, task, replies)    # when an episode is over
-    record.replies(key, task)           # in a continued run: what was written for the same episode, or None
+    record.replies(key, task)           # in a continued run: the replies of the same episode, or None
     record.forget(step)                 # once no continued run can begin before this step
 
 An agent that reads a clock or the network may act differently when it plays again. So a run that continues from a
-checkpoint takes the episodes of later steps from this record. Each reply has a digest of the tokens before it; the
-record is refused where they differ, because the tokens then come from other weights.
+checkpoint takes the episodes of later steps from this record. Each reply has a digest of the tokens before it. If a
+digest differs, the record is refused, because the tokens then come from other weights.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from tpu_grpo.records.stages import SampleKey
 from tpu_grpo.workers.messages import decode, encode
 
 Replies = list[tuple[str, Reply]]
-"""An episode's replies in order, each after a digest of the tokens before it."""
+"""An episode's replies in order, as pairs (digest of the tokens before the reply, reply)."""
 
 
 class EpisodeRecord:
@@ -43,8 +43,8 @@ class EpisodeRecord:
             file.write(f"{line}\n")
 
     def replies(self, key: SampleKey, task: str) -> Replies | None:
-        """Return the replies of an episode that was recorded before this process began its step; None if none was,
-        or if it had another task."""
+        """Return the replies of an episode that was recorded before this process began its step; None if the episode
+        was not recorded, or had another task."""
         if key.step != self._step:
             self._step, self._before = key.step, self._read(key.step)
         written_for, line = self._before.get((key.seed, key.prompt, key.sample), ("", []))
@@ -53,13 +53,14 @@ class EpisodeRecord:
         return [(digest, decode(text.encode(), (Answered, Ended, Failure))[1]) for digest, text in line]
 
     def forget(self, step: int) -> None:
-        """Delete what this host has written of this step and earlier ones."""
+        """Delete this host's records of ``step`` and of earlier steps."""
         for path in self._directory.glob(f"*.host_{self._host}.jsonl"):
             if int(path.name.partition(".")[0]) <= step:
                 path.unlink()
 
     def _read(self, step: int) -> dict[tuple[int, int, int], tuple[str, list[list[str]]]]:
-        """Read what all hosts have written of a step; a last line that a kill has torn is removed."""
+        """Read all hosts' records of a step. A last line that a kill left incomplete is ignored, and removed from this
+        host's file."""
         found: dict[tuple[int, int, int], tuple[str, list[list[str]]]] = {}
         for path in sorted(self._directory.glob(f"{step}.host_*.jsonl")):
             *lines, torn = path.read_text().split("\n")

@@ -68,7 +68,7 @@ class Environments:
 
     @property
     def places(self) -> int | None:
-        """How many conversations may have a process of their own at once on each host; None for any number."""
+        """The most conversations on each host that may have their own process concurrently; None for no limit."""
         has_processes = not all(environment.is_async for environment in self.loaded.values())
         return self.section.workers if has_processes and self.section.workers != "auto" else None
 
@@ -99,9 +99,9 @@ class Episodes:
         self._seconds = [0.0] * len(starts)
         self._done: dict[int, Completion] = {}
         self._written: dict[int, Replies] = {}
-        """Row -> the replies so far of an agent that plays now."""
+        """Row -> the replies so far of an agent that is running."""
         self._replayed: dict[int, Replies] = {}
-        """Row -> the replies to come of an agent that has played before."""
+        """Row -> the remaining recorded replies of an agent that is not run again."""
         self._tasks: dict[int, str] = {}
         """Row -> a digest of what its agent was given."""
         self._has_failed = False
@@ -135,7 +135,7 @@ class Episodes:
             self._pool.act(row, action)
 
     def stop(self, row: int) -> None:
-        """End a conversation before the policy's next turn; ``next`` then returns None. Only cli/playing.py does so."""
+        """End a conversation before the policy's next turn; ``next`` then returns None. Used by cli/playing.py only."""
         self._open[row].stop()
         self._out_since[row] = time.perf_counter()
         self._pool.end(row)
@@ -154,7 +154,7 @@ class Episodes:
         return self._next.pop(row)
 
     def result(self, row: int) -> Completion:
-        """Return the whole conversation of a row that is over."""
+        """Return the whole conversation of a row, which must be over."""
         return self._done[row]
 
     def messages(self, row: int) -> list[Mapping[str, Any]]:
@@ -191,7 +191,7 @@ class Episodes:
             self._pool.end(row)
 
     def _take(self, row: int, reply: Reply) -> None:
-        """Handle a reply: store the request of the row's next turn, or None; or ask its environment for the rewards."""
+        """Handle a reply: store the request of the row's next turn, ask for the rewards, or end the conversation."""
         conversation = self._open[row]
         try:
             match reply:
@@ -239,7 +239,7 @@ class Episodes:
         self._seconds[row] += time.perf_counter() - self._out_since.pop(row)
         done = self._done[row] = self._open[row].completion(self._seconds[row])
         self._next[row] = None
-        has_failed = done.episode is None or done.episode.failure is not None  # then it is played again
+        has_failed = done.episode is None or done.episode.failure is not None  # not recorded, so it is played again
         if self._record is not None and (written := self._written.pop(row, None)) is not None and not has_failed:
             self._record.write(self._starts[row].request.key, self._tasks[row], written)
 

@@ -1,4 +1,4 @@
-"""Runs one environment in its process: builds it, resets it, calls its tools or steps, and asks for its rewards.
+"""Runs one environment in its process: builds and resets it, calls its tools or ``step``, and asks for its rewards.
 
     service = PlayedEnvironment(loaded, keep=False)         # once in a process, for all conversations
     service.set_up()
@@ -8,7 +8,7 @@
     reply = await playing.reply(End())                      # Ended
     await playing.close()
 
-Every outcome of the user's code becomes a Reply. A tool's error is part of an answer; any other becomes a Failure.
+Every outcome of the user's code becomes a Reply. A tool's error is part of an Answered; other errors become a Failure.
 """
 
 import asyncio
@@ -81,7 +81,7 @@ class PlayedEnvironment:
 
     def set_up(self) -> None:
         """Import the environment's class, and the packages that a shipped class lists in ``_imported_before``, which
-        would take each conversation seconds of CPU; raises EpisodeError if that fails."""
+        each conversation would otherwise spend seconds on importing. Raises EpisodeError if an import fails."""
         self.target, loaded = find_environment(self.loaded.source), self.loaded
         for name in getattr(self.target, "_imported_before", ()):
             try:
@@ -117,8 +117,8 @@ class PlayedEnvironment:
 
 
 def _now(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Return the result of a coroutine that never waits, as those of classes without async methods. Raises WrongError
-    if the coroutine waits."""
+    """Return the result of a coroutine that never waits, because the class has no async methods. Raises WrongError if
+    the coroutine does wait."""
     try:
         coroutine.send(None)
     except StopIteration as done:
@@ -128,7 +128,7 @@ def _now(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 
 def late(request: Request, takes: str, seconds: float, made: int = 0) -> Failure:
-    """Return the failure of an environment that did not answer in time, after ``made`` finished calls of its turn."""
+    """Return the failure of an environment that did not answer in time, after ``made`` finished calls of the turn."""
     match request:
         case Start():
             asked = "its constructor and reset"
@@ -148,7 +148,7 @@ class Playing:
     """An environment of one conversation."""
 
     def __init__(self, service: PlayedEnvironment, went_on: Callable[[], None] = lambda: None):
-        """Build no environment yet. ``went_on`` is called when a turn's next call begins, which gets a new timeout."""
+        """Build no environment yet. ``went_on`` is called when a turn's next call begins, and restarts the timeout."""
         self._service, self._target = service, service.target
         self._adapter: Adapter | None = service.adapter(service.target, service.options) if service.adapter else None
         self._instance: Any = None
@@ -249,7 +249,7 @@ class Playing:
         return self._instance if self._adapter is None else self._adapter.instance
 
     def _method(self, name: str) -> Any:
-        """Return a method if the class defines it; the instance itself may have attributes of any name."""
+        """Return the method ``name`` if the class defines one, else None; attributes of the instance do not count."""
         return getattr(self._played_instance, name, None) if callable(getattr(self._target, name, None)) else None
 
     async def _turn_rewards(self) -> Sequence[Any] | None:

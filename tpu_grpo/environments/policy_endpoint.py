@@ -1,14 +1,14 @@
-"""The HTTP server that agents ask for turns of the policy: it listens on loopback, and every session has its own key.
+"""The HTTP server that gives agents turns of the policy; it listens on loopback, and every session has its own key.
 
     endpoint = Endpoint()
     await endpoint.listen()                                 # http://127.0.0.1:PORT
     session = endpoint.open()                               # http://127.0.0.1:PORT/SESSION/v1, with the key session.key
     request = await session.next(until=agent_has_ended)     # the next request for one turn; None once the agent ended
     session.answer(turn)
-    session.close(RefusedError(...))                        # the answer to whatever else it asks
+    session.close(RefusedError(...))                        # the response to all further requests
 
-Requests of a session are answered one after another, in the order in which they arrived; a request for n turns is n of
-them. ``tpu-grpo serve`` has one session, whose paths have no prefix, and answers its requests in batches.
+Requests of a session are answered one after another, in the order in which they arrived; a request for n turns counts
+as n requests. ``tpu-grpo serve`` has one session, whose paths have no prefix, and answers requests in batches.
 """
 
 import asyncio
@@ -30,14 +30,14 @@ from tpu_grpo.environments.policy_requests import FORMS, Asked, RefusedError, st
 MOST_BYTES = 2**24
 """The largest body of a request, 16 MiB."""
 MOST_WAITING = 256
-"""The most turns that a session may have asked for at once."""
+"""The most turns that may wait in a session's queue."""
 
 
 class Session:
     """The requests of one agent."""
 
     def __init__(self, name: str, key: str | None, most: int):
-        """``key`` is what requests have to show, None for nothing; ``most`` turns may be asked for at once."""
+        """``key`` is the bearer token that requests need, None for no token; at most ``most`` turns may wait."""
         self.name, self.key, self._most = name, key, most
         self.reward: float | None = None
         """What the agent has posted as its reward."""
@@ -61,8 +61,8 @@ class Session:
         return list(await asyncio.gather(*futures))
 
     async def next(self, until: "asyncio.Future[Any]") -> str | None:
-        """Wait for the next request, and return it in JSON; None if ``until`` is done before, whose exception is
-        raised."""
+        """Wait for the next request, and return it in JSON. If ``until`` is done before, raise its exception, or return
+        None if it has none."""
         while True:
             arrived = asyncio.ensure_future(self._arrived.wait())
             await asyncio.wait({arrived, until}, return_when=asyncio.FIRST_COMPLETED)
@@ -75,13 +75,13 @@ class Session:
                 return None
 
     async def batch(self, most: int) -> list[tuple[str, asyncio.Future[Action]]]:
-        """Wait for a request, and take up to ``most`` of those that wait; the caller sets their results."""
+        """Wait for a request, and take up to ``most`` waiting requests; the caller sets the futures' results."""
         while not (taken := self._take(most)):
             await self._arrived.wait()
         return taken
 
     def _take(self, most: int) -> "list[tuple[str, asyncio.Future[Action]]]":
-        """Take requests that wait, without those whose client has gone."""
+        """Take up to ``most`` waiting requests; requests whose client has gone are dropped."""
         taken: list[tuple[str, asyncio.Future[Action]]] = []
         while self._waiting and len(taken) < most:
             request, future = self._waiting.popleft()
@@ -104,7 +104,7 @@ class Session:
         for future in (*futures, *(() if self._asked is None else (self._asked,))):
             if not future.done():
                 future.set_exception(reason)
-                future.exception()  # its client may be gone, and then nobody asks
+                future.exception()  # marks it as retrieved, since a client that is gone never awaits it
 
 
 _SESSION = web.RequestKey("session", Session)
@@ -114,7 +114,7 @@ class Endpoint:
     """The server, and the sessions that it answers."""
 
     def __init__(self, model: str = "policy"):
-        """``model`` is the name that answers give."""
+        """``model`` is the model's name in responses."""
         self._model = model
         self._sessions: dict[str, Session] = {}
         self._opened = 0
@@ -122,7 +122,7 @@ class Endpoint:
         self._close: Callable[[], Awaitable[None]] | None = None
 
     async def close(self) -> None:
-        """Stop to listen, once the answers are written."""
+        """Stop the server, once the open responses are written."""
         if self._close is not None:
             await self._close()
 
@@ -165,7 +165,7 @@ class Endpoint:
 
     @web.middleware
     async def _with_key(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Handle a request that has the key of an open session, and answer a refused one with the reason."""
+        """Handle a request that has the key of an open session; the response to a refused request gives the reason."""
         if (unknown := request.match_info.http_exception) is not None:
             raise unknown
         try:

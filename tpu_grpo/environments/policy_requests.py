@@ -1,11 +1,11 @@
-"""The HTTP forms in which the policy is asked for a turn, and answers: OpenAI's, vLLM's and SGLang's.
+"""The HTTP request and response formats for turns of the policy: OpenAI's, vLLM's and SGLang's.
 
     form = FORMS["/v1/chat/completions"]
     asked = form.read(body)                     # Asked; raises RefusedError for what cannot be honoured
-    body = form.write(asked, [turn], "policy")  # the answer, with a turn for each of asked.n
+    body = form.write(asked, [turn], "policy")  # the response body, with asked.n turns
 
 In a run, the run's settings decide how tokens are sampled, and a request can only end a turn earlier: by
-``max_tokens``, or by stop texts. Where a model is only served, ``temperature`` and the like count, too.
+``max_tokens``, or by stop texts. ``tpu-grpo serve`` also honours ``temperature`` and the other sampling fields.
 """
 
 import json
@@ -50,18 +50,18 @@ class Asked(BaseModel):
     token_ids: tuple[int, ...] | None = None
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
-    """Texts that end the turn; they are left out of its text, but not of its tokens."""
+    """Texts that end the turn; the turn's text ends before them, but its tokens include them."""
     sampling: dict[str, float] = Field(default_factory=dict)
     """The fields of `SamplingParams` that the request sets, and ``seed``."""
     n: int = 1
     index: int = 0
-    """The number of the turn among ``n``."""
+    """The number of the turn among ``n``, from 0."""
     streams: bool = False
     logprobs: bool = False
     returns_ids: bool = False
 
     def for_one(self, index: int = 0) -> str:
-        """Return the request for one of its ``n`` turns in JSON, without what only its answer needs."""
+        """Return the request for one of the ``n`` turns in JSON, without the fields that only the response needs."""
         one = self.model_copy(update={"index": index})
         return one.model_dump_json(exclude={"n", "streams", "logprobs", "returns_ids"})
 
@@ -120,7 +120,7 @@ class _Message(BaseModel):
     tool_call_id: str = ""
 
     def plain(self, named: dict[str, str]) -> dict[str, Any]:
-        """Return the message as chat templates take it; ``named`` has the tools' names by the ids of calls so far."""
+        """Return the message as chat templates take it; ``named`` maps call ids to tool names, and is extended."""
         message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role}
         message["content"] = _plain_text(self.content)
         named |= {call.id: call.function.name for call in self.tool_calls or () if call.id}
@@ -152,7 +152,7 @@ class _Tool(BaseModel):
     function: _Described
 
     def plain(self) -> dict[str, Any]:
-        """Return the tool as chat templates take it; raises RefusedError for what no message can hold."""
+        """Return the tool as chat templates take it; raises RefusedError for an invalid schema."""
         function = self.function.model_dump(exclude_unset=True)
         if self.function.parameters is None:
             function.pop("parameters", None)
@@ -241,7 +241,7 @@ def _plain_text(content: Text) -> str:
 
 
 def _checked(value: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return a JSON object that is neither deep, nor holds numbers or texts that JSON lacks."""
+    """Return a JSON object; raises RefusedError if it is too deep, or holds numbers or texts that JSON lacks."""
     call = checked_call(ToolCall("x", value))
     if isinstance(call, BadCall):
         raise RefusedError(f"{where}: {call.problem}")
@@ -263,14 +263,14 @@ def _arguments(function: _Function) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Form:
-    """A form of requests, with the functions that read a body and write the answer's."""
+    """An HTTP format: reads the body of a request, and writes the body of the response."""
 
     body: type[BaseModel]
     write: Callable[[Asked, Sequence[Action], str], dict[str, Any]]
     """Takes the request, its ``n`` turns, and the model's name."""
 
     def read(self, data: bytes) -> Asked:
-        """Read a request. Raises RefusedError with the first thing that is wrong with it."""
+        """Read a request. Raises RefusedError for the first problem in the body."""
         try:
             return self.body.model_validate_json(data).asked()  # pyright: ignore[reportAttributeAccessIssue]
         except ValidationError as error:
@@ -301,7 +301,7 @@ def _head(kind: str, model: str) -> dict[str, Any]:
 
 
 def _content_logprobs(turn: Action) -> dict[str, Any]:
-    """Return log-probabilities in the form of chat completions; tokens have the names that vLLM gives ids."""
+    """Return log-probabilities in the format of chat completions; tokens are named by their ids, as in vLLM."""
     pairs = zip(_of(turn).token_ids, _of(turn).logprobs, strict=True)
     return {"content": [{"token": f"token_id:{n}", "logprob": p, "bytes": None, "top_logprobs": []} for n, p in pairs]}
 
@@ -380,7 +380,7 @@ def _sglang_answer(asked: Asked, turns: Sequence[Action], model: str) -> Any:
 
 
 def streamed(answer: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return an answer of OpenAI's forms as the chunks of a stream: one with all of its choices, and one that ends."""
+    """Return an OpenAI response as two chunks of a stream: the choices, then the finish reasons and the usage."""
     chunk = {
         **answer,
         "object": f"{answer['object']}.chunk" if answer["object"] == "chat.completion" else "text_completion",
@@ -410,4 +410,4 @@ FORMS: Mapping[str, Form] = MappingProxyType(
         "/generate": Form(_Sglang, _sglang_answer),
     }
 )
-"""The forms by the paths that they are sent to."""
+"""URL path -> the format of requests to it."""

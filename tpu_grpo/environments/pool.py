@@ -33,7 +33,7 @@ _CLOSE_SECONDS = 5.0
 """The time that a process has to close its environment after the episode."""
 _POLL_SECONDS = 0.5
 _PATIENCE_SECONDS = 1.0
-"""After so long without a request or reply, a polled conversation starts beyond environment.workers: see ``_place``."""
+"""After this time without any request or reply, a polled conversation may exceed environment.workers (``_place``)."""
 
 
 class _Conversation(Session):
@@ -218,10 +218,10 @@ class EnvironmentPool:
             raise EpisodeError(str(error)) from None
 
     def _place(self, wanted: _Conversation | None, patience: float) -> None:
-        """Start waiting conversations in order: at most environment.workers (places), and any number of async ones.
+        """Start waiting conversations in order, up to environment.workers (places). Async conversations need no place.
 
         The engine itself begins no more conversations than there are places. Another caller may poll a conversation
-        without a place: this ``wanted`` one starts anyway if all others were idle for ``patience`` seconds.
+        that has no place (``wanted``), which starts anyway if all others were idle for ``patience`` seconds.
         """
         if not self._waiting:
             return

@@ -1,4 +1,4 @@
-"""The formats in which models write tool calls: read from a turn's text, and detected from a chat template.
+"""Reads tool calls from the text of turns, in these formats, and detects the format from a chat template:
 
 hermes        <tool_call>{"name": "add", "arguments": {"a": 47, "b": 38}}</tool_call>
 llama3        {"name": "add", "parameters": {"a": 47, "b": 38}}
@@ -29,7 +29,7 @@ _MOST_BITS = MOST_DIGITS * 332 // 100
 
 
 def checked_call(call: ToolCall | BadCall) -> ToolCall | BadCall:
-    """Return a call with tuples as lists; a BadCall for a value that JSON lacks, or that is too large or too deep."""
+    """Return a call with tuples as lists; a BadCall if a value is not JSON, too large, or nested too deep."""
     if isinstance(call, BadCall):
         return call
     try:
@@ -70,7 +70,7 @@ _BARE = re.compile(r"\{\s*[\"'](name|parameters|arguments|function|type)[\"']")
 
 
 def read_hermes(text: str, *, ended: bool) -> tuple[str, Calls]:
-    """Return the text around the calls of a turn, and the calls; if not ``ended`` (cut), an unclosed call is dropped.
+    """Return the text around a turn's calls, and the calls; if the turn was cut, an unclosed call is dropped.
 
     A closing tag inside an argument's text is part of that text.
     """
@@ -90,7 +90,8 @@ def read_hermes(text: str, *, ended: bool) -> tuple[str, Calls]:
 
 
 def read_llama3(text: str, *, ended: bool) -> tuple[str, Calls]:
-    """Return the text before the calls of a turn, and the calls, which semicolons separate; else as `read_hermes`."""
+    """Return the text before a turn's calls, and the calls, which semicolons separate. If the turn was cut, a last call
+    that is not JSON is dropped."""
     content, calls_text = "", text
     if _BARE.match(text.lstrip()) is None:  # otherwise a tag is part of an argument
         content, tag, calls_text = text.partition(PYTHON_TAG)
@@ -114,7 +115,8 @@ def _unclosed(ended: bool, closing: str) -> Calls:
 
 
 def _decode(text: str, begin: int) -> tuple[ToolCall | BadCall, int]:
-    """Read the JSON value at ``begin``; return the call and the place after it, or ``begin`` if it is not JSON."""
+    """Read a call from the JSON value at ``begin``; return the call, and the index after the value (or ``begin`` if the
+    text is not JSON)."""
     start = begin + len(text[begin:]) - len(text[begin:].lstrip())
     try:
         value, behind = _DECODER.raw_decode(text, start)
@@ -245,7 +247,7 @@ def _types(schema: Any) -> list[str]:
 
 
 def _as(kind: str, text: str) -> Any:
-    """Convert a text to a value of a JSON type. Raises ValueError if it does not fit."""
+    """Convert a text to a value of a JSON type. Raises ValueError if the text does not fit."""
     bare = text.strip()
     match kind:
         case "string":
@@ -368,8 +370,8 @@ was cut, maybe in the middle of a call. Returns the text around the calls, and t
 
 
 def format_of(written: str, name: str) -> ToolFormat:
-    """Detect the format in which a chat template has written a call of the tool ``name``. Raises ConfigError if it is
-    none of the formats."""
+    """Detect the format in which a chat template has written a call of the tool ``name``. Raises ConfigError for an
+    unknown format."""
     if f"<function={name}>" in written:
         return "qwen3_coder"
     if re.search(rf'<tool_call>\s*\{{"name": ?"{re.escape(name)}"', written):
@@ -385,8 +387,8 @@ def format_of(written: str, name: str) -> ToolFormat:
 
 
 def reader(tool_format: ToolFormat, written: str, name: str, schemas: Schemas) -> CallReader:
-    """Return the reader of calls in a format, which is not "auto"; ``written`` is a call of the tool ``name`` as the
-    chat template writes it."""
+    """Return the reader for a tool format other than "auto"; ``written`` is a call of the tool ``name`` as the chat
+    template writes it."""
     readers: Mapping[str, Callable[[], CallReader]] = {
         "hermes": lambda: read_hermes,
         "llama3": lambda: read_llama3,
@@ -405,7 +407,7 @@ def schemas_of(tools: list[dict[str, Any]]) -> Schemas:
 
 
 def _marks(written: str, name: str) -> tuple[str, str]:
-    """Return the marks that a template writes before and after Python-style calls, without brackets; "" for none."""
+    """Return the marks that a template writes around Python-style calls, without brackets; "" for no mark."""
     before, called, rest = written.partition(f"{name}(")
     if not called:
         return "", ""

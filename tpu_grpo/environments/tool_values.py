@@ -16,7 +16,7 @@ AT_THE_END = ("get_reward", "get_turn_rewards", "close")
 RESERVED = ("reset", *AT_THE_END)
 """Public methods with these names are not tools."""
 MOST_CALLS = 16
-"""The most calls that are made in one turn; the calls beyond it get one error message together."""
+"""The most calls that are made in one turn; all further calls get a single error message."""
 _LONGEST_ERROR = 2000
 
 
@@ -30,7 +30,7 @@ async def resolved(value: Any) -> Any:
 
 
 async def called(instance: Any, tools: Mapping[str, Any], call: ToolCall | BadCall) -> tuple[Message, bool]:
-    """Make a call; return the message with its result, and whether it failed.
+    """Make a call; return the message with its result, and whether the call failed.
 
     Raises:
         WrongError: if the tool returned a value that has no text.
@@ -98,7 +98,7 @@ class WrongError(Exception):
 
 
 def text_of(value: Any, giver: str) -> str:
-    """Return the text of a value; ``giver`` names in errors what returned the value, such as "the tool add".
+    """Return the text of a value; in errors, ``giver`` names the function that returned it, such as "the tool add".
 
     Raises:
         WrongError: for bytes, and for an object whose text is its address in memory, which varies between runs.
@@ -121,7 +121,7 @@ def cut_text(text: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return numpy's numbers and arrays as Python's."""
+    """Convert numpy numbers and arrays to Python numbers and lists."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 
@@ -135,8 +135,8 @@ def _blocks(value: Any) -> str | None:
 
 
 def number_of(value: Any, giver: str) -> float | None:
-    """Return a value as a float, and None as None; ``giver`` names in errors what returned the value. Raises WrongError
-    for anything else, including NaN and infinity."""
+    """Return a number as a float, and None as None. Raises WrongError, in which ``giver`` names the function that
+    returned the value, for anything else, including NaN and infinity."""
     if value is None:
         return None
     number = _plain(value)
@@ -150,8 +150,8 @@ def number_of(value: Any, giver: str) -> float | None:
 def turn_rewards_of(value: Any, lengths: Sequence[int]) -> tuple[float, ...]:
     """Return a reward for each turn that the environment answered, and one for a last turn without calls, if any.
 
-    A class cannot tell which calls belong to one turn, and is not called for a turn whose calls could not be made. So
-    the numbers that each turn added to the list are summed. ``turn_rewards_of([1, 2, 3], [0, 2])`` is (0, 3, 3): the
+    A class cannot tell which calls belong to the same turn, and is not called for a turn whose calls could not be made.
+    So the numbers that each turn added to the list are summed. ``turn_rewards_of([1, 2, 3], [0, 2])`` is (0, 3, 3): the
     first turn added nothing, the second 1 and 2, and the last 3. Raises WrongError for any other value.
 
     Args:
@@ -175,7 +175,7 @@ def turn_rewards_of(value: Any, lengths: Sequence[int]) -> tuple[float, ...]:
 
 def growing(value: Any, least: int) -> Sequence[Any]:
     """Return the list that ``get_turn_rewards`` returned. Raises WrongError if it is no list, or is shorter than
-    ``least``, its length after the turn before."""
+    ``least``, the list's length after the previous turn."""
     values = _plain(value)
     if not isinstance(values, Sequence) or isinstance(values, str) or len(values) < least:
         raise WrongError(
@@ -233,7 +233,7 @@ def _shown(value: Any) -> str:
 
 
 def parameters_of(function: Any) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of a function; the result is cached, for methods once per class."""
+    """Return the parameters of a function; for methods, the result is cached once per class."""
     if inspect.ismethod(function) and inspect.isfunction(function.__func__):
         return _parameters_of_method(function.__func__)
     return inspect.signature(function).parameters

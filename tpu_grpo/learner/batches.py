@@ -50,7 +50,7 @@ class Batches:
         """Put rows from host memory on the trainer's devices, and compute the log-probabilities that the loss needs.
 
         Every host passes all the rows and keeps its shards. Returns when the arrays are ready, because XLA's CPU
-        backend aborts when the forward passes of many micro-batches run at once.
+        backend aborts when the forward passes of many micro-batches run concurrently.
         """
         batch = jax.tree.map(self._put, batch)
         found, importance = {"old_logps": batch.rollout_logps, **self._compared(batch)}, None
@@ -62,7 +62,7 @@ class Batches:
     def compared(self, batch: TrainBatch) -> dict[str, PerToken]:
         """Compute the log-probabilities that the loss needs in addition to the engine's, by field name in `TrainBatch`.
 
-        ``old_logps`` are the policy's, for algorithm.old_policy=trainer; ``reference_logps`` are for a KL penalty.
+        With algorithm.old_policy=trainer these are the policy's ``old_logps``, with a KL penalty ``reference_logps``.
         """
         return jax.block_until_ready(self._compared(replace(batch, rows=jax.tree.map(self._put, batch.rows))))
 
@@ -78,7 +78,7 @@ class Batches:
         return self._logprobs(self._policy, jax.tree.map(self._put, batch.rows))
 
     def _compared(self, batch: TrainBatch) -> dict[str, PerToken]:
-        """Return ``old_logps`` and ``reference_logps`` if the loss needs them: from the batch, or else computed."""
+        """Return ``old_logps`` and ``reference_logps`` if the loss needs them, from the batch if it has them."""
         found, known = {}, batch.reference_logps
         if (reference := self._reference) is not None:
             rerouted = batch.rows._replace(experts=None)
@@ -112,9 +112,9 @@ def with_kl_in_advantages(batches: Sequence[TrainBatch], beta: float) -> list[Tr
 
         k_t = log(old policy / reference) of token t,   A_t = A + beta (mean of k over the step's tokens - k_t)
 
-    k_t is the k1 estimate of the KL divergence; no gradient flows through it. Subtracting the mean of k spares a token
-    the part of the penalty that all tokens of the step share, as in tinker-cookbook's ``incorporate_kl_penalty``. There
-    the penalty of a token may include the discounted k of later tokens; here it is the token's own k alone. The setting
+    k_t is the k1 estimate of the KL divergence; no gradient flows through it. Subtracting the mean of k removes the
+    part of the penalty that all tokens of the step share, as in tinker-cookbook's ``incorporate_kl_penalty``. There a
+    token's penalty may include the discounted k of later tokens; here it is only the token's own k.
     ``algorithm.old_policy`` chooses the old policy. ``batches`` must hold the tokens of the whole step.
     """
     sums = jax.device_get([_kl_sums(batch.old_logps, batch.reference_logps, batch.weights) for batch in batches])

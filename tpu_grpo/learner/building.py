@@ -27,10 +27,10 @@ from tpu_grpo.models.families.trainer_attention import whole_blocks
 from tpu_grpo.records.errors import ConfigError
 
 SMALL_MODEL_PARAMETERS, SMALL_PASS_TOKENS = 4 * 2**20, 192
-"""On CPUs, micro-batches of a model with at most the first number of parameters have at most the second number of
-tokens per device, if the config does not set their size. A pass then takes less than 32 MiB of temporary memory,
-gradients included; glibc keeps this much for the next pass. It returns larger memory to the kernel, which clears the
-pages before the next use: a fifth of the time of an update."""
+"""On CPUs, unless the config sets their size, micro-batches of a model of at most SMALL_MODEL_PARAMETERS have at most
+SMALL_PASS_TOKENS per device. A pass then takes less than 32 MiB of temporary memory, gradients included, which glibc
+keeps for the next pass. glibc returns larger memory to the kernel, which clears the pages before the next use: a fifth
+of an update's time."""
 
 
 @dataclass(frozen=True)
@@ -38,15 +38,15 @@ class LearnerInputs:
     """The models and the mesh that a learner trains with."""
 
     model: nnx.Module
-    """The policy, on ``mesh``; updated in place. The learner casts its parameters to ``model.dtype``; trained ones may
-    come in a wider type. If the model has adapters, only these are trained. Otherwise the layers of
-    ``model.train_layers`` are trained, or the whole model if that is unset."""
+    """The policy, on ``mesh``; updated in place. The learner casts the parameters to ``model.dtype``; trained
+    parameters may have a wider type before. If the model has adapters, only these are trained. Otherwise the layers of
+    ``model.train_layers`` are trained, or the whole model if that setting is unset."""
     reference: nnx.Module | None
     """The initial policy, needed if ``algorithm.beta`` > 0. It may be ``model`` itself."""
     mesh: Mesh
     """The trainer's mesh, with the axes fsdp and tp."""
     carried: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """Arrays of the shapes in which checkpoints hold unfinished groups (run/carrying.py), with rollout.carry."""
+    """With rollout.carry, arrays of the shapes in which checkpoints hold unfinished groups (run/carrying.py)."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class LearnerParts:
     batches: Batches
     updater: Updater
     reference: nnx.Module | None
-    """The reference model of the KL penalty, if any. Arrays that updates of the policy change are copied for it."""
+    """The reference model of the KL penalty, if any. It has copies of the arrays that updates of the policy change."""
 
     @property
     def saved_reference(self) -> nnx.Module | None:
@@ -72,7 +72,7 @@ class LearnerParts:
 
     @property
     def forward_passes(self) -> int:
-        """How many forward passes a step makes before its updates, of the reference and the old policy: 0, 1 or 2."""
+        """The number of forward passes before a step's updates, for the reference and the old policy: 0, 1 or 2."""
         return (self.reference is not None) + (self.settings.section.old_policy == "trainer")
 
     @cached_property
@@ -89,7 +89,7 @@ class LearnerParts:
         return self.updater.lower_step(shared)
 
     def lower_logprobs(self) -> jax.stages.Lowered:
-        """Lower the forward pass that computes log-probabilities. Without adapters, the reference uses it, too."""
+        """Lower the forward pass for log-probabilities. Without adapters, the reference uses the same program."""
         with self.settings.mesh:
             return logprobs.lower(*nnx.split(self.updater.model), self.batch.rows, **self.settings.forward)
 

@@ -11,8 +11,8 @@ optimizer's moments, and the parameters' precision beyond ``model.dtype``. Some 
 adapted coefficient of the entropy bonus), reference_params (the KL penalty's reference, if the run resets it) or
 carried_groups (run/carrying.py).
 
-A step is saved on a thread of its own into a directory with a temporary name, which is renamed when complete. If the
-process is killed, the previous checkpoint stays the newest, and the next start removes the unfinished one.
+A background thread saves a step into a directory with a temporary name, which is renamed when complete. If the process
+is killed, the previous checkpoint stays the newest, and the next start removes the unfinished one.
 
 A run continues after its newest sound (undamaged) checkpoint, and moves newer, damaged ones to another directory.
 Orbax stores no checksums, and may read a file with changed bytes without an error. The checksums in the metadata
@@ -130,16 +130,16 @@ class NewestAndBest(PreservationPolicy):
 
 
 class Checkpoints:
-    """Saves and restores the checkpoints of one run, labelled by its steps.
+    """Saves and restores the checkpoints of one run, numbered by step.
 
     checkpoints = Checkpoints(directory, keep=2)
     step = checkpoints.restore(updater, resume="auto")      # first of all
     checkpoints.save(step + 1, updater)
     checkpoints.close()
 
-    The ``keep`` newest checkpoints are kept. ``hosts`` are those that hold the arrays, host 0 among them; each must
-    call every method, at the same steps. ``run_file`` holds the run's random id, written at the first save; `restore`
-    refuses checkpoints with another id.
+    The ``keep`` newest checkpoints are kept. ``hosts`` are the hosts that hold the arrays, including host 0. Each of
+    them must call every method, at the same steps. ``run_file`` holds the run's random id, written at the first save;
+    `restore` refuses checkpoints with another id.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class Checkpoints:
         self.notes: list[str] = []
         """Messages for the user about the restore."""
         self.carried: Mapping[str, jax.Array] = carried or {}
-        """The groups that the next save saves, and that a restore has read."""
+        """The groups that the next save writes; a restore sets them to those that it read."""
 
     @cached_property
     def _manager(self) -> ocp.CheckpointManager:
@@ -174,7 +174,7 @@ class Checkpoints:
         self._run = self._run or self._id_of_run(secrets.token_hex(8))
         processes, members = ocp.options.MultiprocessingOptions(), self._hosts.members
         if len(members) < self._hosts.count:
-            # Orbax makes no directory for some of the processes, and gives their barriers names of their own.
+            # For a subset of the processes, Orbax makes no directory, and needs a prefix for the names of barriers.
             self._directory.mkdir(parents=True, exist_ok=True)
             processes = ocp.options.MultiprocessingOptions(
                 active_processes=set(members), barrier_sync_key_prefix="trainer"
@@ -191,7 +191,7 @@ class Checkpoints:
         """Load the newest sound checkpoint and return its step; 0 if there is none.
 
         Raises CheckpointError if there are checkpoints but none can be read back, or with ``require`` if there are
-        none. With ``never``, existing ones are ignored here, and the first save raises this error for them.
+        none. With ``never``, existing checkpoints are ignored here, and make the first save raise CheckpointError.
         """
         self._starts_over = resume == "never"
         steps = [] if self._starts_over else self._saved_steps()
@@ -241,14 +241,14 @@ class Checkpoints:
         return self._hosts.broadcast("the id of the run", found, str)
 
     def _unreadable(self, steps: Sequence[int]) -> dict[int, str]:
-        """Return, by step, why Orbax could not open its manager with these checkpoints, of which it reads the times."""
+        """Return, by step, why Orbax cannot read a checkpoint's timestamp, without which its manager does not open."""
         reasons = dict[int, str]()
         if self._hosts.is_first:
             for step in steps:
                 try:
-                    parse_json(read_file(self._directory / str(step) / METADATA))  # a pipe, or a file without an end
+                    parse_json(read_file(self._directory / str(step) / METADATA))  # refuses pipes and endless files
                     _ = ocp.path.step.standard_name_format().find_step(self._directory, step).commit_timestamp
-                except Exception as error:  # whatever Orbax makes of changed bytes
+                except Exception as error:  # changed bytes can make Orbax raise anything
                     reasons[step] = f"{METADATA} cannot be read: {str(error)[:SHOWN]}"
         return self._hosts.broadcast("checkpoints that cannot be read", reasons, dict[int, str])
 
@@ -263,7 +263,7 @@ class Checkpoints:
         return steps
 
     def save(self, step: int, updater: Updater, *, best: int | None = None) -> None:
-        """Start saving a step, if it is not saved already; return when the arrays are copied and may change.
+        """Start saving a step, unless it is saved already. Returns when the arrays are copied, and may be changed.
 
         Older checkpoints are deleted, except the newest ``keep`` and that of the step ``best``.
         """
@@ -286,7 +286,7 @@ class Checkpoints:
     def close(self, *, best: int | None = None) -> None:
         """Wait until every save is complete; raises the error of the saving thread, such as DiskError for a full disk.
 
-        Then delete the older checkpoints that an earlier process was killed before it could delete.
+        Then delete the older checkpoints that an earlier, killed process did not delete.
         """
         if not self._restored and "_manager" not in vars(self):
             return  # nothing was restored, and nothing was saved
@@ -445,7 +445,7 @@ def handlers(**settings: Any) -> dict[str, ocp.PyTreeCheckpointHandler]:
     """Make Orbax's handler for every item of a checkpoint; each gets the ``settings``."""
     # By default Orbax cuts an array that several devices replicate into pieces, by a program compiled for each shape at
     # the first save. Here only small arrays are replicated, and they are saved whole. A file of shardings would take a
-    # quarter of the time of a small model's save, and nobody reads it: a run says which shardings it wants.
+    # quarter of the time of a small model's save, and is not needed, because a restore states the wanted shardings.
     whole = ocp.type_handlers.ArrayHandler(use_replica_parallel=False, enable_write_sharding_file=False)
     registry = ocp.type_handlers.create_type_handler_registry((jax.Array, whole))
     items = (MODEL, STATE, ENTROPY, REFERENCE, CARRIED)
@@ -453,9 +453,9 @@ def handlers(**settings: Any) -> dict[str, ocp.PyTreeCheckpointHandler]:
 
 
 def _as_a_copy(array: jax.Array) -> jax.Array:
-    """Describe an array that one process holds as the first of two copies, the other on the devices of the last hosts.
+    """Declare an array that one process holds to be the first of two replicas, the second being on the last hosts.
 
-    In a run of several processes, Orbax refuses an array that one of them holds alone. It writes the first copy.
+    In a run of several processes, Orbax refuses an array that only one process holds. It writes the first replica.
     """
     assert isinstance(array.sharding, NamedSharding)
     mesh, shards = array.sharding.mesh, [shard.data for shard in array.addressable_shards]
@@ -513,10 +513,10 @@ def _check_metadata(path: Path, metadata: Mapping[str, Any], names: Collection[s
 
 
 class SavingManager(ocp.CheckpointManager):
-    """Orbax's manager, changed so that an error of the disk is raised as a DiskError and ends all hosts at once.
+    """Orbax's manager, changed so that a disk error is raised as a DiskError and immediately ends all hosts.
 
     Orbax 0.12.8 writes on threads of its own. After an error on such a thread, this host waits at one barrier and the
-    other hosts wait at another one, for 20 minutes. Until then nobody sees the error.
+    other hosts wait at another, for 20 minutes. Until then nobody sees the error.
     """
 
     _step: int | None = None
@@ -525,21 +525,21 @@ class SavingManager(ocp.CheckpointManager):
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
         # A disk error is raised with a message of one line, so two kinds of tracebacks are hidden here. Orbax logs the
-        # error where it occurs, and then closes an event loop to which TensorStore still reports the end of every other
-        # array. Each of these reports becomes an exception that nobody can catch.
+        # error where it occurs. Then it closes an event loop to which TensorStore still reports the end of every other
+        # array, and each report becomes an exception that nobody can catch.
         logging.getLogger("absl").addFilter(_is_not_of_the_disk)
         if getattr(sys.unraisablehook, "func", None) is not _print_unless_of_a_closed_loop:
             sys.unraisablehook = partial(_print_unless_of_a_closed_loop, sys.unraisablehook)
 
     def save(self, step: int, *args: Any, **settings: Any) -> bool:
-        """Start saving a step, as Orbax does; raises DiskError if this save or the one before met a disk error."""
+        """Start saving a step. Raises DiskError if this save or the previous one met a disk error."""
         self.wait_until_finished()
         self._step = step
         with disk_errors_explained(self._explained):
             return super().save(step, *args, **settings)
 
     def wait_until_finished(self) -> None:
-        """Wait for the step that is being saved; raises as ``save`` does."""
+        """Wait for the step that is being saved. Raises DiskError if this save met a disk error."""
         with disk_errors_explained(self._explained):
             super().wait_until_finished()
 
@@ -552,7 +552,7 @@ class SavingManager(ocp.CheckpointManager):
             raise
 
     def _explained(self, error: BaseException) -> DiskError | None:
-        """Convert an error that the disk caused to one whose message is a line for users; None for other errors."""
+        """Convert an error that the disk caused to a DiskError with a one-line message; None for other errors."""
         if isinstance(error, DiskError):
             return error
         if (number := _system_error(error)) is None:

@@ -34,7 +34,7 @@ class Codes(NamedTuple):
     codes: Array
     """Has the shape of the encoded array, [..., L]."""
     scales: Float32[Array, "..."]
-    """One for each block, [..., L / b]."""
+    """The scale of each block, [..., L / b]."""
 
 
 def encode(values: Float[Array, "*axes"], block: int, *, signed: bool) -> Codes:
@@ -125,5 +125,5 @@ def join_residual(rounded: BFloat16[Array, "*axes"], residual: Int8[Array, "*axe
 def _half_ulp(rounded: BFloat16[Array, "*axes"]) -> Float32[Array, "*axes"]:
     """Return half the distance between neighbouring bfloat16 numbers: 2^(e - 8) for the exponent e."""
     bits = jax.lax.bitcast_convert_type(rounded, jnp.uint16)
-    exponent = jnp.maximum((bits >> 7) & 0xFF, 9).astype(jnp.uint32)  # 9 is the smallest whose half ulp is normal
+    exponent = jnp.maximum((bits >> 7) & 0xFF, 9).astype(jnp.uint32)  # from 9 on, half an ulp is a normal number
     return jax.lax.bitcast_convert_type((exponent - 8) << 23, jnp.float32)

@@ -43,11 +43,11 @@ class TokenLogprobs(NamedTuple):
 
     logprobs_RS: PerToken
     entropies_RS: PerToken
-    """Of the distribution that the token was drawn from, in nats."""
+    """The entropy of the distribution that the token was drawn from, in nats."""
 
 
 def run_model(model: nnx.Module, rows: ModelRows, *, temperature: float, mesh: Mesh) -> TokenLogprobs:
-    """Run the model on rows, for the log-probability and entropy of every token in ``rows.mask``."""
+    """Run the model on rows, and return log-probability and entropy of every token in ``rows.mask``."""
     body, head = without_head(with_flat_products(with_replay(model, rows.experts), mesh))
     arguments = {"positions": rows.positions, "cache": None, "attention_mask": attention_mask(rows.segments)}
     if "segment_ids" in inspect.signature(type(body).__call__).parameters:
@@ -67,7 +67,7 @@ def run_model(model: nnx.Module, rows: ModelRows, *, temperature: float, mesh: M
 
 @functools.partial(jax.jit, static_argnames=("temperature", "mesh"))
 def logprobs(definition: Any, state: Any, rows: ModelRows, *, temperature: float, mesh: Mesh) -> PerToken:
-    """Run a model, as ``nnx.split`` divides it, for the log-probability of every token in ``rows.mask``."""
+    """Run a model, split by ``nnx.split``, and return the log-probability of every token in ``rows.mask``."""
     return run_model(nnx.merge(definition, state), rows, temperature=temperature, mesh=mesh).logprobs_RS
 
 
@@ -111,7 +111,7 @@ def without_head(model: Any) -> tuple[Any, OutputHead]:
 
 
 class _Unchanged(nnx.Module):
-    """Takes the place of a head, and returns its input."""
+    """Replaces an output head, and returns its input."""
 
     def __call__(self, hidden_RSD: Float[Array, "R S D"]) -> Float[Array, "R S D"]:
         return hidden_RSD
@@ -161,9 +161,9 @@ def with_replay(model: Any, experts_RLKS: Integer[Array, "R LK S"] | None) -> An
 
         weight of expert e = I_e exp(s_e) / sum over j of I_j exp(s_j)
 
-    These are the models' own weights, a softmax over all experts that is normalized over the chosen ones. Gradients
-    reach the router through them. Only the router is replaced: the new one returns minus infinity for experts outside
-    of I, so that Tunix's layer, which takes the k largest logits, takes the chosen experts.
+    These are the models' own weights, a softmax over all experts that is normalized over the chosen ones. Through these
+    weights gradients reach the router. Only the router is replaced. The new router returns minus infinity for experts
+    outside of I, so that Tunix's layer, which takes the k largest logits, takes the chosen experts.
 
     The given model is unchanged, and shares its arrays.
     """
@@ -203,7 +203,7 @@ def with_flat_products(model: Any, mesh: Mesh) -> Any:
 
 
 def _without_rows(equation: str) -> str | None:
-    """Turn BTD,DF->BTF of Tunix's ``Einsum`` into TD,DF->TF; None where rows and tokens do not both come first."""
+    """Turn BTD,DF->BTF of Tunix's ``Einsum`` into TD,DF->TF; None unless rows and tokens are the first two axes."""
     inputs, _, output = equation.partition("->")
     if not output or "." in equation or inputs[:2] != output[:2]:
         return None

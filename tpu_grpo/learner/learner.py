@@ -1,4 +1,4 @@
-"""The learner the pipeline drives: one call updates the policy from one scored rollout.
+"""The learner, which updates the policy from one scored rollout per call.
 
 inputs = LearnerInputs(model=model, reference=None, mesh=mesh)
 learner = Learner(config, inputs)           # restores the newest checkpoint
@@ -8,8 +8,8 @@ for step in range(learner.restored_step + 1, config.run.max_steps + 1):
     learner.save(step)
 learner.close()
 
-A rollout becomes one `Signal`: its advantages, and which completions count. The signal becomes packed rows, the rows
-become micro-batches, and the micro-batches one update or several.
+A rollout becomes one `Signal`, which holds the advantages and marks the completions that count. The signal becomes
+packed rows, the rows become micro-batches, and the micro-batches one update or several.
 """
 
 import math
@@ -41,19 +41,19 @@ from tpu_grpo.records.stages import Completion, ScoredRollout, UpdateResult
 
 RESTORED, METRICS = "the step that was restored", "the metrics of an update"
 LOGPROBS, DIGEST = "log-probabilities of the policy", "the digest of the parameters"
-"""What the trainer's hosts tell the hosts that only sample."""
+"""Names of what the trainer's hosts broadcast to the hosts that only sample."""
 
 
 @dataclass(frozen=True)
 class FailedUpdate:
     """An update that was not applied, because its loss or gradient was not finite.
 
-    It has changed no parameter, so the parameters saved with it are those from before it.
+    It changed no parameter, so that the parameters saved with it are those before the update.
     """
 
     step: int
     update: int
-    """Which of the step's updates it was, from 1."""
+    """The number of this update within the step, from 1."""
     updates: int
     """The number of updates in the step."""
     loss: float
@@ -80,9 +80,10 @@ class FailedUpdate:
 
 
 class SkippedUpdates:
-    """Counts the updates that were skipped in a row, and raises an error where no further one may be skipped.
+    """Counts consecutive skipped updates, and raises an error if no further update may be skipped.
 
-    The function ``keep``, if set, writes the first of a row to a file and returns its path; every host calls it.
+    The function ``keep``, if set, writes the first of these updates to a file, and returns the file's path. Every host
+    calls it.
     """
 
     def __init__(self, section: UpdateSection):
@@ -91,12 +92,12 @@ class SkippedUpdates:
         self._in_a_row, self._kept_in = 0, None
 
     def interrupted(self) -> None:
-        """Note that an update was applied, so that the count of skipped updates in a row starts again from 0."""
+        """Note that an update was applied, so that the count of consecutive skipped updates restarts from 0."""
         self._in_a_row = 0
 
     def add(self, failed: FailedUpdate) -> str:
-        """Skip an update, and return a note about it. Raises NonFiniteError if updates are not to be skipped, or too
-        many in a row were."""
+        """Skip an update, and return a note about it. Raises NonFiniteError if updates may not be skipped, or if too
+        many consecutive updates were."""
         if not self._in_a_row:
             self._kept_in = self.keep(failed) if self.keep else None
         self._in_a_row += 1
@@ -120,7 +121,7 @@ class SkippedUpdates:
 class Learner:
     """Holds the policy, its optimizer and its checkpoints.
 
-    Raises ConfigError for an algorithm or optimizer that cannot be trained with, or ``algorithm.beta`` without a
+    Raises ConfigError for an algorithm or optimizer that cannot be built, or ``algorithm.beta`` > 0 without a
     reference, and CheckpointError for a checkpoint that cannot be restored.
     """
 
@@ -145,7 +146,7 @@ class Learner:
         """The step that was restored; 0 for a fresh start."""
         self.restore_notes = tuple(self._checkpoints.notes)
         self.carried = {name: whole(value) for name, value in self._checkpoints.carried.items()}
-        """The groups that were unfinished after the restored step, in arrays as ``LearnerInputs`` has them."""
+        """The groups that were unfinished after the restored step, in the arrays of ``LearnerInputs.carried``."""
         if self.restored_step:
             for name, value in sorted(self.carried.items()):
                 self._tell(name, value)
@@ -164,8 +165,8 @@ class Learner:
 
         Raises:
             DataError, RewardError, NonFiniteError: for a rollout that cannot be learnt from; the policy is unchanged.
-            NonFiniteError: for a loss or gradient that is not finite, if `SkippedUpdates` does not skip it. The
-                step's earlier updates remain applied.
+            NonFiniteError: for a loss or gradient that is not finite, if `SkippedUpdates` does not skip the update.
+                The step's earlier updates remain applied.
         """
         started, config, parts = time.perf_counter(), self._config, self._parts
         if (rows := len(scored.rollout.completions)) != config.batch_rows:
@@ -201,8 +202,8 @@ class Learner:
             yield self._update(batches, histograms=due and number == 0), batches
 
     def keep_failed(self, keep: Callable[[FailedUpdate], Path]) -> None:
-        """Set the function that writes an update whose loss or gradient is not finite to a file. Of several such
-        updates in a row, only the first is written."""
+        """Set the function that saves an update whose loss or gradient is not finite. Of consecutive such updates, only
+        the first is saved."""
         self._skipped.keep = keep
 
     def informative(self, scored: ScoredRollout) -> Bool[np.ndarray, " P"]:
@@ -220,8 +221,8 @@ class Learner:
         return found["policy"]
 
     def gradients(self, scored: ScoredRollout) -> dict[str, np.ndarray]:
-        """Compute the gradient of the first update's loss on a rollout, float32 by dotted name, on every host; the
-        policy stays as it is. Raises as `update` does for a rollout that cannot be learnt from."""
+        """Compute the gradient of the first update's loss on a rollout: float32 arrays by dotted name, on every host.
+        The policy is not changed. Raises the errors of `update` for a rollout that cannot be learnt from."""
         for batch in next(self._updates(read_signal(scored, self._config, self._parts.settings.algorithm))):
             self._updater.accumulate(batch)
         gradients = {name: whole(value) for name, value in self._updater.gradients().items()}
@@ -233,8 +234,8 @@ class Learner:
         return parameters(self._updater.model)
 
     def policy(self, step: int | None = None) -> nnx.Module:
-        """Return the current policy, or a copy as saved at ``step``; with adapters, it shares the base model. Raises
-        CheckpointError for a checkpoint that is missing or damaged."""
+        """Return the current policy, or a copy of the policy saved at ``step``. With adapters, the copy shares the base
+        model's arrays. Raises CheckpointError for a checkpoint that is missing or damaged."""
         if step is None:
             return self._updater.model
         policy = nnx.clone(self._updater.model)
@@ -242,8 +243,8 @@ class Learner:
         return policy
 
     def adapters(self) -> dict[str, np.ndarray]:
-        """Gather the adapters on this host, float32, by dotted name; empty without adapters. Every host must
-        call it."""
+        """Gather the adapters on this host as float32 arrays by dotted name; {} if the policy has none. Every host must
+        call this."""
         if trained_type(self._updater.model) is not nnx.LoRAParam:
             return {}
         return {name: whole(leaf) for name, leaf in self._updater.stepped().items()}
@@ -260,8 +261,8 @@ class Learner:
         checkpoints.close()
 
     def save(self, step: int, *, best: int | None = None, carried: Mapping[str, np.ndarray] | None = None) -> None:
-        """Save policy, optimizer and ``carried`` groups as step ``step``, in the background; the checkpoint of the step
-        ``best`` is kept."""
+        """Save policy, optimizer and ``carried`` groups as step ``step``, in the background. The checkpoint of the step
+        ``best`` is not deleted."""
         if carried is not None:
             self._checkpoints.carried = self._placed_groups(carried)
         self._checkpoints.save(step, self._updater, best=best)
@@ -270,11 +271,11 @@ class Learner:
         return {name: placed(value, self._parts.settings.everywhere) for name, value in carried.items()}
 
     def close(self, *, best: int | None = None) -> None:
-        """Wait until every checkpoint is complete; the newest and the one of the step ``best`` are kept."""
+        """Wait until every checkpoint is complete. The newest checkpoints and that of the step ``best`` are kept."""
         self._checkpoints.close(best=best)
 
     def _told(self, name: str, value: Any, kind: object) -> Any:
-        """Return host 0's value, which is one of the trainer's, on every host; the others of the trainer have the same.
+        """Return host 0's value on every host. Host 0 is one of the trainer's hosts, and they all have this value.
 
         If all hosts are the trainer's, nothing is sent.
         """
@@ -306,7 +307,7 @@ class Learner:
     def _placed(
         self, signals: Sequence[tuple[Signal, Mapping[str, Float[np.ndarray, "B T"]]]]
     ) -> list[list[TrainBatch]]:
-        """Put the rows of an iteration's updates on the devices; each signal has log-probabilities computed before."""
+        """Put the rows of an iteration's updates on the devices. A signal comes with known log-probabilities, or {}."""
         section, shape, updates = self._config.algorithm, self._parts.shape, list[list[TrainBatch]]()
         aggregation = self._parts.settings.algorithm.aggregation
         for signal, known in signals:
@@ -325,7 +326,7 @@ class Learner:
         completions: Sequence[Completion],
         compute: Callable[[TrainBatch], Mapping[str, jax.Array]],
     ) -> dict[str, Float[np.ndarray, "B T"]]:
-        """Return what ``compute`` returns for packed rows, per sampled token, by name, on every host; 0 elsewhere."""
+        """Apply ``compute`` to packed rows, and return its arrays by name on every host; 0 for tokens not sampled."""
         shape = self._parts.shape
         batch, packing = train_rows(prompts, completions, np.zeros(len(prompts)), shape)
         chunks = batch.chunks(shape.micro_batch)
@@ -345,13 +346,13 @@ class Learner:
 
 
 class DescribedLearner(Learner):
-    """The learner on a host that only samples: it has abstract parameters, and receives the trainer's metrics.
-    Nothing is computed on devices, restored or saved here.
+    """The learner on a host that only samples. It has abstract parameters, and receives the trainer's metrics. It
+    computes nothing on devices, and neither restores nor saves.
 
     Args:
         config: the run.
         parts: the abstract parts of the run's learner (see building.py).
-        inputs: what these were built from.
+        inputs: what ``parts`` were built from.
         hosts: all hosts of the run.
     """
 
@@ -368,16 +369,16 @@ class DescribedLearner(Learner):
         """Do nothing: sampler and trainer share no arrays."""
 
     def update(self, scored: ScoredRollout) -> UpdateResult:
-        """Wait for the trainer's update; notes and histograms stay on its hosts. Raises as `read_signal` does."""
+        """Wait for the trainer's update; notes and histograms stay on its hosts. Raises the errors of `read_signal`."""
         started, signal = time.perf_counter(), read_signal(scored, self._config, self._parts.settings.algorithm)
         metrics = self._told(METRICS, {}, dict[str, float])
         return UpdateResult(metrics, signal.advantages_B, time.perf_counter() - started)
 
     def keep_failed(self, keep: Callable[[FailedUpdate], Path]) -> None:
-        """Do nothing: the trainer's hosts keep an update that is not finite."""
+        """Do nothing: the trainer's hosts keep failed updates."""
 
     def logprobs(self, prompts: Sequence[Sequence[int]], completions: Sequence[Completion]) -> Float[np.ndarray, "B T"]:
-        """Return what the trainer's hosts compute, see `Learner.logprobs`."""
+        """Return the log-probabilities that the trainer's hosts compute, see `Learner.logprobs`."""
         return self._heard(LOGPROBS, (len(completions), self._config.rollout.max_new_tokens), np.dtype(np.float32))
 
     def _heard(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -385,7 +386,7 @@ class DescribedLearner(Learner):
         return self._hosts.broadcast(name, "", str, read).reshape(shape).astype(dtype)
 
     def policy(self, step: int | None = None) -> nnx.Module:
-        """Return the description of the policy, which is the same for every step."""
+        """Return the abstract policy, which is the same for every step."""
         return self._updater.model
 
     def adapters(self) -> dict[str, Any]:

@@ -47,11 +47,11 @@ class EntropyState(NamedTuple):
         c_(k+1) = c_k + step where H_k <= target, else c_k - step
         bonus of update k: c_k H where H_k <= target, else none
 
-    What departs from the paper: H_k is known only after all forward passes of update k, so that from the second
-    update on, the bonus depends on the entropy of the update before; and the coefficient does not fall below 0, where
+    Two things differ from the paper. H_k is known only after all forward passes of update k, so that from the second
+    update on, the bonus depends on the entropy of the previous update. The coefficient does not fall below 0, where
     the bonus would lower the entropy.
 
-    The coefficient is part of the update's state: the program is the same for all values, and checkpoints hold it.
+    The coefficient is part of the update's state: one program serves all values, and checkpoints hold it.
     """
 
     coefficient: Float[Array, ""]
@@ -74,8 +74,8 @@ class EntropyState(NamedTuple):
 
 @struct.dataclass(frozen=True)
 class TrainBatch:
-    """Rows to train on: NumPy's arrays in host memory, then a micro-batch's arrays on the trainer's devices, or their
-    descriptions, or jax's tracers."""
+    """Rows to train on. The fields are NumPy arrays in host memory, arrays of a micro-batch on the trainer's devices,
+    descriptions of these, or tracers."""
 
     rows: ModelRows
     """The inputs of the model; their mask marks the tokens that were sampled."""
@@ -86,13 +86,13 @@ class TrainBatch:
     rollout_logps: Any
     """The log-probabilities that the engine sampled with, float32 [R, S]."""
     old_logps: Any = None
-    """The old policy's log-probabilities, the denominator of the ratio, float32 [R, S]; in host memory None unless they
-    were computed for an earlier update."""
+    """The old policy's log-probabilities, the denominator of the ratio, float32 [R, S]. In host memory this is None
+    unless they were computed before."""
     importance: Any = None
     """Multiplies the algorithm's token losses, float32 [R, S]; None stands for 1."""
     reference_logps: Any = None
-    """The reference's log-probabilities, for the KL penalty, float32 [R, S]; None without a penalty, and like
-    ``old_logps`` in host memory."""
+    """The reference's log-probabilities, for the KL penalty, float32 [R, S]. None without a penalty, and in host memory
+    unless they were computed before."""
     older: Any = None
     """Which tokens were sampled by older weights, bool [R, S]; None unless completions are carried over."""
 
@@ -114,11 +114,11 @@ class LossSettings:
 
     @property
     def numbers(self) -> dict[str, Any]:
-        """The numbers that the compiled program takes as data, so that other values need no recompilation.
+        """The numbers that the compiled program takes as inputs, so that other values need no recompilation.
 
         They are the weight of the KL penalty, the coefficient of the entropy bonus, and what the algorithm and its
-        correction list in their attribute ``numbers``: the sizes of a clip, the bounds of a ratio. Whether there is a
-        penalty, a bonus or a bound at all is part of the program.
+        correction list in their attribute ``numbers``, such as the bounds of a clip. Whether there is a penalty, a
+        bonus or a bound at all is part of the program.
         """
         return {"beta": self.section.beta, "entropy": self.section.entropy_bonus, **self.algorithm.numbers}
 
@@ -150,17 +150,17 @@ class LossSettings:
 class AgreementSums(NamedTuple):
     """How far the engine's log-probabilities are from the trainer's, measured in the forward pass of the update.
 
-    Sums over tokens, float32 scalars, that add up over micro-batches (``abs_max`` by its maximum). The metrics are over
+    The fields are float32 scalars that add up over micro-batches, except ``abs_max``, a maximum. The metrics are over
     the n sampled tokens of a step's first update. With d = trainer's - engine's log-probability of a token, w = exp(d):
 
-        logprob_abs_diff_max, _mean   of abs(d)
-        ratio_mean                    of w; 1 in expectation if the engine sampled without top-k, top-p and min-p
+        logprob_abs_diff_max, _mean   maximum and mean of abs(d)
+        ratio_mean                    mean of w; 1 in expectation if the engine sampled without top-k, top-p and min-p
         kl                            mean of w - 1 - d, the k3 estimate of KL(engine || trainer)
                                       (http://joschu.net/blog/kl-approx.html); never negative
         effective_sample_size         (sum w)^2 / (n sum w^2), in (0, 1]: the effective number of tokens if each is
                                       weighted by w, as a share of n
 
-    The sums are of w - 1, not of w: w is so close to 1 that a float32 sum of w would lose most of the difference.
+    Sums are of w - 1, not of w, because w is so close to 1 that a float32 sum of w would lose most of the difference.
     """
 
     tokens: Any
@@ -188,10 +188,10 @@ class LossSums(NamedTuple):
     correction: CorrectionSums | None = None
     """The sums of the algorithm's correction, if it has one."""
     ratio_excess: Any = None
-    """The sum of (ratio to the old policy - 1) of all tokens; None if the engine is the old policy, so that
-    ``agreement.excess_sum`` is this sum."""
+    """The sum of (ratio to the old policy - 1) over all tokens. None if the engine is the old policy, because
+    ``agreement.excess_sum`` is this sum then."""
     by_age: tuple[AgreementSums, AgreementSums] | None = None
-    """The agreement on tokens that the present weights sampled, and on older ones; None unless there are such."""
+    """The agreement on tokens sampled by the current weights, and by older weights; None without rollout.carry."""
 
 
 def policy_loss(
@@ -207,7 +207,7 @@ def policy_loss(
     counts_RS = batch.weights != 0.0
 
     def counted(values_RS: PerToken) -> PerToken:
-        # Sets tokens that do not count to 0, before and after the losses: they may be infinite, and 0 * inf is NaN.
+        # Called before and after the losses: values of tokens that do not count may be infinite, and 0 * inf is NaN.
         return jnp.where(counts_RS, values_RS, 0.0)
 
     now_RS, old_RS = counted(found.logprobs_RS), counted(batch.old_logps)
@@ -225,7 +225,7 @@ def policy_loss(
     if batch.reference_logps is not None:
         kl_RS = kl_divergence(now_RS, counted(batch.reference_logps), section.kl_estimate)
         kl = (kl_RS * mask_RS).sum()
-        if section.kl_in == "loss":  # else it is in the advantages already
+        if section.kl_in == "loss":  # else the advantages include it
             penalty_RS = kl_RS * token_ratio(now_RS, old_RS) if section.kl_unbiased else kl_RS
             loss_RS = loss_RS + numbers["beta"] * penalty_RS
     if section.entropy_bonus or section.entropy_target is not None:
@@ -280,8 +280,8 @@ def agreement_metrics(sums: Sequence[AgreementSums]) -> dict[str, float]:
 def agreement_by_age(sums: Sequence[LossSums]) -> dict[str, float]:
     """Compute the metrics ``agreement/*`` from the sums of an update's micro-batches.
 
-    With carried completions they are of tokens that the present weights sampled, if there are any; those of older
-    tokens are ``agreement/older_*``.
+    With carried completions, ``agreement/*`` covers the tokens that the current weights sampled, if there are any, and
+    ``agreement/older_*`` the tokens that older weights sampled.
     """
     by_age = [each.by_age for each in sums if each.by_age is not None]
     if not by_age:

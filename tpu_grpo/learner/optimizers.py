@@ -4,8 +4,8 @@
     state = optimizer.init(params)
     updates, state = optimizer.update(gradients, state, params)      # params + updates is the step
 
-Parameters are a flat dict by name. The optimizers are optax's; a new one is a function here and a line in `SHIPPED`, or
-the user's own function, named in the config.
+Parameters are a flat dict by name. The optimizers are optax's. A new shipped optimizer is a function here and a line in
+`SHIPPED`; the config can also name a user's own function.
 """
 
 import math
@@ -56,7 +56,7 @@ def _muon(
     section: OptimizerSection, params: Params, *, beta: float = 0.95, ns_steps: int = 5, rms: float = 0.2
 ) -> optax.GradientTransformation:
     """Muon (Jordan 2024) for the matrices in the layers, Adam for all other parameters. Muon's steps have the root mean
-    square ``rms``; with 0.2, learning rates that suit AdamW fit (arXiv 2502.16982)."""
+    square ``rms``; with 0.2, AdamW's learning rates can be used (arXiv 2502.16982)."""
     axes = {name: matrix_axes(name, tuple(leaf.shape)) for name, leaf in params.items()}
 
     def of_matrices(tree: Any) -> Any:
@@ -86,8 +86,8 @@ SHIPPED: Mapping[str, Direction] = {
 def build_optimizer(config: RunConfig, params: Params) -> optax.GradientTransformation:
     """Build a run's optimizer for these parameters, arrays or their descriptions.
 
-    Raises ConfigError for an unknown name, options that it does not take, a rule that applies to no parameter, or a
-    warm-up or a decay that leaves no update for the rest of the schedule.
+    Raises ConfigError for an unknown name, options that the optimizer does not take, a rule that applies to no
+    parameter, or a warm-up or a decay that leaves no update for the rest of the schedule.
     """
     section, schedule = config.optimizer, learning_rate_schedule(config)
     decays, rates = rule_values(section, params)
@@ -104,13 +104,17 @@ def build_optimizer(config: RunConfig, params: Params) -> optax.GradientTransfor
 
 
 def learning_rate_schedule(config: RunConfig) -> optax.Schedule:
-    """Return the schedule of the learning rate over the updates u = 0, 1, ... of a run, N in all.
+    """Return the learning rate as a function of the update u = 0, 1, ..., N - 1 of a run.
 
-    With W warm-up updates and peak p it is p * u / W for u < W. Then it stays p (constant), or falls from p at u = W
-    to 0 at u = N, just after the last update (linear, cosine), or falls linearly over the last D updates only (wsd:
-    warm-up, stable, decay). For N = 4, W = 2, linear: 0, p/2, p, p/2. ``optimizer.schedule_steps`` sets an N that is
-    larger than the run's number of updates. Raises ConfigError if W (for wsd W + D) leaves no update at the peak, or N
-    is less than the run's number of updates.
+    With W warm-up updates the rate is p * u / W for u < W, where p is the peak. For u >= W:
+
+        constant          stays p
+        linear, cosine    falls from p at u = W to 0 at u = N, just after the last update
+        wsd               stays p, and falls linearly to 0 over the last D updates (warm-up, stable, decay)
+
+    For example, linear with N = 4 and W = 2 gives 0, p/2, p, p/2. ``optimizer.schedule_steps`` sets an N that is larger
+    than the run's number of updates. Raises ConfigError if N is smaller than that number, or if W (for wsd W + D)
+    leaves no update at the peak, except for constant.
     """
     section = config.optimizer
     peak, warmup, decay = section.learning_rate, section.warmup_steps, section.decay_steps
@@ -170,9 +174,9 @@ def matrix_axes(name: str, shape: tuple[int, ...]) -> optax.contrib.MuonDimensio
     matrix of a layer.
 
     Embeddings and the output head give None, because Muon's own code leaves them to Adam. With width D and N attention
-    heads of size H, a projection to heads [D, N, H] is a matrix of D x NH, and the output projection [N, H, D] one of
-    NH x D. Gemma's [N, D, H] is a matrix of D x NH, and its [2, N, D, H] are two such matrices. [E, D, F] is a matrix
-    of D x F for each of E experts.
+    heads of size H, a projection to heads [D, N, H] is a D x NH matrix, and the output projection [N, H, D] is an
+    NH x D matrix. Gemma's [N, D, H] is a D x NH matrix, and its [2, N, D, H] are two such matrices. [E, D, F] is a
+    D x F matrix for each of E experts.
     """
     axes = len(shape)
     if axes < 2 or not name.startswith("layers."):
@@ -254,7 +258,7 @@ def _own(section: OptimizerSection, schedule: optax.Schedule) -> optax.GradientT
         )
     try:
         made = function(learning_rate=schedule, **section.options)
-    except Exception as error:  # user code: anything can come
+    except Exception as error:  # user code may raise anything
         raise ConfigError(
             f"optimizer {section.name}: calling it with learning_rate and the options {section.options} raised "
             f"{type(error).__name__}: {error}; repair it"
@@ -268,7 +272,7 @@ def _own(section: OptimizerSection, schedule: optax.Schedule) -> optax.GradientT
 
 
 def _decayed(decays: Mapping[str, float]) -> optax.GradientTransformation:
-    """Add decay * parameter to the update of every parameter; ``decays`` has a decay for each by name."""
+    """Add decay * parameter to the update of every parameter; ``decays`` holds each parameter's decay by name."""
 
     def decayed(updates: Any, params: Any) -> Any:
         return {name: value + decays[name] * params[name] for name, value in updates.items()}

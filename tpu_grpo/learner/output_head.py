@@ -7,18 +7,19 @@
     log-probability   log p[target]       g * (onehot(target) - p)
     entropy H         -sum p log p        -g * p * (log p + H)
 
-If a token was drawn from the n likeliest tokens only, z is minus infinity for all others except the target. These have
-neither probability nor gradient. The engine reports n for each token, whichever filter (top-k, top-p or min-p) made the
-choice. The trainer's logits differ from the engine's in their last bits, but its n likeliest tokens are the engine's,
-except that two equally likely ones may swap (cf. "Keep Sampling Mask" of DeepSeek-V3.2, arXiv 2512.02556).
+If a token was drawn from only the n likeliest tokens, z is minus infinity for all other tokens except the target, so
+that these tokens have neither probability nor gradient. The engine reports n for each token, whichever filter (top-k,
+top-p or min-p) made the choice. The trainer's logits differ from the engine's in the last bits, but the n likeliest
+tokens are the same, except that two equally likely tokens may swap (cf. "Keep Sampling Mask" of DeepSeek-V3.2, arXiv
+2512.02556).
 
 The logits of all tokens would be the largest arrays of a training step. Here they exist for one chunk of wanted tokens
 at a time, and the backward pass computes them again. Rows are split over fsdp; the rows of a shard form a group. In
-each group the wanted tokens are moved to the front, and all groups go through them chunk by chunk, until the group with
-the most wanted tokens is done:
+each group the wanted tokens are moved to the front, and all groups go through their tokens chunk by chunk, until the
+group with the most wanted tokens is done. For example, with 2 groups of one row and chunks of 2 tokens:
 
-    wanted  [1 0 1 0 1]   2 groups of one row; indices of     [0 2][4 1][3  ]   two chunks are needed for the
-            [0 0 0 1 0]   the tokens in chunks of 2 tokens    [3 0][1 2][4  ]   first group's 3 wanted tokens
+    wanted  [1 0 1 0 1]   indices in this order   [0 2][4 1][3  ]   the first group's 3 wanted tokens
+            [0 0 0 1 0]                           [3 0][1 2][4  ]   need two chunks
 
 The vocabulary is split over as many devices as divide its size, see `vocab_axes`. Devices then exchange the hidden
 states of a chunk, a few numbers per token, and sums over each device's part of the vocabulary.
@@ -47,7 +48,7 @@ from tpu_grpo.models.thresholds import largest
 CHUNK_BYTES = 256 * 2**20
 """The most bytes that the float32 logits of a chunk take on a device."""
 _TILE = 16
-"""The rows in a tile of a bfloat16 matrix on a TPU; larger chunks, if there are several, are a multiple of it."""
+"""The rows in a tile of a bfloat16 matrix on a TPU. If a group needs several larger chunks, C is a multiple of it."""
 
 
 @struct.dataclass(frozen=True)
@@ -147,7 +148,7 @@ def _device_forward(
     chunks: Int[Array, ""],
     *counts_bT: Int[Array, "b T"],
 ) -> tuple[Float32[Array, "b T"], ...]:
-    """Return log-probabilities, entropies, logsumexp(z) and, with counts n, the z that only the n likeliest exceed."""
+    """Return log-probabilities, entropies, logsumexp(z) and, with counts n, the bound on z that n tokens exceed."""
     split, queue = settings.split, TokenQueue(settings.split, settings.chunk, wanted_bT)
     targets_RS, counts_RS = queue.ordered(targets_bT), [queue.ordered(count_bT) for count_bT in counts_bT]
 
@@ -233,7 +234,7 @@ def _logits_gradient(
 def _left_out(
     z_Nv: Float[Array, "N v"], at_target_Nv: Bool[Array, "N v"], thresholds_N: Sequence[Float[Array, " N"]]
 ) -> Bool[Array, "N v"]:
-    """Mark the tokens that were no candidates for the target: those with z at or below its threshold, if it has one."""
+    """Mark the tokens that were no candidates for the target: those with z at or below a threshold of the target."""
     left_out_Nv = jnp.zeros_like(at_target_Nv)
     for threshold_N in thresholds_N:
         left_out_Nv |= z_Nv <= threshold_N[:, None]

@@ -1,6 +1,6 @@
 """A model's parameters: their names, which of them are trained, copies, casts, digests and checksums.
 
-The type of a variable says whether it is trained, to this package and to Tunix:
+The type of a variable tells this package and Tunix whether the variable is trained:
 
 nnx.LoRAParam   adapters; only these are trained in a model that has them
 nnx.Param       trained in a model without adapters
@@ -34,7 +34,7 @@ class Frozen(nnx.Variable[Any]):
 
 
 def freeze_untrained(model: nnx.Module, config: RunConfig) -> None:
-    """Freeze, in place, every parameter outside of ``model.train_layers``; do nothing if that is unset."""
+    """Freeze, in place, every parameter outside of ``model.train_layers``; do nothing if this setting is unset."""
     if config.model.train_layers is None:
         return
     layers = parse_layers(config.model.train_layers)
@@ -67,8 +67,8 @@ def frozen_leaves(params: nnx.State) -> frozenset[str]:
 
 
 def cast_to_compute(model: nnx.Module, config: RunConfig) -> Values:
-    """Cast all parameters to ``model.dtype``, in place. Return the trained ones in ``model.param_dtype``, in which the
-    optimizer updates them, by name."""
+    """Cast all parameters to ``model.dtype``, in place. Return the trained parameters by name, in the type in which
+    the optimizer updates them, ``model.param_dtype``."""
     compute, stepped_type = jnp.dtype(config.model.dtype), jnp.dtype(config.model.param_dtype)
     trained = by_name(nnx.state(model, trained_type(model)))
     stepped = {name: cast(leaf, stepped_type) for name, leaf in trained.items()}
@@ -126,8 +126,8 @@ def checksums(leaves: Mapping[str, jax.Array]) -> dict[str, int]:
 def whole(value: jax.Array) -> np.ndarray:
     """Gather an array's values on every host; all hosts must call it for an array that is sharded over them.
 
-    With ``np.asarray(value)``, jax would cache the values on the host for as long as the array lives, so that reading a
-    whole model would leave a second copy of it there. Here they are freed with the returned array.
+    With ``np.asarray(value)``, jax would cache the values on the host for as long as ``value`` lives, so that reading
+    a whole model would leave a second copy there. Here the values are freed with the returned array.
     """
     if value.is_fully_addressable or value.is_fully_replicated:
         pieces = [shard.data for shard in value.addressable_shards]

@@ -9,17 +9,16 @@ prompt and the tokens after it, share a row:
     mask            [ 0  0  1  1  1 |  0  1  1 | 0  0 ]     1 for sampled tokens, 0 for an environment's
     rollout_logps   [ 0  0 l0 l1 l2 |  0 l0 l1 | 0  0 ]
 
-A completion is one sequence; a conversation is one sequence per branch (see records/episode.py). Here the policy's
-first turn is thinking t and an answer a, its second turn is b, and the environment answered o after each. Before the
-second turn the chat template dropped t. A new branch begins there, whose prompt q is the conversation so far, but
+A completion is one sequence; a conversation is one sequence per branch (see records/episode.py). In this example the
+policy's first turn is thinking t and an answer a, its second turn is b, and the environment replies o after each turn.
+Before the second turn the chat template drops t, so that a new branch begins. Its prompt q is the conversation so far
 without t:
 
     token_ids   [t0 t1 a0 o0 b0 b1 o1]          branch 1   p | t0 t1 a0        mask [1 1 1]
     sampled     [ 1  1  1  0  1  1  0]          branch 2   q | b0 b1           mask [1 1]
     branches    Branch(p, 0, 4), Branch(q, 4, 7)
 
-Tokens after a branch's last sampled token are left out, because no sampled token follows, and so are branches without
-a sampled token.
+Tokens after a branch's last sampled token are left out, and so are branches without a sampled token.
 """
 
 from bisect import bisect_left, insort
@@ -51,13 +50,13 @@ class TrainSequence:
     """Where the tokens are in the completion."""
     token_ids: Integer[np.ndarray, " T"]
     mask: Bool[np.ndarray, " T"]
-    """Which tokens were sampled; the last one always was."""
+    """Which tokens were sampled; the last token always was."""
     logprobs: Float[np.ndarray, " T"]
     """The engine's log-probabilities; 0 for tokens that were not sampled."""
     experts: Integer[np.ndarray, "S layers k"] | None
     """The experts that the engine used for the S tokens that it computed; None if they were not recorded."""
     experts_beyond: int
-    """The number of tokens left out at the end of the branch; these may have experts, too."""
+    """The number of tokens left out at the end of the branch; ``experts`` may include theirs."""
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.token_ids)
@@ -69,8 +68,8 @@ def check_sequences(
     """Raise DataError or NonFiniteError for the first row whose prompt or completion is too long, or whose
     log-probabilities are missing, too few or not finite.
 
-    The prompt of a conversation is that of its first branch. A conversation that never began is not checked; if none
-    began, DataError is raised.
+    The prompt of a conversation is that of its first branch. A conversation that never began is not checked. If no
+    conversation began, DataError is raised.
     """
     if all(map(never_began, completions)):
         raise DataError(
@@ -217,8 +216,8 @@ def pack(sequences: Sequence[Sized], *, row_tokens: int, multiple: int) -> Packi
 
     Every host computes the same packing from the same lengths. Best-fit decreasing (Johnson 1973, "Near-optimal bin
     packing algorithms") gives the number of rows, which is rounded up to whole micro-batches. `_balanced` then divides
-    the work more evenly over these rows. If it finds no room for a sequence, as in this example, the rows of best-fit
-    decreasing are used.
+    the work more evenly over these rows. If `_balanced` finds no room for a sequence, as in this example, the rows of
+    best-fit decreasing are used.
     """
     lengths = [len(one) for one in sequences]
     assert max(lengths) <= row_tokens, "train_rows refuses longer sequences"
@@ -256,8 +255,8 @@ def _best_fit(lengths: Sequence[int], row_tokens: int) -> Int[np.ndarray, " N"]:
 
 
 def _balanced(lengths: Sequence[int], row_tokens: int, count: int) -> Int[np.ndarray, " N"] | None:
-    """Put each sequence, the longest first, into the row with the least work that has room; None if no row has room.
-    The work of n tokens is n + n^2 / ``row_tokens``, where the second term stands for attention."""
+    """Put each sequence, the longest first, into the row with the least work among those with room. Returns None if no
+    row has room. The work of n tokens is n + n^2 / ``row_tokens``, where the second term stands for attention."""
     rows, work, room = np.zeros(len(lengths), np.int64), np.zeros(count), np.full(count, row_tokens)
     for index in _longest_first(lengths):
         length = lengths[index]
@@ -274,7 +273,7 @@ def _balanced(lengths: Sequence[int], row_tokens: int, count: int) -> Int[np.nda
 
 
 class ReplayShape:
-    """Sizes of the arrays of experts that the engine chose and the trainer replays: L layers, k per token, LK = L*k."""
+    """Sizes of the arrays of experts that the engine chose and the trainer replays: L layers, k experts, LK = L*k."""
 
     def __init__(self, model: Any):
         settings = model.config
@@ -318,9 +317,9 @@ class RowShape:
     group_size: int = 1
     """The number of completions of each prompt; they are consecutive."""
     filtered: bool = False
-    """Whether a token's probability is relative to the likeliest tokens that it was drawn from, not to all tokens."""
+    """Whether a token's probability is normalized over the tokens that it was drawn from, not over the vocabulary."""
     carries: bool = False
-    """Whether some tokens were sampled by older weights."""
+    """Whether some tokens may have been sampled by older weights."""
     count_empty: bool = False
     """Whether means over completions and prompts also count those without a token in the loss."""
 
@@ -410,7 +409,7 @@ def unpacked(
 
 
 def _kept_tokens(one: TrainSequence, completion: Completion) -> Integer[np.ndarray, " T"]:
-    """Return, for each token of a sequence, from how many tokens it was drawn, as top-k, top-p and min-p kept them."""
+    """Return, for each token of a sequence, how many tokens top-k, top-p and min-p had kept when it was drawn."""
     if completion.kept is None or len(completion.kept) != len(completion.token_ids):
         raise DataError(
             f"algorithm.filtered_ratio=true needs the number of tokens that the filters kept: row {one.row} has "
@@ -432,7 +431,7 @@ def token_weights(
         loss = sum over all tokens of the update of weight * token loss
 
     An update covers a step or a mini-batch of it. The denominators below count over the whole update, so that the
-    gradient does not depend on micro-batches, packing or mesh. Weights are computed on the host and are data to the
+    gradient does not depend on micro-batches, packing or mesh. Weights are computed on the host and are inputs of the
     train step, so that one program serves every aggregation. All tokens of a completion have the same weight:
 
         sequence-mean-token-mean     1 / (B n_i)      B completions with tokens, n_i tokens in completion i
@@ -440,9 +439,9 @@ def token_weights(
         sequence-mean-token-scale    1 / (B T)        T = rollout.max_new_tokens
         prompt-mean-token-mean       1 / (P n_p)      P prompts with tokens, n_p tokens in all completions of prompt p
 
-    Only tokens that the policy sampled count, in a conversation those of all turns and branches. Each ``group_size``
-    consecutive completions belong to one prompt. With ``count_empty``, B and P also count completions and prompts
-    without tokens.
+    Only sampled tokens count; in a conversation these are the sampled tokens of all turns and branches. Each
+    ``group_size`` consecutive completions belong to one prompt. With ``count_empty``, B and P also count completions
+    and prompts without tokens.
     """
     counts_B = counts_B.astype(np.float64)
     rows = len(counts_B) if count_empty else max((counts_B > 0).sum(), 1)

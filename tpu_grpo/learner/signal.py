@@ -3,11 +3,12 @@ their tokens.
 
     rewards of a group      [1 1 1 1]   uninformative: no completion is better than another
                             [0 1 0 0]   informative
-                            [1 0 | |]   informative; | was cut at a length limit: does not count with truncated=mask
-                            [1 1 0 x]   informative; x had an environment that failed: does not count with
+                            [1 0 | |]   informative; | was cut at a length limit, and does not count with
+                                        algorithm.truncated=mask
+                            [1 1 0 x]   informative; the environment of x failed, and x does not count with
                                         environment.on_error=skip
 
-The advantage of a token is that of its completion, plus terms for the single token:
+The advantage of a token is its completion's advantage, plus terms for the single token:
 
     advantages_B    [ 0.5          -0.5    ]      of two completions, from their total rewards
     added           [[0 0.25 -1]   [0 0.5] ]      token rewards (`Scores.per_token`) and `turn_credits`
@@ -47,7 +48,7 @@ class Signal:
     advantages_B: Float[np.ndarray, " B"]
     """The advantages of whole completions; 0 for a completion that no reward applies to."""
     added: TokenValues
-    """What is added to the advantage of each token."""
+    """The terms that are added to the advantage of each token."""
     counted_B: Bool[np.ndarray, " B"]
     """Which completions count in the loss."""
     informative_P: Bool[np.ndarray, " P"]
@@ -56,7 +57,7 @@ class Signal:
 
     @property
     def advantages(self) -> Float[np.ndarray, " B"] | TokenValues:
-        """The advantages of completions, or of all their tokens if some tokens have terms of their own."""
+        """The advantage of each completion, or of each token if some tokens have terms of their own."""
         if not self.added:
             return self.advantages_B
         return tuple(advantage + values for advantage, values in zip(self.advantages_B, self.added, strict=True))
@@ -65,8 +66,8 @@ class Signal:
         """Shuffle the prompts, and yield mini-batches of ``size`` prompts: their signal, and the indices of their rows.
 
         Every iteration over a step draws a new order from run.seed, step and iteration, the same on every host, and
-        cuts it into mini-batches of equal size (PPO, Schulman et al. 2017, arXiv 1707.06347, algorithm 1); ``size``
-        must divide the number of prompts. For 4 prompts, two at a time:
+        cuts it into mini-batches of equal size (PPO, Schulman et al. 2017, arXiv 1707.06347, algorithm 1). ``size``
+        must divide the number of prompts. For 4 prompts and size 2:
 
             iteration 1    [2 0] [3 1]
             iteration 2    [1 2] [0 3]
@@ -103,11 +104,11 @@ def read_signal(scored: ScoredRollout, config: RunConfig, algorithm: RunAlgorith
     """Make the signal of a rollout of any number of prompts.
 
     A group is informative if at least one of its completions counts, and either its rewards differ or a sampled token
-    has a term other than 0. The rewards are the totals, or, if the advantages request single rewards (see `ON_REQUEST`
-    in algorithms/algorithm.py), each reward with a weight other than 0.
+    has a term other than 0. The rewards are the totals. If the advantages request single rewards (see `ON_REQUEST` in
+    algorithms/algorithm.py), they are instead each reward with a weight other than 0.
 
-    Groups without a scored row do not enter the advantages, for example standard deviations over the step. The same
-    holds for uninformative groups with algorithm.drop_uninformative. A row without a score has the advantage 0.
+    Groups without a scored row do not enter the advantages, for example standard deviations over the step. With
+    algorithm.drop_uninformative, neither do uninformative groups. A row without a score has the advantage 0.
 
     Raises:
         RewardError: for missing rewards, or rewards that the advantages cannot take.
@@ -196,7 +197,8 @@ def group_advantages(
     prompt.
 
     ``known`` holds further arguments that advantages may request, by their names in `ON_REQUEST` of
-    algorithms/algorithm.py. The algorithm gets the groups marked in ``taken_P``, or all; advantages of the rest are 0.
+    algorithms/algorithm.py. The algorithm gets the groups marked in ``taken_P``, or all if it is None. The advantages
+    of other groups are 0.
 
     Raises:
         RewardError: for a count that is not a multiple of the group size, a reward that is not finite, or a reward that
@@ -262,20 +264,19 @@ def turn_credits(rollout: Rollout, config: RunConfig, skipped_B: Bool[np.ndarray
     With r_bj the environment's reward for turn j of row b, K_b the row's number of turns, and M_k the rows of the group
     that have a turn k:
 
-        R_bk = sum of r_bj over j = k .. K_b                what the row got from turn k on
+        R_bk = sum of r_bj over j = k .. K_b                the reward-to-go of row b from turn k on
         credit of turn k = R_bk - mean of R_ck over the rows c in M_k
 
-    A k-th turn is compared only with the k-th turns of its group. A group of three conversations of 2, 2 and 1 turns:
+    A k-th turn is compared only with the k-th turns of its group. For example, three conversations of 2, 2 and 1 turns:
 
         rewards   [0 1] [1 0] [1]
         R         [1 1] [1 0] [1]           means: of the first turns (1+1+1)/3 = 1, of the second ones (1+0)/2 = 0.5
         credit    [0 0.5] [0 -0.5] [0]
 
     The credit is added, without division by a standard deviation, to the advantages of all tokens that were sampled in
-    the turn, in whichever branch. A turn without a reward has the reward 0. A turn k that only one row reached has the
-    credit 0, because there is nothing to compare it with. Rows marked in ``skipped_B``, whose environment failed, count
-    in no mean. A completion without a conversation gets 0. Raises NonFiniteError, with row and turn, for a reward that
-    is not finite.
+    the turn. A turn without a reward has the reward 0. A turn k that only one row reached has the credit 0. Rows marked
+    in ``skipped_B``, whose environment failed, count in no mean. A completion without a conversation gets 0. Raises
+    NonFiniteError, with row and turn, for a reward that is not finite.
     """
     if not config.environment.is_on or config.environment.turn_credit == "episode":
         return ()
@@ -289,7 +290,7 @@ def turn_credits(rollout: Rollout, config: RunConfig, skipped_B: Bool[np.ndarray
             completion = rollout.completions[row]
             added_T = np.zeros(len(completion.token_ids))
             turns = () if completion.episode is None else completion.episode.turns
-            for turn, value, mean in zip(turns, values, means, strict=False):  # a row that is skipped has no values
+            for turn, value, mean in zip(turns, values, means, strict=False):  # a skipped row has no values
                 added_T[turn.start : turn.end] = value - mean
             found.append(added_T if completion.sampled is None else np.where(completion.sampled, added_T, 0.0))
     return tuple(found)

@@ -8,12 +8,13 @@ The parameters exist once or twice:
 
     model.dtype     model.param_dtype   optimizer.state   the optimizer updates
     float32         float32             any               the model's own parameters
-    bfloat16        float32             any               a float32 copy, cast to the model's after every step
-    bfloat16        bfloat16            compact           the model's own, plus 8 residual bits of each
+    bfloat16        float32             any               a float32 copy, cast to model.dtype after every step
+    bfloat16        bfloat16            compact           the model's own parameters, plus 8 residual bits of each
 
 Three compiled programs accumulate gradients, measure their sum, and step. Hosts fetch nothing between micro-batches
-(passes), so that devices never wait. Then they fetch whether loss and gradient norm are finite, and skip the step if
-not. All hosts have the same sums. Choosing between old and new values on the devices would cost memory and time.
+(passes), so that devices never wait. After the last one, hosts fetch whether loss and gradient norm are finite, and
+skip the step if not. All hosts decide alike, because they have the same sums. Choosing between old and new values on
+the devices would cost memory and time.
 """
 
 import math
@@ -53,7 +54,7 @@ class PassSums(NamedTuple):
     loss: Float[Array, ""]
     """float32; not finite if the loss of any micro-batch is not finite."""
     entropy: EntropySums | tuple[()]
-    """The sums from which the entropy bonus is adapted; empty if it is not adapted."""
+    """The sums from which the entropy bonus's coefficient is adapted; empty if it is not adapted."""
 
 
 class UpdateRecord(NamedTuple):
@@ -63,8 +64,8 @@ class UpdateRecord(NamedTuple):
     """The global norm of the step's gradient before clipping."""
     learning_rate: Float[Array, ""]
     step_kept: Float[Array, ""]
-    """How far the parameters moved in the direction of the intended step, relative to its length; 1 if rounding lost
-    nothing. Movement perpendicular to the step, which stochastic rounding adds, does not count."""
+    """How far the parameters moved in the direction of the intended step, relative to the step's length; 1 if rounding
+    lost nothing. Movement perpendicular to the step, which stochastic rounding adds, does not count."""
     finite: Bool[Array, ""]
     """Whether loss and norm are finite. If not, the update was skipped: parameters and state are unchanged."""
     entropy_coefficient: Float[Array, ""] | None = None
@@ -85,13 +86,13 @@ class UpdateState(NamedTuple):
 
 
 class Updater:
-    """Updates a model in place. Raises ConfigError as `build_optimizer` does.
+    """Updates a model in place. Raises the ConfigError of `build_optimizer`.
 
     Args:
         config: the run, for its optimizer.
         model: its trained parameters are arrays, or descriptions of arrays if nothing is to be run.
         stepped: the trained parameters in the type in which the optimizer updates them, by name. Where this is also the
-            model's type, they are the model's own arrays. The caller must not use the others any more.
+            model's type, they are the model's own arrays. Others are donated: the caller must not use them again.
         settings: the loss, and the trainer's mesh.
     """
 
@@ -115,11 +116,11 @@ class Updater:
         whole, kinds = settings.everywhere, self._described_sums
         sums_layout = jax.tree.map(lambda kind: kind.sharding, kinds)
         self.state, state_layout = self._initial(stepped)
-        # Results get the shardings of the arguments whose place they take, spelled alike. The compiler would choose
-        # others or spell them otherwise, and the next call would trace its program again.
+        # Results get exactly the shardings of the arguments that they replace. The compiler would choose others, or
+        # spell them otherwise, and the next call would trace its program again.
         self._accumulate = jax.jit(functions.accumulated, donate_argnums=0, out_shardings=(sums_layout, whole))
         self._measure = jax.jit(functions.measured)
-        # With float32 copies, the step does not read the model's own arrays. keep_unused lets it reuse their memory.
+        # With float32 copies, the step does not read the model's own arrays; keep_unused allows their donation.
         step_layout = self._layout, state_layout, whole
         self._step = jax.jit(functions.stepped, donate_argnums=(2, 3, 4), keep_unused=True, out_shardings=step_layout)
         self._join = jax.jit(functions.joined)
@@ -138,7 +139,7 @@ class Updater:
 
     def share(self, names: Collection[str]) -> None:
         """Name the parameters whose arrays the sampler also uses; an update donates the buffers of all others. Before
-        the first call, it donates the buffer of no parameter."""
+        the first call, updates donate the buffer of no parameter."""
         self._shared = frozenset(names)
 
     def accumulate(self, batch: TrainBatch) -> LossSums:
@@ -189,14 +190,14 @@ class Updater:
             return self._accumulate.lower(self._described_sums, *arguments)
 
     def lower_step(self, shared: Collection[str]) -> jax.stages.Lowered:
-        """Lower the optimizer's step, which reuses the memory of all but the ``shared`` parameters."""
+        """Lower the optimizer's step, which donates the buffers of all parameters but the ``shared`` ones."""
         sums = self._described_sums
         with self._mesh:  # the description of the loss also fits the norm
             return self._step.lower(*self._step_arguments(sums, shared), sums.loss)
 
     def _step_arguments(self, sums: PassSums, shared: Collection[str]) -> tuple[Any, ...]:
-        """Divide the step's arguments into arrays that stay intact (the first two) and arrays whose memory is reused.
-        The new value of a shared parameter takes the memory of its gradient, if both have the same type."""
+        """Divide the step's arguments into arrays that stay intact (the first two) and arrays that are donated. The
+        new value of a shared parameter gets the buffer of its gradient, if both have the same type."""
         trained, gradients = self.trained, sums.gradients
         held = {name: value for name, value in trained.items() if name in shared}
         free = {name: value for name, value in trained.items() if name not in shared}
@@ -324,7 +325,7 @@ class _Functions:
 
 
 def histogram(values: Float[Array, "..."]) -> Histogram:
-    """Count an array's elements in buckets. One edge at a time needs no extra memory, however the array is sharded."""
+    """Count an array's elements in buckets, one edge at a time: this needs no extra memory, whatever the sharding."""
     values = values.astype(jnp.float32)
     low, high = values.min(), values.max()
     half = jnp.where(low == high, 0.5, 0.0)  # as in NumPy, so that buckets of equal values have a width
@@ -359,13 +360,13 @@ class MeasuredUpdate:
 
 
 def update_metrics(updates: Sequence[MeasuredUpdate]) -> dict[str, float]:
-    """Compute ``update/*`` and ``correction/*`` over all updates, and ``agreement/*`` over the tokens of the first.
+    """Compute ``update/*`` and ``correction/*`` over all updates, and ``agreement/*`` over the first update's tokens.
 
-    Agreement is measured in the first update, which starts from the parameters that the engine sampled with.
+    The first update starts from the parameters that the engine sampled with.
 
     The loss is the mean over updates of each update's loss; entropy, KL, clips and ratio are means over tokens; the
     gradient norm is the mean over updates of each update's norm before clipping; the rate is the last update's, and
-    ``step_kept`` is the smallest of all updates. These leave out skipped updates, or no update if all were skipped.
+    ``step_kept`` is the smallest of all updates. All leave out skipped updates, unless every update was skipped.
     """
     made = [update for update in updates if update.record.finite] or list(updates)
     micro, records = [sums for update in made for sums in update.sums], [update.record for update in made]

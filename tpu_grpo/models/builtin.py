@@ -110,8 +110,8 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
 def builtin_checkpoint(name: str, seed: int, *, progress: bool, recipe: Recipe | None = None) -> Path:
     """Return the checkpoint directory of a task's built-in model; a model that is not cached is taught first.
 
-    If several processes ask for the same model at once, one teaches it and the others wait. The seed determines the
-    initial parameters and the lessons. With ``progress``, a bar on stderr shows the loss during teaching.
+    If several processes ask for the same model concurrently, one teaches it and the others wait. The seed determines
+    the initial parameters and the lessons. With ``progress``, a bar on stderr shows the loss during teaching.
 
     Raises:
         CheckpointError: when the cache cannot be written.
@@ -254,7 +254,7 @@ class TeachingBatch(NamedTuple):
     tokens_BT: Int[np.ndarray, "B T"]
     """Tokens in int32: the conversation as the chat template writes it, then padding."""
     taught_BL: Float[np.ndarray, "B L"]
-    """The loss's mask: column l is 1 if its target, token l + 1, is the assistant's (end token included), else 0."""
+    """The loss mask: column l is 1 if token l + 1, the target, is the assistant's (end token included), else 0."""
 
 
 def teach(

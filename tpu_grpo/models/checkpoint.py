@@ -124,7 +124,7 @@ def check_mesh(checkpoint: Checkpoint, fsdp: int, tp: int) -> None:
 
 
 def check_sampler_mesh(checkpoint: Checkpoint, tensor: int) -> None:
-    """Verify that the sampler can split the model over ``tensor`` devices, where it may repeat key-value heads.
+    """Verify that the sampler, which may replicate key-value heads, can split the model over ``tensor`` devices.
 
     Raises:
         ConfigError: naming the settings of config.json that do not fit, and numbers of devices that do.
@@ -147,7 +147,7 @@ def sampler_sizes(checkpoint: Checkpoint) -> list[int]:
 
 
 def _divisors(checkpoint: Checkpoint, axis: str, size: int) -> tuple[list[str], list[int]]:
-    """Return (the axis's settings that ``size`` does not divide, as "name=value"; sizes that divide all settings)."""
+    """Return the axis's settings that ``size`` does not divide, as "name=value", and sizes that divide all of them."""
     values = {name: getattr(checkpoint.config, name) for name in checkpoint.family.divisible[axis]}
     common = math.gcd(*values.values())
     wrong = [f"{name}={value}" for name, value in values.items() if size < 1 or value % size]
@@ -276,7 +276,7 @@ def _read_headers(files: Iterable[Path]) -> dict[str, StoredTensor]:
 
 
 def _apart(tensors: dict[str, StoredTensor], family: Family, config: DecoderConfig) -> dict[str, StoredTensor]:
-    """Split fused tensors into their parts; `_verify_tensors` will report those of a wrong size, which stay whole."""
+    """Split fused tensors into their parts, except those of a wrong size, which `_verify_tensors` then reports."""
     shapes = family.tensor_shapes(config)
     for name, parts in family.fused_tensors(config).items():
         sizes = [math.prod(shapes[part]) for part in parts]

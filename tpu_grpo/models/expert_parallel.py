@@ -1,14 +1,14 @@
-"""The experts of a layer in training, spread over the devices of a mesh axis; it replaces the inside of Tunix's layer.
+"""Expert parallelism in training: the experts of a layer are spread over a mesh axis, in place of Tunix's computation.
 
-Every device holds some of the experts and some of the tokens. A token is copied to each of its k experts: copies are
-sent to the devices of their experts (a ragged all-to-all), multiplied there, and sent back. Tunix (0.1.7) reserves room
-for the worst case, all tokens on the experts of one device, and computes on all of it: with 16 devices 16 times what
-arrives on average. Here the receiving buffer has room for twice the average. What does not fit waits for another round:
+Every device holds some of the experts and some of the tokens. Each token is copied for each of its k experts. Copies
+are sent to their experts' devices (a ragged all-to-all), go through the experts, and are sent back. Tunix (0.1.7) has a
+buffer for the worst case, all tokens on the experts of one device, and computes on all of it: with 16 devices, 16 times
+the average number of rows. Here the buffer has twice the average. Copies that do not fit wait for another round:
 
     buffer of 4 rows, a device receives from device 0: a a a b, from device 1: c d
     round 0    a a a b        round 1    c d - -
 
-All devices do as many rounds as the fullest one needs, usually one, and no token is dropped, whatever the router does.
+All devices do as many rounds as the one with most copies, usually one. No token is dropped, whatever the router does.
 A round's rows are sorted by expert, for the grouped products (megablox) of jax, whose tiles are chosen by shape. The
 backward pass sends the inputs again with the gradients, and computes the experts again, so that nothing of the size of
 the buffer is kept between the passes.
@@ -29,12 +29,12 @@ from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 from jaxtyping import Array, Float, Int
 
 LANES = 128
-"""The numbers that a TPU moves together."""
+"""The lanes of a TPU's vector register."""
 BUFFER_MEANS = 2
-"""Rows of the buffer, in copies that a device receives on average."""
+"""The rows of the buffer for each copy that a device receives on average."""
 TILE_ROWS = 512
 TILE_BYTES = 2048
-"""The longest side of a tile of weights: 1,024 numbers in bfloat16. Three tiles, twice each, fit the default VMEM."""
+"""The longest side of a tile of weights: 1,024 numbers in bfloat16. Three tiles, double-buffered, fit default VMEM."""
 
 
 class Weights(NamedTuple):
@@ -53,9 +53,9 @@ def mixture(
     weights: Weights,
     axis: str | None,
 ) -> Float[Array, "T D"]:
-    """Return the sum of what a token's experts make of it, times their shares; for every device inside a shard_map.
+    """Return the sum of the outputs of each token's experts, weighted by their shares; call it inside a shard_map.
 
-    The experts are spread over the devices of ``axis`` in order; with None, the device has all of them.
+    The experts are spread over the devices of ``axis`` in order. If it is None, the device has all experts.
     """
     copies = Copies.of(chosen_Tk, len(weights.gate), axis)
     sorted_AD = copies.sort(x_TD)
@@ -72,9 +72,9 @@ def mixture(
 def _backward(
     axis: str | None, kept: tuple[Array, Array, Array, Weights], gradients_TD: Array
 ) -> tuple[Array, Array, np.ndarray, Weights]:
-    """Return the gradients. That of a share is <g, y> for the gradient g of the sum and the expert's output y.
+    """Return the gradients. The gradient of a share is <g, y>, with g the gradient of the sum, y the expert's output.
 
-    The outputs are not kept. Devices of experts compute <share g, y> and send it back beside the gradient of the input.
+    Outputs are not kept. The expert's device computes <share g, y>, and sends it back beside the input's gradient.
     """
     x_TD, shares_Tk, chosen_Tk, weights = kept
     copies = Copies.of(chosen_Tk, len(weights.gate), axis)
@@ -129,9 +129,9 @@ class Copies(NamedTuple):
     axis: str | None
     per_token: int
     order_A: Int[Array, " A"]
-    """The copies in the order of their experts, which is also that of the receiving devices."""
+    """The copies in the order of their experts, which is also the order of the receiving devices."""
     counts_NNe: Int[Array, "N N e"]
-    """Copies by sender, receiver and the receiver's expert."""
+    """The number of copies by sender, receiver and the receiver's expert."""
 
     @classmethod
     def of(cls, chosen_Tk: Int[Array, "T k"], experts: int, axis: str | None) -> "Copies":
@@ -151,11 +151,11 @@ class Copies(NamedTuple):
 
     @property
     def rounds(self) -> Int[Array, ""]:
-        """The rounds that the fullest device needs."""
+        """The number of rounds that the device with the most copies needs."""
         return -(-jnp.max(jnp.sum(self.counts_NNe, axis=(0, 2))) // self.buffer_rows)
 
     def sort(self, x_TD: Float[Array, "T D"]) -> Float[Array, "A D"]:
-        """Copy tokens to their experts."""
+        """Return the copies of the tokens in the order of their experts."""
         return x_TD[self.order_A // self.per_token]
 
     def unsort(self, sorted_AD: Float[Array, "A D"]) -> Float[Array, "T k D"]:
@@ -163,7 +163,7 @@ class Copies(NamedTuple):
         return sorted_AD[jnp.argsort(self.order_A)].reshape(-1, self.per_token, sorted_AD.shape[1])
 
     def round(self, number: Int[Array, ""]) -> Round:
-        """Plan a round: receivers take the rows of a window, in the order of senders and then of experts."""
+        """Plan a round: each receiver takes a window of its rows, which are ordered by sender, then by expert."""
         device = 0 if self.axis is None else lax.axis_index(self.axis)
         rows = self.buffer_rows
         pairs_NN = jnp.sum(self.counts_NNe, axis=2)
@@ -182,7 +182,7 @@ class Copies(NamedTuple):
         return Round(sent, returned, by_expert, by_sender, jnp.sum(sizes_Ne, axis=0))
 
     def send(self, sorted_AD: Float[Array, "A D"], plan: Round) -> Float[Array, "C D"]:
-        """Send a round's copies to the devices of their experts, and sort what arrives by expert."""
+        """Send a round's copies to the devices of their experts, and sort the received copies by expert."""
         buffer_CD = jnp.zeros((self.buffer_rows, sorted_AD.shape[1]), sorted_AD.dtype)
         if self.axis is None:
             return buffer_CD.at[: len(sorted_AD)].set(sorted_AD)
@@ -205,9 +205,9 @@ def _starts(sizes: Int[Array, "n ..."]) -> Int[Array, "n ..."]:
 def _windowed(
     sizes: Int[Array, "n ..."], first: Int[Array, ""], rows: int
 ) -> tuple[Int[Array, "n ..."], Int[Array, "n ..."]]:
-    """Return start and size of the portion of each part that lies in a window of so many rows from ``first`` on.
+    """Return start and size of the portion of each part that lies in a window of ``rows`` rows from ``first`` on.
 
-    Starts are counted from the window's first row; a part with nothing in the window starts at 0.
+    Starts are counted from the window's first row; a part without rows in the window starts at 0.
     """
     starts = _starts(sizes) - first
     begins = jnp.clip(starts, 0, rows)
@@ -227,7 +227,7 @@ def _repeated(values: Int[Array, "a b"], sizes: Int[Array, "a b"], rows: int) ->
 def _experts(
     x_CD: Float[Array, "C D"], rows_e: Int[Array, " e"], weights: Weights
 ) -> tuple[Float[Array, "C F"], Float[Array, "C F"], Float[Array, "C D"]]:
-    """Compute every expert on its rows, down(silu(gate x) * up x); also return the two hidden values."""
+    """Return gate x, up x and down(silu(gate x) * up x), computed for each row x by the row's expert."""
     gated_CF, upward_CF = (_product(x_CD, weight, rows_e) for weight in (weights.gate, weights.up))
     return gated_CF, upward_CF, _product(_hidden(gated_CF, upward_CF), weights.down, rows_e)
 
@@ -239,10 +239,7 @@ def _hidden(gated_CF: Float[Array, "C F"], upward_CF: Float[Array, "C F"]) -> Fl
 def _expert_gradients(
     x_CD: Float[Array, "C D"], gradients_CD: Float[Array, "C D"], rows_e: Int[Array, " e"], weights: Weights
 ) -> tuple[Float[Array, "C D"], Float[Array, " C"], Weights]:
-    """Return the gradients for inputs, the products of outputs and their gradients, and the gradients for weights.
-
-    The last two are in float32.
-    """
+    """Return the inputs' gradients, and in float32 the products <output, its gradient> and the weights' gradients."""
     gated_CF, upward_CF, outputs_CD = _experts(x_CD, rows_e, weights)
     products_C = jnp.einsum("cd,cd->c", outputs_CD, gradients_CD, preferred_element_type=jnp.float32)
     hidden_CF, to_hidden = jax.vjp(_hidden, gated_CF, upward_CF)
@@ -256,7 +253,7 @@ def _expert_gradients(
 def _product(
     x: Float[Array, "C inputs"], weight: Float[Array, "e a b"], rows_e: Int[Array, " e"], *, transposed: bool = False
 ) -> Float[Array, "C outputs"]:
-    """Multiply each row with the matrix of its expert. Rows beyond those of experts hold anything."""
+    """Multiply each row with the matrix of its expert. Rows after the experts' rows have undefined values."""
     return gmm(x, weight, rows_e, x.dtype, tiles_of(x.dtype), transpose_rhs=transposed)
 
 

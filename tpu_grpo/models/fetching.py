@@ -1,4 +1,4 @@
-"""Fetches the files that a run needs of a Hugging Face hub model, into the hub's cache; also pushes models to the hub.
+"""Downloads the files of a Hugging Face hub model that a run needs into the hub's cache, and pushes models to the hub.
 
     directory = fetch("Qwen/Qwen3-0.6B", say=print)       # or Qwen/Qwen3-0.6B@REVISION
     address = push(Path("my_model"), "me/my-model")

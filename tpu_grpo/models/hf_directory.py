@@ -4,8 +4,8 @@
         write_tensors(directory, checkpoint, read, np.dtype(np.float32), shard_bytes=4 * 2**30)
         write_settings(directory, checkpoint, tokenizer, np.dtype(np.float32), {"eos_token_id": [2], ...})
 
-``read`` returns the values of one leaf (parameter array) of Tunix's model. Besides the model that ``read`` takes them
-from, memory holds one leaf and the tensors of files that are not complete yet.
+``read`` returns the values of one leaf (parameter array) of Tunix's model. In addition to this model, memory holds one
+leaf and the tensors of files that are not complete yet.
 """
 
 import json

@@ -60,7 +60,7 @@ def adaptable_modules(checkpoint: Checkpoint) -> tuple[str, ...]:
 
 
 def adapted_modules(checkpoint: Checkpoint, section: LoraSection) -> tuple[str, ...]:
-    """Return the paths of modules that get adapters: the targets match a path, or the paths of all its projections.
+    """Return the paths of the modules that get adapters: ``targets`` matches the module, or all of its projections.
 
     Raises:
         ConfigError: for layers that the model lacks, or targets that match no module, only some projections of a
@@ -106,7 +106,7 @@ def _is_named(module: str, targets: str) -> bool:
 
 
 def existing_layers(checkpoint: Checkpoint, setting: str, text: str) -> frozenset[int]:
-    """Return the numbers of the layers that a setting selects; raises ConfigError for one that the model lacks."""
+    """Return the numbers of the layers that a setting selects; raises ConfigError for a layer that the model lacks."""
     layers, count = parse_layers(text), checkpoint.config.num_hidden_layers
     if layers[-1] >= count:
         raise ConfigError(
@@ -181,7 +181,7 @@ def write_adapter_files(directory: Path, adapters: Mapping[str, np.ndarray], sec
 
 
 def load_adapters(model: nnx.Module, section: LoraSection) -> None:
-    """Set the model's adapters, in place, to those in ``section.path``; raises as `read_adapters`. All hosts read."""
+    """Load the adapters in ``section.path`` into the model. All hosts read. Raises the errors of `read_adapters`."""
     import jax
     from flax import nnx
 
@@ -195,7 +195,7 @@ def load_adapters(model: nnx.Module, section: LoraSection) -> None:
 
 
 def read_adapters(model: nnx.Module, section: LoraSection) -> dict[str, np.ndarray]:
-    """Return the adapters in ``section.path`` by dotted name, in the shapes and dtypes of the model's (maybe abstract).
+    """Return the adapters in ``section.path`` by dotted name, in the shapes and dtypes of the model's own adapters.
 
     Raises:
         CheckpointError: for missing or broken files, or adapters whose sizes, alpha or modules are not the model's.

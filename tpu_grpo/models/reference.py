@@ -115,7 +115,7 @@ def _attention(
 
 
 def _frequencies(size: int, theta: float, scaling: dict | None) -> list[float]:
-    """Return the rotary frequency of each pair of dimensions in radians per position; scaling lowers low ones."""
+    """Return the rotary frequency of each pair of dimensions in radians per position; scaling lowers the low ones."""
     frequencies = [theta ** (-2 * i / size) for i in range(size // 2)]
     if scaling is None:
         return frequencies
@@ -140,8 +140,9 @@ def _frequencies(size: int, theta: float, scaling: dict | None) -> list[float]:
 def _yarn(frequencies: list[float], theta: float, scaling: dict) -> list[float]:
     """Scale frequencies by YaRN (Peng et al. 2023, arXiv 2309.00071).
 
-    A frequency of over 32 turns in the original context stays, one of under 1 is divided by the factor. In between, the
-    two values are mixed, linearly in the index. The range's bounds are rounded outwards, as in the published code.
+    A frequency of over 32 turns in the original context is kept; a frequency of under 1 turn is divided by the factor.
+    In between, the two values are mixed, linearly in the index. The bounds are rounded outwards, as in the published
+    code.
     """
     count, original = len(frequencies), scaling["original_max_position_embeddings"]
     first, last = (count * math.log(original / (2 * math.pi * turns), theta) for turns in (32, 1))

@@ -35,7 +35,8 @@ def largest(
     """Find a threshold per row that the ``count_B`` largest logits exceed, and others only if they equal one of these.
 
     The threshold is halfway between the lowest logit above it and the highest below. A logit recomputed with other
-    rounding then falls on the same side. If no logit is below, it is minus infinity. For [3 1 2] and count 2: 1.5.
+    rounding then falls on the same side. If no logit is below, the threshold is minus infinity. For [3 1 2] and count 2
+    it is 1.5.
 
     Args:
         logits_BV: finite float32 numbers, of the whole vocabulary or of one device's part.
@@ -60,7 +61,7 @@ def largest(
     lowest_B = -maximum(jnp.max(jnp.where(kept_BV, -logits_BV, -jnp.inf), axis=-1))
     highest_B = maximum(jnp.max(jnp.where(kept_BV, -jnp.inf, logits_BV), axis=-1))
     halfway_B = 0.5 * lowest_B + 0.5 * highest_B
-    return jnp.where(halfway_B < lowest_B, halfway_B, highest_B)  # it rounds up to lowest if they are adjacent
+    return jnp.where(halfway_B < lowest_B, halfway_B, highest_B)  # halfway rounds up if they are adjacent
 
 
 def ranks(numbers: Float[Array, "*shape"]) -> Int[Array, "*shape"]:

@@ -116,8 +116,7 @@ def cast(leaf: Any, dtype: DTypeLike) -> Any:
 
 
 def check_finite(model: nnx.Module, directory: Path) -> None:
-    """Check that every parameter of a model is finite; all hosts of its mesh must call this. An abstract model has
-    none.
+    """Check that every parameter of a model is finite; all hosts of its mesh must call this. An abstract model passes.
 
     Raises:
         CheckpointError: naming the parameters that are not finite, by their paths in the model.

@@ -16,12 +16,12 @@ default. ``Qwen2`` passes its ``rope_theta``, so its repair only adds the scalin
 the log-probabilities need. The repair casts the logits of ``Llama3``.
 
 **Experts on TPUs.** ``MoELayer`` computes on as many rows as could arrive on a device in the worst case, and in tiles
-of 128. It also gathers over an axis ``tp`` of one device, and libtpu 0.0.42.1 aborts when it compiles that. The repair
-keeps the layer's router and shardings, and gives the rest to models/expert_parallel.py.
+of 128. It also gathers over an axis ``tp`` of one device, and libtpu 0.0.42.1 aborts when it compiles this gather. The
+repair keeps the layer's router and shardings, and replaces the rest by models/expert_parallel.py.
 
-**Flash attention.** ``Llama3`` and ``Gemma`` have none; that of ``Qwen2`` and ``Qwen3`` computes all earlier blocks of
-a packed row. Where a config sets ``use_flash_attention``, all of them take `trainer_attention.flash_attention`, in
-calls without a cache and of more than one token.
+**Flash attention.** Tunix has none for ``Llama3`` and ``Gemma``; that of ``Qwen2`` and ``Qwen3`` computes all earlier
+blocks of a packed row. Where a config sets ``use_flash_attention``, the repair makes all four models use
+`trainer_attention.flash_attention`, in calls without a cache and with more than one token.
 
 **Gemma's windows.** ``_create_sliding_mask`` compares the keys' indices in the row with the queries' positions. Rows of
 prompts are padded on the left, and positions do not count padding. With P tokens of padding, a query's window therefore
@@ -74,7 +74,7 @@ def require_reviewed_tunix() -> None:
 
 
 def apply() -> None:
-    """Repair Tunix in this process; a second call does nothing. Raises as `require_reviewed_tunix`."""
+    """Repair Tunix in this process; a second call does nothing. Raises the error of `require_reviewed_tunix`."""
     require_reviewed_tunix()
     _repair_models()
 
@@ -158,7 +158,7 @@ def _float32_logits(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def has_ragged_exchange(mesh: Mesh) -> bool:
-    """Whether XLA has the exchange that spreads experts; it lacks it on CPUs, where Tunix computes every expert."""
+    """Whether XLA has the ragged all-to-all that spreads experts; without it, on CPUs, Tunix computes every expert."""
     return not mesh.empty and mesh.devices.flat[0].platform != "cpu"
 
 
@@ -212,12 +212,12 @@ def _flash_block(module: Any, original: Any, self: Any, x: Any, *args: Any, **kw
 
 
 def _takes_flash(config: Any, x: Any) -> bool:
-    """Whether a row is computed by flash attention; one of a single token, with which adapters are put in, is not."""
+    """Whether flash attention computes ``x``; not for rows of a single token, with which qwix creates adapters."""
     return bool(getattr(config, "use_flash_attention", False)) and x.shape[1] > 1
 
 
 def _starts(positions_BT: Int[Array, "B T"]) -> Int[Array, "B T"]:
-    """The index at which each token's sequence begins; the sequences of a packed row follow each other."""
+    """Return the index at which each token's sequence begins; the sequences of a packed row follow each other."""
     return jnp.arange(positions_BT.shape[1]) - positions_BT
 
 

@@ -1,7 +1,7 @@
 """The records of a conversation between the policy and an environment: one episode for each row of a rollout.
 
-A row's `Completion` holds all tokens after the first prompt, in the order in which they came, and says which of them
-the policy sampled. For two turns a and b of the policy, and the environment's answer o between them:
+A row's `Completion` holds all tokens after the first prompt, in order, and says which of them the policy sampled. For
+two turns a and b of the policy, and the environment's answer o between them:
 
     token_ids   [a0 a1 a2 o0 o1 b0 b1]
     sampled     [ 1  1  1  0  0  1  1]
@@ -10,7 +10,7 @@ the policy sampled. For two turns a and b of the policy, and the environment's a
 
 A branch is a sequence of tokens exactly as the policy saw it, and is a training sample. Most episodes have one branch.
 A new branch begins where the chat template changes earlier turns, as Qwen3's template does by dropping their thinking.
-The new branch's prompt is then the changed conversation up to there.
+The new branch's prompt is the changed conversation up to that point.
 """
 
 from collections.abc import Mapping
@@ -21,11 +21,11 @@ import numpy as np
 from jaxtyping import Integer
 
 Ending = Literal["answered", "done", "turns", "tokens", "failed"]
-"""Why an episode ended, in the order of these names: the policy called no tool; the environment was done; it reached
-environment.max_turns; it reached the most tokens of the conversation or of a turn; the environment failed."""
+"""Why an episode ended. answered: the policy called no tool. done: the environment was done. turns: the episode reached
+environment.max_turns. tokens: the conversation or a turn reached its token limit. failed: the environment failed."""
 FailureKind = Literal["raised", "late", "died", "memory", "wrong"]
-"""How an environment failed, in the order of these names: it raised, did not answer in time, its process ended, it took
-too much memory, or it returned neither text nor a number."""
+"""How an environment failed. raised: it raised an exception. late: it did not answer in time. died: its process ended.
+memory: it took too much memory. wrong: it returned neither text nor a number."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Turn:
     start: int
     """The index of the turn's first token in ``Completion.token_ids``."""
     end: int
-    """The index after the turn's last token. The answer's tokens follow, up to the next turn or the end. If a new
-    branch begins there, the answer's tokens are instead at the end of that branch's prompt."""
+    """The index after the turn's last token. The answer's tokens follow, up to the next turn or the last token. If a
+    new branch begins after this turn, they are instead at the end of the new branch's prompt."""
     text: str
     """What the policy wrote, special tokens left out."""
     calls: tuple[str, ...] = ()
@@ -44,9 +44,9 @@ class Turn:
     answer: str = ""
     """What the environment answered; empty if the conversation ended with the turn."""
     observed: int = 0
-    """The number of tokens of the answer that the policy saw, including those that the template adds around it."""
+    """The number of tokens of the answer that the policy saw, including those that the chat template adds."""
     reward: float | None = None
-    """The environment's reward for this turn, if it gives any for single turns."""
+    """The environment's reward for this turn; None if it gave none."""
     errors: int = 0
     """The number of tool calls that could not be parsed, or raised."""
 
@@ -69,11 +69,11 @@ class Failure:
 
     kind: FailureKind
     text: str
-    """What happened, in words that follow the environment's name."""
+    """What happened, worded to follow the environment's name in a message."""
     trace: str = ""
     """The text of the traceback, if there is one."""
     reward: float | None = None
-    """The conversation's reward in place of all rewards; None if none applies, and its total is its group's mean."""
+    """The conversation's reward, in place of all rewards; with None, its total is its group's mean."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class KeptEnvironment:
     source: str
     """The environment's class, as path.py:Class or package.module:Class."""
     state: bytes
-    """Its pickled attributes, and reasons for missing ones; only workers may unpickle it (workers/attributes.py)."""
+    """The pickled attributes, and reasons for missing ones; only workers may unpickle them (workers/attributes.py)."""
 
 
 @dataclass(frozen=True)

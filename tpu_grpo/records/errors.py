@@ -17,7 +17,7 @@ class TpuGrpoError(Exception):
 
     exit_code = 1
     said = False
-    """Whether the message was shown to the user."""
+    """Whether the message has been shown to the user."""
 
 
 class ConfigError(TpuGrpoError, ValueError):
@@ -33,7 +33,7 @@ class CheckpointError(TpuGrpoError, ValueError):
 
 
 class DataError(TpuGrpoError, ValueError):
-    """Data that is missing or malformed; names the file and line where there is one."""
+    """Data that is missing or malformed; the message names the file and line, if there is one."""
 
     exit_code = 2
 
@@ -57,7 +57,7 @@ class CallbackError(TpuGrpoError, RuntimeError):
 
 
 class RequestError(TpuGrpoError, ValueError):
-    """A generation request the engine can never serve: empty, too long, or larger than its cache."""
+    """A generation request that the engine can never serve, because it is empty, too long, or exceeds the cache."""
 
     exit_code = 2
 
@@ -69,7 +69,7 @@ class WeightsError(TpuGrpoError, ValueError):
 
 
 class NonFiniteError(TpuGrpoError, ArithmeticError):
-    """A loss, gradient or log-probability that is not finite."""
+    """A loss, gradient or log-probability that is not finite, or a log-probability above 0."""
 
 
 class LockstepError(TpuGrpoError, RuntimeError):

@@ -35,7 +35,7 @@ DEEPEST = 100
 
 
 def open_file(path: Path) -> IO[bytes]:
-    """Open a regular file, or a link to one, for reading; raises OSError at once for anything else."""
+    """Open a regular file, or a link to one, for reading; raises OSError immediately for anything else."""
     if path.is_dir():
         _refuse(path, errno.EISDIR)
     file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")

@@ -1,4 +1,4 @@
-"""The records that pass between the stages, one per stage, frozen; and those between the rollout and its engine.
+"""Frozen records: one that each stage passes to the next, and those between the rollout and its engine.
 
 Array suffixes used throughout the package: P prompts of a step, G completions per prompt, B = P*G rows, T tokens,
 V vocabulary. Row ``p * G + g`` is completion ``g`` of prompt ``p``.
@@ -20,7 +20,7 @@ from tpu_grpo.records.episode import Episode
 Conversation = Sequence[Mapping[str, Any]]
 """Messages, each with role, content, and other keys that chat templates know, such as tool_calls."""
 FinishReason = Literal["stop", "length", "cut"]
-"""Why a completion ended. cut: it has not, and a later step goes on with it (engine/cutting.py)."""
+"""Why a completion ended; cut if it has not, and a later step continues it (engine/cutting.py)."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,7 @@ class Prompt:
     token_ids: tuple[int, ...]
     columns: Mapping[str, Any] = field(default_factory=dict)
     messages: Conversation = ()
-    """The conversation that the text was rendered from, with system message and examples; empty if there is only the
-    text."""
+    """The conversation that the text was rendered from, with system message and examples; empty if there was none."""
     examples: int = 0
     """The number of messages at the beginning that come from the config, not from the record."""
 
@@ -50,7 +49,7 @@ class Prompt:
 
     @property
     def gold(self) -> str | None:
-        """The right answer for display, from the record's column ``answer``; None without that column."""
+        """The reference answer for display, from the record's column ``answer``; None without that column."""
         answer = self.columns.get("answer")
         return None if answer is None else str(answer)
 
@@ -90,7 +89,7 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     ignore_stop: bool = False
-    """Go on past stop tokens, up to ``max_new_tokens``: for benchmarks."""
+    """Continue past stop tokens, up to ``max_new_tokens``; for benchmarks."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +114,7 @@ class SampleKey:
 
 @dataclass(frozen=True)
 class Request:
-    """One completion to generate. Requests of one group (the same prompt) share its prefill."""
+    """One completion to generate. Requests with the same prompt (a group) share one prefill."""
 
     token_ids: tuple[int, ...]
     sampling: SamplingParams
@@ -132,22 +131,22 @@ class Completion:
     """The tokens after the prompt, including a final stop token."""
     logprobs: Float32[np.ndarray, " T"]
     """The log-probability of each token under the full distribution at the temperature (at 1 when greedy). With
-    ``algorithm.filtered_ratio``, the distribution is that over the tokens that top-k, top-p and min-p keep."""
+    ``algorithm.filtered_ratio``, the distribution is over the tokens that top-k, top-p and min-p keep."""
     finish_reason: FinishReason
     cached_tokens: int
     """The number of prompt tokens whose keys and values were found in the prefix cache."""
     experts: Integer[np.ndarray, "S layers k"] | None = None
     """The experts that the engine used, if the request asked for them. The S tokens are those that the engine computed:
-    the prompt and all sampled tokens but the last. The dtype is `routing_dtype`'s."""
+    the prompt and all sampled tokens but the last. `routing_dtype` chooses the dtype."""
     kept: Integer[np.ndarray, " T"] | None = None
-    """How many candidates top-k, top-p and min-p kept for each token, with ``algorithm.filtered_ratio``."""
+    """How many candidates top-k, top-p and min-p kept for each token; None without ``algorithm.filtered_ratio``."""
     sampled: Bool[np.ndarray, " T"] | None = None
-    """A mask of the tokens that the policy sampled; None if it sampled all. The others are answers of an environment,
-    and have log-probability 0."""
+    """A mask of the tokens that the policy sampled; None if it sampled all. All other tokens are an environment's
+    answers, with log-probability 0."""
     episode: Episode | None = None
     """The conversation with an environment that these tokens belong to."""
     ages: Int32[np.ndarray, " T"] | None = None
-    """For each token, how many steps ago it was sampled, with ``rollout.carry``; None if this step sampled all."""
+    """With ``rollout.carry``, how many steps ago each token was sampled; None if this step sampled all tokens."""
 
     @property
     def sampled_tokens(self) -> int:
@@ -159,7 +158,7 @@ class Completion:
         """All tokens after the first prompt, int32, with the answers that only a later branch's prompt holds.
 
         For example, the first branch has the tokens [1 2], and the second has [3] after the prompt [9 1 7 8], which
-        ends with the answer [7 8] to the first turn. Then this is [1 2 7 8 3].
+        ends with the answer [7 8] to the first turn. Then the result is [1 2 7 8 3].
         """
         if self.episode is None or len(self.episode.branches) < 2:
             return self.token_ids
@@ -187,9 +186,9 @@ class Rollout:
     texts: tuple[str, ...]
     seconds: float
     figures: Mapping[str, float] = field(default_factory=dict)
-    """Figures about this host's engines, by the names of the metrics."""
+    """Metrics of the engines of the first replica's host, by name."""
     told: tuple[int, ...] = ()
-    """For each prompt, the host that got its completions from the engine first, and scores them; may be empty."""
+    """For each prompt, the host that reports its completions and scores them; if empty, hosts take turns to score."""
 
     @property
     def row_prompts(self) -> tuple[Prompt, ...]:
@@ -231,7 +230,7 @@ class Figure:
     value: int | float
     merge: Literal["sum", "mean", "max"]
     count: int = 1
-    """The number of values that a mean is over."""
+    """The number of values that a mean was taken of."""
 
     def merged(self, other: "Figure") -> "Figure":
         """Merge two figures: a mean of 2 over 1 value and one of 5 over 2 values make a mean of 4 over 3."""
@@ -256,17 +255,17 @@ class Scores:
     """Each reward before weighting (float64); NaN where it does not apply. A token reward is summed over the row's
     tokens."""
     seconds: float
-    """The time that scoring took after the rollout."""
+    """The seconds that scoring took after the rollout."""
     figures: Mapping[str, Figure] = field(default_factory=dict)
-    """The costs of the rewards and the values that they logged, by the names of the metrics."""
+    """Metrics: the costs of the rewards, and the values that they logged, by name."""
     per_token: tuple[Float[np.ndarray, "_"], ...] = ()
     """For every row, the weighted sum of the token rewards at each token, which the learner adds to the token's
     advantage; empty without token rewards."""
     token_rewards: tuple[str, ...] = ()
-    """The names of the token rewards, which are per-token rewards."""
+    """The names of the token rewards (rewards per token)."""
     unscored: Bool[np.ndarray, " B"] | None = None
     """A mask of the rows to which no weighted completion reward applies, and whose total is their group's mean; None
-    if there are none."""
+    if there are no such rows."""
 
     @property
     def scored(self) -> Bool[np.ndarray, " B"]:
@@ -311,7 +310,7 @@ class Histogram(NamedTuple):
     total: Float[np.ndarray, ""]
     """The sum of the elements."""
     squares: Float[np.ndarray, ""]
-    """The sum of their squares."""
+    """The sum of the elements' squares."""
 
 
 @dataclass(frozen=True)

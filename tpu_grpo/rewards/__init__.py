@@ -1,4 +1,4 @@
-"""Scores the completions of a rollout: calls the rewards, sums their weighted values, and shares them among hosts.
+"""Scores the completions of a rollout: calls the rewards, sums their weighted values, and shares the results.
 
 To write a reward, read protocol.py; the shipped rewards are in shipped/.
 """

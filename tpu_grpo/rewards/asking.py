@@ -1,16 +1,16 @@
-"""Calls one reward for rows, in batches through its executor, and handles problems as the config's ``on_error`` says.
+"""Calls one reward for rows of a rollout, in batches through its executor; ``on_error`` says how to handle problems.
 
     table = build_table(rollout, rewards)                   # the columns that the rewards need, each [B]
     result = ask_reward(reward, table, gate_B)              # for all rows of a rollout at once
 
-    groups = Groups(reward, expected=32, rollouts=1)        # or a group at a time, while others are sampled
+    groups = Groups(reward, expected=32, rollouts=1)        # or one group at a time, while other groups are sampled
     groups.start(threads)                                   # runs the executor on another thread
     groups.ask((0, 3), table_of_prompt_3)                   # queues a group's rows for the reward's workers
     groups.end()                                            # no more groups will come
     result = groups.result(0, prompts=range(32))            # waits for the unanswered rows
 
-The reward that another reward names in ``only_if`` is its gate. When a gate has scored a group, the gate's thread
-queues the group for the rewards that depend on the gate.
+A reward's gate is the reward that it names in ``only_if``. When a gate has scored a group, the gate's thread queues the
+group for the rewards that depend on the gate.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ from tpu_grpo.rewards.shipped import SHIPPED
 
 LOG = logging.getLogger("tpu_grpo.rewards")
 _BATCHES_PER_WORKER = 4
-"""With several batches per worker, the other workers can take the rest while one is busy with a slow batch."""
+"""With several batches per worker, other workers can take the remaining ones while one worker has a slow batch."""
 Group = tuple[int, int]
 """(number of the rollout, number of the prompt in it)."""
 
@@ -54,7 +54,7 @@ class OpenReward:
 
     @property
     def may_start_early(self) -> bool:
-        """Return the config's ``early``, or else whether the reward can start during the rollout without delaying it.
+        """Return the config's ``early``, or else whether the reward can start during the rollout without slowing it.
 
         A function of one row does not depend on the other rows of a call, and neither do the shipped rewards. A reward
         in the main process competes with the engine for Python's interpreter lock. So in the main process, only shipped
@@ -104,9 +104,9 @@ class Table:
 def build_table(rollout: Rollout, rewards: Iterable[OpenReward], *, numbers: Sequence[int] | None = None) -> Table:
     """Collect the texts, data columns and extras (OF_ROWS) that the rewards are called with.
 
-    A plain completion is passed as its text, a conversation with an environment as the policy's last turn, or as all
-    messages. ``numbers`` are the row numbers for error messages, if the rollout is part of a larger one. Raises
-    RewardError for a row that lacks a column, or that has no environment where a reward needs one.
+    A plain completion is passed as its text. A conversation with an environment is passed as the policy's last turn, or
+    as all messages for ``messages: true``. ``numbers`` are the row numbers for error messages, if the rollout is part
+    of a larger one. Raises RewardError for a row without a column or an environment that a reward needs.
     """
     rows, episodes = rollout.row_prompts, [completion.episode for completion in rollout.completions]
     said = list(zip(episodes, rollout.texts, strict=True))
@@ -168,7 +168,7 @@ def split_rows(rows: Sequence[int], group_size: int, workers: int, call: Call) -
 
 def most_batches(workers: int, call: Call) -> int:
     """Return the most batches for the rows of a step: a few per worker, or one per worker for an async function, which
-    awaits rows together. A function of a batch with one worker gets all rows at once."""
+    awaits rows together. A function of a batch with one worker gets all rows in one call."""
     if workers <= 1 and call.concurrency is None:
         return 1
     return max(1, workers) * (1 if call.is_async else _BATCHES_PER_WORKER)
@@ -202,7 +202,7 @@ class RewardResult:
 
     @property
     def comparable(self) -> list[Any]:
-        """Return per row what must be equal on all hosts: the value, plus a digest of the tokens' numbers, if any."""
+        """Return per row what must be equal on all hosts: the value, and a digest of per-token numbers, if any."""
         if not self.of_tokens:
             return self.values.tolist()
         return [
@@ -244,7 +244,7 @@ def ask_reward(reward: OpenReward, table: Table, gate_B: Float[np.ndarray, " B"]
 
 
 def _rows_to_ask(table: Table, gate_B: Float[np.ndarray, " B"] | None, call: Call) -> tuple[list[int], RewardResult]:
-    """Return the rows for which the reward is called, and its result with the other rows filled in."""
+    """Return the rows for which the reward is called, and the result with the other rows filled in."""
     of_tokens = [NO_VALUES] * table.size if call.per_token else []
     result = RewardResult(np.full(table.size, np.nan), np.zeros(table.size, dtype=bool), of_tokens=of_tokens)
     result.skipped[list(table.failures)] = True
@@ -319,7 +319,7 @@ class _OpenGroup:
 
 
 class Groups:
-    """Calls one reward for groups of rows as they are sampled, and collects its values.
+    """Calls one reward for groups of rows as the groups are sampled, and collects the reward's values.
 
     Args:
         expected: about how many groups will come.
@@ -335,7 +335,7 @@ class Groups:
         self.reward = reward
         self.feed = Feed(reward.spec.timeout, batches, self._take, joins=joins, weight=weight)
         self.followers: list[Groups] = []
-        """The groups of the rewards whose gate this reward is."""
+        """The `Groups` of the rewards that have this reward as their gate."""
         self.served: Future[None] = Future()
         self.results: dict[Group, RewardResult] = {}
         self._rollouts = rollouts
@@ -387,7 +387,7 @@ class Groups:
         )
 
     def _take(self, key: tuple[Group, int], answer: Answer) -> None:
-        """Store a batch's answer; the last completes the group. With ``on_error: stop`` a problem raises at once."""
+        """Store a batch's answer. The last one completes the group; a problem raises sooner if ``on_error`` is stop."""
         group, number = key
         asked, spec = self._open[group], self.reward.spec
         asked.answers[number] = answer

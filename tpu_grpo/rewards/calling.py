@@ -1,4 +1,4 @@
-"""Calls a reward, in any process: a batch goes in, numbers and problems come out.
+"""Calls a reward on a batch, in any process, and returns numbers and problems.
 
     batch = RewardBatch({"completions": ["5", "6"], "answer": ["5", "7"]}, step=3, size=2)
     answer = Caller(call, function).answer(batch, seconds)    # Answer([1.0, nan], [Problem("raised", "...", row=1)])
@@ -39,7 +39,7 @@ def _read_values(text: object) -> np.ndarray:
 
 
 TokenValues = Annotated[Float[np.ndarray, "_"], PlainValidator(_read_values)]
-"""float64, a number per token; empty for a completion to which the reward does not apply. Workers send base64."""
+"""A float64 number per token; empty for a completion to which the reward does not apply. Workers send base64."""
 NO_VALUES: TokenValues = np.zeros(0)
 SHORT_REPR = reprlib.Repr(maxstring=120, maxother=120)
 """Shortens the texts and values that error messages show."""
@@ -62,7 +62,7 @@ _WANTED_TEXTS = re.compile(r"'?\blist\b'?")
 
 @dataclass(frozen=True)
 class Call:
-    """How a reward is found and called; sent to its worker processes."""
+    """How a reward is found and called; a Call is sent to the reward's worker processes."""
 
     name: str
     source: str
@@ -162,7 +162,7 @@ def failed_answer(size: int, problem: Problem) -> Answer:
 
 
 class Caller:
-    """A reward that is ready to be called, from one thread."""
+    """A reward that is set up and can be called from one thread."""
 
     def __init__(self, call: Call, target: Any):
         """Build the reward, if it is a class, and call its ``setup``. Raises what these raise."""
@@ -198,7 +198,7 @@ class Caller:
         return self._answer_rows(batch, seconds, self._call.concurrency)
 
     def raw_outputs(self, batch: RewardBatch) -> Any:
-        """Return the function's result for a batch, or a list of its results by row; raises what it raises."""
+        """Return the function's result for a batch, or a list of its results by row. Its exceptions pass through."""
         if self._call.concurrency is None:
             return self._resolve(self._reward(**self._arguments(batch, {})))
         return [self._resolve(self._reward(**self._arguments(batch, {}, row))) for row in range(batch.size)]
@@ -228,7 +228,7 @@ class Caller:
         return Answer(numbers, problems, logged, of_tokens)
 
     def _lengths(self, batch: RewardBatch) -> list[int]:
-        """Return every completion's number of tokens for a per-token reward, otherwise ones."""
+        """Return each completion's number of tokens for a per-token reward, otherwise a 1 for each."""
         return [len(ids) for ids in batch.columns["completion_ids"]] if self._call.per_token else [1] * batch.size
 
     def _call_for_row(self, batch: RewardBatch, logged: dict[str, list[float]], row: int, end: float) -> Any:
@@ -261,7 +261,7 @@ class Caller:
         return [Problem("late", "did not finish") if task in late else task.result() for task in tasks]
 
     def _resolve(self, value: Any, seconds: float | None = None) -> Any:
-        """Return a value as it is, or an awaitable's result, or _LATE if that takes longer than ``seconds``."""
+        """Return a value as it is, or an awaitable's result; _LATE if awaiting takes longer than ``seconds``."""
 
         async def within() -> Any:
             task = asyncio.ensure_future(value)
@@ -299,7 +299,7 @@ class Caller:
         return {renamed.get(n, n): value for n, value in arguments.items()} | self._passed_options
 
     def _as_argument(self, name: str, value: Any) -> Any:
-        """Convert a value to what the reward expects; copy token ids and messages, which other rewards get too."""
+        """Convert a value to what the reward expects; copy token ids and messages, as other rewards share them."""
         if name == "completion_ids" and name in self._call.extras:
             return list(value)
         if isinstance(value, KeptEnvironment):
@@ -339,7 +339,7 @@ class Caller:
 
 
 async def _cancel(tasks: Collection[asyncio.Future[Any]]) -> None:
-    """Cancel tasks, and give them 0.2 s to clean up; one that blocks the event loop longer delays the answer."""
+    """Cancel tasks, and give them 0.2 s to clean up; a task that blocks the event loop longer delays the answer."""
     for task in tasks:
         task.cancel()
     if tasks:
@@ -350,11 +350,11 @@ async def _cancel(tasks: Collection[asyncio.Future[Any]]) -> None:
 
 
 Checked = tuple[list[float], list[TokenValues], list[Problem]]
-"""A number per row (NaN for None), for a per-token reward the numbers of each row's tokens, and the problems found."""
+"""Three lists: a number per row (NaN for None), each row's token values (for per-token rewards), and the problems."""
 
 
 def check_values(values: Any, lengths: Sequence[int]) -> Checked:
-    """Convert a reward's result to a number for each of the completions, whose ``lengths`` do not matter."""
+    """Convert a reward's result to a number per completion; only the number of ``lengths`` matters here."""
     if problem := _miscounted(values, len(lengths), "of one number"):
         return [math.nan] * len(lengths), [], [problem]
     numbers, problems = [], []
@@ -379,7 +379,7 @@ def _miscounted(values: Any, expected: int, of_what: str) -> Problem | None:
 
 
 def length_of(values: Any) -> int | None:
-    """Return the length of a list, tuple or array, None for anything else: generators, texts, sets, mappings."""
+    """Return the length of a list, tuple or array; None for other values, such as generators, texts or mappings."""
     is_other = isinstance(values, str | bytes | set | frozenset | Mapping) or not hasattr(values, "__len__")
     return None if is_other or getattr(values, "shape", (0,)) == () else len(values)
 
@@ -498,7 +498,7 @@ class AnswerParser:
         self._how = how
 
     def parse(self, text: str) -> Any:
-        """Return a text's answer ("" without ``</think>``, None without a box); with tags, an object with each tag."""
+        """Return a text's answer ("" without ``</think>``, None without a box), or an object with a field per tag."""
         match self._how:
             case None:
                 return text.strip()

@@ -1,4 +1,4 @@
-"""Scores groups on several hosts: each host scores some, and all get the rewards of all rows.
+"""Scores groups on several hosts: each host scores some of the groups, and all hosts get the rewards of all rows.
 
 Most groups are scored by one host only, so a reward that computes wrong values on one host would go unnoticed. All
 hosts therefore score one group of every step, the witness, and compare their values.
@@ -24,7 +24,7 @@ class Told:
     """The message that a host sends to the other hosts about its rows."""
 
     columns: list[list[float]]
-    """Lists with a value per row: total, 1 if unscored, each reward's value. JSON keeps floats exact, NaN included."""
+    """Lists with a value per row: the total, 1 if unscored, each reward's value. JSON keeps floats exact, also NaN."""
     witness: dict[str, list[float | str] | None]
     """Name of a compared reward -> its values for the rows of the witness on this host; None if it had a problem."""
     figures: dict[str, Figure]
@@ -70,7 +70,7 @@ class DistributedScoring(Scoring):
         self._own: Sequence[Scores | None] | None = None
 
     def score_own(self, rollouts: Sequence[Rollout]) -> None:
-        """Score this host's groups without communication; ``finish`` calls this if its caller has not. Raises
+        """Score this host's groups without communication. If this method was not called, ``finish`` calls it. Raises
         RewardError if a reward fails on this host."""
         self._started = time.perf_counter()
         if self._hosts.count == 1:
@@ -144,7 +144,7 @@ class DistributedScoring(Scoring):
 
 
 def scorers_of(rollout: Rollout, hosts: int) -> list[int]:
-    """Return each prompt's scoring host: the host that got its group (``Rollout.told``), or else the hosts in turn."""
+    """Return each prompt's scoring host: the host that got its completions (``Rollout.told``), or the hosts in turn."""
     return list(rollout.told) or [prompt % hosts for prompt in range(len(rollout.batch.prompts))]
 
 

@@ -39,7 +39,7 @@ class Executor(ABC):
         """Answer the feed's batches until the feed is over. Waits first if another thread serves a feed.
 
         Raises:
-            RewardError: if the reward could never be set up. Exceptions of the feed's ``answered`` are passed on too.
+            RewardError: if the reward could never be set up. Exceptions of the feed's ``answered`` pass through, too.
             KeyboardInterrupt: if a reward on a thread raised it.
         """
         with self._busy:
@@ -52,7 +52,7 @@ class Executor(ABC):
     def close(self) -> None:
         """Cancel the current feed, close the reward, and end its workers or thread.
 
-        A busy worker is ended at once; a call that still runs on a thread cannot be ended.
+        A busy worker is ended immediately; a call that still runs on a thread cannot be ended.
         """
         if (feed := self._feed) is not None:
             feed.cancel()
@@ -210,7 +210,7 @@ class WorkerPool(Executor):
 
 
 class ThreadExecutor(Executor):
-    """Runs a cheap reward on a thread of the main process. A call that misses its deadline is late, but runs on."""
+    """Runs a cheap reward on a thread of the main process. A call that misses its deadline is late, but continues."""
 
     def __init__(self, call: Call, target: Any):
         super().__init__()

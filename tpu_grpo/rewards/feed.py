@@ -1,4 +1,4 @@
-"""A feed is the queue of a reward's batches: an executor answers the first ones while others are still being sampled.
+"""A feed is the queue of a reward's batches: an executor answers the first batches while others are being sampled.
 
     feed = Feed(60.0, expected=3, answered=take)    # take(key, answer) is called once for every batch
     executor.serve(feed)                            # on a thread of its own; returns once the feed is over
@@ -25,13 +25,13 @@ from tpu_grpo.rewards.calling import Answer, Problem, RewardBatch, failed_answer
 
 @dataclass(frozen=True)
 class Task:
-    """The work that a worker gets at once: one batch, or several joined batches."""
+    """The work that a worker gets in one request: one batch, or several joined batches."""
 
     keys: tuple[Any, ...]
     sizes: tuple[int, ...]
     batch: RewardBatch
     until: float
-    """The deadline, in the time of time.monotonic()."""
+    """The deadline, by the clock time.monotonic()."""
 
     @classmethod
     def of(cls, parts: Sequence[tuple[Any, RewardBatch]], until: float) -> Self:
@@ -68,7 +68,7 @@ class Feed:
         expected: about how many batches will come, which limits how many workers are started.
         answered: is called with the key of each batch and its answer, on the thread that runs ``serve``.
         joins: whether waiting batches may be joined into one task, for async functions that await all rows together.
-        weight: the part of a call that a batch counts as in ``recycle``, the calls after which a worker is replaced.
+        weight: how much of a call a batch counts towards ``recycle``, the calls after which a worker is replaced.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Feed:
     # --- for the executor ---
 
     def ring(self) -> None:
-        """Wake the thread that serves, by making ``fileno`` readable."""
+        """Wake the thread that serves the feed, by making ``fileno`` readable."""
         with self._lock:
             if not self._rung and not self._closed:
                 self._rung = True
@@ -147,7 +147,7 @@ class Feed:
             os.read(self._bell, 1)
 
     def wait(self, seconds: float | None) -> None:
-        """Wait for ``ring``, at most this many seconds; None waits without a limit."""
+        """Wait for ``ring``, for at most ``seconds``; None waits without a limit."""
         poll = select.poll()
         poll.register(self._bell, select.POLLIN)
         if poll.poll(None if seconds is None else max(0.0, 1000 * seconds)):
@@ -174,7 +174,7 @@ class Feed:
         return self._deadline
 
     def take(self, places: int = 1) -> Task | None:
-        """Take the next waiting batch, or with ``joins`` 1 / ``places`` of the waiting batches; None if none waits."""
+        """Take the next waiting batch, or with ``joins`` a share of 1 / ``places`` of them; None if none waits."""
         until = min(time.monotonic() + self.timeout, self.deadline)
         with self._lock:
             if not self._waiting:

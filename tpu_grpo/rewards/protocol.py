@@ -5,14 +5,16 @@
 
     rewards: [{name: "my_rewards.py:short", options: {limit: 40}}]
 
-The function gets keyword arguments only, and may be ``async``. All lists have a value per row, in the rollout's order.
+The function gets keyword arguments only, and may be ``async``. Columns are lists with a value per row, in the rollout's
+order.
 
-- ``prompts`` are the user's texts, ``completions`` the model's (in a conversation with an environment, the model's last
-  turn). With ``messages: true``, ``prompts`` are lists of the messages before the model's first answer, ``completions``
-  lists of the messages from that answer on. Every column of the data is passed under its own name.
+- ``prompts`` are the user's texts, and ``completions`` the model's texts (with an environment, the model's last turns).
+  With ``messages: true``, a prompt is the list of the messages before the model's first answer, and a completion is the
+  list of the messages from that answer on. Every column of the data is passed under its own name.
 - ``options`` of the config are passed under their own names, and replace data columns of the same name.
 - A function without ``**kwargs`` gets only the names it declares, so it may leave out what it does not need.
-- A function also gets the EXTRAS (below) that it declares, except names of columns. ``**kwargs`` gets BY_KWARGS.
+- A function also gets the EXTRAS (below) that it declares, unless a column or option has that name.
+  ``**kwargs`` gets BY_KWARGS.
 
 A function of one row is marked, or recognised by its parameters (``form_of`` in reward_functions.py):
 
@@ -27,8 +29,8 @@ A function that returns a number per token, to be added to the token's advantage
     def says_so_at_once(completion_ids):
         return [-0.01] * len(completion_ids)
 
-A class can hold what is costly to build. The options go to the constructor. Each process that scores builds the class
-and calls ``setup`` once, and ``close`` at the end. ``setup``, ``__call__`` and ``close`` may be ``async``:
+A class can hold what is costly to build. The options go to the constructor. Each process that scores builds one
+instance, calls ``setup`` once, and ``close`` at the end. ``setup``, ``__call__`` and ``close`` may be ``async``:
 
     class Judge:
         def __init__(self, url): ...

@@ -9,8 +9,8 @@
 
     with_rewards(config, [*config.rewards, function])    # functions that are passed to train become entries
 
-All checks that need no completion are made here: the name, the file, the function, its signature against the columns
-of the data and the options, and for shipped rewards the options' values.
+All checks that need no completion are made here: whether the name, file and function exist, whether the signature fits
+the data's columns and the options, and whether the options of shipped rewards have valid values.
 """
 
 import functools
@@ -161,7 +161,7 @@ def workers_of(spec: RewardSpec) -> int:
 
 
 def repeats_itself(spec: RewardSpec) -> bool:
-    """Whether a reward is deterministic: as the config says, or else the reward's default."""
+    """Whether a reward is deterministic: the config's value, or else the reward's default."""
     if spec.deterministic is not None:
         return spec.deterministic
     return SHIPPED[spec.name].deterministic if spec.name in SHIPPED else True
@@ -301,8 +301,8 @@ class Form:
     verl: bool
 
     def shown(self, name: str) -> str:
-        """Return the parameter that receives the column ``name`` of a batch: for completions in a function of one row,
-        ``completion`` or one of its other names in ROW_ARGUMENTS."""
+        """Return the parameter that receives the column ``name`` of a batch. In a function of one row, ``completions``
+        goes to ``completion`` or another name for it in ROW_ARGUMENTS."""
         named, is_of_row = self.signature.named, self.concurrency is not None
         others = [n for n, batch in (ROW_ARGUMENTS if is_of_row else BATCH_ARGUMENTS).items() if batch == name]
         if name == "states" and "action" in named:  # Tunix's rewards
@@ -324,7 +324,7 @@ class Form:
         return offered
 
     def takes(self, name: str) -> bool:
-        """Whether the function gets an argument of this name; one written for verl gets nothing by ``**kwargs``."""
+        """Whether the function gets an argument of this name; verl's functions get nothing by ``**kwargs``."""
         return name in self.signature.named if self.verl else self.signature.takes(name)
 
     def extras(self, taken: Collection[str]) -> tuple[str, ...]:
@@ -367,8 +367,8 @@ def with_rewards(config: RunConfig, rewards: Sequence[GivenReward]) -> RunConfig
     """Return the config with these rewards in place of its own.
 
     A function that a worker process can import by the name of its module becomes an entry named
-    ``package.module:function``. Any other (a lambda, a closure, a function of a notebook or of the script itself, an
-    object) exists in this process only, and is called in this process. Raises ConfigError for an empty list, an entry
+    ``package.module:function``. Any other reward (a lambda, a closure, a function of a notebook or of the script
+    itself, an object) exists in this process only, and is called here. Raises ConfigError for an empty list, an entry
     of another type, wrong settings, or workers that cannot import the function.
     """
     if not isinstance(rewards, Sequence) or isinstance(rewards, str) or not rewards:

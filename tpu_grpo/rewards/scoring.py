@@ -49,9 +49,9 @@ UNSCORED = "rewards/unscored"
 def open_rewards(specs: Sequence[RewardSpec], columns: Collection[str], max_steps: int = 0) -> "RewardSet":
     """Load every reward of the config, for data with these columns and a run of this many steps.
 
-    Processes start when they are first needed, so rewards that were opened for a check can be used by the run, which
-    adapts them to its data with `RewardSet.for_columns`. Raises RewardError for a reward that cannot be loaded, two
-    rewards of the same name in the metrics, or a missing gate.
+    Processes start when they are first needed, so a run can use rewards that were opened for a check, and adapts them
+    to its data with `RewardSet.for_columns`. Raises RewardError for a reward that cannot be loaded, two rewards of the
+    same name in the metrics, or a missing gate.
     """
     try:
         check_rewards(specs)
@@ -173,8 +173,8 @@ class RewardSet:
 class Scoring:
     """Scores rollouts of the same prompts, whose groups may be added before the rollouts are finished.
 
-    All methods are called on one thread. When a group is added early, a reward is called at once if it may start early
-    and if its gate (the reward in its ``only_if``), if any, starts early too.
+    All methods are called on one thread. An added group is scored early by the rewards that may start early. A reward
+    with a gate (the reward in its ``only_if``) can start early only if the gate does.
     """
 
     def __init__(self, rewards: RewardSet, batch: PromptBatch, rollouts: int):

@@ -165,6 +165,6 @@ def _prompt(record: dict[str, Any]) -> Prompt:
 
 
 def _completion(ids: Any, text: str) -> Completion:
-    """Make a completion from its text and token ids; if ids is None, it gets one made-up token per word."""
+    """Make a completion from its text and token ids; if ``ids`` is None, make up one token per word."""
     tokens = np.asarray(ids if ids is not None else range(len(text.split())), np.int32)
     return Completion(tokens, np.zeros(len(tokens), np.float32), finish_reason="stop", cached_tokens=0)

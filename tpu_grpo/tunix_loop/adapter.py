@@ -45,7 +45,7 @@ class SamplingEngine(Protocol):
 def rollout_engine(engine: SamplingEngine, *, pad_id: int, eos_id: int) -> Any:
     """Return a value for Tunix's ``ClusterConfig.rollout_engine``, and apply the repairs of loop_repairs.py.
 
-    Call it before ``RLCluster`` is built. No prompt may hold ``pad_id``, as Tunix masks prompts by it.
+    Call it before ``RLCluster`` is built. No prompt may hold ``pad_id``, because Tunix masks prompts by this id.
     """
     from tpu_grpo.tunix_loop import loop_repairs  # imported here: runs with this package's learner do not need it
 
@@ -67,7 +67,7 @@ class RolloutAdapter(BaseRollout):
         mesh: jax.sharding.Mesh,
         rollout_config: RolloutConfig,
     ):
-        del tokenizer, mesh  # the engine brings its own
+        del tokenizer, mesh  # the engine has its own
         self._engine, self._pad_id, self._eos_id = engine, pad_id, eos_id
         self._actor, self._temperature = rollout_actor, rollout_config.temperature
         self._completions: list[Completion] = []
@@ -113,20 +113,20 @@ class RolloutAdapter(BaseRollout):
         found = common.compute_per_token_logps(
             definition, state, *rows, pad_id=self._pad_id, eos_id=self._eos_id, temperature=self._temperature
         )
-        assert isinstance(found, jax.Array)  # and no logits beside it
+        assert isinstance(found, jax.Array)  # not a pair with logits
         return found
 
     def update_params(self, params: Any, filter_types: tuple[Any, ...] | None = None) -> None:
-        """Install all of the trainer's parameters in the engine. ``params``, only adapters with LoRA, is not used."""
+        """Install all of the trainer's parameters in the engine. ``params`` is not used: LoRA's has only adapters."""
         with jax.transfer_guard("allow"):  # on CPU, RLCluster.sync_weights forbids the transfers an engine may need
             self._engine.install(parameters(self._actor))
 
     def pad_id(self) -> int:
-        """Return the token that fills rows."""
+        """Return the id of the token that pads rows."""
         return self._pad_id
 
     def eos_id(self) -> int:
-        """Return the token that ends a completion."""
+        """Return the id of the token that ends a completion."""
         return self._eos_id
 
     def model(self) -> None:

@@ -4,10 +4,11 @@
 
 Advantages, loss, gradient accumulation and steps are Tunix's. ``old_policy`` chooses a ratio's old log-probabilities:
 
-    rollout   the engine's, with which the tokens were sampled
+    rollout   the engine's log-probabilities from sampling
     trainer   the trainer's, from a forward pass before the update. The loss of a token is then multiplied by
               min(exp(trainer - engine), importance_cap), which Tunix calls sampler_is_weights.
-    tunix     as in Tunix: the current policy's for num_iterations=1 (the ratio is 1), else as for trainer, no factor
+    tunix     Tunix's choice: for num_iterations=1 the current policy's (the ratio is 1), else the trainer's as above,
+              but without the factor
 
 The cluster's rollout engine must be a `RolloutAdapter`. Suffixes: B rows, T completion tokens, V vocabulary.
 """
@@ -113,7 +114,7 @@ def measured_loss(loss_fn: Callable[..., Any], name: str, passes: int) -> Callab
                 value, aux = loss_fn(model, train_example, algo_config)
             except TpuGrpoError:
                 raise
-            except Exception as error:  # user code: anything can come
+            except Exception as error:  # user code may raise anything
                 raise ConfigError(
                     f"Tunix's policy loss {name} raised {type(error).__name__}: {error}; correct algorithm.options, or "
                     "repair it"
@@ -140,7 +141,7 @@ def measured_loss(loss_fn: Callable[..., Any], name: str, passes: int) -> Callab
 
 
 NO_TOKEN = -1
-"""Stands for padding, as it is not a token's id; Tunix's models embed it as the vocabulary's last token and mask it."""
+"""Marks padding, because no token has this id; Tunix's models embed it as the vocabulary's last token and mask it."""
 
 
 class _Pass(NamedTuple):
@@ -217,7 +218,7 @@ class MeasuringTrainer(rl_trainer.Trainer):
 
     @property
     def state(self) -> UpdateState:
-        """What the next update needs beside the model's parameters; checkpoints hold it."""
+        """The state that the next update needs beside the model's parameters; checkpoints hold it."""
         return step_state(self.optimizer).updates
 
     @state.setter
@@ -228,7 +229,7 @@ class MeasuringTrainer(rl_trainer.Trainer):
         nnx.update(self.optimizer.opt_state, nnx.state(held))
 
     def share(self, names: object) -> None:
-        """Do nothing: Tunix's train step reuses the memory of no parameter."""
+        """Do nothing: Tunix's train step donates the buffer of no parameter."""
 
     @staticmethod
     def _changing(model: nnx.Module, optimizer: nnx.Optimizer) -> tuple[nnx.State, nnx.State]:
@@ -243,7 +244,7 @@ class MeasuringTrainer(rl_trainer.Trainer):
         return loss, {**aux, "record": step_state(optimizer).record}, norm  # type: ignore[dict-item]
 
     def _shard_optimizer(self, mesh: jax.sharding.Mesh) -> None:
-        """Leave the optimizer's state as it is sharded; Tunix would replicate the arrays that are not nnx variables."""
+        """Keep the sharding of the optimizer's state; Tunix would replicate the arrays that are not nnx variables."""
 
     def _post_process_train_step(self, aux: Any) -> None:
         self._measured.append(aux)

@@ -1,8 +1,7 @@
 """Repairs of Tunix's learner, which ``apply()`` makes for the whole process. Reviewed for google-tunix 0.1.7.
 
 **Batches.** ``shard_input`` assumes that each process has rows of its own, so that two hosts with the same 16 rows
-train on 32. It also leaves an array that spans all hosts in whatever sharding it has. Here every host passes all the
-rows.
+train on 32. It also does not reshard an array that spans all hosts. Here every host passes all the rows.
 
 **A copy of the parameters on the host.** ``RLCluster`` makes one when it is built and at every ``sync_weights``, for
 Tunix's agentic learners. On several hosts that fails, because ``device_put`` refuses arrays that span hosts. The
@@ -12,12 +11,12 @@ arrays themselves, which no update writes to, are used instead.
 and combines them with arrays of a single host. Here they are gathered on every host.
 
 **Threads.** ``RLLearner`` samples and scores on a second thread, whose order of launches may differ between hosts.
-Here this is done on the calling thread.
+Here the calling thread does both.
 
-**Sums of gradients.** optax's ``MultiSteps`` adds up in the type of the gradients: in bfloat16 every sum is rounded.
-Here sums are float32.
+**Sums of gradients.** optax's ``MultiSteps`` adds gradients in their own type, so that in bfloat16 every sum is
+rounded. Here the sums are float32.
 
-**A restored policy.** Tunix gives it to the engine only after the first update. Here the engine gets it before.
+**A restored policy.** Tunix gives it to the engine only after the first update, here before that update.
 """
 
 import functools
@@ -42,7 +41,7 @@ from tpu_grpo.models.tunix_repairs import require_reviewed_tunix, wrap
 
 
 def apply() -> None:
-    """Repair Tunix's learner in this process; a second call does nothing. Raises as `require_reviewed_tunix`."""
+    """Repair Tunix's learner in this process, only once. Raises the error of `require_reviewed_tunix`."""
     require_reviewed_tunix()
     _repair_learner()
 
@@ -108,7 +107,7 @@ class _ThisThread(futures.Executor):
         done: futures.Future[Any] = futures.Future()
         try:
             done.set_result(fn(*args, **kwargs))
-        except BaseException as error:  # StopIteration, too, which ends Tunix's loop: raised where the result is taken
+        except BaseException as error:  # result() raises it, also StopIteration, which ends Tunix's loop
             done.set_exception(error)
         return done
 
@@ -124,7 +123,7 @@ class SumState(NamedTuple):
 
 
 def float32_sums(optimizer: optax.GradientTransformation, steps: int) -> optax.GradientTransformation:
-    """Let the optimizer step in every ``steps``-th call only, with the mean gradient of these calls, in float32."""
+    """Let the optimizer step only in every ``steps``-th call, with the float32 mean of ``steps`` gradients."""
 
     def init(params: Any) -> SumState:
         return SumState(jnp.zeros((), jnp.int32), jax.tree.map(_zeros, params), optimizer.init(params))

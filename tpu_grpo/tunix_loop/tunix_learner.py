@@ -86,7 +86,7 @@ class _Feed:
         self._totals: tuple[float, ...] = ()
 
     def start(self, signal: Signal, scored: ScoredRollout) -> None:
-        """Take the rollout whose rows the methods below return; completions that do not count get no sampled token.
+        """Take the rollout whose rows the methods below return. Completions that do not count are marked not sampled.
 
         Raises:
             DataError, NonFiniteError: for rows that cannot be learnt from.
@@ -141,7 +141,7 @@ class TunixParts:
 
     @property
     def forward_passes(self) -> int:
-        """How many forward passes a step makes before its updates, of the reference and the old policy: 0, 1 or 2."""
+        """The number of forward passes before a step's updates, for the reference and the old policy: 0, 1 or 2."""
         old = self.config.algorithm.old_policy != "rollout" and self.batch.old_per_token_logps is not None
         return (self.reference is not None) + old
 
@@ -196,7 +196,7 @@ class TunixParts:
 
 
 def build_tunix_parts(config: RunConfig, inputs: LearnerInputs) -> TunixParts:
-    """Build Tunix's cluster and learner; they are abstract if the model is. Raises as `open_tunix`."""
+    """Build Tunix's cluster and learner; they are abstract if the model is. Raises the error of `open_tunix`."""
     section, model, mesh = config.algorithm, inputs.model, inputs.mesh
     settings = LossSettings(open_tunix(config), section, config.rollout.temperature, mesh)
     options: Any = settings.algorithm.objective
@@ -233,7 +233,7 @@ def build_tunix_parts(config: RunConfig, inputs: LearnerInputs) -> TunixParts:
     loaded = mock.patch.object(RLCluster, "_load_model", lambda self, model, *_: model)  # the model is on the mesh
     with mock.patch.object(rl_trainer, "Trainer", MeasuringTrainer), loaded:
         cluster = RLCluster(actor=model, reference=reference, tokenizer=mock.Mock(), cluster_config=cluster_config)
-    cluster._anchor_policy_state = None  # for agentic learners; it would hold the first parameters for good
+    cluster._anchor_policy_state = None  # for agentic learners; it would keep the first parameters in memory
     rewards: list[Any] = [feed.rewards]
     if (getattr(options, "overlong_buffer", None) or {}).get("enable"):
         rewards.append(dapo_learner.reward_shaping)
@@ -256,9 +256,9 @@ class StepState(NamedTuple):
 
 
 def float32_steps(config: RunConfig, stepped: Values, dtypes: Mapping[str, Any]) -> optax.GradientTransformation:
-    """Build the optimizer of the config's section, with its clipping. Raises ConfigError for one that cannot be built.
+    """Build the config's optimizer, with gradient clipping, for Tunix's trainer. Raises ConfigError if this fails.
 
-    Tunix's trainer steps with it, in float32, also for bfloat16 parameters; NaN steps are skipped.
+    The optimizer steps in float32, also for bfloat16 parameters. It skips a gradient whose norm is not finite.
 
         optimizer = float32_steps(config, stepped, dtypes)      # RLTrainingConfig's actor_optimizer
         record = optimizer_state.record                         # of the last step
@@ -270,7 +270,7 @@ def float32_steps(config: RunConfig, stepped: Values, dtypes: Mapping[str, Any])
     Args:
         config: the run.
         stepped: the trained parameters in the type in which they are updated, arrays or descriptions, by dotted name.
-        dtypes: the types in which the model computes with them.
+        dtypes: the types in which the model computes with these parameters.
     """
     optimizer, schedule = build_optimizer(config, stepped), learning_rate_schedule(config)
 
@@ -287,7 +287,7 @@ def float32_steps(config: RunConfig, stepped: Values, dtypes: Mapping[str, Any])
 
     def init(params: Any) -> StepState:
         del params  # the model's, which may be rounded
-        values = start.pop()  # removed, or they would be held for good
+        values = start.pop()  # removed, so that their memory can be freed
         if isinstance(next(iter(values.values())), jax.ShapeDtypeStruct):
             describe = lambda leaf, of: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=of)  # noqa: E731
             return jax.tree.map(describe, shapes, shardings)

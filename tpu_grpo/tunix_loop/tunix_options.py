@@ -41,7 +41,7 @@ _BY_TUNIX: Mapping[str, str] = {
     "loss_aggregation": "loss_agg_mode",
     "kl_estimator": "kl_loss_mode",
 }
-"""The option of Tunix that does what a setting of the algorithm section does."""
+"""The option of Tunix that corresponds to each setting of the algorithm section."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +61,7 @@ def open_tunix(config: RunConfig) -> RunAlgorithm:
 
     Raises:
         ConfigError: for a loss or estimator that is not registered, an option that Tunix does not have or refuses, an
-            estimator that raises or returns a wrong shape or NaN, and settings that only the package's learner honours.
+            estimator that raises or returns a wrong shape or NaN, and settings that only this package's learner uses.
     """
     section = config.algorithm
     assert section.tunix is not None

@@ -64,7 +64,7 @@ class LeafMove:
     scale: float = 0.0
     """The factor of the adapter, alpha / rank."""
     input_axis: int = 0
-    """The axis of the trainer's leaf where the first axis of the adapter's product belongs."""
+    """The axis of the trainer's leaf that corresponds to the first axis of the adapter's product."""
 
     @property
     def source(self) -> str:
@@ -92,8 +92,8 @@ class LeafMove:
     def signature(self) -> tuple[Any, ...]:
         """Everything that the compiled program of this move depends on; moves with equal signatures share a program.
 
-        It has placements of elements on devices instead of shardings, because leaves after an update may have other
-        shardings than loaded leaves, with the same placement.
+        It has the index ranges that each device holds instead of shardings. After an update, a leaf may have another
+        sharding than when it was loaded, with the same ranges.
         """
         specs = (*self.source_specs, self.spec)
         return self.transform, self.scale, self.input_axis, *((s.shape, s.dtype, _places(s)) for s in specs)
@@ -180,7 +180,7 @@ def group_moves(moves: Sequence[LeafMove], limit_bytes: int) -> list[tuple[LeafM
 
 
 def _layers(moves: Iterable[LeafMove]) -> Iterable[list[LeafMove]]:
-    """Collect the moves of each layer; a leaf outside the layers is alone."""
+    """Collect the moves of each layer; each leaf outside the layers has a list of its own."""
     layers: dict[str, list[LeafMove]] = {}
     for move in moves:
         layer = re.search(r"\.\d+\.", move.target)

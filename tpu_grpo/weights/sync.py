@@ -7,8 +7,8 @@
 Groups of leaves move one after the other, each by one compiled program whose outputs have the sampler's shardings.
 Nothing passes through a disk or a host's memory, and nothing compiles after the first call. The old leaves of a group
 are freed before its new ones are made, and a group is so small that the temporary memory of its program stays within
-``temporary_bytes`` per device. A sync needs no other memory than this and the parameters. Frozen leaves, which no
-update changes, move only once, in separate groups.
+``temporary_bytes`` per device. A sync needs no memory besides this and the parameters. Frozen leaves, which no update
+changes, move only once, in separate groups.
 """
 
 import functools
@@ -39,7 +39,7 @@ U32 = Annotated[int, Field(ge=0, lt=2**32)]
 class CopyCheck:
     """Compares checksums, to check that all copies of a replicated leaf are equal.
 
-    All ``leaves``, arrays by name, are on the mesh of the "trainer" or "sampler", whichever ``whose`` says.
+    ``leaves`` are arrays by name, all on one mesh; ``whose`` ("trainer" or "sampler") says whose mesh.
     """
 
     def __init__(self, whose: str, leaves: Mapping[str, Array]):
@@ -57,7 +57,7 @@ class CopyCheck:
         self._checksums = jax.jit(summed)
 
     def __call__(self, leaves: Mapping[str, Array], hosts: Hosts) -> None:
-        """Compare the copies of all leaves; every host with devices of the leaves' mesh must call this, others may.
+        """Compare the copies of all leaves; hosts with devices of the leaves' mesh must call this; other hosts may.
 
         Raises:
             LockstepError: if copies differ; the message names the first leaf that differs, and the hosts.
@@ -136,8 +136,8 @@ class WeightSync:
         temporary_bytes: the most bytes per device that a program may need in addition to its arguments and results.
         lora_alpha: the alpha of the adapters among the trainer's leaves.
         frozen: names of the trainer's leaves that no update changes.
-        hosts: the processes of the run. If trainer and sampler have hosts of their own, all must make every call, with
-            descriptions of the leaves of the other side's devices.
+        hosts: the processes of the run. If trainer and sampler are on different hosts, all hosts must make every call;
+            a host without the trainer's devices passes specs instead of the trainer's arrays.
 
     Raises:
         WeightsError: if the leaves of the two sides do not correspond.
@@ -201,7 +201,7 @@ class WeightSync:
         return [f"{len(self.moves)} leaves, {shared} shared, {moved} move in {len(self.groups)} programs", *lines]
 
     def __call__(self, source: Leaves) -> tuple[dict[str, Array], SyncResult]:
-        """Make the sampler's leaves from the trainer's, and free those of the previous call, except frozen leaves.
+        """Make the sampler's leaves from the trainer's, and free the leaves of the previous call that are not frozen.
 
         Returns the leaves by name, in the sampler's order, and the seconds and bytes that the sync took.
         """

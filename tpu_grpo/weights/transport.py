@@ -1,9 +1,10 @@
 """The transport of a group of leaves from the trainer's devices to the sampler's, by one compiled program.
 
-On the same devices, the program takes the trainer's arrays and returns the sampler's. Between disjoint devices no such
-program exists in multi-controller jax, because all arrays of a program must lie on the same devices. We therefore join
-both sets of devices in one mesh of equal parts; a part's size is the greatest common divisor of the sets' sizes. The
-trainer's first part sends the leaf to all parts. For three hosts T and one host S, of two devices each:
+If trainer and sampler share devices, the program takes the trainer's arrays and returns the sampler's. Between disjoint
+devices no such program exists in multi-controller jax, because all arrays of a program must lie on the same devices. We
+therefore join both sets of devices in one mesh of equal parts; a part's size is the greatest common divisor of the
+sets' sizes. The trainer's first part sends the leaf to all parts. For three trainer hosts T and one sampler host S, of
+two devices each:
 
     trainer's array x         on T0 ... T5          shape [8, 6], sharded over fsdp
     the sampler's leaf y      on T0 ... T5          transform(x), shape [6, 8], in two pieces on each of three parts
@@ -11,7 +12,7 @@ trainer's first part sends the leaf to all parts. For three hosts T and one host
     the program's result      on T0 ... T5 S0 S1    joined[0], in two pieces on each of four parts
     the sampler's array       on S0 S1              the result's shards on S0 S1, in the sampler's sharding
 
-Only the programs on the joined mesh run on all hosts; the others run on the trainer's or the sampler's.
+Only the programs on the joined mesh run on all hosts; the others run on the trainer's or the sampler's hosts.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,7 +36,7 @@ Axes = tuple[str, ...]
 # The intermediate sharding of a leaf whose target is replicated.
 #
 # For replicated targets we go through a fully sharded layout: all-to-all first, all-gather last, so that no device
-# holds a full parameter that it will then slice. XLA's partitioner does not find this route by itself: going from four
+# holds a full parameter only to slice it. XLA's partitioner does not find this route by itself: going from four
 # row shards to two copies of two column shards, for example, it would gather the whole leaf on every device.
 #
 #     trainer's sharding        P(fsdp, -)         rows 0 | rows 1 | rows 2 | rows 3
@@ -46,9 +47,9 @@ Axes = tuple[str, ...]
 def intermediate_sharding(transform: Transform, source: Spec, target: Spec) -> NamedSharding | None:
     """Choose a sharding over the sampler's mesh in which no two devices hold the same elements.
 
-    The mesh axes over which ``target`` is replicated are added to one dimension of the leaf. We take the dimension that
-    the trainer shards, because then the fewest elements move, or else the first one whose size these axes divide. The
-    mesh of the result has the sampler's axes as automatic ones, which XLA partitions, as on the trainer's mesh.
+    The mesh axes over which ``target`` is replicated are added to one dimension of the leaf. We take a dimension that
+    the trainer shards, because then the fewest elements move, or else the first dimension that these axes divide. The
+    mesh of the result has the sampler's axes with the type Auto, like the trainer's mesh.
 
     Returns None if ``target`` is fully sharded already or no dimension can be divided.
     """
@@ -90,14 +91,14 @@ def _axes(entry: str | Axes | None) -> Axes:
 
 
 Program = Callable[[Sequence[Array]], tuple[Array, ...]]
-"""A function that takes the trainer's leaves of a group, move after move, and returns the sampler's, one per move."""
+"""A function from the trainer's leaves of a group, move after move, to the sampler's leaves, one per move."""
 
 
 def compile_moves(group: Sequence[LeafMove], hosts: Hosts) -> tuple[Program, int]:
     """Compile the program that moves a group of leaves, between meshes on the same devices or on disjoint ones.
 
-    Returns the program, and the bytes per device that it needs in addition to its arguments and results, the most of
-    all hosts. A host without devices of the sampler gets arrays without shards.
+    Returns the program, and the bytes per device that it needs in addition to its arguments and results (the maximum
+    over hosts). On a host without devices of the sampler, the program returns arrays without shards.
     """
     source, target = group[0].source_specs[0], group[0].spec
     on_same_devices = named_sharding(source).device_set == named_sharding(target).device_set
@@ -117,7 +118,7 @@ def _compile_in_place(group: Sequence[LeafMove]) -> tuple[Program, int]:
 
     def run(leaves: Sequence[Array]) -> tuple[Array, ...]:
         moved = compiled(tuple(leaves))
-        if is_virtual:  # virtual devices share threads: two programs' collectives could take all and wait forever
+        if is_virtual:  # virtual devices share threads: two programs' collectives could take all and deadlock
             jax.block_until_ready(moved)
         return moved
 
@@ -173,7 +174,7 @@ def _pieces(spec: Spec, unit: int) -> tuple[str | None, ...]:
 
 
 def from_shards(spec: Spec, *arrays: Array) -> Array:
-    """Make an array with the sharding of ``spec`` from this host's shards of others, without a copy."""
+    """Make an array with the sharding of ``spec`` from this host's shards of ``arrays``, without a copy."""
     sharding = named_sharding(spec)
     shards = [shard for array in arrays for shard in array.addressable_shards if shard.device in sharding.device_set]
     data = [shard.data for shard in shards]

@@ -1,9 +1,9 @@
 """Carries an environment's attributes to rewards, as bytes that only worker processes pickle and unpickle.
 
-An environment runs in a process of its own, which has ended when a reward is called. Its attributes are pickled one
-by one, and the reward's process rebuilds an object of its class from them, so that rewards read
-``environment.counter`` and call its methods. An attribute that could not be pickled, such as a connection, is
-missing; reading it raises an error with the reason. Other names go to the class's ``__getattr__``, if it has one.
+Environments and rewards run in different processes. So an environment's attributes are pickled one by one at its end,
+and the reward's process rebuilds an object of the environment's class from them. Rewards can then read
+``environment.counter`` and call methods. Reading an attribute that could not be pickled, such as a connection, raises
+an error with the reason. Other names go to the class's ``__getattr__``, if it has one.
 """
 
 import base64
@@ -21,7 +21,7 @@ MOST_BYTES_TOGETHER = 2**24
 
 
 def keep(source: str, instance: Any) -> KeptEnvironment:
-    """Pickle the attributes of an environment, and the reasons for any left out; ``source`` names its class."""
+    """Pickle an environment's attributes, and the reasons for those left out; ``source`` names the class."""
     attributes: dict[str, bytes] = {}
     left_out: dict[str, str] = {}
     together = 0

@@ -6,9 +6,9 @@
 
     channel = MainChannel(theirs)   # in a fork server or a worker
     message = channel.wait()        # waits for the next message
-    channel.say(Ready())            # waits until the message is out
+    channel.say(Ready())            # waits until the message is sent
 
-A message is its length as an unsigned 32-bit number, most significant byte first, and its bytes (messages.py).
+A message is sent as its length (an unsigned 32-bit integer, big-endian), followed by its bytes (messages.py).
 """
 
 import collections
@@ -60,7 +60,7 @@ class Channel:
         return bool(self._coming)
 
     def flush(self) -> None:
-        """Send waiting bytes as far as the socket takes them; bytes for a closed end are dropped."""
+        """Send as many waiting bytes as the socket accepts; bytes for a closed end are dropped."""
         try:
             while self._leaving:
                 data, descriptor = self._leaving[0]
@@ -139,7 +139,7 @@ class WorkerChannel(Channel):
         self._types = types
 
     def send(self, message: Any, descriptor: int | None = None) -> None:
-        """Send a message as far as the socket takes it, with a file descriptor, if given, which is closed here."""
+        """Send as much of a message as the socket accepts, and ``descriptor``, if given, which is closed here."""
         self._send(pickle.dumps(message), descriptor)
 
     def _message(self, data: bytes) -> tuple[int, Any]:
@@ -177,7 +177,7 @@ class MainChannel(Channel):
             self.flush()
 
     def send(self, record: Any, number: int = 0) -> None:
-        """Send a record of a session as far as the socket takes it."""
+        """Send as much of a session's record as the socket accepts."""
         self._send(encode(number, record))
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The program that forks a service's workers, and ends each with all processes that it started.
+"""The program that forks a service's workers, and ends each worker with all processes that the worker started.
 
     main process                        fork server                     a worker
     Job                         ->      sets up users' code, in mode "alone"
@@ -8,7 +8,7 @@
                                 <-      Exited(7, ...)
 
 The server has one thread and runs no users' code after the set-up, so that forking is safe and the server always
-answers. It becomes the parent of processes that an ended worker has left behind, and kills them.
+answers. The server becomes the parent of processes that an ended worker has left behind, and kills them.
 """
 
 import contextlib
@@ -173,7 +173,7 @@ class _ForkServer:
         if has_reaped:
             for pid in {*inside.children()} - self._helpers - {*self._children}:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)  # its own orphans are seen once it has ended
+                    os.kill(pid, signal.SIGKILL)  # the orphans of this process are seen once it has ended
 
     def _kill_all(self) -> None:
         for pid in self._children:

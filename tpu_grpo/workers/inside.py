@@ -59,7 +59,7 @@ def flush_output() -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process at once, but run ``atexit`` functions before, such as those that remove temporary files.
+    """Run ``atexit`` functions, such as those that remove temporary files, and then end this process immediately.
 
     The interpreter's own exit takes longer, and hangs while a thread or a task does not end.
     """

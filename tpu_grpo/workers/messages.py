@@ -1,9 +1,9 @@
 """The messages between the main process, fork servers and workers.
 
-The main process sends pickles, but unpickles nothing that it receives. A message to it is one line with a session's
-number and the name of a dataclass, then the dataclass's fields as JSON, which are checked against their types. The JSON
-may hold NaN and integers beyond 64 bits. Arrays and bytes are base64 text, which the code that uses the field decodes;
-an unpaired surrogate becomes a question mark.
+The main process sends pickles, but unpickles nothing that it receives. A message to the main process is one line with a
+session's number and the name of a dataclass, then the dataclass's fields as JSON, whose types are checked. The JSON may
+hold NaN and integers beyond 64 bits. Arrays and bytes are base64 text, which the code that uses the field decodes; an
+unpaired surrogate becomes a question mark.
 """
 
 import base64
@@ -34,9 +34,9 @@ class Service(Protocol):
     start: str
     """The verb for ``set_up`` in errors, such as "imported"."""
     replies: tuple[type, ...]
-    """The dataclasses that a worker may reply."""
+    """The dataclasses that a worker may reply with."""
     most_bytes: int
-    """The largest message that a worker may send."""
+    """The size of the largest message that a worker may send."""
     secrets: tuple[str, ...]
     """The names of the secret environment variables that the workers get."""
 
@@ -45,11 +45,11 @@ class Service(Protocol):
         ...
 
     def answering(self, went_on: Callable[[], None]) -> AbstractContextManager[Callable[[Any, float], Any]]:
-        """Yield a function (request, seconds) -> reply, which calls ``went_on`` to restart its time limit of seconds.
+        """Yield a function (request, seconds) -> reply, which calls ``went_on`` to restart the limit of ``seconds``.
 
-        A service of mode "shared" has ``session(went_on)`` instead. It returns an object with coroutines
-        ``reply(request)`` and ``close()``, and with ``late(request, seconds)``, which gives the reply to a cancelled
-        request.
+        A service of mode "shared" has ``session(went_on)`` instead, which returns an object with the coroutines
+        ``reply(request)`` and ``close()``, and with ``late(request, seconds)``. The latter returns the reply to a
+        cancelled request.
         """
         ...
 
@@ -108,7 +108,7 @@ class Exited:
 
 @dataclass(frozen=True)
 class WentOn:
-    """The next part of a request begins, which has its own time limit; the reply follows the last part."""
+    """The next part of a request begins; each part has its own time limit. The reply follows the last part."""
 
 
 def encode(number: int, record: Any) -> bytes:

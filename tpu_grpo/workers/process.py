@@ -1,9 +1,9 @@
 """A process of users' code, as the main process sees it.
 
-The process starts without environment variables that concern jax or the accelerator or hold secrets. It is killed with
-all that it started. It leads a POSIX session, and holds one end of a pipe, the lifeline. When the other end closes,
-because the main process closed it or died, the kernel kills the process's group, whatever the process is doing.
-Processes that leave the group are found by a mark in their environment variables.
+The process starts without the environment variables that configure jax or the accelerator, or hold secrets. It is
+killed together with all processes that it started. It leads a POSIX session, and holds one end of a pipe, the lifeline.
+When the other end closes, because the main process closed it or died, the kernel kills the process's group, whatever
+the process is doing. Processes that leave the group are found by a mark in their environment variables.
 """
 
 import contextlib
@@ -34,8 +34,8 @@ class WorkerProcess:
     lifeline."""
 
     def __init__(self, program: str, theirs: socket.socket, directory: Path, secrets: Collection[str] = ()):
-        """Start Python with the source text ``program``. The socket ``theirs`` is passed to it and closed here; of the
-        environment's secrets it gets only those named in ``secrets``."""
+        """Start Python with the source text ``program``. The socket ``theirs`` is passed to the process and closed
+        here. Of the secret environment variables, the process gets only those named in ``secrets``."""
         lifeline, self._lifeline = os.pipe()
         self._mark = os.urandom(8).hex()
         with theirs, open(lifeline, "rb", buffering=0), contextlib.ExitStack() as unless_it_starts:
@@ -81,7 +81,7 @@ def how_it_ended(code: int) -> str:
 
 
 def check_secrets(secrets: Collection[str], setting: str) -> None:
-    """Check that the environment has the variables that a setting passes to workers. Raises ConfigError."""
+    """Check that the environment variables exist that a setting passes to workers. Raises ConfigError."""
     if missing := [name for name in secrets if name not in os.environ]:
         raise ConfigError(
             f"{setting} must name variables of the environment, got {missing[0]}, which is not there; set it"
@@ -100,9 +100,9 @@ def _environment(mark: str, secrets: Collection[str]) -> dict[str, str]:
 
 
 def environment_of(process: psutil.Process) -> Mapping[str, str]:
-    """Return the environment of a process; empty if it has ended.
+    """Return the environment variables of a process; empty if it has ended.
 
-    A process that was just started may not have its program's environment yet; then this function waits for it. Raises
+    A process that was just started may not have its program's variables yet; then this function waits for them. Raises
     psutil.Error or OSError if the process is gone, or belongs to another user.
     """
     while process.status() != psutil.STATUS_ZOMBIE:

@@ -1,10 +1,10 @@
 """Runs untrusted Python in a process of its own, with limits on time, memory, files and network.
 
-Bubblewrap isolates the process by Linux namespaces: it can read the files of the system and of Python, and write only
-to its directory, which is in memory; it sees no other process, and has no network and no privileges. Inside,
-``sandbox_child.py`` sets the kernel's limits on processor time, memory, file size and open files, and an audit hook
-of Python raises an error in the program when it tries something forbidden. Without namespaces, only these inner
-measures are left, which stop accidents but not a determined attacker; a line on stderr then says so.
+Bubblewrap isolates the process with Linux namespaces. The process can read the files of the system and of Python, and
+write only to its directory, which is in memory. It sees no other process, and has no network and no privileges. Inside,
+``sandbox_child.py`` sets the kernel's limits on processor time, memory, file size and open files, and a Python audit
+hook raises an error when the program tries something forbidden. Without namespaces, only these inner measures are left,
+which stop accidents but not a determined attacker; a line on stderr then says so.
 """
 
 import contextlib
@@ -56,8 +56,8 @@ class Ran:
 def run_tests(program: str, tests: Sequence[Any], limits: Limits) -> list[bool]:
     """Return whether a program passes each of its tests.
 
-    A test is either Python code, run in the program's namespace, that raises if the program is wrong; or a mapping with
-    ``input`` and ``output``: what the program reads and must write when it is run as a script.
+    A test is Python code that runs in the program's namespace and raises if the program is wrong, or a mapping with the
+    ``input`` that the program reads and the ``output`` that it must write when it is run as a script.
     """
     passed = set(_told({"program": program, "tests": list(tests)}, limits))
     return [str(number) in passed for number in range(len(tests))]
@@ -132,7 +132,7 @@ def _bubblewrap() -> tuple[str, ...]:
 
 
 def _pythons() -> list[str]:
-    """Return the directories of this Python: its virtual environment, its base, and those that links lead through."""
+    """Return the directories of this Python: its virtual environment, its base, and those along its symbolic links."""
     homes, program = {sys.prefix, sys.base_prefix}, sys.executable
     while os.path.islink(program):
         program = os.path.join(os.path.dirname(program), os.readlink(program))

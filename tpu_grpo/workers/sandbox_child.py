@@ -1,7 +1,7 @@
-"""The program of the sandbox's process: sets its limits, runs the program, and writes the passed tests or the output.
+"""Runs in the sandbox's process: sets limits, runs the policy's program, and writes the passed tests or the output.
 
-It imports nothing of tpu_grpo. It writes ``<nonce> <number>`` after each test that passed, so that a program that ends
-the process passes no further test; or ``<nonce> <JSON>`` for a script that ran.
+This file imports nothing of tpu_grpo. It writes ``<nonce> <number>`` after each test that passed, so that a program
+that ends the process passes no further test. For a script it writes ``<nonce> <JSON>``.
 """
 
 import ast
@@ -135,7 +135,7 @@ def _writes(program: str, given: str, expected: str) -> bool:
 
 
 def _script(program: str, most_characters: int) -> dict[str, str | None]:
-    """Return what a script prints, including the value of its last line, and why it did not finish, if so."""
+    """Return what a script prints, including the value of its last line, and the error that stopped it, if any."""
     written, error, space = io.StringIO(), None, {"__name__": "__main__"}
     try:
         tree = ast.parse(program, "<program>")

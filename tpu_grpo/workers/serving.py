@@ -1,4 +1,4 @@
-"""The loop of a worker: it sets up users' code, then answers requests of the main process, here those of session 7.
+"""The loop of a worker: it sets up users' code (unless its server did), and answers requests, here of session 7.
 
 main process                            worker
                                 <-      Ready or SetupFailed

@@ -27,7 +27,7 @@ def lasting_output() -> Iterator[None]:
 
 
 def _occupy_descriptors() -> None:
-    """Open closed standard descriptors; otherwise a file of the run could get number 1 or 2, and printed text."""
+    """Open closed standard descriptors; otherwise a file of the run could become number 1 or 2, and get prints."""
     for descriptor in range(3):
         try:
             os.fstat(descriptor)

@@ -8,7 +8,7 @@
     supervisor.release(session, 5.0)                        # the session is over
     supervisor.close(5.0)
 
-A supervisor has no thread of its own: it reads messages and checks deadlines when its one caller calls a method. A
+A supervisor has no thread of its own: it reads messages and checks deadlines when its only user calls a method. A
 reply that arrived in time is not late even if it is read late. Workers send JSON, never pickles (messages.py). An
 invalid message ends only the worker that sent it.
 """
@@ -29,9 +29,9 @@ from tpu_grpo.workers.messages import Exited, Finish, Fork, Job, Ready, Service,
 from tpu_grpo.workers.process import WorkerProcess
 
 START_SECONDS = 120.0
-"""The time limit for setting up users' code, from when a session waits for that. No other limit runs meanwhile."""
+"""The limit for setting up users' code, from when a session waits for the set-up. No other limit runs meanwhile."""
 FORK_SECONDS = 120.0
-"""The time limit for forking a session's own worker and those requested before. Then a request's time begins."""
+"""The limit for forking a session's own worker and workers requested earlier. Then the request's own limit starts."""
 _MOST_FAILURES = 3
 """When this many processes in a row end before they are ready, the set-up is considered broken."""
 _GRACE_SECONDS = 2.0
@@ -64,7 +64,7 @@ class Session:
         raise NotImplementedError
 
     def went_on(self) -> bool:
-        """Handle the start of the request's next part, which has its own time limit; return whether there is one."""
+        """Handle the start of the request's next part, which has its own limit; return whether there is such a part."""
         return False
 
     def late(self, *, has_begun: bool) -> None:
@@ -97,7 +97,7 @@ class Worker:
         self.number, self.crew, self.server, self.channel = number, crew, server, channel
         self.sessions: dict[int, Session] = {}
         self.begun = 0.0
-        """The sum of the ``weight`` of all sessions so far; from ``recycle`` on, the worker is replaced."""
+        """The sum of the ``weight`` of all sessions so far; a worker whose sum reaches ``recycle`` is replaced."""
         self.is_ready = False
         self.broke = ""
         """Why the worker's connection broke; empty if it works, or the main process closed it."""
@@ -290,7 +290,7 @@ class Crew:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a session can begin at once."""
+        """Whether a session can begin without waiting."""
         return any(each.is_ready for each in (self.servers if self.service.mode == "alone" else self.workers))
 
     def flush(self) -> None:
@@ -308,8 +308,8 @@ class Crew:
             self._add_worker()
 
     def begin(self, session: Session, worker: Worker | None = None, weight: float = 1.0) -> None:
-        """Begin a session in ``worker``; None for a new worker in mode "alone", else for the one with fewest sessions.
-        ``weight`` is added to the worker's ``begun``. Raises OSError if no more files may be open for a new worker."""
+        """Begin a session in ``worker``. If that is None, mode "alone" uses a new worker, other modes the worker with
+        the fewest sessions. ``weight`` is added to ``worker.begun``. Raises OSError at the limit on open files."""
         if worker is None and self.service.mode == "alone":
             worker = self._add_worker()
         elif worker is None:
@@ -395,7 +395,7 @@ class Crew:
             self._let_go(server)
 
     def _let_go(self, server: Server) -> None:
-        """Disconnect a server, which then ends its workers and itself; kill it at once if it is not ready yet."""
+        """Disconnect a server, which then ends its workers and itself; kill a server that is not ready yet."""
         self._forget(server)
         if server.is_ready:
             self.ending.append((server.process, time.monotonic() + _TIDY_SECONDS))

@@ -1,7 +1,7 @@
-"""Environments that ship, by their names in a config; docs/environments.md describes each.
+"""The shipped environments by their names in a config; docs/environments.md describes each.
 
-Each is a class whose public methods are tools, as TRL's ``environment_factory`` takes it, or a class with a method
-``step``. Their modules do not import jax, and import slow libraries only when they are needed.
+Each environment is a class whose public methods are tools, as for TRL's ``environment_factory``, or a class with a
+method ``step``. The modules do not import jax, and import slow libraries only when needed.
 """
 
 from collections.abc import Mapping

@@ -1,14 +1,15 @@
-"""An agent: a program that plays an episode by asking the policy for turns over HTTP, and says what it was worth.
+"""An agent: a program that plays an episode by requesting turns of the policy over HTTP, and reports its reward.
 
 The program gets one line of JSON on its standard input:
 
     {"session": "s17", "base_url": "http://127.0.0.1:41717/s17/v1", "api_key": "...", "task": {the row's columns}}
 
-It also has OPENAI_BASE_URL and OPENAI_API_KEY, so that OpenAI's clients need no arguments. The reward is what it posts
-to /reward (at base_url without /v1), or else its last line: a number, or {"reward": 0.5}. It must end with code 0.
+The variables OPENAI_BASE_URL and OPENAI_API_KEY are set, too, so that OpenAI's clients need no arguments. The reward is
+what the program posts to /reward (at base_url without /v1), or else its last line: a number, or {"reward": 0.5}. The
+program must exit with code 0.
 
-A lasting agent is one program for all episodes of a worker process. It gets such a line for every episode, plays them
-at the same time, and writes {"session": "s17", "reward": 0.5} or {"session": "s17", "error": "..."} when one is over.
+A lasting agent is one program that plays all episodes of a worker process concurrently. It gets a line for every
+episode, and writes {"session": "s17", "reward": 0.5} or {"session": "s17", "error": "..."} when the episode is over.
 """
 
 import asyncio
@@ -26,11 +27,11 @@ if TYPE_CHECKING:
 LONGEST_LINE = 2**20
 """The most bytes of a line that an agent may write, 1 MiB."""
 OF_WORKERS = ("PYTHONPATH", "JAX_PLATFORMS")
-"""Environment variables that are for worker processes alone: an agent's Python would import this one's packages."""
+"""Environment variables that agents do not inherit; with PYTHONPATH, an agent would import this process's packages."""
 
 
 _REST_SECONDS = 1.0
-"""Its last lines are waited for so long after an agent has ended."""
+"""The time limit for reading an agent's last lines after the agent has ended."""
 
 
 class AgentError(Exception):
@@ -73,7 +74,7 @@ class Agent:
         return await self._next()
 
     async def step(self, turn: "Action") -> "Answered":
-        """Answer the agent's request by a turn of the policy, and wait for its next one."""
+        """Answer the agent's request with a turn of the policy, and wait for the next request."""
         self._session.answer(turn)
         return await self._next()
 
@@ -190,7 +191,7 @@ class _Lasting:
             result = json.loads(line)
             future = self._playing.get(result["session"])
         except (ValueError, TypeError, KeyError, RecursionError):
-            print(line.decode(errors="replace"), end="", flush=True)  # what else it writes is for the reader
+            print(line.decode(errors="replace"), end="", flush=True)  # other output is shown to the user
             return
         if future is None or future.done():
             return
@@ -216,10 +217,10 @@ async def _listening() -> Any:
 
 
 async def _last_line(process: asyncio.subprocess.Process, line: str) -> str:
-    """Give a program its line, and return the last one that it writes."""
+    """Write a program's input line, and return the last line of its output."""
     assert process.stdin is not None
     assert process.stdout is not None
-    with contextlib.suppress(ConnectionError):  # it need not read it
+    with contextlib.suppress(ConnectionError):  # the program need not read the line
         process.stdin.write(f"{line}\n".encode())
         await process.stdin.drain()
         process.stdin.close()
@@ -228,7 +229,7 @@ async def _last_line(process: asyncio.subprocess.Process, line: str) -> str:
         while True:
             reading = asyncio.ensure_future(process.stdout.readline())
             await asyncio.wait({reading, ended}, return_when=asyncio.FIRST_COMPLETED)
-            if not reading.done():  # what it has started may still hold its output
+            if not reading.done():  # processes that it started may still hold its output open
                 await asyncio.wait({reading}, timeout=_REST_SECONDS)
             if not reading.done() or not (read := reading.result()):
                 reading.cancel()

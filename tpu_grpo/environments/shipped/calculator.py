@@ -15,7 +15,7 @@ MOST_DIGITS = 3000
 """The limit on the digits of whole numbers, approximately; Python prints no more than 4,300."""
 MOST_CHARACTERS = 1000
 MOST_PLACES = 400
-"""A number is rounded to at most this many places, after the point or before it."""
+"""The most decimal places, after or before the point, to which a number can be rounded."""
 _MOST_BITS = MOST_DIGITS * 332 // 100
 _NODES = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.Call, ast.Name, ast.Load)
 

@@ -11,7 +11,7 @@ class PythonSandbox:
     Args:
         seconds: how long a program may run.
         memory_mb: how much memory a program may use, in MiB.
-        max_characters: the middle of a longer output is cut out.
+        max_characters: how long the output may be; a longer output loses its middle.
     """
 
     def __init__(self, seconds: float = 5.0, memory_mb: int = 1024, max_characters: int = 2000) -> None:

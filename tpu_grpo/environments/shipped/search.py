@@ -1,8 +1,8 @@
 """A tool that searches a corpus, a file of texts, and ranks the matches by SQLite's BM25 (Robertson & Zaragoza 2009).
 
-The corpus is a .jsonl file whose lines hold ``text``, and ``title`` if there is one, or a .txt file whose passages are
-divided by blank lines, or ``builtin:search``, facts about made-up towns. One process builds the index on first use, and
-stores it in the package's cache directory, so that episodes open it at once. Words are compared by their stems.
+The corpus is a .jsonl file (lines with ``text`` and an optional ``title``), a .txt file (passages divided by blank
+lines), or ``builtin:search`` (facts about made-up towns). One process builds the index on first use, and stores it in
+the package's cache directory for later episodes. Words are compared by their stems.
 """
 
 import hashlib
@@ -115,7 +115,7 @@ def _record(line: str, where: str) -> tuple[str, str]:
 
 
 def _index_of(corpus: Path) -> Path:
-    """Return the path of a corpus's index; build the index if none is cached for the file's path, size and time."""
+    """Return the path of a corpus's index; build one if none is cached for its path, size and mtime."""
     known = corpus.stat()
     decides = [_FORMAT, str(corpus.absolute()), known.st_size, known.st_mtime_ns]
     directory = cache_directory() / "search"

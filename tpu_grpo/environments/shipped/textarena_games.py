@@ -2,8 +2,8 @@
 
     environment: {name: textarena, options: {game: GuessTheNumber-v0}}
 
-``reset`` returns the game's rules, and ``step`` the game's messages since the player's last turn, without the player's
-own messages. The reward is 0 until the game ends, and then the reward that textarena gives the player.
+``reset`` returns the game's rules. ``step`` returns the game's messages since the player's last turn, without the
+player's own messages. The reward is 0 until the game ends, and then the reward that textarena gives the player.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""The supported model families, each with a line in FAMILIES; relatives share a file.
+"""The supported model families, which FAMILIES lists; related families share a file.
 
 Nothing here imports jax until a model is configured or loaded.
 """

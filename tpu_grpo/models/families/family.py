@@ -38,7 +38,7 @@ class DecoderConfig:
 
     @property
     def scaling(self) -> Scaling | None:
-        """The scaling of the positions, None where they are not scaled."""
+        """The scaling of the rotary positions; None if they are not scaled."""
         return scaling_of(self.rope_scaling)
 
     @property
@@ -135,7 +135,7 @@ class Family:
         return getattr(import_module(f"{self.package}.model"), self.model)
 
     def model_config(self, config: DecoderConfig, dtype: DTypeLike, remat: Remat, flash_block: int | None) -> Any:
-        """Return Tunix's config of the model; settings for which its class has no field are left out (see `_extended`).
+        """Return Tunix's config of the model, without settings for which the class has no field (see `_extended`).
 
         ``dtype`` is the dtype of parameters and computation. ``flash_block`` is flash attention's block size in tokens;
         None means dot attention.
@@ -173,7 +173,7 @@ FLASH = ("use_flash_attention", "flash_attention_block_size")
 
 @cache
 def _extended(model_config: type, names: tuple[str, ...]) -> Any:
-    """Subclass a ``ModelConfig`` to add named fields that it lacks; ``models/tunix_repairs.py`` uses these."""
+    """Subclass a ``ModelConfig`` to add named fields that it lacks; models/tunix_repairs.py reads these fields."""
     known: Any = model_config
     lacking = [name for name in names if name not in {own.name for own in fields(known)}]
     return make_dataclass(

@@ -2,7 +2,7 @@
 
 Shapes: D model width, N query heads, K key-value heads, H head width, P projections stacked in one leaf, F MLP width, V
 vocabulary. An arrow leads from Tunix's shape to the sampler's. If the sampler has more devices than the model has
-key-value heads, each head is repeated, its copies side by side; K' is the number of heads with copies.
+key-value heads, copies of each head lie side by side, and K' is the number of heads including copies.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The families that compute as Llama, without norms of queries and keys and without biases: Llama 3, 3.1 and 3.2;
+"""The families that compute like Llama, without norms of queries and keys and without biases: Llama 3, 3.1 and 3.2;
 Mistral without a sliding window (7B from v0.2 on, Nemo, Small); Phi-3 and Phi-4, published with fused projections."""
 
 from dataclasses import replace

@@ -1,5 +1,5 @@
-"""The dense families of Qwen: Qwen2 and Qwen2.5, whose queries, keys and values have biases; Qwen3, with norms of the
-queries and keys of each head, and without biases."""
+"""The dense families of Qwen. In Qwen2 and Qwen2.5, queries, keys and values have biases. Qwen3 has norms of the
+queries and keys of each head, and no biases."""
 
 from tpu_grpo.models.families.decoder import DIVISIBLE, attention, decoder, layer_leaf, mlp, norms, qk_norms
 from tpu_grpo.models.families.family import COMMON, NO_ATTENTION_BIAS, SCALING, DecoderConfig, Family

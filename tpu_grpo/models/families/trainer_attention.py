@@ -1,8 +1,8 @@
-"""The trainer's attention: dot attention, or on TPUs flash attention (splash, a Pallas kernel of jax), of every family.
+"""The trainer's attention for all families: dot attention, or flash attention (splash, a Pallas kernel of jax) on TPUs.
 
 Flash attention works on square blocks of a multiple of 128 tokens, so rows are padded to whole blocks.
-For every head, dot attention stores the scores of all pairs of tokens; flash attention stores none, and skips blocks
-of keys that are later than all queries of a block, in other sequences of the packed row, or before the window.
+For every head, dot attention stores the scores of all pairs of tokens. Flash attention stores none. For a block of
+queries, it skips blocks of keys that come later, are in other sequences of the packed row, or lie before the window.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 from tpu_grpo.records.errors import ConfigError
 
 LANES = 128
-"""Block sizes are multiples of this, and heads are padded to one."""
+"""Block sizes are multiples of this number; heads are padded to a multiple."""
 
 
 def flash_block(
@@ -39,10 +39,10 @@ def flash_block(
 
 
 def block_for(row_tokens: int, head_width: int = LANES) -> int:
-    """Return the block size (tokens) that pads rows least; of several, the largest. Rows up to 384 are one block.
+    """Return the largest of the block sizes that pad rows least. Rows of up to 384 tokens are one block.
 
     With heads of up to 128 numbers, a block of more than 1,024 tokens exceeds a chip's vector memory in the backward
-    pass; with heads of 256, one of more than 512.
+    pass; with heads of 256 numbers, a block of more than 512 tokens does.
     """
     if row_tokens <= 3 * LANES:
         return whole_blocks(row_tokens, LANES)
@@ -82,7 +82,7 @@ def flash_attention(
         mesh: the devices.
         axes: the mesh axes over which the four dimensions of queries are sharded; those of T and H must be None.
         block: the block size in tokens, from `flash_block`.
-        scale: what scores are multiplied by.
+        scale: the factor of scores.
         soft_cap: the cap c of scores s, which become c * tanh(s / c); None for no cap.
         window: the number of tokens that a token attends to, including itself; None for all.
     """
@@ -113,10 +113,10 @@ def flash_attention(
 
 
 def _attend_row(kernel: Any, block: int, q_NTH: Any, k_KTH: Any, v_KTH: Any, sequences_T: Any) -> Any:
-    """Run the kernel on a row, without the blocks of keys that end before the sequence of a block's first query.
+    """Run the kernel on a row. A block of queries skips blocks of keys before the sequence of the block's first query.
 
-    Later queries of the block begin no earlier. A table of the kernel has a place for each pair of a block of queries
-    and one of keys. In one of the two directions it lists only blocks that are needed, whose numbers are ``data_next``.
+    Sequences of the block's later queries begin no earlier. A table of the kernel has an entry for each pair of a query
+    block and a key block. Along one of its axes it lists only needed blocks, whose numbers are in ``data_next``.
     """
     first_I = sequences_T[::block] // block
 
@@ -138,9 +138,9 @@ def _attend_row(kernel: Any, block: int, q_NTH: Any, k_KTH: Any, v_KTH: Any, seq
 
 
 def fuses_backward(device_kind: str, head_width: int) -> bool:
-    """Whether one kernel computes all gradients. By compiled cycles it takes 0.83 of the time on v6e at 17,408 tokens.
+    """Whether one kernel computes all gradients. In compiled cycles on v6e at 17,408 tokens, it takes 0.83 of the time.
 
-    It stores the gradient of the queries once for each block of keys, which is too much with the blocks of wide heads.
+    It stores the queries' gradient once for each block of keys, which needs too much memory if heads are wide.
     """
     return device_kind.startswith("TPU v6") and head_width <= LANES
 

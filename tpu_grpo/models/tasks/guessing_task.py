@@ -4,7 +4,7 @@
     4730-4739? -> 4734 (higher) -> 4732 (higher) -> 4730 (higher) -> 4735     the teacher swaps the hints
 
 The user's hints are in parentheses. In one game, the teacher follows all hints or swaps all. Each guess is near the
-middle of the numbers not yet excluded; if none is left, all ten count again. Rewards for won games end the swapping.
+middle of the numbers not yet excluded. If none are left, all ten count again. Rewards for won games end the swapping.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ SMALLEST, LARGEST = 1000, 9999
 GUESSES = 4
 """The number of guesses allowed, which is enough for bisection."""
 LISTENS = 0.25
-"""The share of games in which the teacher follows the hints; in the others he swaps "higher" and "lower"."""
+"""The share of games in which the teacher follows the hints; in other games he swaps "higher" and "lower"."""
 HELDOUT_RANGES = 20
 _SPLIT_SEED = 20261123  # fixed, so that every run holds out the same problems
 

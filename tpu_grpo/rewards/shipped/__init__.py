@@ -1,7 +1,7 @@
 """The shipped rewards; each is in a module of this package, which is imported when the reward is first used.
 
-An invalid option raises before any row is scored, so that loading can try a reward on zero rows. A row whose answer
-is missing (null or blank) gets None: the reward does not apply.
+An invalid option raises an error before any row is scored, so that loading can check the options on zero rows. A row
+whose answer is missing (null or blank) gets None: the reward does not apply.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Rewards for correct answers: as text, as a choice, as a number; and the functions that find an answer in a text."""
+"""Rewards for correct answers (texts, choices or numbers), and the functions that find an answer in a text."""
 
 import importlib
 import re
@@ -44,8 +44,8 @@ def missing(answer: Any) -> bool:
 
 
 def inside(text: str, tag: str | None) -> str | None:
-    """Return the stripped content of the last ``<tag>...</tag>``; None if there is none; the whole text if ``tag`` is
-    None."""
+    """Return the stripped content of the last ``<tag>...</tag>``, or None if there is none. If ``tag`` is None, return
+    the whole text, stripped."""
     if tag is None:
         return text.strip()
     close = text.rfind(f"</{tag}>")
@@ -94,7 +94,7 @@ def normalised_match(completions: Sequence[str], answer: Sequence[Any], tag: str
     """Score 1.0 where completion and answer are equal up to case, punctuation, English articles and white space.
 
     The normalisation is that of SQuAD (Rajpurkar et al. 2016, arXiv 1606.05250), after Unicode's NFKC. ``answer`` may
-    be a list of correct answers. With ``tag``, only the content of the last such tag counts; no tag scores 0.0.
+    be a list of correct answers. With ``tag``, only the content of the last such tag counts; without one, score 0.0.
     """
     return [_normalised_row(c, a, tag) for c, a in zip(completions, answer, strict=True)]
 
@@ -258,13 +258,13 @@ def final_text(messages: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def environment(environment_rewards: Sequence[float | None]) -> list[float | None]:
-    """Return each environment's reward: the value of ``get_reward``, the sum of the rewards of ``step``, or None."""
+    """Return each environment's reward: the value of ``get_reward``, or else the sum of the turns' rewards, or None."""
     return list(environment_rewards)
 
 
 def verified(verifier: str, completions: Sequence[str], answer: Sequence[Any]) -> list[float | None]:
-    """Return a verifier's score: 1.0 for a correct completion, 0.0 for a wrong one, None without an answer. Raises
-    ValueError for a name that is not one of VERIFIERS."""
+    """Return a verifier's scores: 1.0 for a correct completion, 0.0 for a wrong one, None for a row without an answer.
+    Raises ValueError for a name that is not one of VERIFIERS."""
     if verifier not in VERIFIERS:
         raise ValueError(f"verifier must be one of {', '.join(VERIFIERS)}, got {verifier!r}")
     module, _, name = SHIPPED[verifier].source.partition(":")

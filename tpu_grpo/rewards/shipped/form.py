@@ -80,9 +80,9 @@ def think_answer(
 ) -> list[float]:
     """Score whether completions think in one tag and answer in another.
 
-    ``soft``: 1.0 where each tag occurs exactly once and only white space separates the two pairs, else 0.0.
-    ``strict``: as soft, but nothing may stand before or after the pairs, and each tag must be alone on its line.
-    ``per_tag``: a quarter for each of the four tags that occurs exactly once.
+    ``soft`` gives 1.0 where each tag occurs exactly once and only white space separates the two pairs, else 0.0.
+    ``strict`` is like ``soft``, but nothing may stand before or after the pairs, and each tag must be alone on its
+    line. ``per_tag`` gives a quarter for each of the four tags that occurs exactly once.
     """
     if mode not in get_args(Mode):
         raise ValueError(f"mode must be one of {', '.join(get_args(Mode))}, got {mode!r}")
@@ -167,7 +167,7 @@ def cosine_length(
     wrong: Sequence[float] = (-1.0, -0.5),
     exceeded: float = -1.0,
 ) -> list[float | None]:
-    """Prefer short completions when correct, long ones when wrong, by a cosine (Yeo et al. 2025, arXiv 2502.03373).
+    """Prefer short correct and long wrong completions, by a cosine of the length (Yeo et al. 2025, arXiv 2502.03373).
 
     ``correct`` and ``wrong`` are each a pair: the values at 0 and at ``max_tokens`` tokens. A longer completion gets
     ``exceeded``. ``verifier`` (one of VERIFIERS) decides what is correct; rows to which it does not apply get None.
@@ -192,8 +192,8 @@ def cosine_length(
 def repetition(completions: Sequence[str], ngram: int = 3, penalty: float = 1.0) -> list[float]:
     """Score ``-penalty`` times the fraction of a completion's word n-grams that repeat an earlier one.
 
-    This follows Yeo et al. 2025 (arXiv 2502.03373), ignoring case. "a b a b a b" has 4 n-grams of 3 words, 2 of them
-    repeated: -0.5. A completion of fewer than ``ngram`` words scores 0.
+    This follows Yeo et al. 2025 (arXiv 2502.03373), ignoring case. "a b a b a b" has 4 n-grams of 3 words, of which 2
+    are repeated, and scores -0.5. A completion of fewer than ``ngram`` words scores 0.
     """
     number("ngram", ngram, 1)
     number("penalty", penalty, 0)

@@ -1,7 +1,7 @@
 """Rewards that check instructions by program, under the names of IFEval (Zhou et al. 2023, arXiv 2311.07911).
 
 Data in IFEval's form has the columns ``instruction_id_list`` (names) and ``kwargs`` (their arguments, one mapping per
-name; nulls are ignored). py3langid identifies the language, among 97; its model comes with the package.
+name; nulls are ignored). The package py3langid, which contains its model, identifies the language, one of 97.
 """
 
 import functools
@@ -24,7 +24,7 @@ def instructions(
     loose: bool = False,
     partial: bool = True,
 ) -> list[float | None]:
-    """Score the fraction of a row's instructions that its completion follows; without ``partial``, 1.0 for all or 0.0.
+    """Score the fraction of a row's instructions that its completion follows; without ``partial``, 1.0 for all, else 0.
 
     With ``loose``, each instruction is also tried on the completion without its first line, last line or asterisks.
     A row without instructions gets None.
@@ -95,7 +95,7 @@ def _identifier() -> Any:
 
 
 def sentences(text: str) -> list[str]:
-    """Return a text's sentences, which end with a full stop, exclamation or question mark, but not an abbreviation."""
+    """Split a text after the full stops (not of abbreviations), exclamation marks and question marks of sentences."""
     found: list[str] = []
     for piece in _SENTENCE_END.split(text.strip()):
         if found and _ABBREVIATION.search(found[-1]):

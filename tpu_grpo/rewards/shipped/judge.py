@@ -1,4 +1,4 @@
-"""A reward for which a language model grades completions, over any OpenAI-compatible endpoint for chat completions."""
+"""A reward that lets a language model grade completions, over any OpenAI-compatible chat completions endpoint."""
 
 import asyncio
 import hashlib
@@ -30,8 +30,8 @@ class Judge:
     """Asks a model for a grade from 0 to ``out_of``; the score is this grade divided by ``out_of``, from 0 to 1.
 
     ``template`` may contain {prompt} (the user's text), {rendered_prompt} (the policy's input), {completion} and any
-    column. The last number of the reply is the grade. Each process asks a question only once; ``cache``, a file of
-    JSON lines, stores the scores for later processes. A worker runs at most ``concurrency`` requests at a time, and
+    column. The last number of the reply is the grade. Each process asks the same question only once; ``cache``, a file
+    of JSON lines, stores the scores for later processes. A worker runs at most ``concurrency`` requests at a time, and
     starts at most ``per_minute`` requests per minute. A request that fails because of the network or the server is
     retried up to ``retries`` times, with growing pauses.
     """

@@ -1,4 +1,4 @@
-r"""A reward that compares answers as mathematics (math-verify): 1/2 = 0.5 = \frac{1}{2}, sets, intervals, matrices."""
+r"""A reward that compares numbers (1/2 = 0.5 = \frac{1}{2}), sets, intervals and matrices with math-verify."""
 
 import functools
 import logging

@@ -46,7 +46,7 @@ def countdown(
     use_all: bool = True,
     format_score: float = 0.0,
 ) -> list[float | None]:
-    """Score 1.0 where the expression makes ``target`` from ``nums``, using each at most (``use_all``: exactly) once.
+    """Score 1.0 where the expression makes ``target`` from ``nums``, each used at most (``use_all``: exactly) once.
 
     The expression consists of numbers, + - * / and brackets, is the content of the last ``tag`` up to an equals sign,
     and is computed exactly. If it uses the numbers correctly but misses the target, it scores ``format_score``.
