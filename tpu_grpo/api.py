@@ -38,9 +38,9 @@ def train(
     """Run a config to its end, as ``scripts/run.py`` does, and leave its files in ``run.dir``.
 
     Chooses jax's platform, meets the other hosts of the run if there are any, and watches them. Call it before jax uses
-    a device in this process. Errors are printed on stderr before they are raised, so that of several hosts the one
-    that failed first is seen first. A run that is done already is left as it is, unless ``checkpoint.resume=never``.
-    Ctrl-C, or the stop button of a notebook, stops the run as ``stop_requested`` does; a second Ctrl-C ends it at once.
+    a device in this process. Errors are printed on stderr before they are raised, so that the first failure of several
+    hosts is seen first. A run that is done already is left as it is, unless ``checkpoint.resume=never``. Ctrl-C, or the
+    stop button of a notebook, stops the run as ``stop_requested`` does; a second Ctrl-C ends it immediately.
 
     Args:
         config: the run, from ``load_config`` or ``parse_config``.
@@ -48,7 +48,7 @@ def train(
             function. Functions that worker processes cannot import run in this process; see docs/python.md.
         on_step: called on host 0 after every step, with its metrics (a line of metrics.jsonl) and its samples (lines of
             samples.jsonl). Returning True asks the run to stop, as ``stop_requested`` does.
-        on_evaluation: the same after every evaluation, with its step and ``evaluation/*`` metrics, and its samples.
+        on_evaluation: called in the same way after every evaluation, with step, ``evaluation/*`` metrics, and samples.
         stop_requested: called after every step; once it returns True, a checkpoint is saved and the run ends early.
 
     Returns:

@@ -260,7 +260,8 @@ LASTING = """
         with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)) as answer:
             said = json.load(answer)["choices"][0]["message"]["content"]
         result = {"error": "broken"} if said == "bad" else {"reward": 10**400 if said == "huge" else float(said)}
-        print(json.dumps({"session": asked["session"], **result}), flush=True)
+        sys.stdout.write(json.dumps({"session": asked["session"], **result}) + "\\n")  # print writes in two parts
+        sys.stdout.flush()
         if said == "0.0":
             import os
             os._exit(5)

@@ -1,6 +1,6 @@
 """The rows of `tpu-grpo check` and their findings, and the loop that checks rows one after the other on all hosts.
 
-This file imports no jax; the rows that use jax import it.
+This file imports no jax.
 """
 
 import time

@@ -343,7 +343,7 @@ def _logits(shared: Shared) -> tuple[Float[np.ndarray, "B V"], SamplingColumns]:
 
 
 def _kept(logits: np.ndarray, columns: SamplingColumns, row: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return masks of the tokens that a row's filters keep in turn, and of those too near a threshold to tell."""
+    """Return masks of the tokens that a row's filters keep in turn, and of tokens too near a threshold to tell."""
     top_k, top_p, min_p = int(columns.top_k[row]), float(columns.top_p[row]), float(columns.min_p[row])
     values = logits.astype(np.float64)
     order = np.argsort(-values)
@@ -475,7 +475,7 @@ def decode_loop(shared: Shared) -> Finding:
 
 
 def scored_rollout(build: Build, groups: int, prompt_tokens: int, new_tokens: int) -> ScoredRollout:
-    """Return a step of random tokens. In the first ``groups`` groups rewards differ; other rows have 1 token, reward 0.
+    """Return a step of random tokens. Rewards differ in the first ``groups`` groups; other rows have 1 token, reward 0.
 
     The engine's log-probabilities are those of the trainer, so that all ratios are 1.
     """

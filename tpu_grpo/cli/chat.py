@@ -90,7 +90,7 @@ def chat(voices: Sequence[Voice], lines: Iterator[str], write: Write) -> None:
 
 
 def named_in_turn(voices: Sequence[Voice], write: Write) -> Iterator[Voice]:
-    """Yield the models one after another; with several, first write each one's name."""
+    """Yield the models one after another; if there are several, first write the name of each model."""
     for voice in voices:
         if len(voices) > 1:
             write(f"--- {voice.name}\n")
@@ -141,7 +141,7 @@ def write_answers(
 ) -> tuple[list["Completion"], list[str]]:
     """Write ``count`` answers as they grow, one after another.
 
-    Each item of ``progress`` has, for every answer, its text so far and, once it has ended, its completion.
+    Each item of ``progress`` has a pair for every answer: its text so far, and its completion or None until it ends.
     ``cancelled`` says whether the user has interrupted the answers. Returns the completions (none if interrupted), and
     the written text of each answer.
     """

@@ -20,8 +20,8 @@ from tpu_grpo.run.parts import open_run_algorithm, open_task
 def check(config: RunConfig, devices: Sequence[Any] | None = None, inputs: Inputs | None = None) -> list[str]:
     """Check everything that can be checked without sampling a token, and return the findings as lines of text.
 
-    ``devices`` are the run's devices; None for those of all hosts. ``inputs`` are the run's inputs, if they are open
-    already.
+    ``devices`` are the run's devices; if None, the devices of all hosts. ``inputs`` are the run's inputs, if they are
+    open already.
 
     Raises:
         TpuGrpoError: for the first problem found.

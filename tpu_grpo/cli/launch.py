@@ -26,7 +26,7 @@ WATCHED = (CONFIG_FILE, METRICS_FILE, EVALUATION_FILE, REPORT_FILE, END_FILE)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; returns 0, 2 for bad input, or 1 for other errors; for babysit, the exit code of the run."""
+    """Run the command; returns 0, 2 for bad input, 1 for other errors, or for babysit the exit code of the run."""
     try:
         return _launch(parse(arguments)) or 0
     except KeyboardInterrupt:

@@ -3,7 +3,7 @@
     tpu-grpo run configs/demo_cpu.yaml run.seed=1      =   python scripts/run.py configs/demo_cpu.yaml run.seed=1
     tpu-grpo rewards my.yaml --completions some.jsonl  =   python scripts/rewards.py my.yaml --completions some.jsonl
 
-A command's module is imported only when that command is called, so that help and typing errors answer at once.
+A command's module is imported only when that command is called, so that help and error messages appear quickly.
 """
 
 import sys
@@ -32,7 +32,7 @@ COMMANDS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command that the first argument names; returns its exit code, or 2 for an unknown command.
 
-    ``arguments`` defaults to those of the process, as when called as an entry point.
+    ``arguments`` defaults to the process's arguments, for the call as an entry point.
     """
     command, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     with lasting_output():  # the reader may close the pipe, as head does

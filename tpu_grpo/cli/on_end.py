@@ -37,9 +37,9 @@ def check_on_end(config: RunConfig) -> None:
 class PeopleTold:
     """Sends one notification of how the run in this block ended, whatever the reason; on host 0, after ``begin``.
 
-    with PeopleTold(config) as told, joined_hosts(config) as (hosts, watch):
-        told.begin(hosts)
-        ...
+        with PeopleTold(config) as told, joined_hosts(config) as (hosts, watch):
+            told.begin(hosts)
+            ...
 
     If another thread ends the process, the notification is sent, too.
     """

@@ -85,8 +85,8 @@ def plan_and_print(
     """Plan and print the plan; suggest settings if the run does not fit. Returns the exit code.
 
     ``mean_new_tokens`` adds an estimate of a step with this mean length of completions, and the alternatives that need
-    no compiling; ``compiling`` adds the others. ``price``, of a chip-hour, adds the cost of the run. ``rates`` is a
-    check.json, whose measured rates replace the assumed ones.
+    no compiling; ``compiling`` adds the other alternatives. ``price`` (of a chip-hour) adds the cost of the run. The
+    measured rates in ``rates``, a check.json, replace the assumed rates.
 
     Raises:
         TpuGrpoError: for a run that is wrong whatever the memory.

@@ -45,7 +45,7 @@ class Stretch(NamedTuple):
 
 
 def policy_of_file(path: Path) -> Policy:
-    """Make a policy that writes the turns of a file in order; after the last one it raises an EpisodeError.
+    """Make a policy that writes the turns of a file in order, and then raises an EpisodeError.
 
     Raises:
         ConfigError: for a file that cannot be read.

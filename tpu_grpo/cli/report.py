@@ -1,4 +1,4 @@
-"""The command line of ``scripts/report.py``: writes a page about one run, or one that compares several.
+"""The command line of ``scripts/report.py``: writes a page about one run, or a page that compares several runs.
 
 It does not import jax, and only reads the directories of runs, so it can be used while the runs are active.
 """

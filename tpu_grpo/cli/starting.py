@@ -27,7 +27,7 @@ from tpu_grpo.workers.streams import lasting_output
 DEFAULT_CONFIG = SHIPPED_CONFIGS / "demo_cpu.yaml"
 """The config of a command that does not name one."""
 DEMO_NEEDS = ("model.path", "data.path", "data.sources")
-"""A command without a config uses the demo's, unless one of these settings is not built in."""
+"""A command without a config uses the demo's, unless one of these settings names something that is not built in."""
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -59,7 +59,7 @@ def _value(following: str) -> str:
 
 
 def command_parser(usage: str, about: str, words: str | None = None) -> argparse.ArgumentParser:
-    """Make a command's parser. If ``words`` is given, it takes a config and overrides, with ``words`` as their help."""
+    """Make a command's parser; with ``words``, the parser takes a config and overrides, whose help is ``words``."""
     parser = CommandParser(
         usage=usage, description=about, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )

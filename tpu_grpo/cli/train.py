@@ -1,6 +1,6 @@
 """The command line of ``scripts/run.py``: parses, calls, prints and returns an exit code.
 
-Heavy modules are imported only when needed, so that help and typing errors answer at once.
+Heavy modules are imported only when needed, so that help and error messages appear quickly.
 """
 
 import argparse

@@ -54,7 +54,7 @@ class ReadingSection(Section):
     """These settings say how a source is read, beside its path."""
 
     split: str | None = None
-    """Read this split of a Hugging Face dataset; when unset train, or test for an evaluation."""
+    """Read this split of a Hugging Face dataset; when unset, train for training and test for an evaluation."""
     subset: str | None = None
     """Read this configuration of a Hugging Face dataset, e.g. main."""
     options: Options = Field(default={})
@@ -78,18 +78,18 @@ class SourceSpec(ReadingSection):
 
 
 class DynamicSection(Section):
-    """These settings fill a step with groups of different rewards (dynamic sampling, DAPO, arXiv 2503.14476)."""
+    """These settings fill a step with groups whose rewards differ (dynamic sampling, DAPO, arXiv 2503.14476)."""
 
     extra: float = Field(default=0.0, ge=0.0)
-    """Sample this share of data.prompts_per_step more prompts in every round, rounded up. The first prompts_per_step
-    groups of different rewards are learnt from, in the order of the prompts."""
+    """Sample more prompts than data.prompts_per_step in every round, by this share, rounded up. The step learns from
+    the first prompts_per_step groups whose rewards differ, in the order of the prompts."""
     rounds: PositiveInt = 1
-    """Sample up to this many rounds, until there are enough such groups. If there are too few after the last round,
-    groups of equal rewards fill the step with weight 0."""
+    """Sample up to this many rounds, until enough groups have rewards that differ. If there are too few after the last
+    round, groups of equal rewards fill the step with weight 0."""
 
     @property
     def is_on(self) -> bool:
-        """Whether more prompts than those of a step may be sampled."""
+        """Whether a step may sample more prompts than it learns from."""
         return self.extra > 0.0 or self.rounds > 1
 
 
@@ -122,7 +122,7 @@ class RetireSection(Section):
     """These settings stop sampling prompts that the policy has learnt."""
 
     at: float | None = None
-    """Call a prompt passed if its pass rate is at least this, e.g. 0.9; none is retired when unset."""
+    """Call a prompt passed if its pass rate is at least this, e.g. 0.9; when unset, no prompt is retired."""
     times: PositiveInt = 2
     """Never sample a prompt again once it was passed this many times in a row."""
 
@@ -133,19 +133,19 @@ class DataSection(ReadingSection):
     path: Paths = BUILTIN_TASK
     """Read the records from here: a .jsonl, .json, .parquet, .csv or .tsv file, also packed (.gz), a pattern such as
     data/*.jsonl, a URL (https://, gs://), or a list of these; hf:NAME (a dataset of the Hugging Face hub) or the
-    directory of one; reasoning_gym:TASK; path.py:function or package.module:function; builtin:addition (two-digit
+    directory of a dataset; reasoning_gym:TASK; path.py:function or package.module:function; builtin:addition (two-digit
     sums); builtin:calculator (sums of three digits); builtin:guessing (numbers to be found); or builtin:environment,
     for environments whose reset gives the prompt."""
     sources: tuple[SourceSpec, ...] = ()
     """Mix these sources, instead of reading data.path alone."""
     prompt_template: str = "{question}"
-    """Write the user's message with this Python format string over the record's columns. The default takes the column
-    prompt where there is no question. A template that is only a column of messages takes it as the conversation."""
+    """Write the user's message with this Python format string over the record's columns. By default, the column prompt
+    replaces a missing question. If the template is only a column of messages, they are the conversation."""
     messages: str | None = None
     """Take the conversation from this column, a list of {role, content}, instead of data.prompt_template."""
     final_assistant: Literal["error", "drop", "continue"] = "error"
     """Do this with a column's conversation that ends with the assistant: refuse it (error), leave out the last messages
-    of the assistant (drop), or let the completion continue the last one (continue)."""
+    of the assistant (drop), or let the completion continue the last message (continue)."""
     system_prompt: str = ""
     """Put this system message before the user's; none when empty."""
     examples: tuple[dict[str, Any], ...] = ()
@@ -162,9 +162,9 @@ class DataSection(ReadingSection):
     prompts_per_step: PositiveInt = 8
     """Take P prompts in one step; each is sampled algorithm.group_size times."""
     max_prompt_tokens: PositiveInt = 512
-    """Accept prompts of up to this many tokens; the trainer pads prompts to it."""
+    """Accept prompts of up to this many tokens; the trainer pads prompts to this length."""
     too_long: Literal["error", "drop"] = "error"
-    """Stop at a prompt longer than data.max_prompt_tokens, or drop it; dropped ones are counted and reported."""
+    """Stop at a prompt longer than data.max_prompt_tokens, or drop it; dropped prompts are counted and reported."""
     shuffle: bool = True
     """Shuffle every epoch, by run.seed."""
     curriculum: str | None = None
@@ -174,8 +174,8 @@ class DataSection(ReadingSection):
     pools: PoolsSection = PoolsSection()
     retire: RetireSection = RetireSection()
     pass_rate: str | None = None
-    """Take the pass rate of a prompt from this reward, named as in metrics; from the total reward when unset. It is the
-    mean over the prompt's last group."""
+    """Take the pass rate of a prompt from this reward, named as in metrics; from the total reward when unset. The pass
+    rate is the mean over the prompt's last group."""
 
     @property
     def builtin(self) -> str | None:
@@ -217,26 +217,25 @@ class RewardSpec(Section):
             )
         ),
     ] = 1.0
-    """Multiply this reward by this factor in the sum; or by a schedule {step: factor}, with straight lines between the
-    steps named."""
+    """Multiply this reward by this factor in the sum; or by a schedule {step: factor}, interpolated linearly between
+    these steps."""
     options: Options = Field(default={})
     """Pass these keyword arguments to the reward: at every call to a function, once to a class's constructor."""
     only_if: str | None = None
-    """Ask this reward only about rows that another reward, named as in metrics, scores above 0; the other rows get 0
-    from this one."""
+    """Score with this reward only the rows that another reward, named as in metrics, scores above 0; all other rows
+    get 0."""
     workers: int | None = Field(default=None, ge=0)
     """Run the reward in this many separate processes; 0 calls it in the main process, if it is cheap and cannot hang.
-    Unset: 1 for your own rewards and for shipped ones that run foreign code or long computations, 0 for the
-    rest."""
+    Unset: 1 for your own rewards and for shipped rewards that run foreign code or long computations, else 0."""
     early: bool | None = None
-    """Score each group in a separate call as soon as its completions are complete, while others are still sampled.
+    """Score each group in a separate call as soon as its completions are complete, while other groups are sampled.
     Unset: true where this cannot change a value: for functions of one row in workers, and for shipped rewards."""
     timeout: float = Field(default=60.0, gt=0.0)
     """Give the reward this many seconds for a batch, and for all remaining rows after the rollout."""
     on_error: Literal["stop", "skip", "value"] = "stop"
-    """Do this when the reward raises, is late, dies or returns what is not a number. stop: the run ends and says why;
-    skip: the rows concerned go without this reward, and a row without any reward gets its group's mean; value: these
-    rows get error_value."""
+    """Do this when the reward raises, times out, dies or returns something other than a number. stop: the run ends and
+    says why; skip: the rows concerned go without this reward, and a row without any reward gets its group's mean;
+    value: the rows concerned get error_value."""
     error_value: float = 0.0
     """Give this value to the rows concerned when on_error is value."""
     messages: bool = False
@@ -247,11 +246,11 @@ class RewardSpec(Section):
     memory_gb: float = Field(default=8.0, gt=0.0)
     """Let a worker process allocate this much memory, in GB."""
     secrets: tuple[str, ...] = ()
-    """Hand these variables of the environment on to worker processes, e.g. [MY_API_KEY]; those whose names look secret,
+    """Pass these environment variables on to worker processes, e.g. [MY_API_KEY]; variables whose names look secret,
     such as HF_TOKEN, are withheld otherwise."""
     deterministic: bool | None = None
-    """Promise that the same text always gets the same value: hosts then compare it on one group a step. Unset: true,
-    except for the shipped judge. Set it to false if your own reward asks a model, or is random."""
+    """Promise that the same text always gets the same value: hosts then compare values on one group per step. Unset:
+    true, except for the shipped judge. Set this to false if your own reward asks a model, or is random."""
 
     _function: Any = PrivateAttr(default=None)
 
@@ -289,7 +288,7 @@ class RewardSpec(Section):
 
 def check_rewards(specs: Sequence[RewardSpec]) -> None:
     """Check that rewards have different names and that each ``only_if`` names one of them. Raises ValueError for two
-    rewards with one name, an ``only_if`` without such a reward, or a cycle of them."""
+    rewards with one name, an ``only_if`` without such a reward, or a cycle of ``only_if``."""
     shown = [spec.shown for spec in specs]
     if twice := sorted({name for name in shown if shown.count(name) > 1}):
         raise ValueError(
@@ -316,7 +315,7 @@ class EvaluationSection(ReadingSection):
     prompt_template: str | None = None
     """Write the prompts of the evaluation with this template; data.prompt_template when unset."""
     every: int = Field(default=0, ge=0)
-    """Evaluate after every this many steps; 0 evaluates only before the first and after the last."""
+    """Evaluate at this interval of steps; 0 evaluates only before the first step and after the last."""
     prompts: PositiveInt = 256
     """Take this many prompts per evaluation, each answered once greedily and evaluation.samples times sampled."""
     samples: PositiveInt = 1
@@ -331,13 +330,13 @@ class EvaluationSection(ReadingSection):
     correct_from: float = 1.0
     """Count a sample as correct for pass@k and maj@k when the reward is at least this."""
     answer_pattern: Annotated[str, expression("Answer: (.*)")] | None = None
-    """Count for maj@k the answer that is the last match of this regular expression (its first group, if it has one);
-    when unset what is boxed, tagged or after ####, or else the last number."""
+    """Take the last match of this regular expression (its first group, if it has one) as the answer for maj@k; when
+    unset, the text that is boxed, tagged or after ####, or else the last number."""
     rewards: tuple[RewardSpec, ...] | None = None
-    """Score evaluations with this list of rewards; with the run's when unset."""
+    """Score evaluations with this list of rewards; with the run's rewards when unset."""
     best: str | None = None
-    """Keep as the best checkpoint the one with the highest of this, e.g. greedy/gsm8k or pass@8/math; greedy of the
-    first reward when unset."""
+    """Choose the best checkpoint by the highest value of this, e.g. greedy/gsm8k or pass@8/math; when unset, by the
+    greedy result of the first reward."""
 
     @property
     def every_k(self) -> tuple[int, ...]:

@@ -38,42 +38,43 @@ class AlgorithmSection(Section):
     """These settings choose GRPO (Shao et al. 2024, arXiv 2402.03300), a variant of it, or an algorithm of your own."""
 
     preset: Literal["scalerl"] | None = None
-    """Take other defaults in this section; what is set beside it counts. scalerl (arXiv 2510.13786): name=cispo,
-    advantage=scale_rl, loss_aggregation=prompt-mean-token-mean, group_size=16 and drop_uninformative=true."""
+    """Use this preset's defaults in this section; settings beside it override them. scalerl (arXiv 2510.13786):
+    name=cispo, advantage=scale_rl, loss_aggregation=prompt-mean-token-mean, group_size=16, drop_uninformative=true."""
     name: str = "grpo"
     """Train with this algorithm: grpo, dr_grpo, rloo, dapo, gspo, cispo, dppo, sapo, reinforce, or a class of your own
-    as path.py:Class or package.module:Class. Or with Tunix's own learner: tunix:NAME, where NAME is a policy loss of
-    Tunix's registry, such as grpo, or dapo, drgrpo, or path.py:NAME of a file that registers it."""
+    as path.py:Class or package.module:Class. For Tunix's own learner: tunix:NAME, where NAME is a policy loss of
+    Tunix's registry, such as grpo, or dapo, drgrpo, or path.py:NAME of a file that registers a loss."""
     options: Options = Field(default={})
     """Pass these keyword arguments to the algorithm's constructor: cap to cispo; per_token to gspo; mask_low, mask_high
-    and kl_weight to dppo; temperature_positive and temperature_negative to sapo; importance_sampling to reinforce; to a
-    class of your own what it takes; with tunix:NAME the options of Tunix's config, by its names."""
+    and kl_weight to dppo; temperature_positive and temperature_negative to sapo; importance_sampling to reinforce; its
+    own arguments to a class of your own; with tunix:NAME the options of Tunix's config, under Tunix's names."""
     group_size: Annotated[
         int, AfterValidator(must("be >= 2, got {}; a group of one has no baseline", lambda size: size >= 2))
     ] = 8
     """Sample G completions per prompt; their mean reward is the baseline."""
     beta: float = Field(default=0.0, ge=0.0)
-    """Weigh the KL penalty against the initial policy by this; 0 keeps no reference model."""
+    """Multiply the KL penalty against the initial policy by this; 0 keeps no reference model."""
     iterations: PositiveInt = 1
-    """Go through the same rollout this many times, each time with one update, or one for each mini-batch."""
+    """Go through the same rollout this many times, each time with one update, or one update per mini-batch."""
     mini_batch_prompts: PositiveInt | None = None
     """Update once for this many prompts, with all completions of each, as PPO does: every iteration shuffles the
-    prompts by run.seed and step, and cuts them into mini-batches. Once an iteration for all prompts when unset."""
+    prompts by run.seed and step, and cuts them into mini-batches. When unset, an iteration is one update."""
     old_policy: Literal["rollout", "trainer", "tunix"] = "rollout"
     """Take the ratio against these log-probabilities: the engine's (rollout), or the trainer's, recomputed before the
-    update and corrected towards the engine by truncated importance weights (trainer), or what Tunix's learner takes by
-    itself (tunix, only with name=tunix:...)."""
+    update and corrected towards the engine by truncated importance weights (trainer), or those that Tunix's learner
+    chooses (tunix, only with name=tunix:...)."""
     importance_cap: float | None = Field(default=None, gt=0.0)
-    """Truncate the importance weights of old_policy=trainer, or bound the ratios of correction from above, at this.
-    Unset: 1.01 for correction=geometric, otherwise 2."""
+    """Truncate the importance weights of old_policy=trainer at this, or use it as the upper bound of the ratios of
+    algorithm.correction. Unset: 1.01 for correction=geometric, otherwise 2."""
     importance_floor: float | None = Field(default=None, gt=0.0)
-    """Bound the ratios of correction from below at this. Unset: 0.99 for geometric, no lower bound otherwise."""
+    """Use this lower bound for the ratios of algorithm.correction. Unset: 0.99 for geometric, otherwise none."""
     correction: Literal["token", "sequence", "geometric"] | None = None
     """Correct for the difference of engine and trainer by each token's ratio (token), or by the product (sequence) or
-    geometric mean of a completion's ratios. Unset: truncated token weights for old_policy=trainer, none for rollout."""
+    geometric mean of a completion's ratios. Unset: truncated token weights for old_policy=trainer, no correction for
+    rollout."""
     correction_mode: Literal["truncate", "mask"] = "mask"
-    """Cut the ratios of correction at their bounds (truncate, for old_policy=trainer), or leave out the tokens or
-    completions beyond the bounds (mask)."""
+    """Clip the ratios of algorithm.correction at their bounds (truncate, for old_policy=trainer), or leave out the
+    tokens or completions beyond the bounds (mask)."""
     veto_low: float | None = Field(default=None, gt=0.0, lt=1.0)
     """Leave out completions that hold a token whose ratio of trainer to engine is below this, e.g. 0.0001."""
     veto_high: float | None = Field(default=None, gt=1.0)
@@ -83,56 +84,56 @@ class AlgorithmSection(Section):
     token since they were sampled (off-policy sequence masking, arXiv 2512.02556)."""
     filtered_ratio: bool = False
     """Compute log-probabilities, ratio and entropy over the tokens that rollout.top_k, top_p and min_p keep, in engine
-    and trainer. Otherwise they are of the full distribution, which differs from the one that tokens are drawn from."""
+    and trainer. Otherwise they are of the full distribution, although tokens are drawn from the filtered one."""
     routing_replay: bool | None = None
     """Route the trainer's tokens to the experts that the engine chose for them (R3, arXiv 2510.11370); only for models
-    with experts. The reference model chooses by itself. When unset, on for experts in bfloat16."""
+    with experts. The reference model chooses its own experts. When unset, true in bfloat16 without rollout.carry."""
     clip_low: float | None = Field(default=None, gt=0.0, lt=1.0)
-    """Clip the ratio below at 1 - clip_low. The algorithm's own when unset: 0.2, for gspo 0.0003, for cispo none."""
+    """Clip the ratio below at 1 - clip_low. When unset, as the algorithm does: 0.2, for gspo 0.0003, for cispo none."""
     clip_high: float | None = Field(default=None, gt=0.0)
-    """Clip the ratio above at 1 + clip_high. The algorithm's own when unset: clip_low, for dapo 0.28, for gspo 0.0004;
-    cispo then cuts it at its option cap, 5."""
+    """Clip the ratio above at 1 + clip_high. When unset, as the algorithm does: clip_low, for dapo 0.28, for gspo
+    0.0004; cispo then clips the ratio at its option cap, 5."""
     dual_clip: float | None = Field(default=None, gt=1.0)
     """Let the clipped surrogate of a negative advantage fall no further than this many times the advantage (dual clip,
     arXiv 1912.09729)."""
     delta: float | None = Field(default=None, gt=1.0)
-    """Cut the ratio of a negative advantage at this, above 1 + clip_high (two-sided clip, arXiv 2505.07291)."""
+    """Clip the ratio at this, above 1 + clip_high, if the advantage is negative (two-sided clip, arXiv 2505.07291)."""
     advantage: AdvantageName | None = None
     """Use these advantages in place of the algorithm's own: grpo divides by the group's standard deviation; drgrpo
-    (also dr_grpo) only centres; rloo leaves the row out of its baseline; lite_ppo and scale_rl divide by the step's
-    standard deviation, of rewards or of centred rewards; reinforce_pp whitens over the step's tokens,
-    reinforce_pp_baseline after centring; max_rl divides by the group's mean; gdpo standardizes each reward by itself.
-    The algorithm's own when unset."""
+    (also dr_grpo) only centres; rloo leaves the row out of its baseline; lite_ppo divides by the standard deviation of
+    the step's rewards, scale_rl by that of its centred rewards; reinforce_pp whitens over the step's tokens, and
+    reinforce_pp_baseline does so after centring; max_rl divides by the group's mean; gdpo standardizes each reward by
+    itself. The algorithm's own advantages when unset."""
     loss_aggregation: LossAggregation | None = None
-    """Reduce the token losses of a whole step to one number in this way. The algorithm's own when unset:
+    """Reduce the token losses of a whole step to one number in this way. When unset, as the algorithm does:
     sequence-mean-token-mean for grpo, gspo and sapo, token-mean for dapo, cispo and dppo, sequence-mean-token-scale for
     dr_grpo, rloo and reinforce."""
     count_empty: bool = False
-    """In means over completions or prompts, also count those without a token in the loss, as TRL does: truncated ones
-    with truncated=mask, and conversations whose environment failed."""
+    """In means over completions or prompts, also count completions without a token in the loss, as TRL does: truncated
+    completions with truncated=mask, and conversations whose environment failed."""
     kl_estimator: Literal["k1", "k2", "k3", "kl", "mse_kl", "low_var_kl"] | None = None
-    """Estimate the KL divergence by this: k1 (also kl), k2 (mse_kl) or k3 (low_var_kl). When unset k3, which is the
-    paper's, and k1 with kl_in=reward."""
+    """Estimate the KL divergence by this: k1 (also kl), k2 (mse_kl) or k3 (low_var_kl). When unset, k1 with
+    kl_in=reward, otherwise k3, as in the paper."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """Add the KL penalty to the loss of every token (loss), or subtract k1, minus its mean over the step and without
-    gradient, from every token's advantage (reward)."""
+    """Add the KL penalty to the loss of every token (loss), or subtract the estimate k1, centred over the step and
+    without gradient, from every token's advantage (reward)."""
     kl_unbiased: bool = False
     """Multiply the estimates low_var_kl and kl by the ratio to the old policy, so that the gradient is that of the KL
     divergence (arXiv 2512.02556)."""
     entropy_bonus: float = Field(default=0.0, ge=0.0)
-    """Subtract the policy's entropy at every token from the loss, times this; with entropy_target it is the first
+    """Subtract the policy's entropy at every token, times this, from the loss; with entropy_target, this is the first
     coefficient."""
     entropy_target: float | None = Field(default=None, gt=0.0)
-    """Adapt the coefficient of the entropy bonus: after an update whose mean entropy is at most this many nats it grows
-    by entropy_step, after any other it falls, and the next update has no bonus (arXiv 2505.22312)."""
+    """Adapt the coefficient of the entropy bonus: after an update whose mean entropy is at most this many nats, it
+    grows by entropy_step; after any other it falls by that, and the next update has no bonus (arXiv 2505.22312)."""
     entropy_step: float | None = Field(default=None, gt=0.0)
     """Change the coefficient of the entropy bonus by this after an update, for entropy_target; 0.005 when unset."""
     reference_reset_every: PositiveInt | None = None
-    """Make the reference of the KL penalty a copy of the policy after every this many steps; it stays the initial
-    policy when unset."""
+    """Replace the reference of the KL penalty by a copy of the policy at this interval of steps; when unset, the
+    initial policy stays the reference."""
     drop_uninformative: bool = False
-    """Leave out groups whose completions all have the same reward, from which nothing can be learnt: means no longer
-    divide by them."""
+    """Leave out groups whose completions all have the same reward, from which nothing can be learnt: they no longer
+    count in the denominators of means."""
     truncated: Literal["keep", "mask"] = "keep"
     """Train on completions that were cut at rollout.max_new_tokens (keep), or leave them out of the loss; their rewards
     still count for their group's baseline. The shipped reward overlong penalises them."""
@@ -140,9 +141,9 @@ class AlgorithmSection(Section):
     """Pack prompts and completions into training rows of this many tokens. The minimum, and the value when unset, is
     data.max_prompt_tokens + rollout.max_new_tokens."""
     micro_batch_prompts: PositiveInt | None = None
-    """Take as many training rows per forward and backward pass as this many prompts (groups) need when all completions
-    are as long as they may be; gradients accumulate over the passes. When unset, a pass takes an eighth of that, but at
-    least 512 tokens per device; of a model below 4 million parameters on a CPU, at most 192 tokens."""
+    """Take as many training rows per forward and backward pass as this many prompts (groups) need at most; gradients
+    accumulate over the passes. When unset, a pass takes an eighth of the rows that a step needs at most, but at least
+    512 tokens per device; of a model below 4 million parameters on a CPU, at most 192 tokens."""
 
     @property
     def tunix(self) -> str | None:
@@ -201,10 +202,10 @@ class UpdateSection(Section):
     """These settings say what happens to an update whose loss or gradient is not finite."""
 
     on_non_finite: Literal["stop", "skip"] = "stop"
-    """End the run (stop), or leave the update out and go on (skip). Parameters and optimizer stay as they were either
-    way, and the update is kept for scripts/run.py --replay."""
+    """End the run (stop), or leave the update out and go on (skip). In both cases parameters and optimizer stay as they
+    were, and the update is kept for scripts/run.py --replay."""
     max_skipped: PositiveInt | None = None
-    """Skip this many updates in a row at most, then end the run; 10 when unset. For on_non_finite=skip."""
+    """Skip at most this many updates in a row, then end the run; 10 when unset. Only for on_non_finite=skip."""
 
     @property
     def most_skipped(self) -> int:
@@ -229,7 +230,7 @@ class OptimizerRule(Section):
     weight_decay: float | None = Field(default=None, ge=0.0)
     """Decay these parameters by this; by optimizer.weight_decay when unset."""
     learning_rate: float = Field(default=1.0, ge=0.0)
-    """Multiply their learning rate by this."""
+    """Multiply the learning rate of these parameters by this."""
 
 
 class OptimizerSection(Section):
@@ -240,7 +241,7 @@ class OptimizerSection(Section):
     learning_rate and returns an optax transformation, as path.py:function or package.module:function."""
     options: Options = Field(default={})
     """Pass these keyword arguments to the optimizer: eps to adamw; momentum and nesterov to sgd; beta, ns_steps and rms
-    to muon; decay_rate and clip_rms to adafactor; to a function of your own what it takes."""
+    to muon; decay_rate and clip_rms to adafactor; its own arguments to a function of your own."""
     state: Literal["full", "compact"] = "full"
     """Keep the optimizer's moments in float32 (full), or in 8 bits (compact); compact also keeps the bits of parameters
     that model.param_dtype=bfloat16 drops. adamw_8bit is adamw with compact."""
@@ -248,18 +249,18 @@ class OptimizerSection(Section):
     """Set the peak of the learning rate."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
     """After the warm-up, keep the rate constant, or let it fall, right away (linear, cosine) or in the last decay_steps
-    updates (wsd). It would reach zero one update after the last."""
+    updates (wsd). A falling rate would reach zero one update after the last update."""
     warmup_steps: int = Field(default=0, ge=0)
     """Let the rate rise linearly from 0 over this many updates."""
     decay_steps: int = Field(default=0, ge=0)
     """Let the rate fall over this many updates at the end; for schedule=wsd."""
     schedule_steps: PositiveInt | None = None
-    """Let the rate fall as in a longer run of this many updates, of which this run does the first part; when unset, the
-    run's own number counts."""
+    """Let the rate fall as in a longer run of this many updates, of which this run does the first part; when unset, by
+    this run's own length."""
     b1: float = Field(default=0.9, ge=0.0, lt=1.0)
-    """Decay the first moment of AdamW by this; for Lion, weigh its momentum against the gradient."""
+    """Decay the first moment of AdamW by this; for Lion, give the momentum this weight, and the gradient the rest."""
     b2: float = Field(default=0.95, ge=0.0, lt=1.0)
-    """Decay the second moment of AdamW by this; for Lion, its momentum."""
+    """Decay the second moment of AdamW, or the momentum of Lion, by this."""
     weight_decay: float = Field(default=0.0, ge=0.0)
     """Decay the weights by this, decoupled from the gradient."""
     max_grad_norm: float = Field(default=1.0, gt=0.0)

@@ -2,13 +2,13 @@
 
 Functions are named in a config as ``path.py:function`` or ``package.module:function``:
 
-find_function("my_rewards.py:short", "reward", RewardError)      # a file, relative to the working directory
-find_function("my_package.data:puzzles", "data", DataError)      # a module
+    find_function("my_rewards.py:short", "reward", RewardError)      # a file, relative to the working directory
+    find_function("my_package.data:puzzles", "data", DataError)      # a module
 
 A file may import modules in its own directory. Errors are raised as the caller's error class, and name the kind of
 function. Each optional library is needed by a single feature; they are extras of the package:
 
-need("textarena", "the environment textarena", EpisodeError)     # looks for the library, without importing it
+    need("textarena", "the environment textarena", EpisodeError)     # looks for the library, without importing it
 """
 
 import difflib
@@ -178,7 +178,7 @@ def _search_first(directory: Path) -> Iterator[None]:
 
 
 def need(library: str, user: str, error: type[TpuGrpoError]) -> None:
-    """Check, without importing it, that the library with this module name, which an extra installs, is there.
+    """Check that the optional library with this module name is installed, without importing it.
 
     ``user`` names what needs the library, for the message: a setting with its value, a reward, or an environment.
 

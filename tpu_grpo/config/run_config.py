@@ -40,14 +40,14 @@ from tpu_grpo.records.errors import ConfigError
 CACHE_MARGIN_TOKENS = 2
 """sglang-jax cuts a completion short if the cache has fewer free tokens than this."""
 PROMPT_MARGIN_TOKENS = 7
-"""sglang-jax passes over a prompt in favour of another if it would leave the cache fewer tokens than this."""
+"""sglang-jax skips a prompt, and tries another, if the prompt would leave the cache fewer tokens than this."""
 MICRO_BATCHES, MICRO_BATCH_TOKENS = 8, 512
 """Unless micro_batch_prompts is set, a step has at most MICRO_BATCHES forward and backward passes, each of at least
 MICRO_BATCH_TOKENS tokens per device. So short packed completions need fewer passes, and a pass still fills a device."""
 
 
 class RunConfig(Section):
-    """All sections of a run's config; a ValueError says which of them do not fit together."""
+    """All sections of a run's config; a ValueError says which settings do not fit together."""
 
     run: RunSection = RunSection()
     model: ModelSection = ModelSection()
@@ -151,22 +151,22 @@ class RunConfig(Section):
 
     @property
     def evaluation_rewards(self) -> tuple[RewardSpec, ...]:
-        """The rewards that score evaluations: evaluation.rewards, or those of the run when that is unset."""
+        """The rewards that score evaluations: evaluation.rewards, or the run's rewards when that is unset."""
         return self.rewards if self.evaluation.rewards is None else self.evaluation.rewards
 
     @property
     def has_held_out(self) -> bool:
-        """Whether there are held-out prompts: those of evaluation.path, or of the built-in task."""
+        """Whether there are held-out prompts, from evaluation.path or from the built-in task."""
         return self.evaluation.path is not None or self.data.builtin is not None
 
     @property
     def row_tokens(self) -> int:
-        """The number of tokens in a training row: algorithm.row_tokens, or those of the longest sequence."""
+        """The number of tokens in a training row: algorithm.row_tokens, or the length of the longest sequence."""
         return self.algorithm.row_tokens or self.context_tokens
 
     @property
     def mini_batch_prompts(self) -> int:
-        """The number of prompts in one update: those of a mini-batch, or of the whole step."""
+        """The number of prompts in one update, of a mini-batch or of the whole step."""
         return self.algorithm.mini_batch_prompts or self.data.prompts_per_step
 
     @property

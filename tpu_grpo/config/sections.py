@@ -22,8 +22,8 @@ class RunSection(Section):
     """These settings say which run this is."""
 
     name: PlainName = "run"
-    """Name the run; with letters, digits, dot, dash and underscore. When no name is given, the config file's is taken,
-    without .yaml."""
+    """Name the run, with letters, digits, dot, dash and underscore. When unset, the config file's name is used, without
+    .yaml."""
     dir: Annotated[Path | None, IsDirectory] = None
     """Leave the run's files in this directory; in runs/<name> when unset."""
     seed: int = Field(default=0, ge=0, lt=2**32)
@@ -31,8 +31,8 @@ class RunSection(Section):
     max_steps: PositiveInt = 100
     """End the whole run, resumed parts included, after this many steps; a step is one rollout with its updates."""
     epochs: float | None = Field(default=None, gt=0.0)
-    """Go through the prompts of the data this many times, in place of max_steps, which then follows from their number
-    and data.prompts_per_step. A file may set only one of the two; of overrides, the last one counts."""
+    """Go through the prompts of the data this many times, in place of max_steps, which then follows from the number of
+    prompts and data.prompts_per_step. A file may set only one of the two; among overrides, the last one counts."""
     compilation_cache: Annotated[str, IsDirectory] = "auto"
     """Keep compiled programs in this directory, so that the next start compiles less. auto: below the user's cache
     directory, or $TPU_GRPO_CACHE; off: nowhere. JAX_COMPILATION_CACHE_DIR takes precedence."""
@@ -75,18 +75,19 @@ class ModelSection(Section):
     are taught on first use, then cached)."""
     pad_token: str | None = None
     """Pad with this token of the tokenizer, which must not occur in prompts or completions, e.g. <|endoftext|>; when
-    unset, with the tokenizer's own. Needed for models whose padding token is their end token."""
+    unset, with the tokenizer's padding token. Needed for models whose padding token is their end token."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Compute on both sides in this type, with the parameters cast to it; logits and log-probabilities are float32
-    throughout."""
+    """Compute in this type in engine and trainer, with the parameters cast to it; logits and log-probabilities are
+    float32 throughout."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     """Keep and update the trained parameters in this type. bfloat16 needs optimizer.state=compact, which keeps 8 more
     bits of each parameter; otherwise small updates would be lost to rounding."""
     attention: Literal["auto", "flash", "dot"] = "auto"
-    """Choose the trainer's attention. flash: jax's splash kernel (TPU), which stores no score of every token against
-    every other; dot: any device; auto: flash on TPU, dot elsewhere."""
+    """Choose the trainer's attention. flash: jax's splash kernel (TPU), which does not store the matrix of attention
+    scores; dot: any device; auto: flash on TPU, dot elsewhere."""
     remat: Literal["none", "block", "decoder"] = "none"
-    """Recompute in the backward pass, instead of storing: nothing, attention (block), or whole layers (decoder)."""
+    """Recompute in the backward pass, instead of storing activations: nothing (none), attention (block), or whole
+    layers (decoder)."""
     train_layers: LayerRanges | None = None
     """Train only these layers, e.g. 20-31, and neither embeddings nor the last norm nor the head; everything when
     unset."""
@@ -107,8 +108,8 @@ class RolloutSection(Section):
     """These settings say how completions are sampled, and describe the engine that does it."""
 
     attention: Literal["auto", "flash", "gather", "native"] = "auto"
-    """Choose the engine's attention. flash: sglang-jax's Pallas kernel, TPU only; gather: ours, any device; native: the
-    library's reference, for comparison; auto: flash on TPU, gather elsewhere."""
+    """Choose the engine's attention. flash: sglang-jax's Pallas kernel, TPU only; gather: ours, any device; native:
+    sglang-jax's reference, for comparison; auto: flash on TPU, gather elsewhere."""
     experts: Literal["ragged", "fused"] = "ragged"
     """Choose how the engine computes experts. ragged: ours, any device; fused: sglang-jax's Pallas kernel, TPU only."""
     temperature: float = Field(default=1.0, ge=0.0, le=100.0)
@@ -123,16 +124,16 @@ class RolloutSection(Section):
     max_new_tokens: PositiveInt = 256
     """End a completion after this many tokens, stop token included."""
     max_running_requests: PositiveInt = 64
-    """Decode up to this many rows at once in each engine."""
+    """Decode up to this many rows concurrently in each engine."""
     kv_tokens: PositiveInt | None = None
     """Give each engine's KV cache this many tokens; enough for max_running_requests full-length rows when unset."""
     kv_dtype: Literal["auto", "int8", "fp8"] = "auto"
     """Keep keys and values in this type. auto: model.dtype; fp8: 8 bits each; int8: 8 bits and a scale for every head,
-    not with flash. 8 bits halve the cache of a bfloat16 model, and engine and trainer agree less."""
+    not with flash. 8 bits halve the cache of a bfloat16 model, but engine and trainer agree less."""
     page_size: PositiveInt = 1
     """Divide the KV cache into pages of this many tokens."""
     prefill_tokens: PositiveInt = 2048
-    """Process up to this many prompt tokens at once; longer prompts are prefilled in chunks of this size."""
+    """Process up to this many prompt tokens in one step; longer prompts are prefilled in chunks of this size."""
     prefix_cache: bool = True
     """Keep computed prefixes, so that a group's prompt is prefilled once."""
     batch_paddings: Annotated[
@@ -143,13 +144,13 @@ class RolloutSection(Section):
     steps_per_launch: AutoOrCount = "auto"
     """Decode up to this many tokens of each row before the host looks at them; auto: 4 to 32 by the model's size."""
     carry: float = Field(default=0.0, ge=0.0, le=4.0)
-    """Sample this share of groups more than a step learns from, end the step's rollout once enough groups are whole,
-    and go on with the others in the next step; 0 waits for the longest completion of every step."""
+    """Sample more groups than a step learns from, by this share, end the step's rollout once enough groups are whole,
+    and continue the other groups in the next step; 0 waits for the longest completion of every step."""
     carry_steps: PositiveInt = 4
     """Finish a group that was begun this many steps ago, whatever its length; only with carry."""
     release_during_update: bool = False
     """Free the engines' KV cache, and weights they do not share with the trainer, during the update; the weight sync
-    brings the weights back and the cache is made anew. The tokens stay the same."""
+    restores the weights, and the cache is allocated again. Sampled tokens do not change."""
 
     @property
     def filters(self) -> dict[str, float]:
@@ -167,13 +168,13 @@ class EnvironmentSection(Section):
         AfterValidator(must("name an environment, got {!r}; leave it unset for none", bool)),
     ] = None
     """Have conversations with this environment: a shipped name (docs/environments.md lists them), path.py:Class or
-    package.module:Class; or several, {name: environment}, of which the column `environment` of the data chooses."""
+    package.module:Class; or with several, {name: environment}: the column `environment` of the data then chooses."""
     options: Options = Field(default={})
     """Pass these keyword arguments to the environment's constructor."""
     workers: AutoOrCount = "auto"
-    """Allow this many conversations at once on each host, each with its environment in a separate process; the next one
-    begins when one is over. The engines of a host share them. For environments with async tools, of which one process
-    holds many, use this many processes. auto: no limit; one process with async tools."""
+    """Allow this many concurrent conversations on each host, each with its environment in a separate process. All
+    engines of a host share this limit. For environments with async tools, many of which run in one process, use this
+    many processes. auto: no limit; one process with async tools."""
     timeout: float = Field(default=60.0, gt=0.0)
     """Give each call of a tool, and every other call of an environment, this many seconds."""
     max_turns: PositiveInt = 8
@@ -187,26 +188,26 @@ class EnvironmentSection(Section):
     """Parse tool calls in this format. hermes: JSON in <tool_call> tags, as Qwen writes it; llama3: JSON alone;
     qwen3_coder: XML in <tool_call> tags; python: calls as in Python. auto: what the chat template shows."""
     on_error: Literal["stop", "skip", "value"] = "stop"
-    """Do this when an environment raises outside of a tool, is late, dies, or gives rubbish. stop: the run ends and
-    says why; skip: the conversation ends there and is not learned from; in advantages it counts with its group's
-    mean; value: it ends there, and every reward, and their sum, is error_value. A tool that raises is not such a case:
-    the policy is told the exception."""
+    """Do this when an environment raises outside of a tool, times out, dies, or returns an invalid value. stop: the run
+    ends and says why; skip: the conversation ends there and is not learned from; in advantages it counts with its
+    group's mean; value: the conversation ends there, and each reward, and the sum of rewards, is error_value. A tool
+    that raises is not such a case: the policy is told the exception."""
     error_value: float = 0.0
     """Give this reward to a conversation whose environment failed, when on_error is value."""
     turn_credit: Literal["episode", "turn"] = "episode"
-    """Give all turns the advantage of their conversation (episode), or add to each the value of its rewards (turn): the
-    sum of rewards from that turn on, minus the mean of this over the group's conversations that reached it."""
+    """Give all turns the advantage of their conversation (episode), or add to each turn's advantage (turn) the sum of
+    rewards from that turn on, minus the mean of this sum over the group's conversations that reached that turn."""
     memory_gb: float = Field(default=8.0, gt=0.0)
     """Let an environment's process allocate this much memory, in GB."""
     secrets: tuple[str, ...] = ()
-    """Hand these variables of the environment on to its processes, e.g. [MY_API_KEY]; those whose names look secret,
-    such as HF_TOKEN, are withheld otherwise."""
+    """Pass these environment variables on to its processes, e.g. [MY_API_KEY]; variables whose names look secret, such
+    as HF_TOKEN, are withheld otherwise."""
     recycle: PositiveInt = 1000
     """Replace a process by a fresh one after this many conversations."""
     tool_steps: int = Field(default=16, ge=0)
-    """Continue a conversation this many decode steps after its turn has ended, while others decode; its environment
-    answers meanwhile at no cost. Engines without other work continue as soon as it has answered. With 0 a conversation
-    continues as soon as its environment has answered, whatever others do; then time decides what decodes together."""
+    """Continue a conversation this many decode steps after its turn has ended; meanwhile its environment answers, and
+    other conversations decode. An engine without other work continues as soon as the environment has answered. With 0
+    every engine does so; then wall-clock time decides which conversations decode together."""
 
     @property
     def is_on(self) -> bool:
@@ -215,7 +216,7 @@ class EnvironmentSection(Section):
 
     @property
     def names(self) -> dict[str, str]:
-        """The environments by their names in the column `environment`; a single one has the name ""."""
+        """The environments by their names in the column `environment`; a single environment has the name ""."""
         return self.name if isinstance(self.name, dict) else {} if self.name is None else {"": self.name}
 
 
@@ -232,32 +233,32 @@ class SamplerMeshSection(Section):
     """These settings divide the sampler's devices into replicas, one engine each."""
 
     hosts: PositiveInt | None = None
-    """With meshes.layout=split on several hosts, let this many hosts, the last ones, sample, and the others train; when
-    unset, half of the hosts, rounded down."""
+    """With meshes.layout=split on several hosts, give the sampler this many of the last hosts, and the trainer the
+    rest; when unset, half of the hosts, rounded down."""
     tensor: PositiveInt | None = None
-    """Split the model's heads and hidden units over this many devices in each replica; when unset, over the fewest that
-    hold at most 4 GiB of weights each."""
+    """Split the model's heads and hidden units over this many devices in each replica; when unset, over the fewest
+    devices that hold at most 4 GiB of weights each."""
     shard_vocab: bool | None = None
     """Split the embedding and the output head over a replica's devices by vocabulary. true: refuse a number of devices
-    that does not divide the vocabulary; false: a copy on every device; unset: split where it divides. The tokens stay
-    the same."""
+    that does not divide the vocabulary; false: a copy on every device; unset: split if it divides. Sampled tokens do
+    not change."""
 
 
 class MeshesSection(Section):
     """These settings say how devices are used."""
 
     layout: Literal["shared", "split"] = "shared"
-    """Share devices or split them. shared: trainer and sampler both use all devices, in turn; split: the last hosts are
-    the sampler's (meshes.sampler.hosts), and the others the trainer's; of a single host's devices, the first half is
-    the trainer's."""
+    """Share devices or split them. shared: trainer and sampler both use all devices, in turn; split: the sampler has
+    the last hosts (meshes.sampler.hosts), and the trainer has the rest; of a single host's devices, the trainer has the
+    first half."""
     sync_temporary_mib: PositiveInt = 512
     """Let the weight sync take this much temporary memory in MiB per device, beside the weights themselves."""
     probe_every: int = Field(default=50, ge=0)
-    """Compare engines and trainer, by a few tokens and leaf by leaf, after the first sync and then after every this
-    many; 0 never compares."""
+    """Compare engines and trainer, by a few tokens and leaf by leaf, after the first weight sync and then at this
+    interval of syncs; 0 never compares."""
     probe_bound: float | None = Field(default=None, gt=0.0)
-    """Stop the run when the compared log-probabilities differ by more than this on average; by 1e-3 in float32 and 0.2
-    in bfloat16 when unset."""
+    """Stop the run when the compared log-probabilities differ by more than this on average; when unset, 1e-3 in float32
+    and 0.2 in bfloat16, but at least 0.2 with rollout.kv_dtype=int8 and 0.5 with fp8."""
     trainer: TrainerMeshSection = TrainerMeshSection()
     sampler: SamplerMeshSection = SamplerMeshSection()
 
@@ -266,14 +267,14 @@ class HostsSection(Section):
     """These settings join several processes into one run."""
 
     coordinator: str | None = None
-    """Meet the other processes at this host:port of process 0; only several processes off a TPU slice need it."""
+    """Meet the other processes at this host:port of process 0; only several processes outside a TPU slice need it."""
     count: PositiveInt = 1
     """Expect this many processes in the run."""
     index: int = Field(default=0, ge=0)
-    """Give this process its number among them, counted from 0; process 0 coordinates the start."""
+    """Give this process this number among all processes, counted from 0; process 0 coordinates the start."""
     check: Literal["rollout", "step"] = "rollout"
-    """Let processes that share a replica compare its scheduling and tokens after every rollout, or before every
-    launch of the engine, which names the first launch that differs."""
+    """Let processes that share a replica compare its scheduling and tokens after every rollout, or before every launch
+    of the engine (step), so that an error names the first launch that differs."""
     start_timeout_seconds: float = Field(default=300.0, gt=0.0)
     """Wait this many seconds for the other processes at start-up."""
     lost_timeout_seconds: float = Field(default=40.0, ge=2.0)
@@ -285,7 +286,7 @@ class CheckpointSection(Section):
     """These settings say when a run is saved and whether it is continued."""
 
     every: int = Field(default=0, ge=0)
-    """Save after every this many steps, and at the end; 0 saves at the end only."""
+    """Save at this interval of steps, and at the end; 0 saves at the end only."""
     keep: PositiveInt = 2
     """Keep this many of the newest checkpoints."""
     keep_best: bool = True
@@ -296,7 +297,7 @@ class CheckpointSection(Section):
     allow_changes: tuple[str, ...] = ()
     """Continue although these settings, or settings in these sections, have changed, e.g.
     [optimizer.learning_rate, rewards]. Other changes are refused if they make earlier and later results incomparable.
-    data also allows other prompts than before."""
+    The entry data also allows other prompts than before."""
 
 
 class ExportSection(Section):
@@ -304,7 +305,7 @@ class ExportSection(Section):
     scripts/export.py."""
 
     every: Literal["best", "last"] | None = None
-    """At its end, export this model of the run to run.dir/exports: that of the best step (evaluation.best), or of the
+    """At the end of the run, export its model to run.dir/exports: that of the best step (evaluation.best), or of the
     last step; none when unset."""
     kind: Literal["model", "adapter"] = "model"
     """Write the whole model, into which adapters are merged, or the adapters alone, in the format of PEFT."""
@@ -312,7 +313,7 @@ class ExportSection(Section):
     """Write tensors in this type; in model.dtype when unset. float32 writes the parameters as trained, even if the
     policy computes in bfloat16."""
     shard_mib: PositiveInt = 4096
-    """Write files of up to this many MiB of tensors each; one that is larger by itself gets a file of its own."""
+    """Write files of up to this many MiB of tensors each; a larger tensor gets a file of its own."""
 
 
 VARIABLE = re.compile(r"\$(\w+|\{\w+\})")
@@ -323,7 +324,7 @@ class LoggingSection(Section):
     """These settings say what is shown, and where."""
 
     samples_every: int = Field(default=10, ge=0)
-    """Show a table of samples every this many steps; 0 never shows one."""
+    """Show a table of samples at this interval of steps; 0 never shows one."""
     tensorboard: bool = False
     """Also write event files for TensorBoard, in run.dir/tensorboard."""
     wandb: Literal["off", "offline", "online"] = "off"
@@ -335,8 +336,8 @@ class LoggingSection(Section):
     wandb_group: str | None = None
     """Show the run in this group of runs of Weights & Biases; in none when unset."""
     histograms_every: int = Field(default=0, ge=0)
-    """Give TensorBoard and Weights & Biases histograms of the trained parameters and their gradients every this many
-    steps; 0 never does."""
+    """Give TensorBoard and Weights & Biases histograms of the trained parameters and their gradients at this interval
+    of steps; 0 never does."""
     callbacks: tuple[str, ...] = ()
     """Call these classes of your own, path.py:Class or package.module:Class, with the metrics and samples of every step
     and evaluation, on host 0; see docs/logging.md."""
@@ -350,8 +351,8 @@ class LoggingSection(Section):
         AfterValidator(must("be a command or a URL, got {!r}; leave it unset to tell nobody", str.strip)),
     ] = None
     """Notify people how the run ended, however it ends: by a command, which gets a JSON object on stdin, or a URL,
-    https://..., to which it is posted. $NAME takes either from the environment. Only $NAME is written to config.yaml,
-    as anything else may hold a secret."""
+    https://..., to which the object is posted. $NAME takes command or URL from the environment. Only $NAME is written
+    to config.yaml, as anything else may hold a secret."""
 
     @field_serializer("on_end", when_used="json")
     def _without_secrets(self, on_end: str | None) -> str | None:

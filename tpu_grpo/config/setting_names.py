@@ -1,8 +1,8 @@
 """Lists all settings with name, type, default and meaning, and the effect of a change on a run that is continued.
 
-none        results do not depend on the setting
-rounding    only the order of computation changes: results are comparable, but not bit by bit
-results     earlier and later results cannot be compared; needs ``checkpoint.allow_changes``
+    none        results do not depend on the setting
+    rounding    only the order of computation changes: results are comparable, but not bit by bit
+    results     earlier and later results cannot be compared; needs ``checkpoint.allow_changes``
 """
 
 import re
@@ -63,10 +63,9 @@ EFFECTS: Mapping[str, Effect] = {
     **dict.fromkeys(_RESULTS.split(), "results"),
 }
 """Setting -> effect, by the names in ``--help``; a section's entry is for its settings that have no entry. No section
-has the effect none, so that for each new setting somebody must decide.
+has the effect none, so that somebody must decide about each new setting.
 
-A test fails for a new setting without an effect. ``run.max_steps`` has another effect if the learning rate falls
-towards the end; see `effect_of`.
+``run.max_steps`` has another effect if the learning rate falls towards the end; see `effect_of`.
 """
 
 

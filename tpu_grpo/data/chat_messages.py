@@ -5,7 +5,7 @@
     assistant  the example's answer, by data.example_template
     user       the record itself, by data.prompt_template
 
-If data.messages names a column, the record's messages there replace the last message above. The same happens if
+If data.messages names a column, the record's messages in it replace the last message above. The same happens if
 data.prompt_template is a single column that holds messages. Messages of a column are converted to what chat templates
 take, with contents as text, and the arguments of tool calls as an object:
 
@@ -200,7 +200,7 @@ def _role(message: Mapping[str, Any]) -> Any:
 
 def read_messages(value: Any, column: str, where: str) -> list[Message]:
     """Return the messages in a column of a record; ``where`` names the record in errors. Raises DataError for anything
-    but a list of messages with text; for images and other media it names their type."""
+    but a list of messages with text; the error names the type of images and other media."""
     if not looks_like_messages(value) or any(_role(message) not in ROLES for message in value):
         raise DataError(
             f"the column {column!r} must hold messages {{role, content}} with roles of {', '.join(ROLES)}, got "

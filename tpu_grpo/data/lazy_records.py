@@ -21,7 +21,7 @@ from tpu_grpo.records.outside import lines_of, parse_json
 Record = Mapping[str, Any]
 Records = Sequence[Record]
 ROWS = 1000
-"""The number of lines of a file, or rows of a table, that are read at once."""
+"""The number of lines of a file, or rows of a table, that are read together."""
 MUCH = {"bytes": 20_000_000, "prompts": 20_000}
 """The smallest total for which a progress bar is shown, by unit."""
 
@@ -109,7 +109,7 @@ class JsonLines(Lazy):
 
 
 def parse(line: bytes, where: str, *, first: bool = False) -> dict[str, Any]:
-    """Read a line of JSON; the first one of a file may begin with a byte-order mark.
+    """Read a line of JSON; the first line of a file may begin with a byte-order mark.
 
     Raises:
         DataError: for anything but an object with at least one key.

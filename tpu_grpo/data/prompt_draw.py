@@ -6,14 +6,14 @@
         draw.done(121, used, values)                 # step 122 begins after the last prompt of ``used``
 
 The stream assigns a prompt to each position. data.pools divides prompts by pass rate into pools. A pool's weight is the
-probability of sampling its prompts when reached; it is 1 for prompts without a pass rate, and 0 for retired ones. For
-the prompts a (weight 1), b (weight 0.2) and c (retired), a step of two prompts from position 4 on could be:
+probability that its prompt is sampled when the draw reaches it. Prompts without a pass rate have weight 1, retired
+prompts 0. For prompts a (weight 1), b (weight 0.2) and c (retired), a step of two from position 4 on could be:
 
     position     4  5  6  7  8
     prompt       b  c  a  a  b        whether b is sampled depends only on seed and position
     sampled      -  -  a  a  .        so the next step begins at position 8
 
-A step with dynamic sampling may leave sampled prompts unused; the next step begins after the last one used. With P
+A step with dynamic sampling may leave sampled prompts unused; the next step begins after the last used prompt. With P
 prompts per step, and without pools, retirement and dynamic sampling, step s has positions (s - 1) P to s P - 1.
 
 ``history.jsonl`` has a line per step: the numbers of its prompts, their results, and the position at which the next
@@ -138,8 +138,8 @@ class PromptHistory:
 class PromptDraw:
     """Draws prompts from a stream by their history, and adds each step to the history.
 
-    ``seed``, the position and the weight of its prompt determine whether the prompt is sampled. ``start`` is the number
-    of completed steps.
+    Whether a prompt is sampled depends only on ``seed``, its position and its weight. ``start`` is the number of
+    completed steps.
     """
 
     def __init__(self, stream: PromptStream, history: PromptHistory, data: DataSection, *, seed: int, start: int):
@@ -152,8 +152,8 @@ class PromptDraw:
 
     @classmethod
     def open(cls, config: RunConfig, stream: PromptStream, start: int, hosts: Hosts) -> Self:
-        """Open the draw of a run after its completed steps; every host calls this. Use it in a ``with`` block. Raises
-        DataError for a broken history, or one that lacks a completed step if the settings need it."""
+        """Open the draw of a run after its completed steps, for a ``with`` block; every host calls this. Raises
+        DataError for a broken history, and for one without the last completed step if the settings need that step."""
         data = config.data
         history = PromptHistory.open(config.run_dir, stream.size, start, hosts, data.retire.at)
         if history.position is None and (data.remembers or config.rollout.carry):
@@ -177,7 +177,7 @@ class PromptDraw:
         return self.stream.at(step, self._drawn(step, start, self._data.prompts_per_round), number)
 
     def next(self, step: int, count: int) -> PromptBatch:
-        """Draw the next ``count`` prompts, and use them up; raises as ``batch``. For steps that carry groups over."""
+        """Draw and use up the next ``count`` prompts, for a step that carries groups over; raises as ``batch``."""
         batch = self.stream.at(step, self._drawn(step, self._position, count))
         end = batch.positions[-1] + 1 if count else self._position
         self._passed_over = end - self._position - count

@@ -1,8 +1,8 @@
 """Reads records from files: finds the files that a path names, reads each format, and explains errors.
 
-data/*.jsonl             every file that matches, sorted by name
-train.jsonl.gz           a compressed file
-https://..., gs://...    read through fsspec, once, when the run starts
+    data/*.jsonl             every file that matches, sorted by name
+    train.jsonl.gz           a compressed file
+    https://..., gs://...    read through fsspec, once, when the run starts
 """
 
 import csv
@@ -355,7 +355,7 @@ def first_record(paths: Iterable[str], setting: str) -> Record | None:
     """Read the first record of some files, and check that all exist; None for URLs and for large files read as a whole.
 
     Raises:
-        DataError, ConfigError: as `read_files`, but only for errors that the first record shows.
+        DataError, ConfigError: as in `read_files`, but only for errors that the first record shows.
     """
     locations = [location for path in paths for location in expand(path, setting)]
     for location in locations:

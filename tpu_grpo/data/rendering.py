@@ -52,8 +52,8 @@ THINKING = ("enable_thinking", "thinking")
 
 
 class PromptRenderer:
-    """Renders records by the data section: templates, system prompt, examples, chat template. Raises ConfigError for a
-    template that is malformed, or settings this tokenizer cannot follow."""
+    """Renders records with the templates, system prompt, examples and chat template of the data section. Raises
+    ConfigError for a malformed template, or settings that this tokenizer cannot follow."""
 
     def __init__(self, data: DataSection, tokenizer: "PreTrainedTokenizerFast", tools_of: ToolsOf | None = None):
         self.data = data
@@ -79,7 +79,7 @@ class PromptRenderer:
 
         Raises:
             ConfigError: for a template field that is not a column, or a format that does not suit its value.
-            DataError: for a null field, an empty prompt, or one that holds the tokenizer's pad token.
+            DataError: for a null field, an empty prompt, or a prompt that holds the tokenizer's pad token.
         """
         return self.prompts([record], [where])[0]
 
@@ -115,7 +115,7 @@ class PromptRenderer:
     def texts(
         self, conversations: list[list[Message]], where: Sequence[str], tools: Sequence[Tools] | None = None
     ) -> list[str]:
-        """Return conversations' texts; a failing template raises ConfigError, half of a surrogate pair DataError."""
+        """Return conversations' texts; raises ConfigError if a template fails, DataError for half a surrogate pair."""
         if not self.data.chat_template:
             texts = [plain(messages) for messages in conversations]
         else:
@@ -134,7 +134,7 @@ class PromptRenderer:
 
     @contextmanager
     def _bounded(self, what: str, where: Sequence[str]) -> Iterator[None]:
-        """Limit a template's time, and until its first success also its memory, while nothing else allocates any."""
+        """Limit a template's time, and until its first success also memory, while no other code allocates memory."""
         try:
             with bounded(TEMPLATE_SECONDS, None if self._is_tried else TEMPLATE_BYTES):
                 yield
@@ -145,7 +145,7 @@ class PromptRenderer:
             ) from None
 
     def encoded(self, texts: list[str], where: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of prompts; raises DataError for one without a token, or with the pad token."""
+        """Return the token ids of prompts; raises DataError for a prompt without a token, or with the pad token."""
         core = self._tokenizer.backend_tokenizer
         core.no_truncation()  # tokenizer.json may enable both
         core.no_padding()
@@ -244,7 +244,7 @@ def plain(messages: Sequence[Message]) -> str:
 
 
 def template_switches(data: DataSection, tokenizer: "PreTrainedTokenizerFast") -> dict[str, Any]:
-    """Return the other arguments of the chat template: the thinking switch, and a clock that is fixed at data.date.
+    """Return the settings of the chat template: the thinking switch, and a clock that is fixed at data.date.
 
     Templates such as those of Llama 3.2 write today's date. The real date would change after midnight, between hosts in
     different time zones, and in a continued run.
@@ -327,7 +327,7 @@ def render_records(
     renderer: PromptRenderer, records: Sequence[Record], source: str, *, limit: int | None = None
 ) -> RenderedPrompts:
     """Check the prompts of all records, or render the first ``limit`` that fit; ``source`` names the data in errors.
-    Raises DataError for a prompt longer than data.max_prompt_tokens under data.too_long=error, or when none fits."""
+    Raises DataError for a prompt longer than data.max_prompt_tokens with data.too_long=error, or if no prompt fits."""
     fitting = array("q")
     too_long: dict[int, int] = {}  # tokens by index of the record
     digest = hashlib.sha256(renderer.identity.encode())

@@ -1,11 +1,11 @@
 """Reads the records of a source of any kind, by its name in the config:
 
-builtin:addition                  a built-in task
-builtin:environment               empty prompts, for environments that write the first message
-reasoning_gym:TASK                problems that reasoning-gym makes
-hf:NAME, or a directory           a Hugging Face dataset, of the hub or on disk
-path.py:function, module:function what a user's function returns
-anything else                     files, see record_files.py: a path, a pattern, a URL, or a list of these
+    builtin:addition                   a built-in task
+    builtin:environment                empty prompts, for environments that write the first message
+    reasoning_gym:TASK                 problems that reasoning-gym makes
+    hf:NAME, or a directory            a Hugging Face dataset, of the hub or on disk
+    path.py:function, module:function  the records that a user's function returns
+    anything else                      files, see record_files.py: a path, a pattern, a URL, or a list of these
 
 Every kind gives a sequence of mappings with the same keys (columns). The config's setting ``columns`` can rename keys.
 """
@@ -28,7 +28,7 @@ from tpu_grpo.models.tasks import TASKS
 from tpu_grpo.records.errors import ConfigError, DataError
 
 OWN_TASKS = 10_000
-"""The number of records of builtin:environment; the held-out ones are numbered from here on."""
+"""The number of records of builtin:environment; held-out records are numbered from here on."""
 OLDEST_DATASETS = 4
 """The oldest major release of the library datasets that can be imported with the pinned pyarrow."""
 PLAIN = ReadingSection()
@@ -143,13 +143,13 @@ def _check_settings(source: Source) -> None:
 
 
 def renamed(records: Records, columns: Mapping[str, str], source: Source) -> Records:
-    """Rename columns, and put the renamed ones first; other columns keep their names.
+    """Rename columns, and put the renamed columns first; other columns keep their names.
 
     With {answer: solution} the records {solution: 4, level: 1} become {answer: 4, level: 1}. A column that already has
     a new name is dropped. The old name a.b means the key b in the mapping of column a, if there is no column a.b.
 
     Raises:
-        ConfigError: for a missing column; in records after the first, when they are read.
+        ConfigError: for a missing column; for records after the first, only when they are read.
     """
 
     def change(record: Record, index: int) -> Record:
@@ -176,10 +176,10 @@ def _value(record: Mapping[str, Any], column: str, where: str, source: Source) -
 
 
 def _builtin(source: Source) -> Records:
-    """Return a task's problems; held-out ones come in a fixed shuffled order.
+    """Return a task's problems; held-out problems come in a fixed shuffled order.
 
-    The addition task sorts problems by first number, and small numbers need a carry less often: 60 % of the first half,
-    73 % of all. Without the shuffle, an evaluation of the first few problems would measure an easier task.
+    The addition task sorts problems by first number, and small numbers need a carry less often: in 60 % of the first
+    half, in 73 % of all. Without the shuffle, an evaluation of the first few problems would measure an easier task.
     """
     if source.path == NO_DATA:
         first = 0 if source.use == "train" else OWN_TASKS

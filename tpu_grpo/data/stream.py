@@ -1,6 +1,6 @@
 """A PromptStream gives the batch of prompts for each step, from an endless sequence of epochs over the config's data.
 
-For example, with three prompts a, b, c and two per step (P = 2), the stream is one shuffled epoch after another. Step
+With three prompts a, b, c and two per step (P = 2), for example, the stream is one shuffled epoch after another. Step
 ``s`` (counted from 1) holds the positions ``2s - 2`` and ``2s - 1`` of the stream, so a batch may straddle two epochs:
 
     epoch 0: c a b   epoch 1: a b c   ...
@@ -52,8 +52,8 @@ class Part:
 class PromptStream:
     """Gives batches of P prompts, for any step, from rendered prompts of one source or of several.
 
-    ``seed`` decides the shuffles, if epochs are shuffled; ``curriculum`` is a column that every epoch of every source
-    is sorted by.
+    ``seed`` decides the shuffles, if epochs are shuffled. Every epoch of every source is sorted by ``curriculum``, the
+    name of a column.
 
     Raises:
         DataError: for a source without a prompt, or a curriculum's values that cannot be sorted.

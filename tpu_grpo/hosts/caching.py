@@ -13,8 +13,6 @@ jax 0.10.2 has a compilation cache. This file changes it in four ways:
 - A full or read-only disk is reported once, not for every program.
 - Programs for CPUs are kept in a directory per kind of CPU and number of threads. The compiled code depends on both
   (see joining.py), but jax's key includes neither.
-
-`observe/process_metrics.py` counts a program that was read from this cache as a compilation, too.
 """
 
 import contextlib
@@ -76,7 +74,7 @@ def exclusive(path: Path) -> Iterator[None]:
 def keep_programs(where: str, hosts: Hosts) -> None:
     """Make jax read compiled programs from disk and write new ones there; call it before much is compiled.
 
-    ``where`` is a directory, "auto" for one in `cache_directory`, or "off" to leave jax unchanged.
+    ``where`` is a directory, "auto" for a directory in `cache_directory`, or "off" to leave jax unchanged.
     """
     if where == "off" or os.environ.get(VARIABLE):
         return

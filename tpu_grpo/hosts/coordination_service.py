@@ -36,13 +36,13 @@ from tpu_grpo.hosts.meeting import LOOPBACK, Caller, arrive, hold_port, no_answe
 from tpu_grpo.records.errors import ConfigError, LockstepError
 
 HEARTBEAT_SECONDS = 300
-"""jax gives a silent host up after this time; `Watch` (watch.py) has a much shorter timeout, and notices first."""
+"""jax takes a silent host for lost after this time; `Watch` (watch.py), with a much shorter timeout, notices first."""
 SHUTDOWN_SECONDS = 60
 """In jax's shutdown, a host waits this long for the other hosts to end."""
 LEAVE_SECONDS = 10
 """At its end, host 0 waits this long for the other hosts to leave the service."""
 GRACE_SECONDS = 2
-"""Clients wait this much longer than the service, so that the service's error, which names missing hosts, is first."""
+"""Clients wait this much longer than the service: the service's error names missing hosts, and has to come first."""
 ROOT = "tpu_grpo/start"
 
 _leaving = threading.Lock()
@@ -133,8 +133,8 @@ def connect(coordinator: str, count: int, index: int, timeout_seconds: float, ru
     """Meet the other hosts of the run, start the service (on host 0) and connect to it.
 
     Raises:
-        ConfigError: jax has created its devices already, and so without those of the other hosts; another program uses
-            the port; the secret is too short, or differs from host 0's.
+        ConfigError: jax has created its devices already, without those of the other hosts; another program uses the
+            port; the secret is too short, or differs from host 0's.
         LockstepError: the coordinator, or other hosts, did not join within ``timeout_seconds``.
     """
     import jax
@@ -148,7 +148,7 @@ def connect(coordinator: str, count: int, index: int, timeout_seconds: float, ru
     if "cpu" in (jax.config.jax_platforms or ""):  # pyright: ignore[reportAttributeAccessIssue]
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         # With asynchronous dispatch, a process with one device starts a program before the previous one has finished.
-        # gloo would then take data that other hosts send for one program as data for the other: wrong numbers or abort.
+        # gloo would then use one program's data from other hosts in the other program: wrong numbers, or an abort.
         jax.config.update("jax_cpu_enable_async_dispatch", False)
     state: Any = distributed.global_state
     state.coordinator_address, state.num_processes, state.process_id = coordinator, count, index
@@ -214,7 +214,7 @@ def serve_alone() -> None:
 
 def _leave(service: Service, count: int, index: int) -> None:
     """Report that this host has left; host 0, which runs the service, first waits for the others' reports."""
-    with _leaving:  # if two threads leave at once, the second waits for the first
+    with _leaving:  # if two threads leave at the same time, the second waits for the first
         if here.has_left:
             return
         with suppress(RuntimeError, LockstepError):  # the service is gone already, or holds a forged value
@@ -307,7 +307,7 @@ def _end_on_abort(client: Any) -> None:
 
 
 def _answers(call: Callable[[], object], *, within_seconds: float) -> bool:
-    """Return whether ``call`` returns in time, without RuntimeError; made on another thread, as it may never return."""
+    """Return whether ``call`` returns in time, without RuntimeError. It runs on a thread, as it may never return."""
     answered = threading.Event()
 
     def ask() -> None:

@@ -6,8 +6,8 @@ A run ends in one of these ways, with the exit codes of ``records/errors.py``:
     another host is lost or failed   `end_process`, from the threads of `Watch`: 3
     a thread meets an error          `end_after`: the code of the error
     SIGINT or SIGTERM                `SignalledStop`: at the first signal, the run saves a checkpoint and ends with 4.
-                                     Before the first step, it ends with 4 at once, or when the hosts have met, so
-                                     that the others can be told. A second signal ends it with 1
+                                     Before the first step, it ends with 4 immediately, but not before the hosts have
+                                     met, so that the others can be told. A second signal ends it with 1
     SIGHUP                           the terminal was closed, or the connection lost: the run goes on
 
 Host 0 runs jax's coordination service, through which hosts talk; when host 0 ends, the other hosts abort. So hosts
@@ -43,7 +43,7 @@ WRITING_SECONDS = 1.0
 TELLING_SECONDS = 12.0
 """Time limit for writing the report and notifying people."""
 HASTE_SECONDS = 3.0
-"""Time limit for the report and the notifications when a signal ends the process at once."""
+"""Time limit for the report and the notifications when a signal ends the process immediately."""
 TELLING_HOSTS_SECONDS = 12.0
 """Time limit for telling the other hosts of an end: two of their polls of the coordination service."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -85,7 +85,7 @@ def exit_code(error: BaseException) -> int:
 
 
 class Here:
-    """What the functions below need to know of this process when it ends; other code sets it while the run goes on."""
+    """The state from which the functions below end this process; other code sets it during the run."""
 
     index: int = 0
     stage: str = "start-up"
@@ -94,13 +94,13 @@ class Here:
     leaving_with: int | None = None
     """The exit code, if the process is already ending and will print the reason itself."""
     leave: Callable[[], None] | None = None
-    """Tells the other hosts that this process has left; on host 0, it first waits until all others have left."""
+    """Tells the other hosts that this process has left; on host 0, first waits until all other hosts have left."""
     has_left: bool = False
     """Whether this process has left: from then on, a lost coordination service is not an error."""
     cause: End | None = None
     """The end that another host reported and that ends all hosts; errors seen after it are only its consequences."""
     step: int | None = None
-    """The number of steps done; None until the run has taken its directory."""
+    """The number of steps done; None until the run has locked its directory."""
 
     def __init__(self) -> None:
         self.at_end: dict[str, Callable[[End], None]] = {}
@@ -122,7 +122,7 @@ def host_names(indices: Sequence[int]) -> str:
 
 
 def end_process(message: str, code: int = LockstepError.exit_code) -> NoReturn:
-    """End this process at once because of another host, with the reason in ``here.cause``, or else ``message``."""
+    """End this process immediately because of another host, with the reason in ``here.cause``, or else ``message``."""
     cause = here.cause or End("failed", code, f"LockstepError: {message}")
     end_after(cause.message, cause.code, outcome=cause.outcome)
 
@@ -135,11 +135,11 @@ def end_after(
     outcome: Outcome = "failed",
     seconds: float = TELLING_SECONDS,
 ) -> NoReturn:
-    """Print a line and the stage of this process, tell the other hosts and people, and end the process at once.
+    """Print a line and the stage of this process, tell the other hosts and people, and end the process immediately.
 
     Only the first call acts; a later call blocks until the process ends. If the main thread is already ending with its
-    own error, it gets ``LEAVING_SECONDS`` to print that error. The line is printed before the other hosts are told:
-    once host 0 is told, it may end, and this process with it.
+    own error, it gets ``LEAVING_SECONDS`` to print that error. The line is printed before the other hosts are told,
+    because host 0 may end as soon as it is told, and the end of host 0 ends this process.
 
     The callbacks of ``here.at_end`` (report, notifications) get ``seconds`` together.
     """
@@ -268,7 +268,7 @@ class StopRequest:
 class InterruptedStop(StopRequest):
     """A stop request by Ctrl-C, or by a notebook's stop button, for a ``with`` block in the user's own program.
 
-    The first SIGINT asks the run to stop. A second one, or one before the first step, raises KeyboardInterrupt.
+    The first SIGINT asks the run to stop. A second SIGINT, or a SIGINT before the first step, raises KeyboardInterrupt.
     Outside the main thread, or if Python's default SIGINT handler has been replaced, signals are not handled here.
     """
 

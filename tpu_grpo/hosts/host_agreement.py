@@ -51,7 +51,7 @@ def _encoded(value: Any) -> bytes:
 
 
 class Hosts:
-    """Connects the hosts of a run. With one host, every method returns at once, and nothing is sent.
+    """Connects the hosts of a run. With one host, every method returns immediately, and nothing is sent.
 
     Hosts talk through ``service``, which is None for a single process. ``members`` are the numbers of the hosts that
     take part: all of them, or a group made by ``among``. An exchange waits ``timeout_seconds`` for the slowest host. A
@@ -79,9 +79,9 @@ class Hosts:
         self._groups: dict[tuple[int, ...], Hosts] = {self.members: self}
 
     def among(self, members: Sequence[int]) -> "Hosts":
-        """Return the group of some hosts, this one included, whose exchanges do not involve the others.
+        """Return the group of the hosts ``members``, this host among them; its exchanges involve no other host.
 
-        The same members are always the same group. Exchanged values are in ascending order of the members.
+        Equal ``members`` always give the same group. Exchanged values are in ascending order of the members.
         """
         if self.index not in members:
             raise ValueError(f"host {self.index} must be among the hosts it exchanges with, got {list(members)}")

@@ -4,8 +4,8 @@ Every host has a log file ``<run.dir>/logs/host_<index>.log`` with the stages it
 libraries, and how it ended. Only host 0 prints to stderr: the stages of the start, with the seconds since the process
 began:
 
-[   1.2 s] checking the data
-[   9.8 s] compiling the engine's programs: 3 done
+    [   1.2 s] checking the data
+    [   9.8 s] compiling the engine's programs: 3 done
 """
 
 import logging

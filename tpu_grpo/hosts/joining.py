@@ -71,10 +71,10 @@ def start(
     """Meet the other hosts. Call this after ``choose_platform``, and before the first use of a device.
 
     One process with several CPU devices starts a coordination service for itself, on the loopback interface: gloo
-    needs one, and with gloo the results equal those of several processes with as many devices.
+    needs it, and with gloo the results equal those of several processes with as many devices.
 
-    ``coordinator`` is the host:port on which host 0 listens; None for one process, and on a TPU slice, whose metadata
-    names it. Hosts with another ``run`` name are refused. All hosts must join within ``timeout_seconds``.
+    ``coordinator`` is the host:port on which host 0 listens. It is None for one process, and on a TPU slice, whose
+    metadata has it. Hosts with another ``run`` name are refused. All hosts must join within ``timeout_seconds``.
 
     Raises:
         ConfigError: the coordinator is not an address, another run or program uses its port, or jax has created

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, UInt32
 
 TOGETHER = 16
-"""The most arrays (of one shape and dtype) per program: fewer need more launches, more compile slowly."""
+"""The most arrays (of one shape and dtype) per program: fewer would need more launches, more would compile slowly."""
 
 Number = Callable[[jax.Array], jax.Array]
 """A function from an array to a scalar."""
@@ -24,7 +24,7 @@ Number = Callable[[jax.Array], jax.Array]
 def leaf_numbers(number: Number, leaves: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:
     """Return name -> number of each leaf (array). Every host that holds leaves must call this, and gets all numbers.
 
-    Programs run one at a time, because XLA's CPU backend aborts when many programs with collectives run at once.
+    Programs run one at a time, because XLA's CPU backend aborts when many programs with collectives run concurrently.
     """
     alike: dict[Any, list[str]] = defaultdict(list)
     for name in sorted(leaves):

@@ -2,14 +2,14 @@
 
 The order of events when host 1 of three fails with code 3:
 
-    host 1 ends with 3            the others have ``grace_seconds`` to end by themselves
+    host 1 ends with 3            the other hosts have ``grace_seconds`` to end by themselves
     SIGTERM to those still there  ``KILL_AFTER_SECONDS`` pass
     SIGKILL to those still there  the result is 3
 
 and when the user stops the run with Ctrl-C, SIGTERM or by closing the terminal:
 
     SIGTERM to all                a training run saves a checkpoint and ends with 4; ``grace_seconds`` pass
-    SIGKILL to those still there  at once after a second Ctrl-C
+    SIGKILL to those still there  immediately after a second Ctrl-C
 """
 
 import contextlib
@@ -32,7 +32,7 @@ from tpu_grpo.hosts.joining import DEVICE_COUNT_FLAG
 from tpu_grpo.records.errors import ConfigError
 
 KILL_AFTER_SECONDS = 5.0
-"""The time from SIGTERM to SIGKILL; also how long the output of an ended host's children is waited for."""
+"""The time from SIGTERM to SIGKILL, and the longest wait for the output of an ended host's children."""
 
 LONGEST_WAIT_SECONDS = 1.0
 """The main thread wakes this often to run signal handlers: a signal that another thread receives does not wake it."""
@@ -53,9 +53,9 @@ def run_local_hosts(
     """Run ``command arguments hosts.coordinator=... hosts.count=... hosts.index=i`` once per host; wait for all.
 
     Every host has ``devices_per_host`` CPU devices. Its output appears line by line, after ``[i] ``, on ``stdout`` and
-    ``stderr``, by default this process'. Returns 0 if every host returned 0, otherwise the code of the host that failed
-    first (1 if a signal killed it). Afterwards no host, nor any process of its group, is alive. Call it on the main
-    thread: it handles SIGINT, SIGTERM and SIGHUP. Raises ConfigError for wrong arguments, before it starts anything.
+    ``stderr``, by default this process's. Returns 0 if every host returned 0, otherwise the code of the host that
+    failed first (1 if a signal killed it). Afterwards no host, nor any process of its group, is alive. Call this on the
+    main thread: it handles SIGINT, SIGTERM and SIGHUP. Raises ConfigError for wrong arguments, before any host starts.
     """
     if hosts < 1:
         raise ConfigError(f"--hosts must be >= 1, got {hosts}; give the number of processes to start, for example 2")

@@ -15,9 +15,9 @@ jaxlib 0.10.2 usually crashes if the port is taken, so host 0 holds the port unt
 {"refused": ...} to a host of another run or with another count, and goes on. A host that finds another program on the
 port, or the jax service of a run whose hosts have all joined, ends without disturbing it. A connection that has not
 introduced a host is a stranger: it has `SPEAKING_SECONDS` to send a line of at most `LONGEST_LINE` bytes, and at most
-`MOST_STRANGERS` are open at once. If the run has a secret (authentication.py), host 0 refuses a host that does not
-prove that it knows the secret; without a secret, host 0 refuses a host that has one. Host 0's last line proves that
-host 0 knows the secret, and has the nonces from which every host derives the run's key.
+`MOST_STRANGERS` are open at a time. If the run has a secret (authentication.py), host 0 refuses hosts that do not prove
+that they know it; if the run has none, host 0 refuses hosts with a secret. Host 0's last line proves that host 0 knows
+the secret, and has the nonces from which every host derives the run's key.
 """
 
 import errno
@@ -166,11 +166,11 @@ class _Guest:
 class Meeting:
     """Holds the port of host 0, and tracks which hosts have joined.
 
-    with hold_port(coordinator, me, timeout_seconds) as meeting:
-        meeting.await_all(timeout_seconds)
-        meeting.share_port()
-        ...                                     # jax's service is started
-        meeting.call()
+        with hold_port(coordinator, me, timeout_seconds) as meeting:
+            meeting.await_all(timeout_seconds)
+            meeting.share_port()
+            ...                                     # jax's service is started
+            meeting.call()
     """
 
     me: Caller
@@ -366,7 +366,7 @@ def arrive(coordinator: str, me: Caller, timeout_seconds: float, secret: bytes =
     Returns the key of this run; empty without a secret.
 
     Raises:
-        ConfigError: another run or program has the port, host 0 has another secret, or another host the same index.
+        ConfigError: another run or program has the port, host 0 has another secret, or another host has this index.
         LockstepError: host 0 or other hosts did not join in time, or were started with another count.
     """
     end = time.monotonic() + timeout_seconds + GRACE_SECONDS
@@ -415,7 +415,7 @@ def _key_from(said: Mapping[str, Any], me: Caller, secret: bytes) -> bytes:
 def _lines_of_host_0(coordinator: str, me: Caller, end: float) -> Iterator[dict[str, Any]]:
     """Connect, introduce this host, and yield what host 0 says until it closes the connection.
 
-    Raises _StrangerError if the answer does not look like host 0's, or there is none: host 0 always answers at once.
+    Raises _StrangerError if the answer does not look like host 0's, or is missing: host 0 always answers immediately.
     """
 
     def left() -> float:

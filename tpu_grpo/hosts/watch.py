@@ -30,7 +30,7 @@ OWN_ERROR_SECONDS = 1.0
 TOLD_SECONDS = 0.2
 """While a failure is being announced, hosts check at this interval whether all hosts know."""
 LOCAL_ERRORS = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED", "NOT_FOUND")
-"""Runtime errors that begin like this come from this host itself, not from the loss of another one."""
+"""Runtime errors with these beginnings come from this host itself, not from the loss of another host."""
 REMEMBERED = 4096
 """`Progress` keeps the digests of this many latest steps of each activity."""
 
@@ -115,9 +115,9 @@ class Watch:
             with watch.stage("rollout"):
                 ...
 
-    Leaving the block without an error, or because the run was interrupted (on every host), waits for the other hosts.
-    Leaving it with an error tells the other hosts, and raises the error. A lost host may have caused the error, for
-    example by closing a collective's connection; then `Watch` first waits for heartbeats, and names a lost host.
+    At the end of the block, or if all hosts were interrupted in it, `Watch` waits for the other hosts. If an error
+    leaves the block, `Watch` tells the other hosts. A lost host may have caused the error, for example by closing a
+    collective's connection; then `Watch` first waits for heartbeats, and names a lost host.
 
     A host is lost after ``timeout_seconds`` without a heartbeat; ``every`` is the seconds between heartbeats. With a
     single host nothing is watched.
@@ -271,7 +271,7 @@ class Watch:
             self._all_know.set()
 
     def _end_with_the_others(self, waited: float) -> None:
-        """End because another host failed, once all hosts know of that or a time has passed; host 0 ends last."""
+        """End because another host failed, once all hosts know of that failure, or after a time; host 0 ends last."""
         patience = 2 * self.every if not self._all_know.is_set() else min(self.every, OWN_ERROR_SECONDS)
         if waited >= patience:
             self._let_the_others_leave()
@@ -279,7 +279,7 @@ class Watch:
                 end_process("another host failed")
 
     def _let_the_others_leave(self) -> None:
-        """On host 0, whose end closes the others' connections, wait until they have ended."""
+        """On host 0, whose end closes all connections, wait until the other hosts have ended."""
         if self.hosts.is_first:
             time.sleep(min(self.every, OWN_ERROR_SECONDS) + 2 * TOLD_SECONDS)
 

@@ -30,9 +30,9 @@ type Action = Literal["create", "recreate", "wait", "start", "restart", "done", 
 FINAL_CODES = (1, 2)
 SHOWN_LINES = 30
 GRACE_LOOKS = 2
-"""Once one worker has ended, the others have this many polls to end by themselves."""
+"""Once one worker has ended, the other workers have this many polls to end by themselves."""
 STOP_SECONDS = 60
-"""When the run has failed on one worker, the others get this long to end before they are killed."""
+"""When the run has failed on one worker, the other workers get this long to end before they are killed."""
 FIRST_PAUSE, LONGEST_PAUSE = 15.0, 600.0
 
 
@@ -95,7 +95,7 @@ class Babysitter:
         self._partly_ended = 0
         """The number of consecutive looks at which some workers had ended and others had not."""
         self._failures = self._tries = 0
-        """``_tries`` counts consecutive errors of gcloud; ``_failures`` leaves out those by a lack of capacity."""
+        """``_tries`` counts consecutive errors of gcloud; ``_failures`` leaves out errors for lack of capacity."""
 
     def run(self) -> int:
         """Watch until the run has finished or failed; returns 0, or the exit code of the first worker that failed.

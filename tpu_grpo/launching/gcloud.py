@@ -105,7 +105,7 @@ EXPLANATIONS = (
     ),
 )
 """Kinds of failure: (kind, pattern, remedy). Patterns are searched in gcloud's output, ignoring case. The first pattern
-found decides, so specific ones come before general ones."""
+found decides, so specific patterns come before general patterns."""
 RETRIABLE = ["unknown", "worker", "quota", "capacity", "gone", "maintenance", "exists", "missing", "ssh", "passing"]
 """Kinds of failure after which ``babysit`` repeats the command, because it may succeed later."""
 
@@ -148,7 +148,7 @@ class Gcloud:
         self._printed: set[str] = set()
 
     def flags(self, *names: str) -> Command:
-        """Return gcloud's flags for those of the named options, zone and project that were given, and --quiet."""
+        """Return --quiet, and gcloud's flags for the named options, zone and project, as far as they were given."""
         given = {name: getattr(self._options, name) for name in (*names, "zone", "project")}
         flags = [
             f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}")

@@ -87,7 +87,7 @@ def chip_environment(target: Slice | None, cache: str, libtpu_args: str | None) 
     If the slice is unknown (None), LIBTPU_INIT_ARGS is set only from ``libtpu_args``.
     """
     variables = {
-        "PYTHONUNBUFFERED": "1",  # lines appear in the log at once
+        "PYTHONUNBUFFERED": "1",  # lines appear in the log immediately
         "JAX_COMPILATION_CACHE_DIR": cache,
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1",
     }

@@ -3,8 +3,8 @@
     v5e-16 -> accelerator type v5litepod-16, runtime version v2-alpha-tpuv5-lite, 16 chips on 4 hosts
 
 The number in a name counts TensorCores: one per chip of v5e and v6e, two per chip of v4, v5p and v7x. jax shows a chip
-as one device, but one of v7x as two, each with its own half of the memory. Runtime versions are those that the Cloud
-TPU documentation lists for JAX; for v7x, the one in Google's accelerator-microbenchmarks.
+as one device, but a v7x chip as two, each with its own half of the memory. Runtime versions are those that the Cloud
+TPU documentation lists for JAX; the version for v7x is that of Google's accelerator-microbenchmarks.
 """
 
 import math
@@ -58,8 +58,8 @@ class Chip:
     """For bfloat16 matrix products."""
     memory_bytes_per_second: float
     link_bytes_per_second: float
-    """The sum over all links of the chip, one way; a slice can use `Generation.sent_bytes_per_second` of it. Of two
-    devices each has half of the sum."""
+    """The sum over all links of the chip, one way; a slice can use `Generation.sent_bytes_per_second` of it. If a chip
+    has two devices, each has half of the sum."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Rates:
     cache_bytes_per_second: float = 0.74e12
     """Keys and values per second that the attention kernel processes on a chip, unless its memory is slower. This is
     not a share, because instructions limit the kernel: a block of 1,024 keys takes about 1,400 bundles (cycles), which
-    is 1.31 TB/s at 1.75 GHz. For the same reason a number of 8 bits counts like one of 16. The default is fitted to
+    is 1.31 TB/s at 1.75 GHz. For the same reason an 8-bit number counts like a 16-bit number. The default is fitted to
     published speeds of an earlier kernel."""
     prefill: float = 0.25
     """Share of a chip's FLOP/s in a prefill. Fitted; the published times to first tokens alone give 14 to 28 %."""
@@ -105,7 +105,7 @@ class Generation:
     """The sizes, in chips, of slices with a single host."""
     chip: Chip
     device_kinds: tuple[str, ...] = ()
-    """jax's names of its devices; libtpu knows the first one, too."""
+    """jax's names of its devices; libtpu also knows the first name."""
     libtpu_args: tuple[str, ...] = OVERLAP_COLLECTIVES
     """The default LIBTPU_INIT_ARGS."""
     libtpu_description: Mapping[str, str] = field(default_factory=dict)
@@ -124,7 +124,7 @@ class Generation:
         A corner chip has one neighbour along every side, and a second one if that side is closed to a ring. Sides of
         16 chips in v5e and v6e pods are rings, and so are all sides of v4, v5p and v7x slices made of whole cubes of
         4 x 4 x 4 (Cloud TPU documentation). A number of chips that is not a known slice is treated as a line. Two
-        devices of one chip are joined as if by six links, of which neither has to share any (the same documentation).
+        devices of one chip are joined as if each had six links of its own (the same documentation).
         """
         chips = max(1, devices // self.devices_per_chip)
         if 1 < devices <= self.devices_per_chip:

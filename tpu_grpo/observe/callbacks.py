@@ -7,8 +7,8 @@
         def close(self): ...                           # called however the run ends
 
 A class needs ``on_step`` or ``on_evaluation``; other methods are optional. If one of these two returns True, the run
-saves a checkpoint after the current step and ends, as after Ctrl-C. It can be continued from the checkpoint. Functions
-that are passed to `tpu_grpo.train` are called like these methods.
+saves a checkpoint after the current step and ends, as after Ctrl-C, so that it can be continued. Functions that are
+passed to `tpu_grpo.train` are called like these methods.
 """
 
 import inspect

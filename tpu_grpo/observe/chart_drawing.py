@@ -25,7 +25,7 @@ COLOURS = 8
 TREND_FROM, TREND_WINDOWS = 200, 40
 """A line of more than 200 steps also shows its moving mean, over windows of 1/40 of the line."""
 MARKED_POINTS = 24
-"""A chart marks its points if no line has more than this."""
+"""A chart marks its points if no line has more points than this."""
 BUCKETS = 400
 """A long line is divided into this many buckets of steps; the lowest and the highest point of each bucket are drawn."""
 
@@ -39,7 +39,7 @@ class Line:
     values: Float[np.ndarray, " N"]
     colour: int = 0
     low: Float[np.ndarray, " N"] | None = None
-    """The lower bound of a shaded band around the line; None for no band. ``high`` is the upper bound."""
+    """The lower bound of a shaded band around the line; None without a band. ``high`` is the upper bound."""
     high: Float[np.ndarray, " N"] | None = None
     is_strong: bool = False
 
@@ -168,7 +168,7 @@ def _units(places: Float[np.ndarray, " N"]) -> list[int]:
 
 
 def _stacked(layers: Sequence[Line]) -> tuple[list[Line], list[Line], str]:
-    """Thin all layers to the same steps. Returns them, their upper edges in the stack, and the remark of `Drawing`.
+    """Thin all layers to the same steps. Returns the thinned layers, their upper edges, and the remark of `Drawing`.
 
     Gaps count as 0.
     """
@@ -182,7 +182,7 @@ def _stacked(layers: Sequence[Line]) -> tuple[list[Line], list[Line], str]:
 
 
 def _layers(tops: Sequence[Line], x: "Axis", y: "Axis") -> Iterator[str]:
-    """Draw each layer as an area from 0 to its upper edge. The highest comes first; lower ones are painted over it."""
+    """Draw each layer as an area from 0 to its upper edge, the top layer first; lower layers are painted over it."""
     steps = tops[0].steps
     middles = (steps[:-1] + steps[1:]) / 2
     edges = _units(x.place(np.concatenate([[x.low], middles, [x.high]])))
@@ -199,7 +199,7 @@ def _is_beyond(totals: Float[np.ndarray, " N"]) -> Bool[np.ndarray, " N"]:
 
 
 def _usual(totals: Float[np.ndarray, " N"]) -> Float[np.ndarray, " M"]:
-    """Return the values that the axis must span: all; if some are unusual, the others and 1.2 times their maximum."""
+    """Return the values that the axis must span: all, or if some are unusual, the rest and 1.2 times its maximum."""
     beyond = _is_beyond(totals)
     return np.append(totals[~beyond], 1.2 * totals[~beyond].max()) if beyond.any() else totals
 
@@ -321,7 +321,7 @@ def round_step(least: float) -> float:
 def kept(values_N: Float[np.ndarray, " N"], buckets: int = BUCKETS) -> Int[np.ndarray, " K"]:
     """Return the indices of the points to draw: all, or if there are many, the lowest and the highest of each bucket.
 
-    They are ascending, and have the first and the last point. If a bucket has gaps (NaN), they also have its first gap.
+    The indices are ascending. They include the first point, the last point, and the first gap (NaN) of each bucket.
 
     >>> kept(np.array([1.0, 5.0, 2.0, 3.0, 0.0, 4.0, 9.0, 9.0]), 2).tolist()
     [0, 1, 4, 6, 7]

@@ -29,7 +29,7 @@ class _Spec:
     title: str
     note: str
     labels: dict[str, str]
-    """Metric -> label. A comparison shows the first metric that the runs have; with the scale share, all of them."""
+    """Metric -> label. A comparison shows the first metric that the runs have; with the scale share, all metrics."""
     scale: Scale = "linear"
     unless_zero: bool = False
     """Whether the chart is left out if every value is 0, which means that its feature is switched off."""

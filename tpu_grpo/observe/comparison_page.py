@@ -93,7 +93,7 @@ def _differences(runs: Labelled) -> Table:
 
 
 def _held_out(runs: Labelled) -> Table | None:
-    """Make a table of the runs' last completions of shared held-out prompts, unequal rewards first; None if none."""
+    """Make a table of the runs' last completions of shared held-out prompts (if any), unequal rewards first."""
     last = [{row["prompt"]: row for row in run.held_out[-1][1]} if run.held_out else {} for _, run in runs]
     shared = [prompt for prompt in last[0] if all(prompt in rows for rows in last)]
     if not shared:

@@ -43,8 +43,8 @@ class ConsoleSink:
 
     ``evaluation_every`` is the setting evaluation.every; None for a run without held-out prompts.
 
-    A terminal or a notebook shows a bar. Elsewhere there is a line for the first and the last step, and between them at
-    most one every ``plain_seconds``. Model text is shown literally: markup in it has no effect, and control characters
+    A terminal or a notebook shows a bar. Elsewhere the first and the last step have a line, and between them there is
+    at most a line every ``plain_seconds``. Model text is shown literally: markup has no effect, and control characters
     are escaped, so that a completion cannot control the terminal.
     """
 
@@ -64,7 +64,7 @@ class ConsoleSink:
         self._console = console
         self._start, self._max_steps, self._evaluation_every = start_step, max_steps, evaluation_every
         self._began: tuple[int, float] | None = None
-        """The first step and the time of its end. The time left is estimated from here on: the first step compiles."""
+        """The first step and the time of its end. The time left is estimated from later steps: the first compiles."""
         self._plain_seconds = plain_seconds
         self._clock = clock
         self._started = clock()
@@ -196,7 +196,7 @@ def is_in_notebook() -> bool:
 class Cell:
     """A part of the output of a notebook's cell: a run's progress, or its report as it is written.
 
-    Each call replaces what it showed before.
+    Each call replaces the content of the call before.
     """
 
     def __init__(self) -> None:

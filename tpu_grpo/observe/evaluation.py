@@ -107,7 +107,7 @@ class Evaluation:
         return {mode: {name: e.value for name, e in found.items()} for mode, found in self.estimates.items()}
 
     def metrics(self) -> dict[str, float]:
-        """Return means as ``evaluation/<mode>/<reward>``, others as ``evaluation/tokens|truncated|failed/<mode>``."""
+        """Return means as ``evaluation/<mode>/<reward>``, and ``evaluation/tokens|truncated|failed/<mode>``."""
         rest = {"tokens": self.tokens, "truncated": self.truncated, "failed": self.failed}
         return {
             f"evaluation/{first}/{second}": value
@@ -140,8 +140,8 @@ def evaluate(
 ) -> tuple[Evaluation, Sequence[EvaluationSamples]]:
     """Complete every prompt once greedily and ``section.samples`` times at a temperature, and score all.
 
-    Each reward is averaged over the problems that it applies to; a reward that applies to none is left out. Returns the
-    estimates, and the greedy and the sampled completions behind them.
+    A reward that applies to no problem is left out. Returns the estimates, and the greedy and the sampled completions
+    behind them.
     """
     pattern = None if section.answer_pattern is None else re.compile(section.answer_pattern, re.DOTALL)
     modes = (AnswerMode(0.0), AnswerMode(temperature, section.samples))
@@ -230,8 +230,8 @@ def wilson(successes: int, count: int) -> tuple[float, float]:
 def pass_at_k(samples: int, correct: int, k: int) -> float:
     """Estimate without bias the chance that at least one of k samples is correct, if c (``correct``) of n samples are.
 
-    The estimate is 1 - C(n - c, k) / C(n, k), the chance for k of the n samples, drawn without replacement, computed
-    as a product (Chen et al. 2021, arXiv 2107.03374, eq. 1).
+    The estimate is 1 - C(n - c, k) / C(n, k), the chance that k of the n samples, drawn without replacement, include a
+    correct one (Chen et al. 2021, arXiv 2107.03374, eq. 1). It is computed as a product.
     Of 4 samples with 1 correct: pass@1 = 1/4, pass@2 = 1 - C(3, 2) / C(4, 2) = 1/2, pass@4 = 1.
 
     Raises:
@@ -267,7 +267,7 @@ class EvaluationLog:
 
     ``evaluation.jsonl`` has a line per evaluation; a run that continues appends to it. ``best.json`` names the step
     with the highest value of ``best``, a mode/reward. ``start_step`` is the number of completed steps. Evaluations
-    after later steps are dropped; if it is 0, all are.
+    after later steps are dropped; if ``start_step`` is 0, all evaluations are.
     """
 
     def __init__(self, run_dir: Path, start_step: int, best: str, hosts: Hosts):

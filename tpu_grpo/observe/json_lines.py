@@ -142,7 +142,7 @@ def read_steps(path: Path, torn: list[bytes] | None = None, **types: type) -> It
 class CompactRecord(Record):
     """A record in a few hundred bytes, as 8 bytes for each of its numbers; records of the same form share their names.
 
-    A page of a long run holds every line of its metrics at once; as dicts, they would take 10 KB a step.
+    The page of a long run holds all lines of its metrics in memory; as dicts, they would take 10 KB a step.
     """
 
     __slots__ = ("_numbers", "_others", "_places")

@@ -37,9 +37,8 @@ class LiveReport(Sink):
             ...                                # report.write after every step
 
     Leaving the block writes how the run ended, to ``end.json`` and the page; so does a thread that ends the process.
-    Errors of the disk are raised, as everywhere in a run. Any other error in writing the page, which would be a bug, is
-    reported once, and the page is not written again until the run ends. In a notebook the page is also shown below the
-    cell that trains.
+    Disk errors are raised. Any other error in writing the page is reported once, and the page is not written again
+    until the run ends. In a notebook the page is also shown below the cell that trains.
 
     ``start`` is the number of completed steps. ``is_ours`` tells whether this process still owns the directory.
     """

@@ -13,9 +13,9 @@ from tpu_grpo.observe.run_reader import Rows, RunRead, setting_of
 from tpu_grpo.observe.sample_rows import called_tools, shown_turns, without_marks
 
 HEAD_CHARACTERS, TAIL_CHARACTERS = 1400, 500
-"""The characters of a longer text that are shown: of its beginning, and of its end."""
+"""How many characters of a longer text are shown: of its beginning, and of its end."""
 TURN_CHARACTERS = (500, 200)
-"""The characters of a turn's longer text that are shown: of its beginning, and of its end."""
+"""How many characters of a turn's longer text are shown: of its beginning, and of its end."""
 SHOWN_TURNS = 12
 """The most turns of a conversation that are shown: half of them its first, half its last."""
 SHOWN_ROWS = 4
@@ -144,9 +144,9 @@ def step_table(rows: Rows) -> Table:
 
 
 def held_out_table(evaluations: Sequence[tuple[int, Rows]], best: str) -> Table | None:
-    """Return a table of held-out prompts with greedy completions of the first and the last evaluation, or the only one.
+    """Return a table of held-out prompts with greedy completions of the first and the last (or only) evaluation.
 
-    `_telling` chooses the prompts by the reward ``best``. None without evaluations.
+    `_telling` chooses the prompts by the reward ``best``. Returns None without evaluations.
     """
     if not evaluations:
         return None

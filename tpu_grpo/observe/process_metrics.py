@@ -24,7 +24,7 @@ class CompilationCounter:
     Operations outside ``jax.jit`` count too: each eager op compiles a program of its own for each new shape, and
     making an array can take several (``jnp.ones(5) + 1`` takes three). A jitted function that is called inside
     another is part of the outer program. A program from the persistent compilation cache on disk counts like any
-    other, because it delays the step as well; so the count does not depend on that cache.
+    other, because it delays the step as well.
     """
 
     def __init__(self) -> None:

@@ -33,8 +33,8 @@ METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 """Holds a line per completion of every step whose samples were logged (``logging.samples_every``)."""
 EPISODES_DIR = "episodes"
-"""Holds what agents asked and said of their episodes, a file per step and host; a continued run takes from it the
-episodes of the steps that it repeats."""
+"""Holds the requests of agents and what they said of their episodes, a file per step and host; a continued run reads
+the episodes of the steps that it repeats from these files."""
 HISTORY_FILE = "history.jsonl"
 """Holds a line per step with the indices of its training prompts, and results of each prompt's group."""
 WANDB_DIR = "wandb"
@@ -44,8 +44,8 @@ TENSORBOARD_DIR = "tensorboard"
 EVALUATION_FILE = "evaluation.jsonl"
 """Holds a line per evaluation with its estimates, their intervals and a digest of all tokens."""
 EVALUATIONS_DIR = "evaluations"
-"""Holds the completions of each evaluation, ``<step>.jsonl``, and for a checkpoint that was evaluated without training
-``checkpoint_<step>.jsonl`` and ``.json``."""
+"""Holds ``<step>.jsonl`` with the completions of each evaluation, and ``checkpoint_<step>.jsonl`` and ``.json`` for a
+checkpoint that was evaluated without training."""
 BEST_FILE = "best.json"
 """Names the step with the best evaluation so far, its value and its interval."""
 ADAPTERS_DIR = "adapters"

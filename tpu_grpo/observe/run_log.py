@@ -1,8 +1,8 @@
 """The ``RunLog``, through which a run logs metrics and samples, and its sinks: files, the console, trackers.
 
-with open_run_log(config, start_step=0) as log:          # on host 0; RunLog([]) on the others
-    log.step({"step": 1, **rollout_metrics(scored), ...})
-    log.samples(1, scored, update.advantages)
+    with open_run_log(config, start_step=0) as log:          # on host 0; RunLog([]) on the other hosts
+        log.step({"step": 1, **rollout_metrics(scored), ...})
+        log.samples(1, scored, update.advantages)
 """
 
 import contextlib
@@ -50,7 +50,7 @@ class Tracker(Sink, Protocol):
 
 
 class RunLog:
-    """Passes every step on to sinks, in order, and then to users' callbacks; without either it does nothing."""
+    """Passes every step on to sinks, in order, and then to users' callbacks, if there are any."""
 
     def __init__(self, sinks: Sequence[Sink], callbacks: Sequence[Callback] = ()) -> None:
         self._sinks, self._callbacks = tuple(sinks), tuple(callbacks)
@@ -156,9 +156,9 @@ def _trackers(config: RunConfig, start_step: int, say: Callable[[str], None]) ->
 class JsonlSink:
     """Writes a line per step and a line per sample; a kill loses at most the line being written.
 
-    ``start_step`` is the number of steps already done, 0 for a new run; steps count from 1. A run that resumes at a
-    checkpoint of step s may have logged later steps before it stopped. They will be done again, so their lines are
-    dropped, as is a last line that a kill cut off. All lines up to step s are kept:
+    ``start_step`` is the number of steps already done, 0 for a new run. A run that resumes at a checkpoint of step s
+    may have logged later steps before it stopped. These steps will be done again, so their lines are dropped, as is a
+    last line that a kill cut off. All lines up to step s are kept:
 
         on disk: steps 1 2 3 4 5, start_step=3  ->  on disk: 1 2 3; the next line is step 4
 

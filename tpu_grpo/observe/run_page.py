@@ -94,7 +94,7 @@ class Reward(NamedTuple):
 def reward_of(lines: Lines) -> Reward | None:
     """Return the mean reward of the first and the last steps, five of each if there are ten; None without a reward.
 
-    Shorter runs average half of their steps, so that a change shows from two steps on. A single step is both.
+    Shorter runs average half of their steps, so that a change shows from two steps on. A single step counts as both.
     """
     if not (values := numbers(lines, "rewards/mean")):
         return None

@@ -53,7 +53,7 @@ class Standing:
     """``gone`` means that the run neither goes on nor recorded how it ended."""
     step: int = 0
     max_steps: int | None = None
-    """None if it is not known."""
+    """The setting run.max_steps; None if it is not known."""
     message: str = ""
     exit_code: int | None = None
     at: str = ""
@@ -193,7 +193,7 @@ def read_run(directory: Path, *, goes_on: bool = False, standing: Standing | Non
 
 
 def setting_of(config: Mapping[str, Any], section: str, name: str) -> Any:
-    """Return the value of a setting; None if the config lacks it, as that of an older version may."""
+    """Return the value of a setting; None if the config lacks it, for example because its version is older."""
     found = config.get(section)
     return found.get(name) if isinstance(found, dict) else None
 
@@ -288,7 +288,7 @@ def _held_out(directory: Path, evaluations: Lines) -> list[tuple[int, Rows]]:
 
 
 def _object(text: str | bytes) -> dict[str, Any]:
-    """Read a JSON object; for any other text, such as that of a file being written, return an empty one."""
+    """Read a JSON object; return an empty object for any other text, such as that of a file being written."""
     try:
         found = parse_json(text)
     except ValueError:  # both a JSON and a UTF-8 error

@@ -116,7 +116,7 @@ def called_tools(turn: Mapping[str, Any]) -> str:
 
 
 def shown_turns(turns: Sequence[Any], most: int) -> list[Any]:
-    """Return at most ``most`` turns, half of them the first and half the last; the number of the others stands between.
+    """Return at most ``most`` turns, half of them the first and half the last; between them, the number left out.
 
     >>> shown_turns(["a", "b", "c", "d", "e"], 2)
     ['a', 3, 'e']

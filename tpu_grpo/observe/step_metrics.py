@@ -75,7 +75,7 @@ def tokens_digest(completions: Sequence[Completion]) -> str:
 def episode_metrics(completions: Sequence[Completion]) -> dict[str, float]:
     """Compute ``episodes/*`` and ``turns/*``; empty if no completion is a conversation.
 
-    Failures are given by kind, as shares of all conversations. With several environments, each also has metrics.
+    Failures are given by kind, as shares of all conversations. Each of several environments also has its own metrics.
     """
     found = [(completion, completion.episode) for completion in completions if completion.episode is not None]
     if not found:

@@ -38,7 +38,7 @@ def build_summary(
     """Collect the last value of every metric, and figures of the whole run.
 
     ``steps`` is the last step. ``rewards/first_mean`` and ``rewards/last_mean`` are means of ``rewards/mean`` over the
-    first and the last five steps that have a reward; these overlap in a run of fewer than ten. ``evaluation`` holds
+    first and the last five steps that have a reward; these overlap if there are fewer than ten. ``evaluation`` holds
     fields that are added as they are. ``changes`` are the settings that were changed when the run was continued, and
     ``ended_early`` says why the run ended before ``run.max_steps``; both are left out if empty.
     """

@@ -99,7 +99,7 @@ def _figures_file(lowered: jax.stages.Lowered, devices: Sequence[Any], options: 
 def compiled_figures(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> dict[str, Any]:
     """Compile a program and return the fields of `CompiledProgram` other than its name and stage.
 
-    If the program does not fit the memory, ``temporary_bytes`` is its whole memory need according to the compiler.
+    If the program does not fit the memory, ``temporary_bytes`` is all memory that the compiler says the program needs.
     """
     started = time.perf_counter()
     try:

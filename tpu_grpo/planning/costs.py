@@ -7,18 +7,18 @@ step takes the time of its matrix products or of reading its weights, whichever 
     prefill   the all-reduces, and the host's time
 
 The FLOPs of a learner's pass are computed, too, because the compiler counts the body of a loop once and kernels not at
-all. Per token, with N parameters used in the layers, V in the head, and S tokens of context (flash attention: half):
+all. Per token, with N parameters used in the layers, V in the head, and S tokens of context (half for flash attention):
 
     forward pass   2 N + 4 heads head_dim S per layer, and 2 V for each completion token
-    update         layers: three times that, four times with remat; head: four times, because its logits are
-                   recomputed; with adapters, both take one time less
+    update         layers: 3 times the forward pass, 4 times with remat; head: 4 times, because its logits are
+                   recomputed; with adapters, one time less for both
 
 Published speeds of decoding come from sglang-jax's cookbook (Qwen3-8B and Qwen3-32B on v6e-4, tensor 4, prompts of
-1,024 to 8,192 tokens, completions of 1,024, 16 to 256 rows at once) and its pull request 194. They are of an earlier
-kernel: a cache of 0.74 TB/s and `Rates.prefill` are fitted to these seven points, which are met within 7 %.
+1,024 to 8,192 tokens, completions of 1,024, 16 to 256 rows in a batch) and its pull request 194. They were measured
+with an earlier kernel: a cache speed of 0.74 TB/s and `Rates.prefill` are fitted to these seven points, within 7 %.
 `Rates.products` is fitted by generation to published trainings: 61 and 67 % MFU of models of 16B and 32B on v5e-256,
 64.6 % of Llama2-70B on v5p, 57 % of 22B on v4, 52.3 % of Llama-3.1-70B on v7x-128, and 7,139 tokens a second and chip
-of Llama-3.1-8B on v6e-8. Of v7x no other rate is fitted. Other constants have the sources stated with them.
+of Llama-3.1-8B on v6e-8. No other rate of v7x is fitted. The sources of other constants are stated with them.
 tests/planning/test_costs.py checks this.
 """
 
@@ -54,7 +54,7 @@ def add(total: dict[str, float], more: Seconds, times: float = 1.0) -> None:
 
 
 def link_seconds(generation: Generation, devices: int, sent: float) -> float:
-    """Return the seconds that each of the devices needs to send ``sent`` bytes to others."""
+    """Return the seconds that each of the devices needs to send ``sent`` bytes to other devices."""
     return sent / (generation.rates.links * generation.sent_bytes_per_second(devices)) if sent else 0.0
 
 
@@ -110,8 +110,8 @@ class EngineSizes:
     layers: int
     token: TokenCost
     weight_bytes: float
-    """Weights that every step reads completely: all except the experts, and except an embedding that is not tied to
-    the head, of which a step reads only a row per token."""
+    """Weights that every step reads completely: all except the experts and an embedding that is not tied to the head.
+    Of such an embedding, a step reads only a row per token."""
     expert_bytes: float
     experts: int
     """The number of experts in a layer; 1 for a model without experts."""
@@ -188,9 +188,9 @@ def prefill_step(sizes: EngineSizes, generation: Generation, tokens: float, cont
 def _engine_step(
     sizes: EngineSizes, generation: Generation, tokens: float, flops: float, share: float
 ) -> dict[str, float]:
-    """Return the seconds of all-reduces, and of reading weights or of products, whichever is longer.
+    """Return the seconds of the all-reduces, and the longer of reading the weights and computing the products.
 
-    Products reach this ``share`` of the chip's speed. Activations are all-reduced twice per layer, and once for the
+    Products reach this ``share`` of the chip's FLOP/s. Activations are all-reduced twice per layer, and once for the
     embedding.
     """
     products = flops / (share * generation.chip.flops_per_second)
@@ -246,13 +246,13 @@ class TrainerSizes:
     gathered_bytes: float
     """The parameters that every pass gathers over fsdp: all but experts, to which tokens are sent instead."""
     reduced_bytes: float
-    """The trained ones among them, whose gradients are reduce-scattered."""
+    """The gathered parameters that are trained; their gradients are reduce-scattered."""
     state_bytes: float
     """The bytes of a token's activations between layers."""
     layer_passes: int
     """The cost of the layers in an update, in units of a forward pass."""
     head_passes: int
-    """The same for the head."""
+    """The cost of the head in an update, in units of a forward pass."""
     experts_of_token: int = 0
     """The experts to which every layer sends a token; 0 for a model without experts."""
     is_padded: bool = False
@@ -281,12 +281,12 @@ def pass_seconds(
 
     Over fsdp devices, parameters are gathered in the forward pass and again in the backward pass, and gradients are
     reduce-scattered, in every micro-batch. The compiler gathers a layer's parameters while the previous layer computes,
-    so only the longest of products, memory and these transfers counts. Others do not overlap and are added: with tp,
-    two all-reduces of activations per layer in each pass, and with experts, the copies of tokens that are sent to them
-    and back, and in the backward pass inputs, gradients and the gradients of inputs.
+    so only the longest of products, memory and these transfers counts. Two other transfers do not overlap, and are
+    added. With tp, each pass all-reduces activations twice per layer. With experts, the forward pass sends tokens to
+    the experts and back, and the backward pass sends inputs, gradients and the gradients of inputs.
 
-    ``head_tokens`` is the number of completion tokens on all devices, ``accessed_bytes`` the compiler's count for the
-    program per device, and ``updates`` says whether there is a backward pass.
+    ``head_tokens`` counts completion tokens on all devices, ``accessed_bytes`` is the compiler's count for the program
+    per device, and ``updates`` says whether there is a backward pass.
     """
     devices = sizes.fsdp * sizes.tp
     layer_passes, head_passes = (sizes.layer_passes, sizes.head_passes) if updates else (1, 1)

@@ -12,7 +12,7 @@ from tpu_grpo.planning.step_seconds import StepTime, assumptions
 
 def plan_lines(plan: Plan, mean_new_tokens: float | None = None, price: float | None = None) -> list[str]:
     """Return the plan as lines for a terminal; ``mean_new_tokens`` adds a step with this mean length of completions,
-    and ``price``, of a chip-hour, the cost of the run."""
+    and ``price`` (of a chip-hour) adds the cost of the run."""
     config, chip = plan.config, plan.target.chip
     lines = [
         f"slice      {plan.target.slice.name}: {plan.target.slice.chips} chips, {plan.target.slice.hosts} hosts, "
@@ -137,7 +137,7 @@ def alternative_lines(plan: Plan, found: Sequence[Suggestion], mean_new_tokens: 
 
 
 def packed_line(plan: Plan, packed: Plan) -> str:
-    """Compare a run with Tunix's learner (``plan``) to the same with this package's, which packs rows (``packed``)."""
+    """Compare a run with Tunix's learner (``plan``) to the same run with this package's packed rows (``packed``)."""
     needs = {memory.stage: memory.total / GIB for memory in plan.memory}
     stages = ", ".join(
         f"{memory.stage} {memory.total / GIB:.2f} GiB for {needs[memory.stage]:.2f}"

@@ -1,9 +1,9 @@
 """Compiles a run's programs for a slice, and compares the memory they need with that of its chips.
 
-plan = make_plan(config, open_slice("v5e-16"), fast=False, say=print)
-plan.fits, plan.worst
-suggest(plan, say=print)      # changed settings with which it fits
-alternatives(plan, 256, compiled=True, say=print)     # other settings that may make it faster, the fastest first
+    plan = make_plan(config, open_slice("v5e-16"), fast=False, say=print)
+    plan.fits, plan.worst
+    suggest(plan, say=print)      # changed settings with which the run fits
+    alternatives(plan, 256, compiled=True, say=print)     # other settings that may make a step faster, fastest first
 """
 
 import json
@@ -183,7 +183,7 @@ class Suggestion:
 def suggest(plan: Plan, say: Callable[[str], None]) -> Suggestion | None:
     """Find changed settings with which the run fits, by planning the run with each change; None if nothing helps.
 
-    A change that does not reduce the memory of the largest stage is undone; all others are kept and combined.
+    A change that does not reduce the memory of the largest stage is undone; all other changes are kept and combined.
     """
     best, chosen, tried = plan, dict[str, str](), set[str]()
     while not best.fits and len(tried) < MOST_TRIED:
@@ -252,9 +252,9 @@ def _rollout_changes(plan: Plan) -> Iterator[tuple[str, object]]:
 def alternatives(plan: Plan, mean: float, *, compiled: bool, say: Callable[[str], None]) -> list[Suggestion]:
     """Plan the run with other settings that may make a step faster, where completions have this mean length.
 
-    These are completions carried over to the next step, which need no compiling, and with ``compiled`` also splits by
-    a quarter, half and three quarters of the hosts, and a cache of 8 bits with more rows. Those that fit come first,
-    the fastest first.
+    The settings are the CARRIES, which need no compiling, and with ``compiled`` also splits that give the sampler a
+    quarter, half and three quarters of the hosts, and an 8-bit cache with more rows. Plans that fit come first, the
+    fastest first.
     """
     found = [Suggestion((), plan)]
     for overrides in _other_layouts(plan) if compiled else ():

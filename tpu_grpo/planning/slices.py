@@ -1,12 +1,12 @@
 """A TPU slice that is not on this machine: libtpu describes its devices, and programs are compiled for them.
 
-code = run_in_child()                 # before jax is imported
-if code is not None:
-    return code                       # in the parent, once the child has ended
-prepare("v5e-16")                     # in the child, before jax is imported
-target = open_slice("v5e-16")         # 16 devices on 4 hosts
-with target.as_jax_devices():         # jax.devices() returns these
-    ...
+    code = run_in_child()                 # before jax is imported
+    if code is not None:
+        return code                       # in the parent, once the child has ended
+    prepare("v5e-16")                     # in the child, before jax is imported
+    target = open_slice("v5e-16")         # 16 devices on 4 hosts
+    with target.as_jax_devices():         # jax.devices() returns the devices of the slice
+        ...
 """
 
 import os
@@ -61,12 +61,12 @@ class Target:
 
 
 def run_in_child() -> int | None:
-    """Fork: return None in the child at once, and in the parent, when the child has ended, its exit code.
+    """Fork. In the child, return None immediately; in the parent, wait for the child, and return its exit code.
 
-    A compilation can kill its process without a message: libtpu aborts if one of its checks fails, a compilation may
-    run out of memory, and it cannot be interrupted.
+    A compilation can end its process without a message: libtpu aborts if one of its checks fails, and memory may run
+    out. Nor can a compilation be interrupted.
 
-    SIGINT, SIGTERM and SIGHUP end both immediately, because a plan has nothing to save.
+    SIGINT, SIGTERM and SIGHUP end both processes immediately, because a plan has nothing to save.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -101,11 +101,11 @@ def run_in_child() -> int | None:
 
 
 def prepare(name: str, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set environment variables that libtpu and jax read when loaded; only for commands, as it changes the process.
-    Raises ConfigError if the slice does not exist."""
+    """Set environment variables that libtpu and jax read when loaded. This changes the whole process, so only commands
+    may call it. Raises ConfigError if the slice does not exist."""
     generation = parse_slice(name, flag="--slice").generation
     environment["JAX_PLATFORMS"] = "cpu"  # nothing is computed, even on a TPU machine
-    environment["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"  # in kernels; the cache key is the program text
+    environment["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"  # else kernels hold tracebacks, which change the cache key
     environment.setdefault("LIBTPU_INIT_ARGS", " ".join(generation.libtpu_args))
 
 
@@ -142,8 +142,8 @@ def with_rates(target: Target, path: Path) -> Target:
 def replica_devices(target: Target, tensor: int) -> tuple[Any, ...]:
     """Return devices to compile one replica's programs for: all of the slice, or the first of a smaller slice.
 
-    libtpu compiles for a part of a slice only if it is the devices with the lowest numbers. So a replica that is only
-    a part gets devices of the smallest slice that has enough of them.
+    libtpu compiles for a part of a slice only if the part has the lowest device numbers. So a replica that is smaller
+    than the slice gets devices of the smallest slice that has enough devices.
     """
     if tensor == len(target.devices):
         return target.devices

@@ -39,7 +39,7 @@ CARRIED_STEPS = 6
 
 
 def assumptions(mean_new_tokens: float | None, rates: Rates) -> list[str]:
-    """Describe the assumptions behind a plan's seconds; with a mean length given, also those about lengths."""
+    """Describe the assumptions behind a plan's seconds, and if a mean length is given, those about lengths."""
     times = "" if rates.host == 1.0 else f", {rates.host:.2g} times as long as elsewhere"
     assumed = [
         f"of a chip's products {rates.products:.0%} are reached by the learner and {rates.prefill:.0%} by prefills, of "
@@ -60,7 +60,7 @@ def completion_lengths(count: int, *, mean: float, longest: int) -> list[int]:
 
     They are min(longest, m exp(SPREAD z)) at the quantiles z of a standard normal distribution; bisection finds m.
 
-    completion_lengths(4, mean=25.0, longest=40)     # [33, 9, 18, 40]
+        completion_lengths(4, mean=25.0, longest=40)     # [33, 9, 18, 40]
     """
     spreads = _spreads(count)
     median = _median(spreads, mean, longest)
@@ -75,7 +75,7 @@ def _spreads(count: int) -> list[float]:
 
 
 def _median(spreads: Sequence[float], mean: float, longest: int) -> float:
-    low, high = 0.0, longest / spreads[0]  # the latter makes all lengths the longest
+    low, high = 0.0, longest / spreads[0]  # with the median ``high``, all lengths are the longest
     for _ in range(HALVINGS):
         middle = (low + high) / 2
         total = sum(min(longest, middle * spread) for spread in spreads)
@@ -88,20 +88,20 @@ class RolloutWork:
     """What a step's rollout has to sample."""
 
     lengths: Sequence[int]
-    """The new tokens of each row; 0 for one that has ended in an earlier step."""
+    """The new tokens of each row; 0 for a row that ended in an earlier step."""
     begun: float = 1.0
     """The share of groups that are new."""
     resumed: int = 0
-    """The number of rows that go on; their prompts are prefilled again."""
+    """The number of rows that earlier steps began; their prompts are prefilled again."""
     done: int = 0
-    """The tokens that these rows have, which are prefilled again as well."""
+    """The tokens that earlier steps sampled in these rows, which are prefilled again as well."""
 
 
 def carried_work(config: RunConfig, *, mean: float, longest: int) -> list[RolloutWork]:
-    """Simulate steps with rollout.carry (engine/cutting.py), and return the last CARRIED_STEPS of them.
+    """Simulate steps with rollout.carry (engine/cutting.py), and return the work of the last CARRIED_STEPS steps.
 
-    Lengths are drawn from the distribution of `completion_lengths`; half of the variance of their logarithm is the
-    prompt's.
+    Lengths are drawn from the distribution of `completion_lengths`; half of the variance of their logarithm comes from
+    the prompt.
     """
     chance, size, found = random.Random(0), config.algorithm.group_size, list[RolloutWork]()
     median = _median(_spreads(config.batch_rows), mean, longest)
@@ -170,7 +170,7 @@ class _Engine:
         return count
 
     def shared(self, rounds: int, step: StepSeconds, launch_steps: int) -> tuple[costs.Seconds, float]:
-        """Return (device, host) seconds per step in the next ``rounds`` steps; they share a launch's host time."""
+        """Return (device, host) seconds per step in the next ``rounds`` steps; a launch's steps share its host time."""
         launches = math.ceil(rounds / launch_steps) if self.waiting else rounds / launch_steps
         # the sum of the running rows' context tokens, averaged over the next rounds
         cached = len(self.ends) * (self.prompt + self.steps + (rounds + 1) / 2) - self.begins
@@ -189,16 +189,16 @@ def decode(
 ) -> dict[str, float]:
     """Return the seconds of decoding on one host. ``engines`` has, for each engine, the lengths of its completions.
 
-    The decoding is simulated: rows take slots, leave them when they end, and waiting rows take their places. In a round
-    every engine does one step, until the last row has ended; so the tail, with few long rows, is included. Rounds in
-    which no row ends or enters differ only in the growing context, and are computed together:
+    The decoding is simulated: rows take slots and leave them when they end, and waiting rows take free slots. In a
+    round every engine does one step, until the last row has ended; so the tail, with few long rows, is included. Rounds
+    in which no row ends or enters differ only in the growing context, and are computed together:
 
         slots 2, lengths 3 1 2      round   1 2 3 4 5
                                     slot 0  - a - a a       - rows enter: a step of their own
                                     slot 1  - b - c c       c takes b's slot
 
-    When rows take slots, their engine spends a step on their prompts of ``prompt`` tokens, which are in the cache. The
-    up to ``launch_steps`` other steps of a launch share its host time; a launch ends early if a row ends while others
+    When rows take slots, their engine spends a step on their prompts of ``prompt`` tokens, which are in the cache. Any
+    other launch has up to ``launch_steps`` steps, which share its host time; it ends early if a row ends while others
     wait. While no row waits, the next launch is queued before the host has processed this one, unless a launch has
     only one step.
     """
@@ -290,7 +290,7 @@ class StepWork:
     ) -> "StepWork":
         """Read the sizes from the run's parts."""
         config, tensor = run.config, run.meshes.tensor
-        rows = defaultdict[int, list[int]](list)  # by the first host of those that drive an engine
+        rows = defaultdict[int, list[int]](list)  # by the first of the hosts that drive an engine
         for replica in run.replicas:  # prompts are dealt to replicas in turn
             sampled = config.open_groups or config.data.prompts_per_round
             prompts = len(range(replica.number, sampled, len(run.replicas)))
@@ -327,7 +327,7 @@ class StepWork:
         else:
             steps = [RolloutWork(completion_lengths(rows, mean=mean, longest=longest))]
         sampled = round(sum(sum(work.lengths) for work in steps) / len(steps))
-        tokens = round(sampled * config.batch_rows / rows)  # only those learnt from
+        tokens = round(sampled * config.batch_rows / rows)  # only the tokens learnt from
         prefill, decoded = dict[str, float](), dict[str, float]()
         for work in steps:
             costs.add(prefill, self._prefill(work), 1 / len(steps))
@@ -388,7 +388,7 @@ class StepWork:
         if len(lengths) == sum(map(sum, self.hosts)):
             places = iter(lengths)
             dealt = iter([[next(places) for _ in range(rows)] for host in self.hosts for rows in host])
-        else:  # rows that go on, and new ones, are dealt in turn
+        else:  # rows that go on, and new rows, are dealt in turn
             dealt = iter([lengths[number::count] for number in range(count)])
         step, found = step_seconds(self.engine, self.generation, self.rungs), []
         for host in self.hosts:
@@ -401,7 +401,7 @@ class StepWork:
         return max(found, key=lambda seconds: sum(seconds.values()))
 
     def _passes(self, stage: str, program: str, tokens: float, repeats: int, prompts: int | None = None) -> StageTime:
-        """Return the seconds of ``repeats`` passes over the rows of ``prompts`` prompts (None: of the whole step).
+        """Return the seconds of ``repeats`` passes over the rows of ``prompts`` prompts; if None, of the whole step.
 
         ``tokens`` is the number of tokens in their completions.
         """

@@ -34,7 +34,7 @@ from tpu_grpo.weights.sync import WeightSync
 
 @contextmanager
 def open_abstract_checkpoint(config: RunConfig, read: Checkpoint | None = None) -> Iterator[Checkpoint]:
-    """Yield the run's model as its config.json describes it; a built-in model's config.json exists during the block.
+    """Yield the checkpoint that the model's config.json describes; a built-in model's file exists during the block.
 
     ``read`` is the checkpoint of a model that is not built in, if it has been read and checked already.
 
@@ -62,7 +62,7 @@ class AbstractRun:
     meshes: Meshes
     stop_token_ids: Sequence[int]
     engine_devices: Sequence[Any] | None = None
-    """The devices that the engine's programs are compiled for; None for those of the first replica."""
+    """The devices that the engine's programs are compiled for; if None, the devices of the first replica."""
 
     @cached_property
     def base(self) -> nnx.Module:

@@ -1,6 +1,6 @@
 """Answers prompts with a model in its own engine: the policy of a checkpoint, an export, or any other model.
 
-The engine is as small as the answers allow, and uses the fewest devices that hold the model.
+The engine has the shortest context that the answers allow, and uses the fewest devices that hold the model.
 """
 
 import json
@@ -38,7 +38,8 @@ from tpu_grpo.run.parts import stop_ids
 from tpu_grpo.run.policies import choose, load_policy
 
 STEPS_PER_LAUNCH = 4
-"""Tokens of a launch, after which the shown text grows: fewer would be slower, more would make the text jump."""
+"""Tokens of an answer per launch of the engine, after which text is shown: fewer would be slower, more would make the
+text jump."""
 CHAT_TOKENS = 2048
 """A chat has room for at least this many tokens, if the model supports that many."""
 
@@ -56,9 +57,9 @@ class Speaker:
         config: the config of the model's run, or of the run whose prompt format is used for the model.
         which: the checkpoint: a step, latest, best, or initial; its weights are loaded by ``start``.
         samples: the number of answers to each prompt.
-        context: the most tokens of a conversation with its answer; None for as many as the prompts need.
-        seed: the seed of sampling; None for the run's.
-        steps_per_launch: the tokens of a launch of the engine; None for as many as suit the model's size.
+        context: the most tokens of a conversation and its answer; if None, as many as the prompts need.
+        seed: the seed of sampling; if None, the run's seed.
+        steps_per_launch: the tokens of an answer per launch; if None, as many as suit the model's size.
         sampling: fields of `SamplingParams` that differ from the run's.
     """
 
@@ -145,9 +146,10 @@ class Speaker:
     def answer(
         self, prompt: Prompt, turn: int, cancelled: Callable[[], bool]
     ) -> Iterator[list[tuple[str, Completion | None]]]:
-        """Sample answers. After every few tokens, yield (text so far, completion or None until it ends) per answer.
+        """Sample answers; after every few tokens, yield (text so far, completion) per answer.
 
-        The random numbers depend only on the seed, ``turn``, and the number of the answer.
+        The completion is None until the answer ends. The random numbers depend only on the seed, ``turn``, and the
+        number of the answer.
 
         Raises:
             RequestError: prompt and answer may be longer than the engine's context.
@@ -174,9 +176,9 @@ class Speaker:
         return completion
 
     def turns(self, asked: Sequence[Asked]) -> list[Action | RefusedError]:
-        """Sample turns for a server's requests, all at once; a request that cannot be served gets its refusal.
+        """Sample turns for a server's requests, in one batch; return the refusal of a request that cannot be served.
 
-        The tokens of a request depend on itself alone: on its prompt, its ``seed`` and its index.
+        The tokens of a request depend on no other request, only on its prompt, ``seed`` and index.
         """
         assert self._engine is not None, "start comes first"
         read = [self._read(each) for each in asked]
@@ -193,7 +195,7 @@ class Speaker:
         return found
 
     def _parsed(self, asked: Asked, ids: list[int]) -> Action:
-        """Return a turn with its thinking and calls; after a text or tokens, as text alone."""
+        """Parse the thinking and tool calls of an answer to messages; return other answers as text alone."""
         if asked.messages is not None:
             return self._dialect.with_tools(json.dumps(asked.tools)).read(ids)
         text = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -206,7 +208,7 @@ class Speaker:
         return Dialect(self._tokenizer, (), config.environment.tool_format, switches)
 
     def _read(self, asked: Asked) -> Request | RefusedError:
-        """Make the engine's request of a server's."""
+        """Convert a server's request to an engine's, or refuse it."""
         assert self._engine is not None
         try:
             if asked.messages is not None:

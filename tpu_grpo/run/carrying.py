@@ -1,10 +1,10 @@
-"""The groups that a step leaves unfinished, or whole but unused, for the next step (``rollout.carry``).
+"""Keeps the groups that a step did not finish, or did not use, for the next step (``rollout.carry``).
 
     carry = Carry(config, stream, learner.carried)      # empty, or as of the checkpoint that was restored
-    carry.begin(draw.next(step, carry.room))            # fills up to P (1 + x) open groups
+    carry.begin(draw.next(step, carry.room))            # until P (1 + rollout.carry) groups are open
     sampled = sampler.carry_on(step, carry.groups, ...)
     rollout = carry.take(step, sampled, tokenizer)      # the first P whole groups, oldest first
-    carry.end(used=P)                                   # every open token is one step older now
+    carry.end(used=P)                                   # the tokens of open groups are one step older now
 
 A checkpoint holds the groups as they were after its step, in arrays of one size for all steps: C groups of G
 completions of up to T tokens.
@@ -30,13 +30,13 @@ class Carry:
     def __init__(self, config: RunConfig, stream: PromptStream, saved: Mapping[str, np.ndarray]):
         self._config = config
         self.groups = _unpacked(saved, stream)
-        """The groups, as the step in progress has them."""
+        """The open groups at this point of the step."""
         self._ended = self.groups
         self._taken, self._sampled = list[OpenGroup](), list[CarriedGroups]()
 
     @property
     def room(self) -> int:
-        """The number of prompts to begin, so that P (1 + x) groups are open."""
+        """The number of groups to begin, so that P (1 + rollout.carry) groups are open."""
         return max(0, self._config.open_groups - len(self.groups))
 
     def begin(self, batch: PromptBatch) -> None:
@@ -49,12 +49,12 @@ class Carry:
         )
 
     def due(self, step: int) -> list[int]:
-        """List the groups that this step has to finish."""
+        """List the indices of the groups that this step has to finish."""
         most = self._config.rollout.carry_steps
         return [number for number, group in enumerate(self.groups) if step - group.step >= most]
 
     def take(self, step: int, sampled: CarriedGroups, tokenizer: Any) -> Rollout:
-        """Take the first P whole groups out of those that were sampled, as the rollout to score; keep the others."""
+        """Return the first P whole groups of ``sampled`` as the rollout to score; keep its other groups."""
         wanted = self._config.data.prompts_per_step
         whole = [group for group in sampled.groups if group.is_whole][:wanted]
         taken = {(group.step, group.number) for group in whole}
@@ -74,9 +74,9 @@ class Carry:
         return Rollout(batch, size, completions, texts, sampled.seconds, sampled.figures)
 
     def end(self, used: int) -> dict[str, float]:
-        """End a step that used the first ``used`` groups that were taken; the next steps take the others again.
+        """End a step that used the first ``used`` of the taken groups; later steps take the rest again.
 
-        Returns the metrics ``carry/*``, whose ages are over the used groups, and the tokens sampled per second.
+        Returns the tokens sampled per second and the metrics ``carry/*``, with the ages in the used groups.
         """
         learnt = [completion for group in self._taken[:used] for completion in group.completions]
         ages = np.concatenate([ages_of(completion) for completion in learnt])
@@ -102,7 +102,7 @@ class Carry:
         return metrics
 
     def saved(self) -> dict[str, np.ndarray]:
-        """Return the groups after the last step that ended, as arrays for a checkpoint."""
+        """Return the groups as they were when the last finished step ended, as arrays for a checkpoint."""
         return packed(self._ended, self._config)
 
 

@@ -2,7 +2,7 @@
 
 One run at a time has the directory (lock.py). All hosts of the run must see the same directory; host 0 acts for all.
 With ``checkpoint.resume=never``, a directory with an earlier run is renamed. With ``auto`` and ``require``, the earlier
-run is continued, or found done; the start is refused if the earlier run had other settings.
+run is continued, or found done. A changed setting that affects results must be in ``checkpoint.allow_changes``.
 """
 
 import contextlib
@@ -39,12 +39,12 @@ from tpu_grpo.run.fingerprints import Change, changed_settings, changed_sources,
 from tpu_grpo.run.lock import RunLock, holder, read_owner, taken
 
 SEEN_SECONDS = 20.0
-"""The other hosts must see what host 0 wrote within this time, if they have not looked at the directory before."""
+"""A host that has not looked at the directory before must see the files of host 0 within this time."""
 STALE_SECONDS = 60.0
 """Once a host has looked at a directory, NFS may show it the old content for this long."""
 PAUSE = 0.5
 Told = tuple[str, str]
-"""An error in the form in which host 0 sends it to the others: (name of the class, message)."""
+"""An error in the form in which host 0 sends it to the other hosts: (name of the class, message)."""
 
 
 # --- what is there ---------------------------------------------------------------------------------------------------
@@ -59,7 +59,7 @@ class Earlier:
     steps: tuple[int, ...] = ()
     """The steps that have a checkpoint to continue from, ascending."""
     changes: tuple[Change, ...] = ()
-    """The settings and files that have changed since the steps that are done."""
+    """The settings and files that differ from those of the steps done so far."""
     summary: dict[str, Any] | None = None
     """The earlier run's summary if nothing is left to do; otherwise None."""
     refusal: Told | None = None
@@ -69,8 +69,8 @@ class Earlier:
         """Raise the error that keeps this run from starting here, if there is one.
 
         Raises:
-            ConfigError: for a directory that cannot be written, files that are not a run's or cannot be moved aside,
-                and changes that make results incomparable, unless ``checkpoint.allow_changes`` names them.
+            ConfigError: the directory cannot be written; it holds files that are not a run's or cannot be moved
+                aside; or a change makes results incomparable and is not in ``checkpoint.allow_changes``.
             CheckpointError: there is no checkpoint, and ``checkpoint.resume=require``.
             DataError: for a file of the earlier run that cannot be read.
         """
@@ -91,9 +91,9 @@ class Earlier:
 
 
 def look(config: RunConfig, hosts: Hosts, *, guess: bool = False) -> Earlier:
-    """Look at the content of ``run.dir`` without taking it. Every host calls this, host 0 looks; needs no jax.
+    """Inspect the content of ``run.dir`` without locking it, or importing jax. Every host calls this, and host 0 looks.
 
-    With ``guess``, also refuse a directory that a process on another machine seems to hold, without making sure.
+    With ``guess``, also refuse a directory that a process on another machine seems to hold, without waiting to be sure.
 
     Raises:
         ConfigError: on every host, for a directory that another process holds.
@@ -258,11 +258,11 @@ def _free_name(directory: Path) -> Path:
 class RunDirectory:
     """Holds ``run.dir`` for one run during a ``with`` block. Every host enters it; host 0 takes the lock for all.
 
-    The files of an earlier run, even of one that is continued, stay unchanged until ``begin``.
+    The files of an earlier run, even if that run is continued, stay unchanged until ``begin``.
 
     Raises, on every host:
         ConfigError: another run uses the directory; it cannot be made or written; a host does not see it; it would be
-            moved aside, but contains the working directory; or it has steps of a run with other settings.
+            moved aside, but contains the working directory; or its steps had other settings that affect results.
         CheckpointError: there is no checkpoint, and ``checkpoint.resume=require``.
         LockstepError: hosts see different checkpoints.
     """
@@ -347,7 +347,7 @@ class RunDirectory:
         return seen.makes_room
 
     def _move_aside(self) -> tuple[str, str]:
-        """Rename the directory, and lock a new one in its place; returns (new path of the old one, lock's token)."""
+        """Rename the directory, and lock a new directory in its place; returns (renamed directory, lock's token)."""
         assert self._lock is not None
         before, aside = self._lock, _free_name(self.path)
         before.stop_beating()

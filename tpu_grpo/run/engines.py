@@ -1,4 +1,4 @@
-"""Engines that hold the trainer's policy: rollout engines joined with the weight sync that feeds them."""
+"""Rollout engines, with the weight sync that moves the trainer's policy into them."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -26,11 +26,11 @@ from tpu_grpo.weights.sync import ALONE, CopyCheck, WeightSync
 PROBE_TOKENS = 16
 """The most tokens of a completion of `Probe`."""
 BOUNDS = {"float32": 1e-3, "bfloat16": 0.2}
-"""By model.dtype: rounding cannot cause a larger mean difference of log-probabilities. We measured 1e-6 to 2e-5 in
-float32 and 0.005 to 0.1 in bfloat16; the largest come from models with experts, where rounding can change routing."""
+"""For each model.dtype, the largest mean difference of log-probabilities that rounding can cause. We measured 1e-6 to
+2e-5 in float32 and 0.005 to 0.1 in bfloat16, the most in models with experts, where rounding can change routing."""
 CACHE_BOUNDS = {"auto": 0.0, "int8": 0.2, "fp8": 0.5}
-"""By rollout.kv_dtype: the bound is at least this. We measured 0.02 to 0.05 with int8 and 0.006 to 0.19 with fp8; the
-largest come from random models with large weights."""
+"""For each rollout.kv_dtype, the least value of the bound. We measured 0.02 to 0.05 with int8 and 0.006 to 0.19 with
+fp8, the most in random models with large weights."""
 
 
 def build_weight_sync(
@@ -79,9 +79,9 @@ class SyncedEngines:
         self._checks: tuple[CopyCheck, CopyCheck] | None = None
 
     def install(self, params: nnx.State) -> SyncResult:
-        """Move the trainer's parameters into every replica, and clear the prefix caches, computed with the old weights.
+        """Move the trainer's parameters into every replica, and clear the prefix caches of the old weights.
 
-        On a host without devices of the trainer, ``params`` are descriptions.
+        On a host without devices of the trainer, ``params`` are abstract: they have no values.
 
         Raises:
             LockstepError: if copies of a parameter differ between hosts.
@@ -107,7 +107,7 @@ class SyncedEngines:
     def worst_leaf(self, params: nnx.State) -> tuple[str, float]:
         """Recompute the sampler's parameters from the trainer's; return (name, largest difference) of the worst one.
 
-        Differences in the last bit of weights with merged adapters are ignored, as two programs may round differently.
+        In weights with merged adapters, a difference of the last bit is ignored: two programs may round differently.
         """
         assert self.sync is not None, "install comes first"
         gaps = {}

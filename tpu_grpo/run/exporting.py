@@ -57,7 +57,7 @@ def export_policy(config: RunConfig, policy: Policy, directory: Path, hosts: Hos
         OSError: writing failed; nothing of the directory is left.
     """
     hosts, kind = hosts or Hosts(), config.export.kind
-    if is_abstract(nnx.state(policy.model)):  # the trainer's hosts export what they hold
+    if is_abstract(nnx.state(policy.model)):  # the hosts that hold the parameters export them
         hosts.barrier(f"export of step {policy.step}")
         return
     dtype = jnp.dtype(config.export.dtype or config.model.dtype)

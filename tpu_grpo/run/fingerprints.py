@@ -26,7 +26,7 @@ from tpu_grpo.models.lora import SETTINGS_FILE, TENSORS_FILE
 from tpu_grpo.observe.summary import versions
 
 OWN_SETTINGS = {"hosts.index", "run.dir", "run.compilation_cache"}
-"""Settings that may differ between hosts: which host this is, and where it keeps its files."""
+"""Settings that may differ between hosts: the number of the host, and the directories of its files."""
 ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NPROC")
 """Variables that change what is compiled, or how sums are split, in addition to JAX_*."""
 OWN_ENVIRONMENT = {"JAX_COMPILATION_CACHE_DIR"}
@@ -55,7 +55,7 @@ def model_fingerprints(directory: Path) -> dict[str, str]:
 
 
 def _digests(files: Iterable[tuple[str, Path]]) -> dict[str, str]:
-    """Name -> digest, or a text for an unreadable file, for which the code that opens it later raises the error."""
+    """Name -> digest; an unreadable file gets a text instead, and the code that opens it later raises the error."""
 
     def digest(named: tuple[str, Path]) -> tuple[str, str]:
         name, path = named

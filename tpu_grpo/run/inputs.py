@@ -1,7 +1,7 @@
 """Opens and checks what a run reads: model, environments, rewards and prompts. Runs once, before jax is imported.
 
-Quick checks come first, so that a typing error is reported at once: the files of model and data are checked before
-the tokenizer library is imported.
+Quick checks come first, so that a typing error is reported quickly: the files of model and data are checked before the
+tokenizer library is imported.
 """
 
 import sys
@@ -68,7 +68,7 @@ def open_inputs(config: RunConfig, reading: Callable[[], None] = lambda: None) -
         CheckpointError: for a model or tokenizer that is missing, broken or not supported.
         DataError: for data that is missing or malformed, or prompts that are empty or too long.
         RewardError: for a reward that cannot be loaded, or does not fit the data.
-        EpisodeError: for an environment that cannot be found, or whose class cannot be used as one.
+        EpisodeError: for an environment that cannot be found, or whose class is not an environment.
     """
     check_trackers(config.logging)
     if config.logging.against is not None:
@@ -98,7 +98,7 @@ def open_held_out(
 ) -> HeldOutInputs | None:
     """Open the held-out prompts and their rewards; None if the config has none. Raises as `open_inputs` does.
 
-    ``rewards`` are the rewards of the held-out prompts, ``of_run`` those of the run; None if not open yet.
+    ``rewards`` are the rewards of the held-out prompts, and ``of_run`` the run's; each is None if not open yet.
     """
     prompts = open_evaluation_prompts(config.evaluation, config.data, tokenizer, tools_of(environments))
     if prompts is None:
@@ -155,10 +155,10 @@ def _first_record(source: Source, style: DataSection) -> Record | None:
 
 
 def load_environments(config: RunConfig) -> dict[str, LoadedEnvironment]:
-    """Load the environments of a config, by the names that the data uses for them; a single one has the name "".
+    """Load the environments of a config, by their names in the data; a single environment has the name "".
 
     Raises:
-        EpisodeError: for an environment that cannot be found or whose class cannot be used as one, and if no
+        EpisodeError: for an environment that cannot be found or whose class is not an environment, and if no
             environment gives the rewards that the config asks for.
     """
     if not config.environment.is_on:
@@ -183,7 +183,7 @@ def load_environments(config: RunConfig) -> dict[str, LoadedEnvironment]:
 
 
 def check_environment_columns(loaded: Mapping[str, LoadedEnvironment], columns: Collection[str]) -> None:
-    """Raise DataError if the data lacks the column that selects the environment, or one that ``reset`` requires."""
+    """Raise DataError if the data lacks the column that selects the environment, or a column that ``reset`` needs."""
     if not loaded:
         return
     from tpu_grpo.environments.environment_classes import check_columns
@@ -294,7 +294,7 @@ def open_model(config: RunConfig, hosts: Hosts) -> "tuple[Checkpoint, PreTrained
 
 
 def agreed_checkpoint(config: RunConfig, hosts: Hosts, read: Checkpoint | None) -> Checkpoint:
-    """Return the checkpoint, after a check that all hosts have the same; a missing built-in model is trained now.
+    """Return the checkpoint, after a check that all hosts have the same model; a missing built-in model is trained now.
 
     Every host calls this; ``read`` is the result of `read_model`.
 

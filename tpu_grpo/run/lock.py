@@ -40,13 +40,14 @@ may show the content of a minute ago."""
 OLD_SECONDS = 1800.0
 """A file last written this long ago, by this machine's clock, belongs to a dead process; no need to watch it."""
 SETTLE_SECONDS = 2.0
-"""After replacing a process of another machine, wait this long and reread: two processes may have done so at once."""
+"""After taking over the lock of another machine's process, wait this long and read the file again: two processes may
+have done so at the same time."""
 RETRIES, PAUSE = 5, 0.2
-"""Retries of a failed lock, and seconds between them: `holder`, in another process, locks the file for a moment."""
+"""Attempts to lock an open file, and seconds between them: `holder`, in another process, locks it for a moment."""
 ATTEMPTS = 20
-"""The most attempts to lock the file, because another process may replace it between opening and locking."""
+"""The most times that the file is opened and locked: another process may replace it between opening and locking."""
 RECORD_BYTES = 512
-"""The file's content, an `Owner`, is padded to this size: it can be rewritten in place, and is never seen cut off."""
+"""The file's content, an `Owner`, is padded to this size, so that it is rewritten in place and never seen cut off."""
 
 
 @dataclass(frozen=True)
@@ -132,8 +133,7 @@ class RunLock:
     def take(cls, directory: Path) -> "RunLock":
         """Lock an existing directory; the lock of a dead process is taken over.
 
-        A process on another machine is watched for SILENT_SECONDS before it is taken for dead; a line on stderr says
-        so. This process gives a sign of life every BEAT_SECONDS.
+        A process on another machine is watched for SILENT_SECONDS, with a line on stderr, before it is taken for dead.
 
         Raises:
             ConfigError: a live process holds the lock.

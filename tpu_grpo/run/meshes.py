@@ -18,7 +18,7 @@ from tpu_grpo.models.families.trainer_attention import flash_block
 from tpu_grpo.records.errors import ConfigError
 
 SHARE_BYTES = 4 * 2**30
-"""By default, a replica has the fewest devices of which none holds more than this many bytes of weights."""
+"""By default, a replica has the fewest devices with at most this many bytes of weights on each."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,11 @@ class Meshes:
 
 
 def build_meshes(config: RunConfig, checkpoint: Checkpoint, devices: Sequence[Any] | None = None) -> Meshes:
-    """Place trainer and sampler on ``devices``; None for the devices of all hosts.
+    """Place trainer and sampler on ``devices``; if None, on the devices of all hosts.
 
-    With layout "shared" both are colocated on all devices and use them in turn. With layout "split" the last
-    ``meshes.sampler.hosts`` hosts are the sampler's and the others the trainer's: the compiler for TPUs refuses
-    programs on a part of every host's devices. A single host's devices are halved.
+    With layout "shared" both are colocated on all devices and use them in turn. With layout "split" the sampler has the
+    last ``meshes.sampler.hosts`` hosts and the trainer has the rest, because the TPU compiler refuses programs on a
+    part of every host's devices. A single host's devices are halved.
 
     Raises:
         ConfigError: if the sizes do not multiply to the number of devices, or do not divide the model's dimensions,
@@ -88,10 +88,11 @@ def build_meshes(config: RunConfig, checkpoint: Checkpoint, devices: Sequence[An
 def split_devices(sampling: int | None, devices: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """Return (the trainer's devices, the sampler's devices) of a split, each listed host by host.
 
-    The last ``sampling`` hosts, or half of them if that is None, are the sampler's. One host's devices are halved.
+    The sampler has the last ``sampling`` hosts; if that is None, half of the hosts. A single host's devices are halved.
 
     Raises:
-        ConfigError: if trainer or sampler would have no host; for one host, if it has an odd number of devices.
+        ConfigError: if trainer or sampler would have no host; for a single host, if its number of devices is odd or
+            ``sampling`` is not None.
     """
     devices, per_host, hosts = by_host(devices), devices_per_host(devices), len(hosts_of(devices))
     if hosts == 1 and (sampling is not None or per_host % 2):

@@ -1,4 +1,4 @@
-"""Keeps files of an update or a rollout with a number that is not finite; `replay` repeats such an update.
+"""Writes files about an update or rollout in which a number is not finite; `replay` repeats such an update.
 
     <run.dir>/non_finite/7.npz            for an update: the arrays of its passes, the config, loss and gradient norm
     <run.dir>/non_finite/7.jsonl          the samples of step 7; for a rollout, with tokens and log-probabilities
@@ -181,7 +181,7 @@ def replay(kept: KeptUpdate, config: RunConfig, hosts: Hosts) -> Iterator[str]:
     checkpoint, _ = open_model(config, hosts)
     meshes = build_meshes(config, checkpoint)
     if not meshes.trainer.local_devices:
-        return  # the trainer's hosts repeat it
+        return  # the trainer's hosts repeat the update
     trainers = hosts.among(hosts_of(meshes.trainer.devices.flat))
     parts = build_parts(config, load_inputs(config, checkpoint, meshes))
     checkpoints = Checkpoints(kept.checkpoints, keep=1, reference=parts.saved_reference, hosts=trainers)

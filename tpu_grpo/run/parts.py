@@ -51,7 +51,7 @@ class Parts:
     learner: Learner
     probe: Probe
     carry: Carry | None = None
-    """The groups that steps leave unfinished, with rollout.carry."""
+    """The groups that steps leave for later steps; None without rollout.carry."""
 
 
 def build_parts(config: RunConfig, hosts: Hosts, inputs: Inputs | None = None) -> Parts:
@@ -99,10 +99,10 @@ def build_parts(config: RunConfig, hosts: Hosts, inputs: Inputs | None = None) -
 
 
 def with_routing_replay(config: RunConfig, checkpoint: Checkpoint) -> RunConfig:
-    """Choose algorithm.routing_replay if it is unset: on for experts in bfloat16. Tunix's learner has no such setting.
+    """Set algorithm.routing_replay if it is unset; Tunix's learner has no such setting.
 
-    In bfloat16, rounding decides between experts that are about equally likely, and differs between engine and trainer.
-    It is off with rollout.carry. The run's files keep the setting as it was given.
+    It becomes true for a model with experts in bfloat16, without rollout.carry: in bfloat16, engine and trainer can
+    round differently, and so choose different experts of nearly equal probability. The run's files keep it unset.
     """
     section = config.algorithm
     if section.routing_replay is not None or section.tunix is not None:
@@ -112,7 +112,7 @@ def with_routing_replay(config: RunConfig, checkpoint: Checkpoint) -> RunConfig:
 
 
 def open_run_algorithm(config: RunConfig) -> RunAlgorithm:
-    """Open the run's algorithm; raises ConfigError for one that cannot be used for training."""
+    """Open the run's algorithm; raises ConfigError if it cannot be used for training."""
     section = config.algorithm
     if section.tunix is not None:
         from tpu_grpo.tunix_loop.tunix_options import open_tunix  # takes seconds, only needed here
@@ -190,7 +190,7 @@ class HeldOut:
     best: str
     """The result "mode/reward" of an evaluation, such as greedy/gsm8k, whose maximum decides which step is the best."""
     environments: Environments | None = None
-    """The environments of conversations, shared with the training run, if any; None for single answers."""
+    """The environments of conversations, shared with the training run if there is one; None for single answers."""
 
     def close(self) -> None:
         """Close the rewards and environments, and end their processes."""
@@ -275,9 +275,9 @@ def open_environments(
     loaded: Mapping[str, LoadedEnvironment],
     judges: Sequence[RewardSet] = (),
 ) -> Environments | None:
-    """Open the environments of a run; None for a run without.
+    """Open the environments of a run; None if the run has none.
 
-    ``judges`` are the rewards. If one of them reads environments' attributes, these outlast the conversations.
+    ``judges`` are the rewards. If one reads attributes of environments, environments are kept after conversations.
 
     Raises:
         RewardError: if a reward needs environments, and the run has none.
@@ -304,7 +304,7 @@ def stop_ids(config: RunConfig, tokenizer: PreTrainedTokenizerFast, directory: P
     """Return the ids that end a completion or a turn of the run's policy, ascending.
 
     They are the end tokens of the model's tokenizer, config.json and generation_config.json in ``directory``. For
-    conversations, those with which the chat template ends a turn are added: a base model has another end token.
+    conversations, the tokens with which the chat template ends a turn are added: a base model's end token differs.
 
     Raises:
         CheckpointError: for a broken file of the model.

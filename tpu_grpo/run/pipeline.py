@@ -69,7 +69,7 @@ def train(
         watch: is given the name of each stage, for messages when another host is lost.
         stop: once a stop is requested, the run ends after the current step at the latest, with a checkpoint.
         inputs: the run's inputs, if they are open already.
-        callbacks: get the metrics and samples of steps and evaluations, on host 0.
+        callbacks: receive the metrics and samples of steps and evaluations, on host 0.
 
     Raises:
         Interrupted: if a stop was requested; the checkpoint is saved.
@@ -141,7 +141,7 @@ class Run:
                 self.log.note(self._export(step))
 
     def _train(self, step: int) -> int:
-        """Do the steps after ``step``, and return the number of the last one done."""
+        """Do the steps after ``step``, and return the number of the last step done."""
         if not step:
             with self._may_be_abandoned(together=True):
                 self._evaluate_if_due(0)
@@ -209,7 +209,7 @@ class Run:
         return rounds.groups()
 
     def _scored_rollout(self, batch: PromptBatch) -> ScoredRollout:
-        """Sample completions of a batch; complete groups are scored while others are still being sampled."""
+        """Sample completions of a batch; complete groups are scored while other groups are still being sampled."""
         parts, stage, known = self.parts, self.watch.stage, self.draw.history.last("tokens", batch.records)
         name = f"step {batch.step}" + (f", round {batch.round + 1}" if batch.round else "")
         with parts.task.rewards.begin(batch) as scoring:
@@ -221,7 +221,7 @@ class Run:
             return self._scored(name, rollout, scoring)
 
     def _carried_rollout(self, step: int, carry: Carry) -> ScoredRollout:
-        """Sample open groups until enough of them are whole, and score these; the others stay open."""
+        """Sample open groups until a step's groups are whole, and score these; all other groups stay open."""
         parts, stage, name = self.parts, self.watch.stage, f"step {step}"
         carry.begin(self.draw.next(step, carry.room))
         with stage(f"rollout of {name}"), self._may_be_abandoned(together=True):
@@ -284,7 +284,7 @@ class Run:
         return f"the model of step {step} was exported to {directory}"
 
     def _stopped(self, step: int) -> Interrupted:
-        """Save ``step``, the last one done (0 for none), and return the exception that ends the run."""
+        """Save ``step``, the last step done (0 if there was none), and return the exception that ends the run."""
         if step:
             self._save(step)
             self.parts.learner.close(best=self._best_step)
@@ -295,7 +295,7 @@ class Run:
     def _may_be_abandoned(self, *, together: bool = False) -> Iterator[None]:
         """Abandon the step once a signal has asked any host to stop; all hosts abandon it at the end of the same block.
 
-        A block that several hosts compute ``together`` is finished first; any other block is left at once.
+        A block that several hosts compute ``together`` is finished first; any other block is left immediately.
         """
         with suppress(StepAbandoned), nullcontext() if together and self.hosts.count > 1 else self.stop.abandoning():
             yield
@@ -323,7 +323,7 @@ class Run:
 
     @property
     def _best_step(self) -> int | None:
-        """The step whose checkpoint is kept as the best, if one is."""
+        """The step whose checkpoint is kept as the best; None if none is kept."""
         return self.evaluations.best_step if self.config.checkpoint.keep_best else None
 
     def _due(self, step: int, every: int) -> bool:

@@ -91,11 +91,11 @@ def load_policy(config: RunConfig, checkpoint: Checkpoint, mesh: Mesh, chosen: C
 def exported_values(config: RunConfig, model: nnx.Module, chosen: Chosen, host: int = 0) -> Values:
     """Read the trained parameters in float32, by name, for a float32 export of a run that computes in bfloat16.
 
-    ``model`` is the policy of that checkpoint. For any other export the result is empty: ``model`` suffices; so it is
-    on a host where the policy is abstract, which exports nothing.
+    ``model`` is the policy of ``chosen``. The result is empty for any other export, which needs only ``model``, and on
+    a host where the policy is abstract, because that host exports nothing.
 
     Raises:
-        CheckpointError: as `load_policy`.
+        CheckpointError: as in `load_policy`.
     """
     if chosen.step is None or config.export.dtype != "float32" or config.model.dtype == "float32":
         return {}

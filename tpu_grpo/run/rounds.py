@@ -11,7 +11,7 @@ groups and rounds of three prompts, with + for an informative group:
     - + -   + - +      groups 2 and 4 are learnt from; the next step begins with prompt 5
     - + -   - - -      without a third round: group 2, and group 1 with weight 0; all six prompts are used up
 
-Groups are chosen in the order of the prompts, not in that of finishing. Uninformative ones get weight 0 in the learner.
+Groups are chosen in the order of the prompts, not of finishing. Uninformative groups get weight 0 in the learner.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ SUMS = (
     "rollout/environment_wait_seconds",
     "rollout/served_turns",
 )
-"""The figures of a rollout that are summed over rounds; the others are shares and means, which are averaged."""
+"""The figures of a rollout that are summed over rounds; all other figures are shares and means, which are averaged."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Rounds:
 
 
 def join(rounds: Sequence[ScoredRollout]) -> ScoredRollout:
-    """Concatenate the rounds of a step; a single one is returned unchanged."""
+    """Concatenate the rounds of a step; a single round is returned unchanged."""
     if len(rounds) == 1:
         return rounds[0]
     rollouts, scores = [each.rollout for each in rounds], [each.scores for each in rounds]
@@ -139,7 +139,7 @@ def join(rounds: Sequence[ScoredRollout]) -> ScoredRollout:
 
 
 def _joined_figures(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Sum the figures in SUMS over rounds, and average the others, weighted by the seconds of each round."""
+    """Sum the figures in SUMS over rounds, and average all other figures, weighted by the seconds of each round."""
     joined: dict[str, float] = {}
     for name in dict.fromkeys(name for rollout in rollouts for name in rollout.figures):
         having = [rollout for rollout in rollouts if name in rollout.figures]

@@ -1,6 +1,6 @@
 """Serves a model: one thread reads and writes HTTP, and the main thread samples, batch by batch.
 
-with Server(speaker, "runs/mine", "127.0.0.1", 8000, key=None) as server:
+    with Server(speaker, "runs/mine", "127.0.0.1", 8000, key=None) as server:
         speaker.start()
         server.serve(rows=64)               # up to 64 turns in a batch, until server.stop() is called
 """
@@ -34,7 +34,7 @@ class Server:
         self._stopped = False
 
     def __enter__(self) -> Self:
-        """Begin to listen. Raises ConfigError for an address that cannot be had."""
+        """Begin to listen. Raises ConfigError for an address that cannot be bound."""
         self._thread.start()
         host, port = self._listening
         try:
@@ -50,7 +50,7 @@ class Server:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Refuse what still waits, and end the server."""
+        """Refuse the requests that still wait, and end the server."""
         reason = RefusedError("the server must be there until the answer, got one that was stopped", 503, "stopped")
         self._loop.call_soon_threadsafe(self._session.close, reason)
         self._end()
@@ -61,10 +61,10 @@ class Server:
         return self._endpoint.address
 
     def serve(self, rows: int) -> None:
-        """Answer requests, up to ``rows`` turns at once, until ``stop`` is called."""
+        """Answer requests, in batches of up to ``rows`` turns, until ``stop`` is called."""
         while not self._stopped:
             self._taking = asyncio.run_coroutine_threadsafe(self._session.batch(rows), self._loop)
-            if self._stopped:  # by a signal that came in between
+            if self._stopped:  # by a signal that arrived in between
                 self._taking.cancel()
             try:
                 taken = self._taking.result()

@@ -33,7 +33,7 @@ COMPRESSION = 5
 class Timeline:
     """Records the given steps of this host, and writes the files into a directory.
 
-    A recording that cannot be written does not end the run: a note and the host's log say so, and recording stops.
+    If a recording cannot be written, the run goes on without further recordings; a note and the host's log say so.
     """
 
     def __init__(self, steps: Collection[int], directory: Path, host: int, note: Callable[[str], None]):
