@@ -1,8 +1,11 @@
-"""What an agent's requests cost the host: python -m benchmarks.agents [--sessions 256] [--requests 10000]
+"""What an agent's requests cost the host: python -m benchmarks.agents [--sessions 256] [--requests 10000] [--rollout]
 
 A lasting agent asks over HTTP, all sessions at once; the policy answers at once with a text and 64 tokens, without a
 model. Says whether every request was answered once and by its own answer, and gives the milliseconds of CPU a request,
 of the environments' process and of this one, and how the memory of that process grows.
+
+With --rollout a model on the CPU samples 64 completions of 64 tokens, as a plain rollout and as answers to an agent, in
+turns; says how many tokens a second the agent gets, as a share of the plain rollout's.
 """
 
 import argparse
@@ -11,13 +14,18 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from statistics import median
 
 import psutil
 
-from tpu_grpo.config import EnvironmentSection
+from tests.models.random_checkpoint import edit_config
+from tests.several.runs import settings, write_files
+from tpu_grpo.config import EnvironmentSection, parse_config
 from tpu_grpo.environments.actions import Action, Answered, Ended, SampledTurn
 from tpu_grpo.environments.environment_classes import load_environment
 from tpu_grpo.environments.pool import EnvironmentPool
+from tpu_grpo.hosts import Hosts
+from tpu_grpo.run.parts import build_parts
 
 AGENT = """
 import asyncio, json, sys
@@ -50,7 +58,11 @@ def main() -> None:
     parser.add_argument("--sessions", type=int, default=256)
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--rollout", action="store_true")
     options = parser.parse_args()
+    if options.rollout:
+        print(share_of_a_rollout(options.rounds))
+        return
     each = -(-options.requests // options.sessions // options.rounds)
     with tempfile.TemporaryDirectory() as directory:
         program = Path(directory) / "agent.py"
@@ -96,6 +108,41 @@ def round_of(pool: EnvironmentPool, sessions: int, each: int) -> str:
     return (
         f"{count} requests of {sessions} sessions in {seconds:.1f} s, {right} sessions got all answers right; CPU a "
         f"request {workers:.2f} ms in the environments' process, {here:.2f} ms here; its memory {_memory_mib():.0f} MiB"
+    )
+
+
+def share_of_a_rollout(rounds: int) -> str:
+    """Sample the same number of tokens for an agent and without one, ``rounds`` times each, and compare."""
+    with tempfile.TemporaryDirectory() as directory:
+        files = write_files(Path(directory), layers=4, hidden=512, heads=8, head_dim=64, intermediate=1536)
+        edit_config(files / "model", eos_token_id=259)  # hardly ever sampled by random weights
+        program = files / "agent.py"
+        program.write_text(AGENT)
+        rows = [{"question": f"{n}+1=", "name": f"{n}+1=", "count": 1} for n in range(8)]
+        (files / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        tree = settings(files / "run", algorithm={"group_size": 8})
+        tree["model"], tree["data"] = {"path": str(files / "model")}, {"path": str(files / "rows.jsonl")}
+        tree["data"] |= {"prompts_per_step": 8, "max_prompt_tokens": 40}
+        tree["rollout"] = {"max_new_tokens": 64, "max_running_requests": 64, "batch_paddings": [64]}
+        agent = {"name": "agent", "options": {"command": [sys.executable, str(program)], "lasting": True}}
+        plain = {"rewards": [{"name": f"{files / 'rewards.py'}:ascii_share"}]}
+        asked = {"environment": agent | {"max_turns": 1}, "rewards": [{"name": "environment"}]}
+        built = [build_parts(parse_config(tree | sections), Hosts()) for sections in (plain, asked)]
+        seconds: list[list[float]] = [[], []]
+        tokens = [0, 0]
+        for number in range(rounds + 1):  # the first one compiles
+            for parts, found in zip(built, seconds, strict=True):
+                started = time.perf_counter()
+                rollout = parts.sampler.rollout(parts.task.prompts.at(number + 1, range(8)))
+                found.append(time.perf_counter() - started)
+                tokens[parts is built[1]] += sum(c.sampled_tokens for c in rollout.completions) * (number > 0)
+        for parts in built:
+            parts.task.close()
+    ratios = [one / other for one, other in zip(*(found[1:] for found in seconds), strict=True)]
+    each = 1000 * median(seconds[0][1:]) / 64
+    return (
+        f"{tokens[1]} tokens for the agent and {tokens[0]} without it, a plain completion costs {each:.0f} ms: the "
+        f"agent gets {median(ratios):.2f} of the plain speed ({min(ratios):.2f} to {max(ratios):.2f})"
     )
 
 

@@ -54,7 +54,7 @@ class ReadingSection(Section):
     """These settings say how a source is read, beside its path."""
 
     split: str | None = None
-    """Read this split of a Hugging Face dataset; when unset, train for training and test for an evaluation."""
+    """Read this split of a Hugging Face dataset; when unset, the split train, or test for an evaluation."""
     subset: str | None = None
     """Read this configuration of a Hugging Face dataset, e.g. main."""
     options: Options = Field(default={})

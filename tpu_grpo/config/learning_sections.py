@@ -58,7 +58,7 @@ class AlgorithmSection(Section):
     """Go through the same rollout this many times, each time with one update, or one update per mini-batch."""
     mini_batch_prompts: PositiveInt | None = None
     """Update once for this many prompts, with all completions of each, as PPO does: every iteration shuffles the
-    prompts by run.seed and step, and cuts them into mini-batches. When unset, an iteration is one update."""
+    prompts by run.seed and step, and cuts them into mini-batches. When unset, an iteration makes one update."""
     old_policy: Literal["rollout", "trainer", "tunix"] = "rollout"
     """Take the ratio against these log-probabilities: the engine's (rollout), or the trainer's, recomputed before the
     update and corrected towards the engine by truncated importance weights (trainer), or those that Tunix's learner

@@ -1,8 +1,8 @@
 """Lists all settings with name, type, default and meaning, and the effect of a change on a run that is continued.
 
-    none        results do not depend on the setting
-    rounding    only the order of computation changes: results are comparable, but not bit by bit
-    results     earlier and later results cannot be compared; needs ``checkpoint.allow_changes``
+none        results do not depend on the setting
+rounding    only the order of computation changes: results are comparable, but not bit by bit
+results     earlier and later results cannot be compared; needs ``checkpoint.allow_changes``
 """
 
 import re

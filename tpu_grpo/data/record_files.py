@@ -1,8 +1,8 @@
 """Reads records from files: finds the files that a path names, reads each format, and explains errors.
 
-    data/*.jsonl             every file that matches, sorted by name
-    train.jsonl.gz           a compressed file
-    https://..., gs://...    read through fsspec, once, when the run starts
+data/*.jsonl             every file that matches, sorted by name
+train.jsonl.gz           a compressed file
+https://..., gs://...    read through fsspec, once, when the run starts
 """
 
 import csv

@@ -1,10 +1,10 @@
 """The hosts of a run, each of which is one process: how they meet, compare values, watch each other, and end together.
 
-    choose_platform()
-    hosts = start(coordinator, count, index)
-    hosts.agree_all({"data.path": ...})
-    with Watch(hosts) as watch, watch.stage("rollout"):
-        ...
+choose_platform()
+hosts = start(coordinator, count, index)
+hosts.agree_all({"data.path": ...})
+with Watch(hosts) as watch, watch.stage("rollout"):
+    ...
 """
 
 from tpu_grpo.hosts.caching import keep_programs

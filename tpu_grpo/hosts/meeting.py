@@ -166,11 +166,11 @@ class _Guest:
 class Meeting:
     """Holds the port of host 0, and tracks which hosts have joined.
 
-        with hold_port(coordinator, me, timeout_seconds) as meeting:
-            meeting.await_all(timeout_seconds)
-            meeting.share_port()
-            ...                                     # jax's service is started
-            meeting.call()
+    with hold_port(coordinator, me, timeout_seconds) as meeting:
+        meeting.await_all(timeout_seconds)
+        meeting.share_port()
+        ...                                     # jax's service is started
+        meeting.call()
     """
 
     me: Caller

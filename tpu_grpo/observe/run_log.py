@@ -1,8 +1,8 @@
 """The ``RunLog``, through which a run logs metrics and samples, and its sinks: files, the console, trackers.
 
-    with open_run_log(config, start_step=0) as log:          # on host 0; RunLog([]) on the other hosts
-        log.step({"step": 1, **rollout_metrics(scored), ...})
-        log.samples(1, scored, update.advantages)
+with open_run_log(config, start_step=0) as log:          # on host 0; RunLog([]) on the other hosts
+    log.step({"step": 1, **rollout_metrics(scored), ...})
+    log.samples(1, scored, update.advantages)
 """
 
 import contextlib

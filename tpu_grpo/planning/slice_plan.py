@@ -1,9 +1,9 @@
 """Compiles a run's programs for a slice, and compares the memory they need with that of its chips.
 
-    plan = make_plan(config, open_slice("v5e-16"), fast=False, say=print)
-    plan.fits, plan.worst
-    suggest(plan, say=print)      # changed settings with which the run fits
-    alternatives(plan, 256, compiled=True, say=print)     # other settings that may make a step faster, fastest first
+plan = make_plan(config, open_slice("v5e-16"), fast=False, say=print)
+plan.fits, plan.worst
+suggest(plan, say=print)      # changed settings with which the run fits
+alternatives(plan, 256, compiled=True, say=print)     # other settings that may make a step faster, fastest first
 """
 
 import json

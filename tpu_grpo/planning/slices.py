@@ -1,12 +1,12 @@
 """A TPU slice that is not on this machine: libtpu describes its devices, and programs are compiled for them.
 
-    code = run_in_child()                 # before jax is imported
-    if code is not None:
-        return code                       # in the parent, once the child has ended
-    prepare("v5e-16")                     # in the child, before jax is imported
-    target = open_slice("v5e-16")         # 16 devices on 4 hosts
-    with target.as_jax_devices():         # jax.devices() returns the devices of the slice
-        ...
+code = run_in_child()                 # before jax is imported
+if code is not None:
+    return code                       # in the parent, once the child has ended
+prepare("v5e-16")                     # in the child, before jax is imported
+target = open_slice("v5e-16")         # 16 devices on 4 hosts
+with target.as_jax_devices():         # jax.devices() returns the devices of the slice
+    ...
 """
 
 import os

@@ -1,8 +1,8 @@
 """Serves a model: one thread reads and writes HTTP, and the main thread samples, batch by batch.
 
-    with Server(speaker, "runs/mine", "127.0.0.1", 8000, key=None) as server:
-        speaker.start()
-        server.serve(rows=64)               # up to 64 turns in a batch, until server.stop() is called
+with Server(speaker, "runs/mine", "127.0.0.1", 8000, key=None) as server:
+    speaker.start()
+    server.serve(rows=64)               # up to 64 turns in a batch, until server.stop() is called
 """
 
 import asyncio
