@@ -79,7 +79,7 @@ CALL_ID = "call00000"
 
 @dataclass(frozen=True)
 class Past:
-    """What a template changes in earlier turns when messages of a role follow them."""
+    """What a template drops from earlier turns when tool or user messages follow."""
 
     drops_thinking: bool
     drops_newlines: bool

@@ -1,4 +1,4 @@
-"""Converts the values that tools and steps of users' environments return to text, rewards and observations."""
+"""Calls the tools of users' environments, and converts what their methods return into texts and rewards."""
 
 import functools
 import inspect

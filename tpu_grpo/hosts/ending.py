@@ -266,7 +266,7 @@ class StopRequest:
 
 
 class InterruptedStop(StopRequest):
-    """A stop request by Ctrl-C, or by a notebook's stop button, for a ``with`` block in the user's own program.
+    """A context manager for a run in the user's program: Ctrl-C, or a notebook's stop button, asks it to stop.
 
     The first SIGINT asks the run to stop. A second SIGINT, or a SIGINT before the first step, raises KeyboardInterrupt.
     Outside the main thread, or if Python's default SIGINT handler has been replaced, signals are not handled here.

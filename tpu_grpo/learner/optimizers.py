@@ -200,8 +200,8 @@ def _entries(shape: tuple[int, ...], axes: int | Sequence[int]) -> int:
 
 
 def _tall(shape: tuple[int, ...], axes: optax.contrib.MuonDimensionNumbers) -> optax.contrib.MuonDimensionNumbers:
-    """Swap rows and columns of a matrix with more columns than rows, which only transposes its step. Unswapped,
-    ``scale_by_muon`` of optax 0.2.6 would multiply the step by sqrt(columns / rows)."""
+    """Swap the axes of a matrix with more columns than rows, so that ``scale_by_muon`` of optax 0.2.6 does not multiply
+    its update by sqrt(columns / rows). The orthogonalisation is the same."""
     if _entries(shape, axes.reduction_axis) >= _entries(shape, axes.output_axis):
         return axes
     return optax.contrib.MuonDimensionNumbers(axes.output_axis, axes.reduction_axis)

@@ -165,7 +165,7 @@ class CompactRecord(Record):
 
 
 def compact(records: Iterable[Record]) -> list[CompactRecord]:
-    """Make every record compact. Integers that no float represents are kept as they are."""
+    """Make every record compact. Integers that a float may round are kept as they are."""
     forms: dict[tuple[tuple[str, type], ...], dict[str, tuple[type, int]]] = {}
     made = []
     for record in records:

@@ -106,8 +106,8 @@ class Timeline:
 def write_for_perfetto(trace: Path, target: Path) -> None:
     """Copy the profiler's trace without its leading metadata, which Perfetto does not read.
 
-    A trace can have a million events, so it is copied as text, without parsing: other threads, such as those of
-    `Watch`, can run meanwhile.
+    A trace can have a million events. Parsing them would hold the GIL, and other threads, such as those of `Watch`,
+    would have to wait.
 
     Raises:
         ValueError: if the events do not begin where they should.
