@@ -154,11 +154,12 @@ def test_alternatives_that_fit_come_first_and_the_fastest_of_them(monkeypatch: p
     plan = replace(plan_of(config, {"update": 60.0}), work=work, target=target)
     found = slice_plan.alternatives(plan, 20, compiled=True, say=said.append)
     split = "meshes.layout=split"
-    layouts = [(), (split, "meshes.sampler.hosts=2"), (split, "meshes.sampler.hosts=3")]
+    room = "meshes.sync_temporary_mib=2048"
+    layouts = [(), (split, "meshes.sampler.hosts=2", room), (split, "meshes.sampler.hosts=3", room)]
     layouts.append(("rollout.kv_dtype=fp8", "rollout.max_running_requests=8"))
     carried = {(*each, *more) for each in layouts for more in ((), ("rollout.carry=0.5",), ("rollout.carry=1",))}
     assert {each.overrides for each in found} == carried - {()}
-    assert said[:2] == [f"planning {split} meshes.sampler.hosts=1", "  no"]
+    assert said[:2] == [f"planning {split} meshes.sampler.hosts=1 {room}", "  no"]
     seconds = [each.plan.work.step(20).seconds for each in found]
     assert [each.plan.fits for each in found] == [True] * 8 + [False] * 3
     assert (seconds[:8], seconds[8:]) == (sorted(seconds[:8]), sorted(seconds[8:]))

@@ -35,6 +35,8 @@ MOST_TRIED = 8
 """`suggest` tries at most this many changes of settings."""
 CARRIES = (0.5, 1.0)
 """The values of rollout.carry among the alternatives to a run without it."""
+SPLIT_SYNC_MIB = 2048
+"""What splits among the alternatives get for meshes.sync_temporary_mib: between unlike meshes more has to be moved."""
 SPARE = 0.05
 """The share of the chip's memory that a suggested number of cache tokens leaves free."""
 
@@ -273,8 +275,10 @@ def _other_layouts(plan: Plan) -> Iterator[tuple[str, ...]]:
     config, hosts = plan.config, plan.target.slice.hosts
     if config.meshes.layout == "shared":
         released = ("rollout.release_during_update=false",) * config.rollout.release_during_update
+        small = config.meshes.sync_temporary_mib < SPLIT_SYNC_MIB
+        room = (f"meshes.sync_temporary_mib={SPLIT_SYNC_MIB}",) * small
         for count in sorted({hosts // 4, hosts // 2, 3 * hosts // 4} - {0}):
-            yield ("meshes.layout=split", f"meshes.sampler.hosts={count}", *released)
+            yield ("meshes.layout=split", f"meshes.sampler.hosts={count}", *released, *room)
     slots, wanted = plan.work.rungs[-1], max(rows for host in plan.work.hosts for rows in host)
     if wanted > slots and config.rollout.kv_dtype == "auto" and config.rollout.batch_paddings is None:
         tokens = config.rollout.kv_tokens
