@@ -41,7 +41,8 @@ LONG = re.compile(
 QUICKLY_COMPILED = re.compile(
     r"tests/(algorithms/test_(objectives|off_policy)|engine/test_(engine|experts|families)|checking"
     r"|learner/test_(conversations|flat_products|learner|output_head|packed|routing|update)"
-    r"|models/(families/test_trainer_attention|test_lora)|test_pipeline(_signal)?\.py|tunix_loop/test_tunix_learner)"
+    r"|models/(families/test_trainer_attention|test_lora)|run/test_carrying|test_pipeline(_signal)?\.py"
+    r"|tunix_loop/test_tunix_learner)"
 )
 """Tests that compile more than they compute, and compare within a tolerance, or what one program gives twice. Those
 that compare bits of several programs, that teach a model, and all commands compile as a run does."""

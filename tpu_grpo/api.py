@@ -44,8 +44,8 @@ def train(
 
     Args:
         config: the run, from ``load_config`` or ``parse_config``.
-        rewards: score with these in place of ``config.rewards``: functions, or config entries, whose name may be a
-            function. Functions that worker processes cannot import run in this process; see docs/python.md.
+        rewards: score with these functions or config entries in place of ``config.rewards``; the name in an entry may
+            be a function. Functions that worker processes cannot import run in this process; see docs/python.md.
         on_step: called on host 0 after every step, with its metrics (a line of metrics.jsonl) and its samples (lines of
             samples.jsonl). Returning True asks the run to stop, as ``stop_requested`` does.
         on_evaluation: called in the same way after every evaluation, with step, ``evaluation/*`` metrics, and samples.

@@ -2,15 +2,16 @@
 
 In Atropos an environment chooses its own tasks, asks the policy for tokens, and sends groups of scored trajectories to
 the server run-api, where a trainer polls them. To environments this lasting agent is both the policy and the trainer.
-It offers the policy at --port in SGLang's form, and gives each trajectory to an open episode of the run, which records
-its tokens. From run-api it takes the scores, as the rewards of those episodes. A group of the run holds trajectories of
-one prompt, so --group-size must be algorithm.group_size of the run and --env.group_size of the environment.
+It answers SGLang's HTTP requests at --port with tokens of the policy, and assigns each trajectory to an open episode of
+the run, which records the tokens. It takes scores from run-api and reports them as the episodes' rewards. A group of
+the run holds trajectories of one prompt, so --group-size must be algorithm.group_size of the run and
+--env.group_size of the environment.
 
 A trajectory must be as the policy sampled it: with the tokens, masks and log-probabilities that ManagedServer records.
-For any other one, its episode fails.
+The episode of any other trajectory fails.
 
 Each line on stdin begins an episode: {"session", "base_url", "api_key", "task"}; episodes of one task are a group. A
-line on stdout tells the end: {"session", "reward"} or {"session", "error"}.
+line on stdout reports its end: {"session", "reward"} or {"session", "error"}.
 """
 
 import argparse
@@ -60,7 +61,7 @@ class Group:
 
 
 class Bridge:
-    """The episodes that are open, and the trajectories that they were given to."""
+    """Assigns trajectories to the open episodes of the run, and scores to trajectories."""
 
     def __init__(self, group_size: int, client: ClientSession):
         self._size, self._client = group_size, client
@@ -102,7 +103,7 @@ class Bridge:
         episodes = [known] if known is not None else await self._take(ids, count)
         try:
             answers = await asyncio.gather(*(self._ask(episode, ids, sampling) for episode in episodes))
-        except BaseException as error:  # that of one trajectory is that of all, and so is a client that has gone
+        except BaseException as error:  # one trajectory's error, or a lost client, ends all
             for episode in episodes:
                 episode.end(error=f"the policy was asked in vain: {getattr(error, 'text', None) or error!r}")
             raise

@@ -1,6 +1,7 @@
 """An Atropos environment of sums for a policy that knows only digits, '+' and '=': it asks 47+38= and wants 85.
 
-docs/serving.md has the commands that start it. It asks by managed_server, which notes tokens and log-probabilities.
+docs/serving.md has the commands that start it. It asks through managed_server, which records tokens and
+log-probabilities.
 """
 
 import random
@@ -21,12 +22,12 @@ class SumsEnv(BaseEnv):
 
     @classmethod
     def config_init(cls) -> tuple[BaseEnvConfig, list[APIServerConfig]]:
-        """Return the defaults of --env and --openai, for the bridge of tpu_grpo."""
+        """Return the defaults of --env and --openai that atropos_bridge.py needs."""
         config = BaseEnvConfig(
             group_size=8,
             max_num_workers=32,  # groups at a time: at least prompts_per_step of the run
             max_batches_offpolicy=64,  # twice as many; the bridge's batch is one group
-            ensure_scores_are_not_same=False,  # or the episodes of such a group would wait for their rewards
+            ensure_scores_are_not_same=False,  # else such a group is not sent, and its episodes wait for rewards
             steps_per_eval=0,
             worker_timeout=-1,  # between two steps of the run nobody answers
             total_steps=10**9,
@@ -51,7 +52,7 @@ class SumsEnv(BaseEnv):
         return self._random.randint(10, 99), self._random.randint(10, 99)
 
     async def collect_trajectories(self, item: tuple[int, int]) -> tuple[ScoredDataGroup, list[Any]]:
-        """Ask for one answer a trajectory, and score 1 for the right one."""
+        """Ask for one answer per trajectory, and score right answers 1, others 0."""
         a, b = item
         async with self.server.managed_server(tokenizer=self.tokenizer) as policy:
             question = [{"role": "user", "content": f"{a}+{b}="}]

@@ -41,7 +41,7 @@ class GuessingConfig(vf.TasksetConfig):
 
 
 class GuessingTaskset(vf.Taskset[GuessingTask, GuessingConfig]):
-    """Numbers of four digits, one of ten each."""
+    """Tasks to find a number of four digits, each in a range of ten."""
 
     def load(self) -> Iterator[GuessingTask]:
         """Yield ``count`` tasks; the same seed gives the same ones."""
@@ -53,7 +53,7 @@ class GuessingTaskset(vf.Taskset[GuessingTask, GuessingConfig]):
 
 
 class GuessingEnvConfig(vf.EnvConfig):
-    """One seat, asked within the process."""
+    """One seat, whose harness runs within the process."""
 
     agent: vf.AgentConfig = vf.AgentConfig(harness=vf.HarnessConfig(id="verifiers_chat"), runtime=vf.SubprocessConfig())
 

@@ -40,7 +40,7 @@ _PPO = "take grpo, which has PPO's clip, and the mean of a group in the place of
 _ELSEWHERE = {"ppo": _PPO, "gae": _PPO} | dict.fromkeys(
     ("reinforce++", "reinforce_plus_plus"), "take reinforce with algorithm.advantage=reinforce_pp "
 )
-"""What to take instead of algorithm names from other libraries."""
+"""For algorithm names of other libraries, the part of the error message that says what to take instead."""
 _SETTINGS = ("group_size", "iterations", "mini_batch_prompts", "old_policy")
 """The settings that shipped classes can take besides those of the clip."""
 _BOUNDS = ("clip_low", "clip_high", "dual_clip", "delta")
@@ -52,8 +52,8 @@ def open_algorithm(section: AlgorithmSection) -> RunAlgorithm:
 
     Raises:
         ConfigError: for an unknown name, a file that cannot be imported, options that the constructor does not take,
-            settings that do not go together, and a class that lacks a method or answers a trial call with wrong shapes
-            or with numbers that are not finite.
+            settings that do not go together, and a class that lacks a method, or returns wrong shapes or numbers that
+            are not finite in a trial call.
     """
     check_penalties(section)
     name = section.name

@@ -1,7 +1,7 @@
 """Advantage estimators, which ``algorithm.advantage`` combines with the token losses of any algorithm.
 
-Each estimator is a class with the method ``advantages`` of `Algorithm`. Those of GRPO, Dr. GRPO and RLOO are in the
-files of these algorithms. All run on the host in float64 once per step.
+Each estimator is a class with the method ``advantages`` of `Algorithm`. The estimators of GRPO, Dr. GRPO and RLOO are
+in the files of these algorithms. All run on the host in float64 once per step.
 
 Suffixes: P prompts, G completions of each, N rewards of the config. R is the total reward of a completion, and m the
 mean R of its group. Standard deviations (std) divide by one less than the number of values and have 1e-6 added, so that
@@ -102,7 +102,7 @@ class Gdpo:
     """Each reward is standardized in its group, and the weighted sum is standardized over the step (Liu et al. 2026,
     arXiv 2601.05242).
 
-    GRPO standardizes the sum, which does not tell apart different rewards with the same sum. Here
+    GRPO standardizes the sum, and so cannot tell apart different rewards with the same sum. Here
 
         A = sum_k weight_k (R_k - m_k) / std_k,   advantage = (A - mean of A) / std of A, both over the step
 

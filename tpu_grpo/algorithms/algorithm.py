@@ -7,8 +7,8 @@
 Suffixes: P prompts, G completions of each, B training rows of packed completions, T tokens of a row, N rewards of the
 config.
 
-learner/loss.py applies what all algorithms share: truncated importance weights, the mean over tokens and rows, and the
-KL penalty.
+tpu_grpo/learner/loss.py applies what all algorithms share: truncated importance weights, the mean over tokens and rows,
+and the KL penalty.
 """
 
 import inspect

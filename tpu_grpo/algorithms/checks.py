@@ -41,7 +41,7 @@ def notices(config: RunConfig) -> list[str]:
 
 
 def check_penalties(section: AlgorithmSection) -> None:
-    """Raise ConfigError for settings of KL penalty and entropy bonus that exclude each other; see `KL_ESTIMATES`."""
+    """Raise ConfigError for settings of KL penalty or entropy bonus that do not go together; see `KL_ESTIMATES`."""
     for name in ("kl_unbiased", "reference_reset_every", "kl_in"):
         if (value := getattr(section, name)) not in (False, None, "loss") and section.beta == 0.0:
             shown = "true" if value is True else value

@@ -1,7 +1,8 @@
 """Corrections for differences between engine and trainer: weights and masks, for any algorithm.
 
 rho is the trainer's probability of a token divided by the engine's. The trainer's probability is that of the old policy
-(``algorithm.old_policy: trainer``) or of the current policy (``rollout``):
+(``algorithm.old_policy: trainer``) or of the current policy (``rollout``). The settings ``algorithm.correction`` and
+``algorithm.correction_mode`` choose the ratio and the weight:
 
     correction   ratio of a token                  source
     token        rho                               truncated: Yao et al. 2025; masked: IcePop
@@ -10,12 +11,12 @@ rho is the trainer's probability of a token divided by the engine's. The trainer
 
     mode         weight of a token
     truncate     clip(ratio, importance_floor, importance_cap)
-    mask         0 outside of the bounds; inside, the ratio, or 1 for geometric and for ``rollout`` (where the
-                 objective's own ratio divides by the engine's probability)
+    mask         0 if the ratio is out of bounds; otherwise the ratio, or 1 for geometric and for ``rollout`` (where
+                 the objective's own ratio divides by the engine's probability)
 
-Two more filters drop whole sequences. A veto drops a sequence if any token's rho is out of bounds. Off-policy sequence
-masking (OPSM, DeepSeek-V3.2, arXiv 2512.02556) drops a sequence of negative advantage if its mean of
-log(engine's / current policy's probability) is above ``opsm``.
+Two more filters drop whole sequences. A veto drops a sequence if any token's rho is out of the veto's bounds.
+Off-policy sequence masking (OPSM, DeepSeek-V3.2, arXiv 2512.02556) drops a sequence of negative advantage if its mean
+of log(engine's / current policy's probability) is above ``opsm``.
 
 Weights multiply the token losses but not the KL penalty, and no gradient flows through them. Means over tokens still
 divide by the number of all tokens. Suffixes: B training rows, T tokens of a row.
@@ -35,7 +36,8 @@ from tpu_grpo.config import AlgorithmSection
 from tpu_grpo.records.errors import ConfigError
 
 GEOMETRIC_BOUNDS = (0.99, 1.01)
-"""The default bounds for geometric, SkyRL's first recommendation. For other ratios the default is no floor, cap 2."""
+"""The default bounds for geometric, SkyRL's first recommendation. Other ratios have no floor by default, and
+a cap of 2."""
 
 
 class CorrectionSums(NamedTuple):

@@ -19,8 +19,8 @@ class Grpo:
 
         A_i = (r_i - mean(r)) / std(r)
 
-    and the objective (equation 3, without its KL term, which learner/loss.py subtracts) is the mean over completions
-    and their tokens of
+    and the objective (equation 3, without its KL term, which tpu_grpo/learner/loss.py subtracts) is the mean over
+    completions and their tokens of
 
         min(ratio_it A_i, clip(ratio_it, 1 - clip_low, 1 + clip_high) A_i),   ratio_it = policy(o_it) / old policy(o_it)
 

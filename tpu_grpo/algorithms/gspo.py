@@ -5,8 +5,8 @@ token's own ratio in GRPO's clipped surrogate (equation 5):
 
     s_i = exp(mean_t log(policy(o_it) / old policy(o_it)))
 
-so that a completion is clipped as a whole. These ratios stay near 1, so that the default clip is 3e-4 below and 4e-4
-above (section 5.1). Advantages are GRPO's (equation 6).
+so that a completion is clipped as a whole. These ratios stay near 1. Therefore the default clip is 3e-4 below and
+4e-4 above (section 5.1). Advantages are GRPO's (equation 6).
 
 The option per_token selects GSPO-token (equations 13 and 14), whose ratio
 

@@ -24,7 +24,7 @@ class Reinforce:
 
     Without a ratio, the gradient is right only for samples of the current policy, so that several iterations and
     mini-batches are refused. With the option importance_sampling the loss is - ratio A. Its gradient is the same at
-    ratio 1, and right at other ratios, but its variance is not bounded.
+    ratio 1, and is right at other ratios, but the gradient's variance is not bounded.
     """
 
     aggregation: LossAggregation = "sequence-mean-token-scale"

@@ -44,7 +44,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Done:
-    """A row that was checked, with the seconds that it should take and took."""
+    """A row that was checked, with the seconds that it should have taken (``budget``) and has taken."""
 
     row: str
     budget: float
@@ -60,7 +60,7 @@ class Done:
 
 
 def within(gap: float, bound: float, what: str, remedy: str) -> Finding:
-    """Report that a row works if the difference ``gap`` is at most ``bound``, else that it is broken; so is NaN."""
+    """Report that a row works if the difference ``gap`` is at most ``bound``; a larger gap or NaN means broken."""
     works = gap <= bound
     said = f"{what} off by {gap:.2g}, {'within' if works else 'must be within'} {bound:.2g}"
     return Finding("works" if works else "broken", said, "" if works else remedy, {"difference": gap, "bound": bound})

@@ -201,7 +201,7 @@ def killed_run(host: int, words: Sequence[str], directory: Path, wait_seconds: f
     """Run a few steps with ``tpu-grpo run``, kill the process, and continue the run from its last checkpoint.
 
     Steps after this checkpoint are done again, and must sample the same tokens. If there are several hosts, each starts
-    the same processes. Host 0 kills its process; those of the other hosts then end by themselves.
+    the same processes. Host 0 kills its process; the other hosts' processes then end by themselves.
 
     Args:
         host: the number of this host.

@@ -1,6 +1,7 @@
 """Rows of `tpu-grpo check` about speed: they measure the rates that plans assume, and plan a step with the results.
 
-Most rates are shares of a chip's nominal speeds (launching/tpus.py). A CPU's measured speeds serve as its nominal ones.
+Most rates are shares of a chip's nominal speeds (tpu_grpo/launching/tpus.py). A CPU's measured speeds serve as its
+nominal speeds.
 """
 
 import statistics

@@ -436,7 +436,7 @@ def _wrong_types(build: Build, dtype: str) -> str:
 
 
 def decode_loop(shared: Shared) -> Finding:
-    """Compare greedy tokens with float64, and all tokens with a second engine's (2 rows, 1 step a launch)."""
+    """Compare greedy tokens with float64, and all tokens with those of a second engine (2 rows, 1 step a launch)."""
     build = shared.build("float32")
     with build.exact():
         asked, completions = build.sample()
@@ -475,7 +475,8 @@ def decode_loop(shared: Shared) -> Finding:
 
 
 def scored_rollout(build: Build, groups: int, prompt_tokens: int, new_tokens: int) -> ScoredRollout:
-    """Return a step of random tokens. Rewards differ in the first ``groups`` groups; other rows have 1 token, reward 0.
+    """Return a step of random tokens. Rewards differ in the first ``groups`` groups; rows of other groups have 1
+    token and reward 0.
 
     The engine's log-probabilities are those of the trainer, so that all ratios are 1.
     """

@@ -1,7 +1,7 @@
 """The output of ``scripts/sample.py``: answers as they are sampled, their rewards, and conversations with models.
 
 A conversation reads from the terminal or a pipe; all models get the same messages. Nothing here imports jax; a
-`Speaker` (run/answering.py) samples the answers.
+`Speaker` (tpu_grpo/run/answering.py) samples the answers.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""The command line of ``scripts/plan.py``: parse, plan in a child process, print."""
+"""The command line of ``scripts/plan.py``: parses arguments, plans in a child process, and prints the plan."""
 
 import argparse
 import json
@@ -89,7 +89,7 @@ def plan_and_print(
     measured rates in ``rates``, a check.json, replace the assumed rates.
 
     Raises:
-        TpuGrpoError: for a run that is wrong whatever the memory.
+        TpuGrpoError: for a run that would fail with any amount of memory.
     """
     prepare_slice(slice_name)
     prepare(config)

@@ -121,12 +121,12 @@ class Game:
         """Whether the policy ended the conversation before it was over."""
 
     def play(self, model: Model) -> Iterator[Stretch]:
-        """Play to the end; yield in turn the tokens that each request adds, and those that each turn adds."""
+        """Play to the end; yield the tokens that each request adds and, after them, the tokens of the turn."""
         episodes = self._episodes
         episodes.begin(0)
         while (request := episodes.next(0)) is not None:
             ids, seen = request.token_ids, self._seen
-            start = len(seen) if ids[: len(seen)] == seen else 0  # whole request if its past was changed
+            start = len(seen) if ids[: len(seen)] == seen else 0  # whole request if its earlier tokens changed
             yield self._stretch(ids[start:], sampled=False)
             try:
                 completion = model(request)

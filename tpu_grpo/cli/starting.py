@@ -59,7 +59,7 @@ def _value(following: str) -> str:
 
 
 def command_parser(usage: str, about: str, words: str | None = None) -> argparse.ArgumentParser:
-    """Make a command's parser; with ``words``, the parser takes a config and overrides, whose help is ``words``."""
+    """Make a command's parser; with ``words``, it takes a config and overrides, which --help describes by ``words``."""
     parser = CommandParser(
         usage=usage, description=about, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )

@@ -1,4 +1,4 @@
-"""The command line of ``scripts/run.py``: parses, calls, prints and returns an exit code.
+"""The command line of ``scripts/run.py``: parses arguments, does what they ask for, and returns an exit code.
 
 Heavy modules are imported only when needed, so that help and error messages appear quickly.
 """

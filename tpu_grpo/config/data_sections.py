@@ -70,19 +70,19 @@ class SourceSpec(ReadingSection):
     path: Paths
     """Read this source's records from here; it takes everything that data.path takes."""
     weight: float = Field(default=1.0, gt=0.0)
-    """Take this source's share of the prompts in proportion to the other sources' weights."""
+    """Take this weight, divided by the sum of all sources' weights, as the source's share of the prompts."""
     name: PlainName | None = None
     """Use this name for the source in the column `source` and in messages; source0, source1, ... when unset."""
     prompt_template: str | None = None
-    """Write this source's prompts with this template; data.prompt_template when unset."""
+    """Write this source's prompts with this template; with data.prompt_template when unset."""
 
 
 class DynamicSection(Section):
     """These settings fill a step with groups whose rewards differ (dynamic sampling, DAPO, arXiv 2503.14476)."""
 
     extra: float = Field(default=0.0, ge=0.0)
-    """Sample more prompts than data.prompts_per_step in every round, by this share, rounded up. The step learns from
-    the first prompts_per_step groups whose rewards differ, in the order of the prompts."""
+    """In every round, sample this share more prompts than data.prompts_per_step, rounded up. The step learns from the
+    first prompts_per_step groups whose rewards differ, in the order of the prompts."""
     rounds: PositiveInt = 1
     """Sample up to this many rounds, until enough groups have rewards that differ. If there are too few after the last
     round, groups of equal rewards fill the step with weight 0."""
@@ -97,7 +97,8 @@ class PoolsSection(Section):
     """These settings sample prompts more or less often by their past pass rate."""
 
     edges: tuple[float, ...] = ()
-    """Divide prompts by pass rate into pools: [0.25, 0.75] makes three, up to 0.25, up to 0.75, and above."""
+    """Divide prompts by pass rate into pools: [0.25, 0.75] makes three pools, for rates up to 0.25, above 0.25 up to
+    0.75, and above 0.75."""
     weights: tuple[Annotated[float, Field(ge=0.0, le=1.0)], ...] = ()
     """Sample a prompt, when its turn comes, with the probability of its pool, e.g. [0.2, 1, 0.2]; otherwise skip it.
     Prompts that were never sampled before are always sampled."""
@@ -122,7 +123,7 @@ class RetireSection(Section):
     """These settings stop sampling prompts that the policy has learnt."""
 
     at: float | None = None
-    """Call a prompt passed if its pass rate is at least this, e.g. 0.9; when unset, no prompt is retired."""
+    """Count a prompt as passed if its pass rate is at least this, e.g. 0.9; when unset, no prompt is retired."""
     times: PositiveInt = 2
     """Never sample a prompt again once it was passed this many times in a row."""
 
@@ -131,8 +132,8 @@ class DataSection(ReadingSection):
     """These settings say where prompts come from and how they are written."""
 
     path: Paths = BUILTIN_TASK
-    """Read the records from here: a .jsonl, .json, .parquet, .csv or .tsv file, also packed (.gz), a pattern such as
-    data/*.jsonl, a URL (https://, gs://), or a list of these; hf:NAME (a dataset of the Hugging Face hub) or the
+    """Read the records from here: a .jsonl, .json, .parquet, .csv or .tsv file, also gzipped (.gz), a pattern such
+    as data/*.jsonl, a URL (https://, gs://), or a list of these; hf:NAME (a dataset of the Hugging Face hub) or the
     directory of a dataset; reasoning_gym:TASK; path.py:function or package.module:function; builtin:addition (two-digit
     sums); builtin:calculator (sums of three digits); builtin:guessing (numbers to be found); or builtin:environment,
     for environments whose reset gives the prompt."""
@@ -140,12 +141,12 @@ class DataSection(ReadingSection):
     """Mix these sources, instead of reading data.path alone."""
     prompt_template: str = "{question}"
     """Write the user's message with this Python format string over the record's columns. By default, the column prompt
-    replaces a missing question. If the template is only a column of messages, they are the conversation."""
+    replaces a missing question. If the template is one column that holds messages, these are the conversation."""
     messages: str | None = None
     """Take the conversation from this column, a list of {role, content}, instead of data.prompt_template."""
     final_assistant: Literal["error", "drop", "continue"] = "error"
-    """Do this with a column's conversation that ends with the assistant: refuse it (error), leave out the last messages
-    of the assistant (drop), or let the completion continue the last message (continue)."""
+    """If a column's conversation ends with an assistant message, refuse it (error), leave out the assistant's last
+    messages (drop), or let the completion continue the last message (continue)."""
     system_prompt: str = ""
     """Put this system message before the user's; none when empty."""
     examples: tuple[dict[str, Any], ...] = ()
@@ -220,18 +221,19 @@ class RewardSpec(Section):
     """Multiply this reward by this factor in the sum; or by a schedule {step: factor}, interpolated linearly between
     these steps."""
     options: Options = Field(default={})
-    """Pass these keyword arguments to the reward: at every call to a function, once to a class's constructor."""
+    """Pass these keyword arguments to a reward function at every call, or to a reward class's constructor once."""
     only_if: str | None = None
     """Score with this reward only the rows that another reward, named as in metrics, scores above 0; all other rows
     get 0."""
     workers: int | None = Field(default=None, ge=0)
-    """Run the reward in this many separate processes; 0 calls it in the main process, if it is cheap and cannot hang.
-    Unset: 1 for your own rewards and for shipped rewards that run foreign code or long computations, else 0."""
+    """Run the reward in this many separate processes; 0 calls it in the main process, which suits only cheap rewards
+    that cannot hang. Unset: 1 for your own rewards and for shipped rewards that run foreign code or long computations,
+    else 0."""
     early: bool | None = None
     """Score each group in a separate call as soon as its completions are complete, while other groups are sampled.
-    Unset: true where this cannot change a value: for functions of one row in workers, and for shipped rewards."""
+    Unset: true for functions of one row in workers and for shipped rewards, which score each row by itself."""
     timeout: float = Field(default=60.0, gt=0.0)
-    """Give the reward this many seconds for a batch, and for all remaining rows after the rollout."""
+    """Give the reward this many seconds for each batch, and once the rollout has ended, for all remaining rows."""
     on_error: Literal["stop", "skip", "value"] = "stop"
     """Do this when the reward raises, times out, dies or returns something other than a number. stop: the run ends and
     says why; skip: the rows concerned go without this reward, and a row without any reward gets its group's mean;
@@ -313,7 +315,7 @@ class EvaluationSection(ReadingSection):
     """Read held-out records from here, anything that data.path takes. When unset, a built-in task is evaluated on
     held-out problems of its own, and other data is not evaluated."""
     prompt_template: str | None = None
-    """Write the prompts of the evaluation with this template; data.prompt_template when unset."""
+    """Write the prompts of the evaluation with this template; with data.prompt_template when unset."""
     every: int = Field(default=0, ge=0)
     """Evaluate at this interval of steps; 0 evaluates only before the first step and after the last."""
     prompts: PositiveInt = 256
@@ -335,8 +337,8 @@ class EvaluationSection(ReadingSection):
     rewards: tuple[RewardSpec, ...] | None = None
     """Score evaluations with this list of rewards; with the run's rewards when unset."""
     best: str | None = None
-    """Choose the best checkpoint by the highest value of this, e.g. greedy/gsm8k or pass@8/math; when unset, by the
-    greedy result of the first reward."""
+    """Choose the best checkpoint by the highest value of this result, e.g. greedy/gsm8k or pass@8/math; when unset, by
+    the greedy result of the first reward."""
 
     @property
     def every_k(self) -> tuple[int, ...]:

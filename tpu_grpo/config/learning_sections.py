@@ -42,8 +42,8 @@ class AlgorithmSection(Section):
     name=cispo, advantage=scale_rl, loss_aggregation=prompt-mean-token-mean, group_size=16, drop_uninformative=true."""
     name: str = "grpo"
     """Train with this algorithm: grpo, dr_grpo, rloo, dapo, gspo, cispo, dppo, sapo, reinforce, or a class of your own
-    as path.py:Class or package.module:Class. For Tunix's own learner: tunix:NAME, where NAME is a policy loss of
-    Tunix's registry, such as grpo, or dapo, drgrpo, or path.py:NAME of a file that registers a loss."""
+    as path.py:Class or package.module:Class. For Tunix's own learner: tunix:NAME, where NAME is dapo, drgrpo,
+    a policy loss of Tunix's registry such as grpo, or path.py:NAME for a loss that this file registers."""
     options: Options = Field(default={})
     """Pass these keyword arguments to the algorithm's constructor: cap to cispo; per_token to gspo; mask_low, mask_high
     and kl_weight to dppo; temperature_positive and temperature_negative to sapo; importance_sampling to reinforce; its
@@ -84,15 +84,15 @@ class AlgorithmSection(Section):
     token since they were sampled (off-policy sequence masking, arXiv 2512.02556)."""
     filtered_ratio: bool = False
     """Compute log-probabilities, ratio and entropy over the tokens that rollout.top_k, top_p and min_p keep, in engine
-    and trainer. Otherwise they are of the full distribution, although tokens are drawn from the filtered one."""
+    and trainer. Otherwise all three are of the full distribution, although tokens are drawn from the filtered one."""
     routing_replay: bool | None = None
     """Route the trainer's tokens to the experts that the engine chose for them (R3, arXiv 2510.11370); only for models
     with experts. The reference model chooses its own experts. When unset, true in bfloat16 without rollout.carry."""
     clip_low: float | None = Field(default=None, gt=0.0, lt=1.0)
-    """Clip the ratio below at 1 - clip_low. When unset, as the algorithm does: 0.2, for gspo 0.0003, for cispo none."""
+    """Clip the ratio below at 1 - clip_low. When unset: 0.2, but 0.0003 for gspo, and no lower clip for cispo."""
     clip_high: float | None = Field(default=None, gt=0.0)
-    """Clip the ratio above at 1 + clip_high. When unset, as the algorithm does: clip_low, for dapo 0.28, for gspo
-    0.0004; cispo then clips the ratio at its option cap, 5."""
+    """Clip the ratio above at 1 + clip_high. When unset: clip_low, but 0.28 for dapo and 0.0004 for gspo; cispo then
+    clips the ratio at its option cap, which is 5 by default."""
     dual_clip: float | None = Field(default=None, gt=1.0)
     """Let the clipped surrogate of a negative advantage fall no further than this many times the advantage (dual clip,
     arXiv 1912.09729)."""
@@ -100,12 +100,12 @@ class AlgorithmSection(Section):
     """Clip the ratio at this, above 1 + clip_high, if the advantage is negative (two-sided clip, arXiv 2505.07291)."""
     advantage: AdvantageName | None = None
     """Use these advantages in place of the algorithm's own: grpo divides by the group's standard deviation; drgrpo
-    (also dr_grpo) only centres; rloo leaves the row out of its baseline; lite_ppo divides by the standard deviation of
-    the step's rewards, scale_rl by that of its centred rewards; reinforce_pp whitens over the step's tokens, and
-    reinforce_pp_baseline does so after centring; max_rl divides by the group's mean; gdpo standardizes each reward by
-    itself. The algorithm's own advantages when unset."""
+    (also dr_grpo) only centres; rloo leaves each row out of its own baseline; lite_ppo divides by the standard
+    deviation of the step's rewards, scale_rl by that of the step's centred rewards; reinforce_pp whitens over the
+    step's tokens, and reinforce_pp_baseline does so after centring; max_rl divides by the group's mean; gdpo
+    standardizes each reward by itself. When unset, the algorithm's own advantages apply."""
     loss_aggregation: LossAggregation | None = None
-    """Reduce the token losses of a whole step to one number in this way. When unset, as the algorithm does:
+    """Reduce the token losses of a whole step to one number in this way. When unset, the algorithm decides:
     sequence-mean-token-mean for grpo, gspo and sapo, token-mean for dapo, cispo and dppo, sequence-mean-token-scale for
     dr_grpo, rloo and reinforce."""
     count_empty: bool = False
@@ -124,8 +124,9 @@ class AlgorithmSection(Section):
     """Subtract the policy's entropy at every token, times this, from the loss; with entropy_target, this is the first
     coefficient."""
     entropy_target: float | None = Field(default=None, gt=0.0)
-    """Adapt the coefficient of the entropy bonus: after an update whose mean entropy is at most this many nats, it
-    grows by entropy_step; after any other it falls by that, and the next update has no bonus (arXiv 2505.22312)."""
+    """Adapt the coefficient of the entropy bonus: after an update whose mean entropy is at most this many nats,
+    the coefficient grows by entropy_step; otherwise it falls by entropy_step, and the next update has no bonus (arXiv
+    2505.22312)."""
     entropy_step: float | None = Field(default=None, gt=0.0)
     """Change the coefficient of the entropy bonus by this after an update, for entropy_target; 0.005 when unset."""
     reference_reset_every: PositiveInt | None = None
@@ -141,9 +142,10 @@ class AlgorithmSection(Section):
     """Pack prompts and completions into training rows of this many tokens. The minimum, and the value when unset, is
     data.max_prompt_tokens + rollout.max_new_tokens."""
     micro_batch_prompts: PositiveInt | None = None
-    """Take as many training rows per forward and backward pass as this many prompts (groups) need at most; gradients
-    accumulate over the passes. When unset, a pass takes an eighth of the rows that a step needs at most, but at least
-    512 tokens per device; of a model below 4 million parameters on a CPU, at most 192 tokens."""
+    """Take as many training rows per forward and backward pass as this many prompts (groups) of the longest length
+    need; gradients accumulate over the passes. When unset, a pass takes an eighth of the rows that a step needs at
+    most, but at least 512 tokens per device; for a model below 4 million parameters on a CPU, a pass takes at most 192
+    tokens."""
 
     @property
     def tunix(self) -> str | None:

@@ -1,4 +1,4 @@
-"""Finds what only some configs need: functions of the user's own, which are imported, and optional libraries.
+"""Finds what only some configs need: the user's own functions, which it imports, and optional libraries.
 
 Functions are named in a config as ``path.py:function`` or ``package.module:function``:
 
@@ -6,7 +6,7 @@ Functions are named in a config as ``path.py:function`` or ``package.module:func
     find_function("my_package.data:puzzles", "data", DataError)      # a module
 
 A file may import modules in its own directory. Errors are raised as the caller's error class, and name the kind of
-function. Each optional library is needed by a single feature; they are extras of the package:
+function. Each optional library is needed by a single feature, and is an extra of the package:
 
     need("textarena", "the environment textarena", EpisodeError)     # looks for the library, without importing it
 """
@@ -74,7 +74,7 @@ def not_shipped(
     instead: str = "",
     installed: Collection[str] = (),
 ) -> TpuGrpoError:
-    """Return the error for a name that is neither shipped nor installed, nor a ``form`` in a file or module."""
+    """Return the error for a name that is not shipped, not installed, and not a ``form`` in a file or module."""
     hint = instead or did_you_mean(name, [*shipped, *installed])
     others = f"installed: {', '.join(sorted(installed))}; " if installed else ""
     return error(
@@ -124,7 +124,7 @@ def _load_file(source: str, kind: str, error_type: type[TpuGrpoError]) -> Module
     try:
         with _search_first(path.resolve().parent):
             exec(compile(text, str(path), "exec"), module.__dict__)
-    except (Exception, SystemExit) as error:  # user code: anything can come
+    except (Exception, SystemExit) as error:  # user code may raise anything
         del sys.modules[name]
         raise error_type(
             f"{kind} file {path} failed to import: {type(error).__name__}: {error}{_remedy(error)}"
@@ -138,7 +138,7 @@ def _load_module(name: str, kind: str, error_type: type[TpuGrpoError]) -> Module
             return importlib.import_module(name)
     except error_type:
         raise
-    except (Exception, SystemExit) as error:  # user code: anything can come
+    except (Exception, SystemExit) as error:  # user code may raise anything
         raise error_type(
             f"{kind} module {name} failed to import: {type(error).__name__}: {error}{_remedy(error)}; a file is named "
             "with its suffix: path.py:function"

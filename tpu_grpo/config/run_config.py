@@ -126,7 +126,7 @@ class RunConfig(Section):
 
     @property
     def excludes_carry(self) -> str | None:
-        """The setting that rollout.carry does not go with, and the reason; None if there is none."""
+        """A setting here that cannot be combined with rollout.carry, and the reason; None if there is none."""
         algorithm = self.algorithm
         excluded = {
             "environment.name": (self.environment.is_on, "a checkpoint cannot hold the processes of conversations"),

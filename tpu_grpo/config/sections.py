@@ -89,8 +89,8 @@ class ModelSection(Section):
     """Recompute in the backward pass, instead of storing activations: nothing (none), attention (block), or whole
     layers (decoder)."""
     train_layers: LayerRanges | None = None
-    """Train only these layers, e.g. 20-31, and neither embeddings nor the last norm nor the head; everything when
-    unset."""
+    """Train only these layers, e.g. 20-31, and neither embeddings nor the last norm nor the head; when unset, train
+    everything."""
     lora: LoraSection = LoraSection()
 
     @property
@@ -144,7 +144,7 @@ class RolloutSection(Section):
     steps_per_launch: AutoOrCount = "auto"
     """Decode up to this many tokens of each row before the host looks at them; auto: 4 to 32 by the model's size."""
     carry: float = Field(default=0.0, ge=0.0, le=4.0)
-    """Sample more groups than a step learns from, by this share, end the step's rollout once enough groups are whole,
+    """Sample this share more groups than a step learns from, end the step's rollout once enough groups are complete,
     and continue the other groups in the next step; 0 waits for the longest completion of every step."""
     carry_steps: PositiveInt = 4
     """Finish a group that was begun this many steps ago, whatever its length; only with carry."""
@@ -160,8 +160,8 @@ class RolloutSection(Section):
 
 
 class EnvironmentSection(Section):
-    """These settings describe environments for conversations: tools and turns. Without a name there are none, and a
-    completion is a single answer."""
+    """These settings describe environments for conversations: tools and turns. Without a name there is no environment,
+    and a completion is a single answer."""
 
     name: Annotated[
         str | dict[PlainName, str] | None,
@@ -173,15 +173,15 @@ class EnvironmentSection(Section):
     """Pass these keyword arguments to the environment's constructor."""
     workers: AutoOrCount = "auto"
     """Allow this many concurrent conversations on each host, each with its environment in a separate process. All
-    engines of a host share this limit. For environments with async tools, many of which run in one process, use this
-    many processes. auto: no limit; one process with async tools."""
+    engines of a host share this limit. Environments with async tools share processes: for these, this is the number of
+    processes. auto: no limit, but one process for environments with async tools."""
     timeout: float = Field(default=60.0, gt=0.0)
     """Give each call of a tool, and every other call of an environment, this many seconds."""
     max_turns: PositiveInt = 8
     """End a conversation after this many turns of the policy."""
     max_turn_tokens: PositiveInt | None = None
-    """Sample at most this many tokens in a turn; when unset, what is left of rollout.max_new_tokens, which limits the
-    whole conversation after its prompt, answers of the environment included."""
+    """Sample at most this many tokens in a turn; when unset, the rest of rollout.max_new_tokens (the limit for the
+    conversation after its prompt, answers of the environment included)."""
     max_observation_tokens: PositiveInt = 512
     """Cut an environment's answers in a turn after this many tokens, shared by the answers to several calls."""
     tool_format: ToolFormat = "auto"
@@ -224,7 +224,7 @@ class TrainerMeshSection(Section):
     """These settings are the shape of the trainer's mesh."""
 
     fsdp: PositiveInt | None = None
-    """Split parameters and batch rows over this many devices; when unset, over all devices divided by tp."""
+    """Split parameters and batch rows over this many devices; when unset, over the number of all devices / tp."""
     tp: PositiveInt = 1
     """Split heads and hidden units over this many devices."""
 
@@ -249,13 +249,13 @@ class MeshesSection(Section):
 
     layout: Literal["shared", "split"] = "shared"
     """Share devices or split them. shared: trainer and sampler both use all devices, in turn; split: the sampler has
-    the last hosts (meshes.sampler.hosts), and the trainer has the rest; of a single host's devices, the trainer has the
-    first half."""
+    the last hosts (meshes.sampler.hosts), and the trainer has the rest; on one host, the trainer has the first half of
+    the devices."""
     sync_temporary_mib: PositiveInt = 512
     """Let the weight sync take this much temporary memory in MiB per device, beside the weights themselves."""
     probe_every: int = Field(default=50, ge=0)
-    """Compare engines and trainer, by a few tokens and leaf by leaf, after the first weight sync and then at this
-    interval of syncs; 0 never compares."""
+    """Compare the weights and some log-probabilities of engines and trainer after the first weight sync and then at
+    this interval of syncs; 0 never compares."""
     probe_bound: float | None = Field(default=None, gt=0.0)
     """Stop the run when the compared log-probabilities differ by more than this on average; when unset, 1e-3 in float32
     and 0.2 in bfloat16, but at least 0.2 with rollout.kv_dtype=int8 and 0.5 with fp8."""
@@ -343,7 +343,7 @@ class LoggingSection(Section):
     and evaluation, on host 0; see docs/logging.md."""
     against: str | None = None
     """Compare the run, in console and report, with a published run: the name of a config under configs/reference, or a
-    file of your own in the format of the .json beside it."""
+    file of your own in the format of the .json files there."""
     profile_steps: tuple[PositiveInt, ...] = ()
     """Record a timeline of these steps, e.g. [3, 4], in run.dir/profile, for Perfetto and TensorBoard."""
     on_end: Annotated[

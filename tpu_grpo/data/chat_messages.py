@@ -5,7 +5,7 @@
     assistant  the example's answer, by data.example_template
     user       the record itself, by data.prompt_template
 
-If data.messages names a column, the record's messages in it replace the last message above. The same happens if
+If data.messages names a column, the messages in that column replace the last message above. The same happens if
 data.prompt_template is a single column that holds messages. Messages of a column are converted to what chat templates
 take, with contents as text, and the arguments of tool calls as an object:
 
@@ -101,8 +101,8 @@ class Conversation:
 
 
 def record_of(text: str, known: Record, data: DataSection) -> dict[str, Any]:
-    """Make a record of the columns in ``known`` and of a prompt's text, which fills the template's only other column.
-    Raises ConfigError if ``known`` lacks no column of the template, or several."""
+    """Make a record of the columns in ``known`` and of a prompt's text, which becomes the template's other column.
+    Raises ConfigError unless ``known`` lacks exactly one column of the template."""
     if data.messages is not None:
         return {**known, data.messages: [{"role": "user", "content": text}]}
     left = [name for name in Template("data.prompt_template", data.prompt_template).fields if name not in known]
@@ -186,7 +186,7 @@ def _fields(setting: str, text: str) -> tuple[str, ...]:
 
 
 def looks_like_messages(value: Any) -> bool:
-    """Whether a column's value is a list of messages, each a mapping with a role, or ShareGPT's from and value."""
+    """Whether a column's value is a list of messages, each a mapping with role, or with ShareGPT's from and value."""
     return isinstance(value, list) and bool(value) and all(isinstance(m, Mapping) and _is_message(m) for m in value)
 
 

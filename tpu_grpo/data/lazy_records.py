@@ -44,7 +44,7 @@ class Lazy(Sequence[Record]):
 class JsonLines(Lazy):
     """The JSON objects of a file, one per line, all with the same keys; blank lines at the end do not count.
 
-    The file is kept open. Errors name it by ``name`` and by the setting that it comes from.
+    The file is kept open. Errors show its ``name`` and the setting that names it.
 
     Raises:
         DataError: for an invalid line, with its number, or a file without a record.
@@ -200,7 +200,10 @@ class Joined(Lazy):
 
 
 def check_keys(record: Mapping[str, Any], first: Mapping[str, Any], where: str, first_is: str) -> None:
-    """Raise DataError, with the keys lacking and added, for keys other than the first record's (named ``first_is``)."""
+    """Raise DataError, naming missing and additional keys, unless the keys are those of ``first``.
+
+    ``where`` and ``first_is`` are the names of the two records in the error.
+    """
     if record.keys() == first.keys():
         return
     lacking, extra = sorted(first.keys() - record.keys()), sorted(record.keys() - first.keys())

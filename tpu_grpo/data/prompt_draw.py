@@ -1,4 +1,4 @@
-"""Draws each step's prompts from the stream: in order, from where the last step ended, skipping some by pass rate.
+"""Draws each step's prompts from the stream: in order, from where the step before ended, skipping some by pass rate.
 
     with PromptDraw.open(config, stream, start=120, hosts=hosts) as draw:      # steps 1 to 120 are done
         batch = draw.batch(121)                      # the first batch of step 121
@@ -6,8 +6,9 @@
         draw.done(121, used, values)                 # step 122 begins after the last prompt of ``used``
 
 The stream assigns a prompt to each position. data.pools divides prompts by pass rate into pools. A pool's weight is the
-probability that its prompt is sampled when the draw reaches it. Prompts without a pass rate have weight 1, retired
-prompts 0. For prompts a (weight 1), b (weight 0.2) and c (retired), a step of two from position 4 on could be:
+probability that a prompt of the pool is sampled when the draw reaches this prompt. Prompts without a pass rate have
+weight 1, and retired prompts have weight 0. For prompts a (weight 1), b (weight 0.2) and c (retired), a step of two
+from position 4 on could be:
 
     position     4  5  6  7  8
     prompt       b  c  a  a  b        whether b is sampled depends only on seed and position
@@ -47,11 +48,11 @@ FATE = 1
 COLUMNS = ("tokens", "pass_rate")
 """``tokens`` is the mean length of the completions to a prompt in a step, ``pass_rate`` their mean reward."""
 PASSES = "passes"
-"""The number of times in a row that a prompt was passed; computed from its pass rates, and not in the file."""
+"""The number of times in a row that a prompt was passed; computed from its pass rates, not stored in the file."""
 
 
 class PromptHistory:
-    """The latest result of every prompt for each of ``COLUMNS`` (NaN before the first), and its passes in a row.
+    """The latest result of every prompt for each of ``COLUMNS`` (NaN before the first), and its consecutive passes.
 
     A prompt is passed if its pass rate is at least ``passed_at``; None means that passes are not counted.
     """

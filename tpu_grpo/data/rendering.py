@@ -134,7 +134,7 @@ class PromptRenderer:
 
     @contextmanager
     def _bounded(self, what: str, where: Sequence[str]) -> Iterator[None]:
-        """Limit a template's time, and until its first success also memory, while no other code allocates memory."""
+        """Limit a template's time, and until it first succeeds also its memory; other code allocates none then."""
         try:
             with bounded(TEMPLATE_SECONDS, None if self._is_tried else TEMPLATE_BYTES):
                 yield

@@ -69,7 +69,7 @@ class Source:
 def read_records(source: Source) -> Records:
     """Check all records of a source, and return them with their columns renamed as the config says.
 
-    All records have the same columns. Those on disk are read when they are indexed.
+    All records have the same columns. Records on disk are read when they are indexed.
 
     Raises:
         DataError: for data that is missing, empty or malformed, with file and line if it is in a file.
@@ -129,7 +129,7 @@ def _read(source: Source) -> Records:
 
 
 def _check_settings(source: Source) -> None:
-    """Refuse settings that would be ignored, and lists of paths with anything but files."""
+    """Refuse settings that would be ignored, and lists in which a path does not name files."""
     if len(source.paths) > 1 and (others := [path for path in source.paths if path.startswith((HUB, BUILTIN, GYM))]):
         raise ConfigError(f"{source.setting} must list files only, got {others}; mix them with data.sources")
     kind = _kind(source)
@@ -217,7 +217,7 @@ def call_function(name: str, options: Mapping[str, Any], setting: str) -> list[d
     try:
         records = function(**options)
         records = list(records) if isinstance(records, Iterable) else records
-    except Exception as error:  # user code: anything can come
+    except Exception as error:  # user code may raise anything
         raise DataError(f"{setting}={name} failed: {type(error).__name__}: {error}") from error
     if not isinstance(records, list) or not records:
         got = "none" if records == [] else f"a {type(records).__name__}"

@@ -1,17 +1,19 @@
 """The interface of attention modes, sglang-jax's reference attention, and conversion to an 8-bit KV cache.
 
-An attention mode makes the attention backend of a step, and its metadata: arrays that say where each row's keys and
-values are cached. ``GatherMode`` (gather_attention.py) runs on any device, ``FlashMode`` (flash_attention.py) on TPUs,
-and ``NativeMode`` is a reference. All decode steps of one launch (a call of a compiled program) share the result of
-``launch_metadata``, built for the rows' greatest possible lengths. ``at_step`` derives each step's metadata from it.
+An attention mode makes a step's attention backend, and the backend's metadata: arrays that say where each row's keys
+and values are cached. ``GatherMode`` (gather_attention.py) runs on any device, ``FlashMode`` (flash_attention.py) runs
+on TPUs, and ``NativeMode`` is a reference. All decode steps of one launch (a call of a compiled program) share the
+result of ``launch_metadata``, built for the rows' greatest possible lengths. ``at_step`` derives each step's metadata
+from this result.
 
-``encode`` and ``decode`` convert keys and values to and from the dtype of the KV cache: the model's, or 8 bits.
+``encode`` and ``decode`` convert keys and values to and from the dtype of the KV cache, ``rollout.kv_dtype``:
 
     auto    the model's type, so that nothing is lost
-    fp8     float8_e4m3fn (Micikevicius et al. 2022, arXiv 2209.05433), without scales: a number from 2^-6 to 448 is off
-            by at most 1/16 of itself, a smaller one by at most 2^-10, and a larger one becomes 448
+    fp8     float8_e4m3fn (Micikevicius et al. 2022, arXiv 2209.05433), without scales. The error of a number from 2^-6
+            to 448 is at most 1/16 of the number, the error of a smaller number is at most 2^-10, and larger numbers
+            become 448
     int8    integers from -127 to 127 times a scale. Each head of a token's key, and of its value, has its own scale, so
-            a number is off by at most 1/254 of the largest one in its head. The four bytes of the scale follow the
+            the error of a number is at most 1/254 of the head's largest number. The four bytes of the scale follow the
             head's numbers
 
 NaN and infinite values become NaN in 8 bits.
@@ -80,15 +82,17 @@ class AttentionMode(ABC):
 
     @abstractmethod
     def launch_metadata(self, slots_bL: Int[np.ndarray, "b L"], ends_B: Int[np.ndarray, " B"]) -> Any:
-        """Build the metadata of a launch of decode steps; ``ends_B``: the most tokens of each row at its end."""
+        """Build the metadata of a launch of decode steps, after which row b has at most ``ends_B[b]`` tokens."""
 
     @abstractmethod
     def at_step(self, metadata: Any, seq_lens_B: Int[Array, " B"]) -> tuple[Any, Int[Array, " S"]]:
-        """Compute one decode step's metadata and concatenated slots inside a jax trace; length 0 means padding."""
+        """Compute one decode step's metadata and concatenated slots inside a jax trace; padding rows have length 0."""
 
     @abstractmethod
     def backend(self, metadata: Any) -> Any:
-        """Make the attention backend of a step inside its trace; with None, the one that the runner holds.
+        """Make the attention backend of a step inside the step's trace.
+
+        The runner also holds a backend, which is made with ``metadata`` None.
 
         Raises:
             ConfigError: for a model that this attention cannot compute.
@@ -103,7 +107,10 @@ class NativeMode(AttentionMode):
 
     @override
     def cache_layer(self, pool: MHATokenToKVPool) -> jax.ShapeDtypeStruct:
-        """Describe a layer as the library does: head widths padded to multiples of 128, head counts to 32-bit words."""
+        """Describe a layer as the library does.
+
+        It pads the width of heads to a multiple of 128, and the number of heads to fill 32-bit words.
+        """
         packing, tensor = 4 // np.dtype(pool.dtype).itemsize, pool.mesh.shape["tensor"]
         pages = (pool.size + pool.page_size) // pool.page_size
         words = tensor * -(-2 * pool.head_num // tensor // packing)

@@ -1,15 +1,17 @@
-"""Completions that are sampled over several steps (``rollout.carry``), each step up to a length that tokens decide.
+"""Completions that are sampled over several steps (``rollout.carry``); tokens alone decide where a step stops.
 
-With ``rollout.carry`` x, a step learns from P groups and samples P (1 + x). A group is whole when all its completions
-have ended. L is the smallest multiple of 16 such that P groups are whole within L new tokens of every row. Rows keep
-their first L tokens of the step. For P = 1 and two groups of two rows, with these tokens left to sample:
+With ``rollout.carry`` x, a step samples P (1 + x) groups, and learns from P of them. A group is whole when all its
+completions have ended. L is the smallest multiple of 16 such that P groups are whole within L new tokens of every row.
+Rows keep their first L tokens of the step. For P = 1 and two groups of two rows that have this many tokens left to
+sample:
 
     group 0    9 100        not whole; its rows keep 9 (ended) and 32 tokens, and 68 are left for later steps
     group 1   20  30        whole within L = 32
 
 L, and with it every token, depends on tokens alone: on no clock, engine or host. An engine may have sampled more of a
 row before it could know L; those tokens are dropped. A later step prefills prompt and kept tokens with its new weights,
-and continues with the row's key. In other partial rollouts (APRIL, arXiv 2509.18521), timing decides where rows stop.
+and continues with the row's random key. In other partial rollouts (APRIL, arXiv 2509.18521), timing decides where rows
+stop.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -38,7 +40,7 @@ class OpenGroup:
     step: int
     """The step that began the group."""
     number: int
-    """The number of the group among those that ``step`` began."""
+    """The number of the group among the groups that ``step`` began."""
     completions: tuple[Completion, ...]
 
     @property
@@ -55,7 +57,7 @@ class Cut:
     """Finds L while groups are sampled: ``length`` is an upper bound that shrinks to L as rows end.
 
     Args:
-        groups: for every group the indices of its requests; no indices if it is whole already.
+        groups: the indices of each group's requests; no indices for a group that is whole already.
         wanted: the number of groups that have to be whole.
         due: the indices of groups that have to be among the whole ones.
     """

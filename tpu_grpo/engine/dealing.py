@@ -28,12 +28,13 @@ from tpu_grpo.records.stages import Request
 POINTS = 32
 """About how many synchronization points the longest completion has, while groups wait to be started."""
 FEWEST_STEPS = 16
-"""The fewest decode steps between two synchronization points, because hosts wait at each for the slowest replica."""
+"""Synchronization points are at least this many decode steps apart, because at each, hosts wait for the slowest
+replica."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Requests with the same prompt. One replica serves them all, so that only the first one prefills the prompt."""
+    """Requests with the same prompt. One replica serves all, so that only the first request prefills the prompt."""
 
     number: int
     members: tuple[int, ...]

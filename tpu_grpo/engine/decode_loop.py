@@ -111,7 +111,8 @@ def for_host(output: StepOutput | LaunchOutput) -> StepOutput | LaunchOutput:
 
 
 class Sampled(NamedTuple):
-    """The tokens that b rows sampled in a launch or a prefill step, on the host; ``count`` of each row are valid."""
+    """The tokens that b rows sampled in a launch or a prefill step, on the host. Of each row, the first ``count``
+    tokens are valid."""
 
     count: Int[np.ndarray, " b"]
     tokens: Int[np.ndarray, "k b"]

@@ -24,7 +24,7 @@ from tpu_grpo.records.errors import LockstepError
 from tpu_grpo.records.stages import Completion, Request
 
 PIECE_BYTES = 64 * 2**20
-"""Roughly the most bytes of all hosts' pieces together, because each device holds them all."""
+"""All hosts' pieces together have about this many bytes at most, because each device holds all pieces."""
 FEWEST_BYTES = 2**16
 """The smallest size of a piece, in bytes. All sizes are powers of 2, so that few sizes are compiled."""
 ROW_BYTES, TOKEN_BYTES = 320, 12
@@ -32,7 +32,7 @@ ROW_BYTES, TOKEN_BYTES = 320, 12
 that the filters kept."""
 
 SIZE = Annotated[int, Field(ge=0, le=2**40)]
-"""The type of the number of bytes that a host has to send, for the check of received numbers."""
+"""The type of the number of bytes that a host has to send; received numbers are checked against it."""
 COMPLETIONS = TypeAdapter(list[tuple[int, Completion]], config=ConfigDict(arbitrary_types_allowed=True, extra="forbid"))
 
 
@@ -41,8 +41,8 @@ def share_bytes(
 ) -> int:
     """Return the most bytes that one of ``senders`` hosts sends if all send equally many of the requests' completions.
 
-    Conversations may take more. The number is the same at every step, so that nothing is compiled after the first. With
-    ``layout``, completions include experts.
+    Conversations may take more bytes. The number is the same at every step, so that nothing is compiled after the first
+    step. With ``layout``, completions include experts.
     """
     new = max((request.sampling.max_new_tokens for request in requests), default=1)
     experts = 0 if layout is None else context_tokens * layout.token_bytes
@@ -57,7 +57,7 @@ def exchange_completions(
     Args:
         own: the completions that only this host sends, by the index of the request.
         count: the number of requests.
-        hosts: the processes of the run, which all call this; those that sample nothing send nothing.
+        hosts: the processes of the run. All must call this; a host that samples nothing sends nothing.
         room: the wanted bytes of a piece, before rounding and limits; None: all bytes of the host that sends most.
     """
     if hosts.count == 1:

@@ -6,7 +6,7 @@ mesh, and no token is ever dropped. There are two implementations, with the same
     Experts         every device has all tokens: it computes what its own experts contribute, and an all-reduce adds up
                     the contributions
     FusedExperts    tokens are spread over the devices, and sglang-jax's kernel for TPUs sends each token to its experts
-                    while it loads their weights
+                    and meanwhile loads the experts' weights
 
 The trainer may replay the experts that the engine's routers chose (``algorithm.routing_replay``). A step computes only
 tokens that are not in the cache yet, so the chosen experts are stored by cache slot until the request ends. For a

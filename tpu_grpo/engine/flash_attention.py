@@ -1,18 +1,19 @@
 """sglang-jax's flash attention for TPUs (ragged paged attention, version 3), and the sizes of its blocks.
 
-A decode step uses the kernel's decode mode, with one query per row, and a prefill its mixed mode. The kernel and the
-cache pad the width of heads to a multiple of 128.
+A decode step uses the kernel's decode mode, with one query per row; a prefill uses the kernel's mixed mode. The kernel
+and the cache pad the width of heads to a multiple of 128.
 
 The kernel reads a row's cache in blocks of keys and values, from HBM into two buffers in VMEM. It computes on one part
 of a block at a time, and skips parts beyond the row's end. The block sizes were chosen by counting bundles (cycles) in
 programs compiled for each TPU generation, with 2 and with 8 key-value heads per device and a head width of 128:
 
 - In a decode step, every launch of the kernel first zeroes both buffers. For K heads this takes 2 K + 2 bundles per
-  key: 6,144 bundles for 1,024 keys of 2 heads, and 18,432 for 8 heads. A block then costs about 900 bundles, and a key
-  about 1 for 2 heads. So decode blocks are as long as the context, up to 1,024 keys, and shorter for many heads.
+  key: 6,144 bundles for 1,024 keys of 2 heads, and 18,432 for 8 heads. After that, a block costs about 900 bundles, and
+  a key of 2 heads about 1 bundle. So decode blocks are as long as the context, up to 1,024 keys, and shorter for many
+  heads.
 - Parts of 256 keys take the fewest bundles: 7,574 against 7,733 (512 keys) and 8,098 (1,024 keys) on v5e. Smaller parts
   also let the kernel skip more of a block that a short row does not fill.
-- Buffers larger than half of the kernel's VMEM do not compile, such as 1,024 keys of 8 heads on v4.
+- Buffers larger than half of the kernel's VMEM, such as 1,024 keys of 8 heads on v4, do not compile.
 
 Suffixes: b rows of the batch, B rows (padded), L context, S cache slots of all rows, T new tokens of all rows, H query
 heads, K key-value heads, D head width.

@@ -247,10 +247,11 @@ class Generation:
                 self._followers.setdefault(leader, []).append((index, request))
 
     def _start(self, most_steps: int | None) -> None:
-        """Start a launch. If requests wait during decode steps, the engine is full: ``_places`` is set to its rows."""
+        """Start a launch. If requests wait during decode steps, the engine is full: ``_places`` is set to the number of
+        rows of this launch."""
         scheduler = self._scheduler
         ahead = most_steps is None and not self._held and not self._followers  # all requests are in the scheduler
-        if ahead and self._waves.converses:  # and no row comes back before the next launch
+        if ahead and self._waves.converses:  # ahead only if no row returns before the next launch
             due, tool_steps = self._waves.next_due, self._waves.limits.tool_steps
             ahead = tool_steps > 0 if due is None else due > self.clock + scheduler.programs.steps
         scheduler.start(most_steps=most_steps, more_wait=bool(self._held) or self._waves.more_wait, ahead=ahead)

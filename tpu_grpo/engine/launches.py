@@ -115,7 +115,7 @@ class Programs:
         return len(sizes)
 
     def lower(self, mode: ForwardMode, size: int) -> jax.stages.Lowered:
-        """Lower the program of one shape, for the installed weights or, if there are none, for their specs."""
+        """Lower the program of one shape, for the installed weights or, if none are installed, for ``weight_specs``."""
         inputs, weights = self.inputs.padding(mode, size), self._runner.weights
         if weights is None:
             weights, replicated = list(self._runner.weight_specs.values()), NamedSharding(self._mesh, P())
@@ -192,7 +192,7 @@ class InputBuilder:
         self._shapes = shapes
         self._attention = attention
         self._steps = steps_per_launch
-        rows = shapes.max_rows + 2  # one more than the library's request table, for padding: greedy without filters
+        rows = shapes.max_rows + 2  # the last, beyond the library's request table, is for padding: greedy, no filter
         self._stops = np.zeros(rows, np.bool_)
         self._table = SamplingColumns(
             temperature=np.zeros(rows, np.float32),
@@ -275,7 +275,7 @@ class InputBuilder:
 
 
 def _read_settings(config: Any) -> Scaling | None:
-    """Correct the library's ModelConfig, as transformers 4 misses some settings; return the RoPE scaling, if any."""
+    """Add settings that transformers 4 misses to the library's ModelConfig; return the RoPE scaling, if any."""
     checkpoint = abstract_checkpoint(Path(config.model_path))
     family, sizes = checkpoint.family, checkpoint.config
     read = {"rope_theta": sizes.rope_theta, "rope_scaling": None, "head_dim": sizes.head_dim}

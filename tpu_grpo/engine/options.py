@@ -23,7 +23,7 @@ SMALLEST_PREFILL = 64
 REFILL_SHARE = 16
 """While requests wait, a launch ends once 1 / REFILL_SHARE of its rows (at least one row) have ended."""
 LAUNCH_SECONDS = 0.05
-"""The least seconds that a launch of decode steps should take, because each costs the host a few milliseconds."""
+"""The least seconds that a launch of decode steps should take, because a launch costs the host a few milliseconds."""
 BYTES_PER_SECOND = {"tpu": 1e12, "gpu": 1e12, "cpu": 2e10}
 """Roughly how fast a device of each platform reads weights; a decode step reads all weights."""
 FEWEST_STEPS, MOST_STEPS = 4, 32
@@ -63,7 +63,8 @@ class EngineOptions:
     prefix_cache: bool
     batch_paddings: tuple[int, ...] | None
     shard_vocab: bool | None
-    """Whether to shard embedding and output head by vocabulary; None: if the number of devices divides its size."""
+    """Whether to shard embedding and output head by vocabulary. With None, they are sharded if the number of
+    devices divides the vocabulary's size."""
     return_experts: bool = False
     """Whether requests may ask for the experts that served their tokens; only for a model with experts."""
     experts: ExpertsName = "ragged"
@@ -244,7 +245,9 @@ def check_tokens(shapes: Shapes, devices: int) -> None:
 
 
 def splits_vocabulary(asked: bool | None, vocabulary: int, tensor: int) -> bool:
-    """Return whether to shard the vocabulary over ``tensor`` devices; ``asked`` None: if ``tensor`` divides its size.
+    """Return whether to shard the vocabulary over ``tensor`` devices.
+
+    With ``asked`` None, return whether ``tensor`` divides the size of the vocabulary.
 
     Raises:
         ConfigError: if sharding was asked for and ``tensor`` does not divide the vocabulary.

@@ -57,8 +57,8 @@ from tpu_grpo.records.errors import ConfigError, LockstepError
 from tpu_grpo.records.stages import Completion, Request
 
 Served = tuple[str, dict[int, str], dict[int, tuple[int, int]], dict[str, float]]
-"""What a host sends to all after a batch: the digest of the assignment; by replica, the digest and (steps, clock);
-and the metrics of the host's engines. A host without engines sends empty values."""
+"""What a host sends to all hosts after a batch: the digest of the assignment, the digest and (steps, clock) of each of
+its replicas, and the metrics of its engines. A host without engines sends empty values."""
 AtPoint = tuple[dict[int, Load], dict[int, int]]
 """What a host sends at a synchronization point: its replicas' loads, and the token counts of requests that ended."""
 
@@ -219,7 +219,7 @@ class Replicas:
             make_cut: makes the `Cut` of an engine, which stops its rows after L tokens or later (cutting.py).
 
         Raises:
-            RequestError: if no engine can serve a request: before any starts, or when a later turn makes the request.
+            RequestError: if no engine can serve a request; raised before any starts, or when a later turn makes it.
             LockstepError: if hosts decided differently, or sampled differently in a replica that they share.
         """
         self._like.check(requests)

@@ -157,7 +157,7 @@ class Sampler:
         are in the middle of a generation.
 
         ``known`` has the expected mean number of tokens of each prompt's completions (None: unknown). The longest
-        are started first. Tokens do not depend on ``known``; the last bits of log-probabilities may.
+        groups start first. Tokens do not depend on ``known``, but the last bits of log-probabilities may.
 
         The prefix cache is emptied first. Prefixes from an evaluation or a probe would change the chunks in which
         prompts are prefilled, and thereby the last bits of log-probabilities. A run's numbers would then depend on when
@@ -204,7 +204,7 @@ class Sampler:
             members[number].append(index)
         make_cut = partial(Cut, members, wanted, due)
         self._engines.forget_prefixes()
-        enough = make_cut().length is not None  # no token must be sampled
+        enough = make_cut().length is not None  # nothing has to be sampled
         new = [] if enough else self._engines.generate(requests, known=expected, make_cut=make_cut)
         self._refuse_broken(step, [groups[number].prompt for number, _, _ in asked], new)
         found = make_cut()  # gets the completions of all hosts
@@ -332,7 +332,7 @@ class _Groups:
 
 
 def stream(engine: Engine, requests: Sequence[Request], cancelled: Callable[[], bool]) -> Iterator[list[Partial]]:
-    """Sample completions, and yield the tokens of each so far, in the order of the requests, after every launch.
+    """Sample completions; after every launch, yield the tokens of each request so far, in the order of the requests.
 
     A caller who closes the iterator ends the requests; the engine can be used again afterwards.
 

@@ -7,8 +7,8 @@ uses the Gumbel-max trick (argmax of log-probabilities plus Gumbel noise is a sa
 Threefry makes the noise from (seed, step, prompt, sample, position); batch, mesh, host and cache do not change it.
 
 Embedding and output head are sharded by vocabulary over the devices of an engine (the embedding by sglang-jax, the
-output head by us). A token's embedding is read on the device that has its row; one all-reduce of [T, D], as after
-every layer, brings it to the others. Each device computes the logits of its own part of the vocabulary. Sampling a
+output head by us). A token's embedding is read on the device that has its row; an all-reduce of [T, D], as after
+every layer, brings it to all devices. Each device computes the logits of its own part of the vocabulary. Sampling a
 token needs all logits of a row on one device: see ``sample_rows``.
 
 Suffixes: B rows, V vocabulary, D width, N ranks that one pass over the vocabulary tries.
@@ -37,7 +37,7 @@ else:
 
 FIRST_STEP = 2.0
 """The spacing, in logits, of the thresholds that the first pass tries, from the largest logit down. Nearly all
-thresholds lie in this range, which holds only few of all float32 numbers."""
+thresholds lie in the range that they span, which holds only few of all float32 numbers."""
 VOCABULARY_LEAVES = ("embed_tokens.embedding", "lm_head.embedding")
 """The names of all parameters of shape [V, D] end in one of these."""
 
@@ -62,7 +62,7 @@ class Drawn(NamedTuple):
 
     token: Int[Array, " B"]
     logprob: Float[Array, " B"]
-    """Under the full distribution at the temperature (1 for greedy rows); with ``filtered``, over the kept tokens."""
+    """Taken under the full distribution at the temperature (at 1 if greedy), or with ``filtered`` over kept tokens."""
     kept: Int[Array, " B"] | None
     """The number of tokens that the filters kept; None without ``filtered``."""
 
@@ -149,9 +149,10 @@ def _last_dropped(
 ) -> Int[Array, " B"]:
     """Find the highest rank per row such that the weights of all higher logits add up to ``needed`` or more.
 
-    Ranks are integers in the order of float32 logits (models/thresholds.py). The result is in [low, high), or low if
-    low >= high. Of at most 9 passes, the first tries likely ranks, and each later one leaves a 16th of the range.
-    (A sort would take XLA for TPUs a minute to compile.) Token counts are exact up to 2^24; masses are float32 sums.
+    Ranks are integers in the order of float32 logits (tpu_grpo/models/thresholds.py). The result is in [low, high),
+    or low if low >= high. Of at most 9 passes, the first tries likely ranks, and each later one leaves a 16th of the
+    range. (A sort would take XLA for TPUs a minute to compile.) Token counts are exact up to 2^24; masses are float32
+    sums.
     """
 
     def open_rows(state: tuple[Array, Array, Array]) -> Array:
@@ -190,7 +191,7 @@ def _survey(
 
 
 def _first_trials(low_B: Int[Array, " B"], high_B: Int[Array, " B"]) -> Int[Array, "B N"]:
-    """Return the first ranks to try: logits from ``high`` down in steps of FIRST_STEP, or less if ``low`` is near."""
+    """Return the first ranks to try: logits from ``high`` down in steps of FIRST_STEP, smaller if ``low`` is near."""
     value_B = values(high_B)
     step_B = jnp.minimum((value_B - values(low_B)) / (TRIALS + 1), FIRST_STEP)
     trial_BN = ranks(value_B[:, None] - step_B[:, None] * jnp.arange(1, TRIALS + 1))

@@ -35,8 +35,9 @@ from tpu_grpo.records.stages import Completion, Prompt, Request
 _POLL_SECONDS = 0.002
 
 Wave = tuple[str, dict[int, tuple[int, Request] | None]]
-"""What hosts send each other in JSON: the digest of a wave, and an entry for each row. The entry is the length of the
-prefix that the request shares with the row's past, and the request without it, or None if the conversation is over."""
+"""What hosts send each other in JSON: the digest of a wave, and an entry for each row. The entry has the length
+of the prefix that the request shares with the row's past, and the request without this prefix. The entry is None if the
+conversation is over."""
 
 
 class Conversations(Protocol):

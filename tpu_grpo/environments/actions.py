@@ -45,7 +45,7 @@ class Action:
 
 @dataclass(frozen=True)
 class SampledTurn:
-    """The tokens of a turn, which the HTTP response to an agent can contain beside the text."""
+    """The tokens of a turn, which the HTTP response to an agent can contain in addition to the text."""
 
     prompt_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
@@ -67,8 +67,8 @@ class Answered:
     errors: int = 0
     """The number of calls that raised an error or could not be parsed."""
     request: str | None = None
-    """An agent's next request, in JSON (environments/policy_requests.py); None if the agent has ended, and for other
-    environments."""
+    """An agent's next request, in JSON (tpu_grpo/environments/policy_requests.py); None if the agent has ended, and for
+    other environments."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Ended:
 
 
 Reply = Answered | Ended | Failure
-"""A Failure replaces either of the other two, and ends the conversation."""
+"""Instead of Answered or Ended, an environment can reply with a Failure, which ends the conversation."""
 
 
 @dataclass(frozen=True)

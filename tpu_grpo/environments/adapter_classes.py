@@ -20,8 +20,8 @@ class Adapter:
     called: ClassVar[tuple[str, ...]] = ("init", "reset", "step", "get_reward", "get_turn_rewards", "close")
     """The methods that the adapter calls if the class has them; they may be async."""
     takes: ClassVar[str] = "texts"
-    """What ``step`` gets: with "texts" the policy's turn as text, with "answers" the whole `Action`. With "answers",
-    ``step`` returns `Answered` with the agent's next request."""
+    """With "texts", ``step`` gets the policy's turn as text. With "answers", ``step`` gets the whole `Action`, and
+    returns `Answered` with the agent's next request."""
     resets_by_name: ClassVar[bool] = False
     """Whether ``reset`` gets data columns as keyword arguments, so that its required parameters must be columns."""
     instance: Any = None
@@ -56,7 +56,7 @@ class Adapter:
 
 
 def fitting(function: Any, columns: Mapping[str, Any], seed: int) -> dict[str, Any]:
-    """Return the columns that a function accepts, and ``seed`` if the function takes it and no column is named so."""
+    """Return the columns that a function accepts, and ``seed`` if the function takes it and no column has that name."""
     parameters = parameters_of(function)
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     arguments = {name: value for name, value in columns.items() if takes_all or name in parameters}
@@ -93,7 +93,7 @@ class GymAdapter(Adapter):
 
 
 class AgentAdapter(GymAdapter):
-    """An agent, which asks the policy for turns (shipped/agent.py)."""
+    """An agent, which asks the policy for turns (tpu_grpo/environments/shipped/agent.py)."""
 
     takes = "answers"
 
@@ -216,7 +216,7 @@ class OpenenvAdapter(Adapter):
 
 def _action(target: Any, text: str) -> Any:
     """Convert a text to the client's action type. If the type has exactly one required field, that field gets the text;
-    otherwise the text is parsed as JSON. Raises ValueError if that fails."""
+    otherwise the text is parsed as JSON. Raises ValueError if the conversion fails."""
     bases = (base for each in target.__mro__ for base in getattr(each, "__orig_bases__", ()))
     named = (argument for base in bases for argument in typing.get_args(base)[:1])  # the client's class for its actions
     if (action := next((each for each in named if hasattr(each, "model_fields")), None)) is None:
@@ -235,7 +235,7 @@ def _observed(observation: Any) -> Any:
 
 OPTION = "adapter"
 TOOLS = "tools"
-"""``adapter: tools`` means that the class has no adapter: its methods are tools, even one called ``step``."""
+"""``adapter: tools`` means that the class has no adapter: its methods are tools, even a method named ``step``."""
 ADAPTERS: Mapping[str, type[Adapter]] = MappingProxyType(
     {"agent": AgentAdapter, "tunix": TunixAdapter, "openenv": OpenenvAdapter, "skyrl": SkyrlAdapter, "gym": GymAdapter}
 )

@@ -1,7 +1,7 @@
 """Keeps the tokens of a conversation with an agent, each of whose requests asks the policy for one turn.
 
 An agent sends the whole conversation with every request. If a request begins with messages that the policy has already
-seen or sampled, their recorded tokens are reused: sampled tokens are never rendered or tokenized again.
+seen or sampled, the recorded tokens of these messages are reused: sampled tokens are never rendered or tokenized again.
 
     request                                          prompt of the turn
     [user: 47+38=]                                   rendered
@@ -9,8 +9,8 @@ seen or sampled, their recorded tokens are reused: sampled tokens are never rend
     [user: 47+38=]                                   the tokens of the first prompt again, as a new branch
     [user: 85+1=, assistant: 7, user: no]            rendered, as a new branch, since the policy never sampled 7
 
-Every branch is a training sample of the conversation (records/episode.py). If the policy plays two seats alternately,
-each request continues the tokens of its own seat, as a new branch.
+Every branch is a training sample of the conversation (tpu_grpo/records/episode.py). If the policy alternately plays two
+players of a game, each request continues the tokens of its own player, as a new branch.
 """
 
 import bisect
@@ -156,7 +156,8 @@ class AgentConversation(Conversation):
             raise WrongError(f"must ask with a prompt that the policy can read: {error}") from error
 
     def _conversation(self, messages: Sequence[Message]) -> _Prompt:
-        """Return the prompt for messages: the recorded tokens of the longest seen beginning, then the new tokens."""
+        """Return the prompt for messages: the recorded tokens of as many of the first messages as possible, then the
+        tokens of the other messages."""
         fitting = [
             s
             for s in self._seen

@@ -72,7 +72,7 @@ class ChatTemplate:
 
 
 QUESTION, SAID, THOUGHT, CALLED, ANSWERED = "q7zq", "c7zc", "t7zt", "v7zv", "a7za"
-"""Marks: texts of test conversations, which are then searched for in the rendering."""
+"""Marks: texts that test conversations contain, and that are then searched for in the rendering."""
 CALL_ID = "call00000"
 """Some templates require an id of nine letters and digits for each call; its value does not matter here."""
 
@@ -113,7 +113,7 @@ class Prober:
 
     @property
     def head(self) -> str:
-        """The text before the policy's first turn: the rendered question and the generation prompt, less ``opened``."""
+        """The text before the first turn: the rendered question and the generation prompt, without ``opened``."""
         return self._without_opened(self.begin)
 
     def _without_opened(self, text: str) -> str:
@@ -135,7 +135,8 @@ class Prober:
         raise _changed(role, f"writes a turn's thinking as {written[:80]!r}")
 
     def _growing(self, role: str, *, thinks: bool) -> list[str]:
-        """Return three renderings: the question alone, then with one and with two pairs of a turn and its answer."""
+        """Return three renderings: of the question alone, of the question with a turn and its answer, and of the
+        question with two turns and their answers."""
         messages: list[Message] = [{"role": "user", "content": QUESTION}]
         texts = [self.begin]
         for number in (1, 2):
@@ -164,7 +165,7 @@ class Prober:
         return str(self._template.tools[0]["function"]["name"])
 
     def call(self, mark: str, name: str | None = None) -> dict[str, Any]:
-        """Return a call of the named tool, or else of the first tool, with a mark as its argument."""
+        """Return a call of the tool ``name``, or of the first tool if ``name`` is None; its argument is a mark."""
         function = {"name": name or self._name, "arguments": {"mark": mark}}
         return {"type": "function", "id": CALL_ID, "function": function}
 
@@ -295,8 +296,8 @@ class Dialect:
         self.tool_format, self._read_calls = self._reader(tool_format)
 
     def with_tools(self, tools: str) -> "Dialect":
-        """Return the dialect of the same tokenizer for other tools, which are given as a JSON list; raises like the
-        constructor."""
+        """Return the dialect of the same tokenizer for other tools, which are given as a JSON list; raises the
+        constructor's errors."""
         return self if tools == json.dumps(self._template.tools) else self._with_tools(tools)
 
     # --- the first prompt ---------------------------------------------------------------------------------------------
@@ -331,7 +332,7 @@ class Dialect:
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Return the ids of a prompt whose messages come from an agent; words that spell special tokens are encoded as
-        plain text. Raises like ``first``."""
+        plain text. Raises the errors of ``first``."""
         written = self._template.write([_guarded(message, self.encoder) for message in messages])
         ids = self.encoder.encode(written)
         refuse_padding(self._tokenizer, ids, written)
@@ -435,7 +436,8 @@ class Dialect:
     # --- the start ----------------------------------------------------------------------------------------------------
 
     def _past_cutter(self, role: str) -> Cutter | None:
-        """Return the cutter for turns before answers of a role; None if thinking is kept. Raises like `Prober.past`."""
+        """Return the cutter for turns before answers of a role; None if the template keeps thinking. Raises the errors
+        of `Prober.past`."""
         if role not in self._pasts:
             past = self._prober.past(role)
             self._pasts[role] = self._cutter(past) if past.drops_thinking else None
@@ -452,8 +454,8 @@ class Dialect:
         return Cutter(tuple(self.encoder.encode(self._prober.opened)), closing[0], newlines)
 
     def _check_encoding(self) -> None:
-        """Check that text between special tokens is encoded as if alone, and that plain text never becomes special
-        tokens."""
+        """Check that text between special tokens gets the same ids as when it is encoded alone, and that plain text
+        never becomes special tokens."""
         text = self._prober.begin
         whole, pieces = self.encoder.encode(text), self.encoder.in_pieces(text)
         if whole != pieces or (spelled := self.encoder.spelled_by_accident()) is not None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def cut_answers(messages: Sequence[Message], most: int, encoder: "Encoder") -> list[Message]:
-    """Cut the answers of a turn, the longest first, so that together they have at most the given number of tokens."""
+    """Cut the answers of a turn, the longest first, so that together they have at most ``most`` tokens."""
     texts = [str(message["content"]) for message in messages]
     wanted = [encoder.count(text) for text in texts]
     return [
@@ -53,8 +53,8 @@ def shares(wanted: Sequence[int], most: int) -> list[int]:
 
 
 BRANCH_SAMPLES = 2**20
-"""Each further branch of a conversation adds this number to the sample number in its `SampleKey`, because earlier
-branches have used the random numbers of the same token positions. Group sizes are below this number."""
+"""Each further branch of a conversation adds this number to the sample number in the branch's `SampleKey`, because
+earlier branches have used the random numbers of the same token positions. Group sizes are below this number."""
 
 
 @dataclass(frozen=True)
@@ -288,8 +288,9 @@ class Conversation:
         )
 
     def _reward(self, turns: Sequence[Turn]) -> float | None:
-        """Return the result of ``get_reward``, or else the sum of the turns' rewards; None if there is neither, or
-        after a failure. For a class with ``step`` the sum is 0 if the conversation was cut in its first turn."""
+        """Return the result of ``get_reward``, or else the sum of the turns' rewards; None if the class gives
+        neither, or after a failure. For a class with ``step`` the sum is 0 if the conversation was cut in its first
+        turn."""
         if self._failure is not None or self._ended.reward is not None:
             return None if self._failure is not None else self._ended.reward
         known = [turn.reward for turn in turns if turn.reward is not None]

@@ -71,7 +71,7 @@ def _check_parameters(tool: str, method: Any) -> None:
 
 
 def _unknown_in(hint: Any) -> Any:
-    """Return a type within a type hint that a schema cannot describe; None if there is no such type."""
+    """Return the first type in a type hint that no schema can describe; None if a schema can describe the hint."""
     if get_origin(hint) is Literal:
         return None
     if get_origin(hint) is not None:

@@ -43,8 +43,8 @@ class EpisodeRecord:
             file.write(f"{line}\n")
 
     def replies(self, key: SampleKey, task: str) -> Replies | None:
-        """Return the replies of an episode that was recorded before this process began its step; None if the episode
-        was not recorded, or had another task."""
+        """Return the replies of an episode that was recorded before this process began the episode's step; None if
+        the episode was not recorded, or had another task."""
         if key.step != self._step:
             self._step, self._before = key.step, self._read(key.step)
         written_for, line = self._before.get((key.seed, key.prompt, key.sample), ("", []))

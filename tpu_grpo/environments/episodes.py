@@ -1,6 +1,6 @@
 """Connects the engine to the environments of a batch of rows; each row has a conversation and an environment.
 
-`Episodes` implements `Conversations` in engine/waves.py. A row's environment works while other rows are decoded:
+`Episodes` implements `Conversations` (tpu_grpo/engine/waves.py). A row's environment works while others are decoded:
 
     the engine calls     the environment runs       ``next(row)`` returns
     begin(row)           reset                      the Request of the first turn
@@ -55,7 +55,7 @@ class Environments:
         self._pool = pool
         self._max_prompt_tokens = max_prompt_tokens
         self.record: EpisodeRecord | None = None
-        """Where the episodes of agents are written, and taken from in a continued run."""
+        """The record to which the episodes of agents are written, and from which a continued run takes them."""
 
     def __call__(self, prompts: Sequence[Prompt], requests: Sequence[Request]) -> "Episodes":
         """Prepare a conversation for each row, from its prompt and from the request that says how to sample it."""
@@ -135,7 +135,8 @@ class Episodes:
             self._pool.act(row, action)
 
     def stop(self, row: int) -> None:
-        """End a conversation before the policy's next turn; ``next`` then returns None. Used by cli/playing.py only."""
+        """End a conversation before the policy's next turn; ``next`` then returns None. Only tpu_grpo/cli/playing.py
+        calls this."""
         self._open[row].stop()
         self._out_since[row] = time.perf_counter()
         self._pool.end(row)
@@ -208,7 +209,7 @@ class Episodes:
                         self._next[row] = request
                         self._seconds[row] += time.perf_counter() - self._out_since.pop(row)
         except WrongError as error:
-            if isinstance(reply, Answered) and row not in self._replayed:  # otherwise it has ended already
+            if isinstance(reply, Answered) and row not in self._replayed:  # otherwise the environment has ended
                 self._pool.drop(row)
             self._fail(row, Failure("wrong", str(error)))
 
@@ -239,7 +240,7 @@ class Episodes:
         self._seconds[row] += time.perf_counter() - self._out_since.pop(row)
         done = self._done[row] = self._open[row].completion(self._seconds[row])
         self._next[row] = None
-        has_failed = done.episode is None or done.episode.failure is not None  # not recorded, so it is played again
+        has_failed = done.episode is None or done.episode.failure is not None  # not recorded, to be played again
         if self._record is not None and (written := self._written.pop(row, None)) is not None and not has_failed:
             self._record.write(self._starts[row].request.key, self._tasks[row], written)
 

@@ -66,12 +66,13 @@ Request = Start | Action | End
 
 
 class PlayedEnvironment:
-    """An environment's class as a `Service` (workers/messages.py); holds what all its conversations share."""
+    """An environment's class as a `Service` (tpu_grpo/workers/messages.py); holds what all its conversations share."""
 
     start = "imported"
     replies: tuple[type, ...] = (Answered, Ended, Failure)
     most_bytes = 2**26
-    """64 MiB: a reply holds at most 16 texts of 1 MiB, or attributes, which workers/attributes.py limits to 16 MiB."""
+    """64 MiB: a reply holds at most 16 texts of 1 MiB, or attributes, which tpu_grpo/workers/attributes.py limits to 16
+    MiB."""
 
     def __init__(self, loaded: LoadedEnvironment, keep: bool, secrets: tuple[str, ...] = ()):
         """``keep`` says whether ``Ended`` contains the attributes of the environment."""
@@ -80,8 +81,8 @@ class PlayedEnvironment:
         self.mode: Mode = "shared" if loaded.is_async else "alone"
 
     def set_up(self) -> None:
-        """Import the environment's class, and the packages that a shipped class lists in ``_imported_before``, which
-        each conversation would otherwise spend seconds on importing. Raises EpisodeError if an import fails."""
+        """Import the environment's class, and the packages in ``_imported_before`` of a shipped class; otherwise each
+        conversation would spend seconds on importing the packages. Raises EpisodeError if an import fails."""
         self.target, loaded = find_environment(self.loaded.source), self.loaded
         for name in getattr(self.target, "_imported_before", ()):
             try:

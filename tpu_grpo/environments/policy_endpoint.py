@@ -40,7 +40,7 @@ class Session:
         """``key`` is the bearer token that requests need, None for no token; at most ``most`` turns may wait."""
         self.name, self.key, self._most = name, key, most
         self.reward: float | None = None
-        """What the agent has posted as its reward."""
+        """The reward that the agent has posted; None if it has posted none."""
         self._waiting: deque[tuple[str, asyncio.Future[Action]]] = deque()
         self._asked: asyncio.Future[Action] | None = None
         self._closed: RefusedError | None = None
@@ -61,8 +61,8 @@ class Session:
         return list(await asyncio.gather(*futures))
 
     async def next(self, until: "asyncio.Future[Any]") -> str | None:
-        """Wait for the next request, and return it in JSON. If ``until`` is done before, raise its exception, or return
-        None if it has none."""
+        """Wait for the next request, and return it in JSON. If ``until`` is done before a request arrives, raise the
+        exception of ``until``, or return None if it has no exception."""
         while True:
             arrived = asyncio.ensure_future(self._arrived.wait())
             await asyncio.wait({arrived, until}, return_when=asyncio.FIRST_COMPLETED)
@@ -160,7 +160,7 @@ class Endpoint:
         self._sessions.pop(session.name, None)
 
     def url(self, session: Session) -> str:
-        """Return the address of a session, to which /v1 and other paths are added."""
+        """Return the base URL of a session; clients add /v1 or another path to it."""
         return f"{self.address}/{session.name}"
 
     @web.middleware

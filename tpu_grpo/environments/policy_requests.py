@@ -1,7 +1,7 @@
 """The HTTP request and response formats for turns of the policy: OpenAI's, vLLM's and SGLang's.
 
     form = FORMS["/v1/chat/completions"]
-    asked = form.read(body)                     # Asked; raises RefusedError for what cannot be honoured
+    asked = form.read(body)                     # Asked; raises RefusedError for a request that cannot be honoured
     body = form.write(asked, [turn], "policy")  # the response body, with asked.n turns
 
 In a run, the run's settings decide how tokens are sampled, and a request can only end a turn earlier: by
@@ -44,7 +44,7 @@ class Asked(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     messages: tuple[dict[str, Any], ...] | None = None
-    """A conversation: {role, content}, with ``tool_calls`` (arguments as a dict) and ``name``; contents are texts."""
+    """Messages {role, content} whose contents are texts, some with ``tool_calls`` (arguments as a dict) or ``name``."""
     tools: tuple[dict[str, Any], ...] = ()
     text: str | None = None
     token_ids: tuple[int, ...] | None = None
@@ -91,7 +91,7 @@ class _Body(BaseModel):
         given = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "min_p", "seed")}
         sampling = {name: value for name, value in given.items() if value is not None}
         if sampling.get("top_k") == -1:
-            sampling["top_k"] = 0  # all tokens, as vLLM and SGLang write it
+            sampling["top_k"] = 0  # all tokens, for which vLLM and SGLang write -1
         return {
             "sampling": sampling,
             "n": self.n or 1,
@@ -241,7 +241,7 @@ def _plain_text(content: Text) -> str:
 
 
 def _checked(value: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return a JSON object; raises RefusedError if it is too deep, or holds numbers or texts that JSON lacks."""
+    """Return a JSON object; raises RefusedError if it is nested too deep, or has numbers or texts that JSON lacks."""
     call = checked_call(ToolCall("x", value))
     if isinstance(call, BadCall):
         raise RefusedError(f"{where}: {call.problem}")

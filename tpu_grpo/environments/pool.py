@@ -4,7 +4,7 @@
     pool.start(3, "", columns, seed)        # begin conversation 3: build and reset its environment, without waiting
     pool.act(3, action)                     # send the policy's turn: tool calls, or a text for the method step
     pool.end(3)                             # request the rewards, which ends the conversation
-    pool.ready(3)                           # True once take would return at once
+    pool.ready(3)                           # True once take would return immediately
     pool.take(3)                            # wait for the reply to the last request: Answered, Ended or Failure
     pool.close()
 
@@ -121,7 +121,7 @@ class EnvironmentPool:
         self._by_key: dict[int, _Conversation] = {}
         self._waiting: collections.deque[_Conversation] = collections.deque()
         self.active_at = time.monotonic()
-        """The time.monotonic() of the last request to any environment, or reply from one."""
+        """When the last request to an environment, or reply from an environment, was handled, by time.monotonic()."""
         self.supervisor = Supervisor()
         shared = 1 if section.workers == "auto" else section.workers
         self.crews = {
@@ -135,7 +135,7 @@ class EnvironmentPool:
         }
 
     def start(self, key: int, name: str, columns: Mapping[str, Any], seed: int) -> None:
-        """Begin a conversation with an environment, and call its reset; raises like ``take``.
+        """Begin a conversation with an environment, and call its reset. Raises the errors of ``take``.
 
         Args:
             key: identifies the conversation in later calls.
@@ -158,7 +158,7 @@ class EnvironmentPool:
         self._ask(key, End())
 
     def ready(self, key: int) -> bool:
-        """Return whether the reply has arrived, so that ``take`` would return at once."""
+        """Return whether the reply has arrived, so that ``take`` would return immediately."""
         conversation = self._by_key[key]
         self._pump(0.0, conversation, _PATIENCE_SECONDS)
         return conversation.reply is not None
@@ -218,10 +218,10 @@ class EnvironmentPool:
             raise EpisodeError(str(error)) from None
 
     def _place(self, wanted: _Conversation | None, patience: float) -> None:
-        """Start waiting conversations in order, up to environment.workers (places). Async conversations need no place.
+        """Start waiting conversations in order. environment.workers is the number of places; async ones need no place.
 
         The engine itself begins no more conversations than there are places. Another caller may poll a conversation
-        that has no place (``wanted``), which starts anyway if all others were idle for ``patience`` seconds.
+        that has no place (``wanted``). It starts anyway if all other conversations were idle for ``patience`` seconds.
         """
         if not self._waiting:
             return

@@ -1,4 +1,4 @@
-"""Reads tool calls from the text of turns, in these formats, and detects the format from a chat template:
+"""Reads tool calls from the text of turns, and detects from a chat template which of these formats they have:
 
 hermes        <tool_call>{"name": "add", "arguments": {"a": 47, "b": 38}}</tool_call>
 llama3        {"name": "add", "parameters": {"a": 47, "b": 38}}
@@ -22,7 +22,7 @@ from tpu_grpo.environments.actions import BadCall, ToolCall
 from tpu_grpo.records.errors import ConfigError
 
 MOST_DIGITS = 4000
-"""The limit on the digits of whole numbers, approximately; Python prints no more than 4,300."""
+"""About the most digits that a whole number may have; Python prints at most 4,300 digits."""
 MOST_LEVELS = 64
 """The deepest nesting of lists and objects; values nested far deeper cannot be sent between processes."""
 _MOST_BITS = MOST_DIGITS * 332 // 100
@@ -306,7 +306,7 @@ class PythonCalls:
         return "", calls
 
     def parse(self, source: str) -> Calls:
-        """Parse Python text with calls: one, several on lines of their own, or a list of them."""
+        """Parse Python text that is one call, several calls on separate lines, or a list of calls."""
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", SyntaxWarning)  # such as one for the escape \\d in a text
@@ -407,7 +407,7 @@ def schemas_of(tools: list[dict[str, Any]]) -> Schemas:
 
 
 def _marks(written: str, name: str) -> tuple[str, str]:
-    """Return the marks that a template writes around Python-style calls, without brackets; "" for no mark."""
+    """Return the marks that a template writes around Python-style calls, without a list's brackets; "" for no mark."""
     before, called, rest = written.partition(f"{name}(")
     if not called:
         return "", ""

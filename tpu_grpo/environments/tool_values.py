@@ -109,7 +109,7 @@ def text_of(value: Any, giver: str) -> str:
         text = str(value)
         if isinstance(value, bytes | bytearray | memoryview) or _ADDRESS.search(text):
             raise WrongError(f"must give a text, or what has one, got {_shown(value)} from {giver}; return a str")
-    return text.encode("utf-8", "replace").decode()  # half a surrogate pair has no UTF-8, and so no tokens
+    return text.encode("utf-8", "replace").decode()  # half a surrogate pair has no UTF-8 encoding, and so no tokens
 
 
 def cut_text(text: str) -> str:
@@ -135,8 +135,8 @@ def _blocks(value: Any) -> str | None:
 
 
 def number_of(value: Any, giver: str) -> float | None:
-    """Return a number as a float, and None as None. Raises WrongError, in which ``giver`` names the function that
-    returned the value, for anything else, including NaN and infinity."""
+    """Return a number as a float, and None as None. Raises WrongError for anything else, including NaN and infinity;
+    the error names ``giver``, the function that returned the value."""
     if value is None:
         return None
     number = _plain(value)

@@ -38,7 +38,7 @@ class Encoder:
         longest_first = sorted(markers.items(), key=lambda item: -len(item[1].content))
         self._ids = [number for number, _ in longest_first]
         self._markers = [token for _, token in longest_first]
-        spaces = [(r"\s*" * token.lstrip, r"\s*" * token.rstrip) for token in self._markers]  # that markers absorb
+        spaces = [(r"\s*" * token.lstrip, r"\s*" * token.rstrip) for token in self._markers]  # absorbed spaces
         words = [re.escape(token.content) for token in self._markers]
         self._written = _pattern([before + word + after for word, (before, after) in zip(words, spaces, strict=True)])
         # a marker of one character cannot be broken up
@@ -140,7 +140,7 @@ class Cutter:
     """
 
     opened: tuple[int, ...]
-    """The tokens from ``<think>`` on that end the generation prompt; empty if the policy itself writes ``<think>``."""
+    """The generation prompt's tokens from ``<think>`` to its end; empty if the policy itself writes ``<think>``."""
     close_id: int
     newline_ids: frozenset[int]
     """The tokens that consist of newlines only; empty for a template that keeps the newlines."""

@@ -8,7 +8,7 @@
   aborts. A ``missed_heartbeat_callback`` should replace the abort, but jaxlib cannot convert the callback's argument.
   So the callback never runs: ``connect`` raises ``std::bad_cast``, and on the client's own thread that exception
   becomes SIGABRT. ``_end_on_abort`` turns SIGABRT into a message and exit code 3.
-- The service waits an hour for hosts to register, longer than any client, so no client learns which hosts are missing.
+- The service waits an hour for hosts to register. Clients give up earlier, and do not learn which hosts are missing.
   With ``cluster_register_timeout``, which ``initialize`` does not pass on, the service tells all clients in time.
 
 So this file makes client and service as ``initialize`` does, and stores them in ``jax._src.distributed.global_state``.

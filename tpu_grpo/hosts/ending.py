@@ -1,6 +1,6 @@
 """The end of a run: its message, notifications, and how a thread other than the main thread ends the process.
 
-A run ends in one of these ways, with the exit codes of ``records/errors.py``:
+A run ends in one of these ways, with the exit codes of tpu_grpo/records/errors.py:
 
     done, or an error of this host   the main thread returns or raises; `Watch` (watch.py) tells the other hosts
     another host is lost or failed   `end_process`, from the threads of `Watch`: 3
@@ -8,7 +8,7 @@ A run ends in one of these ways, with the exit codes of ``records/errors.py``:
     SIGINT or SIGTERM                `SignalledStop`: at the first signal, the run saves a checkpoint and ends with 4.
                                      Before the first step, it ends with 4 immediately, but not before the hosts have
                                      met, so that the others can be told. A second signal ends it with 1
-    SIGHUP                           the terminal was closed, or the connection lost: the run goes on
+    SIGHUP                           the terminal was closed, or its connection was lost: the run goes on
 
 Host 0 runs jax's coordination service, through which hosts talk; when host 0 ends, the other hosts abort. So hosts
 that stop leave together: each reports to the service that it has left, and host 0 leaves last.
@@ -226,7 +226,7 @@ class StepAbandoned(Exception):
 
 
 class StopRequest:
-    """Records whether a signal, or ``also_asks``, which is called after every step, asked the run to stop."""
+    """Records whether the run was asked to stop, by a signal or by ``also_asks``, which is called after every step."""
 
     def __init__(self, also_asks: Callable[[], bool] = lambda: False) -> None:
         self._also_asks = also_asks

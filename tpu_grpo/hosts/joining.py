@@ -8,7 +8,7 @@ would also depend on the number of processes, so that one process and several wo
 
 - XLA's matrix products split a sum by the number of threads: the machine's cores (or NPROC) or the process's devices,
   whichever is larger. ``choose_threads`` sets NPROC to the number of devices of the whole run.
-- XLA sums over the devices of a process one by one, gloo sums in another order. ``start`` always uses gloo.
+- XLA sums over the devices of a process one by one; gloo sums in another order. ``start`` always uses gloo.
 
 Both effects were seen with jaxlib 0.10.2.
 

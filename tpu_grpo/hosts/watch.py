@@ -30,7 +30,7 @@ OWN_ERROR_SECONDS = 1.0
 TOLD_SECONDS = 0.2
 """While a failure is being announced, hosts check at this interval whether all hosts know."""
 LOCAL_ERRORS = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED", "NOT_FOUND")
-"""Runtime errors with these beginnings come from this host itself, not from the loss of another host."""
+"""Runtime errors that begin with one of these words come from this host itself, not from losing another host."""
 REMEMBERED = 4096
 """`Progress` keeps the digests of this many latest steps of each activity."""
 

@@ -102,7 +102,8 @@ class Babysitter:
 
         Raises:
             LaunchError: gcloud failed too often, or in a way that waiting does not fix; or the run ended too often.
-            Interrupted, LockstepError: the run ended too often, and at last all failed workers had exit code 4, or 3.
+            Interrupted: the run ended too often, and in the last try all failed workers had exit code 4.
+            LockstepError: the run ended too often, and in the last try all failed workers had exit code 3.
         """
         while True:
             try:

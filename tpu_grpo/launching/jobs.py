@@ -34,7 +34,7 @@ class Job:
         script: the program in the checkout that is called with config and words.
         environment: variables that may be printed.
         secrets: variables that must not be printed.
-        cache: the directory for compiled programs: on the worker, or gs://.
+        cache: the directory for compiled programs, a path on the worker or a gs:// address.
         libtpu_args: LIBTPU_INIT_ARGS, in place of the generation's default; "" for none.
 
     Raises:

@@ -13,7 +13,8 @@ from tpu_grpo.records.errors import ConfigError
 
 PROGRAM = "python scripts/launch.py"
 VARIABLES = {"name": "TPU_NAME", "zone": "TPU_ZONE", "project": "TPU_PROJECT", "type": "TPU_TYPE"}
-"""Flag -> environment variable read if the flag is missing. Without either, gcloud's settings give zone and project."""
+"""Flag -> environment variable that is read if the flag is missing. Without either, gcloud's settings give zone
+and project."""
 ABOUT = f"""Runs training on a Cloud TPU slice with gcloud: every command is printed before it is run.
 
   {PROGRAM} create  --name grpo --type v5e-16 --zone us-west4-a --spot    ask for a slice, wait until it is ready

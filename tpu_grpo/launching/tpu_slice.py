@@ -82,7 +82,7 @@ class TpuSlice:
         self._gcloud.run(["gcloud", "compute", "tpus", *words, *self._gcloud.flags(*CREATION_FLAGS)], show=True)
 
     def delete(self) -> None:
-        """Delete the slice and wait until it is deleted; only prints a line if it does not exist."""
+        """Delete the slice and wait until it is deleted; if it does not exist, only print a line."""
         words = [self._noun, "delete", self._name, *(["--force"] if self._queued else [])]  # --force: with its node
         try:
             self._gcloud.run(["gcloud", "compute", "tpus", *words, *self._gcloud.flags()], show=True)

@@ -37,13 +37,14 @@ SPARSE_CORES = (
     "--xla_tpu_scoped_vmem_limit_kib=61440",  # of 64 MiB
     "--xla_tpu_use_single_sparse_core_for_all_gather_offload=true",
 )
-"""For v7x, whose SparseCores gather parameters while the TensorCores compute. From Google's recipe for Llama-3.1-70B
-(AI-Hypercomputer/tpu-recipes), without its flags for the type of vector operations and for all-reduces."""
+"""Flags for v7x, whose SparseCores gather parameters while the TensorCores compute. They come from Google's recipe for
+Llama-3.1-70B (AI-Hypercomputer/tpu-recipes), without the flags for the type of vector operations and for
+all-reduces."""
 
 WHOLE_PRODUCTS = "--xla_tpu_enable_windowed_einsum_for_all_gather=false"
 """With this flag, a matrix product runs as a whole once its parameter shards are gathered; a product per shard takes
 more cycles. Products before a reduce-scatter stay split per shard; otherwise the compiler would all-reduce the whole
-gradients, and wait for the all-reduce. Seen in programs for v5e (docs/planning.md)."""
+gradients, and wait for the all-reduce. This was seen in programs for v5e (docs/planning.md)."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Chip:
 
     memory_bytes: int
     flops_per_second: float
-    """For bfloat16 matrix products."""
+    """FLOP/s of bfloat16 matrix products."""
     memory_bytes_per_second: float
     link_bytes_per_second: float
     """The sum over all links of the chip, one way; a slice can use `Generation.sent_bytes_per_second` of it. If a chip
@@ -66,19 +67,19 @@ class Chip:
 class Rates:
     """The shares of a chip's speeds that plans assume programs to reach; `tpu-grpo check` measures them on a slice.
 
-    The defaults come from published speeds and compiled kernels; see planning/costs.py.
+    The defaults come from published speeds and compiled kernels; see tpu_grpo/planning/costs.py.
     """
 
     memory: float = 0.8
-    """Share of the memory's speed, for weights in a decode step and for the optimizer's state: large matrices, read
-    sequentially."""
+    """Share of the memory's speed for weights in a decode step and for the optimizer's state. Both are large matrices
+    that are read sequentially."""
     cache_bytes_per_second: float = 0.74e12
     """Keys and values per second that the attention kernel processes on a chip, unless its memory is slower. This is
     not a share, because instructions limit the kernel: a block of 1,024 keys takes about 1,400 bundles (cycles), which
     is 1.31 TB/s at 1.75 GHz. For the same reason an 8-bit number counts like a 16-bit number. The default is fitted to
     published speeds of an earlier kernel."""
     prefill: float = 0.25
-    """Share of a chip's FLOP/s in a prefill. Fitted; the published times to first tokens alone give 14 to 28 %."""
+    """Share of a chip's FLOP/s in a prefill. It is fitted; published times to first tokens alone give 14 to 28 %."""
     products: float = 0.5
     """Share of a chip's FLOP/s in the learner's programs, recomputation included."""
     links: float = 0.8
@@ -86,7 +87,7 @@ class Rates:
     allreduce_seconds: float = 2e-6
     """The minimum time of one all-reduce: two hops of a microsecond each (the same chapter)."""
     host: float = 1.0
-    """The host's time for a launch of an engine, as a multiple of the time that planning/costs.py computes."""
+    """The host's time for a launch of an engine, as a multiple of the time that tpu_grpo/planning/costs.py computes."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ class Generation:
     libtpu_args: tuple[str, ...] = OVERLAP_COLLECTIVES
     """The default LIBTPU_INIT_ARGS."""
     libtpu_description: Mapping[str, str] = field(default_factory=dict)
-    """Options for libtpu's description of a slice (planning/slices.py), so that it has the same devices as jax."""
+    """Options with which libtpu's description of a slice has the same devices as jax (tpu_grpo/planning/slices.py)."""
     rates: Rates = Rates()
     devices_per_chip: int = 1
 

@@ -3,12 +3,12 @@
 # Python of a fresh TPU VM is older than ours.
 #
 #   ~/.tpu_grpo/code/            the checkout, with .venv; runs are started in it
-#   ~/.tpu_grpo/jobs/<id>/       log, command, config.yaml; pid, keeper; exit_code once it ended
-#   ~/.tpu_grpo/job              the newest of them
+#   ~/.tpu_grpo/jobs/<id>/       log, command, config.yaml, pid, keeper; exit_code once the run has ended
+#   ~/.tpu_grpo/job              a link to the newest directory in jobs/
 #   ~/.tpu_grpo/jax_cache/       compiled programs
 #   ~/.tpu_grpo/secrets.sh       only between the copy and the start of a run
 #
-# Answers are lines "@key value"; anything else is for people.
+# A command answers with lines "@key value"; all other output is for people.
 set -uo pipefail
 root=$HOME/.tpu_grpo
 code=$root/code
@@ -20,10 +20,10 @@ die() {
     exit 1
 }
 
-# A process is known by its number and its start time: numbers are given again, also after a reboot. Z: it ended.
+# A process is identified by its id and start time, because ids are used again, also after a reboot. Z: it has ended.
 start_time() { sed 's/.*) //' "/proc/$1/stat" 2>/dev/null | awk '$1 != "Z" {print $20}'; }
 
-# alive FILE: whether the process that it names still is
+# alive FILE: whether the process that the file names still exists
 alive() {
     local pid started
     [ -e "$1" ] && read -r pid started <"$1" && [ "$(start_time "$pid")" = "$started" ]
@@ -38,7 +38,7 @@ state() {
     fi
 }
 
-# unpack REVISION: the archive replaces the files of the one before; what runs left in the checkout stays
+# unpack REVISION: the archive replaces the files of the previous archive; what runs left in the checkout stays
 unpack() {
     [ "$(state)" != running ] || die "a run is going on; stop it before its code is replaced"
     mkdir -p "$code"
@@ -50,7 +50,8 @@ unpack() {
     rm -f "$root/code.tar.gz"
 }
 
-# install REQUIREMENT...: Python and everything the checkout pins, with uv; these; then the user's script, if there is one
+# install REQUIREMENT...: installs Python, all that the checkout pins, and the requirements with uv; then runs the
+# user's setup script, if there is one
 install() {
     cd "$code" || die "no code here; run setup first"
     local uv=(uv)
@@ -141,7 +142,7 @@ stop() {
     status
 }
 
-# filesystem DIRECTORY: what holds it, or will
+# filesystem DIRECTORY: the type of the file system that holds the directory, or will hold it
 filesystem() {
     local at=$1
     while [ ! -e "$at" ]; do at=$(dirname "$at"); done

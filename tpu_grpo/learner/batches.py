@@ -62,7 +62,7 @@ class Batches:
     def compared(self, batch: TrainBatch) -> dict[str, PerToken]:
         """Compute the log-probabilities that the loss needs in addition to the engine's, by field name in `TrainBatch`.
 
-        With algorithm.old_policy=trainer these are the policy's ``old_logps``, with a KL penalty ``reference_logps``.
+        These are ``old_logps`` with algorithm.old_policy=trainer, and ``reference_logps`` with a KL penalty.
         """
         return jax.block_until_ready(self._compared(replace(batch, rows=jax.tree.map(self._put, batch.rows))))
 
@@ -78,7 +78,8 @@ class Batches:
         return self._logprobs(self._policy, jax.tree.map(self._put, batch.rows))
 
     def _compared(self, batch: TrainBatch) -> dict[str, PerToken]:
-        """Return ``old_logps`` and ``reference_logps`` if the loss needs them, from the batch if it has them."""
+        """Return ``old_logps`` and ``reference_logps`` if the loss needs them. Those that the batch already holds are
+        not computed again."""
         found, known = {}, batch.reference_logps
         if (reference := self._reference) is not None:
             rerouted = batch.rows._replace(experts=None)

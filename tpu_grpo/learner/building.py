@@ -1,5 +1,5 @@
-"""Builds the parts of a learner. Parts that are built from a model of arrays train it. Parts of an abstract model,
-which has ``jax.ShapeDtypeStruct`` in place of arrays, only compile the programs.
+"""Builds the parts of a learner. Parts built from a model of arrays train this model. Parts built from an abstract
+model, which has ``jax.ShapeDtypeStruct`` in place of arrays, only compile the programs.
 
 parts = build_parts(config, LearnerInputs(model=model, reference=None, mesh=mesh))
 parts.lower_gradients().compile().memory_analysis()
@@ -29,8 +29,8 @@ from tpu_grpo.records.errors import ConfigError
 SMALL_MODEL_PARAMETERS, SMALL_PASS_TOKENS = 4 * 2**20, 192
 """On CPUs, unless the config sets their size, micro-batches of a model of at most SMALL_MODEL_PARAMETERS have at most
 SMALL_PASS_TOKENS per device. A pass then takes less than 32 MiB of temporary memory, gradients included, which glibc
-keeps for the next pass. glibc returns larger memory to the kernel, which clears the pages before the next use: a fifth
-of an update's time."""
+keeps for the next pass. glibc returns larger memory to the kernel, which clears the pages before the next use; this
+takes a fifth of an update's time."""
 
 
 @dataclass(frozen=True)
@@ -38,15 +38,16 @@ class LearnerInputs:
     """The models and the mesh that a learner trains with."""
 
     model: nnx.Module
-    """The policy, on ``mesh``; updated in place. The learner casts the parameters to ``model.dtype``; trained
-    parameters may have a wider type before. If the model has adapters, only these are trained. Otherwise the layers of
+    """The policy, on ``mesh``; updated in place. The learner casts the parameters to ``model.dtype``; before that,
+    trained parameters may have a wider type. If the model has adapters, only these are trained. Otherwise the layers of
     ``model.train_layers`` are trained, or the whole model if that setting is unset."""
     reference: nnx.Module | None
     """The initial policy, needed if ``algorithm.beta`` > 0. It may be ``model`` itself."""
     mesh: Mesh
     """The trainer's mesh, with the axes fsdp and tp."""
     carried: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """With rollout.carry, arrays of the shapes in which checkpoints hold unfinished groups (run/carrying.py)."""
+    """With rollout.carry, arrays of the shapes in which checkpoints hold unfinished groups; see
+    tpu_grpo/run/carrying.py."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ continue on another base model.
 model_params holds the parameters that the model computes with; optimizer_state holds the count of updates, the
 optimizer's moments, and the parameters' precision beyond ``model.dtype``. Some runs also save entropy_state (the
 adapted coefficient of the entropy bonus), reference_params (the KL penalty's reference, if the run resets it) or
-carried_groups (run/carrying.py).
+carried_groups (tpu_grpo/run/carrying.py).
 
 A background thread saves a step into a directory with a temporary name, which is renamed when complete. If the process
 is killed, the previous checkpoint stays the newest, and the next start removes the unfinished one.
@@ -67,7 +67,7 @@ _NUMBER = re.compile(r"os_error_code='(\d+)'")
 
 
 class Unsound(Exception):
-    """A checkpoint that is damaged, or belongs to another model or optimizer; the text says which."""
+    """A checkpoint that is damaged, or belongs to another model or optimizer; the message says which."""
 
 
 class _SavedState(NamedTuple):
@@ -190,8 +190,9 @@ class Checkpoints:
     def restore(self, updater: Updater, *, resume: Resume) -> int:
         """Load the newest sound checkpoint and return its step; 0 if there is none.
 
-        Raises CheckpointError if there are checkpoints but none can be read back, or with ``require`` if there are
-        none. With ``never``, existing checkpoints are ignored here, and make the first save raise CheckpointError.
+        Raises CheckpointError if there are checkpoints but none can be read back, or if there are none and ``resume``
+        is ``require``. With ``never``, this method ignores existing checkpoints, but the first save then raises
+        CheckpointError.
         """
         self._starts_over = resume == "never"
         steps = [] if self._starts_over else self._saved_steps()
@@ -263,7 +264,7 @@ class Checkpoints:
         return steps
 
     def save(self, step: int, updater: Updater, *, best: int | None = None) -> None:
-        """Start saving a step, unless it is saved already. Returns when the arrays are copied, and may be changed.
+        """Start saving a step, unless it is saved already. Returns once the arrays are copied and may change.
 
         Older checkpoints are deleted, except the newest ``keep`` and that of the step ``best``.
         """

@@ -9,7 +9,7 @@ for step in range(learner.restored_step + 1, config.run.max_steps + 1):
 learner.close()
 
 A rollout becomes one `Signal`, which holds the advantages and marks the completions that count. The signal becomes
-packed rows, the rows become micro-batches, and the micro-batches one update or several.
+packed rows, the rows become micro-batches, and the micro-batches make one update or several.
 """
 
 import math
@@ -82,8 +82,8 @@ class FailedUpdate:
 class SkippedUpdates:
     """Counts consecutive skipped updates, and raises an error if no further update may be skipped.
 
-    The function ``keep``, if set, writes the first of these updates to a file, and returns the file's path. Every host
-    calls it.
+    The function ``keep``, if set, writes the first of consecutive skipped updates to a file, and returns the file's
+    path. Every host calls it.
     """
 
     def __init__(self, section: UpdateSection):
@@ -97,7 +97,7 @@ class SkippedUpdates:
 
     def add(self, failed: FailedUpdate) -> str:
         """Skip an update, and return a note about it. Raises NonFiniteError if updates may not be skipped, or if too
-        many consecutive updates were."""
+        many consecutive updates were skipped."""
         if not self._in_a_row:
             self._kept_in = self.keep(failed) if self.keep else None
         self._in_a_row += 1
@@ -157,7 +157,8 @@ class Learner:
         return build_parts(config, inputs)
 
     def share(self, names: Collection[str]) -> None:
-        """Name the parameters whose arrays the sampler also uses; an update donates the buffers of all others."""
+        """Name the parameters whose arrays the sampler also uses; an update donates the buffers of all other
+        parameters."""
         self._updater.share(names)
 
     def update(self, scored: ScoredRollout) -> UpdateResult:
@@ -197,7 +198,7 @@ class Learner:
     ) -> Iterator[tuple[MeasuredUpdate, Sequence[TrainBatch]]]:
         """Make the step's updates; yields the measurements of each update with its micro-batches."""
         every = self._config.logging.histograms_every
-        due = every > 0 and signal.step % every == 0  # of the step's first update
+        due = every > 0 and signal.step % every == 0  # whether to make histograms of the step's first update
         for number, batches in enumerate(self._updates(signal)):
             yield self._update(batches, histograms=due and number == 0), batches
 
@@ -307,7 +308,8 @@ class Learner:
     def _placed(
         self, signals: Sequence[tuple[Signal, Mapping[str, Float[np.ndarray, "B T"]]]]
     ) -> list[list[TrainBatch]]:
-        """Put the rows of an iteration's updates on the devices. A signal comes with known log-probabilities, or {}."""
+        """Put the rows of an iteration's updates on the devices. Each signal comes with the log-probabilities
+        that are already known, by name; with {} if none are."""
         section, shape, updates = self._config.algorithm, self._parts.shape, list[list[TrainBatch]]()
         aggregation = self._parts.settings.algorithm.aggregation
         for signal, known in signals:
@@ -369,7 +371,8 @@ class DescribedLearner(Learner):
         """Do nothing: sampler and trainer share no arrays."""
 
     def update(self, scored: ScoredRollout) -> UpdateResult:
-        """Wait for the trainer's update; notes and histograms stay on its hosts. Raises the errors of `read_signal`."""
+        """Wait for the update on the trainer's hosts, where notes and histograms stay. Raises the
+        errors of `read_signal`."""
         started, signal = time.perf_counter(), read_signal(scored, self._config, self._parts.settings.algorithm)
         metrics = self._told(METRICS, {}, dict[str, float])
         return UpdateResult(metrics, signal.advantages_B, time.perf_counter() - started)

@@ -87,12 +87,12 @@ class TrainBatch:
     """The log-probabilities that the engine sampled with, float32 [R, S]."""
     old_logps: Any = None
     """The old policy's log-probabilities, the denominator of the ratio, float32 [R, S]. In host memory this is None
-    unless they were computed before."""
+    unless these log-probabilities were computed before."""
     importance: Any = None
     """Multiplies the algorithm's token losses, float32 [R, S]; None stands for 1."""
     reference_logps: Any = None
-    """The reference's log-probabilities, for the KL penalty, float32 [R, S]. None without a penalty, and in host memory
-    unless they were computed before."""
+    """The reference's log-probabilities, for the KL penalty, float32 [R, S]. None without a penalty. In host
+    memory this is also None unless these log-probabilities were computed before."""
     older: Any = None
     """Which tokens were sampled by older weights, bool [R, S]; None unless completions are carried over."""
 

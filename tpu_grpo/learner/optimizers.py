@@ -35,7 +35,8 @@ def _adamw(section: OptimizerSection, params: Params, *, eps: float = 1e-8) -> o
 
 
 def _lion(section: OptimizerSection, params: Params) -> optax.GradientTransformation:
-    """Lion (Chen et al. 2023, arXiv 2302.06675): the sign of a momentum. The paper advises a third of AdamW's rate."""
+    """Lion (Chen et al. 2023, arXiv 2302.06675) steps by the sign of a momentum. The paper advises a third of
+    AdamW's learning rate."""
     return optax.scale_by_lion(b1=section.b1, b2=section.b2)
 
 
@@ -87,7 +88,7 @@ def build_optimizer(config: RunConfig, params: Params) -> optax.GradientTransfor
     """Build a run's optimizer for these parameters, arrays or their descriptions.
 
     Raises ConfigError for an unknown name, options that the optimizer does not take, a rule that applies to no
-    parameter, or a warm-up or a decay that leaves no update for the rest of the schedule.
+    parameter, or a schedule that `learning_rate_schedule` refuses.
     """
     section, schedule = config.optimizer, learning_rate_schedule(config)
     decays, rates = rule_values(section, params)
@@ -113,8 +114,8 @@ def learning_rate_schedule(config: RunConfig) -> optax.Schedule:
         wsd               stays p, and falls linearly to 0 over the last D updates (warm-up, stable, decay)
 
     For example, linear with N = 4 and W = 2 gives 0, p/2, p, p/2. ``optimizer.schedule_steps`` sets an N that is larger
-    than the run's number of updates. Raises ConfigError if N is smaller than that number, or if W (for wsd W + D)
-    leaves no update at the peak, except for constant.
+    than the run's number of updates. Raises ConfigError if N is smaller than this number, if N <= W with a schedule
+    other than constant, or if N <= W + D with wsd.
     """
     section = config.optimizer
     peak, warmup, decay = section.learning_rate, section.warmup_steps, section.decay_steps

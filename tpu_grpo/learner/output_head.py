@@ -48,7 +48,8 @@ from tpu_grpo.models.thresholds import largest
 CHUNK_BYTES = 256 * 2**20
 """The most bytes that the float32 logits of a chunk take on a device."""
 _TILE = 16
-"""The rows in a tile of a bfloat16 matrix on a TPU. If a group needs several larger chunks, C is a multiple of it."""
+"""The rows in a tile of a bfloat16 matrix on a TPU. If a group needs several chunks and this many tokens fit into a
+chunk, C is a multiple of it."""
 
 
 @struct.dataclass(frozen=True)
@@ -234,7 +235,7 @@ def _logits_gradient(
 def _left_out(
     z_Nv: Float[Array, "N v"], at_target_Nv: Bool[Array, "N v"], thresholds_N: Sequence[Float[Array, " N"]]
 ) -> Bool[Array, "N v"]:
-    """Mark the tokens that were no candidates for the target: those with z at or below a threshold of the target."""
+    """Mark the tokens that the target was not drawn from: all but the target whose z is at or below a threshold."""
     left_out_Nv = jnp.zeros_like(at_target_Nv)
     for threshold_N in thresholds_N:
         left_out_Nv |= z_Nv <= threshold_N[:, None]

@@ -6,10 +6,10 @@ prompt and the tokens after it, share a row:
     token_ids       [p0 p1 c0 c1 c2 | p0 c0 c1 | 0  0 ]
     segments        [ 1  1  1  1  1 |  2  2  2 | 0  0 ]     0 marks padding; no token attends to another segment
     positions       [ 0  1  2  3  4 |  0  1  2 | 0  0 ]
-    mask            [ 0  0  1  1  1 |  0  1  1 | 0  0 ]     1 for sampled tokens, 0 for an environment's
+    mask            [ 0  0  1  1  1 |  0  1  1 | 0  0 ]     1 for sampled tokens, 0 for an environment's tokens
     rollout_logps   [ 0  0 l0 l1 l2 |  0 l0 l1 | 0  0 ]
 
-A completion is one sequence; a conversation is one sequence per branch (see records/episode.py). In this example the
+A completion is one sequence; a conversation is one sequence per branch (see tpu_grpo/records/episode.py). Here the
 policy's first turn is thinking t and an answer a, its second turn is b, and the environment replies o after each turn.
 Before the second turn the chat template drops t, so that a new branch begins. Its prompt q is the conversation so far
 without t:
@@ -56,7 +56,7 @@ class TrainSequence:
     experts: Integer[np.ndarray, "S layers k"] | None
     """The experts that the engine used for the S tokens that it computed; None if they were not recorded."""
     experts_beyond: int
-    """The number of tokens left out at the end of the branch; ``experts`` may include theirs."""
+    """The number of tokens left out at the end of the branch; ``experts`` may include these tokens' experts."""
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.token_ids)
@@ -95,7 +95,7 @@ def check_sequences(
 
 
 def never_began(completion: Completion) -> bool:
-    """Whether a conversation has no turn, because its environment failed before the first."""
+    """Whether a conversation has no turn, because its environment failed before the first turn."""
     return completion.episode is not None and completion.episode.failure is not None and not completion.episode.turns
 
 
@@ -321,7 +321,7 @@ class RowShape:
     carries: bool = False
     """Whether some tokens may have been sampled by older weights."""
     count_empty: bool = False
-    """Whether means over completions and prompts also count those without a token in the loss."""
+    """Whether means over completions and prompts also count ones that have no token in the loss."""
 
     def empty(self, rows: int) -> TrainBatch:
         """Make rows without sequences, in host memory."""

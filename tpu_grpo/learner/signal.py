@@ -63,7 +63,7 @@ class Signal:
         return tuple(advantage + values for advantage, values in zip(self.advantages_B, self.added, strict=True))
 
     def mini_batches(self, size: int, seed: int, iteration: int) -> Iterator[tuple["Signal", list[int]]]:
-        """Shuffle the prompts, and yield mini-batches of ``size`` prompts: their signal, and the indices of their rows.
+        """Shuffle the prompts, and yield for each mini-batch of ``size`` prompts its signal and its rows' indices.
 
         Every iteration over a step draws a new order from run.seed, step and iteration, the same on every host, and
         cuts it into mini-batches of equal size (PPO, Schulman et al. 2017, arXiv 1707.06347, algorithm 1). ``size``
@@ -95,7 +95,7 @@ class Signal:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Return the share of informative groups and, with algorithm.truncated=mask, that of masked completions."""
+        """Return the share of informative groups and, with algorithm.truncated=mask, of masked completions."""
         masked = {} if self.masked_B is None else {"completions/masked_fraction": float(self.masked_B.mean())}
         return {"groups/informative_fraction": float(self.informative_P.mean()), **masked}
 
@@ -104,11 +104,11 @@ def read_signal(scored: ScoredRollout, config: RunConfig, algorithm: RunAlgorith
     """Make the signal of a rollout of any number of prompts.
 
     A group is informative if at least one of its completions counts, and either its rewards differ or a sampled token
-    has a term other than 0. The rewards are the totals. If the advantages request single rewards (see `ON_REQUEST` in
-    algorithms/algorithm.py), they are instead each reward with a weight other than 0.
+    has a term other than 0. The rewards compared are the totals. If the advantages request single rewards (see
+    `ON_REQUEST` in tpu_grpo/algorithms/algorithm.py), each reward with a weight other than 0 is compared instead.
 
-    Groups without a scored row do not enter the advantages, for example standard deviations over the step. With
-    algorithm.drop_uninformative, neither do uninformative groups. A row without a score has the advantage 0.
+    Groups without a scored row are left out when advantages are computed, for example from standard deviations over the
+    step. With algorithm.drop_uninformative, so are uninformative groups. A row without a score has the advantage 0.
 
     Raises:
         RewardError: for missing rewards, or rewards that the advantages cannot take.
@@ -197,8 +197,8 @@ def group_advantages(
     prompt.
 
     ``known`` holds further arguments that advantages may request, by their names in `ON_REQUEST` of
-    algorithms/algorithm.py. The algorithm gets the groups marked in ``taken_P``, or all if it is None. The advantages
-    of other groups are 0.
+    tpu_grpo/algorithms/algorithm.py. The algorithm gets the groups marked in ``taken_P``, or all if it is None. The
+    advantages of other groups are 0.
 
     Raises:
         RewardError: for a count that is not a multiple of the group size, a reward that is not finite, or a reward that

@@ -12,9 +12,9 @@ The parameters exist once or twice:
     bfloat16        bfloat16            compact           the model's own parameters, plus 8 residual bits of each
 
 Three compiled programs accumulate gradients, measure their sum, and step. Hosts fetch nothing between micro-batches
-(passes), so that devices never wait. After the last one, hosts fetch whether loss and gradient norm are finite, and
-skip the step if not. All hosts decide alike, because they have the same sums. Choosing between old and new values on
-the devices would cost memory and time.
+(passes), so that devices never wait. After the last micro-batch, hosts fetch whether loss and gradient norm are
+finite, and skip the step if they are not. All hosts decide alike, because they have the same sums. Choosing between old
+and new values on the devices would cost memory and time.
 """
 
 import math
@@ -138,8 +138,8 @@ class Updater:
         return (self._join if self._functions.residual else self._functions.joined)(self.trained, self.state.kept)
 
     def share(self, names: Collection[str]) -> None:
-        """Name the parameters whose arrays the sampler also uses; an update donates the buffers of all others. Before
-        the first call, updates donate the buffer of no parameter."""
+        """Name the parameters whose arrays the sampler also uses; an update donates the buffers of all other
+        parameters. Before the first call, updates donate the buffer of no parameter."""
         self._shared = frozenset(names)
 
     def accumulate(self, batch: TrainBatch) -> LossSums:
@@ -206,7 +206,7 @@ class Updater:
         return held, sums._replace(gradients=read), free, self.state, reused
 
     def _initial(self, stepped: Values) -> tuple[UpdateState, Any]:
-        """Make the state before the first update, and its shardings; of described parameters, describe the state."""
+        """Make the state before the first update, and its shardings; if parameters are described, so is the state."""
         functions, whole = self._functions, self._settings.everywhere
         shapes = jax.eval_shape(functions.first_state, stepped)
         shardings: Any = UpdateState(
@@ -364,9 +364,9 @@ def update_metrics(updates: Sequence[MeasuredUpdate]) -> dict[str, float]:
 
     The first update starts from the parameters that the engine sampled with.
 
-    The loss is the mean over updates of each update's loss; entropy, KL, clips and ratio are means over tokens; the
-    gradient norm is the mean over updates of each update's norm before clipping; the rate is the last update's, and
-    ``step_kept`` is the smallest of all updates. All leave out skipped updates, unless every update was skipped.
+    Loss, and gradient norm before clipping, are means over the updates. Entropy, KL, clip fraction and ratio are means
+    over tokens. The learning rate is that of the last update, and ``step_kept`` is the smallest of all updates. These
+    metrics leave out skipped updates, unless every update was skipped.
     """
     made = [update for update in updates if update.record.finite] or list(updates)
     micro, records = [sums for update in made for sums in update.sums], [update.record for update in made]

@@ -1,4 +1,4 @@
-"""Reads and verifies a Hugging Face checkpoint directory; tunix_model.py loads it.
+"""Reads and verifies a Hugging Face checkpoint directory; tpu_grpo/models/tunix_model.py loads it.
 
     checkpoint = read_checkpoint(Path("Qwen3-0.6B"))     # verifies everything; reads headers only, needs no jax
     check_mesh(checkpoint, fsdp=4, tp=2)                 # needs no jax either
@@ -53,7 +53,7 @@ class Checkpoint:
     family: Family
     config: DecoderConfig
     tensors: Mapping[str, "StoredTensor"]
-    """The stored tensors by name, fused ones split into their parts; empty after `abstract_checkpoint`."""
+    """The stored tensors by name; fused tensors are split into their parts. Empty after `abstract_checkpoint`."""
 
     @property
     def has_experts(self) -> bool:

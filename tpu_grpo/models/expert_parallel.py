@@ -8,10 +8,10 @@ the average number of rows. Here the buffer has twice the average. Copies that d
     buffer of 4 rows, a device receives from device 0: a a a b, from device 1: c d
     round 0    a a a b        round 1    c d - -
 
-All devices do as many rounds as the one with most copies, usually one. No token is dropped, whatever the router does.
-A round's rows are sorted by expert, for the grouped products (megablox) of jax, whose tiles are chosen by shape. The
-backward pass sends the inputs again with the gradients, and computes the experts again, so that nothing of the size of
-the buffer is kept between the passes.
+All devices do as many rounds as the device with most copies needs, usually one. No token is dropped, whatever the
+router does. A round's rows are sorted by expert for jax's grouped matrix products (megablox); `tiles_of` chooses their
+tiles by shape. The backward pass sends the inputs again with the gradients, and computes the experts again, so that
+nothing of the size of the buffer is kept between the passes.
 
 Suffixes: T tokens of a device, k experts per token, A = T*k copies, C rows of the buffer, N devices, E experts, e
 experts of a device, D width, F hidden width of an expert.
@@ -55,7 +55,7 @@ def mixture(
 ) -> Float[Array, "T D"]:
     """Return the sum of the outputs of each token's experts, weighted by their shares; call it inside a shard_map.
 
-    The experts are spread over the devices of ``axis`` in order. If it is None, the device has all experts.
+    The experts are spread over the devices of ``axis`` in order. If ``axis`` is None, the device has all experts.
     """
     copies = Copies.of(chosen_Tk, len(weights.gate), axis)
     sorted_AD = copies.sort(x_TD)
@@ -72,9 +72,9 @@ def mixture(
 def _backward(
     axis: str | None, kept: tuple[Array, Array, Array, Weights], gradients_TD: Array
 ) -> tuple[Array, Array, np.ndarray, Weights]:
-    """Return the gradients. The gradient of a share is <g, y>, with g the gradient of the sum, y the expert's output.
+    """Return the gradients. A share's gradient is <g, y>: g is the gradient of the sum, y the expert's output.
 
-    Outputs are not kept. The expert's device computes <share g, y>, and sends it back beside the input's gradient.
+    Outputs are not kept. The expert's device computes <share g, y>, and sends it back with the input's gradient.
     """
     x_TD, shares_Tk, chosen_Tk, weights = kept
     copies = Copies.of(chosen_Tk, len(weights.gate), axis)
@@ -111,8 +111,8 @@ class Round(NamedTuple):
     """What one device sends and receives in one round."""
 
     sent: tuple[Array, Array, Array, Array]
-    """Arguments of the all-to-all to the experts: first row, number of rows and first row at the receiver, by receiver,
-    and number of rows by sender."""
+    """Arguments of the all-to-all to the experts: for each receiver the first row, the number of rows and the first row
+    at the receiver; for each sender the number of rows."""
     returned: tuple[Array, Array, Array, Array]
     """Arguments of the all-to-all back to the tokens."""
     by_expert: Int[Array, " C"]
@@ -260,7 +260,8 @@ def _product(
 def tiles_of(dtype: Any) -> Callable[[int, int, int], tuple[int, int, int]]:
     """Return the function that chooses the tiles of a product of m rows, k summed numbers and n columns.
 
-    A side is the largest multiple of 128 up to TILE_BYTES that divides the matrix, or the matrix itself if it is small.
+    A side of k or n is the largest multiple of 128, up to TILE_BYTES, that divides k or n. If there is none, the side
+    is k or n itself, but at most TILE_BYTES.
     """
     most = TILE_BYTES // np.dtype(dtype).itemsize
 

@@ -93,7 +93,8 @@ def write_tensors(
     """Write all tensors of a model in one dtype, and an index if there are several files.
 
     Args:
-        directory: where to write; None on a host that only calls ``read``, because leaves are sharded over hosts.
+        directory: where to write; None on a host that writes no files; ``read`` is called there, too, because leaves
+            are sharded over hosts.
         checkpoint: gives the model's family and config. Its tensors are not read.
         read: called once for every leaf, in the same order on every host.
         dtype: float32 or bfloat16.

@@ -115,7 +115,7 @@ def _attention(
 
 
 def _frequencies(size: int, theta: float, scaling: dict | None) -> list[float]:
-    """Return the rotary frequency of each pair of dimensions in radians per position; scaling lowers the low ones."""
+    """Return the rotary frequency (radians per position) of each pair of dimensions; scaling lowers low frequencies."""
     frequencies = [theta ** (-2 * i / size) for i in range(size // 2)]
     if scaling is None:
         return frequencies

@@ -2,7 +2,7 @@
 
 Float32 numbers are mapped to integers in the same order, their ranks, so that a range of thresholds can be divided
 evenly. One pass over a row tries 15 thresholds and narrows the range to a 16th. (XLA for TPUs would take a minute to
-compile a sort.) The engine's filters (engine/sampling.py) and the trainer's learner/output_head.py use this module.
+compile a sort.) The filters in tpu_grpo/engine/sampling.py and tpu_grpo/learner/output_head.py use this module.
 
 Array suffixes: B rows, V vocabulary, N thresholds that one pass tries.
 """
@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 TRIALS = 15
 """How many ranks one pass over the vocabulary tries. A pass narrows the range to a 16th, so that eight passes find one
-rank of 2^32. XLA for TPUs computes the 15 sums in one fusion, in less than twice the time of one sum."""
+of 2^32 ranks. XLA for TPUs computes the 15 sums in one fusion, in less than twice the time of one sum."""
 DENORMALS = 0x7FFFFF
 """The number of positive float32 numbers below the smallest normal one."""
 LARGEST_RANK = 0x7F800000 - DENORMALS
@@ -32,7 +32,7 @@ def largest(
     total: Callable[[Array], Array] = lambda value: value,
     maximum: Callable[[Array], Array] = lambda value: value,
 ) -> Float[Array, " B"]:
-    """Find a threshold per row that the ``count_B`` largest logits exceed, and others only if they equal one of these.
+    """Find a threshold per row. The ``count_B`` largest logits exceed it, and so do logits that equal one of these.
 
     The threshold is halfway between the lowest logit above it and the highest below. A logit recomputed with other
     rounding then falls on the same side. If no logit is below, the threshold is minus infinity. For [3 1 2] and count 2
@@ -61,7 +61,7 @@ def largest(
     lowest_B = -maximum(jnp.max(jnp.where(kept_BV, -logits_BV, -jnp.inf), axis=-1))
     highest_B = maximum(jnp.max(jnp.where(kept_BV, -jnp.inf, logits_BV), axis=-1))
     halfway_B = 0.5 * lowest_B + 0.5 * highest_B
-    return jnp.where(halfway_B < lowest_B, halfway_B, highest_B)  # halfway rounds up if they are adjacent
+    return jnp.where(halfway_B < lowest_B, halfway_B, highest_B)  # halfway may be rounded up to the lowest
 
 
 def ranks(numbers: Float[Array, "*shape"]) -> Int[Array, "*shape"]:

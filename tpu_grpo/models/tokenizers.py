@@ -45,7 +45,7 @@ ASSISTANT = _MARKERS[-1]
 _RESERVED = tuple(f"<|reserved_{i}|>" for i in range(3))  # for 256 + 8 tokens, which 2, 4 or 8 devices can split
 _FOR_TOOLS = ("<|im_start|>tool", "<|call|>", "<|end_call|>")  # replace the reserved tokens: still 256 + 8
 
-# A marker opens each message. Only the assistant's gets an end token, because the model has to learn to write it.
+# A marker opens each message. Only an assistant message gets an end token, because the model has to learn to write it.
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{% if message['role'] not in ['system', 'user', 'assistant'] %}"

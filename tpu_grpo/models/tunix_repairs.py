@@ -17,18 +17,19 @@ the log-probabilities need. The repair casts the logits of ``Llama3``.
 
 **Experts on TPUs.** ``MoELayer`` computes on as many rows as could arrive on a device in the worst case, and in tiles
 of 128. It also gathers over an axis ``tp`` of one device, and libtpu 0.0.42.1 aborts when it compiles this gather. The
-repair keeps the layer's router and shardings, and replaces the rest by models/expert_parallel.py.
+repair keeps the layer's router and shardings, and replaces the rest by tpu_grpo/models/expert_parallel.py.
 
-**Flash attention.** Tunix has none for ``Llama3`` and ``Gemma``; that of ``Qwen2`` and ``Qwen3`` computes all earlier
-blocks of a packed row. Where a config sets ``use_flash_attention``, the repair makes all four models use
-`trainer_attention.flash_attention`, in calls without a cache and with more than one token.
+**Flash attention.** Tunix has none for ``Llama3`` and ``Gemma``. In ``Qwen2`` and ``Qwen3``, it computes all earlier
+blocks of a packed row, even those of other sequences. Where a config sets ``use_flash_attention``, the repair makes all
+four models use `trainer_attention.flash_attention`, in calls without a cache and with more than one token.
 
 **Gemma's windows.** ``_create_sliding_mask`` compares the keys' indices in the row with the queries' positions. Rows of
 prompts are padded on the left, and positions do not count padding. With P tokens of padding, a query's window therefore
 begins P tokens too early, and a window of at most P tokens ends before the query itself.
 
 **Gemma's settings.** Tunix always uses a rotary base of 10,000 and an epsilon of 1e-6 in norms, and multiplies scores
-by ``head_dim ** -0.5``. Checkpoints may differ: the 27B divides scores by sqrt(144), with heads of 128.
+by ``head_dim ** -0.5``. Checkpoints may differ: the 27B model divides scores by sqrt(144), although its
+heads have a width of 128.
 
 **Gemma in bfloat16.** Tunix computes norms, scores, soft caps, softmax and logits in the dtype of the parameters.
 In bfloat16, scores up to 50 are then rounded to steps of 0.25. The published model computes norms and
@@ -158,7 +159,7 @@ def _float32_logits(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def has_ragged_exchange(mesh: Mesh) -> bool:
-    """Whether XLA has the ragged all-to-all that spreads experts; without it, on CPUs, Tunix computes every expert."""
+    """Whether XLA has the ragged all-to-all that spreads experts. CPUs lack it; there Tunix computes every expert."""
     return not mesh.empty and mesh.devices.flat[0].platform != "cpu"
 
 

@@ -8,7 +8,7 @@
 
 A class needs ``on_step`` or ``on_evaluation``; other methods are optional. If one of these two returns True, the run
 saves a checkpoint after the current step and ends, as after Ctrl-C, so that it can be continued. Functions that are
-passed to `tpu_grpo.train` are called like these methods.
+passed to `tpu_grpo.train` get the arguments of these methods.
 """
 
 import inspect
@@ -60,7 +60,7 @@ class Callback:
     def _try(self, where: str, call: Callable[..., Any], *given: Any) -> Any:
         try:
             return call(*given)
-        except Exception as error:  # users' code: anything can come
+        except Exception as error:  # users' code may raise anything
             raise CallbackError(
                 f"callback {self.name} failed in {where}, got {type(error).__name__}: {error}; mend it or leave it out"
             ) from error

@@ -62,7 +62,8 @@ class Chart:
     is_wide: bool = False
     """Whether it takes the whole width of the page."""
     is_cut: bool = False
-    """Whether the value axis ends below unusual values, such as the seconds of a step that compiles; a stack's does."""
+    """Whether the value axis ends below unusual values, such as the seconds of a step that compiles. A stack's axis
+    always does."""
     is_named: bool = False
     """Whether there is a legend even for a single line."""
 

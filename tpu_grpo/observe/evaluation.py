@@ -74,7 +74,7 @@ FinalAnswer = Callable[[str, re.Pattern[str] | None], str | None]
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over problems with its 95 % interval; low and high are NaN if a single problem gives no interval."""
+    """A mean over problems with its 95 % interval; low and high are NaN for one problem whose value is not 0 or 1."""
 
     value: float
     low: float
@@ -267,7 +267,7 @@ class EvaluationLog:
 
     ``evaluation.jsonl`` has a line per evaluation; a run that continues appends to it. ``best.json`` names the step
     with the highest value of ``best``, a mode/reward. ``start_step`` is the number of completed steps. Evaluations
-    after later steps are dropped; if ``start_step`` is 0, all evaluations are.
+    after later steps are dropped; if ``start_step`` is 0, all are dropped.
     """
 
     def __init__(self, run_dir: Path, start_step: int, best: str, hosts: Hosts):

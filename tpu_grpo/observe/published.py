@@ -89,8 +89,8 @@ class Published(Section):
         return fmean(values) if values and lines[-1]["step"] >= last else None
 
     def sentences(self, lines: Lines, config: Mapping[str, Any], step: int | None = None) -> list[str]:
-        """Compare the run with all points, or those that end at ``step``, a sentence each. If the run is outside every
-        range at the last of these points, another sentence says which settings or metrics to look at first."""
+        """Compare the run with all points, or those that end at ``step``, in one sentence each. If the run is outside
+        every range at the last of these points, another sentence says which settings or metrics to look at first."""
         owns = [(point, self.own(point, lines)) for point in self.points if step in (None, point.steps[1])]
         known = [(point, own) for point, own in owns if own is not None]
         said = [

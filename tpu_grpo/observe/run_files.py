@@ -33,8 +33,8 @@ METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 """Holds a line per completion of every step whose samples were logged (``logging.samples_every``)."""
 EPISODES_DIR = "episodes"
-"""Holds the requests of agents and what they said of their episodes, a file per step and host; a continued run reads
-the episodes of the steps that it repeats from these files."""
+"""Holds agents' requests and the results that agents reported, in a file per step and host. When a continued
+run repeats a step, it takes the episodes from these files."""
 HISTORY_FILE = "history.jsonl"
 """Holds a line per step with the indices of its training prompts, and results of each prompt's group."""
 WANDB_DIR = "wandb"

@@ -60,8 +60,9 @@ def tokens_digest(completions: Sequence[Completion]) -> str:
 
     The hashed bytes are, for each row in order, the number of its tokens as a little-endian int64 and then its token
     ids as little-endian int32. The lengths keep ``[1 2] [3]`` apart from ``[1] [2 3]``. After the tokens of a
-    conversation, the prompts of its branches (records/episode.py) are hashed in the same way. These prompts hold the
-    environment's ``reset``, and its answers where the chat template rewrites earlier turns.
+    conversation, the prompts of its branches (tpu_grpo/records/episode.py) are hashed in the same way. These
+    prompts hold the text of the environment's ``reset``, and its answers where the chat template rewrites earlier
+    turns.
     """
     digest = hashlib.sha256()
     for completion in completions:

@@ -25,7 +25,7 @@ Stage = Literal["rollout", "logprobs", "update", "sync"]
 GRADIENTS, OPTIMIZER_STEP = "gradients of a micro-batch", "optimizer step"
 """The names of the programs of an update."""
 TRAIN_STEP = "Tunix's train step"
-"""The name of the single program that replaces both with Tunix's learner."""
+"""The name of the single program that Tunix's learner has in place of these two programs."""
 FAST_COMPILE_OPTIONS: Mapping[str, Any] = {"exec_time_optimization_effort": -1.0, "memory_fitting_effort": -1.0}
 """Compiler options that cut compile time to a third; the reported temporary memory is a little larger."""
 
@@ -124,7 +124,7 @@ def compiled_figures(lowered: jax.stages.Lowered, options: Mapping[str, Any]) ->
 
 
 def refused_bytes(message: str) -> float | None:
-    """Parse a compiler error: the bytes that the program, or a single array, would use; None for other errors.
+    """Return the bytes that, by a compiler's error, a program or a single array would use; None for other errors.
 
     libtpu 0.0.42 has two messages about whole programs. Both figures include the arguments, although the second
     message speaks of temporaries.

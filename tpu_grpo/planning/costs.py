@@ -10,8 +10,8 @@ The FLOPs of a learner's pass are computed, too, because the compiler counts the
 all. Per token, with N parameters used in the layers, V in the head, and S tokens of context (half for flash attention):
 
     forward pass   2 N + 4 heads head_dim S per layer, and 2 V for each completion token
-    update         layers: 3 times the forward pass, 4 times with remat; head: 4 times, because its logits are
-                   recomputed; with adapters, one time less for both
+    update         the layers cost 3 forward passes, 4 with remat; the head costs 4, because its logits are
+                   recomputed; with adapters, both cost one forward pass less
 
 Published speeds of decoding come from sglang-jax's cookbook (Qwen3-8B and Qwen3-32B on v6e-4, tensor 4, prompts of
 1,024 to 8,192 tokens, completions of 1,024, 16 to 256 rows in a batch) and its pull request 194. They were measured
@@ -34,7 +34,7 @@ from tpu_grpo.models.checkpoint import Checkpoint
 LAUNCH_SECONDS, ARRAY_SECONDS, ROW_SECONDS, TOKEN_SECONDS = 0.5e-3, 0.75e-6, 6e-6, 2e-6
 """Host time of a launch of an engine: fixed, per array and device of the engine, per row to schedule, and per token to
 collect. The first three are fitted within 14 % to one-step launches of this package's engines, which take 0.97 to
-4.3 ms; the last to launches of 1 to 32 steps for 64 rows, which take 1.4 to 2.3 us per token."""
+4.3 ms; the last is fitted to launches of 1 to 32 steps for 64 rows, which take 1.4 to 2.3 us per token."""
 STEP_INPUTS = 7
 """Arrays that a launch of decode steps takes besides weights and cache: rows, limits, and five for attention."""
 FILL = 0.95
@@ -239,8 +239,8 @@ class TrainerSizes:
     context: float
     """The mean number of tokens that a token attends to."""
     row_tokens: int
-    """The tokens of a row with the longest prompt and completion, padded to whole attention blocks; multiplied by the
-    number of devices that compute the same rows."""
+    """The tokens of a row with the longest prompt and completion, padded to whole attention blocks, times the number
+    of devices that compute the same rows."""
     pass_tokens: int
     """The tokens of a micro-batch on all devices together."""
     gathered_bytes: float

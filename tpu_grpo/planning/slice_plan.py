@@ -28,7 +28,7 @@ from tpu_grpo.run.parts import open_run_algorithm, with_routing_replay
 FEW_LAYERS = (2, 4)
 """The numbers of layers of the two models that a fast plan compiles."""
 PUBLISHED = SHIPPED_CONFIGS / "models"
-"""A directory per published model, by name, with its config.json."""
+"""This directory has a folder for each published model, named after the model, with its config.json."""
 NO_STOP = (0,)
 """A placeholder for the stop token, because there is no tokenizer; no shape depends on it."""
 MOST_TRIED = 8
@@ -207,7 +207,7 @@ def suggest(plan: Plan, say: Callable[[str], None]) -> Suggestion | None:
 
 
 def _changes(plan: Plan) -> Iterator[tuple[str, object]]:
-    """Yield (setting, value) that reduce the memory of the largest stage, those that cost the least speed first."""
+    """Yield pairs (setting, value) that reduce the memory of the largest stage, ordered by the speed that they cost."""
     stage, narrower = plan.worst.stage, [("meshes.trainer.tp", 1)] if (plan.config.meshes.trainer.tp or 1) > 1 else []
     if stage == "rollout":
         yield from (*_rollout_changes(plan), *narrower)

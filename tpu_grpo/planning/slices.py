@@ -52,7 +52,7 @@ class Target:
         """Make ``jax.devices()`` return these devices.
 
         Tunix's models decide by the first of ``jax.devices()`` whether to use shardings, and kernels choose their block
-        sizes by it. jax itself does not call that function.
+        sizes by this device. jax itself does not call that function.
         """
         import jax
 
@@ -140,7 +140,7 @@ def with_rates(target: Target, path: Path) -> Target:
 
 
 def replica_devices(target: Target, tensor: int) -> tuple[Any, ...]:
-    """Return devices to compile one replica's programs for: all of the slice, or the first of a smaller slice.
+    """Return devices to compile one replica's programs for: the whole slice, or the first devices of a smaller slice.
 
     libtpu compiles for a part of a slice only if the part has the lowest device numbers. So a replica that is smaller
     than the slice gets devices of the smallest slice that has enough devices.

@@ -1,14 +1,14 @@
 """Adds up a plan's memory: the bytes on a device in each stage of a step.
 
     rollout     parameters, optimizer, reference, sampler weights, cache, and the work of decode or prefill
-    logprobs    as rollout, without what ``rollout.release_during_update`` frees, with the work of a forward pass
-    update      as logprobs, with the work of a micro-batch (accumulated gradients included) or of the optimizer's step,
-                which makes new parameters while the sampler still shares the old ones
-    sync        everything, and the work of the largest group of the weight sync
+    logprobs    as in rollout, but without what ``rollout.release_during_update`` frees; the work of a forward pass
+    update      as in logprobs, but with the work of a micro-batch (accumulated gradients included) or of the
+                optimizer's step, which makes new parameters while the sampler still shares the old ones
+    sync        all of the arrays except a released cache, and the work of the largest group of the weight sync
 
-With meshes.layout=split, a stage uses either the trainer's or the sampler's devices; the sync counts those that hold
-more bytes. The bytes that stay on a device between programs follow from the shardings of the run's arrays
-(`resident_bytes`). The work of a program is the memory that the compiler reports.
+With meshes.layout=split, a stage uses either the trainer's or the sampler's devices; the sync counts the
+devices that hold more bytes. The bytes that stay on a device between programs follow from the shardings of the run's
+arrays (`resident_bytes`). The work of a program is the memory that the compiler reports.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

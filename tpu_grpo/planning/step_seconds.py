@@ -6,7 +6,7 @@
     update     forward and backward passes, and the optimizer's step
     sync       moving the changed weights, through links and memory
 
-costs.py has the seconds of one step of an engine and of one micro-batch.
+tpu_grpo/planning/costs.py has the seconds of one step of an engine and of one micro-batch.
 """
 
 import heapq
@@ -39,7 +39,7 @@ CARRIED_STEPS = 6
 
 
 def assumptions(mean_new_tokens: float | None, rates: Rates) -> list[str]:
-    """Describe the assumptions behind a plan's seconds, and if a mean length is given, those about lengths."""
+    """Describe a plan's assumptions about seconds and, if a mean length is given, its assumptions about lengths."""
     times = "" if rates.host == 1.0 else f", {rates.host:.2g} times as long as elsewhere"
     assumed = [
         f"of a chip's products {rates.products:.0%} are reached by the learner and {rates.prefill:.0%} by prefills, of "
@@ -58,7 +58,7 @@ def assumptions(mean_new_tokens: float | None, rates: Rates) -> list[str]:
 def completion_lengths(count: int, *, mean: float, longest: int) -> list[int]:
     """Return ``count`` lengths with this mean, up to rounding, in a fixed shuffled order.
 
-    They are min(longest, m exp(SPREAD z)) at the quantiles z of a standard normal distribution; bisection finds m.
+    The lengths are min(longest, m exp(SPREAD z)) at quantiles z of a standard normal distribution; bisection finds m.
 
         completion_lengths(4, mean=25.0, longest=40)     # [33, 9, 18, 40]
     """
@@ -98,7 +98,7 @@ class RolloutWork:
 
 
 def carried_work(config: RunConfig, *, mean: float, longest: int) -> list[RolloutWork]:
-    """Simulate steps with rollout.carry (engine/cutting.py), and return the work of the last CARRIED_STEPS steps.
+    """Simulate steps with rollout.carry (tpu_grpo/engine/cutting.py); return the work of the last CARRIED_STEPS steps.
 
     Lengths are drawn from the distribution of `completion_lengths`; half of the variance of their logarithm comes from
     the prompt.
@@ -355,8 +355,8 @@ class StepWork:
         return replace(self, config=config, hosts=hosts)
 
     def planned(self, mean_new_tokens: float | None = None) -> dict[str, float]:
-        """Return the seconds to compare with a run's own: rollout, update, sync, and a decode step of full engines in
-        the middle of completions."""
+        """Return the seconds to compare with those of a run: rollout, update, sync, and a decode step of full engines
+        in the middle of completions."""
         step, config = self.step(mean_new_tokens), self.config
         rows = min(self.rungs[-1], max(max(engines) for engines in self.hosts))
         tokens = config.data.max_prompt_tokens + (mean_new_tokens or config.rollout.max_new_tokens) / 2
@@ -401,9 +401,9 @@ class StepWork:
         return max(found, key=lambda seconds: sum(seconds.values()))
 
     def _passes(self, stage: str, program: str, tokens: float, repeats: int, prompts: int | None = None) -> StageTime:
-        """Return the seconds of ``repeats`` passes over the rows of ``prompts`` prompts; if None, of the whole step.
+        """Return the seconds of ``repeats`` passes over the rows of ``prompts`` prompts (None: of the whole step).
 
-        ``tokens`` is the number of tokens in their completions.
+        ``tokens`` is the number of tokens in the completions of these rows.
         """
         config = self.config
         rows = config.batch_rows if prompts is None else prompts * config.algorithm.group_size

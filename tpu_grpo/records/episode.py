@@ -73,7 +73,7 @@ class Failure:
     trace: str = ""
     """The text of the traceback, if there is one."""
     reward: float | None = None
-    """The conversation's reward, in place of all rewards; with None, its total is its group's mean."""
+    """The conversation's reward, in place of all rewards; if None, the conversation's total is its group's mean."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,8 @@ class KeptEnvironment:
     source: str
     """The environment's class, as path.py:Class or package.module:Class."""
     state: bytes
-    """The pickled attributes, and reasons for missing ones; only workers may unpickle them (workers/attributes.py)."""
+    """The pickled attributes, and reasons for missing ones. Only workers may unpickle them: see
+    tpu_grpo/workers/attributes.py."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Frozen records: one that each stage passes to the next, and those between the rollout and its engine.
+"""Frozen records: the one that each stage passes to the next, and the two between the rollout stage and its engine.
 
 Array suffixes used throughout the package: P prompts of a step, G completions per prompt, B = P*G rows, T tokens,
 V vocabulary. Row ``p * G + g`` is completion ``g`` of prompt ``p``.
@@ -20,7 +20,7 @@ from tpu_grpo.records.episode import Episode
 Conversation = Sequence[Mapping[str, Any]]
 """Messages, each with role, content, and other keys that chat templates know, such as tool_calls."""
 FinishReason = Literal["stop", "length", "cut"]
-"""Why a completion ended; cut if it has not, and a later step continues it (engine/cutting.py)."""
+"""Why a completion ended; cut if it has not ended and a later step continues it (tpu_grpo/engine/cutting.py)."""
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ class Figure:
     value: int | float
     merge: Literal["sum", "mean", "max"]
     count: int = 1
-    """The number of values that a mean was taken of."""
+    """The number of values over which a mean was taken."""
 
     def merged(self, other: "Figure") -> "Figure":
         """Merge two figures: a mean of 2 over 1 value and one of 5 over 2 values make a mean of 4 over 3."""

@@ -1,6 +1,6 @@
 """Scores the completions of a rollout: calls the rewards, sums their weighted values, and shares the results.
 
-To write a reward, read protocol.py; the shipped rewards are in shipped/.
+To write a reward, read tpu_grpo/rewards/protocol.py; the shipped rewards are in tpu_grpo/rewards/shipped/.
 """
 
 from tpu_grpo.rewards.asking import OpenReward

@@ -54,9 +54,9 @@ class OpenReward:
 
     @property
     def may_start_early(self) -> bool:
-        """Return the config's ``early``, or else whether the reward can start during the rollout without slowing it.
+        """Return the config's ``early`` if set, else whether the reward can start in the rollout without slowing it.
 
-        A function of one row does not depend on the other rows of a call, and neither do the shipped rewards. A reward
+        Functions of one row and shipped rewards can, because no row depends on the other rows of a call. But a reward
         in the main process competes with the engine for Python's interpreter lock. So in the main process, only shipped
         rewards that are known to be quick start early.
         """
@@ -348,7 +348,7 @@ class Groups:
         self.served.add_done_callback(lambda _: [follower.end() for follower in self.followers])
 
     def ask(self, group: Group, table: Table, gate: RewardResult | None = None) -> None:
-        """Queue the rows of a group, or only the rows with a gate value above 0.
+        """Queue the rows of a group; if the reward has a gate, only the rows that the gate scored above 0.
 
         For a synchronous function of one row, the group is split into a batch per worker: with two workers, rows 0 to 4
         become ``[[0, 1, 2], [3, 4]]``. For any other function the group is a single batch.
@@ -387,7 +387,8 @@ class Groups:
         )
 
     def _take(self, key: tuple[Group, int], answer: Answer) -> None:
-        """Store a batch's answer. The last one completes the group; a problem raises sooner if ``on_error`` is stop."""
+        """Store a batch's answer. A group's last answer completes the group; with ``on_error: stop``, a problem raises
+        RewardError before that."""
         group, number = key
         asked, spec = self._open[group], self.reward.spec
         asked.answers[number] = answer

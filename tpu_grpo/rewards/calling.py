@@ -140,7 +140,7 @@ class Answer:
     """For a per-token reward, each row's numbers, see `check_token_values`; empty for any other reward."""
 
     def fits(self, batch: RewardBatch) -> bool:
-        """Whether sizes, row numbers and values are possible for this batch; workers/messages.py checks the types."""
+        """Whether sizes, row numbers and values fit this batch; tpu_grpo/workers/messages.py checks the types."""
         rows = (*(p.row for p in self.problems), *(p.failing_row for p in self.problems))
         numbers = [*self.values, *(value for values in self.logged.values() for value in values)]
         lengths = [len(ids) for ids in batch.columns.get("completion_ids", ())] if self.of_tokens else []
@@ -228,7 +228,7 @@ class Caller:
         return Answer(numbers, problems, logged, of_tokens)
 
     def _lengths(self, batch: RewardBatch) -> list[int]:
-        """Return each completion's number of tokens for a per-token reward, otherwise a 1 for each."""
+        """Return each completion's number of tokens for a per-token reward; for other rewards, 1 per completion."""
         return [len(ids) for ids in batch.columns["completion_ids"]] if self._call.per_token else [1] * batch.size
 
     def _call_for_row(self, batch: RewardBatch, logged: dict[str, list[float]], row: int, end: float) -> Any:
@@ -354,7 +354,7 @@ Checked = tuple[list[float], list[TokenValues], list[Problem]]
 
 
 def check_values(values: Any, lengths: Sequence[int]) -> Checked:
-    """Convert a reward's result to a number per completion; only the number of ``lengths`` matters here."""
+    """Convert a reward's result to a number per completion; of ``lengths``, only the number of elements matters."""
     if problem := _miscounted(values, len(lengths), "of one number"):
         return [math.nan] * len(lengths), [], [problem]
     numbers, problems = [], []

@@ -24,7 +24,8 @@ class Told:
     """The message that a host sends to the other hosts about its rows."""
 
     columns: list[list[float]]
-    """Lists with a value per row: the total, 1 if unscored, each reward's value. JSON keeps floats exact, also NaN."""
+    """Lists with a value per row: the totals, then 1 for unscored rows and 0 for others, then each reward's values.
+    JSON keeps floats exact, including NaN."""
     witness: dict[str, list[float | str] | None]
     """Name of a compared reward -> its values for the rows of the witness on this host; None if it had a problem."""
     figures: dict[str, Figure]

@@ -56,7 +56,7 @@ class Executor(ABC):
         """
         if (feed := self._feed) is not None:
             feed.cancel()
-            if self._busy.acquire(timeout=_CLOSE_SECONDS):  # time to notice, and to end busy workers
+            if self._busy.acquire(timeout=_CLOSE_SECONDS):  # gives ``serve`` time to end busy workers
                 self._busy.release()
         self._end()
 
@@ -71,7 +71,7 @@ class Executor(ABC):
 
 
 class CalledReward:
-    """A reward as a `Service` (workers/messages.py); each worker answers one batch at a time."""
+    """A reward as a `Service` (tpu_grpo/workers/messages.py); each worker answers one batch at a time."""
 
     mode: Mode = "in turn"
     start = "set up"
@@ -210,7 +210,7 @@ class WorkerPool(Executor):
 
 
 class ThreadExecutor(Executor):
-    """Runs a cheap reward on a thread of the main process. A call that misses its deadline is late, but continues."""
+    """Runs a cheap reward on a thread of the main process. A call that misses its deadline is late, but goes on."""
 
     def __init__(self, call: Call, target: Any):
         super().__init__()

@@ -68,7 +68,7 @@ class Feed:
         expected: about how many batches will come, which limits how many workers are started.
         answered: is called with the key of each batch and its answer, on the thread that runs ``serve``.
         joins: whether waiting batches may be joined into one task, for async functions that await all rows together.
-        weight: how much of a call a batch counts towards ``recycle``, the calls after which a worker is replaced.
+        weight: the share of a call that a batch counts towards ``recycle``, the calls after which a worker is replaced.
     """
 
     def __init__(

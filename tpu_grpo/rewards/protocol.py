@@ -22,7 +22,7 @@ A function of one row is marked, or recognised by its parameters (``form_of`` in
     def short(completion, limit=20):
         return 1.0 if len(completion) <= limit else 0.0
 
-A function that returns a number per token, to be added to the token's advantage, is marked and takes completion_ids:
+To add a number to the advantage of each token, mark a function that takes completion_ids and returns these numbers:
 
     @per_token
     @per_sample
@@ -110,7 +110,7 @@ class TrainerState:
     """The attributes of TRL's trainer that rewards written for TRL read."""
 
     global_step: int
-    """The training step whose completions are scored, from 1; in an evaluation the last training step, or 0."""
+    """The training step whose completions are scored, from 1; in an evaluation the last training step (or 0)."""
     max_steps: int
     """``run.max_steps``."""
 

@@ -95,7 +95,7 @@ def load_reward(spec: RewardSpec, columns: Collection[str], max_steps: int = 0) 
         _check_filled(spec, constructor, list(options), ())
     arguments = tuple(n for n, shown in offered.items() if shown not in call_options and form.takes(shown))
     secrets = spec.secrets
-    if spec.name == "judge":  # its key need not be listed in secrets, too
+    if spec.name == "judge":  # the variable of its API key need not be listed in secrets
         secrets += (str(options.get("api_key_variable", "OPENAI_API_KEY")),)
     call = Call(
         name=spec.shown,

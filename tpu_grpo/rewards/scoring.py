@@ -49,9 +49,9 @@ UNSCORED = "rewards/unscored"
 def open_rewards(specs: Sequence[RewardSpec], columns: Collection[str], max_steps: int = 0) -> "RewardSet":
     """Load every reward of the config, for data with these columns and a run of this many steps.
 
-    Processes start when they are first needed, so a run can use rewards that were opened for a check, and adapts them
-    to its data with `RewardSet.for_columns`. Raises RewardError for a reward that cannot be loaded, two rewards of the
-    same name in the metrics, or a missing gate.
+    Processes start when they are first needed. So a run can use rewards that were opened for a check, after it has
+    adapted them to its data with `RewardSet.for_columns`. Raises RewardError for a reward that cannot be loaded, two
+    rewards of the same name in the metrics, or a missing gate.
     """
     try:
         check_rewards(specs)
@@ -95,14 +95,14 @@ class RewardSet:
         return any("environments" in reward.call.extras for reward in self.rewards)
 
     def for_columns(self, columns: Collection[str]) -> "RewardSet":
-        """Return the same rewards, in the same processes, for data with other columns; raises like open_rewards."""
+        """Return these rewards, in the same processes, for data with other columns. Raises the errors of open_rewards."""
         return RewardSet(tuple(replace(r, call=load_reward(r.spec, columns, r.call.max_steps)) for r in self.rewards))
 
     def repeatable_values(self, rollout: Rollout, names: Collection[str]) -> dict[str, list[Any] | None]:
         """Call the rewards ``names``, and return their values for all rows, for comparison between hosts.
 
-        A row to which a reward does not apply has NaN. A per-token reward has texts, see `RewardResult.comparable`. A
-        reward that had a problem has None, because a timeout may occur on one host only. Raises like ``score``.
+        The value is NaN where a reward does not apply, and a text for a per-token reward (`RewardResult.comparable`). A
+        reward that had a problem has None, as a timeout may occur on one host only. Raises the errors of ``score``.
         """
         if not names:
             return {}
@@ -127,7 +127,7 @@ class RewardSet:
     def score_and_explain(
         self, rollout: Rollout, numbers: Sequence[int] | None = None
     ) -> tuple[Scores, dict[str, RewardResult]]:
-        """Return the scores, and the result of each reward with its failures; raises like ``score``.
+        """Return the scores, and the result of each reward with its failures. Raises the errors of ``score``.
 
         ``numbers`` are the row numbers for failures, if the rollout is part of a larger one.
         """
@@ -204,7 +204,7 @@ class Scoring:
         """
         for groups in self.early.values():
             if groups.served.done():
-                groups.served.result()  # raises: only an error ends it this early
+                groups.served.result()  # raises the error: nothing else ends serving this early
         if not self.early or (rollout, prompt) in self._known:
             return
         self._known.add((rollout, prompt))
@@ -218,7 +218,7 @@ class Scoring:
             groups.ask((rollout, prompt), table)
 
     def finish(self, rollouts: Sequence[Rollout], prompts: Sequence[int] | None = None) -> list[Scores]:
-        """Return the scores of each rollout, for all prompts or only for ``prompts``; raises like ``RewardSet.score``.
+        """Return each rollout's scores, for all prompts or for ``prompts``. Raises the errors of ``RewardSet.score``.
 
         The scores' ``seconds`` do not include the time before this call.
         """

@@ -3,7 +3,7 @@
     carry = Carry(config, stream, learner.carried)      # empty, or as of the checkpoint that was restored
     carry.begin(draw.next(step, carry.room))            # until P (1 + rollout.carry) groups are open
     sampled = sampler.carry_on(step, carry.groups, ...)
-    rollout = carry.take(step, sampled, tokenizer)      # the first P whole groups, oldest first
+    rollout = carry.take(step, sampled, tokenizer)      # the first P complete groups, oldest first
     carry.end(used=P)                                   # the tokens of open groups are one step older now
 
 A checkpoint holds the groups as they were after its step, in arrays of one size for all steps: C groups of G
@@ -54,7 +54,7 @@ class Carry:
         return [number for number, group in enumerate(self.groups) if step - group.step >= most]
 
     def take(self, step: int, sampled: CarriedGroups, tokenizer: Any) -> Rollout:
-        """Return the first P whole groups of ``sampled`` as the rollout to score; keep its other groups."""
+        """Return the first P complete groups of ``sampled`` as the rollout to score; keep the other groups."""
         wanted = self._config.data.prompts_per_step
         whole = [group for group in sampled.groups if group.is_whole][:wanted]
         taken = {(group.step, group.number) for group in whole}
@@ -76,7 +76,7 @@ class Carry:
     def end(self, used: int) -> dict[str, float]:
         """End a step that used the first ``used`` of the taken groups; later steps take the rest again.
 
-        Returns the tokens sampled per second and the metrics ``carry/*``, with the ages in the used groups.
+        Returns the tokens sampled per second and the metrics ``carry/*``, such as the ages of tokens in used groups.
         """
         learnt = [completion for group in self._taken[:used] for completion in group.completions]
         ages = np.concatenate([ages_of(completion) for completion in learnt])

@@ -448,7 +448,7 @@ def _raised(told: Told) -> TpuGrpoError:
 def check_shared(directory: Path, token: str, hosts: Hosts, seconds: float) -> None:
     """Check that every host sees, in its ``directory``, the lock with this token, which host 0 has just taken.
 
-    A file system may take ``seconds`` to show the lock.
+    Hosts look for up to ``seconds``, because a file system may show the lock late.
 
     Raises:
         ConfigError: on every host; names the hosts that see another directory.

@@ -29,7 +29,7 @@ BOUNDS = {"float32": 1e-3, "bfloat16": 0.2}
 """For each model.dtype, the largest mean difference of log-probabilities that rounding can cause. We measured 1e-6 to
 2e-5 in float32 and 0.005 to 0.1 in bfloat16, the most in models with experts, where rounding can change routing."""
 CACHE_BOUNDS = {"auto": 0.0, "int8": 0.2, "fp8": 0.5}
-"""For each rollout.kv_dtype, the least value of the bound. We measured 0.02 to 0.05 with int8 and 0.006 to 0.19 with
+"""For each rollout.kv_dtype, a lower limit of that bound. We measured 0.02 to 0.05 with int8 and 0.006 to 0.19 with
 fp8, the most in random models with large weights."""
 
 
@@ -131,7 +131,7 @@ class SyncedEngines:
 
         Every call counts as a step, so that a row draws different random numbers in every call.
         """
-        del config  # the settings of the run apply instead
+        del config  # the run's settings apply instead of Tunix's
         encoded = [tuple(self._tokenizer.encode(prompt, add_special_tokens=False)) for prompt in prompts]
         sampling, seed, step = sampling_params(self._config), self._config.run.seed, next(self._calls)
         requests = [Request(ids, sampling, SampleKey(seed, step, row, TEXTS_SAMPLE)) for row, ids in enumerate(encoded)]

@@ -4,7 +4,7 @@
     hosts.agree_all(model_fingerprints(directory))    # for a built-in model, after it was trained
     changed_settings(before, config)                  # "optimizer.learning_rate: 1e-06 -> 0.0001"
 
-config/setting_names.py says how a change of each setting affects results.
+tpu_grpo/config/setting_names.py says how a change of each setting affects results.
 """
 
 import glob

@@ -98,7 +98,7 @@ def open_held_out(
 ) -> HeldOutInputs | None:
     """Open the held-out prompts and their rewards; None if the config has none. Raises as `open_inputs` does.
 
-    ``rewards`` are the rewards of the held-out prompts, and ``of_run`` the run's; each is None if not open yet.
+    ``rewards`` are the rewards of the held-out prompts, and ``of_run`` the run's; each is None if it is not open yet.
     """
     prompts = open_evaluation_prompts(config.evaluation, config.data, tokenizer, tools_of(environments))
     if prompts is None:

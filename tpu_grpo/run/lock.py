@@ -192,7 +192,7 @@ class RunLock:
 
 
 def holder(directory: Path, *, guess: bool = False) -> Owner | None:
-    """Return the process that holds a directory; None if there is none, or if being sure would take time.
+    """Return the process that holds a directory; None if no process does, or if finding out takes time.
 
     With ``guess``, a process on another machine counts as alive if its last heartbeat is younger than SILENT_SECONDS.
     """
@@ -253,7 +253,7 @@ def _is_held(file: int, kind: int) -> bool | None:
 
 
 def _lives(owner: Owner, held: bool | None) -> bool | None:
-    """Return whether the owner lives, by its lock or process id; None if neither can tell (another machine)."""
+    """Return whether the owner lives, by its lock or process id; None if neither can tell, as for another machine."""
     if held:
         return True
     if held is False and owner.boot == _here()[0]:

@@ -277,7 +277,7 @@ def open_environments(
 ) -> Environments | None:
     """Open the environments of a run; None if the run has none.
 
-    ``judges`` are the rewards. If one reads attributes of environments, environments are kept after conversations.
+    ``judges`` are the rewards. If a reward reads attributes of environments, these are kept after conversations.
 
     Raises:
         RewardError: if a reward needs environments, and the run has none.
@@ -304,7 +304,8 @@ def stop_ids(config: RunConfig, tokenizer: PreTrainedTokenizerFast, directory: P
     """Return the ids that end a completion or a turn of the run's policy, ascending.
 
     They are the end tokens of the model's tokenizer, config.json and generation_config.json in ``directory``. For
-    conversations, the tokens with which the chat template ends a turn are added: a base model's end token differs.
+    conversations, the tokens with which the chat template ends a turn are added; the end token of a base model is
+    another one.
 
     Raises:
         CheckpointError: for a broken file of the model.

@@ -2,7 +2,8 @@
 
     prompts -> rollout -> rewards -> update -> weight sync, and again
 
-Every stage is a call on a part that ``run/parts.py`` built; stages exchange the records of ``records/stages.py``.
+Every stage is a call on a part that tpu_grpo/run/parts.py built. Stages exchange the records of
+tpu_grpo/records/stages.py.
 """
 
 from collections.abc import Iterator, Sequence
@@ -65,7 +66,7 @@ def train(
 
     Args:
         config: the run.
-        hosts: the connected hosts of the run, whose settings have been compared (run/fingerprints.py).
+        hosts: the connected hosts of the run, whose settings have been compared (tpu_grpo/run/fingerprints.py).
         watch: is given the name of each stage, for messages when another host is lost.
         stop: once a stop is requested, the run ends after the current step at the latest, with a checkpoint.
         inputs: the run's inputs, if they are open already.
@@ -221,7 +222,7 @@ class Run:
             return self._scored(name, rollout, scoring)
 
     def _carried_rollout(self, step: int, carry: Carry) -> ScoredRollout:
-        """Sample open groups until a step's groups are whole, and score these; all other groups stay open."""
+        """Sample open groups until a step's groups are complete, and score these; all other groups stay open."""
         parts, stage, name = self.parts, self.watch.stage, f"step {step}"
         carry.begin(self.draw.next(step, carry.room))
         with stage(f"rollout of {name}"), self._may_be_abandoned(together=True):

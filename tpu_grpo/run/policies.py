@@ -39,7 +39,7 @@ def choose(config: RunConfig, which: str) -> Chosen:
     """Find the weights that ``which`` names: initial, latest, best, a step of the run, or the directory of a step.
 
     Raises:
-        ConfigError: for anything else.
+        ConfigError: if ``which`` is none of these.
         CheckpointError: if the run has no such checkpoint.
     """
     directory = config.run_dir / CHECKPOINTS_DIR
@@ -106,7 +106,7 @@ def exported_values(config: RunConfig, model: nnx.Module, chosen: Chosen, host: 
 
 
 def load_inputs(config: RunConfig, checkpoint: Checkpoint, meshes: Meshes) -> LearnerInputs:
-    """Load the policy, and the reference if there is one, onto the trainer's devices; abstract on the other hosts."""
+    """Load the policy, and the reference if there is one, onto the trainer's devices; other hosts get abstract ones."""
     base = load_model(
         checkpoint,
         meshes.trainer,

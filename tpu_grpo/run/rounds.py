@@ -4,14 +4,15 @@
     rounds.add(scored, informative_P)       # repeated until rounds.enough, at most as often as the config allows
     groups = rounds.groups()
 
-A group, the completions of one prompt, is informative if its rewards differ (learner/signal.py). For P = 2 wanted
-groups and rounds of three prompts, with + for an informative group:
+A group, the completions of one prompt, is informative if its rewards differ (tpu_grpo/learner/signal.py). For
+P = 2 wanted groups and rounds of three prompts, with + for an informative group:
 
     - + -              too few: another round is sampled
     - + -   + - +      groups 2 and 4 are learnt from; the next step begins with prompt 5
     - + -   - - -      without a third round: group 2, and group 1 with weight 0; all six prompts are used up
 
-Groups are chosen in the order of the prompts, not of finishing. Uninformative groups get weight 0 in the learner.
+Groups are chosen in the order of the prompts, not in the order in which they finish. Uninformative groups get weight 0
+in the learner.
 """
 
 from collections.abc import Sequence

@@ -79,7 +79,7 @@ class Server:
                     self._loop.call_soon_threadsafe(_settle, future, turn)
 
     def stop(self) -> None:
-        """End ``serve`` after the present batch; may be called by a signal's handler."""
+        """End ``serve`` after the current batch; may be called by a signal's handler."""
         self._stopped = True
         if self._taking is not None:
             self._taking.cancel()

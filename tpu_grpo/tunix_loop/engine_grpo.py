@@ -7,8 +7,8 @@ Advantages, loss, gradient accumulation and steps are Tunix's. ``old_policy`` ch
     rollout   the engine's log-probabilities from sampling
     trainer   the trainer's, from a forward pass before the update. The loss of a token is then multiplied by
               min(exp(trainer - engine), importance_cap), which Tunix calls sampler_is_weights.
-    tunix     Tunix's choice: for num_iterations=1 the current policy's (the ratio is 1), else the trainer's as above,
-              but without the factor
+    tunix     Tunix's choice: with num_iterations=1 these are the current policy's, so that the ratio is 1; otherwise
+              they are the trainer's as above, but the loss is not multiplied
 
 The cluster's rollout engine must be a `RolloutAdapter`. Suffixes: B rows, T completion tokens, V vocabulary.
 """

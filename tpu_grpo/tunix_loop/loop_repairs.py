@@ -16,7 +16,7 @@ Here the calling thread does both.
 **Sums of gradients.** optax's ``MultiSteps`` adds gradients in their own type, so that in bfloat16 every sum is
 rounded. Here the sums are float32.
 
-**A restored policy.** Tunix gives it to the engine only after the first update, here before that update.
+**A restored policy.** Tunix gives it to the engine only after the first update. Here the engine gets it before that.
 """
 
 import functools

@@ -86,7 +86,9 @@ class _Feed:
         self._totals: tuple[float, ...] = ()
 
     def start(self, signal: Signal, scored: ScoredRollout) -> None:
-        """Take the rollout whose rows the methods below return. Completions that do not count are marked not sampled.
+        """Take the rollout whose rows the methods below return.
+
+        In a completion that does not count, all tokens are marked as not sampled.
 
         Raises:
             DataError, NonFiniteError: for rows that cannot be learnt from.

@@ -30,7 +30,7 @@ _UNDECLARED: Mapping[str, Any] = {"epsilon_high": float, "epsilon_c": float}
 _OURS: Mapping[str, str] = {"num_generations": "algorithm.group_size", "policy_loss_fn": "algorithm.name"}
 """Options of Tunix that are settings of this package."""
 _HONOURED = {"name", "options", "group_size", "mini_batch_prompts", "micro_batch_prompts", "old_policy", "truncated"}
-"""The settings of the algorithm section that Tunix's learner uses; with old_policy=trainer also importance_cap."""
+"""The algorithm section's settings that Tunix's learner uses; with old_policy=trainer it also uses importance_cap."""
 _BY_TUNIX: Mapping[str, str] = {
     "beta": "beta",
     "iterations": "num_iterations",

@@ -92,8 +92,8 @@ class LeafMove:
     def signature(self) -> tuple[Any, ...]:
         """Everything that the compiled program of this move depends on; moves with equal signatures share a program.
 
-        It has the index ranges that each device holds instead of shardings. After an update, a leaf may have another
-        sharding than when it was loaded, with the same ranges.
+        It has the index ranges that each device holds, and no shardings, because after an update a leaf may have
+        another sharding with the same ranges.
         """
         specs = (*self.source_specs, self.spec)
         return self.transform, self.scale, self.input_axis, *((s.shape, s.dtype, _places(s)) for s in specs)

@@ -7,8 +7,8 @@
 Groups of leaves move one after the other, each by one compiled program whose outputs have the sampler's shardings.
 Nothing passes through a disk or a host's memory, and nothing compiles after the first call. The old leaves of a group
 are freed before its new ones are made, and a group is so small that the temporary memory of its program stays within
-``temporary_bytes`` per device. A sync needs no memory besides this and the parameters. Frozen leaves, which no update
-changes, move only once, in separate groups.
+``temporary_bytes`` per device. A sync needs no memory besides this temporary memory and the parameters. Frozen
+leaves, which no update changes, move only once, in separate groups.
 """
 
 import functools
@@ -39,7 +39,7 @@ U32 = Annotated[int, Field(ge=0, lt=2**32)]
 class CopyCheck:
     """Compares checksums, to check that all copies of a replicated leaf are equal.
 
-    ``leaves`` are arrays by name, all on one mesh; ``whose`` ("trainer" or "sampler") says whose mesh.
+    ``leaves`` are arrays by name, all on the mesh of ``whose``: "trainer" or "sampler".
     """
 
     def __init__(self, whose: str, leaves: Mapping[str, Array]):

@@ -126,7 +126,10 @@ def _compile_in_place(group: Sequence[LeafMove]) -> tuple[Program, int]:
 
 
 def _compile_across(group: Sequence[LeafMove], hosts: Hosts) -> tuple[Program, int]:
-    """Compile the programs of a move between disjoint devices. A host has those of its own devices; a plan has all."""
+    """Compile the programs of a move between disjoint devices.
+
+    One of several hosts compiles only the programs of its own devices; a plan compiles all.
+    """
     trainer, sampler = named_sharding(group[0].source_specs[0]).mesh, named_sharding(group[0].spec).mesh
     unit = gcd(trainer.size, sampler.size)
     own, other = (np.asarray(mesh.devices).reshape(-1, unit) for mesh in (trainer, sampler))

@@ -1,6 +1,6 @@
 """Carries an environment's attributes to rewards, as bytes that only worker processes pickle and unpickle.
 
-Environments and rewards run in different processes. So an environment's attributes are pickled one by one at its end,
+Environments and rewards run in different processes. So when an environment ends, its attributes are pickled one by one,
 and the reward's process rebuilds an object of the environment's class from them. Rewards can then read
 ``environment.counter`` and call methods. Reading an attribute that could not be pickled, such as a connection, raises
 an error with the reason. Other names go to the class's ``__getattr__``, if it has one.
@@ -15,13 +15,13 @@ from tpu_grpo.records.episode import KeptEnvironment
 from tpu_grpo.records.errors import TpuGrpoError
 
 MOST_BYTES = 2**20
-"""A larger attribute is left out."""
+"""The most bytes of an attribute; a larger attribute is left out."""
 MOST_BYTES_TOGETHER = 2**24
-"""The most bytes of all attributes together; further ones are left out."""
+"""The most bytes of all attributes together; further attributes are left out."""
 
 
 def keep(source: str, instance: Any) -> KeptEnvironment:
-    """Pickle an environment's attributes, and the reasons for those left out; ``source`` names the class."""
+    """Pickle an environment's attributes, and why each omitted attribute is left out; ``source`` names the class."""
     attributes: dict[str, bytes] = {}
     left_out: dict[str, str] = {}
     together = 0

@@ -81,7 +81,7 @@ class Channel:
 
     def receive(self) -> list[Any]:
         """Return the messages that have arrived. Raises BrokenChannelError if there are none and the other end is
-        closed, or if it has written something other than a message."""
+        closed, or if the other end has written something other than a message."""
         is_open, messages = self._read(), []
         while len(self._coming) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._coming)
@@ -139,7 +139,7 @@ class WorkerChannel(Channel):
         self._types = types
 
     def send(self, message: Any, descriptor: int | None = None) -> None:
-        """Send as much of a message as the socket accepts, and ``descriptor``, if given, which is closed here."""
+        """Send as much of a message as the socket accepts; ``descriptor``, if given, is sent along and closed here."""
         self._send(pickle.dumps(message), descriptor)
 
     def _message(self, data: bytes) -> tuple[int, Any]:

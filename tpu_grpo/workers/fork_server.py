@@ -56,7 +56,7 @@ def main() -> None:
         if job.service.mode == "alone" and not set_up(channel, job.service):
             return
         inside.adopt_orphans()
-        warnings.filterwarnings("ignore", r"os\.fork\(\) was called")  # jax's warning; its threads are not started here
+        warnings.filterwarnings("ignore", r"os\.fork\(\) was called")  # by jax, whose threads are not started here
         _ForkServer(channel, lifeline, job.service).run()
 
 
@@ -173,7 +173,7 @@ class _ForkServer:
         if has_reaped:
             for pid in {*inside.children()} - self._helpers - {*self._children}:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)  # the orphans of this process are seen once it has ended
+                    os.kill(pid, signal.SIGKILL)  # its own children become ours once it has ended
 
     def _kill_all(self) -> None:
         for pid in self._children:

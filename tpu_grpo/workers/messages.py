@@ -21,7 +21,7 @@ _adapter = cache(TypeAdapter)
 
 
 class Service(Protocol):
-    """The code that workers run for their sessions; it is sent to them as a pickle.
+    """The code that workers run for their sessions. The service is sent to the workers as a pickle.
 
     In ``mode`` "alone" each session (a conversation) has a worker of its own, forked after ``set_up``. In mode "in
     turn" a worker has one session (a batch of a reward) after another. In mode "shared" a worker has many sessions at

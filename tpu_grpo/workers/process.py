@@ -81,7 +81,7 @@ def how_it_ended(code: int) -> str:
 
 
 def check_secrets(secrets: Collection[str], setting: str) -> None:
-    """Check that the environment variables exist that a setting passes to workers. Raises ConfigError."""
+    """Check that the environment variables that a setting passes to workers exist. Raises ConfigError otherwise."""
     if missing := [name for name in secrets if name not in os.environ]:
         raise ConfigError(
             f"{setting} must name variables of the environment, got {missing[0]}, which is not there; set it"

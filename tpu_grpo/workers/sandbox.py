@@ -38,7 +38,7 @@ class Limits:
     """The limits of a program; sizes are in MiB."""
 
     seconds: float = 10.0
-    """The limit on wall-clock time; with tests, for all tests together."""
+    """The limit on wall-clock time; all tests of a program share it."""
     memory_mb: int = 1024
     file_mb: int = 16
 
@@ -132,7 +132,7 @@ def _bubblewrap() -> tuple[str, ...]:
 
 
 def _pythons() -> list[str]:
-    """Return the directories of this Python: its virtual environment, its base, and those along its symbolic links."""
+    """Return the directories of this Python: of the virtual environment, the base, and the executable's links."""
     homes, program = {sys.prefix, sys.base_prefix}, sys.executable
     while os.path.islink(program):
         program = os.path.join(os.path.dirname(program), os.readlink(program))

@@ -1,4 +1,6 @@
-"""The loop of a worker: it sets up users' code (unless its server did), and answers requests, here of session 7.
+"""The loop of a worker, which sets up users' code (unless its fork server did) and answers requests.
+
+An example with session 7:
 
 main process                            worker
                                 <-      Ready or SetupFailed

@@ -74,7 +74,7 @@ class LastingStream(io.TextIOBase):
         return getattr(self._stream, name)
 
     def writable(self) -> bool:
-        """Return True: it can always be written to."""
+        """Return True: the stream can always be written to."""
         return True
 
     def isatty(self) -> bool:

@@ -29,9 +29,9 @@ from tpu_grpo.workers.messages import Exited, Finish, Fork, Job, Ready, Service,
 from tpu_grpo.workers.process import WorkerProcess
 
 START_SECONDS = 120.0
-"""The limit for setting up users' code, from when a session waits for the set-up. No other limit runs meanwhile."""
+"""The limit for setting up users' code, counted from when a session begins to wait. No other limit runs meanwhile."""
 FORK_SECONDS = 120.0
-"""The limit for forking a session's own worker and workers requested earlier. Then the request's own limit starts."""
+"""The limit for forking a session's worker, which may wait for earlier forks. Then the request's own limit starts."""
 _MOST_FAILURES = 3
 """When this many processes in a row end before they are ready, the set-up is considered broken."""
 _GRACE_SECONDS = 2.0
@@ -214,8 +214,8 @@ class Supervisor:
         return bool(keys)
 
     def advance(self, seconds: float) -> None:
-        """Read the messages that arrive within ``seconds``, send waiting ones, and enforce the deadlines; raises like
-        ``hear``.
+        """Read the messages that arrive within ``seconds``, send waiting messages, and enforce deadlines.
+        Raises the errors of ``hear``.
 
         Call ``hear(0.0)`` before, so that messages which arrived in time are read before deadlines are enforced.
         """
@@ -308,8 +308,9 @@ class Crew:
             self._add_worker()
 
     def begin(self, session: Session, worker: Worker | None = None, weight: float = 1.0) -> None:
-        """Begin a session in ``worker``. If that is None, mode "alone" uses a new worker, other modes the worker with
-        the fewest sessions. ``weight`` is added to ``worker.begun``. Raises OSError at the limit on open files."""
+        """Begin a session in ``worker``. If ``worker`` is None, mode "alone" uses a new worker; other modes use the
+        worker with the fewest sessions. ``weight`` is added to ``worker.begun``. Raises OSError if too many files are
+        open."""
         if worker is None and self.service.mode == "alone":
             worker = self._add_worker()
         elif worker is None:

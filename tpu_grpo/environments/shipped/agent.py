@@ -4,9 +4,9 @@ The program gets one line of JSON on its standard input:
 
     {"session": "s17", "base_url": "http://127.0.0.1:41717/s17/v1", "api_key": "...", "task": {the row's columns}}
 
-The variables OPENAI_BASE_URL and OPENAI_API_KEY are set, too, so that OpenAI's clients need no arguments. The reward is
-what the program posts to /reward (at base_url without /v1), or else its last line: a number, or {"reward": 0.5}. The
-program must exit with code 0.
+The variables OPENAI_BASE_URL and OPENAI_API_KEY are set, too, so that OpenAI's clients need no arguments. The program
+posts its reward to /reward (at base_url without /v1), or else writes it as its last line: a number or {"reward": 0.5}.
+The program must exit with code 0.
 
 A lasting agent is one program that plays all episodes of a worker process concurrently. It gets a line for every
 episode, and writes {"session": "s17", "reward": 0.5} or {"session": "s17", "error": "..."} when the episode is over.
@@ -42,7 +42,7 @@ class Agent:
     """Runs the agent of one episode.
 
     Args:
-        command: the program and its arguments, as a list, or as one text that is split as a shell does.
+        command: the program and its arguments, as a list, or as one text that is split as in a shell.
         lasting: whether one program plays all episodes of a worker process.
         variables: more environment variables for the program.
     """
@@ -111,7 +111,7 @@ class Agent:
     async def _play(self, line: str) -> float:
         if not self._lasts:
             return await self._play_once(line)
-        async with Agent._starting:  # many episodes begin at once, for which one program is enough
+        async with Agent._starting:  # concurrent episodes begin here, and one program is enough
             if Agent._lasting is None or Agent._lasting.has_ended:
                 Agent._lasting = _Lasting(await self._start({}))
             lasting = Agent._lasting

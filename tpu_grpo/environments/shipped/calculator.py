@@ -12,7 +12,7 @@ from typing import Any
 from simpleeval import SimpleEval
 
 MOST_DIGITS = 3000
-"""The limit on the digits of whole numbers, approximately; Python prints no more than 4,300."""
+"""About the most digits that a whole number may have; Python prints at most 4,300 digits."""
 MOST_CHARACTERS = 1000
 MOST_PLACES = 400
 """The most decimal places, after or before the point, to which a number can be rounded."""

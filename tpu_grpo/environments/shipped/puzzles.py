@@ -1,7 +1,7 @@
 """Puzzles of reasoning-gym with several tries.
 
 Each task of reasoning-gym is a question with one answer, without steps or a state. This environment makes a
-conversation of it: the task's own verifier scores every answer, and the policy may try again:
+conversation of the question: the task's own verifier scores every answer, and the policy may try again:
 
     "<answer>41</answer>"   -> "That scores 0.01 of 1. You may try 2 more times."
     "<answer>42</answer>"   -> 0.99, and the episode is over
@@ -48,7 +48,7 @@ class Puzzle:
         self.made, self.best = 0, 0.0
 
     def step(self, action: str) -> tuple[str, float, bool, dict[str, Any]]:
-        """Score an answer; the reward is its improvement over the best answer so far."""
+        """Score an answer; the reward is the increase of the best score so far."""
         self.made += 1
         given = self._inside(action)
         score = 0.0 if given is None else float(_verifier(self.entry["metadata"]["source_dataset"])(given, self.entry))

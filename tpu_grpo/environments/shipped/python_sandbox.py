@@ -1,4 +1,4 @@
-"""A tool that runs Python in a sandbox (workers/sandbox.py), for problems whose answers are computed, as in GSM8K."""
+"""A tool that runs Python in a sandbox (tpu_grpo/workers/sandbox.py), for answers that are computed, as in GSM8K."""
 
 from typing import Any
 

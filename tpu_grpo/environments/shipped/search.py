@@ -1,4 +1,4 @@
-"""A tool that searches a corpus, a file of texts, and ranks the matches by SQLite's BM25 (Robertson & Zaragoza 2009).
+"""A tool that searches a corpus (a file of texts) and ranks the matches by SQLite's BM25 (Robertson & Zaragoza 2009).
 
 The corpus is a .jsonl file (lines with ``text`` and an optional ``title``), a .txt file (passages divided by blank
 lines), or ``builtin:search`` (facts about made-up towns). One process builds the index on first use, and stores it in

@@ -91,7 +91,7 @@ class Family:
     """Takes a config and returns the leaves (parameter arrays) of Tunix's model, in the order of a checkpoint."""
     divisible: Mapping[str, tuple[str, ...]]
     """For each mesh axis (fsdp and tp of the trainer, tensor of the sampler), the settings that the axis's size must
-    divide. The sampler can repeat key-value heads; `check_sampler_mesh` in models/checkpoint.py checks their number."""
+    divide. The sampler can repeat key-value heads; tpu_grpo/models/checkpoint.py checks their number."""
     package: str
     """Tunix's package of the model, such as tunix.models.qwen3."""
     model: str
@@ -173,7 +173,7 @@ FLASH = ("use_flash_attention", "flash_attention_block_size")
 
 @cache
 def _extended(model_config: type, names: tuple[str, ...]) -> Any:
-    """Subclass a ``ModelConfig`` to add named fields that it lacks; models/tunix_repairs.py reads these fields."""
+    """Subclass a ``ModelConfig`` to add named fields that it lacks; tpu_grpo/models/tunix_repairs.py reads them."""
     known: Any = model_config
     lacking = [name for name in names if name not in {own.name for own in fields(known)}]
     return make_dataclass(

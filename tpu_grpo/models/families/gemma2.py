@@ -40,7 +40,7 @@ class Gemma2Config(DecoderConfig):
 
     @property
     def has_window(self) -> tuple[bool, ...]:
-        """Whether each layer has a window; without ``layer_types``, the first, third, fifth etc. have one."""
+        """Whether each layer has a window; without ``layer_types``, the first, third, fifth etc. layers have one."""
         types = self.layer_types
         return tuple(i % 2 == 0 if types is None else types[i] == SLIDING for i in range(self.num_hidden_layers))
 

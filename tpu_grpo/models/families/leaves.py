@@ -26,7 +26,7 @@ class Layout:
     """How a leaf of the trainer is stored in a checkpoint, where a matrix is [outputs, inputs]."""
 
     publish: Callable[[np.ndarray], np.ndarray]
-    """Takes the trainer's array, and returns the checkpoint's."""
+    """Takes the trainer's array, and returns the checkpoint's array."""
     read: Callable[[np.ndarray, Shape], np.ndarray]
     """Takes a checkpoint's tensor and the shape of the trainer's array, and returns this array, without a copy."""
 

@@ -67,7 +67,8 @@ def _leaves(config: MoeConfig) -> tuple[Leaf, ...]:
 
 
 def _fused(config: MoeConfig) -> dict[str, tuple[str, ...]]:
-    """Name the fused tensors of transformers 5 and their parts; transformers saves parts, other programs may not."""
+    """Name the fused tensors of transformers 5 and their parts. transformers saves the parts; other programs may save
+    the fused tensors."""
     experts = "model.layers.*.mlp.experts"
     numbers = range(config.num_experts)
     return {

@@ -1,4 +1,4 @@
-"""Computes the frequencies of rotary positions, for models/tunix_repairs.py and the sampler's engine/repairs.py."""
+"""Computes the frequencies of rotary positions, for tpu_grpo/models/tunix_repairs.py and tpu_grpo/engine/repairs.py."""
 
 import math
 from collections.abc import Mapping
@@ -58,8 +58,9 @@ class YarnScaling:
     def __call__(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
         """Scale frequencies in radians per position, in descending order.
 
-        Frequencies that make over ``beta_fast`` turns in the original context are kept. Those that make under
-        ``beta_slow`` are divided by ``factor``. The rest become the mean of both results, weighted linearly by index.
+        Frequencies that make over ``beta_fast`` turns in the original context are kept. Frequencies that
+        make under ``beta_slow`` turns are divided by ``factor``. All other frequencies become the mean of both results,
+        weighted linearly by index.
         """
         count = len(frequencies)
 

@@ -94,7 +94,8 @@ def normalised_match(completions: Sequence[str], answer: Sequence[Any], tag: str
     """Score 1.0 where completion and answer are equal up to case, punctuation, English articles and white space.
 
     The normalisation is that of SQuAD (Rajpurkar et al. 2016, arXiv 1606.05250), after Unicode's NFKC. ``answer`` may
-    be a list of correct answers. With ``tag``, only the content of the last such tag counts; without one, score 0.0.
+    be a list of correct answers. With ``tag``, only the content of the last such tag counts; a text without such a
+    tag scores 0.0.
     """
     return [_normalised_row(c, a, tag) for c, a in zip(completions, answer, strict=True)]
 

@@ -1,7 +1,7 @@
 """Rewards that check instructions by program, under the names of IFEval (Zhou et al. 2023, arXiv 2311.07911).
 
 Data in IFEval's form has the columns ``instruction_id_list`` (names) and ``kwargs`` (their arguments, one mapping per
-name; nulls are ignored). The package py3langid, which contains its model, identifies the language, one of 97.
+name; nulls are ignored). The package py3langid, which contains its model, identifies 97 languages.
 """
 
 import functools
@@ -24,10 +24,11 @@ def instructions(
     loose: bool = False,
     partial: bool = True,
 ) -> list[float | None]:
-    """Score the fraction of a row's instructions that its completion follows; without ``partial``, 1.0 for all, else 0.
+    """Score the fraction of a row's instructions that its completion follows.
 
-    With ``loose``, each instruction is also tried on the completion without its first line, last line or asterisks.
-    A row without instructions gets None.
+    Without ``partial``, score 1.0 if the completion follows all instructions, else 0.0. With ``loose``, each
+    instruction is also tried on the completion without its first line, last line or asterisks. A row without
+    instructions gets None.
     """
     rows = zip(completions, instruction_id_list, kwargs, strict=True)
     return [_row(c, names, arguments, loose, partial) for c, names, arguments in rows]

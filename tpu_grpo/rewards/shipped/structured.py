@@ -48,8 +48,9 @@ def countdown(
 ) -> list[float | None]:
     """Score 1.0 where the expression makes ``target`` from ``nums``, each used at most (``use_all``: exactly) once.
 
-    The expression consists of numbers, + - * / and brackets, is the content of the last ``tag`` up to an equals sign,
-    and is computed exactly. If it uses the numbers correctly but misses the target, it scores ``format_score``.
+    The expression is the content of the last ``tag`` up to an equals sign. It consists of numbers, + - * / and
+    brackets, and is computed exactly. If it uses the numbers correctly but misses the target, the score is
+    ``format_score``.
     """
     number("format_score", format_score, 0)
     rows = zip(completions, target, nums, strict=True)
