@@ -95,7 +95,7 @@ class RewardSet:
         return any("environments" in reward.call.extras for reward in self.rewards)
 
     def for_columns(self, columns: Collection[str]) -> "RewardSet":
-        """Return these rewards, in the same processes, for data with other columns. Raises the errors of open_rewards."""
+        """Return these rewards, in the same processes, for data with other columns. Raises what open_rewards raises."""
         return RewardSet(tuple(replace(r, call=load_reward(r.spec, columns, r.call.max_steps)) for r in self.rewards))
 
     def repeatable_values(self, rollout: Rollout, names: Collection[str]) -> dict[str, list[Any] | None]:
