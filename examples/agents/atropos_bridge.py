@@ -43,6 +43,11 @@ class Episode:
         """Tell the run how the episode ended."""
         print(json.dumps({"session": self.session, **result}), flush=True)
 
+    def is_like(self, masks: list[int], logprobs: list[float] | None) -> bool:
+        """Whether a trajectory was sampled so; equal trajectories may differ in the last bits of log-probabilities."""
+        pairs = zip(self.logprobs, logprobs or (), strict=False)
+        return masks == self.masks and len(logprobs or ()) == len(masks) and all(abs(a - b) < 1e-2 for a, b in pairs)
+
     def add(self, prompt: list[int], sampled: list[tuple[float, int, None]]) -> None:
         """Record a turn as ManagedServer does."""
         new, ids = len(prompt) - len(self.tokens), [token for _, token, _ in sampled]
@@ -71,6 +76,8 @@ class Bridge:
         """Groups that have a free episode, oldest first."""
         self._played: list[Episode] = []
         """Episodes that had a turn, newest last: they wait for another request or for their score."""
+        self._failed: deque[list[int]] = deque(maxlen=1000)
+        """The tokens of trajectories that have failed."""
         self._opened = asyncio.Condition()
 
     async def open(self, asked: dict[str, Any]) -> None:
@@ -91,24 +98,32 @@ class Bridge:
         body = await request.json()
         ids, sampling = body["input_ids"], dict(body["sampling_params"])
         count = sampling.pop("n", 1)
-        known = max(
-            (episode for episode in self._played if ids[: len(episode.tokens)] == episode.tokens),
-            key=lambda episode: len(episode.tokens),
-            default=None,
-        )
+        if any(ids[: len(tokens)] == tokens for tokens in self._failed):
+            raise web.HTTPBadRequest(text="this trajectory has failed, and cannot go on")
+        known = await self._going_on(ids)
         if known is not None and count > 1:
+            self._played.append(known)
             raise web.HTTPBadRequest(text="a trajectory goes on alone: n must be 1 behind tokens that were sampled")
-        if known is not None:
-            self._played.remove(known)
         episodes = [known] if known is not None else await self._take(ids, count)
         try:
             answers = await asyncio.gather(*(self._ask(episode, ids, sampling) for episode in episodes))
-        except BaseException as error:  # one trajectory's error, or a lost client, ends all
+        except BaseException as error:  # that of one trajectory is that of all, and so is a client that has gone
             for episode in episodes:
                 episode.end(error=f"the policy was asked in vain: {getattr(error, 'text', None) or error!r}")
+                self._failed += [episode.tokens] if episode.tokens else []  # Atropos asks again
             raise
         self._played += episodes
         return web.json_response(answers if count > 1 else answers[0])
+
+    async def _going_on(self, ids: list[int]) -> Episode | None:
+        """Take the episode whose tokens these begin with, if there is one; the longest, and of equals the newest."""
+        fitting = [episode for episode in self._played if ids[: len(episode.tokens)] == episode.tokens]
+        for episode in sorted(fitting[::-1], key=lambda episode: -len(episode.tokens)):
+            if episode in self._played:
+                self._played.remove(episode)
+                if await self._is_live(episode):
+                    return episode
+        return None
 
     async def _take(self, ids: list[int], count: int) -> list[Episode]:
         """Wait for free episodes of one group, whose other trajectories have the same prompt."""
@@ -116,19 +131,26 @@ class Bridge:
             while True:
                 fitting = [group for group in self._groups if group.prompt in (ids, None) and len(group.free) >= count]
                 for group in sorted(fitting, key=lambda group: group.prompt is None):
-                    if not await self._is_live(group.free[0]):  # the run has given its step up
-                        self._groups.remove(group)
-                        continue
+                    if not await self._is_live(group.free[0]):  # the run has given it up
+                        group.free.popleft()
+                        group.opened -= 1
+                        if not group.free:
+                            self._groups.remove(group)
+                        break
                     group.prompt = ids
                     taken = [group.free.popleft() for _ in range(count)]
                     if not group.free:
                         self._groups.remove(group)
                     return taken
-                await self._opened.wait()
+                else:
+                    await self._opened.wait()
 
     async def _is_live(self, episode: Episode) -> bool:
-        async with self._client.get(f"{episode.url}/health", headers=episode.headers) as response:
-            return response.status == 200
+        try:
+            async with self._client.get(f"{episode.url}/health", headers=episode.headers) as response:
+                return response.status == 200
+        except ClientError:
+            return False
 
     async def _ask(self, episode: Episode, ids: list[int], sampling: dict[str, Any]) -> Any:
         body = {"input_ids": ids, "sampling_params": sampling, "return_logprob": True}
@@ -147,7 +169,7 @@ class Bridge:
             zip(group["tokens"], group["masks"], logprobs, strict=True), group["scores"], strict=True
         ):
             alike = [episode for episode in self._played if episode.tokens == found[0]]
-            same = [episode for episode in alike if (episode.tokens, episode.masks, episode.logprobs) == found]
+            same = [episode for episode in alike if episode.is_like(*found[1:])]
             if not alike:
                 print(f"a trajectory must have the tokens that the policy sampled, got {found[0]}", file=sys.stderr)
                 continue

@@ -3,6 +3,7 @@
 In an engine every turn is what a plain request for it would give, and no delay changes a bit.
 """
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -328,6 +329,7 @@ def test_with_no_tool_steps_rows_return_as_soon_as_they_are_answered() -> None:
         assert list(waves.take(0)) == [0, 3]
         assert not waves.ready(5)
         slow.remove(2)
+        time.sleep(0.02)  # rows are not asked all the time
         assert waves.ready(5)
         assert list(waves.take(5)) == [2]
         assert waves.out == [1]
@@ -421,6 +423,23 @@ def test_replicas_have_the_same_conversations(
     assert seen[0] == seen[1]
     assert tokens(found) == tokens(told)
     assert replicas.figures["rollout/environment_wait_seconds"] > 0
+
+
+def test_with_no_tool_steps_replicas_wait_for_no_answer_at_agreed_points(
+    checkpoint: Path, model: nnx.Module, told: list[Completion]
+) -> None:
+    """No row of one replica is answered before one of the other is over, though groups wait for a place."""
+    sizes = SMALL | {"max_running_requests": 2, "batch_paddings": (2,), "kv_tokens": 320, "tool_steps": 0}
+    replicas, _ = build_replicas(checkpoint, model, 2, engine_options(**sizes))
+    conversations = ScriptedConversations(asked(), scripts(asked()))
+    ready, rows = conversations.ready, conversations._rows
+    with mock.patch.object(
+        conversations,
+        "ready",
+        side_effect=lambda row: ready(row) and (row // GROUP % 2 == 0 or any(one.state == "over" for one in rows)),
+    ):
+        found = replicas.generate(asked(), conversations=conversations)
+    assert tokens(found) == tokens(told)
 
 
 @pytest.mark.parametrize("places", [2, pytest.param(4, marks=pytest.mark.slow)])

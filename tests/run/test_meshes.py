@@ -1,5 +1,7 @@
 """The devices of trainer and sampler, and splits that are refused."""
 
+import itertools
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,3 +59,25 @@ def test_a_split_that_leaves_a_side_without_hosts_is_refused(
     config = parse_config({"meshes": {"layout": "split", "sampler": {"hosts": asked}}})
     with pytest.raises(ConfigError, match=message):
         build_meshes(config, checkpoint, devices(hosts, per_host))
+
+
+@pytest.mark.parametrize(
+    ("hosts_along", "fitting"),
+    [((2, 2, 1), [2]), ((1, 1, 4), [1, 2, 3]), ((2, 4, 1), [2, 4, 6])],
+    ids=["v5e-16", "v5p-32", "v5e-32"],
+)
+def test_on_a_slice_both_parts_are_boxes_of_chips(hosts_along: tuple[int, int, int], fitting: list[int]) -> None:
+    """Hosts of 2 x 2 chips; by hand: of four hosts in a square, one row of two, and of four in a row, any number."""
+    found = []
+    for host, (z, y, x) in enumerate(itertools.product(*(range(n) for n in reversed(hosts_along)))):
+        for chip in range(4):
+            coords = (2 * x + chip % 2, 2 * y + chip // 2, z)
+            found.append(SimpleNamespace(process_index=host, id=4 * host + chip, platform="tpu", coords=coords))
+    count = math.prod(hosts_along)
+    for asked in range(1, count):
+        if asked in fitting:
+            trainer, sampler = split_devices(asked, found)
+            assert (len(trainer), len(sampler)) == (4 * (count - asked), 4 * asked)
+        else:
+            with pytest.raises(ConfigError, match=f"a box of chips.*got meshes.sampler.hosts={asked} of {count}"):
+                split_devices(asked, found)

@@ -42,7 +42,7 @@ PACKAGE = Path(__file__).parents[1]
 
 
 def packages(_: Any) -> Finding:
-    """Compare the installed packages with what pyproject.toml, or the installed package, asks for."""
+    """Compare the installed packages with the requirements in pyproject.toml, or else in the installed package."""
     wrong, count = [], 0
     for requirement in map(Requirement, _requirements()):
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):

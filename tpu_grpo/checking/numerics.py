@@ -88,7 +88,7 @@ class Shared:
 
     @cached_property
     def known(self) -> RunConfig:
-        """The run's config. If its model is not here, model.path is the shipped config.json of that model."""
+        """The run's config. If the model is not on this machine, model.path is the shipped directory of the model."""
         return with_known_model(self.config)
 
     def build(self, dtype: str) -> "Build":

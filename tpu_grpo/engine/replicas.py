@@ -121,11 +121,6 @@ class Replicas:
             if replica.number in self.engines and len(replica.hosts) > 1
         }
         """For each of this host's replicas that span several hosts, the hosts that drive it."""
-        if self._like.options.tool_steps == 0 and any(len(replica.hosts) > 1 for replica in self.replicas):
-            raise ConfigError(
-                "environment.tool_steps must be at least 1 for a replica over several hosts, got 0; or set "
-                "meshes.sampler.tensor to at most a host's devices"
-            )
         self.figures: dict[str, float] = {}
         """The metrics of the engines of the first replica's host in the last ``generate``, by name."""
         self.told: Sequence[int] = ()
@@ -285,6 +280,9 @@ class Serving:
         self._drivers = [replica.hosts for replica in replicas.replicas]
         """For every replica the hosts that drive it; the first of them reports its load."""
         expected = expected_tokens(requests, known)
+        like = next(iter(replicas.engines.values())).options
+        self._as_answered = conversations is not None and like.tool_steps == 0
+        """Whether rows return when they are answered: then no engine may wait for another at a synchronization point."""
         groups = make_groups(requests, expected, converse=conversations is not None)
         self._group_of = {index: group.number for group in groups for index in group.members}
         self.dealer = Dealer(groups, self._drivers)
@@ -327,7 +325,7 @@ class Serving:
         dealt = self.dealer.deal(self._loads)
         for number, generation in self.generations.items():
             generation.hold(dealt[number])
-        return self.dealer.waits and len(self._drivers) > 1
+        return self.dealer.waits and len(self._drivers) > 1 and not self._as_answered
 
     @property
     def _tells_ends(self) -> bool:

@@ -9,7 +9,8 @@ returns depends only on requests and tokens, not on wall-clock time. For ``tool_
     clock 32            rows 3 and 5 are due and return in one wave, row 3 first
 
 With ``tool_steps`` 0, a row returns before the first launch after its environment's answer, and waits for no other row.
-Then wall-clock time decides which rows decode together, but no token depends on that, except where bfloat16 rounds.
+Then wall-clock time decides which rows decode together: with the same weights no float32 token depends on that, but the
+last bits of log-probabilities may, and in bfloat16 tokens too.
 
 The number of environments that a host runs at once may be limited (``places``). Then a row without a place begins when
 another conversation is over.
@@ -32,7 +33,7 @@ from tpu_grpo.hosts import Hosts
 from tpu_grpo.records.errors import LockstepError
 from tpu_grpo.records.stages import Completion, Prompt, Request
 
-_POLL_SECONDS = 0.002
+_POLL_SECONDS = 0.005
 
 Wave = tuple[str, dict[int, tuple[int, Request] | None]]
 """What hosts send each other in JSON: the digest of a wave, and an entry for each row. The entry has the length
@@ -145,6 +146,8 @@ class Waves:
         self.sampled: Counter[int] = Counter()
         """The number of tokens in each row's ended turns."""
         self._owed: list[tuple[int, Completion | None]] = []
+        self._answered, self._ask_at = set[int](), 0.0
+        """With 0 ``tool_steps``: the rows that had an answer when they were asked last, and when to ask again."""
 
     def begin(self, rows: Sequence[int], clock: int) -> None:
         """Add the rows of a group that starts; the next ``tell`` starts their environments.
@@ -216,6 +219,7 @@ class Waves:
             requests = self._exchange(self._partners, clock, rows, requests)
         for row in rows:
             del self._due[row]
+            self._answered.discard(row)
             if (request := requests[row]) is not None:
                 self.limits.check(row, request)
             elif self._conversations.needs_place(row):
@@ -248,8 +252,13 @@ class Waves:
 
     def _at(self, clock: int) -> list[int]:
         """List the rows that are due, in ascending order. With 0 ``tool_steps`` a row is due once it has its answer."""
-        due = sorted(row for row, due in self._due.items() if due <= clock)
-        return due if self.limits.tool_steps else [row for row in due if self._conversations.ready(row)]
+        if self.limits.tool_steps:
+            return sorted(row for row, due in self._due.items() if due <= clock)
+        if (began := time.monotonic()) >= self._ask_at:  # asking all rows is not for nothing
+            self._answered = {row for row in self._due if self._conversations.ready(row)}
+            ended = time.monotonic()
+            self._ask_at = ended + max(_POLL_SECONDS, ended - began)
+        return sorted(self._answered & self._due.keys())
 
     def _exchange(
         self, partners: Hosts, clock: int, rows: Sequence[int], mine: Mapping[int, Request | None]

@@ -71,8 +71,8 @@ class PlayedEnvironment:
     start = "imported"
     replies: tuple[type, ...] = (Answered, Ended, Failure)
     most_bytes = 2**26
-    """64 MiB: a reply holds at most 16 texts of 1 MiB, or attributes, which tpu_grpo/workers/attributes.py limits to 16
-    MiB."""
+    """64 MiB are enough: a reply holds at most 16 texts of 1 MiB, or attributes of at most 16 MiB together (see
+    tpu_grpo/workers/attributes.py)."""
 
     def __init__(self, loaded: LoadedEnvironment, keep: bool, secrets: tuple[str, ...] = ()):
         """``keep`` says whether ``Ended`` contains the attributes of the environment."""

@@ -138,7 +138,7 @@ class Launcher:
                 )
 
     def stop(self, seconds: int) -> dict[int, WorkerStatus]:
-        """Ask all workers to end the run, and kill it after ``seconds``; returns their status.
+        """Ask all workers to end the run, and kill the run after ``seconds``; returns the workers' status.
 
         Raises:
             LaunchError: the run is still active on a worker.

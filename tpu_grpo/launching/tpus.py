@@ -85,7 +85,7 @@ class Rates:
     links: float = 0.8
     """Share of the links' speed: 90 of 112 GB/s per link on v6e ("How to scale your model", chapter 2)."""
     allreduce_seconds: float = 2e-6
-    """The minimum time of one all-reduce: two hops of a microsecond each (the same chapter)."""
+    """The minimum time of one all-reduce: two hops of a microsecond each ("How to scale your model", chapter 2)."""
     host: float = 1.0
     """The host's time for a launch of an engine, as a multiple of the time that tpu_grpo/planning/costs.py computes."""
 

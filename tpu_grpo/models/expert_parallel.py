@@ -31,7 +31,7 @@ from jaxtyping import Array, Float, Int
 LANES = 128
 """The lanes of a TPU's vector register."""
 BUFFER_MEANS = 2
-"""The rows of the buffer for each copy that a device receives on average."""
+"""The number of buffer rows per copy that a device receives on average."""
 TILE_ROWS = 512
 TILE_BYTES = 2048
 """The longest side of a tile of weights: 1,024 numbers in bfloat16. Three tiles, double-buffered, fit default VMEM."""

@@ -257,7 +257,7 @@ def _published_modules(module: str) -> list[str]:
 
 
 def _published(name: str, value: np.ndarray) -> dict[str, np.ndarray]:
-    """Return a leaf as PEFT's matrices, by name: [rank, inputs] for A [*inputs, rank], [outputs, rank] for B.
+    """Return a leaf as PEFT's matrices, by name: A [*inputs, rank] becomes [rank, inputs], B becomes [outputs, rank].
 
     All projections of a module get the same A, and each gets its part of B.
     """

@@ -39,7 +39,7 @@ MOST_GAPS = 100_000
 PAD, END = "<pad>", "<|im_end|>"
 ROLES = ("system", "user", "assistant")
 REPLACEMENT = "\ufffd"
-"""Stands in decoded text for bytes that are not a character, or not a complete one."""
+"""Stands in decoded text for bytes that are no character, or an incomplete character."""
 _MARKERS = tuple(f"<|im_start|>{role}" for role in ROLES)
 ASSISTANT = _MARKERS[-1]
 _RESERVED = tuple(f"<|reserved_{i}|>" for i in range(3))  # for 256 + 8 tokens, which 2, 4 or 8 devices can split

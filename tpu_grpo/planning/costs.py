@@ -265,7 +265,7 @@ class PassSeconds(NamedTuple):
     parts: dict[str, float]
     """Seconds by cause; their sum is the duration."""
     beside: dict[str, float]
-    """Seconds by cause of work that overlaps with the longest part, and so adds nothing."""
+    """Seconds, by cause, of work that overlaps the longest part and so adds nothing to the duration."""
 
 
 def filled_passes(sizes: TrainerSizes, *, rows: int, mean_tokens: float) -> int:

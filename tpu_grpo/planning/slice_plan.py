@@ -34,7 +34,7 @@ NO_STOP = (0,)
 MOST_TRIED = 8
 """`suggest` tries at most this many changes of settings."""
 CARRIES = (0.5, 1.0)
-"""The values of rollout.carry among the alternatives to a run without it."""
+"""The values of rollout.carry that `alternatives` tries for a run without rollout.carry."""
 SPLIT_SYNC_MIB = 2048
 """What splits among the alternatives get for meshes.sync_temporary_mib: between unlike meshes more has to be moved."""
 SPARE = 0.05
@@ -59,7 +59,7 @@ class Plan:
     """A description of the weight sync."""
     memory: tuple[StageMemory, ...]
     work: StepWork
-    """All that the seconds of a step depend on; `work.step` estimates them."""
+    """All that the seconds of a step depend on; `work.step` estimates these seconds."""
 
     @property
     def worst(self) -> StageMemory:

@@ -228,7 +228,7 @@ class StageTime:
     stage: str
     by_cause: costs.Seconds
     beside: costs.Seconds = field(default_factory=dict)
-    """Seconds by cause of work that overlaps, and so adds nothing."""
+    """Seconds, by cause, of work that overlaps other work and so adds nothing to the stage's duration."""
 
     @property
     def seconds(self) -> float:

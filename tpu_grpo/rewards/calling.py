@@ -82,12 +82,12 @@ class Call:
     is_built: bool = False
     """If set, ``source`` names a class, or a function that makes the reward; either is called with the options."""
     concurrency: int | None = None
-    """For a function of one row, how many rows run at a time if it is async; None for a function of a batch."""
+    """For a function of one row, the most rows that run concurrently if it is async; None for a function of a batch."""
     is_async: bool = False
     messages: bool = False
     """If set, prompts and completions are passed as lists of messages."""
     per_token: bool = False
-    """If set, the function returns a number per token, see `per_token` in protocol.py."""
+    """If set, the function returns a number per token, see `per_token` in tpu_grpo/rewards/protocol.py."""
     verl: bool = False
     """If set, the function gets the ground truth and ``extra_info`` as verl passes them, see `verl_argument`."""
     max_steps: int = 0

@@ -29,7 +29,7 @@ _POLL_SECONDS = 0.5
 
 
 class Executor(ABC):
-    """Runs one reward on the batches of a `Feed` (feed.py) and enforces their deadlines; serves one feed at a time."""
+    """Runs one reward on the batches of a `Feed`, and enforces the batches' deadlines; serves one feed at a time."""
 
     def __init__(self) -> None:
         self._busy = threading.Lock()

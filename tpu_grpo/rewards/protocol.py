@@ -16,7 +16,7 @@ order.
 - A function also gets the EXTRAS (below) that it declares, unless a column or option has that name.
   ``**kwargs`` gets BY_KWARGS.
 
-A function of one row is marked, or recognised by its parameters (``form_of`` in reward_functions.py):
+A function of one row is marked, or recognised by its parameters (tpu_grpo/rewards/reward_functions.py, ``form_of``):
 
     @per_sample
     def short(completion, limit=20):

@@ -297,7 +297,7 @@ class Form:
 
     signature: Signature
     concurrency: int | None
-    """For a function of one row, how many rows run at a time if it is async; None for a function of a batch."""
+    """For a function of one row, the most rows that run concurrently if it is async; None for a function of a batch."""
     verl: bool
 
     def shown(self, name: str) -> str:

@@ -33,7 +33,7 @@ class RowTiming:
 
 @dataclass(frozen=True)
 class Disagreement:
-    """The rows that one reward scores above 0 and another one does not."""
+    """The rows that one of two rewards scores above 0 while the other does not."""
 
     first: str
     second: str

@@ -1,5 +1,6 @@
 """The placement of a run: the trainer's mesh, the sampler's devices, and the size of the sampler's replicas."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -75,7 +76,12 @@ def build_meshes(config: RunConfig, checkpoint: Checkpoint, devices: Sequence[An
             f"use one of {fitting}"
         )
     tensor = config.meshes.sampler.tensor or default_tensor(checkpoint, config.model.dtype, len(sampler_devices))
-    make_replicas(sampler_devices, tensor)  # raises for sizes that do not fit the hosts
+    replicas = make_replicas(sampler_devices, tensor)  # raises for sizes that do not fit the hosts
+    if config.environment.is_on and not config.environment.tool_steps and len(replicas[0].hosts) > 1:
+        raise ConfigError(
+            "environment.tool_steps must be at least 1 for a replica over several hosts, got 0; or set "
+            "meshes.sampler.tensor to at most a host's devices"
+        )
     check_mesh(checkpoint, fsdp, tp)
     check_sampler_mesh(checkpoint, tensor)
     platform = trainer_devices[0].platform
@@ -91,8 +97,8 @@ def split_devices(sampling: int | None, devices: Sequence[Any]) -> tuple[list[An
     The sampler has the last ``sampling`` hosts; if that is None, half of the hosts. A single host's devices are halved.
 
     Raises:
-        ConfigError: if trainer or sampler would have no host; for a single host, if its number of devices is odd or
-            ``sampling`` is not None.
+        ConfigError: if trainer or sampler would have no host, or hosts whose chips form no box; for a single host, if
+            its number of devices is odd or ``sampling`` is not None.
     """
     devices, per_host, hosts = by_host(devices), devices_per_host(devices), len(hosts_of(devices))
     if hosts == 1 and (sampling is not None or per_host % 2):
@@ -107,7 +113,21 @@ def split_devices(sampling: int | None, devices: Sequence[Any]) -> tuple[list[An
             f"meshes.sampler.hosts must leave a host to the trainer, at most {hosts - 1} of {hosts}, got {sampling}; "
             "lower it, or start more hosts"
         )
-    return devices[:-last], devices[-last:]
+    parts = devices[:-last], devices[-last:]
+    if hosts > 1 and not all(map(is_box, parts)):
+        raise ConfigError(
+            f"trainer and sampler must each have a box of chips, which the TPU compiler demands, got "
+            f"meshes.sampler.hosts={last // per_host} of {hosts} hosts; use {hosts // 2}"
+        )
+    return parts
+
+
+def is_box(devices: Sequence[Any]) -> bool:
+    """Whether chips fill a box of their slice; three of four hosts that lie two by two do not. True for other devices
+    than TPUs, which have no coordinates."""
+    places = {tuple(device.coords) for device in devices if hasattr(device, "coords")}
+    sides = [len(set(along)) for along in zip(*places, strict=True)]
+    return not places or math.prod(sides) == len(places)
 
 
 def default_tensor(checkpoint: Checkpoint, dtype: str, devices: int) -> int:

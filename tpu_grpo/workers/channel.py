@@ -8,7 +8,8 @@
     message = channel.wait()        # waits for the next message
     channel.say(Ready())            # waits until the message is sent
 
-A message is sent as its length (an unsigned 32-bit integer, big-endian), followed by its bytes (messages.py).
+A message is sent as its length (an unsigned 32-bit integer, big-endian), followed by its bytes
+(tpu_grpo/workers/messages.py).
 """
 
 import collections

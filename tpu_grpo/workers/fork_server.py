@@ -46,7 +46,7 @@ class _Child:
 
 
 def main() -> None:
-    """Run the server; its arguments are the descriptors of its socket and of the lifeline (process.py)."""
+    """Run the server; its arguments are the descriptors of its socket and of the lifeline (`WorkerProcess`)."""
     channel, lifeline = MainChannel(socket.socket(fileno=int(sys.argv[1]))), int(sys.argv[2])
     inside.end_with_parent(lifeline)
     inside.print_by_line()

@@ -52,7 +52,7 @@ def print_by_line() -> None:
 
 
 def flush_output() -> None:
-    """Write what users' code has printed."""
+    """Flush the text that users' code has printed."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, ValueError, OSError):  # users' code has replaced or closed it
             stream.flush()

@@ -45,10 +45,10 @@ class Service(Protocol):
         ...
 
     def answering(self, went_on: Callable[[], None]) -> AbstractContextManager[Callable[[Any, float], Any]]:
-        """Yield a function (request, seconds) -> reply, which calls ``went_on`` to restart the limit of ``seconds``.
+        """Yield a function (request, seconds) -> reply. It calls ``went_on`` to restart the limit of ``seconds``.
 
         A service of mode "shared" has ``session(went_on)`` instead, which returns an object with the coroutines
-        ``reply(request)`` and ``close()``, and with ``late(request, seconds)``. The latter returns the reply to a
+        ``reply(request)`` and ``close()``, and with ``late(request, seconds)``. ``late`` returns the reply to a
         cancelled request.
         """
         ...

@@ -9,8 +9,8 @@
     supervisor.close(5.0)
 
 A supervisor has no thread of its own: it reads messages and checks deadlines when its only user calls a method. A
-reply that arrived in time is not late even if it is read late. Workers send JSON, never pickles (messages.py). An
-invalid message ends only the worker that sent it.
+reply that arrived in time is not late even if it is read late. Workers send JSON, never pickles. An invalid message
+ends only the worker that sent it.
 """
 
 import contextlib

@@ -1,6 +1,7 @@
 """Calculators: one that adds, which the demo's model learns to call, and one that computes expressions.
 
-A call whose numbers or expression are too long, deep or huge raises an error; the policy gets the error's message.
+A call with numbers or an expression too long, too large or nested too deep raises an error. The policy gets the error's
+message.
 """
 
 import ast

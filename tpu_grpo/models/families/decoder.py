@@ -30,7 +30,7 @@ def layer_leaf(
     *,
     target: str | None = None,
 ) -> Leaf:
-    """Describe a leaf that every layer stores as one tensor; the sampler names its leaf ``target``, or ``tensor``."""
+    """Describe a leaf that every layer stores as one tensor; the sampler's name is ``target``, else ``tensor``."""
     targets = ((f"model.layers.*.{target or tensor}", transform),)
     return Leaf(f"layers.*.{source}", (f"model.layers.*.{tensor}",), shape, layout, targets)
 

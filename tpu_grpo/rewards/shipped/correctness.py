@@ -101,7 +101,7 @@ def normalised_match(completions: Sequence[str], answer: Sequence[Any], tag: str
 
 
 def multiple_choice(completions: Sequence[str], answer: Sequence[Any], choices: str = "ABCDE") -> list[float | None]:
-    """Score 1.0 where the completion chooses the answer, which is a letter or the number of a choice, from 0.
+    """Score 1.0 where the completion chooses the answer: a letter, or the number of a choice counted from 0.
 
     The choice is looked for in this order: the last box, the last <answer> tag, the last "answer is (B)", a last line
     that is the letter alone, the last letter in brackets. Letters that are not in ``choices`` are ignored.
