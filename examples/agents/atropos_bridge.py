@@ -117,8 +117,8 @@ class Bridge:
 
     async def _going_on(self, ids: list[int]) -> Episode | None:
         """Take the episode whose tokens these begin with, if there is one; the longest, and of equals the newest."""
-        fitting = [episode for episode in self._played if ids[: len(episode.tokens)] == episode.tokens]
-        for episode in sorted(fitting[::-1], key=lambda episode: -len(episode.tokens)):
+        fitting = [episode for episode in reversed(self._played) if ids[: len(episode.tokens)] == episode.tokens]
+        for episode in sorted(fitting, key=lambda episode: -len(episode.tokens)):
             if episode in self._played:
                 self._played.remove(episode)
                 if await self._is_live(episode):
