@@ -282,7 +282,7 @@ class Serving:
         expected = expected_tokens(requests, known)
         like = next(iter(replicas.engines.values())).options
         self._as_answered = conversations is not None and like.tool_steps == 0
-        """Whether rows return once they are answered: then no engine may wait for another at a synchronization point."""
+        """Whether rows return once they are answered; then no engine may wait for another at agreed points."""
         groups = make_groups(requests, expected, converse=conversations is not None)
         self._group_of = {index: group.number for group in groups for index in group.members}
         self.dealer = Dealer(groups, self._drivers)
