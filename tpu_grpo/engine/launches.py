@@ -275,7 +275,7 @@ class InputBuilder:
 
 
 def _read_settings(config: Any) -> Scaling | None:
-    """Add settings that transformers 4 misses to the library's ModelConfig; return the RoPE scaling, if any."""
+    """Add to sglang-jax's ModelConfig what transformers 4 does not read; return the RoPE scaling, if any."""
     checkpoint = abstract_checkpoint(Path(config.model_path))
     family, sizes = checkpoint.family, checkpoint.config
     read = {"rope_theta": sizes.rope_theta, "rope_scaling": None, "head_dim": sizes.head_dim}

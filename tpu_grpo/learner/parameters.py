@@ -98,7 +98,7 @@ def _copy(leaf: Any) -> Any:
 
 
 def placed(value: np.ndarray, sharding: NamedSharding) -> jax.Array:
-    """Put an array that every host has on the devices of a sharding."""
+    """Return a sharded copy of an array that every host has in full."""
     return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
 
 

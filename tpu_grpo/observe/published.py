@@ -83,7 +83,7 @@ class Published(Section):
     points: tuple[Point, ...] = Field(min_length=1)
 
     def own(self, point: Point, lines: Lines) -> float | None:
-        """Average the run's metric over a point's steps; None before its last step is done, or without values."""
+        """Average the run's metric over a point's steps; None if the last is not done, or no step has a value."""
         first, last = point.steps
         values = numbers((line for line in lines if first <= line["step"] <= last), self.metric)
         return fmean(values) if values and lines[-1]["step"] >= last else None

@@ -112,7 +112,7 @@ class WentOn:
 
 
 def encode(number: int, record: Any) -> bytes:
-    """Encode a record of the session ``number`` as bytes."""
+    """Encode a record and its session's number as bytes."""
     fields = json.dumps(vars(record), ensure_ascii=False, default=_as_json)
     return f"{number} {type(record).__name__}\n{fields}".encode("utf-8", "replace")
 
