@@ -254,7 +254,7 @@ class Waves:
         """List the rows that are due, in ascending order. With 0 ``tool_steps`` a row is due once it has its answer."""
         if self.limits.tool_steps:
             return sorted(row for row, due in self._due.items() if due <= clock)
-        if (began := time.monotonic()) >= self._ask_at:  # asking all rows is not for nothing
+        if (began := time.monotonic()) >= self._ask_at:  # asking hundreds of rows takes milliseconds
             self._answered = {row for row in self._due if self._conversations.ready(row)}
             ended = time.monotonic()
             self._ask_at = ended + max(_POLL_SECONDS, ended - began)
