@@ -40,6 +40,6 @@ def test_the_commands_of_the_page_train_a_policy(section: str, tmp_path: Path) -
     )
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{(tmp_path / 'errors').read_text()[-4000:]}"
     found = re.findall(r"mean of the first five steps ([\d.]+), of the last five ([\d.]+)", done.stdout)
-    learnt = [float(last) - float(first) for first, last in found if first != last]  # a run of one step only makes a model
+    learnt = [float(last) - float(first) for first, last in found if first != last]  # one had one step alone
     assert learnt
     assert min(learnt) >= 0.2
