@@ -23,7 +23,7 @@ def commands(section: str) -> list[str]:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("section", ["An agent plays the episodes", "verifiers", "Atropos"])
 def test_the_commands_of_the_page_train_a_policy(section: str, tmp_path: Path) -> None:
-    for name in ("configs", "examples", "scripts"):
+    for name in ("configs", "examples", "scripts", ".python-version"):
         (tmp_path / name).symlink_to(REPOSITORY / name)
     lines = [f"{line} &" if SERVER.search(line) else line for line in commands(section)]
     script = "\n".join(["set -e", "trap 'kill $(jobs -p)' EXIT", *lines])
