@@ -131,11 +131,11 @@ def share_of_a_rollout(rounds: int) -> str:
         seconds: list[list[float]] = [[], []]
         tokens = [0, 0]
         for number in range(rounds + 1):  # the first one compiles
-            for parts, found in zip(built, seconds, strict=True):
+            for index, parts in enumerate(built):
                 started = time.perf_counter()
                 rollout = parts.sampler.rollout(parts.task.prompts.at(number + 1, range(8)))
-                found.append(time.perf_counter() - started)
-                tokens[parts is built[1]] += sum(c.sampled_tokens for c in rollout.completions) * (number > 0)
+                seconds[index].append(time.perf_counter() - started)
+                tokens[index] += sum(completion.sampled_tokens for completion in rollout.completions)
         for parts in built:
             parts.task.close()
     ratios = [one / other for one, other in zip(*(found[1:] for found in seconds), strict=True)]

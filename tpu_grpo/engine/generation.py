@@ -204,7 +204,7 @@ class Generation:
             if due > self.clock:
                 return True
             self._tell()  # environments get the turns that they wait for
-            decodes_on = self._waves.limits.tool_steps == 0 and self._inside > 0
+            decodes_on = self._waves.as_answered and self._inside > 0
             if (decodes_on or not wait) and not self._waves.ready(self.clock):
                 self._late = not decodes_on
                 return True
@@ -252,8 +252,8 @@ class Generation:
         scheduler = self._scheduler
         ahead = most_steps is None and not self._held and not self._followers  # all requests are in the scheduler
         if ahead and self._waves.converses:  # ahead only if no row returns before the next launch
-            due, tool_steps = self._waves.next_due, self._waves.limits.tool_steps
-            ahead = tool_steps > 0 if due is None else due > self.clock + scheduler.programs.steps
+            due = self._waves.next_due
+            ahead = not self._waves.as_answered if due is None else due > self.clock + scheduler.programs.steps
         scheduler.start(most_steps=most_steps, more_wait=bool(self._held) or self._waves.more_wait, ahead=ahead)
         flight = scheduler.in_flight
         if flight is not None and flight.reservation is not None and scheduler.waiting_queue:

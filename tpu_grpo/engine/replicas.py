@@ -305,7 +305,7 @@ class Serving:
             for number, engine in replicas.engines.items()
         }
         """The generations of this host's engines, by the replica's number."""
-        places = places_for(requests, expected, next(iter(replicas.engines.values())).options)
+        places = places_for(requests, expected, like)
         self._loads = [
             Load(0, places if share is None else min(places, share * len(driven)))
             for share, driven in zip(shares, self._drivers, strict=True)

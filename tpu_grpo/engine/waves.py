@@ -136,6 +136,8 @@ class Waves:
         if conversations is not None:
             self._conversations = conversations
         self.limits = limits
+        self.as_answered = limits.tool_steps == 0
+        """Whether rows return once they are answered, and wait for no other row."""
         self._host_of, self._here = host_of, here
         self._partners = partners
         self._waiting: deque[int] = deque()
@@ -201,7 +203,7 @@ class Waves:
     def ready(self, clock: int) -> bool:
         """Whether every due row whose environment is on this host has its answer. With ``tool_steps`` 0: whether any
         row has its answer."""
-        if self.limits.tool_steps == 0:
+        if self.as_answered:
             return bool(self._at(clock))
         return all(self._conversations.ready(row) for row in self._at(clock) if self._holds(row))
 
@@ -212,7 +214,7 @@ class Waves:
             LockstepError: if the hosts that drive the replica have different rows, or different tokens of a row.
             RequestError: if the engine can never serve one of the requests.
         """
-        while not (rows := self._at(clock)) and self.limits.tool_steps == 0 and self._due:
+        while not (rows := self._at(clock)) and self.as_answered and self._due:
             time.sleep(_POLL_SECONDS)
         requests = {row: self._conversations.next(row) for row in rows if self._holds(row)}
         if self._partners is not None:
@@ -252,13 +254,13 @@ class Waves:
 
     def _at(self, clock: int) -> list[int]:
         """List the rows that are due, in ascending order. With 0 ``tool_steps`` a row is due once it has its answer."""
-        if self.limits.tool_steps:
+        if not self.as_answered:
             return sorted(row for row, due in self._due.items() if due <= clock)
         if (began := time.monotonic()) >= self._ask_at:  # asking hundreds of rows takes milliseconds
             self._answered = {row for row in self._due if self._conversations.ready(row)}
             ended = time.monotonic()
             self._ask_at = ended + max(_POLL_SECONDS, ended - began)
-        return sorted(self._answered & self._due.keys())
+        return sorted(self._answered)
 
     def _exchange(
         self, partners: Hosts, clock: int, rows: Sequence[int], mine: Mapping[int, Request | None]
