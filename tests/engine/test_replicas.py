@@ -15,6 +15,7 @@ from tests.models.random_checkpoint import write_random_qwen3
 from tpu_grpo.engine.dealing import Group
 from tpu_grpo.engine.replicas import Replica, Replicas, idle_share, make_replicas
 from tpu_grpo.engine.scheduler import EngineUse
+from tpu_grpo.engine.waves import Limits
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.records.errors import ConfigError, RequestError
 from tpu_grpo.records.stages import Completion, Request, SamplingParams
@@ -145,8 +146,9 @@ class RecordingEngine:
     def check(self, asked: Sequence[Request]) -> None:
         del asked
 
-    def limits(self, asked: Sequence[Request], expected: Sequence[int], places: int | None = None) -> None:
-        del asked, expected, places
+    def limits(self, asked: Sequence[Request], expected: Sequence[int], places: int | None = None) -> Limits:
+        del asked, expected
+        return Limits(tool_steps=self.options.tool_steps, places=places)
 
     def begin(self, asked: Sequence[Request], expected: Sequence[int], waves: Any, finished: Any, cut: Any) -> Any:
         del asked, expected, finished, cut
