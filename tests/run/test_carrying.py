@@ -90,7 +90,7 @@ def test_tokens_are_those_of_a_rollout_that_waits(files: Path, tmp_path: Path) -
     whole = parts.sampler.rollout(stream.at(1, range(6)))
     ends = np.array([len(c.token_ids) for c in whole.completions]).reshape(6, 4).max(axis=1)
     carry.begin(stream.at(1, range(6)))
-    first = parts.sampler.carry_on(1, carry.groups, 2, [], [None] * 6)
+    first = parts.sampler.carry_on(1, carry.groups, 2, [], [None] * 6)()
     assert first.length == -(-int(np.sort(ends)[1]) // 16) * 16 < TOKENS
     for group, end in zip(first.groups, ends, strict=True):
         assert group.is_whole == (end <= first.length)
@@ -98,7 +98,7 @@ def test_tokens_are_those_of_a_rollout_that_waits(files: Path, tmp_path: Path) -
     while not all(group.is_whole for group in groups):
         step += 1
         groups = tuple(group.older() for group in groups)
-        groups = parts.sampler.carry_on(step, groups, 1 + sum(g.is_whole for g in groups), [], [None] * 6).groups
+        groups = parts.sampler.carry_on(step, groups, 1 + sum(g.is_whole for g in groups), [], [None] * 6)().groups
     assert step > 1
     found = [completion for group in groups for completion in group.completions]
     for one, right in zip(found, whole.completions, strict=True):

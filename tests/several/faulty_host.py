@@ -330,6 +330,22 @@ def slow(seconds: str) -> None:
 
 
 @look
+def late_weights(_: str) -> None:
+    """The engines get the parameters of the step before, those of the first step twice."""
+    import jax
+
+    from tpu_grpo.run.engines import SyncedEngines
+
+    install, kept = SyncedEngines.install, []
+
+    def late(self: Any, params: Any) -> Any:
+        kept.append(jax.tree.map(lambda leaf: leaf.copy(), params))
+        return install(self, kept[max(0, len(kept) - 2)])
+
+    SyncedEngines.install = late  # type: ignore
+
+
+@look
 def shapes(_: str) -> None:
     """Print the shape of the rows that the loss is traced with."""
     from tpu_grpo.learner import loss

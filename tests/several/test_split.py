@@ -1,5 +1,7 @@
 """Trainer and sampler on hosts of their own: the tokens and parameters of a shared run on the trainer's mesh."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,29 @@ def test_a_host_that_trains_and_one_that_samples(files: Path, tmp_path: Path) ->
     assert exports[0].read_bytes() == exports[1].read_bytes()
     logs = [(tmp_path / "two/logs" / f"host_{index}.log").read_text() for index in (0, 1)]
     assert all("update of step 4 ends after" in log for log in logs)  # the sampler's host waits for it
+
+
+@pytest.mark.parametrize("carry", [0.0, pytest.param(0.5, marks=pytest.mark.slow)])
+def test_one_step_off_is_a_shared_run_with_late_weights(files: Path, tmp_path: Path, carry: float) -> None:
+    """Also where it continues after step 2, of which the checkpoint holds the completions that step 3 learns from."""
+    more = {"rollout": {"carry": carry, "max_new_tokens": 24}, "checkpoint": {"every": 1, "keep": 9}}
+    late = settings(tmp_path / "late", meshes={"sampler": {"tensor": 1}, "probe_every": 0}, **more)
+    ended = run_hosts(1, 1, files, late, "run.max_steps=4", fault="late_weights")
+    assert ended.code == 0, ended.errors
+    tree = settings(tmp_path / "ahead", meshes=split(), algorithm={"group_size": 4, "staleness": 1}, **more)
+    for kept in (4, 2):
+        if kept == 2:  # as after a kill
+            for step in (3, 4):
+                shutil.rmtree(tmp_path / "ahead/checkpoints" / str(step))
+            (tmp_path / "ahead/summary.json").unlink()
+        ended = run_hosts(2, 1, files, tree, "run.max_steps=4")
+        assert ended.code == 0, ended.errors
+        assert outcome(tmp_path / "ahead") == outcome(tmp_path / "late")
+        lines = [json.loads(line) for line in (tmp_path / "ahead/metrics.jsonl").read_text().splitlines()]
+        gaps = [line.get("agreement/logprob_abs_diff_mean") for line in lines]
+        assert [gap is None for gap in gaps] == [False, False, kept == 2, False]
+        assert all(gap is None or gap < 1e-5 for gap in gaps)
+        assert all(line["agreement/older_logprob_abs_diff_mean"] > 1e-3 for line in lines[1:])
 
 
 @pytest.mark.slow

@@ -121,12 +121,13 @@ class RunConfig(Section):
 
     @property
     def open_groups(self) -> int:
-        """The number of groups that a step samples with rollout.carry, P(1 + carry), rounded up; 0 without carry."""
-        return self.data.prompts_with(self.rollout.carry) if self.rollout.carry else 0
+        """The number of groups that are open at once, P(1 + rollout.carry), rounded up; 0 if none outlives its step."""
+        outlive = self.rollout.carry or self.algorithm.staleness
+        return self.data.prompts_with(self.rollout.carry) if outlive else 0
 
     @property
     def excludes_carry(self) -> str | None:
-        """A setting here that cannot be combined with rollout.carry, and the reason; None if there is none."""
+        """A setting here that excludes rollout.carry and algorithm.staleness, and the reason; None if there is none."""
         algorithm = self.algorithm
         excluded = {
             "environment.name": (self.environment.is_on, "a checkpoint cannot hold the processes of conversations"),
@@ -327,9 +328,15 @@ def _engine_can_sample(config: RunConfig) -> None:
 
 
 def _carried_groups_are_kept(config: RunConfig) -> None:
-    carry, excluded = config.rollout.carry, config.excludes_carry
-    if carry and excluded is not None:
-        raise ValueError(f"rollout.carry={carry:g} does not go with {excluded}; leave one of them out")
+    carry, staleness, excluded = config.rollout.carry, config.algorithm.staleness, config.excludes_carry
+    if config.open_groups and excluded is not None:
+        setting = f"rollout.carry={carry:g}" if carry else f"algorithm.staleness={staleness}"
+        raise ValueError(f"{setting} does not go with {excluded}; leave one of them out")
+    if staleness and config.meshes.layout == "shared":
+        raise ValueError(
+            f"algorithm.staleness={staleness} needs meshes.layout=split, got shared, with which trainer and sampler "
+            "use the same devices; set it, or leave algorithm.staleness out"
+        )
 
 
 def _hosts_are_described(hosts: HostsSection) -> None:

@@ -157,12 +157,12 @@ class PromptDraw:
         DataError for a broken history, and for one without the last completed step if the settings need that step."""
         data = config.data
         history = PromptHistory.open(config.run_dir, stream.size, start, hosts, data.retire.at)
-        if history.position is None and (data.remembers or config.rollout.carry):
+        if history.position is None and (data.remembers or config.open_groups):
             history.close()
             raise DataError(
                 f"{HISTORY_FILE} must say where step {start} ended in the data, because data.dynamic, data.pools, "
-                "data.retire or rollout.carry is set, and it does not; restore the file that belongs to the "
-                "checkpoint, leave these settings out, or start over with checkpoint.resume=never"
+                "data.retire, rollout.carry or algorithm.staleness is set, and it does not; restore the file that "
+                "belongs to the checkpoint, leave these settings out, or start over with checkpoint.resume=never"
             )
         return cls(stream, history, data, seed=config.run.seed, start=start)
 

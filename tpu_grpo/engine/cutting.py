@@ -48,6 +48,11 @@ class OpenGroup:
         """Whether all completions have ended."""
         return all(completion.finish_reason != "cut" for completion in self.completions)
 
+    @property
+    def is_new(self) -> bool:
+        """Whether nothing has been sampled yet."""
+        return all(completion is NEW for completion in self.completions)
+
     def older(self) -> "OpenGroup":
         """Return the group with every token one step older."""
         return replace(self, completions=tuple(replace(c, ages=ages_of(c) + 1) for c in self.completions))

@@ -22,6 +22,7 @@ If trainer and sampler are on different hosts, the trainer's hosts drive no repl
 import functools
 import hashlib
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -123,6 +124,8 @@ class Replicas:
         """For each of this host's replicas that span several hosts, the hosts that drive it."""
         self.figures: dict[str, float] = {}
         """The metrics of the engines of the first replica's host in the last ``generate``, by name."""
+        self.seconds = 0.0
+        """The seconds that the first replica's host sampled in the last ``generate``."""
         self.told: Sequence[int] = ()
         """For each request of the last ``generate``, the host that reported its completion."""
 
@@ -204,6 +207,22 @@ class Replicas:
     ) -> list[Completion]:
         """Sample a completion for every request; every host passes the same requests and gets all completions.
 
+        The arguments and errors are those of ``begin``.
+        """
+        return self.begin(requests, finished, known, conversations, make_cut)()
+
+    def begin(
+        self,
+        requests: Sequence[Request],
+        finished: Finished | None = None,
+        known: Sequence[float | None] | None = None,
+        conversations: Conversations | None = None,
+        make_cut: Callable[[], Cut] | None = None,
+    ) -> Callable[[], list[Completion]]:
+        """Sample with this host's engines, and return a function with which all hosts exchange the completions.
+
+        Only hosts with engines wait for each other before the exchange; a host without engines returns immediately.
+
         Args:
             requests: what to sample.
             finished: called with the index and the completion of each request as it ends, on one of the hosts that
@@ -218,6 +237,7 @@ class Replicas:
             LockstepError: if hosts decided differently, or sampled differently in a replica that they share.
         """
         self._like.check(requests)
+        started = time.perf_counter()
         served: Served = "", {}, {}, {}
         sent: dict[int, Completion] = {}
         if self.engines:
@@ -225,7 +245,7 @@ class Replicas:
             serving = Serving(self, requests, known, finished, conversations, make_cut)
             waited = serving.run()
             spent = total_use([waited, *(engine.use for engine in self.engines.values())]) - before
-            figures = dict(spent.figures)
+            figures = {**spent.figures, "seconds": time.perf_counter() - started}
             if spent.steps:  # one thread drives the engines in turn
                 figures["rollout/decode_step_seconds"] = len(self.engines) * spent.decode / spent.steps
             dealt = hashlib.sha256(json.dumps(serving.dealer.assigned).encode()).hexdigest()
@@ -234,13 +254,18 @@ class Replicas:
             served, told = (dealt, digests, steps, figures), serving.dealer.told
             for generation in serving.generations.values():  # has only the conversations that this host reports
                 sent |= {i: whole for i, whole in generation.completions.items() if told[i] == self.hosts.index}
-        self.figures = self._compare(served)
-        room = None
-        if conversations is None:
-            layout = self._like.expert_layout if any(request.return_experts for request in requests) else None
-            room = share_bytes(requests, len(self.drivers), self._like.options.context_tokens, layout)
-        completions, self.told = exchange_completions(sent, len(requests), self.hosts, room)
-        return completions
+
+        def exchange() -> list[Completion]:
+            self.figures = self._compare(served)
+            self.seconds = self.figures.pop("seconds")
+            room = None
+            if conversations is None:
+                layout = self._like.expert_layout if any(request.return_experts for request in requests) else None
+                room = share_bytes(requests, len(self.drivers), self._like.options.context_tokens, layout)
+            completions, self.told = exchange_completions(sent, len(requests), self.hosts, room)
+            return completions
+
+        return exchange
 
     def _compare(self, served: Served) -> dict[str, float]:
         """Compare the assignments of all hosts with engines, and the digests of each replica's hosts.

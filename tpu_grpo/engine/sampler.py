@@ -110,6 +110,8 @@ class CarriedGroups:
     seconds: float
     figures: Mapping[str, float]
     """Metrics of the engines of the first replica's host, by name."""
+    told: tuple[int, ...] = ()
+    """For each group the host that passed it to ``ended``; empty without that callback."""
 
 
 KeepBroken = Callable[[BrokenRollout], Path]
@@ -179,14 +181,22 @@ class Sampler:
         return Rollout(batch, size, *sampled, self._engines.figures, tuple(self._engines.told[::size]))
 
     def carry_on(
-        self, step: int, groups: Sequence[OpenGroup], wanted: int, due: Collection[int], known: Sequence[float | None]
-    ) -> CarriedGroups:
+        self,
+        step: int,
+        groups: Sequence[OpenGroup],
+        wanted: int,
+        due: Collection[int],
+        known: Sequence[float | None],
+        ended: GroupEnded | None = None,
+    ) -> Callable[[], CarriedGroups]:
         """Sample until ``wanted`` groups are whole, including all groups with the indices ``due``; see cutting.py.
 
-        ``known`` has the expected mean number of tokens of each group's completions (None: unknown). Raises the errors
-        of ``rollout``.
+        This host's engines sample now. The returned function exchanges the completions between all hosts.
+
+        ``known`` has the expected mean number of tokens of each group's completions (None: unknown). ``ended`` is
+        called as in ``rollout``, for each of the groups, which must then be new and all ``wanted``. Raises the errors
+        of ``rollout``, the returned function NonFiniteError.
         """
-        start = time.perf_counter()
         asked = [
             (number, row, completion)
             for number, group in enumerate(groups)
@@ -204,24 +214,34 @@ class Sampler:
             members[number].append(index)
         make_cut = partial(Cut, members, wanted, due)
         self._engines.forget_prefixes()
-        enough = make_cut().length is not None  # nothing has to be sampled
-        new = [] if enough else self._engines.generate(requests, known=expected, make_cut=make_cut)
-        self._refuse_broken(step, [groups[number].prompt for number, _, _ in asked], new)
-        found = make_cut()  # gets the completions of all hosts
-        for index, (request, completion) in enumerate(zip(requests, new, strict=bool(new))):
-            found.add(index, request, completion)
-        length = found.length
-        assert length is not None, "every group ends, so enough of them do"
-        rows = [list(group.completions) for group in groups]
-        for (number, row, before), request, completion in zip(asked, requests, new, strict=bool(new)):
-            rows[number][row] = continued(before, request, completion, length)
-        return CarriedGroups(
-            groups=tuple(replace(group, completions=tuple(own)) for group, own in zip(groups, rows, strict=True)),
-            length=length,
-            dropped=sum(max(0, len(completion.token_ids) - length) for completion in new),
-            seconds=time.perf_counter() - start,
-            figures={} if enough else self._engines.figures,
-        )
+        exchange = None
+        if make_cut().length is None:  # else nothing has to be sampled
+            finished = None if ended is None else _Groups([len(own) for own in members], self._text, ended).finished
+            cuts = make_cut if wanted < len(groups) else None
+            exchange = self._engines.begin(requests, finished, expected, make_cut=cuts)
+
+        def collect() -> CarriedGroups:
+            start = time.perf_counter()
+            new = [] if exchange is None else exchange()
+            self._refuse_broken(step, [groups[number].prompt for number, _, _ in asked], new)
+            found = make_cut()  # gets the completions of all hosts
+            for index, (request, completion) in enumerate(zip(requests, new, strict=bool(new))):
+                found.add(index, request, completion)
+            length = found.length
+            assert length is not None, "every group ends, so enough of them do"
+            rows = [list(group.completions) for group in groups]
+            for (number, row, before), request, completion in zip(asked, requests, new, strict=bool(new)):
+                rows[number][row] = continued(before, request, completion, length)
+            return CarriedGroups(
+                groups=tuple(replace(group, completions=tuple(own)) for group, own in zip(groups, rows, strict=True)),
+                length=length,
+                dropped=sum(max(0, len(completion.token_ids) - length) for completion in new),
+                seconds=time.perf_counter() - start + (0.0 if exchange is None else self._engines.seconds),
+                figures={} if exchange is None else self._engines.figures,
+                told=() if ended is None else tuple(self._engines.told[:: self._group_size]),
+            )
+
+        return collect
 
     def answer(
         self, prompts: Sequence[Prompt], modes: Sequence[AnswerMode], ended: Sequence[GroupEnded] = ()

@@ -23,15 +23,16 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from tpu_grpo.learner.forward import ModelRows, PerToken, logprobs
-from tpu_grpo.learner.loss import LossSettings, TrainBatch
+from tpu_grpo.learner.loss import AgreementSums, LossSettings, TrainBatch, agreement_sums
 from tpu_grpo.learner.parameters import placed
 from tpu_grpo.records.errors import DataError
 
 DATA_AXIS = "fsdp"
 """The axis of the trainer's mesh over which rows are split."""
+_agreement_sums = jax.jit(agreement_sums)
 PassArrays = dict[str, np.ndarray]
 """The arrays of a `TrainBatch` by name; the names of arrays in its field ``rows`` begin with ``rows.``."""
 
@@ -76,6 +77,15 @@ class Batches:
     def policy_logprobs(self, batch: TrainBatch) -> PerToken:
         """Compute the policy's log-probability of every sampled token, at the sampling temperature."""
         return self._logprobs(self._policy, jax.tree.map(self._put, batch.rows))
+
+    def agreement_with(self, model: nnx.Module, batch: TrainBatch) -> AgreementSums:
+        """Compare the engine's log-probabilities of a placed micro-batch with those of ``model``; see `newest`."""
+        return _agreement_sums(self._logprobs(model, batch.rows), batch.rollout_logps, self.newest(batch))
+
+    @staticmethod
+    def newest(batch: TrainBatch) -> Bool[Array, "R S"]:
+        """Mark the sampled tokens of a micro-batch that no earlier rollout sampled."""
+        return batch.rows.mask if batch.older is None else batch.rows.mask & ~batch.older
 
     def _compared(self, batch: TrainBatch) -> dict[str, PerToken]:
         """Return ``old_logps`` and ``reference_logps`` if the loss needs them. Those that the batch already holds are

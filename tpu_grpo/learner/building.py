@@ -46,7 +46,7 @@ class LearnerInputs:
     mesh: Mesh
     """The trainer's mesh, with the axes fsdp and tp."""
     carried: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """With rollout.carry, arrays of the shapes in which checkpoints hold unfinished groups; see
+    """With rollout.carry or algorithm.staleness, arrays of the shapes in which checkpoints hold groups; see
     tpu_grpo/run/carrying.py."""
 
 
@@ -60,6 +60,8 @@ class LearnerParts:
     updater: Updater
     reference: nnx.Module | None
     """The reference model of the KL penalty, if any. It has copies of the arrays that updates of the policy change."""
+    previous: nnx.Module | None = None
+    """With algorithm.staleness, the policy before the last step's update, which sampled what this step learns from."""
 
     @property
     def saved_reference(self) -> nnx.Module | None:
@@ -106,7 +108,8 @@ def build_parts(config: RunConfig, inputs: LearnerInputs) -> LearnerParts:
     stepped = cast_to_compute(model, config)
     reference = _reference(config, inputs, stepped) if section.beta > 0.0 else None
     updater, batches = Updater(config, model, stepped, settings), Batches(model, reference, settings)
-    return LearnerParts(settings, row_shape(config, model, inputs.mesh), batches, updater, reference)
+    previous = own_copy(model, stepped) if section.staleness else None
+    return LearnerParts(settings, row_shape(config, model, inputs.mesh), batches, updater, reference, previous)
 
 
 def row_shape(config: RunConfig, model: nnx.Module, mesh: Mesh) -> RowShape:

@@ -30,7 +30,7 @@ from tpu_grpo.hosts import unpacked as unpacked_numbers
 from tpu_grpo.learner.batches import PassArrays, pass_arrays, with_kl_in_advantages
 from tpu_grpo.learner.building import LearnerInputs, LearnerParts, build_parts
 from tpu_grpo.learner.checkpoints import Checkpoints, read_policy
-from tpu_grpo.learner.loss import TrainBatch
+from tpu_grpo.learner.loss import AgreementSums, TrainBatch
 from tpu_grpo.learner.parameters import by_name, copy_values, parameters, params_digest, placed, trained_type, whole
 from tpu_grpo.learner.rows import train_rows, unpacked
 from tpu_grpo.learner.signal import Signal, read_signal
@@ -144,6 +144,7 @@ class Learner:
         restored = self._checkpoints.restore(self._updater, resume=config.checkpoint.resume)
         self.restored_step = self._told(RESTORED, restored, int)
         """The step that was restored; 0 for a fresh start."""
+        self._has_previous = not restored
         self.restore_notes = tuple(self._checkpoints.notes)
         self.carried = {name: whole(value) for name, value in self._checkpoints.carried.items()}
         """The groups that were unfinished after the restored step, in the arrays of ``LearnerInputs.carried``."""
@@ -188,7 +189,8 @@ class Learner:
         every = config.algorithm.reference_reset_every
         if every is not None and parts.reference is not None and signal.step % every == 0:
             copy_values(parts.reference, self._updater.model, self._updater.trained)
-        metrics = self._told(METRICS, update_metrics(updates) | signal.metrics(), dict[str, float])
+        measures = update_metrics(updates, stale=config.algorithm.staleness > 0) | signal.metrics()
+        metrics = self._told(METRICS, measures, dict[str, float])
         seconds, first = time.perf_counter() - started, updates[0]
         histograms = first.histograms if first.record.finite else {}
         return UpdateResult(metrics, signal.advantages_B, seconds, tuple(notes), histograms)
@@ -200,7 +202,7 @@ class Learner:
         every = self._config.logging.histograms_every
         due = every > 0 and signal.step % every == 0  # whether to make histograms of the step's first update
         for number, batches in enumerate(self._updates(signal)):
-            yield self._update(batches, histograms=due and number == 0), batches
+            yield self._update(batches, histograms=due and number == 0, first=number == 0), batches
 
     def keep_failed(self, keep: Callable[[FailedUpdate], Path]) -> None:
         """Set the function that saves an update whose loss or gradient is not finite. Of consecutive such updates, only
@@ -340,11 +342,29 @@ class Learner:
             for name in parts[0]
         }
 
-    def _update(self, batches: Sequence[TrainBatch], *, histograms: bool = False) -> MeasuredUpdate:
+    def _update(self, batches: Sequence[TrainBatch], *, histograms: bool = False, first: bool = True) -> MeasuredUpdate:
+        sampled_by = self._agreement_with_previous(batches) if first else None
         sums = [self._updater.accumulate(batch) for batch in batches]
         counted = self._updater.histograms() if histograms else {}
         # the host waits for the devices in this line only
-        return MeasuredUpdate(*jax.device_get((sums, self._updater.step(), counted)))
+        return MeasuredUpdate(*jax.device_get((sums, self._updater.step(), counted, sampled_by)))
+
+    def _agreement_with_previous(self, batches: Sequence[TrainBatch]) -> AgreementSums | None:
+        """With algorithm.staleness, compare the engine with the policy that it sampled this step's completions with.
+
+        One micro-batch is compared, that with the most tokens of the step's rollout. The current policy then becomes
+        the previous one. Returns None in the first step of a continued run, whose checkpoint does not hold the policy
+        of the step before.
+        """
+        if (previous := self._parts.previous) is None:
+            return None
+        made, sums = self._parts.batches, None
+        if self._has_previous:
+            newest = max(batches, key=lambda batch: int(made.newest(batch).sum())) if batches[1:] else batches[0]
+            sums = made.agreement_with(previous, newest)
+        copy_values(previous, self._updater.model, self._updater.trained)
+        self._has_previous = True
+        return sums
 
 
 class DescribedLearner(Learner):

@@ -277,17 +277,24 @@ def agreement_metrics(sums: Sequence[AgreementSums]) -> dict[str, float]:
     }
 
 
-def agreement_by_age(sums: Sequence[LossSums]) -> dict[str, float]:
+def agreement_by_age(
+    sums: Sequence[LossSums], *, stale: bool = False, sampled_by: AgreementSums | None = None
+) -> dict[str, float]:
     """Compute the metrics ``agreement/*`` from the sums of an update's micro-batches.
 
     With carried completions, ``agreement/*`` covers the tokens that the current weights sampled, if there are any, and
-    ``agreement/older_*`` the tokens that older weights sampled.
+    ``agreement/older_*`` the tokens that older weights sampled. With algorithm.staleness (``stale``), the latter covers
+    all tokens, and the former is computed from ``sampled_by``, if that is known.
     """
-    by_age = [each.by_age for each in sums if each.by_age is not None]
-    if not by_age:
+    by_age: Sequence[Sequence[AgreementSums]]
+    if stale:
+        by_age = [] if sampled_by is None else [sampled_by], [each.agreement for each in sums]
+    elif any(each.by_age is None for each in sums):
         return agreement_metrics([each.agreement for each in sums])
+    else:
+        by_age = list(zip(*(each.by_age for each in sums if each.by_age is not None), strict=True))
     found = dict[str, float]()
-    for prefix, of_age in zip(("agreement/", "agreement/older_"), zip(*by_age, strict=True), strict=True):
+    for prefix, of_age in zip(("agreement/", "agreement/older_"), by_age, strict=True):
         if any(float(each.tokens) for each in of_age):
             metrics = agreement_metrics(of_age)
             found |= {name.replace("agreement/", prefix): value for name, value in metrics.items()}

@@ -32,6 +32,7 @@ from tpu_grpo.algorithms import correction_metrics
 from tpu_grpo.config import RunConfig
 from tpu_grpo.learner.compact import join_residual, split_residual
 from tpu_grpo.learner.loss import (
+    AgreementSums,
     EntropyState,
     EntropySums,
     LossSettings,
@@ -352,6 +353,8 @@ class MeasuredUpdate:
     record: UpdateRecord
     histograms: Mapping[str, Histogram]
     """Histograms of the gradients, and of the parameters before the update; empty in steps that log none."""
+    sampled_by: AgreementSums | None = None
+    """With algorithm.staleness, the agreement of the first micro-batch's engine and the policy that it sampled with."""
 
     @property
     def loss(self) -> float:
@@ -359,10 +362,11 @@ class MeasuredUpdate:
         return sum(float(each.loss) for each in self.sums)
 
 
-def update_metrics(updates: Sequence[MeasuredUpdate]) -> dict[str, float]:
+def update_metrics(updates: Sequence[MeasuredUpdate], *, stale: bool = False) -> dict[str, float]:
     """Compute ``update/*`` and ``correction/*`` over all updates, and ``agreement/*`` over the first update's tokens.
 
-    The first update starts from the parameters that the engine sampled with.
+    The first update starts from the parameters that the engine sampled with or, with algorithm.staleness (``stale``),
+    from those one step later.
 
     Loss, and gradient norm before clipping, are means over the updates. Entropy, KL, clip fraction and ratio are means
     over tokens. The learning rate is that of the last update, and ``step_kept`` is the smallest of all updates. These
@@ -390,7 +394,7 @@ def update_metrics(updates: Sequence[MeasuredUpdate]) -> dict[str, float]:
         "update/ratio_mean": 1.0 + mean(excess, tokens),
         "update/learning_rate": float(records[-1].learning_rate),
         "update/skipped": sum(not update.record.finite for update in updates),
-        **agreement_by_age(updates[0].sums),
+        **agreement_by_age(updates[0].sums, stale=stale, sampled_by=updates[0].sampled_by),
         **(correction_metrics(corrected) if corrected else {}),
         **({} if coefficient is None else {"update/entropy_coefficient": float(coefficient)}),
     }

@@ -2,9 +2,12 @@
 
     carry = Carry(config, stream, learner.carried)      # empty, or as of the checkpoint that was restored
     carry.begin(draw.next(step, carry.room))            # until P (1 + rollout.carry) groups are open
-    sampled = sampler.carry_on(step, carry.groups, ...)
-    rollout = carry.take(step, sampled, tokenizer)      # the first P complete groups, oldest first
+    collect = sampler.carry_on(step, carry.groups, ...)
+    rollout = carry.take(step, collect(), tokenizer)    # the first P complete groups, oldest first
     carry.end(used=P)                                   # the tokens of open groups are one step older now
+
+With ``algorithm.staleness`` 1, the groups of step k + 1 are begun, sampled and taken after ``end`` of step k, before
+step k is over. ``hold`` keeps them for its checkpoint, and the continued run takes them again, without sampling.
 
 A checkpoint holds the groups as they were after its step, in arrays of one size for all steps: C groups of G
 completions of up to T tokens.
@@ -53,30 +56,39 @@ class Carry:
         most = self._config.rollout.carry_steps
         return [number for number, group in enumerate(self.groups) if step - group.step >= most]
 
+    def batch(self, step: int, groups: Sequence[OpenGroup]) -> PromptBatch:
+        """Return the prompts of some groups as a batch of the step's current round."""
+        return PromptBatch(
+            step,
+            tuple(group.prompt for group in groups),
+            tuple(group.record for group in groups),
+            tuple(group.position for group in groups),
+            len(self._sampled),
+        )
+
     def take(self, step: int, sampled: CarriedGroups, tokenizer: Any) -> Rollout:
         """Return the first P complete groups of ``sampled`` as the rollout to score; keep the other groups."""
         wanted = self._config.data.prompts_per_step
         whole = [group for group in sampled.groups if group.is_whole][:wanted]
         taken = {(group.step, group.number) for group in whole}
         self.groups = tuple(group for group in sampled.groups if (group.step, group.number) not in taken)
-        batch = PromptBatch(
-            step,
-            tuple(group.prompt for group in whole),
-            tuple(group.record for group in whole),
-            tuple(group.position for group in whole),
-            len(self._sampled),
-        )
+        batch = self.batch(step, whole)
         self._taken += whole
         self._sampled.append(sampled)
         completions = tuple(completion for group in whole for completion in group.completions)
         texts = tuple(completion_text(tokenizer, completion) for completion in completions)
         size = self._config.algorithm.group_size
-        return Rollout(batch, size, completions, texts, sampled.seconds, sampled.figures)
+        return Rollout(batch, size, completions, texts, sampled.seconds, sampled.figures, sampled.told)
+
+    def hold(self) -> None:
+        """Let the next checkpoint hold the taken groups, in their order, and then the others."""
+        self._ended = (*self._taken, *self.groups)
 
     def end(self, used: int) -> dict[str, float]:
         """End a step that used the first ``used`` of the taken groups; later steps take the rest again.
 
-        Returns the tokens sampled per second and the metrics ``carry/*``, such as the ages of tokens in used groups.
+        With rollout.carry, returns the tokens sampled per second and the metrics ``carry/*``, such as the ages of
+        tokens in used groups.
         """
         learnt = [completion for group in self._taken[:used] for completion in group.completions]
         ages = np.concatenate([ages_of(completion) for completion in learnt])
@@ -99,7 +111,7 @@ class Carry:
         }
         self.groups = self._ended = tuple(group.older() for group in open_groups)
         self._taken, self._sampled = [], []
-        return metrics
+        return metrics if self._config.rollout.carry else {}
 
     def saved(self) -> dict[str, np.ndarray]:
         """Return the groups as they were when the last finished step ended, as arrays for a checkpoint."""

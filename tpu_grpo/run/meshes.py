@@ -67,6 +67,11 @@ def build_meshes(config: RunConfig, checkpoint: Checkpoint, devices: Sequence[An
     devices, sampling = by_host(jax.devices() if devices is None else devices), config.meshes.sampler.hosts
     both = config.meshes.layout == "shared"
     trainer_devices, sampler_devices = (devices, devices) if both else split_devices(sampling, devices)
+    if config.algorithm.staleness and set(hosts_of(trainer_devices)) & set(hosts_of(sampler_devices)):
+        raise ConfigError(
+            f"algorithm.staleness={config.algorithm.staleness} needs hosts that train and hosts that sample, got one "
+            "host; start more hosts, or leave it out"
+        )
     tp, count = config.meshes.trainer.tp, len(trainer_devices)
     fsdp = config.meshes.trainer.fsdp or max(1, count // tp)
     if fsdp * tp != count:

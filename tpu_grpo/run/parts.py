@@ -51,7 +51,7 @@ class Parts:
     learner: Learner
     probe: Probe
     carry: Carry | None = None
-    """The groups that steps leave for later steps; None without rollout.carry."""
+    """The groups that steps leave for later steps; None without rollout.carry and algorithm.staleness."""
 
 
 def build_parts(config: RunConfig, hosts: Hosts, inputs: Inputs | None = None) -> Parts:
@@ -76,7 +76,7 @@ def build_parts(config: RunConfig, hosts: Hosts, inputs: Inputs | None = None) -
     engines = open_engines(config, hosts, checkpoint, inputs.tokenizer, meshes, task.environments)
     announce(hosts, f"loading {checkpoint.parameter_count:,} parameters")
     make, given = learner_class(config.algorithm), load_inputs(config, checkpoint, meshes)
-    if config.rollout.carry:
+    if config.open_groups:
         given = replace(given, carried=packed((), config))
     trains = meshes.trainer.local_devices
     learner = (
@@ -94,20 +94,21 @@ def build_parts(config: RunConfig, hosts: Hosts, inputs: Inputs | None = None) -
     first = task.prompts.batch(1).prompts
     probe = Probe(config, engines, learner, [first[row % len(first)] for row in range(meshes.replicas)])
     probe.after_sync(0)
-    carry = Carry(config, task.prompts, learner.carried) if config.rollout.carry else None
+    carry = Carry(config, task.prompts, learner.carried) if config.open_groups else None
     return Parts(checkpoint, task, sampler, engines, learner, probe, carry)
 
 
 def with_routing_replay(config: RunConfig, checkpoint: Checkpoint) -> RunConfig:
     """Set algorithm.routing_replay if it is unset; Tunix's learner has no such setting.
 
-    It becomes true for a model with experts in bfloat16, without rollout.carry: in bfloat16, engine and trainer can
-    round differently, and so choose different experts of nearly equal probability. The run's files keep it unset.
+    It becomes true for a model with experts in bfloat16, if no step leaves groups for later ones: in bfloat16, engine
+    and trainer can round differently, and so choose different experts of nearly equal probability. The run's files
+    keep it unset.
     """
     section = config.algorithm
     if section.routing_replay is not None or section.tunix is not None:
         return config
-    replay = checkpoint.has_experts and config.model.dtype == "bfloat16" and not config.rollout.carry
+    replay = checkpoint.has_experts and config.model.dtype == "bfloat16" and not config.open_groups
     return config.model_copy(update={"algorithm": section.model_copy(update={"routing_replay": replay})})
 
 

@@ -6,8 +6,8 @@ Every stage is a call on a part that tpu_grpo/run/parts.py built. Stages exchang
 tpu_grpo/records/stages.py.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext, suppress
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,6 +122,10 @@ class Run:
     planned_at: int
     """The step whose seconds are compared with the plan's; late enough that nothing is compiled in it."""
     warned_of_lost_steps: bool = False
+    ahead: StepGroups | None = None
+    """With algorithm.staleness, the groups of the next step, which were sampled during the update."""
+    updating: bool = False
+    """Whether a step is past the point from which it is always finished."""
 
     def train(self, start: int, notes: Sequence[str] = ()) -> None:
         """Run steps ``start + 1`` to ``run.max_steps``, or until no prompt is left; show ``notes`` first."""
@@ -161,12 +165,17 @@ class Run:
 
     def _step(self, step: int) -> None:
         parts, stage = self.parts, self.watch.stage
-        groups = self._sampled_groups(step)
+        groups = self.ahead or _result_of(self._sampled_groups(step))
         carried = {} if parts.carry is None else parts.carry.end(groups.needed)
         if self.config.rollout.release_during_update:
             parts.engines.release()
-        with stage(f"update of step {step}"):
-            update = parts.learner.update(groups.learnt)
+        self.updating = True
+        with closing(self._groups_ahead(step + 1)) as sampling:
+            next(sampling, None)  # hosts that sample do so now
+            with stage(f"update of step {step}"):
+                update = parts.learner.update(groups.learnt)
+            self.ahead = _result_of(sampling)
+        self.updating = False
         for note in update.notes:
             self.log.note(note)
         self._warn_of_lost_steps(step, update)
@@ -196,18 +205,30 @@ class Run:
         if step == self.planned_at and self.planned:
             self.log.note("; ".join(map(str, beside_plan([line], self.planned))))
 
-    def _sampled_groups(self, step: int) -> StepGroups:
-        """Sample at most data.dynamic.rounds batches of prompts, until enough groups have a learning signal."""
-        rounds = Rounds(wanted=self.config.data.prompts_per_step)
+    def _sampled_groups(self, step: int) -> Generator[None, None, StepGroups]:
+        """Sample at most data.dynamic.rounds batches of prompts, until enough groups have a learning signal.
+
+        The generator pauses where ``_carried_rollout`` does.
+        """
+        rounds, carry = Rounds(wanted=self.config.data.prompts_per_step), self.parts.carry
         for _ in range(self.config.data.dynamic.rounds):
-            if self.parts.carry is None:
+            if carry is None:
                 scored = self._scored_rollout(self.draw.batch(step, after=rounds.last))
             else:
-                scored = self._carried_rollout(step, self.parts.carry)
+                scored = yield from self._carried_rollout(step, carry)
             rounds.add(scored, self.parts.learner.informative(scored))
             if rounds.enough:
                 break
         return rounds.groups()
+
+    def _groups_ahead(self, step: int) -> Generator[None, None, StepGroups | None]:
+        """With algorithm.staleness, sample the groups of the next step, and keep them for this step's checkpoint."""
+        carry = self.parts.carry
+        if not self.config.algorithm.staleness or carry is None or self._is_last(step - 1):
+            return None
+        groups = yield from self._sampled_groups(step)
+        carry.hold()
+        return groups
 
     def _scored_rollout(self, batch: PromptBatch) -> ScoredRollout:
         """Sample completions of a batch; complete groups are scored while other groups are still being sampled."""
@@ -221,19 +242,32 @@ class Run:
                 self.hosts.agree(f"tokens of {name}", tokens_digest(rollout.completions))
             return self._scored(name, rollout, scoring)
 
-    def _carried_rollout(self, step: int, carry: Carry) -> ScoredRollout:
-        """Sample open groups until a step's groups are complete, and score these; all other groups stay open."""
+    def _carried_rollout(self, step: int, carry: Carry) -> Generator[None, None, ScoredRollout]:
+        """Sample open groups until a step's groups are complete, and score these; all other groups stay open.
+
+        The generator pauses between the sampling, in which hosts without engines have no part, and the exchange of the
+        completions.
+        """
         parts, stage, name = self.parts, self.watch.stage, f"step {step}"
+        wanted = self.config.data.prompts_per_step
         carry.begin(self.draw.next(step, carry.room))
-        with stage(f"rollout of {name}"), self._may_be_abandoned(together=True):
-            self.hosts.agree(f"prompts of {name}", repr([(group.step, group.position) for group in carry.groups]))
-            known = self.draw.history.last("tokens", [group.record for group in carry.groups])
-            wanted = self.config.data.prompts_per_step
-            sampled = parts.sampler.carry_on(step, carry.groups, wanted, carry.due(step), known)
-            tokens = [completion for group in sampled.groups for completion in group.completions]
-            self.hosts.agree(f"tokens of {name}", f"{sampled.length} {tokens_digest(tokens)}")
-            rollout = carry.take(step, sampled, self.inputs.tokenizer)
-        with parts.task.rewards.begin(rollout.batch) as scoring:
+        groups, known = carry.groups, self.draw.history.last("tokens", [group.record for group in carry.groups])
+        with ExitStack() as stack:
+            scoring = None
+            if len(groups) == wanted and all(group.is_new for group in groups):  # known to be those that are scored
+                scoring = stack.enter_context(parts.task.rewards.begin(carry.batch(step, groups)))
+            with stage(f"rollout of {name}"), self._may_be_abandoned(together=True):
+                self.hosts.agree(f"prompts of {name}", repr([(group.step, group.position) for group in groups]))
+                ended = None if scoring is None else scoring.add
+                collect = parts.sampler.carry_on(step, groups, wanted, carry.due(step), known, ended)
+            yield
+            with stage(f"completions of {name}"), self._may_be_abandoned(together=True):
+                sampled = collect()
+                tokens = [completion for group in sampled.groups for completion in group.completions]
+                self.hosts.agree(f"tokens of {name}", f"{sampled.length} {tokens_digest(tokens)}")
+                rollout = carry.take(step, sampled, self.inputs.tokenizer)
+            if scoring is None:
+                scoring = stack.enter_context(parts.task.rewards.begin(rollout.batch))
             return self._scored(name, rollout, scoring)
 
     def _scored(self, name: str, rollout: Rollout, scoring: DistributedScoring) -> ScoredRollout:
@@ -296,8 +330,12 @@ class Run:
     def _may_be_abandoned(self, *, together: bool = False) -> Iterator[None]:
         """Abandon the step once a signal has asked any host to stop; all hosts abandon it at the end of the same block.
 
-        A block that several hosts compute ``together`` is finished first; any other block is left immediately.
+        A block that several hosts compute ``together`` is finished first; any other block is left immediately. Nothing
+        is abandoned once the step's update has begun.
         """
+        if self.updating:
+            yield
+            return
         with suppress(StepAbandoned), nullcontext() if together and self.hosts.count > 1 else self.stop.abandoning():
             yield
         if self._any_host(self.stop.signalled):
@@ -353,6 +391,15 @@ class Run:
         )
         write_json(self.config.run_dir / SUMMARY_FILE, summary)
         return summary
+
+
+def _result_of[T](generator: Generator[None, None, T]) -> T:
+    """Run a generator to its end, and return what it returns."""
+    while True:
+        try:
+            next(generator)
+        except StopIteration as end:
+            return end.value
 
 
 def _every(step: int, every: int) -> bool:
