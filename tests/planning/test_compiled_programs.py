@@ -123,9 +123,14 @@ def test_every_program_compiles_and_holds_what_it_is_given(run: AbstractRun) -> 
 def test_a_split_by_whole_hosts_compiles(name: str, tmp_path: Path) -> None:
     """The trainer's programs on the first half of the hosts, the engine's on the second half, and the sync on all.
 
-    On a half of every host's devices, libtpu refuses sums over them.
+    On a half of every host's devices, libtpu refuses sums over them. One step off, the trainer keeps the parameters of
+    the step before.
     """
-    with open_run(name, tmp_path, "meshes.layout=split", "meshes.sampler.tensor=8") as opened:
+    ahead = "meshes.layout=split", "meshes.sampler.tensor=8", "algorithm.staleness=1"
+    with open_run(name, tmp_path, *ahead) as opened:
+        resident = resident_bytes(opened)
+        assert resident.reference == resident.trained == resident.parameters > 0
+        assert [program for program, _, _ in programs_to_lower(opened)][2] == "log-probabilities"
         run = replace(opened, engine_devices=opened.replicas[0].devices)
         assert hosts_of(run.meshes.trainer.devices.flat) == (0, 1)
         assert hosts_of(run.replicas[0].devices) == (2, 3)

@@ -164,6 +164,11 @@ def test_alternatives_that_fit_come_first_and_the_fastest_of_them(monkeypatch: p
     assert [each.plan.fits for each in found] == [True] * 8 + [False] * 3
     assert (seconds[:8], seconds[8:]) == (sorted(seconds[:8]), sorted(seconds[8:]))
     assert [each.overrides[1] for each in found[8:]] == ["meshes.sampler.hosts=3"] * 3
+    target.devices = range(32)
+    found = slice_plan.alternatives(plan, 20, compiled=True, say=said.append)
+    ahead = {(*each, "algorithm.staleness=1") for each in layouts[1:3]}
+    ahead = {(*each, *more) for each in ahead for more in ((), ("rollout.carry=0.5",), ("rollout.carry=1",))}
+    assert {each.overrides for each in found} == carried - {()} | ahead
 
 
 def test_what_needs_no_compiling_is_not_planned_anew(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,6 +156,15 @@ def test_forward_passes_and_iterations_repeat() -> None:
     assert step.of("logprobs") == pytest.approx(2 * 4 * sum(one.parts.values()))
 
 
+def test_one_step_off_takes_the_longer_of_rollout_and_update() -> None:
+    ahead = {"algorithm": {"group_size": 2, "staleness": 1, "old_policy": "trainer"}, "meshes": {"layout": "split"}}
+    for passes in (1, 1000):  # decoding takes longer than one forward pass, and less time than a thousand
+        step = replace(work_of(**ahead), forward_passes=passes).step()
+        sampling, learning = step.of("prefill", "decode"), step.of("logprobs", "update")
+        assert (sampling > learning) == (passes == 1)
+        assert step.seconds == max(sampling, learning) + step.of("sync")
+
+
 def test_mini_batches_take_passes_and_steps_of_their_own() -> None:
     """2 prompts with 2 completions are 4 rows of 80 tokens: one pass, and one step of the optimizer."""
     work, once = work_of(), work_of().step()

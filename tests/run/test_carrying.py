@@ -191,6 +191,11 @@ def test_a_group_is_finished_after_so_many_steps(files: Path, tmp_path: Path) ->
         ({"algorithm": {"name": "tunix:grpo"}}, "does not go with algorithm.name=tunix:grpo"),
         ({"data": {"path": "x", "dynamic": {"extra": 0.5}}}, "does not go with data.dynamic.extra"),
         ({"algorithm": {"routing_replay": True}}, "does not go with algorithm.routing_replay=true"),
+        (
+            {"algorithm": {"staleness": 1}, "environment": {"name": "guessing"}, "rollout": {"carry": 0.0}},
+            "algorithm.staleness=1 does not go with environment.name",
+        ),
+        ({"algorithm": {"staleness": 1}}, "staleness=1 needs meshes.layout=split, got shared"),
     ],
 )
 def test_what_cannot_be_carried_is_refused(files: Path, tmp_path: Path, sections: dict[str, Any], said: str) -> None:

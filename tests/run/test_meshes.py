@@ -61,6 +61,13 @@ def test_a_split_that_leaves_a_side_without_hosts_is_refused(
         build_meshes(config, checkpoint, devices(hosts, per_host))
 
 
+def test_one_step_off_needs_hosts_of_both_roles() -> None:
+    checkpoint: Any = None  # comes after the devices
+    config = parse_config({"meshes": {"layout": "split"}, "algorithm": {"staleness": 1}})
+    with pytest.raises(ConfigError, match=r"staleness=1 needs hosts that train and hosts that sample, got one host"):
+        build_meshes(config, checkpoint, devices(1, 4))
+
+
 @pytest.mark.parametrize(
     ("hosts_along", "fitting"),
     [((2, 2, 1), [2]), ((1, 1, 4), [1, 2, 3]), ((2, 4, 1), [2, 4, 6])],

@@ -57,7 +57,7 @@ def programs_to_lower(run: AbstractRun) -> Iterator[tuple[str, Stage, Callable[[
     shapes = run.options.shapes
     yield f"decode of {shapes.batch[-1]} rows", "rollout", lambda: run.engine.lower("decode", shapes.batch[-1])
     yield f"prefill of {shapes.prefill[-1]} tokens", "rollout", lambda: run.engine.lower("prefill", shapes.prefill[-1])
-    if run.learner.forward_passes:
+    if run.learner.forward_passes or run.config.algorithm.staleness:
         yield "log-probabilities", "logprobs", run.learner.lower_logprobs
     if run.config.algorithm.tunix is not None:
         yield TRAIN_STEP, "update", run.learner.lower_train_step

@@ -37,6 +37,8 @@ CARRIES = (0.5, 1.0)
 """The values of rollout.carry that `alternatives` tries for a run without rollout.carry."""
 SPLIT_SYNC_MIB = 2048
 """What splits among the alternatives get for meshes.sync_temporary_mib: between unlike meshes more has to be moved."""
+AHEAD_DEVICES = 32
+"""Slices of at least so many devices get algorithm.staleness among the alternatives; smaller ones gain little."""
 SPARE = 0.05
 """The share of the chip's memory that a suggested number of cache tokens leaves free."""
 
@@ -255,8 +257,8 @@ def alternatives(plan: Plan, mean: float, *, compiled: bool, say: Callable[[str]
     """Plan the run with other settings that may make a step faster, where completions have this mean length.
 
     The settings are the CARRIES, which need no compiling, and with ``compiled`` also splits that give the sampler a
-    quarter, half and three quarters of the hosts, and an 8-bit cache with more rows. Plans that fit come first, the
-    fastest first.
+    quarter, half and three quarters of the hosts (from AHEAD_DEVICES devices on, also with algorithm.staleness), and an
+    8-bit cache with more rows. Plans that fit come first, the fastest first.
     """
     found = [Suggestion((), plan)]
     for overrides in _other_layouts(plan) if compiled else ():
@@ -278,7 +280,10 @@ def _other_layouts(plan: Plan) -> Iterator[tuple[str, ...]]:
         small = config.meshes.sync_temporary_mib < SPLIT_SYNC_MIB
         room = (f"meshes.sync_temporary_mib={SPLIT_SYNC_MIB}",) * small
         for count in sorted({hosts // 4, hosts // 2, 3 * hosts // 4} - {0}):
-            yield ("meshes.layout=split", f"meshes.sampler.hosts={count}", *released, *room)
+            split = "meshes.layout=split", f"meshes.sampler.hosts={count}", *released, *room
+            yield split
+            if config.excludes_carry is None and len(plan.target.devices) >= AHEAD_DEVICES:
+                yield (*split, "algorithm.staleness=1")
     slots, wanted = plan.work.rungs[-1], max(rows for host in plan.work.hosts for rows in host)
     if wanted > slots and config.rollout.kv_dtype == "auto" and config.rollout.batch_paddings is None:
         tokens = config.rollout.kv_tokens

@@ -37,7 +37,8 @@ class ResidentBytes:
     trained: int
     """The trained part of ``parameters``."""
     reference: int
-    """The part of the reference that the policy does not share after its first update."""
+    """The part of the reference that the policy does not share after its first update; with algorithm.staleness, also
+    the trained parameters of the step before."""
     sampler: int
     """The engines' weights in separate arrays."""
     shared: int
@@ -58,6 +59,7 @@ def resident_bytes(run: AbstractRun) -> ResidentBytes:
     leaves, frozen = named_leaves(params), frozen_leaves(params)
     trained = per_device(leaf for name, leaf in leaves.items() if name not in frozen)
     adapters, own_adapters = config.model.lora.rank is not None, config.algorithm.reference_reset_every is not None
+    reference = trained if run.learner.reference is not None and (own_adapters or not adapters) else 0
     moves, waiting = run.sync.moves, config.micro_batches(run.meshes.trainer.shape["fsdp"]) - 1
     if config.algorithm.tunix is not None:
         waiting = 0  # they wait in the host's memory
@@ -65,7 +67,7 @@ def resident_bytes(run: AbstractRun) -> ResidentBytes:
         parameters=per_device(leaves.values()),
         optimizer=per_device(jax.tree.leaves(run.learner.held)),
         trained=trained,
-        reference=trained if run.learner.reference is not None and (own_adapters or not adapters) else 0,
+        reference=reference + trained * config.algorithm.staleness,
         sampler=per_device(move.spec for move in moves if not move.aliased),
         shared=per_device(move.spec for move in moves if move.aliased),
         cache=per_device(run.engine.cache_specs),

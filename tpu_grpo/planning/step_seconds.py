@@ -245,10 +245,14 @@ class StepTime:
     mean_new_tokens: float
     """The mean length of the completions that end in the step."""
     stages: tuple[StageTime, ...]
+    is_ahead: bool = False
+    """Whether the next step's rollout and the update take place at the same time (algorithm.staleness)."""
 
     @property
     def seconds(self) -> float:
         """The step's duration."""
+        if self.is_ahead:
+            return max(self.of("prefill", "decode"), self.of("logprobs", "update")) + self.of("sync")
         return sum(stage.seconds for stage in self.stages)
 
     @property
@@ -344,7 +348,7 @@ class StepWork:
         links = costs.link_seconds(self.generation, self.devices, self.synced_bytes) if self.devices > 1 else 0.0
         memory = costs.memory_seconds(self.generation, 2 * self.synced_bytes)  # moved bytes are read and written
         stages.append(StageTime("sync", {"links": links} if links > memory else {"memory": memory}))
-        return StepTime(sampled, sampled / rows, tuple(stages))
+        return StepTime(sampled, sampled / rows, tuple(stages), is_ahead=config.algorithm.staleness > 0)
 
     def carrying(self, carry: float) -> "StepWork":
         """Return the work of the same run with another rollout.carry, in the same engines."""
