@@ -1,9 +1,8 @@
 """What sampling during the update saves: python -m benchmarks.staleness [--rounds N] [--steps N]
 
-Two hosts, each pinned to a core of its own: one trains and one samples (meshes.layout=split). Runs with
-algorithm.staleness 0 and 1 alternate, round after round. Shown are medians over steps and rounds: the seconds of a
-rollout, of an update (with staleness 1 including what a host waits for the other), of a weight sync, and from the end
-of one update to the end of the next.
+Two hosts, each pinned to a core of its own: one trains and one samples (meshes.layout=split). Each round has a run
+with algorithm.staleness 0 and one with 1. Shown are median seconds over steps and rounds: rollout, update (with
+staleness 1 including the wait for the other host), weight sync, and step, from the end of one update to the next.
 """
 
 import argparse

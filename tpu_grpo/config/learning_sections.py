@@ -57,8 +57,8 @@ class AlgorithmSection(Section):
     iterations: PositiveInt = 1
     """Go through the same rollout this many times, each time with one update, or one update per mini-batch."""
     staleness: Literal[0, 1] = 0
-    """Learn from completions of the newest weights (0), or let the hosts that sample work on the next step's rollout
-    during the update, with weights that are one step old (1); only with meshes.layout=split over several hosts."""
+    """0: sample every step with the newest weights. 1: sample the next step's rollout during the update, so that a step
+    learns from completions that are one step old; needs meshes.layout=split over several hosts."""
     mini_batch_prompts: PositiveInt | None = None
     """Update once for this many prompts, with all completions of each, as PPO does: every iteration shuffles the
     prompts by run.seed and step, and cuts them into mini-batches. When unset, an iteration makes one update."""
@@ -90,8 +90,8 @@ class AlgorithmSection(Section):
     and trainer. Otherwise all three are of the full distribution, although tokens are drawn from the filtered one."""
     routing_replay: bool | None = None
     """Route the trainer's tokens to the experts that the engine chose for them (R3, arXiv 2510.11370); only for models
-    with experts. The reference model chooses its own experts. When unset, true in bfloat16 without rollout.carry and
-    staleness."""
+    with experts. The reference model chooses its own experts. When unset, true in bfloat16 if rollout.carry
+    and staleness are both 0."""
     clip_low: float | None = Field(default=None, gt=0.0, lt=1.0)
     """Clip the ratio below at 1 - clip_low. When unset: 0.2, but 0.0003 for gspo, and no lower clip for cispo."""
     clip_high: float | None = Field(default=None, gt=0.0)

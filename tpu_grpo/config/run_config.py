@@ -121,7 +121,7 @@ class RunConfig(Section):
 
     @property
     def open_groups(self) -> int:
-        """The number of groups that are open at once, P(1 + rollout.carry), rounded up; 0 if none outlives its step."""
+        """The number of groups that are open at once, P(1 + rollout.carry), rounded up; 0 if none outlives a step."""
         outlive = self.rollout.carry or self.algorithm.staleness
         return self.data.prompts_with(self.rollout.carry) if outlive else 0
 

@@ -194,8 +194,8 @@ class Sampler:
         This host's engines sample now. The returned function exchanges the completions between all hosts.
 
         ``known`` has the expected mean number of tokens of each group's completions (None: unknown). ``ended`` is
-        called as in ``rollout``, for each of the groups, which must then be new and all ``wanted``. Raises the errors
-        of ``rollout``, the returned function NonFiniteError.
+        called as in ``rollout``; then all groups must be new, and ``wanted`` their number. The returned function raises
+        NonFiniteError as ``rollout`` does.
         """
         asked = [
             (number, row, completion)

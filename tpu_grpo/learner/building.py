@@ -61,7 +61,7 @@ class LearnerParts:
     reference: nnx.Module | None
     """The reference model of the KL penalty, if any. It has copies of the arrays that updates of the policy change."""
     previous: nnx.Module | None = None
-    """With algorithm.staleness, the policy before the last step's update, which sampled what this step learns from."""
+    """With algorithm.staleness, the policy before the previous step's update, which sampled the current rollout."""
 
     @property
     def saved_reference(self) -> nnx.Module | None:
@@ -124,7 +124,7 @@ def row_shape(config: RunConfig, model: nnx.Module, mesh: Mesh) -> RowShape:
         replay=ReplayShape(model) if config.algorithm.replays_routing else None,
         group_size=config.algorithm.group_size,
         filtered=config.algorithm.filtered_ratio,
-        carries=config.rollout.carry > 0.0,
+        carries=config.open_groups > 0,
         count_empty=config.algorithm.count_empty,
     )
 

@@ -147,7 +147,7 @@ class Learner:
         self._has_previous = not restored
         self.restore_notes = tuple(self._checkpoints.notes)
         self.carried = {name: whole(value) for name, value in self._checkpoints.carried.items()}
-        """The groups that were unfinished after the restored step, in the arrays of ``LearnerInputs.carried``."""
+        """The groups that were kept after the restored step, in the arrays of ``LearnerInputs.carried``."""
         if self.restored_step:
             for name, value in sorted(self.carried.items()):
                 self._tell(name, value)

@@ -283,8 +283,8 @@ def agreement_by_age(
     """Compute the metrics ``agreement/*`` from the sums of an update's micro-batches.
 
     With carried completions, ``agreement/*`` covers the tokens that the current weights sampled, if there are any, and
-    ``agreement/older_*`` the tokens that older weights sampled. With algorithm.staleness (``stale``), the latter covers
-    all tokens, and the former is computed from ``sampled_by``, if that is known.
+    ``agreement/older_*`` the tokens that older weights sampled. If ``stale`` (algorithm.staleness),
+    ``agreement/older_*`` covers all tokens, and ``agreement/*`` is computed from ``sampled_by``, if that is given.
     """
     by_age: Sequence[Sequence[AgreementSums]]
     if stale:

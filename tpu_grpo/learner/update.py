@@ -354,7 +354,7 @@ class MeasuredUpdate:
     histograms: Mapping[str, Histogram]
     """Histograms of the gradients, and of the parameters before the update; empty in steps that log none."""
     sampled_by: AgreementSums | None = None
-    """With algorithm.staleness, the agreement of the first micro-batch's engine and the policy that it sampled with."""
+    """With algorithm.staleness, the engine's agreement with the policy it sampled with; for a step's first update."""
 
     @property
     def loss(self) -> float:
@@ -366,7 +366,7 @@ def update_metrics(updates: Sequence[MeasuredUpdate], *, stale: bool = False) ->
     """Compute ``update/*`` and ``correction/*`` over all updates, and ``agreement/*`` over the first update's tokens.
 
     The first update starts from the parameters that the engine sampled with or, with algorithm.staleness (``stale``),
-    from those one step later.
+    from those after one more step.
 
     Loss, and gradient norm before clipping, are means over the updates. Entropy, KL, clip fraction and ratio are means
     over tokens. The learning rate is that of the last update, and ``step_kept`` is the smallest of all updates. These

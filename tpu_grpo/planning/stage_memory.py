@@ -38,7 +38,7 @@ class ResidentBytes:
     """The trained part of ``parameters``."""
     reference: int
     """The part of the reference that the policy does not share after its first update; with algorithm.staleness, also
-    the trained parameters of the step before."""
+    the copy of the previous policy."""
     sampler: int
     """The engines' weights in separate arrays."""
     shared: int

@@ -6,8 +6,8 @@
     rollout = carry.take(step, collect(), tokenizer)    # the first P complete groups, oldest first
     carry.end(used=P)                                   # the tokens of open groups are one step older now
 
-With ``algorithm.staleness`` 1, the groups of step k + 1 are begun, sampled and taken after ``end`` of step k, before
-step k is over. ``hold`` keeps them for its checkpoint, and the continued run takes them again, without sampling.
+With ``algorithm.staleness`` 1, ``begin`` to ``take`` of step k + 1 run during the update of step k, after its ``end``.
+``hold`` adds their groups to checkpoint k; a run continued from it takes them without sampling.
 
 A checkpoint holds the groups as they were after its step, in arrays of one size for all steps: C groups of G
 completions of up to T tokens.

@@ -40,7 +40,7 @@ from tpu_grpo.run.non_finite import FailureFiles
 from tpu_grpo.run.policies import load_inputs
 
 M_MMAP_THRESHOLD = -3
-"""The name of the limit in glibc's malloc.h."""
+"""The option of mallopt, from glibc's malloc.h."""
 MAPPED_BYTES = 2**20
 
 

@@ -230,7 +230,7 @@ class Run:
         return rounds.groups()
 
     def _groups_ahead(self, step: int) -> Generator[None, None, StepGroups | None]:
-        """With algorithm.staleness, sample the groups of the next step, and keep them for this step's checkpoint."""
+        """With algorithm.staleness, sample ``step`` early, and keep its groups for the checkpoint before it."""
         carry = self.parts.carry
         if not self.config.algorithm.staleness or carry is None or self._is_last(step - 1):
             return None
