@@ -5,11 +5,12 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tpu_grpo.config import parse_config
 from tpu_grpo.records.errors import ConfigError
-from tpu_grpo.run.meshes import build_meshes, split_devices
+from tpu_grpo.run.meshes import build_meshes, check_staleness, split_devices
 
 
 def devices(hosts: int, per_host: int) -> list[Any]:
@@ -62,10 +63,15 @@ def test_a_split_that_leaves_a_side_without_hosts_is_refused(
 
 
 def test_one_step_off_needs_hosts_of_both_roles() -> None:
-    checkpoint: Any = None  # comes after the devices
     config = parse_config({"meshes": {"layout": "split"}, "algorithm": {"staleness": 1}})
-    with pytest.raises(ConfigError, match=r"staleness=1 needs hosts that train and hosts that sample, got one host"):
-        build_meshes(config, checkpoint, devices(1, 4))
+
+    def meshes(hosts: int) -> Any:
+        trainer, sampler = split_devices(None, devices(hosts, 4))
+        return SimpleNamespace(trainer=SimpleNamespace(devices=np.array(trainer)), sampler_devices=sampler)
+
+    check_staleness(config, meshes(2))
+    with pytest.raises(ConfigError, match="staleness=1 needs hosts that train and hosts that sample, got one host"):
+        check_staleness(config, meshes(1))
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,9 @@ import sys
 def ascii_share(prompts, completions):
     return [sum(c.isascii() for c in text) / max(1, len(text)) for text in completions]
 
+def any_digit(completions):
+    return [float(any(c.isdigit() for c in text)) for text in completions]
+
 def odd_on_host_1(completions):
     return [len(text) + (1e-9 if "hosts.index=1" in sys.argv else 0.0) for text in completions]
 """

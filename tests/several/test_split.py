@@ -40,12 +40,25 @@ def test_a_host_that_trains_and_one_that_samples(files: Path, tmp_path: Path) ->
     assert all("update of step 4 ends after" in log for log in logs)  # the sampler's host waits for it
 
 
-@pytest.mark.parametrize("carry", [0.0, pytest.param(0.5, marks=pytest.mark.slow)])
-def test_one_step_off_is_a_shared_run_with_late_weights(files: Path, tmp_path: Path, carry: float) -> None:
+@pytest.mark.parametrize(
+    ("hosts", "carry", "rounds"),
+    [
+        (1, 0.0, 1),
+        pytest.param(2, 0.5, 1, marks=pytest.mark.slow),
+        pytest.param(1, 0.0, 2, marks=pytest.mark.slow),
+        pytest.param(1, 0.5, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_one_step_off_is_a_shared_run_with_late_weights(
+    files: Path, tmp_path: Path, hosts: int, carry: float, rounds: int
+) -> None:
     """Also where it continues after step 2, of which the checkpoint holds the completions that step 3 learns from."""
-    more = {"rollout": {"carry": carry, "max_new_tokens": 24}, "checkpoint": {"every": 1, "keep": 9}}
+    more: dict[str, Any] = {"rollout": {"carry": carry, "max_new_tokens": 24}, "checkpoint": {"every": 1, "keep": 9}}
+    if rounds > 1:  # a few groups have equal rewards
+        more["data"] = {"path": "data.jsonl", "prompts_per_step": 4, "max_prompt_tokens": 12, "dynamic": {"rounds": 2}}
+        more["rewards"] = [{"name": "rewards.py:any_digit", "workers": 0}]
     late = settings(tmp_path / "late", meshes={"sampler": {"tensor": 1}, "probe_every": 0}, **more)
-    ended = run_hosts(1, 1, files, late, "run.max_steps=4", fault="late_weights")
+    ended = run_hosts(1, hosts, files, late, "run.max_steps=4", fault="late_weights")
     assert ended.code == 0, ended.errors
     tree = settings(tmp_path / "ahead", meshes=split(), algorithm={"group_size": 4, "staleness": 1}, **more)
     for kept in (4, 2):
@@ -53,7 +66,7 @@ def test_one_step_off_is_a_shared_run_with_late_weights(files: Path, tmp_path: P
             for step in (3, 4):
                 shutil.rmtree(tmp_path / "ahead/checkpoints" / str(step))
             (tmp_path / "ahead/summary.json").unlink()
-        ended = run_hosts(2, 1, files, tree, "run.max_steps=4")
+        ended = run_hosts(2 * hosts, 1, files, tree, "run.max_steps=4")
         assert ended.code == 0, ended.errors
         assert outcome(tmp_path / "ahead") == outcome(tmp_path / "late")
         lines = [json.loads(line) for line in (tmp_path / "ahead/metrics.jsonl").read_text().splitlines()]

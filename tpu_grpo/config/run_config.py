@@ -126,6 +126,16 @@ class RunConfig(Section):
         return self.data.prompts_with(self.rollout.carry) if outlive else 0
 
     @property
+    def kept_groups(self) -> int:
+        """The most groups that a step leaves for later ones: open ones and, with staleness, those of further rounds."""
+        return self.open_groups + self.algorithm.staleness * (self.data.dynamic.rounds - 1) * self.data.prompts_per_step
+
+    @property
+    def has_older_tokens(self) -> bool:
+        """Whether a step may learn from tokens of earlier rollouts than its own."""
+        return self.open_groups > 0 and (self.rollout.carry > 0.0 or self.data.dynamic.is_on)
+
+    @property
     def excludes_carry(self) -> str | None:
         """A setting here that excludes rollout.carry and algorithm.staleness, and the reason; None if there is none."""
         algorithm = self.algorithm

@@ -57,6 +57,8 @@ from tpu_grpo.hosts import Hosts, devices_per_host, hosts_of, progress
 from tpu_grpo.records.errors import ConfigError, LockstepError
 from tpu_grpo.records.stages import Completion, Request
 
+SECONDS = "seconds"
+"""The name under which a host tells how long it sampled, among its figures."""
 Served = tuple[str, dict[int, str], dict[int, tuple[int, int]], dict[str, float]]
 """What a host sends to all hosts after a batch: the digest of the assignment, the digest and (steps, clock) of each of
 its replicas, and the metrics of its engines. A host without engines sends empty values."""
@@ -125,7 +127,7 @@ class Replicas:
         self.figures: dict[str, float] = {}
         """The metrics of the engines of the first replica's host in the last ``generate``, by name."""
         self.seconds = 0.0
-        """The seconds that the first replica's host sampled in the last ``generate``."""
+        """The seconds that the slowest host sampled in the last ``generate``."""
         self.told: Sequence[int] = ()
         """For each request of the last ``generate``, the host that reported its completion."""
 
@@ -245,7 +247,7 @@ class Replicas:
             serving = Serving(self, requests, known, finished, conversations, make_cut)
             waited = serving.run()
             spent = total_use([waited, *(engine.use for engine in self.engines.values())]) - before
-            figures = {**spent.figures, "seconds": time.perf_counter() - started}
+            figures = {**spent.figures, SECONDS: time.perf_counter() - started}
             if spent.steps:  # one thread drives the engines in turn
                 figures["rollout/decode_step_seconds"] = len(self.engines) * spent.decode / spent.steps
             dealt = hashlib.sha256(json.dumps(serving.dealer.assigned).encode()).hexdigest()
@@ -257,7 +259,6 @@ class Replicas:
 
         def exchange() -> list[Completion]:
             self.figures = self._compare(served)
-            self.seconds = self.figures.pop("seconds")
             room = None
             if conversations is None:
                 layout = self._like.expert_layout if any(request.return_experts for request in requests) else None
@@ -280,6 +281,7 @@ class Replicas:
             found = {host: all_digests[host].get(replica.number, "") for host in replica.hosts}
             _check_alike(f"schedule and sample alike in replica {replica.number}, which they share", found)
         steps = [all_steps[replica.hosts[0]].get(replica.number, (0, 0)) for replica in self.replicas]
+        self.seconds = max(all_figures[host].pop(SECONDS, 0.0) for host in self.drivers)
         return {**all_figures[self.drivers[0]], **idle_share(steps)}
 
 

@@ -221,7 +221,6 @@ class Sampler:
             exchange = self._engines.begin(requests, finished, expected, make_cut=cuts)
 
         def collect() -> CarriedGroups:
-            start = time.perf_counter()
             new = [] if exchange is None else exchange()
             self._refuse_broken(step, [groups[number].prompt for number, _, _ in asked], new)
             found = make_cut()  # gets the completions of all hosts
@@ -236,7 +235,7 @@ class Sampler:
                 groups=tuple(replace(group, completions=tuple(own)) for group, own in zip(groups, rows, strict=True)),
                 length=length,
                 dropped=sum(max(0, len(completion.token_ids) - length) for completion in new),
-                seconds=time.perf_counter() - start + (0.0 if exchange is None else self._engines.seconds),
+                seconds=0.0 if exchange is None else self._engines.seconds,
                 figures={} if exchange is None else self._engines.figures,
                 told=() if ended is None else tuple(self._engines.told[:: self._group_size]),
             )

@@ -80,7 +80,8 @@ class Batches:
 
     def agreement_with(self, model: nnx.Module, batch: TrainBatch) -> AgreementSums:
         """Compare the engine's log-probabilities of a placed micro-batch with those of ``model``; see `newest`."""
-        return _agreement_sums(self._logprobs(model, batch.rows), batch.rollout_logps, self.newest(batch))
+        found = self._logprobs(model, batch.rows)
+        return jax.block_until_ready(_agreement_sums(found, batch.rollout_logps, self.newest(batch)))
 
     @staticmethod
     def newest(batch: TrainBatch) -> Bool[Array, "R S"]:

@@ -124,7 +124,7 @@ def row_shape(config: RunConfig, model: nnx.Module, mesh: Mesh) -> RowShape:
         replay=ReplayShape(model) if config.algorithm.replays_routing else None,
         group_size=config.algorithm.group_size,
         filtered=config.algorithm.filtered_ratio,
-        carries=config.open_groups > 0,
+        carries=config.has_older_tokens,
         count_empty=config.algorithm.count_empty,
     )
 

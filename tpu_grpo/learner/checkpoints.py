@@ -219,8 +219,8 @@ class Checkpoints:
         others = f"; nor could {' and '.join(str(step) for step, _ in older)}" if older else ""
         raise CheckpointError(
             f"checkpoint {self._directory / str(newest)} must hold this model and optimizer, whole, but could not be "
-            f"restored ({reason}){others}; undo a change of model, optimizer or algorithm (or of rollout.carry), put "
-            "back a sound copy, or start over with checkpoint.resume=never"
+            f"restored ({reason}){others}; undo a change of model, optimizer or algorithm (or of rollout.carry), "
+            "put back a sound copy, or start over with checkpoint.resume=never"
         )
 
     def _id_of_run(self, new: str = "") -> str:

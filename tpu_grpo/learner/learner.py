@@ -190,8 +190,8 @@ class Learner:
         if every is not None and parts.reference is not None and signal.step % every == 0:
             copy_values(parts.reference, self._updater.model, self._updater.trained)
         measures = update_metrics(updates, stale=config.algorithm.staleness > 0) | signal.metrics()
-        metrics = self._told(METRICS, measures, dict[str, float])
         seconds, first = time.perf_counter() - started, updates[0]
+        metrics = self._told(METRICS, measures, dict[str, float])  # waits for hosts that still sample
         histograms = first.histograms if first.record.finite else {}
         return UpdateResult(metrics, signal.advantages_B, seconds, tuple(notes), histograms)
 
@@ -360,7 +360,9 @@ class Learner:
             return None
         made, sums = self._parts.batches, None
         if self._has_previous:
-            newest = max(batches, key=lambda batch: int(made.newest(batch).sum())) if batches[1:] else batches[0]
+            newest = batches[0]
+            if newest.older is not None:
+                newest = max(batches, key=lambda batch: int(made.newest(batch).sum()))
             sums = made.agreement_with(previous, newest)
         copy_values(previous, self._updater.model, self._updater.trained)
         self._has_previous = True

@@ -94,7 +94,7 @@ class TrainBatch:
     """The reference's log-probabilities, for the KL penalty, float32 [R, S]. None without a penalty. In host
     memory this is also None unless these log-probabilities were computed before."""
     older: Any = None
-    """Which tokens were sampled by older weights, bool [R, S]; None unless completions are carried over."""
+    """Which tokens an earlier rollout sampled, bool [R, S]; None if there are none such (has_older_tokens)."""
 
     def chunks(self, size: int) -> "Iterator[TrainBatch]":
         """Cut the rows into consecutive pieces of ``size`` rows."""
@@ -191,7 +191,7 @@ class LossSums(NamedTuple):
     """The sum of (ratio to the old policy - 1) over all tokens. None if the engine is the old policy, because
     ``agreement.excess_sum`` is this sum then."""
     by_age: tuple[AgreementSums, AgreementSums] | None = None
-    """The agreement on tokens sampled by the current weights, and by older weights; None without rollout.carry."""
+    """The agreement on tokens sampled by the current weights, and by older weights; None if no token is older."""
 
 
 def policy_loss(

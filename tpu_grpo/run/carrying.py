@@ -9,10 +9,12 @@
 With ``algorithm.staleness`` 1, ``begin`` to ``take`` of step k + 1 run during the update of step k, after its ``end``.
 ``hold`` adds their groups to checkpoint k; a run continued from it takes them without sampling.
 
-A checkpoint holds the groups as they were after its step, in arrays of one size for all steps: C groups of G
-completions of up to T tokens.
+A checkpoint holds the groups as they were after its step, in arrays of one size for all steps: up to C groups of G
+completions of up to T tokens. A group whose prompt has changed since, as `checkpoint.allow_changes` permits, is dropped.
 """
 
+import math
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,7 +24,7 @@ from tpu_grpo.config import RunConfig
 from tpu_grpo.data.stream import PromptStream
 from tpu_grpo.engine.cutting import NEW, OpenGroup, ages_of
 from tpu_grpo.engine.sampler import CarriedGroups, completion_text
-from tpu_grpo.records.stages import Completion, PromptBatch, Rollout
+from tpu_grpo.records.stages import Completion, Prompt, PromptBatch, Rollout
 
 REASONS = ("cut", "stop", "length")
 
@@ -87,7 +89,7 @@ class Carry:
     def end(self, used: int) -> dict[str, float]:
         """End a step that used the first ``used`` of the taken groups; later steps take the rest again.
 
-        With rollout.carry, returns the tokens sampled per second and the metrics ``carry/*``, such as the ages of
+        Returns the tokens sampled per second and, with rollout.carry, the metrics ``carry/*``, such as the ages of
         tokens in used groups.
         """
         learnt = [completion for group in self._taken[:used] for completion in group.completions]
@@ -98,7 +100,7 @@ class Carry:
         new = [ages_of(c) == 0 for group in (*self._taken, *self.groups) for c in group.completions]
         seconds = sum(sampled.seconds for sampled in self._sampled)
         metrics = {
-            "rollout/tokens_per_second": sum(int(mask.sum()) for mask in new) / seconds,
+            "rollout/tokens_per_second": sum(int(mask.sum()) for mask in new) / seconds if seconds else math.nan,
             "carry/length": length,
             "carry/length_saved": max(0, max(len(completion.token_ids) for completion in learnt) - length),
             "carry/dropped_tokens": sum(sampled.dropped for sampled in self._sampled),
@@ -111,7 +113,9 @@ class Carry:
         }
         self.groups = self._ended = tuple(group.older() for group in open_groups)
         self._taken, self._sampled = [], []
-        return metrics if self._config.rollout.carry else {}
+        if not self._config.rollout.carry:
+            metrics = {name: value for name, value in metrics.items() if name.startswith("rollout/")}
+        return metrics
 
     def saved(self) -> dict[str, np.ndarray]:
         """Return the groups as they were when the last finished step ended, as arrays for a checkpoint."""
@@ -120,9 +124,9 @@ class Carry:
 
 def packed(groups: Sequence[OpenGroup], config: RunConfig) -> dict[str, np.ndarray]:
     """Write groups into padded arrays; the padding is -1 in ``groups`` and 0 elsewhere."""
-    count, size, tokens = config.open_groups, config.algorithm.group_size, config.rollout.max_new_tokens
+    count, size, tokens = config.kept_groups, config.algorithm.group_size, config.rollout.max_new_tokens
     found = {
-        "groups": np.full((count, 4), -1, np.int32),
+        "groups": np.full((count, 5), -1, np.int32),
         "lengths": np.zeros((count, size), np.int32),
         "reasons": np.zeros((count, size), np.int32),
         "tokens": np.zeros((count, size, tokens), np.int32),
@@ -130,7 +134,7 @@ def packed(groups: Sequence[OpenGroup], config: RunConfig) -> dict[str, np.ndarr
         "ages": np.zeros((count, size, tokens), np.int32),
     }
     for number, group in enumerate(groups):
-        found["groups"][number] = group.position, group.record, group.step, group.number
+        found["groups"][number] = group.position, group.record, group.step, group.number, _sum_of(group.prompt)
         for row, completion in enumerate(group.completions):
             place, length = (number, row), len(completion.token_ids)
             found["lengths"][place], found["reasons"][place] = length, REASONS.index(completion.finish_reason)
@@ -142,9 +146,11 @@ def packed(groups: Sequence[OpenGroup], config: RunConfig) -> dict[str, np.ndarr
 
 def _unpacked(saved: Mapping[str, np.ndarray], stream: PromptStream) -> tuple[OpenGroup, ...]:
     groups = list[OpenGroup]()
-    for number, (position, record, step, place) in enumerate(saved["groups"].tolist() if saved else []):
+    for number, (position, record, step, place, prompt_sum) in enumerate(saved["groups"].tolist() if saved else []):
         if position < 0:
             break
+        if _sum_of(prompt := stream.prompt(record)) != prompt_sum:
+            continue
         rows = zip(saved["lengths"][number].tolist(), saved["reasons"][number].tolist(), strict=True)
         completions = tuple(
             Completion(
@@ -156,5 +162,10 @@ def _unpacked(saved: Mapping[str, np.ndarray], stream: PromptStream) -> tuple[Op
             )
             for row, (length, reason) in enumerate(rows)
         )
-        groups.append(OpenGroup(stream.prompt(record), record, position, step, place, completions))
+        groups.append(OpenGroup(prompt, record, position, step, place, completions))
     return tuple(groups)
+
+
+def _sum_of(prompt: Prompt) -> int:
+    """Return 31 bits of a checksum of a prompt's tokens."""
+    return zlib.crc32(np.array(prompt.token_ids, np.int64).tobytes()) >> 1

@@ -67,11 +67,6 @@ def build_meshes(config: RunConfig, checkpoint: Checkpoint, devices: Sequence[An
     devices, sampling = by_host(jax.devices() if devices is None else devices), config.meshes.sampler.hosts
     both = config.meshes.layout == "shared"
     trainer_devices, sampler_devices = (devices, devices) if both else split_devices(sampling, devices)
-    if config.algorithm.staleness and set(hosts_of(trainer_devices)) & set(hosts_of(sampler_devices)):
-        raise ConfigError(
-            f"algorithm.staleness={config.algorithm.staleness} needs hosts that train and hosts that sample, got one "
-            "host; start more hosts, or leave it out"
-        )
     tp, count = config.meshes.trainer.tp, len(trainer_devices)
     fsdp = config.meshes.trainer.fsdp or max(1, count // tp)
     if fsdp * tp != count:
@@ -94,6 +89,16 @@ def build_meshes(config: RunConfig, checkpoint: Checkpoint, devices: Sequence[An
     splits_vocabulary(config.meshes.sampler.shard_vocab, checkpoint.hf_config["vocab_size"], tensor)
     trainer = Mesh(np.asarray(trainer_devices).reshape(fsdp, tp), ("fsdp", "tp"))
     return Meshes(trainer, tuple(sampler_devices), tensor, block)
+
+
+def check_staleness(config: RunConfig, meshes: Meshes) -> None:
+    """Raise ConfigError for a run with algorithm.staleness in which a host both trains and samples."""
+    both = set(hosts_of(meshes.trainer.devices.flat)) & set(hosts_of(meshes.sampler_devices))
+    if config.algorithm.staleness and both:
+        raise ConfigError(
+            f"algorithm.staleness={config.algorithm.staleness} needs hosts that train and hosts that sample, got one "
+            "host; start more hosts, or leave it out"
+        )
 
 
 def split_devices(sampling: int | None, devices: Sequence[Any]) -> tuple[list[Any], list[Any]]:
