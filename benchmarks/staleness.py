@@ -15,13 +15,14 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import yaml
 
 from tests.hosts.processes import free_port
 from tests.several.runs import REPOSITORY, settings, write_files
 
-SIZES = {"hidden": 128, "layers": 4, "heads": 4, "kv_heads": 4, "head_dim": 32, "intermediate": 384}
+SIZES: dict[str, Any] = {"hidden": 128, "layers": 4, "heads": 4, "kv_heads": 4, "head_dim": 32, "intermediate": 384}
 SKIPPED = 4
 """The first steps, in which programs are compiled."""
 

@@ -10,7 +10,8 @@ With ``algorithm.staleness`` 1, ``begin`` to ``take`` of step k + 1 run during t
 ``hold`` adds their groups to checkpoint k; a run continued from it takes them without sampling.
 
 A checkpoint holds the groups as they were after its step, in arrays of one size for all steps: up to C groups of G
-completions of up to T tokens. A group whose prompt has changed since, as `checkpoint.allow_changes` permits, is dropped.
+completions of up to T tokens. A group whose prompt has changed since, which checkpoint.allow_changes permits, is
+dropped.
 """
 
 import math
