@@ -39,10 +39,6 @@ from tpu_grpo.run.meshes import Meshes, build_meshes, check_staleness
 from tpu_grpo.run.non_finite import FailureFiles
 from tpu_grpo.run.policies import load_inputs
 
-M_MMAP_THRESHOLD = -3
-"""The option of mallopt, from glibc's malloc.h."""
-MAPPED_BYTES = 2**20
-
 
 @dataclass(frozen=True)
 class Parts:
@@ -344,17 +340,7 @@ def built_for_good() -> Iterator[None]:
         gc.unfreeze()
 
 
-def keep_large_arrays_apart() -> None:
-    """Make glibc map each array of MAPPED_BYTES or more separately, so that the system gets its memory back at once.
-
-    Without this, glibc raises the limit to the size of the largest array that was freed. Arrays below it then come from
-    the same heap as small objects, whose unused gaps grow by several KB a step.
-    """
-    if setting := getattr(ctypes.CDLL(None), "mallopt", None):  # other C libraries have none
-        setting(M_MMAP_THRESHOLD, MAPPED_BYTES)
-
-
 def give_back_memory() -> None:
     """Make glibc return freed memory to the system; each save leaves megabytes of it between blocks in use."""
-    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # other C libraries have none
         trim(0)

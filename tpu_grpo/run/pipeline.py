@@ -42,14 +42,7 @@ from tpu_grpo.run.carrying import Carry
 from tpu_grpo.run.directory import RunDirectory, first_does
 from tpu_grpo.run.exporting import Policy, export_policy
 from tpu_grpo.run.inputs import Inputs, open_inputs
-from tpu_grpo.run.parts import (
-    Parts,
-    build_parts,
-    built_for_good,
-    evaluate_policy,
-    give_back_memory,
-    keep_large_arrays_apart,
-)
+from tpu_grpo.run.parts import Parts, build_parts, built_for_good, evaluate_policy, give_back_memory
 from tpu_grpo.run.policies import Chosen, exported_values
 from tpu_grpo.run.rounds import Rounds, StepGroups
 from tpu_grpo.run.timeline import Timeline
@@ -85,7 +78,6 @@ def train(
     """
     inputs = inputs or open_inputs(config)
     config = inputs.config
-    keep_large_arrays_apart()
     with RunDirectory(config, hosts) as directory, CompilationCounter() as compilations:
         parts = build_parts(config, hosts, inputs)
         start, prompts = parts.learner.restored_step, parts.task.prompts
