@@ -175,6 +175,17 @@ def test_a_checkpoint_holds_every_bit_of_a_group(files: Path, tmp_path: Path) ->
         np.testing.assert_array_equal(value, saved[name])
     assert (found.position, found.step, found.number, found.prompt) == (11, 7, 1, group.prompt)
     assert [c.finish_reason for c in found.completions] == ["cut", "stop", "cut", "cut"]
+    group = replace(group, prompt=Prompt("a", (1, 3)))  # the data has changed
+    assert Carry(config, stream, saved).groups == ()
+
+
+def test_a_checkpoint_has_room_for_what_every_round_left() -> None:
+    """Two rounds of 4 prompts beside the 2 more that are open, by hand: 6 and, one step off, 4 more."""
+    dynamic = {"rollout": {"carry": 0.5}, "meshes": {"layout": "split"}}
+    for staleness, kept in ((0, 6), (1, 10)):
+        data = {"prompts_per_step": 4, "path": "x", "dynamic": {"rounds": 2}}
+        config = parse_config({**dynamic, "data": data, "algorithm": {"staleness": staleness}})
+        assert (config.open_groups, config.kept_groups) == (6, kept)
 
 
 @pytest.mark.slow

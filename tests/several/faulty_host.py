@@ -330,8 +330,17 @@ def slow(seconds: str) -> None:
 
 
 @look
+def unknown_lengths(_: str) -> None:
+    """No rollout knows how long earlier completions were, which orders the groups and so rounds log-probabilities."""
+    from tpu_grpo.data.prompt_draw import PromptHistory
+
+    PromptHistory.last = lambda self, name, records: [None] * len(records)  # type: ignore
+
+
+@look
 def late_weights(_: str) -> None:
-    """The engines get the parameters of the step before, those of the first step twice."""
+    """The engines get the parameters of the step before, those of the first step twice; lengths are unknown."""
+    unknown_lengths("")
     import jax
 
     from tpu_grpo.run.engines import SyncedEngines

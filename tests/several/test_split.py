@@ -41,39 +41,59 @@ def test_a_host_that_trains_and_one_that_samples(files: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("hosts", "carry", "rounds"),
+    ("trainers", "samplers", "carry", "rounds"),
     [
-        (1, 0.0, 1),
-        pytest.param(2, 0.5, 1, marks=pytest.mark.slow),
-        pytest.param(1, 0.0, 2, marks=pytest.mark.slow),
-        pytest.param(1, 0.5, 2, marks=pytest.mark.slow),
+        (1, 1, 0.0, 1),
+        pytest.param(2, 2, 0.5, 1, marks=pytest.mark.slow),
+        pytest.param(3, 1, 0.0, 1, marks=pytest.mark.slow),
+        pytest.param(1, 1, 0.0, 2, marks=pytest.mark.slow),
+        pytest.param(1, 1, 0.5, 2, marks=pytest.mark.slow),
     ],
 )
 def test_one_step_off_is_a_shared_run_with_late_weights(
-    files: Path, tmp_path: Path, hosts: int, carry: float, rounds: int
+    tmp_path: Path, trainers: int, samplers: int, carry: float, rounds: int
 ) -> None:
-    """Also where it continues after step 2, of which the checkpoint holds the completions that step 3 learns from."""
+    """Also where it continues after step 2, of which the checkpoint holds the completions that step 3 learns from.
+
+    Without carry, only a run that is one step off keeps whole groups that dynamic sampling leaves.
+    """
+    files = write_files(tmp_path / "files", **(THREE if trainers == 3 else {}))
+    data = {"path": "data.jsonl", "prompts_per_step": 3 if trainers == 3 else 4, "max_prompt_tokens": 12}
     more: dict[str, Any] = {"rollout": {"carry": carry, "max_new_tokens": 24}, "checkpoint": {"every": 1, "keep": 9}}
-    if rounds > 1:  # a few groups have equal rewards
-        more["data"] = {"path": "data.jsonl", "prompts_per_step": 4, "max_prompt_tokens": 12, "dynamic": {"rounds": 2}}
+    more["data"] = data | {"dynamic": {"rounds": rounds}}
+    if rounds > 1:  # some groups have equal rewards
         more["rewards"] = [{"name": "rewards.py:any_digit", "workers": 0}]
     late = settings(tmp_path / "late", meshes={"sampler": {"tensor": 1}, "probe_every": 0}, **more)
-    ended = run_hosts(1, hosts, files, late, "run.max_steps=4", fault="late_weights")
+    ended = run_hosts(1, trainers, files, late, "run.max_steps=4", fault="late_weights")
     assert ended.code == 0, ended.errors
-    tree = settings(tmp_path / "ahead", meshes=split(), algorithm={"group_size": 4, "staleness": 1}, **more)
+    run_dir, hosts = tmp_path / "ahead", trainers + samplers
+    tree = settings(run_dir, meshes=split(samplers), algorithm={"group_size": 4, "staleness": 1}, **more)
+    expected = outcome(tmp_path / "late")
     for kept in (4, 2):
         if kept == 2:  # as after a kill
             for step in (3, 4):
-                shutil.rmtree(tmp_path / "ahead/checkpoints" / str(step))
-            (tmp_path / "ahead/summary.json").unlink()
-        ended = run_hosts(2 * hosts, 1, files, tree, "run.max_steps=4")
+                shutil.rmtree(run_dir / "checkpoints" / str(step))
+            (run_dir / "summary.json").unlink()
+        ended = run_hosts(hosts, 1, files, tree, "run.max_steps=4", fault="unknown_lengths")
         assert ended.code == 0, ended.errors
-        assert outcome(tmp_path / "ahead") == outcome(tmp_path / "late")
-        lines = [json.loads(line) for line in (tmp_path / "ahead/metrics.jsonl").read_text().splitlines()]
+        if rounds > 1 and not carry and kept == 4:
+            expected = outcome(run_dir)
+        assert outcome(run_dir) == expected
+        lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
         gaps = [line.get("agreement/logprob_abs_diff_mean") for line in lines]
         assert [gap is None for gap in gaps] == [False, False, kept == 2, False]
         assert all(gap is None or gap < 1e-5 for gap in gaps)
         assert all(line["agreement/older_logprob_abs_diff_mean"] > 1e-3 for line in lines[1:])
+        assert rounds == 1 or max(line["groups/rounds"] for line in lines) == rounds
+    began, ended_at = stage_times(run_dir, hosts - 1, "rollout of step 4")
+    assert stage_times(run_dir, 0, "update of step 3")[0] < ended_at
+    assert began < stage_times(run_dir, 0, "update of step 3")[1]
+
+
+def stage_times(run_dir: Path, host: int, stage: str) -> list[str]:
+    """When a host last began and ended a stage, by its log."""
+    lines = (run_dir / "logs" / f"host_{host}.log").read_text().splitlines()
+    return [[line[:23] for line in lines if f"{stage} {event}" in line][-1] for event in ("begins", "ends")]
 
 
 @pytest.mark.slow
@@ -100,19 +120,28 @@ def test_three_hosts_train_and_one_samples(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("lost", "stage"), [(1, "rollout of step 2"), (2, "update of step 2")])
-def test_a_lost_host_of_either_role_is_named(files: Path, tmp_path: Path, lost: int, stage: str) -> None:
-    """Hosts 0 and 1 train, and host 2 samples; the lost one is of the role that has nothing to do in the stage."""
-    tree = settings(tmp_path, meshes=split(1), **SOON)
+@pytest.mark.parametrize(
+    ("lost", "stage", "staleness"),
+    [(1, "rollout of step 2", 0), (2, "update of step 2", 0), (1, "update of step 2", 1), (2, "rollout of step 3", 1)],
+)
+def test_a_lost_host_of_either_role_is_named(
+    files: Path, tmp_path: Path, lost: int, stage: str, staleness: int
+) -> None:
+    """Hosts 0 and 1 train, and host 2 samples; without staleness, the lost one has nothing to do in the stage."""
+    algorithm = {"group_size": 4, "staleness": staleness}
+    tree = settings(tmp_path, meshes=split(1), algorithm=algorithm, **SOON)
+    tree["run"]["max_steps"] = 4
     ended = run_hosts(3, 1, files, tree, fault=f"lost@{lost}:SIGKILL,{stage}", grace=25)
     assert f"LockstepError: lost host {lost}: " in ended.of_host(0), ended.errors
     for other in {0, 1, 2} - {lost}:
         assert f"host {other} ended with exit code 3" in ended.errors
 
 
+@pytest.mark.parametrize("staleness", [0, 1])
 @pytest.mark.parametrize("fault", ["gathered_token@0", "gathered_token@1"])
 @pytest.mark.slow
-def test_hosts_of_both_roles_agree_on_the_tokens(files: Path, tmp_path: Path, fault: str) -> None:
-    ended = run_hosts(2, 1, files, settings(tmp_path, meshes=split()), fault=fault)
+def test_hosts_of_both_roles_agree_on_the_tokens(files: Path, tmp_path: Path, fault: str, staleness: int) -> None:
+    algorithm = {"group_size": 4, "staleness": staleness}
+    ended = run_hosts(2, 1, files, settings(tmp_path, meshes=split(), algorithm=algorithm), fault=fault)
     assert ended.code == 3
     assert "tokens of step 1 differs" in ended.errors
