@@ -62,6 +62,30 @@ def test_a_split_that_leaves_a_side_without_hosts_is_refused(
         build_meshes(config, checkpoint, devices(hosts, per_host))
 
 
+@pytest.mark.parametrize(
+    ("kind", "hosts", "asked", "message"),
+    [
+        ("TPU v5 lite", 8, 4, "v5e slices of more than 16 chips; use meshes.layout=shared, got 16 chips that train"),
+        ("TPU v5 lite", 4, 2, None),
+        ("TPU v6 lite", 8, 2, "at least half of the hosts, got 24 chips that train and 8 that sample"),
+        ("TPU v6 lite", 8, 4, None),
+        ("TPU v6 lite", 8, 6, None),
+        ("TPU v5", 8, 2, None),
+    ],
+)
+def test_parts_that_the_compiler_refuses_are_refused(kind: str, hosts: int, asked: int, message: str | None) -> None:
+    found = [replaced(device, device_kind=kind) for device in devices(hosts, 4)]
+    if message is None:
+        assert len(split_devices(asked, found)[1]) == 4 * asked
+        return
+    with pytest.raises(ConfigError, match=message):
+        split_devices(asked, found)
+
+
+def replaced(device: Any, **values: Any) -> Any:
+    return SimpleNamespace(**vars(device), **values)
+
+
 def test_one_step_off_needs_hosts_of_both_roles() -> None:
     config = parse_config({"meshes": {"layout": "split"}, "algorithm": {"staleness": 1}})
 

@@ -78,16 +78,19 @@ def test_one_step_off_is_a_shared_run_with_late_weights(
         assert ended.code == 0, ended.errors
         if rounds > 1 and not carry and kept == 4:
             expected = outcome(run_dir)
-        assert outcome(run_dir) == expected
+        same = 2 if hosts == 2 else 1  # several engines or trainers round otherwise: then only the tokens
+        assert outcome(run_dir)[:same] == expected[:same]
         lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
         gaps = [line.get("agreement/logprob_abs_diff_mean") for line in lines]
         assert [gap is None for gap in gaps] == [False, False, kept == 2, False]
         assert all(gap is None or gap < 1e-5 for gap in gaps)
         assert all(line["agreement/older_logprob_abs_diff_mean"] > 1e-3 for line in lines[1:])
         assert rounds == 1 or max(line["groups/rounds"] for line in lines) == rounds
-    began, ended_at = stage_times(run_dir, hosts - 1, "rollout of step 4")
-    assert stage_times(run_dir, 0, "update of step 3")[0] < ended_at
-    assert began < stage_times(run_dir, 0, "update of step 3")[1]
+    if rounds == 1:
+        sampling = stage_times(run_dir, hosts - 1, "rollout of step 4")
+        learning = stage_times(run_dir, 0, "update of step 3")
+        assert sampling[0] < learning[1]
+        assert learning[0] < sampling[1]
 
 
 def stage_times(run_dir: Path, host: int, stage: str) -> list[str]:

@@ -129,7 +129,22 @@ def split_devices(sampling: int | None, devices: Sequence[Any]) -> tuple[list[An
             f"trainer and sampler must each have a box of chips, which the TPU compiler demands, got "
             f"meshes.sampler.hosts={last // per_host} of {hosts} hosts; use {hosts // 2}"
         )
+    if refusal := compiler_refuses(*parts):
+        raise ConfigError(f"{refusal}, got {len(parts[0])} chips that train and {len(parts[1])} that sample")
     return parts
+
+
+def compiler_refuses(trainer: Sequence[Any], sampler: Sequence[Any]) -> str | None:
+    """Return why libtpu 0.0.42.1 compiles no programs for such parts of a slice; None if it does, or there is no TPU.
+
+    Boxes of whole hosts were tried on v4-64, on v5e and v6e from 16 to 256 chips, and on v5p from 32 to 128 cores.
+    """
+    kind = getattr(trainer[0], "device_kind", "")
+    if kind in ("TPU v5 lite", "TPU v5e") and len(trainer) + len(sampler) > 16:
+        return "the TPU compiler refuses split meshes on v5e slices of more than 16 chips; use meshes.layout=shared"
+    if kind in ("TPU v6 lite", "TPU v6e") and len(trainer) > len(sampler):
+        return "on v6e the TPU compiler needs meshes.sampler.hosts to be at least half of the hosts"
+    return None
 
 
 def is_box(devices: Sequence[Any]) -> bool:
