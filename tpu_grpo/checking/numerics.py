@@ -292,7 +292,7 @@ def attention(shared: Shared) -> Finding:
 
 
 def _attended(build: Build) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return (the engine's outputs, the exact outputs in float64) of a prefill and of a decode step."""
+    """Return (engine's outputs, exact float64 outputs), one pair for a prefill and one for a decode step."""
     heads, kv_heads, width = head_counts(build.engine)
     lengths_B = np.array([2, 7, PROMPT_TOKENS, PROMPT_TOKENS - 3])
     rng, dtype = np.random.default_rng(2), ml_dtypes.bfloat16
@@ -327,7 +327,7 @@ def filters(shared: Shared) -> Finding:
 
 
 def _logits(shared: Shared) -> tuple[Float[np.ndarray, "B V"], SamplingColumns]:
-    """Return random logits as wide as the vocabulary, with the settings and keys of eight rows."""
+    """Return eight rows of random logits over the vocabulary, and their sampling settings and keys."""
     with open_abstract_checkpoint(shared.known) as whole:
         vocabulary = whole.config.vocab_size
     rows, rng = 8, np.random.default_rng(3)

@@ -187,11 +187,11 @@ class DataSection(ReadingSection):
 
     @property
     def prompts_per_round(self) -> int:
-        """The number of prompts sampled in a round: P(1 + data.dynamic.extra), rounded up."""
+        """The number of prompts sampled in a round: prompts_per_step * (1 + dynamic.extra), rounded up."""
         return self.prompts_with(self.dynamic.extra)
 
     def prompts_with(self, extra: float) -> int:
-        """Return P(1 + extra), rounded up."""
+        """Return prompts_per_step * (1 + extra), rounded up."""
         more = round(self.prompts_per_step * extra, 6)  # as 30 * 0.1 > 3 in floating point
         return self.prompts_per_step + math.ceil(more)
 

@@ -104,7 +104,7 @@ def source_file(name: str) -> Path | None:
 
 
 def _load_file(source: str, kind: str, error_type: type[TpuGrpoError]) -> ModuleType:
-    """Execute a file as a module; only once for the same path and content."""
+    """Execute a file as a module; only once per kind, path and content."""
     path = Path(source)
     try:
         text = read_file(path)

@@ -115,7 +115,7 @@ class PromptRenderer:
     def texts(
         self, conversations: list[list[Message]], where: Sequence[str], tools: Sequence[Tools] | None = None
     ) -> list[str]:
-        """Return conversations' texts; raises ConfigError if a template fails, DataError for half a surrogate pair."""
+        """Render conversations; raises ConfigError if a template fails, DataError for half a surrogate pair."""
         if not self.data.chat_template:
             texts = [plain(messages) for messages in conversations]
         else:

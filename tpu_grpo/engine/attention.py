@@ -152,7 +152,7 @@ class NativeMode(AttentionMode):
 
     @override
     def backend(self, metadata: Any) -> Any:
-        """Make a new backend for every trace: flax forbids a trace to change modules that were made outside of it."""
+        """Make a new backend for every trace: in a trace, flax forbids changing modules that were made outside."""
         cap = getattr(self._runner.model_config.hf_config, "attn_logit_softcapping", None)
         if cap is not None:  # the library's native attention ignores it
             raise ConfigError(

@@ -79,7 +79,7 @@ def make_replicas(devices: Sequence[Any], tensor: int) -> tuple[Replica, ...]:
     """Divide devices, in order, into replicas of ``tensor`` devices, each inside one host or made of whole hosts.
 
     Raises:
-        ConfigError: if ``tensor`` allows neither; the message lists the sizes that do.
+        ConfigError: if this is impossible; the message lists the sizes that fit.
     """
     per_host, total = devices_per_host(devices), len(devices)
     fitting = [t for t in range(1, total + 1) if total % t == 0 and (per_host % t == 0 or t % per_host == 0)]

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def cut_answers(messages: Sequence[Message], most: int, encoder: "Encoder") -> list[Message]:
-    """Cut the answers of a turn, the longest first, so that together they have at most ``most`` tokens."""
+    """Cut the environment's answers to a turn, the longest first, to at most ``most`` tokens together."""
     texts = [str(message["content"]) for message in messages]
     wanted = [encoder.count(text) for text in texts]
     return [

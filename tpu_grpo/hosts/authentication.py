@@ -18,8 +18,8 @@ SIGNATURE_BYTES = hashlib.sha256().digest_size
 
 
 def take_secret() -> bytes:
-    """Return the run's secret (empty if there is none), and remove its variable, so that children do not inherit it.
-    Raises ConfigError if the secret is so short that it can be guessed."""
+    """Return the run's secret (empty if there is none), and unset its variable, so that children do not inherit it.
+    Raises ConfigError if the secret has fewer than FEWEST_CHARACTERS."""
     secret = os.environ.pop(VARIABLE, "")
     if 0 < len(secret) < FEWEST_CHARACTERS:
         raise ConfigError(

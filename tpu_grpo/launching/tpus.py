@@ -192,7 +192,7 @@ class Slice:
 
     @property
     def accelerator_type(self) -> str:
-        """The name that ``--accelerator-type`` takes, such as v5litepod-16."""
+        """What gcloud's ``--accelerator-type`` takes, such as v5litepod-16."""
         return f"{self.generation.accelerator_prefix}-{self.chips * self.generation.cores_per_chip}"
 
     @property

@@ -191,7 +191,7 @@ class Checkpoints:
         """Load the newest sound checkpoint and return its step; 0 if there is none.
 
         Raises CheckpointError if there are checkpoints but none can be read back, or if there are none and ``resume``
-        is ``require``. With ``never``, this method ignores existing checkpoints, but the first save then raises
+        is ``require``. With ``never``, existing checkpoints are ignored here, but make the first save raise
         CheckpointError.
         """
         self._starts_over = resume == "never"
@@ -473,7 +473,7 @@ def saved_part(state: nnx.State) -> nnx.State:
 
 
 def model_leaves(state: nnx.State) -> dict[str, Any]:
-    """Return all arrays of a model's state by the names of their checksums."""
+    """Return all arrays of a model's state, under the names that their checksums have in a checkpoint."""
     return {f"model.{name}": leaf for name, leaf in by_name(state).items()}
 
 

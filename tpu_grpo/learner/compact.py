@@ -69,9 +69,9 @@ def block_size(leaf: Any) -> int:
 
 
 def compact(tx: optax.GradientTransformation, blocks: Mapping[str, int]) -> optax.GradientTransformation:
-    """Wrap an optax transformation so that its state holds arrays of a parameter's shape in 8 bits between updates.
+    """Wrap an optax transformation to keep its state's parameter-shaped arrays in 8 bits between updates.
 
-    ``blocks`` holds each parameter's block size by name; parameters are a flat dict by name.
+    ``blocks`` maps parameter names to block sizes; parameters are a flat dict by name.
     """
 
     def init(params: optax.Params) -> Any:

@@ -258,10 +258,10 @@ def _product(
 
 
 def tiles_of(dtype: Any) -> Callable[[int, int, int], tuple[int, int, int]]:
-    """Return the function that chooses the tiles of a product of m rows, k summed numbers and n columns.
+    """Return the function that chooses tile sizes for a product [m, k] x [k, n].
 
-    A side of k or n is the largest multiple of 128, up to TILE_BYTES, that divides k or n. If there is none, the side
-    is k or n itself, but at most TILE_BYTES.
+    Along k or n, a tile is the largest multiple of 128 that divides the axis and takes at most TILE_BYTES. If there is
+    none, it is the whole axis, cut at TILE_BYTES.
     """
     most = TILE_BYTES // np.dtype(dtype).itemsize
 

@@ -121,7 +121,7 @@ class Feed:
         self.ring()
 
     def close(self) -> None:
-        """Close the feed's pipe; no executor may serve the feed afterwards."""
+        """Close the feed's pipe; no executor may be serving it, then or later."""
         with self._lock:
             self._closed = True
             os.close(self._bell)

@@ -122,7 +122,7 @@ def load_reward(spec: RewardSpec, columns: Collection[str], max_steps: int = 0) 
 
 
 def _makes_rewards(target: Any, signature: "Signature", columns: Collection[str], options: Mapping[str, Any]) -> bool:
-    """Return whether a function makes rewards, like open-r1's ``get_cosine_scaled_reward(max_len=1000)``. Such a
+    """Return whether a function is a reward factory, like open-r1's ``get_cosine_scaled_reward(max_len=1000)``. Such a
     function takes only options: no texts, columns or EXTRAS, and no ``**kwargs``."""
     given = {*columns, *TEXT_ARGUMENTS, *ROW_ARGUMENTS, *BATCH_ARGUMENTS, *EXTRAS}
     takes_rows = signature.has_kwargs or bool({*signature.named} - {*options} & given)

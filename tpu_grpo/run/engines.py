@@ -141,7 +141,7 @@ class SyncedEngines:
 
 
 def probe_bound(config: RunConfig) -> float:
-    """Return the largest mean difference of log-probabilities that rounding and the KV cache's dtype can cause."""
+    """Return the probe's bound for the config's dtypes, used when meshes.probe_bound is unset."""
     return max(BOUNDS[config.model.dtype], CACHE_BOUNDS[config.rollout.kv_dtype])
 
 
@@ -160,12 +160,12 @@ class Probe:
     prompts: Sequence[Prompt]
 
     def after_sync(self, number: int) -> float | None:
-        """Compare, if a comparison is due after sync ``number`` (counted from 0); every host must call this.
+        """Compare engines and trainer if due after sync ``number`` (from 0); every host must call this.
 
         Returns the mean difference of the log-probabilities, or None if no comparison was due.
 
         Raises:
-            WeightsError: if engines and trainer do not hold the same policy; the message names the worst leaf.
+            WeightsError: if the two hold different policies; the message names the worst leaf, if any differs.
         """
         every = self.config.meshes.probe_every
         if every == 0 or number % every:

@@ -92,7 +92,7 @@ def build_meshes(config: RunConfig, checkpoint: Checkpoint, devices: Sequence[An
 
 
 def check_staleness(config: RunConfig, meshes: Meshes) -> None:
-    """Raise ConfigError for a run with algorithm.staleness in which a host both trains and samples."""
+    """Raise ConfigError if a host both trains and samples in a run with algorithm.staleness=1."""
     both = set(hosts_of(meshes.trainer.devices.flat)) & set(hosts_of(meshes.sampler_devices))
     if config.algorithm.staleness and both:
         raise ConfigError(

@@ -305,9 +305,9 @@ def open_environments(
 def stop_ids(config: RunConfig, tokenizer: PreTrainedTokenizerFast, directory: Path) -> tuple[int, ...]:
     """Return the ids that end a completion or a turn of the run's policy, ascending.
 
-    They are the end tokens of the model's tokenizer, config.json and generation_config.json in ``directory``. For
-    conversations, the tokens with which the chat template ends a turn are added; the end token of a base model is
-    another one.
+    They are the pad token and the end tokens of the model's tokenizer, config.json and generation_config.json in
+    ``directory``. For conversations, the chat template's turn-end tokens are added: a base model's end token differs
+    from them.
 
     Raises:
         CheckpointError: for a broken file of the model.

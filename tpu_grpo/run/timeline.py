@@ -2,12 +2,12 @@
 
 Consecutive steps form one recording. Steps 3, 4 and 10 give two recordings, with these files of host 0:
 
-    steps_3-4_host_0.json.gz                        for Perfetto (https://ui.perfetto.dev), a trace in its JSON format
+    steps_3-4_host_0.json.gz                        for Perfetto (https://ui.perfetto.dev), in Chrome's JSON format
     plugins/profile/steps_3-4/host_0.xplane.pb      for TensorBoard's profile plugin, at the path it expects
     step_10_host_0.json.gz
     plugins/profile/step_10/host_0.xplane.pb
 
-The main thread's spans have the names of stages (`Watch.stage`) and of the host's work for an engine (`EngineUse`).
+The main thread's spans are named after stages (`Watch.stage`) and the host's work for an engine (`EngineUse`).
 """
 
 import gzip

@@ -73,8 +73,10 @@ class RolloutAdapter(BaseRollout):
         self._completions: list[Completion] = []
 
     def generate(self, prompts: list[str], rollout_config: RolloutConfig, **kwargs: Any) -> RolloutOutput:
-        """Sample, and pad the prompts on the left to ``rollout_config.max_prompt_length``. Raises DataError for a
-        longer or empty prompt, or if the engine does not return one completion per prompt."""
+        """Sample completions, and pad the prompts on the left to ``rollout_config.max_prompt_length``.
+
+        Raises DataError for a longer or empty prompt, or if the engine does not return one completion per prompt.
+        """
         sampled = self._engine.generate_texts(prompts, rollout_config)
         if not len(prompts) == len(sampled.completions) == len(sampled.texts) == len(sampled.prompt_ids):
             raise DataError(

@@ -193,7 +193,7 @@ def _bytes_per_device(moves: Iterable[LeafMove]) -> int:
 
 
 def _matches(name: str, rules: Sequence[WeightRule]) -> list[tuple[str, WeightRule]]:
-    """List the name and the rule of every leaf of the sampler that is made from this leaf of the trainer."""
+    """List (name, rule) of each sampler leaf that is made from this trainer leaf."""
     matches = []
     for rule in rules:
         if found := re.fullmatch(re.escape(rule.source).replace(r"\*", r"(\d+)"), name):

@@ -54,7 +54,7 @@ class Ran:
 
 
 def run_tests(program: str, tests: Sequence[Any], limits: Limits) -> list[bool]:
-    """Return whether a program passes each of its tests.
+    """Return for each test whether the program passes it.
 
     A test is Python code that runs in the program's namespace and raises if the program is wrong, or a mapping with the
     ``input`` that the program reads and the ``output`` that it must write when it is run as a script.
