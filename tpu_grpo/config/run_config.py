@@ -4,7 +4,7 @@ Each rule raises a ValueError that names the rule, the value, and a remedy.
 """
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -126,25 +126,35 @@ class RunConfig(Section):
         return self.data.prompts_with(self.rollout.carry) if outlive else 0
 
     @property
-    def kept_groups(self) -> int:
-        """The most groups that a step leaves for later ones: open ones and, with staleness, those of further rounds."""
-        return self.open_groups + self.algorithm.staleness * (self.data.dynamic.rounds - 1) * self.data.prompts_per_step
-
-    @property
     def has_older_tokens(self) -> bool:
         """Whether a step may learn from tokens of earlier rollouts than its own."""
         return self.open_groups > 0 and (self.rollout.carry > 0.0 or self.data.dynamic.is_on)
 
     @property
     def excludes_carry(self) -> str | None:
-        """A setting here that excludes rollout.carry and algorithm.staleness, and the reason; None if there is none."""
+        """A setting here that excludes rollout.carry, and the reason; None if there is none."""
+        return self._excludes(
+            {
+                "environment.name": (self.environment.is_on, "a checkpoint cannot hold the processes of conversations"),
+                "algorithm.routing_replay=true": (
+                    self.algorithm.routing_replay,
+                    "the experts of older tokens are not kept",
+                ),
+            }
+        )
+
+    @property
+    def excludes_staleness(self) -> str | None:
+        """A setting here that excludes algorithm.staleness, and the reason; None if there is none."""
+        return self._excludes({})
+
+    def _excludes(self, more: Mapping[str, tuple[Any, str]]) -> str | None:
         algorithm = self.algorithm
         excluded = {
-            "environment.name": (self.environment.is_on, "a checkpoint cannot hold the processes of conversations"),
             f"algorithm.name={algorithm.name}": (algorithm.tunix is not None, "Tunix's learner knows no older tokens"),
             "algorithm.filtered_ratio=true": (algorithm.filtered_ratio, "older tokens were filtered by older weights"),
-            "algorithm.routing_replay=true": (algorithm.routing_replay, "the experts of older tokens are not kept"),
-            "data.dynamic.extra": (self.data.dynamic.extra > 0.0, "carry samples more groups already"),
+            "data.dynamic.extra": (self.data.dynamic.extra > 0.0, "a step keeps the groups that it does not need"),
+            **more,
         }
         return next((f"{setting}: {reason}" for setting, (given, reason) in excluded.items() if given), None)
 
@@ -338,10 +348,11 @@ def _engine_can_sample(config: RunConfig) -> None:
 
 
 def _carried_groups_are_kept(config: RunConfig) -> None:
-    carry, staleness, excluded = config.rollout.carry, config.algorithm.staleness, config.excludes_carry
-    if config.open_groups and excluded is not None:
-        setting = f"rollout.carry={carry:g}" if carry else f"algorithm.staleness={staleness}"
-        raise ValueError(f"{setting} does not go with {excluded}; leave one of them out")
+    carry, staleness = config.rollout.carry, config.algorithm.staleness
+    if carry and (excluded := config.excludes_carry) is not None:
+        raise ValueError(f"rollout.carry={carry:g} does not go with {excluded}; leave one of them out")
+    if staleness and (excluded := config.excludes_staleness) is not None:
+        raise ValueError(f"algorithm.staleness={staleness} does not go with {excluded}; leave one of them out")
     if staleness and config.meshes.layout == "shared":
         raise ValueError(
             f"algorithm.staleness={staleness} needs meshes.layout=split, got shared, with which trainer and sampler "

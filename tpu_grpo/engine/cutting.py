@@ -74,9 +74,12 @@ class Cut:
         self._wanted, self._due = wanted, due
         self._found, self._untold = set[int](), dict[int, int]()
 
-    def add(self, index: int, request: Request, completion: Completion) -> None:
-        """Record a completion that this host's engine returned for a request, unless a cut stopped it."""
-        if ended(request, completion):
+    def add(self, index: int, request: Request, completion: Completion, *, whole: bool = False) -> None:
+        """Record a completion that an engine returned for a request, unless a cut may have stopped it.
+
+        ``whole`` says that there was no cut: conversations end in other ways, too.
+        """
+        if whole or ended(request, completion):
             self._untold[index] = len(completion.token_ids)
             self.merge({index: len(completion.token_ids)})
 

@@ -15,6 +15,7 @@ from dataclasses import is_dataclass
 from typing import Annotated, Any
 
 import numpy as np
+from jaxtyping import jaxtyped
 from pydantic import ConfigDict, Field, TypeAdapter
 
 from tpu_grpo.engine.experts import ExpertLayout
@@ -33,7 +34,7 @@ that the filters kept."""
 
 SIZE = Annotated[int, Field(ge=0, le=2**40)]
 """The type of the number of bytes that a host has to send; received numbers are checked against it."""
-COMPLETIONS = TypeAdapter(list[tuple[int, Completion]], config=ConfigDict(arbitrary_types_allowed=True, extra="forbid"))
+COMPLETION = TypeAdapter(tuple[int, Completion], config=ConfigDict(arbitrary_types_allowed=True, extra="forbid"))
 
 
 def share_bytes(
@@ -123,31 +124,31 @@ def decode_completions(data: bytes | bytearray, host: int = 0) -> dict[int, Comp
     try:
         given = json.loads(data[8:end])
         for _, completion in given:
-            for name in ("token_ids", "logprobs", "experts", "kept", "sampled"):
+            for name in ("token_ids", "logprobs", "experts", "kept", "ages", "sampled"):
                 completion[name] = array(completion[name])
             if episode := completion["episode"]:
                 for branch in episode["branches"]:
                     branch["experts"] = array(branch["experts"])
                 if kept := episode["kept"]:
                     kept["state"] = array(kept["state"]).tobytes()
-        found = COMPLETIONS.validate_python(given)
+        found = [_checked(indexed) for indexed in given]
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         raise attacked(f"the completions of host {host}", str(error)) from error
     for index, completion in found:
-        _check_sizes(index, completion, host)
+        _check_parts(index, completion, host)
     return dict(found)
 
 
-def _check_sizes(index: int, completion: Completion, host: int) -> None:
-    """Check that the arrays of a completion have as many entries as it has tokens."""
+@jaxtyped(typechecker=None)  # so that T is one number in all arrays of a completion
+def _checked(indexed: Any) -> tuple[int, Completion]:
+    return COMPLETION.validate_python(indexed)
+
+
+def _check_parts(index: int, completion: Completion, host: int) -> None:
+    """Check that the parts of a completion lie within its tokens."""
     count, episode = len(completion.token_ids), completion.episode
     parts = () if episode is None else (*episode.turns, *episode.branches)
-    arrays = (completion.logprobs, completion.kept, completion.sampled)
-    if not (
-        all(len(array) == count for array in arrays if array is not None)
-        and all(0 <= part.start <= part.end <= count for part in parts)
-        and completion.cached_tokens >= 0
-    ):
+    if completion.cached_tokens < 0 or not all(0 <= part.start <= part.end <= count for part in parts):
         raise attacked(
             f"the completions of host {host}", f"completion {index} with parts that are not of its {count} tokens"
         )

@@ -28,10 +28,10 @@ from jaxtyping import Bool
 from transformers import PreTrainedTokenizerFast
 
 from tpu_grpo.config import RunConfig
-from tpu_grpo.engine.cutting import Cut, OpenGroup, continued
+from tpu_grpo.engine.cutting import NEW, Cut, OpenGroup, continued
 from tpu_grpo.engine.engine import Engine
 from tpu_grpo.engine.generation import Partial
-from tpu_grpo.engine.replicas import Replicas
+from tpu_grpo.engine.replicas import Finished, Replicas
 from tpu_grpo.engine.waves import OpenConversations
 from tpu_grpo.records.errors import NonFiniteError
 from tpu_grpo.records.stages import (
@@ -209,28 +209,27 @@ class Sampler:
             limits = replace(self._sampling, max_new_tokens=self._sampling.max_new_tokens - done)
             key = SampleKey(self._seed, group.step, group.number, row)
             ids = (*group.prompt.token_ids, *before.token_ids.tolist())
-            requests.append(Request(ids, limits, key))
+            requests.append(Request(ids, limits, key, self._return_experts))
             expected.append(None if told is None else max(1.0, told - done))
             members[number].append(index)
-        make_cut = partial(Cut, members, wanted, due)
-        self._engines.forget_prefixes()
-        exchange = None
+        make_cut, prompts = partial(Cut, members, wanted, due), [groups[number].prompt for number, _, _ in asked]
+        cuts, exchange = make_cut if wanted < len(groups) else None, None
         if make_cut().length is None:  # else nothing has to be sampled
             finished = None if ended is None else _Groups([len(own) for own in members], self._text, ended).finished
-            cuts = make_cut if wanted < len(groups) else None
-            exchange = self._engines.begin(requests, finished, expected, make_cut=cuts)
+            exchange = self._begin(prompts, requests, finished, expected, cuts)
 
         def collect() -> CarriedGroups:
             new = [] if exchange is None else exchange()
-            self._refuse_broken(step, [groups[number].prompt for number, _, _ in asked], new)
+            self._refuse_broken(step, prompts, new)
             found = make_cut()  # gets the completions of all hosts
             for index, (request, completion) in enumerate(zip(requests, new, strict=bool(new))):
-                found.add(index, request, completion)
+                found.add(index, request, completion, whole=cuts is None)
             length = found.length
             assert length is not None, "every group ends, so enough of them do"
             rows = [list(group.completions) for group in groups]
             for (number, row, before), request, completion in zip(asked, requests, new, strict=bool(new)):
-                rows[number][row] = continued(before, request, completion, length)
+                is_whole = cuts is None and before is NEW
+                rows[number][row] = completion if is_whole else continued(before, request, completion, length)
             return CarriedGroups(
                 groups=tuple(replace(group, completions=tuple(own)) for group, own in zip(groups, rows, strict=True)),
                 length=length,
@@ -296,16 +295,30 @@ class Sampler:
         Returns the completions, their texts, and the seconds that sampling took.
         """
         start, groups = time.perf_counter(), _Groups(sizes, self._text, ended)
-        self._engines.forget_prefixes()
-        conversations = None if self._converse is None else self._converse(prompts, requests)
-        try:
-            completions = tuple(self._engines.generate(requests, groups.finished, known, conversations))
-        finally:
-            if conversations is not None:
-                conversations.close()
+        completions = tuple(self._begin(prompts, requests, groups.finished, known)())
         self._refuse_broken(step, prompts, completions)
         seconds = time.perf_counter() - start
         return completions, groups.all_texts(completions), seconds
+
+    def _begin(
+        self,
+        prompts: Sequence[Prompt],
+        requests: Sequence[Request],
+        finished: Finished | None,
+        known: Sequence[float | None] | None,
+        make_cut: Callable[[], Cut] | None = None,
+    ) -> Callable[[], list[Completion]]:
+        """Begin to sample as ``Replicas.begin`` does, with empty prefix caches, and with environments if there are any.
+
+        ``prompts`` has the prompt of each request.
+        """
+        self._engines.forget_prefixes()
+        conversations = None if self._converse is None else self._converse(prompts, requests)
+        try:
+            return self._engines.begin(requests, finished, known, conversations, make_cut)
+        finally:
+            if conversations is not None:
+                conversations.close()
 
     def _refuse_broken(self, step: int, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> None:
         if any(impossible(completion).any() for completion in completions):

@@ -5,13 +5,12 @@ parts = build_parts(config, LearnerInputs(model=model, reference=None, mesh=mesh
 parts.lower_gradients().compile().memory_analysis()
 """
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import jax
-import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -45,9 +44,6 @@ class LearnerInputs:
     """The initial policy, needed if ``algorithm.beta`` > 0. It may be ``model`` itself."""
     mesh: Mesh
     """The trainer's mesh, with the axes fsdp and tp."""
-    carried: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """With rollout.carry or algorithm.staleness, arrays of the shapes in which checkpoints hold groups; see
-    tpu_grpo/run/carrying.py."""
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ import re
 import secrets
 import shutil
 import sys
+import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -57,7 +58,7 @@ FORMAT = 2
 """The version of optimizer_state's contents. Version 1, which checkpoints did not name, held bfloat16 moments and the
 accumulated gradients of ``optax.MultiSteps``."""
 MODEL, STATE, ENTROPY, REFERENCE = "model_params", "optimizer_state", "entropy_state", "reference_params"
-CARRIED = "carried_groups"
+CARRIED, GROUPS_FILE = "carried_groups", "groups.json"
 METADATA = "_CHECKPOINT_METADATA"
 """Orbax's name of the file with a checkpoint's metadata."""
 SHOWN = 300
@@ -84,15 +85,12 @@ class Held(NamedTuple):
     model: nnx.State
     updates: UpdateState
     reference: nnx.State | None
-    carried: Mapping[str, jax.Array]
 
     @classmethod
-    def of(
-        cls, updater: Updater, reference: nnx.Module | None = None, carried: Mapping[str, jax.Array] | None = None
-    ) -> Self:
+    def of(cls, updater: Updater, reference: nnx.Module | None = None) -> Self:
         """Split the models into their arrays. For a small model, this takes as long as the rest of a save."""
         saved_reference = None if reference is None else nnx.state(reference)
-        return cls(nnx.state(updater.model), updater.state, saved_reference, carried or {})
+        return cls(nnx.state(updater.model), updater.state, saved_reference)
 
     def items(self) -> dict[str, Any]:
         """Return the trees of arrays to save, by item; an item is a subdirectory of the checkpoint."""
@@ -100,8 +98,6 @@ class Held(NamedTuple):
         items = {MODEL: saved_part(self.model), STATE: _SavedState(updates.count, updates.optimizer, updates.kept)}
         if updates.entropy:
             items[ENTROPY] = updates.entropy
-        if self.carried:
-            items[CARRIED] = dict(self.carried)
         return items if self.reference is None else items | {REFERENCE: saved_part(self.reference)}
 
     def leaves(self) -> dict[str, Any]:
@@ -111,7 +107,6 @@ class Held(NamedTuple):
         return (
             model_leaves(self.model)
             | {f"reference.{name}": leaf for name, leaf in reference.items()}
-            | {f"carried.{name}": leaf for name, leaf in self.carried.items()}
             | {f"optimizer{jax.tree_util.keystr(path)}": leaf for path, leaf in paths}
         )
 
@@ -150,7 +145,7 @@ class Checkpoints:
         reference: nnx.Module | None = None,
         hosts: Hosts | None = None,
         run_file: Path | None = None,
-        carried: Mapping[str, jax.Array] | None = None,
+        carries: bool = False,
     ):
         self._directory, self._reference, self._hosts = directory.absolute(), reference, hosts or Hosts()
         self._aside = self._directory.with_name(DAMAGED_DIR)
@@ -160,8 +155,9 @@ class Checkpoints:
         self._run_file, self._run = run_file, ""
         self.notes: list[str] = []
         """Messages for the user about the restore."""
-        self.carried: Mapping[str, jax.Array] = carried or {}
-        """The groups that the next save writes; a restore sets them to those that it read."""
+        self._carries = carries
+        self.carried: Any = None
+        """The groups that the next save writes, as JSON; a restore sets them to those that it read. None without."""
 
     @cached_property
     def _manager(self) -> ocp.CheckpointManager:
@@ -203,7 +199,7 @@ class Checkpoints:
             )
         if not steps:
             # compiles the sums now, not at the first save
-            checksums(Held.of(updater, self._reference, self.carried).leaves())
+            checksums(Held.of(updater, self._reference).leaves())
             return 0
         self._run, reasons = self._id_of_run(), dict[int, str]()
         for step in steps:
@@ -271,16 +267,17 @@ class Checkpoints:
         self._kept.best = best
         if step == self._manager.latest_step():
             return
-        held = Held.of(updater, self._reference, self.carried)
-        items = held.items()
+        held = Held.of(updater, self._reference)
+        items, sums = held.items(), checksums(held.leaves())
         if len(self._hosts.members) == 1 < self._hosts.count:
             items = jax.tree.map(_as_a_copy, items)
+        arguments: dict[str, Any] = {item: ocp.args.PyTreeSave(tree) for item, tree in items.items()}
+        if self._carries:
+            arguments[CARRIED], sums[CARRIED] = ocp.args.JsonSave(self.carried), sum_of_groups(self.carried)
         self._manager.save(
             step,
-            args=ocp.args.Composite(**{item: ocp.args.PyTreeSave(tree) for item, tree in items.items()}),
-            custom_metadata=signed(
-                {"global_step": step, "format": FORMAT, "run": self._run, "checksums": checksums(held.leaves())}
-            ),
+            args=ocp.args.Composite(**arguments),
+            custom_metadata=signed({"global_step": step, "format": FORMAT, "run": self._run, "checksums": sums}),
             force=True,
         )
 
@@ -299,10 +296,14 @@ class Checkpoints:
 
     def _read(self, step: int, updater: Updater) -> str:
         """Load a step. Return "" if its checkpoint is sound, else what is damaged, as the same text on all hosts."""
-        path, held, reason = self._directory / str(step), Held.of(updater, self._reference, self.carried), ""
-        items, saved = {}, {}
+        path, held, reason = self._directory / str(step), Held.of(updater, self._reference), ""
+        items, saved, carried, names = {}, {}, None, set(held.leaves())
         try:
-            items, saved = read_items(path, held.items(), self._hosts.index, held.leaves(), self._run)
+            items, saved = read_items(
+                path, held.items(), self._hosts.index, names | {CARRIED} if self._carries else names, self._run
+            )
+            if self._carries:
+                carried = read_groups(path, saved[CARRIED])
         except Unsound as error:
             reason = str(error)
         told = self._hosts.share(f"what was read of step {step}", reason, str)
@@ -314,8 +315,8 @@ class Checkpoints:
         updater.state = UpdateState(state.count, state.optimizer, state.kept, items.get(ENTROPY, ()))
         if self._reference is not None:
             nnx.update(self._reference, items[REFERENCE])
-        self.carried = items.get(CARRIED, {})
-        return wrong_sums(saved, Held.of(updater, self._reference, self.carried).leaves())
+        self.carried = carried
+        return wrong_sums(saved, Held.of(updater, self._reference).leaves())
 
     def _set_aside(self, reasons: Mapping[int, str], sound: int) -> None:
         """Move damaged checkpoints (``reasons`` by step) to DAMAGED_DIR, and add notes; the run uses step ``sound``."""
@@ -393,6 +394,22 @@ def read_items(
         reader.close()
 
 
+def read_groups(path: Path, expected_sum: int) -> Any:
+    """Read the groups of a step's checkpoint, as JSON; raises Unsound for a file that is missing or was changed."""
+    try:
+        groups = parse_json(read_file(path / CARRIED / GROUPS_FILE))
+    except (OSError, ValueError) as error:
+        raise Unsound(f"{CARRIED} cannot be read: {str(error)[:SHOWN]}") from error
+    if sum_of_groups(groups) != expected_sum:
+        raise Unsound(f"{CARRIED} is not what was saved")
+    return groups
+
+
+def sum_of_groups(groups: Any) -> int:
+    """Return a checksum of groups in JSON."""
+    return zlib.crc32(json.dumps(groups, sort_keys=True).encode())
+
+
 def wrong_sums(saved: Mapping[str, int], leaves: Mapping[str, jax.Array]) -> str:
     """Say how many arrays do not match their saved checksum, or have none; "" if all arrays match."""
     wrong = [name for name, value in checksums(leaves).items() if saved.get(name) != value]
@@ -442,15 +459,16 @@ def _unsound_explained(path: Path) -> Iterator[None]:
         ) from error
 
 
-def handlers(**settings: Any) -> dict[str, ocp.PyTreeCheckpointHandler]:
+def handlers(**settings: Any) -> dict[str, Any]:
     """Make Orbax's handler for every item of a checkpoint; each gets the ``settings``."""
     # By default Orbax cuts an array that several devices replicate into pieces, by a program compiled for each shape at
     # the first save. Here only small arrays are replicated, and they are saved whole. A file of shardings would take a
     # quarter of the time of a small model's save, and is not needed, because a restore states the wanted shardings.
     whole = ocp.type_handlers.ArrayHandler(use_replica_parallel=False, enable_write_sharding_file=False)
     registry = ocp.type_handlers.create_type_handler_registry((jax.Array, whole))
-    items = (MODEL, STATE, ENTROPY, REFERENCE, CARRIED)
-    return {item: ocp.PyTreeCheckpointHandler(type_handler_registry=registry, **settings) for item in items}
+    items = (MODEL, STATE, ENTROPY, REFERENCE)
+    trees = {item: ocp.PyTreeCheckpointHandler(type_handler_registry=registry, **settings) for item in items}
+    return {**trees, CARRIED: ocp.JsonCheckpointHandler(GROUPS_FILE, **settings)}
 
 
 def _as_a_copy(array: jax.Array) -> jax.Array:

@@ -29,9 +29,9 @@ from tpu_grpo.hosts import Hosts, hosts_of, packed
 from tpu_grpo.hosts import unpacked as unpacked_numbers
 from tpu_grpo.learner.batches import PassArrays, pass_arrays, with_kl_in_advantages
 from tpu_grpo.learner.building import LearnerInputs, LearnerParts, build_parts
-from tpu_grpo.learner.checkpoints import Checkpoints, read_policy
+from tpu_grpo.learner.checkpoints import Checkpoints, read_groups, read_policy, sum_of_groups
 from tpu_grpo.learner.loss import AgreementSums, TrainBatch
-from tpu_grpo.learner.parameters import by_name, copy_values, parameters, params_digest, placed, trained_type, whole
+from tpu_grpo.learner.parameters import by_name, copy_values, parameters, params_digest, trained_type, whole
 from tpu_grpo.learner.rows import train_rows, unpacked
 from tpu_grpo.learner.signal import Signal, read_signal
 from tpu_grpo.learner.update import MeasuredUpdate, update_metrics
@@ -41,6 +41,7 @@ from tpu_grpo.records.stages import Completion, ScoredRollout, UpdateResult
 
 RESTORED, METRICS = "the step that was restored", "the metrics of an update"
 LOGPROBS, DIGEST = "log-probabilities of the policy", "the digest of the parameters"
+GROUPS = "the checksum of the groups that were restored"
 """Names of what the trainer's hosts broadcast to the hosts that only sample."""
 
 
@@ -139,18 +140,17 @@ class Learner:
             reference=self._parts.saved_reference,
             hosts=self.trainers,
             run_file=config.run_dir / RUN_FILE,
-            carried=self._placed_groups(inputs.carried),
+            carries=config.open_groups > 0,
         )
         restored = self._checkpoints.restore(self._updater, resume=config.checkpoint.resume)
         self.restored_step = self._told(RESTORED, restored, int)
         """The step that was restored; 0 for a fresh start."""
         self._has_previous = not restored
         self.restore_notes = tuple(self._checkpoints.notes)
-        self.carried = {name: whole(value) for name, value in self._checkpoints.carried.items()}
-        """The groups that were kept after the restored step, in the arrays of ``LearnerInputs.carried``."""
-        if self.restored_step:
-            for name, value in sorted(self.carried.items()):
-                self._tell(name, value)
+        self.carried = self._checkpoints.carried
+        """The groups that were kept after the restored step, as JSON (tpu_grpo/run/carrying.py); None without such."""
+        if restored and config.open_groups:
+            self._told(GROUPS, sum_of_groups(self.carried), int)
 
     @staticmethod
     def build(config: RunConfig, inputs: LearnerInputs) -> LearnerParts:
@@ -263,15 +263,11 @@ class Learner:
         checkpoints.save(step, self._updater)
         checkpoints.close()
 
-    def save(self, step: int, *, best: int | None = None, carried: Mapping[str, np.ndarray] | None = None) -> None:
-        """Save policy, optimizer and ``carried`` groups as step ``step``, in the background. The checkpoint of the step
-        ``best`` is not deleted."""
-        if carried is not None:
-            self._checkpoints.carried = self._placed_groups(carried)
+    def save(self, step: int, *, best: int | None = None, carried: Any = None) -> None:
+        """Save policy, optimizer and ``carried`` groups (JSON) as step ``step``, in the background. The checkpoint of
+        the step ``best`` is not deleted."""
+        self._checkpoints.carried = carried
         self._checkpoints.save(step, self._updater, best=best)
-
-    def _placed_groups(self, carried: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-        return {name: placed(value, self._parts.settings.everywhere) for name, value in carried.items()}
 
     def close(self, *, best: int | None = None) -> None:
         """Wait until every checkpoint is complete. The newest checkpoints and that of the step ``best`` are kept."""
@@ -376,18 +372,17 @@ class DescribedLearner(Learner):
     Args:
         config: the run.
         parts: the abstract parts of the run's learner (see building.py).
-        inputs: what ``parts`` were built from.
         hosts: all hosts of the run.
     """
 
-    def __init__(self, config: RunConfig, parts: LearnerParts, inputs: LearnerInputs, hosts: Hosts):
+    def __init__(self, config: RunConfig, parts: LearnerParts, hosts: Hosts):
         self._config, self._hosts, self._parts, self._updater = config, hosts, parts, parts.updater
         self.trainers = hosts.among([hosts.index])  # this host tells nobody
         self.restored_step = self._told(RESTORED, 0, int)
-        self.restore_notes, self.carried = (), dict(inputs.carried)
-        if self.restored_step:
-            groups = sorted(self.carried.items())
-            self.carried = {name: self._heard(name, value.shape, value.dtype) for name, value in groups}
+        self.restore_notes, self.carried = (), None
+        if self.restored_step and config.open_groups:
+            path = config.run_dir / CHECKPOINTS_DIR / str(self.restored_step)
+            self.carried = read_groups(path, self._told(GROUPS, 0, int))
 
     def share(self, names: Collection[str]) -> None:
         """Do nothing: sampler and trainer share no arrays."""
@@ -425,7 +420,7 @@ class DescribedLearner(Learner):
     def save_apart(self, directory: Path, step: int) -> None:
         """Do nothing: the trainer's hosts save what they hold."""
 
-    def save(self, step: int, *, best: int | None = None, carried: Mapping[str, np.ndarray] | None = None) -> None:
+    def save(self, step: int, *, best: int | None = None, carried: Any = None) -> None:
         """Do nothing: the trainer's hosts save what they hold."""
 
     def close(self, *, best: int | None = None) -> None:

@@ -283,7 +283,7 @@ def _other_layouts(plan: Plan) -> Iterator[tuple[str, ...]]:
         for count in sorted({hosts // 4, hosts // 2, 3 * hosts // 4} - {0}):
             split = "meshes.layout=split", f"meshes.sampler.hosts={count}", *released, *room
             yield split
-            if config.excludes_carry is None and len(plan.target.devices) >= AHEAD_DEVICES:
+            if config.excludes_staleness is None and len(plan.target.devices) >= AHEAD_DEVICES:
                 yield (*split, "algorithm.staleness=1")
     slots, wanted = plan.work.rungs[-1], max(rows for host in plan.work.hosts for rows in host)
     if wanted > slots and config.rollout.kv_dtype == "auto" and config.rollout.batch_paddings is None:

@@ -9,11 +9,11 @@
 With ``algorithm.staleness`` 1, ``begin`` to ``take`` of step k + 1 run during the update of step k, after its ``end``.
 ``hold`` adds their groups to checkpoint k; a run continued from it takes them without sampling.
 
-A checkpoint holds the groups as they were after its step, in arrays of one size for all steps: up to C groups of G
-completions of up to T tokens. A group whose prompt has changed since, which checkpoint.allow_changes permits, is
-dropped.
+A checkpoint holds the groups as they were after its step, as JSON. A group whose prompt has changed since, which
+checkpoint.allow_changes permits, is dropped.
 """
 
+import base64
 import math
 import zlib
 from collections.abc import Mapping, Sequence
@@ -24,18 +24,17 @@ import numpy as np
 from tpu_grpo.config import RunConfig
 from tpu_grpo.data.stream import PromptStream
 from tpu_grpo.engine.cutting import NEW, OpenGroup, ages_of
+from tpu_grpo.engine.exchange import decode_completions, encode_completions
 from tpu_grpo.engine.sampler import CarriedGroups, completion_text
-from tpu_grpo.records.stages import Completion, Prompt, PromptBatch, Rollout
-
-REASONS = ("cut", "stop", "length")
+from tpu_grpo.records.stages import Prompt, PromptBatch, Rollout
 
 
 class Carry:
     """The open groups of a run, in the order in which they were begun."""
 
-    def __init__(self, config: RunConfig, stream: PromptStream, saved: Mapping[str, np.ndarray]):
+    def __init__(self, config: RunConfig, stream: PromptStream, saved: Any):
         self._config = config
-        self.groups = _unpacked(saved, stream)
+        self.groups = () if saved is None else groups_of(saved, stream)
         """The open groups at this point of the step."""
         self._ended = self.groups
         self._taken, self._sampled = list[OpenGroup](), list[CarriedGroups]()
@@ -118,55 +117,32 @@ class Carry:
             metrics = {name: value for name, value in metrics.items() if name.startswith("rollout/")}
         return metrics
 
-    def saved(self) -> dict[str, np.ndarray]:
-        """Return the groups as they were when the last finished step ended, as arrays for a checkpoint."""
-        return packed(self._ended, self._config)
+    def saved(self) -> dict[str, Any]:
+        """Return the groups as they were when the last finished step ended, as JSON for a checkpoint."""
+        return written(self._ended)
 
 
-def packed(groups: Sequence[OpenGroup], config: RunConfig) -> dict[str, np.ndarray]:
-    """Write groups into padded arrays; the padding is -1 in ``groups`` and 0 elsewhere."""
-    count, size, tokens = config.kept_groups, config.algorithm.group_size, config.rollout.max_new_tokens
-    found = {
-        "groups": np.full((count, 5), -1, np.int32),
-        "lengths": np.zeros((count, size), np.int32),
-        "reasons": np.zeros((count, size), np.int32),
-        "tokens": np.zeros((count, size, tokens), np.int32),
-        "logprobs": np.zeros((count, size, tokens), np.float32),
-        "ages": np.zeros((count, size, tokens), np.int32),
+def written(groups: Sequence[OpenGroup]) -> dict[str, Any]:
+    """Write groups as JSON, with the bytes of their completions in base64."""
+    completions = dict(enumerate(completion for group in groups for completion in group.completions))
+    return {
+        "groups": [[g.position, g.record, g.step, g.number, _sum_of(g.prompt)] for g in groups],
+        "completions": base64.b64encode(encode_completions(completions)).decode(),
     }
-    for number, group in enumerate(groups):
-        found["groups"][number] = group.position, group.record, group.step, group.number, _sum_of(group.prompt)
-        for row, completion in enumerate(group.completions):
-            place, length = (number, row), len(completion.token_ids)
-            found["lengths"][place], found["reasons"][place] = length, REASONS.index(completion.finish_reason)
-            found["tokens"][place][:length] = completion.token_ids
-            found["logprobs"][place][:length] = completion.logprobs
-            found["ages"][place][:length] = ages_of(completion)
-    return found
 
 
-def _unpacked(saved: Mapping[str, np.ndarray], stream: PromptStream) -> tuple[OpenGroup, ...]:
-    groups = list[OpenGroup]()
-    for number, (position, record, step, place, prompt_sum) in enumerate(saved["groups"].tolist() if saved else []):
-        if position < 0:
-            break
-        if _sum_of(prompt := stream.prompt(record)) != prompt_sum:
-            continue
-        rows = zip(saved["lengths"][number].tolist(), saved["reasons"][number].tolist(), strict=True)
-        completions = tuple(
-            Completion(
-                token_ids=saved["tokens"][number, row, :length],
-                logprobs=saved["logprobs"][number, row, :length],
-                finish_reason=REASONS[reason],
-                cached_tokens=0,
-                ages=saved["ages"][number, row, :length],
-            )
-            for row, (length, reason) in enumerate(rows)
-        )
-        groups.append(OpenGroup(prompt, record, position, step, place, completions))
+def groups_of(saved: Mapping[str, Any], stream: PromptStream) -> tuple[OpenGroup, ...]:
+    """Read the groups that ``written`` wrote; groups whose prompts have changed since are left out."""
+    found = decode_completions(base64.b64decode(saved["completions"]))
+    size, groups = len(found) // max(1, len(saved["groups"])), list[OpenGroup]()
+    for index, (*place, prompt_sum) in enumerate(saved["groups"]):
+        position, record, step, number = place
+        if _sum_of(prompt := stream.prompt(record)) == prompt_sum:
+            completions = tuple(found[row] for row in range(index * size, (index + 1) * size))
+            groups.append(OpenGroup(prompt, record, position, step, number, completions))
     return tuple(groups)
 
 
 def _sum_of(prompt: Prompt) -> int:
-    """Return 31 bits of a checksum of a prompt's tokens."""
-    return zlib.crc32(np.array(prompt.token_ids, np.int64).tobytes()) >> 1
+    """Return a checksum of a prompt's tokens."""
+    return zlib.crc32(np.array(prompt.token_ids, np.int64).tobytes())

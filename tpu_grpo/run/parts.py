@@ -4,7 +4,7 @@ import ctypes
 import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
@@ -32,7 +32,7 @@ from tpu_grpo.records.errors import ConfigError, RewardError
 from tpu_grpo.records.stages import Prompt
 from tpu_grpo.rewards import DistributedRewards, RewardSet, repeats_itself
 from tpu_grpo.rewards.shipped.correctness import voted_answer
-from tpu_grpo.run.carrying import Carry, packed
+from tpu_grpo.run.carrying import Carry
 from tpu_grpo.run.engines import Probe, SyncedEngines
 from tpu_grpo.run.inputs import HeldOutInputs, Inputs, agreed_checkpoint, load_environments, open_held_out, open_inputs
 from tpu_grpo.run.meshes import Meshes, build_meshes, check_staleness
@@ -77,12 +77,8 @@ def build_parts(config: RunConfig, hosts: Hosts, inputs: Inputs | None = None) -
     engines = open_engines(config, hosts, checkpoint, inputs.tokenizer, meshes, task.environments)
     announce(hosts, f"loading {checkpoint.parameter_count:,} parameters")
     make, given = learner_class(config.algorithm), load_inputs(config, checkpoint, meshes)
-    if config.open_groups:
-        given = replace(given, carried=packed((), config))
     trains = meshes.trainer.local_devices
-    learner = (
-        make(config, given, hosts) if trains else DescribedLearner(config, make.build(config, given), given, hosts)
-    )
+    learner = make(config, given, hosts) if trains else DescribedLearner(config, make.build(config, given), hosts)
     sampler = Sampler(engines.replicas, inputs.tokenizer, config, task.environments)
     learner.keep_failed(FailureFiles(config, learner.trainers, learner.save_apart))
     sampler.keep_broken = FailureFiles(config, hosts, learner.save_apart).of_rollout
@@ -102,14 +98,13 @@ def build_parts(config: RunConfig, hosts: Hosts, inputs: Inputs | None = None) -
 def with_routing_replay(config: RunConfig, checkpoint: Checkpoint) -> RunConfig:
     """Set algorithm.routing_replay if it is unset; Tunix's learner has no such setting.
 
-    It becomes true for a model with experts in bfloat16, if no step leaves groups for later ones: in bfloat16, engine
-    and trainer can round differently, and so choose different experts of nearly equal probability. The run's files
-    keep it unset.
+    It becomes true for a model with experts in bfloat16, without rollout.carry: in bfloat16, engine and trainer can
+    round differently, and so choose different experts of nearly equal probability. The run's files keep it unset.
     """
     section = config.algorithm
     if section.routing_replay is not None or section.tunix is not None:
         return config
-    replay = checkpoint.has_experts and config.model.dtype == "bfloat16" and not config.open_groups
+    replay = checkpoint.has_experts and config.model.dtype == "bfloat16" and not config.rollout.carry
     return config.model_copy(update={"algorithm": section.model_copy(update={"routing_replay": replay})})
 
 
