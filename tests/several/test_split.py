@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.several.runs import SOON, outcome, run_hosts, settings, write_files
+from tests.talking import SIZES, write_talking_files
 
 pytestmark = [pytest.mark.several_hosts, pytest.mark.timeout(1200)]
 THREE: dict[str, Any] = {"hidden": 48, "heads": 6, "kv_heads": 6, "head_dim": 12, "intermediate": 96}
@@ -41,26 +42,30 @@ def test_a_host_that_trains_and_one_that_samples(files: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("trainers", "samplers", "carry", "rounds"),
+    ("trainers", "samplers", "carry", "rounds", "talks"),
     [
-        (1, 1, 0.0, 1),
-        pytest.param(2, 2, 0.5, 1, marks=pytest.mark.slow),
-        pytest.param(3, 1, 0.0, 1, marks=pytest.mark.slow),
-        pytest.param(1, 1, 0.0, 2, marks=pytest.mark.slow),
-        pytest.param(1, 1, 0.5, 2, marks=pytest.mark.slow),
+        (1, 1, 0.0, 1, False),
+        pytest.param(1, 1, 0.0, 1, True, marks=pytest.mark.slow),
+        pytest.param(2, 2, 0.5, 1, False, marks=pytest.mark.slow),
+        pytest.param(3, 1, 0.0, 1, False, marks=pytest.mark.slow),
+        pytest.param(1, 1, 0.0, 2, False, marks=pytest.mark.slow),
+        pytest.param(1, 1, 0.5, 2, False, marks=pytest.mark.slow),
     ],
 )
 def test_one_step_off_is_a_shared_run_with_late_weights(
-    tmp_path: Path, trainers: int, samplers: int, carry: float, rounds: int
+    tmp_path: Path, trainers: int, samplers: int, carry: float, rounds: int, talks: bool
 ) -> None:
     """Also where it continues after step 2, of which the checkpoint holds the completions that step 3 learns from.
 
     Without carry, only a run that is one step off keeps whole groups that dynamic sampling leaves.
     """
-    files = write_files(tmp_path / "files", **(THREE if trainers == 3 else {}))
+    sizes = THREE if trainers == 3 else {}
+    files = write_talking_files(tmp_path / "files") if talks else write_files(tmp_path / "files", **sizes)
     data = {"path": "data.jsonl", "prompts_per_step": 3 if trainers == 3 else 4, "max_prompt_tokens": 12}
     more: dict[str, Any] = {"rollout": {"carry": carry, "max_new_tokens": 24}, "checkpoint": {"every": 1, "keep": 9}}
     more["data"] = data | {"dynamic": {"rounds": rounds}}
+    if talks:
+        more |= SIZES
     if rounds > 1:  # some groups have equal rewards
         more["rewards"] = [{"name": "rewards.py:any_digit", "workers": 0}]
     late = settings(tmp_path / "late", meshes={"sampler": {"tensor": 1}, "probe_every": 0}, **more)

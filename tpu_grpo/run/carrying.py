@@ -34,7 +34,7 @@ class Carry:
 
     def __init__(self, config: RunConfig, stream: PromptStream, saved: Any):
         self._config = config
-        self.groups = () if saved is None else groups_of(saved, stream)
+        self.groups: tuple[OpenGroup, ...] = () if saved is None else groups_of(saved, stream)
         """The open groups at this point of the step."""
         self._ended = self.groups
         self._taken, self._sampled = list[OpenGroup](), list[CarriedGroups]()
