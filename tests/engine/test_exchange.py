@@ -124,7 +124,8 @@ def test_a_conversation_survives_being_written() -> None:
     kept = KeptEnvironment("game.py:Game", bytes(range(256)))
     said = ({"role": "assistant", "content": "\u00e9", "tool_calls": [{"arguments": {"n": 2**70, "x": None}}]},)
     turns = (Turn(0, 1, "a", ("move", ""), "b", 3, float("-inf"), 1), Turn(1, 2, "c"))
-    episode = Episode("p", (branch, Branch((), 2, 2)), turns, "failed", said, "game", 0.1, failure, kept, 1e-300)
+    longer = Branch((), 2, 2, np.zeros((5, 3, 2), np.uint16))  # experts of as many tokens as the branch has
+    episode = Episode("p", (branch, longer), turns, "failed", said, "game", 0.1, failure, kept, 1e-300)
     logprobs = np.array([-0.1, np.nan], np.float32)
     given = Completion(
         np.array([5, 7], np.int32), logprobs, "length", 4, None, np.array([3, 4]), np.array([True, False]), episode
@@ -136,9 +137,10 @@ def test_a_conversation_survives_being_written() -> None:
     assert_equal(empty, found[3])
     there = found[2**40].episode
     assert there is not None
-    np.testing.assert_array_equal(there.branches[0].experts, branch.experts)
+    for one, right in zip(there.branches, episode.branches, strict=True):
+        np.testing.assert_array_equal(one.experts, right.experts)
     first, second = (replace(one, experts=None) for one in there.branches)
-    expected = replace(episode, branches=(replace(branch, experts=None), episode.branches[1]))
+    expected = replace(episode, branches=tuple(replace(one, experts=None) for one in episode.branches))
     assert replace(there, branches=(first, second)) == expected
     with pytest.raises(AssertionError, match="completions hold records, arrays and JSON, got object"):
         encode_completions({0: replace(given, episode=replace(episode, messages=({"role": object()},)))})

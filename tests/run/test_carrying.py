@@ -150,8 +150,12 @@ def test_tokens_depend_on_no_setting_of_the_engine(
 def test_a_run_goes_on_with_the_groups_of_its_checkpoint(
     files: Path, tmp_path: Path, run: list[dict[str, Any]]
 ) -> None:
-    train(carrying(files, tmp_path / "run", run={"max_steps": 2}))
-    train(carrying(files, tmp_path / "run"))
+    """It goes on after step 1: the groups of step 2 are damaged."""
+    train(carrying(files, tmp_path / "run", run={"max_steps": 2}, checkpoint={"every": 1}))
+    groups = tmp_path / "run/checkpoints/2/carried_groups/groups.json"
+    groups.write_bytes(groups.read_bytes()[:-9])
+    train(carrying(files, tmp_path / "run", checkpoint={"every": 1}))
+    assert (tmp_path / "run/damaged_checkpoints/2").is_dir()
     found = lines(tmp_path / "run")
     assert [[line[name] for name in SAME] for line in found] == [[line[name] for name in SAME] for line in run]
 
@@ -179,6 +183,11 @@ def test_a_checkpoint_holds_every_bit_of_a_group(files: Path, tmp_path: Path) ->
     assert [c.finish_reason for c in found.completions] == ["cut", "stop", "cut", "cut"]
     group = replace(group, prompt=Prompt("a", (1, 3)))  # the data has changed
     assert Carry(config, stream, saved).groups == ()
+    group = replace(group, prompt=Prompt("a", (1, 2)))
+    assert len(Carry(config, stream, saved).groups) == 1
+    changes: list[dict[str, Any]] = [{"rollout": {"max_new_tokens": 1}}, {"algorithm": {"group_size": 2}}]
+    for changed in changes:
+        assert Carry(carrying(files, tmp_path / "run", **changed), stream, saved).groups == ()
 
 
 @pytest.mark.slow

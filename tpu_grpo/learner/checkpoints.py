@@ -157,7 +157,7 @@ class Checkpoints:
         """Messages for the user about the restore."""
         self._carries = carries
         self.carried: Any = None
-        """The groups that the next save writes, as JSON; a restore sets them to those that it read. None without."""
+        """The groups that a restore has read, as JSON; None without."""
 
     @cached_property
     def _manager(self) -> ocp.CheckpointManager:
@@ -259,8 +259,17 @@ class Checkpoints:
         self._hosts.agree(f"the steps in {self._directory.name}", repr(steps))
         return steps
 
-    def save(self, step: int, updater: Updater, *, best: int | None = None) -> None:
+    def save(
+        self,
+        step: int,
+        updater: Updater,
+        *,
+        best: int | None = None,
+        carried: Callable[[], Any] | None = None,
+    ) -> None:
         """Start saving a step, unless it is saved already. Returns once the arrays are copied and may change.
+
+        ``carried`` returns the groups to save, as JSON.
 
         Older checkpoints are deleted, except the newest ``keep`` and that of the step ``best``.
         """
@@ -272,8 +281,9 @@ class Checkpoints:
         if len(self._hosts.members) == 1 < self._hosts.count:
             items = jax.tree.map(_as_a_copy, items)
         arguments: dict[str, Any] = {item: ocp.args.PyTreeSave(tree) for item, tree in items.items()}
-        if self._carries:
-            arguments[CARRIED], sums[CARRIED] = ocp.args.JsonSave(self.carried), sum_of_groups(self.carried)
+        if carried is not None:
+            groups = carried()
+            arguments[CARRIED], sums[CARRIED] = ocp.args.JsonSave(groups), sum_of_groups(groups)
         self._manager.save(
             step,
             args=ocp.args.Composite(**arguments),
@@ -396,8 +406,9 @@ def read_items(
 
 def read_groups(path: Path, expected_sum: int) -> Any:
     """Read the groups of a step's checkpoint, as JSON; raises Unsound for a file that is missing or was changed."""
+    file = path / CARRIED / GROUPS_FILE
     try:
-        groups = parse_json(read_file(path / CARRIED / GROUPS_FILE))
+        groups = parse_json(read_file(file, most=file.stat().st_size))  # experts may take gigabytes
     except (OSError, ValueError) as error:
         raise Unsound(f"{CARRIED} cannot be read: {str(error)[:SHOWN]}") from error
     if sum_of_groups(groups) != expected_sum:
@@ -423,7 +434,7 @@ def read_policy(directory: Path, step: int, model: nnx.Module, host: int = 0) ->
     if not (path / MODEL).is_dir():
         found = list(saved_steps(directory))
         raise CheckpointError(f"a checkpoint must be in {path}, found none; there are steps {found or 'none'}")
-    with _unsound_explained(path):
+    with unsound_explained(path):
         items, saved = read_items(path, {MODEL: saved_part(nnx.state(model))}, host)
         nnx.update(model, items[MODEL])
         if reason := wrong_sums(saved, model_leaves(nnx.state(model))):
@@ -440,7 +451,7 @@ def read_stepped(directory: Path, step: int, model: nnx.Module, *, residual: boo
     path, trained = directory.absolute() / str(step), by_name(nnx.state(model, trained_type(model)))
     kind = jnp.int8 if residual else jnp.float32
     kept = {name: jax.ShapeDtypeStruct(v.shape, kind, sharding=v.sharding) for name, v in trained.items()}
-    with _unsound_explained(path):
+    with unsound_explained(path):
         items, saved = read_items(path, {STATE: {"kept": kept}}, host, partial=True)
         kept = items[STATE]["kept"]
         if reason := wrong_sums(saved, {f"optimizer.kept[{name!r}]": value for name, value in kept.items()}):
@@ -449,7 +460,8 @@ def read_stepped(directory: Path, step: int, model: nnx.Module, *, residual: boo
 
 
 @contextmanager
-def _unsound_explained(path: Path) -> Iterator[None]:
+def unsound_explained(path: Path) -> Iterator[None]:
+    """Convert Unsound to CheckpointError."""
     try:
         yield
     except Unsound as error:

@@ -29,7 +29,7 @@ from tpu_grpo.hosts import Hosts, hosts_of, packed
 from tpu_grpo.hosts import unpacked as unpacked_numbers
 from tpu_grpo.learner.batches import PassArrays, pass_arrays, with_kl_in_advantages
 from tpu_grpo.learner.building import LearnerInputs, LearnerParts, build_parts
-from tpu_grpo.learner.checkpoints import Checkpoints, read_groups, read_policy, sum_of_groups
+from tpu_grpo.learner.checkpoints import Checkpoints, read_groups, read_policy, sum_of_groups, unsound_explained
 from tpu_grpo.learner.loss import AgreementSums, TrainBatch
 from tpu_grpo.learner.parameters import by_name, copy_values, parameters, params_digest, trained_type, whole
 from tpu_grpo.learner.rows import train_rows, unpacked
@@ -263,11 +263,10 @@ class Learner:
         checkpoints.save(step, self._updater)
         checkpoints.close()
 
-    def save(self, step: int, *, best: int | None = None, carried: Any = None) -> None:
-        """Save policy, optimizer and ``carried`` groups (JSON) as step ``step``, in the background. The checkpoint of
-        the step ``best`` is not deleted."""
-        self._checkpoints.carried = carried
-        self._checkpoints.save(step, self._updater, best=best)
+    def save(self, step: int, *, best: int | None = None, carried: Callable[[], Any] | None = None) -> None:
+        """Save policy, optimizer and ``carried()`` (groups as JSON) as step ``step``, in the background. The checkpoint
+        of the step ``best`` is not deleted."""
+        self._checkpoints.save(step, self._updater, best=best, carried=carried)
 
     def close(self, *, best: int | None = None) -> None:
         """Wait until every checkpoint is complete. The newest checkpoints and that of the step ``best`` are kept."""
@@ -382,7 +381,8 @@ class DescribedLearner(Learner):
         self.restore_notes, self.carried = (), None
         if self.restored_step and config.open_groups:
             path = config.run_dir / CHECKPOINTS_DIR / str(self.restored_step)
-            self.carried = read_groups(path, self._told(GROUPS, 0, int))
+            with unsound_explained(path):
+                self.carried = read_groups(path, self._told(GROUPS, 0, int))
 
     def share(self, names: Collection[str]) -> None:
         """Do nothing: sampler and trainer share no arrays."""
@@ -420,7 +420,7 @@ class DescribedLearner(Learner):
     def save_apart(self, directory: Path, step: int) -> None:
         """Do nothing: the trainer's hosts save what they hold."""
 
-    def save(self, step: int, *, best: int | None = None, carried: Any = None) -> None:
+    def save(self, step: int, *, best: int | None = None, carried: Callable[[], Any] | None = None) -> None:
         """Do nothing: the trainer's hosts save what they hold."""
 
     def close(self, *, best: int | None = None) -> None:

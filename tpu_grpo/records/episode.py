@@ -59,7 +59,7 @@ class Branch:
     start: int
     end: int
     """The tokens ``Completion.token_ids[start:end]`` follow the prompt."""
-    experts: Integer[np.ndarray, "S layers k"] | None = None
+    experts: Integer[np.ndarray, "_ layers k"] | None = None
     """The experts that the engine used, as in `Completion`; None if they were not recorded."""
 
 

@@ -9,8 +9,8 @@
 With ``algorithm.staleness`` 1, ``begin`` to ``take`` of step k + 1 run during the update of step k, after its ``end``.
 ``hold`` adds their groups to checkpoint k; a run continued from it takes them without sampling.
 
-A checkpoint holds the groups as they were after its step, as JSON. A group whose prompt has changed since, which
-checkpoint.allow_changes permits, is dropped.
+A checkpoint holds the groups as they were after its step, as JSON. A group that does not fit the run any more, because
+settings were changed (checkpoint.allow_changes), is dropped.
 """
 
 import base64
@@ -26,7 +26,7 @@ from tpu_grpo.data.stream import PromptStream
 from tpu_grpo.engine.cutting import NEW, OpenGroup, ages_of
 from tpu_grpo.engine.exchange import decode_completions, encode_completions
 from tpu_grpo.engine.sampler import CarriedGroups, completion_text
-from tpu_grpo.records.stages import Prompt, PromptBatch, Rollout
+from tpu_grpo.records.stages import Completion, Prompt, PromptBatch, Rollout
 
 
 class Carry:
@@ -34,7 +34,7 @@ class Carry:
 
     def __init__(self, config: RunConfig, stream: PromptStream, saved: Any):
         self._config = config
-        self.groups: tuple[OpenGroup, ...] = () if saved is None else groups_of(saved, stream)
+        self.groups: tuple[OpenGroup, ...] = () if saved is None else groups_of(saved, stream, config)
         """The open groups at this point of the step."""
         self._ended = self.groups
         self._taken, self._sampled = list[OpenGroup](), list[CarriedGroups]()
@@ -97,7 +97,8 @@ class Carry:
         oldest = np.array([ages_of(completion).max(initial=0) for completion in learnt])
         length = sum(sampled.length for sampled in self._sampled)
         open_groups = sorted((*self._taken[used:], *self.groups), key=lambda group: (group.step, group.number))
-        new = [ages_of(c) == 0 for group in (*self._taken, *self.groups) for c in group.completions]
+        rows = [completion for group in (*self._taken, *self.groups) for completion in group.completions]
+        new = [(ages_of(c) == 0) & (True if c.sampled is None else c.sampled) for c in rows]
         seconds = sum(sampled.seconds for sampled in self._sampled)
         metrics = {
             "rollout/tokens_per_second": sum(int(mask.sum()) for mask in new) / seconds if seconds else math.nan,
@@ -131,16 +132,27 @@ def written(groups: Sequence[OpenGroup]) -> dict[str, Any]:
     }
 
 
-def groups_of(saved: Mapping[str, Any], stream: PromptStream) -> tuple[OpenGroup, ...]:
-    """Read the groups that ``written`` wrote; groups whose prompts have changed since are left out."""
+def groups_of(saved: Mapping[str, Any], stream: PromptStream, config: RunConfig) -> tuple[OpenGroup, ...]:
+    """Read the groups that ``written`` wrote; groups of other prompts, or of other settings, are left out."""
     found = decode_completions(base64.b64decode(saved["completions"]))
     size, groups = len(found) // max(1, len(saved["groups"])), list[OpenGroup]()
     for index, (*place, prompt_sum) in enumerate(saved["groups"]):
         position, record, step, number = place
-        if _sum_of(prompt := stream.prompt(record)) == prompt_sum:
-            completions = tuple(found[row] for row in range(index * size, (index + 1) * size))
+        completions = tuple(found[row] for row in range(index * size, (index + 1) * size))
+        if _sum_of(prompt := stream.prompt(record)) == prompt_sum and _fit(completions, config):
             groups.append(OpenGroup(prompt, record, position, step, number, completions))
     return tuple(groups)
+
+
+def _fit(completions: Sequence[Completion], config: RunConfig) -> bool:
+    """Whether a run with these settings can have sampled the completions of a group."""
+    talks, replays = config.environment.is_on, config.algorithm.replays_routing
+    return len(completions) == config.algorithm.group_size and all(
+        len(c.token_ids) <= config.rollout.max_new_tokens
+        and (c.episode is not None) == talks
+        and (c.experts is not None) == replays
+        for c in completions
+    )
 
 
 def _sum_of(prompt: Prompt) -> int:

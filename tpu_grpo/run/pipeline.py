@@ -291,7 +291,7 @@ class Run:
         """Save a checkpoint; write adapters also as separate files that other libraries read."""
         with self.watch.stage(f"saving step {step}"):
             carry = self.parts.carry
-            self.parts.learner.save(step, best=self._best_step, carried=None if carry is None else carry.saved())
+            self.parts.learner.save(step, best=self._best_step, carried=None if carry is None else carry.saved)
             give_back_memory()  # that the previous save, done by now, has freed
             if (environments := self.parts.task.environments) is not None and environments.record is not None:
                 environments.record.forget(min(saved_steps(self.config.run_dir / CHECKPOINTS_DIR), default=0))
