@@ -4,7 +4,7 @@ A stream gives the same tokens, and its engine goes on when the reader stops.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,21 +45,23 @@ class ScriptedEngine:
 
     def forget_prefixes(self) -> None: ...
 
-    def generate(
+    def begin(
         self,
         requests: Sequence[Request],
         finished: Finished | None = None,
         known: Sequence[float | None] | None = None,
         conversations: Any = None,
-    ) -> list[Completion]:
+        make_cut: Any = None,
+    ) -> Callable[[], list[Completion]]:
         assert finished is not None
+        assert make_cut is None
         self.known, self.given, self.requests = known, conversations, requests
         if self.fails:
             raise RuntimeError("no more")
         for row in self._tells:
             finished(row, letter(row))
         self.told = [0 if row in self._tells else 1 for row in range(len(requests))]
-        return [self.answer(row) for row in range(len(requests))]
+        return lambda: [self.answer(row) for row in range(len(requests))]
 
     def answer(self, row: int) -> Completion:
         return letter(row)
