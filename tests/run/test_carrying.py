@@ -13,6 +13,7 @@ from tests.several.runs import settings, write_files
 from tpu_grpo.config import RunConfig, parse_config
 from tpu_grpo.engine.cutting import NEW, Cut, OpenGroup, ages_of, continued
 from tpu_grpo.hosts import Hosts
+from tpu_grpo.records.episode import Branch, Episode
 from tpu_grpo.records.errors import ConfigError
 from tpu_grpo.records.stages import Completion, Prompt, Request, SampleKey, SamplingParams
 from tpu_grpo.run.carrying import Carry, written
@@ -185,6 +186,18 @@ def test_a_checkpoint_holds_every_bit_of_a_group(files: Path, tmp_path: Path) ->
     assert Carry(config, stream, saved).groups == ()
     group = replace(group, prompt=Prompt("a", (1, 2)))
     assert len(Carry(config, stream, saved).groups) == 1
+    talking = parse_config(
+        {
+            "environment": {"name": "guessing"},
+            "algorithm": {"group_size": 4, "staleness": 1, "routing_replay": True},
+            "meshes": {"layout": "split"},
+        }
+    )
+    branch = Branch((), 0, 2, np.zeros((3, 1, 2), np.uint8))
+    conversation = replace(whole, episode=Episode("a", (branch,), (), "done", (), "guessing"))
+    told = written([replace(group, completions=(conversation,) * 4)])
+    assert len(Carry(talking, stream, told).groups) == 1  # the experts of a conversation are in its branches
+    assert Carry(config, stream, told).groups == ()
     changes: list[dict[str, Any]] = [{"rollout": {"max_new_tokens": 1}}, {"algorithm": {"group_size": 2}}]
     for changed in changes:
         assert Carry(carrying(files, tmp_path / "run", **changed), stream, saved).groups == ()

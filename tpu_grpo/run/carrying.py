@@ -150,7 +150,7 @@ def _fit(completions: Sequence[Completion], config: RunConfig) -> bool:
     return len(completions) == config.algorithm.group_size and all(
         len(c.token_ids) <= config.rollout.max_new_tokens
         and (c.episode is not None) == talks
-        and (c.experts is not None) == replays
+        and (talks or (c.experts is not None) == replays)  # those of a conversation are in its branches
         for c in completions
     )
 
