@@ -212,12 +212,12 @@ class RunConfig(Section):
             rows = max(share, MICRO_BATCH_TOKENS * devices // self.row_tokens)
         else:
             rows = self._full_rows(prompts * self.algorithm.group_size)
-        return -(-min(rows, self.update_rows) // devices) * devices
+        return -(-min(rows, -(-self.update_rows // self.meshes.slices)) // devices) * devices
 
     def micro_batches(self, devices: int) -> int:
-        """Return the largest number of forward and backward passes in one iteration over a step."""
+        """Return the largest number of forward and backward passes that a slice makes in one iteration over a step."""
         updates = self.data.prompts_per_step // self.mini_batch_prompts
-        return updates * -(-self.update_rows // self.micro_batch_rows(devices))
+        return updates * -(-self.update_rows // (self.micro_batch_rows(devices) * self.meshes.slices))
 
     @property
     def context_tokens(self) -> int:
@@ -334,6 +334,11 @@ def _engine_can_sample(config: RunConfig) -> None:
         raise ValueError(
             f"meshes.sampler.hosts={config.meshes.sampler.hosts} needs meshes.layout=split, got shared, with which all "
             "hosts sample; set it, or leave meshes.sampler.hosts out"
+        )
+    if config.meshes.slices > 1 and config.algorithm.tunix is not None:
+        raise ValueError(
+            f"meshes.slices={config.meshes.slices} needs this package's learner, got algorithm.name="
+            f"{config.algorithm.name}; use one slice, or take another algorithm.name"
         )
     if config.algorithm.filtered_ratio and not config.rollout.filters:
         raise ValueError(

@@ -247,10 +247,14 @@ class SamplerMeshSection(Section):
 class MeshesSection(Section):
     """These settings say how devices are used."""
 
+    slices: PositiveInt = 1
+    """Use this many equal TPU slices, joined by the data-center network. Each trains a copy of the policy on its share
+    of the micro-batches, and once per update the gradients of all slices are added. Without TPUs, processes are divided
+    evenly, in their order."""
     layout: Literal["shared", "split"] = "shared"
-    """Share devices or split them. shared: trainer and sampler both use all devices, in turn; split: the sampler has
-    the last hosts (meshes.sampler.hosts), and the trainer has the rest; on one host, the trainer has the first half of
-    the devices."""
+    """Share a slice's devices or split them. shared: trainer and sampler both use all devices, in turn; split: the
+    sampler has the last hosts (meshes.sampler.hosts), and the trainer has the rest; on one host, the trainer has the
+    first half of the devices."""
     sync_temporary_mib: PositiveInt = 512
     """Let the weight sync take this much temporary memory in MiB per device, beside the weights themselves."""
     probe_every: int = Field(default=50, ge=0)

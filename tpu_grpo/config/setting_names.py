@@ -39,7 +39,7 @@ rollout.attention rollout.experts rollout.max_running_requests rollout.kv_tokens
 rollout.prefill_tokens rollout.prefix_cache rollout.batch_paddings rollout.steps_per_launch
 environment.workers environment.tool_steps
 algorithm.row_tokens algorithm.micro_batch_prompts
-meshes.layout meshes.trainer meshes.sampler
+meshes.slices meshes.layout meshes.trainer meshes.sampler
 hosts.count
 """
 _RESULTS = """

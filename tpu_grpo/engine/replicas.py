@@ -106,13 +106,22 @@ def replicated_specs(
 class Replicas:
     """All replicas of a run; this process drives those that include one of its devices.
 
-    ``described`` is an engine with the replicas' specs, for a process that drives no replica.
+    ``described`` is an engine with the replicas' specs, for a process that drives no replica. With several ``slices``,
+    each has an equal share of the hosts and replicas, in order.
     """
 
     def __init__(
-        self, replicas: Sequence[Replica], engines: Mapping[int, Engine], hosts: Hosts, described: Engine | None = None
+        self,
+        replicas: Sequence[Replica],
+        engines: Mapping[int, Engine],
+        hosts: Hosts,
+        described: Engine | None = None,
+        slices: int = 1,
     ):
         self.replicas = tuple(replicas)
+        share = len(self.replicas) // slices
+        first = hosts.index * slices // hosts.count * share
+        self._synced = self.replicas[first : first + share]
         self.engines = dict(engines)
         self.hosts = hosts
         self.drivers = tuple(sorted({host for replica in self.replicas for host in replica.hosts}))
@@ -133,7 +142,13 @@ class Replicas:
 
     @classmethod
     def build(
-        cls, checkpoint: Path, devices: Sequence[Any], tensor: int, options: EngineOptions, hosts: Hosts
+        cls,
+        checkpoint: Path,
+        devices: Sequence[Any],
+        tensor: int,
+        options: EngineOptions,
+        hosts: Hosts,
+        slices: int = 1,
     ) -> "Replicas":
         """Build this host's engines, without weights.
 
@@ -147,12 +162,12 @@ class Replicas:
             if len(replica.hosts) > 1:
                 engines[replica.number].before_every_launch(_launch_hook(replica.number))
         described = None if mine else Engine.build(checkpoint, engine_mesh(replicas[0].devices), options)
-        return cls(replicas, engines, hosts, described)
+        return cls(replicas, engines, hosts, described, slices)
 
     @cached_property
     def weight_specs(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """The shape, dtype and sharding over all replicas of every parameter, by name."""
-        return replicated_specs(self._like.weight_specs, self.replicas)
+        """The shape, dtype and sharding over all replicas of this host's slice of every parameter, by name."""
+        return replicated_specs(self._like.weight_specs, self._synced)
 
     def check_every_launch(self) -> None:
         """Let the hosts that share a replica compare its digest before each of its launches."""

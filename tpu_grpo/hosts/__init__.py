@@ -11,7 +11,16 @@ from tpu_grpo.hosts.caching import keep_programs
 from tpu_grpo.hosts.ending import End, InterruptedStop, SignalledStop, StepAbandoned, StopRequest, here, in_time
 from tpu_grpo.hosts.host_agreement import Hosts, packed, unpacked
 from tpu_grpo.hosts.host_log import announce, counted, host_log
-from tpu_grpo.hosts.joining import by_host, choose_platform, devices_per_host, hosts_of, may_have_others, start
+from tpu_grpo.hosts.joining import (
+    by_host,
+    choose_platform,
+    devices_per_host,
+    hosts_of,
+    may_have_others,
+    own_slice,
+    slices_of,
+    start,
+)
 from tpu_grpo.hosts.watch import Watch, end_all_hosts, progress
 
 __all__ = [
@@ -34,8 +43,10 @@ __all__ = [
     "in_time",
     "keep_programs",
     "may_have_others",
+    "own_slice",
     "packed",
     "progress",
+    "slices_of",
     "start",
     "unpacked",
 ]

@@ -176,9 +176,10 @@ class Hosts:
         self.gather(name, b"")
 
     def broadcast(self, name: str, value: Any, kind: object, read: Callable[[Any], Any] = lambda told: told) -> Any:
-        """Return host 0's value on every host; the other hosts' values are ignored. Raises as ``share`` does."""
-        mine = _encoded(value) if self.is_first else b""
-        return read_told(self.gather(name, mine)[0], kind, f"{name} of host 0", read)
+        """Return the value of the first member, usually host 0, on every member; the other values are ignored. Raises
+        as ``share`` does."""
+        mine = _encoded(value) if self.index == self.members[0] else b""
+        return read_told(self.gather(name, mine)[0], kind, f"{name} of host {self.members[0]}", read)
 
     def agree(self, name: str, value: str | bytes) -> None:
         """Check that the value is the same on every host. Raises LockstepError if values differ; every host raises the

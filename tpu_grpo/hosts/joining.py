@@ -121,6 +121,38 @@ def hosts_of(devices: Iterable[Any]) -> tuple[int, ...]:
     return tuple(sorted({device.process_index for device in devices}))
 
 
+def slices_of(devices: Iterable[Any], count: int) -> list[list[Any]]:
+    """Divide devices into ``count`` slices, each listed host by host, and the slices by the numbers of their hosts.
+
+    TPUs know their slice. Hosts with other devices are divided evenly, in their order.
+
+    Raises:
+        ConfigError: if TPUs are of another number of slices, or other hosts cannot be divided evenly.
+    """
+    devices = by_host(devices)
+    hosts = hosts_of(devices)
+    if devices[0].platform == "tpu":
+        number = {device.process_index: getattr(device, "slice_index", 0) for device in devices}
+    else:
+        number = {host: place * count // len(hosts) for place, host in enumerate(hosts)}
+    found = sorted(set(number.values()))
+    slices = [[device for device in devices if number[device.process_index] == n] for n in found]
+    if len(slices) != count or len({len(each) for each in slices}) > 1:
+        raise ConfigError(
+            f"meshes.slices must be the number of slices, which must be equal, got {count} for slices of "
+            f"{[len(each) for each in slices]} devices on {len(hosts)} hosts; correct it, or start other hosts"
+        )
+    return slices
+
+
+def own_slice(slices: Sequence[Sequence[Any]]) -> int:
+    """Return which slice this process has devices of; 0 if it has none, as for the devices of a plan."""
+    import jax
+
+    mine = jax.process_index()
+    return next((n for n, each in enumerate(slices) if mine in hosts_of(each)), 0)
+
+
 def devices_per_host(devices: Sequence[Any]) -> int:
     """Return the number of devices of each host; raises ValueError if hosts have different numbers."""
     counts = {host: sum(device.process_index == host for device in devices) for host in hosts_of(devices)}

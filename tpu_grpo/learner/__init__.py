@@ -3,7 +3,7 @@
 from tpu_grpo.learner.building import LearnerInputs, LearnerParts, build_parts
 from tpu_grpo.learner.checkpoints import read_policy, read_stepped
 from tpu_grpo.learner.learner import DescribedLearner, Learner
-from tpu_grpo.learner.parameters import cast_to_compute, freeze_untrained, frozen_leaves, parameters, whole
+from tpu_grpo.learner.parameters import cast_to_compute, checksums, freeze_untrained, frozen_leaves, parameters, whole
 
 __all__ = [
     "DescribedLearner",
@@ -12,6 +12,7 @@ __all__ = [
     "LearnerParts",
     "build_parts",
     "cast_to_compute",
+    "checksums",
     "freeze_untrained",
     "frozen_leaves",
     "parameters",

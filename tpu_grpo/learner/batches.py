@@ -14,7 +14,7 @@ Suffixes: R training rows, S tokens of a row.
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -118,7 +118,9 @@ def truncated_weights(trainer_logps: PerToken, engine_logps: PerToken, *, cap: f
 # --- the KL penalty in the reward ------------------------------------------------------------------------------------
 
 
-def with_kl_in_advantages(batches: Sequence[TrainBatch], beta: float) -> list[TrainBatch]:
+def with_kl_in_advantages(
+    batches: Sequence[TrainBatch], beta: float, of_all: Callable[[list[Any]], list[Any]] = lambda sums: sums
+) -> list[TrainBatch]:
     """Subtract the KL penalty from the advantage of every token, instead of adding it to the loss. Every host must
     call this.
 
@@ -127,9 +129,11 @@ def with_kl_in_advantages(batches: Sequence[TrainBatch], beta: float) -> list[Tr
     k_t is the k1 estimate of the KL divergence; no gradient flows through it. Subtracting the mean of k removes the
     part of the penalty that all tokens of the step share, as in tinker-cookbook's ``incorporate_kl_penalty``. There a
     token's penalty may include the discounted k of later tokens; here it is only the token's own k.
-    ``algorithm.old_policy`` chooses the old policy. ``batches`` must hold the tokens of the whole step.
+    ``algorithm.old_policy`` chooses the old policy. ``batches`` must hold the tokens of the whole step; if they hold
+    those of one slice, ``of_all`` turns their sums into those of all slices.
     """
-    sums = jax.device_get([_kl_sums(batch.old_logps, batch.reference_logps, batch.weights) for batch in batches])
+    own = [_kl_sums(batch.old_logps, batch.reference_logps, batch.weights) for batch in batches]
+    sums = of_all(jax.device_get(own))
     tokens = math.fsum(float(count) for _, count in sums)
     mean = np.float32(math.fsum(float(total) for total, _ in sums) / max(tokens, 1.0))
 

@@ -21,6 +21,7 @@ from tpu_grpo.learner.forward import logprobs
 from tpu_grpo.learner.loss import LossSettings, TrainBatch
 from tpu_grpo.learner.parameters import cast_to_compute, freeze_untrained, own_copy, trained_type
 from tpu_grpo.learner.rows import ReplayShape, RowShape
+from tpu_grpo.learner.slices import Slices
 from tpu_grpo.learner.update import Updater
 from tpu_grpo.models.families.trainer_attention import whole_blocks
 from tpu_grpo.records.errors import ConfigError
@@ -44,6 +45,8 @@ class LearnerInputs:
     """The initial policy, needed if ``algorithm.beta`` > 0. It may be ``model`` itself."""
     mesh: Mesh
     """The trainer's mesh, with the axes fsdp and tp."""
+    joined: Mesh | None = None
+    """With several slices, the meshes of all their trainers, along a first axis, slice."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,8 @@ class LearnerParts:
     """The reference model of the KL penalty, if any. It has copies of the arrays that updates of the policy change."""
     previous: nnx.Module | None = None
     """With algorithm.staleness, the policy before the previous step's update, which sampled the current rollout."""
+    slices: Slices | None = None
+    """The slices of the run; None for one slice."""
 
     @property
     def saved_reference(self) -> nnx.Module | None:
@@ -87,6 +92,10 @@ class LearnerParts:
         """Lower the optimizer's step for a run whose sampler uses the arrays of the ``shared`` parameters."""
         return self.updater.lower_step(shared)
 
+    def lower_sum_over_slices(self) -> jax.stages.Lowered:
+        """Lower the sum of gradients over slices, of which there must be several."""
+        return self.updater.lower_sum_over_slices()
+
     def lower_logprobs(self) -> jax.stages.Lowered:
         """Lower the forward pass for log-probabilities. Without adapters, the reference uses the same program."""
         with self.settings.mesh:
@@ -103,9 +112,10 @@ def build_parts(config: RunConfig, inputs: LearnerInputs) -> LearnerParts:
     freeze_untrained(model, config)
     stepped = cast_to_compute(model, config)
     reference = _reference(config, inputs, stepped) if section.beta > 0.0 else None
-    updater, batches = Updater(config, model, stepped, settings), Batches(model, reference, settings)
-    previous = own_copy(model, stepped) if section.staleness else None
-    return LearnerParts(settings, row_shape(config, model, inputs.mesh), batches, updater, reference, previous)
+    slices = None if inputs.joined is None else Slices(inputs.joined)
+    updater, batches = Updater(config, model, stepped, settings, slices), Batches(model, reference, settings)
+    previous, shape = own_copy(model, stepped) if section.staleness else None, row_shape(config, model, inputs.mesh)
+    return LearnerParts(settings, shape, batches, updater, reference, previous, slices)
 
 
 def row_shape(config: RunConfig, model: nnx.Module, mesh: Mesh) -> RowShape:

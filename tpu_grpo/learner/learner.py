@@ -14,8 +14,9 @@ packed rows, the rows become micro-batches, and the micro-batches make one updat
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,10 @@ from tpu_grpo.learner.loss import AgreementSums, TrainBatch
 from tpu_grpo.learner.parameters import by_name, copy_values, parameters, params_digest, trained_type, whole
 from tpu_grpo.learner.rows import train_rows, unpacked
 from tpu_grpo.learner.signal import Signal, read_signal
+from tpu_grpo.learner.slices import Slices, gathered
 from tpu_grpo.learner.update import MeasuredUpdate, update_metrics
 from tpu_grpo.observe.run_files import CHECKPOINTS_DIR, RUN_FILE
-from tpu_grpo.records.errors import DataError, NonFiniteError
+from tpu_grpo.records.errors import CheckpointError, DataError, NonFiniteError
 from tpu_grpo.records.stages import Completion, ScoredRollout, UpdateResult
 
 RESTORED, METRICS = "the step that was restored", "the metrics of an update"
@@ -60,12 +62,14 @@ class FailedUpdate:
     loss: float
     grad_norm: float
     passes: tuple[TrainBatch, ...]
-    """The update's micro-batches, on the devices."""
+    """The update's micro-batches of this host's slice, on the devices."""
     scored: ScoredRollout
     """The rollout of the whole step."""
     advantages: Float[np.ndarray, " B"]
     algorithm: str = "grpo"
     """The name of the algorithm that computed the loss."""
+    slices: Slices | None = None
+    """The slices of the run; None for one slice."""
 
     @property
     def what(self) -> str:
@@ -76,8 +80,8 @@ class FailedUpdate:
         return f"the {name} of step {self.step}{of_several}{own} must be finite, got {value:g}"
 
     def arrays(self) -> list[PassArrays]:
-        """Gather the arrays of each micro-batch on every host; every host must call it."""
-        return [{name: whole(value) for name, value in pass_arrays(batch).items()} for batch in self.passes]
+        """Gather the arrays of each micro-batch of all slices on every host; every host must call it."""
+        return gathered(map(pass_arrays, self.passes), self.slices)
 
 
 class SkippedUpdates:
@@ -142,15 +146,27 @@ class Learner:
             run_file=config.run_dir / RUN_FILE,
             carries=config.open_groups > 0,
         )
-        restored = self._checkpoints.restore(self._updater, resume=config.checkpoint.resume)
+        self._saves = self._parts.slices is None or self._parts.slices.index == 0
+        """Whether this host's slice saves checkpoints, which only the first does; all slices hold the same."""
+        restored = self._checkpoints.restore(self._updater, resume=config.checkpoint.resume) if self._saves else 0
         self.restored_step = self._told(RESTORED, restored, int)
         """The step that was restored; 0 for a fresh start."""
-        self._has_previous = not restored
+        if not self._saves and self.restored_step:  # by now, the first slice has moved damaged checkpoints away
+            self._restore_as_told()
+        self._has_previous = not self.restored_step
         self.restore_notes = tuple(self._checkpoints.notes)
         self.carried = self._checkpoints.carried
         """The groups that were kept after the restored step, as JSON (tpu_grpo/run/carrying.py); None without such."""
-        if restored and config.open_groups:
+        if self.restored_step and config.open_groups:
             self._told(GROUPS, sum_of_groups(self.carried), int)
+
+    def _restore_as_told(self) -> None:
+        restored = self._checkpoints.restore(self._updater, resume="require")
+        if restored != self.restored_step:
+            raise CheckpointError(
+                f"every slice must restore the checkpoint of step {self.restored_step}, got {restored} on host "
+                f"{self._hosts.index}; give all slices the same files, or remove the damaged checkpoint"
+            )
 
     @staticmethod
     def build(config: RunConfig, inputs: LearnerInputs) -> LearnerParts:
@@ -184,8 +200,9 @@ class Learner:
                 self._skipped.interrupted()
                 continue
             place = (signal.step, len(updates), config.updates_per_step)
-            measured, name = (update.loss, float(update.record.grad_norm), tuple(batches)), config.algorithm.name
-            notes.append(self._skipped.add(FailedUpdate(*place, *measured, scored, signal.advantages_B, name)))
+            measured = (update.loss, float(update.record.grad_norm), tuple(batches))
+            of_step = (scored, signal.advantages_B, config.algorithm.name, parts.slices)
+            notes.append(self._skipped.add(FailedUpdate(*place, *measured, *of_step)))
         every = config.algorithm.reference_reset_every
         if every is not None and parts.reference is not None and signal.step % every == 0:
             copy_values(parts.reference, self._updater.model, self._updater.trained)
@@ -228,6 +245,7 @@ class Learner:
         The policy is not changed. Raises the errors of `update` for a rollout that cannot be learnt from."""
         for batch in next(self._updates(read_signal(scored, self._config, self._parts.settings.algorithm))):
             self._updater.accumulate(batch)
+        self._updater.add_over_slices()
         gradients = {name: whole(value) for name, value in self._updater.gradients().items()}
         self._updater.forget_gradients()
         return gradients
@@ -255,10 +273,14 @@ class Learner:
     def params_digest(self) -> str:
         """Compute the SHA-256 of all parameters, the trained ones in the optimizer's precision; see
         `parameters.params_digest`."""
-        return self._told(DIGEST, params_digest(by_name(self.params()) | self._updater.stepped()), str)
+        digest = params_digest(by_name(self.params()) | self._updater.stepped())
+        self._told(DIGEST, digest, str)
+        return digest
 
     def save_apart(self, directory: Path, step: int) -> None:
         """Save policy and optimizer as ``step`` in another directory, and wait until the save is complete."""
+        if not self._saves:
+            return
         checkpoints = Checkpoints(directory, keep=1, reference=self._parts.saved_reference, hosts=self.trainers)
         checkpoints.save(step, self._updater)
         checkpoints.close()
@@ -266,11 +288,13 @@ class Learner:
     def save(self, step: int, *, best: int | None = None, carried: Callable[[], Any] | None = None) -> None:
         """Save policy, optimizer and ``carried()`` (groups as JSON) as step ``step``, in the background. The checkpoint
         of the step ``best`` is not deleted."""
-        self._checkpoints.save(step, self._updater, best=best, carried=carried)
+        if self._saves:
+            self._checkpoints.save(step, self._updater, best=best, carried=carried)
 
     def close(self, *, best: int | None = None) -> None:
         """Wait until every checkpoint is complete. The newest checkpoints and that of the step ``best`` are kept."""
-        self._checkpoints.close(best=best)
+        if self._saves:
+            self._checkpoints.close(best=best)
 
     def _told(self, name: str, value: Any, kind: object) -> Any:
         """Return host 0's value on every host. Host 0 is one of the trainer's hosts, and they all have this value.
@@ -313,10 +337,11 @@ class Learner:
             batch, _ = train_rows(
                 signal.prompts, signal.completions, signal.advantages, shape, aggregation, signal.counted_B, known
             )
-            updates.append([self._parts.batches.place(part) for part in batch.chunks(shape.micro_batch)])
+            updates.append([self._parts.batches.place(part) for part in self._own(batch.chunks(shape.micro_batch))])
         if section.kl_in == "loss":
             return updates
-        penalized = iter(with_kl_in_advantages([batch for batches in updates for batch in batches], section.beta))
+        flat = [batch for batches in updates for batch in batches]
+        penalized = iter(with_kl_in_advantages(flat, section.beta, partial(self._of_all, "sums of the KL penalty")))
         return [[next(penalized) for _ in batches] for batches in updates]
 
     def _per_token(
@@ -328,8 +353,8 @@ class Learner:
         """Apply ``compute`` to packed rows, and return its arrays by name on every host; 0 for tokens not sampled."""
         shape = self._parts.shape
         batch, packing = train_rows(prompts, completions, np.zeros(len(prompts)), shape)
-        chunks = batch.chunks(shape.micro_batch)
-        parts = [{name: whole(values) for name, values in compute(part).items()} for part in chunks]
+        chunks = list(batch.chunks(shape.micro_batch))
+        parts = gathered(map(compute, self._own(chunks)), self._parts.slices)[: len(chunks)]
         return {
             name: unpacked(
                 np.concatenate([part[name] for part in parts]), packing, len(completions), shape.max_new_tokens
@@ -337,12 +362,23 @@ class Learner:
             for name in parts[0]
         }
 
+    def _own(self, chunks: Iterable[TrainBatch]) -> list[TrainBatch]:
+        """Return the micro-batches of this host's slice; all of them if there is one slice."""
+        shape, slices = self._parts.shape, self._parts.slices
+        return list(chunks) if slices is None else slices.own(list(chunks), shape.empty(shape.micro_batch))
+
+    def _of_all[T](self, name: str, own: list[T]) -> list[T]:
+        """Return the figures of all slices' micro-batches, in the order of these, from the figures of ``own`` ones."""
+        return own if (slices := self._parts.slices) is None else slices.of_all(name, own, self._hosts)
+
     def _update(self, batches: Sequence[TrainBatch], *, histograms: bool = False, first: bool = True) -> MeasuredUpdate:
         sampled_by = self._agreement_with_previous(batches) if first else None
         sums = [self._updater.accumulate(batch) for batch in batches]
+        self._updater.add_over_slices()
         counted = self._updater.histograms() if histograms else {}
         # the host waits for the devices in this line only
-        return MeasuredUpdate(*jax.device_get((sums, self._updater.step(), counted, sampled_by)))
+        sums, *others = jax.device_get((sums, self._updater.step(), counted, sampled_by))
+        return MeasuredUpdate(self._of_all("sums of the micro-batches", sums), *others)
 
     def _agreement_with_previous(self, batches: Sequence[TrainBatch]) -> AgreementSums | None:
         """With algorithm.staleness, compare the engine with the policy that it sampled this step's completions with.

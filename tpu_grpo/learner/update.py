@@ -43,6 +43,7 @@ from tpu_grpo.learner.loss import (
 )
 from tpu_grpo.learner.optimizers import build_optimizer, learning_rate_schedule, state_shardings
 from tpu_grpo.learner.parameters import Values, by_name, dotted, trained_type
+from tpu_grpo.learner.slices import Slices
 from tpu_grpo.records.stages import Histogram
 
 BUCKETS = 64
@@ -95,10 +96,18 @@ class Updater:
         stepped: the trained parameters in the type in which the optimizer updates them, by name. Where this is also the
             model's type, they are the model's own arrays. Others are donated: the caller must not use them again.
         settings: the loss, and the trainer's mesh.
+        slices: the slices whose gradients are added; None for one slice.
     """
 
-    def __init__(self, config: RunConfig, model: nnx.Module, stepped: Values, settings: LossSettings):
-        self.model = model
+    def __init__(
+        self,
+        config: RunConfig,
+        model: nnx.Module,
+        stepped: Values,
+        settings: LossSettings,
+        slices: Slices | None = None,
+    ):
+        self.model, self._slices = model, slices
         self._kind, self._settings, self._mesh = trained_type(model), settings, settings.mesh
         self._shared = frozenset(self.trained)
         self._sums: PassSums | None = None
@@ -152,6 +161,11 @@ class Updater:
             self._sums, measured = self._accumulate(self._sums, *self._read, batch, numbers)
         return measured
 
+    def add_over_slices(self) -> None:
+        """Add the sums of all slices, if there are several; call this once after the last micro-batch."""
+        if self._slices is not None:
+            self._sums = self._slices.add(self._sums)
+
     def gradients(self) -> Values:
         """Return the sum of the gradients since the last step, float32, by name."""
         assert self._sums is not None, "accumulate comes before gradients"
@@ -195,6 +209,11 @@ class Updater:
         sums = self._described_sums
         with self._mesh:  # the description of the loss also fits the norm
             return self._step.lower(*self._step_arguments(sums, shared), sums.loss)
+
+    def lower_sum_over_slices(self) -> jax.stages.Lowered:
+        """Lower the program of `add_over_slices`, for several slices."""
+        assert self._slices is not None, "one slice adds nothing"
+        return self._slices.lower_add(self._described_sums)
 
     def _step_arguments(self, sums: PassSums, shared: Collection[str]) -> tuple[Any, ...]:
         """Divide the step's arguments into arrays that stay intact (the first two) and arrays that are donated. The

@@ -87,7 +87,8 @@ class AbstractRun:
     @cached_property
     def learner(self) -> Any:
         """The `LearnerParts` or `TunixParts` of the run's learner, which lower its programs."""
-        inputs = LearnerInputs(model=self.policy, reference=self.base, mesh=self.meshes.trainer)
+        meshes = self.meshes
+        inputs = LearnerInputs(model=self.policy, reference=self.base, mesh=meshes.trainer, joined=meshes.joined)
         return learner_class(self.config.algorithm).build(self.config, inputs)
 
     @property
@@ -110,7 +111,7 @@ class AbstractRun:
     @cached_property
     def weight_specs(self) -> dict[str, jax.ShapeDtypeStruct]:
         """The shapes and shardings of the sampler's parameters on all replicas."""
-        return replicated_specs(self.engine.weight_specs, self.replicas)
+        return replicated_specs(self.engine.weight_specs, self.replicas[: len(self.replicas) // self.meshes.slices])
 
     @cached_property
     def sync(self) -> WeightSync:

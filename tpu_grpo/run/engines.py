@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerFast
 from tpu_grpo.config import RunConfig
 from tpu_grpo.engine.replicas import Replicas
 from tpu_grpo.engine.sampler import PROBE_SAMPLE, TEXTS_SAMPLE, completion_text, sampling_params
-from tpu_grpo.hosts import Hosts
-from tpu_grpo.learner import Learner, frozen_leaves
+from tpu_grpo.hosts import Hosts, hosts_of
+from tpu_grpo.learner import Learner, checksums, frozen_leaves
 from tpu_grpo.models.families.leaves import WeightRule
 from tpu_grpo.records.errors import WeightsError
 from tpu_grpo.records.stages import Prompt, Request, SampleKey, SamplingParams, SyncResult
@@ -89,7 +89,9 @@ class SyncedEngines:
         leaves = named_leaves(params)
         if self.sync is None:
             specs = self.replicas.weight_specs
-            self.sync = build_weight_sync(self._config, self._rules, params, specs, self._hosts)
+            share = self._hosts.count // self._config.meshes.slices
+            own = [host for host in range(self._hosts.count) if host // share == self._hosts.index // share]
+            self.sync = build_weight_sync(self._config, self._rules, params, specs, self._hosts.among(own))
         weights, result = self.sync(leaves)
         self._check_copies(leaves, weights)
         self.replicas.install_weights(weights)
@@ -125,6 +127,16 @@ class SyncedEngines:
             self._checks = CopyCheck("trainer", leaves), CopyCheck("sampler", weights)
         for check, held in zip(self._checks, (leaves, weights), strict=True):
             check(held, self._hosts)
+            if self._config.meshes.slices > 1:
+                self._compare_slices(held)
+
+    def _compare_slices(self, held: Mapping[str, jax.Array]) -> None:
+        """Compare checksums of a slice's parameters, which all slices hold at the same devices, between slices."""
+        share = self._hosts.count // self._config.meshes.slices  # hosts are numbered slice by slice
+        places = {host % share for host in hosts_of(next(iter(held.values())).sharding.device_set)}
+        members = [host for host in range(self._hosts.count) if host % share in places]
+        if self._hosts.index in members:
+            self._hosts.among(members).agree("parameters of the slices", repr(checksums(held)))
 
     def generate_texts(self, prompts: Sequence[str], config: Any) -> SampledTexts:
         """Sample completions of rendered prompts for Tunix's own loops; ``config`` is Tunix's RolloutConfig.

@@ -1,4 +1,11 @@
-"""The placement of a run: the trainer's mesh, the sampler's devices, and the size of the sampler's replicas."""
+"""The placement of a run: the trainer's mesh, the sampler's devices, and the size of the sampler's replicas.
+
+With meshes.slices, every slice has a trainer and replicas of its own. Two slices of two hosts, with layout "shared":
+
+    slice 0    hosts 0 and 1    trainer mesh fsdp x tp, replicas 0 and 1
+    slice 1    hosts 2 and 3    trainer mesh fsdp x tp, replicas 2 and 3
+    joined     hosts 0 to 3     slice x fsdp x tp: in it, the gradients of both trainers are added
+"""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +20,7 @@ from jax.sharding import Mesh
 from tpu_grpo.config import RunConfig
 from tpu_grpo.engine.options import splits_vocabulary
 from tpu_grpo.engine.replicas import make_replicas
-from tpu_grpo.hosts import by_host, devices_per_host, hosts_of
+from tpu_grpo.hosts import by_host, devices_per_host, hosts_of, own_slice, slices_of
 from tpu_grpo.models.checkpoint import Checkpoint, check_mesh, check_sampler_mesh, sampler_sizes
 from tpu_grpo.models.families.trainer_attention import flash_block
 from tpu_grpo.records.errors import ConfigError
@@ -27,13 +34,20 @@ class Meshes:
     """The trainer's mesh, and the sampler's devices, which are divided into replicas of equal size."""
 
     trainer: Mesh
-    """Its axes are fsdp and tp."""
+    """The mesh of this process's slice; its axes are fsdp and tp."""
+    joined: Mesh | None
+    """The trainers' meshes of all slices, along a first axis, slice; None for one slice."""
     sampler_devices: tuple[Any, ...]
-    """Listed host by host."""
+    """Of all slices, listed host by host."""
     tensor: int
     """The number of devices of a replica."""
     flash_block: int | None
     """Tokens in a block of the trainer's flash attention; None with dot attention."""
+
+    @property
+    def slices(self) -> int:
+        """The number of slices."""
+        return 1 if self.joined is None else self.joined.shape["slice"]
 
     @property
     def replicas(self) -> int:
@@ -55,28 +69,30 @@ class Meshes:
 def build_meshes(config: RunConfig, checkpoint: Checkpoint, devices: Sequence[Any] | None = None) -> Meshes:
     """Place trainer and sampler on ``devices``; if None, on the devices of all hosts.
 
-    With layout "shared" both are colocated on all devices and use them in turn. With layout "split" the sampler has the
-    last ``meshes.sampler.hosts`` hosts and the trainer has the rest, because the TPU compiler refuses programs on a
-    part of every host's devices. A single host's devices are halved.
+    With layout "shared" both are colocated on all devices of a slice and use them in turn. With layout "split" the
+    sampler has a slice's last ``meshes.sampler.hosts`` hosts and the trainer has the rest, because the TPU compiler
+    refuses programs on a part of every host's devices. A single host's devices are halved.
 
     Raises:
         ConfigError: if the sizes do not multiply to the number of devices, or do not divide the model's dimensions,
             if a split leaves the trainer or the sampler without devices, or if the trainer's devices cannot run its
             attention.
     """
-    devices, sampling = by_host(jax.devices() if devices is None else devices), config.meshes.sampler.hosts
-    both = config.meshes.layout == "shared"
-    trainer_devices, sampler_devices = (devices, devices) if both else split_devices(sampling, devices)
-    tp, count = config.meshes.trainer.tp, len(trainer_devices)
-    fsdp = config.meshes.trainer.fsdp or max(1, count // tp)
+    section = config.meshes
+    slices = slices_of(jax.devices() if devices is None else devices, section.slices)
+    own, both = own_slice(slices), section.layout == "shared"
+    parts = [(each, each) if both else split_devices(section.sampler.hosts, each) for each in slices]
+    trainer_devices, own_sampler = parts[own]
+    tp, count = section.trainer.tp, len(trainer_devices)
+    fsdp = section.trainer.fsdp or max(1, count // tp)
     if fsdp * tp != count:
         fitting = [(count // t, t) for t in range(1, count + 1) if count % t == 0]
         raise ConfigError(
             f"meshes.trainer.fsdp x tp must be the number of the trainer's devices, {count}, got {fsdp} x {tp}; "
             f"use one of {fitting}"
         )
-    tensor = config.meshes.sampler.tensor or default_tensor(checkpoint, config.model.dtype, len(sampler_devices))
-    replicas = make_replicas(sampler_devices, tensor)  # raises for sizes that do not fit the hosts
+    tensor = section.sampler.tensor or default_tensor(checkpoint, config.model.dtype, len(own_sampler))
+    replicas = make_replicas(own_sampler, tensor)  # raises for sizes that do not fit the hosts
     if config.environment.is_on and not config.environment.tool_steps and len(replicas[0].hosts) > 1:
         raise ConfigError(
             "environment.tool_steps must be at least 1 for a replica over several hosts, got 0; or set "
@@ -86,9 +102,11 @@ def build_meshes(config: RunConfig, checkpoint: Checkpoint, devices: Sequence[An
     check_sampler_mesh(checkpoint, tensor)
     platform = trainer_devices[0].platform
     block = flash_block(config.model.attention, platform, config.row_tokens, checkpoint.config.head_dim)
-    splits_vocabulary(config.meshes.sampler.shard_vocab, checkpoint.hf_config["vocab_size"], tensor)
-    trainer = Mesh(np.asarray(trainer_devices).reshape(fsdp, tp), ("fsdp", "tp"))
-    return Meshes(trainer, tuple(sampler_devices), tensor, block)
+    splits_vocabulary(section.sampler.shard_vocab, checkpoint.hf_config["vocab_size"], tensor)
+    grids = np.asarray([training for training, _ in parts]).reshape(-1, fsdp, tp)
+    joined = Mesh(grids, ("slice", "fsdp", "tp")) if len(slices) > 1 else None
+    sampler = tuple(device for _, sampling in parts for device in sampling)
+    return Meshes(Mesh(grids[own], ("fsdp", "tp")), joined, sampler, tensor, block)
 
 
 def check_staleness(config: RunConfig, meshes: Meshes) -> None:

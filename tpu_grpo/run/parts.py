@@ -144,7 +144,8 @@ def open_engines(
     options = EngineOptions.from_config(config, ids, replicas=meshes.replicas, platform=meshes.platform)
     sizes = {"cache tokens": options.cache_tokens, "shapes": options.shapes}  # hosts that differ here would abort later
     hosts.agree_all({f"{name} of an engine": str(value) for name, value in sizes.items()})
-    replicas = Replicas.build(checkpoint.directory, meshes.sampler_devices, meshes.tensor, options, hosts)
+    devices, tensor = meshes.sampler_devices, meshes.tensor
+    replicas = Replicas.build(checkpoint.directory, devices, tensor, options, hosts, meshes.slices)
     if environments is not None:
         divided_places(environments.places, [replica.hosts for replica in replicas.replicas])  # raises for too few
     if config.hosts.check == "step":

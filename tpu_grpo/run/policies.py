@@ -116,7 +116,8 @@ def load_inputs(config: RunConfig, checkpoint: Checkpoint, meshes: Meshes) -> Le
         param_dtype=jnp.dtype(config.model.dtype if config.model.lora.rank else config.model.param_dtype),
     )
     check_finite(base, checkpoint.directory)
-    return LearnerInputs(model=with_adapters(base, checkpoint, config), reference=base, mesh=meshes.trainer)
+    model = with_adapters(base, checkpoint, config)
+    return LearnerInputs(model=model, reference=base, mesh=meshes.trainer, joined=meshes.joined)
 
 
 def with_adapters(base: nnx.Module, checkpoint: Checkpoint, config: RunConfig) -> nnx.Module:

@@ -135,6 +135,7 @@ class TunixParts:
     updater: MeasuringTrainer
     reference: nnx.Module | None
     saved_reference: None = None
+    slices: None = None
 
     @property
     def held(self) -> Any:

@@ -1,0 +1,122 @@
+"""Adds up what the trainers of several slices compute, over the data-center network that joins the slices.
+
+Each slice holds all parameters and the optimizer's state, on a mesh of its own devices. The micro-batches of an update
+go to the slices in turn. Before the optimizer's step, the slices add up their gradients by one program on the mesh that
+joins theirs. All slices then make the same step, so that their parameters stay equal:
+
+    slice 0    micro-batches 0, 2, 4    sum of gradients \\
+                                                          > sum over slices    step on slice 0, step on slice 1
+    slice 1    micro-batches 1, 3       sum of gradients /
+
+No other program of an update runs on several slices.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Shaped
+
+from tpu_grpo.hosts import Hosts, hosts_of, own_slice, packed, unpacked
+from tpu_grpo.learner.parameters import whole
+
+AXIS = "slice"
+
+
+class Slices:
+    """The slices of a run, as seen from one of them.
+
+    Args:
+        joined: the trainers' meshes of all slices, along a first axis, ``slice``.
+    """
+
+    def __init__(self, joined: Mesh):
+        self._joined = joined
+        self.count = joined.shape[AXIS]
+        grids = np.asarray(joined.devices)
+        self.index = own_slice([list(grid.flat) for grid in grids])
+        """The number of this process's slice."""
+        self._programs: dict[tuple[P, ...], Any] = {}
+
+    def own[T](self, items: Sequence[T], nothing: T) -> list[T]:
+        """Return this slice's share of the items, of which every slice gets equally many; ``nothing`` fills up."""
+        missing = -len(items) % self.count
+        return [*items, *[nothing] * missing][self.index :: self.count]
+
+    def of_all[T](self, name: str, own: Sequence[T], hosts: Hosts) -> list[T]:
+        """Return the items of all slices, in the order in which ``own`` has dealt them; every host must call this.
+
+        Args:
+            name: describes the items, and must be the same on every host.
+            own: trees of numbers on the host, with the same structure in all slices.
+            hosts: the hosts of the run.
+        """
+        leaves, structure = jax.tree.flatten(list(own))
+        trainers = hosts.among(hosts_of(self._joined.devices.flat))
+        read = lambda _, text: unpacked(text, len(leaves)).tolist()  # noqa: E731
+        told = trainers.share(name, packed(np.array(leaves, np.float64)), str, read)
+        firsts = told[:: len(told) // self.count]  # hosts are numbered slice by slice
+        return [item for turn in zip(*map(structure.unflatten, firsts), strict=True) for item in turn]
+
+    def add[T](self, tree: T) -> T:
+        """Add up arrays over the slices; each sum takes the buffer of its array, and its sharding."""
+        leaves, structure = jax.tree.flatten(tree)
+        rows = [leaf[None] if leaf.ndim == 0 else leaf for leaf in leaves]
+        across = [self._across(row) for row in rows]
+        added = self._adding(across)(across)
+        sums = [_from_shards(total, row) for total, row in zip(added, rows, strict=True)]
+        return structure.unflatten(
+            [jax.device_put(s[0], x.sharding) if x.ndim == 0 else s for s, x in zip(sums, leaves, strict=True)]
+        )
+
+    def lower_add(self, tree: Any) -> jax.stages.Lowered:
+        """Lower the program of `add` for descriptions of arrays."""
+        leaves = jax.tree.leaves(tree)
+        rows = [jax.ShapeDtypeStruct(x.shape or (1,), x.dtype, sharding=x.sharding) for x in leaves]
+        across = [self._spec_across(row) for row in rows]
+        return self._adding(across).lower(across)
+
+    def whole(self, value: Array) -> Shaped[np.ndarray, "slices ..."]:
+        """Gather an array of every slice on every host, see `gathered`."""
+        return whole(self._across(value)).reshape(self.count, *value.shape)
+
+    def _adding(self, rows: Sequence[Any]) -> Any:
+        """Return the program that adds arrays over the slices, for arrays across slices or their descriptions."""
+        specs = tuple(row.sharding.spec for row in rows)
+        if specs not in self._programs:
+            add = lambda rows: [jax.lax.psum(row, AXIS) for row in rows]  # noqa: E731
+            by_device = jax.shard_map(
+                add, mesh=self._joined, in_specs=(list(specs),), out_specs=list(specs), check_vma=False
+            )
+            self._programs[specs] = jax.jit(by_device, donate_argnums=0)
+        return self._programs[specs]
+
+    def _spec_across(self, row: Any) -> jax.ShapeDtypeStruct:
+        """Describe the arrays of all slices as one array, whose first dimension has those of the slices in order."""
+        first, *others = (*row.sharding.spec, *[None] * (row.ndim - len(row.sharding.spec)))
+        axes = (first,) if isinstance(first, str) else tuple(first or ())
+        sharding = NamedSharding(self._joined, P((AXIS, *axes), *others))
+        return jax.ShapeDtypeStruct((self.count * row.shape[0], *row.shape[1:]), row.dtype, sharding=sharding)
+
+    def _across(self, row: Array) -> Array:
+        return _from_shards(row, self._spec_across(row))
+
+
+def _from_shards(array: Array, like: Any) -> Array:
+    """Make an array with the shape and sharding of ``like`` from this host's shards of another, without a copy."""
+    shards = [shard.data for shard in array.addressable_shards]
+    return jax.make_array_from_single_device_arrays(like.shape, like.sharding, shards)
+
+
+def gathered(own: Iterable[Mapping[str, Array]], slices: Slices | None) -> list[dict[str, np.ndarray]]:
+    """Gather the arrays of the micro-batches of all slices on every host, in the order in which `Slices.own` deals them.
+
+    ``own`` are those of this host's slice. Every host with devices of a trainer must call this.
+    """
+    if slices is None:
+        return [{name: whole(value) for name, value in arrays.items()} for arrays in own]
+    turns = [{name: slices.whole(value) for name, value in arrays.items()} for arrays in own]
+    return [{name: value[n] for name, value in turn.items()} for turn in turns for n in range(slices.count)]
