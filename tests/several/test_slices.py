@@ -1,7 +1,5 @@
 """Two slices, which one process or two stand for: the parameters of one run with the same global batch."""
 
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 

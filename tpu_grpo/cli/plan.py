@@ -102,7 +102,8 @@ def plan_and_print(
     )
     from tpu_grpo.planning.slice_plan import alternatives, make_plan, suggest, with_packed_learner
 
-    target = open_slice(slice_name) if rates is None else with_rates(open_slice(slice_name), rates)
+    target = open_slice(slice_name, config.meshes.slices)
+    target = target if rates is None else with_rates(target, rates)
     plan = make_plan(config, target, fast=fast, say=report_progress)
     shown = plan_as_json(plan, mean_new_tokens, price)
     if not as_json:

@@ -158,7 +158,7 @@ def _dry_run_on(config: RunConfig, slice_name: str) -> int:
         return code
     prepare_slice(slice_name)
     prepare(config)
-    target = open_slice(slice_name)
+    target = open_slice(slice_name, config.meshes.slices)
     from tpu_grpo.cli.dry_run import check
 
     with target.as_jax_devices():

@@ -61,6 +61,8 @@ class Chip:
     link_bytes_per_second: float
     """The sum over all links of the chip, one way; a slice can use `Generation.sent_bytes_per_second` of it. If a chip
     has two devices, each has half of the sum."""
+    network_bytes_per_second: float
+    """The speed of the data-center network, which joins slices, one way; for v4 it is assumed to be v5e's."""
 
 
 @dataclass(frozen=True)
@@ -142,34 +144,34 @@ class Generation:
 GENERATIONS = (
     Generation(
         *("v4", "v4", "tpu-ubuntu2204-base", 2, 3, (4,)),
-        Chip(int(30.75 * GIB), 275e12, 1228e9, 300e9),
+        Chip(int(30.75 * GIB), 275e12, 1228e9, 300e9, 3.125e9),
         ("TPU v4",),
         libtpu_description={"chip_config_name": "megacore"},
         rates=Rates(products=0.7),
     ),
     Generation(
         *("v5p", "v5p", "v2-alpha-tpuv5", 2, 3, (4,)),
-        Chip(int(95.74 * GIB), 459e12, 2765e9, 600e9),
+        Chip(int(95.74 * GIB), 459e12, 2765e9, 600e9, 6.25e9),
         ("TPU v5", "TPU v5p"),
         rates=Rates(products=0.75, cache_bytes_per_second=1.31e12),
     ),
     Generation(
         *("v5e", "v5litepod", "v2-alpha-tpuv5-lite", 1, 2, (1, 4, 8)),
-        Chip(int(15.75 * GIB), 197e12, 819e9, 200e9),
+        Chip(int(15.75 * GIB), 197e12, 819e9, 200e9, 3.125e9),
         ("TPU v5 lite", "TPU v5e"),
         libtpu_args=(*OVERLAP_COLLECTIVES, WHOLE_PRODUCTS),
         rates=Rates(products=0.68, cache_bytes_per_second=1.12e12),
     ),
     Generation(
         *("v6e", "v6e", "v2-alpha-tpuv6e", 1, 2, (1, 4, 8)),
-        Chip(int(31.25 * GIB), 918e12, 1640e9, 448e9),
+        Chip(int(31.25 * GIB), 918e12, 1640e9, 448e9, 12.5e9),
         ("TPU v6 lite", "TPU v6e"),
         libtpu_args=(*OVERLAP_COLLECTIVES, "--xla_tpu_scoped_vmem_limit_kib=98304"),  # of 128 MiB; default 16 MiB
         rates=Rates(products=0.55, cache_bytes_per_second=1.31e12),
     ),
     Generation(
         *("v7x", "tpu7x", "v2-alpha-tpu7-ubuntu2404", 2, 3, (4,)),
-        Chip(int(94.75 * GIB), 1153.5e12, 3690e9, 300e9),  # a device; the chip has twice that
+        Chip(int(94.75 * GIB), 1153.5e12, 3690e9, 300e9, 6.25e9),  # a device; the chip has twice that
         ("TPU7x",),
         libtpu_args=SPARSE_CORES,
         rates=Rates(products=0.7, cache_bytes_per_second=1.31e12),  # the cache's is v6e's, not fitted

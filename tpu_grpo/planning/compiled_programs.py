@@ -22,7 +22,7 @@ from tpu_grpo.observe.json_lines import replace_text
 from tpu_grpo.run.abstract import AbstractRun
 
 Stage = Literal["rollout", "logprobs", "update", "sync"]
-GRADIENTS, OPTIMIZER_STEP = "gradients of a micro-batch", "optimizer step"
+GRADIENTS, OPTIMIZER_STEP, SUM = "gradients of a micro-batch", "optimizer step", "sum of gradients over slices"
 """The names of the programs of an update."""
 TRAIN_STEP = "Tunix's train step"
 """The name of the single program that Tunix's learner has in place of these two programs."""
@@ -63,6 +63,8 @@ def programs_to_lower(run: AbstractRun) -> Iterator[tuple[str, Stage, Callable[[
         yield TRAIN_STEP, "update", run.learner.lower_train_step
         return
     yield GRADIENTS, "update", run.learner.lower_gradients
+    if run.meshes.slices > 1:
+        yield SUM, "update", run.learner.lower_sum_over_slices
     yield OPTIMIZER_STEP, "update", lambda: run.learner.lower_step(run.sync.shared_leaves)
 
 
@@ -70,7 +72,8 @@ def compile_all(run: AbstractRun, options: Mapping[str, Any], say: Callable[[str
     """Compile every program of a run, or read its figures from the cache; ``say`` gets a line per compilation."""
     compiled = []
     for name, stage, lower in programs_to_lower(run):
-        mesh = run.engine.mesh if stage == "rollout" else run.meshes.trainer
+        trainer = run.meshes.trainer if name != SUM else run.meshes.joined
+        mesh: Any = run.engine.mesh if stage == "rollout" else trainer
         lowered = lower()
         kept = _figures_file(lowered, list(mesh.devices.flat), options)
         if kept.exists():

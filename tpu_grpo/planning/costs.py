@@ -65,6 +65,12 @@ def allreduce_seconds(generation: Generation, devices: int, held: float) -> floa
     return generation.rates.allreduce_seconds + link_seconds(generation, devices, 2 * (devices - 1) / devices * held)
 
 
+def network_seconds(generation: Generation, slices: int, held: float) -> float:
+    """Return the seconds of adding ``held`` bytes per device over slices, through the data-center network."""
+    sent = 2 * (slices - 1) / slices * held
+    return sent / (generation.rates.links * generation.chip.network_bytes_per_second)
+
+
 def memory_seconds(generation: Generation, count: float) -> float:
     """Return the seconds that a device needs to read or write ``count`` bytes of its memory."""
     return count / (generation.rates.memory * generation.chip.memory_bytes_per_second)

@@ -13,10 +13,10 @@ from tpu_grpo.planning.step_seconds import StepTime, assumptions
 def plan_lines(plan: Plan, mean_new_tokens: float | None = None, price: float | None = None) -> list[str]:
     """Return the plan as lines for a terminal; ``mean_new_tokens`` adds a step with this mean length of completions,
     and ``price`` (of a chip-hour) adds the cost of the run."""
-    config, chip = plan.config, plan.target.chip
+    config, target, chip = plan.config, plan.target, plan.target.chip
     lines = [
-        f"slice      {plan.target.slice.name}: {plan.target.slice.chips} chips, {plan.target.slice.hosts} hosts, "
-        f"{len(plan.target.devices)} devices of {chip.memory_bytes / GIB:.2f} GiB",
+        f"slice      {target.name}: {target.chips} chips, {target.slices * target.slice.hosts} hosts, "
+        f"{len(target.devices)} devices of {chip.memory_bytes / GIB:.2f} GiB",
         f"model      {config.model.path}: {plan.model}, {config.model.dtype}",
         f"meshes     {plan.meshes}",
         f"step       {config.step_text}, {config.data.max_prompt_tokens} + {config.rollout.max_new_tokens} tokens",
@@ -77,7 +77,7 @@ def _time(plan: Plan, mean_new_tokens: float | None, price: float | None) -> lis
 
 def _speed(plan: Plan, step: StepTime, price: float | None) -> dict[str, float]:
     """Return the speed of a step and the chip-hours of a run of such steps; with a price per hour, also the cost."""
-    hours = step.seconds * plan.config.run.max_steps * plan.target.slice.chips / 3600
+    hours = step.seconds * plan.config.run.max_steps * plan.target.chips / 3600
     return {
         "step_seconds": step.seconds,
         "rollout_seconds": step.of("prefill", "decode"),
@@ -92,8 +92,9 @@ def plan_as_json(plan: Plan, mean_new_tokens: float | None = None, price: float 
     """Return the whole plan, in bytes per device and seconds; "at_mean" has the seconds for the mean length."""
     return {
         "slice": plan.target.slice.name,
-        "chips": plan.target.slice.chips,
-        "hosts": plan.target.slice.hosts,
+        "slices": plan.target.slices,
+        "chips": plan.target.chips,
+        "hosts": plan.target.slices * plan.target.slice.hosts,
         "chip": asdict(plan.target.chip),
         "model": plan.model,
         "meshes": plan.meshes,

@@ -248,7 +248,7 @@ def _rollout_changes(plan: Plan) -> Iterator[tuple[str, object]]:
         yield "rollout.max_running_requests", rows // 2
     tensor = config.meshes.sampler.tensor
     sizes = [2, 4, 8, 16, 32] if tensor is None else [tensor * 2]
-    yield from (("meshes.sampler.tensor", size) for size in sizes if size <= len(plan.target.devices))
+    yield from (("meshes.sampler.tensor", size) for size in sizes if size <= plan.target.slice.devices)
 
 
 # --- alternatives ----------------------------------------------------------------------------------------------------

@@ -37,15 +37,28 @@ ABORTED = (
 
 @dataclass(frozen=True)
 class Target:
-    """A slice and its devices."""
+    """A slice, or several equal ones, and their devices."""
 
     slice: Slice
     devices: tuple[Any, ...]
+    """Those of all slices, the first slice's first."""
+    slices: int = 1
+    """The number of such slices, joined by the data-center network."""
 
     @property
     def chip(self) -> Chip:
         """The memory and the speeds of each chip, or of each of its devices if it has two."""
         return self.slice.generation.chip
+
+    @property
+    def chips(self) -> int:
+        """The number of chips of all slices."""
+        return self.slices * self.slice.chips
+
+    @property
+    def name(self) -> str:
+        """The name of the slice, such as v5e-16; for several slices, such as 2 x v5e-16."""
+        return (f"{self.slices} x " if self.slices > 1 else "") + self.slice.name
 
     @contextmanager
     def as_jax_devices(self) -> Iterator[None]:
@@ -109,14 +122,14 @@ def prepare(name: str, environment: MutableMapping[str, str] = os.environ) -> No
     environment.setdefault("LIBTPU_INIT_ARGS", " ".join(generation.libtpu_args))
 
 
-def open_slice(name: str) -> Target:
-    """Ask libtpu for the devices of a slice; raises ConfigError if the slice does not exist."""
+def open_slice(name: str, slices: int = 1) -> Target:
+    """Ask libtpu for the devices of so many equal slices; raises ConfigError if there is no slice of that name."""
     found = parse_slice(name, flag="--slice")
     generation = found.generation
     if found.chips not in generation.topologies:
         known = [chips * generation.cores_per_chip for chips in generation.topologies]
         raise ConfigError(f"--slice {generation.name}-N must have N in {known}, got {name}; choose the next larger")
-    return Target(found, _devices(generation, found.chips, one_host=found.hosts == 1))
+    return Target(found, _devices(generation, found.chips, slices, one_host=found.hosts == 1), slices)
 
 
 def with_rates(target: Target, path: Path) -> Target:
@@ -136,7 +149,7 @@ def with_rates(target: Target, path: Path) -> Target:
         if not is_number(value) or not 0 < value < float("inf"):
             raise DataError(f"{path} must hold rates above 0, got {name} {value!r}; run tpu-grpo check again")
     with_measured = replace(generation, rates=replace(generation.rates, **rates))
-    return Target(replace(target.slice, generation=with_measured), target.devices)
+    return replace(target, slice=replace(target.slice, generation=with_measured))
 
 
 def replica_devices(target: Target, tensor: int) -> tuple[Any, ...]:
@@ -145,16 +158,16 @@ def replica_devices(target: Target, tensor: int) -> tuple[Any, ...]:
     libtpu compiles for a part of a slice only if the part has the lowest device numbers. So a replica that is smaller
     than the slice gets devices of the smallest slice that has enough devices.
     """
-    if tensor == len(target.devices):
-        return target.devices
+    whole = len(target.devices) // target.slices
+    if tensor == whole:
+        return target.devices[:whole]
     generation = target.slice.generation
     chips = min(chips for chips in generation.topologies if chips * generation.devices_per_chip >= tensor)
-    one_host = tensor <= len(target.devices) // target.slice.hosts
-    found = _devices(generation, chips, one_host=one_host)
+    found = _devices(generation, chips, 1, one_host=tensor <= whole // target.slice.hosts)
     return tuple(sorted(found, key=lambda device: device.id)[:tensor])
 
 
-def _devices(generation: Generation, chips: int, *, one_host: bool) -> tuple[Any, ...]:
+def _devices(generation: Generation, chips: int, slices: int, *, one_host: bool) -> tuple[Any, ...]:
     os.environ.update(  # libtpu reads these instead of a TPU machine's metadata
         TPU_SKIP_MDS_QUERY="1",
         TPU_ACCELERATOR_TYPE="v5litepod-16",
@@ -164,7 +177,7 @@ def _devices(generation: Generation, chips: int, *, one_host: bool) -> tuple[Any
     from jax.experimental import topologies
 
     sides = generation.topologies[chips]
-    described: dict[str, Any] = {**generation.libtpu_description}
+    described: dict[str, Any] = {**generation.libtpu_description, **({"num_slices": slices} if slices > 1 else {})}
     if one_host:
         described["chips_per_host_bounds"] = [*sides, 1][:3]
     name = f"{generation.device_kinds[0]}:{'x'.join(map(str, sides))}"

@@ -19,7 +19,7 @@ import jax
 
 from tpu_grpo.config import RunConfig
 from tpu_grpo.learner import frozen_leaves, parameters
-from tpu_grpo.planning.compiled_programs import OPTIMIZER_STEP, TRAIN_STEP, CompiledProgram, Stage
+from tpu_grpo.planning.compiled_programs import OPTIMIZER_STEP, SUM, TRAIN_STEP, CompiledProgram, Stage
 from tpu_grpo.run.abstract import AbstractRun
 from tpu_grpo.weights.plan import bytes_per_device, named_leaves
 
@@ -136,6 +136,8 @@ def _work(config: RunConfig, resident: ResidentBytes, program: CompiledProgram) 
         arguments = resident.trained + resident.optimizer
     elif program.name == TRAIN_STEP:
         arguments = resident.parameters + resident.optimizer
+    elif program.name == SUM:
+        arguments = 0  # the gradients, which are work
     if program.fits:
         inputs = max(0.0, program.argument_bytes - arguments)
         work = inputs + program.output_bytes + program.temporary_bytes

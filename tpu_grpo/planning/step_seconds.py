@@ -25,7 +25,7 @@ from tpu_grpo.engine.options import splits_vocabulary
 from tpu_grpo.launching.tpus import Generation, Rates
 from tpu_grpo.models.families.trainer_attention import whole_blocks
 from tpu_grpo.planning import costs
-from tpu_grpo.planning.compiled_programs import GRADIENTS, OPTIMIZER_STEP, TRAIN_STEP, CompiledProgram
+from tpu_grpo.planning.compiled_programs import GRADIENTS, OPTIMIZER_STEP, SUM, TRAIN_STEP, CompiledProgram
 from tpu_grpo.planning.stage_memory import ResidentBytes
 from tpu_grpo.run.abstract import AbstractRun
 from tpu_grpo.weights.plan import bytes_per_device
@@ -282,7 +282,9 @@ class StepWork:
     synced_bytes: float
     """The bytes that a weight sync moves to each of the sampler's devices."""
     devices: int
-    """The number of devices of trainer and sampler together."""
+    """The number of devices of trainer and sampler together, in one slice."""
+    summed_bytes: float = 0.0
+    """The bytes of a device's gradients, which are added over slices once per update; 0 for one slice."""
     forward_passes: int = 0
     """The number of forward passes for log-probabilities before a step's updates."""
     launch_steps: int = 1
@@ -293,7 +295,7 @@ class StepWork:
         cls, run: AbstractRun, generation: Generation, resident: ResidentBytes, programs: Sequence[CompiledProgram]
     ) -> "StepWork":
         """Read the sizes from the run's parts."""
-        config, tensor = run.config, run.meshes.tensor
+        config, tensor, trainers = run.config, run.meshes.tensor, run.meshes.joined or run.meshes.trainer
         rows = defaultdict[int, list[int]](list)  # by the first of the hosts that drive an engine
         for replica in run.replicas:  # prompts are dealt to replicas in turn
             sampled = config.open_groups or config.data.prompts_per_round
@@ -317,7 +319,8 @@ class StepWork:
             trainer=_trainer_sizes(run, resident),
             accessed_bytes={program.name: program.accessed_bytes for program in programs if program.stage != "rollout"},
             synced_bytes=sum(bytes_per_device(m.spec) for m in run.sync.moves if not m.frozen and not m.aliased),
-            devices=len({*run.meshes.sampler_devices, *run.meshes.trainer.devices.flat}),
+            devices=len({*run.meshes.sampler_devices, *trainers.devices.flat}) // run.meshes.slices,
+            summed_bytes=next((program.argument_bytes for program in programs if program.name == SUM), 0.0),
             forward_passes=run.learner.forward_passes,
             launch_steps=run.engine.steps_per_launch,
         )
@@ -344,7 +347,10 @@ class StepWork:
         update = self._passes("update", program, iterated / updates, updates, config.mini_batch_prompts)
         stepped = self.accessed_bytes.get(OPTIMIZER_STEP, 0.0)  # Tunix's learner has no such program
         stepping = costs.memory_seconds(self.generation, stepped) * updates
-        stages.append(StageTime("update", {**update.by_cause, "optimizer": stepping}, update.beside))
+        causes = {**update.by_cause, "optimizer": stepping}
+        if (slices := config.meshes.slices) > 1:
+            causes["network"] = updates * costs.network_seconds(self.generation, slices, self.summed_bytes)
+        stages.append(StageTime("update", causes, update.beside))
         links = costs.link_seconds(self.generation, self.devices, self.synced_bytes) if self.devices > 1 else 0.0
         memory = costs.memory_seconds(self.generation, 2 * self.synced_bytes)  # moved bytes are read and written
         stages.append(StageTime("sync", {"links": links} if links > memory else {"memory": memory}))
@@ -420,7 +426,7 @@ class StepWork:
             accessed_bytes=self.accessed_bytes.get(program, 0.0),
             updates=stage == "update",
         )
-        times = count * repeats
+        times = math.ceil(count / config.meshes.slices) * repeats
         return StageTime(stage, *({cause: times * seconds for cause, seconds in each.items()} for each in one))
 
 
