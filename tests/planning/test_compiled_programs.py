@@ -16,7 +16,15 @@ from tpu_grpo.config import load_config
 from tpu_grpo.hosts import hosts_of
 from tpu_grpo.learner.output_head import CHUNK_BYTES
 from tpu_grpo.models.checkpoint import abstract_checkpoint
-from tpu_grpo.planning.compiled_programs import FAST_COMPILE_OPTIONS, TRAIN_STEP, compiled_figures, programs_to_lower
+from tpu_grpo.planning.compiled_programs import (
+    FAST_COMPILE_OPTIONS,
+    GRADIENTS,
+    OPTIMIZER_STEP,
+    SUM,
+    TRAIN_STEP,
+    compiled_figures,
+    programs_to_lower,
+)
 from tpu_grpo.planning.costs import STEP_INPUTS, EngineSizes
 from tpu_grpo.planning.slice_plan import PUBLISHED
 from tpu_grpo.planning.slices import open_slice, replica_devices
@@ -59,7 +67,8 @@ def open_run(
     changes: Mapping[str, int] = {"num_hidden_layers": LAYERS},
 ) -> Iterator[AbstractRun]:
     """A shipped config on a slice, with its model changed."""
-    target, config = open_slice(name), load_config(CONFIGS / shipped[0], overrides)
+    config = load_config(CONFIGS / shipped[0], overrides)
+    target = open_slice(name, config.meshes.slices)
     published = json.loads((PUBLISHED / shipped[1] / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(published | dict(changes or {"num_hidden_layers": LAYERS})))
     checkpoint = abstract_checkpoint(directory)
@@ -117,6 +126,21 @@ def test_every_program_compiles_and_holds_what_it_is_given(run: AbstractRun) -> 
     assert sizes.weight_bytes == resident.sampler + resident.shared
     assert sizes.arrays == len(run.engine.weight_specs) + len(jax.tree.leaves(run.engine.cache_specs)) + STEP_INPUTS
     assert run.sync.temporary_bytes <= run.config.meshes.sync_temporary_mib * 2**20
+
+
+@pytest.mark.parametrize(("name", "slices"), [("v5e-16", 2), ("v6e-16", 4)])
+def test_gradients_of_slices_are_added_in_their_buffers(name: str, slices: int, tmp_path: Path) -> None:
+    """By a program on all slices; the others of an update are those of one slice."""
+    with open_run(name, tmp_path, f"meshes.slices={slices}") as run:
+        lowered = {name: lower() for name, stage, lower in programs_to_lower(run) if stage == "update"}
+        partitions = {
+            name: re.findall(r"mhlo.num_partitions = (\d+)", each.as_text()) for name, each in lowered.items()
+        }
+        assert partitions == {GRADIENTS: ["16"], SUM: [str(16 * slices)], OPTIMIZER_STEP: ["16"]}
+        found = compiled_figures(lowered[SUM], FAST_COMPILE_OPTIONS)
+        assert found["argument_bytes"] == pytest.approx(2 * resident_bytes(run).parameters, rel=0.01)  # in float32
+        assert found["output_bytes"] < 2**20
+        assert found["temporary_bytes"] < 1.1 * found["argument_bytes"]
 
 
 @pytest.mark.parametrize("name", ["v5e-16", pytest.param("v6e-16", marks=pytest.mark.slow)])

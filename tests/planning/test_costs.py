@@ -19,6 +19,7 @@ from tpu_grpo.planning.costs import (
     decode_step,
     filled_passes,
     host_seconds,
+    network_seconds,
     pass_seconds,
     prefill_step,
     round_seconds,
@@ -162,6 +163,7 @@ CHIP = Chip(
     flops_per_second=100 / RATES.products,
     memory_bytes_per_second=10 / RATES.memory,
     link_bytes_per_second=8 / RATES.links,  # two of four links lead to others of four chips: 4 bytes a second
+    network_bytes_per_second=2 / RATES.links,
 )
 FOUR_LINKS = Generation("v0", "v0", "", 1, 2, (), CHIP)
 
@@ -202,6 +204,11 @@ def test_a_forward_pass_gathers_once() -> None:
 def test_where_links_take_longest_nothing_is_added_to_them() -> None:
     slow = pass_seconds(sizes(pass_tokens=1), FOUR_LINKS, head_tokens=0, accessed_bytes=0, updates=True)
     assert slow.parts == {"links": (21 + 21 + 18) / 4}
+
+
+def test_gradients_are_added_over_slices_through_the_network() -> None:
+    """Of four slices, each device sends three quarters of its 16 bytes twice, at 2 bytes a second."""
+    assert network_seconds(FOUR_LINKS, 4, 16) == pytest.approx(2 * 0.75 * 16 / 2)
 
 
 def test_activations_are_added_up_in_every_layer_and_pass() -> None:

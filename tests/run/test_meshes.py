@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tpu_grpo.config import parse_config
+from tpu_grpo.hosts import slices_of
 from tpu_grpo.records.errors import ConfigError
 from tpu_grpo.run.meshes import build_meshes, check_staleness, split_devices
 
@@ -118,3 +119,34 @@ def test_on_a_slice_both_parts_are_boxes_of_chips(hosts_along: tuple[int, int, i
         else:
             with pytest.raises(ConfigError, match=f"a box of chips.*got meshes.sampler.hosts={asked} of {count}"):
                 split_devices(asked, found)
+
+
+def sliced(slices: int, hosts: int, per_host: int, platform: str) -> list[Any]:
+    """Devices of TPU slices, whose hosts are numbered slice by slice, or of hosts without TPUs."""
+    return [
+        SimpleNamespace(process_index=host, id=per_host * host + n, platform=platform, slice_index=host // hosts)
+        for host in range(slices * hosts)
+        for n in range(per_host)
+    ]
+
+
+@pytest.mark.parametrize("platform", ["tpu", "cpu"])
+def test_slices_are_whole_hosts_in_order(platform: str) -> None:
+    found = sliced(2, 2, 2, platform)
+    assert [ids(each) for each in slices_of(reversed(found), 2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+@pytest.mark.parametrize(
+    ("found", "asked", "got"),
+    [
+        (sliced(2, 2, 2, "tpu"), 1, r"1 for slices of \[4, 4\] devices on 4 hosts"),
+        (sliced(1, 2, 2, "tpu"), 2, r"2 for slices of \[4\] devices on 2 hosts"),
+        (sliced(1, 3, 1, "cpu"), 2, r"2 for slices of \[2, 1\] devices on 3 hosts"),
+        (sliced(1, 1, 4, "cpu"), 2, r"2 for slices of \[4\] devices on 1 hosts"),
+    ],
+)
+def test_another_number_of_slices_is_refused(found: list[Any], asked: int, got: str) -> None:
+    with pytest.raises(
+        ConfigError, match=f"meshes.slices must be the number of slices, which must be equal, got {got}"
+    ):
+        slices_of(found, asked)

@@ -19,7 +19,7 @@ from typing import Any
 
 from tpu_grpo.config import BUILTIN, HUB, SHIPPED_CONFIGS, RunConfig, load_config, settings
 from tpu_grpo.config.setting_names import ABSENT, meant
-from tpu_grpo.hosts import Hosts, Watch, choose_platform, in_time, start
+from tpu_grpo.hosts import Hosts, Watch, choose_platform, here, in_time, start
 from tpu_grpo.observe.run_files import CONFIG_FILE
 from tpu_grpo.records.errors import ConfigError, TpuGrpoError, disk_errors_explained, say
 from tpu_grpo.workers.streams import lasting_output
@@ -153,6 +153,8 @@ def met_hosts(config: RunConfig) -> Iterator[tuple[Hosts, Watch]]:
     hosts = start(
         ours.coordinator, ours.count, ours.index, run=config.run.name, timeout_seconds=ours.start_timeout_seconds
     )
+    if config.meshes.slices > 1:
+        here.hosts_per_slice = max(1, hosts.count // config.meshes.slices)
     silence = ours.lost_timeout_seconds
     with Watch(hosts, silence, every=min(5.0, silence / 4)) as watch, _errors_printed_first(), disk_errors_explained():
         yield hosts, watch

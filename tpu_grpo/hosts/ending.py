@@ -101,6 +101,8 @@ class Here:
     """The end that another host reported and that ends all hosts; errors seen after it are only its consequences."""
     step: int | None = None
     """The number of steps done; None until the run has locked its directory."""
+    hosts_per_slice: int | None = None
+    """The number of hosts of each slice, if there are several slices."""
 
     def __init__(self) -> None:
         self.at_end: dict[str, Callable[[End], None]] = {}
@@ -114,8 +116,12 @@ _ending = threading.Lock()
 
 
 def host_names(indices: Sequence[int]) -> str:
-    """Return the names of hosts for messages: "host 1" or "hosts 0, 2, 3"."""
-    return f"host {indices[0]}" if len(indices) == 1 else f"hosts {', '.join(map(str, indices))}"
+    """Return the names of hosts for messages: "host 1", "hosts 0, 2, 3", or with slices "hosts 4, 5 (slice 1)"."""
+    listed = ", ".join(map(str, indices))
+    if here.hosts_per_slice:
+        of = sorted({index // here.hosts_per_slice for index in indices})
+        listed += f" (slice{'s' * (len(of) > 1)} {', '.join(map(str, of))})"
+    return f"host{'s' * (len(indices) != 1)} {listed}"
 
 
 # --- ending this process ---------------------------------------------------------------------------------------------

@@ -112,7 +112,7 @@ def _from_shards(array: Array, like: Any) -> Array:
 
 
 def gathered(own: Iterable[Mapping[str, Array]], slices: Slices | None) -> list[dict[str, np.ndarray]]:
-    """Gather the arrays of the micro-batches of all slices on every host, in the order in which `Slices.own` deals them.
+    """Gather the arrays of the micro-batches of all slices on every host, in the order in which `Slices.own` deals.
 
     ``own`` are those of this host's slice. Every host with devices of a trainer must call this.
     """

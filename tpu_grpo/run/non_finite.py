@@ -179,6 +179,8 @@ def replay(kept: KeptUpdate, config: RunConfig, hosts: Hosts) -> Iterator[str]:
         DataError: for passes that the trainer's mesh cannot split.
     """
     checkpoint, _ = open_model(config, hosts)
+    if hosts.count == 1:  # one process repeats the passes of all slices
+        config = config.model_copy(update={"meshes": config.meshes.model_copy(update={"slices": 1})})
     meshes = build_meshes(config, checkpoint)
     if not meshes.trainer.local_devices:
         return  # the trainer's hosts repeat the update
