@@ -1,4 +1,7 @@
-"""Two slices, each made of one process or two, learn what one process learns from the same global batch."""
+"""Two slices, each made of one process or two, learn what one process learns from the same global batch.
+
+Slices have two devices each, as the process to which they are compared: with one, XLA on CPUs rounds otherwise.
+"""
 
 import json
 from pathlib import Path
@@ -62,7 +65,7 @@ def test_numbers_that_an_update_needs_are_those_of_all_slices(
     files: Path, tmp_path: Path, algorithm: dict[str, Any]
 ) -> None:
     for hosts in (1, 2):
-        ran(run_hosts(hosts, 1, files, two_passes(tmp_path / str(hosts), slices=hosts, algorithm=algorithm)))
+        ran(run_hosts(hosts, 2, files, two_passes(tmp_path / str(hosts), slices=hosts, algorithm=algorithm)))
     assert outcome(tmp_path / "2") == outcome(tmp_path / "1")
     assert learnt(tmp_path / "2") == learnt(tmp_path / "1")
 
@@ -73,7 +76,7 @@ def test_three_micro_batches_leave_a_slice_one_without_tokens(files: Path, tmp_p
     data = {"path": "data.jsonl", "prompts_per_step": 3, "max_prompt_tokens": 12}
     for hosts in (1, 2):
         algorithm = {"micro_batch_prompts": 1}
-        ran(run_hosts(hosts, 1, files, two_passes(tmp_path / str(hosts), hosts, algorithm=algorithm, data=data)))
+        ran(run_hosts(hosts, 2, files, two_passes(tmp_path / str(hosts), hosts, algorithm=algorithm, data=data)))
     assert outcome(tmp_path / "2")[0][0] == outcome(tmp_path / "1")[0][0]
     two, one = learnt(tmp_path / "2")[0], learnt(tmp_path / "1")[0]
     assert two == pytest.approx(one, rel=1e-5, abs=1e-7)
