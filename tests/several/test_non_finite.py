@@ -30,8 +30,9 @@ def run(hosts: int, files: Path, run_dir: Path, update: dict[str, Any]) -> Ended
     return run_hosts(hosts, 4 // hosts, files, tree)
 
 
-def replayed(files: Path, path: Path) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+def replayed(files: Path, path: Path, devices: int = 4) -> str:
+    flags = f"--xla_force_host_platform_device_count={devices}"
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "XLA_FLAGS": flags}
     command = [sys.executable, str(REPOSITORY / "scripts" / "run.py"), "--replay", str(path)]
     done = subprocess.run(command, cwd=files, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
