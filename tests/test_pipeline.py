@@ -247,11 +247,11 @@ def test_asked_to_stop_by_its_caller_or_a_callback_a_run_saves_and_says_so(
         told.append((metrics["rollout/tokens_digest"], metrics["step"], len(samples)))
         return metrics["step"] == 2
 
-    callbacks = find_callbacks(config(files, run_dir), on_step, on_evaluation)
+    callbacks = find_callbacks((), on_step, on_evaluation)
     with pytest.raises(Interrupted, match="stopped after step 1 as asked, which is saved; start the same command"):
         train(config(files, run_dir), stop=StopRequest(lambda: True), callbacks=callbacks)
     with pytest.raises(Interrupted, match="stopped after step 2 as asked"):
-        train(config(files, run_dir), callbacks=find_callbacks(config(files, run_dir), on_step))
+        train(config(files, run_dir), callbacks=find_callbacks((), on_step))
     train(config(files, run_dir, run={"max_steps": None, "epochs": 15.5 / 7588}))
     assert digests(run_dir) == digests(whole)
     assert told == [("evaluation", 0, 16), (digests(whole)[1], 1, 16), (digests(whole)[2], 2, 16)]

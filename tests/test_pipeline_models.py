@@ -19,6 +19,7 @@ from tpu_grpo.observe.evaluation import record_of
 from tpu_grpo.records.errors import ConfigError
 from tpu_grpo.run.abstract import open_abstract_checkpoint
 from tpu_grpo.run.fingerprints import fingerprints
+from tpu_grpo.run.inputs import open_inputs
 from tpu_grpo.run.pipeline import train
 
 DEMO = Path(__file__).parents[1] / "configs" / "demo_cpu.yaml"
@@ -111,7 +112,7 @@ def test_what_the_model_lacks_is_refused_before_anything_is_built(tmp_path: Path
     ]
     for model, expected in cases:
         with pytest.raises(ConfigError, match=expected):
-            check(config(tmp_path / "run", **model))
+            check(open_inputs(config(tmp_path / "run", **model)))
 
 
 @pytest.mark.parametrize(("section", "setting"), [("algorithm", "routing_replay=true"), ("rollout", "experts=fused")])

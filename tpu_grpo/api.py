@@ -63,7 +63,7 @@ def train(
         from tpu_grpo.rewards import with_rewards
 
         config = with_rewards(config, rewards)
-    with PeopleTold(config) as told, start(config) as (hosts, watch), InterruptedStop(stop_requested) as stop:
+    with PeopleTold() as told, start(config) as (hosts, watch), InterruptedStop(stop_requested) as stop:
         return train_together(config, hosts, watch, stop, told, on_step, on_evaluation).summary
 
 

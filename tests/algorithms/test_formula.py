@@ -21,7 +21,7 @@ from tpu_grpo.config import AlgorithmSection, LossAggregation, parse_config
 
 def line_of(rollout: dict[str, Any] | None = None, **algorithm: Any) -> str:
     config = parse_config({"algorithm": algorithm, "rollout": {"max_new_tokens": 64, **(rollout or {})}})
-    return objective_line(config, open_algorithm(config.algorithm))
+    return objective_line(config.algorithm, config.rollout, open_algorithm(config.algorithm))
 
 
 GRPO = "A = (R - mean_g(R)) / (std_g(R) + 1e-6); p = softmax(logits)"

@@ -214,7 +214,8 @@ def test_the_text_of_the_class_is_what_is_read(tmp_path: Path) -> None:
 
 
 def said(algorithm: dict[str, Any], **rollout: Any) -> list[str]:
-    return notices(parse_config({"algorithm": algorithm, "rollout": rollout}))
+    config = parse_config({"algorithm": algorithm, "rollout": rollout})
+    return notices(config.algorithm, config.rollout)
 
 
 def test_filters_bias_the_ratio_unless_it_is_filtered() -> None:

@@ -80,7 +80,7 @@ def refused_late(seeds: range, folder: Path) -> Iterator[tuple[list[str], TpuGrp
         words = changed(seed, folder)
         try:
             config = load_config(DEMO, words)
-            check(config)
+            check(open_inputs(config))
         except TpuGrpoError:
             continue
         try:

@@ -195,8 +195,8 @@ def test_the_best_step_is_saved_and_kept(tmp_path: Path, monkeypatch: pytest.Mon
     export_checkpoint(config(tmp_path / "run"), "best", tmp_path / "out")
     assert_same_export(tmp_path / "run/exports/3", tmp_path / "out")  # read back, with the last step on the devices
     assert sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir()) == ["3", "4"]
-    assert choose(config(tmp_path / "run"), "best") == Chosen(tmp_path / "run/checkpoints", 3)
-    assert choose(config(tmp_path / "run"), "latest") == Chosen(tmp_path / "run/checkpoints", 4)
+    assert choose(tmp_path / "run", "best") == Chosen(tmp_path / "run/checkpoints", 3)
+    assert choose(tmp_path / "run", "latest") == Chosen(tmp_path / "run/checkpoints", 4)
     train(config(tmp_path / "run", run=run | {"max_steps": 6}, **sections))  # goes on at 4
     assert sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir()) == ["3", "6"]
     assert [path.name for path in (tmp_path / "run/exports").iterdir()] == ["3"]
@@ -214,24 +214,23 @@ def test_other_data_is_no_continuation(whole: Path, files: Path) -> None:
 
 
 def test_which_checkpoint(tmp_path: Path) -> None:
-    given = config(tmp_path)
     step = tmp_path / "other" / "40"
     step.mkdir(parents=True)
-    assert choose(given, "initial").name == "initial"
-    assert choose(given, "7") == Chosen(tmp_path / "checkpoints", 7)
-    assert choose(given, str(step)) == Chosen(tmp_path / "other", 40)
+    assert choose(tmp_path, "initial").name == "initial"
+    assert choose(tmp_path, "7") == Chosen(tmp_path / "checkpoints", 7)
+    assert choose(tmp_path, str(step)) == Chosen(tmp_path / "other", 40)
     (tmp_path / "best.json").write_text('{"step": 0}')
-    assert choose(given, "best").step is None  # nothing was better than the model the run started from
+    assert choose(tmp_path, "best").step is None  # nothing was better than the model the run started from
     for which, error, said in (
         ("latest", CheckpointError, "there must be a checkpoint in"),
         ("newest", ConfigError, "--checkpoint must be initial, latest, best, a step, or a directory"),
         (str(tmp_path), ConfigError, "--checkpoint must be"),
     ):
         with pytest.raises(error, match=said):
-            choose(given, which)
+            choose(tmp_path, which)
     (tmp_path / "best.json").unlink()
     with pytest.raises(CheckpointError, match="a best checkpoint needs .*best.json"):
-        choose(given, "best")
+        choose(tmp_path, "best")
 
 
 def test_without_held_out_data_there_is_nothing_to_evaluate(tmp_path: Path) -> None:

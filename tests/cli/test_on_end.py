@@ -90,8 +90,8 @@ def leave_steps(run_dir: Path) -> None:
 
 def end_by(config: RunConfig, error: BaseException | None, hosts: Hosts | None = None) -> None:
     """A run of which 12 steps were done ends by an error, or by none."""
-    with nullcontext() if error is None else pytest.raises(type(error)) as raised, PeopleTold(config) as told:
-        told.begin(hosts or Hosts())
+    with nullcontext() if error is None else pytest.raises(type(error)) as raised, PeopleTold() as told:
+        told.begin(config, hosts or Hosts())
         here.step = 12
         if error is not None:
             raise error
@@ -171,17 +171,17 @@ def test_an_address_that_the_environment_lacks_is_refused_at_the_start(
     monkeypatch.delenv("MY_CHAT", raising=False)
     with (
         pytest.raises(ConfigError, match=r"on_end=\$\{MY_CHAT\} needs the variable MY_CHAT, which the environment of"),
-        PeopleTold(config_of(tmp_path, "${MY_CHAT}")) as told,
+        PeopleTold() as told,
     ):
-        told.begin(Hosts())
+        told.begin(config_of(tmp_path, "${MY_CHAT}"), Hosts())
 
 
 def test_files_of_another_run_are_not_told(tmp_path: Path, chats: list[Chat]) -> None:
     """Such as those of a run that has the directory, because of which this one is refused."""
     chats.append(Chat())
     leave_steps(tmp_path)
-    with PeopleTold(config_of(tmp_path, chats[0].address)) as told:
-        told.begin(Hosts())
+    with PeopleTold() as told:
+        told.begin(config_of(tmp_path, chats[0].address), Hosts())
     [(_, _, said)] = chats[0].posted
     assert said["step"] is None
     assert {"report", "rewards/last_mean", "evaluation/best"} & set(said) == set()
@@ -192,7 +192,7 @@ def test_other_hosts_and_a_run_that_never_met_them_tell_nobody(tmp_path: Path) -
     other = Hosts()
     other.index = 1
     end_by(config, None, other)
-    with pytest.raises(LockstepError), PeopleTold(config):
+    with pytest.raises(LockstepError), PeopleTold():
         raise LockstepError("host 1 did not come")
     assert not (tmp_path / "told").exists()
 
@@ -230,8 +230,8 @@ def test_who_cannot_be_told_is_one_line(
 
 def test_people_hear_once_also_if_another_thread_ends_the_process_meanwhile(tmp_path: Path, chats: list[Chat]) -> None:
     chats.append(Chat())
-    with PeopleTold(config_of(tmp_path, chats[0].address)) as told:
-        told.begin(Hosts())
+    with PeopleTold() as told:
+        told.begin(config_of(tmp_path, chats[0].address), Hosts())
         here.at_end["logging.on_end"](End("failed", 3, "LockstepError: lost host 1"))
     assert [said["message"] for _, _, said in chats[0].posted] == ["LockstepError: lost host 1"]
 
@@ -261,8 +261,8 @@ def test_a_thread_that_ends_the_process_tells_people_first(
 
         run = {{"name": "r", "dir": {str(tmp_path)!r}}}
         config = parse_config({{"run": run, "logging": {{"on_end": "cat > {tmp_path}/told"}}}})
-        with SignalledStop(), PeopleTold(config) as told:
-            told.begin(Hosts())
+        with SignalledStop(), PeopleTold() as told:
+            told.begin(config, Hosts())
             threading.Thread(target=lambda: {ends}, daemon=True).start()
             threading.Event().wait(30)
     """

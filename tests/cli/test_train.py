@@ -263,7 +263,7 @@ def test_closing_lines_compare_held_out_values() -> None:
     before = {"greedy": {"r": 0.25, "s": 0.0}, "sampled": {"r": 0.125, "s": 0.5}}
     after = {"greedy": {"r": 0.5, "s": 1.0}, "sampled": {"r": 0.75, "s": 0.5}}
     summary = {"steps": 2, "evaluation/before": before, "evaluation/after": after}
-    assert closing_lines(load_config(None, ["run.name=x"]), summary).splitlines() == [
+    assert closing_lines(summary, Path("runs/x")).splitlines() == [
         "done: 2 steps",
         "held out, r: greedy 0.250 -> 0.500, sampled 0.125 -> 0.750",
         "held out, s: greedy 0.000 -> 1.000, sampled 0.500 -> 0.500",
@@ -275,7 +275,7 @@ def test_closing_lines_leave_out_what_was_not_measured_twice() -> None:
     before = {"greedy": {"r": 0.25, "s": 0.0}, "sampled": {"r": 0.125}}
     after = {"greedy": {"r": 0.5}, "sampled": {"r": 0.75, "s": 0.5}}
     summary = {"steps": 2, "evaluation/before": before, "evaluation/after": after}
-    assert closing_lines(load_config(None, ["run.name=x"]), summary).splitlines()[1:-1] == [
+    assert closing_lines(summary, Path("runs/x")).splitlines()[1:-1] == [
         "held out, r: greedy 0.250 -> 0.500, sampled 0.125 -> 0.750"
     ]
 

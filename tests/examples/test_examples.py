@@ -110,7 +110,7 @@ def test_callbacks_log_to_other_trackers(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
     config = parse_config({"run": {"name": "mine"}, "logging": {"callbacks": [f"{CALLBACKS}:{kind}"]}})
-    (callback,) = find_callbacks(config)
+    (callback,) = find_callbacks(config.logging.callbacks)
     callback.begin(config.model_dump(mode="json"))
     callback.call("on_evaluation", {"step": 0, "evaluation/pass@4/gsm8k": 0.5}, [])
     callback.call("on_step", {"step": 1, "rewards/mean": 0.25, "rollout/tokens_digest": "c0ffee"}, [])

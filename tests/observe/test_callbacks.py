@@ -57,7 +57,7 @@ def test_a_class_gets_the_config_then_every_step_with_its_samples_and_asks_to_st
     tmp_path: Path, watched: Path
 ) -> None:
     settings = config(tmp_path, "Watcher")
-    found = find_callbacks(settings)
+    found = find_callbacks(settings.logging.callbacks)
     [(callback, calls)] = [(one, one._make.__init__.__globals__["CALLS"]) for one in found]  # pyright: ignore
     assert (callback.name, calls) == (f"{watched}:Watcher", [])
     with open_run_log(settings, 0, callbacks=found) as log:
@@ -73,7 +73,7 @@ def test_a_class_gets_the_config_then_every_step_with_its_samples_and_asks_to_st
 
 def test_functions_are_called_after_the_classes(tmp_path: Path, watched: Path) -> None:
     seen: list[Any] = []
-    found = find_callbacks(config(tmp_path, "Watcher"), on_step=lambda metrics, samples: seen.append(metrics["step"]))
+    found = find_callbacks([f"{watched}:Watcher"], on_step=lambda metrics, samples: seen.append(metrics["step"]))
     for callback in found:
         callback.begin({"run": {"seed": 1}})
     RunLog([], found).step({"step": 4, "rewards/mean": 0.0})
@@ -84,18 +84,18 @@ def test_what_a_callback_raises_or_returns_is_named(tmp_path: Path, watched: Pat
     def fails(metrics: Any, samples: Any) -> bool:
         raise ValueError("no such table")
 
-    (failing,) = find_callbacks(config(tmp_path), on_step=fails)
+    (failing,) = find_callbacks((), on_step=fails)
     failing.begin({})
     name = r"on_step=test_what_a_callback_raises_or_returns_is_named\.<locals>\.fails"
     with pytest.raises(
         CallbackError, match=f"^callback {name} failed in on_step of step 3, got ValueError: no such table;"
     ):
         RunLog([], [failing]).step({"step": 3})
-    (odd,) = find_callbacks(config(tmp_path), on_evaluation=lambda metrics, samples: "stop")  # pyright: ignore
+    (odd,) = find_callbacks((), on_evaluation=lambda metrics, samples: "stop")  # pyright: ignore
     odd.begin({})
     with pytest.raises(CallbackError, match="on_evaluation must return True to stop the run, or nothing, got 'stop'"):
         odd.call("on_evaluation", {"step": 0}, [])
-    (unmade,) = find_callbacks(config(tmp_path, "Unmade"))
+    (unmade,) = find_callbacks([f"{watched}:Unmade"])
     with pytest.raises(CallbackError, match="mine.py:Unmade failed in its constructor, got KeyError: 'no server'"):
         unmade.begin({})
 
@@ -112,4 +112,4 @@ def test_classes_that_cannot_be_callbacks_are_refused_before_the_run(
     tmp_path: Path, watched: Path, name: str, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        find_callbacks(config(tmp_path, name))
+        find_callbacks([f"{watched}:{name}"])

@@ -43,7 +43,7 @@ def trained(config: RunConfig, *, change_base: bool = True) -> Policy:
     base = load_model(checkpoint, trainer_mesh(1, 1), dtype=jnp.dtype(config.model.dtype), remat="none")
     if change_base:
         change(base, 0.02)
-    model = with_adapters(base, checkpoint, config)
+    model = with_adapters(base, checkpoint, config.model, config.run.seed)
     if model is not base:
         change(model, 0.05, nnx.LoRAParam)
     return Policy(model, 7, checkpoint, load_tokenizer(checkpoint.directory))

@@ -41,8 +41,8 @@ def policy_of(config: RunConfig, abstract: AbstractRun) -> nnx.Module:
     """The model as a run has it, with values."""
     checkpoint = read_checkpoint(Path(config.model.path))
     base = load_model(checkpoint, abstract.meshes.trainer, dtype=jnp.float32, remat="none")
-    model = with_adapters(base, checkpoint, config)
-    freeze_untrained(model, config)
+    model = with_adapters(base, checkpoint, config.model, config.run.seed)
+    freeze_untrained(model, config.model)
     return model
 
 

@@ -161,7 +161,7 @@ def test_a_run_in_bfloat16_leaves_as_what_was_trained(tmp_path: Path, model: dic
     moved = np.concatenate([np.abs(trained[name] - before[name]).ravel() for name in trained])
     assert 1e-6 < moved.mean() < 6e-6
 
-    chosen = choose(config, "latest")
+    chosen = choose(config.run_dir, "latest")
     policy = load_policy(config, checkpoint, mesh, chosen)
     found = exported_values(config, policy, chosen)
     assert found.keys() == trained.keys()

@@ -78,11 +78,11 @@ def test_advantages_take_rewards_of_completions_one_by_one_without_those_of_toke
     by_name = {"exact_answer": np.array([0.0, 1.0, 1.0, 1.0]), "quarter": np.arange(4.0)}
     scored = scored_of([[0, 0.5], [0.5, 0.5]], "ssss")
     scores = Scores(scored.scores.total, by_name, 0.0, token_rewards=("quarter",))
-    known = _asked(ScoredRollout(scored.rollout, scores), config, algorithm)
+    known = _asked(ScoredRollout(scored.rollout, scores), config.rewards, algorithm)
     np.testing.assert_array_equal(known["rewards_NPG"], [[[0, 1], [1, 1]]])
     np.testing.assert_array_equal(known["weights_N"], [0.5])
     of_tokens = ScoredRollout(scored.rollout, replace(scores, token_rewards=("exact_answer", "quarter")))
     with pytest.raises(
         RewardError, match=r"got only \['exact_answer', 'quarter'\], which are per-token rewards; add another"
     ):
-        _asked(of_tokens, config, algorithm)
+        _asked(of_tokens, config.rewards, algorithm)

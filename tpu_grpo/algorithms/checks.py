@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_grpo.algorithms.algorithm import ON_REQUEST, Algorithm, Sequences, TokenLosses, asked, requested
-from tpu_grpo.config import AlgorithmSection, LossAggregation, RunConfig
+from tpu_grpo.config import AlgorithmSection, LossAggregation, RolloutSection
 from tpu_grpo.records.errors import ConfigError
 
 LONG_ANSWER = 128
@@ -21,16 +21,16 @@ USUAL_GAP = 0.01
 """How much a token's log-probabilities by engine and trainer may differ in bfloat16, in nats."""
 
 
-def notices(config: RunConfig) -> list[str]:
+def notices(algorithm: AlgorithmSection, rollout: RolloutSection) -> list[str]:
     """Return warnings, each with the settings that it concerns and what to do."""
-    found, filters, tokens = [], config.rollout.filters, config.rollout.max_new_tokens
-    if filters and not config.algorithm.filtered_ratio:
+    found, filters, tokens = [], rollout.filters, rollout.max_new_tokens
+    if filters and not algorithm.filtered_ratio:
         shown = " and ".join(f"rollout.{name}={value:g}" for name, value in filters.items())
         found.append(
             f"{shown} biases the ratio: tokens are drawn among those that it keeps, and the ratio is of the full "
             "distributions; set algorithm.filtered_ratio=true for that among the kept tokens"
         )
-    if config.algorithm.correction == "sequence" and tokens > LONG_ANSWER:
+    if algorithm.correction == "sequence" and tokens > LONG_ANSWER:
         gap = USUAL_GAP * tokens
         found.append(
             f"algorithm.correction=sequence multiplies up to rollout.max_new_tokens={tokens} ratios: {USUAL_GAP} nats "

@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tpu_grpo.algorithms.combined import RunAlgorithm
-from tpu_grpo.config import AlgorithmSection, LossAggregation, RunConfig
+from tpu_grpo.config import AlgorithmSection, LossAggregation, RolloutSection
 
 MEANS: Mapping[LossAggregation, tuple[str, str]] = {
     "sequence-mean-token-mean": ("mean_i mean_t [ ", " ]"),
@@ -49,9 +49,8 @@ So has k1 as a cost in the reward, where no gradient flows through k1 itself.
 """
 
 
-def objective_line(config: RunConfig, algorithm: RunAlgorithm) -> str:
+def objective_line(section: AlgorithmSection, rollout: RolloutSection, algorithm: RunAlgorithm) -> str:
     """Return the formula of the loss that a step minimizes, with the values of the settings."""
-    section = config.algorithm
     old = "p_engine" if section.old_policy == "rollout" else "p_old"
     token, *definitions = pieces(token_formula(algorithm.objective, old))
     factors: list[str] = []
@@ -71,9 +70,9 @@ def objective_line(config: RunConfig, algorithm: RunAlgorithm) -> str:
     kind = type(algorithm.baseline).__name__
     advantage, *more = pieces(getattr(algorithm.baseline, "advantage_formula", f"{kind}.advantages(R)"))
     advantage = f"({advantage}){of_advantage}" if " if " in advantage and of_advantage else advantage + of_advantage
-    definitions += [f"A = {advantage}", *more, _probability(config)]
+    definitions += [f"A = {advantage}", *more, _probability(rollout, filtered=section.filtered_ratio)]
     before, after = MEANS[algorithm.aggregation]
-    return "; ".join([before + token + after.format(max_new_tokens=config.rollout.max_new_tokens), *definitions])
+    return "; ".join([before + token + after.format(max_new_tokens=rollout.max_new_tokens), *definitions])
 
 
 def kl_formula(section: AlgorithmSection, old: str) -> tuple[str, str, list[str]]:
@@ -110,10 +109,10 @@ def pieces(formula: str) -> list[str]:
     return [piece.strip() for piece in formula.split(";")]
 
 
-def _probability(config: RunConfig) -> str:
-    temperature = config.rollout.temperature
+def _probability(rollout: RolloutSection, *, filtered: bool) -> str:
+    temperature = rollout.temperature
     softmax = f"softmax(logits{'' if temperature == 1.0 else f' / {temperature:g}'})"
-    if not config.algorithm.filtered_ratio:
+    if not filtered:
         return f"p = {softmax}"
-    filters = " and ".join(f"{name}={value:g}" for name, value in config.rollout.filters.items())
+    filters = " and ".join(f"{name}={value:g}" for name, value in rollout.filters.items())
     return f"p = {softmax} over the tokens that {filters} kept"

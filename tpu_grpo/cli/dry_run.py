@@ -4,32 +4,31 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from tpu_grpo.algorithms import notices, objective_line
-from tpu_grpo.cli.on_end import check_on_end
-from tpu_grpo.config import BUILTIN, RunConfig
+from tpu_grpo.cli.on_end import receiver
+from tpu_grpo.config import BUILTIN
 from tpu_grpo.engine.dealing import divided_places
 from tpu_grpo.environments.episodes import Environments
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.models.lora import read_adapters
 from tpu_grpo.observe.callbacks import find_callbacks
 from tpu_grpo.run.abstract import AbstractRun, open_abstract_checkpoint
-from tpu_grpo.run.inputs import Inputs, open_inputs
+from tpu_grpo.run.inputs import Inputs
 from tpu_grpo.run.meshes import build_meshes
 from tpu_grpo.run.parts import open_run_algorithm, open_task
 
 
-def check(config: RunConfig, devices: Sequence[Any] | None = None, inputs: Inputs | None = None) -> list[str]:
+def check(inputs: Inputs, devices: Sequence[Any] | None = None) -> list[str]:
     """Check everything that can be checked without sampling a token, and return the findings as lines of text.
 
-    ``devices`` are the run's devices; if None, the devices of all hosts. ``inputs`` are the run's inputs, if they are
-    open already.
+    ``devices`` are the run's devices; if None, the devices of all hosts.
 
     Raises:
         TpuGrpoError: for the first problem found.
     """
-    algorithm, inputs = open_run_algorithm(config), inputs or open_inputs(config)
     config = inputs.config
-    find_callbacks(config)
-    check_on_end(config)
+    algorithm = open_run_algorithm(config)
+    find_callbacks(config.logging.callbacks)
+    receiver(config.logging.on_end)
     with open_abstract_checkpoint(config, inputs.checkpoint) as checkpoint:
         meshes = build_meshes(config, checkpoint, devices)
         run = AbstractRun(config, checkpoint, meshes, [cast(int, inputs.tokenizer.eos_token_id)])
@@ -42,8 +41,9 @@ def check(config: RunConfig, devices: Sequence[Any] | None = None, inputs: Input
         origin = ", built in, taught on first use" if config.model.path.startswith(BUILTIN) else ""
         held_out = "none" if task.held_out is None else f"{len(task.held_out.prompts)} prompts"
         moved, *kinds = run.sync.describe()
-        is_ours = config.algorithm.tunix is None
-        objective = objective_line(config, algorithm) if is_ours else f"Tunix's, of {algorithm.objective}"
+        objective = f"Tunix's, of {algorithm.objective}"
+        if config.algorithm.tunix is None:
+            objective = objective_line(config.algorithm, config.rollout, algorithm)
         epoch = task.prompts.size / config.data.prompts_per_step
         return [
             f"model      {config.model.path}: {checkpoint.family.model_type}, {checkpoint.parameter_count:,} "
@@ -57,7 +57,7 @@ def check(config: RunConfig, devices: Sequence[Any] | None = None, inputs: Input
             f"rewards    {', '.join(inputs.rewards.names)}",
             f"algorithm  {config.algorithm.name}, {algorithm.aggregation}",
             f"objective  {objective}",
-            *(f"note       {notice}" for notice in notices(config)),
+            *(f"note       {notice}" for notice in notices(config.algorithm, config.rollout)),
             f"evaluation {held_out}",
             f"trainer    {meshes.attention}",
             f"rollout    {options.attention} attention, {options.cache_tokens} cache tokens, shapes {options.shapes}",

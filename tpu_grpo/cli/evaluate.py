@@ -65,7 +65,7 @@ def evaluate_checkpoint(config: RunConfig, which: str, hosts: Hosts, watch: Watc
     from tpu_grpo.run.policies import choose, load_policy
 
     keep_programs(config.run.compilation_cache, hosts)
-    chosen = choose(config, which)
+    chosen = choose(config.run_dir, which)
     hosts.agree("the checkpoint that is evaluated", chosen.name)
     checkpoint, tokenizer = open_model(config, hosts)
     held_out = open_held_out_task(config, tokenizer, hosts)

@@ -76,7 +76,7 @@ def export_checkpoint(config: RunConfig, which: str, directory: Path) -> str:
     from tpu_grpo.run.policies import choose, exported_values, load_policy
 
     directory = directory.expanduser().absolute()
-    chosen = choose(config, which)
+    chosen = choose(config.run_dir, which)
     if chosen.step is None:
         raise CheckpointError(
             "the best step of this run must be a checkpoint, and is 0: no evaluation was better than that before the "

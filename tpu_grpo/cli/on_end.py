@@ -28,50 +28,39 @@ SECONDS = 10.0
 NAME = "logging.on_end"
 
 
-def check_on_end(config: RunConfig) -> None:
-    """Check that the notification can be sent; raises ConfigError for a variable that the environment lacks."""
-    if config.logging.on_end is not None:
-        _address(config.logging.on_end)
-
-
 class PeopleTold:
     """Sends one notification of how the run in this block ended, whatever the reason; on host 0, after ``begin``.
 
-        with PeopleTold(config) as told, joined_hosts(config) as (hosts, watch):
-            told.begin(hosts)
+        with PeopleTold() as told, joined_hosts(config) as (hosts, watch):
+            told.begin(config, hosts)
             ...
 
     If another thread ends the process, the notification is sent, too.
     """
 
-    def __init__(self, config: RunConfig):
-        self._config = config
+    def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._due = False
+        self._due: tuple[RunConfig, str] | None = None
+        """The run whose end is to be reported, and the command or URL."""
 
-    def begin(self, hosts: Hosts, config: RunConfig | None = None) -> None:
-        """Arm the notification: from now on the end of the run is reported; ``config`` replaces the earlier config.
-
-        Raises:
-            ConfigError: for a variable that the environment lacks.
-        """
-        self._config = config or self._config
-        if hosts.is_first and self._config.logging.on_end is not None:
-            check_on_end(self._config)
-            self._due = True
+    def begin(self, config: RunConfig, hosts: Hosts) -> None:
+        """Arm the notification: from now on the end of the run is reported. Raises as `receiver` does."""
+        if hosts.is_first and (where := receiver(config.logging.on_end)) is not None:
+            self._due = config, where
             here.at_end[NAME] = self.tell
 
     def tell(self, end: End) -> None:
         """Send the notification, unless that was done or begun before."""
         with self._lock:
-            due, self._due = self._due, False
-        if not due:
+            due, self._due = self._due, None
+        if due is None:
             return
-        told, where = description(self._config, end), _address(self._config.logging.on_end or "")
+        config, where = due
+        told = description(config, end)
         data = json.dumps(told, ensure_ascii=False, allow_nan=False).encode(errors="backslashreplace")
         problem = _post(where, data) if where.startswith(("http://", "https://")) else _run(where, data, told)
         if problem:
-            print(f"{NAME} was not told how {self._config.run.name} ended: {problem}", file=sys.stderr, flush=True)
+            print(f"{NAME} was not told how {config.run.name} ended: {problem}", file=sys.stderr, flush=True)
 
     def __enter__(self) -> Self:
         here.step = None
@@ -119,10 +108,11 @@ def _line(config: RunConfig, end: End, steps: int | None, known: dict[str, Any])
     return f"{line}: {end.message}" if end.message else line
 
 
-def _address(setting: str) -> str:
-    """Return the setting, or for ``$NAME`` the value of that environment variable."""
-    if not (named := VARIABLE.fullmatch(setting.strip())):
-        return setting.strip()
+def receiver(setting: str | None) -> str | None:
+    """Return the command or URL of ``logging.on_end``; None if it is unset. For ``$NAME`` it is the value of that
+    environment variable. Raises ConfigError if the environment lacks the variable."""
+    if setting is None or not (named := VARIABLE.fullmatch(setting.strip())):
+        return setting and setting.strip()
     name = named[1].strip("{}")
     if not (found := os.environ.get(name, "").strip()):
         raise ConfigError(

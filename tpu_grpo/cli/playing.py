@@ -114,7 +114,7 @@ class Game:
         number: int,
     ):
         self._tokenizer = tokenizer
-        request = Request(prompt.token_ids, sampling_params(config), SampleKey(config.run.seed, 1, number, 0))
+        request = Request(prompt.token_ids, sampling_params(config.rollout), SampleKey(config.run.seed, 1, number, 0))
         self._episodes: Episodes = environments([prompt], [request])
         self._seen: tuple[int, ...] = ()
         self.was_stopped = False

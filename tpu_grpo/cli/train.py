@@ -142,7 +142,7 @@ def _dry_run(config: RunConfig) -> int:
         inputs = open_inputs(config)
         from tpu_grpo.cli.dry_run import check
 
-        found = check(config, inputs=inputs)
+        found = check(inputs)
         if hosts.is_first:
             print("\n".join([*there, *found, "ok: nothing wrong found"]))
     return 0
@@ -160,9 +160,10 @@ def _dry_run_on(config: RunConfig, slice_name: str) -> int:
     prepare(config)
     target = open_slice(slice_name, config.meshes.slices)
     from tpu_grpo.cli.dry_run import check
+    from tpu_grpo.run.inputs import open_inputs
 
     with target.as_jax_devices():
-        print("\n".join([*check(config, target.devices), ""]))
+        print("\n".join([*check(open_inputs(config), target.devices), ""]))
     code = plan_and_print(config, slice_name, fast=True, as_json=False, suggesting=False)
     print(
         f"no: it does not fit; `python scripts/plan.py CONFIG --slice {slice_name}` looks for changes that would"
@@ -175,7 +176,7 @@ def _dry_run_on(config: RunConfig, slice_name: str) -> int:
 def _train(config: RunConfig) -> int:
     prepare(config)
     with SignalledStop(meets_others=may_have_others(config.hosts.count)) as stop:
-        with PeopleTold(config) as told, joined_hosts(config) as (hosts, watch):
+        with PeopleTold() as told, joined_hosts(config) as (hosts, watch):
             stop.hosts_met(watch.report_end)
             config, summary, was_done = train_together(config, hosts, watch, stop, told)
         if hosts.is_first and was_done:
@@ -183,7 +184,7 @@ def _train(config: RunConfig) -> int:
 
             print(f"{how_it_ended(config, summary)}\nlook at {config.run_dir}/{REPORT_FILE}")
         elif hosts.is_first:
-            print(closing_lines(config, summary))
+            print(closing_lines(summary, config.run_dir))
     return 0
 
 
@@ -217,9 +218,9 @@ def train_together(
     earlier = look(config, hosts)
     if earlier.summary is not None:
         return Trained(config, earlier.summary, was_done=True)
-    told.begin(hosts, config)
+    told.begin(config, hosts)
     earlier.refuse()
-    callbacks = find_callbacks(config, on_step, on_evaluation)
+    callbacks = find_callbacks(config.logging.callbacks, on_step, on_evaluation)
     inputs = inputs or open_inputs(config, lambda: announce(hosts, "checking the data"))
     announce(hosts, "importing trainer and engine")
     from tpu_grpo.run.pipeline import train
@@ -227,7 +228,7 @@ def train_together(
     return Trained(config, train(config, hosts, watch, stop, inputs, callbacks), was_done=False)
 
 
-def closing_lines(config: RunConfig, summary: dict[str, Any]) -> str:
+def closing_lines(summary: dict[str, Any], run_dir: Path) -> str:
     """Return the last lines of the output: the results of the run, and the path of its report."""
     first, last = summary.get("rewards/first_mean"), summary.get("rewards/last_mean")
     lines = [f"done: {summary['steps']} steps"]
@@ -241,5 +242,5 @@ def closing_lines(config: RunConfig, summary: dict[str, Any]) -> str:
             lines += [f"held out, {name}: {shown}"] if shown else []
     if best := summary.get("evaluation/best"):
         lines.append(f"best: step {best['step']}, {best['of']} {best['value']:.3f}")
-    lines.append(f"look at {config.run_dir}/{REPORT_FILE}")
+    lines.append(f"look at {run_dir}/{REPORT_FILE}")
     return "\n".join(lines)

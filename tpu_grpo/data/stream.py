@@ -17,7 +17,7 @@ import hashlib
 import json
 import sys
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -26,10 +26,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tpu_grpo.config import DataSection, EvaluationSection
-from tpu_grpo.data.lazy_records import Mapped, Records
+from tpu_grpo.data.chat_messages import Conversation
+from tpu_grpo.data.lazy_records import Mapped, Record, Records
 from tpu_grpo.data.rendering import PromptRenderer, RenderedPrompts, ToolsOf, render_records
-from tpu_grpo.data.sources import Source, read_records
-from tpu_grpo.records.errors import DataError
+from tpu_grpo.data.sources import Source, glance, read_records
+from tpu_grpo.records.errors import ConfigError, DataError
 from tpu_grpo.records.stages import Prompt, PromptBatch
 
 if TYPE_CHECKING:
@@ -246,6 +247,32 @@ def _numbers(texts: list[str]) -> list[Any]:
 
 
 # --- from the config -------------------------------------------------------------------------------------------------
+
+
+def columns_at_a_glance(
+    data: DataSection, evaluation: EvaluationSection
+) -> tuple[Collection[str] | None, Collection[str] | None]:
+    """Return (columns of the training data, columns of the held-out data), each None if reading it takes time.
+
+    Only the first record of every source is read; it has to fit its template.
+    """
+    records = [_first_record(source, style) for source, style in training_sources(data)]
+    columns = None
+    if all(record is not None for record in records):
+        columns = list(dict.fromkeys(name for record in records if record is not None for name in record))
+        if data.curriculum is not None and data.curriculum not in columns:
+            raise ConfigError(
+                f"data.curriculum={data.curriculum} must be a column, the data has {', '.join(columns)}; correct it"
+            )
+        columns += [SOURCE_COLUMN] if data.sources else []
+    held_out = held_out_source(evaluation, data)
+    return columns, None if held_out is None else _first_record(*held_out)
+
+
+def _first_record(source: Source, style: DataSection) -> Record | None:
+    if (record := glance(source)) is not None:
+        Conversation(style).messages(record, f"record 0 of {source.name} (from 0)")
+    return record
 
 
 def open_prompts(

@@ -27,7 +27,7 @@ import numpy as np
 from jaxtyping import Bool
 from transformers import PreTrainedTokenizerFast
 
-from tpu_grpo.config import RunConfig
+from tpu_grpo.config import RolloutSection, RunConfig
 from tpu_grpo.engine.cutting import NEW, Cut, OpenGroup, continued
 from tpu_grpo.engine.engine import Engine
 from tpu_grpo.engine.generation import Partial
@@ -55,9 +55,8 @@ GroupEnded = Callable[[int, Sequence[Completion], Sequence[str]], None]
 _SHORT = reprlib.Repr(maxstring=120)
 
 
-def sampling_params(config: RunConfig) -> SamplingParams:
+def sampling_params(rollout: RolloutSection) -> SamplingParams:
     """Return the sampling settings of a run's training completions."""
-    rollout = config.rollout
     return SamplingParams(rollout.max_new_tokens, rollout.temperature, rollout.top_k, rollout.top_p, rollout.min_p)
 
 
@@ -143,7 +142,7 @@ class Sampler:
         self._converse = converse
         self._seed = config.run.seed
         self._group_size = config.algorithm.group_size
-        self._sampling = sampling_params(config)
+        self._sampling = sampling_params(config.rollout)
         self._return_experts = config.algorithm.replays_routing
         self.keep_broken: KeepBroken | None = None
         """Called with a broken rollout before the error is raised."""

@@ -109,8 +109,8 @@ def build_parts(config: RunConfig, inputs: LearnerInputs) -> LearnerParts:
     settings = LossSettings(open_algorithm(section), section, config.rollout.temperature, inputs.mesh)
     if section.beta > 0.0 and inputs.reference is None:
         raise ConfigError(f"algorithm.beta={section.beta} needs a reference model, got none; pass one, or set it to 0")
-    freeze_untrained(model, config)
-    stepped = cast_to_compute(model, config)
+    freeze_untrained(model, config.model)
+    stepped = cast_to_compute(model, config.model)
     reference = _reference(config, inputs, stepped) if section.beta > 0.0 else None
     slices = None if inputs.joined is None else Slices(inputs.joined)
     updater, batches = Updater(config, model, stepped, settings, slices), Batches(model, reference, settings)
@@ -157,5 +157,5 @@ def _reference(config: RunConfig, inputs: LearnerInputs, trained: Collection[str
         return own_copy(inputs.model, trained)
     assert inputs.reference is not None
     copied = nnx.clone(inputs.reference)
-    cast_to_compute(copied, config)
+    cast_to_compute(copied, config.model)
     return own_copy(copied, () if trained_type(inputs.model) is nnx.LoRAParam else trained)

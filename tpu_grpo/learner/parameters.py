@@ -18,7 +18,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tpu_grpo.config import RunConfig, parse_layers
+from tpu_grpo.config import ModelSection, parse_layers
 from tpu_grpo.hosts.leaf_numbers import bit_sum, leaf_numbers
 from tpu_grpo.models.tunix_model import by_name, cast, dotted
 
@@ -33,11 +33,11 @@ class Frozen(nnx.Variable[Any]):
 # --- which are trained -----------------------------------------------------------------------------------------------
 
 
-def freeze_untrained(model: nnx.Module, config: RunConfig) -> None:
+def freeze_untrained(model: nnx.Module, section: ModelSection) -> None:
     """Freeze, in place, every parameter outside of ``model.train_layers``; do nothing if this setting is unset."""
-    if config.model.train_layers is None:
+    if section.train_layers is None:
         return
-    layers = parse_layers(config.model.train_layers)
+    layers = parse_layers(section.train_layers)
     for path, module in list(nnx.iter_modules(model)):
         if path[:1] == ("layers",) and len(path) > 1 and path[1] in layers:
             continue
@@ -66,10 +66,10 @@ def frozen_leaves(params: nnx.State) -> frozenset[str]:
 # --- casts and copies ------------------------------------------------------------------------------------------------
 
 
-def cast_to_compute(model: nnx.Module, config: RunConfig) -> Values:
+def cast_to_compute(model: nnx.Module, section: ModelSection) -> Values:
     """Cast all parameters to ``model.dtype``, in place. Return the trained parameters by name, in the type in which
     the optimizer updates them, ``model.param_dtype``."""
-    compute, stepped_type = jnp.dtype(config.model.dtype), jnp.dtype(config.model.param_dtype)
+    compute, stepped_type = jnp.dtype(section.dtype), jnp.dtype(section.param_dtype)
     trained = by_name(nnx.state(model, trained_type(model)))
     stepped = {name: cast(leaf, stepped_type) for name, leaf in trained.items()}
     nnx.update(model, jax.tree.map(lambda leaf: cast(leaf, compute), parameters(model)))

@@ -28,7 +28,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from tpu_grpo.algorithms import RunAlgorithm
-from tpu_grpo.config import RunConfig
+from tpu_grpo.config import EnvironmentSection, RewardSpec, RunConfig
 from tpu_grpo.learner.rows import sampled_mask
 from tpu_grpo.records.errors import NonFiniteError, RewardError
 from tpu_grpo.records.stages import Completion, Rollout, ScoredRollout
@@ -121,10 +121,10 @@ def read_signal(scored: ScoredRollout, config: RunConfig, algorithm: RunAlgorith
         raise RewardError(
             f"every completion needs a reward, got {len(scores.total)} for {len(completions)}; score them all"
         )
-    asked, skips = _asked(scored, config, algorithm), config.environment.on_error == "skip"
+    asked, skips = _asked(scored, config.rewards, algorithm), config.environment.on_error == "skip"
     episodes = [completion.episode for completion in completions]
     skipped_B = np.array([skips and e is not None and e.failure is not None for e in episodes], np.bool_)
-    parts = [part for part in (_scored_tokens(scored), turn_credits(rollout, config, skipped_B)) if part]
+    parts = [part for part in (_scored_tokens(scored), turn_credits(rollout, config.environment, skipped_B)) if part]
     added: TokenValues = tuple(sum(values) for values in zip(*parts, strict=True))  # type: ignore[misc]
     counted_B, masked_B = ~skipped_B, None
     if config.algorithm.truncated == "mask":  # cut at rollout.max_new_tokens, or at a limit of conversations
@@ -164,7 +164,7 @@ def _differ(scored: ScoredRollout, asked: Mapping[str, np.ndarray]) -> Bool[np.n
     return (highest_NP > np.where(applies_NPG, judged_NPG, np.inf).min(axis=2)).any(axis=0)
 
 
-def _asked(scored: ScoredRollout, config: RunConfig, algorithm: RunAlgorithm) -> dict[str, np.ndarray]:
+def _asked(scored: ScoredRollout, rewards: Sequence[RewardSpec], algorithm: RunAlgorithm) -> dict[str, np.ndarray]:
     """Collect the arguments that the advantages request in addition to the total rewards; see `read_signal`."""
     asked, groups = algorithm.asked, (-1, scored.rollout.group_size)
     found: dict[str, np.ndarray] = {}
@@ -172,7 +172,7 @@ def _asked(scored: ScoredRollout, config: RunConfig, algorithm: RunAlgorithm) ->
         found["lengths_PG"] = np.array([c.sampled_tokens for c in scored.rollout.completions]).reshape(groups)
     if "rewards_NPG" in asked or "weights_N" in asked:
         by_name, of_tokens = scored.scores.by_name, scored.scores.token_rewards
-        specs = [spec for spec in config.rewards if spec.shown not in of_tokens]
+        specs = [spec for spec in rewards if spec.shown not in of_tokens]
         if not specs:
             raise RewardError(
                 f"these advantages take rewards of whole completions one by one, got only {list(of_tokens)}, which "
@@ -258,7 +258,7 @@ def _scored_tokens(scored: ScoredRollout) -> TokenValues:
 # --- turns -----------------------------------------------------------------------------------------------------------
 
 
-def turn_credits(rollout: Rollout, config: RunConfig, skipped_B: Bool[np.ndarray, " B"]) -> TokenValues:
+def turn_credits(rollout: Rollout, section: EnvironmentSection, skipped_B: Bool[np.ndarray, " B"]) -> TokenValues:
     """Return the terms that environment.turn_credit=turn adds to the advantages of the tokens of each turn.
 
     With r_bj the environment's reward for turn j of row b, K_b the row's number of turns, and M_k the rows of the group
@@ -278,7 +278,7 @@ def turn_credits(rollout: Rollout, config: RunConfig, skipped_B: Bool[np.ndarray
     in ``skipped_B``, whose environment failed, count in no mean. A completion without a conversation gets 0. Raises
     NonFiniteError, with row and turn, for a reward that is not finite.
     """
-    if not config.environment.is_on or config.environment.turn_credit == "episode":
+    if not section.is_on or section.turn_credit == "episode":
         return ()
     found: list[Float[np.ndarray, "_"]] = []
     for start in range(0, len(rollout.completions), rollout.group_size):

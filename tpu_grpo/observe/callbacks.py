@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from tpu_grpo.config import RunConfig
 from tpu_grpo.config.plugins import find_function
 from tpu_grpo.records.errors import CallbackError, ConfigError
 
@@ -67,15 +66,15 @@ class Callback:
 
 
 def find_callbacks(
-    config: RunConfig, on_step: EventFunction | None = None, on_evaluation: EventFunction | None = None
+    names: Sequence[str], on_step: EventFunction | None = None, on_evaluation: EventFunction | None = None
 ) -> tuple[Callback, ...]:
-    """Return callbacks for the classes of ``logging.callbacks``, then for the given functions; none is called yet.
+    """Return callbacks for the named classes (``logging.callbacks``), then for the functions; none is called yet.
 
     Raises:
         ConfigError: a class cannot be found, cannot be made from the config alone, or has no method of EVENTS.
     """
     found = []
-    for name in config.logging.callbacks:
+    for name in names:
         make: Any = find_function(name, "callback", ConfigError)
         if not any(hasattr(make, event) for event in EVENTS):
             raise ConfigError(

@@ -79,9 +79,10 @@ class AbstractRun:
     @cached_property
     def policy(self) -> nnx.Module:
         """The model that is trained, with adapters or frozen layers."""
-        model = with_adapters(self.base, self.checkpoint, self.config)
-        freeze_untrained(model, self.config)
-        cast_to_compute(model, self.config)
+        section = self.config.model
+        model = with_adapters(self.base, self.checkpoint, section, self.config.run.seed)
+        freeze_untrained(model, section)
+        cast_to_compute(model, section)
         return model
 
     @cached_property

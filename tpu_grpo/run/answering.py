@@ -77,8 +77,8 @@ class Speaker:
         self._config, self.samples, self._context = config, samples, context
         self._steps = steps_per_launch
         self._seed = config.run.seed if seed is None else seed
-        self._sampling = replace(sampling_params(config), **sampling)
-        self._chosen = choose(config, which)
+        self._sampling = replace(sampling_params(config.rollout), **sampling)
+        self._chosen = choose(config.run_dir, which)
         self._checkpoint, self._tokenizer = open_model(config, Hosts())
         self._renderer = PromptRenderer(config.data, self._tokenizer)
         self._engine: Engine | None = None

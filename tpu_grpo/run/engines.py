@@ -145,7 +145,7 @@ class SyncedEngines:
         """
         del config  # the run's settings apply instead of Tunix's
         encoded = [tuple(self._tokenizer.encode(prompt, add_special_tokens=False)) for prompt in prompts]
-        sampling, seed, step = sampling_params(self._config), self._config.run.seed, next(self._calls)
+        sampling, seed, step = sampling_params(self._config.rollout), self._config.run.seed, next(self._calls)
         requests = [Request(ids, sampling, SampleKey(seed, step, row, TEXTS_SAMPLE)) for row, ids in enumerate(encoded)]
         completions = tuple(self.replicas.generate(requests))
         texts = tuple(completion_text(self._tokenizer, c) for c in completions)

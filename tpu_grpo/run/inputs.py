@@ -10,12 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tpu_grpo.config import DataSection, EvaluationSection, ModelSection, RunConfig
-from tpu_grpo.data.chat_messages import Conversation
-from tpu_grpo.data.lazy_records import Record
+from tpu_grpo.config import ModelSection, RunConfig
 from tpu_grpo.data.rendering import ToolsOf
-from tpu_grpo.data.sources import Source, glance
-from tpu_grpo.data.stream import PromptStream, held_out_source, open_evaluation_prompts, open_prompts, training_sources
+from tpu_grpo.data.stream import PromptStream, columns_at_a_glance, open_evaluation_prompts, open_prompts
 from tpu_grpo.environments.actions import COLUMN, LoadedEnvironment
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.models.checkpoint import Checkpoint, check_tokenizer_files, read_checkpoint
@@ -75,7 +72,7 @@ def open_inputs(config: RunConfig, reading: Callable[[], None] = lambda: None) -
         read_published(config.logging.against)
     checkpoint = read_model(config)
     environments = load_environments(config)
-    columns, held_columns = _columns_at_a_glance(config.data, config.evaluation)
+    columns, held_columns = columns_at_a_glance(config.data, config.evaluation)
     if config.run.epochs is not None:  # rewards may need the number of steps, which depends on the data
         columns = held_columns = None
     rewards = None if columns is None else _open_rewards(config, environments, columns)
@@ -120,35 +117,6 @@ def _rewards_of_evaluation(config: RunConfig, columns: Collection[str], of_run: 
     if config.evaluation.rewards is None and of_run is not None:
         return of_run.for_columns(columns)
     return open_rewards(config.evaluation_rewards, columns, config.run.max_steps)
-
-
-# --- data at a glance ------------------------------------------------------------------------------------------------
-
-
-def _columns_at_a_glance(
-    data: DataSection, evaluation: EvaluationSection
-) -> tuple[Collection[str] | None, Collection[str] | None]:
-    """Return (columns of the training data, columns of the held-out data), each None if reading it takes time.
-
-    Only the first record of every source is read; it has to fit its template.
-    """
-    records = [_first_record(source, style) for source, style in training_sources(data)]
-    columns = None
-    if all(record is not None for record in records):
-        columns = list(dict.fromkeys(name for record in records if record is not None for name in record))
-        if data.curriculum is not None and data.curriculum not in columns:
-            raise ConfigError(
-                f"data.curriculum={data.curriculum} must be a column, the data has {', '.join(columns)}; correct it"
-            )
-        columns += ["source"] if data.sources else []
-    held_out = held_out_source(evaluation, data)
-    return columns, None if held_out is None else _first_record(*held_out)
-
-
-def _first_record(source: Source, style: DataSection) -> Record | None:
-    if (record := glance(source)) is not None:
-        Conversation(style).messages(record, f"record 0 of {source.name} (from 0)")
-    return record
 
 
 # --- environments ----------------------------------------------------------------------------------------------------

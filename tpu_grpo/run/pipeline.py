@@ -129,7 +129,7 @@ class Run:
 
     def train(self, start: int, notes: Sequence[str] = ()) -> None:
         """Run steps ``start + 1`` to ``run.max_steps``, or until no prompt is left; show ``notes`` first."""
-        for note in (*notes, *notices(self.config), *self.parts.learner.restore_notes):
+        for note in (*notes, *notices(self.config.algorithm, self.config.rollout), *self.parts.learner.restore_notes):
             self.log.note(note)
         if start:
             self.log.note(f"continuing after step {start}")

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from tpu_grpo.config import RunConfig
+from tpu_grpo.config import ModelSection, RunConfig
 from tpu_grpo.learner import LearnerInputs, cast_to_compute, freeze_untrained, read_policy, read_stepped
 from tpu_grpo.learner.parameters import Values
 from tpu_grpo.models.checkpoint import Checkpoint
@@ -35,18 +35,18 @@ class Chosen:
         return INITIAL if self.step is None else f"checkpoint_{self.step}"
 
 
-def choose(config: RunConfig, which: str) -> Chosen:
+def choose(run_dir: Path, which: str) -> Chosen:
     """Find the weights that ``which`` names: initial, latest, best, a step of the run, or the directory of a step.
 
     Raises:
         ConfigError: if ``which`` is none of these.
         CheckpointError: if the run has no such checkpoint.
     """
-    directory = config.run_dir / CHECKPOINTS_DIR
+    directory = run_dir / CHECKPOINTS_DIR
     if which == INITIAL:
         return Chosen(directory, None)
     if which == BEST:
-        path = config.run_dir / BEST_FILE
+        path = run_dir / BEST_FILE
         if not path.exists():
             raise CheckpointError(
                 f"a best checkpoint needs {path}, which a run writes when it evaluates; it is missing"
@@ -78,11 +78,12 @@ def load_policy(config: RunConfig, checkpoint: Checkpoint, mesh: Mesh, chosen: C
     """
     dtype = jnp.dtype(config.model.dtype)
     if chosen.step is None or config.model.lora.rank is not None:
-        model = with_adapters(load_model(checkpoint, mesh, dtype=dtype, remat="none"), checkpoint, config)
+        base = load_model(checkpoint, mesh, dtype=dtype, remat="none")
+        model = with_adapters(base, checkpoint, config.model, config.run.seed)
     else:
         model = abstract_model(checkpoint, mesh, dtype=dtype, remat="none")
-    freeze_untrained(model, config)
-    cast_to_compute(model, config)
+    freeze_untrained(model, config.model)
+    cast_to_compute(model, config.model)
     if chosen.step is not None and mesh.local_devices:
         read_policy(chosen.directory, chosen.step, model, host)
     return model
@@ -116,17 +117,17 @@ def load_inputs(config: RunConfig, checkpoint: Checkpoint, meshes: Meshes) -> Le
         param_dtype=jnp.dtype(config.model.dtype if config.model.lora.rank else config.model.param_dtype),
     )
     check_finite(base, checkpoint.directory)
-    model = with_adapters(base, checkpoint, config)
+    model = with_adapters(base, checkpoint, config.model, config.run.seed)
     return LearnerInputs(model=model, reference=base, mesh=meshes.trainer, joined=meshes.joined)
 
 
-def with_adapters(base: nnx.Module, checkpoint: Checkpoint, config: RunConfig) -> nnx.Module:
+def with_adapters(base: nnx.Module, checkpoint: Checkpoint, section: ModelSection, seed: int) -> nnx.Module:
     """Return the model that is trained: the base itself, or a model with adapters around the same arrays."""
-    section = config.model.lora
-    if section.rank is None:
+    lora = section.lora
+    if lora.rank is None:
         return base
-    model = apply_lora(base, adapted_modules(checkpoint, section), section, seed=config.run.seed)
-    cast_adapters(model, config.model.param_dtype)
-    if section.path is not None and not is_abstract(nnx.state(base)):
-        load_adapters(model, section)
+    model = apply_lora(base, adapted_modules(checkpoint, lora), lora, seed=seed)
+    cast_adapters(model, section.param_dtype)
+    if lora.path is not None and not is_abstract(nnx.state(base)):
+        load_adapters(model, lora)
     return model

@@ -203,12 +203,12 @@ def build_tunix_parts(config: RunConfig, inputs: LearnerInputs) -> TunixParts:
     section, model, mesh = config.algorithm, inputs.model, inputs.mesh
     settings = LossSettings(open_tunix(config), section, config.rollout.temperature, mesh)
     options: Any = settings.algorithm.objective
-    freeze_untrained(model, config)
-    stepped, reference = cast_to_compute(model, config), None
+    freeze_untrained(model, config.model)
+    stepped, reference = cast_to_compute(model, config.model), None
     if options.beta:
         assert inputs.reference is not None
         reference = nnx.clone(inputs.reference)  # with variables of its own; no update writes to the arrays
-        cast_to_compute(reference, config)
+        cast_to_compute(reference, config.model)
     dtypes = {name: leaf.dtype for name, leaf in by_name(nnx.state(model, trained_type(model))).items()}
     shape, new, feed = row_shape(config, model, mesh), config.rollout.max_new_tokens, _Feed(config)
     sizes: Any = getattr(model, "config", None)
