@@ -8,7 +8,7 @@ import pytest
 
 from tpu_grpo.environments import environment_classes
 from tpu_grpo.environments.actions import LoadedEnvironment
-from tpu_grpo.environments.environment_classes import check_columns, load_environment
+from tpu_grpo.environments.environment_classes import load_environment
 from tpu_grpo.records.errors import EpisodeError
 
 TOOL = '''
@@ -232,9 +232,8 @@ def test_shipped_names(monkeypatch: pytest.MonkeyPatch):
 # --- the data --------------------------------------------------------------------------------------------------------
 
 
-def test_columns_that_reset_requires():
-    counter = load_environment("tests.environments.games:Counter", {}, "count")
-    check_columns(counter, ["target", "answer"])
-    said = "environment count: reset requires 'target', which is no column of the data"
-    with pytest.raises(EpisodeError, match=said):
-        check_columns(counter, ["question", "answer"])
+def test_columns_that_reset_requires(load):
+    assert load_environment("tests.environments.games:Counter", {}, "count").requires == ("target",)
+    assert load(f"class E:\n    def reset(self, a, seed, *, b, c=1, **rest): pass\n{TOOL}").requires == ("a", "b")
+    with pytest.raises(EpisodeError, match="environment E: reset must take its arguments by name, got .*'a'.*drop"):
+        load(f"class E:\n    def reset(self, a, /): pass\n{TOOL}")

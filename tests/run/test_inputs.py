@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tpu_grpo.config import parse_config
+from tpu_grpo.environments.environment_classes import load_environment
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.records.errors import CheckpointError, ConfigError, DataError, EpisodeError, RewardError, TpuGrpoError
 from tpu_grpo.run.directory import look
@@ -144,6 +145,14 @@ def test_turns_that_nobody_rewards_are_not_credited() -> None:
     with pytest.raises(EpisodeError, match="environment.turn_credit=turn needs an environment with get_turn_rewards"):
         found("calculator", rewards=REWARDS, turn_credit="turn")
     assert found("guessing", turn_credit="turn")
+
+
+def test_columns_that_reset_requires() -> None:
+    counter = {"": load_environment("tests.environments.games:Counter", {}, "count")}
+    check_environment_columns(counter, ["target", "answer"])
+    said = "environment count: reset requires 'target', which is no column of the data"
+    with pytest.raises(EpisodeError, match=said):
+        check_environment_columns(counter, ["question", "answer"])
 
 
 def test_a_column_chooses_among_several() -> None:

@@ -75,7 +75,6 @@ def read_records(source: Source) -> Records:
         DataError: for data that is missing, empty or malformed, with file and line if it is in a file.
         ConfigError: for a setting that this kind of source does not have, or a missing column.
     """
-    _check_settings(source)
     records = _read(source)
     return renamed(records, source.reading.columns, source) if source.reading.columns else records
 
@@ -85,8 +84,7 @@ def glance(source: Source) -> Record | None:
 
     Returns None for functions, reasoning-gym, datasets, and files slow to read. Missing files raise DataError.
     """
-    _check_settings(source)
-    if (kind := _kind(source)) == "files":
+    if (kind := _checked_kind(source)) == "files":
         record = first_record(source.paths, source.setting)
     elif kind == "builtin":
         record = _builtin(source)[0]
@@ -114,7 +112,7 @@ def _kind(source: Source) -> Literal["builtin", "puzzles", "dataset", "function"
 
 def _read(source: Source) -> Records:
     path, reading, setting = source.path, source.reading, source.setting
-    match _kind(source):
+    match _checked_kind(source):
         case "builtin":
             return _builtin(source)
         case "puzzles":
@@ -128,8 +126,8 @@ def _read(source: Source) -> Records:
             return read_files(source.paths, setting)
 
 
-def _check_settings(source: Source) -> None:
-    """Refuse settings that would be ignored, and lists in which a path does not name files."""
+def _checked_kind(source: Source) -> Literal["builtin", "puzzles", "dataset", "function", "files"]:
+    """Return a source's kind; refuse settings that would be ignored, and lists in which a path does not name files."""
     if len(source.paths) > 1 and (others := [path for path in source.paths if path.startswith((HUB, BUILTIN, GYM))]):
         raise ConfigError(f"{source.setting} must list files only, got {others}; mix them with data.sources")
     kind = _kind(source)
@@ -140,6 +138,7 @@ def _check_settings(source: Source) -> None:
                 f"{source.section}.{name} is for Hugging Face datasets{' and functions' * (name == 'options')}, got "
                 f"{value!r} with {source.setting}={source.name}; leave it out"
             )
+    return kind
 
 
 def renamed(records: Records, columns: Mapping[str, str], source: Source) -> Records:

@@ -108,4 +108,6 @@ class LoadedEnvironment:
     """Whether the environment scores episodes: by ``get_reward``, or by the sum of the turns' rewards."""
     gives_turn_rewards: bool = False
     """Whether the environment scores turns: by ``get_turn_rewards``, or by what ``step`` returns."""
+    requires: tuple[str, ...] = ()
+    """The columns that ``reset`` requires."""
     options: Mapping[str, Any] = field(default_factory=dict)

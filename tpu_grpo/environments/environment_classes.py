@@ -1,7 +1,7 @@
 """Finds the class of an environment by its name, imports and checks it, and describes its tools."""
 
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from functools import partial
 from types import MethodType
 from typing import Any, Literal, get_args, get_origin, get_type_hints, is_typeddict
@@ -83,8 +83,8 @@ def _unknown_in(hint: Any) -> Any:
 def load_environment(name: str, options: Mapping[str, Any], key: str = "") -> LoadedEnvironment:
     """Find an environment by its name in the config, and check it; ``key`` is its key in the config's table, if any.
 
-    Raises EpisodeError for a name that is not found, a class that is not an environment, a tool without a schema, or
-    options that the class does not take.
+    Raises EpisodeError for a name that is not found, a class that is not an environment, a tool without a schema,
+    options that the class does not take, or a ``reset`` that takes columns by position.
     """
     if ":" not in (source := SHIPPED.get(name, name)):
         raise not_shipped(repr(name), name, "environment", SHIPPED, EpisodeError, form="Class")
@@ -114,29 +114,8 @@ def load_environment(name: str, options: Mapping[str, Any], key: str = "") -> Lo
         ),
         gives_reward=by_turns or hasattr(target, "get_reward"),
         options=dict(options),
+        requires=() if adapter is not None and not adapter.resets_by_name else _required(shown, target),
     )
-
-
-def check_columns(environment: LoadedEnvironment, columns: Collection[str]) -> None:
-    """Check that data has the columns that the environment's ``reset`` requires. Raises EpisodeError for a column that
-    is missing."""
-    target = find_environment(environment.source)
-    adapter = adapter_for(target, environment.options)
-    if adapter is not None and not adapter.resets_by_name:
-        return
-    parameters = list(inspect.signature(target.reset).parameters.values())[1:]  # without self
-    if by_position := [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]:
-        raise EpisodeError(
-            f"environment {environment.name}: reset must take its arguments by name, got positional-only "
-            f"{by_position}; drop '/'"
-        )
-    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    if missing := [p.name for p in named if p.default is p.empty and p.name not in (*columns, "seed")]:
-        raise EpisodeError(
-            f"environment {environment.name}: reset requires {missing[0]!r}, which is no column of the data; columns: "
-            f"{', '.join(columns) or 'none'}. Add the column (data.columns gives one another name), or give the "
-            "parameter a default"
-        )
 
 
 # --- does the class fit? ---------------------------------------------------------------------------------------------
@@ -153,6 +132,17 @@ def _check_methods(name: str, target: Any, tools: Mapping[str, Any]) -> None:
             f"environment {name} must have tools, which are its public methods beside {', '.join(RESERVED)}, or a "
             "method step(action), or at least get_reward, got none of them; add a tool with type hints and docstring"
         )
+
+
+def _required(name: str, target: Any) -> tuple[str, ...]:
+    """Return the columns that a class's ``reset`` requires."""
+    parameters = list(inspect.signature(target.reset).parameters.values())[1:]  # without self
+    if by_position := [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]:
+        raise EpisodeError(
+            f"environment {name}: reset must take its arguments by name, got positional-only {by_position}; drop '/'"
+        )
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    return tuple(p.name for p in named if p.default is p.empty and p.name != "seed")
 
 
 def _check_options(name: str, constructor: Any, options: Mapping[str, Any]) -> None:

@@ -61,9 +61,14 @@ class Checkpoint:
         return isinstance(self.config, MoeConfig)
 
     @property
+    def shapes(self) -> dict[str, Shape]:
+        """The shape of every tensor that follows from config.json, by name; fused tensors are given as parts."""
+        return self.family.tensor_shapes(self.config)
+
+    @property
     def parameter_count(self) -> int:
         """The number of trainable values; a tied embedding counts once."""
-        return sum(math.prod(shape) for shape in self.family.tensor_shapes(self.config).values())
+        return sum(math.prod(shape) for shape in self.shapes.values())
 
     @property
     def weight_rules(self) -> tuple[WeightRule, ...]:
@@ -103,9 +108,9 @@ def read_checkpoint(directory: Path) -> Checkpoint:
             f"model.path must be a checkpoint directory on this machine, got {directory}, which is not one; {hint}"
         )
     checkpoint = abstract_checkpoint(directory)
-    tensors = _apart(_read_headers(_safetensors_files(directory)), checkpoint.family, checkpoint.config)
-    _verify_tensors(tensors, checkpoint.config, checkpoint.family, directory)
-    return replace(checkpoint, tensors=tensors)
+    checkpoint = replace(checkpoint, tensors=_apart(_read_headers(_safetensors_files(directory)), checkpoint))
+    _verify_tensors(checkpoint)
+    return checkpoint
 
 
 def check_mesh(checkpoint: Checkpoint, fsdp: int, tp: int) -> None:
@@ -275,10 +280,10 @@ def _read_headers(files: Iterable[Path]) -> dict[str, StoredTensor]:
     return tensors
 
 
-def _apart(tensors: dict[str, StoredTensor], family: Family, config: DecoderConfig) -> dict[str, StoredTensor]:
+def _apart(tensors: dict[str, StoredTensor], checkpoint: Checkpoint) -> dict[str, StoredTensor]:
     """Split fused tensors into their parts, except those of a wrong size, which `_verify_tensors` then reports."""
-    shapes = family.tensor_shapes(config)
-    for name, parts in family.fused_tensors(config).items():
+    shapes = checkpoint.shapes
+    for name, parts in checkpoint.family.fused_tensors(checkpoint.config).items():
         sizes = [math.prod(shapes[part]) for part in parts]
         fused = tensors.get(name)
         if fused is None or math.prod(fused.shape) != sum(sizes) or fused.shape[-1:] != shapes[parts[0]][-1:]:
@@ -312,11 +317,9 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
     }
 
 
-def _verify_tensors(
-    tensors: Mapping[str, StoredTensor], config: DecoderConfig, family: Family, directory: Path
-) -> None:
-    expected = family.tensor_shapes(config)
-    ignored = {"lm_head.weight"} if config.tie_word_embeddings else set[str]()  # Hugging Face ignores it as well
+def _verify_tensors(checkpoint: Checkpoint) -> None:
+    expected, tensors = checkpoint.shapes, checkpoint.tensors
+    ignored = {"lm_head.weight"} if checkpoint.config.tie_word_embeddings else set[str]()  # as Hugging Face ignores it
     missing = [name for name in expected if name not in tensors]
     unexpected = sorted(tensors.keys() - expected.keys() - ignored)
     misshapen = [
@@ -327,8 +330,8 @@ def _verify_tensors(
     lists = {"missing": missing, "unexpected": unexpected, "of another shape": misshapen}
     if found := [f"{len(names)} {kind}: {listed(names)}" for kind, names in lists.items() if names]:
         raise CheckpointError(
-            f"the tensors in {directory} do not follow from its {CONFIG_FILE}; {'; '.join(found)}; see that every file "
-            "arrived and that all belong to one model"
+            f"the tensors in {checkpoint.directory} do not follow from its {CONFIG_FILE}; {'; '.join(found)}; see that "
+            "every file arrived and that all belong to one model"
         )
 
 

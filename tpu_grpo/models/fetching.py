@@ -8,11 +8,12 @@ cache is used.
 """
 
 import shutil
+import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-from tpu_grpo.config import HUB
+from tpu_grpo.config import HUB, ModelSection
 from tpu_grpo.records.errors import CheckpointError, ConfigError
 
 WANTED = [
@@ -30,6 +31,13 @@ WANTED = [
 """Patterns of the files to fetch."""
 UNWANTED = ["*/*", "consolidated*"]
 """Patterns of files to skip: files in folders, and second copies of the weights under the publisher's own names."""
+
+
+def model_directory(model: ModelSection) -> Path:
+    """Return the directory of a model that is not built in; a model of the hub is downloaded unless it is cached."""
+    if model.hub is None:
+        return Path(model.path).expanduser()
+    return fetch(model.hub, lambda what: print(what, file=sys.stderr, flush=True))
 
 
 @cache

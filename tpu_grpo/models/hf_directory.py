@@ -107,7 +107,7 @@ def write_tensors(
     fused = family.fused_tensors(config) if family.is_fused else {}
     whole = {part: name for name, parts in fused.items() for part in parts}
     sizes: dict[str, int] = {}
-    for part, shape in family.tensor_shapes(config).items():
+    for part, shape in checkpoint.shapes.items():
         name = whole.get(part, part)
         sizes[name] = sizes.get(name, 0) + math.prod(shape) * dtype.itemsize
     shards = None if directory is None else _Shards(directory, sizes, shard_bytes)

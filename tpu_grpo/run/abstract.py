@@ -23,9 +23,10 @@ from tpu_grpo.engine.replicas import Replica, make_replicas, replicated_specs
 from tpu_grpo.learner import LearnerInputs, cast_to_compute, freeze_untrained, parameters
 from tpu_grpo.models.builtin import write_builtin_config
 from tpu_grpo.models.checkpoint import Checkpoint, abstract_checkpoint
+from tpu_grpo.models.fetching import model_directory
 from tpu_grpo.models.tunix_model import abstract_model
 from tpu_grpo.run.engines import build_weight_sync
-from tpu_grpo.run.inputs import builtin_task, check_model, model_directory
+from tpu_grpo.run.inputs import builtin_task, check_model
 from tpu_grpo.run.meshes import Meshes
 from tpu_grpo.run.parts import learner_class
 from tpu_grpo.run.policies import with_adapters

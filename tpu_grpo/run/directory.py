@@ -9,7 +9,7 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -123,8 +123,8 @@ def _seen_in(config: RunConfig) -> Earlier:
         if config.checkpoint.resume == "never":
             _check_writable(config.run_dir)
             return Earlier(makes_room=_has_to_make_room(config.run_dir))
-        directory, changes = config.run_dir, _changes_since(config)
-        steps, path = saved_steps(directory / CHECKPOINTS_DIR), directory / SUMMARY_FILE
+        directory, steps = config.run_dir, saved_steps(config.run_dir / CHECKPOINTS_DIR)
+        changes, path = _changes_since(config, steps), directory / SUMMARY_FILE
         if path.exists():
             summary = read_json(path, steps=int)
             others_left = any(change.effect == "results" for change in changes)  # new prompts allow more steps
@@ -171,12 +171,12 @@ def _has_to_make_room(directory: Path) -> bool:
     return True
 
 
-def _changes_since(config: RunConfig) -> tuple[Change, ...]:
-    """List what has changed since an earlier run did steps; refuse changes that make results incomparable."""
+def _changes_since(config: RunConfig, steps: Sequence[int]) -> tuple[Change, ...]:
+    """List what has changed since an earlier run did steps, of which ``steps`` have checkpoints; refuse changes that
+    make results incomparable."""
     directory, allowed = config.run_dir, config.checkpoint.allow_changes
     path, metrics, known = directory / CONFIG_FILE, directory / METRICS_FILE, directory / SOURCES_FILE
-    has_steps = saved_steps(directory / CHECKPOINTS_DIR) or (metrics.exists() and metrics.stat().st_size > 0)
-    if not path.exists() or not has_steps:
+    if not path.exists() or not (steps or (metrics.exists() and metrics.stat().st_size > 0)):
         return ()
     try:
         before = load_config(path)

@@ -4,10 +4,8 @@ Quick checks come first, so that a typing error is reported quickly: the files o
 tokenizer library is imported.
 """
 
-import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpu_grpo.config import ModelSection, RunConfig
@@ -17,7 +15,7 @@ from tpu_grpo.environments.actions import COLUMN, LoadedEnvironment
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.models.checkpoint import Checkpoint, check_tokenizer_files, read_checkpoint
 from tpu_grpo.models.families.rope import YarnScaling
-from tpu_grpo.models.fetching import fetch
+from tpu_grpo.models.fetching import model_directory
 from tpu_grpo.models.lora import adapted_modules, existing_layers
 from tpu_grpo.models.tasks import TASKS
 from tpu_grpo.observe.published import read_published
@@ -151,18 +149,21 @@ def load_environments(config: RunConfig) -> dict[str, LoadedEnvironment]:
 
 
 def check_environment_columns(loaded: Mapping[str, LoadedEnvironment], columns: Collection[str]) -> None:
-    """Raise DataError if the data lacks the column that selects the environment, or a column that ``reset`` needs."""
-    if not loaded:
-        return
-    from tpu_grpo.environments.environment_classes import check_columns
-
-    if "" not in loaded and COLUMN not in columns:
+    """Raise DataError if the data lacks the column that selects the environment, EpisodeError if it lacks one that
+    ``reset`` requires."""
+    if loaded and "" not in loaded and COLUMN not in columns:
         raise DataError(
             f"several environments need a column {COLUMN!r} that chooses among {', '.join(loaded)}, the data has "
             f"{', '.join(columns)}; add it"
         )
-    for name, environment in loaded.items():
-        check_columns(environment, [column for column in columns if not name or column != COLUMN])
+    for key, environment in loaded.items():
+        given = [column for column in columns if not key or column != COLUMN]
+        if missing := [column for column in environment.requires if column not in given]:
+            raise EpisodeError(
+                f"environment {environment.name}: reset requires {missing[0]!r}, which is no column of the data; "
+                f"columns: {', '.join(given) or 'none'}. Add the column (data.columns gives one another name), or give "
+                "the parameter a default"
+            )
 
 
 def tools_of(loaded: Mapping[str, LoadedEnvironment]) -> ToolsOf | None:
@@ -210,13 +211,6 @@ def builtin_task(model: ModelSection) -> str:
     if (name := model.builtin) is None or name not in TASKS:
         raise ConfigError(f"model.path={model.path} is not built in; built in: {list(TASKS)}")
     return name
-
-
-def model_directory(model: ModelSection) -> Path:
-    """Return the directory of a model that is not built in; a model of the hub is downloaded unless it is cached."""
-    if model.hub is None:
-        return Path(model.path).expanduser()
-    return fetch(model.hub, lambda what: print(what, file=sys.stderr, flush=True))
 
 
 def check_model(config: RunConfig, checkpoint: Checkpoint) -> None:
