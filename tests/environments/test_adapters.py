@@ -36,7 +36,7 @@ def test_a_prompt_cannot_be_taken_away():
 
 def test_a_client_of_openenv():
     echo = find_environment(f"{LIBRARIES}:Echo")
-    assert adapter_for(echo, {}) is OpenenvAdapter
+    assert adapter_for(echo, {}) == (OpenenvAdapter, {})
     loaded = load_environment(f"{LIBRARIES}:Echo", {"base_url": "there"})
     assert (loaded.takes, loaded.is_async) == ("texts", False)
     with open_pool(f"{LIBRARIES}:Echo", options={"base_url": "there"}) as pool:

@@ -28,7 +28,7 @@ LAYER = "model.layers.1"
 )
 def test_the_bound_follows_the_types_of_model_and_cache(kv_dtype: str, float32: float, bfloat16: float) -> None:
     for dtype, bound in (("float32", float32), ("bfloat16", bfloat16)):
-        assert probe_bound(parse_config({"model": {"dtype": dtype}, "rollout": {"kv_dtype": kv_dtype}})) == bound
+        assert probe_bound(dtype, kv_dtype) == bound
 
 
 Weights = dict[str, jax.Array]

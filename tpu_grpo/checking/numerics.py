@@ -94,7 +94,7 @@ class Shared:
     def build(self, dtype: str) -> "Build":
         """Return the engines and the learner for a model of few layers in ``dtype``; the first call builds them."""
         if dtype not in self.builds:
-            path = small_model(self.known, tokenizer_directory(self.config))
+            path = small_model(self.known, tokenizer_directory(self.config.model.path))
             self.builds[dtype] = Build.make(self.known, path, dtype, self.hosts)
         return self.builds[dtype]
 
@@ -102,9 +102,8 @@ class Shared:
 # --- the model -------------------------------------------------------------------------------------------------------
 
 
-def tokenizer_directory(config: RunConfig) -> Path | None:
-    """Return the directory with the model's files; None for a built-in model or one that was not fetched yet."""
-    path = config.model.path
+def tokenizer_directory(path: str) -> Path | None:
+    """Return the directory of ``model.path``; None for a built-in model or one that was not fetched yet."""
     if path.startswith(BUILTIN):
         return None
     return fetched(path.removeprefix(HUB)) if path.startswith(HUB) else Path(path).expanduser()
@@ -127,7 +126,7 @@ def small_model(config: RunConfig, tokenizer: Path | None) -> Path:
             if not path.exists():
                 with new_directory(path) as directory:
                     _write_random(directory, few)
-                    _write_tokenizer(directory, config, tokenizer)
+                    _write_tokenizer(directory, config.model.path, tokenizer)
     return path
 
 
@@ -154,9 +153,9 @@ def _fused(checkpoint: Checkpoint, tensors: dict[str, np.ndarray]) -> dict[str, 
     return tensors
 
 
-def _write_tokenizer(directory: Path, config: RunConfig, source: Path | None) -> None:
-    if config.model.path.startswith(BUILTIN):
-        task = TASKS[config.model.path.removeprefix(BUILTIN)]
+def _write_tokenizer(directory: Path, model: str, source: Path | None) -> None:
+    if model.startswith(BUILTIN):
+        task = TASKS[model.removeprefix(BUILTIN)]
         builtin_tokenizer(task).save_pretrained(directory, save_jinja_files=False)
     elif source is not None:
         copy_tokenizer(source, directory)
@@ -417,7 +416,7 @@ def log_probabilities(dtype: str) -> Callable[[Shared], Finding]:
             gaps["trainer"] += np.abs(trainer_RT[row, : len(exact)] - exact).tolist()
         measure, kind = (max, "the largest") if dtype == "float32" else (np.mean, "the mean")
         found = {side: float(measure(values)) for side, values in gaps.items()}
-        bound = EXACT[build.platform] if dtype == "float32" else probe_bound(build.config)
+        bound = EXACT[build.platform] if dtype == "float32" else probe_bound(dtype, build.config.rollout.kv_dtype)
         worst = max(found, key=lambda side: found[side] if found[side] == found[side] else math.inf)
         said = f"the {worst}'s log-probabilities in {dtype}, {kind} of {len(gaps[worst])},"
         finding = within(found[worst], bound, said, f"see the rows above; else {REPORT}")

@@ -101,7 +101,7 @@ def _check_rows(config: RunConfig, file: Path) -> None:
     with ExitStack() as stack, file.open("a") as lines:
 
         def join() -> Hosts:
-            hosts, _ = stack.enter_context(met_hosts(config))
+            hosts, _ = stack.enter_context(met_hosts(config.hosts, config.run.name))
             hosts.timeout_seconds = AGREE_SECONDS
             keep_programs(config.run.compilation_cache, hosts)  # the killed run reads them
             return hosts
@@ -153,7 +153,7 @@ def _check(config: RunConfig, scratch: Path) -> int:
     run_rows([Row("killed run", 25, killed_run)], None, tell, budgets=_budgets())
     works = all(row.finding.verdict in ("works", "works but slow") for row in done)
     if host == 0:
-        _write(directory, config, done, found, works)
+        _write(directory, config.model.path, done, found, works)
     return 0 if works else 1
 
 
@@ -177,7 +177,7 @@ def _other_process(settings: Path, done: "list[Done]") -> dict[str, Any]:
     return {}
 
 
-def _write(directory: Path, config: RunConfig, done: "list[Done]", found: dict[str, Any], works: bool) -> None:
+def _write(directory: Path, model: str, done: "list[Done]", found: dict[str, Any], works: bool) -> None:
     """Write check.json and the page, and print a summary to paste into a report."""
     from tpu_grpo.observe.page_tables import Cell, Column, Table
     from tpu_grpo.observe.run_page import write_page
@@ -185,7 +185,6 @@ def _write(directory: Path, config: RunConfig, done: "list[Done]", found: dict[s
 
     counts = {verdict: sum(row.finding.verdict == verdict for row in done) for verdict in ("works", "works but slow")}
     rest = len(done) - sum(counts.values())
-    seconds, model = sum(row.seconds for row in done), config.model.path
     title = f"check of {model}: {counts['works']} rows work, {counts['works but slow']} but slow, {rest} do not"
     used = ", ".join(f"{name} {version}" for name, version in versions().items())
     planned = next((dict(row.finding.figures) for row in done if row.row == "plan"), {})
@@ -197,7 +196,7 @@ def _write(directory: Path, config: RunConfig, done: "list[Done]", found: dict[s
         [Cell(x) for x in (row.row, row.finding.verdict, f"{row.seconds:.1f}", row.finding.said, row.finding.remedy)]
         for row in done
     ]
-    table = Table("", f"{seconds:.0f} seconds; {used}", columns, cells)
+    table = Table("", f"{sum(row.seconds for row in done):.0f} seconds; {used}", columns, cells)
     page = directory / CHECK_PAGE
     write_page(
         page,

@@ -18,7 +18,7 @@ from typing import Any, Self
 from urllib.parse import urlsplit
 
 from tpu_grpo.config import RunConfig
-from tpu_grpo.config.sections import VARIABLE
+from tpu_grpo.config.sections import VARIABLE, RunSection
 from tpu_grpo.hosts import End, Hosts, here
 from tpu_grpo.observe.run_files import BEST_FILE, METRICS_FILE, REPORT_FILE
 from tpu_grpo.records.errors import ConfigError, DataError
@@ -86,7 +86,7 @@ def description(config: RunConfig, end: End) -> dict[str, Any]:
         with suppress(ValueError, OSError):
             known["evaluation/best"] = json.loads((directory / BEST_FILE).read_bytes())
     told = {
-        "text": _line(config, end, steps, known),
+        "text": _line(config.run, end, steps, known),
         "status": end.outcome,
         "exit_code": end.code,
         "message": end.message,
@@ -100,9 +100,9 @@ def description(config: RunConfig, end: End) -> dict[str, Any]:
     return jsonable(told)
 
 
-def _line(config: RunConfig, end: End, steps: int | None, known: dict[str, Any]) -> str:
-    line = f"{config.run.name} {end.outcome} "
-    line += "before its first step" if not steps else f"after step {steps} of {config.run.max_steps}"
+def _line(run: RunSection, end: End, steps: int | None, known: dict[str, Any]) -> str:
+    line = f"{run.name} {end.outcome} "
+    line += "before its first step" if not steps else f"after step {steps} of {run.max_steps}"
     if "rewards/last_mean" in known:
         line += f", reward {known['rewards/first_mean']:.3f} -> {known['rewards/last_mean']:.3f}"
     return f"{line}: {end.message}" if end.message else line

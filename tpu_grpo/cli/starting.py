@@ -17,7 +17,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from tpu_grpo.config import BUILTIN, HUB, SHIPPED_CONFIGS, RunConfig, load_config, settings
+from tpu_grpo.config import BUILTIN, HUB, SHIPPED_CONFIGS, HostsSection, RunConfig, load_config, settings
 from tpu_grpo.config.setting_names import ABSENT, meant
 from tpu_grpo.hosts import Hosts, Watch, choose_platform, here, in_time, start
 from tpu_grpo.observe.run_files import CONFIG_FILE
@@ -138,7 +138,9 @@ def joined_hosts(config: RunConfig) -> Iterator[tuple[Hosts, Watch]]:
     Raises:
         LockstepError: if hosts do not join in time, or were started with other settings or files.
     """
-    with met_hosts(config) as (hosts, watch):
+    with met_hosts(config.hosts, config.run.name) as (hosts, watch):
+        if config.meshes.slices > 1:
+            here.hosts_per_slice = max(1, hosts.count // config.meshes.slices)
         if hosts.count > 1:
             from tpu_grpo.run.fingerprints import fingerprints
 
@@ -147,14 +149,9 @@ def joined_hosts(config: RunConfig) -> Iterator[tuple[Hosts, Watch]]:
 
 
 @contextmanager
-def met_hosts(config: RunConfig) -> Iterator[tuple[Hosts, Watch]]:
-    """Join the hosts of the run, and watch them; raises LockstepError if some do not join in time."""
-    ours = config.hosts
-    hosts = start(
-        ours.coordinator, ours.count, ours.index, run=config.run.name, timeout_seconds=ours.start_timeout_seconds
-    )
-    if config.meshes.slices > 1:
-        here.hosts_per_slice = max(1, hosts.count // config.meshes.slices)
+def met_hosts(ours: HostsSection, run: str) -> Iterator[tuple[Hosts, Watch]]:
+    """Join the hosts of the named run, and watch them; raises LockstepError if some do not join in time."""
+    hosts = start(ours.coordinator, ours.count, ours.index, run=run, timeout_seconds=ours.start_timeout_seconds)
     silence = ours.lost_timeout_seconds
     with Watch(hosts, silence, every=min(5.0, silence / 4)) as watch, _errors_printed_first(), disk_errors_explained():
         yield hosts, watch

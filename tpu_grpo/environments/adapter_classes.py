@@ -241,18 +241,14 @@ ADAPTERS: Mapping[str, type[Adapter]] = MappingProxyType(
 )
 
 
-def adapter_for(target: Any, options: Mapping[str, Any]) -> type[Adapter] | None:
-    """Return the adapter for a class; None if the class's methods are tools. Raises EpisodeError for an unknown name in
-    the option ``adapter``."""
+def adapter_for(target: Any, options: Mapping[str, Any]) -> tuple[type[Adapter] | None, dict[str, Any]]:
+    """Return (the adapter for a class, or None if the class's methods are tools; the options for the class itself).
+    Raises EpisodeError for an unknown name in the option ``adapter``."""
+    own = {name: value for name, value in options.items() if name != OPTION}
     if (named := options.get(OPTION)) is not None:
         if named not in (*ADAPTERS, TOOLS):
             raise EpisodeError(
                 f"the environment's option adapter must be one of {', '.join(ADAPTERS)}, {TOOLS}, got {named!r}"
             )
-        return ADAPTERS.get(named)
-    return next((adapter for adapter in ADAPTERS.values() if adapter.fits(target)), None)
-
-
-def own_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options for the class itself, which are all but ``adapter``."""
-    return {name: value for name, value in options.items() if name != OPTION}
+        return ADAPTERS.get(named), own
+    return next((adapter for adapter in ADAPTERS.values() if adapter.fits(target)), None), own

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints, is_typedd
 
 from tpu_grpo.config.plugins import find_function, not_shipped
 from tpu_grpo.environments.actions import LoadedEnvironment
-from tpu_grpo.environments.adapter_classes import adapter_for, own_options
+from tpu_grpo.environments.adapter_classes import adapter_for
 from tpu_grpo.environments.shipped import SHIPPED
 from tpu_grpo.environments.tool_values import AT_THE_END, RESERVED
 from tpu_grpo.records.errors import EpisodeError
@@ -95,11 +95,11 @@ def load_environment(name: str, options: Mapping[str, Any], key: str = "") -> Lo
             f"{type(target).__name__}; name a class"
         )
     shown = key or target.__name__
-    adapter = adapter_for(target, options)
+    adapter, own = adapter_for(target, options)
     tools = {} if adapter else tools_of(target)
     if adapter is None:
         _check_methods(shown, target, tools)
-    _check_options(shown, adapter.constructor(target) if adapter else target, own_options(options))
+    _check_options(shown, adapter.constructor(target) if adapter else target, own)
     methods = [m for m in (adapter.called if adapter else (*tools, *RESERVED)) if callable(getattr(target, m, None))]
     awaited = {method for method in methods if inspect.iscoroutinefunction(getattr(target, method))}
     return LoadedEnvironment(

@@ -24,7 +24,7 @@ from types import MethodType
 from typing import Any
 
 from tpu_grpo.environments.actions import Action, Answered, Ended, LoadedEnvironment, Message, Reply, ToolCall
-from tpu_grpo.environments.adapter_classes import Adapter, adapter_for, fitting, own_options
+from tpu_grpo.environments.adapter_classes import Adapter, adapter_for, fitting
 from tpu_grpo.environments.environment_classes import find_environment
 from tpu_grpo.environments.tool_values import (
     MOST_CALLS,
@@ -89,8 +89,7 @@ class PlayedEnvironment:
                 importlib.import_module(name)
             except ImportError as error:
                 raise EpisodeError(f"the environment needs the package {name}, got {error}; install it") from error
-        self.options = own_options(loaded.options)
-        self.adapter = adapter_for(self.target, loaded.options)
+        self.adapter, self.options = adapter_for(self.target, loaded.options)
         self.tools = {schema["function"]["name"]: schema for schema in loaded.tools}
         for name in ("reset", *self.tools):
             if inspect.isfunction(method := getattr(self.target, name, None)):

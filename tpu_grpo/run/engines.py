@@ -152,9 +152,9 @@ class SyncedEngines:
         return SampledTexts(tuple(encoded), completions, texts)
 
 
-def probe_bound(config: RunConfig) -> float:
-    """Return the probe's bound for the config's dtypes, used when meshes.probe_bound is unset."""
-    return max(BOUNDS[config.model.dtype], CACHE_BOUNDS[config.rollout.kv_dtype])
+def probe_bound(dtype: str, kv_dtype: str) -> float:
+    """Return the probe's bound for model.dtype and rollout.kv_dtype, used when meshes.probe_bound is unset."""
+    return max(BOUNDS[dtype], CACHE_BOUNDS[kv_dtype])
 
 
 @dataclass(frozen=True)
@@ -179,12 +179,12 @@ class Probe:
         Raises:
             WeightsError: if the two hold different policies; the message names the worst leaf, if any differs.
         """
-        every = self.config.meshes.probe_every
+        config, every = self.config, self.config.meshes.probe_every
         if every == 0 or number % every:
             return None
         worst, gap = self.engines.worst_leaf(self.learner.params())
         difference = self._difference()
-        bound = self.config.meshes.probe_bound or probe_bound(self.config)
+        bound = config.meshes.probe_bound or probe_bound(config.model.dtype, config.rollout.kv_dtype)
         if gap == 0.0 and difference <= bound:
             return difference
         where = (
