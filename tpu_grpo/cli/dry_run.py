@@ -28,7 +28,7 @@ def check(inputs: Inputs, devices: Sequence[Any] | None = None) -> list[str]:
     config = inputs.config
     algorithm = open_run_algorithm(config)
     find_callbacks(config.logging.callbacks)
-    receiver(config.logging.on_end)
+    receiver(config.logging.on_end)  # raises for a variable that is not set
     with open_abstract_checkpoint(config, inputs.checkpoint) as checkpoint:
         meshes = build_meshes(config, checkpoint, devices)
         run = AbstractRun(config, checkpoint, meshes, [cast(int, inputs.tokenizer.eos_token_id)])

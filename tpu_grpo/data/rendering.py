@@ -71,7 +71,7 @@ class PromptRenderer:
                     f"data.{name} needs data.chat_template=true, got {value!r} with false; write it into "
                     "data.prompt_template"
                 )
-        self._switches = template_switches(data, tokenizer)
+        self.switches = template_switches(data, tokenizer)
         self._is_tried = False
 
     def render(self, record: Record, where: str) -> Prompt:
@@ -228,7 +228,7 @@ class PromptRenderer:
                 add_generation_prompt=not goes_on,
                 continue_final_message=goes_on,
                 **({"tools": offered} if offered else {}),
-                **self._switches,
+                **self.switches,
             )
             for n, text in zip(chosen, written, strict=True):
                 texts[n] = text

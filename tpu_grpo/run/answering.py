@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from tpu_grpo.config import RunConfig
 from tpu_grpo.data.chat_messages import Message, record_of
-from tpu_grpo.data.rendering import PromptRenderer, template_switches
+from tpu_grpo.data.rendering import PromptRenderer
 from tpu_grpo.engine.engine import Engine
 from tpu_grpo.engine.options import EngineOptions, choose_attention
 from tpu_grpo.engine.replicas import Replicas
@@ -203,9 +203,7 @@ class Speaker:
 
     @cached_property
     def _dialect(self) -> Dialect:
-        config = self._config
-        switches = template_switches(config.data, self._tokenizer)
-        return Dialect(self._tokenizer, (), config.environment.tool_format, switches)
+        return Dialect(self._tokenizer, (), self._config.environment.tool_format, self._renderer.switches)
 
     def _read(self, asked: Asked) -> Request | RefusedError:
         """Convert a server's request to an engine's, or refuse it."""
