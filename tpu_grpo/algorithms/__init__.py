@@ -40,11 +40,12 @@ _PPO = "take grpo, which has PPO's clip, and the mean of a group in the place of
 _ELSEWHERE = {"ppo": _PPO, "gae": _PPO} | dict.fromkeys(
     ("reinforce++", "reinforce_plus_plus"), "take reinforce with algorithm.advantage=reinforce_pp "
 )
-"""For algorithm names of other libraries, the part of the error message that says what to take instead."""
+"""What the error message for another library's algorithm name recommends instead."""
 _SETTINGS = ("group_size", "iterations", "mini_batch_prompts", "old_policy")
-"""The settings that shipped classes can take besides those of the clip."""
+"""Settings that a shipped class gets if its constructor has parameters for them."""
 _BOUNDS = ("clip_low", "clip_high", "dual_clip", "delta")
-"""The settings of the clip; a user's own class need not take clip_low and clip_high, which always have a value."""
+"""The settings of the clip. It is an error to set one that the class has no parameter for; a user's own class may lack
+parameters for clip_low and clip_high."""
 
 
 def open_algorithm(section: AlgorithmSection) -> RunAlgorithm:
@@ -79,7 +80,7 @@ def _settings_of_ones_own(section: AlgorithmSection) -> dict[str, Any]:
         "clip_low": section.lower_clip,
         "clip_high": section.upper_clip,
     }
-    later = {"dual_clip": section.dual_clip, "delta": section.delta}  # a class may have options of these names
+    later = {"dual_clip": section.dual_clip, "delta": section.delta}  # a class may use these names for its options
     return settings | {name: value for name, value in later.items() if value is not None}
 
 

@@ -50,8 +50,8 @@ class ScaleRl:
 class ReinforcePlusPlus:
     """R, whitened over all tokens of the step (Hu 2025, "REINFORCE++", arXiv 2501.03262).
 
-    There is no baseline per prompt. Every token of a completion has the undiscounted return R, so that a completion's
-    weight in the mean and the std is its length.
+    There is no baseline per prompt. The mean and the std are over tokens, each with the total reward R of its
+    completion, so that a completion's weight in them is its length.
     """
 
     advantage_formula = "(R - mean_tokens(R)) / (std_tokens(R) + 1e-6)"
@@ -102,7 +102,7 @@ class Gdpo:
     """Each reward is standardized in its group, and the weighted sum is standardized over the step (Liu et al. 2026,
     arXiv 2601.05242).
 
-    GRPO standardizes the sum, and so cannot tell apart different rewards with the same sum. Here
+    GRPO standardizes the weighted sum, so that different rewards with the same sum give the same advantage. Here
 
         A = sum_k weight_k (R_k - m_k) / std_k,   advantage = (A - mean of A) / std of A, both over the step
 

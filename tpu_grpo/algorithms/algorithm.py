@@ -49,12 +49,13 @@ class TokenLosses(NamedTuple):
 
 @dataclass(frozen=True)
 class Sequences:
-    """Says which tokens of a training row belong to the same completion, for objectives over whole completions.
+    """Sums and means over the tokens of each completion in a training row, for objectives over whole completions.
 
     For example, if a row holds two sequences, [[1 3 5 | 2 4]], and every token but the first counts, the sums are
-    [[8 8 8 | 6 6]], and the means [[4 4 4 | 3 3]]. One compiled program serves all sequence lengths. It takes 2 log2 T
-    steps over the row, and moves no data between devices. The tokens of a sequence are contiguous. A conversation is
-    one sequence, or several if the chat template changed earlier turns. An environment's tokens do not count.
+    [[8 8 8 | 6 6]], and the means [[4 4 4 | 3 3]]. The tokens of a sequence are contiguous. A conversation is one
+    sequence, or several if the chat template changed earlier turns. An environment's tokens do not count.
+
+    A sum takes 2 log2 T additions of shifted rows, whatever the sequence lengths, and moves no data between devices.
     """
 
     segments_BT: Int[Array, "B T"]
@@ -63,20 +64,20 @@ class Sequences:
     """Whether the token counts in the loss."""
 
     def sum(self, values_BT: PerToken) -> PerToken:
-        """Give every token the sum over the counted tokens of its sequence; all get exactly the same number."""
+        """Return, at each token, the sum over its sequence's counted tokens, bitwise equal at all these tokens."""
         so_far_BT = self._added_up(jnp.where(self.counts_BT, values_BT, 0.0), to_right=True)
         next_BT = jnp.pad(self.segments_BT[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
         return self._added_up(jnp.where(self.segments_BT != next_BT, so_far_BT, 0.0), to_right=False)
 
     def mean(self, values_BT: PerToken) -> PerToken:
-        """Give every token the mean over the counted tokens of its sequence; 0 if none counts."""
+        """Return, at each token, the mean over the counted tokens of its sequence; 0 if none counts."""
         return self.sum(values_BT) / jnp.maximum(self.sum(jnp.ones_like(values_BT)), 1.0)
 
     def _added_up(self, values_BT: PerToken, *, to_right: bool) -> PerToken:
-        """Add to each value all values to its left, or right, in the same sequence, over distances of 1, 2, 4 ...
+        """Return, at each token, the sum of its sequence's values from the first token to this one, or from this one
+        to the last if not ``to_right``. The rows are shifted by 1, 2, 4 ... tokens and added.
 
-        A cumulative sum of the row would take fewer steps, but a sequence's sum would then be the difference of two
-        large numbers, and inexact.
+        With a cumulative sum of the row, a sequence's sum would be an inexact difference of two large numbers.
         """
         distance = 1
         while distance < values_BT.shape[1]:
@@ -91,16 +92,15 @@ class Sequences:
 class Algorithm(Protocol):
     """The methods that a class needs to be an algorithm. They are called with keyword arguments.
 
-    The constructor gets, by keyword, those of group_size, iterations, clip_low and clip_high that it has parameters
-    for, dual_clip and delta if they are set, and the options of the config. A method also gets the arguments of
-    `ON_REQUEST` that it has parameters for. Three attributes are optional: ``formula`` and ``advantage_formula``
-    describe the objective to people (see formula.py), and ``numbers`` names the attributes that the compiled program
-    takes as inputs.
+    The constructor gets group_size, iterations, clip_low and clip_high if it has parameters of these names, dual_clip
+    and delta if they are set, and all of ``algorithm.options``. A method also gets the arguments of `ON_REQUEST` that
+    it has parameters for. Three attributes are optional: ``formula`` and ``advantage_formula`` describe the objective
+    to people (see formula.py), and ``numbers`` names the attributes that the compiled program takes as inputs.
     """
 
     @property
     def aggregation(self) -> LossAggregation:
-        """How token losses are averaged unless ``algorithm.loss_aggregation`` is set; a class attribute is enough."""
+        """How token losses are averaged if ``algorithm.loss_aggregation`` is not set; may be a class attribute."""
         ...
 
     def advantages(self, rewards_PG: Float[np.ndarray, "P G"]) -> Float[np.ndarray, "P G"]:
@@ -130,11 +130,11 @@ def limited_exp(log_ratio_BT: PerToken) -> PerToken:
 
 
 def requested(method: Callable[..., Any]) -> tuple[str, ...]:
-    """Return the names of `ON_REQUEST` among a method's parameters."""
+    """Return those argument names of `ON_REQUEST` that a method has parameters for."""
     parameters = inspect.signature(method).parameters
     return tuple(name for names in ON_REQUEST.values() for name in names if name in parameters)
 
 
 def asked(method: Callable[..., Any], known: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ``known`` values that a method has parameters for."""
+    """Return, by name, the values in ``known`` that are arguments of `ON_REQUEST` and parameters of a method."""
     return {name: known[name] for name in requested(method) if name in known}

@@ -1,5 +1,5 @@
-"""Checks before anything heavy is built: settings must go together, and a class must implement `Algorithm` and return
-the right shapes in a trial call."""
+"""Checks the algorithm before models are built: its settings must go together, and its class must implement `Algorithm`
+and return the right shapes in a trial call."""
 
 import inspect
 import math
@@ -16,13 +16,13 @@ from tpu_grpo.config import AlgorithmSection, LossAggregation, RolloutSection
 from tpu_grpo.records.errors import ConfigError
 
 LONG_ANSWER = 128
-"""In completions with more tokens, the product of the ratios is likely to be out of bounds."""
+"""For longer completions, `notices` warns that the product of their tokens' ratios is likely to be out of bounds."""
 USUAL_GAP = 0.01
-"""How much a token's log-probabilities by engine and trainer may differ in bfloat16, in nats."""
+"""The usual difference, in nats, between the engine's and the trainer's log-probability of a token in bfloat16."""
 
 
 def notices(algorithm: AlgorithmSection, rollout: RolloutSection) -> list[str]:
-    """Return warnings, each with the settings that it concerns and what to do."""
+    """Return warnings about the run's settings; each names the settings and what to do."""
     found, filters, tokens = [], rollout.filters, rollout.max_new_tokens
     if filters and not algorithm.filtered_ratio:
         shown = " and ".join(f"rollout.{name}={value:g}" for name, value in filters.items())
@@ -41,7 +41,7 @@ def notices(algorithm: AlgorithmSection, rollout: RolloutSection) -> list[str]:
 
 
 def check_penalties(section: AlgorithmSection) -> None:
-    """Raise ConfigError for settings of KL penalty or entropy bonus that do not go together; see `KL_ESTIMATES`."""
+    """Raise ConfigError if settings of the KL penalty (see `KL_ESTIMATES`) or entropy bonus do not go together."""
     for name in ("kl_unbiased", "reference_reset_every", "kl_in"):
         if (value := getattr(section, name)) not in (False, None, "loss") and section.beta == 0.0:
             shown = "true" if value is True else value
@@ -82,8 +82,8 @@ def build(
 ) -> Algorithm:
     """Construct an algorithm with the settings that it has parameters for, and with all of the options.
 
-    A setting that is None is left to the class's default. For a setting of ``bounds`` that is not None, the class must
-    have a parameter.
+    A setting that is None is not passed, so that the class's default applies. If a setting named in ``bounds`` is not
+    None, the class must have a parameter for it.
 
     Raises:
         ConfigError: if ``found`` is not a class, lacks a method or an aggregation, does not take an option or a bound,
@@ -113,7 +113,7 @@ def build(
 
 
 def try_out(name: str, algorithm: Algorithm, group_size: int) -> None:
-    """Call both methods on a few numbers, with a group of equal rewards and ratios beyond the clip. Raises
+    """Call ``advantages`` and ``token_losses`` with a group of equal rewards and with ratios beyond the clip. Raises
     ConfigError for an exception, a wrong shape, numbers that are not finite, or a loss without a gradient."""
     try_advantages(name, algorithm, group_size)
     logprobs_BT = jnp.asarray([[-0.5, -1.0], [-1.5, -2.0], [-2.5, -3.0]])
@@ -143,7 +143,7 @@ def try_out(name: str, algorithm: Algorithm, group_size: int) -> None:
 
 
 def try_advantages(name: str, algorithm: Any, group_size: int) -> None:
-    """Call the method ``advantages`` on two groups. Raises ConfigError for the reasons in `try_out`."""
+    """Call ``advantages`` on two groups. Raises ConfigError for an exception, a wrong shape or non-finite numbers."""
     rewards_PG = np.stack([np.arange(group_size), np.zeros(group_size)]).astype(np.float64)
     known = {
         "lengths_PG": np.ones(rewards_PG.shape, np.int64),

@@ -1,7 +1,8 @@
 """CISPO, Clipped IS-weight Policy Optimization (MiniMax 2025, "MiniMax-M1", arXiv 2506.13585), section 3.1.
 
-GRPO's clip takes a token out of the gradient once its ratio has moved too far. CISPO keeps every token: it weights the
-log-probability with the ratio, clips that weight, and stops its gradient (equations 4 and 5). A token's loss is
+With GRPO's clip, a token whose ratio is beyond the clip has no gradient. In CISPO every token has one: the
+log-probability is weighted with the ratio, and this weight is clipped and has no gradient (equations 4 and 5). A
+token's loss is
 
     - stop_gradient(clip(ratio, lowest, highest)) A log policy
 
@@ -12,8 +13,8 @@ The paper gives no value for the upper bound, and has no lower bound. Either cap
     options: {cap: 5.0}      highest = cap, the default. Caps of 4, 5 and 8 perform alike (ScaleRL, arXiv 2510.13786). A
                              cap below 1, such as TRL's 0.28, is the weight of nearly every token
     clip_high: 4.0           highest = 1 + clip_high
-    clip_low: 0.2            lowest = 1 - clip_low. There is no lower bound by default, because a weight that stays high
-                             while the policy moves away pushes the policy further
+    clip_low: 0.2            lowest = 1 - clip_low. There is no lower bound by default: it would keep a token's weight
+                             up while its ratio falls, and so push the policy further away
 """
 
 import jax

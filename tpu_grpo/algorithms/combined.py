@@ -17,7 +17,7 @@ _WITH_NUMBERS = ("objective", "correction")
 
 @dataclass(frozen=True)
 class RunAlgorithm:
-    """The algorithm of a run. Token losses and advantages may come from different classes."""
+    """The algorithm of a run; its token losses and advantages may come from different classes."""
 
     objective: Any
     """Computes token losses."""
@@ -28,7 +28,7 @@ class RunAlgorithm:
 
     @property
     def numbers(self) -> dict[str, Any]:
-        """The numbers of objective and correction that a compiled program can take as inputs, by name."""
+        """The settings of objective and correction that a compiled program can take as inputs, by name."""
         return {
             f"{part}.{name}": value
             for part in _WITH_NUMBERS
@@ -37,7 +37,7 @@ class RunAlgorithm:
         }
 
     def with_numbers(self, numbers: Mapping[str, Any]) -> "RunAlgorithm":
-        """Return the same algorithm with other numbers, which may be arrays that jax traces."""
+        """Return the same algorithm with other values for `numbers`, which may be arrays that jax traces."""
         changed = {}
         for part in _WITH_NUMBERS:
             own = {key.partition(".")[2]: value for key, value in numbers.items() if key.partition(".")[0] == part}
@@ -48,13 +48,13 @@ class RunAlgorithm:
 
     @property
     def asked(self) -> tuple[str, ...]:
-        """The names of `ON_REQUEST` that the advantages request."""
+        """Those argument names of `ON_REQUEST` that the method ``advantages`` has parameters for."""
         return requested(self.baseline.advantages)
 
     def advantages(
         self, rewards_PG: Float[np.ndarray, "P G"], known: Mapping[str, Any] | None = None
     ) -> Float[np.ndarray, "P G"]:
-        """Compute the advantages of ``baseline``, which gets those arguments in ``known`` that it requests."""
+        """Compute the advantages; ``baseline`` gets those arguments in ``known`` that it has parameters for."""
         return self.baseline.advantages(rewards_PG=rewards_PG, **asked(self.baseline.advantages, known or {}))
 
     def token_losses(
@@ -64,7 +64,7 @@ class RunAlgorithm:
         advantages_BT: PerToken,
         sequences: Sequences | None = None,
     ) -> TokenLosses:
-        """Compute the token losses of ``objective``, which gets ``sequences`` if it requests them."""
+        """Compute the token losses; ``objective`` gets ``sequences`` if it has a parameter for them."""
         known = {} if sequences is None else {"sequences": sequences}
         return self.objective.token_losses(
             logprobs_BT=logprobs_BT,

@@ -1,4 +1,4 @@
-"""Corrections for differences between engine and trainer: weights and masks, for any algorithm.
+"""Importance weights and masks that correct for differences between engine and trainer, for any algorithm.
 
 rho is the trainer's probability of a token divided by the engine's. The trainer's probability is that of the old policy
 (``algorithm.old_policy: trainer``) or of the current policy (``rollout``). The settings ``algorithm.correction`` and
@@ -36,12 +36,12 @@ from tpu_grpo.config import AlgorithmSection
 from tpu_grpo.records.errors import ConfigError
 
 GEOMETRIC_BOUNDS = (0.99, 1.01)
-"""The default bounds for geometric, SkyRL's first recommendation. Other ratios have no floor by default, and
-a cap of 2."""
+"""The default bounds of the geometric mean, which SkyRL recommends to start with. The other ratios have no floor by
+default, and a cap of 2."""
 
 
 class CorrectionSums(NamedTuple):
-    """Sums over the tokens that count, float32 scalars that add up over micro-batches."""
+    """Sums over the tokens that count in the loss: float32 scalars, which are added over micro-batches."""
 
     tokens: Any
     bounded: Any
@@ -89,13 +89,14 @@ class Correction:
 
     @property
     def _weighs(self) -> bool:
-        """Whether the weight of a token that is not masked is its ratio, and not 1."""
+        """Whether tokens that are not masked are weighted by their ratio, not by 1."""
         return self.old_policy == "trainer" and self.ratio in ("token", "sequence")
 
     def weights(
         self, now_BT: PerToken, old_BT: PerToken, engine_BT: PerToken, advantages_BT: PerToken, sequences: Sequences
     ) -> tuple[PerToken, CorrectionSums]:
-        """Compute the weight of every token from three log-probabilities; 0 for tokens that do not count."""
+        """Compute the weight of every token from the log-probabilities of the current policy, the old policy and the
+        engine; 0 for tokens that do not count in the loss."""
         counts_BT, now_BT = sequences.counts_BT, jax.lax.stop_gradient(now_BT)
         log_ratio_BT = (old_BT if self.old_policy == "trainer" else now_BT) - engine_BT
         weights_BT, bounded_BT = self._bounded(log_ratio_BT, sequences)
@@ -121,7 +122,7 @@ class Correction:
         )
 
     def _bounded(self, log_ratio_BT: PerToken, sequences: Sequences) -> tuple[PerToken, Bool[Array, "B T"]]:
-        """Return the weights that the ratios alone give, and the mask of ratios outside of the bounds."""
+        """Return the weights before veto and OPSM, and a mask of the ratios outside of the bounds."""
         match self.ratio:
             case None:
                 return jnp.ones_like(log_ratio_BT), jnp.zeros_like(log_ratio_BT, bool)

@@ -1,16 +1,16 @@
 """DPPO, Divergence PPO (Qi et al. 2026, "Rethinking the Trust Region in LLM Reinforcement Learning", arXiv 2602.04879).
 
-A ratio says little about how far the policy has moved: the ratio of an unlikely token may double where nothing else
-changed. DPPO uses the difference of the probabilities, which is the total variation over the two outcomes "this token"
-and "another token" (Binary-TV). With p the policy's probability and q the sampling policy's, the loss of a token is
+A ratio says little about how far the policy has moved: that of an unlikely token may double while the distribution
+hardly changes. DPPO uses the difference of the probabilities, which is the total variation over the two outcomes "this
+token" and "another token" (Binary-TV). With the policy's probability p and the sampling policy's q, a token's loss is
 
     - ratio A + kl_weight log(ratio)^2,   ratio = p / q
 
-The first term is dropped where the token has moved too far in the direction of the step: where A > 0 and
+The first term is dropped where the probability has moved too far in the direction that A gives it: where A > 0 and
 p - q > mask_high, or A < 0 and q - p > mask_low. The ratio itself is not clipped. The default bounds of 0.2 and
 kl_weight of 1e-3 are prime-rl's; the paper has no second term (kl_weight = 0).
 
-The paper compares with the policy that sampled, and finds that a recomputed old policy does harm. Therefore
+The paper compares with the probabilities of sampling, and finds that those recomputed by the trainer do harm. Therefore
 algorithm.old_policy must be rollout. Advantages are centred (Dr. GRPO's), and all tokens of a step count alike, as in
 prime-rl.
 """

@@ -32,7 +32,7 @@ MEANS: Mapping[LossAggregation, tuple[str, str]] = {
     "prompt-mean-token-mean": ("mean_p mean_it [ ", " ]"),
     "sequence-mean-token-scale": ("mean_i sum_t [ ", " ] / {max_new_tokens}"),
 }
-"""The text before and after the loss of a token."""
+"""The text before and after the formula of a token's loss, by aggregation."""
 KL_ESTIMATES: Mapping[str, str] = {
     "kl": "log(p/p_ref)",
     "mse_kl": "log(p/p_ref)**2 / 2",

@@ -26,8 +26,8 @@ class Grpo:
 
     Two things differ from the paper. The standard deviation divides by G - 1 and has 1e-6 added, so that a group of
     equal rewards has advantages of zero. clip_high may be larger than clip_low ("clip-higher", DAPO, Yu et al. 2025,
-    arXiv 2503.14476, equation 10), so that unlikely tokens can grow more. With clip_low = clip_high = 0.2 the clip is
-    the paper's.
+    arXiv 2503.14476, equation 10), so that the probability of unlikely tokens can grow more. With clip_low = clip_high
+    = 0.2 the clip is the paper's.
 
     Where A_i < 0 the surrogate falls without bound as the ratio grows. Two settings, off by default, bound it:
 
@@ -58,7 +58,7 @@ class Grpo:
         return self.surrogate_formula("r")
 
     def surrogate_formula(self, ratio: str) -> str:
-        """Return the formula of `clipped_surrogate` for a ratio of this name."""
+        """Return the formula of `clipped_surrogate`, in which the ratio has the name ``ratio``."""
         loss = f"max(-{ratio}*A, -clip({ratio}, {self._lowest:g}, {self._highest:g})*A)"
         return loss if self._bound is None else f"min({loss}, -{self._bound:g}*A if A < 0 else inf)"
 
@@ -92,8 +92,8 @@ class Dapo(Grpo):
     clip_high = 0.28 ("clip-higher", section 3.1). All tokens of a step count alike, so that a completion's weight is
     proportional to its length (the aggregation token-mean, section 3.3). The advantages are GRPO's (equation 9).
 
-    DAPO's soft punishment of overlong completions (section 3.4) is a reward here. Its dynamic sampling (section 3.2) is
-    no part of this class; without it, groups of equal rewards have advantages of zero.
+    DAPO's soft punishment of overlong completions (section 3.4) is the reward ``overlong``, and its dynamic sampling
+    (section 3.2) is the setting ``data.dynamic``. Without it, groups of equal rewards have advantages of zero.
     """
 
     aggregation: LossAggregation = "token-mean"
@@ -105,7 +105,7 @@ class Dapo(Grpo):
 
 
 class DrGrpo(Grpo):
-    """Advantages that are only centred; the clipped surrogate is inherited from GRPO.
+    """GRPO without the division by the group's standard deviation and by the completion's length.
 
     Dr. GRPO, GRPO Done Right (Liu et al. 2025, "Understanding R1-Zero-Like Training", arXiv 2503.20783), section 3.
 

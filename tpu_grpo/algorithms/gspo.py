@@ -38,7 +38,7 @@ class Gspo(Grpo):
 
     @property
     def credits_tokens(self) -> bool:
-        """Whether a token's advantage affects only that token, not all tokens of the completion."""
+        """Whether a token's advantage weights only that token's gradient, not the gradients of the whole completion."""
         return self._per_token
 
     @property

@@ -1,12 +1,12 @@
 """SAPO, Soft Adaptive Policy Optimization (Gao et al. 2025, arXiv 2511.20347).
 
-In place of a clip, a sigmoid lets the gradient fade as the ratio leaves 1. The loss of a token is
+In place of a clip, a sigmoid smoothly reduces the gradient as the ratio moves away from 1. The loss of a token is
 
     - (4 / t) sigmoid(t (ratio - 1)) A,   t = 1.0 where A > 0, and 1.05 elsewhere
 
-Its gradient is that of - ratio A, times the factor 4 s (1 - s) with s the sigmoid. This factor is 1 at ratio 1, and
-falls on both sides. It falls faster for negative advantages, because lowering one token's probability raises those of
-many unrelated tokens. Advantages are GRPO's, and completions count alike, whatever their length. The options
+Its gradient is that of - ratio A, times the factor 4 s (1 - s), where s is the sigmoid. This factor is 1 at ratio 1,
+and falls on both sides. It falls faster for negative advantages, because lowering one token's probability raises those
+of many unrelated tokens. Advantages are GRPO's, and completions count alike, whatever their length. The options
 temperature_positive and temperature_negative set the two values of t. Nothing is clipped: ``update/clip_fraction`` is
 0.
 """

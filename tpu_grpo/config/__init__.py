@@ -2,7 +2,7 @@
 
     config = load_config("configs/demo_cpu.yaml", ["run.seed=1", "optimizer.learning_rate=3e-4"])
 
-Nothing heavy is imported, so that ``--help`` and error messages appear quickly.
+No slow library such as jax is imported, so that ``--help`` and error messages appear quickly.
 """
 
 from tpu_grpo.config.config_files import SHIPPED_CONFIGS, changed_config, load_config, parse_config

@@ -18,7 +18,8 @@ HUB = "hf:"
 """The prefix of a path that names a dataset (or a model) of the Hugging Face hub."""
 BUILTIN_TASK = f"{BUILTIN}addition"
 NO_DATA = f"{BUILTIN}environment"
-"""The path for prompts that come from environments: an empty message, to which the result of ``reset`` is added."""
+"""The path for prompts that come from environments: every prompt is an empty message, to which the conversation adds
+the result of ``reset``."""
 GIVEN = "python:"
 """The prefix in the name of a reward that was passed to `tpu_grpo.train` as a function."""
 
@@ -51,7 +52,7 @@ Paths = Annotated[
 
 
 class ReadingSection(Section):
-    """These settings say how a source is read, beside its path."""
+    """These settings say how the records at a path are read."""
 
     split: str | None = None
     """Read this split of a Hugging Face dataset; when unset, the split train, or test for an evaluation."""
@@ -81,8 +82,8 @@ class DynamicSection(Section):
     """These settings fill a step with groups whose rewards differ (dynamic sampling, DAPO, arXiv 2503.14476)."""
 
     extra: float = Field(default=0.0, ge=0.0)
-    """In every round, sample this share more prompts than data.prompts_per_step, rounded up. The step learns from the
-    first prompts_per_step groups whose rewards differ, in the order of the prompts."""
+    """In every round, sample prompts_per_step * (1 + extra) prompts, rounded up. The step learns from the first
+    prompts_per_step groups whose rewards differ, in the order of the prompts."""
     rounds: PositiveInt = 1
     """Sample up to this many rounds, until enough groups have rewards that differ. If there are too few after the last
     round, groups of equal rewards fill the step with weight 0."""
@@ -125,7 +126,7 @@ class RetireSection(Section):
     at: float | None = None
     """Count a prompt as passed if its pass rate is at least this, e.g. 0.9; when unset, no prompt is retired."""
     times: PositiveInt = 2
-    """Never sample a prompt again once it was passed this many times in a row."""
+    """Never sample a prompt again after it was passed this many times in a row."""
 
 
 class DataSection(ReadingSection):
@@ -161,16 +162,16 @@ class DataSection(ReadingSection):
     """Tell this day, YYYY-MM-DD, to a chat template that asks for today's date, so that prompts are the same on every
     host and day."""
     prompts_per_step: PositiveInt = 8
-    """Take P prompts in one step; each is sampled algorithm.group_size times."""
+    """Learn from this many prompts, called P, in each step; each is sampled algorithm.group_size times."""
     max_prompt_tokens: PositiveInt = 512
-    """Accept prompts of up to this many tokens; the trainer pads prompts to this length."""
+    """Accept prompts of up to this many tokens."""
     too_long: Literal["error", "drop"] = "error"
     """Stop at a prompt longer than data.max_prompt_tokens, or drop it; dropped prompts are counted and reported."""
     shuffle: bool = True
     """Shuffle every epoch, by run.seed."""
     curriculum: str | None = None
-    """Sort every epoch by this column, smallest first; equal values are shuffled. In a mixture, every source is sorted
-    by it."""
+    """Sort the prompts of every epoch by this column, smallest value first; equal values are shuffled. In a mixture,
+    each source is sorted by itself."""
     dynamic: DynamicSection = DynamicSection()
     pools: PoolsSection = PoolsSection()
     retire: RetireSection = RetireSection()
@@ -241,8 +242,8 @@ class RewardSpec(Section):
     error_value: float = 0.0
     """Give this value to the rows concerned when on_error is value."""
     messages: bool = False
-    """Pass each completion as a list of one message, {role, content}, and each prompt as the whole conversation,
-    instead of the texts of completion and user message."""
+    """Pass prompts and completions as lists of messages {role, content} instead of texts: each prompt as all messages
+    before the model's first answer, and each completion as that answer and, with an environment, all later messages."""
     recycle: PositiveInt = 1000
     """Replace a worker process by a fresh one after this many calls."""
     memory_gb: float = Field(default=8.0, gt=0.0)
@@ -273,7 +274,7 @@ class RewardSpec(Section):
         return self.label or self.name.rpartition(":")[2]
 
     def weight_at(self, step: int) -> float:
-        """Return the weight at a step; before and after its schedule, the first and the last value apply.
+        """Return the weight at a step; before a schedule's first and after its last step, the nearest value applies.
 
         With ``{100: 0, 200: 1}`` it is 0 at step 100, 0.5 at step 150 and 1 from step 200 on.
         """
@@ -319,9 +320,9 @@ class EvaluationSection(ReadingSection):
     every: int = Field(default=0, ge=0)
     """Evaluate at this interval of steps; 0 evaluates only before the first step and after the last."""
     prompts: PositiveInt = 256
-    """Take this many prompts per evaluation, each answered once greedily and evaluation.samples times sampled."""
+    """Evaluate this many prompts; each is answered once greedily, and evaluation.samples times by sampling."""
     samples: PositiveInt = 1
-    """Sample n answers per prompt."""
+    """Sample this many answers per prompt."""
     temperature: float | None = Field(default=None, gt=0.0, le=100.0)
     """Sample the answers at this temperature, without top-k, top-p or min-p; rollout.temperature when unset."""
     k: Annotated[
@@ -332,8 +333,8 @@ class EvaluationSection(ReadingSection):
     correct_from: float = 1.0
     """Count a sample as correct for pass@k and maj@k when the reward is at least this."""
     answer_pattern: Annotated[str, expression("Answer: (.*)")] | None = None
-    """Take the last match of this regular expression (its first group, if it has one) as the answer for maj@k; when
-    unset, the text that is boxed, tagged or after ####, or else the last number."""
+    """Take the last match of this regular expression (its first group, if it has one) as the answer for maj@k. When
+    unset: the text that is boxed (LaTeX), in an <answer> tag, or after ####, or else the last number."""
     rewards: tuple[RewardSpec, ...] | None = None
     """Score evaluations with this list of rewards; with the run's rewards when unset."""
     best: str | None = None

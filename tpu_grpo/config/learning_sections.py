@@ -1,4 +1,4 @@
-"""The settings of what is learnt and how: algorithm and optimizer."""
+"""The settings of learning: algorithm, optimizer, and updates that are not finite."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -51,7 +51,7 @@ class AlgorithmSection(Section):
     group_size: Annotated[
         int, AfterValidator(must("be >= 2, got {}; a group of one has no baseline", lambda size: size >= 2))
     ] = 8
-    """Sample G completions per prompt; their mean reward is the baseline."""
+    """Sample this many completions, called G, per prompt (a group); the group's mean reward is the baseline."""
     beta: float = Field(default=0.0, ge=0.0)
     """Multiply the KL penalty against the initial policy by this; 0 keeps no reference model."""
     iterations: PositiveInt = 1
@@ -63,18 +63,18 @@ class AlgorithmSection(Section):
     """Update once for this many prompts, with all completions of each, as PPO does: every iteration shuffles the
     prompts by run.seed and step, and cuts them into mini-batches. When unset, an iteration makes one update."""
     old_policy: Literal["rollout", "trainer", "tunix"] = "rollout"
-    """Take the ratio against these log-probabilities: the engine's (rollout), or the trainer's, recomputed before the
-    update and corrected towards the engine by truncated importance weights (trainer), or those that Tunix's learner
-    chooses (tunix, only with name=tunix:...)."""
+    """Compute the ratio to the old policy from these log-probabilities: the engine's (rollout), or the trainer's,
+    recomputed before the update and corrected towards the engine by truncated importance weights (trainer), or those
+    that Tunix's learner chooses (tunix, only with name=tunix:...)."""
     importance_cap: float | None = Field(default=None, gt=0.0)
     """Truncate the importance weights of old_policy=trainer at this, or use it as the upper bound of the ratios of
     algorithm.correction. Unset: 1.01 for correction=geometric, otherwise 2."""
     importance_floor: float | None = Field(default=None, gt=0.0)
     """Use this lower bound for the ratios of algorithm.correction. Unset: 0.99 for geometric, otherwise none."""
     correction: Literal["token", "sequence", "geometric"] | None = None
-    """Correct for the difference of engine and trainer by each token's ratio (token), or by the product (sequence) or
-    geometric mean of a completion's ratios. Unset: truncated token weights for old_policy=trainer, no correction for
-    rollout."""
+    """Correct for the difference of engine and trainer by the ratio of their probabilities of each token (token), or by
+    the product (sequence) or geometric mean of a completion's ratios. Unset: truncated token weights for
+    old_policy=trainer, no correction for rollout."""
     correction_mode: Literal["truncate", "mask"] = "mask"
     """Clip the ratios of algorithm.correction at their bounds (truncate, for old_policy=trainer), or leave out the
     tokens or completions beyond the bounds (mask)."""
@@ -136,8 +136,8 @@ class AlgorithmSection(Section):
     """Replace the reference of the KL penalty by a copy of the policy at this interval of steps; when unset, the
     initial policy stays the reference."""
     drop_uninformative: bool = False
-    """Leave out groups whose completions all have the same reward, from which nothing can be learnt: they no longer
-    count in the denominators of means."""
+    """Leave groups whose completions all have the same reward, so that their advantages are 0, out of the loss and of
+    the denominators of its means."""
     truncated: Literal["keep", "mask"] = "keep"
     """Train on completions that were cut at rollout.max_new_tokens (keep), or leave them out of the loss; their rewards
     still count for their group's baseline. The shipped reward overlong penalises them."""
@@ -145,10 +145,10 @@ class AlgorithmSection(Section):
     """Pack prompts and completions into training rows of this many tokens. The minimum, and the value when unset, is
     data.max_prompt_tokens + rollout.max_new_tokens."""
     micro_batch_prompts: PositiveInt | None = None
-    """Take as many training rows per forward and backward pass as this many prompts (groups) of the longest length
-    need; gradients accumulate over the passes. When unset, a pass takes an eighth of the rows that a step needs at
-    most, but at least 512 tokens per device; for a model below 4 million parameters on a CPU, a pass takes at most 192
-    tokens."""
+    """Use as many training rows per forward and backward pass as the groups of this many prompts fill when all their
+    completions have the longest length; the gradients of the passes are added. When unset, a pass has an eighth of the
+    rows that a whole step then fills, but at least 512 tokens per device; for a model below 4 million parameters on a
+    CPU, it has at most 192 tokens."""
 
     @property
     def tunix(self) -> str | None:
@@ -231,7 +231,7 @@ class OptimizerRule(Section):
     """These settings are for the parameters whose name matches an expression."""
 
     match: Annotated[str, expression("norm|embedder")]
-    """Find this regular expression in the dotted names of parameters, e.g. norm|embedder."""
+    """Apply this rule to parameters in whose dotted name this regular expression is found, e.g. norm|embedder."""
     weight_decay: float | None = Field(default=None, ge=0.0)
     """Decay these parameters by this; by optimizer.weight_decay when unset."""
     learning_rate: float = Field(default=1.0, ge=0.0)
@@ -263,7 +263,8 @@ class OptimizerSection(Section):
     """Let the rate fall as in a longer run of this many updates, of which this run does the first part; when unset, by
     this run's own length."""
     b1: float = Field(default=0.9, ge=0.0, lt=1.0)
-    """Decay the first moment of AdamW by this; for Lion, give the momentum this weight, and the gradient the rest."""
+    """Decay the first moment of AdamW by this; in an update of Lion, weight the momentum by this, and the gradient by
+    1 - b1."""
     b2: float = Field(default=0.95, ge=0.0, lt=1.0)
     """Decay the second moment of AdamW, or the momentum of Lion, by this."""
     weight_decay: float = Field(default=0.0, ge=0.0)

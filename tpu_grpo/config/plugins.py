@@ -1,4 +1,4 @@
-"""Finds what only some configs need: the user's own functions, which it imports, and optional libraries.
+"""Imports the user's own functions that a config names, and checks that optional libraries are installed.
 
 Functions are named in a config as ``path.py:function`` or ``package.module:function``:
 
@@ -84,7 +84,7 @@ def not_shipped(
 
 
 def load_source(source: str, kind: str, error: type[TpuGrpoError]) -> ModuleType:
-    """Import a file or a module for what it defines or registers; raises as `find_function` does."""
+    """Import a file or a module, and return it; raises as `find_function` does."""
     return (_load_file if source.endswith(".py") else _load_module)(source, kind, error)
 
 

@@ -40,7 +40,7 @@ from tpu_grpo.records.errors import ConfigError
 CACHE_MARGIN_TOKENS = 2
 """sglang-jax cuts a completion short if the cache has fewer free tokens than this."""
 PROMPT_MARGIN_TOKENS = 7
-"""sglang-jax skips a prompt, and tries another, if the prompt would leave the cache fewer tokens than this."""
+"""sglang-jax skips a prompt, and tries another, if the cache would then have fewer free tokens than this."""
 MICRO_BATCHES, MICRO_BATCH_TOKENS = 8, 512
 """Unless micro_batch_prompts is set, a step has at most MICRO_BATCHES forward and backward passes, each of at least
 MICRO_BATCH_TOKENS tokens per device. So short packed completions need fewer passes, and a pass still fills a device."""
@@ -121,7 +121,8 @@ class RunConfig(Section):
 
     @property
     def open_groups(self) -> int:
-        """The number of groups that are open at once, P(1 + rollout.carry), rounded up; 0 if none outlives a step."""
+        """The number of groups that are sampled at the same time, P(1 + rollout.carry), rounded up; 0 if every group is
+        sampled within its own step."""
         outlive = self.rollout.carry or self.algorithm.staleness
         return self.data.prompts_with(self.rollout.carry) if outlive else 0
 
@@ -132,7 +133,7 @@ class RunConfig(Section):
 
     @property
     def excludes_carry(self) -> str | None:
-        """A setting here that excludes rollout.carry, and the reason; None if there is none."""
+        """A setting of this config that does not go with rollout.carry, and the reason; None if there is none."""
         return self._excludes(
             {
                 "environment.name": (self.environment.is_on, "a checkpoint cannot hold the processes of conversations"),
@@ -145,7 +146,7 @@ class RunConfig(Section):
 
     @property
     def excludes_staleness(self) -> str | None:
-        """A setting here that excludes algorithm.staleness, and the reason; None if there is none."""
+        """A setting of this config that does not go with algorithm.staleness, and the reason; None if there is none."""
         return self._excludes({})
 
     def _excludes(self, more: Mapping[str, tuple[Any, str]]) -> str | None:
@@ -226,7 +227,7 @@ class RunConfig(Section):
 
     @property
     def data_paths(self) -> dict[str, str]:
-        """Setting -> path of data; names are data.path, data.sources.0.path, or evaluation.path.1 (in a list)."""
+        """The paths of all data, by setting: data.path, data.sources.0.path, or evaluation.path.1 (from a list)."""
         sources = {f"data.sources.{index}.path": source.path for index, source in enumerate(self.data.sources)}
         held_out = {} if self.evaluation.path is None else {"evaluation.path": self.evaluation.path}
         found: dict[str, str] = {}

@@ -25,7 +25,8 @@ class Section(BaseModel):
 
 
 def must(message: str, holds: Callable[[Any], object]) -> Callable[[Any], Any]:
-    """Return a validator that raises ValueError unless ``holds(value)``; None passes. ``message`` shows the value."""
+    """Return a validator that raises ValueError unless ``holds(value)`` or the value is None. The error's text is
+    ``message`` formatted with the value."""
 
     def check(value: Any) -> Any:
         if value is not None and not holds(value):
@@ -52,7 +53,7 @@ AutoOrCount = Annotated[
         )
     ),
 ]
-"""A positive number, or auto: then the number is chosen for the run."""
+"""A positive number, or auto, with which the run chooses the number."""
 
 
 class BareSwitch(str):

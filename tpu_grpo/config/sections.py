@@ -19,15 +19,15 @@ ToolFormat = Literal["auto", "hermes", "llama3", "qwen3_coder", "python"]
 
 
 class RunSection(Section):
-    """These settings say which run this is."""
+    """These settings say how the run is named, where its files are, how long it is, and how it is seeded."""
 
     name: PlainName = "run"
     """Name the run, with letters, digits, dot, dash and underscore. When unset, the config file's name is used, without
     .yaml."""
     dir: Annotated[Path | None, IsDirectory] = None
-    """Leave the run's files in this directory; in runs/<name> when unset."""
+    """Write the run's files to this directory; to runs/<name> when unset."""
     seed: int = Field(default=0, ge=0, lt=2**32)
-    """Seed sampling, shuffling and the teaching of the built-in model."""
+    """Seed sampling, shuffling and the training of the built-in model."""
     max_steps: PositiveInt = 100
     """End the whole run, resumed parts included, after this many steps; a step is one rollout with its updates."""
     epochs: float | None = Field(default=None, gt=0.0)
@@ -62,7 +62,7 @@ class LoraSection(Section):
     layers: LayerRanges | None = None
     """Give adapters to these layers, e.g. 20-31 or 0-3,28-31; to all when unset."""
     path: Path | None = None
-    """Start from these adapters: a directory that a run left under adapters/; they must have been made with this rank
+    """Start from these adapters: a directory that a run wrote under adapters/; they must have been made with this rank
     and alpha, for the same modules."""
 
 
@@ -72,7 +72,7 @@ class ModelSection(Section):
     path: str = "builtin:addition"
     """Train this model: a Hugging Face checkpoint directory; hf:OWNER/NAME or hf:OWNER/NAME@REVISION, which is fetched
     from the hub into its cache; or builtin:addition, builtin:calculator or builtin:guessing (small models that
-    are taught on first use, then cached)."""
+    are trained on first use, then cached)."""
     pad_token: str | None = None
     """Pad with this token of the tokenizer, which must not occur in prompts or completions, e.g. <|endoftext|>; when
     unset, with the tokenizer's padding token. Needed for models whose padding token is their end token."""
@@ -108,19 +108,20 @@ class RolloutSection(Section):
     """These settings say how completions are sampled, and describe the engine that does it."""
 
     attention: Literal["auto", "flash", "gather", "native"] = "auto"
-    """Choose the engine's attention. flash: sglang-jax's Pallas kernel, TPU only; gather: ours, any device; native:
-    sglang-jax's reference, for comparison; auto: flash on TPU, gather elsewhere."""
+    """Choose the engine's attention. flash: sglang-jax's Pallas kernel, TPU only; gather: this package's, any device;
+    native: sglang-jax's reference, for comparison; auto: flash on TPU, gather elsewhere."""
     experts: Literal["ragged", "fused"] = "ragged"
-    """Choose how the engine computes experts. ragged: ours, any device; fused: sglang-jax's Pallas kernel, TPU only."""
+    """Choose how the engine computes experts. ragged: this package's code, any device; fused: sglang-jax's Pallas
+    kernel, TPU only."""
     temperature: float = Field(default=1.0, ge=0.0, le=100.0)
     """Divide the logits by this before sampling. 0 is greedy, which gives every sample of a group the same tokens and
     is refused for training."""
     top_k: int = Field(default=0, ge=0)
     """Keep the k likeliest tokens; 0 keeps all."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    """Keep the smallest set of likeliest tokens with at least this mass; 1 keeps all."""
+    """Keep the smallest set of likeliest tokens whose probabilities add up to at least this; 1 keeps all."""
     min_p: float = Field(default=0.0, ge=0.0, le=1.0)
-    """Drop tokens less likely than this fraction of the likeliest; 0 keeps all."""
+    """Drop tokens whose probability is below this fraction of the likeliest token's; 0 keeps all."""
     max_new_tokens: PositiveInt = 256
     """End a completion after this many tokens, stop token included."""
     max_running_requests: PositiveInt = 64
@@ -133,7 +134,7 @@ class RolloutSection(Section):
     page_size: PositiveInt = 1
     """Divide the KV cache into pages of this many tokens."""
     prefill_tokens: PositiveInt = 2048
-    """Process up to this many prompt tokens in one step; longer prompts are prefilled in chunks of this size."""
+    """Process up to this many prompt tokens in one prefill; longer prompts are prefilled in chunks of this size."""
     prefix_cache: bool = True
     """Keep computed prefixes, so that a group's prompt is prefilled once."""
     batch_paddings: Annotated[
@@ -142,12 +143,13 @@ class RolloutSection(Section):
     ] = None
     """Compile decode steps for these batch sizes; powers of 2 from 8 up to max_running_requests when unset."""
     steps_per_launch: AutoOrCount = "auto"
-    """Decode up to this many tokens of each row before the host looks at them; auto: 4 to 32 by the model's size."""
+    """Decode up to this many tokens of each row before the host reads them; auto: 4 to 32 by the model's size."""
     carry: float = Field(default=0.0, ge=0.0, le=4.0)
-    """Sample this share more groups than a step learns from, end the step's rollout once enough groups are complete,
-    and continue the other groups in the next step; 0 waits for the longest completion of every step."""
+    """Sample P(1 + carry) groups at the same time, where P is data.prompts_per_step. A step ends its rollout once P of
+    them are complete and learns from these; the next step continues the others. With 0, every step waits for its
+    longest completion."""
     carry_steps: PositiveInt = 4
-    """Finish a group that was begun this many steps ago, whatever its length; only with carry."""
+    """Do not end a step's rollout before the groups begun this many steps earlier are complete; only with carry."""
     release_during_update: bool = False
     """Free the engines' KV cache, and weights they do not share with the trainer, during the update; the weight sync
     restores the weights, and the cache is allocated again. Sampled tokens do not change."""
@@ -200,8 +202,8 @@ class EnvironmentSection(Section):
     memory_gb: float = Field(default=8.0, gt=0.0)
     """Let an environment's process allocate this much memory, in GB."""
     secrets: tuple[str, ...] = ()
-    """Pass these environment variables on to its processes, e.g. [MY_API_KEY]; variables whose names look secret, such
-    as HF_TOKEN, are withheld otherwise."""
+    """Pass these environment variables on to the environments' processes, e.g. [MY_API_KEY]; variables whose names look
+    secret, such as HF_TOKEN, are withheld otherwise."""
     recycle: PositiveInt = 1000
     """Replace a process by a fresh one after this many conversations."""
     tool_steps: int = Field(default=16, ge=0)
@@ -224,7 +226,7 @@ class TrainerMeshSection(Section):
     """These settings are the shape of the trainer's mesh."""
 
     fsdp: PositiveInt | None = None
-    """Split parameters and batch rows over this many devices; when unset, over the number of all devices / tp."""
+    """Split parameters and batch rows over this many devices; when unset, over the trainer's devices / tp."""
     tp: PositiveInt = 1
     """Split heads and hidden units over this many devices."""
 
@@ -271,19 +273,19 @@ class HostsSection(Section):
     """These settings join several processes into one run."""
 
     coordinator: str | None = None
-    """Meet the other processes at this host:port of process 0; only several processes outside a TPU slice need it."""
+    """Connect to the other processes at this host:port of process 0; needed only outside TPU slices."""
     count: PositiveInt = 1
     """Expect this many processes in the run."""
     index: int = Field(default=0, ge=0)
-    """Give this process this number among all processes, counted from 0; process 0 coordinates the start."""
+    """Number this process, from 0, among all processes; process 0 coordinates the start."""
     check: Literal["rollout", "step"] = "rollout"
     """Let processes that share a replica compare its scheduling and tokens after every rollout, or before every launch
     of the engine (step), so that an error names the first launch that differs."""
     start_timeout_seconds: float = Field(default=300.0, gt=0.0)
     """Wait this many seconds for the other processes at start-up."""
     lost_timeout_seconds: float = Field(default=40.0, ge=2.0)
-    """Take a process that gives no sign of life for this many seconds as lost, and end the others; a process that
-    is only slow does give signs of life."""
+    """Regard a process as lost that sends no heartbeat for this many seconds, and end the others; a process that is
+    only slow still sends heartbeats."""
 
 
 class CheckpointSection(Section):
@@ -340,8 +342,8 @@ class LoggingSection(Section):
     wandb_group: str | None = None
     """Show the run in this group of runs of Weights & Biases; in none when unset."""
     histograms_every: int = Field(default=0, ge=0)
-    """Give TensorBoard and Weights & Biases histograms of the trained parameters and their gradients at this interval
-    of steps; 0 never does."""
+    """Log histograms of the trained parameters and their gradients to TensorBoard and Weights & Biases at this interval
+    of steps; 0 logs none."""
     callbacks: tuple[str, ...] = ()
     """Call these classes of your own, path.py:Class or package.module:Class, with the metrics and samples of every step
     and evaluation, on host 0; see docs/logging.md."""

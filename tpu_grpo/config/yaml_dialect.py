@@ -1,4 +1,4 @@
-"""The YAML dialect of configs and overrides: plain values as in YAML 1.2, and no other tags."""
+"""The YAML dialect of configs and overrides: unquoted values are read as in YAML 1.2, and other tags are refused."""
 
 import re
 from typing import Any
@@ -59,7 +59,7 @@ class Loader(yaml.SafeLoader):
         return node
 
     def get_single_node(self) -> Any:
-        """Compose the document; refuse aliases that multiply (nine levels of nine aliases need only 300 bytes)."""
+        """Compose the document; refuse more than MOST_NODES values, which nested aliases in 300 bytes can exceed."""
         node: Any = super().get_single_node()
         sizes: dict[int, int] = {}
         if node is not None and _size(node, sizes) > MOST_NODES:
@@ -72,7 +72,7 @@ class Loader(yaml.SafeLoader):
 
 
 def _size(node: Any, sizes: dict[int, int]) -> int:
-    """Count a node and its content, repetitions included; ``sizes`` caches counts, and stops cycles with a 1."""
+    """Count a node and its content, with repetitions; ``sizes`` caches counts, and a node inside itself counts 1."""
     if id(node) not in sizes:
         sizes[id(node)] = 1
         parts = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value

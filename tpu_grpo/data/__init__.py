@@ -1,1 +1,1 @@
-"""Reads records, renders them into prompts, and draws the prompts of each step from an endless stream."""
+"""Reads records, renders them into prompts, and chooses the prompts of each step."""

@@ -30,7 +30,8 @@ MORE_KEYS = ("tool_calls", "tool_call_id", "name", "reasoning_content")
 QUESTION = "question"
 """The column that the default template uses."""
 IN_ITS_PLACE = ("prompt", "messages", "conversations", "problem", "instruction")
-"""The first of these columns that exists replaces a missing question. The column input is appended to instruction."""
+"""If there is no column question, the first of these columns that exists is used. If that is instruction, the column
+input is appended."""
 SHAREGPT = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "observation": "tool"}
 """The role for each name in ShareGPT's messages {from, value}; any other name is itself the role."""
 
@@ -53,7 +54,7 @@ class Conversation:
 
     @property
     def before(self) -> int:
-        """Return the number of messages before a record's own: system prompt and examples."""
+        """Return the number of messages that come before a record's own messages: system prompt and examples."""
         return len(self._before)
 
     def messages(self, record: Record, where: str) -> list[Message]:
@@ -101,8 +102,8 @@ class Conversation:
 
 
 def record_of(text: str, known: Record, data: DataSection) -> dict[str, Any]:
-    """Make a record of the columns in ``known`` and of a prompt's text, which becomes the template's other column.
-    Raises ConfigError unless ``known`` lacks exactly one column of the template."""
+    """Make a record for the text of a single prompt: the columns in ``known``, and the text as the one column of the
+    template that ``known`` lacks. Raises ConfigError if it lacks none or several."""
     if data.messages is not None:
         return {**known, data.messages: [{"role": "user", "content": text}]}
     left = [name for name in Template("data.prompt_template", data.prompt_template).fields if name not in known]
@@ -210,7 +211,7 @@ def read_messages(value: Any, column: str, where: str) -> list[Message]:
 
 
 def _message(given: Mapping[str, Any], column: str, where: str) -> Message:
-    more = {key: given[key] for key in MORE_KEYS if given.get(key) is not None}  # tables have null where there is none
+    more = {key: given[key] for key in MORE_KEYS if given.get(key) is not None}  # tables have null for missing keys
     if "tool_calls" in more:
         more["tool_calls"] = [_with_arguments(call) for call in more["tool_calls"]]
     content = given.get("content") if "role" in given else given["value"]

@@ -200,7 +200,7 @@ class Joined(Lazy):
 
 
 def check_keys(record: Mapping[str, Any], first: Mapping[str, Any], where: str, first_is: str) -> None:
-    """Raise DataError, naming missing and additional keys, unless the keys are those of ``first``.
+    """Raise DataError, naming missing and additional keys, if a record does not have the keys of ``first``.
 
     ``where`` and ``first_is`` are the names of the two records in the error.
     """
@@ -217,7 +217,7 @@ def check_keys(record: Mapping[str, Any], first: Mapping[str, Any], where: str, 
 def reading(what: str, total: int, unit: Literal["bytes", "prompts"]) -> Iterator[Callable[[int], object]]:
     """Yield a function to call with the progress so far, out of ``total``; host 0 shows a bar if the total is large.
 
-    The bar is one line that vanishes at its end. It is shown only on a terminal.
+    The bar is one line, which is removed at the end. It is shown only on a terminal.
     """
     if total < MUCH[unit] or here.index != 0:
         yield lambda done: None

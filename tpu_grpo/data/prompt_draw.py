@@ -14,10 +14,10 @@ from position 4 on could be:
     prompt       b  c  a  a  b        whether b is sampled depends only on seed and position
     sampled      -  -  a  a  .        so the next step begins at position 8
 
-A step with dynamic sampling may leave sampled prompts unused; the next step begins after the last used prompt. With P
-prompts per step, and without pools, retirement and dynamic sampling, step s has positions (s - 1) P to s P - 1.
+With dynamic sampling, a step may sample prompts that it does not use; the next step begins after the last used prompt.
+With P prompts per step, and without pools, retirement and dynamic sampling, step s has positions (s - 1) P to s P - 1.
 
-``history.jsonl`` has a line per step: the numbers of its prompts, their results, and the position at which the next
+``history.jsonl`` has a line per step: the indices of its prompts, their results, and the position at which the next
 step begins. Host 0 writes the file. When a run continues, host 0 truncates the file to the completed steps and sends
 the history to all hosts. A continued run therefore has exactly the history of an uninterrupted run.
 
@@ -44,7 +44,7 @@ from tpu_grpo.records.errors import DataError
 from tpu_grpo.records.stages import PromptBatch
 
 FATE = 1
-"""A part of the seed of these draws, so that they differ from other random numbers of the run."""
+"""This number is part of the seed of the draws, so that they differ from other random numbers of the run."""
 COLUMNS = ("tokens", "pass_rate")
 """``tokens`` is the mean length of the completions to a prompt in a step, ``pass_rate`` their mean reward."""
 PASSES = "passes"
@@ -178,7 +178,8 @@ class PromptDraw:
         return self.stream.at(step, self._drawn(step, start, self._data.prompts_per_round), number)
 
     def next(self, step: int, count: int) -> PromptBatch:
-        """Draw and use up the next ``count`` prompts, for a step that carries groups over; raises as ``batch``."""
+        """Draw the next ``count`` prompts and move the position past them, for a run whose groups outlive a step;
+        raises as ``batch``."""
         batch = self.stream.at(step, self._drawn(step, self._position, count))
         end = batch.positions[-1] + 1 if count else self._position
         self._passed_over = end - self._position - count
@@ -187,7 +188,7 @@ class PromptDraw:
 
     def done(self, step: int, used: PromptBatch, values: Mapping[str, Sequence[float]]) -> None:
         """Record a step: the prompts that it used, in order of position, and their results for each of ``COLUMNS``."""
-        if (end := used.positions[-1] + 1) > self._position:  # else ``next`` has used them up
+        if (end := used.positions[-1] + 1) > self._position:  # else ``next`` has moved past them
             self._passed_over = end - self._position - len(used.positions)
             self._position = end
         self.history.add(step, self._position, used.records, values)

@@ -62,7 +62,7 @@ class Location:
 
     @property
     def is_remote(self) -> bool:
-        """Return whether the file's name is a URL."""
+        """Whether the file's name is a URL."""
         return is_address(self.name)
 
     @property
@@ -398,7 +398,7 @@ def _read[Result](location: Location, action: Callable[[Location], Result]) -> R
 
 
 def _hint(location: Location) -> str:
-    """Guess what the user meant by a name that is not a file."""
+    """Return a hint at hf:NAME if a name that is no file looks like a dataset of the hub; otherwise an empty text."""
     if re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", location.name) and location.suffix not in READERS:
         return f"; did you mean hf:{location.name}, a dataset of the Hugging Face hub?"
     return ""

@@ -134,7 +134,8 @@ class PromptRenderer:
 
     @contextmanager
     def _bounded(self, what: str, where: Sequence[str]) -> Iterator[None]:
-        """Limit a template's time, and until it first succeeds also its memory; other code allocates none then."""
+        """Limit a template's time. Until the chat template first succeeds, also limit the memory, which is that of the
+        whole process: later, other code of the process may need more."""
         try:
             with bounded(TEMPLATE_SECONDS, None if self._is_tried else TEMPLATE_BYTES):
                 yield
@@ -280,16 +281,17 @@ class RenderedPrompts:
     """The SHA-256, in hex, of the texts and columns of these prompts, and of the tokenizer."""
 
     def column(self, name: str) -> Iterator[tuple[Any, Record]]:
-        """Yield for every prompt (its value in the column, or None if it lacks the column; all its columns)."""
+        """Yield a pair for every prompt: its value in the column (None if it lacks the column), and all its columns."""
         prompts = self.prompts
         records = prompts.records() if isinstance(prompts, LazyPrompts) else (prompt.columns for prompt in prompts)
         return ((record.get(name), record) for record in records)
 
 
 class LazyPrompts(Sequence[Prompt]):
-    """Prompts that are rendered when they are indexed, from the records of ``of`` whose indices are in ``fitting``.
+    """Prompts that are rendered when they are indexed.
 
-    ``fitting`` is ascending; ``source`` names the data in errors.
+    ``of`` are all records of the data. ``fitting`` are the ascending indices of those whose prompts fit. ``source``
+    names the data in errors.
     """
 
     def __init__(self, renderer: PromptRenderer, of: Sequence[Record], fitting: Sequence[int], source: str):

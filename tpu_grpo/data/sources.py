@@ -28,7 +28,8 @@ from tpu_grpo.models.tasks import TASKS
 from tpu_grpo.records.errors import ConfigError, DataError
 
 OWN_TASKS = 10_000
-"""The number of records of builtin:environment; held-out records are numbered from here on."""
+"""The number of records of builtin:environment, whose column ``task`` counts from 0; that of held-out records counts
+from this number."""
 OLDEST_DATASETS = 4
 """The oldest major release of the library datasets that can be imported with the pinned pyarrow."""
 PLAIN = ReadingSection()
@@ -193,7 +194,7 @@ def _builtin(source: Source) -> Records:
     return records
 
 
-# --- records that are made -------------------------------------------------------------------------------------------
+# --- records from functions and reasoning-gym -------------------------------------------------------------------------
 
 
 def call_function(name: str, options: Mapping[str, Any], setting: str) -> list[dict[str, Any]]:

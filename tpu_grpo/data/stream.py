@@ -1,7 +1,7 @@
 """A PromptStream gives the batch of prompts for each step, from an endless sequence of epochs over the config's data.
 
-With three prompts a, b, c and two per step (P = 2), for example, the stream is one shuffled epoch after another. Step
-``s`` (counted from 1) holds the positions ``2s - 2`` and ``2s - 1`` of the stream, so a batch may straddle two epochs:
+Every epoch is shuffled anew. With three prompts a, b, c and two per step (P = 2), for example, step ``s`` (counted from
+1) has the positions ``2s - 2`` and ``2s - 1`` of the stream, so that a batch may be of two epochs:
 
     epoch 0: c a b   epoch 1: a b c   ...
     step 1: c a      step 2: b a      step 3: b c
@@ -163,7 +163,8 @@ def _seeds(seed: int, count: int) -> list[int]:
 
 
 def shuffled(count: int, seed: int, shuffle: bool) -> "grain.MapDataset[int]":
-    """Return endless epochs, each of all indices below ``count``, newly shuffled if ``shuffle``, else ascending."""
+    """Return an endless sequence of epochs, each of all indices below ``count``: shuffled anew if ``shuffle`` is set,
+    otherwise ascending."""
     import grain  # imports jax, which checking and showing a config do without
 
     order = grain.MapDataset.source(range(count))
@@ -181,8 +182,8 @@ def sorted_by(
         position  0 1 2   3 4 5
         index     2 1 0   1 2 0
 
-    ``values`` has for each prompt (its value in the column, or None if it lacks the column; all its columns). Equal
-    values are shuffled by ``seed`` if ``shuffle`` is set, and else stay in order.
+    ``values`` has a pair for each prompt: its value in the column (None if it lacks the column), and all its columns.
+    Equal values are shuffled by ``seed`` if ``shuffle`` is set; otherwise they stay in order.
 
     Raises:
         DataError: for values that are missing or cannot be compared.
@@ -280,7 +281,7 @@ def open_prompts(
 ) -> PromptStream:
     """Read, render and check every prompt of the data; ``seed`` (run.seed) decides the shuffles.
 
-    ``tools_of`` is given if prompts begin conversations with environments, whose tools the prompts then offer.
+    ``tools_of`` is given if prompts begin conversations with environments; the prompts then contain the tools.
 
     Records of a mixture get the columns of all its sources, with null for columns that their own source lacks, and the
     column `source`.

@@ -31,7 +31,7 @@ class BadCall:
 
 @dataclass(frozen=True)
 class Action:
-    """The policy's turn, parsed."""
+    """A turn of the policy, parsed."""
 
     text: str
     """The whole text without special tokens."""
@@ -73,7 +73,7 @@ class Answered:
 
 @dataclass(frozen=True)
 class Ended:
-    """The result of an environment when its episode is over."""
+    """What an environment returns at the end of its episode: rewards, and its attributes if rewards read them."""
 
     reward: float | None = None
     """The result of ``get_reward``, which may be None; also None if there is no such method."""

@@ -1,4 +1,4 @@
-"""Adapters for environment classes whose actions are texts: Gym, Tunix, SkyRL-Gym and OpenEnv.
+"""Adapters for environment classes that have no tools: those of Gym, Tunix, SkyRL-Gym and OpenEnv, and agents.
 
 Unless the option ``adapter`` names an adapter, the first one in ADAPTERS that fits the class is used.
 """
@@ -15,7 +15,7 @@ from tpu_grpo.records.errors import EpisodeError
 
 
 class Adapter:
-    """One environment whose actions are texts."""
+    """Wraps one environment, so that environments of all libraries are called in the same way."""
 
     called: ClassVar[tuple[str, ...]] = ("init", "reset", "step", "get_reward", "get_turn_rewards", "close")
     """The methods that the adapter calls if the class has them; they may be async."""
@@ -70,7 +70,7 @@ def ancestors(target: Any) -> list[str]:
 
 _GYM_BASES = ("gymnasium.core.Env", "gym.core.Env")
 _BESIDE = {"reset", "step", "close", "render", "seed", "state", "get_reward", "get_turn_rewards"}
-"""If a class with ``step`` has public methods other than these, its public methods are its tools."""
+"""A class with ``step`` and other public methods than these is not adapted: its public methods are its tools."""
 
 
 class GymAdapter(Adapter):

@@ -63,7 +63,7 @@ class _Prompt:
 
 
 class AgentConversation(Conversation):
-    """A conversation that answers an agent's requests, with the methods of `Conversation`."""
+    """A conversation in which an agent requests the policy's turns, with the methods of `Conversation`."""
 
     def __init__(self, start: Start):
         super().__init__(start)

@@ -72,7 +72,7 @@ class ChatTemplate:
 
 
 QUESTION, SAID, THOUGHT, CALLED, ANSWERED = "q7zq", "c7zc", "t7zt", "v7zv", "a7za"
-"""Marks: texts that test conversations contain, and that are then searched for in the rendering."""
+"""Marks: texts in test conversations, whose places in the rendered text show what the template writes around them."""
 CALL_ID = "call00000"
 """Some templates require an id of nine letters and digits for each call; its value does not matter here."""
 
@@ -231,7 +231,7 @@ def _turn_ends(tokenizer: "PreTrainedTokenizerFast", prober: Prober) -> tuple[in
 
 
 def check_ids(tokenizer: "PreTrainedTokenizerFast", ids: Sequence[int]) -> None:
-    """Check that ids from outside are in the vocabulary and contain no padding. Raises DataError otherwise."""
+    """Raise DataError for token ids of a client that are not in the vocabulary, or are the pad token."""
     size = len(tokenizer)
     if (wrong := next((n for n in ids if not 0 <= n < size), None)) is not None:
         raise DataError(f"token ids must be from 0 to {size - 1}, got {wrong}; encode with the policy's tokenizer")
@@ -248,7 +248,7 @@ def refuse_padding(tokenizer: "PreTrainedTokenizerFast", ids: Sequence[int], tex
 
 
 class Dialect:
-    """Renders the first prompt, parses the policy's turns, and renders the environment's answers.
+    """Renders prompts and the environment's answers with the chat template, and parses the policy's turns.
 
     Sampled tokens are decoded, and never rendered or encoded again: the template only renders the prompt's own
     messages and, after a turn, the environment's answers.
@@ -296,7 +296,7 @@ class Dialect:
         self.tool_format, self._read_calls = self._reader(tool_format)
 
     def with_tools(self, tools: str) -> "Dialect":
-        """Return the dialect of the same tokenizer for other tools, which are given as a JSON list; raises the
+        """Return the `Dialect` of the same tokenizer for other tools, which are given as a JSON list; raises the
         constructor's errors."""
         return self if tools == json.dumps(self._template.tools) else self._with_tools(tools)
 
@@ -339,7 +339,7 @@ class Dialect:
         return ids
 
     def check_ids(self, ids: Sequence[int]) -> None:
-        """Check that ids from outside are in the vocabulary and contain no padding. Raises DataError otherwise."""
+        """Raise DataError for token ids of a client that are not in the vocabulary, or are the pad token."""
         check_ids(self._tokenizer, ids)
 
     # --- reading a turn -----------------------------------------------------------------------------------------------
@@ -433,11 +433,11 @@ class Dialect:
             return False
         return True
 
-    # --- the start ----------------------------------------------------------------------------------------------------
+    # --- what the constructor finds out -------------------------------------------------------------------------------
 
     def _past_cutter(self, role: str) -> Cutter | None:
-        """Return the cutter for turns before answers of a role; None if the template keeps thinking. Raises the errors
-        of `Prober.past`."""
+        """Return the `Cutter` that drops thinking from the turns before answers of a role; None if the template keeps
+        thinking. Raises the errors of `Prober.past`."""
         if role not in self._pasts:
             past = self._prober.past(role)
             self._pasts[role] = self._cutter(past) if past.drops_thinking else None

@@ -59,7 +59,7 @@ earlier branches have used the random numbers of the same token positions. Group
 
 @dataclass(frozen=True)
 class Start:
-    """What a conversation begins with."""
+    """What a conversation needs to begin."""
 
     prompt: Prompt
     request: Request
@@ -104,7 +104,7 @@ class Conversation:
 
     @property
     def asked(self) -> str:
-        """The last user message of the first prompt, with the result of ``reset`` once that is known."""
+        """The text of the first prompt's last user message, with the result of ``reset`` once that is known."""
         told = self._messages[: self._first_messages] or self._start.prompt.conversation
         said = [str(message["content"]) for message in told if message["role"] == "user"]
         return said[-1] if said else str(told[-1]["content"])
@@ -114,7 +114,7 @@ class Conversation:
         """A digest of all tokens so far."""
         return self._hash.copy().hexdigest()[:16]
 
-    # --- what happens to it -------------------------------------------------------------------------------------------
+    # --- its events, in order -----------------------------------------------------------------------------------------
 
     def first(self, reply: Answered) -> Request:
         """Take the result of ``reset``, and return the request of the first turn. Raises WrongError for a first prompt
@@ -221,8 +221,8 @@ class Conversation:
         return most - max(len(self._ids) - self._first_tokens, len(self._tokens))
 
     def _next_request(self) -> Request:
-        """Make the request of the next turn. The conversation's token limit applies to the current branch, and also to
-        all branches together, which have more tokens if the template has dropped thinking."""
+        """Make the request of the next turn. The conversation's token limit applies to the current branch, and to the
+        tokens of all branches together."""
         request, room = self._start.request, self._room
         if (most := self._start.section.max_turn_tokens) is not None:
             room = min(room, most)

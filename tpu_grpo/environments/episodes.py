@@ -1,6 +1,7 @@
 """Connects the engine to the environments of a batch of rows; each row has a conversation and an environment.
 
-`Episodes` implements `Conversations` (tpu_grpo/engine/waves.py). A row's environment works while others are decoded:
+`Episodes` implements `Conversations` (tpu_grpo/engine/waves.py). While a row's environment works, the engine decodes
+other rows:
 
     the engine calls     the environment runs       ``next(row)`` returns
     begin(row)           reset                      the Request of the first turn
@@ -68,7 +69,7 @@ class Environments:
 
     @property
     def places(self) -> int | None:
-        """The most conversations on each host that may have their own process concurrently; None for no limit."""
+        """The most conversations on a host that may have their own processes at the same time; None for no limit."""
         has_processes = not all(environment.is_async for environment in self.loaded.values())
         return self.section.workers if has_processes and self.section.workers != "auto" else None
 
@@ -155,7 +156,7 @@ class Episodes:
         return self._next.pop(row)
 
     def result(self, row: int) -> Completion:
-        """Return the whole conversation of a row, which must be over."""
+        """Return the completion that holds a row's whole conversation, which must be over."""
         return self._done[row]
 
     def messages(self, row: int) -> list[Mapping[str, Any]]:
@@ -187,12 +188,12 @@ class Episodes:
         return reply
 
     def _end(self, row: int) -> None:
-        """Ask for the rewards, which ends the conversation."""
+        """Request the rewards from the row's environment, unless the episode is replayed from the record."""
         if row not in self._replayed:
             self._pool.end(row)
 
     def _take(self, row: int, reply: Reply) -> None:
-        """Handle a reply: store the request of the row's next turn, ask for the rewards, or end the conversation."""
+        """Handle a reply: store the request of the row's next turn, request the rewards, or end the conversation."""
         conversation = self._open[row]
         try:
             match reply:

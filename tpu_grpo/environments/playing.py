@@ -145,17 +145,18 @@ def late(request: Request, takes: str, seconds: float, made: int = 0) -> Failure
 
 
 class Playing:
-    """An environment of one conversation."""
+    """The environment of one conversation, and its state."""
 
     def __init__(self, service: PlayedEnvironment, went_on: Callable[[], None] = lambda: None):
-        """Build no environment yet. ``went_on`` is called when a turn's next call begins, and restarts the timeout."""
+        """Prepare; the request `Start` builds the environment. ``went_on`` is called when a turn's next tool call
+        begins, and restarts the timeout."""
         self._service, self._target = service, service.target
         self._adapter: Adapter | None = service.adapter(service.target, service.options) if service.adapter else None
         self._instance: Any = None
         self._went_on = went_on
         self.made = 0  # finished calls of the current turn
         self._turns: list[int] = []
-        """The length of the list of ``get_turn_rewards`` after each turn so far."""
+        """The length of the list that ``get_turn_rewards`` returned after each turn so far."""
         self._asked = ""
 
     async def reply(self, request: Request) -> Reply:
@@ -249,7 +250,7 @@ class Playing:
         return self._instance if self._adapter is None else self._adapter.instance
 
     def _method(self, name: str) -> Any:
-        """Return the method ``name`` if the class defines one, else None; attributes of the instance do not count."""
+        """Return the instance's method ``name``; None if its class does not define this method."""
         return getattr(self._played_instance, name, None) if callable(getattr(self._target, name, None)) else None
 
     async def _turn_rewards(self) -> Sequence[Any] | None:
@@ -271,6 +272,6 @@ def _failed(kind: FailureKind, text: str, error: BaseException | None = None) ->
 
 
 def _line(error: BaseException) -> str:
-    """Name the innermost line that an exception comes from."""
+    """Return the innermost line of an exception's traceback, for an error message."""
     frames = traceback.extract_tb(error.__traceback__)
     return f" ({frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""

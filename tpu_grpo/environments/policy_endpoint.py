@@ -155,7 +155,7 @@ class Endpoint:
         return session
 
     def forget(self, session: Session) -> None:
-        """Close a session for good."""
+        """Close a session and remove it."""
         session.close(RefusedError("the session must be open, got one that has ended", 404, "ended"))
         self._sessions.pop(session.name, None)
 
@@ -165,7 +165,7 @@ class Endpoint:
 
     @web.middleware
     async def _with_key(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Handle a request that has the key of an open session; the response to a refused request gives the reason."""
+        """Handle a request if it has the key of an open session; otherwise respond with the reason for the refusal."""
         if (unknown := request.match_info.http_exception) is not None:
             raise unknown
         try:

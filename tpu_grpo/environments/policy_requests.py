@@ -241,7 +241,7 @@ def _plain_text(content: Text) -> str:
 
 
 def _checked(value: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return a JSON object; raises RefusedError if it is nested too deep, or has numbers or texts that JSON lacks."""
+    """Return a JSON object; raises RefusedError if it is nested too deep, or has values that JSON cannot hold."""
     call = checked_call(ToolCall("x", value))
     if isinstance(call, BadCall):
         raise RefusedError(f"{where}: {call.problem}")

@@ -33,7 +33,8 @@ _CLOSE_SECONDS = 5.0
 """The time that a process has to close its environment after the episode."""
 _POLL_SECONDS = 0.5
 _PATIENCE_SECONDS = 1.0
-"""After this time without any request or reply, a polled conversation may exceed environment.workers (``_place``)."""
+"""If no request or reply was handled for this time, a conversation that the caller polls starts even if that exceeds
+environment.workers (see ``_place``)."""
 
 
 class _Conversation(Session):
@@ -70,7 +71,7 @@ class _Conversation(Session):
         return has_more
 
     def late(self, *, has_begun: bool) -> None:
-        """Store the failure that no reply came in time, or (``has_begun`` false) that no process was forked in time."""
+        """Store the failure that no reply came in time; if not ``has_begun``, that no process was forked in time."""
         assert self.request is not None, "nothing is asked"
         text = f"had no process after {FORK_SECONDS:g} s; see which threads its import starts, and what else runs"
         in_call = late(self.request, self.loaded.takes, self.seconds, self._made)
@@ -121,7 +122,7 @@ class EnvironmentPool:
         self._by_key: dict[int, _Conversation] = {}
         self._waiting: collections.deque[_Conversation] = collections.deque()
         self.active_at = time.monotonic()
-        """When the last request to an environment, or reply from an environment, was handled, by time.monotonic()."""
+        """The time.monotonic() at which the last request to, or reply from, an environment was handled."""
         self.supervisor = Supervisor()
         shared = 1 if section.workers == "auto" else section.workers
         self.crews = {
@@ -218,10 +219,10 @@ class EnvironmentPool:
             raise EpisodeError(str(error)) from None
 
     def _place(self, wanted: _Conversation | None, patience: float) -> None:
-        """Start waiting conversations in order. environment.workers is the number of places; async ones need no place.
+        """Start waiting conversations in order, up to environment.workers at a time; async environments do not count.
 
-        The engine itself begins no more conversations than there are places. Another caller may poll a conversation
-        that has no place (``wanted``). It starts anyway if all other conversations were idle for ``patience`` seconds.
+        The engine begins no more conversations than that. Another caller may poll a conversation beyond the limit
+        (``wanted``), which starts anyway if all running conversations were idle for ``patience`` seconds.
         """
         if not self._waiting:
             return

@@ -1,4 +1,4 @@
-"""Reads tool calls from the text of turns, and detects from a chat template which of these formats they have:
+"""Reads tool calls from the text of turns, and detects which of these formats a chat template uses:
 
 hermes        <tool_call>{"name": "add", "arguments": {"a": 47, "b": 38}}</tool_call>
 llama3        {"name": "add", "parameters": {"a": 47, "b": 38}}
@@ -29,7 +29,7 @@ _MOST_BITS = MOST_DIGITS * 332 // 100
 
 
 def checked_call(call: ToolCall | BadCall) -> ToolCall | BadCall:
-    """Return a call with tuples as lists; a BadCall if a value is not JSON, too large, or nested too deep."""
+    """Convert the tuples in a call to lists; return a BadCall if a value is not JSON, too large, or nested too deep."""
     if isinstance(call, BadCall):
         return call
     try:
@@ -66,7 +66,7 @@ def _checked_value(value: Any, level: int = 0) -> Any:
 OPEN, CLOSE, PYTHON_TAG = "<tool_call>", "</tool_call>", "<|python_tag|>"
 Calls = list[ToolCall | BadCall]
 _BARE = re.compile(r"\{\s*[\"'](name|parameters|arguments|function|type)[\"']")
-"""The beginning of an object that is meant as a call; other text that begins with a brace is an answer."""
+"""Matches the beginning of a JSON object that is a call; other text that begins with a brace is an answer."""
 
 
 def read_hermes(text: str, *, ended: bool) -> tuple[str, Calls]:
@@ -220,7 +220,7 @@ def _xml_call(body: str, schemas: Schemas) -> ToolCall | BadCall:
 
 
 def _xml_value(text: str, key: str, schema: Any) -> Any:
-    """Convert a text to the first of the schema's types that fits; without types, return the text unchanged."""
+    """Convert a text to the first of the schema's types that it fits; without types, return the text unchanged."""
     types = _types(schema)
     if not types:
         return text
@@ -352,7 +352,7 @@ def _listed(tree: ast.Module) -> Iterator[ast.expr]:
 
 
 def _literal(node: ast.expr) -> Any:
-    """Return the value of a literal argument; a BadCall for anything that would have to be computed."""
+    """Return the value of a literal argument; a BadCall for any other expression."""
     try:
         return ast.literal_eval(_Words().visit(node))
     except (ValueError, TypeError):

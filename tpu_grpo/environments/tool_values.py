@@ -16,12 +16,12 @@ AT_THE_END = ("get_reward", "get_turn_rewards", "close")
 RESERVED = ("reset", *AT_THE_END)
 """Public methods with these names are not tools."""
 MOST_CALLS = 16
-"""The most calls that are made in one turn; all further calls get a single error message."""
+"""The most calls that are made in one turn; the policy gets one error message for all further calls."""
 _LONGEST_ERROR = 2000
 
 
 class CallError(Exception):
-    """A call that cannot be made; the policy gets the reason."""
+    """A call that cannot be made; the policy gets the message as the call's result."""
 
 
 async def resolved(value: Any) -> Any:
@@ -56,7 +56,7 @@ def not_made(calls: Sequence[ToolCall | BadCall]) -> Message:
 
 
 def described(error: BaseException) -> str:
-    """Return an exception's type and text, which may be shortened."""
+    """Return an exception's type and message, shortened to _LONGEST_ERROR characters."""
     try:
         text = str(error)
     except Exception:  # user code can raise anything

@@ -38,16 +38,16 @@ class Encoder:
         longest_first = sorted(markers.items(), key=lambda item: -len(item[1].content))
         self._ids = [number for number, _ in longest_first]
         self._markers = [token for _, token in longest_first]
-        spaces = [(r"\s*" * token.lstrip, r"\s*" * token.rstrip) for token in self._markers]  # absorbed spaces
+        spaces = [(r"\s*" * token.lstrip, r"\s*" * token.rstrip) for token in self._markers]  # absorbed with it
         words = [re.escape(token.content) for token in self._markers]
         self._written = _pattern([before + word + after for word, (before, after) in zip(words, spaces, strict=True)])
-        # a marker of one character cannot be broken up
+        # the guard character cannot split a marker of one character
         self._spelled = _pattern([re.escape(token.content) for token in self._markers if len(token.content) > 1])
         self.special = _pattern([re.escape(token.content) for token in self._markers if token.special])
         """Matches the special tokens in a text."""
 
     def guarded(self, text: str) -> str:
-        """Insert the guard character into the words of a text that spell markers."""
+        """Insert the guard character into each word of a text that the tokenizer would encode as a marker."""
         text = _NO_TEXT.sub("\ufffd", text)
         while self._spelled.search(text):
             text = self._spelled.sub(lambda word: word[0][0] + BREAK + word[0][1:], text)
@@ -64,7 +64,7 @@ class Encoder:
         return self.in_pieces(text)
 
     def in_pieces(self, text: str) -> list[int]:
-        """Encode the markers in a text as markers, and the pieces between them by the vocabulary alone."""
+        """Encode the markers in a text with their ids, and the text between them as plain text."""
         ids: list[int] = []
         at = 0
         for marker in self._written.finditer(text):

@@ -38,7 +38,7 @@ class Turn:
     """The index after the turn's last token. The answer's tokens follow, up to the next turn or the last token. If a
     new branch begins after this turn, they are instead at the end of the new branch's prompt."""
     text: str
-    """What the policy wrote, special tokens left out."""
+    """The policy's text, without special tokens."""
     calls: tuple[str, ...] = ()
     """The names of the tools that the turn called; "" for a call that could not be parsed."""
     answer: str = ""
@@ -73,7 +73,7 @@ class Failure:
     trace: str = ""
     """The text of the traceback, if there is one."""
     reward: float | None = None
-    """The conversation's reward, in place of all rewards; if None, the conversation's total is its group's mean."""
+    """The conversation's total reward, which replaces all rewards; if None, the total is the mean of its group."""
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,8 @@ class KeptEnvironment:
     source: str
     """The environment's class, as path.py:Class or package.module:Class."""
     state: bytes
-    """The pickled attributes, and reasons for missing ones. Only workers may unpickle them: see
-    tpu_grpo/workers/attributes.py."""
+    """The environment's attributes, pickled, and the reasons why others are missing. Only workers may unpickle them:
+    see tpu_grpo/workers/attributes.py."""
 
 
 @dataclass(frozen=True)

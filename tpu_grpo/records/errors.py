@@ -63,7 +63,7 @@ class RequestError(TpuGrpoError, ValueError):
 
 
 class WeightsError(TpuGrpoError, ValueError):
-    """Parameters of the trainer and of the sampler that do not correspond."""
+    """Parameters of the trainer and of the sampler that do not match."""
 
     exit_code = 2
 
@@ -112,7 +112,7 @@ _DISKS = {
 
 
 def disk_error(error: OSError) -> DiskError | None:
-    """Convert an operating system error to a DiskError, if a disk is its cause; else return None."""
+    """Convert an operating system error to a DiskError; return None if its cause is not a disk."""
     if isinstance(error, DiskError):
         return error
     if error.errno not in _DISKS:
@@ -129,7 +129,7 @@ def disk_errors_explained(explain: Callable[[OSError | ValueError], DiskError | 
     """Raise a DiskError in place of an error whose cause is a disk.
 
     Args:
-        explain: converts the error, or returns None if no disk is its cause; by default `disk_error`.
+        explain: converts the error, or returns None if its cause is not a disk; by default `disk_error`.
     """
     try:
         yield

@@ -29,7 +29,7 @@ from tpu_grpo.records.errors import DataError
 LARGEST = 2**28
 """The most bytes of a file that is read as a whole; the largest tokenizers have a tenth of this."""
 LONGEST = 2**26
-"""The most bytes or characters of a line."""
+"""The most bytes or characters of a line, with its newline."""
 DEEPEST = 100
 """The deepest nesting of JSON that is accepted."""
 
@@ -59,7 +59,7 @@ def read_file(path: Path, most: int = LARGEST) -> bytes:
 
 
 def lines_of[Text: (bytes, str)](file: IO[Text], name: str, most: int = LONGEST) -> Iterator[Text]:
-    """Yield the lines of a file; raises DataError for a line of more than ``most`` bytes or characters."""
+    """Yield the lines of a file; raises DataError for ``most`` bytes or characters without a newline."""
     number = 0
     while line := file.readline(most):
         number += 1
@@ -119,7 +119,7 @@ def _is_deep(value: Any) -> bool:
 
 @contextmanager
 def bounded(seconds: float, more_bytes: int | None = None) -> Iterator[None]:
-    """Limit the time and memory of foreign Python code, such as a template, in the block.
+    """Limit the time and memory of the block, which runs untrusted Python code such as a template.
 
     Args:
         seconds: a block that takes longer raises TimeoutError, if it runs on the main thread.

@@ -20,7 +20,8 @@ from tpu_grpo.records.episode import Episode
 Conversation = Sequence[Mapping[str, Any]]
 """Messages, each with role, content, and other keys that chat templates know, such as tool_calls."""
 FinishReason = Literal["stop", "length", "cut"]
-"""Why a completion ended; cut if it has not ended and a later step continues it (tpu_grpo/engine/cutting.py)."""
+"""Why a completion ended. stop: at a stop token. length: at its token limit. cut: it has not ended, and a later step
+continues it (tpu_grpo/engine/cutting.py)."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Prompt:
     token_ids: tuple[int, ...]
     columns: Mapping[str, Any] = field(default_factory=dict)
     messages: Conversation = ()
-    """The conversation that the text was rendered from, with system message and examples; empty if there was none."""
+    """The messages that the text was rendered from, with system message and examples; empty if there were none."""
     examples: int = 0
     """The number of messages at the beginning that come from the config, not from the record."""
 
@@ -155,7 +156,8 @@ class Completion:
 
     @property
     def said_ids(self) -> np.ndarray:
-        """All tokens after the first prompt, int32, with the answers that only a later branch's prompt holds.
+        """All tokens after the first prompt, in order, int32. Unlike ``token_ids``, they include the answers of an
+        environment that are in the prompt of a later branch.
 
         For example, the first branch has the tokens [1 2], and the second has [3] after the prompt [9 1 7 8], which
         ends with the answer [7 8] to the first turn. Then the result is [1 2 7 8 3].
@@ -172,7 +174,7 @@ class Completion:
 
 
 def routing_dtype(experts: int) -> np.dtype:
-    """Return the smallest integer dtype for expert numbers below ``experts``; its largest value stands for "none"."""
+    """Return the smallest integer dtype for the indices of ``experts`` experts; its largest value stands for "none"."""
     return np.dtype(np.uint8 if experts <= np.iinfo(np.uint8).max else np.uint16)
 
 
@@ -186,9 +188,9 @@ class Rollout:
     texts: tuple[str, ...]
     seconds: float
     figures: Mapping[str, float] = field(default_factory=dict)
-    """Metrics of the engines of the first replica's host, by name."""
+    """Metrics, by name, of the engines of the host that has the first replica."""
     told: tuple[int, ...] = ()
-    """For each prompt, the host that reports its completions and scores them; if empty, hosts take turns to score."""
+    """For each prompt, the host that scores its completions; if empty, the hosts take turns, prompt by prompt."""
 
     @property
     def row_prompts(self) -> tuple[Prompt, ...]:
@@ -212,7 +214,7 @@ class Rollout:
         return [p * self.group_size + g for p in prompts for g in range(self.group_size)]
 
     def select(self, prompts: Sequence[int]) -> "Rollout":
-        """Return the groups of some of the prompts, in this order, but still with the sampling costs of all groups."""
+        """Return the groups of some prompts, in this order; ``seconds`` and ``figures`` remain those of all groups."""
         rows = self.rows_of(prompts)
         return replace(
             self,
@@ -225,7 +227,7 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Figure:
-    """A number about a stage that can be merged over hosts: by sum, by mean weighted by ``count``, or by maximum."""
+    """A metric of a stage, which is merged over hosts: by sum, by mean weighted by ``count``, or by maximum."""
 
     value: int | float
     merge: Literal["sum", "mean", "max"]
@@ -259,13 +261,13 @@ class Scores:
     figures: Mapping[str, Figure] = field(default_factory=dict)
     """Metrics: the costs of the rewards, and the values that they logged, by name."""
     per_token: tuple[Float[np.ndarray, "_"], ...] = ()
-    """For every row, the weighted sum of the token rewards at each token, which the learner adds to the token's
-    advantage; empty without token rewards."""
+    """The weighted sum of the token rewards at each token of each row, which the learner adds to the token's advantage;
+    empty without token rewards."""
     token_rewards: tuple[str, ...] = ()
     """The names of the token rewards (rewards per token)."""
     unscored: Bool[np.ndarray, " B"] | None = None
-    """A mask of the rows to which no weighted completion reward applies, and whose total is their group's mean; None
-    if there are no such rows."""
+    """A mask of the rows whose total is the mean of their group, because no completion reward with a weight other than
+    0 applies to them; None stands for no such rows."""
 
     @property
     def scored(self) -> Bool[np.ndarray, " B"]:
@@ -273,7 +275,7 @@ class Scores:
         return np.ones(len(self.total), np.bool_) if self.unscored is None else ~self.unscored
 
     def select(self, rows: Sequence[int]) -> "Scores":
-        """Return some of the rows, but still with the scoring costs of all rows."""
+        """Return the scores of some rows; ``seconds`` and ``figures`` remain those of all rows."""
         kept = list(rows)
         per_token = tuple(self.per_token[row] for row in kept) if self.per_token else ()
         by_name = {name: values[kept] for name, values in self.by_name.items()}
@@ -289,7 +291,8 @@ class ScoredRollout:
     scores: Scores
 
     def mean_rewards(self, name: str | None = None) -> tuple[float, ...]:
-        """Return the mean of each prompt's total rewards, or of the reward ``name``; NaN if none applies."""
+        """Return, for each prompt, the mean total reward of its completions, or their mean reward ``name``; NaN if no
+        completion has one."""
         scores = self.scores
         values_B = np.where(scores.scored, scores.total, np.nan) if name is None else scores.by_name[name]
         groups_PG = values_B.reshape(-1, self.rollout.group_size).tolist()
@@ -329,7 +332,7 @@ class UpdateResult:
 
 @dataclass(frozen=True)
 class SyncResult:
-    """The costs of moving the parameters to the sampler."""
+    """The costs of copying the parameters to the sampler."""
 
     seconds: float
     bytes_moved: int

@@ -1,4 +1,4 @@
-"""Scores the completions of a rollout: calls the rewards, sums their weighted values, and shares the results.
+"""Scores the completions of a rollout: calls the rewards, sums their weighted values, and sends the sums to all hosts.
 
 To write a reward, read tpu_grpo/rewards/protocol.py; the shipped rewards are in tpu_grpo/rewards/shipped/.
 """

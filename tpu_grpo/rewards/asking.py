@@ -54,11 +54,11 @@ class OpenReward:
 
     @property
     def may_start_early(self) -> bool:
-        """Return the config's ``early`` if set, else whether the reward can start in the rollout without slowing it.
+        """Whether the reward may score groups while other groups are sampled; the config's ``early`` if that is set.
 
-        Functions of one row and shipped rewards can, because no row depends on the other rows of a call. But a reward
-        in the main process competes with the engine for Python's interpreter lock. So in the main process, only shipped
-        rewards that are known to be quick start early.
+        By default, functions of one row and shipped rewards may, because their value for a row does not depend on other
+        rows. A reward in the main process competes with the engine for Python's interpreter lock. Therefore, in the
+        main process only shipped rewards that run there by default may.
         """
         if self.spec.early is not None:
             return self.spec.early
@@ -83,7 +83,7 @@ class Table:
     numbers: Sequence[int]
     """Each row's number in the whole rollout, for error messages."""
     failures: Mapping[int, Failure] = field(default_factory=dict)
-    """Row -> the failure of its environment. No reward is called for these rows."""
+    """The rows whose environment failed, and how. No reward is called for these rows."""
 
     @property
     def size(self) -> int:
@@ -105,8 +105,8 @@ def build_table(rollout: Rollout, rewards: Iterable[OpenReward], *, numbers: Seq
     """Collect the texts, data columns and extras (OF_ROWS) that the rewards are called with.
 
     A plain completion is passed as its text. A conversation with an environment is passed as the policy's last turn, or
-    as all messages for ``messages: true``. ``numbers`` are the row numbers for error messages, if the rollout is part
-    of a larger one. Raises RewardError for a row without a column or an environment that a reward needs.
+    as all messages for ``messages: true``. If the rollout is part of a larger one, ``numbers`` are its rows' numbers
+    there, for error messages. Raises RewardError for a row without a column or environment that a reward needs.
     """
     rows, episodes = rollout.row_prompts, [completion.episode for completion in rollout.completions]
     said = list(zip(episodes, rollout.texts, strict=True))
@@ -136,7 +136,7 @@ def build_table(rollout: Rollout, rewards: Iterable[OpenReward], *, numbers: Seq
 
 
 def _extra_column(name: str, rollout: Rollout) -> list[Any]:
-    """Return all rows' values of the extra ``name``, one of OF_ROWS."""
+    """Return the values of the argument ``name``, one of OF_ROWS, for all rows."""
     if name == "completion_ids":
         return [completion.token_ids.tolist() for completion in rollout.completions]
     if name == "rendered_prompts":
@@ -167,8 +167,8 @@ def split_rows(rows: Sequence[int], group_size: int, workers: int, call: Call) -
 
 
 def most_batches(workers: int, call: Call) -> int:
-    """Return the most batches for the rows of a step: a few per worker, or one per worker for an async function, which
-    awaits rows together. A function of a batch with one worker gets all rows in one call."""
+    """Return the largest number of batches for the rows of a step: four per worker, or one per worker for an async
+    function, which awaits the rows of a batch together. A function of a batch with one worker gets all rows at once."""
     if workers <= 1 and call.concurrency is None:
         return 1
     return max(1, workers) * (1 if call.is_async else _BATCHES_PER_WORKER)
@@ -178,7 +178,7 @@ def most_batches(workers: int, call: Call) -> int:
 
 
 class RemoteError(Exception):
-    """Stands for an exception that a reward raised; its message is the text of the traceback."""
+    """The cause of the RewardError for a reward that raised an exception; its message is that exception's traceback."""
 
 
 @dataclass
@@ -202,7 +202,8 @@ class RewardResult:
 
     @property
     def comparable(self) -> list[Any]:
-        """Return per row what must be equal on all hosts: the value, and a digest of per-token numbers, if any."""
+        """Return, for each row, what must be equal on all hosts: the value; for a per-token reward, a text with the sum
+        and a digest of the row's numbers."""
         if not self.of_tokens:
             return self.values.tolist()
         return [
@@ -221,7 +222,8 @@ class RewardResult:
 
 
 def ask_reward(reward: OpenReward, table: Table, gate_B: Float[np.ndarray, " B"] | None) -> RewardResult:
-    """Return one reward's values for all rows. ``gate_B`` are the values of its gate; None if it has no gate.
+    """Return one reward's values for all rows. ``gate_B`` are the values of its gate (the reward in ``only_if``), or
+    None if it has none.
 
     The reward is called only for rows that the gate scored above 0. Rows that the gate scored 0 or less get 0, and
     rows to which the gate does not apply get NaN. Raises RewardError for a problem, if ``on_error`` is stop.
@@ -322,7 +324,7 @@ class Groups:
     """Calls one reward for groups of rows as the groups are sampled, and collects the reward's values.
 
     Args:
-        expected: about how many groups will come.
+        expected: the expected number of groups.
         rollouts: the number of rollouts that the groups come from; the timeout after ``end`` is multiplied by it.
     """
 
@@ -367,8 +369,8 @@ class Groups:
         self.feed.end(self._rollouts)
 
     def result(self, rollout: int, prompts: Sequence[int]) -> RewardResult:
-        """Wait for the values of some prompts of a rollout; the reward's gate must have ended without an error. Raises
-        RewardError for a problem, if ``on_error`` is stop."""
+        """Wait for the executor to end, and return the values of some prompts of a rollout. If the reward has a gate,
+        wait for the gate's result first. Raises RewardError for a problem, if ``on_error`` is stop."""
         self.served.result()
         parts = [self.results[rollout, prompt] for prompt in prompts]
         logged: dict[str, list[float]] = {}
@@ -400,7 +402,7 @@ class Groups:
         self._complete(group)
 
     def _complete(self, group: Group) -> None:
-        """Store a group's result, and pass the group on to the followers."""
+        """Store a group's result, and queue the group for the rewards that have this reward as their gate."""
         done = self._open.pop(group)
         self.results[group] = done.result
         for follower in self.followers:

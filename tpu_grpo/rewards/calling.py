@@ -39,7 +39,7 @@ def _read_values(text: object) -> np.ndarray:
 
 
 TokenValues = Annotated[Float[np.ndarray, "_"], PlainValidator(_read_values)]
-"""A float64 number per token; empty for a completion to which the reward does not apply. Workers send base64."""
+"""A float64 number per token; empty where the reward does not apply. Workers send the numbers as base64."""
 NO_VALUES: TokenValues = np.zeros(0)
 SHORT_REPR = reprlib.Repr(maxstring=120, maxother=120)
 """Shortens the texts and values that error messages show."""
@@ -165,7 +165,8 @@ class Caller:
     """A reward that is set up and can be called from one thread."""
 
     def __init__(self, call: Call, target: Any):
-        """Build the reward, if it is a class, and call its ``setup``. Raises what these raise."""
+        """Build the reward, if it is a class or a function that makes rewards, and call its ``setup``. Raises whatever
+        these raise."""
         self._call = call
         self._loop = asyncio.Runner()
         is_built = call.is_built or inspect.isclass(target)
@@ -178,7 +179,7 @@ class Caller:
         self._call_if_defined("setup")
 
     def close(self) -> None:
-        """Call the reward's ``close``. Raises what that raises."""
+        """Call the reward's ``close``. Raises whatever it raises."""
         self._call_if_defined("close")
         self._loop.close()
 
@@ -187,7 +188,7 @@ class Caller:
             self._resolve(function())
 
     def answer(self, batch: RewardBatch, deadline: float) -> Answer:
-        """Call the reward on a batch, with a limit a little below ``deadline`` seconds so that the answer is in time.
+        """Call the reward on a batch, with ``deadline`` less 10% (at most 0.5 s) as its time limit in seconds.
 
         At the limit an async reward is cancelled, a synchronous function of one row is not called for further rows,
         and a synchronous function of a batch runs on.
@@ -198,7 +199,8 @@ class Caller:
         return self._answer_rows(batch, seconds, self._call.concurrency)
 
     def raw_outputs(self, batch: RewardBatch) -> Any:
-        """Return the function's result for a batch, or a list of its results by row. Its exceptions pass through."""
+        """Return the function's unchecked result for a batch; for a function of one row, the list of its results.
+        Exceptions of the function pass through."""
         if self._call.concurrency is None:
             return self._resolve(self._reward(**self._arguments(batch, {})))
         return [self._resolve(self._reward(**self._arguments(batch, {}, row))) for row in range(batch.size)]
@@ -299,7 +301,7 @@ class Caller:
         return {renamed.get(n, n): value for n, value in arguments.items()} | self._passed_options
 
     def _as_argument(self, name: str, value: Any) -> Any:
-        """Convert a value to what the reward expects; copy token ids and messages, as other rewards share them."""
+        """Convert a value to what the reward expects; token ids and messages are copied, because rewards share them."""
         if name == "completion_ids" and name in self._call.extras:
             return list(value)
         if isinstance(value, KeptEnvironment):
@@ -317,15 +319,15 @@ class Caller:
         return Problem("raised", text, failing_row=failing_row, trace="".join(traceback.format_exception(error)))
 
     def _source_line(self, error: BaseException) -> str:
-        """Name the innermost line of the reward's own file in the traceback, or else of any file."""
+        """Return the innermost traceback line in the reward's own file, or else in any file, for the error message."""
         frames = traceback.extract_tb(error.__traceback__)
         file = getattr(self._code, "co_filename", None)
         frame = next((f for f in reversed(frames) if f.filename == file), frames[-1])
         return f"{frame.filename}:{frame.lineno} in {frame.name}"
 
     def _find_failing_row(self, batch: RewardBatch) -> int | None:
-        """Call the reward again for a batch that raised, row by row, and return the first row that raises. The run ends
-        with this error anyway, so the extra calls are a fair price for knowing the row."""
+        """Call the reward again for a batch that raised, row by row, and return the first row that raises; None if no
+        row raises in time. The run ends with this error anyway, so the extra calls only delay its end."""
         started = time.monotonic()
         for row in range(batch.size):
             if time.monotonic() - started > SEARCH_SECONDS:
@@ -453,7 +455,7 @@ def score_of(result: Any, logged: dict[str, list[float]]) -> Any:
     """Return the score of a row's result and log its other numbers; return a result without a score unchanged.
 
     verl's rewards return {"score": 1.0, "acc": True, "pred": "72"}, which scores 1.0 and logs acc. Rewards of Tunix and
-    rLLM return an object with ``reward`` and a dict ``metadata``. For a number that cannot be logged, return a Problem.
+    rLLM return an object with ``reward`` and a dict ``metadata``. If a number cannot be logged, a Problem is returned.
     """
     if isinstance(metadata := getattr(result, "metadata", None), Mapping) and hasattr(result, "reward"):
         result = {**metadata, "score": result.reward}
@@ -515,11 +517,11 @@ class AnswerParser:
         return getattr(found, "answer" if "answer" in self._tags else self._tags[-1]) if self._tags else found
 
     def get_assistant_messages(self, completion: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """Return the model's messages."""
+        """Return the messages with the role ``assistant``."""
         return [message for message in completion if message["role"] == "assistant"]
 
     def get_user_messages(self, completion: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """Return the user's and the environment's messages."""
+        """Return the messages with the role ``user``."""
         return [message for message in completion if message["role"] == "user"]
 
 

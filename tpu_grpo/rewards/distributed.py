@@ -1,7 +1,8 @@
 """Scores groups on several hosts: each host scores some of the groups, and all hosts get the rewards of all rows.
 
-Most groups are scored by one host only, so a reward that computes wrong values on one host would go unnoticed. All
-hosts therefore score one group of every step, the witness, and compare their values.
+Most groups are scored by one host only, so a reward that computes wrong values on one host would go unnoticed.
+Therefore all hosts score the same one group of every rollout with the deterministic rewards, and compare the values.
+This group is called the witness.
 """
 
 import time
@@ -27,14 +28,14 @@ class Told:
     """Lists with a value per row: the totals, then 1 for unscored rows and 0 for others, then each reward's values.
     JSON keeps floats exact, including NaN."""
     witness: dict[str, list[float | str] | None]
-    """Name of a compared reward -> its values for the rows of the witness on this host; None if it had a problem."""
+    """The values of each compared reward for the rows of the witness, by name; None if the reward had a problem."""
     figures: dict[str, Figure]
     of_tokens: str
-    """The weighted per-token rewards of all tokens of the host's rows, packed."""
+    """The weighted per-token rewards of all tokens of the host's rows, as `packed` writes them."""
 
 
 class DistributedRewards:
-    """A RewardSet whose groups are divided among the hosts: a rollout says which host scores which prompts.
+    """Scores with a `RewardSet` on several hosts, each of which scores some of the groups (see `scorers_of`).
 
     A reward sees only the rows of its own host, so a reward that compares rows must compare them within a group.
     """
@@ -58,7 +59,7 @@ class DistributedRewards:
         return DistributedScoring(self, batch, rollouts)
 
     def close(self) -> None:
-        """Let the rewards close and end their processes."""
+        """Close the rewards, and end their worker processes and threads."""
         self.rewards.close()
 
 
@@ -102,7 +103,7 @@ class DistributedScoring(Scoring):
         return found
 
     def _gathered(self, rollout: Rollout, own: Scores | None, scorers: Sequence[int], start: float) -> Scores:
-        """Merge the scores of all hosts, and compare the hosts' values for the witness."""
+        """Merge the scores of all hosts, and compare their values for the witness."""
         witness = rollout.select([rollout.batch.step % len(scorers)])
         names, token_rewards = self._rewards.names, self._rewards.token_rewards
         columns, figures, of_tokens = [np.zeros(0)] * (2 + len(names)), dict[str, Figure](), [NO_VALUES]

@@ -93,7 +93,7 @@ class CalledReward:
 
 
 class _BatchSession(Session):
-    """The session of a worker with one task; it appends the answer to ``answers``, which the pool passes on."""
+    """A worker's work on one task; it appends the task's answer to ``answers``, from where `WorkerPool` takes it."""
 
     def __init__(self, task: Task, answers: list[tuple[Task, Answer]], supervisor: Supervisor):
         self._task, self._answers, self._supervisor = task, answers, supervisor
@@ -106,11 +106,11 @@ class _BatchSession(Session):
         self._supervisor.release(self, 0.0)
 
     def late(self, *, has_begun: bool) -> None:
-        """Store the problem that there was no answer in time."""
+        """Store an answer with the problem that the worker was late."""
         self._answers.append((self._task, failed_answer(self._task.batch.size, _LATE)))
 
     def lost(self, how: str) -> None:
-        """Store the problem that the worker has ended; the batch is not retried."""
+        """Store an answer with the problem that the worker has ended; the batch is not retried."""
         died = Problem("died", f"lost its worker, which {how}")
         self._answers.append((self._task, failed_answer(self._task.batch.size, died)))
 
@@ -118,8 +118,8 @@ class _BatchSession(Session):
 class WorkerPool(Executor):
     """Runs one reward in ``count`` worker processes.
 
-    Workers are started when a feed needs them, and replaced when they die, hang, or have had ``recycle`` calls. A batch
-    whose worker dies is not tried again.
+    Workers are started when a feed needs them, and replaced when they die, miss a deadline, or have had ``recycle``
+    calls. A batch whose worker dies is not tried again.
     """
 
     def __init__(self, call: Call, memory_bytes: int, count: int, recycle: int):
@@ -210,7 +210,8 @@ class WorkerPool(Executor):
 
 
 class ThreadExecutor(Executor):
-    """Runs a cheap reward on a thread of the main process. A call that misses its deadline is late, but goes on."""
+    """Runs a quick reward on a thread of the main process. A call that misses its deadline is reported as late, but
+    cannot be stopped."""
 
     def __init__(self, call: Call, target: Any):
         super().__init__()

@@ -6,8 +6,8 @@
     feed.add("b", batch)
     feed.end()                                      # no more batches will come: the feed is over once all are answered
 
-Two limits hold. The executor may take ``timeout`` seconds for a batch from the moment at which a worker or thread
-gets it. All batches must be answered within ``timeout`` seconds after the executor notices the call of ``end``.
+There are two time limits. A batch must be answered ``timeout`` seconds after a worker or thread gets it. All batches
+must be answered ``rounds * timeout`` seconds after the executor notices the call of ``end(rounds)``.
 """
 
 import math
@@ -42,7 +42,7 @@ class Task:
         return cls(keys, sizes, RewardBatch(columns, batches[0].step, sum(sizes)), until)
 
     def split(self, answer: Answer) -> list[Answer]:
-        """Divide an answer among the batches.
+        """Divide the answer to this task into answers to its batches.
 
         A problem of the whole task becomes a problem of each batch. The first batch gets all logged values.
         """
@@ -64,11 +64,11 @@ class Feed:
     """The queue of one reward's batches; see the top of this file.
 
     Args:
-        timeout: each of the two limits, in seconds.
-        expected: about how many batches will come, which limits how many workers are started.
+        timeout: the seconds of the two time limits.
+        expected: the expected number of batches, which limits how many workers are started.
         answered: is called with the key of each batch and its answer, on the thread that runs ``serve``.
         joins: whether waiting batches may be joined into one task, for async functions that await all rows together.
-        weight: the share of a call that a batch counts towards ``recycle``, the calls after which a worker is replaced.
+        weight: the part of a call that a batch counts for; after ``recycle`` calls, a worker is replaced.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Feed:
         self._unanswered: dict[Any, int] = {}
         self._done = 0
         self._rounds = 0
-        """0 until ``end`` is called; afterwards the second limit is this number times the timeout."""
+        """0 until ``end`` is called, then its argument ``rounds``."""
         self._deadline = math.inf
         self._busy_since = 0.0
         self._bell, self._button = os.pipe()
@@ -121,7 +121,7 @@ class Feed:
         self.ring()
 
     def close(self) -> None:
-        """Close the feed's pipe; no executor may be serving it, then or later."""
+        """Close the feed's pipe; no executor may serve the feed, now or later."""
         with self._lock:
             self._closed = True
             os.close(self._bell)
@@ -174,7 +174,7 @@ class Feed:
         return self._deadline
 
     def take(self, places: int = 1) -> Task | None:
-        """Take the next waiting batch, or with ``joins`` a share of 1 / ``places`` of them; None if none waits."""
+        """Take the next waiting batch, or with ``joins`` 1 / ``places`` of the waiting batches; None if none waits."""
         until = min(time.monotonic() + self.timeout, self.deadline)
         with self._lock:
             if not self._waiting:

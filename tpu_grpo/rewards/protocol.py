@@ -13,8 +13,8 @@ order.
   list of the messages from that answer on. Every column of the data is passed under its own name.
 - ``options`` of the config are passed under their own names, and replace data columns of the same name.
 - A function without ``**kwargs`` gets only the names it declares, so it may leave out what it does not need.
-- A function also gets the EXTRAS (below) that it declares, unless a column or option has that name.
-  ``**kwargs`` gets BY_KWARGS.
+- A function also gets the EXTRAS (below) that it declares, unless a column or option has that name. A function with
+  ``**kwargs`` gets BY_KWARGS even if it does not declare them.
 
 A function of one row is marked, or recognised by its parameters (tpu_grpo/rewards/reward_functions.py, ``form_of``):
 
@@ -64,7 +64,7 @@ ROW_ARGUMENTS = SAMPLE_ARGUMENTS | {
 }
 """SAMPLE_ARGUMENTS, and the names that other trainers have for the same arguments."""
 COMPLETIONS = frozenset(row for row, batch in ROW_ARGUMENTS.items() if batch in ("completions", "states"))
-"""A function with one of these parameters takes one row at a time."""
+"""Parameter names for a single completion, by which functions of one row are recognised, see ``form_of``."""
 BATCH_ARGUMENTS = {"solution_strs": "completions", "completions_ids": "completion_ids"}
 """Other trainers' names for batch arguments: one of verl, and one of TRL's documentation."""
 EXTRAS = {
@@ -122,8 +122,8 @@ def per_sample[F: Callable[..., Any]](*, concurrency: int = ROWS_AT_A_TIME) -> C
 def per_sample(function: Any = None, *, concurrency: int = ROWS_AT_A_TIME) -> Any:
     """Mark a function (or a class's ``__call__``) that takes one row: ``completion``, ``prompt``, a value per column.
 
-    The function itself is not changed, so it can be called and tested alone. If it raises for a row, only that row has
-    no score. An ``async`` function runs for at most ``concurrency`` rows at a time.
+    The function itself is not changed, so that tests can call it. If it raises for a row, only that row has a problem
+    (see ``on_error``). An ``async`` function runs for at most ``concurrency`` rows at a time.
     """
     if concurrency < 1:
         raise ValueError(f"concurrency must be >= 1, got {concurrency}")

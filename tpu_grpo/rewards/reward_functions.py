@@ -56,7 +56,7 @@ OTHER_ANSWERS = {
 }
 """Column in other trainers' data -> path of the correct answer, as data.columns of the config takes it."""
 ENTRY_POINTS = "tpu_grpo.rewards"
-"""An installed package offers rewards as entry points of this group."""
+"""The group of entry points through which installed packages offer rewards."""
 GivenReward = Callable[..., Any] | RewardSpec | Mapping[str, Any] | str
 """A function, class or callable object; a name; or an entry of the config whose ``name`` is any of these."""
 
@@ -147,7 +147,8 @@ def _made(spec: RewardSpec, target: Any) -> Any:
 
 
 def target_of(spec: RewardSpec) -> Any:
-    """Return the function, class or callable object of an entry. Raises RewardError, see ``find_reward``."""
+    """Return the function, class or callable object of an entry of ``rewards``. Raises RewardError, see
+    ``find_reward``."""
     return find_reward(spec.name) if spec.function is None else spec.function
 
 
@@ -317,7 +318,7 @@ class Form:
         offered = texts | {n: n for n in columns if n not in TEXT_ARGUMENTS and n not in texts.values()}
         if self.verl and VERL_TRUTH not in columns and VERL_TRUTH_COLUMN in columns:
             offered[VERL_TRUTH_COLUMN] = VERL_TRUTH
-        if self.concurrency is None:  # as in verl and verifiers, answers gets the column answer
+        if self.concurrency is None:  # the column answer goes to answers, as in verl and verifiers
             named = self.signature.named
             plural = {n: f"{shown}s" for n, shown in offered.items() if shown not in named and f"{shown}s" in named}
             offered |= {n: shown for n, shown in plural.items() if shown not in columns}
@@ -368,7 +369,7 @@ def with_rewards(config: RunConfig, rewards: Sequence[GivenReward]) -> RunConfig
 
     A function that a worker process can import by the name of its module becomes an entry named
     ``package.module:function``. Any other reward (a lambda, a closure, a function of a notebook or of the script
-    itself, an object) exists in this process only, and is called here. Raises ConfigError for an empty list, an entry
+    itself, an object) exists only in this process, and is called in it. Raises ConfigError for an empty list, an entry
     of another type, wrong settings, or workers that cannot import the function.
     """
     if not isinstance(rewards, Sequence) or isinstance(rewards, str) or not rewards:
@@ -420,7 +421,8 @@ def importable_name(function: Any) -> str | None:
 
 
 def _own_name(function: Any, position: int) -> str:
-    """Return the reward's name in metrics: that of the function or the object's class; ``reward0`` for a lambda."""
+    """Return the reward's name in metrics: the name of the function or of the object's class. A lambda is named by its
+    position in the list, such as ``reward0``."""
     while isinstance(function, functools.partial):
         function = function.func
     name = getattr(function, "__name__", type(function).__name__)

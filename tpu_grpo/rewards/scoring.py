@@ -7,8 +7,9 @@ Suffix B: rows; row ``p * G + g`` is completion ``g`` of prompt ``p``.
                     1.0    4.0    None    total 3.0
                     None   None   7.0     total 2.0, the mean of the others; the row counts as unscored
 
-A reward of weight 0 is only logged and scores no row, unless all weights are 0. A group without a scored row has totals
-of 0, and does not train the policy. Per-token rewards are not part of the total, so that they do not count twice:
+A reward of weight 0 is only logged: a row to which only such rewards apply is unscored, unless all weights are 0. A
+group without a scored row has totals of 0, and does not train the policy. Per-token rewards are not part of the total,
+because the learner adds them to the tokens' advantages:
 
     lengths         [3           2      ]      the tokens of two completions, the stop token included
     weight 2        [[0 0.5 -1]  None   ]
@@ -43,15 +44,15 @@ from tpu_grpo.rewards.reward_functions import load_reward, target_of, workers_of
 
 LOG = logging.getLogger("tpu_grpo.rewards")
 UNSCORED = "rewards/unscored"
-"""This metric counts the rows of a step that no reward applies to."""
+"""The metric that counts the rows to which no reward with a weight other than 0 applies."""
 
 
 def open_rewards(specs: Sequence[RewardSpec], columns: Collection[str], max_steps: int = 0) -> "RewardSet":
     """Load every reward of the config, for data with these columns and a run of this many steps.
 
-    Processes start when they are first needed. So a run can use rewards that were opened for a check, after it has
-    adapted them to its data with `RewardSet.for_columns`. Raises RewardError for a reward that cannot be loaded, two
-    rewards of the same name in the metrics, or a missing gate.
+    Worker processes start at the first call, so that a run can use rewards that were opened for a check:
+    `RewardSet.for_columns` adapts them to the run's data. Raises RewardError for a reward that cannot be loaded, for
+    two rewards of the same name in the metrics, or for an ``only_if`` that names no reward.
     """
     try:
         check_rewards(specs)
@@ -85,13 +86,13 @@ class RewardSet:
 
     @property
     def of_environments(self) -> tuple[str, ...]:
-        """Return the names of the rewards that read environments or environments' own rewards."""
+        """Return the names of the rewards that take ``environments`` or ``environment_rewards``."""
         asked = {"environments", "environment_rewards"}
         return tuple(reward.spec.shown for reward in self.rewards if asked & {*reward.call.extras})
 
     @property
     def keeps_environments(self) -> bool:
-        """Whether a reward reads the environments as they were at the end of their conversations."""
+        """Whether a reward takes ``environments``, so that their state after the conversation must be kept."""
         return any("environments" in reward.call.extras for reward in self.rewards)
 
     def for_columns(self, columns: Collection[str]) -> "RewardSet":
@@ -101,8 +102,9 @@ class RewardSet:
     def repeatable_values(self, rollout: Rollout, names: Collection[str]) -> dict[str, list[Any] | None]:
         """Call the rewards ``names``, and return their values for all rows, for comparison between hosts.
 
-        The value is NaN where a reward does not apply, and a text for a per-token reward (`RewardResult.comparable`). A
-        reward that had a problem has None, as a timeout may occur on one host only. Raises the errors of ``score``.
+        A value is NaN where the reward does not apply, and a text for a per-token reward (`RewardResult.comparable`).
+        The values of a reward that had a problem are None, because a timeout may occur on one host only. Raises the
+        errors of ``score``.
         """
         if not names:
             return {}
@@ -129,7 +131,7 @@ class RewardSet:
     ) -> tuple[Scores, dict[str, RewardResult]]:
         """Return the scores, and the result of each reward with its failures. Raises the errors of ``score``.
 
-        ``numbers`` are the row numbers for failures, if the rollout is part of a larger one.
+        If the rollout is part of a larger one, ``numbers`` are its rows' numbers there, which failures name.
         """
         started, table = time.perf_counter(), build_table(rollout, self.rewards, numbers=numbers)
         results = self._ask_all(table, {})
@@ -140,7 +142,7 @@ class RewardSet:
         return Scoring(self, batch, rollouts)
 
     def close(self) -> None:
-        """Let the rewards close and end their processes."""
+        """Close the rewards, and end their worker processes and threads."""
         for reward in self.rewards:
             reward.executor.close()
 
@@ -151,8 +153,8 @@ class RewardSet:
         self.close()
 
     def _ask_all(self, table: Table, early: Mapping[str, Callable[[], RewardResult]]) -> dict[str, RewardResult]:
-        """Return the results of all rewards: call ``early[name]`` if it exists, otherwise the reward. Each reward has a
-        thread, which first waits for the reward in ``only_if`` (the gate); gates cannot form a cycle."""
+        """Return the results of all rewards: that of ``early[name]()`` if it exists, otherwise that of a call. Each
+        reward has a thread, which first waits for its gate (the reward in ``only_if``); gates cannot form a cycle."""
         futures: dict[str, Future[RewardResult]] = {name: Future() for name in self.names}
 
         def ask_one(reward: OpenReward) -> None:
@@ -171,10 +173,10 @@ class RewardSet:
 
 
 class Scoring:
-    """Scores rollouts of the same prompts, whose groups may be added before the rollouts are finished.
+    """Scores rollouts of the same prompts; each group can be added as soon as it is sampled.
 
-    All methods are called on one thread. An added group is scored early by the rewards that may start early. A reward
-    with a gate (the reward in its ``only_if``) can start early only if the gate does.
+    All methods are called on one thread. The rewards with ``may_start_early`` begin to score a group when it is added,
+    the others in ``finish``. A reward with a gate (the reward in its ``only_if``) starts early only if the gate does.
     """
 
     def __init__(self, rewards: RewardSet, batch: PromptBatch, rollouts: int):
@@ -185,7 +187,7 @@ class Scoring:
             for name in late:
                 del chosen[name]
         self.early = {name: Groups(r, rollouts * len(batch.prompts), rollouts) for name, r in chosen.items()}
-        """Name of a reward that starts early -> its groups."""
+        """The groups of each reward that starts early, by the reward's name."""
         self._known: set[tuple[int, int]] = set()
         self._threads = ThreadPoolExecutor(max(1, len(self.early)), thread_name_prefix="early rewards")
         self._first = [groups for groups in self.early.values() if groups.reward.spec.only_if is None]
@@ -199,12 +201,12 @@ class Scoring:
         """Queue a prompt's group for the rewards that start early; a group that was added before is ignored.
         ``prompt`` is the prompt's number in the batch.
 
-        Raises RewardError for a row that lacks a column; also if a reward with ``on_error: stop`` had a problem with
-        this or an earlier group.
+        Raises RewardError for a row that lacks a column, or if a reward with ``on_error: stop`` had a problem with an
+        earlier group.
         """
         for groups in self.early.values():
             if groups.served.done():
-                groups.served.result()  # raises the error: nothing else ends serving this early
+                groups.served.result()  # raises: before ``finish``, only an error ends the thread
         if not self.early or (rollout, prompt) in self._known:
             return
         self._known.add((rollout, prompt))
@@ -238,7 +240,7 @@ class Scoring:
         return found
 
     def close(self) -> None:
-        """Cancel the groups that are not scored yet, and end the threads."""
+        """Cancel the scoring of groups that are not scored yet, and end the threads."""
         for groups in self.early.values():
             groups.feed.cancel()
         self._threads.shutdown()
@@ -257,10 +259,11 @@ class Scoring:
 
 
 def add_up(rewards: Sequence[OpenReward], results: Mapping[str, RewardResult], table: Table, started: float) -> Scores:
-    """Sum the rewards' values with their weights; rows that no reward scores get the mean of the rest of their group.
+    """Sum the rewards' values with their weights; unscored rows get the mean total of the scored rows of their group.
 
-    A row whose environment failed gets ``Failure.reward`` as each value and as its total; if that is None, the row is
-    unscored. A warning names the first row to which no reward applies, apart from rows that had a problem.
+    A row whose environment failed gets ``Failure.reward`` as the value of each completion reward and as its total; if
+    ``Failure.reward`` is None, the row is unscored. A warning names the first row to which no reward applies, apart
+    from rows that had a problem.
     """
     total_B = np.zeros(table.size)
     scored_B, any_B, skipped_B = (np.zeros(table.size, dtype=bool) for _ in range(3))
@@ -310,8 +313,8 @@ def add_up(rewards: Sequence[OpenReward], results: Mapping[str, RewardResult], t
 
 
 def check_some_scored(rollout: Rollout, scores: Scores) -> None:
-    """Raise RewardError if no reward with a weight applies to any row of a rollout. A rollout in which a reward had a
-    problem or an environment failed is accepted."""
+    """Raise RewardError if no reward with a weight other than 0 applies to any row of a rollout, unless a reward had a
+    problem or an environment failed."""
     rows = len(rollout.texts)
     problems = sum(f.value for n, f in scores.figures.items() if n.endswith(("/errors", "/timeouts")))
     failed = any(c.episode is not None and c.episode.failure is not None for c in rollout.completions)

@@ -24,7 +24,7 @@ _RESERVED_KEYS = ("prompt", "completion", "completions", "completion_ids")
 
 @dataclass(frozen=True)
 class RowTiming:
-    """How long a reward took for one row alone."""
+    """The time that a reward took for a call with one row."""
 
     seconds: float
     reward: str
@@ -67,7 +67,7 @@ class Trial:
 def try_rewards(
     specs: Sequence[RewardSpec], path: Path, *, step: int = 0, max_steps: int = 0, slowest: int = 5
 ) -> Trial:
-    """Score the completions of a file; problems of rewards are collected and not raised.
+    """Score the completions of a file; problems of rewards are returned as failures, not raised.
 
     Raises:
         DataError: for a file that cannot be read, or whose lines do not hold completions.
@@ -87,7 +87,8 @@ def try_rewards(
 
 
 def _failures(name: str, result: RewardResult, alone: Sequence[Mapping[str, RewardResult]]) -> Iterator[Failure]:
-    """Yield a reward's failures; for a failure of several rows, the failures of its rows when called alone, if any."""
+    """Yield a reward's failures. A failure of several rows is replaced by those of the rows that also fail when they
+    are called alone, if there are any."""
     for rows, text in result.failures:
         of_one = [Failure(name, *failure) for row in rows if len(rows) > 1 for failure in alone[row][name].failures]
         yield from of_one or [Failure(name, rows, text)]

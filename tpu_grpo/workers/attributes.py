@@ -1,4 +1,4 @@
-"""Carries an environment's attributes to rewards, as bytes that only worker processes pickle and unpickle.
+"""Passes an environment's attributes to rewards, as bytes that only worker processes pickle and unpickle.
 
 Environments and rewards run in different processes. So when an environment ends, its attributes are pickled one by one,
 and the reward's process rebuilds an object of the environment's class from them. Rewards can then read
@@ -21,11 +21,11 @@ MOST_BYTES_TOGETHER = 2**24
 
 
 def keep(source: str, instance: Any) -> KeptEnvironment:
-    """Pickle an environment's attributes, and why each omitted attribute is left out; ``source`` names the class."""
+    """Pickle an environment's attributes, and the reasons why others are left out; ``source`` names the class."""
     attributes: dict[str, bytes] = {}
     left_out: dict[str, str] = {}
     together = 0
-    state: Any = object.__getstate__(instance)  # with slots a tuple of two
+    state: Any = object.__getstate__(instance)  # for a class with slots, a tuple of two dicts
     parts = state if isinstance(state, tuple) else (state,)
     for name, value in (item for part in parts if part for item in part.items()):
         try:

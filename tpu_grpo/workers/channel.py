@@ -57,7 +57,7 @@ class Channel:
 
     @property
     def is_receiving(self) -> bool:
-        """Whether a part of a message has arrived."""
+        """Whether a message has arrived only in part."""
         return bool(self._coming)
 
     def flush(self) -> None:
@@ -77,8 +77,8 @@ class Channel:
         except BlockingIOError:
             pass
         except OSError as error:
-            if error.errno != errno.ETOOMANYREFS:  # too many descriptors in transit; this will pass
-                self._drop()  # the other end is gone, as the next read will show
+            if error.errno != errno.ETOOMANYREFS:  # temporary: too many descriptors are in transit
+                self._drop()  # the other end is closed, which the next read reports
 
     def receive(self) -> list[Any]:
         """Return the messages that have arrived. Raises BrokenChannelError if there are none and the other end is
@@ -107,7 +107,7 @@ class Channel:
         self.flush()
 
     def _read(self) -> bool:
-        """Read the bytes that have arrived, at most about one message; return whether the other end is open."""
+        """Read arrived bytes, up to the size of the largest message; return whether the other end is open."""
         try:
             while len(self._coming) < _LENGTH.size + self._largest:
                 if not (data := self._received()):
@@ -120,7 +120,7 @@ class Channel:
         return True
 
     def _received(self) -> bytes:
-        return self._socket.recv(_READ_BYTES)  # drops descriptors that come along
+        return self._socket.recv(_READ_BYTES)  # drops descriptors that are sent along
 
     @abstractmethod
     def _message(self, data: bytes) -> Any: ...

@@ -40,7 +40,8 @@ _FULL_SECONDS = 0.02
 class _Child:
     number: int
     leash: int
-    """The child's descriptor of the lifeline; a copy stays open here, so that the child cannot escape by closing it."""
+    """The child's descriptor of the lifeline. It stays open in the server, too, so that the child is killed with the
+    main process even if it closes the descriptor."""
     deadline: float = float("inf")
     forced: bool = False
 
@@ -141,7 +142,7 @@ class _ForkServer:
             try:
                 traceback.print_exc()
             finally:
-                inside.leave(1)  # whatever happened, the child must not go on in the server's loop
+                inside.leave(1)  # also after an error, the child must not run the server's loop
 
     def _leave_server(self, leash: int, server: int) -> None:
         os.setsid()
@@ -164,7 +165,7 @@ class _ForkServer:
             while (found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
                 child, has_reaped = self._children.pop(found.si_pid, None), True
                 if child is not None:
-                    _kill_group(found.si_pid)  # before it is reaped, while the id is still its own
+                    _kill_group(found.si_pid)  # before reaping, which frees the id
                 _, status = os.waitpid(found.si_pid, 0)
                 if child is not None:
                     os.close(child.leash)

@@ -32,7 +32,7 @@ class Service(Protocol):
     """The service's name in errors, such as "reward length"."""
     mode: Mode
     start: str
-    """The verb for ``set_up`` in errors, such as "imported"."""
+    """What ``set_up`` does with users' code, for error messages, such as "imported"."""
     replies: tuple[type, ...]
     """The dataclasses that a worker may reply with."""
     most_bytes: int
@@ -86,12 +86,12 @@ class Finish:
 
 @dataclass(frozen=True)
 class Ready:
-    """The first message of a server or worker: it is ready, with users' code set up if that is its task."""
+    """The first message of a server or worker. The process that sets up users' code sends it after the set-up."""
 
 
 @dataclass(frozen=True)
 class SetupFailed:
-    """The last message: users' code could not be set up."""
+    """The only message of a process that could not set up users' code."""
 
     text: str
     trace: str
@@ -128,7 +128,7 @@ def _as_json(value: Any) -> Any:
 
 
 def decode(data: bytes, types: tuple[type, ...]) -> tuple[int, Any]:
-    """Read the number of a session, and a record of one of the types. Raises ValueError for anything else."""
+    """Decode a message: the number of a session, and a record of one of ``types``. Raises ValueError for other data."""
     head, _, fields = data.partition(b"\n")
     number, name = head.decode("ascii").split(" ")
     of_name = [kind for kind in types if kind.__name__ == name]

@@ -1,4 +1,4 @@
-"""A process of users' code, as the main process sees it.
+"""Starts and kills a process of users' code, from the main process.
 
 The process starts without the environment variables that configure jax or the accelerator, or hold secrets. It is
 killed together with all processes that it started. It leads a POSIX session, and holds one end of a pipe, the lifeline.
@@ -115,7 +115,7 @@ def environment_of(process: psutil.Process) -> Mapping[str, str]:
 
 
 def _kill_marked(mark: str) -> None:
-    """Kill every process that inherited a mark, also those that left its session."""
+    """Kill every process with this mark in its environment variables, whatever POSIX session it is in."""
     while found := [p for p in psutil.process_iter() if _has_mark(p, mark)]:
         for process in found:
             with contextlib.suppress(psutil.NoSuchProcess):

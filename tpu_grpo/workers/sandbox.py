@@ -66,7 +66,7 @@ def run_tests(program: str, tests: Sequence[Any], limits: Limits) -> list[bool]:
 def run_script(program: str, limits: Limits, most_characters: int) -> Ran:
     """Run a program as a script and return its output, with the value of its last line, as in a notebook.
 
-    The output of a program that exceeds a limit, or ends its process, is empty.
+    The output of a program that exceeds its time limit, or ends its process, is empty.
     """
     told = _told({"program": program, "most_characters": most_characters}, limits)
     if not told:
@@ -101,8 +101,8 @@ def _told(job: Mapping[str, Any], limits: Limits) -> list[str]:
 
 
 def wall(directory: str, file_mb: int) -> list[str]:
-    """Return the beginning of a command that isolates a program, with ``directory`` in memory; empty if isolation is
-    not possible."""
+    """Return the beginning of a command that isolates a program and mounts ``directory`` in memory; empty if isolation
+    is not possible."""
     bubblewrap = _bubblewrap()
     size = str(_FILES * file_mb * 2**20)
     return [*bubblewrap, "--size", size, "--tmpfs", directory, "--chdir", directory, "--"] if bubblewrap else []

@@ -123,7 +123,7 @@ class _Loop:
                 await asyncio.wait([task], timeout=left)
         finally:
             is_late = not task.done()
-            task.cancel()  # without waiting for it: it may resist
+            task.cancel()  # not awaited: it may ignore the cancellation
         self._say(number, session.late(request, seconds) if is_late else task.result())
 
     def _go_on(self, number: int) -> None:

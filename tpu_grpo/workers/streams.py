@@ -14,7 +14,7 @@ from typing import Any, TextIO, cast
 
 @contextmanager
 def lasting_output() -> Iterator[None]:
-    """Ignore a closed stdout or stderr in this block, so that a command goes on after their readers are gone."""
+    """Ignore a closed stdout or stderr in this block, so that a command continues after its terminal is closed."""
     _occupy_descriptors()
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (lasting(stream) for stream in before)
@@ -27,25 +27,27 @@ def lasting_output() -> Iterator[None]:
 
 
 def _occupy_descriptors() -> None:
-    """Open closed standard descriptors; otherwise a file of the run could become number 1 or 2, and get prints."""
+    """Open /dev/null for each closed standard descriptor. Otherwise a file of the run could get descriptor 1 or 2, and
+    printed text would go into it."""
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free descriptor
 
 
 def lasting(stream: TextIO | None) -> TextIO:
-    """Return a stream that writes to ``stream`` while it can, and never fails; unencodable characters are escaped."""
+    """Return a stream that writes to ``stream`` until that fails, then drops text; it escapes unencodable
+    characters."""
     if stream is None:  # it was closed before the start
         return io.StringIO()
-    with suppress(AttributeError, ValueError):  # a stream of a test or a notebook, which shows everything
+    with suppress(AttributeError, ValueError):  # a stream of a test or a notebook, which has no encoding
         stream.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
     return stream if isinstance(stream, LastingStream) else cast("TextIO", LastingStream(stream))
 
 
 class LastingStream(io.TextIOBase):
-    """Writes to a stream; after an error, drops everything.
+    """Writes to a stream; after an error, drops all text.
 
     The stream's file descriptor is then redirected to /dev/null, so that other code that writes to it does not fail.
     """

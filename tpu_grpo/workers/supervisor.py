@@ -1,4 +1,4 @@
-"""The processes of users' code as the main process sees them: their requests, deadlines and ends.
+"""Starts the processes of users' code, sends them requests, enforces deadlines, and ends them.
 
     supervisor = Supervisor()
     crew = supervisor.add(service, memory_bytes=2**30)      # a fork server, and the workers of one service
@@ -64,11 +64,11 @@ class Session:
         raise NotImplementedError
 
     def went_on(self) -> bool:
-        """Handle the start of the request's next part, which has its own limit; return whether there is such a part."""
+        """Handle the start of the request's next part, with its own time limit; return whether it has a next part."""
         return False
 
     def late(self, *, has_begun: bool) -> None:
-        """Handle that the worker was killed because its reply, or (``has_begun`` False) its fork, was late."""
+        """Handle that the worker was killed because its reply was late; if not ``has_begun``, its fork was late."""
         raise NotImplementedError
 
     def lost(self, how: str) -> None:
@@ -104,7 +104,8 @@ class Worker:
 
 
 class Starting:
-    """The limits of a crew's start: how long it may take, and how often a process may end before it is ready."""
+    """The limits for starting a crew's processes: how long a start may take, and how many processes in a row may end
+    before they are ready."""
 
     def __init__(self, service: Service):
         self._service = service
@@ -152,7 +153,7 @@ class Starting:
 
 
 class Supervisor:
-    """Starts and drives processes of users' code for the one thread that calls it."""
+    """Starts processes of users' code, and exchanges messages with them; only one thread may call it."""
 
     def __init__(self) -> None:
         self.selector = DefaultSelector()
@@ -175,7 +176,7 @@ class Supervisor:
         session.worker.channel.send((session.number, request, seconds))
 
     def expect(self, session: Session) -> None:
-        """Start the time limit of a session, or the limit for forking its worker."""
+        """Start the time limit of a session's request or, if its worker is not ready, the limit for forking it."""
         assert session.worker is not None, "the session has no worker"
         grace = _GRACE_SECONDS if session.worker.crew.service.mode == "shared" else 0.0
         session.asked_at = time.monotonic()
@@ -239,7 +240,7 @@ class Supervisor:
             if session is None or session.worker is None or session.deadline != deadline:
                 continue
             if session.worker.channel.is_receiving and now < session.asked_at + 2 * session.seconds:
-                session.deadline = now + _POLL_SECONDS  # it has replied, and the reply is on its way
+                session.deadline = now + _POLL_SECONDS  # a part of the reply has arrived
                 heapq.heappush(self._deadlines, (session.deadline, number))
             else:
                 session.worker.crew.end_late(session)
@@ -278,7 +279,7 @@ class Crew:
         self.recycle, self.count = recycle, count
         self.servers: list[Server] = []
         self.workers: list[Worker] = []
-        """The workers with a connection."""
+        """The workers whose connection is open."""
         self.ending: list[tuple[WorkerProcess, float]] = []
         """(server that is ending by itself, time at which it is killed if it has not ended)."""
         self.starting = Starting(job.service)
@@ -323,7 +324,7 @@ class Crew:
         self.fill()
 
     def end(self, worker: Worker, seconds: float) -> None:
-        """Let a worker end by itself; after ``seconds`` it is killed with all that it started."""
+        """Let a worker end by itself; after ``seconds`` it is killed with all processes that it started."""
         if worker in self.workers:
             self._disconnect(worker)
             worker.server.channel.send(Finish(worker.number, seconds))
@@ -350,7 +351,7 @@ class Crew:
             process.kill()
         self.ending.clear()
 
-    # --- processes come and go ---------------------------------------------------------------------------------------
+    # --- starting and ending processes --------------------------------------------------------------------------------
 
     def _add_server(self) -> None:
         server = Server(self._job, self._directory)
@@ -409,7 +410,7 @@ class Crew:
         self._supervisor.selector.unregister(server.channel)
         server.channel.close()
 
-    # --- what they say -----------------------------------------------------------------------------------------------
+    # --- messages from servers and workers ----------------------------------------------------------------------------
 
     def _hear(self, worker: Worker) -> None:
         if worker not in self.workers:

@@ -111,7 +111,7 @@ class Agent:
     async def _play(self, line: str) -> float:
         if not self._lasts:
             return await self._play_once(line)
-        async with Agent._starting:  # concurrent episodes begin here, and one program is enough
+        async with Agent._starting:  # concurrent episodes must start only one program
             if Agent._lasting is None or Agent._lasting.has_ended:
                 Agent._lasting = _Lasting(await self._start({}))
             lasting = Agent._lasting
@@ -146,7 +146,7 @@ class Agent:
 
 
 class _Lasting:
-    """One program that plays many episodes."""
+    """A running program that plays many episodes."""
 
     def __init__(self, process: asyncio.subprocess.Process):
         self._process = process
@@ -171,7 +171,7 @@ class _Lasting:
             self._playing.pop(session, None)
 
     async def _read(self) -> None:
-        """Take results until the program ends."""
+        """Read the results of episodes until the program ends."""
         assert self._process.stdout is not None
         ended = "ended"
         try:
@@ -253,6 +253,6 @@ def _reward_in(line: str) -> float:
 
 
 def _kill(process: asyncio.subprocess.Process) -> None:
-    """Kill a program and its group."""
+    """Kill a program and its process group."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)

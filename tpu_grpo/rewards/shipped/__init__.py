@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 @dataclass(frozen=True)
 class Shipped:
-    """Where a shipped reward is found, and how it is best run."""
+    """Where a shipped reward is found, and the defaults of its settings."""
 
     source: str
     """``module:function`` in this package."""
@@ -22,7 +22,7 @@ class Shipped:
     messages: bool = False
     """If set, the reward is given messages in place of texts, whatever the config says."""
     library: str | None = None
-    """A module that the reward needs, which is installed by an extra of the package."""
+    """A module that the reward needs, and that an extra of this package installs."""
 
 
 SHIPPED: Mapping[str, Shipped] = MappingProxyType(

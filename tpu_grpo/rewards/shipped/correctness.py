@@ -101,10 +101,11 @@ def normalised_match(completions: Sequence[str], answer: Sequence[Any], tag: str
 
 
 def multiple_choice(completions: Sequence[str], answer: Sequence[Any], choices: str = "ABCDE") -> list[float | None]:
-    """Score 1.0 where the completion chooses the answer: a letter, or the number of a choice counted from 0.
+    """Score 1.0 where the completion chooses the answer, else 0.0. ``answer`` is a letter, or a choice's index from 0.
 
-    The choice is looked for in this order: the last box, the last <answer> tag, the last "answer is (B)", a last line
-    that is the letter alone, the last letter in brackets. Letters that are not in ``choices`` are ignored.
+    The completion's choice is the first of these that is found: the last box, the last <answer> tag, the last "answer
+    is (B)", a last line that is the letter alone, the last letter in brackets. Letters that are not in ``choices`` are
+    ignored.
     """
     if not isinstance(choices, str) or len(choices) < 2 or not choices.isalpha():
         raise ValueError(f"choices must be at least two letters, got {choices!r}")
@@ -118,7 +119,7 @@ def integer_answer(completions: Sequence[str], tag: str | None = "answer") -> li
 
 
 def normalised(text: str) -> str:
-    """Put a text in lower case, without punctuation and articles, with single spaces."""
+    """Return a text in lower case, without punctuation and articles, and with single spaces."""
     text = unicodedata.normalize("NFKC", text).casefold()
     text = "".join(c for c in text if c not in string.punctuation)
     return " ".join(_ARTICLES.sub(" ", text).split())
@@ -156,7 +157,7 @@ def chosen(text: str, choices: str) -> str | None:
 
 
 def _only_letter(text: str, choices: str) -> str | None:
-    """Return the letter of ``(B)``, ``B.``, ``\\text{B}`` or ``B) Paris``."""
+    """Return the choice that a text begins with: B for ``(B)``, ``B.``, ``\\text{B}`` or ``B) Paris``; else None."""
     match = re.match(r"\s*(?:\\(?:text|mathrm|textbf)\s*\{)?[(\[*]*([A-Za-z])(?![A-Za-z'’])", text)
     letter = match[1].upper() if match else ""
     return letter if letter and letter in choices else None
@@ -233,7 +234,7 @@ def _written(number: Decimal) -> str:
     return format(number.normalize() + 0, "f")  # + 0: minus zero is zero
 
 
-# --- conversations, and rewards that ask others ----------------------------------------------------------------------
+# --- conversations, and rewards that call other rewards --------------------------------------------------------------
 
 
 def final_answer(

@@ -61,7 +61,7 @@ def _compile(pattern: str) -> Any:
 
 
 def _search(pattern: Any, text: str, full: bool, log_metric: LogMetric | None, *, last: bool = False) -> Any:
-    limits = {"timeout": _SEARCH_SECONDS, "concurrent": True}  # concurrent: other threads go on
+    limits = {"timeout": _SEARCH_SECONDS, "concurrent": True}  # concurrent: other threads run meanwhile
     try:
         if last:
             return next(iter([*pattern.finditer(text, **limits)][-1:]), None)
@@ -81,8 +81,8 @@ def think_answer(
     """Score whether completions think in one tag and answer in another.
 
     ``soft`` gives 1.0 where each tag occurs exactly once and only white space separates the two pairs, else 0.0.
-    ``strict`` is like ``soft``, but nothing may stand before or after the pairs, and each tag must be alone on its
-    line. ``per_tag`` gives a quarter for each of the four tags that occurs exactly once.
+    ``strict`` also requires that each tag is alone on its line and that no text is before, between or after the
+    pairs. ``per_tag`` gives a quarter for each of the four tags that occurs exactly once.
     """
     if mode not in get_args(Mode):
         raise ValueError(f"mode must be one of {', '.join(get_args(Mode))}, got {mode!r}")

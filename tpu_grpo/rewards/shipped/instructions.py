@@ -1,4 +1,5 @@
-"""Rewards that check instructions by program, under the names of IFEval (Zhou et al. 2023, arXiv 2311.07911).
+"""Rewards that check with code whether a completion follows the instructions of IFEval (Zhou et al. 2023, arXiv
+2311.07911), or is in a language.
 
 Data in IFEval's form has the columns ``instruction_id_list`` (names) and ``kwargs`` (their arguments, one mapping per
 name; nulls are ignored). The package py3langid, which contains its model, identifies 97 languages.
@@ -96,7 +97,7 @@ def _identifier() -> Any:
 
 
 def sentences(text: str) -> list[str]:
-    """Split a text after the full stops (not of abbreviations), exclamation marks and question marks of sentences."""
+    """Split a text into sentences, which end with a full stop (but not that of an abbreviation), ! or ?."""
     found: list[str] = []
     for piece in _SENTENCE_END.split(text.strip()):
         if found and _ABBREVIATION.search(found[-1]):

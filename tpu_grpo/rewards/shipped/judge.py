@@ -72,7 +72,7 @@ class Judge:
         self._known: dict[str, asyncio.Future[float]] = {}
 
     async def setup(self) -> None:
-        """Connect, and read the cache."""
+        """Create the client, and read the cache."""
         self._client = AsyncOpenAI(api_key=self._key, **self._connection)
         self._places = asyncio.Semaphore(self._concurrency)
         if self._path is not None and self._path.exists():
@@ -82,7 +82,7 @@ class Judge:
                 known.set_result(record["score"])
 
     async def close(self) -> None:
-        """Disconnect."""
+        """Close the client."""
         await self._client.close()
 
     @per_sample(concurrency=1024)  # the judge's own ``concurrency`` is the limit

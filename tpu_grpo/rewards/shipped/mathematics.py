@@ -53,7 +53,7 @@ def math(
     return float(right)
 
 
-@functools.lru_cache(maxsize=4096)  # a group shares its reference
+@functools.lru_cache(maxsize=4096)  # a group has one reference
 def _reference(answer: str, limit: int | None) -> tuple[Any, ...]:
     if boxes := boxed(answer):
         answer = boxes[-1]

@@ -26,9 +26,9 @@ def json_schema(
 ) -> list[float | None]:
     """Score 1.0 for JSON that fits ``schema`` (draft 2020-12), ``parsed`` for other JSON, and 0.0 for anything else.
 
-    The JSON is the last fenced block (```json), or the whole text without such a block; with ``tag``, only the content
-    of the last such tag counts. ``schema`` is an option or a column, a mapping or its JSON text; a row without a schema
-    gets None.
+    The JSON is the last fenced block marked json or unmarked, or the whole text without such a block; with ``tag``,
+    only the content of the last such tag counts. ``schema`` is an option or a column, a mapping or its JSON text; a row
+    without a schema gets None.
     """
     number("parsed", parsed, 0)
     if not isinstance(schema, list):
@@ -46,11 +46,11 @@ def countdown(
     use_all: bool = True,
     format_score: float = 0.0,
 ) -> list[float | None]:
-    """Score 1.0 where the expression makes ``target`` from ``nums``, each used at most (``use_all``: exactly) once.
+    """Score 1.0 where the expression makes ``target`` from ``nums``, each used exactly once.
 
-    The expression is the content of the last ``tag`` up to an equals sign. It consists of numbers, + - * / and
-    brackets, and is computed exactly. If it uses the numbers correctly but misses the target, the score is
-    ``format_score``.
+    Without ``use_all``, numbers may be left out. The expression is the content of the last ``tag`` up to an equals
+    sign. It consists of numbers, + - * / and brackets, and is computed exactly. If it uses the numbers correctly but
+    misses the target, the score is ``format_score``.
     """
     number("format_score", format_score, 0)
     rows = zip(completions, target, nums, strict=True)
@@ -161,10 +161,10 @@ def python_tests(
 ) -> float | None:
     """Score 1.0 where the program passes all of its tests, else 0.0; with ``partial``, the fraction that it passes.
 
-    The program is the last ```python block. Without such a block the score is 0.0 if ``fence`` is set, otherwise the
-    whole completion is the program. ``tests`` is a column with a list of tests, or its JSON text. A test is Python
-    code that raises if the program is wrong (``assert add(1, 2) == 3``), or a mapping {input, output}; a single text is
-    one test. A row without tests gets None.
+    The program is the last fenced block marked python, py or python3, or unmarked. Without such a block the score is
+    0.0 if ``fence`` is set, otherwise the whole completion is the program. ``tests`` is a column with a list of tests,
+    or its JSON text. A test is Python code that raises if the program is wrong (``assert add(1, 2) == 3``), or a
+    mapping {input, output}; a single text is one test. A row without tests gets None.
     """
     number("seconds", seconds, 0.1)
     number("memory_mb", memory_mb, 64)
