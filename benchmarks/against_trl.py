@@ -1,4 +1,4 @@
-"""Whether TRL, fed the same completions, goes where this package goes: commands, and a folder between them.
+"""Compares training with TRL on the same completions: commands that exchange files in one folder.
 
     python -m benchmarks.against_trl record /tmp/against         # 60 steps of the demo, and their rollouts
     uv venv /tmp/trl && uv pip install -p /tmp/trl/bin/python trl==1.16.0 torch
@@ -7,9 +7,9 @@
     /tmp/trl/bin/python benchmarks/against_trl.py free /tmp/against --seed 0   # TRL samples by itself, on these prompts
     python -m benchmarks.against_trl accuracy /tmp/against --seed 0
 
-TRL's ``GRPOTrainer`` starts from the taught model that the demo starts from. Its ``rollout_func`` hands it the prompts
-and completions of each step that were sampled here; rewards, advantages, loss, clipping and AdamW are its own. Those
-settings of TRL's are named that are not its defaults. Shown for some steps are
+TRL's ``GRPOTrainer`` starts from the same taught model as the demo. Its ``rollout_func`` gets the prompts and
+completions of each step that this package sampled; rewards, advantages, loss, clipping and AdamW are TRL's. The code
+names only those settings of TRL that differ from its defaults. The table shows for some steps
 
     apart      |theirs - ours| / |ours - start|, over all parameters
     moved      |ours - start|
@@ -26,7 +26,7 @@ from typing import Any
 STEPS, SHOWN = 60, (5, 20, 40, 60)
 CONFIG = Path(__file__).resolve().parents[1] / "configs" / "demo_cpu.yaml"
 PROMPTS, GROUP, RATE, B2 = 32, 8, 1e-4, 0.95
-"""The demo's prompts of a step, group size, learning rate, and default of this package's AdamW that is not torch's."""
+"""The demo's prompts per step, group size, learning rate, and beta2 of AdamW, for which torch has another default."""
 
 
 def record(directory: Path) -> None:
@@ -68,9 +68,9 @@ def record(directory: Path) -> None:
 
 
 def follow(directory: Path, seed: int | None = None) -> None:
-    """Let TRL train on the rollouts; in an environment that has torch and trl, and need not have this package.
+    """Let TRL train on the rollouts, in an environment with torch and trl, which need not have this package.
 
-    With a seed it takes their prompts alone, and samples completions itself.
+    With a seed, TRL takes only the prompts of the rollouts, and samples completions itself.
     """
     import torch  # type: ignore[import-not-found]
     from datasets import Dataset
@@ -126,7 +126,7 @@ def follow(directory: Path, seed: int | None = None) -> None:
 
 
 def whose(seed: int | None) -> str:
-    """Return the folder of TRL's models."""
+    """Return the name of the folder of TRL's models; ``seed`` as in `follow`."""
     return "theirs" if seed is None else f"free_{seed}"
 
 
@@ -143,12 +143,12 @@ def greedy(directory: Path, name: str) -> float:
 
 
 def accuracy(directory: Path, seed: int) -> None:
-    """Print the held-out accuracy of a run of TRL's that sampled by itself."""
+    """Print the held-out accuracy of a run in which TRL sampled the completions."""
     print(*[f"step {step}: {greedy(directory, f'{whose(seed)}/{step}'):.3f}" for step in SHOWN], sep="  ")
 
 
 def compare(directory: Path) -> None:
-    """Print the table."""
+    """Print the table that compares both models after some steps."""
     print("| step | apart | moved | ours, greedy | TRL, greedy |\n|---|---|---|---|---|")
     start = tensors(directory / "ours" / "0")
     for step in SHOWN:
@@ -167,7 +167,7 @@ def tensors(directory: Path) -> dict[str, Any]:
 
 
 def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
-    """The length of the difference of all parameters."""
+    """Return the Euclidean norm of the difference of all parameters."""
 
     def squares() -> Iterator[float]:
         for name, value in one.items():
@@ -178,7 +178,7 @@ def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
 
 
 def main() -> None:
-    """Do the part that is named."""
+    """Run the command that the first argument names."""
     parts = {"record": record, "follow": follow, "compare": compare, "free": follow, "accuracy": accuracy}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=parts)

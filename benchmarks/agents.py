@@ -1,11 +1,11 @@
-"""What an agent's requests cost the host: python -m benchmarks.agents [--sessions 256] [--requests 10000] [--rollout]
+"""Measures the cost of an agent's requests: python -m benchmarks.agents [--sessions 256] [--requests 10000] [--rollout]
 
-A lasting agent asks over HTTP, all sessions at once; the policy answers at once with a text and 64 tokens, without a
-model. Says whether every request was answered once and by its own answer, and gives the milliseconds of CPU a request,
-of the environments' process and of this one, and how the memory of that process grows.
+A lasting agent sends HTTP requests for all sessions concurrently; each request is answered immediately with a text and
+64 tokens, without a model. Printed are how many sessions got the right answer to every request, the CPU milliseconds
+per request in the environments' process and in this one, and the memory of the environments' process.
 
-With --rollout a model on the CPU samples 64 completions of 64 tokens, as a plain rollout and as answers to an agent, in
-turns; says how many tokens a second the agent gets, as a share of the plain rollout's.
+With --rollout a model on the CPU samples 64 completions of 64 tokens, alternately as a plain rollout and as answers to
+an agent. Printed is the agent's number of tokens per second, as a share of the plain rollout's.
 """
 
 import argparse
@@ -79,7 +79,7 @@ def main() -> None:
 
 
 def round_of(pool: EnvironmentPool, sessions: int, each: int) -> str:
-    """Play ``sessions`` episodes of ``each`` requests, and describe what was found."""
+    """Play ``sessions`` episodes of ``each`` requests, and return the measurements as a line of text."""
     before, started, own = _cpu_seconds(), time.perf_counter(), time.process_time()
     for key in range(sessions):
         pool.start(key, "", {"name": f"n{key}", "count": each}, 0)
@@ -112,7 +112,7 @@ def round_of(pool: EnvironmentPool, sessions: int, each: int) -> str:
 
 
 def share_of_a_rollout(rounds: int) -> str:
-    """Sample the same number of tokens for an agent and without one, ``rounds`` times each, and compare."""
+    """Sample as many tokens for an agent as in a plain rollout, ``rounds`` times each; returns a comparison as text."""
     with tempfile.TemporaryDirectory() as directory:
         files = write_files(Path(directory), layers=4, hidden=512, heads=8, head_dim=64, intermediate=1536)
         edit_config(files / "model", eos_token_id=259)  # hardly ever sampled by random weights

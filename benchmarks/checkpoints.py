@@ -1,12 +1,12 @@
-"""What saving costs a run: python -m benchmarks.checkpoints [--steps 100] [--every 5]
+"""Measures the cost of saving checkpoints in a run: python -m benchmarks.checkpoints [--steps 100] [--every 5]
 
 It runs the demo with ``checkpoint.every`` and reads the seconds of every step from the run's log. A save copies arrays
-after its step and writes them during the next one, so both are counted as its own; the other steps of the same run are
-what they are compared with. The first eleven steps, which compile, are left out.
+after its step and writes them during the next step, so these two steps are compared with the other steps of the run.
+The first eleven steps, which compile, are left out.
 
-    step        mean seconds of the steps that no save touches
-    saving      what the step that is saved takes more, and the one after it
-    share       both together, of the seconds of ``--every`` steps
+    step        mean seconds of the other steps
+    saving      additional seconds of the step that is saved, and of the step after it
+    share       both together, as a share of the seconds of ``--every`` steps
 """
 
 import argparse
@@ -25,13 +25,13 @@ _BEGINS = re.compile(r"^(\S+ \S+) host 0 INFO tpu_grpo\.host: rollout of step (\
 
 
 def step_seconds(log: str) -> dict[int, float]:
-    """Return the seconds from the begin of each step's rollout to that of the next."""
+    """Return the seconds from the beginning of each step's rollout to that of the next step."""
     begins = {int(step): datetime.fromisoformat(at.replace(",", ".")).timestamp() for at, step in _BEGINS.findall(log)}
     return {step: begins[step + 1] - at for step, at in begins.items() if step + 1 in begins}
 
 
 def costs(seconds: dict[int, float], every: int) -> tuple[float, float, float]:
-    """Return the mean of undisturbed steps, and what a saved step and the one after it take more."""
+    """Return the mean seconds of steps without a save, and the additional seconds of a saved step and of the next."""
 
     def mean(places: Sequence[int]) -> float:
         return float(np.mean([s for step, s in seconds.items() if step > FIRST and step % every in places]))

@@ -1,12 +1,12 @@
-"""What slow tools cost a rollout: python -m benchmarks.conversations [--rounds N] [--seconds 0.1] [--tool-steps 16]
+"""Measures how slow tools delay a rollout: python -m benchmarks.conversations [--rounds N] [--seconds 0.1] ...
 
 64 conversations (8 prompts with 8 samples) of up to 8 turns of 16 to 64 tokens each, on one engine with all rows at
 once, on the CPU; the model is that of benchmarks/rollout. An answer has up to 4 tokens. The environments are threads,
 which sleep. Contenders take turns in one process, round after round; the first two sample the same tokens:
 
     at once       tools answer without delay
-    slow          every answer takes so many seconds, that of ``reset`` too
-    one turn      each row samples as many tokens in one turn
+    slow          every answer takes ``--seconds`` seconds, that of ``reset`` too
+    one turn      each row samples the same number of tokens in a single turn
 """
 
 import argparse
@@ -35,7 +35,7 @@ CONTEXT = PROMPT_TOKENS + 4 + TURNS * (64 + 4)
 
 
 class ThreadedConversations(ScriptedConversations):
-    """Scripts whose environments are threads of a pool."""
+    """Scripted conversations whose environments are threads of a pool, which sleep."""
 
     def __init__(self, requests: Sequence[Request], scripts: Sequence[Script], pool: ThreadPoolExecutor, delay: float):
         super().__init__(requests, scripts)
@@ -44,11 +44,11 @@ class ThreadedConversations(ScriptedConversations):
         self._answers: dict[int, Future[None]] = {}
 
     def ready(self, row: int) -> bool:
-        """Whether its thread has slept."""
+        """Whether the thread of the row's environment has finished."""
         return self._answers[row].done()
 
     def next(self, row: int) -> Request | None:
-        """Wait for the thread."""
+        """Wait for the row's thread, and return the next request."""
         self._answers[row].result()
         return super().next(row)
 
@@ -58,7 +58,7 @@ class ThreadedConversations(ScriptedConversations):
 
 
 def workload(engines: Replicas, scripts: Sequence[Script], pool: ThreadPoolExecutor, delay: float) -> Workload:
-    """Conversations whose answers take ``delay`` seconds; prefixes are forgotten before each batch of them."""
+    """Return a workload of conversations whose answers take ``delay`` seconds; it clears the prefix cache first."""
 
     def run(number: int) -> int:
         engines.forget_prefixes()
@@ -70,7 +70,7 @@ def workload(engines: Replicas, scripts: Sequence[Script], pool: ThreadPoolExecu
 
 
 def in_one_turn(play: Script) -> Script:
-    """A script that samples as many tokens at once."""
+    """Return a script that samples the tokens of all turns in one turn."""
     return replace(play, turns=(sum(play.turns),) if play.turns else (), answers=())
 
 

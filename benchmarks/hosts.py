@@ -1,18 +1,18 @@
-"""What several hosts cost: python -m benchmarks.hosts [--rounds N] [--passes N] [--protocol HOSTS...]
+"""Measures the cost of several hosts: python -m benchmarks.hosts [--rounds N] [--passes N] [--protocol HOSTS...]
 
-Four CPU devices, spread over 1, 2 and 4 processes of this machine; on them one model (4-layer, 256-wide Qwen3, random
-weights, float32) in replicas of tensor 1, 2 and 4 devices. Processes of one group sample the same workload (8 prompts
-of 30 tokens x 8 samples x 32 tokens) in replicas of each size in turn, round after round; groups of processes take
-turns, pass after pass. Shown are medians over all rounds.
+Four CPU devices are spread over 1, 2 and 4 processes of this machine. On them is one model (4-layer, 256-wide Qwen3,
+random weights, float32) in replicas of tensor 1, 2 and 4 devices. Processes of one group sample the same workload (8
+prompts of 30 tokens x 8 samples x 32 tokens) in replicas of each size in turn, round after round; groups of processes
+take turns, pass after pass. Shown are medians over all rounds.
 
     tokens/s   of a whole rollout, completions gathered on every host included
     checked    the same with hosts.check=step: the hosts of a replica compare before every step of their engine
     agree      milliseconds of one agreement of all hosts, through the coordination service
     gather     milliseconds of exchanging the completions of a rollout
 
-With --protocol 2 4 8 16 nothing is sampled: so many hosts, which are threads of one process with a client of the
-coordination service each, agree on a digest and gather 1 KiB from each, and shown is what one such exchange sends
-through host 0's service: requests and bytes of keys and values, of one host and of all.
+With --protocol 2 4 8 16 nothing is sampled. The given numbers of hosts, which are threads of one process with a client
+of the coordination service each, agree on a digest and gather 1 KiB from each host. Shown is what one such exchange
+sends through host 0's service: requests and bytes of keys and values, of one host and of all hosts.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # the service tells of every client
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # otherwise the service logs every client
 
 import numpy as np
 from rich.console import Console
@@ -48,7 +48,7 @@ Figures = dict[str, list[float]]
 
 
 def work(arguments: list[str]) -> None:
-    """One process of a group: measure, and print the figures as JSON on host 0."""
+    """Measure in one process of a group; host 0 prints the figures as JSON."""
     own = dict(word.split("=", 1) for word in arguments if "=" in word)
     from tpu_grpo.hosts import start
 
@@ -69,7 +69,7 @@ def work(arguments: list[str]) -> None:
 
 
 def build_contenders(directory: Path, hosts: "Hosts") -> "dict[str, Replicas]":
-    """Replicas of each size with the model's weights, and checked ones of the sizes that span hosts, all compiled."""
+    """Build and compile replicas of each size, and replicas with hosts.check=step of the sizes that span hosts."""
     import jax
     import jax.numpy as jnp
     from flax import nnx
@@ -106,7 +106,7 @@ def build_contenders(directory: Path, hosts: "Hosts") -> "dict[str, Replicas]":
 
 
 def rollout(replicas: "Replicas", number: int) -> float:
-    """Sample the workload of a round, without the prefixes of the one before; returns tokens per second."""
+    """Clear the prefix cache, and sample the workload of a round; returns tokens per second."""
     from tpu_grpo.records.stages import Request, SampleKey, SamplingParams
 
     replicas.forget_prefixes()
@@ -125,7 +125,7 @@ def rollout(replicas: "Replicas", number: int) -> float:
 
 
 def milliseconds(call: Callable[[], object], times: int) -> list[float]:
-    """Of each call, after one that is not counted."""
+    """Return the milliseconds of each of ``times`` calls, after one call that is not counted."""
     call()
     spent = []
     for _ in range(times):
@@ -166,7 +166,7 @@ class CountedClient:
 
 
 def protocol(counts: Sequence[int], times: int = 20) -> Table:
-    """Let so many hosts exchange values, each a thread, and say what an exchange takes and sends."""
+    """For each count, let that many hosts (threads) exchange values; returns a table of time, requests and bytes."""
     from tests.hosts.processes import free_port
     from tpu_grpo.hosts import Hosts
     from tpu_grpo.hosts.coordination_service import Service, _client, _service
@@ -245,7 +245,7 @@ def main() -> None:
 
 
 def report(found: dict[int, Figures]) -> Table:
-    """Medians: a row per measurement, a column per number of processes."""
+    """Return a table of medians, with a row per measurement and a column per number of processes."""
     table = Table("", *(f"{count} x {DEVICES // count}" for count in found), title="processes x devices of each")
     names = dict.fromkeys(name for figures in found.values() for name in figures)
     for name in sorted(names, key=lambda name: (not name.startswith("tensor"), name)):

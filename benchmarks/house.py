@@ -1,10 +1,10 @@
-"""Counts the house: lines, files, rooms and the imports between them, of the product, its tests and its docs.
+"""Measures the size of the code base: lines, files, rooms and imports of the product, its tests and its docs.
 
-    python -m benchmarks.house [REPOSITORY ...]      # several stand side by side, to compare them
+    python -m benchmarks.house [REPOSITORY ...]      # one column for each repository
 
-Only the standard library is used, and nothing of the repository is run, so that any checkout can be counted. A room is
-a folder directly below ``tpu_grpo/``, or a module there. An arrow is an import between two rooms, at any depth of the
-code. The floors are the longest chain of such imports. A circle is a group of files that import each other.
+Only the standard library is used, and no code of the repository is run, so that any checkout can be measured. A room is
+a folder directly below ``tpu_grpo/``, or a module there. An arrow is an import between two rooms, also in functions.
+Floors count the rooms on the longest chain of such imports. A circle is a group of files that import each other.
 """
 
 import ast
@@ -74,7 +74,7 @@ class House:
                     return
 
     def arrows(self) -> set[tuple[str, str]]:
-        """Return (room, imported room)."""
+        """Return every pair of (room, imported room)."""
         pairs = {(self.room(path), self.room(other)) for path in self.trees for other in self.imported(path)}
         return {(room, other) for room, other in pairs if room != other}
 
@@ -111,7 +111,7 @@ class House:
         return lines / sum(map(len, self.code.values()))
 
     def functions(self) -> list[int]:
-        """Return the lines of code of every function, ``def`` included."""
+        """Return the number of lines of code of every function, ``def`` included."""
         return [
             len(self.code[path].intersection(range(node.lineno, (node.end_lineno or 0) + 1)))
             for path, tree in self.trees.items()
@@ -129,7 +129,7 @@ class House:
         ]
 
     def settings(self) -> int:
-        """Return the typed attributes of all classes of ``config/`` that are sections of a config."""
+        """Return the number of typed attributes of all classes in ``config/`` that are sections of a config."""
         trees = [tree for path, tree in self.trees.items() if self.room(path) == "config"]
         classes = {node.name: node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
 
@@ -142,7 +142,7 @@ class House:
 
 
 def count(root: Path) -> dict[str, str]:
-    """Count one checkout; returns figures by their names."""
+    """Measure one checkout; returns figures, as text, by name."""
     house = House(root)
     names = Counter(path.name for path in house.trees if path.name != "__init__.py" and house.room(path) != "cli")
     functions, rooms = house.functions(), {house.room(path) for path in house.trees} - {"", "__main__"}

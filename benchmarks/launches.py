@@ -1,15 +1,15 @@
-"""What launches of several decode steps save on a TPU, and when to refill rows: python -m benchmarks.launches
+"""Estimates the effect of several decode steps per launch, and when to refill rows: python -m benchmarks.launches
 
-Nothing runs on a device: the seconds are those of ``scripts/plan.py`` (planning/costs.py), the shapes and the
-number of steps those of the engine. Two tables:
+Nothing runs on a device: seconds on a TPU are estimated as by ``scripts/plan.py`` (planning/costs.py), and shapes and
+numbers of steps are the engine's. Two tables are printed:
 
-    time a token    milliseconds between two tokens of a row, in an engine whose rows all run, with one step a launch
-                    and with as many as ``rollout.steps_per_launch: auto`` takes. Prompts have 256 tokens, completions
-                    768. All engines of a host are driven by one thread. No request waits, so that devices have the
-                    next launch before this one has ended
-    refill          seconds of a rollout with four times as many completions as rows, when a launch ends as soon as one
-                    row in 64, 32, .. 4 has ended while requests wait, or one row at all, or none. Completions have a
-                    mean of 256 tokens, log-normal as those of GSM8K are, or with a long tail, and at most 768
+    time a token    milliseconds between two tokens of a row, in an engine with all rows in use, with one step per
+                    launch and with as many as ``rollout.steps_per_launch: auto`` chooses. Prompts have 256 tokens,
+                    completions 768. One thread drives all engines of a host. No request waits, so that devices get the
+                    next launch before the current one has ended
+    refill          seconds of a rollout with four times as many completions as rows. While requests wait, a launch ends
+                    as soon as one row in 64, 32, .. 4 has ended, or any single row, or no row. Lengths of completions
+                    are log-normal, like those of GSM8K or with a longer tail, with a mean of 256 and at most 768
 """
 
 from collections.abc import Sequence
@@ -39,16 +39,16 @@ class Case:
     slice: str
     tensor: int
     engines: int
-    """Those of one host."""
+    """The number of engines of one host."""
 
     @property
     def generation(self) -> Generation:
-        """The kind of TPU."""
+        """The generation of the slice's TPUs."""
         return parse_slice(self.slice).generation
 
     @cached_property
     def sizes(self) -> EngineSizes:
-        """What a step of an engine reads."""
+        """The sizes of weights and cache that a step of an engine reads."""
         checkpoint = abstract_checkpoint(PUBLISHED / self.model)
         cache = checkpoint.config.num_hidden_layers * 2 * checkpoint.config.kv_width * 2 / self.tensor
         split = self.tensor > 1
@@ -56,11 +56,11 @@ class Case:
 
     @property
     def steps(self) -> int:
-        """The steps of a launch."""
+        """The number of decode steps per launch that the engine chooses."""
         return choose_steps(int(self.sizes.weight_bytes), "tpu")
 
     def token_seconds(self, rows: int, steps: int) -> float:
-        """Seconds from one token of a row to the next, in the middle of its completion."""
+        """Return the seconds from one token of a row to the next, in the middle of its completion."""
         device = decode_step(self.sizes, self.generation, rows, rows * (PROMPT + LONGEST / 2))
         launch = {cause: seconds * steps for cause, seconds in device.items()}
         engines = [(launch, host_seconds(self.sizes, rows, steps))] * self.engines
@@ -81,13 +81,13 @@ class Rollout:
     case: Case
     rows: int
     share: float
-    """A launch ends when 1 row in this many has ended while requests wait: infinite for any row, 0 for none."""
+    """While requests wait, a launch ends when 1 row in ``share`` has ended: infinity means any row, 0 means no row."""
     seconds: float = 0.0
     running: list[int] = field(default_factory=list)
-    """Tokens that each running row still needs."""
+    """The number of tokens that each running row still needs."""
 
     def run(self, lengths: Sequence[int]) -> float:
-        """Return the seconds of completions of these lengths."""
+        """Simulate a rollout of completions of these lengths, and return its seconds."""
         waiting = list(reversed(lengths))
         while waiting or self.running:
             if waiting and len(self.running) < self.rows:
@@ -97,13 +97,13 @@ class Rollout:
         return self.seconds
 
     def _admit(self, lengths: list[int]) -> None:
-        """Prefill rows whose prompts are in the cache, which gives each its first token."""
+        """Simulate the prefill of rows whose prompts are in the prefix cache; each row gets its first token."""
         step = prefill_step(self.case.sizes, self.case.generation, len(lengths), PROMPT)
         self.seconds += sum(step.values()) + host_seconds(self.case.sizes, len(lengths))
         self.running += [length - 1 for length in lengths if length > 1]
 
     def _launch(self, *, waiting: bool) -> None:
-        """Make decode steps until the launch ends: all are made, rows fit a smaller program, or rows are refilled."""
+        """Simulate a launch. It ends after all its steps, when rows fit a smaller program, or to refill rows."""
         rungs, rows = ladder(8, self.rows, 2), len(self.running)
         left = max((rung for rung in rungs if rung < rows), default=0)
         if waiting and self.share:
@@ -117,7 +117,7 @@ class Rollout:
 
 
 def drawn_lengths(rows: int, spread: float, seed: int) -> list[int]:
-    """Log-normal lengths with a mean of MEAN after they are cut at LONGEST; the scale is found by halving."""
+    """Draw log-normal lengths, cut at LONGEST; their scale is found by bisection, so that the mean is MEAN."""
     drawn = np.random.default_rng(seed).lognormal(0.0, spread, rows)
     low, high = 0.0, 10.0 * LONGEST
     while high - low > 1e-3:
@@ -127,12 +127,12 @@ def drawn_lengths(rows: int, spread: float, seed: int) -> list[int]:
 
 
 def mean_seconds(case: Case, rows: int, share: float, drawn: Sequence[Sequence[int]]) -> float:
-    """The seconds of a rollout, a mean over several of these lengths."""
+    """Return the mean seconds of a rollout over several draws of lengths."""
     return sum(Rollout(case, rows, share).run(lengths) for lengths in drawn) / len(drawn)
 
 
 def token_table() -> Table:
-    """The first table."""
+    """Return the table of the time per token."""
     table = Table("model", "slice", "tensor", "steps", "rows", "one step", "ms", "times", title="time a token")
     for case in CASES:
         for rows in ROWS:
@@ -143,7 +143,7 @@ def token_table() -> Table:
 
 
 def refill_table() -> Table:
-    """The second table."""
+    """Return the table of rollouts with different rules for refilling rows."""
     shares = {"a row": float("inf"), **{f"1 in {n}": float(n) for n in (64, 32, 16, 8, 4)}, "never": 0.0}
     table = Table("model", "rows", "lengths", *shares, title="refill, seconds of a rollout")
     for case in CASES:

@@ -1,18 +1,18 @@
-"""Where the time of an update goes on a CPU: python -m benchmarks.products [--rounds N]
+"""Measures which operations take the time of an update on a CPU: python -m benchmarks.products [--rounds N]
 
-The model, the full rows and the learner of ``benchmarks.update``, on one core. The profiler says how long each of the
-compiler's operations takes; shown are the sums over an update of their undisturbed times: the fastest tenth of all
-executions ends there, so that a busy machine changes little.
+Model, full rows and learner are those of ``benchmarks.update``, on one core. The profiler measures each operation of
+the compiled program. Shown are sums over an update of undisturbed times: the 10 % quantile over an operation's
+executions, which hardly depends on the load of the machine.
 
-Products, by shape (rows x summed x columns, in batches where attention has them), forward and backward:
+Matrix products, by shape (rows x summed x columns, in batches where attention has them), forward and backward:
 
     GFLOP         of an update
     plain         GFLOP/s of a program that makes nothing but such products
     update        GFLOP/s inside the update, where a product finds other inputs in the caches
     at plain      CPU seconds of an update, if its products ran like plain ones
 
-Beside the products, the same seconds by the part of the model. What no operation accounts for, up to the CPU seconds of
-the update, is spent between them: the kernel's work, dispatch, Python.
+A second table has the seconds of all other operations by part of the model. The rest of the CPU seconds of the update
+is spent between operations: in the operating system's kernel, in dispatch and in Python.
 """
 
 import argparse
@@ -50,7 +50,7 @@ Dims = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Product:
-    """A product of the compiled program: the shapes of its factors, and the dimensions that lax.dot_general takes."""
+    """A matrix product of the compiled program: the shapes of its factors, and dimensions for lax.dot_general."""
 
     left: Dims
     right: Dims
@@ -58,14 +58,14 @@ class Product:
 
     @property
     def sizes(self) -> Dims:
-        """(batches, rows, summed, columns)."""
+        """The numbers of batches, rows, summed elements and columns."""
         (summed, _), (batch, _) = self.dims
         batches, inner = prod(self.left[i] for i in batch), prod(self.left[i] for i in summed)
         return batches, prod(self.left) // batches // inner, inner, prod(self.right) // batches // inner
 
     @property
     def flops(self) -> int:
-        """Two for each multiplication."""
+        """The number of FLOPs, two for each multiplication."""
         return 2 * prod(self.sizes)
 
 
@@ -79,7 +79,7 @@ class Operation:
 
 
 def operations(text: str) -> dict[str, Operation]:
-    """Read a compiled program: its operations by name, those inside of fusions left out."""
+    """Parse the text of a compiled program; returns its operations by name, without those inside of fusions."""
     bodies: dict[str, list[str]] = {}
     for line in text.splitlines():
         if line.endswith("{") and (head := re.match(r"(?:ENTRY )?%?([\w.\-]+) \(", line)):
@@ -101,7 +101,7 @@ def operations(text: str) -> dict[str, Operation]:
 
 
 def _product(body: list[str], line: str | None = None) -> Product | None:
-    """Read the product of a fusion's body, or of one line of a body; None if there is none."""
+    """Parse the matrix product in a fusion's body, or in one line of a body; None if there is none."""
     line = line or next((line for line in body if " dot(" in line), "")
     match = re.search(r" dot\(([^)]*)\)", line)
     if match is None:
@@ -120,7 +120,7 @@ def _dims(text: str) -> Dims:
 
 
 def plain_rate(product: Product, rounds: int) -> float:
-    """Measure GFLOP/s of a program of some such products and nothing else."""
+    """Measure the GFLOP/s of a program that consists of COPIES such products."""
     rng = np.random.default_rng(0)
     lefts = [jnp.asarray(rng.normal(size=product.left), jnp.float32) for _ in range(COPIES)]
     right = jnp.asarray(rng.normal(size=product.right), jnp.float32)
@@ -134,12 +134,12 @@ def plain_rate(product: Product, rounds: int) -> float:
 
 
 def undisturbed(taken: list[float]) -> float:
-    """Return the end of the fastest tenth."""
+    """Return the 10 % quantile of the times."""
     return quantiles(taken, n=10, method="inclusive")[0] if len(taken) > 1 else taken[0]
 
 
 def traced(run: Any, rounds: int) -> dict[str, list[float]]:
-    """Run under the profiler: the seconds of every execution of the gradients' operations, by name."""
+    """Run under the profiler; returns the seconds of every execution of each operation of the gradients' program."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
     found = defaultdict(list)
@@ -156,7 +156,7 @@ def traced(run: Any, rounds: int) -> dict[str, list[float]]:
 
 
 def report(ops: dict[str, Operation], times: dict[str, list[float]], rounds: int) -> None:
-    """Print both tables."""
+    """Print the tables of matrix products and of all other operations."""
     columns = ("GFLOP", "plain GFLOP/s", "update GFLOP/s", "seconds", "at plain")
     products = Table("products: rows x summed x columns", *columns)
     groups: dict[Any, list[tuple[Product, float, float]]] = defaultdict(list)
@@ -189,7 +189,7 @@ def report(ops: dict[str, Operation], times: dict[str, list[float]], rounds: int
 
 
 def main() -> None:
-    """Measure an update of full rows, and its products alone."""
+    """Measure an update of full rows, and its matrix products alone."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     rounds = parser.parse_args().rounds

@@ -1,4 +1,4 @@
-"""How fast rewards score: completions per second in process and with workers, and what a worker costs per batch.
+"""Measures rewards: completions per second in the main process and in workers, and the cost of workers per batch.
 
 python benchmarks/rewards.py [--rows 512] [--repeats 5]
 """
@@ -17,7 +17,7 @@ NOTHING = Completion(np.zeros(1, np.int32), np.zeros(1, np.float32), "stop", 0)
 
 
 def rollout(rows: int, *, boxed: bool) -> Rollout:
-    """Groups of solutions of about 150 words, every other one right, no two of them the same."""
+    """Make groups of different solutions of about 150 words; every other solution is right."""
     prompts, texts = [], []
     for p in range(rows // GROUP):
         prompts.append(Prompt(f"problem {p}", (), {"answer": rf"\frac{{{p + 1}}}{{7}}" if boxed else f"#### {p}"}))
@@ -30,7 +30,7 @@ def rollout(rows: int, *, boxed: bool) -> Rollout:
 
 
 def seconds_per_batch(spec: RewardSpec, batch: Rollout, repeats: int) -> float:
-    """Median over batches, the first one, which starts workers and imports, left out."""
+    """Return the median seconds of a batch, after a first batch, which starts workers and imports modules."""
     with open_rewards([spec], ["answer"]) as rewards:
         scores = rewards.score(batch)
         expected = np.tile([1.0, 0.0], len(batch.texts) // 2)

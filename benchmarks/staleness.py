@@ -1,4 +1,4 @@
-"""What sampling during the update saves: python -m benchmarks.staleness [--rounds N] [--steps N]
+"""Measures what sampling during the update saves: python -m benchmarks.staleness [--rounds N] [--steps N]
 
 Two hosts, each pinned to a core of its own: one trains and one samples (meshes.layout=split). Each round has a run
 with algorithm.staleness 0 and one with 1. Shown are median seconds over steps and rounds: rollout, update (with
@@ -24,11 +24,11 @@ from tests.several.runs import REPOSITORY, settings, write_files
 
 SIZES: dict[str, Any] = {"hidden": 128, "layers": 4, "heads": 4, "kv_heads": 4, "head_dim": 32, "intermediate": 384}
 SKIPPED = 4
-"""The first steps, in which programs are compiled."""
+"""The number of first steps that are left out, because they compile programs."""
 
 
 def timed(directory: Path, staleness: int, steps: int) -> dict[str, list[float]]:
-    """Run, and return the seconds of the later rollouts, updates and whole steps."""
+    """Run both hosts; returns the seconds of rollouts, updates, syncs and whole steps after the skipped ones."""
     run_dir = directory / "run"
     tree = settings(
         run_dir,

@@ -1,17 +1,17 @@
-"""What an update costs: python -m benchmarks.update [--rounds N] [--prompt-tokens N] [--new-tokens N]
+"""Measures an update: python -m benchmarks.update [--rounds N] [--prompt-tokens N] [--new-tokens N]
 
 One model (4-layer, 256-wide Qwen3, random weights, float32, nothing recomputed), 8 prompts x 8 completions, on one CPU
 device. Each contender has a process of its own; they learn from the same rows in turn, round after round. Shown are
 medians, and medians over rounds of the ratios.
 
-    ours          ``Learner.update``: from a scored rollout to the step, what is done on the host included
+    ours          ``Learner.update``: from a scored rollout to the optimizer step, including work on the host
     tunix         the same with algorithm.name=tunix:grpo: Tunix's learner, the rows of the step at once (its default)
     tunix 8       the same in micro-batches of a prompt, which its trainer accumulates
 
 Workloads: *full*, prompts and completions all as long as they may be; *uneven completions*, log-normal with a mean of a
 third of the longest after prompts of full length; *uneven*, prompts as well.
 
-    seconds       of the clock. Where others run on the machine, CPU seconds are the better measure
+    seconds       wall-clock time. If other programs run on the machine, CPU seconds are the better measure
     CPU seconds   of all threads of the process, the kernel's work for it included
     temporary     MiB, the largest of a contender's programs, by XLA's account
     FLOPs         of a whole update by XLA's account, over 6 x parameters x tokens that are no padding. XLA counts a
@@ -59,20 +59,20 @@ RATE = 1e-6
 
 @dataclass(frozen=True)
 class Contender:
-    """A way to make updates."""
+    """A learner that is compared."""
 
     prepare: Callable[[ScoredRollout], tuple[Callable[[], Any], int]]
-    """Returns what makes an update of a rollout and returns when it is made, and how many passes that takes."""
+    """Takes a rollout; returns a function that makes an update and waits for it, and the update's number of passes."""
     temporary: int
-    """Bytes."""
+    """The temporary memory of its largest program, in bytes."""
     pass_flops: float
     step_flops: float = 0.0
 
 
 def log_normal_lengths(count: int, longest: int, seed: int) -> list[int]:
-    """Draw lengths with a mean of a third of the longest, which one of them has exactly; the scale is found by halving.
+    """Draw log-normal lengths with a mean of ``longest / 3``; their scale is found by bisection.
 
-    Lengths beyond the longest are cut, as a limit of new tokens does.
+    Lengths are cut at ``longest``, as by a limit of new tokens, and one of them is ``longest`` exactly.
     """
     drawn = np.random.default_rng(seed).lognormal(0.0, 0.9, count)
     low, high = 0.0, float(longest)
@@ -85,7 +85,7 @@ def log_normal_lengths(count: int, longest: int, seed: int) -> list[int]:
 
 
 def make_rollout(prompt_lengths: Sequence[int], lengths: Sequence[int]) -> ScoredRollout:
-    """Random tokens of these lengths, with log-probabilities near those of a model that knows nothing."""
+    """Make a scored rollout of random tokens, with log-probabilities near those of a uniform distribution."""
     rng = np.random.default_rng(0)
     prompts = tuple(Prompt("", tuple(rng.integers(3, VOCABULARY, n).tolist())) for n in prompt_lengths)
     logprobs = rng.normal(-np.log(VOCABULARY), 0.1, (len(lengths), max(lengths))).astype(np.float32)
@@ -99,14 +99,14 @@ def make_rollout(prompt_lengths: Sequence[int], lengths: Sequence[int]) -> Score
 
 
 def make_config(run_dir: Path, prompt_tokens: int, new_tokens: int) -> RunConfig:
-    """The settings of ours; what is not named is as shipped."""
+    """Return the config of "ours"; settings that are not named have their defaults."""
     tree: dict[str, Any] = {"run": {"dir": str(run_dir)}, "rollout": {"max_new_tokens": new_tokens}}
     tree["data"] = {"prompts_per_step": PROMPTS, "max_prompt_tokens": prompt_tokens}
     return parse_config(tree | {"algorithm": {"group_size": GROUP}, "optimizer": {"learning_rate": RATE}})
 
 
 def ours(model: nnx.Module, mesh: Mesh, config: RunConfig) -> Contender:
-    """This package's learner, as a run drives it."""
+    """Build this package's learner as a run uses it."""
     inputs = LearnerInputs(model=model, reference=None, mesh=mesh)
     learner, programs = Learner(config, inputs), build_parts(config, inputs)
     learner.share(())
@@ -127,7 +127,7 @@ def ours(model: nnx.Module, mesh: Mesh, config: RunConfig) -> Contender:
 
 
 def tunix(model: nnx.Module, mesh: Mesh, config: RunConfig, micro_prompts: int) -> Contender:
-    """Tunix's learner, as a run drives it, so many prompts at a time."""
+    """Build Tunix's learner as a run uses it, with micro-batches of ``micro_prompts`` prompts."""
     section = {"name": "tunix:grpo", "options": {"beta": 0.0}, "micro_batch_prompts": micro_prompts}
     algorithm = AlgorithmSection(group_size=GROUP, **section)  # type: ignore[arg-type]
     config = config.model_copy(update={"algorithm": algorithm})
@@ -145,12 +145,12 @@ def tunix(model: nnx.Module, mesh: Mesh, config: RunConfig, micro_prompts: int) 
 
 
 def costs(compiled: Any) -> tuple[int, float]:
-    """(bytes of temporary memory, FLOPs) of one run of a program."""
+    """Return the bytes of temporary memory and the FLOPs of one run of a program."""
     return compiled.memory_analysis().temp_size_in_bytes, compiled.cost_analysis()["flops"]
 
 
 def workloads(config: RunConfig) -> dict[str, ScoredRollout]:
-    """The rollouts, by name."""
+    """Return the rollouts of the workloads, by name."""
     prompt_tokens, new_tokens = config.data.max_prompt_tokens, config.rollout.max_new_tokens
     rows, whole = PROMPTS * GROUP, [prompt_tokens] * PROMPTS
     uneven = log_normal_lengths(rows, new_tokens, seed=0)
@@ -162,7 +162,7 @@ def workloads(config: RunConfig) -> dict[str, ScoredRollout]:
 
 
 def work(name: str, prompt_tokens: int, new_tokens: int) -> None:
-    """A contender's process: print what it is, then make an update for each line that names a workload."""
+    """Run a contender's process: print its figures, then make an update for each line of stdin, a workload's name."""
     mesh = Mesh(np.asarray(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
     with tempfile.TemporaryDirectory() as directory:
         checkpoint = read_checkpoint(write_random_qwen3(Path(directory) / "model", vocab=VOCABULARY, **SIZES))
@@ -200,7 +200,7 @@ class Worker:
         self.figures: dict[str, dict[str, float]] = json.loads(self._answer())
 
     def update(self, workload: str) -> tuple[float, float]:
-        """(seconds, CPU seconds) of an update."""
+        """Make an update in the process; returns its seconds and CPU seconds."""
         assert self._process.stdin is not None
         self._process.stdin.write(workload + "\n")
         self._process.stdin.flush()
@@ -215,7 +215,7 @@ class Worker:
 
 
 def report(workload: str, workers: dict[str, Worker], spent: dict[str, list[tuple[float, float]]]) -> Table:
-    """Medians, and the median over rounds of ours over each contender's."""
+    """Return a table of medians, and the median over rounds of the time of "ours" divided by each contender's."""
     columns = ("seconds", "ours / it", "CPU seconds", "ours / it", "temporary MiB", "FLOPs / 6 N tokens")
     tokens = workers["ours"].figures[workload]["tokens"]
     table = Table("update", *columns, title=f"{workload}: {tokens} tokens")
@@ -230,7 +230,7 @@ def report(workload: str, workers: dict[str, Worker], spent: dict[str, list[tupl
 
 
 def main() -> None:
-    """Start all contenders, let them take turns on each workload, print a table each."""
+    """Start all contenders, let them take turns on each workload, and print a table for each workload."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--prompt-tokens", type=int, default=32)

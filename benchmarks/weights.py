@@ -1,8 +1,9 @@
-"""What a weight sync costs: python -m benchmarks.weights [--rounds N]
+"""Measures a weight sync: python -m benchmarks.weights [--rounds N]
 
-A tree of about 0.5 GB (Qwen3 leaves, 8 layers of width 1,024, float32) on four CPU devices, from the trainer's meshes
-to the sampler's; per pair of meshes, in turn, round after round in one process, medians and ratios per round. Each call
-gets new arrays, as after an update: jax keeps what it once copied to the host, and would not copy it again.
+Parameters of about 0.5 GB (Qwen3, 8 layers of width 1,024, float32) move on four CPU devices, from the trainer's meshes
+to the sampler's. For each pair of meshes, the contenders take turns, round after round in one process; shown are
+medians, and medians of each round's ratios. Each call gets new arrays, as after an update: jax keeps the host's copy of
+an array, and would not copy it again.
 
     ours      WeightSync: compiled programs, groups within 512 MiB of temporary memory
     copy      a plain copy of the bytes that ours writes, in the sampler's layout: one program, no communication
@@ -10,8 +11,8 @@ gets new arrays, as after an update: jax keeps what it once copied to the host, 
     tunix     transfer_state_with_mappings with its reshard, as shipped (it collects garbage every time)
     tunix -gc the same without the collection
 
-Beside them: temporary memory per device by the compiled programs' own account, and by how much resident memory rose
-over what it was before at most while ours ran.
+Two further columns: the temporary memory per device that the compiled programs report, and the largest rise of resident
+memory while ours ran.
 """
 
 import argparse
@@ -58,15 +59,15 @@ PAIRS = [
     ("split", 2, 1, 2),
     ("split", 2, 1, 1),
 ]
-"""layout, fsdp, tp, tensor."""
+"""Pairs of meshes: (layout, the trainer's fsdp and tp, the sampler's tensor)."""
 Leaves = dict[str, jax.Array]
 Specs = dict[str, jax.ShapeDtypeStruct]
 Contender = Callable[[Leaves], Any]
-"""Moves the trainer's leaves; returns when they are there."""
+"""Moves the trainer's parameters to the sampler's devices, and waits until they have arrived."""
 
 
 def trainer_leaves(devices: list[Any], fsdp: int, tp: int) -> Leaves:
-    """Qwen3's leaves as Tunix splits them."""
+    """Make Qwen3's parameters with Tunix's shardings."""
     mesh = Mesh(np.asarray(devices).reshape(fsdp, tp), ("fsdp", "tp"))
     layer = {
         "input_layernorm.w": ((HIDDEN,), P()),
@@ -92,7 +93,7 @@ def trainer_leaves(devices: list[Any], fsdp: int, tp: int) -> Leaves:
 
 
 def sampler_specs(devices: list[Any], tensor: int) -> Specs:
-    """The same leaves as sglang-jax splits them, with the vocabulary split."""
+    """Return specs of the same parameters with sglang-jax's shardings; the vocabulary is sharded."""
     mesh = engine_mesh(devices, len(devices) // tensor)
     queries, keys = HEADS * WIDTH, KV_HEADS * WIDTH
     layer = {
@@ -120,13 +121,13 @@ def sampler_specs(devices: list[Any], tensor: int) -> Specs:
 
 
 def nested(leaves: dict[str, Any]) -> nnx.State:
-    """A state whose paths are the dotted names."""
+    """Return a state whose paths are the dotted names."""
     paths = {tuple(int(p) if p.isdigit() else p for p in name.split(".")): leaf for name, leaf in leaves.items()}
     return nnx.State.from_flat_path({path: nnx.Param(leaf) for path, leaf in paths.items()})
 
 
 def tunix_sync(target: Specs) -> Contender:
-    """Tunix's transfer into leaves that are there; its map names another root than this release of sglang-jax."""
+    """Return Tunix's transfer into existing arrays; its map is for another root name than this sglang-jax has."""
     mappings = {
         name: (to.replace("model.", "transformer.", 1), spec) for name, (to, spec) in _to_sglang_jax_mappings().items()
     }
@@ -143,7 +144,7 @@ def tunix_sync(target: Specs) -> Contender:
 
 @contextmanager
 def resident_peak() -> Iterator[list[int]]:
-    """[bytes that resident memory rose by at most while the block ran]."""
+    """Yield a list that holds the largest rise of resident memory during the block, in bytes."""
     process, stop, rise = psutil.Process(), threading.Event(), [0]
     before = process.memory_info().rss
 
@@ -161,7 +162,7 @@ def resident_peak() -> Iterator[list[int]]:
 
 
 def measure(layout: str, fsdp: int, tp: int, tensor: int, rounds: int) -> tuple[dict[str, list[float]], int, int]:
-    """(seconds of each contender per round, temporary bytes by the programs, peak rise of resident memory)."""
+    """Return each contender's seconds per round, the programs' temporary bytes, and the rise of resident memory."""
     devices = jax.devices()
     own, theirs = (devices, devices) if layout == "shared" else (devices[:2], devices[2:])
     source, target = trainer_leaves(own, fsdp, tp), sampler_specs(theirs, tensor)
@@ -195,7 +196,7 @@ def measure(layout: str, fsdp: int, tp: int, tensor: int, rounds: int) -> tuple[
 
 
 def without_gc(run: Contender) -> Contender:
-    """The same call with garbage collection doing nothing."""
+    """Return the same contender with ``gc.collect`` doing nothing."""
 
     def quiet(source: Leaves) -> Any:
         with mock.patch.object(gc, "collect", return_value=0):
@@ -205,7 +206,7 @@ def without_gc(run: Contender) -> Contender:
 
 
 def main() -> None:
-    """Measure every pair, print a row each."""
+    """Measure every pair of meshes, and print a table with a row for each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
     rounds = parser.parse_args().rounds
@@ -222,7 +223,7 @@ def main() -> None:
 
 
 def ratio(spent: dict[str, list[float]], this: str, that: str) -> str:
-    """Median over rounds."""
+    """Return the median over rounds of ``this`` divided by ``that``, as text; "-" if ``this`` was not measured."""
     if this not in spent:
         return "-"
     return f"{median(a / b for a, b in zip(spent[this], spent[that], strict=True)):.2f}"

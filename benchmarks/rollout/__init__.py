@@ -1,1 +1,1 @@
-"""What rollouts cost; see __main__.py."""
+"""Measures rollouts; see __main__.py."""

@@ -11,13 +11,13 @@ contender samples the same workload in turn, round after round in one process, a
     native 16     the same with 16 rows at a time, which suits its rows x rows attention better
     tunix         Tunix's own sampler: one compiled loop for the whole batch, up to the longest row
 
-``launches``: our engine with 1, 4, 16 and 64 decode steps in a launch, for all rows at once and, so that requests
-wait, for 16 at a time; each with the host's time per token by stage.
+``launches``: our engine with 1, 4, 16 and 64 decode steps per launch, with all rows at once, and with 16 at a time, so
+that requests wait; each with the host's time per token by stage.
 
-``filters``: our engine without a filter and with each.
+``filters``: our engine without a filter and with each filter.
 
-``replicas``: 1, 2 and 4 engines on as many virtual devices, 16 rows at once in all, and what they waited for. The
-devices share the machine's cores, so that seconds say little here; shares of idle engines are counted in decode steps.
+``replicas``: 1, 2 and 4 engines on as many virtual devices, with 16 rows at once in all, and shares of idle engines.
+The devices share the machine's cores, so that seconds mean little here; idle shares are counted in decode steps.
 
 Workloads: *even*, 64 tokens each; *uneven*, lengths from a long tail up to 256; *as GSM8K*, lengths spread as those of
 its published solutions, up to 256 (Tunix's sampler has no limit per request; only the wanted tokens count).
@@ -54,7 +54,7 @@ FILTERS = {
 
 
 def measure(contenders: dict[str, Workload], rounds: int) -> dict[str, list[float]]:
-    """Tokens per second of each contender in each round, after one round that is not counted."""
+    """Return the tokens per second of each contender in each round, after one round that is not counted."""
     speeds: dict[str, list[float]] = {name: [] for name in contenders}
     for number in range(rounds + 1):
         for name, run in contenders.items():
@@ -66,7 +66,7 @@ def measure(contenders: dict[str, Workload], rounds: int) -> dict[str, list[floa
 
 
 def report(workload: str, lengths: Sequence[int], speeds: dict[str, list[float]]) -> Table:
-    """Medians, and the median over rounds of each contender's speed against the first's."""
+    """Return a table of medians, and the median over rounds of the first contender's speed divided by each speed."""
     title = f"{workload}: {sum(lengths)} tokens, median length {median(lengths):.0f}, longest {max(lengths)}"
     first = next(iter(speeds))
     table = Table("contender", "tokens/s (median)", "min", "max", f"times {first}", title=title)
@@ -78,7 +78,7 @@ def report(workload: str, lengths: Sequence[int], speeds: dict[str, list[float]]
 
 
 def compare_samplers(directory: Path, model: nnx.Module, rounds: int, console: Console) -> None:
-    """Our engine beside the library's scheduler and Tunix's sampler."""
+    """Compare our engine with the library's scheduler and Tunix's sampler."""
     engines = {
         "ours": build_engines(directory, model),
         "native 64": build_engines(directory, model, attention="native"),
@@ -92,7 +92,7 @@ def compare_samplers(directory: Path, model: nnx.Module, rounds: int, console: C
 
 
 def compare_launches(directory: Path, model: nnx.Module, rounds: int, console: Console) -> None:
-    """Our engine with more and more decode steps in a launch."""
+    """Compare our engine with different numbers of decode steps per launch."""
     for rows in (64, 16):
         sizes = {"max_running_requests": rows}
         engines = {
@@ -108,7 +108,7 @@ def compare_launches(directory: Path, model: nnx.Module, rounds: int, console: C
 
 
 def compare_filters(directory: Path, model: nnx.Module, rounds: int, console: Console) -> None:
-    """Whole rollouts of one engine with other filters."""
+    """Compare rollouts of one engine with different filters."""
     engine = build_engines(directory, model)
     for workload, lengths in WORKLOADS.items():
         contenders = {name: engine_workload(engine, lengths, sampling) for name, sampling in FILTERS.items()}
@@ -116,7 +116,7 @@ def compare_filters(directory: Path, model: nnx.Module, rounds: int, console: Co
 
 
 def compare_replicas(directory: Path, model: nnx.Module, rounds: int, console: Console) -> None:
-    """As many rows at once, on one engine, two, and four."""
+    """Compare one, two and four engines with the same number of rows in all."""
     engines = {f"{n} engines": build_engines(directory, model, n, max_running_requests=16 // n) for n in (1, 2, 4)}
     for workload, lengths in WORKLOADS.items():
         contenders = {name: engine_workload(replicas, lengths) for name, replicas in engines.items()}
@@ -135,7 +135,7 @@ COMPARISONS = {
 
 
 def main() -> None:
-    """Build everything, measure all workloads, print a table each."""
+    """Run the comparison that the command line names, and print a table for each workload."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("comparison", nargs="?", choices=tuple(COMPARISONS), default="samplers")
     parser.add_argument("--rounds", type=int, default=5)

@@ -1,4 +1,4 @@
-"""Who samples: this package's engines, the library's scheduler with its own attention, and Tunix's sampler."""
+"""The compared samplers: this package's engines, sglang-jax's scheduler with its own attention, and Tunix's sampler."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +26,7 @@ from tpu_grpo.records.stages import SamplingParams
 
 
 def build_engines(directory: Path, model: nnx.Module, count: int = 1, **changed: Any) -> Replicas:
-    """``count`` engines with the model's weights, a device each, everything compiled."""
+    """Build and compile ``count`` engines with the model's weights, on one device each."""
     context = {"context_tokens": PROMPT_TOKENS + LONGEST, "prefill_tokens": 512}
     options = engine_options(**context | {"max_running_requests": 64} | changed)
     engines, _ = build_replicas(directory, model, 1, options, count)
@@ -35,7 +35,7 @@ def build_engines(directory: Path, model: nnx.Module, count: int = 1, **changed:
 
 
 def engine_workload(engines: Replicas, lengths: Sequence[int], sampling: SamplingParams = NO_FILTER) -> Workload:
-    """Generations of our engines, prefixes forgotten before each as after a weight sync."""
+    """Return a workload that clears the prefix caches, as a weight sync does, and generates with our engines."""
 
     def run(number: int) -> int:
         engines.forget_prefixes()
@@ -46,7 +46,7 @@ def engine_workload(engines: Replicas, lengths: Sequence[int], sampling: Samplin
 
 
 def host_times(engines: Replicas, run: Workload) -> str:
-    """Microseconds per sampled token of one more generation, by what the host spent them on."""
+    """Run one more generation; returns the host's microseconds per sampled token by stage, as text."""
     (engine,) = engines.engines.values()
     before = engine.use
     tokens, use = run(10_000), engine.use - before
@@ -55,31 +55,31 @@ def host_times(engines: Replicas, run: Workload) -> str:
 
 
 class IdTokenizer:
-    """Tunix's sampler takes strings: decimal ids, separated by spaces."""
+    """A tokenizer for Tunix's sampler, which takes strings; here they are decimal ids, separated by spaces."""
 
     def encode(self, text: str, **_: object) -> list[int]:
-        """Ids of a string."""
+        """Return the ids in a string."""
         return [int(word) for word in text.split()]
 
     def decode(self, ids: Sequence[int], **_: object) -> str:
-        """Nothing reads the texts."""
+        """Return no text, because nothing reads it."""
         return ""
 
     def bos_id(self) -> int:
-        """None is added: the id is the first of no prompt."""
+        """Return an id with which no prompt begins."""
         return 2
 
     def eos_id(self) -> int:
-        """Beyond the vocabulary: never sampled."""
+        """Return an id beyond the vocabulary, which is never sampled."""
         return VOCABULARY
 
     def pad_id(self) -> int:
-        """Fills prompts on the left."""
+        """Return the id that pads prompts on the left."""
         return 0
 
 
 def tunix_workload(model: nnx.Module, lengths: Sequence[int]) -> Workload:
-    """Tunix's sampler with a cache no larger than this workload needs: it runs to the longest row."""
+    """Return a workload of Tunix's sampler, which samples all rows to the longest length, with the least cache."""
     longest, width = max(lengths), PROMPT_TOKENS + 2
     cache = CacheConfig(cache_size=width + longest, num_layers=LAYERS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM)
     sampler = Sampler(model, IdTokenizer(), cache)

@@ -1,6 +1,6 @@
-"""What the contenders sample: one small model, 8 prompts of 30 tokens with 8 samples each, and three kinds of lengths.
+"""The model and the workloads of the compared samplers: 8 prompts of 30 tokens x 8 samples, three kinds of lengths.
 
-Each request has a limit of its own and goes on past stop tokens, so that all contenders sample the same lengths.
+Each request has its own limit of tokens and ignores stop tokens, so that all samplers sample the same lengths.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,11 +23,11 @@ SPREAD, GSM8K_SPREAD = 0.9, 0.49
 """Standard deviations of the logarithm of lengths: of a long tail, and of the published solutions of GSM8K."""
 NO_FILTER = SamplingParams(max_new_tokens=LONGEST, ignore_stop=True)
 Workload = Callable[[int], int]
-"""One generation, numbered for its keys; returns how many tokens it sampled."""
+"""Runs the generation of a given number, which seeds the sampling; returns how many tokens were sampled."""
 
 
 def drawn_lengths(median: float, spread: float, rows: int = PROMPTS * GROUP) -> list[int]:
-    """Log-normal lengths, cut at the longest, which one of them has exactly."""
+    """Draw log-normal lengths, cut at LONGEST; one of them is LONGEST exactly."""
     drawn = np.random.default_rng(0).lognormal(np.log(median), spread, rows)
     lengths = np.clip(drawn.round().astype(int), 4, LONGEST)
     lengths[lengths.argmax()] = LONGEST
@@ -42,12 +42,12 @@ WORKLOADS = {
 
 
 def prompt_ids(prompt: int) -> tuple[int, ...]:
-    """The ids of a prompt; all differ from the first token on."""
+    """Return the ids of a prompt; prompts differ in their first token."""
     return tuple(range(10 + prompt, 10 + prompt + PROMPT_TOKENS))
 
 
 def make_requests(lengths: Sequence[int], number: int, sampling: SamplingParams = NO_FILTER) -> list[Request]:
-    """The requests of generation ``number``; prompts have GROUP samples each."""
+    """Return the requests of generation ``number``, with GROUP samples of each prompt."""
     return [
         Request(
             prompt_ids(row // GROUP),

@@ -1,12 +1,13 @@
-"""Damages the directory of a run by chance, and starts the run again there: it must go on soundly, or be refused.
+"""Damages the directory of a run at random, and starts the run again there: it must continue correctly, or be refused.
 
     uv run python -m tests.several.damage --directories 2000
 
-A run of 4 steps with a checkpoint of each is stopped. In a copy of its directory, files are changed: bits, lengths,
-places, types and values of JSON; files and directories are removed, emptied, swapped, renamed, or become links, pipes
-and directories. A child does what a start does: it looks at the directory, takes it, reads the newest sound checkpoint,
-and opens the files it writes to. Allowed is a restore that has every bit of that step, with a line for the user where
-the step is not the newest, or an error that ends the command with 2. What fails is kept.
+A run does 4 steps, with a checkpoint after each. In a copy of its directory, files are changed: bits, lengths, places,
+types and values of JSON; files and directories are removed, emptied, swapped, renamed, or become links, pipes and
+directories. A child process does what a start does: it looks at the directory, locks it, reads the newest sound
+checkpoint, and opens the files that a run writes to. Two outcomes are allowed: the restored state equals that of its
+step in every bit, and a line tells the user if this step is not the newest; or an error gives exit code 2. Every other
+outcome is printed.
 """
 
 import argparse
@@ -32,14 +33,14 @@ from tests.several.fuzz import with_other_value
 from tests.several.runs import REPOSITORY, settings, write_files
 
 SECONDS = 120.0
-"""A start that takes longer has hung."""
+"""The seconds after which a start counts as hung."""
 A_CHILD = 200
-"""So many directories are opened by one child, which has to begin with jax."""
+"""The number of directories that one child process opens; every child has to import jax first."""
 STEPS = 4
 
 
 def prepare(directory: Path) -> None:
-    """Write a run's inputs, and let it leave its directory; the config then wants more steps."""
+    """Write a run's inputs, run it for STEPS steps, and raise ``run.max_steps`` in its config file."""
     write_files(directory)
     tree = settings(
         Path("run"),
@@ -54,7 +55,7 @@ def prepare(directory: Path) -> None:
 
 
 def damage(run_dir: Path, draw: random.Random) -> str:
-    """Change one or two things in the directory, and say which and how."""
+    """Damage one or two files or directories below ``run_dir``; returns a description of the damage."""
     return "; ".join(_damage_one(run_dir, draw) for _ in range(draw.choice((1, 1, 1, 2))))
 
 
@@ -148,7 +149,7 @@ _OF_DIRECTORIES = (_removed, _replaced, _renamed, _copied)
 
 
 class Starts:
-    """Starts the run of a directory as often as it is asked, with one model; made in a child, as it begins jax."""
+    """Starts the run in one directory after the other, with one model; used in a child process, which imports jax."""
 
     def __init__(self, sound: Path):
         from tpu_grpo.cli.starting import prepare as choose_platform
@@ -170,7 +171,7 @@ class Starts:
         self._sums: dict[int, Any] = {}
         self._newest = learner.restored_step
         scratch = sound.with_name(f"sums_{os.getpid()}")
-        for step in range(self._newest, self._newest - 3, -1):  # what each step that is kept restores to
+        for step in range(self._newest, self._newest - 3, -1):  # the checksums that each kept checkpoint restores
             shutil.copytree("run/checkpoints", scratch)
             for newer in range(step + 1, self._newest + 1):
                 shutil.rmtree(scratch / str(newer))
@@ -197,7 +198,7 @@ class Starts:
             checkpoints.close()
 
     def once(self, directory: Path) -> str:
-        """Start there, and return how it ended: well, or in words with a colon."""
+        """Start the run in a directory, and return the outcome; "bad: ..." is an outcome that is not allowed."""
         from tpu_grpo.records.errors import TpuGrpoError
 
         os.chdir(directory)
@@ -207,7 +208,7 @@ class Starts:
                 step, notes = self._start()
         except TpuGrpoError as error:
             return "refused" if error.exit_code == 2 else f"bad: {error!r}"
-        except BaseException:  # whatever comes is what is looked for
+        except BaseException:  # any other error is a fault that this program looks for
             return f"bad: {traceback.format_exc()}"
         if step is None:
             return "done" if any(notes) else "bad: it is done, in silence"
@@ -243,7 +244,7 @@ class Starts:
 
 
 def in_children(sound: Path, scratch: Path, numbers: Sequence[int], seed: int) -> Iterator[tuple[int, str, str]]:
-    """Damage and open a directory of each number; yields the number, the damage and how it ended."""
+    """For each number, damage a copy of the directory and start the run there; yields number, damage and outcome."""
     left = list(numbers)
     while left:
         reading, writing = os.pipe()
@@ -274,7 +275,7 @@ def in_children(sound: Path, scratch: Path, numbers: Sequence[int], seed: int) -
 
 @contextmanager
 def ended_at_last(pid: int) -> Iterator[Callable[[], int]]:
-    """Give what ends a child and returns its status; it is ended in any case."""
+    """Yield a function that kills a child process and returns its status; at the end, the child is killed anyway."""
     statuses: list[int] = []
 
     def end() -> int:
@@ -290,14 +291,14 @@ def ended_at_last(pid: int) -> Iterator[Callable[[], int]]:
 
 
 class _Lines:
-    """The lines that come from a pipe."""
+    """Reads lines from a pipe."""
 
     def __init__(self, file: int):
         os.set_blocking(file, False)
         self._file, self._data, self.last = file, b"", ""
 
     def next(self, seconds: float) -> str | None:
-        """Return the next line; None at the end, or if none comes for so long."""
+        """Return the next line; None at the end of the pipe, or if no line comes within ``seconds``."""
         end = time.monotonic() + seconds
         while b"\n" not in self._data and time.monotonic() < end:
             try:

@@ -1,10 +1,10 @@
-"""Has users' code misbehave in workers of rewards and environments: it may cost its own value, and nothing else.
+"""Lets users' code misbehave in workers of rewards and environments: only its own value may be lost, nothing else.
 
     uv run python -m tests.several.faults --faults 200
 
-Each fault is drawn by ``--seed`` and its number: what is done (`tests.several.misbehaving`), and where: in a reward
-with ``on_error`` skip or stop, in an environment with a process of its own or a shared one, in which of its methods.
-After each the same pool must serve a good row or conversation. At the end no process may be left, whatever was started.
+Each fault is drawn at random from ``--seed`` and its number: what is done (`tests.several.misbehaving`), and where: in
+a reward with ``on_error`` skip or stop, or in a method of an environment with its own or a shared process. After each
+fault the same pool must score a good row or play a good conversation. At the end no started process may be left.
 """
 
 import argparse
@@ -37,9 +37,9 @@ from tpu_grpo.rewards import RewardSet, open_rewards
 FILE = "tests.several.misbehaving"
 TIMEOUT = 1.0
 HANGS_AFTER = 120.0
-"""Seconds after which the main process has hung, on a busy machine, too."""
+"""The seconds after which the main process counts as hung, even on a busy machine."""
 GROWTH = 2**29
-"""The main process may have grown by so many bytes at the end."""
+"""The most bytes by which the memory of the main process may have grown at the end."""
 METHODS = ("reset", "poke", "get_reward", "close")
 
 
@@ -49,7 +49,7 @@ class EscapedError(Exception):
 
 @dataclass(frozen=True)
 class Fault:
-    """What is done where; the same for the same seed and number."""
+    """A misbehaviour and its place; equal for equal seed and number."""
 
     number: int
     kind: str
@@ -58,7 +58,7 @@ class Fault:
 
     @classmethod
     def drawn(cls, seed: int, number: int) -> "Fault":
-        """Draw a fault."""
+        """Draw the fault of a number at random."""
         draw = random.Random(seed * 10**9 + number)
         kind = draw.choice([*DEEDS, *VALUES])
         return cls(number, kind, draw.choice(RIGS), draw.choice(METHODS))
@@ -68,7 +68,7 @@ RIGS = ("reward, skip", "reward, stop", "environment", "shared environment")
 
 
 def score(rewards: RewardSet, kind: str, seed: int) -> tuple[list[float], list[float]]:
-    """Return what the reward that misbehaves gives for a group of two, and what the other one gives."""
+    """Score a group of two completions; returns the values of the misbehaving reward and of the other reward."""
     row = {"kind": kind, "seed": seed}
     with rewards.begin((rollout := make_rollout(["p"], ["a", "bb"], [row], step=1)).batch) as scoring:
         [scores] = scoring.finish([rollout])
@@ -76,7 +76,7 @@ def score(rewards: RewardSet, kind: str, seed: int) -> tuple[list[float], list[f
 
 
 def in_reward(rewards: RewardSet, fault: Fault) -> str:
-    """Let a reward misbehave, and say what came of it."""
+    """Let a reward misbehave, and return the outcome in words; raises EscapedError if it is not allowed."""
     try:
         bad, good = score(rewards, fault.kind, fault.number)
     except RewardError as error:
@@ -89,7 +89,7 @@ def in_reward(rewards: RewardSet, fault: Fault) -> str:
             raise EscapedError(f"the other reward gave {good}")
         if not np.isnan(bad).all() and not np.isfinite(bad).all():
             raise EscapedError(f"the reward gave {bad}")
-    for _ in range(4):  # a worker that lived on may have lost its modules, and is replaced after two calls
+    for _ in range(4):  # a worker that survived may lack modules; it is replaced after two calls
         with contextlib.suppress(RewardError):
             if score(rewards, "", 0) == ([1.0, 1.0], [1.0, 2.0]):
                 return came
@@ -97,7 +97,7 @@ def in_reward(rewards: RewardSet, fault: Fault) -> str:
 
 
 def play(pool: EnvironmentPool, key: int, columns: dict[str, Any]) -> Iterator[Reply]:
-    """Play a conversation, and yield what the environment replies."""
+    """Play a conversation, and yield the environment's replies."""
     pool.start(key, "", columns, seed=key)
     for ask in (None, lambda: pool.act(key, call("poke")), lambda: pool.end(key)):
         if ask is not None:
@@ -108,7 +108,7 @@ def play(pool: EnvironmentPool, key: int, columns: dict[str, Any]) -> Iterator[R
 
 
 def in_environment(pool: EnvironmentPool, fault: Fault) -> str:
-    """Let an environment misbehave, beside one that does not, and say what came of it."""
+    """Let an environment misbehave beside a good one, and return the outcome; raises EscapedError like `in_reward`."""
     good = {"kind": "", "seed": 0, "where": ""}
     beside = play(pool, 2 * fault.number, good)
     first = next(beside)
@@ -127,7 +127,7 @@ def in_environment(pool: EnvironmentPool, fault: Fault) -> str:
 
 
 def left_behind() -> list[int]:
-    """Return the processes that faults have started and that are alive."""
+    """Return the ids of the processes that faults have started and that are still alive."""
     found = []
     for process in psutil.process_iter(["pid", "cmdline", "status"]):
         if process.info["cmdline"] == ["sleep", DAEMON] and process.info["status"] != psutil.STATUS_ZOMBIE:
@@ -137,7 +137,7 @@ def left_behind() -> list[int]:
 
 @contextlib.contextmanager
 def alarm() -> Iterator[None]:
-    """Raise an error if a block takes too long."""
+    """Raise EscapedError if the block takes longer than HANGS_AFTER seconds."""
 
     def ring(*_: object) -> None:
         raise EscapedError(f"the main process hangs: nothing after {HANGS_AFTER:.0f} s")
@@ -153,7 +153,7 @@ def alarm() -> Iterator[None]:
 
 @contextlib.contextmanager
 def output_in(path: str) -> Iterator[None]:
-    """Have all processes of this block write to a file."""
+    """Redirect stdout and stderr of this process and of all that it starts in the block to a file."""
     kept = [os.dup(descriptor) for descriptor in (1, 2)]
     with open(path, "wb") as file:
         for descriptor in (1, 2):
@@ -168,10 +168,10 @@ def output_in(path: str) -> Iterator[None]:
 
 
 def suffer(faults: int, seed: int, tell: Callable[[str], Any], rigs: Sequence[str] = RIGS) -> Counter[str]:
-    """Let so many faults happen, and return what came of them; those that escaped are told.
+    """Let ``faults`` faults happen, and return the count of each outcome; ``tell`` gets a line per escaped fault.
 
     Raises:
-        EscapedError: if some escaped, or processes or memory are left.
+        EscapedError: if faults escaped, processes are left, or memory has grown by more than GROWTH.
     """
     before, daemons, process = marked(), left_behind(), psutil.Process()
     counts: Counter[str] = Counter()

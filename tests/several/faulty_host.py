@@ -1,7 +1,7 @@
 """A host of a run with something wrong: python faulty_host.py FAULT [CONFIG.yaml] [section.key=value ...]
 
-The fault happens on the last host only; the others run the command as it is. What follows a colon is its argument.
-What is no fault but a look at the run happens on all hosts.
+The fault happens on the last host only; the other hosts run the command unchanged. The text after a colon is the
+fault's argument. Functions marked ``@look``, which observe the run or change it alike everywhere, apply to all hosts.
 """
 
 import os
@@ -32,20 +32,20 @@ def look[F: Callable[..., None]](function: F) -> F:
 
 @fault
 def setting(text: str) -> None:
-    """An override on this host only."""
+    """Override a setting on this host only."""
     sys.argv.append(text)
 
 
 @fault
 def variable(text: str) -> None:
-    """An environment variable on this host only; a value that is there is prolonged."""
+    """Set an environment variable on this host only; the text is appended to an existing value."""
     name, _, value = text.partition("=")
     os.environ[name] = f"{os.environ.get(name, '')} {value}".strip()
 
 
 @fault
 def file(name: str) -> None:
-    """One file with its last byte changed, in a copy of all files; a new one if there is none of the name."""
+    """Change the last byte of a file, in a copy of all files; a missing file is created."""
     copy = Path(tempfile.mkdtemp()) / "files"
     shutil.copytree(Path.cwd(), copy)
     path = copy / name
@@ -57,7 +57,7 @@ def file(name: str) -> None:
 
 @fault
 def line(name: str) -> None:
-    """One line of a data file with another answer, in a copy of all files."""
+    """Change the answer in one line of a data file, in a copy of all files."""
     copy = Path(tempfile.mkdtemp()) / "files"
     shutil.copytree(Path.cwd(), copy)
     path = copy / name
@@ -69,7 +69,7 @@ def line(name: str) -> None:
 
 @fault
 def version(name: str) -> None:
-    """Another version of a package."""
+    """Report another version of a package."""
     from importlib import metadata
 
     original = metadata.version
@@ -81,7 +81,7 @@ def version(name: str) -> None:
 
 @fault
 def sampled_token(_: str) -> None:
-    """The third launch of the engine takes in other tokens."""
+    """Change the tokens that the third launch of the engine returns."""
     from tpu_grpo.engine.decode_loop import Sampled
 
     calls = []
@@ -99,7 +99,7 @@ def sampled_token(_: str) -> None:
 
 @fault
 def order(_: str) -> None:
-    """Groups are started in another order."""
+    """Start groups in another order."""
     from tpu_grpo.engine.generation import Generation
 
     original = Generation.hold
@@ -108,7 +108,7 @@ def order(_: str) -> None:
 
 @fault
 def dealing(_: str) -> None:
-    """The last group goes to another replica on this host only."""
+    """Give the last group to another replica, on this host only."""
     from tpu_grpo.engine.dealing import Dealer
 
     original = Dealer.deal
@@ -125,7 +125,7 @@ def dealing(_: str) -> None:
 
 @fault
 def gathered_token(_: str) -> None:
-    """A token changes after the hosts exchanged their completions."""
+    """Change a token after the hosts have exchanged their completions."""
     from tpu_grpo.engine import replicas
 
     original, calls = replicas.exchange_completions, []
@@ -142,7 +142,7 @@ def gathered_token(_: str) -> None:
 
 @fault
 def sampler_parameter(name: str) -> None:
-    """One bit of a parameter of this host's sampler changes at the second sync."""
+    """Change one bit of a parameter of this host's sampler at the second sync."""
     from tpu_grpo.weights.sync import WeightSync
 
     original, calls = WeightSync.__call__, []
@@ -157,7 +157,7 @@ def sampler_parameter(name: str) -> None:
 
 @fault
 def trainer_parameter(name: str) -> None:
-    """One bit of this host's copies of a trainer's parameter changes before the first update's sync."""
+    """Change one bit of this host's copies of a trainer's parameter before the sync after the first update."""
     from tpu_grpo.run import engines
 
     install, original, installed = engines.SyncedEngines.install, engines.named_leaves, []
@@ -177,7 +177,7 @@ def trainer_parameter(name: str) -> None:
 
 @fault
 def prompts(_: str) -> None:
-    """This host reads another batch."""
+    """Read other prompts on this host."""
     from tpu_grpo.data.stream import PromptStream
 
     original = PromptStream.at
@@ -193,7 +193,7 @@ def prompts(_: str) -> None:
 
 @fault
 def schedule(_: str) -> None:
-    """This host's cache is smaller than the others' by one request."""
+    """Make this host's cache smaller than that of the other hosts."""
     from tpu_grpo.engine.options import EngineOptions
 
     EngineOptions.cache_tokens = property(lambda self: 20 + 2)  # type: ignore
@@ -236,9 +236,10 @@ def pressure(_: str) -> None:
 
 @fault
 def lost(text: str) -> None:
-    """SIGKILL, SIGSTOP or an abort in a stage: ``lost:SIGKILL,rollout of step 2``; ``start-up`` is before the start.
+    """Send this process a signal in a stage: ``lost:SIGKILL,rollout of step 2``; ``start-up`` means before the start.
 
-    ``launch 4`` is while the devices compute that launch of an engine, ``point 1`` when groups are dealt again first.
+    ``launch 4`` means while the devices compute the engine's fourth launch, and ``point 1`` the first time that groups
+    are dealt again.
     """
     name, _, stage = text.partition(",")
     number = signal.Signals[name]
@@ -265,7 +266,7 @@ def lost(text: str) -> None:
 
 @fault
 def limited(text: str) -> None:
-    """This host writes no file beyond 5,000 bytes from a stage on: ``limited:saving step 1``."""
+    """Limit this host's files to 5,000 bytes from a stage on: ``limited:saving step 1``."""
     import resource
 
     from tpu_grpo.hosts.watch import Watch
@@ -310,7 +311,7 @@ def lose_at_point(number: signal.Signals, point: int) -> None:
 
 @fault
 def slow(seconds: str) -> None:
-    """An update that takes long here, in Python and in a compiler-like call that keeps the interpreter busy."""
+    """Make every update on this host take ``seconds`` longer, in calls that keep the interpreter busy."""
     import time
 
     from tpu_grpo.learner import Learner
@@ -326,12 +327,12 @@ def slow(seconds: str) -> None:
     Learner.update = update  # type: ignore
 
 
-# --- looks at a run -------------------------------------------------------------------------------------------------
+# --- functions that apply to all hosts -------------------------------------------------------------------------------
 
 
 @look
 def unknown_lengths(_: str) -> None:
-    """No rollout knows how long earlier completions were, which orders the groups and so rounds log-probabilities."""
+    """Hide the lengths of earlier completions, which determine the order of groups and thereby rounding."""
     from tpu_grpo.data.prompt_draw import PromptHistory
 
     PromptHistory.last = lambda self, name, records: [None] * len(records)  # type: ignore
@@ -339,7 +340,7 @@ def unknown_lengths(_: str) -> None:
 
 @look
 def late_weights(_: str) -> None:
-    """The engines get the parameters of the step before, those of the first step twice; lengths are unknown."""
+    """Give the engines the parameters of the step before (those of the first step twice), and hide lengths."""
     unknown_lengths("")
     import jax
 
@@ -356,7 +357,7 @@ def late_weights(_: str) -> None:
 
 @look
 def shapes(_: str) -> None:
-    """Print the shape of the rows that the loss is traced with."""
+    """Print the shapes of the rows with which the loss is traced."""
     from tpu_grpo.learner import loss
 
     original = loss.agreement_sums
@@ -369,7 +370,7 @@ def shapes(_: str) -> None:
 
 
 def flipped(array: Any) -> Any:
-    """The array with the lowest bit of one element changed in every shard of this process."""
+    """Return the array with the lowest bit of one element changed in every shard of this process."""
     import jax
     import numpy as np
 

@@ -1,13 +1,14 @@
-"""Gives commands input that is broken by chance: they must end by 0 or 2, in bounded time and memory.
+"""Gives commands input with random faults: they must end with exit code 0 or 2, in bounded time and memory.
 
     uv run python -m tests.several.fuzz --inputs 10000
 
 Configs, data, models, tokenizers, chat templates, completions and the directories of runs are changed: single bytes,
-values of JSON and YAML by ones that hurt, whole files by pipes, links and directories. Each input goes to a command in
-a forked child. ``--processes N`` has so many of them started as users do. What fails is kept, with what was said.
+values of JSON and YAML that are replaced by harmful ones, whole files that become pipes, links or directories. Each
+input goes to a command in a forked child; ``--processes N`` starts N of the commands as users do. The output of failed
+commands is kept in ``--keep``.
 
-Messages between hosts, and from workers, are changed in the same ways and given to what reads them: a broken one may
-raise the error that tells of it, and nothing else.
+Messages between hosts, and from workers, are changed in the same ways and given to the functions that read them: a
+broken message may raise the error that is meant for it, and nothing else.
 """
 
 import argparse
@@ -39,9 +40,9 @@ import yaml
 from tests.several.runs import REPOSITORY, settings, write_files
 
 SECONDS = 60.0
-"""A command that takes longer has hung."""
+"""The seconds after which a command counts as hung."""
 GIBIBYTES = 12
-"""A command may take so much address space."""
+"""The limit on a command's address space."""
 DEEP, DIGITS = "[" * 50_000, "9" * 10_000
 NASTY: tuple[Any, ...] = (
     None, True, False, 0, -1, 1, 2**31, 2**63, 10**30, 10**400, 1e308, -1e-308, 0.5, "", " ", "x", "\ud800", "\x00",
@@ -84,16 +85,16 @@ COMMANDS = {
 
 @dataclass(frozen=True)
 class Message:
-    """What one process tells another."""
+    """A message from one process to another, and the function that reads it."""
 
     sound: bytes
     read: Callable[[bytes], object]
     refused_by: tuple[type[Exception], ...] = ()
-    """What a broken one may raise."""
+    """The errors that a broken message may raise."""
 
 
 def messages() -> dict[str, Message]:
-    """Messages of each kind as they should be, with what reads them in a run."""
+    """Return a correct message of each kind, by file name, with the function that reads it in a run."""
     from tpu_grpo.engine.exchange import decode_completions, encode_completions
     from tpu_grpo.environments.actions import Answered, Ended
     from tpu_grpo.hosts import meeting
@@ -111,11 +112,11 @@ def messages() -> dict[str, Message]:
     come = {"come": True, "nonces": ["first", me.nonce], "proof": signature(key, b"come").hex()}
 
     def host_0(data: bytes) -> bytes:
-        """Arrive where somebody says this, and nothing more."""
+        """Call `meeting.arrive` at a server that answers with ``data``."""
         with socket.create_server(("127.0.0.1", 0)) as server:
 
             def answer() -> None:
-                with suppress(OSError):  # who has heard enough hangs up
+                with suppress(OSError):  # the client may close the connection early
                     while True:
                         guest, _ = server.accept()
                         with guest, suppress(OSError):
@@ -174,7 +175,7 @@ def messages() -> dict[str, Message]:
 
 
 def prepare(directory: Path) -> None:
-    """Write files as they should be, and let a run leave its own."""
+    """Write correct input files, and run twice, so that the directory of a run has all its files."""
     write_files(directory)
     (directory / "model" / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
     tree = settings(Path("run"), run={"max_steps": 3}, checkpoint={"every": 1}, evaluation={"path": "held.jsonl"})
@@ -188,7 +189,7 @@ def prepare(directory: Path) -> None:
 
 
 def mutate(path: Path, draw: random.Random) -> str:
-    """Change a file, and say how."""
+    """Damage a file, and return the kind of damage."""
     how = draw.choice(("bytes", "bytes", "token", "token", "cut", "value", "value", "value", "value", "place", "line"))
     if how == "place" or not path.exists():
         what = draw.choice(("pipe", "zeros", "directory", "missing", "empty", "loop"))
@@ -229,7 +230,7 @@ def mutate(path: Path, draw: random.Random) -> str:
 
 
 def with_other_value(text: str, path: Path, draw: random.Random) -> bytes | None:
-    """Put another value in the place of one of JSON or YAML; None for another kind of file."""
+    """Replace one value of a JSON or YAML text, and return the new content; None if the text is neither."""
     if path.suffix == ".jinja":
         return str(draw.choice(NASTY)).encode(errors="surrogatepass")
     lines = text.splitlines() if path.suffix == ".jsonl" else [text]
@@ -259,20 +260,20 @@ def with_other_value(text: str, path: Path, draw: random.Random) -> bytes | None
 
 
 def in_reader(message: Message, file: Path, said: Path) -> int:
-    """Give a message that was changed in a file to its reader; returns 0, 2 for a refusal and 1 for anything else."""
+    """Give the message in ``file`` to its reader; returns 0 if it is read, 2 if it is refused, 1 for another error."""
     code, text = 0, ""
     try:
         message.read(file.read_bytes() if file.is_file() else b"")
     except message.refused_by:
         code = 2
-    except BaseException:  # whatever comes is what is looked for
+    except BaseException:  # any other error is a fault that this program looks for
         code, text = 1, traceback.format_exc()
     said.write_text(text, errors="replace")
     return code
 
 
 def in_child(words: Sequence[str], directory: Path, said: Path) -> int:
-    """Let a forked child run a command; returns its code, 1 for an exception and -9 for what had to be ended."""
+    """Run a command in a forked child; returns its exit code, 1 for an exception, -9 if it hung and was killed."""
     if (pid := os.fork()) == 0:
         code = 1
         try:
@@ -283,7 +284,7 @@ def in_child(words: Sequence[str], directory: Path, said: Path) -> int:
             code = import_module("tpu_grpo.cli.main").main(words)
         except SystemExit as ending:
             code = ending.code if isinstance(ending.code, int) else 1
-        except BaseException:  # whatever comes is what is looked for
+        except BaseException:  # any other error is a fault that this program looks for
             traceback.print_exc()
         finally:
             sys.stdout.flush()
@@ -351,7 +352,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def in_process(words: Sequence[str], directory: Path, said: Path) -> int:
-    """Run a command as users do."""
+    """Run a command in a new process, as users do; returns its exit code, or -9 if it hung."""
     with said.open("wb") as out:
         command = [sys.executable, "-m", "tpu_grpo", *words]
         where = os.environ | {"PYTHONPATH": str(REPOSITORY)}

@@ -1,13 +1,13 @@
-"""Kills a run at random moments and continues it until it is done: nothing may be lost, and nothing differ.
+"""Kills a run at random moments and continues it until it is done: its results must equal those without kills.
 
     uv run python -m tests.several.kills --kills 50 --hosts 1
     uv run python -m tests.several.kills --kills 50 --hosts 2
     uv run python -m tests.several.kills --kills 50 rollout.carry=0.5 rollout.max_new_tokens=64
     uv run python -m tests.several.kills --kills 30 --hosts 2 algorithm.staleness=1 meshes.layout=split
 
-A run of 12 steps with a checkpoint after every second one is done once undisturbed, and once killed so many times by
-SIGKILL: a third of the times in its start, else within a second after a step, all drawn by ``--seed``. Both must end
-with the same parameters, tokens, metrics and history.
+A run of 12 steps, with a checkpoint after every second step, is done once undisturbed, and once with ``--kills`` kills
+by SIGKILL: a third of them while the run starts, the others within a second after a step, at random by ``--seed``. Both
+must end with the same parameters, tokens, metrics and history.
 """
 
 import argparse
@@ -38,18 +38,19 @@ TIMED = ("seconds", "per_second", "compile/", "share", "bytes", "occupied", "/us
 """Parts of the names of metrics that depend on the machine or on where a run was killed."""
 SAMPLED = ("rollout/prefills", "rollout/accepted", "rollout/tokens_per", "carry/length", "carry/dropped", "agreement/r",
            "agreement/l", "agreement/k", "agreement/e")  # fmt: skip
-"""Those that a continued step lacks, or has as 0, if its completions were sampled before: with algorithm.staleness."""
+"""Parts of the names of metrics that a continued step lacks, or has as 0, if its completions were sampled before the
+kill, as with algorithm.staleness."""
 
 
 @dataclass(frozen=True)
 class Moment:
-    """When a run is killed: so many seconds after a step was logged, or after its start where the step is 0."""
+    """When a run is killed: ``seconds`` after ``step`` was logged, or after the start of the run if ``step`` is 0."""
 
     step: int
     seconds: float
 
     def await_in(self, run_dir: Path, started: Sequence[subprocess.Popen[bytes]]) -> None:
-        """Wait for it, or for the end of the run."""
+        """Wait until this moment of a run, or until the run ends."""
         end = time.monotonic() + END_SECONDS
         while self.step and last_step(run_dir) < self.step and _running(started) and time.monotonic() < end:
             time.sleep(0.02)
@@ -59,12 +60,12 @@ class Moment:
 
 
 WHOLE = Moment(STEPS + 1, 0.0)
-"""Never: the run ends first."""
+"""A moment after the last step: the run is not killed."""
 
 
 @dataclass(frozen=True)
 class Left:
-    """What a run left that must not depend on kills."""
+    """The results of a run that must not depend on kills."""
 
     params_digest: str
     metrics: list[dict[str, Any]]
@@ -74,7 +75,7 @@ class Left:
 def start_hosts(
     directory: Path, config: Mapping[str, Any], hosts: int, changes: Sequence[str] = ()
 ) -> list[subprocess.Popen[bytes]]:
-    """Start the command on so many processes, with 4 devices in all; stderr goes to host_I.err in the directory."""
+    """Start the command on ``hosts`` processes, with 4 devices in all; stderr goes to host_I.err in the directory."""
     path = directory / "run.yaml"
     path.write_text(yaml.safe_dump(dict(config)))
     environment = {
@@ -100,8 +101,8 @@ def start_hosts(
 
 
 def run_once(directory: Path, run_dir: Path, hosts: int, moment: Moment, changes: Sequence[str] = ()) -> bool:
-    """Start the run with these changes of its settings, or continue it, and kill all of its hosts at a moment; says
-    whether it was done before."""
+    """Start or continue the run, with changed settings, and kill all of its hosts at a moment; returns whether the run
+    was done before that moment."""
     config = settings(run_dir, run={"dir": str(run_dir), "max_steps": STEPS, "seed": 5}, checkpoint={"every": 2})
     started = start_hosts(directory, config, hosts, changes)
     try:
@@ -118,7 +119,7 @@ def run_once(directory: Path, run_dir: Path, hosts: int, moment: Moment, changes
 
 
 def what_is_left(run_dir: Path, changes: Sequence[str] = ()) -> Left:
-    """Read what a run left that had these changes of its settings."""
+    """Read the results of a run whose settings had these changes."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     out = TIMED + SAMPLED * any("staleness" in change for change in changes)
     kept = [{name: value for name, value in line.items() if not any(t in name for t in out)} for line in lines]
@@ -127,7 +128,7 @@ def what_is_left(run_dir: Path, changes: Sequence[str] = ()) -> Left:
 
 
 def disturbed(directory: Path, hosts: int, kills: int, seed: int, changes: Sequence[str] = ()) -> int:
-    """Compare a run that is killed so many times with one that is not; returns how often it was started."""
+    """Compare a run that is killed ``kills`` times with an undisturbed one; returns how often the run was started."""
     files = write_files(directory / "files")
     edit_config(files / "model", eos_token_id=[*range(10, 22)])  # completions end after about 20 tokens
     began = time.monotonic()
@@ -141,7 +142,7 @@ def disturbed(directory: Path, hosts: int, kills: int, seed: int, changes: Seque
             moment = Moment(0, drawn.uniform(0.0, whole))
         else:
             moment = Moment(drawn.randint(min(last_step(run_dir) + 1, STEPS), STEPS), drawn.uniform(0.0, 1.0))
-        if run_once(files, run_dir, hosts, moment, changes):  # it was done: another begins
+        if run_once(files, run_dir, hosts, moment, changes):  # the run is done, so a new one begins
             _compare(directory, run_dir, changes)
             shutil.rmtree(run_dir)
         print(f"kill {number + 1} of {kills}, {moment}: checkpoints {_saved(run_dir)}", flush=True)

@@ -1,4 +1,4 @@
-"""Users' code that does something it should not, drawn at random; `tests.several.faults` plays it in workers."""
+"""Users' code that does something it should not; `tests.several.faults` runs it in workers."""
 
 import asyncio
 import ctypes
@@ -21,7 +21,7 @@ from typing import Any
 
 FOREVER = 1000
 DAEMON = "86399"
-"""Programs that are left behind sleep so many seconds, by which they are found."""
+"""The seconds for which programs that are left behind sleep; they are found by this number on their command line."""
 
 
 class Unforeseen(BaseException):
@@ -53,7 +53,7 @@ def _sockets() -> list[int]:
 
 
 def _write(data: bytes) -> None:
-    """Write into each socket of this process, its channel to the main process among them."""
+    """Write data into each socket of this process, including its channel to the main process."""
     for descriptor in _sockets():
         with socket.socket(fileno=os.dup(descriptor)) as end:
             end.setblocking(True)
@@ -245,7 +245,7 @@ def _nested(depth: int) -> Any:
 
 
 def misbehave(kind: str, seed: int, good: Any) -> Any:
-    """Do what the kind says, and return the good value if that is to be returned."""
+    """Do the deed of the kind, and return ``good``, or the kind's value in its place."""
     if kind in VALUES:
         return VALUES[kind](good)
     if kind in DEEDS:
@@ -254,12 +254,12 @@ def misbehave(kind: str, seed: int, good: Any) -> Any:
 
 
 def reward(completions: list[str], kind: list[str], seed: list[int]) -> Any:
-    """A reward of a batch, whose first row says what it does."""
+    """Score a batch; the first row's ``kind`` says how the reward misbehaves."""
     return misbehave(kind[0], seed[0], [1.0] * len(completions))
 
 
 class Game:
-    """An environment that misbehaves in a method that the data names."""
+    """An environment that misbehaves in the method ``where``, as ``kind`` says."""
 
     def reset(self, kind: str, seed: int, where: str, **_: Any) -> Any:
         self.kind, self.seed, self.where = kind, seed, where
@@ -284,7 +284,7 @@ class Game:
 
 
 class SharedGame(Game):
-    """The same in a process that conversations share."""
+    """A `Game` in a process that several conversations share."""
 
     async def reset(self, kind: str, seed: int, where: str, **_: Any) -> Any:
         return Game.reset(self, kind, seed, where)

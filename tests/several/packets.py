@@ -1,11 +1,11 @@
-"""Sends broken packets to every port of a run of two hosts: the run must go on.
+"""Sends broken packets to every port of a run of two hosts, which must continue nevertheless.
 
     uv run python -m tests.several.packets --packets 2000
 
-First host 1 is held back, so that the packets come to host 0's meeting; then they come to jax's coordination service,
-which has that port afterwards, while steps are done; then to every other port on which a process of the run listens.
-At the end the run is stopped, and both hosts must end with 4. Packets are drawn by ``--seed``, and sent one after the
-other to 127.0.0.1, at most ``--rate`` a second. The hosts have a secret.
+First host 1 is suspended, so that the packets reach host 0 while it waits for the other host (`hosts.meeting`). Then
+they reach jax's coordination service, which takes over that port, while steps are done; then every other port on which
+a process of the run listens. At the end the run is stopped, and both hosts must end with exit code 4. Packets are
+random by ``--seed``, and sent one after the other to 127.0.0.1, at most ``--rate`` a second. The hosts have a secret.
 """
 
 import argparse
@@ -32,9 +32,9 @@ from tpu_grpo.hosts.authentication import VARIABLE
 from tpu_grpo.hosts.meeting import Caller
 
 SECONDS = 0.05
-"""An answer is awaited so long."""
+"""The longest wait for an answer."""
 SILENT = 40
-"""So many connections at most stay open and say nothing."""
+"""The most connections that stay open without sending anything."""
 NASTY: tuple[Any, ...] = (
     None,
     True,
@@ -57,7 +57,7 @@ TLS = bytes.fromhex("16030100c8010000c40303")
 
 
 def packet(draw: random.Random) -> bytes:
-    """Draw what is sent: a host's line with a fault, a frame of HTTP/2 as gRPC has it, or anything."""
+    """Draw a packet: a host's first line with a fault, a frame of HTTP/2 as gRPC sends it, or other bytes."""
     said: Any = json.loads(Caller("run", draw.choice([0, 1, 2, 10**9]), draw.choice([1, 2, 3])).to_line())
     match draw.randrange(9):
         case 0:
@@ -85,7 +85,7 @@ def packet(draw: random.Random) -> bytes:
 
 
 def send(port: int, what: bytes, draw: random.Random, silent: list[socket.socket]) -> None:
-    """Send one packet; afterwards the connection is closed, reset, or left open."""
+    """Send one packet, and close or reset the connection; some connections stay open without a packet."""
     with suppress(OSError):
         connection = socket.create_connection(("127.0.0.1", port), timeout=1.0)
         if draw.random() < 1 / 50:
@@ -98,7 +98,7 @@ def send(port: int, what: bytes, draw: random.Random, silent: list[socket.socket
             if draw.random() < 1 / 2:
                 connection.settimeout(SECONDS)
                 connection.recv(1000)
-            if draw.random() < 1 / 4:  # a reset instead of an end
+            if draw.random() < 1 / 4:  # reset the connection instead of closing it
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
@@ -114,10 +114,10 @@ def listening(started: Sequence[subprocess.Popen[bytes]]) -> list[int]:
 
 
 def await_true(what: str, true: Any, started: Sequence[subprocess.Popen[bytes]], errors: Path) -> None:
-    """Wait for something while all hosts live.
+    """Wait until ``true`` returns true; ``what`` names the condition.
 
     Raises:
-        AssertionError: a host has ended, or it took too long.
+        AssertionError: a host has ended, or END_SECONDS have passed.
     """
     end = time.monotonic() + END_SECONDS
     while not true():

@@ -1,4 +1,4 @@
-"""One of several processes that sync weights between all meshes: python -m tests.several.resharding_host ..."""
+"""One of several processes that test the weight sync on all pairs of meshes (tests/weights/test_meshes.py)."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Whole runs of several processes on a small random model, with a fault on one host where a test wants one."""
+"""Whole runs of several processes on a small random model; a test may add a fault on one host (faulty_host.py)."""
 
 import json
 import os
@@ -31,11 +31,11 @@ def odd_on_host_1(completions):
 
 
 SOON = {"hosts": {"lost_timeout_seconds": 12, "start_timeout_seconds": 300}}
-"""Laid over settings: a host that is lost is missed within seconds."""
+"""Settings with which a lost host is noticed within seconds."""
 
 
 def write_files(directory: Path, kv_heads: int = 4, model_type: str = "qwen3", **options: Any) -> Path:
-    """A model, data and a reward; every name in the config is relative, so a host can be given other files."""
+    """Write a model, data and a reward. Paths in the config are relative, so that a host can be given other files."""
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = build_byte_tokenizer()
     sizes = {"vocab": len(tokenizer), "kv_heads": kv_heads, "scale": 0.3}
@@ -76,7 +76,7 @@ class Ended:
     seconds: float
 
     def of_host(self, index: int) -> str:
-        """What a host wrote to stderr."""
+        """Return the lines that a host wrote to stderr."""
         return "\n".join(line for line in self.errors.splitlines() if line.startswith(f"[{index}]"))
 
 
@@ -92,8 +92,8 @@ def run_hosts(
 ) -> Ended:
     """Run the config on ``hosts`` processes of ``devices`` devices, in the directory of the files.
 
-    ``fault`` names a function of faulty_host.py, which is called on the last host before the command, or on the host
-    whose number follows: ``lost@1:SIGKILL,rollout of step 2``.
+    ``fault`` names a function of faulty_host.py, which is called before the command: on the last host, or on the host
+    whose number follows, as in ``lost@1:SIGKILL,rollout of step 2``.
     """
     run_dir = Path(tree["run"]["dir"])
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -110,14 +110,14 @@ def run_hosts(
 
 
 def seconds_since_last_stage(run_dir: Path) -> float:
-    """From the moment host 0 entered the stage in which it ended to its last line, by its log."""
+    """Return the seconds from the time when host 0 began its last stage to the last line of its log."""
     path = run_dir / "logs" / "host_0.log"
     began = [line for line in path.read_text().splitlines() if line.endswith(" begins")][-1]
     return path.stat().st_mtime - datetime.strptime(began[:23], "%Y-%m-%d %H:%M:%S,%f").timestamp()
 
 
 def outcome(run_dir: Path) -> tuple[list[str], str]:
-    """Tokens digests by step, and the digest of the last parameters."""
+    """Return the digest of each step's tokens, and the digest of the last parameters."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     summary = json.loads((run_dir / "summary.json").read_text())
     return [line["rollout/tokens_digest"] for line in lines], summary["params_digest"]

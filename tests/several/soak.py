@@ -1,10 +1,9 @@
-"""Runs two hosts with an environment and a reward worker for thousands of steps: memory must stay flat.
+"""Runs two hosts with an environment and a reward worker for thousands of steps: memory must not grow.
 
     uv run python -m tests.several.soak --steps 2000
 
-Every process of the run, those of rewards and environments included, is looked at about every second. What its
-resident size grows by from a quarter of the steps to the end is fitted by a line; more than a kilobyte a step is too
-much.
+The resident size of every process of the run, those of rewards and environments included, is measured about every
+second. A line is fitted to the sizes after the first quarter of the steps; its slope must be at most a kilobyte a step.
 """
 
 import argparse
@@ -27,7 +26,7 @@ BYTES_A_STEP = 1024.0
 
 
 def slopes(steps: int, directory: Path, memory: Path | None) -> dict[str, float]:
-    """Run, and return the bytes a step that each process grew by, by what it is."""
+    """Run, and return the bytes per step by which the memory of each process grew, by the name of the process."""
     files, run_dir = write_talking_files(directory / "files"), directory / "run"
     (files / "echo.py").write_text((files / "echo.py").read_text().replace("0.06", "0.001"))
     (files / "rewards.py").write_text(REWARD)
@@ -59,7 +58,7 @@ def slopes(steps: int, directory: Path, memory: Path | None) -> dict[str, float]
 
 
 def resident(process: subprocess.Popen[bytes], name: str) -> dict[str, int]:
-    """Return the bytes that a process and those below it have in memory, by name."""
+    """Return the resident bytes of a process and of its descendants, by name."""
     sizes: dict[str, int] = {}
     try:
         root = psutil.Process(process.pid)

@@ -1,9 +1,9 @@
-"""Stops a run of two hosts at random moments: every host must end with 4, whichever hosts get which signal.
+"""Stops a run of two hosts at random moments: every host must end with exit code 4, whichever host gets a signal.
 
     uv run python -m tests.several.stops --stops 100
 
-Each time the run is started, or continued, and host 0, host 1 or both get SIGINT or SIGTERM: a quarter of the times
-while it starts, else within a second after a step. What, when and to whom is drawn by ``--seed``.
+Each time the run is started or continued, and host 0, host 1 or both get SIGINT or SIGTERM: a quarter of the times
+while the run starts, otherwise within a second after a step. Signals, hosts and moments are random by ``--seed``.
 """
 
 import argparse
@@ -21,14 +21,14 @@ from tests.several.runs import settings, write_files
 
 HOSTS = 2
 START_SECONDS = 12.0
-"""A signal while the run starts comes within so many seconds."""
+"""The latest second after the start at which a signal is sent while the run starts."""
 
 
 def stop_once(directory: Path, run_dir: Path, targets: Sequence[int], number: signal.Signals, moment: Moment) -> float:
     """Start or continue the run, send a signal at a moment, and return the seconds to the end of the last host.
 
     Raises:
-        AssertionError: a host ended by another code than 4.
+        AssertionError: a host ended with another exit code than 4.
     """
     config = settings(run_dir, run={"dir": str(run_dir), "max_steps": 100_000, "seed": 5}, checkpoint={"every": 50})
     started = start_hosts(directory, config, HOSTS)

@@ -47,7 +47,7 @@ def alone(tailed: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[
 def test_tokens_and_parameters_are_those_of_one_process(
     tailed: Path, tmp_path: Path, alone: tuple[list[str], str], hosts: int, devices: int, tensor: int
 ) -> None:
-    """Each host stops its rows by what it has heard so far; with tensor 4 one replica spans both hosts."""
+    """A host stops its rows by the ended completions it knows of so far; with tensor 4 one replica spans both hosts."""
     ended = run_hosts(hosts, devices, tailed, carrying(tmp_path, tensor), "hosts.check=step", timeout=800)
     assert ended.code == 0, ended.errors
     if tensor == 1:

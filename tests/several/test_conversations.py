@@ -50,7 +50,7 @@ def test_replicas_within_hosts_say_what_those_of_one_process_do(
 
 
 def test_a_replica_over_hosts_says_the_same(talking: Path, tmp_path: Path) -> None:
-    """Each host has the environments of some rows, and brings their next turns to the other."""
+    """Each host has the environments of some rows, and sends their next turns to the other host."""
     one, two = tmp_path / "one", tmp_path / "two"
     for hosts, run_dir in ((1, one), (2, two)):
         ended = run_hosts(hosts, 4 // hosts, talking, tree(run_dir, meshes={"sampler": {"tensor": 4}}))
@@ -72,7 +72,7 @@ def test_killed_and_continued_is_as_undisturbed(talking: Path, alone: Path, tmp_
 
 @pytest.mark.slow
 def test_agents_are_told_the_same_on_every_number_of_hosts(talking: Path, tmp_path: Path) -> None:
-    """Four replicas in one process and in two, then one replica over two hosts, which have an agent each."""
+    """Four replicas in one process and in two processes, then one replica over two hosts with an agent on each."""
     found = []
     for name, hosts, tensor in (("one", 1, 1), ("two", 2, 1), ("whole", 1, 4), ("over", 2, 4)):
         sections = {"environment": AGENT_SETTINGS, "meshes": {"sampler": {"tensor": tensor}}}

@@ -33,7 +33,8 @@ WORKERS = [
     {"name": "exact_answer", "workers": 2},
     {"name": "rewards.py:odd_on_host_1", "workers": 1, "weight": 0.1, "only_if": "exact_answer"},
 ]
-"""Each in processes of its own; the last is odd on host 1, but for its workers, which are started without arguments."""
+"""Each reward has its own processes. The last reward would differ on host 1, but not in workers, which are started
+without the command line."""
 
 
 @pytest.fixture(scope="module")

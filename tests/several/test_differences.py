@@ -1,4 +1,4 @@
-"""Everything in which hosts can differ ends all of them with exit code 3, in time, and names the thing and the host."""
+"""Any difference between hosts ends all with exit code 3, in time; the message names what differs and the host."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ SETTINGS = [
     ("hosts.check=step", "hosts.check"),
     ("rewards=[{name: rewards.py:ascii_share, weight: 2.0}]", "rewards.0.weight"),
 ]
-"""One of each kind; tests/run/test_fingerprints.py compares every setting."""
+"""One setting of each kind; tests/run/test_fingerprints.py compares every setting."""
 FILES = [
     ("line:data.jsonl", "data file of data.path"),
     ("line:held.jsonl", "data file of evaluation.path"),
@@ -90,7 +90,7 @@ def test_a_reward_that_returns_another_number_on_one_host(files: Path, tmp_path:
 
 
 def test_the_first_launch_that_differs_is_named(files: Path, tmp_path: Path) -> None:
-    """Host 1 takes in other tokens of launch 3. Devices have launch 4 by then, so hosts disagree before launch 5."""
+    """Host 1 reads other tokens from launch 3. Launch 4 has begun by then, so the hosts disagree before launch 5."""
     tree = settings(tmp_path, meshes={"sampler": {"tensor": 4}}, rollout={"max_new_tokens": 10, "steps_per_launch": 2})
     ended = run_hosts(2, 2, files, tree, "hosts.check=step", fault="sampled_token")
     assert ended.code == 3, ended.errors

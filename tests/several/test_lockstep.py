@@ -1,4 +1,4 @@
-"""Runs of several processes: the same numbers however the devices are spread, and hosts that stay in step."""
+"""Runs of several processes: results do not depend on the number of processes, and hosts stay in lockstep."""
 
 import re
 from pathlib import Path
@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.several_hosts, pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="module")
 def one_run(files: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of one process with four devices, a decode step at a time."""
+    """A run of one process with four devices, and one decode step per launch."""
     run_dir = tmp_path_factory.mktemp("one") / "run"
     options = ("run.max_steps=3", "rollout.steps_per_launch=1", "export.every=last")
     ended = run_hosts(1, 4, files, settings(run_dir), *options)
@@ -23,7 +23,7 @@ def one_run(files: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def one_process(one_run: Path) -> tuple[list[str], str]:
-    """What that run samples, and the parameters it ends with."""
+    """The digests of the tokens and of the last parameters of ``one_run``."""
     return outcome(one_run)
 
 
@@ -31,7 +31,7 @@ def one_process(one_run: Path) -> tuple[list[str], str]:
 def test_tokens_and_parameters_are_those_of_one_process(
     files: Path, tmp_path: Path, one_run: Path, one_process: tuple[list[str], str], hosts: int, devices: int
 ) -> None:
-    """Bit for bit, also after updates with a rate at which any difference would show in the tokens."""
+    """Results are equal bit for bit, with a learning rate at which any difference would change tokens."""
     options = ("run.max_steps=3", "export.every=last")
     ended = run_hosts(hosts, devices, files, settings(tmp_path), *options, fault="shapes")
     assert ended.code == 0, ended.errors
@@ -52,7 +52,7 @@ def test_tokens_and_parameters_are_those_of_one_process(
 
 @pytest.mark.slow
 def test_a_model_that_is_not_there_is_taught_once(files: Path, tmp_path: Path) -> None:
-    """One host teaches it while it holds the cache's lock, and needs the other for its devices, which waits for it."""
+    """One host teaches the model while it holds the cache's lock, and the other host waits for the lock."""
     data = {"path": "builtin:addition", "prompts_per_step": 4, "max_prompt_tokens": 12}
     tree = settings(tmp_path, model={"path": "builtin:addition"}, data=data, rewards=[{"name": "exact_answer"}])
     ended = run_hosts(2, 1, files, tree, timeout=550)
@@ -99,7 +99,7 @@ def test_every_pair_of_meshes_samples_the_same_tokens(
 def test_trainer_and_sampler_on_halves_of_one_host(
     files: Path, tmp_path: Path, one_process: tuple[list[str], str]
 ) -> None:
-    """Two devices each; test_split.py has them on hosts of their own."""
+    """Trainer and sampler have two devices each; in test_split.py they have hosts of their own."""
     meshes = {"layout": "split", "sampler": {"tensor": 2}}
     ended = run_hosts(1, 4, files, settings(tmp_path, meshes=meshes), "hosts.check=step")
     assert ended.code == 0, ended.errors

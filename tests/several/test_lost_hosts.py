@@ -20,7 +20,7 @@ def fails(completions):
 """
 STAGES = ["rollout of step 2", "launch 3", "rewards of step 2", "update of step 2", "weight sync of step 2"]
 LOST_SECONDS = 12
-"""How long a silent host is waited for in these runs; the default is longer."""
+"""The seconds after which a silent host counts as lost in these runs; the default is longer."""
 
 
 def settings(run_dir: Path, **sections: Any) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def test_a_host_lost_in_a_stage_is_named_by_the_others(
 
 @pytest.mark.parametrize("number", ["SIGKILL", "SIGSTOP"])
 def test_a_host_lost_where_groups_are_dealt_again_is_named(files: Path, tmp_path: Path, number: str) -> None:
-    """Eight groups of 4 rows on four replicas of 4 places, so that the second half waits."""
+    """Four replicas with room for 4 rows sample eight groups of 4 rows, so that the second half of the groups waits."""
     tree = settings(tmp_path, rollout={"max_new_tokens": 40, "max_running_requests": 4, "batch_paddings": [4]})
     tree["data"]["prompts_per_step"] = 8
     ended = run_hosts(2, 2, files, tree, fault=f"lost:{number},point 1", grace=25)
@@ -70,7 +70,7 @@ def test_a_host_lost_at_start_up_is_named(files: Path, tmp_path: Path, number: s
 
 
 def test_a_slow_host_is_waited_for(files: Path, tmp_path: Path) -> None:
-    """Its update takes three times as long as a silent host would be waited for."""
+    """The update of one host takes three times as long as a silent host is waited for."""
     tree = settings(tmp_path, run={"dir": str(tmp_path), "max_steps": 1})
     tree["hosts"]["lost_timeout_seconds"] = 4
     ended = run_hosts(2, 2, files, tree, fault="slow:12")
@@ -83,7 +83,7 @@ def test_a_slow_host_is_waited_for(files: Path, tmp_path: Path) -> None:
 def test_a_reward_that_fails_on_one_host_ends_all_with_its_name(
     files: Path, tmp_path: Path, tensor: int, early: bool, stage: str
 ) -> None:
-    """After the rollout; and in the middle of it, while both hosts drive one engine and groups end in turn."""
+    """The reward fails after the rollout, or during it, while both hosts drive one engine and groups end in turn."""
     (files / "failing.py").write_text(FAILS)
     rewards = [{"name": "failing.py:fails", "workers": 0, "early": early}]
     rollout = {"max_running_requests": 4, "batch_paddings": [4], "steps_per_launch": 1}
@@ -100,7 +100,7 @@ def test_a_reward_that_fails_on_one_host_ends_all_with_its_name(
 def test_a_checkpoint_that_one_host_cannot_write_ends_all_and_the_run_goes_on_after_the_one_before(
     files: Path, tmp_path: Path
 ) -> None:
-    """Their heartbeats go on while Orbax's threads wait for each other."""
+    """The hosts' heartbeats continue while Orbax's threads wait for each other."""
     tree = settings(tmp_path, run={"dir": str(tmp_path), "max_steps": 4, "seed": 5}, checkpoint={"every": 1})
     ended = run_hosts(2, 2, files, tree, fault="limited:saving step 2")
     assert ended.code in (1, 3), ended.errors  # 1 on the host whose disk it is, 3 on the other

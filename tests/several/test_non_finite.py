@@ -1,4 +1,4 @@
-"""An update that is not finite, in whole runs: how they end, what they leave, and that going on skips it to the bit."""
+"""Whole runs with an update that is not finite: how they end, what they write, and that skipping it changes no bit."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The weight sync between meshes that span processes: leaves bit for bit, and the tokens that follow."""
+"""The weight sync between meshes that span processes: parameters are equal bit for bit, and so are sampled tokens."""
 
 import subprocess
 import sys
@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.several_hosts, pytest.mark.timeout(600)]
 
 
 def test_every_round_trip_is_bit_equal_on_two_processes() -> None:
-    """Two devices each: shards lie on both, or the trainer has one process and the sampler the other."""
+    """Two processes of two devices: shards lie on both, or the trainer has one process and the sampler the other."""
     script = REPOSITORY / "scripts" / "local_hosts.py"
     command = [sys.executable, str(script), "--hosts", "2", "--devices-per-host", "2"]
     command += ["--command", f"{sys.executable} -m tests.several.resharding_host", "--"]
@@ -38,7 +38,7 @@ def few_heads(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 def test_tokens_do_not_depend_on_meshes_that_repeat_heads(
     few_heads: tuple[Path, list[str]], tmp_path: Path, layout: str, tensor: int
 ) -> None:
-    """With 4 heads in a model of 4 the other tests do the same."""
+    """Other tests do the same with 4 key-value heads, which need not be repeated."""
     files, tokens = few_heads
     meshes = {"layout": layout, "sampler": {"tensor": tensor}}
     ended = run_hosts(2, 2, files, settings(tmp_path, meshes=meshes), "run.max_steps=1", "hosts.check=step")

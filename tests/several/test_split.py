@@ -1,4 +1,4 @@
-"""Trainer and sampler on hosts of their own: the tokens and parameters of a shared run on the trainer's mesh."""
+"""Trainer and sampler on different hosts: tokens and parameters equal those of a shared run on the trainer's mesh."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ def split(hosts: int | None = None, tensor: int = 1) -> dict[str, Any]:
 
 
 def shared_run(files: Path, run_dir: Path, devices: int, tensor: int, *words: str, **sections: Any) -> None:
-    """One process with the trainer's devices of the split run."""
+    """Run one process that has as many devices as the trainer of the split run."""
     tree = settings(run_dir, meshes={"sampler": {"tensor": tensor}}, **sections)
     ended = run_hosts(1, devices, files, tree, *words)
     assert ended.code == 0, ended.errors
@@ -55,9 +55,9 @@ def test_a_host_that_trains_and_one_that_samples(files: Path, tmp_path: Path) ->
 def test_one_step_off_is_a_shared_run_with_late_weights(
     tmp_path: Path, trainers: int, samplers: int, carry: float, rounds: int, talks: bool
 ) -> None:
-    """Also where it continues after step 2, of which the checkpoint holds the completions that step 3 learns from.
+    """This also holds when the run continues after step 2, whose checkpoint has the completions for step 3.
 
-    Without carry, only a run that is one step off keeps whole groups that dynamic sampling leaves.
+    Without carry, only a run that is one step off keeps complete groups that dynamic sampling did not use.
     """
     sizes = THREE if trainers == 3 else {}
     files = write_talking_files(tmp_path / "files") if talks else write_files(tmp_path / "files", **sizes)
@@ -99,7 +99,7 @@ def test_one_step_off_is_a_shared_run_with_late_weights(
 
 
 def stage_times(run_dir: Path, host: int, stage: str) -> list[str]:
-    """When a host last began and ended a stage, by its log."""
+    """Return the times at which a host last began and ended a stage, from its log."""
     lines = (run_dir / "logs" / f"host_{host}.log").read_text().splitlines()
     return [[line[:23] for line in lines if f"{stage} {event}" in line][-1] for event in ("begins", "ends")]
 
@@ -107,7 +107,7 @@ def stage_times(run_dir: Path, host: int, stage: str) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("devices", "tensor"), [(1, 1), (1, 2), (2, 4)])
 def test_two_hosts_train_and_two_sample(files: Path, tmp_path: Path, devices: int, tensor: int) -> None:
-    """A replica each, or one that spans both hosts, with adapters."""
+    """The two sampler hosts have a replica each, or one replica that spans both, then with adapters."""
     sections = {"model": {"lora": {"rank": 2}}} if tensor == 2 else {}
     shared_run(files, tmp_path / "one", 2 * devices, tensor, **sections)
     tree = settings(tmp_path / "four", meshes=split(2, tensor), checkpoint={"every": 1}, **sections)

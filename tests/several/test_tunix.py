@@ -1,4 +1,4 @@
-"""Tunix's learner under runs of several processes: the same numbers however the devices are spread."""
+"""Tunix's learner in runs of several processes: results do not depend on the number of processes."""
 
 from pathlib import Path
 from typing import Any

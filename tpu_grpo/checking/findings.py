@@ -1,4 +1,4 @@
-"""The rows of `tpu-grpo check` and their findings, and the loop that checks rows one after the other on all hosts.
+"""The rows (single checks) of `tpu-grpo check`, their findings, and the loop that checks the rows on all hosts.
 
 This file imports no jax.
 """
@@ -44,7 +44,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Done:
-    """A row that was checked, with the seconds that it should have taken (``budget``) and has taken."""
+    """The result of a checked row, with the seconds that the row should have taken (``budget``) and has taken."""
 
     row: str
     budget: float

@@ -205,7 +205,7 @@ def killed_run(host: int, words: Sequence[str], directory: Path, wait_seconds: f
 
     Args:
         host: the number of this host.
-        words: the command line of the run.
+        words: the config file and the settings of the run.
         directory: the run's directory, which all hosts share.
         wait_seconds: how long one process may take.
     """

@@ -34,7 +34,7 @@ SLOW = 0.7
 REACHED = 0.9
 """The share of its nominal FLOP/s and memory bandwidth that a chip should reach when it does nothing else."""
 CPU_LINKS = 50e6
-"""Bytes per second that CPU devices must send each other: a network of 1 Gbit/s carries twice that."""
+"""Bytes per second that CPU devices must send each other: less than half of what a network of 1 Gbit/s carries."""
 KERNEL_NUMBERS = 2**26
 """The attention kernel is timed with at most this many elements of queries."""
 REPEATS = 3
@@ -109,7 +109,7 @@ def all_reduce(devices: Sequence[Any], numbers: int) -> Callable[[], jax.Array]:
 
 
 def links(shared: Shared) -> Finding:
-    """Time all-reduces over all devices: a large one for the speed, and a tiny one for the least time."""
+    """Time all-reduces over all devices: a large one for the bandwidth, and a tiny one for the latency."""
     devices, chip = jax.devices(), shared.generation
     if len(devices) == 1:
         return Finding("works", "one device, which has no links to others")

@@ -65,9 +65,9 @@ EXACT = {"cpu": 3e-4, "tpu": 1e-2}
 """The largest allowed difference of a log-probability in float32. Measured on CPUs: 1e-6 to 8e-5. TPUs were not
 measured; TPUs compute float32 products in several bfloat16 passes."""
 ATTENTION = {"float32": 2e-5, "bfloat16": 2e-2}
-"""The largest allowed difference of attention's outputs, which are about 1. Measured on CPUs: 1e-6 and 4e-3."""
+"""The largest allowed difference of attention's outputs, which are about 1. On CPUs 1e-6 and 4e-3 were measured."""
 GRADIENT = {"cpu": 2e-3, "tpu": 5e-2}
-"""The largest allowed relative difference of the loss's derivative along the gradient. On CPUs it is below 1e-4."""
+"""The largest allowed relative difference of the loss's derivative along the gradient. Measured on CPUs: below 1e-4."""
 REPORT = "paste this block into an issue"
 
 
@@ -292,7 +292,7 @@ def attention(shared: Shared) -> Finding:
 
 
 def _attended(build: Build) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return (engine's outputs, exact float64 outputs), one pair for a prefill and one for a decode step."""
+    """Compute attention by the engine and in float64; returns both outputs of a prefill, and both of a decode step."""
     heads, kv_heads, width = head_counts(build.engine)
     lengths_B = np.array([2, 7, PROMPT_TOKENS, PROMPT_TOKENS - 3])
     rng, dtype = np.random.default_rng(2), ml_dtypes.bfloat16
@@ -343,7 +343,7 @@ def _logits(shared: Shared) -> tuple[Float[np.ndarray, "B V"], SamplingColumns]:
 
 
 def _kept(logits: np.ndarray, columns: SamplingColumns, row: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return masks of the tokens that a row's filters keep in turn, and of tokens too near a threshold to tell."""
+    """Return two masks: tokens that the row's filters keep, and tokens so near a threshold that rounding decides."""
     top_k, top_p, min_p = int(columns.top_k[row]), float(columns.top_p[row]), float(columns.min_p[row])
     values = logits.astype(np.float64)
     order = np.argsort(-values)
@@ -355,7 +355,7 @@ def _kept(logits: np.ndarray, columns: SamplingColumns, row: int) -> tuple[np.nd
 
 
 def sampler(shared: Shared) -> Finding:
-    """Compare sampled tokens and their log-probabilities with Gumbel noise and a softmax computed in NumPy."""
+    """Compare sampled tokens and their log-probabilities with those that NumPy computes by Gumbel noise and softmax."""
     logits_BV, columns = _logits(shared)
     drawn = jax.jit(sample_tokens)(logits_BV, columns)
     worst, wrong = 0.0, 0
@@ -475,10 +475,10 @@ def decode_loop(shared: Shared) -> Finding:
 
 
 def scored_rollout(build: Build, groups: int, prompt_tokens: int, new_tokens: int) -> ScoredRollout:
-    """Return a step of random tokens. Rewards differ in the first ``groups`` groups; rows of other groups have 1
-    token and reward 0.
+    """Return a scored rollout of random tokens, in which rewards differ only in the first ``groups`` groups.
 
-    The engine's log-probabilities are those of the trainer, so that all ratios are 1.
+    The completions of the other groups have 1 token and reward 0. The engine's log-probabilities are those of the
+    trainer, so that all ratios are 1.
     """
     config, rng = build.config, np.random.default_rng(4)
     size, rows, vocabulary = config.algorithm.group_size, config.batch_rows, build.checkpoint.config.vocab_size

@@ -98,7 +98,7 @@ def named_in_turn(voices: Sequence[Voice], write: Write) -> Iterator[Voice]:
 
 
 def ask(prompt: str) -> str:
-    """Read a line with the original stdout in place, because ``input`` supports editing only with original streams."""
+    """Read a line while sys.stdout is the original stream, without which ``input`` does not support editing."""
     with redirect_stdout(sys.__stdout__):
         return input(prompt)
 
@@ -119,7 +119,7 @@ def typed_lines(read: Callable[[str], str] = ask) -> Iterator[str]:
 
 @contextmanager
 def noticing_ctrl_c() -> Iterator[Callable[[], bool]]:
-    """Yield a function that says whether Ctrl-C was pressed in the block; a second one ends the program as usual."""
+    """Yield a function that says whether Ctrl-C was pressed; a second Ctrl-C raises KeyboardInterrupt as usual."""
     pressed: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:

@@ -38,7 +38,7 @@ RUN_check/check.json and check.html beside run.dir.
 Exit codes: 0 everything works; 1 something is broken; 2 the configuration is bad."""
 USAGE = "python scripts/check.py [CONFIG.yaml] [section.key=value ...]"
 AGREE_SECONDS = 300.0
-"""Hosts wait this long for each other after a row."""
+"""The seconds that hosts wait for each other after a row."""
 RUN_SECONDS = 300.0
 """Time limit for each process of the killed run."""
 
@@ -85,7 +85,7 @@ def rows() -> "list[Row]":
 
 
 def _budgets() -> float:
-    """Return the factor on all budgets: 1 on a CPU (two minutes in all), 5 elsewhere (ten minutes)."""
+    """Return the factor of all time budgets: 1 on a CPU (two minutes in all), 5 elsewhere (ten minutes)."""
     return 1.0 if os.environ.get("JAX_PLATFORMS") == "cpu" else 5.0
 
 
@@ -142,7 +142,7 @@ def _check(config: RunConfig, scratch: Path) -> int:
     choose_platform()
     run_rows([Row("packages", 1, machine.packages), Row("TPU files", 1, machine.device_files)], None, tell)
     found = _other_process(settings, done)
-    host = found.get("host", config.hosts.index)  # on a slice, not hosts.index
+    host = found.get("host", config.hosts.index)  # on a slice, jax gives the index, not the setting
     words = [str(settings), f"model.path={found.get('model')}", "model.train_layers=null", "model.lora.layers=null"]
 
     def killed_run(_: Any) -> Finding:

@@ -51,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _named(words: Sequence[str]) -> NamedModel:
-    """Return the config of a config file, or of a run or model, together with the model to use."""
+    """Return the model and config that ``words`` name: a run or a model, or else a config file and its model.path."""
     if words and "=" not in words[0] and not words[0].endswith((".yaml", ".yml")):
         [named] = named_models(words[:1], words[1:])
         return named
@@ -125,7 +125,7 @@ def typed(console: Console) -> str | None:
 
 
 def show(game: "Game", model: "Model", console: Console, *, tokens: bool) -> None:
-    """Play the game, and show the text that each request and each turn adds; with ``tokens``, also the tokens."""
+    """Play a conversation, and show the text that each request and each turn adds; with ``tokens``, also the tokens."""
     turn = 0
     for stretch in game.play(model):
         turn += stretch.sampled

@@ -1,7 +1,7 @@
 """The command line of ``scripts/eval.py``: evaluates one checkpoint of a run, without training.
 
-    name, step = "best", 40            ->  <run.dir>/checkpoints/40
-    answers, rewards, estimates        ->  <run.dir>/evaluations/checkpoint_40.jsonl and .json
+    --checkpoint best, if step 40 is best    reads <run.dir>/checkpoints/40
+    answers, rewards, estimates              are written to <run.dir>/evaluations/checkpoint_40.jsonl and .json
 
 With the config of the run, the results equal those of the run's own evaluation after that step. Nothing that imports
 jax is imported before ``prepare`` has chosen jax's platform.

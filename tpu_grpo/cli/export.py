@@ -60,7 +60,7 @@ def _export(options: argparse.Namespace) -> None:
 
 
 def export_checkpoint(config: RunConfig, which: str, directory: Path) -> str:
-    """Export a checkpoint (latest, best, or a step) into a new directory, and print what was written.
+    """Export a checkpoint (latest, best, or a step) into a new directory, and return a line that says what was written.
 
     Raises:
         ConfigError: the directory, or a file of that name, exists already.

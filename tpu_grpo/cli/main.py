@@ -32,7 +32,7 @@ COMMANDS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command that the first argument names; returns its exit code, or 2 for an unknown command.
 
-    ``arguments`` defaults to the process's arguments, for the call as an entry point.
+    ``arguments`` defaults to those of the process, as for the installed command ``tpu-grpo``.
     """
     command, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     with lasting_output():  # the reader may close the pipe, as head does

@@ -1,4 +1,4 @@
-"""Finds the model that a command names, and the config by which it is prompted.
+"""Finds the model that a command names, and the config that gives its prompt format and sampling settings.
 
     runs/mine              a run: its newest checkpoint;  runs/mine@best, runs/mine@40, runs/mine@initial
     my_model               a model or adapters that scripts/export.py wrote
@@ -41,7 +41,7 @@ class NamedModel(NamedTuple):
 
 
 def named_models(names: Sequence[str], words: Sequence[str]) -> list[NamedModel]:
-    """Find all models; ``words`` override settings of each config. Raises ConfigError for a wrong name or setting."""
+    """Find the named models and their configs, with overrides in ``words``; raises ConfigError for anything wrong."""
     known = [_own_config(name) for name in names]
     first = next((config for config, _ in known if config is not None), RunConfig())
     models = []

@@ -29,7 +29,7 @@ NAME = "logging.on_end"
 
 
 class PeopleTold:
-    """Sends one notification of how the run in this block ended, whatever the reason; on host 0, after ``begin``.
+    """Sends one notification, from host 0, of how the run in a ``with`` block ended, if ``begin`` was called in it.
 
         with PeopleTold() as told, joined_hosts(config) as (hosts, watch):
             told.begin(config, hosts)
@@ -44,7 +44,7 @@ class PeopleTold:
         """The run whose end is to be reported, and the command or URL."""
 
     def begin(self, config: RunConfig, hosts: Hosts) -> None:
-        """Arm the notification: from now on the end of the run is reported. Raises as `receiver` does."""
+        """Report the end of the run from now on. Raises as `receiver` does."""
         if hosts.is_first and (where := receiver(config.logging.on_end)) is not None:
             self._due = config, where
             here.at_end[NAME] = self.tell
@@ -72,7 +72,7 @@ class PeopleTold:
 
 
 def description(config: RunConfig, end: End) -> dict[str, Any]:
-    """Describe an end: ``text`` is one line for chats, the other fields have the details."""
+    """Return the content of the notification: ``text`` is one line for chats, the other fields have the details."""
     from tpu_grpo.observe.json_lines import jsonable, numbers, read_records  # imports numpy, which takes a moment
     from tpu_grpo.observe.summary import edge_means
 
@@ -142,7 +142,7 @@ def _post(address: str, data: bytes) -> str:
             if not isinstance(reason or error, TimeoutError):  # a timeout counts as no answer, below
                 answer.append(f"{shown} did not take it: {reason or type(error).__name__}")
 
-    thread = threading.Thread(target=post, daemon=True)  # a slow trickle of bytes never times out
+    thread = threading.Thread(target=post, daemon=True)  # urlopen does not time out if an answer comes byte by byte
     thread.start()
     thread.join(SECONDS)
     return answer[0] if answer else f"{shown} did not answer within {SECONDS:g} s"

@@ -84,9 +84,9 @@ def plan_and_print(
 ) -> int:
     """Plan and print the plan; suggest settings if the run does not fit. Returns the exit code.
 
-    ``mean_new_tokens`` adds an estimate of a step with this mean length of completions, and the alternatives that need
-    no compiling; ``compiling`` adds the other alternatives. ``price`` (of a chip-hour) adds the cost of the run. The
-    measured rates in ``rates``, a check.json, replace the assumed rates.
+    ``mean_new_tokens`` adds an estimate of a step with this mean length of completions, and alternative settings;
+    ``compiling`` adds the alternatives that have to be compiled. ``price`` (of a chip-hour) adds the cost of the run.
+    The measured rates in ``rates``, a check.json, replace the assumed rates.
 
     Raises:
         TpuGrpoError: for a run that would fail with any amount of memory.

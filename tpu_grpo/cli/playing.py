@@ -1,4 +1,4 @@
-"""Plays an environment without a model: a person, a file or a function takes the policy's part.
+"""Plays an environment without a model: a person, a file or a function writes the policy's turns.
 
     game = Game(config, prompt, environments, tokenizer, number)
     for stretch in game.play(game.writing(policy)):      # the tokens that a request or a turn adds
@@ -100,9 +100,9 @@ def policy_of_function(name: str) -> Policy:
 
 
 class Game:
-    """One conversation, with the limits of a run: it begins with a prompt, is played, and then closed.
+    """One conversation with an environment, under the limits of a run.
 
-    ``number`` is the number of the prompt in the data; the environment's seed depends on it.
+    ``number`` is the index of the prompt in the data; the environment's seed depends on it.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class Game:
         self._episodes.close()
 
     def writing(self, policy: Policy) -> Model:
-        """Turn a policy, which writes text, into a model; its turns are cut at a run's limits."""
+        """Return a model whose turns are the policy's texts, encoded and cut to the limit of tokens of the request."""
 
         def model(request: Request) -> Completion:
             if (text := policy(self._episodes.messages(0))) is None:

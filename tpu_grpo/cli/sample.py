@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     def number(kind: Callable[[str], float], low: float, high: float | None = None) -> Callable[[str], float]:
-        """Return a function that parses an option's number, and refuses one out of range."""
+        """Return a function that parses an option's number, and refuses numbers that are out of range."""
 
         def read(text: str) -> float:
             value = kind(text)

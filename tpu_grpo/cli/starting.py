@@ -59,7 +59,7 @@ def _value(following: str) -> str:
 
 
 def command_parser(usage: str, about: str, words: str | None = None) -> argparse.ArgumentParser:
-    """Make a command's parser; with ``words``, it takes a config and overrides, which --help describes by ``words``."""
+    """Make a command's parser. If ``words`` is given, the command takes a config and overrides, with this help text."""
     parser = CommandParser(
         usage=usage, description=about, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -159,7 +159,7 @@ def met_hosts(ours: HostsSection, run: str) -> Iterator[tuple[Hosts, Watch]]:
 
 @contextmanager
 def _errors_printed_first() -> Iterator[None]:
-    """Print an error before the other hosts hear of it and print theirs; waits only briefly for a full pipe."""
+    """Print an error before the other hosts learn of it and print theirs; a full pipe delays this only briefly."""
     try:
         yield
     except TpuGrpoError as error:

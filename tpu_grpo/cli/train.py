@@ -1,4 +1,4 @@
-"""The command line of ``scripts/run.py``: parses arguments, does what they ask for, and returns an exit code.
+"""The command line of ``scripts/run.py``: parses arguments, trains, checks or replays, and returns an exit code.
 
 Heavy modules are imported only when needed, so that help and error messages appear quickly.
 """
@@ -35,7 +35,7 @@ USAGE = """python scripts/run.py [CONFIG.yaml] [section.key=value ...] [--dry-ru
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; returns the exit code: 0 done, 2 bad input, 3 hosts disagree, 4 stopped as asked."""
+    """Run the command; returns the exit code: 0 done, 1 failed, 2 bad input, 3 hosts disagree, 4 stopped as asked."""
     options = _parser().parse_intermixed_args(arguments)
     return exit_code_of(lambda: _command(options))
 
@@ -61,7 +61,7 @@ def _command(options: argparse.Namespace) -> int:
 def _replay(options: argparse.Namespace) -> int:
     """Repeat an update that was not finite, with the config in its file and overrides from the command line.
 
-    hosts.coordinator, count and index are not taken from the file, only from the command line.
+    ``hosts.coordinator``, ``hosts.count`` and ``hosts.index`` are taken from the command line only.
     """
     if others := [name for name in ("print_config", "dry_run", "slice") if getattr(options, name)]:
         flag = f"--{others[0].replace('_', '-')}"

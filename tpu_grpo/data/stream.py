@@ -253,9 +253,9 @@ def _numbers(texts: list[str]) -> list[Any]:
 def columns_at_a_glance(
     data: DataSection, evaluation: EvaluationSection
 ) -> tuple[Collection[str] | None, Collection[str] | None]:
-    """Return (columns of the training data, columns of the held-out data), each None if reading it takes time.
+    """Return the columns of the training data and of the held-out data, from the first record of every source.
 
-    Only the first record of every source is read; it has to fit its template.
+    Either is None if reading a first record would take long. Raises an error if a record does not fit its template.
     """
     records = [_first_record(source, style) for source, style in training_sources(data)]
     columns = None

@@ -52,8 +52,8 @@ def cache_directory() -> Path:
 def exclusive(path: Path) -> Iterator[None]:
     """Hold a file's lock (flock) during the block; the system releases the lock if the process dies.
 
-    In the block, do nothing that needs the other hosts of a run, such as the first use of a device: one of them may
-    be waiting for the lock.
+    In the block, do nothing that needs the other hosts of a run, such as the first use of a device: another host may be
+    waiting for the lock.
 
     Raises:
         OSError: for a path that cannot be written.
@@ -121,7 +121,7 @@ class ProgramCache:
 
     def __init__(self, directory: Path, *, speaks: bool = True):
         self.directory = directory
-        self._path = directory  # jax names it in its log
+        self._path = directory  # jax reads this attribute for its log
         self._speaks = speaks
         self._writes = True
 
@@ -131,7 +131,7 @@ class ProgramCache:
         try:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             found = self.directory.stat()
-            if not (ours := found.st_uid == os.getuid() and not found.st_mode & 0o022):  # a program is executed
+            if not (ours := found.st_uid == os.getuid() and not found.st_mode & 0o022):  # cached programs are executed
                 raise PermissionError(errno.EPERM, "others may write there")
             if found.st_mode & 0o077:
                 self.directory.chmod(0o700)

@@ -1,4 +1,4 @@
-"""The parts of JAX's coordination service that this package uses; only this file touches its private attributes.
+"""The parts of JAX's coordination service that this package uses; only this file uses private names of the service.
 
 ``jax.distributed.initialize`` of jax 0.10.2 cannot be used as it is, for two reasons:
 
@@ -213,7 +213,7 @@ def serve_alone() -> None:
 
 
 def _leave(service: Service, count: int, index: int) -> None:
-    """Report that this host has left; host 0, which runs the service, first waits for the others' reports."""
+    """Report to the service that this host has left; host 0, which runs the service, waits for other reports first."""
     with _leaving:  # if two threads leave at the same time, the second waits for the first
         if here.has_left:
             return
@@ -228,7 +228,7 @@ def _leave(service: Service, count: int, index: int) -> None:
 
 
 def _leave_together(state: Any) -> None:
-    """Leave, then let jax disconnect from the service, for which jax waits for the other hosts."""
+    """Report that this host has left, and then shut down jax's client, which waits for the other hosts."""
     if here.leave is not None:
         here.leave()
     state.shutdown()
@@ -307,7 +307,7 @@ def _end_on_abort(client: Any) -> None:
 
 
 def _answers(call: Callable[[], object], *, within_seconds: float) -> bool:
-    """Return whether ``call`` returns in time, without RuntimeError. It runs on a thread, as it may never return."""
+    """Return whether ``call`` returns in time, without RuntimeError. Another thread calls it: it may never return."""
     answered = threading.Event()
 
     def ask() -> None:

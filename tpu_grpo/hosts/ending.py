@@ -37,11 +37,11 @@ from tpu_grpo.records.errors import Interrupted, LockstepError, TpuGrpoError, di
 
 Outcome = Literal["done", "stopped", "failed"]
 LEAVING_SECONDS = 15.0
-"""The main thread has this long to print its own error, notify people, and end."""
+"""Time limit for the main thread to print its own error, notify users, and end."""
 WRITING_SECONDS = 1.0
 """Time limit for writing the last message to stderr and the log."""
 TELLING_SECONDS = 12.0
-"""Time limit for writing the report and notifying people."""
+"""Time limit for writing the report and notifying users."""
 HASTE_SECONDS = 3.0
 """Time limit for the report and the notifications when a signal ends the process immediately."""
 TELLING_HOSTS_SECONDS = 12.0
@@ -85,7 +85,7 @@ def exit_code(error: BaseException) -> int:
 
 
 class Here:
-    """The state from which the functions below end this process; other code sets it during the run."""
+    """The state of this process that the functions below need to end it; other code updates it during the run."""
 
     index: int = 0
     stage: str = "start-up"
@@ -98,7 +98,7 @@ class Here:
     has_left: bool = False
     """Whether this process has left: from then on, a lost coordination service is not an error."""
     cause: End | None = None
-    """The end that another host reported and that ends all hosts; errors seen after it are only its consequences."""
+    """The end that another host reported, and that ends all hosts; it is the cause of all later errors."""
     step: int | None = None
     """The number of steps done; None until the run has locked its directory."""
     hosts_per_slice: int | None = None
@@ -141,7 +141,7 @@ def end_after(
     outcome: Outcome = "failed",
     seconds: float = TELLING_SECONDS,
 ) -> NoReturn:
-    """Print a line and the stage of this process, tell the other hosts and people, and end the process immediately.
+    """Print a line and the stage of this process, tell the other hosts, notify users, and end the process immediately.
 
     Only the first call acts; a later call blocks until the process ends. If the main thread is already ending with its
     own error, it gets ``LEAVING_SECONDS`` to print that error. The line is printed before the other hosts are told,
@@ -348,7 +348,7 @@ class SignalledStop(StopRequest):
             leave_when_done(together=True)  # without waiting for reward threads that still run
 
     def hosts_met(self, tell_others: Callable[[End], None]) -> None:
-        """Mark that ``tell_others``, which may block, can be called; end the process if a signal came before."""
+        """Note that all hosts have met, so that ``tell_others`` works; end the process if a signal has already come."""
         self._tell_others, self._meeting = tell_others, False
         if self._kept is not None:
             self._end(f"{self._kept}: {AT_START}", Interrupted.exit_code)

@@ -55,7 +55,7 @@ class Hosts:
 
     Hosts talk through ``service``, which is None for a single process. ``members`` are the numbers of the hosts that
     take part: all of them, or a group made by ``among``. An exchange waits ``timeout_seconds`` for the slowest host. A
-    lost host is noticed much earlier by ``Watch``; this timeout ends runs whose hosts live but do different things.
+    lost host is noticed much earlier by ``Watch``; this timeout ends runs whose hosts live, but make different calls.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Hosts:
         self._groups: dict[tuple[int, ...], Hosts] = {self.members: self}
 
     def among(self, members: Sequence[int]) -> "Hosts":
-        """Return the group of the hosts ``members``, this host among them; its exchanges involve no other host.
+        """Return the group of the hosts ``members``, which must include this host. Its exchanges involve no other host.
 
         Equal ``members`` always give the same group. Exchanged values are in ascending order of the members.
         """

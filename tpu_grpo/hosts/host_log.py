@@ -62,7 +62,7 @@ def announce(hosts: Hosts, what: str) -> None:
 
 @contextmanager
 def counted(hosts: Hosts, what: str) -> Iterator[Callable[[], None]]:
-    """Announce a stage, and yield a function; every few seconds, print how often all threads have called it."""
+    """Announce a stage, and yield a function that counts its calls, from all threads; print the count now and then."""
     announce(hosts, what)
     lock, count, said = threading.Lock(), 0, time.monotonic()
 

@@ -68,7 +68,7 @@ def start(
     timeout_seconds: float = 300.0,
     environment: MutableMapping[str, str] = os.environ,
 ) -> Hosts:
-    """Meet the other hosts. Call this after ``choose_platform``, and before the first use of a device.
+    """Connect to the other hosts of the run; call this after ``choose_platform``, before the first use of a device.
 
     One process with several CPU devices starts a coordination service for itself, on the loopback interface: gloo
     needs it, and with gloo the results equal those of several processes with as many devices.

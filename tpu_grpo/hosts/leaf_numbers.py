@@ -22,7 +22,7 @@ Number = Callable[[jax.Array], jax.Array]
 
 
 def leaf_numbers(number: Number, leaves: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:
-    """Return name -> number of each leaf (array). Every host that holds leaves must call this, and gets all numbers.
+    """Return the number of each leaf (array), by name. Every host that holds leaves must call this, and gets all.
 
     Programs run one at a time, because XLA's CPU backend aborts when many programs with collectives run concurrently.
     """

@@ -102,7 +102,7 @@ def host_environment(environment: Mapping[str, str], devices: int) -> dict[str, 
 def _handle_signals(request_stop: Callable[[str], None]) -> Iterator[None]:
     """In the block, signals that would end this program call ``request_stop`` with their name instead."""
     numbers = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # it is ignored under nohup, to outlive the terminal
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores it, so that the run outlives the terminal
         numbers.append(signal.SIGHUP)
     before = {
         number: signal.signal(number, lambda received, _: request_stop(signal.Signals(received).name))
@@ -158,7 +158,7 @@ class _HostProcess:
             reader.start()
         code = self._process.wait()
         ended = time.monotonic()
-        self._kill_group()  # workers left behind; their group id cannot have been reused yet
+        self._kill_group()  # its workers that still run; their group id cannot have been reused yet
         for reader in readers:
             reader.join(timeout=max(0.0, ended + KILL_AFTER_SECONDS - time.monotonic()))
         self._on_exit(code, ended)
@@ -223,7 +223,7 @@ class _Supervisor:
             host.waiter.join()
 
     def _show(self, stream: BinaryIO, line: bytes) -> None:
-        """Write one line without interleaving, ending in a newline; stop all hosts if nobody reads the output."""
+        """Write one whole line, whatever other threads write; stop all hosts if nobody reads the output."""
         with self._writing:
             try:
                 stream.write(line.removesuffix(b"\n") + b"\n")
@@ -253,7 +253,7 @@ class _Supervisor:
         now = time.monotonic()
         again, first = reason in self._stop_reasons, not self._stop_reasons
         self._stop_reasons.add(reason)
-        if again and reason == signal.SIGINT.name:  # shell and terminal may each send SIGTERM or SIGHUP
+        if again and reason == signal.SIGINT.name:  # not SIGTERM or SIGHUP: shell and terminal may each send one
             self._schedule = [(now, signal.SIGKILL)]
         if not first:
             return

@@ -158,7 +158,7 @@ class _Guest:
     caller: Caller | None = None
 
     def tell(self, said: Mapping[str, Any]) -> None:
-        with suppress(OSError):  # the guest has gone, which the next read notices
+        with suppress(OSError):  # the connection is closed, which the next read notices
             self.connection.sendall(_line(said))
 
 
@@ -195,7 +195,7 @@ class Meeting:
                     raise LockstepError(too_late(missing, self.me, timeout_seconds) + self._seen())
                 for key, _ in selector.select(min(left, SPEAKING_SECONDS)):
                     if key.data is None:
-                        with suppress(OSError):  # the client has gone again
+                        with suppress(OSError):  # the client has closed the connection
                             connection, _ = self.listener.accept()
                             connection.settimeout(RETRY_SECONDS)
                             self.guests.append(_Guest(connection))
@@ -242,7 +242,7 @@ class Meeting:
         return [caller.nonce for caller in sorted(self._present(), key=lambda caller: caller.index)]
 
     def _hear(self, guest: _Guest) -> bool:
-        """Read what a guest sends; return whether its connection is kept."""
+        """Read what has come over a connection; return whether the connection is kept."""
         data = b""
         with suppress(OSError):
             data = guest.connection.recv(LONGEST_LINE)

@@ -196,7 +196,7 @@ class Watch:
             thread.join(2 * self.every)
 
     def rule_out_a_lost_host(self, error: BaseException) -> None:
-        """Wait for the whole timeout if a lost host may have caused ``error``; return if no host is lost."""
+        """If a lost host may have caused ``error``, wait for heartbeats; this returns only if no host is lost."""
         if _may_be_a_lost_host(error):
             time.sleep(self.timeout_seconds + 2 * self.every)  # the process ends here if a host is lost
 
@@ -271,7 +271,7 @@ class Watch:
             self._all_know.set()
 
     def _end_with_the_others(self, waited: float) -> None:
-        """End because another host failed, once all hosts know of that failure, or after a time; host 0 ends last."""
+        """End this process after another host's failure, once all hosts know of it or time is up; host 0 ends last."""
         patience = 2 * self.every if not self._all_know.is_set() else min(self.every, OWN_ERROR_SECONDS)
         if waited >= patience:
             self._let_the_others_leave()

@@ -60,14 +60,14 @@ class Recipe:
     embedding_std: float = 0.1
     steps: int = 400
     batch: int = 128
-    """Problems per step; 400 steps of 128 teach more than 200 steps of 256, at the same cost."""
+    """Problems per step. 400 steps of 128 problems teach more than 200 steps of 256, at the same cost."""
     learning_rate: float = 2e-3
     warmup_steps: int = 60
     final_rate: float = 0.05
-    """The learning rate at the end of the cosine, as a share of ``learning_rate``."""
+    """The learning rate at the end of the cosine decay, as a share of ``learning_rate``."""
     b2: float = 0.95
     max_grad_norm: float = 1.0
-    """The norm that gradients are clipped to; without clipping, learning the carry takes twice as long."""
+    """The norm that gradients are clipped to; without clipping, learning to carry digits takes twice as long."""
 
     def model_config(self, vocab_size: int) -> ModelConfig:
         """Return Tunix's config of the model, in float32."""

@@ -1,4 +1,4 @@
-"""Expert parallelism in training: the experts of a layer are spread over a mesh axis, in place of Tunix's computation.
+"""Expert parallelism in training, which replaces Tunix's: the experts of a layer are spread over a mesh axis.
 
 Every device holds some of the experts and some of the tokens. Each token is copied for each of its k experts. Copies
 are sent to their experts' devices (a ragged all-to-all), go through the experts, and are sent back. Tunix (0.1.7) has a
@@ -31,7 +31,7 @@ from jaxtyping import Array, Float, Int
 LANES = 128
 """The lanes of a TPU's vector register."""
 BUFFER_MEANS = 2
-"""The number of buffer rows per copy that a device receives on average."""
+"""The rows of the buffer, as a multiple of the copies that a device receives on average."""
 TILE_ROWS = 512
 TILE_BYTES = 2048
 """The longest side of a tile of weights: 1,024 numbers in bfloat16. Three tiles, double-buffered, fit default VMEM."""
@@ -53,7 +53,7 @@ def mixture(
     weights: Weights,
     axis: str | None,
 ) -> Float[Array, "T D"]:
-    """Return the sum of the outputs of each token's experts, weighted by their shares; call it inside a shard_map.
+    """Return the sum of the outputs of each token's experts, weighted by the router's shares; call in a shard_map.
 
     The experts are spread over the devices of ``axis`` in order. If ``axis`` is None, the device has all experts.
     """
@@ -72,9 +72,10 @@ def mixture(
 def _backward(
     axis: str | None, kept: tuple[Array, Array, Array, Weights], gradients_TD: Array
 ) -> tuple[Array, Array, np.ndarray, Weights]:
-    """Return the gradients. A share's gradient is <g, y>: g is the gradient of the sum, y the expert's output.
+    """Return the gradients. A share's gradient is the dot product of g, the sum's gradient, and y, the expert's output.
 
-    Outputs are not kept. The expert's device computes <share g, y>, and sends it back with the input's gradient.
+    Outputs are not kept, so the expert's device computes y again. It is sent share * g, and sends back the dot product
+    of share * g and y beside the input's gradient.
     """
     x_TD, shares_Tk, chosen_Tk, weights = kept
     copies = Copies.of(chosen_Tk, len(weights.gate), axis)
@@ -124,7 +125,10 @@ class Round(NamedTuple):
 
 
 class Copies(NamedTuple):
-    """The copies of a device's tokens, and how many copies all devices send to every expert."""
+    """The order in which a device sends the copies of its tokens, and how many copies each device sends to each expert.
+
+    A token has a copy for each of its experts.
+    """
 
     axis: str | None
     per_token: int
@@ -163,7 +167,7 @@ class Copies(NamedTuple):
         return sorted_AD[jnp.argsort(self.order_A)].reshape(-1, self.per_token, sorted_AD.shape[1])
 
     def round(self, number: Int[Array, ""]) -> Round:
-        """Plan a round: each receiver takes a window of its rows, which are ordered by sender, then by expert."""
+        """Plan a round: each device receives the next ``buffer_rows`` of its rows, ordered by sender, then expert."""
         device = 0 if self.axis is None else lax.axis_index(self.axis)
         rows = self.buffer_rows
         pairs_NN = jnp.sum(self.counts_NNe, axis=2)
@@ -216,7 +220,7 @@ def _windowed(
 
 
 def _repeated(values: Int[Array, "a b"], sizes: Int[Array, "a b"], rows: int) -> Int[Array, " C"]:
-    """Repeat each value for the rows of its part; rows beyond the last part get 0."""
+    """Repeat each value as often as ``sizes`` says, and fill up with zeros to the C ``rows`` of the buffer."""
     part_C = jnp.searchsorted(jnp.cumsum(sizes.reshape(-1)), jnp.arange(rows), side="right", method="compare_all")
     return jnp.append(values.reshape(-1), 0)[part_C]
 
@@ -239,7 +243,10 @@ def _hidden(gated_CF: Float[Array, "C F"], upward_CF: Float[Array, "C F"]) -> Fl
 def _expert_gradients(
     x_CD: Float[Array, "C D"], gradients_CD: Float[Array, "C D"], rows_e: Int[Array, " e"], weights: Weights
 ) -> tuple[Float[Array, "C D"], Float[Array, " C"], Weights]:
-    """Return the inputs' gradients, and in float32 the products <output, its gradient> and the weights' gradients."""
+    """Return the gradients of inputs, each output's dot product with its gradient, and the gradients of weights.
+
+    The last two are float32.
+    """
     gated_CF, upward_CF, outputs_CD = _experts(x_CD, rows_e, weights)
     products_C = jnp.einsum("cd,cd->c", outputs_CD, gradients_CD, preferred_element_type=jnp.float32)
     hidden_CF, to_hidden = jax.vjp(_hidden, gated_CF, upward_CF)

@@ -47,7 +47,8 @@ def fetch(name: str, say: Callable[[str], None]) -> Path:
     ``say`` is called with the number and size of the files before a download.
 
     Raises:
-        CheckpointError: the model does not exist or is not public, the disk lacks room, or there is no network.
+        CheckpointError: the model does not exist or the user has no access to it, the disk lacks room, or the cache
+            lacks the model and there is no network.
     """
     from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
     from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError

@@ -79,7 +79,7 @@ def new_directory(path: Path) -> Iterator[Path]:
             with file.open("rb") as opened:
                 os.fsync(opened.fileno())
         os.umask(umask := os.umask(0))
-        unfinished.chmod(0o777 & ~umask)  # mkdtemp lets only the owner in
+        unfinished.chmod(0o777 & ~umask)  # mkdtemp makes a directory that only its owner can read
         check_free(path)
         unfinished.rename(path)
     finally:
@@ -173,7 +173,7 @@ def write_settings(
 
 
 def copy_tokenizer(source: Path, directory: Path) -> None:
-    """Copy a tokenizer's files; settings that only transformers 5 reads are rewritten for transformers 4, too."""
+    """Copy a tokenizer's files; settings of transformers 5 are rewritten under the names of transformers 4."""
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, directory / name)

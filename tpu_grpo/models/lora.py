@@ -60,7 +60,7 @@ def adaptable_modules(checkpoint: Checkpoint) -> tuple[str, ...]:
 
 
 def adapted_modules(checkpoint: Checkpoint, section: LoraSection) -> tuple[str, ...]:
-    """Return the paths of the modules that get adapters: ``targets`` matches the module, or all of its projections.
+    """Return the paths of the modules that get adapters: ``targets`` matches their path, or all of their projections'.
 
     Raises:
         ConfigError: for layers that the model lacks, or targets that match no module, only some projections of a

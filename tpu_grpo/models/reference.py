@@ -84,8 +84,8 @@ def _attention(
 ) -> np.ndarray:
     """Compute causal attention.
 
-    Scores are divided by the root of ``scalar`` (of the head size if it is None). Gemma 2 also soft-caps them, and in
-    some layers lets a token attend to the last ``window`` tokens only, itself included.
+    Scores are divided by the square root of ``scalar``, or of the head size if ``scalar`` is None. Gemma 2 also
+    soft-caps scores, and in some layers a token attends to the last ``window`` tokens only, itself included.
     """
     rows, length, _ = x_BTD.shape
     query_count, key_count = config["num_attention_heads"], config["num_key_value_heads"]

@@ -107,7 +107,7 @@ def dotted(path: tuple[Any, ...]) -> str:
 
 
 def cast(leaf: Any, dtype: DTypeLike) -> Any:
-    """Cast an array, or the description of one, to a dtype."""
+    """Cast an array or a ``jax.ShapeDtypeStruct`` to a dtype."""
     if leaf.dtype == dtype:
         return leaf
     if isinstance(leaf, jax.ShapeDtypeStruct):

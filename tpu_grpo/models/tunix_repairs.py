@@ -159,7 +159,7 @@ def _float32_logits(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def has_ragged_exchange(mesh: Mesh) -> bool:
-    """Whether XLA has the ragged all-to-all that spreads experts. CPUs lack it; there Tunix computes every expert."""
+    """Whether XLA has the ragged all-to-all for expert parallelism. CPUs lack it; there Tunix computes every expert."""
     return not mesh.empty and mesh.devices.flat[0].platform != "cpu"
 
 

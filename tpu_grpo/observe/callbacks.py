@@ -2,7 +2,7 @@
 
     class Watcher:                                     # logging.callbacks: [my_callbacks.py:Watcher]
         def __init__(self, config): ...                # the run's config, a nested dictionary
-        def on_step(self, metrics, samples): ...       # a line of metrics.jsonl, and all B lines of samples.jsonl
+        def on_step(self, metrics, samples): ...       # as in metrics.jsonl, and all B completions as in samples.jsonl
         def on_evaluation(self, metrics, samples): ... # step and evaluation/*, and lines of evaluations/<step>.jsonl
         def close(self): ...                           # called however the run ends
 
@@ -25,7 +25,7 @@ EVENTS = ("on_step", "on_evaluation")
 
 
 class Callback:
-    """Calls those methods that the user's object has. ``make`` creates it from the config when the run begins."""
+    """Calls the methods of a user's object, as far as it has them. ``make`` creates the object when the run begins."""
 
     def __init__(self, name: str, make: Callable[[Mapping[str, Any]], object]) -> None:
         self.name, self._make = name, make

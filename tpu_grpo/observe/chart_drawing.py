@@ -1,8 +1,8 @@
 """Draws a chart as a stretchable SVG with labels in HTML, so that the chart fits any width and texts keep their size.
 
 The SVG is a square of ``SIDE`` units. The page stretches the square to the chart's area, but not the width of strokes.
-The values that hovering shows are JSON beside the SVG, read by templates/report.js; the drawing itself needs no script.
-Lines of many steps are thinned, so that a page of 20,000 steps stays small.
+The values that are shown under the mouse are JSON beside the SVG, which templates/report.js reads. Only some points of
+a long line are drawn, so that a page of 20,000 steps stays small.
 """
 
 import json
@@ -32,7 +32,7 @@ BUCKETS = 400
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a chart, or a layer of a stack: N values by step; NaN is a gap."""
+    """A line of a chart, or a layer of a stacked chart, with N values by step. NaN leaves a gap."""
 
     label: str
     steps: Float[np.ndarray, " N"]
@@ -60,10 +60,10 @@ class Chart:
     scale: Scale = "linear"
     is_stack: bool = False
     is_wide: bool = False
-    """Whether it takes the whole width of the page."""
+    """Whether the chart takes the whole width of the page."""
     is_cut: bool = False
-    """Whether the value axis ends below unusual values, such as the seconds of a step that compiles. A stack's axis
-    always does."""
+    """Whether the value axis ends below unusual values, such as the seconds of a step that compiles. The axis of a
+    stacked chart always does."""
     is_named: bool = False
     """Whether there is a legend even for a single line."""
 
@@ -80,7 +80,7 @@ class Drawing:
     """The (position on the axis, from 0 to 1; text) of each label."""
     y_labels: Sequence[tuple[float, str]]
     data: str
-    """JSON for report.js: what hovering shows."""
+    """The values that report.js shows under the mouse, as JSON."""
     remark: str
     """A text about values that lie beyond the scale; empty if none do."""
 
@@ -136,7 +136,7 @@ def _line(line: Line, x: "Axis", y: "Axis", marked: bool) -> Iterator[str]:
 
 
 def _trend(line: Line, x: "Axis", y: "Axis") -> Iterator[str]:
-    """Draw a long line's moving mean over the line, which the style sheet makes paler."""
+    """Draw the moving mean on top of a line of more than ``TREND_FROM`` points."""
     if len(line.steps) > TREND_FROM:
         mean = replace(line, values=moving_mean(line.values, len(line.values) // TREND_WINDOWS), low=None, high=None)
         mean = mean.thinned()
@@ -152,7 +152,7 @@ def _strokes(at: Float[np.ndarray, " N"], places: Float[np.ndarray, " N"]) -> st
 
 
 def _runs(values: Float[np.ndarray, " N"]) -> list[np.ndarray]:
-    """List the indices of finite values, split at gaps."""
+    """Return the indices of finite values, as one array for each stretch without a gap."""
     places = np.flatnonzero(np.isfinite(values))
     return [run for run in np.split(places, np.flatnonzero(np.diff(places) > 1) + 1) if len(run)]
 
@@ -169,9 +169,9 @@ def _units(places: Float[np.ndarray, " N"]) -> list[int]:
 
 
 def _stacked(layers: Sequence[Line]) -> tuple[list[Line], list[Line], str]:
-    """Thin all layers to the same steps. Returns the thinned layers, their upper edges, and the remark of `Drawing`.
+    """Choose the points of a stacked chart that are drawn, the same for all layers; missing values count as 0.
 
-    Gaps count as 0.
+    Returns the layers with these points, their upper edges, and a remark about values beyond the axis.
     """
     steps, values = layers[0].steps, [np.nan_to_num(layer.values) for layer in layers]
     totals = np.sum(values, axis=0)
@@ -194,13 +194,19 @@ def _layers(tops: Sequence[Line], x: "Axis", y: "Axis") -> Iterator[str]:
 
 
 def _is_beyond(totals: Float[np.ndarray, " N"]) -> Bool[np.ndarray, " N"]:
-    """Mark values above 4 times the median, as for steps that compile. An axis up to them would flatten the rest."""
+    """Mark values above 4 times the median, such as the seconds of a step that compiles.
+
+    An axis that spans these values would flatten all others.
+    """
     usual = float(np.median(totals))
     return totals > (4 * usual if usual > 0 else np.inf)
 
 
 def _usual(totals: Float[np.ndarray, " N"]) -> Float[np.ndarray, " M"]:
-    """Return the values that the axis must span: all, or if some are unusual, the rest and 1.2 times its maximum."""
+    """Return the values that the axis must span.
+
+    They are the values that `_is_beyond` does not mark and, if it marks any, 1.2 times the maximum of these values.
+    """
     beyond = _is_beyond(totals)
     return np.append(totals[~beyond], 1.2 * totals[~beyond].max()) if beyond.any() else totals
 
@@ -217,7 +223,10 @@ def _beyond(totals: Float[np.ndarray, " N"], steps: Float[np.ndarray, " N"]) -> 
 
 
 def _hover(lines: Sequence[Line], shown: Sequence[Line], x: "Axis", y: "Axis") -> str:
-    """Encode JSON for report.js: axes and values, steps that differ from the first line's, and heights in a stack."""
+    """Return JSON for report.js: the axes, the first line's steps, and each line's values.
+
+    A line has its own steps if they differ from the first line's, and in a stack also the heights of its upper edge.
+    """
     first = lines[0].steps
     series: list[dict[str, Any]] = []
     for line, drawn in zip(lines, shown, strict=True):
@@ -259,7 +268,7 @@ class Axis:
         return (self._scaled(values) - low) / (high - low)
 
     def labels(self, about: int, *, whole: bool = False) -> list[tuple[float, str]]:
-        """Return (position, text) of about ``about`` round values in the range; with ``whole``, of whole numbers."""
+        """Return (position, text) of about ``about`` labels, at round values; with ``whole``, at whole numbers only."""
         if not self.is_log:
             step = round_step(max(whole, (self.high - self.low) / about))
             first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
@@ -289,7 +298,7 @@ def steps_axis(low: float, high: float) -> Axis:
 
 
 def values_axis(values: Float[np.ndarray, " N"], scale: Scale) -> Axis:
-    """Return an axis of a scale that spans the values; without values, from 0 to 1."""
+    """Return an axis with the given scale that spans the values, or from 0 to 1 if there are no values."""
     known = values[np.isfinite(values)]
     if scale == "share":
         return Axis(0.0, 1.0)
@@ -316,13 +325,14 @@ def round_step(least: float) -> float:
     return next(f * 10.0**power for f in (1.0, 2.0, 5.0, 10.0) if f * 10.0**power >= least * (1 - 1e-9))
 
 
-# --- few of many points ----------------------------------------------------------------------------------------------
+# --- which points are drawn ------------------------------------------------------------------------------------------
 
 
 def kept(values_N: Float[np.ndarray, " N"], buckets: int = BUCKETS) -> Int[np.ndarray, " K"]:
-    """Return the indices of the points to draw: all, or if there are many, the lowest and the highest of each bucket.
+    """Return the indices of the points to draw, ascending: all of up to ``2 * buckets`` points, otherwise fewer.
 
-    The indices are ascending. They include the first point, the last point, and the first gap (NaN) of each bucket.
+    More points are divided into buckets of consecutive points. Drawn are the lowest point, the highest point and the
+    first gap (NaN) of each bucket, and the first and the last point of the line.
 
     >>> kept(np.array([1.0, 5.0, 2.0, 3.0, 0.0, 4.0, 9.0, 9.0]), 2).tolist()
     [0, 1, 4, 6, 7]
@@ -342,7 +352,9 @@ def kept(values_N: Float[np.ndarray, " N"], buckets: int = BUCKETS) -> Int[np.nd
 
 
 def moving_mean(values_N: Float[np.ndarray, " N"], window: int) -> Float[np.ndarray, " N"]:
-    """Return the mean, without NaNs, of a window around each point, shorter at the ends; NaN if it has only NaNs.
+    """Return the mean of a window around each point, ignoring NaNs; NaN if a window has only NaNs.
+
+    Windows are shorter at both ends.
 
     >>> moving_mean(np.array([0.0, 3.0, np.nan, 5.0]), 3).tolist()
     [1.5, 1.5, 4.0, 5.0]

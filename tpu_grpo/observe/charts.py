@@ -1,4 +1,4 @@
-"""The content of each chart, for one run and for a comparison of several."""
+"""Selects the content of each chart, for the page of one run and for the comparison of several runs."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ Labelled = Sequence[tuple[str, RunRead]]
 
 @dataclass(frozen=True)
 class _Spec:
-    """Describes a chart of metrics by step. Metrics that the run lacks are left out, and so is a chart without any."""
+    """Describes a chart of metrics by step. Metrics that a run lacks are left out, and charts without any metric."""
 
     title: str
     note: str
@@ -196,7 +196,7 @@ def comparison_charts(runs: Labelled) -> list[Chart]:
 
 
 def _compared(spec: _Spec, runs: Labelled) -> Iterator[Chart | None]:
-    """Yield a chart of the first metric that the runs have; if the metrics are shares, a chart of each metric."""
+    """Yield a chart that compares runs by the first metric that they have; for shares, a chart of each metric."""
     lines = [line for _, run in runs for line in run.lines]
     known = {name: label for name, label in spec.labels.items() if any(is_number(line.get(name)) for line in lines)}
     for name, label in list(known.items())[: None if spec.scale == "share" else 1]:

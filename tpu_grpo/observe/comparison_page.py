@@ -1,4 +1,4 @@
-"""Writes the page that compares several runs: their curves, their configs' differences, their evaluations.
+"""Writes the page that compares several runs: their curves, their evaluations, and the settings that differ.
 
 Runs may differ in length, metrics and evaluations: what a run lacks is left out, or shown as a dash.
 """
@@ -38,7 +38,7 @@ def write_comparison(runs: Sequence[RunRead], path: Path) -> Path:
 
 
 def _labels(runs: Sequence[RunRead]) -> list[str]:
-    """Return distinct labels: the runs' names, or if some are equal, their directories' names, or else whole paths."""
+    """Return distinct labels: the runs' names, or if these are not distinct, their directories' names or paths."""
     ways = ([run.name for run in runs], [run.directory.resolve().name for run in runs])
     return next((names for names in ways if max(Counter(names).values()) == 1), [str(run.directory) for run in runs])
 
@@ -93,7 +93,10 @@ def _differences(runs: Labelled) -> Table:
 
 
 def _held_out(runs: Labelled) -> Table | None:
-    """Make a table of the runs' last completions of shared held-out prompts (if any), unequal rewards first."""
+    """Make a table of the runs' last completions of the held-out prompts that all runs have; None if there are none.
+
+    Prompts with unequal rewards come first.
+    """
     last = [{row["prompt"]: row for row in run.held_out[-1][1]} if run.held_out else {} for _, run in runs]
     shared = [prompt for prompt in last[0] if all(prompt in rows for rows in last)]
     if not shared:

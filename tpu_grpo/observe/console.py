@@ -1,5 +1,4 @@
-"""Shows a run to the person who watches it: as a progress bar, as plain lines where there is no terminal, or below the
-cell of a notebook that trains."""
+"""Shows the progress of a run: as a bar in a terminal or below a notebook's cell, elsewhere as lines of text."""
 
 import html
 import sys
@@ -64,7 +63,7 @@ class ConsoleSink:
         self._console = console
         self._start, self._max_steps, self._evaluation_every = start_step, max_steps, evaluation_every
         self._began: tuple[int, float] | None = None
-        """The first step and the time of its end. The time left is estimated from later steps: the first compiles."""
+        """The first step and its end time. This step compiles, so the time left is estimated from later steps."""
         self._plain_seconds = plain_seconds
         self._clock = clock
         self._started = clock()
@@ -110,7 +109,7 @@ class ConsoleSink:
             self.note(EXPLANATION)
 
     def samples(self, step: int, rows: Sequence[SampleRow]) -> None:
-        """Show the best row, the worst row, and random others, with the step as seed."""
+        """Show the best completion, the worst, and some others, which are drawn with the step as seed."""
         if not rows:
             return
         shown = pick_rows(step, rows, SHOWN_ROWS)
@@ -158,7 +157,7 @@ def _sample_lines(step: int, rows: Sequence[SampleRow]) -> list[str]:
 
 
 def _pieces(row: SampleRow) -> list[tuple[str, bool]]:
-    """Split a completion into (text, False) for turns of the policy, and (text, True) for answers and remarks."""
+    """Split a completion into (text, False) for the policy's texts, and (text, True) for answers and remarks."""
     if not (talk := row.conversation):
         return [(visible(row.completion, SHOWN_CHARACTERS), False)]
     pieces: list[tuple[str, bool]] = []
@@ -194,7 +193,7 @@ def is_in_notebook() -> bool:
 
 
 class Cell:
-    """A part of the output of a notebook's cell: a run's progress, or its report as it is written.
+    """A part of the output of a notebook's cell, which shows a run's progress or its report.
 
     Each call replaces the content of the call before.
     """

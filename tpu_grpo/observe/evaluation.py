@@ -5,7 +5,7 @@ greedy, else n) in B = P*G rows. Each reward is averaged over the problems that 
 
     greedy   the mean of one greedy completion
     sampled  the mean over problems of the mean of n samples
-    pass@k   the chance that at least one of k samples is correct: value >= correct_from
+    pass@k   the chance that at least one of k samples is correct, which means reward >= correct_from
     maj@k    whether the most frequent answer of the first k samples is correct
 
 Samples of one problem are not independent of each other. So averages and 95 % intervals are computed from one value
@@ -39,11 +39,11 @@ Z = 1.959963984540054
 """The normal distribution's 97.5 % quantile."""
 
 
-# --- what is handed in -----------------------------------------------------------------------------------------------
+# --- arguments of an evaluation --------------------------------------------------------------------------------------
 
 
 GroupEnded = Callable[[int, Sequence[Completion], Sequence[str]], None]
-"""A callback during sampling, for one prompt that is finished: its index, its completions in one mode, their texts."""
+"""Called during sampling when a prompt's completions in one mode are finished: prompt's index, completions, texts."""
 
 
 Generate = Callable[[Sequence[Prompt], Sequence[AnswerMode], Sequence[GroupEnded]], Sequence[Rollout]]
@@ -64,9 +64,9 @@ class Scoring(Protocol):
 
 
 Begin = Callable[[PromptBatch, int], AbstractContextManager[Scoring]]
-"""Takes prompts and the number of their rollouts; returns a context manager with the scoring of these rollouts."""
+"""Takes prompts and the number of their rollouts; returns a context manager that yields the rollouts' `Scoring`."""
 FinalAnswer = Callable[[str, re.Pattern[str] | None], str | None]
-"""Takes a text and evaluation.answer_pattern; returns the answer that counts in votes, or None if the text has none."""
+"""Takes a text and evaluation.answer_pattern; returns the answer that maj@k counts, or None if the text has none."""
 
 
 # --- an evaluation ---------------------------------------------------------------------------------------------------
@@ -74,7 +74,10 @@ FinalAnswer = Callable[[str, re.Pattern[str] | None], str | None]
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over problems with its 95 % interval; low and high are NaN for one problem whose value is not 0 or 1."""
+    """A mean over problems with its 95 % interval.
+
+    ``low`` and ``high`` are NaN if there is only one problem, and its value is neither 0 nor 1.
+    """
 
     value: float
     low: float
@@ -95,7 +98,8 @@ class Evaluation:
     tokens: Mapping[str, float] = field(default_factory=dict)
     """Maps greedy and sampled to the mean tokens of a completion."""
     truncated: Mapping[str, float] = field(default_factory=dict)
-    """Maps greedy and sampled to the share of completions that were cut at rollout.max_new_tokens."""
+    """Maps greedy and sampled to the share of completions that were cut at rollout.max_new_tokens, or of conversations
+    that were cut at a limit of tokens or turns."""
     digest: str = ""
     """The SHA-256 (hex) of all sampled tokens."""
     failed: Mapping[str, float] = field(default_factory=dict)
@@ -118,14 +122,14 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class EvaluationSamples:
-    """All completions of one mode with their scores: B rows, problem after problem."""
+    """The B completions of one mode, greedy or sampled, with their scores, ordered by problem."""
 
     mode: str
     """``GREEDY`` or ``SAMPLED``."""
     rollout: Rollout
     scores: Scores
     final_answers: tuple[str | None, ...]
-    """The answer of each row that counts in votes; None if the completion gives no answer."""
+    """The answer of each row, which maj@k counts; None if the completion gives no answer."""
 
 
 def evaluate(
@@ -140,8 +144,7 @@ def evaluate(
 ) -> tuple[Evaluation, Sequence[EvaluationSamples]]:
     """Complete every prompt once greedily and ``section.samples`` times at a temperature, and score all.
 
-    A reward that applies to no problem is left out. Returns the estimates, and the greedy and the sampled completions
-    behind them.
+    A reward that applies to no problem is left out. Returns the estimates, the greedy and the sampled completions.
     """
     pattern = None if section.answer_pattern is None else re.compile(section.answer_pattern, re.DOTALL)
     modes = (AnswerMode(0.0), AnswerMode(temperature, section.samples))
@@ -228,10 +231,10 @@ def wilson(successes: int, count: int) -> tuple[float, float]:
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Estimate without bias the chance that at least one of k samples is correct, if c (``correct``) of n samples are.
+    """Estimate the chance that at least one of k samples is correct, from n ``samples`` of which c are ``correct``.
 
-    The estimate is 1 - C(n - c, k) / C(n, k), the chance that k of the n samples, drawn without replacement, include a
-    correct one (Chen et al. 2021, arXiv 2107.03374, eq. 1). It is computed as a product.
+    The unbiased estimate is 1 - C(n - c, k) / C(n, k): the chance that k of the n samples, drawn without replacement,
+    include a correct one (Chen et al. 2021, arXiv 2107.03374, eq. 1). It is computed as a product.
     Of 4 samples with 1 correct: pass@1 = 1/4, pass@2 = 1 - C(3, 2) / C(4, 2) = 1/2, pass@4 = 1.
 
     Raises:
@@ -266,8 +269,8 @@ class EvaluationLog:
     """The evaluations of a run, the same on every host; host 0 writes the files.
 
     ``evaluation.jsonl`` has a line per evaluation; a run that continues appends to it. ``best.json`` names the step
-    with the highest value of ``best``, a mode/reward. ``start_step`` is the number of completed steps. Evaluations
-    after later steps are dropped; if ``start_step`` is 0, all are dropped.
+    with the highest value of ``best``, such as ``greedy/exact_answer``. ``start_step`` is the number of completed
+    steps. Evaluations after later steps are dropped; if ``start_step`` is 0, all are dropped.
     """
 
     def __init__(self, run_dir: Path, start_step: int, best: str, hosts: Hosts):
@@ -277,7 +280,7 @@ class EvaluationLog:
         done: list[Evaluation] = []
         if hosts.is_first:
             path = run_dir / EVALUATION_FILE
-            keep_steps(path, start_step or -1)  # a fresh start keeps none
+            keep_steps(path, start_step or -1)  # a run that begins at step 0 keeps no evaluation
             done = [evaluation_of(line) for line in read_steps(path)]
         self.done: list[Evaluation] = hosts.broadcast("the evaluations so far", done, list[Evaluation])
 
@@ -308,7 +311,7 @@ class EvaluationLog:
         }
 
     def _best(self) -> dict[str, Any] | None:
-        """Describe the best evaluation as ``best.json`` does."""
+        """Return the content of ``best.json``; None if no evaluation has the metric ``best``."""
         known = [(e.step, e.estimates.get(self._mode, {}).get(self._reward)) for e in self.done]
         values = [(step, estimate) for step, estimate in known if estimate is not None]
         if not values:
@@ -351,9 +354,9 @@ def evaluation_of(record: dict[str, Any]) -> Evaluation:
 def write_samples(run_dir: Path, name: str, samples: Sequence[EvaluationSamples]) -> Path:
     """Write all completions with their rewards to ``evaluations/<name>.jsonl`` atomically, and return the path.
 
-    A line holds problem (from 0), mode, sample (from 0), prompt, completion, the answer that counts in votes, the right
+    A line holds problem (from 0), mode, sample (from 0), prompt, completion, the answer that maj@k counts, the right
     answer (gold) if the record has one, rewards by name (null if one does not apply), tokens and finish_reason. For a
-    conversation it also holds the `conversation_fields`.
+    conversation the line also holds the `conversation_fields`.
     """
     path = run_dir / EVALUATIONS_DIR / f"{name}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)

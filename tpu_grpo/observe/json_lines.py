@@ -1,6 +1,6 @@
-"""Writes and reads the files of a run: JSON-lines files that survive a kill, and files that are replaced as a whole.
+"""Writes and reads the files of a run: JSON-lines files, which grow by lines, and files that are replaced as a whole.
 
-A record of a JSON-lines file may lack any name, or have null for it.
+A kill breaks at most the last line of a JSON-lines file. In a record any name may be missing, or have the value null.
 """
 
 import errno
@@ -54,7 +54,7 @@ def keep_steps(path: Path, last: int) -> None:
     If the last line is torn (cut off by a kill) and may belong to one of these steps, print that this line is lost.
 
     Raises:
-        DataError: ``read_steps`` raises it; the file is then unchanged.
+        DataError: for a malformed line, as in `read_steps`; the file is then unchanged.
     """
     if not path.exists():
         return
@@ -124,7 +124,7 @@ def read_records(path: Path, *, missing_ok: bool = False, torn: list[bytes] | No
 
 
 def read_steps(path: Path, torn: list[bytes] | None = None, **types: type) -> Iterator[dict[str, Any]]:
-    """Yield the records of a file in which every line must have an int ``step``, and the names and types in ``types``.
+    """Yield the records of a file, in which ``step`` must be an int and every name in ``types`` of the given type.
 
     Raises:
         DataError: as ``read_records`` does, and for a line in which one of these names is missing or has another type.
@@ -140,9 +140,9 @@ def read_steps(path: Path, torn: list[bytes] | None = None, **types: type) -> It
 
 
 class CompactRecord(Record):
-    """A record in a few hundred bytes, as 8 bytes for each of its numbers; records of the same form share their names.
+    """A record that stores each number in 8 bytes; records with the same names and types share one table of names.
 
-    The page of a long run holds all lines of its metrics in memory; as dicts, they would take 10 KB a step.
+    To write the page of a long run, all lines of its metrics are in memory. As dicts they would take 10 KB a step.
     """
 
     __slots__ = ("_numbers", "_others", "_places")
@@ -165,7 +165,7 @@ class CompactRecord(Record):
 
 
 def compact(records: Iterable[Record]) -> list[CompactRecord]:
-    """Make every record compact. Integers that a float may round are kept as they are."""
+    """Convert records to `CompactRecord`, in which integers that a float would round remain Python integers."""
     forms: dict[tuple[tuple[str, type], ...], dict[str, tuple[type, int]]] = {}
     made = []
     for record in records:

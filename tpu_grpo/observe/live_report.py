@@ -31,7 +31,7 @@ WAIT_SECONDS = 2.0
 
 
 class LiveReport(Sink):
-    """The page of a run, for a ``with`` block on host 0; it is also a sink. The page reads samples from their file.
+    """Writes the page of a run on host 0, in a ``with`` block. It is a sink, but reads samples from ``samples.jsonl``.
 
         with LiveReport(config, hosts, start, directory.is_ours) as report:
             ...                                # report.write after every step
@@ -56,12 +56,12 @@ class LiveReport(Sink):
         self._lock = threading.Lock()
         self._next = 0.0
         self._began: tuple[int, float] | None = None
-        """The first step and the time of its end, from where the time left is estimated: the first step compiles."""
+        """The first step and its end time. This step compiles, so the time left is estimated from later steps."""
         self._works = True
         self._cell: Cell | None = None
 
     def write(self, metrics: Mapping[str, MetricValue]) -> None:
-        """Handle the metrics of one step, which are on disk; write the page if it is due."""
+        """Note that a step, whose metrics are on disk, is done, and write the page if it is due."""
         self._step = int(metrics["step"])
         began = self._clock()
         if self._began is None:
@@ -71,7 +71,7 @@ class LiveReport(Sink):
             if self._step > first:
                 left = (began - since) / (self._step - first) * (self._most - self._step)
             if self._cell is None and is_in_notebook():
-                self._cell = Cell()  # below what the console has shown by now
+                self._cell = Cell()  # created now, so that it is below the console's output
             with self._lock:
                 self._write_page(Standing("going", self._step, self._most, at=now(), seconds_left=left))
             ended = self._clock()
@@ -83,7 +83,7 @@ class LiveReport(Sink):
         for left in directory.glob(f"{REPORT_FILE}.*.tmp"):  # left by a kill
             left.unlink(missing_ok=True)
         self._write_page(Standing("going", self._step, self._most, at=now()))
-        here.at_end = {NAME: self._end_in_time, **here.at_end}  # first, so that it is written before people are told
+        here.at_end = {NAME: self._end_in_time, **here.at_end}  # first, so that it is written before users are notified
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -92,12 +92,12 @@ class LiveReport(Sink):
             self._write_end(End.by(None))
             return
         self._end_in_time(End.by(error))
-        if self._hosts.count == 1:  # with several, the cause of a loss may be found later
+        if self._hosts.count == 1:  # on several hosts, another thread may find the cause later, and write it
             here.at_end.pop(NAME, None)
 
     def _write_end(self, end: End) -> None:
         if end.outcome == "done":
-            with suppress(OSError, ValueError):  # a summary that is not there, or not whole
+            with suppress(OSError, ValueError):  # the summary is missing or incomplete
                 early = json.loads((self._config.run_dir / SUMMARY_FILE).read_bytes()).get("ended_early")
                 end = replace(end, message=str(early or end.message))
         standing = Standing.after(end, self._step, self._most)

@@ -33,11 +33,11 @@ class ModelFacts:
     dtype: str
     parameters: int
     merged: bool
-    """Whether adapters were merged into its weights."""
+    """Whether adapters were merged into the model's weights."""
 
 
 class Row(NamedTuple):
-    """A figure of the run: its first value, and the value at the model's step."""
+    """A result of the run: its first value, and its last value up to the model's step."""
 
     name: str
     before: str
@@ -88,7 +88,7 @@ def _until(path: Path, step: int) -> Lines:
 
 
 def _estimate(record: Record, name: str) -> str:
-    """Format a value with its interval, if it has one, and its step; empty without a value."""
+    """Format a metric's value with its step and, if it has one, its interval; empty if the record lacks the metric."""
     if not is_number(value := record.get(name)):
         return ""
     low, high = interval_of(record, name)

@@ -103,7 +103,7 @@ def evaluation_table(run: RunRead) -> Table | None:
 
 
 def value_cell(record: Record, name: str, *, say_step: bool, is_best: bool = False) -> Cell:
-    """Return the cell of an evaluated value, with its interval and its step below."""
+    """Return a cell with an evaluated metric's value and, below it, the interval and (with ``say_step``) the step."""
     low, high = interval_of(record, name)
     notes = [f"{low:.3f} to {high:.3f}"] if low <= high else []
     notes += [f"step {record['step']:,}"] if say_step else []
@@ -111,14 +111,14 @@ def value_cell(record: Record, name: str, *, say_step: bool, is_best: bool = Fal
 
 
 def best_name(config: Mapping[str, Any], records: Lines) -> str:
-    """Return the metric that says which evaluation is best: evaluation.best, else the first metric; or empty."""
+    """Return the metric that evaluation.best names, or else the first evaluated metric; empty if there is none."""
     names = evaluation_names(records)
     chosen = f"evaluation/{setting_of(config, 'evaluation', 'best')}"
     return chosen if chosen in names else next(iter(names), "")
 
 
 def step_table(rows: Rows) -> Table:
-    """Return a table of the best and the worst rows of a step, which must have at least one row."""
+    """Return a table of the best and the worst of a step's rows; ``rows`` must not be empty."""
     different = {(row["prompt"], row["completion"]): row for row in rows}  # shows equal completions once
     ranked = sorted(different.values(), key=lambda row: -number_or_zero(row["reward"]))
     half = SHOWN_ROWS // 2
@@ -176,7 +176,10 @@ def held_out_table(evaluations: Sequence[tuple[int, Rows]], best: str) -> Table 
 
 
 def _telling(pairs: Sequence[tuple[Record, Record]], reward: str) -> list[tuple[Record, Record]]:
-    """Choose instructive prompts: two of each kind (better, worse, still wrong, right), then more, kind by kind."""
+    """Choose up to SHOWN_PROBLEMS prompts of four kinds: the reward rose, fell, stayed wrong (below 1), stayed right.
+
+    Two prompts of each kind are chosen first, in this order of kinds, and then further prompts in the same order.
+    """
     kinds: list[list[int]] = [[], [], [], []]
     for number, (before, after) in enumerate(pairs):
         change = number_or_zero(after["rewards"].get(reward)) - number_or_zero(before["rewards"].get(reward))

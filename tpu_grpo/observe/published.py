@@ -36,7 +36,7 @@ class Point(Section):
     """A result that was published for some steps."""
 
     by: str
-    """Who measured it, and with which software."""
+    """Who measured the result, and with which software."""
     steps: tuple[PositiveInt, PositiveInt]
     """The first and the last step over which the run's metric is averaged."""
     value: float | None = None
@@ -83,14 +83,14 @@ class Published(Section):
     points: tuple[Point, ...] = Field(min_length=1)
 
     def own(self, point: Point, lines: Lines) -> float | None:
-        """Average the run's metric over a point's steps; None if the last is not done, or no step has a value."""
+        """Average the run's metric over a point's steps; None before the last step is done, or without any value."""
         first, last = point.steps
         values = numbers((line for line in lines if first <= line["step"] <= last), self.metric)
         return fmean(values) if values and lines[-1]["step"] >= last else None
 
     def sentences(self, lines: Lines, config: Mapping[str, Any], step: int | None = None) -> list[str]:
         """Compare the run with all points, or those that end at ``step``, in one sentence each. If the run is outside
-        every range at the last of these points, another sentence says which settings or metrics to look at first."""
+        all ranges of the last step, another sentence says which settings or metrics to look at first."""
         owns = [(point, self.own(point, lines)) for point in self.points if step in (None, point.steps[1])]
         known = [(point, own) for point, own in owns if own is not None]
         said = [
@@ -117,7 +117,7 @@ class Published(Section):
         return f"{same}look first at {', '.join([*figures, 'samples.jsonl'])}, then try another run.seed"
 
     def beside(self, chart: Chart) -> Chart:
-        """Return the metric's chart with each point as a dot, or its range as a stroke; return other charts as is."""
+        """Return the metric's chart with published values as dots and ranges as lines; return other charts as is."""
         if chart.title != ("Evaluation" if self.metric.startswith("evaluation/") else "Reward"):
             return chart
         drawn = [

@@ -50,7 +50,7 @@ class Tracker(Sink, Protocol):
 
 
 class RunLog:
-    """Passes every step on to sinks, in order, and then to users' callbacks, if there are any."""
+    """Passes the metrics of every step, and the samples of some steps, to sinks in order; then calls the callbacks."""
 
     def __init__(self, sinks: Sequence[Sink], callbacks: Sequence[Callback] = ()) -> None:
         self._sinks, self._callbacks = tuple(sinks), tuple(callbacks)
@@ -125,7 +125,7 @@ def open_run_log(config: RunConfig, start_step: int, *more: Sink, callbacks: Seq
 
     Raises:
         DataError: for broken metrics or samples of an earlier part of the run.
-        CallbackError: for a callback that cannot be made.
+        CallbackError: for a callback whose constructor fails.
     """
     every = config.evaluation.every if config.has_held_out else None
     console = ConsoleSink(start_step, config.run.max_steps, evaluation_every=every)
@@ -137,7 +137,7 @@ def open_run_log(config: RunConfig, start_step: int, *more: Sink, callbacks: Seq
             callback.begin(config.model_dump(mode="json"))
         return RunLog([files, console, *more, *_trackers(config, start_step, console.note)], callbacks)
     except BaseException:
-        console.close()  # gives the terminal back
+        console.close()  # stops the progress bar
         raise
 
 

@@ -1,7 +1,7 @@
 """Writes the page of a run, a single self-contained file, from the files that the run has left so far.
 
 Charts of missing metrics and sections of missing files are left out. Nothing here imports jax. The page's script shows
-values on hovering, and reloads the page of a run that goes on.
+the values under the mouse, and reloads the page of a run that goes on.
 """
 
 import os

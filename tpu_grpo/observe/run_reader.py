@@ -1,4 +1,4 @@
-"""Reads the files of a run so far, and its state: going on, done, stopped, failed, or vanished.
+"""Reads the files that a run has written so far, and its state: going on, done, stopped, failed or gone.
 
 Any file may be missing, and so may a metric in any line.
 """
@@ -32,7 +32,7 @@ from tpu_grpo.records.errors import DataError
 from tpu_grpo.records.outside import parse_json, read_file
 
 MOST_ROWS = 256
-"""The most completions of a step that are read; its best and its worst are chosen from these."""
+"""The most completions of a step that are read; the page shows the best and the worst of these."""
 MOST_PROBLEMS = 64
 """The most held-out prompts of an evaluation that are read."""
 Rows = Sequence[Record]
@@ -258,7 +258,7 @@ class _StepFile:
         return step
 
     def begin(self, step: int) -> int:
-        """Return the lowest offset (bytes) such that no whole line at or after it has a step before ``step``."""
+        """Return the lowest byte offset from which on every complete line has ``step`` or a later step."""
         return bisect_left(
             range(self._size), step, key=lambda offset: math.inf if (at := self.at(offset)) is None else at
         )

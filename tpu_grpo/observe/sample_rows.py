@@ -34,7 +34,7 @@ class SampleRow:
     gold: str | None = None
     """The right answer; None if the prompt's record has none."""
     conversation: Mapping[str, Any] = field(default_factory=dict)
-    """The `conversation_fields`; ``prompt`` is then the conversation's first prompt. Empty without an environment."""
+    """The `conversation_fields`, empty without an environment. ``prompt`` is a conversation's first prompt."""
 
 
 def sample_rows(scored: ScoredRollout, advantages: Float[np.ndarray, " B"]) -> list[SampleRow]:
@@ -126,7 +126,7 @@ def shown_turns(turns: Sequence[Any], most: int) -> list[Any]:
 
 
 def pick_rows(step: int, rows: Sequence[SampleRow], count: int) -> list[SampleRow]:
-    """Pick at most ``count`` rows: the best, the worst, and random others, with the step as seed."""
+    """Pick at most ``count`` rows: the best, the worst, and some others, which are drawn with the step as seed."""
     ranked = sorted(rows, key=lambda row: -row.reward)
     if len(ranked) <= count:
         return ranked

@@ -31,7 +31,7 @@ SHOWN_CHARACTERS = 1000
 
 
 class WandbSink:
-    """Logs to a run of Weights & Biases, kept under ``run_dir/wandb``; a resumed training run continues that run.
+    """Logs to Weights & Biases, with files under ``run_dir/wandb``; a resumed training run continues the same W&B run.
 
     Without credentials the mode online becomes offline, and ``say`` tells the user. Offline logs need no network, and
     can be uploaded later with ``wandb sync``. Steps are the x axis of every plot. Errors of wandb are not caught.
@@ -153,7 +153,7 @@ class TensorBoardSink:
         self._log(step=int(metrics["step"]), summary=self._summaries.Summary(value=values))
 
     def samples(self, step: int, rows: Sequence[SampleRow]) -> None:
-        """Log a table of the best row, the worst row, and random others, with the step as seed."""
+        """Log a table of the best completion, the worst, and some others, which are drawn with the step as seed."""
         from tensorboardX.summary import text
 
         if rows:
@@ -195,7 +195,7 @@ def check_trackers(section: LoggingSection) -> None:
 
 
 def _markdown(rows: Sequence[SampleRow]) -> str:
-    """Write rows as a table of Markdown; model text cannot leave its cell."""
+    """Write rows as a table of Markdown, in which the texts are escaped."""
     names = names_in(row.rewards for row in rows)
     heads = ["prompt", "completion", *names, "reward", "advantage", "tokens", "ended by"]
     lines = [heads, ["---"] * len(heads)]

@@ -1,6 +1,6 @@
 """Answers prompts with a model in its own engine: the policy of a checkpoint, an export, or any other model.
 
-The engine has the shortest context that the answers allow, and uses the fewest devices that hold the model.
+The engine's context is only as long as prompts and answers need, and it uses the fewest devices that hold the model.
 """
 
 import json
@@ -176,7 +176,7 @@ class Speaker:
         return completion
 
     def turns(self, asked: Sequence[Asked]) -> list[Action | RefusedError]:
-        """Sample turns for a server's requests, in one batch; return the refusal of a request that cannot be served.
+        """Sample a turn for each request of a server, in one batch; a request that cannot be served gets a refusal.
 
         The tokens of a request depend on no other request, only on its prompt, ``seed`` and index.
         """
@@ -195,7 +195,7 @@ class Speaker:
         return found
 
     def _parsed(self, asked: Asked, ids: list[int]) -> Action:
-        """Parse the thinking and tool calls of an answer to messages; return other answers as text alone."""
+        """Parse thinking and tool calls in an answer to chat messages; return the answer to a text prompt as text."""
         if asked.messages is not None:
             return self._dialect.with_tools(json.dumps(asked.tools)).read(ids)
         text = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)

@@ -6,8 +6,8 @@
     rollout = carry.take(step, collect(), tokenizer)    # the first P complete groups, oldest first
     carry.end(used=P)                                   # the tokens of open groups are one step older now
 
-With ``algorithm.staleness`` 1, ``begin`` to ``take`` of step k + 1 run during the update of step k, after its ``end``.
-``hold`` adds their groups to checkpoint k; a run continued from it takes them without sampling.
+With ``algorithm.staleness`` 1, ``begin`` to ``take`` of step k + 1 run after ``end`` of step k, during its update.
+``hold`` adds the groups of step k + 1 to checkpoint k, so that a run continued from it need not sample them again.
 
 A checkpoint holds the groups as they were after its step, as JSON. A group that does not fit the run any more, because
 settings were changed (checkpoint.allow_changes), is dropped.
@@ -30,7 +30,7 @@ from tpu_grpo.records.stages import Completion, Prompt, PromptBatch, Rollout
 
 
 class Carry:
-    """The open groups of a run, in the order in which they were begun."""
+    """The open groups of a run, which are begun and not yet learned from, in the order in which they were begun."""
 
     def __init__(self, config: RunConfig, stream: PromptStream, saved: Any):
         self._config = config
@@ -83,7 +83,7 @@ class Carry:
         return Rollout(batch, size, completions, texts, sampled.seconds, sampled.figures, sampled.told)
 
     def hold(self) -> None:
-        """Let the next checkpoint hold the taken groups, in their order, and then the others."""
+        """Let the next checkpoint hold the groups that ``take`` returned, in their order, and then the other groups."""
         self._ended = (*self._taken, *self.groups)
 
     def end(self, used: int) -> dict[str, float]:

@@ -1,8 +1,9 @@
 """Reserves ``run.dir`` for a run. An earlier run in the directory is continued or moved aside, never overwritten.
 
-One run at a time has the directory (lock.py). All hosts of the run must see the same directory; host 0 acts for all.
-With ``checkpoint.resume=never``, a directory with an earlier run is renamed. With ``auto`` and ``require``, the earlier
-run is continued, or found done. A changed setting that affects results must be in ``checkpoint.allow_changes``.
+Only one run at a time may use the directory (lock.py). All hosts of the run must see the same directory; host 0 acts
+for all. With ``checkpoint.resume=never``, a directory with an earlier run is renamed. With ``auto`` and ``require``,
+the earlier run is continued, unless it is done. A changed setting that affects results must be in
+``checkpoint.allow_changes``.
 """
 
 import contextlib
@@ -172,8 +173,8 @@ def _has_to_make_room(directory: Path) -> bool:
 
 
 def _changes_since(config: RunConfig, steps: Sequence[int]) -> tuple[Change, ...]:
-    """List what has changed since an earlier run did steps, of which ``steps`` have checkpoints; refuse changes that
-    make results incomparable."""
+    """List the settings and files that differ from the earlier run's, of which ``steps`` have checkpoints; refuse
+    changes that make results incomparable."""
     directory, allowed = config.run_dir, config.checkpoint.allow_changes
     path, metrics, known = directory / CONFIG_FILE, directory / METRICS_FILE, directory / SOURCES_FILE
     if not path.exists() or not (steps or (metrics.exists() and metrics.stat().st_size > 0)):
@@ -225,7 +226,7 @@ def _sources_in(path: Path) -> dict[str, dict[str, str]]:
 
 
 def _how_it_broke_off(directory: Path) -> list[str]:
-    """Return a line on how the earlier run failed or broke off; [] if it was done, was stopped, or never began."""
+    """Return a line that says how the earlier run failed or crashed; [] if it was done, was stopped, or never began."""
     end: dict[str, Any] = {}
     if not (directory / DATA_FILE).exists():
         return []
@@ -256,13 +257,14 @@ def _free_name(directory: Path) -> Path:
 
 
 class RunDirectory:
-    """Holds ``run.dir`` for one run during a ``with`` block. Every host enters it; host 0 takes the lock for all.
+    """Holds ``run.dir`` for one run during a ``with`` block, which every host enters; host 0 takes the lock for all.
 
     The files of an earlier run, even if that run is continued, stay unchanged until ``begin``.
 
     Raises, on every host:
-        ConfigError: another run uses the directory; it cannot be made or written; a host does not see it; it would be
-            moved aside, but contains the working directory; or its steps had other settings that affect results.
+        ConfigError: another run uses the directory; the directory cannot be created or written, a host does not see it,
+            or it would be moved aside but contains the working directory; or its run had other settings that affect
+            results.
         CheckpointError: there is no checkpoint, and ``checkpoint.resume=require``.
         LockstepError: hosts see different checkpoints.
     """
@@ -298,7 +300,7 @@ class RunDirectory:
         self._stack.__exit__(*error)
 
     def begin(self, start: int, data: Mapping[str, Any]) -> list[str]:
-        """Move an earlier run aside, or record that it is continued; called once the start can no longer fail.
+        """Move an earlier run aside if necessary, and record this run's config and data; call this after all checks.
 
         ``start`` is the number of steps done. ``data`` describes the prompts, with their ``digest``, for ``data.json``.
         Returns lines for the console: where files were moved, and which settings and files have changed.
@@ -365,7 +367,7 @@ class RunDirectory:
         changed_data = self._changed_data(start, data)
         changed = [*self._changes, *changed_data]
         history = self.path / HISTORY_FILE
-        if changed_data and history.exists():  # its prompt numbers mean other prompts now
+        if changed_data and history.exists():  # its indices of prompts refer to the earlier data
             history.rename(history.with_name(f"{history.stem}.until_{start}{history.suffix}"))
         if changed:
             with (self.path / CHANGES_FILE).open("ab") as file:

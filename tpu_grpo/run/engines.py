@@ -29,8 +29,8 @@ BOUNDS = {"float32": 1e-3, "bfloat16": 0.2}
 """For each model.dtype, the largest mean difference of log-probabilities that rounding can cause. We measured 1e-6 to
 2e-5 in float32 and 0.005 to 0.1 in bfloat16, the most in models with experts, where rounding can change routing."""
 CACHE_BOUNDS = {"auto": 0.0, "int8": 0.2, "fp8": 0.5}
-"""For each rollout.kv_dtype, a lower limit of that bound. We measured 0.02 to 0.05 with int8 and 0.006 to 0.19 with
-fp8, the most in random models with large weights."""
+"""For each rollout.kv_dtype, the bound is at least this number. We measured 0.02 to 0.05 with int8 and 0.006 to 0.19
+with fp8, the most in random models with large weights."""
 
 
 def build_weight_sync(
@@ -43,7 +43,7 @@ def build_weight_sync(
     """Compile the run's weight sync from these parameters (arrays or their specs) to the sampler's ``target``.
 
     Raises:
-        WeightsError: if the leaves of the two sides do not correspond.
+        WeightsError: if the trainer's and the sampler's parameters do not correspond.
         ConfigError: if the largest leaf needs more temporary memory than meshes.sync_temporary_mib.
     """
     return WeightSync(
@@ -107,7 +107,7 @@ class SyncedEngines:
         self.sync.release()
 
     def worst_leaf(self, params: nnx.State) -> tuple[str, float]:
-        """Recompute the sampler's parameters from the trainer's; return (name, largest difference) of the worst one.
+        """Compare the sampler's parameters with recomputed ones; return (name, largest difference) of the worst one.
 
         In weights with merged adapters, a difference of the last bit is ignored: two programs may round differently.
         """
@@ -159,7 +159,7 @@ def probe_bound(dtype: str, kv_dtype: str) -> float:
 
 @dataclass(frozen=True)
 class Probe:
-    """Compares engines and trainer after the first sync and after every ``meshes.probe_every`` syncs.
+    """Compares engines and trainer after the first sync, and then once in ``meshes.probe_every`` syncs.
 
     The engines sample a few tokens after fixed prompts with fixed seeds, and the trainer computes the log-probabilities
     of these tokens. A mean difference beyond the bound stops the run. Each weight of the engines is also compared with
@@ -177,7 +177,8 @@ class Probe:
         Returns the mean difference of the log-probabilities, or None if no comparison was due.
 
         Raises:
-            WeightsError: if the two hold different policies; the message names the worst leaf, if any differs.
+            WeightsError: if engines and trainer hold different policies; the message names the parameter that differs
+                most, if any.
         """
         config, every = self.config, self.config.meshes.probe_every
         if every == 0 or number % every:

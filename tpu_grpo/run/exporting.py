@@ -1,7 +1,7 @@
 """Exports a policy as a directory: a Hugging Face checkpoint, or adapters in the format of PEFT.
 
-Its README.md has the run's metrics; its tpu_grpo.yaml is a copy of the run's config, for scripts/sample.py. All hosts
-gather one array at a time, and host 0 writes it. The directory gets its final name once it is complete.
+Its README.md has the run's metrics; its tpu_grpo.yaml is a copy of the run's config, for scripts/sample.py. The
+trainer's hosts gather one array at a time, and host 0 writes it. The directory gets its final name once it is complete.
 """
 
 import re
@@ -106,7 +106,7 @@ def _write_adapters(target: Path | None, lora: LoraSection, policy: Policy, dtyp
 
 
 def _reader(policy: Policy, alpha: float) -> Read:
-    """Return a function from name to parameter; adapters are merged in float32, as in the weight sync."""
+    """Return a function that reads a parameter by name; adapters are merged in float32, as in the weight sync."""
     leaves = policy.leaves
     adapters = adapters_of(leaves)
     axes = {rule.source: rule.input_axis for rule in policy.checkpoint.weight_rules}

@@ -40,7 +40,7 @@ is compared if the run has a reference model, else only their size."""
 
 
 def fingerprints(config: RunConfig) -> dict[str, str]:
-    """Name -> value of everything that hosts must agree on: settings, versions, environment, and all files read."""
+    """Return what hosts must agree on, as text by name: settings, versions, environment, digests of all files read."""
     values = _leaves(config.model_dump(mode="json"))
     found = {f"setting {name}": repr(value) for name, value in values if name not in OWN_SETTINGS}
     found |= {f"version of {name}": value for name, value in versions().items()}
@@ -50,12 +50,12 @@ def fingerprints(config: RunConfig) -> dict[str, str]:
 
 
 def model_fingerprints(directory: Path) -> dict[str, str]:
-    """Name -> digest of every file of a model's directory, tokenizer included."""
+    """Return the digest of every file of a model's directory, by name; the tokenizer's files are included."""
     return _digests(_model_files(directory))
 
 
 def _digests(files: Iterable[tuple[str, Path]]) -> dict[str, str]:
-    """Name -> digest; an unreadable file gets a text instead, and the code that opens it later raises the error."""
+    """Return digests by name. An unreadable file gets a text instead; the code that opens it later raises the error."""
 
     def digest(named: tuple[str, Path]) -> tuple[str, str]:
         name, path = named
@@ -140,7 +140,7 @@ def changed_settings(before: RunConfig, now: RunConfig) -> list[Change]:
 
 
 def changed_sources(before: Mapping[str, Mapping[str, str]], now: Mapping[str, Mapping[str, str]]) -> list[Change]:
-    """List the files whose content differs, for settings that name files in both runs; see `sources`."""
+    """List the files whose content differs between two runs, by the setting that names them in both; see `sources`."""
     return [
         Change(setting, f"{file} {old.get(file, ABSENT)}", f"{file} {new.get(file, ABSENT)}", "results")
         for setting, new in now.items()
@@ -151,7 +151,7 @@ def changed_sources(before: Mapping[str, Mapping[str, str]], now: Mapping[str, M
 
 
 def sources(config: RunConfig) -> dict[str, dict[str, str]]:
-    """Setting -> file name -> digest, for the user's own code and the model's directory.
+    """Map each setting that names the user's code, and model.path, to the digests of its files by file name.
 
     Modules that the user's files import are left out. Data is compared elsewhere, by a digest of the sampled prompts.
     """
@@ -192,7 +192,7 @@ def _text(values: Mapping[str, Any], name: str) -> str:
 
 
 def _code(config: RunConfig) -> Iterator[tuple[str, str, str, Path]]:
-    """Yield (setting, kind, name, file) for all code of the user's own."""
+    """Yield (setting, kind, name, file) of every file with the user's own code that a setting names."""
     named = [
         ("algorithm.name", "algorithm", config.algorithm.tunix or config.algorithm.name),
         ("optimizer.name", "optimizer", config.optimizer.name),

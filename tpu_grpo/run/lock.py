@@ -41,9 +41,9 @@ OLD_SECONDS = 1800.0
 """A file last written this long ago, by this machine's clock, belongs to a dead process; no need to watch it."""
 SETTLE_SECONDS = 2.0
 """After taking over the lock of another machine's process, wait this long and read the file again: two processes may
-have done so at the same time."""
+have taken over the lock at the same time."""
 RETRIES, PAUSE = 5, 0.2
-"""Attempts to lock an open file, and seconds between them: `holder`, in another process, locks it for a moment."""
+"""Attempts to lock an open file, and seconds between them: another process that calls `holder` locks it briefly."""
 ATTEMPTS = 20
 """The most times that the file is opened and locked: another process may replace it between opening and locking."""
 RECORD_BYTES = 512
@@ -73,7 +73,7 @@ class Owner:
 
 
 def read_owner(path: Path) -> Owner | None:
-    """Read the owner; None if the file names none yet. Opens the file anew, because NFS would show cached content.
+    """Read the owner from a lock file; None if there is none yet. Opens the file anew: NFS would show cached content.
     Raises OSError for a file that is missing, or cannot be read."""
     with os.fdopen(_open(path, os.O_RDONLY), "rb") as file:
         return _parsed(file.read(RECORD_BYTES))
@@ -253,7 +253,10 @@ def _is_held(file: int, kind: int) -> bool | None:
 
 
 def _lives(owner: Owner, held: bool | None) -> bool | None:
-    """Return whether the owner lives, by its lock or process id; None if neither can tell, as for another machine."""
+    """Return whether the owner is alive; None if its lock and process id do not show it, as on another machine.
+
+    ``held`` says whether a process holds the lock on the file; None if the file system has no locks.
+    """
     if held:
         return True
     if held is False and owner.boot == _here()[0]:

@@ -49,7 +49,10 @@ _ABOUT = "about"
 
 @dataclass(frozen=True)
 class FailureFiles:
-    """Writes the files; every host calls it, and host 0 writes all but the checkpoint."""
+    """Writes the files about an update or rollout that is not finite; every host must call it.
+
+    Host 0 writes all files but the checkpoint, which all hosts write.
+    """
 
     config: RunConfig
     hosts: Hosts
@@ -103,7 +106,7 @@ class FailureFiles:
 
 @dataclass(frozen=True)
 class KeptUpdate:
-    """The content of an update's file."""
+    """The content of the .npz file of an update in which a number was not finite."""
 
     path: Path
     step: int
@@ -122,7 +125,7 @@ class KeptUpdate:
 
 
 def read_update(path: Path) -> KeptUpdate:
-    """Read the file of an update; raises DataError for a file that is missing, or is not of this kind."""
+    """Read the .npz file of an update; raises DataError if it is missing, or `FailureFiles` has not written it."""
     try:
         with np.load(path, allow_pickle=False) as file:
             about = json.loads(str(file[_ABOUT]))

@@ -40,7 +40,8 @@ def choose(run_dir: Path, which: str) -> Chosen:
 
     Raises:
         ConfigError: if ``which`` is none of these.
-        CheckpointError: if the run has no such checkpoint.
+        CheckpointError: for best or latest, if the run has none. Whether a step has a checkpoint is checked later, by
+            `load_policy`.
     """
     directory = run_dir / CHECKPOINTS_DIR
     if which == INITIAL:

@@ -110,7 +110,7 @@ def write_for_perfetto(trace: Path, target: Path) -> None:
     would have to wait.
 
     Raises:
-        ValueError: if the events do not begin where they should.
+        ValueError: if the events do not begin within the first ``HEAD_BYTES``.
     """
     with gzip.open(trace, "rb") as source, gzip.open(target, "wb", compresslevel=COMPRESSION) as copy:
         head = source.read(HEAD_BYTES)

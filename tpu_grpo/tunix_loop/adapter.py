@@ -31,7 +31,7 @@ class SampledTexts:
 
 
 class SamplingEngine(Protocol):
-    """Samples completions for Tunix's learner; any engine with these two methods will do."""
+    """The interface of an engine that samples completions for Tunix's learner."""
 
     def generate_texts(self, prompts: Sequence[str], config: RolloutConfig) -> SampledTexts:
         """Sample one completion for every prompt; ``prompts`` repeats the prompt of a group for each completion."""

@@ -43,7 +43,7 @@ class TrainExample(grpo_learner.TrainExample):
 
 
 class EngineGrpoLearner(grpo_learner.GRPOLearner[Any]):
-    """Tunix's ``GRPOLearner`` with the old log-probabilities of ``old_policy``, and metrics of every pass."""
+    """Tunix's ``GRPOLearner`` with the old log-probabilities that ``old_policy`` chooses, and metrics of every pass."""
 
     def __init__(
         self,
@@ -229,7 +229,7 @@ class MeasuringTrainer(rl_trainer.Trainer):
         nnx.update(self.optimizer.opt_state, nnx.state(held))
 
     def share(self, names: object) -> None:
-        """Do nothing: Tunix's train step donates the buffer of no parameter."""
+        """Do nothing, because Tunix's train step donates no parameters (jax's donation of buffers)."""
 
     @staticmethod
     def _changing(model: nnx.Module, optimizer: nnx.Optimizer) -> tuple[nnx.State, nnx.State]:

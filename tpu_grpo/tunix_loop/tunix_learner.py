@@ -48,7 +48,7 @@ class TunixLearner(Learner):
     """A `Learner` whose updates are Tunix's. Raises ConfigError for what `open_tunix` refuses, and for a policy loss
     that raises or does not return a scalar and a dict."""
 
-    _parts: "TunixParts"  # type: ignore[assignment]  # has what `Learner` takes of `LearnerParts`
+    _parts: "TunixParts"  # type: ignore[assignment]  # has the attributes of `LearnerParts` that `Learner` uses
 
     @staticmethod
     def build(config: RunConfig, inputs: LearnerInputs) -> Any:
@@ -60,7 +60,7 @@ class TunixLearner(Learner):
     def _made_updates(
         self, signal: Signal, scored: ScoredRollout
     ) -> Iterator[tuple[MeasuredUpdate, Sequence[TrainBatch]]]:
-        """Let Tunix's learner go through the rollout; all updates of the step are made before the first is yielded."""
+        """Let Tunix's learner make all updates of a rollout, and then yield the measurements of each update."""
         config, parts, prompts = self._config, self._parts, scored.rollout.batch.prompts
         parts.feed.start(signal, scored)
         mini, micro = config.mini_batch_prompts, config.algorithm.micro_batch_prompts or config.mini_batch_prompts
@@ -86,7 +86,7 @@ class _Feed:
         self._totals: tuple[float, ...] = ()
 
     def start(self, signal: Signal, scored: ScoredRollout) -> None:
-        """Take the rollout whose rows the methods below return.
+        """Set the rollout whose rows ``generate_texts`` and ``rewards`` return.
 
         In a completion that does not count, all tokens are marked as not sampled.
 
@@ -114,7 +114,7 @@ class _Feed:
         return SampledTexts(ids, completions, texts)
 
     def rewards(self, prompts: Sequence[str], completions: Sequence[str], **_: Any) -> list[float]:
-        """Return the total rewards of the rows whose completions were returned last."""
+        """Return the total rewards of the rows that the last call of ``generate_texts`` returned."""
         return list(self._totals)
 
     def install(self, params: nnx.State) -> None:
@@ -123,7 +123,7 @@ class _Feed:
 
 @dataclass(frozen=True)
 class TunixParts:
-    """The parts of Tunix's learner that `Learner` uses, and the lowering of its program."""
+    """The parts of Tunix's learner that `Learner` uses, and methods that lower its programs for a plan."""
 
     config: RunConfig
     settings: LossSettings
@@ -139,7 +139,7 @@ class TunixParts:
 
     @property
     def held(self) -> Any:
-        """What the optimizer keeps on the devices between steps, including sums of gradients."""
+        """The optimizer's state, which stays on the devices between steps and includes sums of gradients."""
         return nnx.state(self.updater.optimizer)
 
     @property
@@ -149,7 +149,7 @@ class TunixParts:
         return (self.reference is not None) + old
 
     def lower_logprobs(self) -> jax.stages.Lowered:
-        """Lower the log-probabilities of a micro-batch under the policy."""
+        """Lower the program that computes the policy's log-probabilities of a micro-batch."""
         model, batch = nnx.split(self.updater.model), self.batch
         ids, temperature = (batch.prompt_ids, batch.completion_ids), self.config.rollout.temperature
         with self.learner.rl_cluster.r2m[Role.ACTOR]:

@@ -109,7 +109,7 @@ def _settings(kind: type[Any], name: str, section: AlgorithmSection) -> Any:
         setattr(settings, option, given[option])
     if settings.num_iterations < 1:
         raise ConfigError(f"algorithm.options.num_iterations must be >= 1, got {settings.num_iterations}; raise it")
-    settings.beta = settings.beta or 0.0  # DAPO's is None, for which Tunix would run the reference in vain
+    settings.beta = settings.beta or 0.0  # with DAPO's None, Tunix would compute the reference without using it
     return settings
 
 

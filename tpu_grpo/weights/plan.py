@@ -1,4 +1,4 @@
-"""The plan of a weight sync: it pairs the trainer's leaves with the sampler's, and groups them for the move.
+"""The plan of a weight sync: it pairs the trainer's leaves (parameter arrays) with the sampler's, and groups them.
 
     moves = plan_sync(checkpoint.weight_rules, named_leaves(trainer_params), replicas.weight_specs)
     groups = group_moves([move for move in moves if not move.aliased], limit_bytes=32 * 2**20)
@@ -47,7 +47,7 @@ Spec = jax.ShapeDtypeStruct
 
 @dataclass(frozen=True)
 class LeafMove:
-    """The move that makes one leaf of the sampler from the trainer's leaves."""
+    """How one leaf (parameter array) of the sampler is made from the trainer's leaves."""
 
     sources: tuple[str, ...]
     """Names the trainer's leaf and, if it has an adapter, the adapter's two matrices."""
@@ -92,8 +92,8 @@ class LeafMove:
     def signature(self) -> tuple[Any, ...]:
         """Everything that the compiled program of this move depends on; moves with equal signatures share a program.
 
-        It has the index ranges that each device holds, and no shardings, because after an update a leaf may have
-        another sharding with the same ranges.
+        It holds the index ranges of each device instead of shardings, because after an update a leaf may have another
+        sharding with the same ranges.
         """
         specs = (*self.source_specs, self.spec)
         return self.transform, self.scale, self.input_axis, *((s.shape, s.dtype, _places(s)) for s in specs)

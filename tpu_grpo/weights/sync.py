@@ -37,9 +37,9 @@ U32 = Annotated[int, Field(ge=0, lt=2**32)]
 
 
 class CopyCheck:
-    """Compares checksums, to check that all copies of a replicated leaf are equal.
+    """Checks, by checksums, that all copies of a replicated parameter are equal.
 
-    ``leaves`` are arrays by name, all on the mesh of ``whose``: "trainer" or "sampler".
+    ``leaves`` are parameter arrays by name on one mesh; ``whose`` ("trainer" or "sampler") names this mesh in errors.
     """
 
     def __init__(self, whose: str, leaves: Mapping[str, Array]):
@@ -57,7 +57,7 @@ class CopyCheck:
         self._checksums = jax.jit(summed)
 
     def __call__(self, leaves: Mapping[str, Array], hosts: Hosts) -> None:
-        """Compare the copies of all leaves; hosts with devices of the leaves' mesh must call this; other hosts may.
+        """Compare the copies of all leaves. Every host with devices of the leaves' mesh must call this; others may.
 
         Raises:
             LockstepError: if copies differ; the message names the first leaf that differs, and the hosts.
@@ -106,10 +106,7 @@ def _checksums(leaves: Mapping[str, Array]) -> UInt32[Array, "1 L"]:
 
 
 def _replication_groups(leaf: Array) -> list[list[int]]:
-    """Group the devices that hold the same shard of a leaf, by their positions in the mesh.
-
-    A shard that only one device holds has no group.
-    """
+    """For each shard of a leaf that several devices hold, list these devices by their positions in the mesh."""
     sharding = named_sharding(leaf)
     held = sharding.devices_indices_map(leaf.shape)
     groups: dict[str, list[int]] = {}
@@ -140,7 +137,7 @@ class WeightSync:
             a host without the trainer's devices passes specs instead of the trainer's arrays.
 
     Raises:
-        WeightsError: if the leaves of the two sides do not correspond.
+        WeightsError: if the trainer's and the sampler's leaves do not correspond.
         ConfigError: if the largest leaf alone needs more temporary memory than the bound.
     """
 

@@ -1,6 +1,6 @@
-"""The transport of a group of leaves from the trainer's devices to the sampler's, by one compiled program.
+"""The transport of a group of leaves from the trainer's devices to the sampler's, by compiled programs.
 
-If trainer and sampler share devices, the program takes the trainer's arrays and returns the sampler's. Between disjoint
+If trainer and sampler share devices, one program takes the trainer's arrays and returns the sampler's. Between disjoint
 devices no such program exists in multi-controller jax, because all arrays of a program must lie on the same devices. We
 therefore join both sets of devices in one mesh of equal parts; a part's size is the greatest common divisor of the
 sets' sizes. The trainer's first part sends the leaf to all parts. For three trainer hosts T and one sampler host S, of
@@ -106,7 +106,7 @@ def compile_moves(group: Sequence[LeafMove], hosts: Hosts) -> tuple[Program, int
 
 
 def _compile_in_place(group: Sequence[LeafMove]) -> tuple[Program, int]:
-    """Compile one program; replicated targets go through an intermediate sharding."""
+    """Compile the program of a move between meshes on the same devices; see `intermediate_sharding`."""
     intermediates = [intermediate_sharding(move.transform, move.source_specs[0], move.spec) for move in group]
 
     def transform(leaves: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -118,7 +118,7 @@ def _compile_in_place(group: Sequence[LeafMove]) -> tuple[Program, int]:
 
     def run(leaves: Sequence[Array]) -> tuple[Array, ...]:
         moved = compiled(tuple(leaves))
-        if is_virtual:  # virtual devices share threads: two programs' collectives could take all and deadlock
+        if is_virtual:  # CPU devices share threads: collectives of two programs could occupy all of them and deadlock
             jax.block_until_ready(moved)
         return moved
 
@@ -128,7 +128,7 @@ def _compile_in_place(group: Sequence[LeafMove]) -> tuple[Program, int]:
 def _compile_across(group: Sequence[LeafMove], hosts: Hosts) -> tuple[Program, int]:
     """Compile the programs of a move between disjoint devices.
 
-    One of several hosts compiles only the programs of its own devices; a plan compiles all.
+    In a run of several hosts, each host compiles the programs that use its devices; a plan, one process, compiles all.
     """
     trainer, sampler = named_sharding(group[0].source_specs[0]).mesh, named_sharding(group[0].spec).mesh
     unit = gcd(trainer.size, sampler.size)
@@ -137,7 +137,10 @@ def _compile_across(group: Sequence[LeafMove], hosts: Hosts) -> tuple[Program, i
     pieces = [_pieces(move.spec, unit) for move in group]
 
     def specs(mesh: Mesh, *first: Any) -> list[Spec]:
-        """Describe the leaves in pieces on a mesh; with ``first``, behind a new first axis that is sharded over it."""
+        """Return specs of the leaves, divided into pieces over a mesh.
+
+        ``first`` adds a first axis with this sharding: "part" for one entry per part, None for a single entry.
+        """
         size = [joined.shape["part"]] if first == ("part",) else [1] * len(first)
         shardings = [NamedSharding(mesh, P(*first, *entries)) for entries in pieces]
         return [Spec((*size, *m.spec.shape), m.spec.dtype, sharding=s) for m, s in zip(group, shardings, strict=True)]
@@ -163,7 +166,7 @@ def _compile_across(group: Sequence[LeafMove], hosts: Hosts) -> tuple[Program, i
         return jax.block_until_ready(settle(received))
 
     used = [_temporary_bytes(program) for program in (across, send, settle) if program is not None]
-    most = max(hosts.share("temporary memory of the weight sync", max(used), int))  # all hosts group leaves alike
+    most = max(hosts.share("temporary memory of the weight sync", max(used), int))  # so that all hosts split alike
     return run, most + 2 * sum(map(bytes_per_device, arrived))  # the pieces as sent and as received
 
 

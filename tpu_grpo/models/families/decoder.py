@@ -30,13 +30,13 @@ def layer_leaf(
     *,
     target: str | None = None,
 ) -> Leaf:
-    """Describe a leaf that every layer stores as one tensor; the sampler's name is ``target``, else ``tensor``."""
+    """Describe a leaf that is one tensor of each layer; the sampler's name for it is ``target``, else ``tensor``."""
     targets = ((f"model.layers.*.{target or tensor}", transform),)
     return Leaf(f"layers.*.{source}", (f"model.layers.*.{tensor}",), shape, layout, targets)
 
 
 def norms(config: DecoderConfig) -> tuple[Leaf, ...]:
-    """Return the norms of a layer before its attention and before its MLP."""
+    """Return the leaves of the two norms of a layer: before its attention and before its MLP."""
     return tuple(
         layer_leaf(f"{name}.w", f"{name}.weight", (config.hidden_size,), target=f"{name}.scale")
         for name in ("input_layernorm", "post_attention_layernorm")
@@ -44,7 +44,7 @@ def norms(config: DecoderConfig) -> tuple[Leaf, ...]:
 
 
 def attention(config: DecoderConfig, *, output: str = "o_proj") -> tuple[Leaf, ...]:
-    """Return the four attention projections of a layer; ``output`` is the sampler's name for the output projection."""
+    """Return the leaves of a layer's four attention projections; ``output`` is the sampler's name for o_proj."""
     hidden = config.hidden_size
     return (
         layer_leaf("attn.q_proj.w", "self_attn.q_proj.weight", (config.query_width, hidden), inputs_first, flatten),
@@ -62,7 +62,7 @@ def attention(config: DecoderConfig, *, output: str = "o_proj") -> tuple[Leaf, .
 
 
 def qk_norms(config: DecoderConfig) -> tuple[Leaf, ...]:
-    """Return the norms of a layer's queries and keys."""
+    """Return the leaves of the norms of a layer's queries and keys."""
     return tuple(
         layer_leaf(f"attn.{name}.w", f"self_attn.{name}.weight", (config.head_dim,), target=f"self_attn.{name}.scale")
         for name in ("q_norm", "k_norm")
@@ -70,7 +70,7 @@ def qk_norms(config: DecoderConfig) -> tuple[Leaf, ...]:
 
 
 def mlp(config: DecoderConfig) -> tuple[Leaf, ...]:
-    """Return the three projections of a layer's gated MLP."""
+    """Return the leaves of the three projections of a layer's gated MLP."""
     return tuple(
         layer_leaf(f"mlp.{name}.kernel", f"mlp.{name}.weight", shape, inputs_first)
         for name, shape in gated_shapes(config.hidden_size, config.intermediate_size).items()

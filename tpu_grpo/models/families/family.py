@@ -135,7 +135,7 @@ class Family:
         return getattr(import_module(f"{self.package}.model"), self.model)
 
     def model_config(self, config: DecoderConfig, dtype: DTypeLike, remat: Remat, flash_block: int | None) -> Any:
-        """Return Tunix's config of the model, without settings for which the class has no field (see `_extended`).
+        """Return Tunix's config of the model; values for which it has no field, even after `_extended`, are left out.
 
         ``dtype`` is the dtype of parameters and computation. ``flash_block`` is flash attention's block size in tokens;
         None means dot attention.
@@ -151,7 +151,7 @@ class Family:
             "num_heads": config.num_attention_heads,
             "head_dim": config.head_dim,
             "num_kv_heads": config.num_key_value_heads,
-            "rope_theta": config.rope_theta,  # Tunix annotates int; a float is exact too
+            "rope_theta": config.rope_theta,  # Tunix's annotation is int, but a float is as exact
             "rope_scaling": config.scaling,
             "norm_eps": config.rms_norm_eps,
             "use_tied_embedding": config.tie_word_embeddings,

@@ -1,8 +1,8 @@
 """The family of Gemma 2.
 
-Embeddings are multiplied by the root of the width. Every block has a norm before and after it, and norms multiply by
-1 + weight. Attention scores and logits pass soft caps, cap * tanh(x / cap). Some layers attend only to a window of
-tokens. The output head is the embedding.
+Embeddings are multiplied by the square root of the width. Attention and MLP have a norm before and after them, and
+norms multiply by 1 + weight. Attention scores and logits x are soft-capped: cap * tanh(x / cap). Some layers use
+sliding-window attention. The output head is the embedding.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Gemma2Config(DecoderConfig):
         return tuple(i % 2 == 0 if types is None else types[i] == SLIDING for i in range(self.num_hidden_layers))
 
     def contradiction(self) -> str | None:
-        """Check also that ``layer_types`` has as many entries as there are layers."""
+        """Describe contradicting settings, also a ``layer_types`` that does not have one entry for each layer."""
         if self.layer_types is not None and len(self.layer_types) != self.num_hidden_layers:
             return f"layer_types must be of num_hidden_layers={self.num_hidden_layers}, got {len(self.layer_types)}"
         return super().contradiction()

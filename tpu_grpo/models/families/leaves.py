@@ -33,9 +33,9 @@ class Layout:
 
 @dataclass(frozen=True)
 class WeightRule:
-    """Names a leaf of the trainer and one of the sampler; ``*`` in both names stands for the layer's number.
+    """Says which leaf of the trainer becomes which leaf of the sampler; ``*`` in names stands for the layer's number.
 
-    Several rules may name the same source, whose parts then become several leaves of the sampler.
+    Several rules with the same source make several leaves of the sampler from parts of the source.
     """
 
     source: str
@@ -47,7 +47,10 @@ class WeightRule:
 
 @dataclass(frozen=True)
 class Leaf:
-    """A leaf of Tunix's model. ``*`` in names stands for the layer's number."""
+    """A leaf (parameter array) of Tunix's model, how a checkpoint stores it, and the sampler's leaves made from it.
+
+    ``*`` in names stands for the layer's number.
+    """
 
     source: str
     tensors: tuple[str, ...]
@@ -98,7 +101,7 @@ _HELD: Mapping[str, tuple[str, ...]] = {
 
 
 def projections(module: str) -> tuple[str, ...]:
-    """Return the paths of the projections that one module of Tunix's models holds, usually only the module's own.
+    """Return the paths of the projections in a module of Tunix's models; most modules are one projection themselves.
 
     >>> projections("layers.3.attn.kv_einsum")
     ('layers.3.attn.k_proj', 'layers.3.attn.v_proj')
@@ -160,11 +163,11 @@ class InputsFirst:
 
 unchanged = Layout(lambda leaf: leaf, np.reshape)
 inputs_first = Layout(lambda leaf: leaf.reshape(leaf.shape[0], -1).T, lambda tensor, shape: tensor.T.reshape(shape))
-"""[D, N, H] is published as [N*H, D], and [D, F] as [F, D]."""
+"""A checkpoint stores [D, N, H] as [N*H, D], and [D, F] as [F, D]."""
 outputs_last = Layout(lambda leaf: leaf.reshape(-1, leaf.shape[-1]).T, lambda tensor, shape: tensor.T.reshape(shape))
-"""[N, H, D] is published as [D, N*H]."""
+"""A checkpoint stores [N, H, D] as [D, N*H]."""
 heads_first = Layout(
     lambda leaf: leaf.transpose(0, 2, 1).reshape(-1, leaf.shape[1]),
     lambda tensor, shape: tensor.reshape(shape[0], -1, shape[1]).transpose(0, 2, 1),
 )
-"""[N, D, H] is published as [N*H, D]."""
+"""A checkpoint stores [N, D, H] as [N*H, D]."""

@@ -23,7 +23,7 @@ class MoeConfig(DecoderConfig):
     moe_intermediate_size: int
 
     def contradiction(self) -> str | None:
-        """Check also that there are at least as many experts as experts per token."""
+        """Describe contradicting settings, also fewer experts than a token needs."""
         if self.num_experts_per_tok > self.num_experts:
             return f"num_experts_per_tok must be <= num_experts={self.num_experts}, got {self.num_experts_per_tok}"
         return super().contradiction()

@@ -111,9 +111,9 @@ def is_known_scaling(rope_scaling: Any) -> bool:
 
 
 def inverse_timescales(head_dim: int, theta: float, scaling: Scaling | None = None) -> np.ndarray:
-    """Return the rotations [head_dim / 2] of dimensions i and i + head_dim / 2, in radians per position.
+    """Return the rotary frequencies [head_dim / 2] in radians per position: theta^(-2i / head_dim), then scaled.
 
-    Their values are theta^(-2i / head_dim), scaled if there is a scaling.
+    Frequency i rotates the pair of dimensions i and i + head_dim / 2.
     """
     frequencies = float(theta) ** (-np.arange(0, head_dim, 2) / head_dim)
     return frequencies if scaling is None else scaling(frequencies, float(theta))

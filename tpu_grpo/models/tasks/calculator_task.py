@@ -25,7 +25,7 @@ CALLS_IF_LARGE, CALLS_IF_SMALL = 0.75, 0.3
 CALLS: dict[str, float] = {"right": 0.7, "digit": 0.1, "bracket": 0.1, "name": 0.1}
 """The probabilities that a call is right, has a wrong digit, lacks its closing bracket, or names an unknown tool."""
 COPIES = 0.85
-"""The probability that the teacher answers with the tool's result if that is a number, and not with a guess."""
+"""The probability that the teacher answers with the tool's result, not with a guess, if the result is a number."""
 _SPLIT_SEED = 20261123  # fixed, so that every run holds out the same problems
 _TOLD: dict[str, str] = dict.fromkeys(("bracket", "name"), "Er [...]")
 """The tool's answer to a faulty call: an error message, cut to eight tokens by environment.max_observation_tokens of

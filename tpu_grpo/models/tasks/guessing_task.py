@@ -4,7 +4,8 @@
     4730-4739? -> 4734 (higher) -> 4732 (higher) -> 4730 (higher) -> 4735     the teacher swaps the hints
 
 The user's hints are in parentheses. In one game, the teacher follows all hints or swaps all. Each guess is near the
-middle of the numbers not yet excluded. If none are left, all ten count again. Rewards for won games end the swapping.
+middle of the numbers not yet excluded. If none are left, all ten count again. GRPO with a reward for won games makes
+the model follow the hints.
 """
 
 from collections.abc import Sequence
