@@ -30,7 +30,7 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandI
     made = StandIn.install(tmp_path / "cloud")
     for name, value in made.environment().items():
         monkeypatch.setenv(name, value)
-    for name in ("TPU_ZONE", "TPU_PROJECT", "TPU_TYPE", "WANDB_API_KEY", "HF_TOKEN"):
+    for name in ("TPU_ZONE", "TPU_PROJECT", "TPU_TYPE", "TPU_SLICES", "WANDB_API_KEY", "HF_TOKEN"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TPU_NAME", "grpo")
     monkeypatch.setattr("tpu_grpo.launching.tpu_slice.POLL_SECONDS", 0.01)

@@ -34,6 +34,7 @@ class Syntax:
     flags: frozenset[str]
     required: frozenset[str] = frozenset()
     exclusive: tuple[frozenset[str], ...] = ()
+    one_of: frozenset[str] = frozenset()
 
 
 def _flags(text: str) -> frozenset[str]:
@@ -72,7 +73,9 @@ COMMANDS: dict[tuple[str, ...], Syntax] = {
             "--reservation-host-organization= --reservation-host-project= --runtime-version= --valid-after-duration= "
             "--valid-after-time= --valid-until-duration= --valid-until-time="
         ),
-        frozenset({"--runtime-version=", "--accelerator-type=", "--node-id="}),
+        frozenset({"--runtime-version=", "--accelerator-type="}),
+        (frozenset({"--node-id=", "--node-prefix="}),),  # the prefix goes with the count
+        frozenset({"--node-id=", "--node-count="}),
     ),
     ("compute", "tpus", "queued-resources", "describe"): Syntax((1, 1), _flags("--zone=")),
     ("compute", "tpus", "queued-resources", "delete"): Syntax((1, 1), _flags("--async --force --zone=")),
@@ -101,6 +104,7 @@ def check(words: list[str]) -> None:
     assert syntax.required <= given, f"{command} needs {sorted(syntax.required - given)}"
     for group in syntax.exclusive:
         assert len(group & given) <= 1, f"{command}: {sorted(group)} exclude each other"
+    assert not syntax.one_of or len(syntax.one_of & given) == 1, f"{command} needs one of {sorted(syntax.one_of)}"
     assert "--output-directory" not in flags or flags.get("--command"), "--output-directory needs --command"
 
 

@@ -1,8 +1,9 @@
 """A stand-in for gcloud: TPU VMs are directories, and their workers local processes.
 
 Found as ``gcloud`` on the PATH of a test. Each worker has a home directory and an environment of its own; ssh gives its
-command to ``bash -c`` there, as one string, like sshd does with a login shell; scp copies into the home directory. What
-the real program does and this one does not: quotas, networks, time.
+command to ``bash -c`` there, as one string, like sshd does with a login shell; scp copies into the home directory. The
+nodes of a queued resource of several slices know each other as such machines do: they have one coordinator. What the
+real program does and this one does not: quotas, networks, time.
 
 ``python stand_in.py ...`` is the program; class StandIn is what tests hold.
 """
@@ -90,7 +91,10 @@ class StandIn:
         self.save(state)
 
     def preempt(self, name: str = "grpo") -> None:
-        """Take the machine away, as a spot one is: at once, whatever is going on there."""
+        """Take a machine away, as a spot one is: at once, whatever is going on there.
+
+        The request of a single slice is suspended at once, that of several (``grpo-1``) still says ACTIVE.
+        """
         state = self.load()
         generation = state["nodes"][name]["generation"]
         state["nodes"][name]["state"] = "PREEMPTED"
@@ -168,20 +172,24 @@ class StandIn:
             return complain(where, f"ALREADY_EXISTS: Resource '{name}' already exists")
         node = {"state": "READY", "acceleratorType": flags["--accelerator-type"], "health": "HEALTHY"}
         if verb == "queued-resources create":
-            kind[name] = {"state": "WAITING_FOR_RESOURCES", "waits": state["waits"], "node": node}
+            several = [f"{flags.get('--node-prefix', name)}-{n}" for n in range(int(flags.get("--node-count", 0)))]
+            nodes = several or [flags["--node-id"]]
+            kind[name] = {"state": "WAITING_FOR_RESOURCES", "waits": state["waits"], "node": node, "nodes": nodes}
         else:
-            kind[name] = node
-            self.boot(name, state)
+            self.boot([name], node, state)
         state["made"] += 1
         self.save(state)
         return 0
 
-    def boot(self, name: str, state: dict) -> None:
+    def boot(self, names: list[str], node: dict, state: dict) -> None:
+        """Start the machines of slices that know each other."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
-            state["nodes"][name] |= {"port": probe.getsockname()[1], "generation": state["made"]}
-        for worker in range(state["hosts"]):
-            self.home(worker, name).mkdir(parents=True)
+            node |= {"port": probe.getsockname()[1], "generation": state["made"], "slices": len(names)}
+        for number, name in enumerate(names):
+            state["nodes"][name] = {**node, "number": number}
+            for worker in range(state["hosts"]):
+                self.home(worker, name).mkdir(parents=True)
 
     def describe(self, where: str, name: str, state: dict, kind: dict) -> int:
         if name not in kind:
@@ -192,8 +200,7 @@ class StandIn:
                 request["waits"] -= 1
                 if request["waits"] < 0:
                     request["state"] = "ACTIVE"
-                    state["nodes"][name] = request["node"]
-                    self.boot(name, state)
+                    self.boot(request["nodes"], request["node"], state)
                 self.save(state)
             print(
                 json.dumps(
@@ -208,10 +215,10 @@ class StandIn:
     def delete(self, where: str, name: str, state: dict, kind: dict) -> int:
         if name not in kind:
             return missing(where, name)
-        self.kill(name)
-        shutil.rmtree(self.root / "nodes" / name, ignore_errors=True)
-        kind.pop(name)
-        state["nodes"].pop(name, None)
+        for node in kind.pop(name).get("nodes", [name]):
+            self.kill(node)
+            shutil.rmtree(self.root / "nodes" / node, ignore_errors=True)
+            state["nodes"].pop(node, None)
         self.save(state)
         return 0
 
@@ -270,8 +277,8 @@ class StandIn:
             "LANG": "C.UTF-8",
             "PATH": f"{self.root / 'worker_bin'}:{SYSTEM_PATH}",
             MARK: f"{self.root}:{home.parent.name}:{node['generation']}:",
-            "WORKER": str(worker),
-            "WORKERS": str(state["hosts"]),
+            "WORKER": str(node["number"] * state["hosts"] + worker),
+            "WORKERS": str(node["slices"] * state["hosts"]),
             "WORKER_PORT": str(node["port"]),
             "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
         }

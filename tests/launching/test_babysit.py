@@ -239,6 +239,27 @@ def test_a_preempted_machine_is_replaced_and_the_run_goes_on(
     assert stand_in.load()["made"] == 2
 
 
+def test_a_preempted_slice_of_two_has_both_replaced(
+    stand_in: StandIn, learner: Path, training: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def take_away() -> None:
+        eventually(lambda: all((tmp_path / "shared" / f"checkpoint{host}").exists() for host in range(4)))
+        stand_in.preempt("grpo-1")
+
+    thread = meanwhile(take_away)
+    assert main([*training, "--code", str(learner), "--slices", "2"]) == 0
+    thread.join()
+    err = capsys.readouterr().err
+    made = [verb for verb in stand_in.verbs() if verb.split()[1] in ("create", "delete")]
+    assert made == ["queued-resources create", "queued-resources delete", "queued-resources create"]
+    assert "queued resource ACTIVE, node grpo-1 PREEMPTED (HEALTHY); recreate\n" in err
+    assert "worker 2 ended with 0; worker 3 ended with 0; done" in err
+    for name in ("grpo-0", "grpo-1"):
+        for worker in (0, 1):
+            log = stand_in.home(worker, name) / ".tpu_grpo/job/log"
+            assert log.read_text() == "goes on from step 7\nfinished\n"
+
+
 def test_a_mistake_on_one_worker_ends_it_with_its_code_and_last_lines(
     stand_in: StandIn, learner: Path, training: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,12 +17,14 @@ EVERYTHING = [
     ["create", "--type", "v6e-16", "--zone", "z", "--project", "p", "--spot", "--valid-until", "6h"],
     ["create", "--type", "v5p-8", "--how", "vm", "--reserved", "--service-account", "a@b"],
     ["create", "--type", "v5p-8", "--network", "n", "--subnetwork", "s"],
+    ["create", "--type", "v5e-16", "--slices", "2", "--spot"],
     ["create", "--type", "v4-32", "--how", "vm", "--internal-ips", "--runtime", "tpu-vm-base"],
     ["setup", "--user", "me", "--ssh-key-file", "k"],
     ["run", "configs/demo_cpu.yaml", "logging.wandb_project=it's $HOME", "--tunnel-through-iap"],
     ["status", "--internal-ip"],
     ["logs", "--lines", "5"],
     ["logs", "--follow", "--tunnel-through-iap"],
+    ["logs", "--follow", "--slices", "2"],
     ["stop"],
     ["delete"],
     ["delete", "--how", "vm"],
@@ -55,12 +57,18 @@ def test_what_is_printed_is_what_is_run(stand_in: StandIn, launch: Launch) -> No
         gcloud_syntax.check(command)
 
 
+CREATE = ["gcloud", "compute", "tpus", "queued-resources", "create", "a", "--accelerator-type=t", "--runtime-version=v"]
+
+
 @pytest.mark.parametrize(
     "words",
     [
         ["gcloud", "compute", "tpus", "tpu-vm", "ssh", "a", "--batch-size=4"],  # alpha only
         ["gcloud", "compute", "tpus", "tpu-vm", "ssh", "a", "--tunnel-through-iap"],  # alpha only
         ["gcloud", "compute", "tpus", "queued-resources", "create", "a", "--best-effort"],  # alpha only
+        [*CREATE, "--node-id=a", "--node-count=2"],
+        [*CREATE, "--node-prefix=a"],
+        CREATE,
         ["gcloud", "compute", "tpus", "tpu-vm", "create", "a", "--runtime-version=x"],  # of queued resources
         ["gcloud", "compute", "tpus", "tpu-vm", "create", "a"],
         ["gcloud", "compute", "tpus", "tpu-vm", "delete", "a", "--force"],
@@ -151,6 +159,8 @@ def test_errors_of_gcloud_are_shown_with_what_to_do(
         (["create", "--type", "v4-8", "--name", "Grpo"], "--name must be lower-case letters"),
         (["create", "--type", "v4-8", "--spot", "--reserved"], "--spot and --reserved exclude each other"),
         (["create", "--type", "v4-8", "--how", "vm", "--valid-until", "6h"], "--valid-until needs --how queued"),
+        (["create", "--type", "v5e-8", "--slices", "0"], "--slices must be >= 1, got 0; leave it out for one slice"),
+        (["status", "--how", "vm", "--slices", "2"], "--slices must be 1 with --how vm, got 2; leave out --how vm"),
         (["status", "--internal-ip", "--tunnel-through-iap"], "--internal-ip and --tunnel-through-iap exclude"),
         (["run", "nosuch.yaml"], "CONFIG must be a file here, got nosuch.yaml"),
         (["run", "configs/demo_cpu.yaml", "run.sed=1"], "run.sed is not a setting"),

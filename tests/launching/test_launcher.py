@@ -1,9 +1,11 @@
 """The verbs, one after the other, with small programs on the workers of the stand-in; what workers are set up with."""
 
+import json
 from pathlib import Path
 
 import pytest
 
+from tests.launching import gcloud_syntax
 from tests.launching.conftest import git
 from tests.launching.driving import SMALL, Launch, ended, eventually, started
 from tests.launching.stand_in import StandIn
@@ -130,6 +132,96 @@ def test_a_run_that_vanished_with_a_reboot_is_lost(ready: StandIn, config: Path,
     assert launch("status")[1].count(": lost, pid ") == 2
     assert launch("run", *SMALL, str(config))[0] == 0
     ended(ready)
+
+
+# --- several slices --------------------------------------------------------------------------------------------------
+
+SLICES = ("grpo-0", "grpo-1")
+
+
+@pytest.fixture
+def homes(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> list[Path]:
+    """Two slices of two workers; their home directories, in the order of the run's hosts."""
+    monkeypatch.setenv("TPU_SLICES", "2")
+    assert main(["create", "--type", "v5e-8", "--spot"]) == 0
+    capsys.readouterr()
+    return [stand_in.home(worker, name) for name in SLICES for worker in (0, 1)]
+
+
+def test_two_slices_are_requested_together_and_run_as_four_hosts(
+    stand_in: StandIn, homes: list[Path], checkout: Path, config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert stand_in.calls()[0][4:] == [
+        *("create", "grpo", "--accelerator-type=v5litepod-8", "--node-count=2", "--node-prefix=grpo"),
+        *("--runtime-version=v2-alpha-tpuv5-lite", "--spot", "--quiet"),
+    ]
+    assert main(["setup", "--code", str(checkout)]) == 0
+    assert main(["run", *SMALL, str(config), "seconds=30"]) == 0
+    eventually(lambda: all((home / "started0").exists() for home in homes))
+    capsys.readouterr()
+    assert main(["logs"]) == 0
+    assert capsys.readouterr().out.splitlines() == [f"[{n}] worker {n} runs config of mine" for n in range(4)]
+    assert main(["status"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == (
+        "v5litepod-8, 4 workers: queued resource ACTIVE, node grpo-0 READY (HEALTHY), node grpo-1 READY (HEALTHY)"
+    )
+    assert [line.split(" ")[0] for line in lines[1::2]] == ["[0]", "[1]", "[2]", "[3]"]
+    assert all(": running, pid " in line for line in lines[1::2])
+    assert main(["stop"]) == 0
+    assert capsys.readouterr().out.count("exit code 143") == 4  # SIGTERM
+    assert main(["run", *SMALL, str(config), "seconds=1", "fails_on=3", "code=7"]) == 0
+    capsys.readouterr()
+    assert main(["logs", "--follow"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    ends = [f"[{n}] {'no luck' if n == 3 else 'finished'}" for n in range(4)]
+    assert sorted(said) == sorted([*(f"[{n}] worker {n} runs config of mine" for n in range(4)), *ends])
+    seen = [json.loads((home / "started1").read_text())["environment"] for home in homes]
+    assert [environment["WORKER"] for environment in seen] == ["0", "1", "2", "3"]
+    assert len({environment["TPU_GRPO_SECRET"] for environment in seen}) == 1
+    assert main(["delete"]) == 0
+    assert stand_in.load()["nodes"] == {}
+    for command in stand_in.calls():
+        gcloud_syntax.check(command)
+
+
+def test_slices_are_set_up_at_the_same_time_and_errors_name_the_slice(
+    homes: list[Path], checkout: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The setup script ends once it runs on all four workers; then the last worker fails."""
+    met = tmp_path / "met"
+    met.mkdir()
+    script = tmp_path / "script"
+    script.write_text(
+        f"touch {met}/$WORKER\nfor _ in $(seq 200); do [ $(ls {met} | wc -l) = 4 ] && exit 0; sleep 0.1; done; exit 1\n"
+    )
+    words = ["setup", "--code", str(checkout), "--setup-script", str(script)]
+    assert main(words) == 0
+    (homes[3] / "uv_fails").write_text("")
+    capsys.readouterr()
+    assert main(words) == 1
+    err = capsys.readouterr().err
+    assert "GcloudError: `gcloud compute tpus tpu-vm ssh grpo-1` failed (worker, exit code 1)" in err
+    assert "[3] worker: uv could not install the environment" in err
+    (homes[2] / ".tpu_grpo").rename(homes[2] / "elsewhere")
+    (homes[2] / ".tpu_grpo").write_text("")
+    assert main(["run", *SMALL, str(script)]) == 1
+    assert "scp" in (said := capsys.readouterr().err)
+    assert " grpo-1:.tpu_grpo/` failed" in said
+
+
+def test_a_lost_slice_is_named(
+    stand_in: StandIn, homes: list[Path], config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stand_in.preempt("grpo-1")
+    assert main(["status"]) == 0
+    lost = "node grpo-1 PREEMPTED (HEALTHY)"
+    assert capsys.readouterr().out == f"v5litepod-8, 4 workers: queued resource ACTIVE, {lost}\n"
+    state = stand_in.load()
+    state["requests"]["grpo"]["state"] = "SUSPENDING"
+    stand_in.save(state)
+    assert main(["run", *SMALL, str(config)]) == 1
+    assert f"grpo must be ready, got: queued resource SUSPENDING, {lost}; " in capsys.readouterr().err
 
 
 # --- setup -----------------------------------------------------------------------------------------------------------

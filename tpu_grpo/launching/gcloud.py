@@ -127,7 +127,8 @@ class GcloudError(LaunchError):
         )
         self.kind, remedy = next(explained, WORKER if workers else UNKNOWN)
         self.is_retriable = self.kind in RETRIABLE
-        what = " ".join(word for word in command[:6] if not word.startswith("-"))
+        *first, last = (word for word in command if not word.startswith("-"))
+        what = " ".join([*first[:6], last])  # the name of the TPU is last
         lines = [f"`{what}` failed ({self.kind}, exit code {code})"]
         lines += [f"  {line}" for line in output.strip().splitlines()[-SHOWN_LINES:]]
         lines += ["what the workers said:", *(f"  {line}" for line in workers.splitlines())] if workers else []

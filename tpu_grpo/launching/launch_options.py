@@ -12,7 +12,13 @@ from tpu_grpo.launching.tpus import Slice, parse_slice
 from tpu_grpo.records.errors import ConfigError
 
 PROGRAM = "python scripts/launch.py"
-VARIABLES = {"name": "TPU_NAME", "zone": "TPU_ZONE", "project": "TPU_PROJECT", "type": "TPU_TYPE"}
+VARIABLES = {
+    "name": "TPU_NAME",
+    "zone": "TPU_ZONE",
+    "project": "TPU_PROJECT",
+    "type": "TPU_TYPE",
+    "slices": "TPU_SLICES",
+}
 """Flag -> environment variable that is read if the flag is missing. Without either, gcloud's settings give zone
 and project."""
 ABOUT = f"""Runs training on a Cloud TPU slice with gcloud: every command is printed before it is run.
@@ -24,8 +30,8 @@ ABOUT = f"""Runs training on a Cloud TPU slice with gcloud: every command is pri
   {PROGRAM} watch   --name grpo --zone us-west4-a RUN_DIR                 metrics and report of a run, here
   {PROGRAM} babysit --name grpo --type v5e-16 --zone us-west4-a --spot CONFIG ...    all of it, again after preemptions
 
---name, --zone, --project and --type may come from {", ".join(VARIABLES.values())}; zone and project also from
-`gcloud config`. --dry-run prints the commands and runs none. What follows -- goes to the run as it is.
+--name, --zone, --project, --type and --slices may come from {", ".join(VARIABLES.values())}; zone and project also
+from `gcloud config`. --dry-run prints the commands and runs none. What follows -- goes to the run as it is.
 docs/launching.md tells the whole way, and what to do when something goes wrong."""
 BUCKET = "gs://"
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
@@ -40,6 +46,7 @@ class Options(argparse.Namespace):
     project: str | None
     slice: Slice | None
     """The slice that --type names; None without --type. Only creating a slice needs it."""
+    slices: int
     how: Literal["queued", "vm"]
     dry_run: bool
     user: str | None
@@ -125,6 +132,13 @@ def _check(options: Options) -> None:
         raise ConfigError(
             f"--name must be lower-case letters, digits and dashes, beginning with a letter, got {options.name!r}"
         )
+    if options.slices < 1:
+        raise ConfigError(f"--slices must be >= 1, got {options.slices}; leave it out for one slice")
+    if options.how == "vm" and options.slices > 1:
+        raise ConfigError(
+            f"--slices must be 1 with --how vm, got {options.slices}; leave out --how vm: only queued resources make "
+            "several slices"
+        )
     if options.internal_ip and options.tunnel_through_iap:
         raise ConfigError("--internal-ip and --tunnel-through-iap exclude each other, got both; leave one out")
     if _slice_flags not in VERBS[options.verb].flags:
@@ -141,7 +155,8 @@ def _verb_parser(name: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(usage=usage, description=VERBS[name].about, allow_abbrev=False)
     for add_flags in (_common_flags, *VERBS[name].flags):
         add_flags(parser)
-    parser.set_defaults(**{name: os.environ.get(variable) or None for name, variable in VARIABLES.items()})
+    defaults = {name: os.environ.get(variable) or parser.get_default(name) for name, variable in VARIABLES.items()}
+    parser.set_defaults(**defaults)
     return parser
 
 
@@ -150,6 +165,8 @@ def _common_flags(parser: argparse.ArgumentParser) -> None:
     add("--name", help=f"of the TPU ({VARIABLES['name']})")
     add("--zone", help=f"({VARIABLES['zone']}, else gcloud's compute/zone)")
     add("--project", help=f"({VARIABLES['project']}, else gcloud's core/project)")
+    slices = f"how many, joined by the data-centre network ({VARIABLES['slices']}, default: 1)"
+    add("--slices", type=int, default=1, metavar="N", help=slices)
     how = "a queued resource, or a TPU VM at once (default: queued)"
     add("--how", choices=("queued", "vm"), default="queued", help=how)
     add("--dry-run", action="store_true", help="print the commands, run none")

@@ -1,7 +1,8 @@
-"""Sets up the workers of a slice, and starts, shows and stops a run on them.
+"""Sets up the workers of one or several slices, and starts, shows and stops a run on them.
 
 Workers run ``worker.sh``. The output of each worker comes back in a separate file, so that the lines of several
-workers are not mixed.
+workers are not mixed. The workers' numbers run on from slice to slice, like the numbers of the run's hosts: worker 1 of
+node NAME-2 has the number 9 if slices have four workers.
 """
 
 import base64
@@ -14,6 +15,7 @@ import subprocess
 import tarfile
 import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -59,7 +61,7 @@ class WorkerStatus:
 
 
 class Launcher:
-    """Controls the workers of one slice; ``scratch`` is a directory for temporary files."""
+    """Controls the workers of all slices; ``scratch`` is a directory for temporary files."""
 
     def __init__(self, options: Options, scratch: Path):
         self._options, self._scratch = options, scratch
@@ -146,7 +148,11 @@ class Launcher:
         self._call("stop", str(seconds))
         after = self.status()
         if still := [worker for worker, status in after.items() if status.state == "running"]:
-            look = f"`gcloud compute tpus tpu-vm ssh NAME --worker=N --command='{_remote_line(['status'])}'`"
+            number, worker = divmod(still[0], len(after) // len(self.tpu.nodes))
+            look = (
+                f"`gcloud compute tpus tpu-vm ssh {self.tpu.nodes[number]} --worker={worker} "
+                f"--command='{_remote_line(['status'])}'`"
+            )
             raise LaunchError(f"every run must have ended, got one running on worker {still}; look at it with {look}")
         return after
 
@@ -165,7 +171,8 @@ class Launcher:
     def follow(self, lines: int, workers: int) -> None:
         """Print logs as they grow, with the worker's number before every line, until the run has ended everywhere."""
         line = _remote_line(["logs", str(lines), "follow"])
-        commands = [self._ssh(line, f"--worker={worker}") for worker in range(workers)]
+        each = range(workers // len(self.tpu.nodes))
+        commands = [self._ssh(node, line, f"--worker={worker}") for node in self.tpu.nodes for worker in each]
         for command in commands:
             self.gcloud.announce(command)
         if self.gcloud.dry_run:
@@ -183,7 +190,7 @@ class Launcher:
                     process.terminate()
 
     def bring(self, names: Sequence[str], run_dir: str, into: Path) -> None:
-        """Copy files from a run's directory, on worker 0 or in a bucket; missing files are skipped.
+        """Copy files from a run's directory, on worker 0 of all or in a bucket; missing files are skipped.
 
         Raises:
             GcloudError: the directory does not exist, or cannot be reached.
@@ -196,7 +203,7 @@ class Launcher:
             return
         place = shlex.quote(f"{REMOTE_ROOT}/code/{run_dir}" if not run_dir.startswith("/") else run_dir)
         packed = f"cd {place} && tar -cz {shlex.join(names)} 2>/dev/null | base64"  # ssh passes text
-        text = self.gcloud.run(self._ssh(packed, "--worker=0"), repeated=True)
+        text = self.gcloud.run(self._ssh(self.tpu.nodes[0], packed, "--worker=0"), repeated=True)
         if not self.gcloud.dry_run:
             with tarfile.open(fileobj=io.BytesIO(base64.b64decode(text)), mode="r:gz") as archive:
                 archive.extractall(into, filter="data")
@@ -208,13 +215,14 @@ class Launcher:
         return self._run_on_all(_remote_line(words))
 
     def _run_on_all(self, remote: str, *, repeated: bool = False) -> dict[int, str]:
-        outputs = self._scratch / "workers"
+        outputs = [self._scratch / "workers" / node for node in self.tpu.nodes]
         if not self.gcloud.dry_run:
-            shutil.rmtree(outputs, ignore_errors=True)
-            outputs.mkdir(parents=True)
+            shutil.rmtree(self._scratch / "workers", ignore_errors=True)
+            for output in outputs:
+                output.mkdir(parents=True)
+        commands = [self._ssh(to.name, remote, "--worker=all", f"--output-directory={to}") for to in outputs]
         try:
-            command = self._ssh(remote, "--worker=all", f"--output-directory={outputs}")
-            self.gcloud.run(command, repeated=repeated)
+            self._run_together(commands, repeated=repeated)
         except GcloudError as error:
             ends = {worker: "\n".join(text.splitlines()[-SHOWN_LINES:]) for worker, text in _read(outputs).items()}
             if said := _merged(ends):
@@ -222,16 +230,23 @@ class Launcher:
             raise
         return _read(outputs)
 
-    def _ssh(self, remote: str, which: str, *more: str) -> Command:
-        return self._on_workers("ssh", self._login, which, f"--command={remote}", *more)
+    def _run_together(self, commands: Sequence[Command], *, repeated: bool = False) -> None:
+        """Run a command for every slice at the same time; wait for all, then raise the first slice's error, if any."""
+        for command in commands:  # printed here, so that lines are in order
+            self.gcloud.announce(command, repeated=repeated)
+        with ThreadPoolExecutor(len(commands)) as pool:
+            list(pool.map(lambda command: self.gcloud.run(command, repeated=True), commands))
+
+    def _ssh(self, node: str, remote: str, which: str, *more: str) -> Command:
+        return self._on_workers("ssh", self._login(node), which, f"--command={remote}", *more)
 
     def _copy(self, files: Sequence[Path]) -> None:
         """Copy files to every worker, into ``REMOTE_ROOT``."""
-        self.gcloud.run(self._on_workers("scp", *map(str, files), f"{self._login}:{REMOTE_ROOT}/", "--worker=all"))
+        targets = [f"{self._login(node)}:{REMOTE_ROOT}/" for node in self.tpu.nodes]
+        self._run_together([self._on_workers("scp", *map(str, files), to, "--worker=all") for to in targets])
 
-    @property
-    def _login(self) -> str:
-        return f"{self._options.user}@{self._options.name}" if self._options.user else self._options.name
+    def _login(self, node: str) -> str:
+        return f"{self._options.user}@{node}" if self._options.user else node
 
     def _on_workers(self, *words: str) -> Command:
         track = ["alpha"] if self._options.tunnel_through_iap else []
@@ -267,9 +282,12 @@ def _merged(texts: Mapping[int, str]) -> str:
     return "\n".join(f"[{worker}] {line}" for worker, text in sorted(texts.items()) for line in text.splitlines())
 
 
-def _read(outputs: Path) -> dict[int, str]:
-    files = {int(path.stem): path for path in outputs.glob("*.log") if path.stem.isdigit()}
-    return {worker: files[worker].read_text(encoding="utf-8", errors="replace") for worker in sorted(files)}
+def _read(outputs: Sequence[Path]) -> dict[int, str]:
+    """Read the workers' outputs, in one directory per slice; the keys are the workers' numbers over all slices."""
+    found = [(number, path) for number, output in enumerate(outputs) for path in output.glob("*.log")]
+    files = sorted((number, int(path.stem), path) for number, path in found if path.stem.isdigit())
+    workers = 1 + max((worker for _, worker, _ in files), default=0)
+    return {n * workers + worker: path.read_text(encoding="utf-8", errors="replace") for n, worker, path in files}
 
 
 def _show(worker: int, process: "subprocess.Popen[str]") -> None:

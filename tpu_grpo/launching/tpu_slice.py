@@ -1,4 +1,4 @@
-"""Creates and deletes a slice of Cloud TPUs, looks at its state, and waits for it."""
+"""Creates and deletes slices of Cloud TPUs, looks at their state, and waits for them."""
 
 import time
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ POLL_SECONDS = 20.0
 
 @dataclass(frozen=True)
 class SliceState:
-    """The state of a slice as gcloud describes it."""
+    """The state of a slice, or of several slices together, as gcloud describes it."""
 
     condition: Condition
     """missing: does not exist; waiting: not usable yet; ready: usable; gone: exists, but will never be usable again."""
@@ -32,15 +32,18 @@ class SliceState:
 
 
 class TpuSlice:
-    """Controls the slice that the options name: a queued resource with one node, or the node itself."""
+    """Controls what the options name: a queued resource with one node per slice, or a single node itself."""
 
     def __init__(self, options: Options, gcloud: Gcloud):
         self._options, self._gcloud = options, gcloud
         self._name, self._queued = options.name, options.how == "queued"
         self._noun = "queued-resources" if self._queued else "tpu-vm"
+        numbered = [f"{options.name}-{number}" for number in range(options.slices)]
+        self.nodes = numbered if options.slices > 1 else [options.name]
+        """The names of the nodes, one for each slice."""
 
     def look(self) -> SliceState:
-        """Return the slice's state; always ready in a dry run."""
+        """Return the state, which is ready if all slices are, and gone if one is; always ready in a dry run."""
         seen = []
         if self._queued:
             request: Any = self._gcloud.describe("queued-resources", "describe", self._name)
@@ -52,33 +55,48 @@ class TpuSlice:
             seen = [f"queued resource {state}"]
             if state in REQUEST_GONE:
                 message = request["state"].get("failedData", {}).get("error", {}).get("message", "")
-                return SliceState("gone", seen[0] + (f": {message}" if message else ""))
+                names = self.nodes if state == "SUSPENDING" and len(self.nodes) > 1 else []  # which slice was lost
+                seen += [node.description for node in map(self._look_at, names) if node.condition == "gone"]
+                return SliceState("gone", ", ".join(seen) + (f": {message}" if message else ""))
             if state != "ACTIVE":
                 return SliceState("waiting", seen[0])
-        node = self._gcloud.describe("tpu-vm", "describe", self._name)
+        nodes = [self._look_at(name) for name in self.nodes]
         if self._gcloud.dry_run:
             kind = self._options.slice
-            return SliceState("ready", "dry run", kind.hosts if kind else 1, kind.accelerator_type if kind else "")
-        if node is None and seen:  # the request was fulfilled, and the node removed since
-            return SliceState("gone", f"{seen[0]}, no node")
+            workers = len(nodes) * (kind.hosts if kind else 1)
+            return SliceState("ready", "dry run", workers, kind.accelerator_type if kind else "")
+        worst: list[Condition] = ["missing", "gone", "waiting", "ready"]
+        condition = min((node.condition for node in nodes), key=worst.index)
+        shown = [node for node in nodes if node.condition != "ready"] or nodes
+        description = ", ".join([*seen, *(node.description for node in shown)])
+        workers = sum(node.workers for node in nodes)
+        return SliceState(condition, description, workers, max(node.accelerator_type for node in nodes))
+
+    def _look_at(self, name: str) -> SliceState:
+        """Return the state of one node."""
+        node: Any = self._gcloud.describe("tpu-vm", "describe", name)
+        named = f"node {name}" if len(self.nodes) > 1 else "node"
+        if node is None and self._queued:  # the request was fulfilled, and the node removed since
+            return SliceState("gone", f"no {named}")
         if node is None:
             return SliceState("missing", "there is no such TPU VM")
         state, health = node.get("state", "STATE_UNSPECIFIED"), node.get("health", "")
         condition: Condition = "gone" if state in NODE_GONE else "waiting"
         if state == "READY" and health != "UNHEALTHY_MAINTENANCE":  # maintenance ends by itself
             condition = "ready"
-        description = ", ".join([*seen, f"node {state}" + (f" ({health})" if health else "")])
+        description = f"{named} {state}" + (f" ({health})" if health else "")
         workers = len(node.get("networkEndpoints", []))
         return SliceState(condition, description, workers, node.get("acceleratorType", ""))
 
     def create(self) -> None:
-        """Request the slice; a queued resource is not waited for. Raises ConfigError if --type was not given."""
+        """Request the slices; a queued resource is not waited for. Raises ConfigError if --type was not given."""
         if (kind := self._options.slice) is None:
             raise ConfigError("--type must say which slice to create, got none; for example --type v5e-16")
         runtime = self._options.runtime or kind.generation.runtime
         words = [self._noun, "create", self._name, f"--accelerator-type={kind.accelerator_type}"]
-        of_request = [f"--node-id={self._name}", f"--runtime-version={runtime}"]
-        words += of_request if self._queued else [f"--version={runtime}"]
+        several = [f"--node-count={len(self.nodes)}", f"--node-prefix={self._name}"]
+        named = several if len(self.nodes) > 1 else [f"--node-id={self._name}"]
+        words += [*named, f"--runtime-version={runtime}"] if self._queued else [f"--version={runtime}"]
         self._gcloud.run(["gcloud", "compute", "tpus", *words, *self._gcloud.flags(*CREATION_FLAGS)], show=True)
 
     def delete(self) -> None:
