@@ -65,8 +65,8 @@ class TpuSlice:
             kind = self._options.slice
             workers = len(nodes) * (kind.hosts if kind else 1)
             return SliceState("ready", "dry run", workers, kind.accelerator_type if kind else "")
-        worst: list[Condition] = ["missing", "gone", "waiting", "ready"]
-        condition = min((node.condition for node in nodes), key=worst.index)
+        worst_first: list[Condition] = ["missing", "gone", "waiting", "ready"]
+        condition = worst_first[min(worst_first.index(node.condition) for node in nodes)]
         shown = [node for node in nodes if node.condition != "ready"] or nodes
         description = ", ".join([*seen, *(node.description for node in shown)])
         workers = sum(node.workers for node in nodes)
