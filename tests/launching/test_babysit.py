@@ -247,7 +247,7 @@ def test_a_preempted_slice_of_two_has_both_replaced(
         stand_in.preempt("grpo-1")
 
     thread = meanwhile(take_away)
-    assert main([*training, "--code", str(learner), "--slices", "2"]) == 0
+    assert main([*training, "--code", str(learner), "--slices", "2", "meshes.slices=2"]) == 0
     thread.join()
     err = capsys.readouterr().err
     made = [verb for verb in stand_in.verbs() if verb.split()[1] in ("create", "delete")]

@@ -29,6 +29,7 @@ EVERYTHING = [
     ["delete"],
     ["delete", "--how", "vm"],
     ["babysit", "--type", "v5e-16", "configs/gsm8k_cpu_check.yaml", "run.dir=/mnt/b/x", "checkpoint.every=5"],
+    ["run", "--slices", "2", "configs/demo_cpu.yaml", "meshes.slices=2"],
 ]
 
 
@@ -164,6 +165,11 @@ def test_errors_of_gcloud_are_shown_with_what_to_do(
         (["status", "--internal-ip", "--tunnel-through-iap"], "--internal-ip and --tunnel-through-iap exclude"),
         (["run", "nosuch.yaml"], "CONFIG must be a file here, got nosuch.yaml"),
         (["run", "configs/demo_cpu.yaml", "run.sed=1"], "run.sed is not a setting"),
+        (
+            ["run", "configs/demo_cpu.yaml", "--slices", "2"],
+            "meshes.slices must be 2 with --slices 2, got 1; change it",
+        ),
+        (["run", "configs/demo_cpu.yaml", "meshes.slices=2"], "meshes.slices must be 1 with --slices 1, got 2; change"),
         (["setup", "--code", "/"], "--code must be a git work tree"),
         (["setup", "--setup-script", "nosuch"], "--setup-script must be a file here, got nosuch"),
     ],

@@ -55,13 +55,23 @@ def outcome(run_dir: Path) -> tuple[list[str], str]:
     return [line["rollout/tokens_digest"] for line in lines], summary["params_digest"]
 
 
-def test_a_slice_of_two_workers_trains_to_the_end(
-    stand_in: StandIn, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("slices", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_two_workers_train_to_the_end(
+    slices: int,
+    stand_in: StandIn,
+    config: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """Of one slice, or of a slice each."""
+    monkeypatch.setenv("TPU_SLICES", str(slices))
+    stand_in.save({**stand_in.load(), "hosts": 2 // slices})
     assert main(["create", "--type", "v5e-16", "--spot"]) == 0
     assert main(["setup", "--code", str(REPOSITORY)]) == 0
-    assert main(["run", str(config), "hosts.check=step"]) == 0
-    codes = [stand_in.home(worker) / ".tpu_grpo/job/exit_code" for worker in (0, 1)]
+    assert main(["run", str(config), "hosts.check=step", f"meshes.slices={slices}"]) == 0
+    homes = [stand_in.home(0), stand_in.home(1)] if slices == 1 else [stand_in.home(0, f"grpo-{n}") for n in (0, 1)]
+    codes = [home / ".tpu_grpo/job/exit_code" for home in homes]
     eventually(lambda: all(code.exists() for code in codes), seconds=200)
     capsys.readouterr()
     assert main(["logs"]) == 0

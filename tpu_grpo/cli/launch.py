@@ -73,7 +73,7 @@ def _launch(options: Options) -> int | None:
 
 def _run(launcher: Launcher, options: Options) -> None:
     job = _job(options)
-    config = checked_config(job)
+    config = checked_config(job, options.slices)
     state = launcher.tpu.require_ready()
     if config is not None and state.workers > 1 and (why := lost_with_the_machine(config.run_dir)):
         launcher.gcloud.say(
@@ -86,7 +86,7 @@ def _run(launcher: Launcher, options: Options) -> None:
 
 def _babysit(launcher: Launcher, options: Options) -> int:
     job = _job(options, "checkpoint.resume=auto")
-    config = checked_config(job)
+    config = checked_config(job, options.slices)
     if config is None:
         raise ConfigError(
             f"--script must be {RUN_SCRIPT} for babysit, which relies on its exit codes, got {job.script}"

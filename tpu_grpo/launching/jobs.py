@@ -120,16 +120,24 @@ def variables_from(texts: Sequence[str]) -> dict[str, str]:
     return {name: value for name, _, value in pairs}
 
 
-def checked_config(job: Job) -> RunConfig | None:
+def checked_config(job: Job, slices: int) -> RunConfig | None:
     """Return the config of a training run, checked before a worker is used; None for other scripts.
 
     Raises:
-        ConfigError: the file is missing, or ``load_config`` refuses it.
+        ConfigError: the file is missing, ``load_config`` refuses it, or it is for another number of slices.
     """
     if not job.config.is_file():
         raise ConfigError(f"CONFIG must be a file here, got {job.config}; shipped ones are in configs/")
     settings = [word for word in job.words if not word.startswith("-")]  # without flags such as --dry-run
-    return load_config(job.config, settings) if job.script == RUN_SCRIPT else None
+    if job.script != RUN_SCRIPT:
+        return None
+    config = load_config(job.config, settings)
+    if config.meshes.slices != slices:
+        raise ConfigError(
+            f"meshes.slices must be {slices} with --slices {slices}, got {config.meshes.slices}; change it, or give "
+            "--slices (TPU_SLICES) to every verb"
+        )
+    return config
 
 
 def lost_with_the_machine(directory: Path) -> str | None:
