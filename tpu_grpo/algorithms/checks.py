@@ -16,7 +16,7 @@ from tpu_grpo.config import AlgorithmSection, LossAggregation, RolloutSection
 from tpu_grpo.records.errors import ConfigError
 
 LONG_ANSWER = 128
-"""For longer completions, `notices` warns that the product of their tokens' ratios is likely to be out of bounds."""
+"""If completions may have more tokens, `notices` warns that the product of their ratios will often be out of bounds."""
 USUAL_GAP = 0.01
 """The usual difference, in nats, between the engine's and the trainer's log-probability of a token in bfloat16."""
 

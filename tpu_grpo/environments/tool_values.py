@@ -12,7 +12,7 @@ from typing import Any
 from tpu_grpo.environments.actions import CUT, BadCall, Message, ToolCall
 
 AT_THE_END = ("get_reward", "get_turn_rewards", "close")
-"""Methods that are called when the conversation is over."""
+"""Methods that are called at the end of a conversation; get_turn_rewards also after each turn."""
 RESERVED = ("reset", *AT_THE_END)
 """Public methods with these names are not tools."""
 MOST_CALLS = 16

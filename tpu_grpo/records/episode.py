@@ -25,7 +25,7 @@ Ending = Literal["answered", "done", "turns", "tokens", "failed"]
 environment.max_turns. tokens: the conversation or a turn reached its token limit. failed: the environment failed."""
 FailureKind = Literal["raised", "late", "died", "memory", "wrong"]
 """How an environment failed. raised: it raised an exception. late: it did not answer in time. died: its process ended.
-memory: it took too much memory. wrong: it returned neither text nor a number."""
+memory: it took too much memory. wrong: it returned an invalid value."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Episode:
     turns: tuple[Turn, ...]
     ending: Ending
     messages: tuple[Mapping[str, Any], ...]
-    """The whole conversation as messages, beginning with those of the prompt."""
+    """The messages after those of the first prompt, beginning with the policy's first turn."""
     environment: str
     """The environment's name in the config's table, or the name of its class."""
     reward: float | None = None
