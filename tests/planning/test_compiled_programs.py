@@ -138,7 +138,7 @@ def test_gradients_of_slices_are_added_in_their_buffers(name: str, slices: int, 
         }
         assert partitions == {GRADIENTS: ["16"], SUM: [str(16 * slices)], OPTIMIZER_STEP: ["16"]}
         found = compiled_figures(lowered[SUM], FAST_COMPILE_OPTIONS)
-        assert found["argument_bytes"] == pytest.approx(2 * resident_bytes(run).parameters, rel=0.01)  # in float32
+        assert found["argument_bytes"] == VOCABULARY * WIDTH * 4 / 16  # the largest group: embedding and head are tied
         assert found["output_bytes"] < 2**20
         assert found["temporary_bytes"] < 1.1 * found["argument_bytes"]
 

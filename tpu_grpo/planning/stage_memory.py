@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from tpu_grpo.config import RunConfig
 from tpu_grpo.learner import frozen_leaves, parameters
@@ -47,6 +48,11 @@ class ResidentBytes:
     """The KV cache of an engine."""
     batch: int
     """The waiting micro-batches of a step, while one is processed."""
+
+
+def gradient_bytes(config: RunConfig, resident: ResidentBytes) -> float:
+    """Return the bytes of a device's sums of gradients, which are float32."""
+    return resident.trained * 4 / jnp.dtype(config.model.dtype).itemsize
 
 
 def resident_bytes(run: AbstractRun) -> ResidentBytes:
@@ -137,7 +143,7 @@ def _work(config: RunConfig, resident: ResidentBytes, program: CompiledProgram) 
     elif program.name == TRAIN_STEP:
         arguments = resident.parameters + resident.optimizer
     elif program.name == SUM:
-        arguments = 0  # the gradients, which are work
+        arguments = program.argument_bytes - gradient_bytes(config, resident)  # all gradients are work
     if program.fits:
         inputs = max(0.0, program.argument_bytes - arguments)
         work = inputs + program.output_bytes + program.temporary_bytes

@@ -25,8 +25,8 @@ from tpu_grpo.engine.options import splits_vocabulary
 from tpu_grpo.launching.tpus import Generation, Rates
 from tpu_grpo.models.families.trainer_attention import whole_blocks
 from tpu_grpo.planning import costs
-from tpu_grpo.planning.compiled_programs import GRADIENTS, OPTIMIZER_STEP, SUM, TRAIN_STEP, CompiledProgram
-from tpu_grpo.planning.stage_memory import ResidentBytes
+from tpu_grpo.planning.compiled_programs import GRADIENTS, OPTIMIZER_STEP, TRAIN_STEP, CompiledProgram
+from tpu_grpo.planning.stage_memory import ResidentBytes, gradient_bytes
 from tpu_grpo.run.abstract import AbstractRun
 from tpu_grpo.weights.plan import bytes_per_device
 
@@ -284,7 +284,7 @@ class StepWork:
     devices: int
     """The number of devices of trainer and sampler together, in one slice."""
     summed_bytes: float = 0.0
-    """The bytes of a device's gradients, which are added over slices once per update; 0 for one slice."""
+    """The bytes of a device's gradients, which several slices add up once per update."""
     forward_passes: int = 0
     """The number of forward passes for log-probabilities before a step's updates."""
     launch_steps: int = 1
@@ -320,7 +320,7 @@ class StepWork:
             accessed_bytes={program.name: program.accessed_bytes for program in programs if program.stage != "rollout"},
             synced_bytes=sum(bytes_per_device(m.spec) for m in run.sync.moves if not m.frozen and not m.aliased),
             devices=len({*run.meshes.sampler_devices, *trainers.devices.flat}) // run.meshes.slices,
-            summed_bytes=next((program.argument_bytes for program in programs if program.name == SUM), 0.0),
+            summed_bytes=gradient_bytes(config, resident),
             forward_passes=run.learner.forward_passes,
             launch_steps=run.engine.steps_per_launch,
         )
