@@ -54,7 +54,9 @@ def test_a_run_of_tunix_is_compared_with_what_ours_would_do() -> None:
 
 def plan_of(config: RunConfig, needs: dict[str, float]) -> Plan:
     """A plan for 16 chips of 100 bytes, whose stages need so many."""
-    target: Any = SimpleNamespace(devices=range(16), chip=SimpleNamespace(memory_bytes=100))
+    target: Any = SimpleNamespace(
+        devices=range(16), slice=SimpleNamespace(devices=16), chip=SimpleNamespace(memory_bytes=100)
+    )
     memory = tuple(StageMemory(stage, "", {"work": need}) for stage, need in needs.items())  # pyright: ignore[reportArgumentType]
     resident, programs = replace(RESIDENT, cache=320), (program("rollout", name="decode of 64 rows"),)
     work: Any = None

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tests.planning.figures import RESIDENT, program, run_of
-from tpu_grpo.planning.compiled_programs import GRADIENTS, OPTIMIZER_STEP, TRAIN_STEP, refused_bytes
+from tpu_grpo.planning.compiled_programs import GRADIENTS, OPTIMIZER_STEP, SUM, TRAIN_STEP, refused_bytes
 from tpu_grpo.planning.stage_memory import stage_memory
 
 PROGRAMS = [
@@ -68,6 +68,13 @@ def test_tunix_train_step_has_parameters_and_the_optimizers_state() -> None:
     one = program("update", name=TRAIN_STEP, argument_bytes=100 + 200 + 3, output_bytes=80, temporary_bytes=17)
     update = stage_memory(run_of(), replace(RESIDENT, batch=0), [*PROGRAMS[:3], one], sync_bytes=13)[2]
     assert update.total == TRAINER + SAMPLER + 3 + 80 + 17 + 3
+
+
+def test_all_gradients_are_there_while_some_are_added_over_slices() -> None:
+    """They are float32, as the 80 bytes of trained parameters are."""
+    some = program("update", name=SUM, argument_bytes=50, temporary_bytes=50)
+    update = stage_memory(run_of(), RESIDENT, [*PROGRAMS[:3], some], sync_bytes=13)[2]
+    assert update.total == TRAINER + SAMPLER + 80 + 50 + 7 + 3
 
 
 def test_a_refused_program_counts_as_the_compiler_says() -> None:
