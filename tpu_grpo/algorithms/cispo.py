@@ -10,8 +10,8 @@ averaged over all tokens of a step. Advantages are GRPO's.
 
 The paper gives no value for the upper bound, and has no lower bound. Either cap or clip_high sets the upper bound:
 
-    options: {cap: 5.0}      highest = cap, the default. Caps of 4, 5 and 8 perform alike (ScaleRL, arXiv 2510.13786). A
-                             cap below 1, such as TRL's 0.28, is the weight of nearly every token
+    options: {cap: 5.0}      highest = cap; used by default. Caps of 4, 5 and 8 perform alike (ScaleRL, arXiv
+                             2510.13786). A cap below 1, such as TRL's 0.28, clips nearly every token's weight
     clip_high: 4.0           highest = 1 + clip_high
     clip_low: 0.2            lowest = 1 - clip_low. There is no lower bound by default: it would keep a token's weight
                              up while its ratio falls, and so push the policy further away
