@@ -193,6 +193,7 @@ def test_why_jax_has_no_devices_is_told_apart(error: str, said: str, monkeypatch
     ("kind", "count", "verdict", "generation"),
     [
         ("TPU v5 lite", 8, "works", "v5e"),
+        ("TPU v5 lite", 16, "broken", "v5e"),  # two slices
         ("TPU v6 lite", 8, "works", "v6e"),
         ("TPU v5 lite", 4, "broken", "v5e"),  # of a slice of 8
         ("TPU7x", 8, "works", "v7x"),  # two of each of 4 chips
@@ -206,6 +207,9 @@ def test_generations_are_found(
     named = {"TPU v6 lite": "v6e-8", "TPU7x": "tpu7x-8"}.get(kind, "v5litepod-8")
     monkeypatch.setenv("TPU_ACCELERATOR_TYPE", named)
     monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(device_kind=kind, platform="tpu")] * count)
-    given = SimpleNamespace(hosts=Hosts())
+    given = SimpleNamespace(hosts=Hosts(), config=parse_config({}))
     assert found("devices", machine.devices, given).verdict == verdict
     assert getattr(given.generation, "name", None) == generation
+    given.config = parse_config({"meshes": {"slices": 2}})
+    of_two = {8: "broken", 4: "broken", 16: "works"}[count]
+    assert found("devices", machine.devices, given).verdict == (verdict if generation is None else of_two)

@@ -133,10 +133,11 @@ def test_gradients_of_slices_are_added_in_their_buffers(name: str, slices: int, 
     """By a program on all slices; the others of an update are those of one slice."""
     with open_run(name, tmp_path, f"meshes.slices={slices}") as run:
         lowered = {name: lower() for name, stage, lower in programs_to_lower(run) if stage == "update"}
+        lowered[SUM] = run.learner.lower_sum_over_slices()
         partitions = {
             name: re.findall(r"mhlo.num_partitions = (\d+)", each.as_text()) for name, each in lowered.items()
         }
-        assert partitions == {GRADIENTS: ["16"], SUM: [str(16 * slices)], OPTIMIZER_STEP: ["16"]}
+        assert partitions == {GRADIENTS: ["16"], OPTIMIZER_STEP: ["16"], SUM: [str(16 * slices)]}
         found = compiled_figures(lowered[SUM], FAST_COMPILE_OPTIONS)
         assert found["argument_bytes"] == VOCABULARY * WIDTH * 4 / 16  # the largest group: embedding and head are tied
         assert found["output_bytes"] < 2**20

@@ -148,9 +148,7 @@ def test_alternatives_that_fit_come_first_and_the_fastest_of_them(monkeypatch: p
         return replace(found, work=work, target=target)
 
     monkeypatch.setattr(slice_plan, "make_plan", make_plan)
-    target: Any = SimpleNamespace(
-        devices=range(16), slice=SimpleNamespace(hosts=4), chip=SimpleNamespace(memory_bytes=100)
-    )
+    target: Any = SimpleNamespace(slice=SimpleNamespace(hosts=4, devices=16), chip=SimpleNamespace(memory_bytes=100))
     config = work_of().config
     work = replace(work_of(), hosts=((8, 8), (8, 8)))
     plan = replace(plan_of(config, {"update": 60.0}), work=work, target=target)
@@ -166,7 +164,7 @@ def test_alternatives_that_fit_come_first_and_the_fastest_of_them(monkeypatch: p
     assert [each.plan.fits for each in found] == [True] * 8 + [False] * 3
     assert (seconds[:8], seconds[8:]) == (sorted(seconds[:8]), sorted(seconds[8:]))
     assert [each.overrides[1] for each in found[8:]] == ["meshes.sampler.hosts=3"] * 3
-    target.devices = range(32)
+    target.slice.devices = 32
     found = slice_plan.alternatives(plan, 20, compiled=True, say=said.append)
     ahead = {(*each, "algorithm.staleness=1") for each in layouts[1:3]}
     ahead = {(*each, *more) for each in ahead for more in ((), ("rollout.carry=0.5",), ("rollout.carry=1",))}
@@ -175,7 +173,7 @@ def test_alternatives_that_fit_come_first_and_the_fastest_of_them(monkeypatch: p
 
 def test_what_needs_no_compiling_is_not_planned_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """The two carries, unless the run carries or cannot."""
-    target: Any = SimpleNamespace(slice=SimpleNamespace(hosts=4), chip=SimpleNamespace(memory_bytes=100))
+    target: Any = SimpleNamespace(slice=SimpleNamespace(hosts=4, devices=16), chip=SimpleNamespace(memory_bytes=100))
 
     def found(**sections: Any) -> list[tuple[str, ...]]:
         plan = replace(plan_of(work_of(**sections).config, {"update": 60.0}), work=work_of(**sections), target=target)

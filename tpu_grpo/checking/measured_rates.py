@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 from tpu_grpo.checking.findings import Finding
 from tpu_grpo.checking.numerics import Shared, scored_rollout
 from tpu_grpo.engine.attention_probe import attend, head_counts
+from tpu_grpo.hosts import own_slice, slices_of
 from tpu_grpo.launching.tpus import Chip, Generation, Rates
 from tpu_grpo.planning.costs import EngineSizes, TokenCost, host_seconds
 from tpu_grpo.planning.slice_plan import NO_STOP
@@ -109,8 +110,9 @@ def all_reduce(devices: Sequence[Any], numbers: int) -> Callable[[], jax.Array]:
 
 
 def links(shared: Shared) -> Finding:
-    """Time all-reduces over all devices: a large one for the bandwidth, and a tiny one for the latency."""
-    devices, chip = jax.devices(), shared.generation
+    """Time all-reduces over the devices of a slice: a large one for the bandwidth, and a tiny one for the latency."""
+    slices = slices_of(jax.devices(), shared.config.meshes.slices)
+    devices, chip = slices[own_slice(slices)], shared.generation
     if len(devices) == 1:
         return Finding("works", "one device, which has no links to others")
     numbers = 2**24 if chip else 2**18

@@ -211,8 +211,8 @@ class Build:
         learner = Learner(config, load_inputs(config, checkpoint, meshes), hosts)
         options = EngineOptions.from_config(config, (), replicas=meshes.replicas, platform=meshes.platform)
         tokenizer: Any = None  # no text is read or written
-        devices = meshes.sampler_devices
-        replicas = Replicas.build(checkpoint.directory, devices, tensor, options, hosts, meshes.slices)
+        devices, slices = meshes.sampler_devices, (meshes.slices, meshes.own)
+        replicas = Replicas.build(checkpoint.directory, devices, tensor, options, hosts, slices)
         engines = SyncedEngines(replicas, checkpoint.weight_rules, tokenizer, config, hosts)
         engines.install(learner.params())
         assert engines.sync is not None

@@ -92,6 +92,12 @@ def make_replicas(devices: Sequence[Any], tensor: int) -> tuple[Replica, ...]:
     return tuple(Replica(number, part, hosts_of(part)) for number, part in enumerate(parts))
 
 
+def of_slice(replicas: Sequence[Replica], slices: int, own: int) -> Sequence[Replica]:
+    """Return the replicas of slice ``own``; every slice has equally many, in order."""
+    share = len(replicas) // slices
+    return replicas[own * share : (own + 1) * share]
+
+
 def replicated_specs(
     engine_specs: Mapping[str, jax.ShapeDtypeStruct], replicas: Sequence[Replica]
 ) -> dict[str, jax.ShapeDtypeStruct]:
@@ -106,8 +112,8 @@ def replicated_specs(
 class Replicas:
     """All replicas of a run; this process drives those that include one of its devices.
 
-    ``described`` is an engine with the replicas' specs, for a process that drives no replica. With several ``slices``,
-    each has an equal share of the hosts and replicas, in order.
+    ``described`` is an engine with the replicas' specs, for a process that drives no replica. ``synced`` are the
+    replicas of this process's slice, to which the weight sync moves parameters; by default all.
     """
 
     def __init__(
@@ -116,12 +122,10 @@ class Replicas:
         engines: Mapping[int, Engine],
         hosts: Hosts,
         described: Engine | None = None,
-        slices: int = 1,
+        synced: Sequence[Replica] = (),
     ):
         self.replicas = tuple(replicas)
-        share = len(self.replicas) // slices
-        first = hosts.index * slices // hosts.count * share
-        self._synced = self.replicas[first : first + share]
+        self._synced = synced or self.replicas
         self.engines = dict(engines)
         self.hosts = hosts
         self.drivers = tuple(sorted({host for replica in self.replicas for host in replica.hosts}))
@@ -148,12 +152,12 @@ class Replicas:
         tensor: int,
         options: EngineOptions,
         hosts: Hosts,
-        slices: int = 1,
+        slices: tuple[int, int] = (1, 0),
     ) -> "Replicas":
         """Build this host's engines, without weights.
 
         ``checkpoint`` is a directory whose config.json describes the model. ``devices`` are the sampler's, host by
-        host; a replica has ``tensor`` of them.
+        host; a replica has ``tensor`` of them. ``slices`` are their number, and the number of this process's slice.
         """
         replicas = make_replicas(devices, tensor)
         mine = [replica for replica in replicas if hosts.index in replica.hosts]
@@ -162,7 +166,7 @@ class Replicas:
             if len(replica.hosts) > 1:
                 engines[replica.number].before_every_launch(_launch_hook(replica.number))
         described = None if mine else Engine.build(checkpoint, engine_mesh(replicas[0].devices), options)
-        return cls(replicas, engines, hosts, described, slices)
+        return cls(replicas, engines, hosts, described, of_slice(replicas, *slices))
 
     @cached_property
     def weight_specs(self) -> dict[str, jax.ShapeDtypeStruct]:

@@ -132,8 +132,9 @@ class Learner:
 
     def __init__(self, config: RunConfig, inputs: LearnerInputs, hosts: Hosts | None = None):
         self._config, self._hosts = config, hosts or Hosts()
-        self.trainers = self._hosts.among(hosts_of(inputs.mesh.devices.flat))
-        """The hosts that have devices of the trainer, and hold the parameters."""
+        self._own_slice = self._hosts.among(hosts_of(inputs.mesh.devices.flat))
+        self.trainers = self._hosts.among(hosts_of((inputs.joined or inputs.mesh).devices.flat))
+        """The hosts of all slices that have devices of a trainer, and hold parameters."""
         self._parts = self.build(config, inputs)
         self._updater = self._parts.updater
         self._skipped = SkippedUpdates(config.update)
@@ -142,14 +143,15 @@ class Learner:
             self._directory,
             keep=config.checkpoint.keep,
             reference=self._parts.saved_reference,
-            hosts=self.trainers,
+            hosts=self._own_slice,
             run_file=config.run_dir / RUN_FILE,
             carries=config.open_groups > 0,
         )
         self._saves = self._parts.slices is None or self._parts.slices.index == 0
         """Whether this host's slice saves checkpoints, which only the first does; all slices hold the same."""
         restored = self._checkpoints.restore(self._updater, resume=config.checkpoint.resume) if self._saves else 0
-        self.restored_step = self._told(RESTORED, restored, int)
+        told = self._told if self._parts.slices is None else self._hosts.broadcast
+        self.restored_step = told(RESTORED, restored, int)
         """The step that was restored; 0 for a fresh start."""
         if not self._saves and self.restored_step:  # by now, the first slice has moved damaged checkpoints away
             self._restore_as_told()
@@ -273,15 +275,13 @@ class Learner:
     def params_digest(self) -> str:
         """Compute the SHA-256 of all parameters, the trained ones in the optimizer's precision; see
         `parameters.params_digest`."""
-        digest = params_digest(by_name(self.params()) | self._updater.stepped())
-        self._told(DIGEST, digest, str)
-        return digest
+        return self._told(DIGEST, params_digest(by_name(self.params()) | self._updater.stepped()), str)
 
     def save_apart(self, directory: Path, step: int) -> None:
         """Save policy and optimizer as ``step`` in another directory, and wait until the save is complete."""
         if not self._saves:
             return
-        checkpoints = Checkpoints(directory, keep=1, reference=self._parts.saved_reference, hosts=self.trainers)
+        checkpoints = Checkpoints(directory, keep=1, reference=self._parts.saved_reference, hosts=self._own_slice)
         checkpoints.save(step, self._updater)
         checkpoints.close()
 
@@ -369,7 +369,7 @@ class Learner:
 
     def _of_all[T](self, name: str, own: list[T]) -> list[T]:
         """Return the figures of all slices' micro-batches, in the order of these, from the figures of ``own`` ones."""
-        return own if (slices := self._parts.slices) is None else slices.of_all(name, own, self._hosts)
+        return own if (slices := self._parts.slices) is None else slices.of_all(name, own, self.trainers)
 
     def _update(self, batches: Sequence[TrainBatch], *, histograms: bool = False, first: bool = True) -> MeasuredUpdate:
         sampled_by = self._agreement_with_previous(batches) if first else None
@@ -383,9 +383,9 @@ class Learner:
     def _agreement_with_previous(self, batches: Sequence[TrainBatch]) -> AgreementSums | None:
         """With algorithm.staleness, compare the engine with the policy that it sampled this step's completions with.
 
-        One micro-batch is compared, that with the most tokens of the step's rollout. The current policy then becomes
-        the previous one. Returns None in the first step of a continued run, whose checkpoint does not hold the policy
-        of the step before.
+        One micro-batch of this slice is compared, that with the most tokens of the step's rollout. The current policy
+        then becomes the previous one. Returns None in the first step of a continued run, whose checkpoint does not hold
+        the policy of the step before.
         """
         if (previous := self._parts.previous) is None:
             return None

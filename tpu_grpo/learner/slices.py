@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Shaped
 
-from tpu_grpo.hosts import Hosts, hosts_of, own_slice, packed, unpacked
+from tpu_grpo.hosts import Hosts, own_slice, packed, unpacked
 from tpu_grpo.learner.parameters import whole
 
 AXIS = "slice"
@@ -52,16 +52,15 @@ class Slices:
         missing = -len(items) % self.count
         return [*items, *[nothing] * missing][self.index :: self.count]
 
-    def of_all[T](self, name: str, own: Sequence[T], hosts: Hosts) -> list[T]:
-        """Return the items of all slices, in the order in which ``own`` has dealt them; every host must call this.
+    def of_all[T](self, name: str, own: Sequence[T], trainers: Hosts) -> list[T]:
+        """Return the items of all slices, in the order in which ``own`` has dealt them; all trainers must call this.
 
         Args:
             name: describes the items, and must be the same on every host.
             own: trees of numbers on the host, with the same structure in all slices.
-            hosts: the hosts of the run.
+            trainers: the hosts with devices of a trainer.
         """
         leaves, structure = jax.tree.flatten(list(own))
-        trainers = hosts.among(hosts_of(self._joined.devices.flat))
         read = lambda _, text: unpacked(text, len(leaves)).tolist()  # noqa: E731
         told = trainers.share(name, packed(np.array(leaves, np.float64)), str, read)
         firsts = told[:: len(told) // self.count]  # hosts are numbered slice by slice

@@ -9,7 +9,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -26,6 +26,8 @@ GRADIENTS, OPTIMIZER_STEP, SUM = "gradients of a micro-batch", "optimizer step",
 """The names of the programs of an update."""
 TRAIN_STEP = "Tunix's train step"
 """The name of the single program that Tunix's learner has in place of these two programs."""
+ToLower = tuple[str, Stage, Callable[[], Any]]
+"""(name, stage, lowering function) of a program."""
 FAST_COMPILE_OPTIONS: Mapping[str, Any] = {"exec_time_optimization_effort": -1.0, "memory_fitting_effort": -1.0}
 """Compiler options that cut compile time to a third; the reported temporary memory is a little larger."""
 
@@ -52,7 +54,7 @@ class CompiledProgram:
     """The time that compiling took."""
 
 
-def programs_to_lower(run: AbstractRun) -> Iterator[tuple[str, Stage, Callable[[], Any]]]:
+def programs_to_lower(run: AbstractRun) -> Iterator[ToLower]:
     """Yield (name, stage, lowering function) for the largest programs of each stage except the weight sync."""
     shapes = run.options.shapes
     yield f"decode of {shapes.batch[-1]} rows", "rollout", lambda: run.engine.lower("decode", shapes.batch[-1])
@@ -63,15 +65,15 @@ def programs_to_lower(run: AbstractRun) -> Iterator[tuple[str, Stage, Callable[[
         yield TRAIN_STEP, "update", run.learner.lower_train_step
         return
     yield GRADIENTS, "update", run.learner.lower_gradients
-    if run.meshes.slices > 1:
-        yield SUM, "update", run.learner.lower_sum_over_slices
     yield OPTIMIZER_STEP, "update", lambda: run.learner.lower_step(run.sync.shared_leaves)
 
 
-def compile_all(run: AbstractRun, options: Mapping[str, Any], say: Callable[[str], None]) -> list[CompiledProgram]:
-    """Compile every program of a run, or read its figures from the cache; ``say`` gets a line per compilation."""
+def compile_all(
+    run: AbstractRun, programs: Iterable[ToLower], options: Mapping[str, Any], say: Callable[[str], None]
+) -> list[CompiledProgram]:
+    """Compile programs of a run, or read their figures from the cache; ``say`` gets a line per compilation."""
     compiled = []
-    for name, stage, lower in programs_to_lower(run):
+    for name, stage, lower in programs:
         trainer = run.meshes.trainer if name != SUM else run.meshes.joined
         mesh: Any = run.engine.mesh if stage == "rollout" else trainer
         lowered = lower()

@@ -16,7 +16,13 @@ from typing import Any
 
 from tpu_grpo.config import BUILTIN, MICRO_BATCHES, SHIPPED_CONFIGS, RunConfig, changed_config
 from tpu_grpo.models.checkpoint import Checkpoint, abstract_checkpoint
-from tpu_grpo.planning.compiled_programs import FAST_COMPILE_OPTIONS, CompiledProgram, compile_all
+from tpu_grpo.planning.compiled_programs import (
+    FAST_COMPILE_OPTIONS,
+    SUM,
+    CompiledProgram,
+    compile_all,
+    programs_to_lower,
+)
 from tpu_grpo.planning.slices import Target, replica_devices
 from tpu_grpo.planning.stage_memory import ResidentBytes, StageMemory, resident_bytes, stage_memory
 from tpu_grpo.planning.step_seconds import StepWork
@@ -91,7 +97,9 @@ def make_plan(config: RunConfig, target: Target, *, fast: bool, say: Callable[[s
         say("compiling the weight sync")
         sync_bytes = run.sync.temporary_bytes
         resident = resident_bytes(run)
-        programs = _extrapolated_programs(run, say) if fast else compile_all(run, {}, say)
+        programs = _extrapolated_programs(run, say) if fast else compile_all(run, programs_to_lower(run), {}, say)
+        if meshes.slices > 1:  # adds few arrays, however many layers there are
+            programs += compile_all(run, [(SUM, "update", run.learner.lower_sum_over_slices)], {}, say)
         return Plan(
             config=config,
             target=target,
@@ -142,7 +150,7 @@ def _extrapolated_programs(run: AbstractRun, say: Callable[[str], None]) -> list
     for count in FEW_LAYERS:
         with with_layers(run.checkpoint, count) as smaller:
             small = replace(run, config=run.config.model_copy(update={"model": model}), checkpoint=smaller)
-            compiled.append(compile_all(small, FAST_COMPILE_OPTIONS, say))
+            compiled.append(compile_all(small, programs_to_lower(small), FAST_COMPILE_OPTIONS, say))
     return [extrapolated(few, more, layers) for few, more in zip(*compiled, strict=True)]
 
 
@@ -283,7 +291,7 @@ def _other_layouts(plan: Plan) -> Iterator[tuple[str, ...]]:
         for count in sorted({hosts // 4, hosts // 2, 3 * hosts // 4} - {0}):
             split = "meshes.layout=split", f"meshes.sampler.hosts={count}", *released, *room
             yield split
-            if config.excludes_staleness is None and len(plan.target.devices) >= AHEAD_DEVICES:
+            if config.excludes_staleness is None and plan.target.slice.devices >= AHEAD_DEVICES:
                 yield (*split, "algorithm.staleness=1")
     slots, wanted = plan.work.rungs[-1], max(rows for host in plan.work.hosts for rows in host)
     if wanted > slots and config.rollout.kv_dtype == "auto" and config.rollout.batch_paddings is None:

@@ -19,7 +19,7 @@ from flax import nnx
 from tpu_grpo.config import RunConfig
 from tpu_grpo.engine.engine import Engine, engine_mesh
 from tpu_grpo.engine.options import EngineOptions
-from tpu_grpo.engine.replicas import Replica, make_replicas, replicated_specs
+from tpu_grpo.engine.replicas import Replica, make_replicas, of_slice, replicated_specs
 from tpu_grpo.learner import LearnerInputs, cast_to_compute, freeze_untrained, parameters
 from tpu_grpo.models.builtin import write_builtin_config
 from tpu_grpo.models.checkpoint import Checkpoint, abstract_checkpoint
@@ -112,8 +112,8 @@ class AbstractRun:
 
     @cached_property
     def weight_specs(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """The shapes and shardings of the sampler's parameters on all replicas."""
-        return replicated_specs(self.engine.weight_specs, self.replicas[: len(self.replicas) // self.meshes.slices])
+        """The shapes and shardings of the sampler's parameters on the replicas of this process's slice."""
+        return replicated_specs(self.engine.weight_specs, of_slice(self.replicas, self.meshes.slices, self.meshes.own))
 
     @cached_property
     def sync(self) -> WeightSync:

@@ -89,9 +89,9 @@ class SyncedEngines:
         leaves = named_leaves(params)
         if self.sync is None:
             specs = self.replicas.weight_specs
-            share = self._hosts.count // self._config.meshes.slices
-            own = [host for host in range(self._hosts.count) if host // share == self._hosts.index // share]
-            self.sync = build_weight_sync(self._config, self._rules, params, specs, self._hosts.among(own))
+            ends = (next(iter(side.values())).sharding.device_set for side in (leaves, specs))
+            own = self._hosts.among(hosts_of(device for devices in ends for device in devices))
+            self.sync = build_weight_sync(self._config, self._rules, params, specs, own)
         weights, result = self.sync(leaves)
         self._check_copies(leaves, weights)
         self.replicas.install_weights(weights)
@@ -127,16 +127,16 @@ class SyncedEngines:
             self._checks = CopyCheck("trainer", leaves), CopyCheck("sampler", weights)
         for check, held in zip(self._checks, (leaves, weights), strict=True):
             check(held, self._hosts)
-            if self._config.meshes.slices > 1:
-                self._compare_slices(held)
+        if self._config.meshes.slices > 1:
+            self._compare_slices(leaves)
 
-    def _compare_slices(self, held: Mapping[str, jax.Array]) -> None:
-        """Compare checksums of a slice's parameters, which all slices hold at the same devices, between slices."""
+    def _compare_slices(self, leaves: Mapping[str, jax.Array]) -> None:
+        """Compare checksums of the trainer's parameters, which all slices hold on the same devices, between slices."""
         share = self._hosts.count // self._config.meshes.slices  # hosts are numbered slice by slice
-        places = {host % share for host in hosts_of(next(iter(held.values())).sharding.device_set)}
+        places = {host % share for host in hosts_of(next(iter(leaves.values())).sharding.device_set)}
         members = [host for host in range(self._hosts.count) if host % share in places]
         if self._hosts.index in members:
-            self._hosts.among(members).agree("parameters of the slices", repr(checksums(held)))
+            self._hosts.among(members).agree("parameters of the slices", repr(checksums(leaves)))
 
     def generate_texts(self, prompts: Sequence[str], config: Any) -> SampledTexts:
         """Sample completions of rendered prompts for Tunix's own loops; ``config`` is Tunix's RolloutConfig.

@@ -39,6 +39,8 @@ class Meshes:
     """The trainers' meshes of all slices, along a first axis, slice; None for one slice."""
     sampler_devices: tuple[Any, ...]
     """Of all slices, listed host by host."""
+    own: int
+    """The number of this process's slice."""
     tensor: int
     """The number of devices of a replica."""
     flash_block: int | None
@@ -106,7 +108,7 @@ def build_meshes(config: RunConfig, checkpoint: Checkpoint, devices: Sequence[An
     grids = np.asarray([training for training, _ in parts]).reshape(-1, fsdp, tp)
     joined = Mesh(grids, ("slice", "fsdp", "tp")) if len(slices) > 1 else None
     sampler = tuple(device for _, sampling in parts for device in sampling)
-    return Meshes(Mesh(grids[own], ("fsdp", "tp")), joined, sampler, tensor, block)
+    return Meshes(Mesh(grids[own], ("fsdp", "tp")), joined, sampler, own, tensor, block)
 
 
 def check_staleness(config: RunConfig, meshes: Meshes) -> None:

@@ -191,7 +191,6 @@ def replay(kept: KeptUpdate, config: RunConfig, hosts: Hosts) -> Iterator[str]:
     parts = build_parts(config, load_inputs(config, checkpoint, meshes))
     checkpoints = Checkpoints(kept.checkpoints, keep=1, reference=parts.saved_reference, hosts=trainers)
     step = checkpoints.restore(parts.updater, resume="require")
-    checkpoints.close()
     of_several = f", update {kept.update} of {kept.updates}" if kept.updates > 1 else ""
     yield f"step {kept.step}{of_several}: {len(kept.passes)} passes; in the run {_came_to(kept.loss, kept.grad_norm)}"
     values = by_name(parameters(parts.updater.model)) | parts.updater.stepped()

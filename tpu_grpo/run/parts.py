@@ -145,7 +145,8 @@ def open_engines(
     sizes = {"cache tokens": options.cache_tokens, "shapes": options.shapes}  # hosts that differ here would abort later
     hosts.agree_all({f"{name} of an engine": str(value) for name, value in sizes.items()})
     devices, tensor = meshes.sampler_devices, meshes.tensor
-    replicas = Replicas.build(checkpoint.directory, devices, tensor, options, hosts, meshes.slices)
+    slices = meshes.slices, meshes.own
+    replicas = Replicas.build(checkpoint.directory, devices, tensor, options, hosts, slices)
     if environments is not None:
         divided_places(environments.places, [replica.hosts for replica in replicas.replicas])  # raises for too few
     if config.hosts.check == "step":
