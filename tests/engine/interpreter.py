@@ -6,6 +6,7 @@ reshaped or bitcast, and the kernel gets its block sizes from here, because our 
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -17,10 +18,11 @@ from jax._src.pallas.mosaic.interpret import utils
 from jax._src.state.types import BitcastTransform, ReshapeTransform
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
-from sgl_jax.srt.kernels.ragged_paged_attention.ragged_paged_attention_v3 import ragged_paged_attention
+from sgl_jax.srt.kernels.ragged_paged_attention.ragged_paged_attention_v3 import RpaCase
 
 from tpu_grpo.engine import flash_attention
 from tpu_grpo.engine.flash_attention import Blocks
+from tpu_grpo.engine.repairs import attention_of
 
 BLOCK_TOKENS = 16
 """Keys that the kernel reads at once, and queries it works on."""
@@ -49,14 +51,10 @@ def attend_last(q: Array, k: Array, v: Array, cache: Array, **settings: Any) -> 
     page, pages = cache.shape[1], np.arange(1, len(cache), dtype=np.int32)
     length = np.array([page * len(pages)], np.int32)
     blocks, starts = (1, page, 1, page), np.concatenate([np.zeros_like(length), length])
+    sizes = {"d_block_sizes": blocks, "m_block_sizes": blocks, "vmem_limit_bytes": 2**25}
     with interpreted_kernels():
-        return ragged_paged_attention(
-            *(q, k, v, cache, length, pages, np.array([0, 1], np.int32), starts, np.ones(3, np.int32), None),
-            d_block_sizes=blocks,
-            m_block_sizes=blocks,
-            vmem_limit_bytes=2**25,
-            **settings,
-        )
+        attention = jax.jit(partial(attention_of(RpaCase.DECODE), **sizes, **settings))
+        return attention(q, k, v, cache, length, pages, np.array([0, 1], np.int32), starts, np.ones(3, np.int32), None)
 
 
 # --- references that are reshaped or bitcast -------------------------------------------------------------------------

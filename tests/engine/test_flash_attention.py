@@ -135,15 +135,16 @@ def test_queries_in_float32_are_still_needed() -> None:
 @pytest.mark.parametrize(
     ("kind", "kv_heads", "page", "context", "dtype", "decode", "prefill"),
     [
-        ("TPU v5 lite", 2, 64, 2048, BF16, (1, 1024, 1, 256), (32, 512, 32, 256)),
-        ("TPU v5 lite", 2, 64, 700, BF16, (1, 768, 1, 256), (32, 512, 32, 256)),  # no longer than a row
-        ("TPU v5 lite", 8, 64, 2048, BF16, (1, 512, 1, 256), (32, 512, 32, 256)),  # 568 keys would fit 5 MiB
-        ("TPU v5e", 8, 64, 4096, E4M3, (1, 1024, 1, 256), (32, 512, 32, 256)),  # 1,024 keys of 20 rows of 128 bytes
+        ("TPU v5 lite", 2, 64, 4096, BF16, (1, 2048, 1, 512), (32, 512, 32, 256)),
+        ("TPU v5 lite", 2, 64, 700, BF16, (1, 1024, 1, 512), (32, 512, 32, 256)),  # no longer than a row
+        ("TPU v5 lite", 8, 64, 4096, BF16, (1, 2048, 1, 512), (32, 512, 32, 256)),  # 3,640 keys would fit 32 MiB
+        ("TPU v5e", 8, 64, 4096, E4M3, (1, 2048, 1, 512), (32, 512, 32, 256)),  # 2,048 keys of 20 rows of 128 bytes
         ("TPU v4", 8, 64, 2048, BF16, (1, 256, 1, 256), (32, 256, 32, 256)),  # 455 keys would fit 4 MiB
-        ("TPU v6e", 1, 512, 4096, BF16, (1, 1024, 1, 512), (32, 512, 32, 512)),  # a part holds a page
-        ("TPU7x", 1, 64, 2048, BF16, (1, 1024, 1, 256), (32, 512, 32, 256)),
-        ("TPU7x", 8, 64, 2048, BF16, (1, 512, 1, 256), (32, 512, 32, 256)),  # 568 keys would fit 5 MiB
-        ("TPU v5p", 2, 24, 2048, BF16, (1, 960, 1, 240), (32, 480, 32, 240)),  # whole pages
+        ("TPU v6e", 1, 512, 4096, BF16, (1, 2048, 1, 512), (32, 512, 32, 512)),  # a part holds a page
+        ("TPU v6e", 1, 16, 4096, BF16, (1, 1024, 1, 512), (32, 512, 32, 256)),  # 64 pages
+        ("TPU7x", 1, 64, 1024, BF16, (1, 1024, 1, 512), (32, 512, 32, 256)),
+        ("TPU7x", 8, 64, 2048, BF16, (1, 1536, 1, 512), (32, 512, 32, 256)),  # 1,820 keys would fit 16 MiB
+        ("TPU v5p", 2, 24, 2048, BF16, (1, 1008, 1, 504), (32, 480, 32, 240)),  # whole pages
     ],
 )
 def test_blocks_fit_the_chip_and_the_row(

@@ -5,9 +5,11 @@ A test named ``..._is_still_needed`` fails when a new release no longer has the 
 
 import copy
 import os
+import re
 import subprocess
 import sys
 from contextlib import nullcontext
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +23,7 @@ import pytest
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 from sgl_jax.srt.configs.model_config import ModelConfig
+from sgl_jax.srt.kernels.ragged_paged_attention import ragged_paged_attention_v3
 from sgl_jax.srt.layers.embeddings import RotaryEmbedding, get_rope
 from sgl_jax.srt.layers.moe import EPMoE
 from sgl_jax.srt.managers import schedule_batch, scheduler, tp_worker
@@ -202,3 +205,21 @@ def test_building_in_process_replaces_and_restores(monkeypatch: pytest.MonkeyPat
         tp_worker.threading.Thread(target=None, daemon=True).start()
         raise ZeroDivisionError
     assert before == [getattr(module, name) for module, name in names]
+
+
+def test_attention_of_one_case_is_still_needed() -> None:
+    """The library runs a kernel for each of two cases, and writes zeros to all of both kernels' buffers."""
+    library, blocks = ragged_paged_attention_v3, (1, 16, 1, 16)
+    new, lengths = jnp.zeros((4, 1, 128)), np.ones(4, np.int32)
+    starts, cache = np.arange(5, dtype=np.int32), jnp.zeros((9, 16, 2, 1, 128))
+
+    def found(attention: Any) -> tuple[list[str], bool]:
+        named = partial(attention, d_block_sizes=blocks, m_block_sizes=blocks, vmem_limit_bytes=2**25)
+        rows = (lengths, np.zeros(8, np.int32), starts, starts, np.full(3, 4, np.int32))
+        text = str(jax.make_jaxpr(named)(jnp.zeros((4, 2, 128)), new, new, cache, *rows, None))
+        zeros = re.findall(r"(\w+):i32\[16,3,1,128\] = broadcast_in_dim 0", text)
+        return re.findall("name=(RPA.)", text), any(re.search(f"<- .*, {name}\n", text) for name in zeros)
+
+    assert found(library.ragged_paged_attention) == (["RPAd", "RPAm"], True)
+    assert found(repairs.attention_of(library.RpaCase.DECODE)) == (["RPAd"], False)
+    assert found(repairs.attention_of(library.RpaCase.MIXED)) == (["RPAm"], False)

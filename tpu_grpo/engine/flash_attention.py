@@ -1,18 +1,15 @@
 """sglang-jax's flash attention for TPUs (ragged paged attention, version 3), and the sizes of its blocks.
 
-A decode step uses the kernel's decode mode, with one query per row; a prefill uses the kernel's mixed mode. The kernel
+A decode step runs the kernel for one query per row (DECODE), and a prefill runs it for other rows (MIXED). The kernel
 and the cache pad the width of heads to a multiple of 128.
 
 The kernel reads a row's cache in blocks of keys and values, from HBM into two buffers in VMEM. It computes on one part
-of a block at a time, and skips parts beyond the row's end. The block sizes were chosen by counting bundles (cycles) in
-programs compiled for each TPU generation, with 2 and with 8 key-value heads per device and a head width of 128:
+of a block at a time, and skips parts beyond the row's end. The sizes for decode steps were chosen by counting bundles
+(cycles) in programs compiled for TPU generations, with pages of 64 tokens and 1, 2 and 8 key-value heads per device:
 
-- In a decode step, every launch of the kernel first zeroes both buffers. For K heads this takes 2 K + 2 bundles per
-  key: 6,144 bundles for 1,024 keys of 2 heads, and 18,432 for 8 heads. After that, a block costs about 900 bundles, and
-  a key of 2 heads about 1 bundle. So decode blocks are as long as the context, up to 1,024 keys, and shorter for many
-  heads.
-- Parts of 256 keys take the fewest bundles: 7,574 against 7,733 (512 keys) and 8,098 (1,024 keys) on v5e. Smaller parts
-  also let the kernel skip more of a block that a short row does not fill.
+@@COUNTS@@
+- Every page of a block is fetched by its own instructions, also where the row has ended. So blocks of more than 1,024
+  keys have at most 32 pages.
 - Buffers larger than half of the kernel's VMEM, such as 1,024 keys of 8 heads on v4, do not compile.
 
 Suffixes: b rows of the batch, B rows (padded), L context, S cache slots of all rows, T new tokens of all rows, H query
@@ -28,13 +25,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
-from sgl_jax.srt.kernels.ragged_paged_attention.ragged_paged_attention_v3 import ragged_paged_attention
+from sgl_jax.srt.kernels.ragged_paged_attention.ragged_paged_attention_v3 import RpaCase
 from sgl_jax.srt.layers.attention.flashattention_backend import FlashAttention, FlashAttentionMetadata
 from sgl_jax.srt.layers.radix_attention import RadixAttention
 from sgl_jax.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sgl_jax.srt.model_executor.forward_batch_info import ForwardBatch
 
 from tpu_grpo.engine.attention import FP8, Columns, NativeMode, encode
+from tpu_grpo.engine.repairs import attention_of
 from tpu_grpo.records.errors import ConfigError
 
 PAGE_TABLE = 2**17
@@ -58,12 +56,10 @@ VMEM_BYTES = {
     "TPU7x": 32 * MIB,
 }
 """The VMEM that the kernel may use, by jax's name of the device: half of the device's VMEM, as in the library."""
-BUFFER_BYTES = 5 * MIB
-"""The most bytes of both buffers together, even if VMEM has room for more: larger buffers take too long to zero."""
-DECODE_KEYS = 1024
-PREFILL_QUERIES = 32
-PREFILL_KEYS = 512
-KEYS_AT_ONCE = 256
+DECODE_KEYS, DECODE_KEYS_AT_ONCE = 2048, 512
+DECODE_PAGES = 32
+"""The most pages of a decode block, unless these are less than 1,024 keys."""
+PREFILL_QUERIES, PREFILL_KEYS, PREFILL_KEYS_AT_ONCE = 32, 512, 256
 
 
 class FlashMode(NativeMode):
@@ -176,7 +172,7 @@ class BlockedFlashAttention(FlashAttention):
         )
 
         attend_own_heads = functools.partial(
-            ragged_paged_attention,
+            attention_of(RpaCase.DECODE if forward_batch.forward_mode.is_decode() else RpaCase.MIXED),
             custom_mask=None,
             sm_scale=layer.scaling,
             sliding_window=layer.sliding_window_size,
@@ -227,14 +223,16 @@ def choose_blocks(
     packing = 4 // np.dtype(dtype).itemsize  # keys and values share words of 32 bits
     words = -(-2 * kv_heads // packing)
     heads = words * packing + max(2, packing)  # with the gap that the kernel leaves against bank conflicts
-    fitting = min(BUFFER_BYTES, vmem_bytes // 2) // (2 * heads * head_dim * np.dtype(dtype).itemsize)
+    fitting = vmem_bytes // 2 // (2 * heads * head_dim * np.dtype(dtype).itemsize)
 
-    def sizes(queries: int, most_keys: int) -> Block:
-        at_once = max(1, min(KEYS_AT_ONCE, 1 << (fitting.bit_length() - 1)) // page_size) * page_size
+    def sizes(queries: int, most_keys: int, most_at_once: int) -> Block:
+        at_once = max(1, min(most_at_once, 1 << (fitting.bit_length() - 1)) // page_size) * page_size
         parts = min(most_keys, fitting, -(-context_tokens // at_once) * at_once) // at_once
         return queries, max(1, parts) * at_once, queries, at_once
 
-    return Blocks(sizes(1, DECODE_KEYS), sizes(PREFILL_QUERIES, PREFILL_KEYS), vmem_bytes)
+    decode_keys = min(DECODE_KEYS, max(1024, DECODE_PAGES * page_size))
+    prefill = sizes(PREFILL_QUERIES, PREFILL_KEYS, PREFILL_KEYS_AT_ONCE)
+    return Blocks(sizes(1, decode_keys, DECODE_KEYS_AT_ONCE), prefill, vmem_bytes)
 
 
 def check_pages(*, rows: int, context_tokens: int, page_size: int) -> None:

@@ -7,6 +7,8 @@ step. Each repair has a test that fails once the library no longer needs it.
 """
 
 import copy
+import functools
+import inspect
 import itertools
 import os
 import random
@@ -21,7 +23,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.experimental import pallas
 from jax.sharding import Mesh
+from sgl_jax.srt.kernels.ragged_paged_attention import ragged_paged_attention_v3 as library_attention
 from sgl_jax.srt.layers.embeddings import Embed, RotaryEmbedding
 from sgl_jax.srt.managers import schedule_batch, scheduler, tp_worker
 from sgl_jax.srt.mem_cache import radix_cache
@@ -208,3 +212,46 @@ def without_sampling_info() -> Iterator[None]:
     """Let the library schedule a step with NoSamplingInfo."""
     with mock.patch.object(schedule_batch, "SamplingBatchInfo", NoSamplingInfo):
         yield
+
+
+@functools.cache
+def attention_of(case: library_attention.RpaCase) -> Callable[..., Any]:
+    """Make a copy of the library's ``ragged_paged_attention`` that runs its kernel for rows of one case only.
+
+    Reasons: the library runs the kernel for rows of one new token (DECODE), and again for other rows (MIXED), but all
+    rows of a step are of one case here. The kernel also begins by zeroing its buffers of keys and values, which takes
+    2 K + 2 bundles (cycles) per key for K heads, although it masks whatever it has not fetched.
+
+    It is a copy because engines are traced in several threads, which would share a patched function.
+    """
+    parameters = inspect.signature(library_attention._ragged_paged_attention_kernel_loop).parameters
+    buffers = list(parameters).index("bkv_x2_ref") - 1  # the first one is the row, which the loop passes
+
+    def pallas_call(kernel: Any, **settings: Any) -> Callable[..., Any]:
+        def without_zeroing(*refs: Any) -> None:
+            kernel(*refs[:buffers], _NeverZeroed(refs[buffers]), *refs[buffers + 1 :])
+
+        if kernel.keywords["case"] == case:
+            return pallas.pallas_call(without_zeroing, **settings)
+        return lambda *inputs: [inputs[place] for place in settings["input_output_aliases"]]  # without rows
+
+    whole: Any = inspect.unwrap(library_attention.ragged_paged_attention)
+    changed = types.SimpleNamespace(**{**vars(pallas), "pallas_call": pallas_call})
+    copied = types.FunctionType(whole.__code__, {**vars(library_attention), "pl": changed})
+    copied.__kwdefaults__ = whole.__kwdefaults__
+    copied.__defaults__ = whole.__defaults__
+    return copied
+
+
+class _NeverZeroed:
+    """The kernel's buffers. Writes to their view as int32, through which the kernel only zeroes them, do nothing."""
+
+    def __init__(self, buffers: Any):
+        self.buffers, self.shape, self.at = buffers, buffers.shape, buffers.at
+
+    def bitcast(self, dtype: Any) -> Any:
+        view = self.buffers.bitcast(dtype)
+        return _NeverZeroed(view) if dtype == jnp.int32 else view
+
+    def __setitem__(self, *_: Any) -> None:
+        pass
