@@ -77,9 +77,9 @@ class Rates:
     that are read sequentially."""
     cache_bytes_per_second: float = 0.74e12
     """Keys and values per second that the attention kernel processes on a chip, unless its memory is slower. This is
-    not a share, because instructions limit the kernel: a block of 1,024 keys takes about 1,400 bundles (cycles), which
-    is 1.31 TB/s at 1.75 GHz. For the same reason an 8-bit number counts like a 16-bit number. The default is fitted to
-    published speeds of an earlier kernel."""
+    not a share, because instructions limit the kernel: a block of 1,024 keys takes about 730 bundles (cycles) for one
+    head on v5p, which is 1.26 TB/s at 1.75 GHz, and 1,200 for two heads on v6e, which is 1.5 TB/s. For the same reason
+    an 8-bit number counts like a 16-bit number. The default is fitted to published speeds of an earlier kernel."""
     prefill: float = 0.25
     """Share of a chip's FLOP/s in a prefill. It is fitted; published times to first tokens alone give 14 to 28 %."""
     products: float = 0.5
