@@ -25,7 +25,7 @@ from tpu_grpo.engine.flash_attention import Blocks
 from tpu_grpo.engine.repairs import attention_of
 
 BLOCK_TOKENS = 16
-"""Keys that the kernel reads at once, and queries it works on."""
+"""Keys and queries that the kernel computes on at once; a block of a decode step has twice as many keys."""
 
 
 @contextmanager
@@ -43,7 +43,7 @@ def interpreted_kernels() -> Iterator[None]:
 
 def _choose_blocks(_: str, *, page_size: int, **__: Any) -> Blocks:
     keys = max(BLOCK_TOKENS, page_size)
-    return Blocks(decode=(1, keys, 1, keys), prefill=(BLOCK_TOKENS, keys, BLOCK_TOKENS, keys), vmem_bytes=2**25)
+    return Blocks(decode=(1, 2 * keys, 1, keys), prefill=(BLOCK_TOKENS, keys, BLOCK_TOKENS, keys), vmem_bytes=2**25)
 
 
 def attend_last(q: Array, k: Array, v: Array, cache: Array, **settings: Any) -> tuple[Array, Array]:

@@ -1,9 +1,10 @@
 """All changes to sglang-jax 0.1.0rc0, each with its reason.
 
-Nothing here runs at import. A repair is a context manager around the one call that needs it, or a function that fixes
-an object after it was built. Parts of the library are replaced by ``mock.patch.object``, and only for the duration of
-that call. The one exception is the clock of the prefix tree: it stays replaced, because the tree reads it at every
-step. Each repair has a test that fails once the library no longer needs it.
+Nothing here runs at import. A repair is a context manager around the one call that needs it, a function that fixes an
+object after it was built, or a function that makes a changed copy. Parts of the library are replaced by
+``mock.patch.object``, and only for the duration of that call. The one exception is the clock of the prefix tree: it
+stays replaced, because the tree reads it at every step. Each repair has a test that fails once the library no longer
+needs it.
 """
 
 import copy
@@ -24,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.experimental import pallas
+from jax.experimental.pallas import tpu
 from jax.sharding import Mesh
 from sgl_jax.srt.kernels.ragged_paged_attention import ragged_paged_attention_v3 as library_attention
 from sgl_jax.srt.layers.embeddings import Embed, RotaryEmbedding
@@ -231,13 +233,22 @@ def attention_of(case: library_attention.RpaCase) -> Callable[..., Any]:
         def without_zeroing(*refs: Any) -> None:
             kernel(*refs[:buffers], _NeverZeroed(refs[buffers]), *refs[buffers + 1 :])
 
-        if kernel.keywords["case"] == case:
-            return pallas.pallas_call(without_zeroing, **settings)
-        return lambda *inputs: [inputs[place] for place in settings["input_output_aliases"]]  # without rows
+        def call(*inputs: Any) -> Any:
+            pairs: list[tuple[Any, Any]] = [x if isinstance(x, tuple) else (x, pallas.ANY) for x in inputs]
+            if kernel.keywords["case"] != case:  # without rows, its outputs are inputs
+                return [pairs[place][0] for place in settings["input_output_aliases"]]
+            placed = (tpu.with_memory_space_constraint(x, space) for x, space in pairs)
+            return pallas.pallas_call(without_zeroing, **settings)(*placed)
+
+        return call
 
     whole: Any = inspect.unwrap(library_attention.ragged_paged_attention)
-    changed = types.SimpleNamespace(**{**vars(pallas), "pallas_call": pallas_call})
-    copied = types.FunctionType(whole.__code__, {**vars(library_attention), "pl": changed})
+    pairing = {"with_memory_space_constraint": lambda x, space: (x, space)}  # on v7x; ``call`` needs x without a space
+    names = {
+        "pl": types.SimpleNamespace(**{**vars(pallas), "pallas_call": pallas_call}),
+        "pltpu": types.SimpleNamespace(**{**vars(tpu), **pairing}),
+    }
+    copied = types.FunctionType(whole.__code__, vars(library_attention) | names)
     copied.__kwdefaults__ = whole.__kwdefaults__
     copied.__defaults__ = whole.__defaults__
     return copied
