@@ -39,9 +39,9 @@ LONG = re.compile(
 )
 """Files of a minute and more. They begin first, so that no worker is left alone with one at the end."""
 QUICKLY_COMPILED = re.compile(
-    r"tests/(algorithms/test_(objectives|off_policy)|engine/test_(engine|experts|families)|checking"
+    r"tests/(algorithms/test_(objectives|off_policy)|engine/test_(engine|experts|families|waves)|checking"
     r"|learner/test_(conversations|flat_products|learner|output_head|packed|routing|update)"
-    r"|models/(families/test_trainer_attention|test_lora)|run/test_carrying|test_pipeline(_signal)?\.py"
+    r"|models/(families/test_trainer_attention|test_lora)|run/test_carrying|test_pipeline(_conversations|_signal)?\.py"
     r"|tunix_loop/test_tunix_learner)"
 )
 """Tests that compile more than they compute, and compare within a tolerance, or what one program gives twice. Those
