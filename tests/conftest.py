@@ -39,8 +39,8 @@ LONG = re.compile(
 )
 """Files of a minute and more. They begin first, so that no worker is left alone with one at the end."""
 QUICKLY_COMPILED = re.compile(
-    r"tests/(algorithms/test_(objectives|off_policy)|engine/test_(engine|experts|families|waves)|checking"
-    r"|learner/test_(conversations|flat_products|learner|output_head|packed|routing|update)"
+    r"tests/(algorithms/test_(objectives|off_policy)|engine/test_(engine|experts|families|sampler|waves)|checking"
+    r"|learner/test_(conversations|flat_products|learner|loss|numbers|output_head|packed|routing|trained|update)"
     r"|models/(families/test_trainer_attention|test_lora)|run/test_carrying|test_pipeline(_conversations|_signal)?\.py"
     r"|tunix_loop/test_tunix_learner)"
 )

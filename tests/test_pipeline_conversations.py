@@ -106,21 +106,12 @@ def test_agreement_over_eight_turns_and_what_is_written_down(whole: Path) -> Non
     assert len({row["prompt"] for row in rows}) > 4
 
 
-def test_an_agent_is_told_the_same_in_whatever_order_it_asks(tmp_path: Path) -> None:
-    """Its requests arrive after random delays, so in other orders in both runs."""
-    runs = [tmp_path / "one", tmp_path / "two"]
-    for run_dir in runs:
-        train(config(run_dir, environment=AGENT_SETTINGS))
-    assert digests(runs[0]) == digests(runs[1])
-    for line in lines(runs[0]):
-        assert line["agreement/logprob_abs_diff_mean"] <= 1e-5
-        assert line["episodes/turns_max"] >= 4
-    assert {len(row["turns"]) for row in samples(runs[0])} > {1}
-
-
-def test_a_continued_run_repeats_the_episodes_that_it_had(tmp_path: Path) -> None:
+def test_a_continued_run_repeats_the_episodes_that_it_had_and_an_agent_is_told_the_same(tmp_path: Path) -> None:
     """The agent gives rewards at random. A copy of the run as a kill after step 1 would leave it, with the episodes of
-    step 2 written down, ends with the same parameters; without them it does not."""
+    step 2 written down, ends with the same parameters; without them it does not.
+
+    It is told the same all the same, though its requests arrive after random delays, so in other orders.
+    """
     agent = {
         **AGENT_SETTINGS,
         "options": {**AGENT_SETTINGS["options"], "command": [sys.executable, "agent.py", "lucky"]},
@@ -134,13 +125,18 @@ def test_a_continued_run_repeats_the_episodes_that_it_had(tmp_path: Path) -> Non
     assert train(config(killed, environment=agent))["params_digest"] == ended["params_digest"]
     assert len((killed / "episodes" / "2.host_0.jsonl").read_text().splitlines()) == 16
     assert train(config(played, environment=agent))["params_digest"] != ended["params_digest"]
+    assert digests(played) == digests(whole)
+    for line in lines(whole):
+        assert line["agreement/logprob_abs_diff_mean"] <= 1e-5
+        assert line["episodes/turns_max"] >= 4
+    assert {len(row["turns"]) for row in samples(whole)} > {1}
 
 
 @pytest.mark.parametrize(
     "rollout",
     [
         pytest.param({"prefix_cache": False}, id="no prefix cache", marks=pytest.mark.slow),
-        pytest.param({"kv_tokens": 260}, id="little cache"),
+        pytest.param({"kv_tokens": 260}, id="little cache", marks=pytest.mark.slow),
         pytest.param({"steps_per_launch": 1}, id="single steps", marks=pytest.mark.slow),
     ],
 )

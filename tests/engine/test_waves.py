@@ -364,16 +364,16 @@ def test_with_no_tool_steps_an_episode_may_end_once_another_has(
 
 
 def test_a_group_prefills_its_first_prompt_once(checkpoint: Path, model: nnx.Module) -> None:
-    """Twelve rows of one prompt have their first turns in one wave; the others find the whole prompt but a token."""
-    rows = requests(PROMPTS[1:2], replace(SAMPLED, max_new_tokens=80), group=12)
+    """Eight rows of one prompt have their first turns in one wave; the others find the whole prompt but a token."""
+    rows = requests(PROMPTS[1:2], replace(SAMPLED, max_new_tokens=80), group=8)
     conversations = ScriptedConversations(rows, scripts(rows), random_delays(3))
-    engine = build_engine(checkpoint, model, **(SMALL | {"max_running_requests": 16, "batch_paddings": (16,)}))
+    engine = build_engine(checkpoint, model, **SMALL)
     alone(engine).generate(rows, conversations=conversations)
     first: dict[int, Played] = {}
     for turn in conversations.played:
         first.setdefault(turn.row, turn)
-    assert conversations.asked[:12] == list(range(12))
-    assert [first[row].completion.cached_tokens for row in sorted(first)] == [0, *[len(PROMPTS[1]) + 3] * 10]
+    assert conversations.asked[:8] == list(range(8))
+    assert [first[row].completion.cached_tokens for row in sorted(first)] == [0, *[len(PROMPTS[1]) + 3] * 6]
 
 
 @pytest.mark.parametrize("steps", [16, *(pytest.param(steps, marks=pytest.mark.slow) for steps in (1, 3))])

@@ -1,9 +1,9 @@
 """A tiny policy and rollouts made up for it, with the engine's log-probabilities from an independent forward pass."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, cast
 from unittest import mock
@@ -88,6 +88,13 @@ def make_model(
     remat: bool = False,
 ) -> qwen3.Qwen3:
     """Width 64, all matrices random: Tunix leaves the MLP at zero."""
+    with mesh:
+        return _maker(mesh, flash_block, layers, remat)(jax.random.key(seed), jnp.float32(scale))
+
+
+@cache
+def _maker(mesh: Mesh, flash_block: int | None, layers: int, remat: bool) -> Callable[..., qwen3.Qwen3]:
+    """One program for all seeds and scales."""
     flash = {"use_flash_attention": True, "flash_attention_block_size": flash_block} if flash_block else {}
     config = qwen3.ModelConfig(
         num_layers=layers,
@@ -105,11 +112,11 @@ def make_model(
     )
 
     @nnx.jit
-    def create() -> qwen3.Qwen3:
-        model = qwen3.Qwen3(config, rngs=nnx.Rngs(seed))
+    def create(key: jax.Array, scale: jax.Array) -> qwen3.Qwen3:
+        model = qwen3.Qwen3(config, rngs=nnx.Rngs(0))
         state = nnx.state(model)
         leaves, treedef = jax.tree.flatten(state)
-        keys = jax.random.split(jax.random.key(seed), len(leaves))
+        keys = jax.random.split(key, len(leaves))
         drawn = [
             scale * jax.random.normal(k, x.shape, x.dtype) if x.ndim > 1 else x
             for k, x in zip(keys, leaves, strict=True)
@@ -118,8 +125,7 @@ def make_model(
         nnx.update(model, jax.lax.with_sharding_constraint(state, nnx.get_partition_spec(state)))
         return model
 
-    with mesh:
-        return create()
+    return create
 
 
 def interpreted_flash() -> AbstractContextManager[Any]:
