@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from tests.models.forward import compiled_logprobs, trainer_mesh
+from tests.models.forward import logprobs, trainer_mesh
 from tpu_grpo.config import RunConfig
 from tpu_grpo.engine.engine import Engine, engine_mesh
 from tpu_grpo.engine.options import EngineOptions
@@ -87,6 +87,9 @@ def requests(
     ]
 
 
+_logprobs = nnx.jit(logprobs)
+
+
 def trainer_logprobs(
     model: nnx.Module, asked: Sequence[Request], completions: Sequence[Completion]
 ) -> list[np.ndarray]:
@@ -96,7 +99,7 @@ def trainer_logprobs(
     for row, request, completion in zip(rows, asked, completions, strict=True):
         ids = [*request.token_ids, *completion.token_ids]
         row[: len(ids)] = ids
-    full = compiled_logprobs(model, rows)
+    full = np.asarray(_logprobs(model, rows))
     picked = []
     for index, (request, completion) in enumerate(zip(asked, completions, strict=True)):
         first = len(request.token_ids) - 1

@@ -15,6 +15,7 @@ from tests.models.test_transformers5 import SAVED
 from tpu_grpo.config import LoraSection
 from tpu_grpo.models.families import FAMILIES
 from tpu_grpo.models.reference import reference_logprobs
+from tpu_grpo.records.stages import SamplingParams
 
 ENGINE_AGAINST_TRAINER, AGAINST_REFERENCE = 1e-4, 3e-4
 """The contract's bounds in float32; measured 8e-6 to 2e-5, and 6e-6 to 8e-5."""
@@ -93,7 +94,8 @@ def test_the_engine_computes_what_transformers_5_does(name: str) -> None:
         directory, policy(directory), context_tokens=64, batch_paddings=(8,), prefill_tokens=64, max_running_requests=8
     )
     places = range(4, 40, 5)
-    asked = requests([tuple(theirs["tokens"][0, : place + 1].tolist()) for place in places])
+    prompts = [tuple(theirs["tokens"][0, : place + 1].tolist()) for place in places]
+    asked = requests(prompts, SamplingParams(max_new_tokens=1, ignore_stop=True))
     for completion, logits in zip(engine.generate(asked), theirs["logits"][0], strict=True):
         first, logprob = completion.token_ids[0], completion.logprobs[0]
         assert abs(logprob - jax.nn.log_softmax(logits)[first]) <= ENGINE_AGAINST_TRAINER
