@@ -2,6 +2,7 @@
 that meshes are real, and a cache of programs, because many tests build the same model, engine and learner again."""
 
 import atexit
+import gc
 import os
 import re
 import shutil
@@ -50,6 +51,7 @@ that compare bits of several programs, that teach a model, and all commands comp
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: LONG.match(item.nodeid) is None)
+    gc.freeze()  # else every full collection looks through all that is imported by now
 
 
 @pytest.fixture(scope="module", autouse=True)
