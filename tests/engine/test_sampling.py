@@ -35,24 +35,30 @@ def columns(rows: int = 1, **settings: Any) -> SamplingColumns:
     values = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | settings
     key = np.zeros((rows, 4), np.uint32)
     key[:, 0], key[:, 3] = 11, np.arange(rows)  # one seed, a sample number per row
+
+    def filled(value: float, dtype: Any) -> jax.Array:
+        return jnp.asarray(np.full(rows, value, dtype))
+
     return SamplingColumns(
-        temperature=jnp.full(rows, values["temperature"], jnp.float32),
-        top_k=jnp.full(rows, values["top_k"], jnp.int32),
-        top_p=jnp.full(rows, values["top_p"], jnp.float32),
-        min_p=jnp.full(rows, values["min_p"], jnp.float32),
+        temperature=filled(values["temperature"], np.float32),
+        top_k=filled(values["top_k"], np.int32),
+        top_p=filled(values["top_p"], np.float32),
+        min_p=filled(values["min_p"], np.float32),
         key=jnp.asarray(key),
-        position=jnp.full(rows, 7, jnp.int32),
+        position=filled(7, np.int32),
     )
 
 
 PROBS = np.array([0.4, 0.3, 0.15, 0.1, 0.05])
 LOGITS = np.log(PROBS)
 DRAWS = 20_000
+ROWS = 512
+"""Of the other tests, so that they share a program."""
 SAMPLE = jax.jit(sample_tokens)
 
 
 def logits_of(rows: int) -> jax.Array:
-    return jnp.broadcast_to(jnp.asarray(LOGITS, jnp.float32), (rows, len(LOGITS)))
+    return jnp.asarray(np.broadcast_to(np.float32(LOGITS), (rows, len(LOGITS))))
 
 
 def draw(rows: int = DRAWS, **settings: float) -> tuple[np.ndarray, np.ndarray]:
@@ -87,24 +93,23 @@ def test_frequencies_are_the_distributions(settings: dict[str, float], weights: 
 def test_logprobs_are_of_the_full_distribution_at_the_temperature() -> None:
     for settings in ({}, {"top_k": 2}, {"top_p": 0.5, "min_p": 0.3}):
         for temperature in (0.5, 1.0, 3.0):
-            tokens, logprobs = draw(64, temperature=temperature, **settings)
+            tokens, logprobs = draw(ROWS, temperature=temperature, **settings)
             weights = PROBS ** (1 / temperature)
             np.testing.assert_allclose(logprobs, np.log(weights / weights.sum())[tokens], atol=1e-6)
 
 
 def test_greedy_takes_the_likeliest_at_temperature_one() -> None:
-    tokens, logprobs = draw(16, temperature=0.0, top_k=3)
-    assert tokens.tolist() == [0] * 16
+    tokens, logprobs = draw(ROWS, temperature=0.0, top_k=3)
+    assert tokens.tolist() == [0] * ROWS
     np.testing.assert_allclose(logprobs, np.log(0.4), atol=1e-6)
 
 
 def test_rows_with_filters_leave_others_alone() -> None:
     """Batching: a row's token is the same whether or not another row filters, is greedy, or is there at all."""
-    alone, _ = draw(32)
-    mixed = columns(32)._replace(
-        top_k=jnp.arange(32, dtype=jnp.int32) % 2, temperature=jnp.where(jnp.arange(32) % 4 == 1, 0.0, 1.0)
-    )
-    tokens, *_ = SAMPLE(logits_of(32), mixed)
+    alone, _ = draw(ROWS)
+    index = np.arange(ROWS, dtype=np.int32)
+    mixed = columns(ROWS)._replace(top_k=index % 2, temperature=np.where(index % 4 == 1, 0.0, 1.0).astype(np.float32))
+    tokens, *_ = SAMPLE(logits_of(ROWS), mixed)
     assert np.asarray(tokens)[::2].tolist() == alone[::2].tolist()
     assert set(np.asarray(tokens)[1::2].tolist()) == {0}
 
@@ -112,16 +117,16 @@ def test_rows_with_filters_leave_others_alone() -> None:
 @pytest.mark.parametrize("part", ["seed", "step", "prompt", "sample", "position"])
 def test_every_part_of_the_key_decides(part: str) -> None:
     """512 rows that differ in nothing draw one token; let any one part differ and they draw the distribution."""
-    rows, logits = 512, logits_of(512)
-    same = columns(rows)._replace(key=jnp.ones((rows, 4), jnp.uint32))
+    logits = logits_of(ROWS)
+    same = columns(ROWS)._replace(key=jnp.ones((ROWS, 4), jnp.uint32))
     assert len(set(np.asarray(SAMPLE(logits, same)[0]).tolist())) == 1
     if part == "position":
-        varied = same._replace(position=jnp.arange(rows))
+        varied = same._replace(position=jnp.arange(ROWS))
     else:
         column = ["seed", "step", "prompt", "sample"].index(part)
-        varied = same._replace(key=same.key.at[:, column].set(jnp.arange(rows, dtype=jnp.uint32)))
+        varied = same._replace(key=same.key.at[:, column].set(jnp.arange(ROWS, dtype=jnp.uint32)))
     counts = np.bincount(np.asarray(SAMPLE(logits, varied)[0]), minlength=5)
-    assert stats.chisquare(counts, rows * PROBS).pvalue > 1e-3
+    assert stats.chisquare(counts, ROWS * PROBS).pvalue > 1e-3
 
 
 def test_one_program_serves_all_settings() -> None:
