@@ -1,5 +1,6 @@
 """How processes end: from any thread, whatever happens to their output; all hosts together; and by signals."""
 
+import itertools
 import os
 import signal
 import subprocess
@@ -60,8 +61,14 @@ def ended(body: str) -> tuple[int, str, float]:
     return done.returncode, done.stderr, time.monotonic() - began
 
 
-@pytest.mark.parametrize("stderr", ["", "closed(2)", "full(2)", "os.close(2)"])
-@pytest.mark.parametrize("log", ["host.log", "/dev/full", "a pipe", "gone/host.log"])
+@pytest.mark.parametrize(
+    ("stderr", "log"),
+    [
+        *itertools.product(("", "full(2)"), ("host.log", "/dev/full", "a pipe", "gone/host.log")),
+        ("closed(2)", "host.log"),
+        ("os.close(2)", "host.log"),
+    ],
+)
 def test_a_process_ends_whatever_takes_its_last_line(tmp_path: Path, stderr: str, log: str) -> None:
     """A pipe that nobody reads stands for a disk that hangs."""
     path = tmp_path / log

@@ -129,6 +129,6 @@ def open_hub(models: dict[str, Files], data: Files | None = None) -> Iterator[Hu
     handler = type("Handler", (Handler,), {"hub": hub})
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as serving:
         hub.address = f"http://127.0.0.1:{serving.server_port}"
-        threading.Thread(target=serving.serve_forever, daemon=True).start()
+        threading.Thread(target=serving.serve_forever, args=(0.01,), daemon=True).start()
         yield hub
         serving.shutdown()

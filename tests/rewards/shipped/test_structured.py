@@ -141,7 +141,7 @@ def server(monkeypatch: pytest.MonkeyPatch):
         def log_message(self, format: str, *args: Any) -> None: ...
 
     with http.server.HTTPServer(("127.0.0.1", 0), Handler) as found:
-        threading.Thread(target=found.serve_forever, daemon=True).start()
+        threading.Thread(target=found.serve_forever, args=(0.01,), daemon=True).start()
         yield found.server_address[1], asked
         found.shutdown()
 
