@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.marks import marked
+from tests.several.runs import laid_over
 from tests.talking import AGENT_SETTINGS, SIZES, write_talking_files
 from tests.test_pipeline import digests, lines
 from tpu_grpo.config import RunConfig, parse_config
@@ -79,9 +80,7 @@ def config(run_dir: Path, **sections: Any) -> RunConfig:
         "meshes": {"layout": "split", "sampler": {"tensor": 2}},  # one engine to compile
         **SIZES,
     }
-    for name, values in sections.items():
-        tree[name] = values if isinstance(values, list) else tree.get(name, {}) | values
-    return parse_config(tree)
+    return parse_config(laid_over(tree, sections))
 
 
 def samples(run_dir: Path) -> list[dict[str, Any]]:

@@ -60,6 +60,11 @@ def settings(run_dir: Path, **sections: Any) -> dict[str, Any]:
         "optimizer": {"learning_rate": 1e-3},
         "hosts": {"lost_timeout_seconds": 120, "start_timeout_seconds": 300},  # whatever the load of the machine
     }
+    return laid_over(tree, sections)
+
+
+def laid_over(tree: dict[str, Any], sections: dict[str, Any]) -> dict[str, Any]:
+    """The tree with these sections: settings over those that it has, and lists in their place."""
     for name, values in sections.items():
         tree[name] = values if isinstance(values, list) else tree.get(name, {}) | values
     return tree
