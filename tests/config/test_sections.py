@@ -49,10 +49,6 @@ def test_a_config_is_frozen() -> None:
             "run.dir must be a directory, got the URL gs://b/run; mount the bucket, and name a directory there",
         ),
         (
-            "run.max_steps=0",
-            "run.max_steps must be greater than or equal to 1, got 0; `--help run.max_steps` says more",
-        ),
-        (
             "run.max_steps=1.5",
             "run.max_steps must be a valid integer, got 1.5; `--help run.max_steps` says more",
         ),
@@ -62,7 +58,6 @@ def test_a_config_is_frozen() -> None:
         ),
         ("run.max_steps=true", f"run.max_steps must not be a switch, got true; {TAKES}"),
         ("optimizer.b1=false", f"optimizer.b1 must not be a switch, got false; {TAKES}"),
-        ("logging.wandb=true", f"logging.wandb must be off, offline or online, got true; {TAKES}"),
         (
             "model.dtype=bf16",
             "model.dtype must be 'float32' or 'bfloat16', got 'bf16'; write model.dtype=bfloat16",
@@ -73,15 +68,10 @@ def test_a_config_is_frozen() -> None:
         ),
         ("optimizer.b2=1", "optimizer.b2 must be less than 1, got 1; `--help optimizer.b2` says more"),
         ("rollout.top_p=0", "rollout.top_p must be greater than 0, got 0; `--help rollout.top_p` says more"),
-        ("model.dtype=fp16", "model.dtype must be 'float32' or 'bfloat16', got 'fp16'; `--help model.dtype` says more"),
         (
             "logging.profile_steps=[3, 0]",
             "logging.profile_steps.1 must be greater than or equal to 1, got 0; "
             "`--help logging.profile_steps` says more",
-        ),
-        (
-            "logging.profile_steps=3",
-            "logging.profile_steps must be a list, got 3; write it in brackets: logging.profile_steps='[...]'",
         ),
         (
             "optimizer.rules=[{match: '(norm'}]",
@@ -103,11 +93,6 @@ def test_a_config_is_frozen() -> None:
             "optimizer.rules.0.learning_rate must be greater than or equal to 0, got -1; "
             "`--help optimizer.rules[i].learning_rate` says more",
         ),
-        (
-            "data.shuffle=maybe",
-            "data.shuffle must be a valid boolean, got 'maybe'; `--help data.shuffle` says more",
-        ),
-        ("run=5", "run must be a section, got 5; known in run: name, dir, seed, max_steps, epochs, compilation_cache"),
         ("meshes.trainer=[]", "meshes.trainer must be a section, got []; known in meshes.trainer: fsdp, tp"),
         (
             "evaluation.rewards=[gsm8k]",
@@ -117,7 +102,6 @@ def test_a_config_is_frozen() -> None:
             "rewards=[{weight: 1}]",
             "rewards.0.name: field required, got {'weight': 1}; `--help rewards[i].name` says more",
         ),
-        ("rewards=gsm8k", "rewards must be a list, got 'gsm8k'; write it in brackets: rewards='[...]'"),
         (
             "rewards=[{name: gsm8k, weight: {-1: 2}}]",
             "rewards.0.weight must be a number or a schedule {step: factor} of steps >= 0, got {-1: 2.0}",
@@ -131,7 +115,6 @@ def test_a_config_is_frozen() -> None:
             "rollout.steps_per_launch must be auto or a whole number from 1 on, got 0; `--help all` says what it means",
         ),
         ("run.name=7", "run.name must be text, got 7; put a text in quotes of its own: run.name='\"...\"'"),
-        ("algorithm.group_size=1", "algorithm.group_size must be >= 2, got 1; a group of one has no baseline"),
         ("environment.name={}", "environment.name must name an environment, got {}; leave it unset for none"),
         (
             "logging.on_end=' '",

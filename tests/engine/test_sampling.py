@@ -25,9 +25,6 @@ from tpu_grpo.engine.sampling import SamplingColumns, filter_logits, sample_rows
 from tpu_grpo.models import thresholds
 from tpu_grpo.planning.slices import open_slice, replica_devices
 from tpu_grpo.records.errors import ConfigError
-from tpu_grpo.records.stages import SamplingParams
-
-FILTERED = SamplingParams(16, temperature=0.9, top_k=20, top_p=0.8, min_p=0.02, ignore_stop=True)
 
 
 def columns(rows: int = 1, **settings: Any) -> SamplingColumns:
