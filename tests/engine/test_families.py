@@ -19,6 +19,7 @@ from tpu_grpo.records.stages import SamplingParams
 
 ENGINE_AGAINST_TRAINER, AGAINST_REFERENCE = 1e-4, 3e-4
 """The contract's bounds in float32; measured 8e-6 to 2e-5, and 6e-6 to 8e-5."""
+SIZES: dict[str, Any] = {"context_tokens": 128, "batch_paddings": (8,), "prefill_tokens": 64}
 LONG = tuple(np.random.default_rng(0).integers(2, 300, 110).tolist())
 """Beyond the original context of LLAMA3_SCALING."""
 
@@ -67,9 +68,7 @@ def test_every_family_is_here() -> None:
 def test_engine_trainer_and_reference_agree(tmp_path: Path, family: str, options: dict[str, Any], tensor: int) -> None:
     directory = write_random(family, tmp_path / "model", scale=0.3, **options)
     model = policy(directory)
-    engine = build_engine(
-        directory, model, tensor, context_tokens=128, batch_paddings=(8,), prefill_tokens=64, max_running_requests=8
-    )
+    engine = build_engine(directory, model, tensor, **SIZES)
     asked = requests([*PROMPTS[:3], LONG])
     completions = engine.generate(asked)
     trainer = trainer_logprobs(model, asked, completions)
@@ -90,9 +89,7 @@ def test_the_engine_computes_what_transformers_5_does(name: str) -> None:
     """The library's transformers would take 10,000 for the base of positions, no scaling, and 128 experts."""
     directory = SAVED / name
     theirs = np.load(directory / "expected.npz")
-    engine = build_engine(
-        directory, policy(directory), context_tokens=64, batch_paddings=(8,), prefill_tokens=64, max_running_requests=8
-    )
+    engine = build_engine(directory, policy(directory), **SIZES)
     places = range(4, 40, 5)
     prompts = [tuple(theirs["tokens"][0, : place + 1].tolist()) for place in places]
     asked = requests(prompts, SamplingParams(max_new_tokens=1, ignore_stop=True))
@@ -121,10 +118,10 @@ MERGED_AGAINST_ADAPTED = 1e-4
     ],
 )
 def test_merged_sampler_and_adapted_model_agree(tmp_path: Path, family: str, tensor: int) -> None:
-    directory = write_random(family, tmp_path / "model", scale=0.3)
+    directory = write_random(family, tmp_path / "model", scale=0.3, tied=family == "gemma2")
     section = LoraSection(rank=4, alpha=8.0)
     base, model = with_lora(directory, section)
-    engine = build_engine(directory, base, tensor, batch_paddings=(8,), prefill_tokens=64)
+    engine = build_engine(directory, base, tensor, **SIZES)
     randomize(model)
     install(engine, model, lora_alpha=section.alpha)
     asked = requests(PROMPTS)
