@@ -349,7 +349,7 @@ def test_with_no_tool_steps_an_episode_may_end_once_another_has(
     checkpoint: Path, model: nnx.Module, told: list[Completion]
 ) -> None:
     """Row 2 has one turn, and is over only once row 3 has had its eight, as where a group is scored together."""
-    engine = build_engine(checkpoint, model, tool_steps=0, **SMALL)
+    engine = build_engine(checkpoint, model, steps_per_launch=16, tool_steps=0, **SMALL)
     conversations = ScriptedConversations(asked(), scripts(asked()))
     ready, rows = conversations.ready, conversations._rows
 
@@ -367,7 +367,7 @@ def test_a_group_prefills_its_first_prompt_once(checkpoint: Path, model: nnx.Mod
     """Eight rows of one prompt have their first turns in one wave; the others find the whole prompt but a token."""
     rows = requests(PROMPTS[1:2], replace(SAMPLED, max_new_tokens=80), group=8)
     conversations = ScriptedConversations(rows, scripts(rows), random_delays(3))
-    engine = build_engine(checkpoint, model, **SMALL)
+    engine = build_engine(checkpoint, model, steps_per_launch=16, **SMALL)
     alone(engine).generate(rows, conversations=conversations)
     first: dict[int, Played] = {}
     for turn in conversations.played:
