@@ -40,10 +40,11 @@ LONG = re.compile(
 )
 """Files of a minute and more. They begin first, so that no worker is left alone with one at the end."""
 QUICKLY_COMPILED = re.compile(
-    r"tests/(algorithms/test_(objectives|off_policy)|checking|cli/test_evaluate"
+    r"tests/(algorithms/test_(correction|objectives|off_policy)|checking|cli/test_evaluate"
     r"|engine/test_(engine|experts|families|sampler|waves)"
     r"|learner/test_(conversations|flat_products|learner|loss|numbers|output_head|packed|routing|trained|update)"
-    r"|models/(families/test_trainer_attention|test_lora)|run/test_(carrying|probe)"
+    r"|models/(families/test_trainer_attention|test_(expert_parallel|families|lora|transformers5|tunix_model))"
+    r"|run/test_(carrying|exporting|probe)"
     r"|test_pipeline(_conversations|_signal)?\.py|tunix_loop/test_tunix_learner)"
 )
 """Tests that compile more than they compute, and compare within a tolerance, or what one program gives twice. Those
