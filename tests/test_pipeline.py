@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.models.random_checkpoint import edit_config, write_random_qwen3
 from tests.observe.test_trackers import events
 from tests.run.test_timeline import xplane_spans
-from tests.several import runs
-from tests.several.runs import write_files
 from tpu_grpo.config import RunConfig, parse_config
 from tpu_grpo.hosts import StopRequest
+from tpu_grpo.models.tokenizers import build_byte_tokenizer
 from tpu_grpo.observe.callbacks import find_callbacks
 from tpu_grpo.records.errors import Interrupted, RewardError
 from tpu_grpo.run.pipeline import train
@@ -35,26 +35,44 @@ CONTRACT = {
     "compile/count", "memory/host_gib",
 }  # fmt: skip
 STAGES = ("rollout", "rewards", "update", "weight sync")
+REWARD = """
+def ascii_share(prompts, completions):
+    return [sum(c.isascii() for c in text) / max(1, len(text)) for text in completions]
+
+
+def fails_at_three(prompts, completions, question):
+    raise RuntimeError("no luck with " + question[0])
+"""
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random checkpoint with the byte tokenizer, and a reward file."""
-    return write_files(tmp_path_factory.mktemp("inputs"))
+    directory = tmp_path_factory.mktemp("inputs")
+    tokenizer = build_byte_tokenizer()
+    model = write_random_qwen3(directory / "model", vocab=len(tokenizer), layers=1, scale=0.3)
+    tokenizer.save_pretrained(str(model))
+    edit_config(model, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    (directory / "rewards.py").write_text(REWARD)
+    return directory
 
 
 def settings(files: Path, run_dir: Path, **sections: dict[str, Any]) -> dict[str, Any]:
-    """Of the built-in data, with the programs of other whole runs of the same model."""
-    tree = runs.settings(run_dir, model={"path": str(files / "model")})
-    del tree["data"]["path"]
-    more: dict[str, Any] = {
-        "run": {"max_steps": 4},
+    tree: dict[str, Any] = {
+        "run": {"dir": str(run_dir), "max_steps": 4, "seed": 5},
+        "model": {"path": str(files / "model")},
+        "data": {"prompts_per_step": 4, "max_prompt_tokens": 12},
+        "rollout": {"max_new_tokens": 6, "prefill_tokens": 64, "batch_paddings": [16], "max_running_requests": 16},
         "rewards": [{"name": "exact_answer"}, {"name": f"{files}/rewards.py:ascii_share", "weight": 0.5}],
+        "algorithm": {"group_size": 4},
+        "optimizer": {"learning_rate": 1e-3},
         "meshes": {"sampler": {"tensor": 4}},  # one engine to compile
         "evaluation": {"prompts": 16},
         "logging": {"samples_every": 2},
     }
-    return runs.laid_over(runs.laid_over(tree, more), sections)
+    for name, values in sections.items():
+        tree[name] = values if isinstance(values, list) else tree.get(name, {}) | values
+    return tree
 
 
 def config(files: Path, run_dir: Path, **sections: Any) -> RunConfig:
