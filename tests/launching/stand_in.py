@@ -202,11 +202,10 @@ class StandIn:
                     request["state"] = "ACTIVE"
                     self.boot(request["nodes"], request["node"], state)
                 self.save(state)
-            print(
-                json.dumps(
-                    {"name": f"projects/p/locations/z/queuedResources/{name}", "state": {"state": request["state"]}}
-                )
-            )
+            count = len(request["nodes"])
+            spec = {"nodeId": name} if request["nodes"] == [name] else {"multisliceParams": {"nodeCount": count}}
+            shown = {"name": f"projects/p/locations/z/queuedResources/{name}", "tpu": {"nodeSpec": [spec]}}
+            print(json.dumps({**shown, "state": {"state": request["state"]}}))
         else:
             ends = [{"ipAddress": f"10.0.0.{n}", "port": 8470} for n in range(state["hosts"])]
             print(json.dumps({"name": name, **kind[name], "networkEndpoints": ends}))

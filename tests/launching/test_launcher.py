@@ -185,6 +185,16 @@ def test_two_slices_are_requested_together_and_run_as_four_hosts(
         gcloud_syntax.check(command)
 
 
+@pytest.mark.parametrize("given", ["1", "3"])
+def test_another_number_of_slices_than_was_created_is_no_lost_machine(
+    homes: list[Path], given: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["status", "--slices", given]) == 1
+    assert (
+        f"--slices must be the number of nodes of the queued resource grpo, 2, got {given}" in capsys.readouterr().err
+    )
+
+
 def test_slices_are_set_up_at_the_same_time_and_errors_name_the_slice(
     homes: list[Path], checkout: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -144,11 +144,11 @@ def test_slices_are_whole_hosts_in_order(platform: str) -> None:
 @pytest.mark.parametrize(
     ("found", "asked", "got"),
     [
-        (sliced(2, 2, 2, "tpu"), 1, r"1 for slices of \[4, 4\] devices on 4 hosts"),
-        (sliced(1, 2, 2, "tpu"), 2, r"2 for slices of \[4\] devices on 2 hosts"),
-        (sliced(1, 3, 1, "cpu"), 2, r"2 for slices of \[2, 1\] devices on 3 hosts"),
-        (list(map(alternating, range(4))), 2, r"2 for slices of \[2, 2\] devices on 4 hosts"),
-        (sliced(1, 1, 4, "cpu"), 2, r"2 for slices of \[4\] devices on 1 hosts"),
+        (sliced(2, 2, 2, "tpu"), 1, r"1 for hosts of the slices \[0, 0, 1, 1\]"),
+        (sliced(1, 2, 2, "tpu"), 2, r"2 for hosts of the slices \[0, 0\]"),
+        (sliced(1, 3, 1, "cpu"), 2, r"2 for hosts of the slices \[0, 0, 1\]"),
+        (list(map(alternating, range(4))), 2, r"2 for hosts of the slices \[0, 1, 0, 1\]"),
+        (sliced(1, 1, 4, "cpu"), 2, r"2 for hosts of the slices \[0\]"),
     ],
 )
 def test_another_number_of_slices_is_refused(found: list[Any], asked: int, got: str) -> None:

@@ -149,9 +149,10 @@ def devices(shared: Any) -> Finding:
         known = ", ".join(generation.name for generation in GENERATIONS)
         return Finding("works but slow", f"{said}, a generation that plans do not know", f"plan for one of {known}")
     named = next((os.environ[name] for name in ACCELERATOR if os.environ.get(name)), None)
-    if named and parse_slice(named).devices * shared.config.meshes.slices != len(found):
-        remedy = "start the same command on all workers; unset TPU_VISIBLE_DEVICES"
-        return Finding("broken", f"{said}, though the slice is {named}", remedy)
+    slices = shared.config.meshes.slices
+    if named and parse_slice(named).devices * slices != len(found):
+        remedy = "start the same command on all workers; unset TPU_VISIBLE_DEVICES; correct meshes.slices"
+        return Finding("broken", f"{said}, though the slice is {named} and meshes.slices={slices}", remedy)
     return Finding("works", f"{said}: {shared.generation.name}")
 
 

@@ -137,12 +137,11 @@ def slices_of(devices: Iterable[Any], count: int) -> list[list[Any]]:
         number = {host: place * count // len(hosts) for place, host in enumerate(hosts)}
     found = sorted(set(number.values()))
     slices = [[device for device in devices if number[device.process_index] == n] for n in found]
-    in_order = list(number.values()) == sorted(number.values())
-    if len(slices) != count or len({len(each) for each in slices}) > 1 or not in_order:
+    of_hosts = list(number.values())
+    if len(slices) != count or len({len(each) for each in slices}) > 1 or of_hosts != sorted(of_hosts):
         raise ConfigError(
-            "meshes.slices must be the number of slices, of equal size, with hosts numbered slice by slice, got "
-            f"{count} for slices of {[len(each) for each in slices]} devices on {len(hosts)} hosts; correct it, or "
-            "start other hosts"
+            "meshes.slices must be the number of slices, of equal size, whose hosts are numbered slice by slice, got "
+            f"{count} for hosts of the slices {of_hosts}; correct it, or start other hosts"
         )
     return slices
 

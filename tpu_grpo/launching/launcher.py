@@ -232,6 +232,9 @@ class Launcher:
 
     def _run_together(self, commands: Sequence[Command], *, repeated: bool = False) -> None:
         """Run a command for every slice at the same time; wait for all, then raise the first slice's error, if any."""
+        if len(commands) == 1:  # without a thread, which an interruption would wait for
+            self.gcloud.run(commands[0], repeated=repeated)
+            return
         for command in commands:  # printed here, so that lines are in order
             self.gcloud.announce(command, repeated=repeated)
         with ThreadPoolExecutor(len(commands)) as pool:

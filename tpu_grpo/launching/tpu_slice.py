@@ -53,6 +53,11 @@ class TpuSlice:
                 return SliceState("missing", "there is no such queued resource (--how vm looks for a TPU VM)")
             state = request.get("state", {}).get("state", "STATE_UNSPECIFIED")
             seen = [f"queued resource {state}"]
+            if (asked := _nodes_asked(request)) not in (0, len(self.nodes)):
+                raise LaunchError(
+                    f"--slices must be the number of nodes of the queued resource {self._name}, {asked}, got "
+                    f"{len(self.nodes)}; give --slices {asked} (TPU_SLICES), or take another --name"
+                )
             if state in REQUEST_GONE:
                 message = request["state"].get("failedData", {}).get("error", {}).get("message", "")
                 names = self.nodes if state == "SUSPENDING" and len(self.nodes) > 1 else []  # which slice was lost
@@ -132,3 +137,15 @@ class TpuSlice:
             remedy = "wait, `status` shows its state" if state.condition == "waiting" else "`create` it first"
             raise LaunchError(f"{self._name} must be ready, got: {state.description}; {remedy}")
         return state
+
+
+def _nodes_asked(request: Any) -> int:
+    """Return the number of nodes that a queued resource asks for; 0 if gcloud does not say.
+
+    The API has it as nodeCount in a part of a node's specification whose name has changed over its versions.
+    """
+    asked = 0
+    for spec in request.get("tpu", {}).get("nodeSpec", []):
+        parts = [part for part in spec.values() if isinstance(part, dict) and "nodeCount" in part]
+        asked += int(parts[0]["nodeCount"]) if parts else 1
+    return asked
