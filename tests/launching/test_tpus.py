@@ -44,9 +44,9 @@ def test_other_names_are_refused(name: str) -> None:
 def test_the_environment_of_a_chip_can_be_replaced() -> None:
     chips = parse_slice("v6e-16")
     assert chip_environment(chips, "gs://b/c", None)["LIBTPU_INIT_ARGS"].split() == list(chips.generation.libtpu_args)
-    assert chip_environment(chips, "c", "--a=1")["LIBTPU_INIT_ARGS"] == "--a=1"
-    assert "LIBTPU_INIT_ARGS" not in chip_environment(chips, "c", "")
-    assert "LIBTPU_INIT_ARGS" not in chip_environment(None, "c", None)
+    assert chip_environment(chips, None, "--a=1")["LIBTPU_INIT_ARGS"] == "--a=1"
+    assert "LIBTPU_INIT_ARGS" not in chip_environment(chips, None, "")
+    assert "LIBTPU_INIT_ARGS" not in chip_environment(None, None, None)
     assert chip_environment(None, "gs://b/c", None)["JAX_COMPILATION_CACHE_DIR"] == "gs://b/c"
 
 

@@ -18,8 +18,6 @@ from tpu_grpo.records.errors import ConfigError
 RUN_SCRIPT = "scripts/run.py"
 SECRETS = ("WANDB_API_KEY", "HF_TOKEN")
 """These variables are always passed on to the workers if they are set here."""
-CACHE = "../jax_cache"
-"""The directory for compiled programs on a worker, relative to the checkout."""
 PYTHON = ".venv/bin/python"
 LOCAL_DISK = ("/home", "/root", "/tmp", "/var", "/opt", "/usr", "/etc")
 
@@ -34,7 +32,7 @@ class Job:
         script: the program in the checkout that is called with config and words.
         environment: variables that may be printed.
         secrets: variables that must not be printed.
-        cache: the directory for compiled programs, a path on the worker or a gs:// address.
+        cache: where jax keeps compiled programs, a gs:// address or a directory; None for each worker's own cache.
         libtpu_args: LIBTPU_INIT_ARGS, in place of the generation's default; "" for none.
 
     Raises:
@@ -46,7 +44,7 @@ class Job:
     script: str = RUN_SCRIPT
     environment: Mapping[str, str] = field(default_factory=dict)
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
-    cache: str = CACHE
+    cache: str | None = None
     libtpu_args: str | None = None
 
     def __post_init__(self) -> None:
@@ -81,16 +79,14 @@ class Job:
         return ["env", *(f"{k}={v}" for k, v in variables.items()), PYTHON, self.script, config, *self.words]
 
 
-def chip_environment(target: Slice | None, cache: str, libtpu_args: str | None) -> dict[str, str]:
+def chip_environment(target: Slice | None, cache: str | None, libtpu_args: str | None) -> dict[str, str]:
     """Return the environment variables for runs on a slice; ``cache`` and ``libtpu_args`` are as in ``Job``.
 
     If the slice is unknown (None), LIBTPU_INIT_ARGS is set only from ``libtpu_args``.
     """
-    variables = {
-        "PYTHONUNBUFFERED": "1",  # lines appear in the log immediately
-        "JAX_COMPILATION_CACHE_DIR": cache,
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1",
-    }
+    variables = {"PYTHONUNBUFFERED": "1"}  # lines appear in the log immediately
+    if cache is not None:
+        variables |= {"JAX_COMPILATION_CACHE_DIR": cache, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1"}
     if libtpu_args is None:
         libtpu_args = " ".join(target.generation.libtpu_args) if target else ""
     return variables | ({"LIBTPU_INIT_ARGS": libtpu_args} if libtpu_args else {})

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from tpu_grpo.launching.jobs import CACHE, RUN_SCRIPT, SECRETS
+from tpu_grpo.launching.jobs import RUN_SCRIPT, SECRETS
 from tpu_grpo.launching.tpus import Slice, parse_slice
 from tpu_grpo.records.errors import ConfigError
 
@@ -74,7 +74,7 @@ class Options(argparse.Namespace):
     script: str
     env: list[str]
     secret: list[str]
-    compilation_cache: str
+    compilation_cache: str | None
     libtpu_args: str | None
 
     poll: float
@@ -214,8 +214,8 @@ def _job_flags(parser: argparse.ArgumentParser) -> None:
     add("--env", action="append", default=[], metavar="NAME=VALUE", help=variable)
     secret = f"pass on a variable unseen; always done for {' and '.join(SECRETS)}"
     add("--secret", action="append", default=[], metavar="NAME", help=secret)
-    cache = "where compiled programs are kept: a directory, or gs:// (default: %(default)s)"
-    add("--compilation-cache", default=CACHE, help=cache)
+    cache = "where host 0 keeps compiled programs for all: gs://... (default: every worker keeps its own)"
+    add("--compilation-cache", metavar="DIR", help=cache)
     add("--libtpu-args", help="LIBTPU_INIT_ARGS, instead of those for this kind of TPU; '' for none")
 
 

@@ -5,7 +5,6 @@
 #   ~/.tpu_grpo/code/            the checkout, with .venv; runs are started in it
 #   ~/.tpu_grpo/jobs/<id>/       log, command, config.yaml, pid, keeper; exit_code once the run has ended
 #   ~/.tpu_grpo/job              a link to the newest directory in jobs/
-#   ~/.tpu_grpo/jax_cache/       compiled programs
 #   ~/.tpu_grpo/secrets.sh       only between the copy and the start of a run
 #
 # A command answers with lines "@key value"; all other output is for people.
