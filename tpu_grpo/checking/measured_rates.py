@@ -1,4 +1,4 @@
-"""Rows of `tpu-grpo check` about speed: they measure the rates that plans assume, and plan a step with the results.
+"""The speed rows of `tpu-grpo check`: they measure the rates that plans assume; the last plans a step with these.
 
 Most rates are shares of a chip's nominal speeds (tpu_grpo/launching/tpus.py). A CPU's measured speeds serve as its
 nominal speeds.

@@ -189,7 +189,7 @@ class Waves:
 
     @property
     def room(self) -> int:
-        """The number of places, summed over the replica's hosts, that no row has or waits for."""
+        """The number of free places on the replica's hosts: those that no row has or waits for."""
         if self.limits.places is None:
             return 2**31
         hosts = 1 if self._partners is None else len(self._partners.members)

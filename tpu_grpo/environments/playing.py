@@ -148,8 +148,8 @@ class Playing:
     """The environment of one conversation, and its state."""
 
     def __init__(self, service: PlayedEnvironment, went_on: Callable[[], None] = lambda: None):
-        """Prepare; the request `Start` builds the environment. ``went_on`` is called when a turn's next tool call
-        begins, and restarts the timeout."""
+        """Do not build the environment yet: the request `Start` does. ``went_on`` is called when a turn's next tool
+        call begins, and restarts the timeout."""
         self._service, self._target = service, service.target
         self._adapter: Adapter | None = service.adapter(service.target, service.options) if service.adapter else None
         self._instance: Any = None

@@ -98,7 +98,7 @@ def programs_directory(where: str) -> Path:
 
 
 def _kind_of_device() -> str:
-    """Return "accelerator", or for CPUs a digest of what jax's key lacks: the CPU's features and the thread count."""
+    """Return "accelerator", or for CPUs a digest of what jax's cache key lacks: CPU features and the thread count."""
     if "cpu" not in os.environ.get("JAX_PLATFORMS", ""):
         return "accelerator"
     threads = [os.environ.get("NPROC"), os.cpu_count(), len(os.sched_getaffinity(0)), cpu_devices()]

@@ -141,7 +141,7 @@ def _check_mask(row: int, completion: Completion) -> None:
 
 
 def _checked_branches(row: int, completion: Completion) -> Sequence[Branch]:
-    """Return the branches of a conversation, after a check that they hold all sampled tokens and do not overlap."""
+    """Return a conversation's branches, after a check that they follow each other and hold all sampled tokens."""
     branches = () if completion.episode is None else completion.episode.branches
     covered_T, place = np.zeros(len(completion.token_ids), np.bool_), 0
     for branch in branches:

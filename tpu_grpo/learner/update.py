@@ -140,7 +140,7 @@ class Updater:
 
     @property
     def trained(self) -> Values:
-        """The trained parameters as the model computes with them, by name."""
+        """The trained parameters by name, in the type in which the model computes."""
         return by_name(nnx.state(self.model, self._kind))
 
     def stepped(self) -> Values:

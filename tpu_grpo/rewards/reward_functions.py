@@ -130,7 +130,7 @@ def _makes_rewards(target: Any, signature: "Signature", columns: Collection[str]
 
 
 def _made(spec: RewardSpec, target: Any) -> Any:
-    """Call a function that makes rewards, passing the options, and return the reward."""
+    """Call a reward factory (a class or a function) with the options, and return the reward that it makes."""
     try:
         made = target(**spec.options)
     except Exception as error:  # user code can raise anything

@@ -74,7 +74,7 @@ class TunixLearner(Learner):
             yield MeasuredUpdate([each["sums"] for each in of_update], of_update[-1]["record"], {}), ()
 
     def keep_failed(self, keep: Callable[[FailedUpdate], Path]) -> None:
-        """Do nothing: only this package's own learner could repeat an update from a file."""
+        """Keep no files of failed updates: only this package's own learner can repeat an update from one."""
 
 
 class _Feed:
