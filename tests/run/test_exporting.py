@@ -150,7 +150,7 @@ def test_a_run_in_bfloat16_leaves_as_what_was_trained(tmp_path: Path, model: dic
         more["optimizer"]["state"] = "compact"
     config = run_config(write_model(tmp_path, "qwen3", layers=1), **more, export={"dtype": "float32"})
     checkpoint, mesh = read_checkpoint(Path(config.model.path)), trainer_mesh(1, 1)
-    meshes: Any = SimpleNamespace(trainer=mesh, flash_block=None)
+    meshes: Any = SimpleNamespace(trainer=mesh, joined=None, flash_block=None)
     learner = Learner(config, load_inputs(config, checkpoint, meshes))
     before = {name: np.asarray(value) for name, value in learner._updater.stepped().items()}
     for _ in range(5):
