@@ -209,3 +209,19 @@ def test_carried_steps_sample_what_is_learnt_and_wait_for_no_tail() -> None:
     work = work_of()
     assert work.carrying(1.0).step(20).of("decode") < work.step(20).of("decode")
     assert work.carrying(1.0).step().of("decode") == pytest.approx(work.step().of("decode"))
+
+
+def test_efficiency_by_hand() -> None:
+    """16 rows of 20 + 60 tokens on 8 devices; a token attends to 40 tokens on average, in the prefill to 10."""
+    work, peak = work_of(), 918e12
+    token, engine, found = work.engine.token, work.engine, work.efficiency()
+    forward = 16 * 80 * (2 * token.layers + token.attention * 40) + 16 * 60 * 2 * token.head
+    assert found["update_mfu"] == pytest.approx(3 * forward / (8 * peak * work.step().of("update")))
+    read = engine.weight_bytes + 4 * (20 + 30) * engine.cache_bytes
+    assert found["decode_of_least"] == pytest.approx(work.planned()["decode_step"] * 1640e9 / read)
+    prompts = 40 * (2 * token.layers + token.attention * 10) + 2 * token.head  # 4 rows are 2 prompts
+    assert found["prefill_mfu"] == pytest.approx(prompts / (2 * peak * work.step().of("prefill")))
+    shorter = work.efficiency(20)
+    assert shorter["update_mfu"] < found["update_mfu"]  # a third of the last micro-batch is empty
+    adapters = work_of(model={"lora": {"rank": 8}}).efficiency()  # gradients of frozen weights are not needed
+    assert adapters["update_mfu"] == pytest.approx(2 / 3 * found["update_mfu"])

@@ -41,6 +41,11 @@ SPARSE_CORES = (
 Llama-3.1-70B (AI-Hypercomputer/tpu-recipes), without the flags for the type of vector operations and for
 all-reduces."""
 
+LAYOUT_OF_ARGUMENTS = "--xla_tpu_control_large_2nd_minor_layout_for_x16=false"
+"""Without this flag, programs for v7x use tiles of 16 x 128 for bfloat16, while their arguments have tiles of 8 x 128:
+each launch of decode steps would copy all weights, which takes 4 ms and as much memory as the weights of Qwen3-8B. By
+the compiler's cycles, the flag slows down no loop of decode steps, and no update (docs/planning.md)."""
+
 WHOLE_PRODUCTS = "--xla_tpu_enable_windowed_einsum_for_all_gather=false"
 """With this flag, a matrix product runs as a whole once its parameter shards are gathered; a product per shard takes
 more cycles. Products before a reduce-scatter stay split per shard; otherwise the compiler would all-reduce the whole
@@ -173,7 +178,7 @@ GENERATIONS = (
         *("v7x", "tpu7x", "v2-alpha-tpu7-ubuntu2404", 2, 3, (4,)),
         Chip(int(94.75 * GIB), 1153.5e12, 3690e9, 300e9, 6.25e9),  # a device; the chip has twice that
         ("TPU7x",),
-        libtpu_args=SPARSE_CORES,
+        libtpu_args=(*SPARSE_CORES, LAYOUT_OF_ARGUMENTS),
         rates=Rates(products=0.7, cache_bytes_per_second=1.31e12),  # the cache's is v6e's, not fitted
         devices_per_chip=2,
     ),

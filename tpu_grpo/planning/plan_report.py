@@ -51,9 +51,8 @@ def _memory(plan: Plan) -> list[str]:
 
 def _time(plan: Plan, mean_new_tokens: float | None, price: float | None) -> list[str]:
     """Return lines for stages and for the step: for completions of the longest and, if given, of the mean length."""
-    steps = [("all longest", plan.work.step())]
-    if mean_new_tokens is not None:
-        steps.append((f"mean {mean_new_tokens:g}", plan.work.step(mean_new_tokens)))
+    means = [None, *([] if mean_new_tokens is None else [mean_new_tokens])]
+    steps = [("all longest" if mean is None else f"mean {mean:g}", plan.work.step(mean)) for mean in means]
     lines = [f"{'seconds':12}" + "".join(f"{name:>14}  {'of it':24}" for name, _ in steps).rstrip()]
     for stages in zip(*(step.stages for _, step in steps), strict=True):
         line = f"{stages[0].stage:12}"
@@ -68,6 +67,12 @@ def _time(plan: Plan, mean_new_tokens: float | None, price: float | None) -> lis
             f"{name}: a step of {step.seconds:.1f} s, rollout {figures['rollout_seconds']:.1f} and update "
             f"{figures['update_seconds']:.1f}; {figures['completion_tokens_per_second']:,.0f} completion tokens/s, "
             f"{figures['chip_hours']:,.1f} chip-hours for {plan.config.run.max_steps} steps{cost}"
+        )
+    for (name, _), mean in zip(steps, means, strict=True):
+        near = plan.work.efficiency(mean)
+        lines.append(
+            f"{name}: a decode step takes {near['decode_of_least']:.2f} times as long as a read of weights and cache; "
+            f"MFU of prefill {near['prefill_mfu']:.0%}, of update {near['update_mfu']:.0%}"
         )
     return [
         *lines,
@@ -124,6 +129,7 @@ def _step_as_json(plan: Plan, mean_new_tokens: float | None, price: float | None
         "mean_new_tokens": step.mean_new_tokens,
         "time": [{"stage": stage.stage, "seconds": stage.seconds, **asdict(stage)} for stage in step.stages],
         **_speed(plan, step, price),
+        **plan.work.efficiency(mean_new_tokens),
     }
 
 

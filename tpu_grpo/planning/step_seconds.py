@@ -367,30 +367,67 @@ class StepWork:
     def planned(self, mean_new_tokens: float | None = None) -> dict[str, float]:
         """Return the seconds to compare with those of a run: rollout, update, sync, and a decode step of full engines
         in the middle of completions."""
-        step, config = self.step(mean_new_tokens), self.config
-        rows = min(self.rungs[-1], max(max(engines) for engines in self.hosts))
-        tokens = config.data.max_prompt_tokens + (mean_new_tokens or config.rollout.max_new_tokens) / 2
-        device, host = step_seconds(self.engine, self.generation, self.rungs)(rows, rows * tokens, self.launch_steps)
+        step = self.step(mean_new_tokens)
         return {
-            "decode_step": sum(device.values()) + host / self.launch_steps,
+            "decode_step": self._full_step(mean_new_tokens)[0],
             "rollout": step.of("prefill", "decode"),
             "update": step.of("logprobs", "update"),
             "sync": step.of("sync"),
         }
 
+    def _full_step(self, mean_new_tokens: float | None) -> tuple[float, float]:
+        """Return the seconds of a decode step of full engines in the middle of completions, and the least possible:
+        those of reading its weights and its cache once, at the full speed of the memory."""
+        rows, config = min(self.rungs[-1], max(max(engines) for engines in self.hosts)), self.config
+        cached = rows * (config.data.max_prompt_tokens + (mean_new_tokens or config.rollout.max_new_tokens) / 2)
+        device, host = step_seconds(self.engine, self.generation, self.rungs)(rows, cached, self.launch_steps)
+        read = self.engine.read_bytes(rows) + cached * self.engine.cache_bytes
+        least = read / self.generation.chip.memory_bytes_per_second
+        return sum(device.values()) + host / self.launch_steps, least
+
+    def efficiency(self, mean_new_tokens: float | None = None) -> dict[str, float]:
+        """Return how near the run comes to the limits of its chips.
+
+        ``decode_of_least`` is the time of a decode step over the least possible (see `_full_step`). The other figures
+        are model FLOPs utilization (MFU; PaLM, arXiv:2204.02311, appendix B): the FLOPs that the tokens need, over what
+        the chips could compute in that time. Neither padding nor recomputation counts as needed.
+        """
+        config, longest = self.config, self.config.rollout.max_new_tokens
+        prompt, peak = config.data.max_prompt_tokens, self.generation.chip.flops_per_second
+        decoding, least = self._full_step(mean_new_tokens)
+        chunk, seconds = self._chunk()
+        prefilled = self.engine.token.forward(chunk, prompt / 2, 1)
+        lengths = completion_lengths(config.batch_rows, mean=mean_new_tokens or longest, longest=longest)
+        rows = [prompt + length for length in lengths]
+        context = sum(row * row for row in rows) / 2 / sum(rows)
+        passes = (2 if config.model.lora.rank is not None else 3) * config.algorithm.passes
+        learnt = passes * self.trainer.token.forward(sum(rows), context, sum(lengths))
+        devices = self.trainer.fsdp * self.trainer.tp * config.meshes.slices
+        return {
+            "decode_of_least": decoding / least,
+            "prefill_mfu": prefilled / (self.engine.tensor * peak * sum(seconds.values())),
+            "update_mfu": learnt / (devices * peak * self.step(mean_new_tokens).of("update")),
+        }
+
+    def _chunk(self) -> tuple[int, dict[str, float]]:
+        """Return the tokens of a prefill's chunk, and the seconds of a round in which every engine of a host does one."""
+        config, length = self.config, self.config.data.max_prompt_tokens
+        chunk = min(config.rollout.prefill_tokens, max(self._prompts()) * length)
+        host = self.generation.rates.host * costs.host_seconds(self.engine, math.ceil(chunk / length))
+        step = costs.prefill_step(self.engine, self.generation, chunk, length / 2), host
+        return chunk, costs.round_seconds([step] * len(self._prompts()))
+
+    def _prompts(self) -> list[int]:
+        """Return the number of prompts that each engine of the busiest host prefills."""
+        shared = self.config.algorithm.group_size if self.config.rollout.prefix_cache else 1
+        return [rows // shared for rows in max(self.hosts, key=sum)]
+
     def _prefill(self, work: RolloutWork) -> dict[str, float]:
         """Return the seconds of prefill: each engine processes its prompts in chunks, in rounds as in decoding."""
-        config, length, shared = self.config, self.config.data.max_prompt_tokens, self.config.rollout.prefix_cache
-        engines = max(self.hosts, key=sum)
-        prompts = [rows // config.algorithm.group_size if shared else rows for rows in engines]
-        chunk = min(config.rollout.prefill_tokens, max(prompts) * length)
-        step = (
-            costs.prefill_step(self.engine, self.generation, chunk, length / 2),
-            self.generation.rates.host * costs.host_seconds(self.engine, math.ceil(chunk / length)),
-        )
+        length, (chunk, seconds) = self.config.data.max_prompt_tokens, self._chunk()
         again = (work.resumed * length + work.done) / sum(map(len, self.hosts))
-        chunks = (max(prompts) * length * work.begun + again) / chunk
-        return {cause: chunks * seconds for cause, seconds in costs.round_seconds([step] * len(engines)).items()}
+        chunks = (max(self._prompts()) * length * work.begun + again) / chunk
+        return {cause: chunks * value for cause, value in seconds.items()}
 
     def _decode(self, work: RolloutWork) -> dict[str, float]:
         """Return the seconds of the slowest host; hosts wait for each other only when all completions are done."""
