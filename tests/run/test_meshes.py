@@ -10,8 +10,10 @@ import pytest
 
 from tpu_grpo.config import parse_config
 from tpu_grpo.hosts import slices_of
+from tpu_grpo.models.checkpoint import abstract_checkpoint
+from tpu_grpo.planning.slice_plan import PUBLISHED
 from tpu_grpo.records.errors import ConfigError
-from tpu_grpo.run.meshes import build_meshes, check_staleness, split_devices
+from tpu_grpo.run.meshes import build_meshes, check_experts, check_staleness, split_devices
 
 
 def devices(hosts: int, per_host: int) -> list[Any]:
@@ -81,6 +83,19 @@ def test_parts_that_the_compiler_refuses_are_refused(kind: str, hosts: int, aske
         return
     with pytest.raises(ConfigError, match=message):
         split_devices(asked, found)
+
+
+@pytest.mark.parametrize(("kind", "hosts"), [("TPU v5 lite", 4), ("TPU v5 lite", 8), ("TPU v6 lite", 8)])
+def test_experts_on_v5e_need_a_slice_of_at_most_16_chips(kind: str, hosts: int) -> None:
+    """As libtpu's compiler refuses a ragged all-to-all over 32, 64 or 256 chips of v5e, and not over 16."""
+    checkpoint = abstract_checkpoint(PUBLISHED / "Qwen3-30B-A3B")
+    found = [replaced(device, device_kind=kind) for device in devices(hosts, 4)]
+    if kind == "TPU v5 lite" and hosts == 8:
+        with pytest.raises(ConfigError, match="at most 16 chips, .* got qwen3_moe on 32; use a slice of v5p or v6e"):
+            check_experts(checkpoint, found)
+    else:
+        check_experts(checkpoint, found)
+    check_experts(abstract_checkpoint(PUBLISHED / "Qwen3-0.6B"), found)
 
 
 def replaced(device: Any, **values: Any) -> Any:

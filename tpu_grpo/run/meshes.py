@@ -78,7 +78,7 @@ def build_meshes(config: RunConfig, checkpoint: Checkpoint, devices: Sequence[An
     Raises:
         ConfigError: if the sizes do not multiply to the number of devices, or do not divide the model's dimensions,
             if a split leaves the trainer or the sampler without devices, or if the trainer's devices cannot run its
-            attention.
+            attention or its experts.
     """
     section = config.meshes
     slices = slices_of(jax.devices() if devices is None else devices, section.slices)
@@ -102,6 +102,7 @@ def build_meshes(config: RunConfig, checkpoint: Checkpoint, devices: Sequence[An
         )
     check_mesh(checkpoint, fsdp, tp)
     check_sampler_mesh(checkpoint, tensor)
+    check_experts(checkpoint, slices[own])
     platform = trainer_devices[0].platform
     block = flash_block(config.model.attention, platform, config.row_tokens, checkpoint.config.head_dim)
     splits_vocabulary(section.sampler.shard_vocab, checkpoint.hf_config["vocab_size"], tensor)
@@ -109,6 +110,18 @@ def build_meshes(config: RunConfig, checkpoint: Checkpoint, devices: Sequence[An
     joined = Mesh(grids, ("slice", "fsdp", "tp")) if len(slices) > 1 else None
     sampler = tuple(device for _, sampling in parts for device in sampling)
     return Meshes(Mesh(grids[own], ("fsdp", "tp")), joined, sampler, own, tensor, block)
+
+
+def check_experts(checkpoint: Checkpoint, devices: Sequence[Any]) -> None:
+    """Raise ConfigError for experts on a slice over which libtpu 0.0.42.1 compiles no ragged all-to-all.
+
+    It compiles on v5e up to 16 chips, and on v4, v5p, v6e and v7x; v5e was tried up to 256 chips, v6e up to 256.
+    """
+    if checkpoint.has_experts and is_v5e(devices) and len(devices) > 16:
+        raise ConfigError(
+            "models with experts need v5e slices of at most 16 chips, because the TPU compiler cannot send tokens to "
+            f"experts over more, got {checkpoint.family.model_type} on {len(devices)}; use a slice of v5p or v6e"
+        )
 
 
 def check_staleness(config: RunConfig, meshes: Meshes) -> None:
@@ -160,11 +173,16 @@ def compiler_refuses(trainer: Sequence[Any], sampler: Sequence[Any]) -> str | No
     Boxes of whole hosts were tried on v4-64, on v5e and v6e from 16 to 256 chips, and on v5p from 32 to 128 cores.
     """
     kind = getattr(trainer[0], "device_kind", "")
-    if kind in ("TPU v5 lite", "TPU v5e") and len(trainer) + len(sampler) > 16:
+    if is_v5e(trainer) and len(trainer) + len(sampler) > 16:
         return "the TPU compiler refuses split meshes on v5e slices of more than 16 chips; use meshes.layout=shared"
     if kind in ("TPU v6 lite", "TPU v6e") and len(trainer) > len(sampler):
         return "on v6e the TPU compiler needs meshes.sampler.hosts to be at least half of the hosts"
     return None
+
+
+def is_v5e(devices: Sequence[Any]) -> bool:
+    """Whether these are chips of v5e."""
+    return getattr(devices[0], "device_kind", "") in ("TPU v5 lite", "TPU v5e")
 
 
 def is_box(devices: Sequence[Any]) -> bool:
