@@ -410,7 +410,7 @@ class StepWork:
         }
 
     def _chunk(self) -> tuple[int, dict[str, float]]:
-        """Return the tokens of a prefill's chunk, and the seconds of a round in which every engine of a host does one."""
+        """Return the tokens of a prefill's chunk, and the seconds in which all engines of a host do one each."""
         config, length = self.config, self.config.data.max_prompt_tokens
         chunk = min(config.rollout.prefill_tokens, max(self._prompts()) * length)
         host = self.generation.rates.host * costs.host_seconds(self.engine, math.ceil(chunk / length))

@@ -115,7 +115,7 @@ def build_meshes(config: RunConfig, checkpoint: Checkpoint, devices: Sequence[An
 def check_experts(checkpoint: Checkpoint, devices: Sequence[Any]) -> None:
     """Raise ConfigError for experts on a slice over which libtpu 0.0.42.1 compiles no ragged all-to-all.
 
-    It compiles on v5e up to 16 chips, and on v4, v5p, v6e and v7x; v5e was tried up to 256 chips, v6e up to 256.
+    v5e and v6e were tried from 8 to 256 chips, v5p from 4 to 64; on v4 and v7x up to 16 chips.
     """
     if checkpoint.has_experts and is_v5e(devices) and len(devices) > 16:
         raise ConfigError(
