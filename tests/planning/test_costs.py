@@ -77,6 +77,7 @@ def test_what_a_token_meets_among_experts() -> None:
         ("Qwen3-30B-A3B", 30_532_122_624),
         ("Llama-3.1-8B-Instruct", 8_030_261_248),
         ("Qwen2.5-7B-Instruct", 7_615_616_512),
+        ("gemma-2-9b-it", 9_241_705_984),
     ],
 )
 def test_published_models_have_as_many_parameters_as_published(name: str, parameters: int) -> None:
@@ -240,6 +241,14 @@ NARROWER = TIED | {"hidden_size": 2048, "intermediate_size": 6144}
 """Qwen3-1.7B."""
 NARROWEST = TIED | {"hidden_size": 1024, "intermediate_size": 3072}
 """Qwen3-0.6B."""
+LLAMA_70B = {
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "vocab_size": 128256,
+}
+LLAMA_8B = {"num_hidden_layers": 32, "intermediate_size": 14336, "vocab_size": 128256}
 TENSOR, NEW_TOKENS, CHUNK = 4, 1024, 2048
 
 
@@ -255,9 +264,14 @@ def sizes_of(directory: Path, changes: dict[str, int], tensor: int = TENSOR) -> 
 
 
 def tokens_per_second(sizes: EngineSizes, rows: int, prompt: int, generation: Generation = EARLIER) -> float:
-    """Completion tokens a second of a server that gets ``rows`` prompts at a time, and all are answered at length."""
-    step = step_seconds(sizes, generation, [rows])
-    total = decode([[NEW_TOKENS] * rows], prompt=prompt, slots=rows, step=step)
+    """Completion tokens a second of a server that gets ``rows`` prompts at a time, and all are answered at length.
+
+    Rows wait while the cache is full; weights and cache take 90 % of the memory.
+    """
+    free = 0.9 * generation.chip.memory_bytes - sizes.weight_bytes - sizes.expert_bytes
+    slots = min(rows, int(free / sizes.cache_bytes / (prompt + NEW_TOKENS)))
+    step = step_seconds(sizes, generation, [slots])
+    total = decode([[NEW_TOKENS] * rows], prompt=prompt, slots=slots, step=step)
     host = host_seconds(sizes, max(1, CHUNK // prompt))
     add(total, round_seconds([(prefill_step(sizes, generation, CHUNK, prompt / 2), host)]), rows * prompt / CHUNK)
     return rows * NEW_TOKENS / sum(total.values())
@@ -282,6 +296,37 @@ def test_published_speeds_are_met(
     planned = tokens_per_second(sizes_of(tmp_path, changes), rows, prompt)
     print(f"{planned:,.0f} planned, {published:,.0f} published, {planned / published:.2f}")
     assert planned == pytest.approx(published, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "tensor", "rows", "prompt", "generation", "published"),
+    [
+        (LARGER, 4, 256, 1024, EARLIER, 2123),  # sglang-jax's cookbook, as the next four
+        (LARGER, 4, 256, 4096, EARLIER, 785),
+        (LARGER, 4, 256, 8192, EARLIER, 435),
+        (LLAMA_70B, 16, 16, 1024, EARLIER, 882),
+        (None, 16, 16, 1024, EARLIER, 1476),  # Qwen3-30B-A3B
+        (LLAMA_70B, 8, 64, 1024, V6E, 2495),  # vLLM, with a kernel as new as the present one; as the next
+        (LLAMA_70B, 8, 128, 1024, V6E, 3544),
+    ],
+)
+def test_published_speeds_that_nothing_is_fitted_to_are_met_within_a_quarter(
+    tmp_path: Path,
+    changes: dict[str, int] | None,
+    tensor: int,
+    rows: int,
+    prompt: int,
+    generation: Generation,
+    published: float,
+) -> None:
+    """On v6e."""
+    if changes is None:  # four key-value heads, of which each of 16 devices holds a copy of one
+        sizes = replace(engine("Qwen3-30B-A3B", tensor), cache_bytes=48 * 2 * 128 * 2)
+    else:
+        sizes = sizes_of(tmp_path, changes, tensor)
+    planned = tokens_per_second(sizes, rows, prompt, generation)
+    print(f"{planned:,.0f} planned, {published:,} published, {planned / published:.2f}")
+    assert planned == pytest.approx(published, rel=0.25)
 
 
 @pytest.mark.parametrize(("generation", "within"), [(V7X_EARLIER, 0.1), (V7X, 0.25)], ids=["earlier", "present"])
@@ -312,12 +357,25 @@ def test_published_trainings_are_met_within_a_quarter(slice_name: str, published
     assert planned == pytest.approx(published, rel=0.25)
 
 
-@pytest.mark.parametrize(("chips", "published"), [(8, 7139), (16, 7243), (32, 7032)])
-def test_published_trainings_of_llama_8b_on_v6e_are_met(chips: int, published: int) -> None:
-    """Tokens a second and chip, with rows of 8,192 tokens; v6e's rate is fitted to the first."""
-    token, rows = TokenCost.of(checkpoint("Llama-3.1-8B-Instruct")), 8192 * chips
-    trainer = replace(sizes(fsdp=chips, layers=32, pass_tokens=rows), token=token, context=4096)
-    trainer = replace(trainer, gathered_bytes=16e9 / chips, reduced_bytes=16e9 / chips)
+@pytest.mark.parametrize(
+    ("changes", "parameters", "chips", "published"),
+    [
+        (LLAMA_8B, 8.03e9, 8, 7139),  # v6e's rate is fitted to this one
+        (LLAMA_8B, 8.03e9, 16, 7243),
+        (LLAMA_8B, 8.03e9, 32, 7032),
+        (LLAMA_70B, 70.6e9, 32, 921),
+        (LLAMA_70B, 70.6e9, 64, 877),
+        (LLAMA_70B, 70.6e9, 128, 942),
+    ],
+)
+def test_published_trainings_of_llama_on_v6e_are_met(
+    tmp_path: Path, changes: dict[str, int], parameters: float, chips: int, published: int
+) -> None:
+    """Tokens a second and chip, with rows of 8,192 tokens."""
+    token, rows = sizes_of(tmp_path, changes).token, 8192 * chips
+    held = 2 * parameters / chips
+    trainer = sizes(fsdp=chips, layers=changes["num_hidden_layers"], pass_tokens=rows)
+    trainer = replace(trainer, token=token, context=4096, gathered_bytes=held, reduced_bytes=held)
     one = pass_seconds(trainer, V6E, head_tokens=rows, accessed_bytes=0, updates=True)
     planned = 8192 / sum(one.parts.values())
     print(f"{planned:,.0f} planned, {published:,} published, {planned / published:.2f}")
