@@ -9,6 +9,9 @@ from tpu_grpo.planning.slice_plan import FEW_LAYERS, Plan, Suggestion
 from tpu_grpo.planning.stage_memory import COLUMNS
 from tpu_grpo.planning.step_seconds import StepTime, assumptions
 
+UNCERTAINTY = 0.25
+"""Plans meet published speeds within this share, with one exception; docs/planning.md lists them."""
+
 
 def plan_lines(plan: Plan, mean_new_tokens: float | None = None, price: float | None = None) -> list[str]:
     """Return the plan as lines for a terminal; ``mean_new_tokens`` adds a step with this mean length of completions,
@@ -63,9 +66,11 @@ def _time(plan: Plan, mean_new_tokens: float | None, price: float | None) -> lis
     for name, step in steps:
         figures = _speed(plan, step, price)
         cost = f", which cost {figures['cost']:,.2f}" if "cost" in figures else ""
+        low, high = figures["step_seconds_range"]
         lines.append(
-            f"{name}: a step of {step.seconds:.1f} s, rollout {figures['rollout_seconds']:.1f} and update "
-            f"{figures['update_seconds']:.1f}; {figures['completion_tokens_per_second']:,.0f} completion tokens/s, "
+            f"{name}: a step of {step.seconds:.1f} s ({low:.1f} to {high:.1f}), rollout "
+            f"{figures['rollout_seconds']:.1f} and update {figures['update_seconds']:.1f}; "
+            f"{figures['completion_tokens_per_second']:,.0f} completion tokens/s, "
             f"{figures['chip_hours']:,.1f} chip-hours for {plan.config.run.max_steps} steps{cost}"
         )
     for (name, _), mean in zip(steps, means, strict=True):
@@ -80,11 +85,12 @@ def _time(plan: Plan, mean_new_tokens: float | None, price: float | None) -> lis
     ]
 
 
-def _speed(plan: Plan, step: StepTime, price: float | None) -> dict[str, float]:
+def _speed(plan: Plan, step: StepTime, price: float | None) -> dict[str, Any]:
     """Return the speed of a step and the chip-hours of a run of such steps; with a price per hour, also the cost."""
     hours = step.seconds * plan.config.run.max_steps * plan.target.chips / 3600
     return {
         "step_seconds": step.seconds,
+        "step_seconds_range": [(1 - UNCERTAINTY) * step.seconds, (1 + UNCERTAINTY) * step.seconds],
         "rollout_seconds": step.of("prefill", "decode"),
         "update_seconds": step.of("logprobs", "update"),
         "completion_tokens_per_second": step.tokens_per_second,
