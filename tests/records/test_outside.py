@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,15 @@ def test_a_file_is_read_as_far_as_it_may_be_large(places: dict[str, Path]) -> No
         assert list(lines_of(file, "f", 3)) == [b"a\n", b"bc\n"]
     with open_file(places["file"]) as file, pytest.raises(DataError, match="f:2 must have less than 2 characters"):
         list(lines_of(file, "f", 2))
+
+
+def test_a_small_file_takes_little_memory(places: dict[str, Path]) -> None:
+    tracemalloc.start()
+    try:
+        assert read_file(places["file"]) == b"a\nbc\n"
+        assert tracemalloc.get_traced_memory()[1] < 2**22
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,8 @@ def _refuse(path: Path, number: int, why: str = "it must be a regular file") -> 
 def read_file(path: Path, most: int = LARGEST) -> bytes:
     """Read a whole file; raises OSError for more than ``most`` bytes, or anything but a regular file."""
     with open_file(path) as file:
-        content = file.read(most + 1)
+        size = os.fstat(file.fileno()).st_size
+        content = file.read(min(most, max(size, 2**20)) + 1)  # as much memory is taken before anything is read
     if len(content) > most:
         _refuse(path, errno.EINVAL, f"it must have at most {most} bytes")
     return content
