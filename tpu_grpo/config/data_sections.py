@@ -86,7 +86,7 @@ class DynamicSection(Section):
     prompts_per_step groups whose rewards differ, in the order of the prompts."""
     rounds: PositiveInt = 1
     """Sample up to this many rounds, until enough groups have rewards that differ. If there are too few after the last
-    round, groups of equal rewards fill the step with weight 0."""
+    round, groups of equal rewards fill up the step; they have weight 0."""
 
     @property
     def is_on(self) -> bool:

@@ -38,7 +38,7 @@ class Codes(NamedTuple):
 
 
 def encode(values: Float[Array, "*axes"], block: int, *, signed: bool) -> Codes:
-    """Encode an array in blocks of ``block`` values along the last axis, which ``block`` must divide."""
+    """Encode an array in blocks of ``block`` values along the last axis; ``block`` must divide its length."""
     blocks = values.astype(jnp.float32).reshape(*values.shape[:-1], -1, block)
     scales = jnp.abs(blocks).max(axis=-1)
     share = blocks / jnp.where(scales == 0.0, 1.0, scales)[..., None]

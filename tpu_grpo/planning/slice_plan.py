@@ -81,7 +81,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether every stage fits, and the compiler refused no program."""
+        """Whether every stage fits and the compiler has accepted all programs."""
         return self.excess <= 0 and all(program.fits for program in self.programs)
 
 

@@ -388,9 +388,10 @@ class StepWork:
     def efficiency(self, mean_new_tokens: float | None = None) -> dict[str, float]:
         """Return how near the run comes to the limits of its chips.
 
-        ``decode_of_least`` is the time of a decode step over the least possible (see `_full_step`). The other figures
-        are model FLOPs utilization (MFU; PaLM, arXiv:2204.02311, appendix B): the FLOPs that the tokens need, over what
-        the chips could compute in that time. Neither padding nor recomputation counts as needed.
+        ``decode_of_least`` is the time of a decode step divided by the least possible time (see `_full_step`). The
+        other figures are model FLOPs utilization (MFU; PaLM, arXiv:2204.02311, appendix B): the FLOPs that the tokens
+        need, divided by those that the chips could compute in the time of the prefill or the update. Neither padding
+        nor recomputation counts as needed.
         """
         config, longest = self.config, self.config.rollout.max_new_tokens
         prompt, peak = config.data.max_prompt_tokens, self.generation.chip.flops_per_second
