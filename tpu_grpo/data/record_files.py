@@ -298,8 +298,8 @@ def _parquet_explained(place: Location) -> Iterator[None]:
         ) from error
 
 
-def _nothing(place: Location, remedy: str = "") -> DataError:
-    return DataError(f"{place.setting}: {place.name} must hold at least one record, got none{remedy}")
+def _nothing(place: Location) -> DataError:
+    return DataError(f"{place.setting}: {place.name} must hold at least one record, got none")
 
 
 @dataclass(frozen=True)
