@@ -62,12 +62,6 @@ def test_files_that_cannot_be_read(tmp_path: Path):
         read_records(Source("builtin:sums"))
 
 
-def test_builtin_training_problems_come_as_the_task_has_them():
-    records = read_records(Source("builtin:addition"))
-    assert records == addition.problems("train")
-    assert records[0].keys() == {"question", "answer"}
-
-
 def test_every_builtin_task_is_read_by_its_name():
     for name, task in TASKS.items():
         assert read_records(Source(f"builtin:{name}")) == task.problems("train")
@@ -78,7 +72,6 @@ def test_every_builtin_task_is_read_by_its_name():
 def test_builtin_heldout_problems_are_mixed_so_that_the_first_few_are_like_the_rest():
     records = read_records(Source("builtin:addition", use="heldout"))
     assert records == read_records(Source("builtin:addition", use="heldout"))
-    assert sorted(map(str, records)) == sorted(map(str, addition.problems("heldout")))
     pairs = [tuple(map(int, r["question"].rstrip("=").split("+"))) for r in records]
     carries = [addition.needs_carry(a, b) for a, b in pairs]
     assert abs(sum(carries[:256]) / 256 - sum(carries) / len(carries)) < 0.05
