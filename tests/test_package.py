@@ -144,15 +144,3 @@ def test_train_takes_functions_as_rewards(joined: list[str], monkeypatch: pytest
 
     put_in_place(train, monkeypatch)
     assert tpu_grpo.train(tpu_grpo.parse_config({}), rewards=[reward]) == {"steps": 1}
-
-
-def test_a_jax_that_was_imported_first_is_told_the_platform(tmp_path: Path) -> None:
-    code = """
-import os, jax
-del os.environ["JAX_PLATFORMS"]
-jax.config.update("jax_platforms", None)
-import tpu_grpo
-with tpu_grpo.start(tpu_grpo.parse_config({})):
-    assert jax.config.jax_platforms == "cpu"
-"""
-    assert "jax" in modules_after(code, tmp_path)

@@ -259,15 +259,6 @@ def test_a_mistake_on_one_worker_ends_it_with_its_code_and_last_lines(
     assert stand_in.processes() == []  # the other one was stopped
 
 
-def test_a_run_that_ends_early_again_and_again_gives_its_code(
-    stand_in: StandIn, learner: Path, training: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    (learner / "scripts" / "run.py").write_text("import sys\nsys.exit(4)\n")
-    assert main([*training, "--code", str(learner), "--restarts", "1"]) == 4
-    assert "Interrupted: the run must end within 1 restarts" in capsys.readouterr().err
-    assert len(list((stand_in.home(0) / ".tpu_grpo/jobs").iterdir())) >= 1
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
