@@ -7,6 +7,7 @@ that it can say what is missing.
 
 import os
 import sys
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -29,3 +30,9 @@ def prepare() -> None:
     script = os.path.relpath(sys.argv[0])
     typed = "pip install uv && uv run " + " ".join([script, *sys.argv[1:]])
     sys.exit(f"{sys.executable} {lacks}; type: {typed}")
+
+
+def run(command: str) -> None:
+    """Run a command, named by its module in tpu_grpo/cli, with the arguments of this process, and end with its code."""
+    prepare()
+    sys.exit(import_module(f"tpu_grpo.cli.{command}").main(sys.argv[1:]))

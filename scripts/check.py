@@ -3,12 +3,7 @@
 Says row by row whether this machine, or every host of a slice, does what the run needs, and how fast it is.
 """
 
-import sys
-
 import beside
 
 if __name__ == "__main__":
-    beside.prepare()
-    from tpu_grpo.cli.check import main
-
-    sys.exit(main(sys.argv[1:]))
+    beside.run("check")

@@ -3,12 +3,7 @@
 Shows how many prompts a config has, how long they are, and the first ones as the model will see them.
 """
 
-import sys
-
 import beside
 
 if __name__ == "__main__":
-    beside.prepare()
-    from tpu_grpo.cli.data import main
-
-    sys.exit(main(sys.argv[1:]))
+    beside.run("data")

@@ -3,12 +3,7 @@
 You write what the policy would write, or let a model do it, and see tokens, masks and rewards as a run would have them.
 """
 
-import sys
-
 import beside
 
 if __name__ == "__main__":
-    beside.prepare()
-    from tpu_grpo.cli.environment import main
-
-    sys.exit(main(sys.argv[1:]))
+    beside.run("environment")

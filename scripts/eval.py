@@ -3,12 +3,7 @@
 Evaluates a checkpoint of a run on held-out prompts, without training. --help says which checkpoints can be named.
 """
 
-import sys
-
 import beside
 
 if __name__ == "__main__":
-    beside.prepare()
-    from tpu_grpo.cli.evaluate import main
-
-    sys.exit(main(sys.argv[1:]))
+    beside.run("evaluate")

@@ -3,12 +3,7 @@
 Writes the model of a checkpoint as a Hugging Face directory. --help lists the options.
 """
 
-import sys
-
 import beside
 
 if __name__ == "__main__":
-    beside.prepare()
-    from tpu_grpo.cli.export import main
-
-    sys.exit(main(sys.argv[1:]))
+    beside.run("export")

@@ -3,12 +3,7 @@
 Says whether the run fits the slice, and how long a step takes, by compiling its programs without a TPU.
 """
 
-import sys
-
 import beside
 
 if __name__ == "__main__":
-    beside.prepare()
-    from tpu_grpo.cli.plan import main
-
-    sys.exit(main(sys.argv[1:]))
+    beside.run("plan")

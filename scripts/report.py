@@ -3,12 +3,7 @@
 Writes a page that shows a run, also while it goes on, or one that compares several.
 """
 
-import sys
-
 import beside
 
 if __name__ == "__main__":
-    beside.prepare()
-    from tpu_grpo.cli.report import main
-
-    sys.exit(main(sys.argv[1:]))
+    beside.run("report")

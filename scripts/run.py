@@ -5,14 +5,10 @@ Without a config it runs configs/demo_cpu.yaml. --help shows the settings, --pri
 """
 
 import signal
-import sys
 
 import beside
 
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})  # until the command handles them
 
 if __name__ == "__main__":
-    beside.prepare()
-    from tpu_grpo.cli.train import main
-
-    sys.exit(main(sys.argv[1:]))
+    beside.run("train")

@@ -3,12 +3,7 @@
 Lets a model answer prompts, or chat: that of a run, an export, or any other checkpoint. --help lists the options.
 """
 
-import sys
-
 import beside
 
 if __name__ == "__main__":
-    beside.prepare()
-    from tpu_grpo.cli.sample import main
-
-    sys.exit(main(sys.argv[1:]))
+    beside.run("sample")

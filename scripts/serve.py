@@ -4,12 +4,7 @@ Answers OpenAI's, vLLM's and SGLang's HTTP requests with the model of a run, an 
 lists the options.
 """
 
-import sys
-
 import beside
 
 if __name__ == "__main__":
-    beside.prepare()
-    from tpu_grpo.cli.serve import main
-
-    sys.exit(main(sys.argv[1:]))
+    beside.run("serve")

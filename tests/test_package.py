@@ -5,7 +5,7 @@ import inspect
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -109,6 +109,14 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return events
 
 
+def put_in_place(train: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a function train, without importing the real pipeline."""
+    fake = ModuleType("tpu_grpo.run.pipeline")
+    fake.__dict__["train"] = train
+    monkeypatch.setitem(sys.modules, "tpu_grpo.run.pipeline", fake)
+    monkeypatch.setattr(import_module("tpu_grpo.run"), "pipeline", fake, raising=False)
+
+
 def test_train_starts_as_the_command_does(joined: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     config, asked = tpu_grpo.parse_config({}), lambda: True
 
@@ -120,10 +128,7 @@ def test_train_starts_as_the_command_does(joined: list[str], monkeypatch: pytest
         joined.append("train")
         return {"steps": 3}
 
-    fake = ModuleType("tpu_grpo.run.pipeline")
-    fake.__dict__["train"] = train
-    monkeypatch.setitem(sys.modules, "tpu_grpo.run.pipeline", fake)
-    monkeypatch.setattr(import_module("tpu_grpo.run"), "pipeline", fake, raising=False)
+    put_in_place(train, monkeypatch)
     assert tpu_grpo.train(config, stop_requested=asked) == {"steps": 3}
     assert joined == ["prepare", "hosts", "train", "left"]
 
@@ -137,20 +142,5 @@ def test_train_takes_functions_as_rewards(joined: list[str], monkeypatch: pytest
         assert (spec.name, spec.function) == ("python:reward", reward)
         return {"steps": 1}
 
-    fake = ModuleType("tpu_grpo.run.pipeline")
-    fake.__dict__["train"] = train
-    monkeypatch.setitem(sys.modules, "tpu_grpo.run.pipeline", fake)
-    monkeypatch.setattr(import_module("tpu_grpo.run"), "pipeline", fake, raising=False)
+    put_in_place(train, monkeypatch)
     assert tpu_grpo.train(tpu_grpo.parse_config({}), rewards=[reward]) == {"steps": 1}
-
-
-def test_a_jax_that_was_imported_first_is_told_the_platform(tmp_path: Path) -> None:
-    code = """
-import os, jax
-del os.environ["JAX_PLATFORMS"]
-jax.config.update("jax_platforms", None)
-import tpu_grpo
-with tpu_grpo.start(tpu_grpo.parse_config({})):
-    assert jax.config.jax_platforms == "cpu"
-"""
-    assert "jax" in modules_after(code, tmp_path)

@@ -145,7 +145,7 @@ def test_a_slow_link_is_named(small: Shared, monkeypatch: pytest.MonkeyPatch) ->
 
     def slow(devices: Any, numbers: int) -> Callable[[], Any]:
         add = right(devices, numbers)
-        return lambda: time.sleep(0.1) or add()
+        return lambda: time.sleep(0.05) or add()
 
     monkeypatch.setattr(measured_rates, "all_reduce", slow)
     monkeypatch.setattr(small, "rates", {"flops_per_second": 1e10, "memory_bytes_per_second": 1e10})

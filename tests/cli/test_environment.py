@@ -145,15 +145,6 @@ def test_the_end_of_the_input_ends_the_conversation(
     assert value(lines, "ended") == "stopped"
 
 
-def test_ctrl_c_ends_the_command_in_a_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(console: object) -> str:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("tpu_grpo.cli.environment.typed", interrupted)
-    code, _, err = played(capsys)
-    assert (code, err) == (1, "interrupted\n")
-
-
 CLEARING = """
 class Clearing:
     def reset(self, **columns):

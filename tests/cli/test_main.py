@@ -21,7 +21,7 @@ ENTRY = Path(sys.executable).with_name("tpu-grpo")
 def test_a_command_is_what_its_script_does(command: str) -> None:
     module = import_module(f"tpu_grpo.cli.{COMMANDS[command][0]}")
     script = (REPOSITORY / "scripts" / f"{command}.py").read_text()
-    assert f"from {module.__name__} import main" in script
+    assert f'beside.run("{COMMANDS[command][0]}")' in script
     assert callable(module.main)
 
 

@@ -219,7 +219,7 @@ def test_who_cannot_be_told_is_one_line(
 ) -> None:
     monkeypatch.setattr("tpu_grpo.cli.on_end.SECONDS", 0.5)
     if where.startswith("answers"):
-        chats.append(Chat(500) if where == "answers 500" else Chat(waits=2.0))
+        chats.append(Chat(500) if where == "answers 500" else Chat(waits=1.0))
         where = chats[0].address
     error = Interrupted("stopped")
     began = time.monotonic()

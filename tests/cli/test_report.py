@@ -42,15 +42,6 @@ def test_a_run_that_goes_on_is_shown_and_left_alone(tmp_path: Path) -> None:
     assert "The run ended after step 2 of 10 without saying why" in (tmp_path / "report.html").read_text()
 
 
-def test_what_is_no_run_ends_with_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    leave_run(tmp_path / "run", 2)
-    assert main([str(tmp_path)]) == 2
-    assert main([str(tmp_path / "run"), str(tmp_path / "nosuch")]) == 2
-    first, second = capsys.readouterr().err.splitlines()
-    assert first.startswith("DataError: a report needs the directory of a run (run.dir), which holds config.yaml and")
-    assert second.endswith("nosuch is no directory")
-
-
 def test_a_page_that_cannot_be_written_is_told_in_a_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

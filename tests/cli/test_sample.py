@@ -9,31 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.several.runs import write_files
 from tpu_grpo.cli.sample import main
 
 REPOSITORY = Path(__file__).parents[2]
-CONFIG = """
-run: {name: r, seed: 5}
-model: {path: model}
-data: {path: data.jsonl, max_prompt_tokens: 12}
-rollout: {max_new_tokens: 6}
-rewards: [{name: "rewards.py:ascii_share", workers: 0}, {name: exact_answer}]
-"""
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that has not been started, and its model."""
-    files = write_files(tmp_path_factory.mktemp("files"))
-    (files / "run").mkdir()
-    (files / "run/config.yaml").write_text(CONFIG)
-    return files
 
 
 @pytest.fixture(autouse=True)
-def in_the_directory_of_the_files(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(files)
+def in_the_directory_of_the_run(unstarted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(unstarted)
 
 
 def told(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -84,7 +67,7 @@ def test_what_cannot_be_asked_is_refused(capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.slow  # a process of its own
-def test_ctrl_c_ends_an_answer_and_not_the_chat(files: Path) -> None:
+def test_ctrl_c_ends_an_answer_and_not_the_chat(unstarted: Path) -> None:
     command = [sys.executable, str(REPOSITORY / "scripts/sample.py"), "run@initial", "--temperature", "0"]
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     with subprocess.Popen(
@@ -93,7 +76,7 @@ def test_ctrl_c_ends_an_answer_and_not_the_chat(files: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env=environment,
-        cwd=files,
+        cwd=unstarted,
         bufsize=0,
     ) as process:
         assert process.stdin is not None

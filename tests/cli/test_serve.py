@@ -18,34 +18,17 @@ from typing import Any
 
 import pytest
 
-from tests.several.runs import write_files
 from tpu_grpo.cli.naming import named_models
 from tpu_grpo.cli.serve import main
 from tpu_grpo.run.answering import Speaker
 from tpu_grpo.run.serving import Server
 
-CONFIG = """
-run: {name: r, seed: 5}
-model: {path: model}
-data: {path: data.jsonl, max_prompt_tokens: 12}
-rollout: {max_new_tokens: 6, batch_paddings: [8]}
-"""
-
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that has not been started, and its model."""
-    files = write_files(tmp_path_factory.mktemp("files"))
-    (files / "run").mkdir()
-    (files / "run/config.yaml").write_text(CONFIG)
-    return files
-
-
-@pytest.fixture(scope="module")
-def server(directory: Path) -> Iterator[str]:
+def server(unstarted: Path) -> Iterator[str]:
     """The address of a server that needs the key "k"; here another thread samples."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(directory)
+        patch.chdir(unstarted)
         [model] = named_models(["run@initial"], [])
         speaker = Speaker(model.config, model.which, samples=8, context=40)
         with Server(speaker, model.name, "127.0.0.1", 0, "k") as serving:
@@ -112,22 +95,10 @@ def test_what_a_server_refuses(server: str) -> None:
 
 
 @pytest.mark.slow  # a process that imports and compiles everything anew
-def test_a_server_ends_with_code_0(directory: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "tpu_grpo",
-        "serve",
-        "run@initial",
-        "--port",
-        "0",
-        "--rows",
-        "8",
-        "--context",
-        "40",
-    ]
+def test_a_server_ends_with_code_0(unstarted: Path) -> None:
+    command = [sys.executable, "-m", "tpu_grpo", "serve", "run@initial", "--port=0", "--rows=8", "--context=40"]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    with subprocess.Popen(command, cwd=directory, env=environment, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, cwd=unstarted, env=environment, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         said = ""
         while not (found := re.search(r"serving run@initial at (http://127\.0\.0\.1:\d+)", said)):
@@ -139,8 +110,8 @@ def test_a_server_ends_with_code_0(directory: Path) -> None:
         assert process.wait(60) == 0
 
 
-def test_an_address_that_cannot_be_had(directory: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.chdir(directory)
+def test_an_address_that_cannot_be_had(unstarted: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(unstarted)
     monkeypatch.delenv("TPU_GRPO_SERVE_KEY", raising=False)
     assert main(["run@initial", "--host", "0.0.0.0"]) == 2
     assert "must be an address of loopback unless requests have to show a key" in capsys.readouterr().err

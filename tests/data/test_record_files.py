@@ -6,6 +6,7 @@ import gzip
 import http.server
 import json
 import lzma
+import re
 import socket
 import threading
 from collections.abc import Iterator
@@ -70,22 +71,53 @@ def test_a_packed_table_keeps_its_types(tmp_path: Path) -> None:
     assert read(tmp_path / "d.parquet.gz") == rows
 
 
+GZIPPED, LINED, LISTED, TABLE = "d.jsonl.gz", "d.jsonl", "d.json", "d.csv"
+
+
 @pytest.mark.parametrize(
-    ("name", "content", "message"),
+    ("name", "content", "said"),
     [
-        ("d.jsonl.gz", packed(LINES)[:-9], r"data.path: .*d.jsonl.gz must be readable, got EOFError"),
-        ("d.jsonl.gz", b"plain", r"must be readable, got BadGzipFile: .*; copy or pack it again"),
-        ("d.json", b"[]", "must hold at least one record, got none"),
-        ("d.json", b'[{"a": 1}, {"b": 1}]', r"record 1 \(from 0\) of .*d.json must have the keys of record 0"),
-        ("d.json", b'[{"a": 1}, 2]', r"record 1 .* must be a JSON object with a key per column, got a int"),
-        ("d.json", b'[{"a": 1},\n {"a": ]', r"d.json:2 must be JSON, got Expecting value at column 8"),
-        ("d.json", b'{"a":\n 1}', r"d.json:1 must be a JSON object, got Expecting value"),
+        (GZIPPED, packed(LINES)[:-9], "data.path: {path} must be readable, got EOFError"),
+        (
+            GZIPPED,
+            b"plain",
+            "{path} must be readable, got BadGzipFile: Not a gzipped file (b'pl'); copy or pack it again",
+        ),
+        (LINED, b"", "{path} must hold at least one record, got none; write one JSON object a line"),
+        (LINED, b"\n\n", "{path} must hold at least one record, got none; write one JSON object a line"),
+        (LINED, b'{"q": 1}\n{"q": 1\n', "{path}:2 must be a JSON object, got Expecting ',' delimiter at column"),
+        (LINED, b'{"q": 1}\n\n{"q": 1}\n', "{path}:2 must be a JSON object, got an empty line"),
+        (LINED, b'\n{"q": 1}\n', "{path}:1 must be a JSON object, got an empty line"),
+        (LINED, b'{"q": 1}\n[1]\n', "{path}:2 must be a JSON object with a key per column, got a list"),
+        (LINED, b"{}\n", "{path}:1 must be a JSON object with a key per column, got an empty one"),
+        (
+            LINED,
+            b'{"q": 1, "a": 2}\n{"q": 1, "a": 2}\n{"q": 1, "b": 2}\n',
+            "{path}:3 must have the keys of line 1, ['q', 'a'], but lacks ['a'] and adds ['b']; write null",
+        ),
+        (LINED, b'{"q": 1, "a": 2}\n{"q": 1}\n', "{path}:2 must have the keys of line 1, ['q', 'a'], but lacks ['a'];"),
+        (LISTED, b"[]", "{path} must hold at least one record, got none"),
+        (LISTED, b'[{"a": 1}, {"b": 1}]', "record 1 (from 0) of {path} must have the keys of record 0"),
+        (
+            LISTED,
+            b'[{"a": 1}, 2]',
+            "record 1 (from 0) of {path} must be a JSON object with a key per column, got a int",
+        ),
+        (LISTED, b'[{"a": 1},\n {"a": ]', "{path}:2 must be JSON, got Expecting value at column 8"),
+        (LISTED, b'{"a":\n 1}', "{path}:1 must be a JSON object, got Expecting value"),
+        (TABLE, b"", "{path} must hold a header and at least one record, got 0 lines"),
+        (TABLE, b"a,b\n", "{path} must hold a header and at least one record, got 1 lines"),
+        (TABLE, b"a,a\n1,2\n", "{path}:1 must name every column once, got ['a'] in ['a', 'a']"),
+        (TABLE, b"a, \n1,2\n", "{path}:1 must name every column once, got [' ']"),
+        (TABLE, b"a,b\n1,2\n1\n", "{path}:3 must have a value for each of ['a', 'b'], got 1: ['1']"),
+        (TABLE, b'a,b\n1,"2\n', "{path}:2 must be CSV, got: unexpected end of data; check its quotes"),
     ],
 )
-def test_what_does_not_fit_is_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(DataError, match=message):
-        read_records(Source(str(tmp_path / name)))
+def test_what_does_not_fit_is_named(tmp_path: Path, name: str, content: bytes, said: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=re.escape(said.replace("{path}", str(path)))):
+        read_records(Source(str(path)))
 
 
 def test_patterns_and_lists_are_read_one_after_the_other(tmp_path: Path) -> None:

@@ -25,10 +25,6 @@ def test_chat_template_with_a_system_message(tokenizer: PreTrainedTokenizerFast)
     assert len(prompt.token_ids) == 5 + len("system:Add.user:Q 2+3= (05)assistant:")
 
 
-def test_without_a_system_prompt_there_is_no_system_message(tokenizer: PreTrainedTokenizerFast):
-    assert render(tokenizer).text == "<s>user:2+3=</s><s>assistant:"
-
-
 def test_plain_prompts_are_the_users_message(tokenizer: PreTrainedTokenizerFast):
     prompt = render(tokenizer, chat_template=False, prompt_template="{question}{{}}")
     assert prompt.text == "2+3={}"
@@ -112,12 +108,6 @@ def test_too_long_prompts_are_an_error_that_names_the_first_and_the_longest(toke
     )
     with pytest.raises(DataError, match=message):
         rendered(tokenizer, max_prompt_tokens=4)
-
-
-def test_too_long_prompts_are_dropped_and_counted(tokenizer: PreTrainedTokenizerFast):
-    result = rendered(tokenizer, max_prompt_tokens=4, too_long="drop")
-    assert [p.text for p in result.prompts] == ["xxx", "xxxx", "x"]
-    assert result.dropped == 2
 
 
 def test_dropping_all_is_an_error(tokenizer: PreTrainedTokenizerFast):

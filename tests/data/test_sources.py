@@ -22,29 +22,6 @@ def test_one_record_per_line(tmp_path: Path):
     assert list(read_records(Source(str(path)))) == [{"q": "a\u2028b", "n": 1}, {"n": None, "q": "é"}]
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", r"data\.jsonl must hold at least one record, got none"),
-        ("\n\n", r"data\.jsonl must hold at least one record, got none"),
-        ('{"q": 1}\n{"q": 1\n', r"data\.jsonl:2 must be a JSON object, got Expecting ',' delimiter at column"),
-        ('{"q": 1}\n\n{"q": 1}\n', r"data\.jsonl:2 must be a JSON object, got an empty line"),
-        ('{"q": 1}\n[1]\n', r"data\.jsonl:2 must be a JSON object with a key per column, got a list"),
-        ("{}\n", r"data\.jsonl:1 must be a JSON object with a key per column, got an empty one"),
-        (
-            '{"q": 1, "a": 2}\n{"q": 1, "a": 2}\n{"q": 1, "b": 2}\n',
-            r"data\.jsonl:3 must have the keys of line 1, \['q', 'a'\], but lacks \['a'\] and adds \['b'\]; write null",
-        ),
-        ('{"q": 1, "a": 2}\n{"q": 1}\n', r"data\.jsonl:2 .* but lacks \['a'\]; write null"),
-    ],
-)
-def test_a_line_that_does_not_fit_is_named(tmp_path: Path, text: str, message: str):
-    path = tmp_path / "data.jsonl"
-    path.write_text(text)
-    with pytest.raises(DataError, match=message):
-        read_records(Source(str(path)))
-
-
 def test_files_that_cannot_be_read(tmp_path: Path):
     with pytest.raises(DataError, match=r"data file not found: .*missing\.jsonl .*correct it"):
         read_records(Source(str(tmp_path / "missing.jsonl")))
@@ -62,12 +39,6 @@ def test_files_that_cannot_be_read(tmp_path: Path):
         read_records(Source("builtin:sums"))
 
 
-def test_builtin_training_problems_come_as_the_task_has_them():
-    records = read_records(Source("builtin:addition"))
-    assert records == addition.problems("train")
-    assert records[0].keys() == {"question", "answer"}
-
-
 def test_every_builtin_task_is_read_by_its_name():
     for name, task in TASKS.items():
         assert read_records(Source(f"builtin:{name}")) == task.problems("train")
@@ -78,7 +49,6 @@ def test_every_builtin_task_is_read_by_its_name():
 def test_builtin_heldout_problems_are_mixed_so_that_the_first_few_are_like_the_rest():
     records = read_records(Source("builtin:addition", use="heldout"))
     assert records == read_records(Source("builtin:addition", use="heldout"))
-    assert sorted(map(str, records)) == sorted(map(str, addition.problems("heldout")))
     pairs = [tuple(map(int, r["question"].rstrip("=").split("+"))) for r in records]
     carries = [addition.needs_carry(a, b) for a, b in pairs]
     assert abs(sum(carries[:256]) / 256 - sum(carries) / len(carries)) < 0.05
@@ -149,23 +119,6 @@ def test_csv_values_are_texts(tmp_path: Path) -> None:
     path = tmp_path / "d.csv"
     path.write_bytes('\ufeffquestion,answer\r\n"a, ""b""\nc",007\r\n\r\né,\r\n'.encode())
     assert read(path) == [{"question": 'a, "b"\nc', "answer": "007"}, {"question": "é", "answer": ""}]
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("", "must hold a header and at least one record, got 0 lines"),
-        ("a,b\n", "must hold a header and at least one record, got 1 lines"),
-        ("a,a\n1,2\n", "d.csv:1 must name every column once, got ['a'] in ['a', 'a']"),
-        ("a, \n1,2\n", "d.csv:1 must name every column once, got [' ']"),
-        ("a,b\n1,2\n1\n", "d.csv:3 must have a value for each of ['a', 'b'], got 1: ['1']"),
-        ('a,b\n1,"2\n', "d.csv:2 must be CSV, got: unexpected end of data; check its quotes"),
-    ],
-)
-def test_csv_that_does_not_fit(tmp_path: Path, text: str, said: str) -> None:
-    path = tmp_path / "d.csv"
-    path.write_text(text)
-    assert said in message(DataError, path)
 
 
 def test_parquet_keeps_types(tmp_path: Path) -> None:

@@ -71,10 +71,6 @@ def test_without_shuffling_records_come_in_order():
     assert numbers(stream(3, 2, shuffle=False), range(4)) == [0, 1, 2, 0, 1, 2, 0, 1]
 
 
-def test_less_data_than_a_step_takes_repeats():
-    assert numbers(stream(1, 3), range(2)) == [0] * 6
-
-
 def test_steps_count_from_one():
     with pytest.raises(DataError, match="a step must be >= 1, got 0"):
         stream(3, 2).batch(0)
@@ -83,17 +79,6 @@ def test_steps_count_from_one():
 def test_no_prompts():
     with pytest.raises(DataError, match="at least one prompt, got none"):
         stream(0, 1)
-
-
-def test_opening_a_file(tokenizer: PreTrainedTokenizerFast, write_jsonl: WriteJsonl):
-    path = write_jsonl([{"question": "x" * n, "answer": str(n)} for n in (1, 2, 3, 40)])
-    data = DataSection(path=path, chat_template=False, max_prompt_tokens=9, too_long="drop", prompts_per_step=2)
-    opened = open_prompts(data, seed=5, tokenizer=tokenizer)
-    assert [source["prompts"] for source in opened.describe()["sources"]] == [3]
-    assert (opened.dropped, opened.columns) == (1, ("question", "answer"))
-    flat = [p for step in range(1, 4) for p in opened.batch(step).prompts]
-    assert sorted(p.text for p in flat[:3]) == ["x", "xx", "xxx"]
-    assert all(p.columns == {"question": p.text, "answer": str(len(p.text))} for p in flat)
 
 
 def test_opening_the_builtin_task(tokenizer: PreTrainedTokenizerFast):
@@ -201,7 +186,8 @@ def test_sources_of_a_mixture_go_through_epochs_of_their_own():
 
 
 def test_a_mixture_of_equal_sources_shuffles_them_differently():
-    taken = [p.columns["n"] for step in range(1, 201) for p in mixed([1, 1], [100, 100]).batch(step).prompts]
+    of = mixed([1, 1], [100, 100])
+    taken = [p.columns["n"] for step in range(1, 201) for p in of.batch(step).prompts]
     assert taken[0::2] != taken[1::2]
 
 

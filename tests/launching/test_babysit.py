@@ -216,48 +216,36 @@ def meanwhile(action: Callable[[], object]) -> threading.Thread:
     return thread
 
 
-def test_a_preempted_machine_is_replaced_and_the_run_goes_on(
-    stand_in: StandIn, learner: Path, training: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("names", [("grpo",), ("grpo-0", "grpo-1")], ids=["one slice", "two slices"])
+def test_a_preempted_slice_is_replaced_with_the_others_and_the_run_goes_on(
+    stand_in: StandIn,
+    learner: Path,
+    training: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    names: tuple[str, ...],
 ) -> None:
-    def take_away() -> None:
-        eventually(lambda: all((tmp_path / "shared" / f"checkpoint{worker}").exists() for worker in (0, 1)))
-        stand_in.preempt()
+    count = len(names)
 
+    def take_away() -> None:
+        eventually(lambda: all((tmp_path / "shared" / f"checkpoint{host}").exists() for host in range(2 * count)))
+        stand_in.preempt(names[-1])
+
+    words = [*training, "--code", str(learner), "--slices", str(count), f"meshes.slices={count}"]
     thread = meanwhile(take_away)
-    assert main([*training, "--code", str(learner)]) == 0
+    assert main(words) == 0
     thread.join()
     err = capsys.readouterr().err
     assert stand_in.load()["made"] == 2
     made = [verb for verb in stand_in.verbs() if verb.split()[1] in ("create", "delete")]
     assert made == ["queued-resources create", "queued-resources delete", "queued-resources create"]
-    for worker in (0, 1):
-        log = stand_in.home(worker) / ".tpu_grpo/job/log"
-        assert log.read_text() == "goes on from step 7\nfinished\n"
-    assert "; recreate\n" in err  # by the state of the node, or of the request
-    assert "worker 0 ended with 0; worker 1 ended with 0; done" in err
-    assert main([*training, "--code", str(learner)]) == 0  # done already
+    for home in (stand_in.home(worker, name) for name in names for worker in (0, 1)):
+        assert (home / ".tpu_grpo/job/log").read_text() == "goes on from step 7\nfinished\n"
+    lost = "" if count == 1 else "queued resource ACTIVE, node grpo-1 PREEMPTED (HEALTHY)"
+    assert f"{lost}; recreate\n" in err  # of one slice: by the state of the node, or of the request
+    assert f"worker {2 * count - 2} ended with 0; worker {2 * count - 1} ended with 0; done" in err
+    assert main(words) == 0  # done already
     assert stand_in.load()["made"] == 2
-
-
-def test_a_preempted_slice_of_two_has_both_replaced(
-    stand_in: StandIn, learner: Path, training: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def take_away() -> None:
-        eventually(lambda: all((tmp_path / "shared" / f"checkpoint{host}").exists() for host in range(4)))
-        stand_in.preempt("grpo-1")
-
-    thread = meanwhile(take_away)
-    assert main([*training, "--code", str(learner), "--slices", "2", "meshes.slices=2"]) == 0
-    thread.join()
-    err = capsys.readouterr().err
-    made = [verb for verb in stand_in.verbs() if verb.split()[1] in ("create", "delete")]
-    assert made == ["queued-resources create", "queued-resources delete", "queued-resources create"]
-    assert "queued resource ACTIVE, node grpo-1 PREEMPTED (HEALTHY); recreate\n" in err
-    assert "worker 2 ended with 0; worker 3 ended with 0; done" in err
-    for name in ("grpo-0", "grpo-1"):
-        for worker in (0, 1):
-            log = stand_in.home(worker, name) / ".tpu_grpo/job/log"
-            assert log.read_text() == "goes on from step 7\nfinished\n"
 
 
 def test_a_mistake_on_one_worker_ends_it_with_its_code_and_last_lines(
@@ -269,15 +257,6 @@ def test_a_mistake_on_one_worker_ends_it_with_its_code_and_last_lines(
     assert "worker 1 ended with exit code 2; not tried again" in err
     assert stand_in.load()["made"] == 1
     assert stand_in.processes() == []  # the other one was stopped
-
-
-def test_a_run_that_ends_early_again_and_again_gives_its_code(
-    stand_in: StandIn, learner: Path, training: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    (learner / "scripts" / "run.py").write_text("import sys\nsys.exit(4)\n")
-    assert main([*training, "--code", str(learner), "--restarts", "1"]) == 4
-    assert "Interrupted: the run must end within 1 restarts" in capsys.readouterr().err
-    assert len(list((stand_in.home(0) / ".tpu_grpo/jobs").iterdir())) >= 1
 
 
 @pytest.mark.parametrize(

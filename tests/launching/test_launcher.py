@@ -107,24 +107,6 @@ def test_stop_lets_it_save_then_kills_it(ready: StandIn, config: Path, launch: L
     eventually(lambda: ready.processes() == [])  # nor the child of the deaf one
 
 
-def test_logs_are_followed_to_the_end(ready: StandIn, config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", "--how", "vm", *SMALL, str(config), "seconds=3", "fails_on=1", "code=7"]) == 0
-    capsys.readouterr()
-    assert main(["logs", "--how", "vm", "--follow"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line for line in lines if line.startswith("[0]")] == ["[0] worker 0 runs config of mine", "[0] finished"]
-    assert [line for line in lines if line.startswith("[1]")] == ["[1] worker 1 runs config of mine", "[1] no luck"]
-
-
-def test_a_failing_worker_is_seen(ready: StandIn, config: Path, launch: Launch) -> None:
-    assert launch("run", *SMALL, str(config), "fails_on=1", "code=7")[0] == 0
-    ended(ready)
-    _, out, _ = launch("status")
-    assert "exit code 0" in out[: out.index("[1]")]
-    assert "exit code 7" in out[out.index("[1]") :]
-    assert "no luck" in out[out.index("[1]") :]
-
-
 def test_a_run_that_vanished_with_a_reboot_is_lost(ready: StandIn, config: Path, launch: Launch) -> None:
     assert launch("run", *SMALL, str(config), "seconds=30")[0] == 0
     started(ready, 0)
@@ -173,9 +155,9 @@ def test_two_slices_are_requested_together_and_run_as_four_hosts(
     assert main(["run", *SMALL, str(config), "seconds=1", "fails_on=3", "code=7"]) == 0
     capsys.readouterr()
     assert main(["logs", "--follow"]) == 0
-    said = capsys.readouterr().out.splitlines()
-    ends = [f"[{n}] {'no luck' if n == 3 else 'finished'}" for n in range(4)]
-    assert sorted(said) == sorted([*(f"[{n}] worker {n} runs config of mine" for n in range(4)), *ends])
+    said = sorted(capsys.readouterr().out.splitlines(), key=lambda line: line[:3])  # each worker's lines in their order
+    assert said[::2] == [f"[{n}] worker {n} runs config of mine" for n in range(4)]
+    assert said[1::2] == ["[0] finished", "[1] finished", "[2] finished", "[3] no luck"]
     seen = [json.loads((home / "started1").read_text())["environment"] for home in homes]
     assert [environment["WORKER"] for environment in seen] == ["0", "1", "2", "3"]
     assert len({environment["TPU_GRPO_SECRET"] for environment in seen}) == 1
@@ -212,6 +194,7 @@ def test_slices_are_set_up_at_the_same_time_and_errors_name_the_slice(
     assert main(words) == 1
     err = capsys.readouterr().err
     assert "GcloudError: `gcloud compute tpus tpu-vm ssh grpo-1` failed (worker, exit code 1)" in err
+    assert "[3] error: No solution found when resolving dependencies" in err
     assert "[3] worker: uv could not install the environment" in err
     (homes[2] / ".tpu_grpo").rename(homes[2] / "elsewhere")
     (homes[2] / ".tpu_grpo").write_text("")
@@ -270,15 +253,6 @@ def test_the_setup_script_runs_in_the_checkout_of_every_worker(
     assert "[1] no such bucket\n" in err
     assert "[1] worker: the setup script failed" in err
     assert "failed (worker, exit code 1)" in err
-
-
-def test_an_environment_that_cannot_be_installed_says_so(ready: StandIn, checkout: Path, launch: Launch) -> None:
-    (ready.home(1) / "uv_fails").write_text("")
-    code, _, err = launch("setup", "--code", str(checkout))
-    assert code == 1
-    assert "##### Command execution on worker 1 failed with exit status 1" in err
-    assert "[1] error: No solution found when resolving dependencies" in err
-    assert "[1] worker: uv could not install the environment" in err
 
 
 def test_the_work_tree_is_named_with_its_changes(checkout: Path, tmp_path: Path) -> None:

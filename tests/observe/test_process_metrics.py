@@ -31,12 +31,9 @@ def test_ahead_of_time_compilation_counts_and_eager_operations_do() -> None:
         assert counter.count > 1
 
 
-def test_it_stops_when_closed_and_counters_do_not_share() -> None:
-    first = CompilationCounter()
-    jax.jit(lambda x: x + 11)(np.ones(2, np.float32))
-    second = CompilationCounter()
-    first.close()
-    first.close()
-    jax.jit(lambda x: x + 12)(np.ones(2, np.float32))
-    second.close()
+def test_it_stops_at_the_end_of_the_block_and_counters_do_not_share() -> None:
+    with CompilationCounter() as first:
+        jax.jit(lambda x: x + 11)(np.ones(2, np.float32))
+    with CompilationCounter() as second:
+        jax.jit(lambda x: x + 12)(np.ones(2, np.float32))
     assert (first.count, second.count) == (1, 1)

@@ -104,8 +104,6 @@ def test_a_config_opens_the_sinks_it_asks_for(tmp_path: Path, capsys: pytest.Cap
 
 # --- files ------------------------------------------------------------------------------------------------------------
 
-ROW = SampleRow("1+1?", "2", {"exact": 1.0, "format": None}, 1.0, -0.5, tokens=3, finish_reason="stop")
-
 
 def records(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
@@ -117,23 +115,6 @@ def test_a_line_per_step_that_reads_back_as_written(tmp_path: Path) -> None:
     sink.write(metrics)
     assert records(tmp_path / "run" / "metrics.jsonl") == [{**metrics, "update/kl": None}]  # before closing: flushed
     sink.close()
-
-
-def test_a_line_per_sample_with_every_field(tmp_path: Path) -> None:
-    sink = JsonlSink(tmp_path, 0)
-    sink.samples(4, [ROW, ROW])
-    sink.close()
-    expected = {
-        "step": 4,
-        "prompt": "1+1?",
-        "completion": "2",
-        "rewards": {"exact": 1.0, "format": None},
-        "reward": 1.0,
-        "advantage": -0.5,
-        "tokens": 3,
-        "finish_reason": "stop",
-    }
-    assert records(tmp_path / "samples.jsonl") == [expected, expected]
 
 
 def test_resuming_drops_later_steps_and_a_torn_line(tmp_path: Path) -> None:

@@ -160,10 +160,3 @@ def test_what_is_written_of_an_end_is_read_back(
     read = read_run(tmp_path).standing
     assert (read.outcome, read.exit_code, read.message, read.at) == (outcome, code, written.message, written.at)
     assert (read.step, read.max_steps) == (2, 10)
-
-
-def test_an_error_of_the_disk_is_told_as_people_are() -> None:
-    end = End.by(OSError(28, "No space left on device", "runs/x/report.html"))
-    assert end.message.startswith(
-        "DiskError: the disk must take runs/x/report.html, got: No space left on device; free"
-    )

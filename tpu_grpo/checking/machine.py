@@ -181,18 +181,14 @@ def memory(shared: Any) -> Finding:
         return Finding("broken", said, "end other processes", figures)
     if shared.generation is None:
         return Finding("works", f"{host / GIB:.1f} GiB of the host's memory are free", figures=figures)
-    free = min(_free_bytes(device) for device in jax.local_devices())
+    stats: list[Any] = [device.memory_stats() for device in jax.local_devices()]
+    free = min(each["bytes_limit"] - each["bytes_in_use"] for each in stats)
     expected = shared.generation.chip.memory_bytes
     figures |= {"free_bytes": free, "chip_bytes": expected}
     said = f"{free / GIB:.2f} of {expected / GIB:.2f} GiB of a chip are free, {host / GIB:.1f} GiB of the host"
     if free < FREE_SHARE * expected:
         return Finding("broken", said, "end the process that has the rest; restart the machine", figures)
     return Finding("works", said, figures=figures)
-
-
-def _free_bytes(device: Any) -> float:
-    stats = device.memory_stats()
-    return stats["bytes_limit"] - stats["bytes_in_use"]
 
 
 # --- a run that is killed --------------------------------------------------------------------------------------------

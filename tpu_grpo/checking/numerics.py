@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import Float, UInt32
 
 from tpu_grpo.checking.findings import Finding, within
-from tpu_grpo.config import BUILTIN, HUB, RunConfig, parse_config
+from tpu_grpo.config import ModelSection, RunConfig, parse_config
 from tpu_grpo.engine.attention_probe import attend, head_counts
 from tpu_grpo.engine.options import EngineOptions
 from tpu_grpo.engine.replicas import Replicas
@@ -94,7 +94,7 @@ class Shared:
     def build(self, dtype: str) -> "Build":
         """Return the engines and the learner for a model of few layers in ``dtype``; the first call builds them."""
         if dtype not in self.builds:
-            path = small_model(self.known, tokenizer_directory(self.config.model.path))
+            path = small_model(self.known, tokenizer_directory(self.config.model))
             self.builds[dtype] = Build.make(self.known, path, dtype, self.hosts)
         return self.builds[dtype]
 
@@ -102,11 +102,11 @@ class Shared:
 # --- the model -------------------------------------------------------------------------------------------------------
 
 
-def tokenizer_directory(path: str) -> Path | None:
+def tokenizer_directory(model: ModelSection) -> Path | None:
     """Return the directory of ``model.path``; None for a built-in model or one that was not fetched yet."""
-    if path.startswith(BUILTIN):
+    if model.builtin is not None:
         return None
-    return fetched(path.removeprefix(HUB)) if path.startswith(HUB) else Path(path).expanduser()
+    return Path(model.path).expanduser() if model.hub is None else fetched(model.hub)
 
 
 def small_model(config: RunConfig, tokenizer: Path | None) -> Path:
@@ -126,7 +126,7 @@ def small_model(config: RunConfig, tokenizer: Path | None) -> Path:
             if not path.exists():
                 with new_directory(path) as directory:
                     _write_random(directory, few)
-                    _write_tokenizer(directory, config.model.path, tokenizer)
+                    _write_tokenizer(directory, config.model, tokenizer)
     return path
 
 
@@ -153,10 +153,9 @@ def _fused(checkpoint: Checkpoint, tensors: dict[str, np.ndarray]) -> dict[str, 
     return tensors
 
 
-def _write_tokenizer(directory: Path, model: str, source: Path | None) -> None:
-    if model.startswith(BUILTIN):
-        task = TASKS[model.removeprefix(BUILTIN)]
-        builtin_tokenizer(task).save_pretrained(directory, save_jinja_files=False)
+def _write_tokenizer(directory: Path, model: ModelSection, source: Path | None) -> None:
+    if model.builtin is not None:
+        builtin_tokenizer(TASKS[model.builtin]).save_pretrained(directory, save_jinja_files=False)
     elif source is not None:
         copy_tokenizer(source, directory)
 

@@ -176,8 +176,8 @@ def write_scores(scores: "Scores", write: Write) -> None:
     """Write one line per answer with its rewards by name; "-" marks a reward that does not apply."""
     rows = len(scores.total)
     for row in range(rows):
-        values = {name: float(values[row]) for name, values in scores.by_name.items()}
-        shown = [f"{name} {'-' if math.isnan(value) else f'{value:g}'}" for name, value in values.items()]
+        values = [(name, float(values[row])) for name, values in scores.by_name.items()]
+        shown = [f"{name} {'-' if math.isnan(value) else f'{value:g}'}" for name, value in values]
         total = f"{float(scores.total[row]):g}" if scores.scored[row] else "-"
         number = f"[{row + 1}] " if rows > 1 else ""
         write(f"{number}rewards: {', '.join(shown)}; total {total}\n")

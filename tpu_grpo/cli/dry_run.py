@@ -5,7 +5,6 @@ from typing import Any, cast
 
 from tpu_grpo.algorithms import notices, objective_line
 from tpu_grpo.cli.on_end import receiver
-from tpu_grpo.config import BUILTIN
 from tpu_grpo.engine.dealing import divided_places
 from tpu_grpo.environments.episodes import Environments
 from tpu_grpo.hosts import Hosts
@@ -38,7 +37,7 @@ def check(inputs: Inputs, devices: Sequence[Any] | None = None) -> list[str]:
             read_adapters(run.policy, config.model.lora)
         if task.environments is not None:
             divided_places(task.environments.places, [(0,)] * meshes.replicas)
-        origin = ", built in, taught on first use" if config.model.path.startswith(BUILTIN) else ""
+        origin = ", built in, taught on first use" if config.model.builtin is not None else ""
         held_out = "none" if task.held_out is None else f"{len(task.held_out.prompts)} prompts"
         moved, *kinds = run.sync.describe()
         objective = f"Tunix's, of {algorithm.objective}"

@@ -8,12 +8,12 @@
 A run and an export have their own config; any other model uses the config of the first model that has one.
 """
 
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from tpu_grpo.cli.starting import run_config
 from tpu_grpo.config import (
     BUILTIN,
     ExportSection,
@@ -67,7 +67,7 @@ def _own_config(name: str) -> tuple[RunConfig | None, str]:
         text, which = found[1], found[2]
     directory = Path(text).expanduser()
     if (directory / CONFIG_FILE).is_file():
-        return load_config(directory / CONFIG_FILE, [f"run.dir={json.dumps(str(directory))}"]), which
+        return run_config(directory), which
     if text == name and (directory / EXPORTED_CONFIG_FILE).is_file():
         config, adapters = load_config(directory / EXPORTED_CONFIG_FILE), directory / ADAPTER_SETTINGS_FILE
         if not adapters.is_file():

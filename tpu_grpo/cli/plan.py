@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tpu_grpo.cli.starting import command_parser, exit_code_of, prepare
 from tpu_grpo.config import RunConfig, load_config
-from tpu_grpo.planning.slices import open_slice, run_in_child, with_rates
+from tpu_grpo.planning.slices import Target, open_slice, run_in_child, with_rates
 from tpu_grpo.planning.slices import prepare as prepare_slice
 from tpu_grpo.records.errors import ConfigError
 
@@ -57,42 +57,40 @@ def _plan(options: argparse.Namespace) -> int:
         raise ConfigError(f"--price-per-chip-hour must be a number >= 0, got {price:g}; look it up for your zone")
     if (code := run_in_child()) is not None:
         return code
+    prepare_slice(options.slice)
+    prepare(config)
+    target = open_slice(options.slice, config.meshes.slices)
     return plan_and_print(
         config,
-        options.slice,
+        target if options.rates is None else with_rates(target, options.rates),
         fast=options.fast,
         as_json=options.json,
         suggesting=not options.no_suggestion,
         compiling=options.alternatives,
         mean_new_tokens=mean,
         price=price,
-        rates=options.rates,
     )
 
 
 def plan_and_print(
     config: RunConfig,
-    slice_name: str,
+    target: Target,
     *,
     fast: bool,
-    as_json: bool,
     suggesting: bool,
+    as_json: bool = False,
     compiling: bool = False,
     mean_new_tokens: float | None = None,
     price: float | None = None,
-    rates: Path | None = None,
 ) -> int:
     """Plan and print the plan; suggest settings if the run does not fit. Returns the exit code.
 
     ``mean_new_tokens`` adds an estimate of a step with this mean length of completions, and alternative settings;
     ``compiling`` adds the alternatives that have to be compiled. ``price`` (of a chip-hour) adds the cost of the run.
-    The measured rates in ``rates``, a check.json, replace the assumed rates.
 
     Raises:
         TpuGrpoError: for a run that would fail with any amount of memory.
     """
-    prepare_slice(slice_name)
-    prepare(config)
     from tpu_grpo.planning.plan_report import (
         alternative_lines,
         packed_line,
@@ -102,29 +100,25 @@ def plan_and_print(
     )
     from tpu_grpo.planning.slice_plan import alternatives, make_plan, suggest, with_packed_learner
 
-    target = open_slice(slice_name, config.meshes.slices)
-    target = target if rates is None else with_rates(target, rates)
+    tell = (lambda line: None) if as_json else print
     plan = make_plan(config, target, fast=fast, say=report_progress)
     shown = plan_as_json(plan, mean_new_tokens, price)
-    if not as_json:
-        print("\n".join(plan_lines(plan, mean_new_tokens, price)))
+    tell("\n".join(plan_lines(plan, mean_new_tokens, price)))
     if config.algorithm.tunix is not None:
-        packed = make_plan(with_packed_learner(config), plan.target, fast=fast, say=report_progress)
+        packed = make_plan(with_packed_learner(config), target, fast=fast, say=report_progress)
         shown["packed"] = plan_as_json(packed, mean_new_tokens, price)
-        if not as_json:
-            print(packed_line(plan, packed))
+        tell(packed_line(plan, packed))
     if mean_new_tokens is not None:
         found = alternatives(plan, mean_new_tokens, compiled=compiling, say=report_progress)
         shown["alternatives"] = [
             {"overrides": list(each.overrides), **plan_as_json(each.plan, mean_new_tokens, price)} for each in found
         ]
-        if found and not as_json:
-            print("\n".join(["", *alternative_lines(plan, found, mean_new_tokens)]))
+        if found:
+            tell("\n".join(["", *alternative_lines(plan, found, mean_new_tokens)]))
     if not plan.fits and suggesting:
         suggestion = suggest(plan, report_progress)
         shown["suggestion"] = None if suggestion is None else list(suggestion.overrides)
-        if not as_json:
-            print(suggestion_line(suggestion))
+        tell(suggestion_line(suggestion))
     if as_json:
         print(json.dumps(shown, indent=1))
     return 0 if plan.fits else 2

@@ -128,6 +128,6 @@ def _of_tokens(trial: Trial, most: int) -> Table:
     return table
 
 
-def _short(text: str, most: int = 60) -> Text:
+def _short(text: str) -> Text:
     line = " ".join(text.split())
-    return Text(line if len(line) <= most else f"{line[: most // 2]} ... {line[-most // 2 :]}")
+    return Text(line if len(line) <= 60 else f"{line[:30]} ... {line[-30:]}")

@@ -105,9 +105,8 @@ def _sample(options: argparse.Namespace) -> None:
         for turn, heading in enumerate(prompts[0]):
             if len(prompts[0]) > 1:
                 _write(f"=== {' '.join(heading.asked.split())}\n")
-            of_models = iter(prompts)
-            for voice in named_in_turn(voices, _write):
-                voice.answer(next(of_models)[turn], turn)
+            for voice, of_model in zip(named_in_turn(voices, _write), prompts, strict=True):
+                voice.answer(of_model[turn], turn)
 
 
 def _records(model: NamedModel, file: str, rows: Sequence[int]) -> list[Any]:

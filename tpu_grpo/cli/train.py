@@ -164,7 +164,7 @@ def _dry_run_on(config: RunConfig, slice_name: str) -> int:
 
     with target.as_jax_devices():
         print("\n".join([*check(open_inputs(config), target.devices), ""]))
-    code = plan_and_print(config, slice_name, fast=True, as_json=False, suggesting=False)
+    code = plan_and_print(config, target, fast=True, suggesting=False)
     print(
         f"no: it does not fit; `python scripts/plan.py CONFIG --slice {slice_name}` looks for changes that would"
         if code

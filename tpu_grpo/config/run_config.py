@@ -4,7 +4,7 @@ Each rule raises a ValueError that names the rule, the value, and a remedy.
 """
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -134,30 +134,22 @@ class RunConfig(Section):
     @property
     def excludes_carry(self) -> str | None:
         """A setting of this config that does not go with rollout.carry, and the reason; None if there is none."""
-        return self._excludes(
-            {
-                "environment.name": (self.environment.is_on, "a checkpoint cannot hold the processes of conversations"),
-                "algorithm.routing_replay=true": (
-                    self.algorithm.routing_replay,
-                    "the experts of older tokens are not kept",
-                ),
-            }
-        )
+        own = {
+            "environment.name: a checkpoint cannot hold the processes of conversations": self.environment.is_on,
+            "algorithm.routing_replay=true: the experts of older tokens are not kept": self.algorithm.routing_replay,
+        }
+        return self.excludes_staleness or next((why for why, given in own.items() if given), None)
 
     @property
     def excludes_staleness(self) -> str | None:
         """A setting of this config that does not go with algorithm.staleness, and the reason; None if there is none."""
-        return self._excludes({})
-
-    def _excludes(self, more: Mapping[str, tuple[Any, str]]) -> str | None:
         algorithm = self.algorithm
-        excluded = {
-            f"algorithm.name={algorithm.name}": (algorithm.tunix is not None, "Tunix's learner knows no older tokens"),
-            "algorithm.filtered_ratio=true": (algorithm.filtered_ratio, "older tokens were filtered by older weights"),
-            "data.dynamic.extra": (self.data.dynamic.extra > 0.0, "a step keeps the groups that it does not need"),
-            **more,
+        own = {
+            f"algorithm.name={algorithm.name}: Tunix's learner knows no older tokens": algorithm.tunix is not None,
+            "algorithm.filtered_ratio=true: older tokens were filtered by older weights": algorithm.filtered_ratio,
+            "data.dynamic.extra: a step keeps the groups that it does not need": self.data.dynamic.extra > 0.0,
         }
-        return next((f"{setting}: {reason}" for setting, (given, reason) in excluded.items() if given), None)
+        return next((why for why, given in own.items() if given), None)
 
     @property
     def step_text(self) -> str:

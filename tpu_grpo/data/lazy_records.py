@@ -54,32 +54,13 @@ class JsonLines(Lazy):
         self._file = file
         self._name = name
         self._state = self._file_state()
-        self._starts = array("q")
+        self._starts = array("q", [0])
         """The offsets in the file where records begin, and where the last record ends."""
-        self._check(setting)
-
-    def _check(self, setting: str) -> None:
-        first: Record | None = None
-        blank, position = 0, 0
-        with reading(f"reading {self._name}", os.fstat(self._file.fileno()).st_size, "bytes") as advance:
-            for number, line in enumerate(lines_of(self._file, self._name), start=1):
-                if not line.strip():
-                    blank = blank or number
-                elif blank:
-                    raise DataError(f"{self._name}:{blank} must be a JSON object, got an empty line")
-                else:
-                    record = parse(line, f"{self._name}:{number}", first=number == 1)
-                    first = first or record
-                    check_keys(record, first, f"{self._name}:{number}", "line 1")
-                    self._starts.append(position)
-                position += len(line)
-                if not number % ROWS:
-                    advance(position)
-        if first is None:
-            raise DataError(
-                f"{setting}: {self._name} must hold at least one record, got none; write one JSON object a line"
-            )
-        self._starts.append(position)
+        with reading(f"reading {name}", os.fstat(file.fileno()).st_size, "bytes") as advance:
+            for line, _ in json_lines(file, name, setting):
+                self._starts.append(self._starts[-1] + len(line))
+                if not len(self) % ROWS:
+                    advance(self._starts[-1])
 
     def __len__(self) -> int:
         return len(self._starts) - 1
@@ -106,6 +87,24 @@ class JsonLines(Lazy):
     def _file_state(self) -> tuple[int, int]:
         state = os.fstat(self._file.fileno())
         return state.st_size, state.st_mtime_ns
+
+
+def json_lines(file: IO[bytes], name: str, setting: str) -> Iterator[tuple[bytes, Record]]:
+    """Yield each line of a file of JSON objects with its record; raises as `JsonLines` does, once it is there."""
+    first: Record | None = None
+    blank = 0
+    for number, line in enumerate(lines_of(file, name), start=1):
+        if not line.strip():
+            blank = blank or number
+        elif blank:
+            raise DataError(f"{name}:{blank} must be a JSON object, got an empty line")
+        else:
+            record = parse(line, f"{name}:{number}", first=number == 1)
+            first = first or record
+            check_keys(record, first, f"{name}:{number}", "line 1")
+            yield line, record
+    if first is None:
+        raise DataError(f"{setting}: {name} must hold at least one record, got none; write one JSON object a line")
 
 
 def parse(line: bytes, where: str, *, first: bool = False) -> dict[str, Any]:

@@ -32,8 +32,8 @@ from tpu_grpo.data.lazy_records import (
     Records,
     check_keys,
     checked,
+    json_lines,
     kept,
-    parse,
     reading,
 )
 from tpu_grpo.records.errors import ConfigError, DataError, disk_error
@@ -183,11 +183,8 @@ def _json_lines(file: IO[bytes], place: Location) -> JsonLines:
     return JsonLines(file, place.name, place.setting)
 
 
-def _first_line(file: IO[bytes], place: Location) -> Iterator[Record]:
-    line = next(lines_of(file, place.name), b"")
-    if not line.strip() and not any(line.strip() for line in lines_of(file, place.name)):
-        raise _nothing(place, "; write one JSON object a line")
-    yield parse(line, f"{place.name}:1", first=True)
+def _lines(file: IO[bytes], place: Location) -> Iterator[Record]:
+    return (record for _, record in json_lines(file, place.name, place.setting))
 
 
 def _json(file: IO[bytes], place: Location) -> Records:
@@ -206,7 +203,7 @@ def _is_list(file: IO[bytes]) -> bool:
 
 def _listed(file: IO[bytes], place: Location) -> Iterator[Record]:
     if not _is_list(file):
-        yield from _first_line(file, place)
+        yield from _lines(file, place)
         return
     try:
         records = parse_json(_whole(file, place).decode("utf-8-sig"), whole=True)
@@ -301,8 +298,8 @@ def _parquet_explained(place: Location) -> Iterator[None]:
         ) from error
 
 
-def _nothing(place: Location, remedy: str = "") -> DataError:
-    return DataError(f"{place.setting}: {place.name} must hold at least one record, got none{remedy}")
+def _nothing(place: Location) -> DataError:
+    return DataError(f"{place.setting}: {place.name} must hold at least one record, got none")
 
 
 @dataclass(frozen=True)
@@ -319,8 +316,8 @@ class Reader:
 
 READERS: Mapping[str, Reader] = MappingProxyType(
     {
-        ".jsonl": Reader(_json_lines, _first_line),
-        ".ndjson": Reader(_json_lines, _first_line),
+        ".jsonl": Reader(_json_lines, _lines),
+        ".ndjson": Reader(_json_lines, _lines),
         ".json": Reader(_json, _listed, whole=True),
         ".parquet": Reader(_parquet, _first_row),
         ".csv": Reader(partial(_kept_rows, delimiter=","), partial(_rows, delimiter=",")),

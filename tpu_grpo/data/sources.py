@@ -76,8 +76,21 @@ def read_records(source: Source) -> Records:
         DataError: for data that is missing, empty or malformed, with file and line if it is in a file.
         ConfigError: for a setting that this kind of source does not have, or a missing column.
     """
-    records = _read(source)
-    return renamed(records, source.reading.columns, source) if source.reading.columns else records
+    path, reading, setting = source.path, source.reading, source.setting
+    records: Records
+    match _kind(source):
+        case "builtin":
+            records = _builtin(source)
+        case "puzzles":
+            records = make_puzzles(path.removeprefix(GYM), reading.options, setting, heldout=source.use == "heldout")
+        case "dataset":
+            split = reading.split or ("train" if source.use == "train" else "test")
+            records = read_dataset(path, split, reading, setting)
+        case "function":
+            records = call_function(path, reading.options, setting)
+        case "files":
+            records = read_files(source.paths, setting)
+    return renamed(records, source)
 
 
 def glance(source: Source) -> Record | None:
@@ -85,7 +98,7 @@ def glance(source: Source) -> Record | None:
 
     Returns None for functions, reasoning-gym, datasets, and files slow to read. Missing files raise DataError.
     """
-    if (kind := _checked_kind(source)) == "files":
+    if (kind := _kind(source)) == "files":
         record = first_record(source.paths, source.setting)
     elif kind == "builtin":
         record = _builtin(source)[0]
@@ -93,45 +106,24 @@ def glance(source: Source) -> Record | None:
         if kind == "function" and (file := source_file(source.path)) is not None and not file.is_file():
             raise DataError(f"{source.setting}: data file not found: {file} (relative to {Path.cwd()}); correct it")
         return None
-    columns = source.reading.columns
-    return renamed([record], columns, source)[0] if record is not None and columns else record
+    return None if record is None else renamed([record], source)[0]
 
 
 def _kind(source: Source) -> Literal["builtin", "puzzles", "dataset", "function", "files"]:
-    path = source.path
-    if len(source.paths) > 1 or is_address(path):
-        return "files"
-    if path.startswith(BUILTIN):
-        return "builtin"
-    if path.startswith(GYM):
-        return "puzzles"
-    file = Path(path).expanduser()
-    if path.startswith(HUB) or (file.is_dir() and not is_file_name(path)):
-        return "dataset"
-    return "function" if ":" in path and not file.exists() else "files"
-
-
-def _read(source: Source) -> Records:
-    path, reading, setting = source.path, source.reading, source.setting
-    match _checked_kind(source):
-        case "builtin":
-            return _builtin(source)
-        case "puzzles":
-            return make_puzzles(path.removeprefix(GYM), reading.options, setting, heldout=source.use == "heldout")
-        case "dataset":
-            split = reading.split or ("train" if source.use == "train" else "test")
-            return read_dataset(path, split, reading, setting)
-        case "function":
-            return call_function(path, reading.options, setting)
-        case "files":
-            return read_files(source.paths, setting)
-
-
-def _checked_kind(source: Source) -> Literal["builtin", "puzzles", "dataset", "function", "files"]:
     """Return a source's kind; refuse settings that would be ignored, and lists in which a path does not name files."""
+    path, file = source.path, Path(source.path).expanduser()
     if len(source.paths) > 1 and (others := [path for path in source.paths if path.startswith((HUB, BUILTIN, GYM))]):
         raise ConfigError(f"{source.setting} must list files only, got {others}; mix them with data.sources")
-    kind = _kind(source)
+    if len(source.paths) > 1 or is_address(path):
+        kind = "files"
+    elif path.startswith(BUILTIN):
+        kind = "builtin"
+    elif path.startswith(GYM):
+        kind = "puzzles"
+    elif path.startswith(HUB) or (file.is_dir() and not is_file_name(path)):
+        kind = "dataset"
+    else:
+        kind = "function" if ":" in path and not file.exists() else "files"
     hub, function = kind == "dataset", kind in ("function", "puzzles")
     for name, used in (("split", hub), ("subset", hub), ("options", hub or function)):
         if (value := getattr(source.reading, name)) and not used:
@@ -142,8 +134,8 @@ def _checked_kind(source: Source) -> Literal["builtin", "puzzles", "dataset", "f
     return kind
 
 
-def renamed(records: Records, columns: Mapping[str, str], source: Source) -> Records:
-    """Rename columns, and put the renamed columns first; other columns keep their names.
+def renamed(records: Records, source: Source) -> Records:
+    """Rename columns as the source's setting ``columns`` says, and put these first; other columns keep their names.
 
     With {answer: solution} the records {solution: 4, level: 1} become {answer: 4, level: 1}. A column that already has
     a new name is dropped. The old name a.b means the key b in the mapping of column a, if there is no column a.b.
@@ -151,6 +143,8 @@ def renamed(records: Records, columns: Mapping[str, str], source: Source) -> Rec
     Raises:
         ConfigError: for a missing column; for records after the first, only when they are read.
     """
+    if not (columns := source.reading.columns):
+        return records
 
     def change(record: Record, index: int) -> Record:
         where = f"record {index} of {source.name}"

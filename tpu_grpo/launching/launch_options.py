@@ -221,10 +221,8 @@ def _job_flags(parser: argparse.ArgumentParser) -> None:
 
 def _retry_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("how long to go on").add_argument
-    poll = "between looks (default: %(default)s)"
-    add("--poll", type=float, default=60.0, metavar="SECONDS", help=poll)
-    restarts = "of a run that ended early on its machine (default: %(default)s)"
-    add("--restarts", type=int, default=10, help=restarts)
+    add("--poll", type=float, default=60.0, metavar="SECONDS", help="between looks (default: %(default)s)")
+    add("--restarts", type=int, default=10, help="of a run that ended early on its machine (default: %(default)s)")
     add("--run-dir-survives", action="store_true", help="run.dir outlives the machine, though it does not look so")
 
 

@@ -15,7 +15,7 @@ GIB = 2**30
 
 
 class CompilationCounter:
-    """Counts compilations since it was created, until it is closed.
+    """Counts compilations in a ``with`` block.
 
         with CompilationCounter() as counter:
             jitted(x)      # first call with this shape: counter.count rises by one
@@ -31,20 +31,13 @@ class CompilationCounter:
         self.count = 0
         """How many programs were compiled so far, by any thread."""
         self._lock = threading.Lock()
-        self._open = True
-        jax.monitoring.register_event_duration_secs_listener(self._listen)
-
-    def close(self) -> None:
-        """Stop counting; a second call does nothing."""
-        if self._open:
-            self._open = False
-            jax.monitoring.unregister_event_duration_listener(self._listen)
 
     def __enter__(self) -> "CompilationCounter":
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.close()
+        jax.monitoring.unregister_event_duration_listener(self._listen)
 
     def _listen(self, event: str, duration_secs: float, **attributes: Any) -> None:
         if event == BACKEND_COMPILE:
