@@ -55,6 +55,7 @@ def bad(completion):
     if completion == "eee":
         raise KeyError("nothing there")
     if completion == "dd":
+        open("asked_dd", "w").close()
         time.sleep(1000)
     if completion == "jjjj":
         os._exit(3)
@@ -330,7 +331,7 @@ def test_a_rollout_that_fails_leaves_no_thread_and_no_busy_worker() -> None:
         started = time.monotonic()
         with pytest.raises(ValueError, match="broken engine"), rewards.begin(ROLLOUT.batch) as scoring:
             add(scoring, 1)
-            time.sleep(2.0)  # for the worker to get to it
+            wait_until(Path("asked_dd").exists)
             raise ValueError("broken engine")
         assert time.monotonic() - started < 10.0
         assert rewards.score(make_rollout(["p"], ["a"])).total.tolist() == [1.0]

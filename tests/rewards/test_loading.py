@@ -254,10 +254,6 @@ def test_options_are_judged_before_the_run(name: str, columns: tuple[str, ...], 
         load(name, columns, **options)
 
 
-def test_an_option_stands_in_for_a_data_column_of_its_name():
-    assert load("format", ("pattern",), pattern="x").arguments == ("completions",)
-
-
 # --- the set ---------------------------------------------------------------------------------------------------------
 
 
