@@ -373,38 +373,34 @@ def with_rewards(config: RunConfig, rewards: Sequence[GivenReward]) -> RunConfig
     """
     if not isinstance(rewards, Sequence) or isinstance(rewards, str) or not rewards:
         raise ConfigError(f"rewards must be a list of at least one function, got {rewards!r}; put it in a list")
-    functions: dict[int, Any] = {}
-    entries = [_entry(given, position, functions) for position, given in enumerate(rewards)]
+    entries, functions = zip(*(_entry(given, position) for position, given in enumerate(rewards)), strict=True)
     found = parse_config({**dict(config), "rewards": entries})
-    specs = [
-        spec.calling(functions[position]) if position in functions else spec
-        for position, spec in enumerate(found.rewards)
-    ]
+    pairs = zip(found.rewards, functions, strict=True)
+    specs = [spec if function is None else spec.calling(function) for spec, function in pairs]
     return parse_config({**dict(config), "rewards": specs})
 
 
-def _entry(given: GivenReward, position: int, functions: dict[int, Any]) -> RewardSpec | dict[str, Any]:
-    """Return an entry of the config; store a function that exists only in this process in ``functions``."""
+def _entry(given: GivenReward, position: int) -> tuple[RewardSpec | dict[str, Any], Any]:
+    """Return an entry of the config, and its function if that exists only in this process, else None."""
     if isinstance(given, RewardSpec):
-        return given
+        return given, None
     entry = dict(given) if isinstance(given, Mapping) else {"name": given}
     if isinstance(name := entry.get("name"), str):
-        return entry
+        return entry, None
     if not callable(name):
         raise ConfigError(
             f"rewards[{position}] must be a function, a name, or an entry of the config that has one of them as its "
             f"name, got {given!r}"
         )
     if (importable := importable_name(name)) is not None:
-        return {**entry, "name": importable}
+        return {**entry, "name": importable}, None
     own = _own_name(name, position)
     if entry.get("workers"):
         raise ConfigError(
             f"rewards[{position}], {own}, cannot run in {entry['workers']} workers: it is no function of a module that "
             "they can import; move it to a file of its own, or leave workers out"
         )
-    functions[position] = name
-    return {**entry, "name": f"{GIVEN}{own}", "workers": 0}
+    return {**entry, "name": f"{GIVEN}{own}", "workers": 0}, name
 
 
 def importable_name(function: Any) -> str | None:
