@@ -125,7 +125,7 @@ def test_the_kernel_attends_to_what_is_kept() -> None:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_random_qwen3(tmp_path_factory.mktemp("kv") / "model", layers=2, kv_heads=2)
+    return write_random_qwen3(tmp_path_factory.mktemp("kv") / "model")
 
 
 SMALL: dict[str, Any] = {"batch_paddings": (8,), "prefill_tokens": 64}

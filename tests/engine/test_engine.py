@@ -40,11 +40,6 @@ AGREE = 1e-4  # float32, the contract's bound; measured 1e-6 to 5e-6
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_random_qwen3(tmp_path_factory.mktemp("tied") / "model", layers=1)
-
-
-@pytest.fixture(scope="module")
 def engine(checkpoint: Path, model: nnx.Module) -> Engine:
     return build_engine(checkpoint, model)
 

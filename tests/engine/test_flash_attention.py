@@ -10,7 +10,7 @@ import pytest
 
 from tests.engine.building import assert_alike, build_engine, disagreement, policy, requests
 from tests.engine.interpreter import attend_last, interpreted_kernels
-from tests.models.random_checkpoint import write_random, write_random_qwen3
+from tests.models.random_checkpoint import write_random
 from tpu_grpo.engine.flash_attention import PAGES, FlashAttention, check_pages, choose_blocks
 from tpu_grpo.records.errors import ConfigError
 from tpu_grpo.records.stages import SamplingParams
@@ -102,10 +102,9 @@ def test_the_limit_is_the_librarys() -> None:
             check_pages(rows=rows + 1, context_tokens=4096, page_size=page)
 
 
-def test_an_engine_checks_its_pages(tmp_path: Path) -> None:
-    checkpoint = write_random_qwen3(tmp_path / "model", layers=1)
+def test_an_engine_checks_its_pages(checkpoint: Path) -> None:
     with pytest.raises(ConfigError, match="rollout.page_size must be at most 512"):
-        build_engine(checkpoint, policy(checkpoint), attention="flash", page_size=1024)
+        build_engine(checkpoint, attention="flash", page_size=1024)
 
 
 @pytest.mark.slow  # tells when a repair can go

@@ -24,11 +24,6 @@ SMALL = {"batch_paddings": (8,), "prefill_tokens": 64}
 LONGEST = 40
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_random_qwen3(tmp_path_factory.mktemp("launches") / "model", layers=1, kv_heads=2)
-
-
 def uneven(group: int = 6, **sampling: Any) -> list[Request]:
     """Requests of 1 to 40 tokens, every length about as often."""
     return [

@@ -11,7 +11,6 @@ import pytest
 from flax import nnx
 
 from tests.engine.building import CONTEXT, PROMPTS, build_replicas, engine_options, requests, tokens
-from tests.models.random_checkpoint import write_random_qwen3
 from tpu_grpo.engine.dealing import Group
 from tpu_grpo.engine.replicas import Replica, Replicas, idle_share, make_replicas
 from tpu_grpo.engine.scheduler import EngineUse
@@ -70,11 +69,6 @@ def test_idle_shares_count_decode_steps_up_to_the_latest_end() -> None:
 
 
 # --- real engines ----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_random_qwen3(tmp_path_factory.mktemp("replicas") / "model", kv_heads=2)
 
 
 @pytest.fixture(scope="module")

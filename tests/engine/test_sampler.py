@@ -14,7 +14,6 @@ import pytest
 from flax import nnx
 
 from tests.engine.building import SAMPLED, build_engine, requests, tokens
-from tests.models.random_checkpoint import write_random_qwen3
 from tpu_grpo.config.config_files import parse_config
 from tpu_grpo.engine.engine import Engine
 from tpu_grpo.engine.generation import Finished
@@ -207,11 +206,6 @@ def test_an_engine_whose_log_probabilities_cannot_be_ends_the_run_and_its_rollou
 
 
 QUESTION = tuple(range(5, 15))
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_random_qwen3(tmp_path_factory.mktemp("model"), scale=0.3)
 
 
 @pytest.fixture(scope="module")

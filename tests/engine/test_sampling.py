@@ -305,12 +305,6 @@ def test_filters_that_drop_nothing_read_nothing(monkeypatch: pytest.MonkeyPatch,
     assert passes(monkeypatch, LOGITS[None], columns(**settings)) == 0
 
 
-def test_ties_at_a_threshold_are_kept() -> None:
-    logits = jnp.asarray([[1.0, 2.0, 2.0, 0.0]])
-    filtered = np.asarray(FILTER(logits, columns(top_k=1)))
-    assert np.isfinite(filtered[0]).tolist() == [False, True, True, False]
-
-
 def test_both_zeros_are_one_value() -> None:
     logits = jnp.asarray([[-1.0, -0.0, 0.0, -2.0, -0.0]])
     alike: list[dict[str, Any]] = [{"top_k": 1}, {"top_p": 0.1}, {"min_p": 1.0}]

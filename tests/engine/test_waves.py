@@ -28,7 +28,6 @@ from tests.engine.building import (
     tokens,
 )
 from tests.engine.scripted import Delay, Played, Script, ScriptedConversations, at_once, script
-from tests.models.random_checkpoint import write_random_qwen3
 from tpu_grpo.engine.engine import Engine
 from tpu_grpo.engine.generation import Finished
 from tpu_grpo.engine.replicas import Replicas
@@ -193,11 +192,6 @@ def test_hosts_that_speak_of_other_rows_are_found_out(part: Any) -> None:
 
 SMALL: dict[str, Any] = {"context_tokens": 128, "batch_paddings": (8,), "prefill_tokens": 64, "page_size": 1}
 GROUP = 3
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_random_qwen3(tmp_path_factory.mktemp("waves") / "model", layers=1, kv_heads=2)
 
 
 def asked(**sampling: Any) -> list[Request]:

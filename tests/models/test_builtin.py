@@ -229,17 +229,18 @@ def _demo(task: str) -> tuple[Qwen3, PreTrainedTokenizerFast]:
     return _load(entry, RECIPES[task]), load_tokenizer(entry)
 
 
-def _complete(
-    model: Qwen3, prompts_BT: np.ndarray, temperature: float, rng: np.random.Generator, count: int = 4
-) -> np.ndarray:
-    """Some tokens after every prompt, without a cache: the most likely ones at temperature 0, else drawn."""
+def _turns(
+    model: Qwen3, tokenizer: PreTrainedTokenizerFast, prompts_BT: np.ndarray, temperature: float, count: int = 4
+) -> list[str]:
+    """The turn after every prompt, without a cache: the most likely tokens at temperature 0, else drawn ones."""
+    rng = np.random.default_rng(0)
     following = nnx.jit(lambda model, tokens_BT, last: logprobs(model, tokens_BT)[:, last])
     start = prompts_BT.shape[1]
     tokens_BT = np.pad(prompts_BT, ((0, 0), (0, count)))
     for t in range(start, start + count):
         logps = np.asarray(following(model, tokens_BT, jnp.asarray(t - 1)))
         tokens_BT[:, t] = np.argmax(logps + temperature * rng.gumbel(size=logps.shape), axis=-1)
-    return tokens_BT[:, start:]
+    return [tokenizer.decode(row).partition("<|im_end|>")[0] for row in tokens_BT[:, start:]]
 
 
 @pytest.mark.slow
@@ -250,19 +251,15 @@ def test_taught_model_adds_and_usually_forgets_to_carry() -> None:
     chats = [[{"role": "user", "content": f"{a}+{b}="}] for a, b in pairs]
     prompts = np.array(tokenizer.apply_chat_template(chats, add_generation_prompt=True))
 
-    def answers(temperature: float) -> list[str]:
-        rows = _complete(model, prompts, temperature, np.random.default_rng(0))
-        return [tokenizer.decode(row).partition("<|im_end|>")[0] for row in rows]
-
     def share(given: list[str], wanted: list[str]) -> float:
         return float(np.mean([g == w for g, w in zip(given, wanted, strict=True)]))
 
     right = [str(a + b) for a, b in pairs]
     forgetful = [str(addition.without_carry(a, b)) if addition.needs_carry(a, b) else "" for a, b in pairs]
-    greedy = answers(0.0)
+    greedy, sampled = (_turns(model, tokenizer, prompts, temperature) for temperature in (0.0, 1.0))
     assert share(greedy, right) + share(greedy, forgetful) >= 0.97
     assert share(greedy, forgetful) > 0.5
-    assert 0.35 <= share(answers(1.0), right) <= 0.55
+    assert 0.35 <= share(sampled, right) <= 0.55
 
 
 @pytest.mark.slow
@@ -274,13 +271,8 @@ def test_taught_model_has_a_calculator_and_uses_it_badly() -> None:
     prompts = np.array(
         tokenizer.apply_chat_template(asked, tools=[dict(tool) for tool in task.tools], add_generation_prompt=True)
     )
-
-    def turns(prompts: np.ndarray, temperature: float, count: int) -> list[str]:
-        rows = _complete(model, prompts, temperature, np.random.default_rng(0), count)
-        return [tokenizer.decode(row).partition("<|im_end|>")[0] for row in rows]
-
     right = [f"<|call|>add({p['question'].rstrip('=').replace('+', ',')})<|end_call|>" for p in problems]
-    greedy, sampled = turns(prompts, 0.0, 15), turns(prompts, 1.0, 15)
+    greedy, sampled = (_turns(model, tokenizer, prompts, temperature, 15) for temperature in (0.0, 1.0))
     for written, least, most in ((greedy, 0.25, 0.45), (sampled, 0.2, 0.4)):  # 0.3 of the teacher's are right
         assert least <= np.mean([w == r for w, r in zip(written, right, strict=True)]) <= most
     assert np.mean([w.startswith("~") for w in sampled]) == pytest.approx(0.55, abs=0.1)
@@ -289,7 +281,7 @@ def test_taught_model_has_a_calculator_and_uses_it_badly() -> None:
     told = [f"{r}<|im_end|><|im_start|>tool{p['answer']}<|im_start|>assistant" for r, p in called]
     rest = np.array([tokenizer.encode(text) for text in told])
     began = prompts[[len(p["answer"]) == 3 for p in problems]]
-    answers = turns(np.concatenate([began, rest], axis=1), 1.0, 5)
+    answers = _turns(model, tokenizer, np.concatenate([began, rest], axis=1), 1.0, 5)
     assert 0.75 <= np.mean([a == p["answer"] for a, (_, p) in zip(answers, called, strict=True)]) <= 0.95
 
 
@@ -306,11 +298,10 @@ def test_taught_model_guesses_near_the_middle_and_listens_as_often_as_its_teache
             for word in told:
                 chat += [{"role": "assistant", "content": f"{question[:3]}4"}, {"role": "user", "content": word}]
         prompts = np.array(tokenizer.apply_chat_template(chats, add_generation_prompt=True))
-        rows = _complete(model, np.repeat(prompts, 4, axis=0), 1.0, np.random.default_rng(0), 5)
-        said = [tokenizer.decode(row).partition("<|im_end|>")[0] for row in rows]
+        said = _turns(model, tokenizer, np.repeat(prompts, 4, axis=0), 1.0, 5)
         tens = [question[:3] for question in questions for _ in range(4)]
         ends = [text[3:] for text, start in zip(said, tens, strict=True) if text.startswith(start)]
-        assert len(ends) >= 0.97 * len(rows)
+        assert len(ends) >= 0.97 * len(said)
         return {end: ends.count(end) / len(ends) for end in map(str, range(10))}
 
     first, higher, lower = shares(), shares("higher"), shares("lower")
@@ -408,10 +399,10 @@ def test_loss_is_the_mean_over_taught_tokens_of_uneven_rows() -> None:
 def test_learning_rate_rises_falls_and_gradients_are_clipped() -> None:
     recipe = Recipe(steps=100, warmup_steps=10, learning_rate=1e-2, max_grad_norm=1.0)
     optimizer = recipe.optimizer()
-    weights = jnp.zeros(2)
+    weights, update = jnp.zeros(2), jax.jit(optimizer.update)
     state, sizes = optimizer.init(weights), []
     for _ in range(101):
-        updates, state = optimizer.update(jnp.array([3e5, 4e5]), state, weights)
+        updates, state = update(jnp.array([3e5, 4e5]), state, weights)
         sizes.append(float(optax.global_norm(updates)) / 2**0.5)  # Adam steps by the rate in each coordinate
     assert sizes[0] == 0.0
     assert sizes[5] == pytest.approx(0.5e-2, rel=1e-3)

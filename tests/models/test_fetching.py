@@ -6,10 +6,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import huggingface_hub
 import pytest
+from huggingface_hub import HfApi
 
 from tests.models.hub import TOKEN, open_hub
+from tpu_grpo.config import ModelSection
 from tpu_grpo.models import fetching
 from tpu_grpo.records.errors import CheckpointError
 
@@ -37,8 +42,7 @@ def hub() -> Iterator[tuple[str, set[str]]]:
 
 
 def fetch(name: str, home: Path, **more: str) -> subprocess.CompletedProcess[str]:
-    program = f"from tpu_grpo.models.fetching import fetch; print(fetch({name!r}, lambda what: print('said', what)))"
-    return run(program, home, **more)
+    return run(f"from tpu_grpo.models.fetching import fetch; print(fetch({name!r}))", home, **more)
 
 
 def run(program: str, home: Path, **more: str) -> subprocess.CompletedProcess[str]:
@@ -53,15 +57,30 @@ def test_a_model_is_fetched_once_and_its_size_is_said_before(hub: tuple[str, set
     address, got = hub
     done = fetch("owner/model", tmp_path, HF_ENDPOINT=address)
     assert done.returncode == 0, done.stderr
-    said, directory = done.stdout.splitlines()
-    assert said == f"said fetching owner/model: 6 files, 3.0 MB, into {tmp_path}/hub"
+    directory = done.stdout.removesuffix("\n")
+    assert f"fetching owner/model: 6 files, 3.0 MB, into {tmp_path}/hub\n" in done.stderr
     assert got == NEEDED
     assert {path.name: path.read_bytes() for path in Path(directory).iterdir()} == {n: FILES[n] for n in NEEDED}
     got.clear()
     again = fetch("owner/model", tmp_path, HF_ENDPOINT=address)
     assert (again.stdout, got) == (f"{directory}\n", set())
+    assert "fetching owner/model" not in again.stderr
     for offline in ({"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:9"}):
         assert fetch("owner/model", tmp_path, **offline).stdout == f"{directory}\n"
+
+
+def test_a_process_asks_the_hub_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    def model_info(self: HfApi, name: str, **_: Any) -> Any:
+        asked.append(name)
+        return SimpleNamespace(sha="", siblings=())
+
+    monkeypatch.setattr(HfApi, "model_info", model_info)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(tmp_path))
+    model = ModelSection(path="hf:owner/asked-once")
+    assert [fetching.model_directory(model) for _ in range(2)] == [tmp_path] * 2
+    assert asked == ["owner/asked-once"]
 
 
 def test_a_model_that_cannot_be_had(hub: tuple[str, set[str]], tmp_path: Path) -> None:
@@ -100,7 +119,7 @@ def test_a_model_is_pushed_and_fetched_again(tmp_path: Path) -> None:
         assert done.stdout == f"{hub.address}/me/mine\n"
         assert hub.models == {"me/mine": exported}
         assert hub.private == {"me/mine"}
-        fetched = Path(fetch("me/mine", tmp_path, HF_ENDPOINT=hub.address).stdout.splitlines()[-1])
+        fetched = Path(fetch("me/mine", tmp_path, HF_ENDPOINT=hub.address).stdout.removesuffix("\n"))
         assert (fetched / "model.safetensors").read_bytes() == exported["model.safetensors"]
         for more in ({"HF_TOKEN": "hf_other"}, {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_TOKEN": TOKEN}):
             done = run(f"{program}, 'me/other'))", tmp_path, **{"HF_ENDPOINT": hub.address, **more})

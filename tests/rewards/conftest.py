@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tpu_grpo.records.stages import Completion, Prompt, PromptBatch, Rollout
+from tpu_grpo.config import RewardSpec
+from tpu_grpo.records.stages import Completion, Prompt, PromptBatch, Rollout, Scores
+from tpu_grpo.rewards import open_rewards
 
 MakeFile = Callable[..., str]
 """(source, name="my_rewards.py") -> path."""
@@ -24,6 +26,12 @@ def make_rollout(
     )
     one = Completion(np.array([1], np.int32), np.array([0.0], np.float32), finish_reason="stop", cached_tokens=0)
     return Rollout(batch, len(texts) // len(prompts), (one,) * len(texts), tuple(texts), seconds=0.0)
+
+
+def scored(rollout: Rollout, *specs: RewardSpec, max_steps: int = 0) -> Scores:
+    """Open rewards for the columns of a rollout, and score it."""
+    with open_rewards(specs, list(rollout.batch.prompts[0].columns), max_steps) as rewards:
+        return rewards.score(rollout)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.rewards.conftest import MakeFile, make_rollout
+from tests.rewards.conftest import MakeFile, make_rollout, scored
 from tpu_grpo.config import RewardSpec
 from tpu_grpo.records.errors import RewardError
 from tpu_grpo.records.stages import Figure, Prompt, PromptBatch, Scores
@@ -20,9 +20,8 @@ def score(
     reward_file: MakeFile, source: str, name: str = "f", step: int = 0, columns: Any = COLUMNS, **spec: Any
 ) -> Scores:
     path = reward_file(source)
-    rollout = make_rollout(PROMPTS, TEXTS, columns, step=step)
-    with open_rewards([RewardSpec(name=f"{path}:{name}", **{"workers": 0, **spec})], list(columns[0])) as rewards:
-        return rewards.score(rollout)
+    reward = RewardSpec(name=f"{path}:{name}", **{"workers": 0, **spec})
+    return scored(make_rollout(PROMPTS, TEXTS, columns, step=step), reward)
 
 
 # --- extras ----------------------------------------------------------------------------------------------------------
@@ -51,8 +50,8 @@ def f(completions, **rest):
     return [float(state.global_step)] * len(completions)
 """)
     for workers in (0, 1):  # in this process, and in another
-        with open_rewards([RewardSpec(name=f"{path}:f", workers=workers)], ["answer"], max_steps=60) as rewards:
-            scores = rewards.score(make_rollout(PROMPTS, TEXTS, COLUMNS, step=15))
+        rollout = make_rollout(PROMPTS, TEXTS, COLUMNS, step=15)
+        scores = scored(rollout, RewardSpec(name=f"{path}:f", workers=workers), max_steps=60)
         np.testing.assert_array_equal(scores.total, [15.0] * 4)
         assert scores.figures["rewards/f/share"].value == 0.25
 
@@ -119,8 +118,7 @@ def test_a_row_that_fails_costs_only_that_row(reward_file: MakeFile, caplog: pyt
         RewardSpec(name=f"{path}:f", workers=0, on_error="value", error_value=-1.0),
         RewardSpec(name=f"{path}:good", workers=0),
     ]
-    with open_rewards(specs, []) as rewards:
-        scores = rewards.score(make_rollout(PROMPTS, TEXTS))
+    scores = scored(make_rollout(PROMPTS, TEXTS), *specs)
     np.testing.assert_array_equal(scores.by_name["f"], [1.0, -1.0, -1.0, np.nan])
     np.testing.assert_array_equal(scores.total, [3.0, 1.0, 1.0, 2.0])
     assert scores.figures["rewards/f/errors"] == Figure(2, "sum")
@@ -272,10 +270,8 @@ VERL_COLUMNS = [
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_reward_written_for_verl(reward_file: MakeFile, workers: int):
     path = reward_file(VERL)
-    rollout = make_rollout(PROMPTS, TEXTS, VERL_COLUMNS)
     specs = [RewardSpec(name=f"{path}:{name}", workers=workers) for name in ("compute_score", "plain")]
-    with open_rewards(specs, list(VERL_COLUMNS[0])) as rewards:
-        scores = rewards.score(rollout)
+    scores = scored(make_rollout(PROMPTS, TEXTS, VERL_COLUMNS), *specs)
     np.testing.assert_array_equal(scores.by_name["compute_score"], [1.0, -0.5, -0.25, 1.0])
     np.testing.assert_array_equal(scores.by_name["plain"], [1.0, 0.0, 0.0, 1.0])
     assert scores.figures["rewards/compute_score/acc"] == Figure(0.5, "mean", 4)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.rewards.conftest import MakeFile
+from tests.rewards.conftest import MakeFile, scored
 from tpu_grpo.config import RewardSpec
 from tpu_grpo.records.episode import Episode, Failure, KeptEnvironment, Turn
 from tpu_grpo.records.errors import ConfigError, RewardError
@@ -64,8 +64,7 @@ def as_kept(source: str, attributes: Mapping[str, bytes], left_out: Mapping[str,
 
 
 def scores(specs: Sequence[Mapping[str, Any]], *completions: Completion) -> Any:
-    with open_rewards([RewardSpec(**spec) for spec in specs], ["answer"]) as rewards:
-        return rewards.score(rollout(*completions))
+    return scored(rollout(*completions), *(RewardSpec(**spec) for spec in specs))
 
 
 def test_texts_are_those_of_the_last_turn() -> None:

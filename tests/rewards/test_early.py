@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.rewards.conftest import MakeFile, make_rollout
+from tests.rewards.test_loading import NEEDS
 from tpu_grpo.config import RewardSpec
 from tpu_grpo.records.errors import RewardError
 from tpu_grpo.records.stages import Figure, Rollout
@@ -55,6 +56,7 @@ def bad(completion):
     if completion == "eee":
         raise KeyError("nothing there")
     if completion == "dd":
+        open("asked_dd", "w").close()
         time.sleep(1000)
     if completion == "jjjj":
         os._exit(3)
@@ -158,12 +160,6 @@ def test_a_part_of_the_prompts_is_scored_alone() -> None:
     assert found.by_name["rank"].tolist() == [2 / 7, 3 / 7, 0.0, 1 / 7]
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "regex": {"pattern": r"(\d+)"},
-    "length": {"max_tokens": 2, "margin": 3},
-    "overlong": {"max_tokens": 4, "buffer": 3},
-    "language": {"language": "en", "min_letters": 3},
-}
 COLUMNS: dict[str, dict[str, Any]] = {
     "multiple_choice": {"answer": "B"},
     "countdown": {"target": 4, "nums": [1, 3]},
@@ -182,8 +178,8 @@ def test_shipped_rewards_of_a_batch_are_functions_of_one_row(name: str) -> None:
         "a a a a a a a a",
         "<think>x</think><answer>4</answer>",
     ]
-    column = COLUMNS.get(name, {"answer": "4"})
-    specs = [RewardSpec(name=name, options=OPTIONS.get(name, {})), RewardSpec(name="xml_count", label="applies")]
+    column, (_, options) = COLUMNS.get(name, {"answer": "4"}), NEEDS.get(name, ((), {}))
+    specs = [RewardSpec(name=name, options=options), RewardSpec(name="xml_count", label="applies")]
     with open_rewards(specs, list(column)) as rewards:
         expected = rewards.score(make_rollout([str(n) for n in range(5)], texts, [column] * 5)).by_name[name]
         alone = [rewards.score(make_rollout([str(n)], [t], [column])).by_name[name] for n, t in enumerate(texts)]
@@ -330,7 +326,7 @@ def test_a_rollout_that_fails_leaves_no_thread_and_no_busy_worker() -> None:
         started = time.monotonic()
         with pytest.raises(ValueError, match="broken engine"), rewards.begin(ROLLOUT.batch) as scoring:
             add(scoring, 1)
-            time.sleep(2.0)  # for the worker to get to it
+            wait_until(Path("asked_dd").exists)
             raise ValueError("broken engine")
         assert time.monotonic() - started < 10.0
         assert rewards.score(make_rollout(["p"], ["a"])).total.tolist() == [1.0]

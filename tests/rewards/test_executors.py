@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,12 +17,11 @@ import pytest
 from tests.marks import left_after, marked
 from tests.readers import nobody_reads
 from tests.rewards import faulty
-from tests.rewards.conftest import make_rollout
+from tests.rewards.conftest import make_rollout, scored
 from tpu_grpo.config import RewardSpec
 from tpu_grpo.records.errors import RewardError
-from tpu_grpo.rewards import RewardSet, open_rewards
+from tpu_grpo.rewards import open_rewards
 from tpu_grpo.rewards.calling import Answer, Problem, RewardBatch
-from tpu_grpo.rewards.executors import WorkerPool
 from tpu_grpo.workers.messages import decode, encode
 
 ROLLOUT = make_rollout(["p0", "p1"], ["a", "bb", "ccc", "dddd"])
@@ -44,7 +44,7 @@ def _nothing_stays_behind() -> Iterator[None]:
 FAULTS = {
     faulty.raises: (
         "errors",
-        r"raises raised KeyError: 'nothing there' \(.*faulty\.py:\d+ in raises\); row 0 \(prompt",
+        r"raises raised KeyError: 'nothing there' \(.*faulty\.py:\d+ in raises\); for 4 rows from 0 to 3",
     ),
     faulty.sleeps: ("timeouts", r"sleeps did not answer within its timeout of 1 s, for 4 rows from 0 to 3; make it"),
     faulty.hangs: ("timeouts", r"hangs did not answer within its timeout of 1 s"),
@@ -62,34 +62,33 @@ FAULTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def faulty_set() -> Iterator[tuple[RewardSet, list[Any]]]:
+def test_others_are_unaffected_and_every_fault_is_counted_and_named():
     """All faults and one good reward, side by side, asked twice."""
     faults = [spec(f, timeout=1.0, on_error="skip") for f in FAULTS]
     with open_rewards([spec(faulty.good), *faults], []) as rewards:
-        scores = [rewards.score(ROLLOUT), rewards.score(ROLLOUT)]
-        for executor in [reward.executor for reward in rewards.rewards]:
-            assert isinstance(executor, WorkerPool)
-            assert executor._supervisor is not None
-            while not all(worker.is_ready for crew in executor._supervisor.crews for worker in crew.workers):
-                executor._supervisor.advance(0.1)  # so that no test finds one that was not there before
-        yield rewards, scores
-
-
-def test_others_are_unaffected_and_every_fault_is_counted(faulty_set: tuple[RewardSet, list[Any]]):
-    for scores in faulty_set[1]:
+        answers = [rewards.score_and_explain(ROLLOUT) for _ in range(2)]
+    for scores, results in answers:
         np.testing.assert_array_equal(scores.total, GOOD)
-        for function, (kind, _) in FAULTS.items():
-            counts = {k: scores.figures[f"rewards/{function.__name__}/{k}"].value for k in ("errors", "timeouts")}
-            assert counts == {"errors": 0, "timeouts": 0} | {kind: 4}, function.__name__
-            assert np.isnan(scores.by_name[function.__name__]).all()
+        for function, (kind, told) in FAULTS.items():
+            name = function.__name__
+            counts = {k: scores.figures[f"rewards/{name}/{k}"].value for k in ("errors", "timeouts")}
+            assert counts == {"errors": 0, "timeouts": 0} | {kind: 4}, name
+            assert np.isnan(scores.by_name[name]).all()
+            _, message = results[name].failures[0]
+            assert re.search(told, message), message
 
 
-@pytest.mark.parametrize("function", FAULTS, ids=lambda f: f.__name__)
-def test_a_fault_ends_the_run_with_its_name_where_that_is_wanted(function: Callable[..., Any]):
+@pytest.mark.parametrize(
+    ("function", "told"),
+    [
+        (faulty.raises, r"in raises\); row 0 \(prompt 'p0'"),
+        *((function, FAULTS[function][1]) for function in (faulty.hangs, faulty.too_few, faulty.leaves)),
+    ],
+)
+def test_a_fault_ends_the_run_with_its_name_where_that_is_wanted(function: Callable[..., Any], told: str):
     with (
         open_rewards([spec(faulty.good, workers=0), spec(function, timeout=1.0)], []) as rewards,
-        pytest.raises(RewardError, match=FAULTS[function][1]),
+        pytest.raises(RewardError, match=told),
     ):
         rewards.score(ROLLOUT)
 
@@ -128,22 +127,21 @@ def test_a_thread_cannot_be_ended_but_does_not_hold_up_the_step():
         assert scores.figures["rewards/sleeps/timeouts"].value == 4
 
 
-@pytest.mark.parametrize("function", [faulty.sleeps, faulty.hangs])
-def test_workers_end_with_a_main_process_that_is_killed(function: Callable[..., Any]):
-    script = f"""
+def test_workers_end_with_a_main_process_that_is_killed():
+    script = """
         from tests.rewards.test_executors import ROLLOUT, spec
         from tests.rewards import faulty
         from tpu_grpo.rewards import open_rewards
-        rewards = open_rewards([spec(faulty.good), spec(faulty.{function.__name__}, timeout=100)], [])
-        rewards.score(ROLLOUT)
+        busy = [spec(function, timeout=100) for function in (faulty.sleeps, faulty.hangs)]
+        open_rewards([spec(faulty.good), *busy], []).score(ROLLOUT)
     """
     before = marked()
     main = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], start_new_session=True)
     deadline = time.monotonic() + 20.0
-    while len(marked() - before) < 4 and time.monotonic() < deadline:
+    while len(marked() - before) < 6 and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert len(marked() - before) == 4  # two fork servers, and a worker of each
-    time.sleep(2.0)  # for the worker to get to it
+    assert len(marked() - before) == 6  # three fork servers, and a worker of each
+    time.sleep(2.0)  # for the workers to get to it
     os.kill(main.pid, signal.SIGKILL)
     main.wait()
     assert left_after(before, 5.0) == set()
@@ -168,8 +166,7 @@ def test_workers_know_nothing_of_jax_and_the_accelerator(monkeypatch: pytest.Mon
     monkeypatch.setenv("TPU_VISIBLE_CHIPS", "0")
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
     monkeypatch.setenv("JAX_PLATFORMS", "tpu")
-    with open_rewards([spec(faulty.inspects)], []) as rewards:
-        figures = rewards.score(ROLLOUT).figures
+    figures = scored(ROLLOUT, spec(faulty.inspects)).figures
     assert [figures[f"rewards/inspects/{name}"].value for name in ("jax", "variables", "cpu")] == [0.0, 0.0, 1.0]
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.rewards import faulty
-from tests.rewards.conftest import make_rollout
+from tests.rewards.conftest import make_rollout, scored
 from tpu_grpo.config import RewardSpec, RunConfig, load_config, parse_config
 from tpu_grpo.records.errors import ConfigError, RewardError
 from tpu_grpo.records.stages import Scores
@@ -24,8 +24,7 @@ def given(*rewards: GivenReward, **tree: Any) -> RunConfig:
 
 
 def score(config: RunConfig) -> Scores:
-    with open_rewards(config.rewards, ["answer"], config.run.max_steps) as rewards:
-        return rewards.score(ROLLOUT)
+    return scored(ROLLOUT, *config.rewards, max_steps=config.run.max_steps)
 
 
 class Length:

@@ -70,15 +70,15 @@ def test_a_function_cannot_change_what_the_next_one_sees(reward_file: MakeFile):
 NEEDS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "environment": ((), {}),
     "format": ((), {}),
-    "regex": (("answer",), {"pattern": "(x)"}),
+    "regex": (("answer",), {"pattern": r"(\d+)"}),
     "integer_answer": ((), {}),
     "think_answer": ((), {}),
     "xml_count": ((), {}),
-    "length": ((), {"max_tokens": 10}),
-    "overlong": ((), {"max_tokens": 10, "buffer": 5}),
+    "length": ((), {"max_tokens": 2, "margin": 3}),
+    "overlong": ((), {"max_tokens": 4, "buffer": 3}),
     "cosine_length": (("answer",), {"max_tokens": 10}),
     "repetition": ((), {}),
-    "language": ((), {"language": "en"}),
+    "language": ((), {"language": "en", "min_letters": 3}),
     "instructions": (("instruction_id_list", "kwargs"), {}),
     "json_schema": ((), {"schema": {"type": "object"}}),
     "countdown": (("target", "nums"), {}),
@@ -252,10 +252,6 @@ def test_functions_that_do_not_fit(reward_file: MakeFile, source: str, message: 
 def test_options_are_judged_before_the_run(name: str, columns: tuple[str, ...], options: dict, message: str):
     with pytest.raises(RewardError, match=message):
         load(name, columns, **options)
-
-
-def test_an_option_stands_in_for_a_data_column_of_its_name():
-    assert load("format", ("pattern",), pattern="x").arguments == ("completions",)
 
 
 # --- the set ---------------------------------------------------------------------------------------------------------

@@ -27,15 +27,17 @@ def reward_set(*functions: Callable[..., Any], weights: Sequence[float] | None =
     return RewardSet(tuple(open_function(f, weight=w) for f, w in zip(functions, given, strict=True)))
 
 
-def open_function(function: Callable[..., Any], arguments: Sequence[str] = ("completions",), **spec: Any) -> OpenReward:
-    """A function on a thread."""
-    call = Call(function.__name__, function.__name__, tuple(arguments), spec.get("options", {}))
+def open_function(function: Callable[..., Any], *arguments: str, per_token: bool = False, **spec: Any) -> OpenReward:
+    """A function on a thread, which gets the completions unless other arguments are given."""
+    name, extras = function.__name__, ("completion_ids",) if per_token else ()
+    options = spec.get("options", {})
+    call = Call(name, name, arguments or ("completions",), options, extras=extras, per_token=per_token)
     settings = RewardSpec(name=function.__name__, workers=0, **spec)
     return OpenReward(settings, call, ThreadExecutor(call, function))
 
 
 def constant(values: Any, name: str = "r") -> Callable[..., Any]:
-    def reward(completions: Sequence[str]) -> Any:
+    def reward(completions: Sequence[str], **_: Any) -> Any:
         return values
 
     reward.__name__ = name
@@ -52,7 +54,7 @@ def test_a_reward_sees_the_whole_batch_once():
         calls.append(columns)
         return [0.0] * 4
 
-    RewardSet((open_function(see, ("prompts", "completions", "answer"), options={"limit": 3}),)).score(ROLLOUT)
+    RewardSet((open_function(see, "prompts", "completions", "answer", options={"limit": 3}),)).score(ROLLOUT)
     assert calls == [
         {
             "prompts": ["p0", "p0", "p1", "p1"],

@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.rewards.conftest import MakeFile, make_rollout
+from tests.rewards.conftest import MakeFile, make_rollout, scored
 from tpu_grpo.config import RewardSpec
 from tpu_grpo.records.errors import RewardError
 from tpu_grpo.records.stages import Completion
-from tpu_grpo.rewards import open_rewards
 
 PROMPTS = ["2+2?", "5*10?"]
 TEXTS = ["<think>\na\n</think>\n<answer>\n4\n</answer>", "five", "#### 50", r"\boxed{50}"]
@@ -402,8 +401,7 @@ def given(pieces: list[Piece], write: MakeFile, workers: int) -> list[list[float
     records = [{name: DATA[name][prompt] for name in columns} for prompt in range(2)]
     made = make_rollout(PROMPTS, TEXTS, records, step=3)
     ids = [Completion(np.arange(n, dtype=np.int32), np.zeros(n, np.float32), "stop", 0) for n in (4, 1, 2, 3)]
-    with open_rewards(specs, columns, max_steps=10) as rewards:
-        scores = rewards.score(replace(made, completions=tuple(ids)))
+    scores = scored(replace(made, completions=tuple(ids)), *specs, max_steps=10)
     return [[None if np.isnan(value) else value for value in values] for values in scores.by_name.values()]
 
 

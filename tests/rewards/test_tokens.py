@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.rewards.conftest import MakeFile, make_rollout
+from tests.rewards.conftest import MakeFile, make_rollout, scored
 from tpu_grpo.config import RewardSpec
 from tpu_grpo.records.errors import RewardError
 from tpu_grpo.records.stages import Completion, Rollout, Scores
@@ -88,14 +88,12 @@ def test_by_hand_and_early(reward_file: MakeFile, workers: int) -> None:
 def test_alone_behind_a_gate_and_in_a_class(reward_file: MakeFile) -> None:
     """Without a reward of completions all totals are 0; rows that a gate does not let pass get nothing at any token."""
     path = reward_file(REWARDS)
-    with open_rewards([spec(path, "another", workers=0, weight=0.5)], ()) as rewards:
-        scores = rewards.score(two())
+    scores = scored(two(), spec(path, "another", workers=0, weight=0.5))
     assert [values.tolist() for values in scores.per_token] == [[0.5, 0, 0], [0, 0.1]]
     assert scores.total.tolist() == [0.0, 0.0]
     gate = "lambda completions: [float(text == 'de') for text in completions]"
     path = reward_file(f"{REWARDS}\ngate = {gate}\ngate.__name__ = 'gate'\n", "gated.py")
-    with open_rewards([spec(path, "gate", workers=0), spec(path, "Late", workers=0, only_if="gate")], ()) as rewards:
-        scores = rewards.score(two())
+    scores = scored(two(), spec(path, "gate", workers=0), spec(path, "Late", workers=0, only_if="gate"))
     assert [values.tolist() for values in scores.per_token] == [[0, 0, 0], [1, 1]]
     assert scores.by_name["Late"].tolist() == [0.0, 2.0]
 
@@ -116,11 +114,9 @@ def test_alone_behind_a_gate_and_in_a_class(reward_file: MakeFile) -> None:
 )
 def test_what_is_no_number_per_token_is_a_problem(reward_file: MakeFile, values: str, message: str) -> None:
     path = reward_file(REWARDS.replace("VALUES", values))
-    with open_rewards([spec(path, "bad", workers=0)], ()) as rewards, pytest.raises(RewardError, match=message):
-        rewards.score(two())
-    skipping = [spec(path, "bad", workers=0, on_error="skip"), spec(path, "size", workers=0)]
-    with open_rewards(skipping, ()) as rewards:
-        scores = rewards.score(two())
+    with pytest.raises(RewardError, match=message):
+        scored(two(), spec(path, "bad", workers=0))
+    scores = scored(two(), spec(path, "bad", workers=0, on_error="skip"), spec(path, "size", workers=0))
     assert [values.tolist() for values in scores.per_token] == [[0, 0, 0], [0, 0]]
     assert np.isnan(scores.by_name["bad"]).tolist() == [True, False]
     assert scores.figures["rewards/bad/errors"].value == 1
@@ -135,5 +131,5 @@ def test_what_cannot_work_is_said_at_the_start(reward_file: MakeFile) -> None:
     with pytest.raises(RewardError, match="its error_value must be 0, got 0.5"):
         open_rewards([spec(path, "another", on_error="value", error_value=0.5)], ())
     message = r"does not apply; marked with @per_token, a number per token\), got \[1.0, 1.0, 1.0\]"
-    with open_rewards([spec(path, "unmarked", workers=0)], ()) as rewards, pytest.raises(RewardError, match=message):
-        rewards.score(two())
+    with pytest.raises(RewardError, match=message):
+        scored(two(), spec(path, "unmarked", workers=0))

@@ -11,15 +11,12 @@ import pytest
 from tests.hosts.processes import run
 from tests.rewards.conftest import make_rollout
 from tests.rewards.test_scoring import constant, open_function
-from tpu_grpo.config import RewardSpec
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.observe.sample_rows import sample_fields, sample_rows
 from tpu_grpo.observe.step_metrics import rollout_metrics
 from tpu_grpo.records.errors import RewardError
 from tpu_grpo.records.stages import ScoredRollout
-from tpu_grpo.rewards import DistributedRewards, OpenReward, RewardSet
-from tpu_grpo.rewards.calling import Call
-from tpu_grpo.rewards.executors import ThreadExecutor
+from tpu_grpo.rewards import DistributedRewards, RewardSet
 
 ROLLOUT = make_rollout(["p0", "p1"], list("abcdef"), step=3)
 """Two groups of three."""
@@ -84,7 +81,7 @@ def test_what_tokens_get_stays_with_a_row_that_has_no_other_reward():
     rewards = RewardSet(
         (
             open_function(constant([1.0, 3.0, None, 1.0, 1.0, None], "whole")),
-            open_tokens([[0.5], None, [-1.0], [0.0], [0.0], None], weight=2.0),
+            open_function(constant([[0.5], None, [-1.0], [0.0], [0.0], None], "tokens"), per_token=True, weight=2.0),
         )
     )
     scores = rewards.score(ROLLOUT)
@@ -92,19 +89,9 @@ def test_what_tokens_get_stays_with_a_row_that_has_no_other_reward():
     assert scores.scored.tolist() == [True, True, False, True, True, False]
     assert [values.tolist() for values in scores.per_token] == [[1.0], [0.0], [-2.0], [0.0], [0.0], [0.0]]
     assert scores.figures["rewards/unscored"].value == 1
-    alone = RewardSet((open_tokens([[1.0]] * 5 + [None], weight=1.0),)).score(ROLLOUT)  # no totals are wanted
+    tokens = open_function(constant([[1.0]] * 5 + [None], "tokens"), per_token=True)
+    alone = RewardSet((tokens,)).score(ROLLOUT)  # no totals are wanted
     assert (alone.total.tolist(), alone.scored.all(), alone.figures["rewards/unscored"].value) == ([0.0] * 6, True, 1)
-
-
-def open_tokens(values: list[Any], weight: float) -> OpenReward:
-    """A per-token reward that gives these values."""
-
-    def tokens(completions: list[str], completion_ids: list[list[int]]) -> list[Any]:
-        return values
-
-    call = Call("tokens", "tokens", extras=("completion_ids",), per_token=True)
-    spec = RewardSpec(name="tokens", workers=0, weight=weight)
-    return OpenReward(spec, call, ThreadExecutor(call, tokens))
 
 
 def test_no_reward_for_any_row_is_an_error():

@@ -225,7 +225,8 @@ def test_a_loss_of_ones_own_file_is_trained_with(tmp_path: Path, mine: dict[str,
     )
     name, options = f"tunix:{tmp_path}/losses.py:plain", {"advantage_estimator": "sign"}
     config = tunix_config(tmp_path, options, algorithm={"name": name})
-    learner, scored = make_tunix(config), scored_of(config)
+    original, learner, scored = common.compute_per_token_logps, make_tunix(config), scored_of(config)
+    assert common.compute_per_token_logps is original  # its results are recorded only while a loss is traced
     result = learner.update(scored)
     np.testing.assert_array_equal(result.advantages, np.sign(scored.scores.total))
     assert 0.0 < result.metrics["agreement/logprob_abs_diff_max"] < 1e-5
@@ -295,23 +296,12 @@ def test_nothing_of_a_loss_that_is_not_finite_reaches_the_policy(
     assert learner._updater.state.count == 0
 
 
-def test_a_conversation_of_several_sequences_is_refused(tmp_path: Path) -> None:
+def test_conversations_of_several_sequences_and_empty_completions_are_refused(tmp_path: Path) -> None:
     config = tunix_config(tmp_path)
-    scored = scored_of(config)
+    scored, learner = scored_of(config), make_tunix(config)
     told = talk(scored.rollout.row_prompts[0].token_ids, ([5, 6], [7]), ([8], []), prompts={1: [3, 4]})
     changes = {name: getattr(told, name) for name in ("token_ids", "logprobs", "sampled", "episode")}
     with pytest.raises(DataError, match="takes a conversation as one sequence, got 2 in row 0"):
-        make_tunix(config).update(with_completion(scored, 0, **changes))
-
-
-def test_the_forward_pass_is_recorded_only_while_a_loss_is_traced(tmp_path: Path) -> None:
-    original = common.compute_per_token_logps
-    make_tunix(tunix_config(tmp_path))
-    assert common.compute_per_token_logps is original
-
-
-def test_fewer_rows_are_refused(tmp_path: Path) -> None:
-    config = tunix_config(tmp_path)
-    scored = scored_of(config)
+        learner.update(with_completion(scored, 0, **changes))
     with pytest.raises(DataError, match="must have 1 to rollout.max_new_tokens"):
-        make_tunix(config).update(with_completion(scored, 2, token_ids=np.zeros(0, np.int32)))
+        learner.update(with_completion(scored, 2, token_ids=np.zeros(0, np.int32)))

@@ -73,7 +73,11 @@ class Checkpoint:
     @property
     def weight_rules(self) -> tuple[WeightRule, ...]:
         """The rules by which leaves (parameter arrays) of Tunix's model become leaves of the sampler's model."""
-        return self.family.weight_rules(self.config)
+        return tuple(
+            WeightRule(leaf.source, target, transform, leaf.input_axis)
+            for leaf in self.family.leaves(self.config)
+            for target, transform in leaf.targets
+        )
 
 
 @dataclass(frozen=True)

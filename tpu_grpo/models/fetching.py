@@ -1,6 +1,6 @@
 """Downloads the files of a Hugging Face hub model that a run needs into the hub's cache, and pushes models to the hub.
 
-    directory = fetch("Qwen/Qwen3-0.6B", say=print)       # or Qwen/Qwen3-0.6B@REVISION
+    directory = fetch("Qwen/Qwen3-0.6B")       # or Qwen/Qwen3-0.6B@REVISION
     address = push(Path("my_model"), "me/my-model")
 
 The size is printed before the download. Files in the cache are not downloaded again, and without a network only the
@@ -9,7 +9,6 @@ cache is used.
 
 import shutil
 import sys
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -35,16 +34,14 @@ UNWANTED = ["*/*", "consolidated*"]
 
 def model_directory(model: ModelSection) -> Path:
     """Return the directory of a model that is not built in; a model of the hub is downloaded unless it is cached."""
-    if model.hub is None:
-        return Path(model.path).expanduser()
-    return fetch(model.hub, lambda what: print(what, file=sys.stderr, flush=True))
+    return Path(model.path).expanduser() if model.hub is None else fetch(model.hub)
 
 
 @cache
-def fetch(name: str, say: Callable[[str], None]) -> Path:
+def fetch(name: str) -> Path:
     """Return the local directory of owner/model or owner/model@revision, after downloading what the cache lacks.
 
-    ``say`` is called with the number and size of the files before a download.
+    The number and size of the files are printed to stderr before a download. A process asks the hub only once.
 
     Raises:
         CheckpointError: the model does not exist or the user has no access to it, the disk lacks room, or the cache
@@ -65,7 +62,8 @@ def fetch(name: str, say: Callable[[str], None]) -> Path:
         if missing := list(filter(is_missing, wanted)):
             needed = sum(published[file] for file in missing)
             _check_room(name, needed)
-            say(f"fetching {name}: {len(missing)} files, {_shown(needed)}, into {_cache_directory()}")
+            what = f"fetching {name}: {len(missing)} files, {_shown(needed)}, into {_cache_directory()}"
+            print(what, file=sys.stderr, flush=True)
         return Path(snapshot_download(repository, revision=revision or None, allow_patterns=wanted))
     except (OSError, ValueError) as error:  # includes network errors
         refused = isinstance(error, (RepositoryNotFoundError, RevisionNotFoundError))

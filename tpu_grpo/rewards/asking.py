@@ -15,6 +15,7 @@ group for the rewards that depend on the gate.
 
 import contextlib
 import hashlib
+import itertools
 import logging
 import math
 import time
@@ -151,19 +152,15 @@ def _extra_column(name: str, rollout: Rollout) -> list[Any]:
 
 
 def split_rows(rows: Sequence[int], group_size: int, workers: int, call: Call) -> list[list[int]]:
-    """Split rows into at most `most_batches` batches.
+    """Split rows, in ascending order, into at most `most_batches` batches.
 
     For a function of a batch, each batch is made of whole groups: with two workers and groups of 2, rows 0 to 7 become
     ``[[0, 1], [2, 3], [4, 5], [6, 7]]``.
     """
-    keys = [row // group_size for row in rows] if call.concurrency is None else list(range(len(rows)))
-    distinct = list(dict.fromkeys(keys))
-    each = max(1, math.ceil(len(distinct) / most_batches(workers, call)))
-    batch_of = {key: i // each for i, key in enumerate(distinct)}
-    batches: list[list[int]] = [[] for _ in range(math.ceil(len(distinct) / each))]
-    for row, key in zip(rows, keys, strict=True):
-        batches[batch_of[key]].append(row)
-    return batches
+    group_of = (lambda row: row // group_size) if call.concurrency is None else None
+    units = [list(unit) for _, unit in itertools.groupby(rows, group_of)]
+    each = max(1, math.ceil(len(units) / most_batches(workers, call)))
+    return [list(itertools.chain(*batch)) for batch in itertools.batched(units, each)]
 
 
 def most_batches(workers: int, call: Call) -> int:
@@ -356,8 +353,8 @@ class Groups:
         become ``[[0, 1, 2], [3, 4]]``. For any other function the group is a single batch.
         """
         rows, result = _rows_to_ask(table, None if gate is None else gate.values, self.reward.call)
-        each = max(1, math.ceil(len(rows) / min(self._batches_per_group, max(1, len(rows)))))
-        batches = [rows[start : start + each] for start in range(0, len(rows), each)]
+        each = max(1, math.ceil(len(rows) / self._batches_per_group))
+        batches = [list(batch) for batch in itertools.batched(rows, each)]
         self._open[group] = _OpenGroup(table, result, batches)
         for number, batch in enumerate(batches):
             self.feed.add((group, number), table.batch(self.reward.call, batch))

@@ -169,9 +169,8 @@ class Caller:
         these raise."""
         self._call = call
         self._loop = asyncio.Runner()
-        is_built = call.is_built or inspect.isclass(target)
-        self._reward: Any = target(**call.passed_options) if is_built else target
-        self._passed_options = {} if is_built else dict(call.passed_options)
+        self._reward: Any = target(**call.passed_options) if call.is_built else target
+        self._passed_options = {} if call.is_built else dict(call.passed_options)
         self._parser = AnswerParser(call.options.get("parser")) if "parser" in call.extras else None
         self._check = check_token_values if call.per_token else check_values
         function = self._reward if inspect.isfunction(self._reward) else type(self._reward).__call__

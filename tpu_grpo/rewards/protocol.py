@@ -147,10 +147,14 @@ def per_token[F: Callable[..., Any]](function: F) -> F:
 
 def gives_tokens(function: Any) -> bool:
     """Whether a function returns a number per token."""
-    return hasattr(function, _TOKEN_MARK) or hasattr(getattr(type(function), "__call__", None), _TOKEN_MARK)  # noqa: B004
+    return _marked(function, _TOKEN_MARK) is not None
 
 
 def rows_at_a_time(function: Any) -> int | None:
     """Return the ``concurrency`` of a function of one row; None for a function of a batch."""
-    marked = getattr(function, _MARK, None)
-    return marked if marked is not None else getattr(getattr(type(function), "__call__", None), _MARK, None)  # noqa: B004
+    return _marked(function, _MARK)
+
+
+def _marked(function: Any, mark: str) -> Any:
+    """Return what a function, or the ``__call__`` of an object's class, is marked with; None if it is not marked."""
+    return getattr(function, mark, getattr(getattr(type(function), "__call__", None), mark, None))  # noqa: B004

@@ -14,7 +14,6 @@ the data's columns and the options, and whether the options of shipped rewards h
 """
 
 import functools
-import importlib
 import inspect
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -47,7 +46,7 @@ from tpu_grpo.rewards.protocol import (
     gives_tokens,
     rows_at_a_time,
 )
-from tpu_grpo.rewards.shipped import SHIPPED
+from tpu_grpo.rewards.shipped import SHIPPED, Shipped
 from tpu_grpo.workers.process import check_secrets
 
 OTHER_ANSWERS = {
@@ -109,7 +108,7 @@ def load_reward(spec: RewardSpec, columns: Collection[str], max_steps: int = 0) 
         extras=extras,
         concurrency=form.concurrency,
         is_async=inspect.iscoroutinefunction(function),
-        messages=spec.messages or (spec.name in SHIPPED and SHIPPED[spec.name].messages),
+        messages=spec.messages or _defaults(spec).messages,
         per_token=per_token,
         verl=form.verl,
         max_steps=max_steps,
@@ -156,16 +155,17 @@ def workers_of(spec: RewardSpec) -> int:
     """Return the number of a reward's worker processes: the config's, or else the reward's default."""
     if spec.function is not None:
         return 0  # a function passed to train exists in this process only
-    if spec.workers is not None:
-        return spec.workers
-    return SHIPPED[spec.name].workers if spec.name in SHIPPED else 1
+    return _defaults(spec).workers if spec.workers is None else spec.workers
 
 
 def repeats_itself(spec: RewardSpec) -> bool:
     """Whether a reward is deterministic: the config's value, or else the reward's default."""
-    if spec.deterministic is not None:
-        return spec.deterministic
-    return SHIPPED[spec.name].deterministic if spec.name in SHIPPED else True
+    return _defaults(spec).deterministic if spec.deterministic is None else spec.deterministic
+
+
+def _defaults(spec: RewardSpec) -> Shipped:
+    """Return the defaults of a reward's settings; a reward that is not shipped has one worker."""
+    return SHIPPED.get(spec.name, Shipped("", workers=1))
 
 
 # --- a name -> its function or class ---------------------------------------------------------------------------------
@@ -189,8 +189,7 @@ def _find_named(name: str) -> Any:
     if name in SHIPPED:
         if library := SHIPPED[name].library:
             need(library, f"the reward {name}", RewardError)
-        module, _, attribute = SHIPPED[name].source.partition(":")
-        return getattr(importlib.import_module(f"tpu_grpo.rewards.shipped.{module}"), attribute)
+        return SHIPPED[name].load()
     installed = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
     if name in installed:
         try:
@@ -374,38 +373,34 @@ def with_rewards(config: RunConfig, rewards: Sequence[GivenReward]) -> RunConfig
     """
     if not isinstance(rewards, Sequence) or isinstance(rewards, str) or not rewards:
         raise ConfigError(f"rewards must be a list of at least one function, got {rewards!r}; put it in a list")
-    functions: dict[int, Any] = {}
-    entries = [_entry(given, position, functions) for position, given in enumerate(rewards)]
+    entries, functions = zip(*(_entry(given, position) for position, given in enumerate(rewards)), strict=True)
     found = parse_config({**dict(config), "rewards": entries})
-    specs = [
-        spec.calling(functions[position]) if position in functions else spec
-        for position, spec in enumerate(found.rewards)
-    ]
+    pairs = zip(found.rewards, functions, strict=True)
+    specs = [spec if function is None else spec.calling(function) for spec, function in pairs]
     return parse_config({**dict(config), "rewards": specs})
 
 
-def _entry(given: GivenReward, position: int, functions: dict[int, Any]) -> RewardSpec | dict[str, Any]:
-    """Return an entry of the config; store a function that exists only in this process in ``functions``."""
+def _entry(given: GivenReward, position: int) -> tuple[RewardSpec | dict[str, Any], Any]:
+    """Return an entry of the config, and its function if that exists only in this process, else None."""
     if isinstance(given, RewardSpec):
-        return given
+        return given, None
     entry = dict(given) if isinstance(given, Mapping) else {"name": given}
     if isinstance(name := entry.get("name"), str):
-        return entry
+        return entry, None
     if not callable(name):
         raise ConfigError(
             f"rewards[{position}] must be a function, a name, or an entry of the config that has one of them as its "
             f"name, got {given!r}"
         )
     if (importable := importable_name(name)) is not None:
-        return {**entry, "name": importable}
+        return {**entry, "name": importable}, None
     own = _own_name(name, position)
     if entry.get("workers"):
         raise ConfigError(
             f"rewards[{position}], {own}, cannot run in {entry['workers']} workers: it is no function of a module that "
             "they can import; move it to a file of its own, or leave workers out"
         )
-    functions[position] = name
-    return {**entry, "name": f"{GIVEN}{own}", "workers": 0}
+    return {**entry, "name": f"{GIVEN}{own}", "workers": 0}, name
 
 
 def importable_name(function: Any) -> str | None:

@@ -135,7 +135,7 @@ class RewardSet:
         """
         started, table = time.perf_counter(), build_table(rollout, self.rewards, numbers=numbers)
         results = self._ask_all(table, {})
-        return add_up(self.rewards, results, table, started), results
+        return add_up(self, results, table, started), results
 
     def begin(self, batch: PromptBatch, rollouts: int = 1) -> "Scoring":
         """Begin to score rollouts of a batch's prompts, before they are sampled; use it in a ``with`` block."""
@@ -190,10 +190,10 @@ class Scoring:
         """The groups of each reward that starts early, by the reward's name."""
         self._known: set[tuple[int, int]] = set()
         self._threads = ThreadPoolExecutor(max(1, len(self.early)), thread_name_prefix="early rewards")
-        self._first = [groups for groups in self.early.values() if groups.reward.spec.only_if is None]
+        self._first: list[Groups] = []
         for groups in self.early.values():
-            if groups.reward.spec.only_if is not None:
-                self.early[groups.reward.spec.only_if].followers.append(groups)
+            gate = groups.reward.spec.only_if
+            (self._first if gate is None else self.early[gate].followers).append(groups)
         for groups in self.early.values():
             groups.start(self._threads)
 
@@ -235,7 +235,7 @@ class Scoring:
         for number, rollout in enumerate(rollouts):
             table = build_table(rollout.select(own), self._rewards.rewards, numbers=rollout.rows_of(own))
             early = {name: partial(groups.result, number, own) for name, groups in self.early.items()}
-            found.append(add_up(self._rewards.rewards, self._rewards._ask_all(table, early), table, started))
+            found.append(add_up(self._rewards, self._rewards._ask_all(table, early), table, started))
             started = time.perf_counter()
         return found
 
@@ -258,7 +258,7 @@ class Scoring:
 # --- the total -------------------------------------------------------------------------------------------------------
 
 
-def add_up(rewards: Sequence[OpenReward], results: Mapping[str, RewardResult], table: Table, started: float) -> Scores:
+def add_up(rewards: RewardSet, results: Mapping[str, RewardResult], table: Table, started: float) -> Scores:
     """Sum the rewards' values with their weights; unscored rows get the mean total of the scored rows of their group.
 
     A row whose environment failed gets ``Failure.reward`` as the value of each completion reward and as its total; if
@@ -267,9 +267,8 @@ def add_up(rewards: Sequence[OpenReward], results: Mapping[str, RewardResult], t
     """
     total_B = np.zeros(table.size)
     scored_B, any_B, skipped_B = (np.zeros(table.size, dtype=bool) for _ in range(3))
-    weights = {reward.spec.shown: reward.spec.weight_at(table.step) for reward in rewards}
-    token_rewards = tuple(reward.spec.shown for reward in rewards if reward.call.per_token)
-    per_token: list[TokenValues] = []
+    weights = {reward.spec.shown: reward.spec.weight_at(table.step) for reward in rewards.rewards}
+    token_rewards, per_token = rewards.token_rewards, list[TokenValues]()
     if token_rewards:
         per_token = [np.zeros(len(ids)) for ids in table.columns["completion_ids"]]
     for name, result in results.items():  # in a fixed order: the same bits on every host
@@ -298,7 +297,7 @@ def add_up(rewards: Sequence[OpenReward], results: Mapping[str, RewardResult], t
     lacking_PG, total_PG = ~scored_B.reshape(-1, table.group_size), total_B.reshape(-1, table.group_size)
     known_P = np.maximum(1, (~lacking_PG).sum(axis=1))
     mean_P = np.where(lacking_PG, 0.0, total_PG).sum(axis=1) / known_P
-    scheduled = [reward.spec.shown for reward in rewards if isinstance(reward.spec.weight, dict)]
+    scheduled = [reward.spec.shown for reward in rewards.rewards if isinstance(reward.spec.weight, dict)]
     return Scores(
         total=np.where(lacking_PG, mean_P[:, None], total_PG).reshape(-1),
         by_name={name: result.values for name, result in results.items()},

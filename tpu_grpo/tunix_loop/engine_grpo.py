@@ -30,7 +30,7 @@ from tunix.rl.grpo import grpo_learner
 
 from tpu_grpo.learner.forward import kl_divergence
 from tpu_grpo.learner.loss import LossSums, agreement_sums
-from tpu_grpo.learner.parameters import Values, by_name, trained_type
+from tpu_grpo.learner.parameters import Values, by_name, placed, trained_type
 from tpu_grpo.learner.update import UpdateState
 from tpu_grpo.records.errors import ConfigError, TpuGrpoError
 
@@ -191,15 +191,14 @@ class MeasuringTrainer(rl_trainer.Trainer):
         parameter = jax.tree.leaves(nnx.state(self.model))[0]
         whole = NamedSharding(parameter.sharding.mesh, PartitionSpec())
 
-        def placed(leaf: jax.Array) -> Any:  # counts start on one device, but after a step they would be on the mesh
+        def on_mesh(leaf: jax.Array) -> Any:  # counts start on one device, but after a step they would be on the mesh
             if isinstance(leaf.sharding, NamedSharding):
                 return leaf
             if isinstance(parameter, jax.ShapeDtypeStruct):
                 return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole)
-            value = np.asarray(leaf)
-            return jax.make_array_from_callback(value.shape, whole, lambda at: value[at])
+            return placed(np.asarray(leaf), whole)
 
-        nnx.update(self.optimizer, jax.tree.map(placed, nnx.state(self.optimizer)))
+        nnx.update(self.optimizer, jax.tree.map(on_mesh, nnx.state(self.optimizer)))
         self._layout = jax.tree.map(lambda leaf: leaf.sharding, self._changing(self.model, self.optimizer))
 
     def take_passes(self) -> list[dict[str, Any]]:

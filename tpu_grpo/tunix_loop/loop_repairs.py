@@ -37,6 +37,7 @@ from tunix.rl import utils as rl_utils
 from tunix.sft import sharding_utils
 
 from tpu_grpo.learner import whole
+from tpu_grpo.learner.parameters import placed
 from tpu_grpo.models.tunix_repairs import require_reviewed_tunix, wrap
 
 
@@ -62,15 +63,14 @@ def _shard_whole_batches(original: Any, input_data: Any, data_sharding_axis: tup
     if mesh.empty:
         return input_data
 
-    def placed(value: Any) -> jax.Array:
+    def sharded(value: Any) -> jax.Array:
         sharding = sharding_utils.get_sharding(value, mesh=mesh, pspec=PartitionSpec(*data_sharding_axis))
         if isinstance(value, jax.Array) and not value.is_fully_addressable:
             return jax.device_put(value, sharding)
-        rows = np.asarray(value)
-        return jax.make_array_from_callback(rows.shape, sharding, lambda index: rows[index])
+        return placed(np.asarray(value), sharding)
 
     with jax.transfer_guard("allow"):
-        return jax.tree.map(placed, input_data)
+        return jax.tree.map(sharded, input_data)
 
 
 def _without_host_copy(original: Any, self: Any) -> Any:

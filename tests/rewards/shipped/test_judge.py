@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.rewards.conftest import make_rollout
+from tests.rewards.conftest import make_rollout, scored
 from tpu_grpo.config import RewardSpec
 from tpu_grpo.records.errors import RewardError
 from tpu_grpo.records.stages import Prompt, PromptBatch, Scores
@@ -76,9 +76,8 @@ TEXTS = ["a", "bb", "ccc", "ccc"]
 
 def score(endpoint: Endpoint, texts: list[str] = TEXTS, spec: dict[str, Any] | None = None, **options: Any) -> Scores:
     options = {"url": endpoint.url, "model": "m", "template": "Q:{prompt} {answer} A:{completion}"} | options
-    specs = [RewardSpec(name="judge", options=options, **{"workers": 0, **(spec or {})})]
-    with open_rewards(specs, ["answer"]) as rewards:
-        return rewards.score(make_rollout(["p"], texts, [{"answer": "x"}]))
+    judge = RewardSpec(name="judge", options=options, **{"workers": 0, **(spec or {})})
+    return scored(make_rollout(["p"], texts, [{"answer": "x"}]), judge)
 
 
 def test_scores_and_questions(endpoint: Endpoint):
@@ -98,9 +97,8 @@ def test_the_judge_reads_what_the_user_says_and_on_request_what_the_model_saw(en
         ("{prompt} {completion}", "2+3 5"),
         ("{rendered_prompt} {completion}", "<user>2+3<model> 5"),
     ):
-        spec = RewardSpec(name="judge", workers=0, options={"url": endpoint.url, "model": "m", "template": template})
-        with open_rewards([spec], []) as rewards:
-            rewards.score(rollout)
+        options = {"url": endpoint.url, "model": "m", "template": template}
+        scored(rollout, RewardSpec(name="judge", workers=0, options=options))
         assert endpoint.questions[-1]["messages"] == [{"role": "user", "content": asked}]
 
 

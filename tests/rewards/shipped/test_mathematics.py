@@ -6,9 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.rewards.conftest import make_rollout
+from tests.rewards.conftest import make_rollout, scored
 from tpu_grpo.config import RewardSpec
-from tpu_grpo.rewards import open_rewards
 from tpu_grpo.rewards.shipped.mathematics import math
 
 CASES = [
@@ -77,8 +76,7 @@ def test_wherever_it_runs_the_scores_are_the_same(workers: int):
     columns = [{"answer": answer} for _, answer, _ in CASES]
     rollout = make_rollout(["p"] * len(CASES), [c for c, _, _ in CASES], columns)
     specs = [RewardSpec(name="math", workers=workers), RewardSpec(name="repetition", weight=0.0)]
-    with open_rewards(specs, ["answer"]) as rewards:
-        values = rewards.score(rollout).by_name["math"]
+    values = scored(rollout, *specs).by_name["math"]
     np.testing.assert_array_equal(values, np.array([e for *_, e in CASES], dtype=np.float64))
 
 

@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, make_dataclass
 from functools import cache
 from importlib import import_module
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal
 
-from tpu_grpo.models.families.leaves import Leaf, Shape, WeightRule, of_all_layers
+from tpu_grpo.models.families.leaves import Leaf, Shape
 from tpu_grpo.models.families.rope import Scaling, is_known_scaling, scaling_of
 
 if TYPE_CHECKING:
@@ -108,7 +109,11 @@ class Family:
 
     def all_leaves(self, config: DecoderConfig) -> list[Leaf]:
         """Return all leaves of the model, layer by layer, in the order of a checkpoint."""
-        return list(of_all_layers(self.leaves(config), config.num_hidden_layers))
+        found: list[Leaf] = []
+        for in_layers, group in groupby(self.leaves(config), lambda leaf: "*" in leaf.source):
+            leaves, layers = list(group), range(config.num_hidden_layers)
+            found += [leaf.of_layer(layer) for layer in layers for leaf in leaves] if in_layers else leaves
+        return found
 
     def tensor_shapes(self, config: DecoderConfig) -> dict[str, Shape]:
         """Return the shape of every tensor that a checkpoint must hold, by name; fused tensors are given as parts."""
@@ -121,14 +126,6 @@ class Family:
             for layer in map(str, range(config.num_hidden_layers))
             for name, parts in self.fused(config).items()
         }
-
-    def weight_rules(self, config: DecoderConfig) -> tuple[WeightRule, ...]:
-        """Return the rules by which leaves of Tunix's model become leaves of sglang-jax's model."""
-        return tuple(
-            WeightRule(leaf.source, target, transform, leaf.input_axis)
-            for leaf in self.leaves(config)
-            for target, transform in leaf.targets
-        )
 
     def model_class(self) -> Any:
         """Return Tunix's class of the model, which takes its ``model_config``."""

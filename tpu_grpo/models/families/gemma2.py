@@ -94,13 +94,8 @@ def _leaves(config: Gemma2Config) -> tuple[Leaf, ...]:
     """Return the leaves. Tunix stacks q, k and v if they have equally many heads, otherwise only k and v."""
     hidden, all_stacked = config.hidden_size, config.num_attention_heads == config.num_key_value_heads
     norms = (layer_leaf(f"{own}.scale", f"{name}.weight", (hidden,)) for own, name in _NORMS.items())
-    if all_stacked:
-        stacked = (_stacked_leaf("qkv_einsum", "qkv", (config.query_width, hidden)),)
-    else:
-        stacked = (
-            _stacked_leaf("q_einsum", "q", (config.query_width, hidden)),
-            _stacked_leaf("kv_einsum", "kv", (config.kv_width, hidden)),
-        )
+    widths = {"qkv": config.query_width} if all_stacked else {"q": config.query_width, "kv": config.kv_width}
+    stacked = (_stacked_leaf(parts, (width, hidden)) for parts, width in widths.items())
     output = layer_leaf(
         "attn.attn_vec_einsum.w", "self_attn.o_proj.weight", (hidden, config.query_width), outputs_last, flatten
     )
@@ -108,12 +103,12 @@ def _leaves(config: Gemma2Config) -> tuple[Leaf, ...]:
     return decoder(config, layer, final_norm=("final_norm.scale", "model.norm.weight"))
 
 
-def _stacked_leaf(module: str, parts: str, shape: Shape) -> Leaf:
+def _stacked_leaf(parts: str, shape: Shape) -> Leaf:
     """Make the leaf of a module with weights [N, D, H], or [P, N, D, H] if P > 1 projections are stacked."""
     names = tuple(f"model.layers.*.self_attn.{name}_proj.weight" for name in parts)
     numbers = range(len(parts)) if len(parts) > 1 else (None,)
     targets = tuple((name, InputsFirst(part)) for name, part in zip(names, numbers, strict=True))
-    return Leaf(f"layers.*.attn.{module}.w", names, shape, heads_first, targets, input_axis=-2)
+    return Leaf(f"layers.*.attn.{parts}_einsum.w", names, shape, heads_first, targets, input_axis=-2)
 
 
 def _own_fields(config: Gemma2Config) -> dict[str, Any]:

@@ -82,16 +82,6 @@ class Leaf:
         return np.stack([self.layout.read(tensor, shape[1:])[index[1:]] for tensor in tensors[index[0]]])
 
 
-def of_all_layers(leaves: Sequence[Leaf], layers: int) -> Iterator[Leaf]:
-    """Yield every leaf of a model in order, layer by layer; leaves with ``*`` must be contiguous in ``leaves``."""
-    in_layers = [leaf for leaf in leaves if "*" in leaf.source]
-    for leaf in leaves:
-        if leaf not in in_layers:
-            yield leaf
-        elif leaf is in_layers[0]:
-            yield from (each.of_layer(layer) for layer in range(layers) for each in in_layers)
-
-
 _HELD: Mapping[str, tuple[str, ...]] = {
     "q_einsum": ("q_proj",),
     "kv_einsum": ("k_proj", "v_proj"),

@@ -6,7 +6,9 @@ whose answer is missing (null or blank) gets None: the reward does not apply.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pkgutil import resolve_name
 from types import MappingProxyType
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,10 @@ class Shipped:
     """If set, the reward is given messages in place of texts, whatever the config says."""
     library: str | None = None
     """A module that the reward needs, and that an extra of this package installs."""
+
+    def load(self) -> Any:
+        """Import the reward's module, and return its function or class."""
+        return resolve_name(f"{__name__}.{self.source}")
 
 
 SHIPPED: Mapping[str, Shipped] = MappingProxyType(

@@ -1,6 +1,5 @@
 """Rewards for correct answers (texts, choices or numbers), and the functions that find an answer in a text."""
 
-import importlib
 import re
 import string
 import unicodedata
@@ -269,8 +268,7 @@ def verified(verifier: str, completions: Sequence[str], answer: Sequence[Any]) -
     Raises ValueError for a name that is not one of VERIFIERS."""
     if verifier not in VERIFIERS:
         raise ValueError(f"verifier must be one of {', '.join(VERIFIERS)}, got {verifier!r}")
-    module, _, name = SHIPPED[verifier].source.partition(":")
-    judge = getattr(importlib.import_module(f"tpu_grpo.rewards.shipped.{module}"), name)
+    judge = SHIPPED[verifier].load()
     if verifier == "math":
         return [judge(c, a) for c, a in zip(completions, answer, strict=True)]
     return judge(completions, answer)
