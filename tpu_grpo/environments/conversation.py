@@ -12,9 +12,9 @@ it sampled, and the tokens that the chat template appends for the answer.
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -157,7 +157,7 @@ class Conversation:
         """Add a turn of the policy, some of whose calls are ``made``."""
         self._append(completion.token_ids.tolist(), completion)
         self._completions.append(completion)
-        self._messages.append(_spoken(action))
+        self._messages.append(action.message)
         names, end = tuple(call.name if isinstance(call, ToolCall) else "" for call in made), len(self._tokens)
         self._turns.append(Turn(end - len(completion.token_ids), end, action.text, names))
 
@@ -308,15 +308,3 @@ class Conversation:
         known = [turn.reward for turn in turns if turn.reward is not None]
         by_turns = self._start.environment.takes == "texts" and self._start.environment.gives_reward
         return sum(known, 0.0) if known or by_turns else None
-
-
-def _spoken(action: Action) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": action.content}
-    if action.thinking:
-        message["reasoning_content"] = action.thinking
-    calls: list[Mapping[str, Any]] = [
-        {"type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
-        for call in action.calls
-        if isinstance(call, ToolCall)
-    ]
-    return message | ({"tool_calls": calls} if calls else {})

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from tpu_grpo.environments.actions import Action, SampledTurn, ToolCall
+from tpu_grpo.environments.actions import Action, SampledTurn
 from tpu_grpo.environments.tool_calls import checked_value
 
 MOST_CHOICES = 64
@@ -308,20 +308,13 @@ def _content_logprobs(turn: Action) -> dict[str, Any]:
 def _chat_answer(asked: Asked, turns: Sequence[Action], model: str) -> dict[str, Any]:
     choices = []
     for index, turn in enumerate(turns):
-        calls = [
-            {
-                "id": f"call_{uuid.uuid4().hex[:24]}",
-                "type": "function",
-                "function": {"name": call.name, "arguments": json.dumps(dict(call.arguments), ensure_ascii=False)},
-            }
-            for call in turn.calls
-            if isinstance(call, ToolCall)
-        ]
-        message: dict[str, Any] = {"role": "assistant", "content": turn.content or (None if calls else "")}
-        if turn.thinking:
-            message["reasoning_content"] = turn.thinking
-        if calls:
-            message["tool_calls"] = calls
+        message = turn.message
+        calls = message.get("tool_calls", ())
+        for call in calls:
+            call["id"] = f"call_{uuid.uuid4().hex[:24]}"
+            call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        if calls and not turn.content:
+            message["content"] = None
         reason = "tool_calls" if calls and not _of(turn).is_cut else _reason(turn)
         choice: dict[str, Any] = {"index": index, "message": message, "finish_reason": reason, "logprobs": None}
         if asked.logprobs:
