@@ -174,7 +174,9 @@ class Conversation:
         elif len(self._turns) >= section.max_turns:
             self._ending = "turns"
         else:
-            return self._follow(messages)
+            following = self._dialect.follow(self._ids, self._first_tokens, self._flags, messages)
+            branch, past = (None, self._ids) if following.new_prompt is None else ((), following.new_prompt)
+            return self._continue([*past, *following.suffix], len(following.suffix), branch)
         return None
 
     def ended(self, reply: Ended) -> None:
@@ -229,14 +231,7 @@ class Conversation:
         sampling = replace(request.sampling, max_new_tokens=room)
         return replace(request, token_ids=tuple(self._ids), sampling=sampling, key=key)
 
-    def _follow(self, messages: Sequence[Message]) -> Request | None:
-        """Append the answer's tokens, and return the request of the next turn; None if the conversation is over."""
-        following = self._dialect.follow(self._ids, self._first_tokens, self._flags, messages)
-        if following.new_prompt is None:
-            return self._continue([*self._ids, *following.suffix], len(following.suffix))
-        return self._continue([*following.new_prompt, *following.suffix], len(following.suffix), branch=())
-
-    def _continue(self, ids: Sequence[int], observed: int, branch: Sequence[bool] | None = None) -> Request | None:
+    def _continue(self, ids: Sequence[int], observed: int, branch: Sequence[bool] | None) -> Request | None:
         """Make ``ids`` the next turn's prompt, and return its request; end the conversation if they leave no room.
 
         Args:
@@ -259,12 +254,12 @@ class Conversation:
 
     def _append(self, ids: Sequence[int], turn: Completion | None = None) -> None:
         """Append the tokens of a turn, or of an answer if ``turn`` is None."""
-        unknown = [0] * len(ids)
+        zeros = [0] * len(ids)
         self._ids += ids
         self._tokens += ids
         self._hash.update(np.asarray(ids, np.int32).tobytes())
-        self._logprobs += unknown if turn is None else turn.logprobs.tolist()
-        self._kept += unknown if turn is None or turn.kept is None else turn.kept.tolist()
+        self._logprobs += zeros if turn is None else turn.logprobs.tolist()
+        self._kept += zeros if turn is None or turn.kept is None else turn.kept.tolist()
         self._sampled += [turn is not None] * len(ids)
         self._flags += [turn is not None] * len(ids)
 
