@@ -92,18 +92,26 @@ class Session:
 
     def answer(self, turn: Action) -> None:
         """Answer the request that ``next`` returned last."""
-        if self._asked is not None and not self._asked.done():
-            self._asked.set_result(turn)
+        if self._asked is not None:
+            settle(self._asked, turn)
 
     def close(self, reason: RefusedError) -> None:
         """Refuse all open and later requests."""
         self._closed = reason
-        futures = [future for _, future in self._waiting]
+        for future in (*(future for _, future in self._waiting), *([self._asked] if self._asked else [])):
+            settle(future, reason)
         self._waiting.clear()
-        for future in (*futures, *(() if self._asked is None else (self._asked,))):
-            if not future.done():
-                future.set_exception(reason)
-                future.exception()  # marks it as retrieved, since a client that is gone never awaits it
+
+
+def settle(future: "asyncio.Future[Action]", turn: Action | RefusedError) -> None:
+    """Answer a request, unless its client has gone."""
+    if future.done():
+        return
+    if isinstance(turn, RefusedError):
+        future.set_exception(turn)
+        future.exception()  # marks it as retrieved, since a client that is gone never awaits it
+    else:
+        future.set_result(turn)
 
 
 _SESSION = web.RequestKey("session", Session)
