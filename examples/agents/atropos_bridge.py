@@ -163,15 +163,13 @@ class Bridge:
 
     def score(self, group: dict[str, Any]) -> None:
         """End the episodes of a scored group."""
-        logprobs = group.get("inference_logprobs") or [None] * len(group["tokens"])
+        given = group.get("inference_logprobs") or [None] * len(group["tokens"])
         others = [name for name in ("advantages", "overrides", "group_overrides") if group.get(name)]
-        for found, score in zip(
-            zip(group["tokens"], group["masks"], logprobs, strict=True), group["scores"], strict=True
-        ):
-            alike = [episode for episode in self._played if episode.tokens == found[0]]
-            same = [episode for episode in alike if episode.is_like(*found[1:])]
+        for tokens, masks, logprobs, score in zip(group["tokens"], group["masks"], given, group["scores"], strict=True):
+            alike = [episode for episode in self._played if episode.tokens == tokens]
+            same = [episode for episode in alike if episode.is_like(masks, logprobs)]
             if not alike:
-                print(f"a trajectory must have the tokens that the policy sampled, got {found[0]}", file=sys.stderr)
+                print(f"a trajectory must have the tokens that the policy sampled, got {tokens}", file=sys.stderr)
                 continue
             episode = (same or alike)[-1]
             self._played.remove(episode)
@@ -179,7 +177,7 @@ class Bridge:
                 episode.end(error=f"a trajectory must have a score alone, got {', '.join(others)}")
             elif same:
                 episode.end(reward=score)
-            elif found[2] is None:
+            elif logprobs is None:
                 episode.end(error="a trajectory must have inference_logprobs, got none; ask through managed_server")
             else:
                 episode.end(error="masks and inference_logprobs must be as ManagedServer records them, got others")

@@ -166,6 +166,15 @@ class FailsToBegin(Faulty):
         raises()
 
 
+class FailsToBeginSteps:
+    def __init__(self) -> None:
+        raises()
+
+    def reset(self) -> None: ...
+
+    def step(self, action: str) -> Any: ...
+
+
 class Silent(Faulty):
     """Its file ends the process when the main process is not the one that imports it."""
 

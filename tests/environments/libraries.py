@@ -93,11 +93,8 @@ class Echo(EnvClient[_Action, _Observation]):
 class Silent:
     """Takes texts, and shows nothing of what they do."""
 
-    def __init__(self, shows: Any):
+    def reset(self, shows: Any) -> None:
         self.shows = shows
-
-    def reset(self, **columns: Any) -> None:
-        return None
 
     def step(self, action: str) -> tuple[Any, float, bool, dict[str, Any]]:
         return self.shows, 0.5, action == "stop", {}

@@ -5,14 +5,15 @@ import re
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from tpu_grpo.config import EnvironmentSection
-from tpu_grpo.environments.actions import Action, Answered, Ended, SampledTurn, ToolCall
+from tests.environments.playing import acted, answer, begun, ended, failure, open_pool
+from tpu_grpo.environments.actions import Action, Answered, Ended, Reply, SampledTurn, ToolCall
 from tpu_grpo.environments.environment_classes import load_environment
 from tpu_grpo.environments.pool import EnvironmentPool
 from tpu_grpo.records.episode import Failure
@@ -35,47 +36,54 @@ ASK = """
 
     task = json.loads(sys.stdin.readline())["task"]
 """
+Play = Callable[[str], EnvironmentPool]
+OVER = Answered((), done=True)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of the agent's program, in which each test writes its own."""
+    return tmp_path_factory.mktemp("agent")
+
+
+@pytest.fixture(scope="module")
+def pool(files: Path) -> Iterator[EnvironmentPool]:
+    with open_pool("agent", options={"command": [sys.executable, str(files / "agent.py")]}) as pool:
+        yield pool
 
 
 @pytest.fixture
-def play(tmp_path: Path) -> Iterator[Any]:
-    """A function that starts an agent's program and returns the pool; conversation 0 has begun."""
-    pools: list[EnvironmentPool] = []
+def play(files: Path, pool: EnvironmentPool) -> Iterator[Play]:
+    """A function that begins conversation 0 with a program and returns the pool."""
 
-    def start(
-        program: str, *, keys: int = 1, timeout: float = 60.0, head: str = ASK, **options: Any
-    ) -> EnvironmentPool:
-        (tmp_path / "agent.py").write_text(textwrap.dedent(head) + textwrap.dedent(program))
-        given = {"command": [sys.executable, str(tmp_path / "agent.py")], **options}
-        loaded = load_environment("agent", given)
-        assert (loaded.takes, loaded.is_async, loaded.gives_reward, loaded.gives_turn_rewards) == (
-            "answers",
-            True,
-            True,
-            False,
-        )
-        pool = EnvironmentPool({"": loaded}, EnvironmentSection(name="agent", options=given, timeout=timeout), False)
-        pools.append(pool)
-        for key in range(keys):
-            pool.start(key, "", {"question": f"q{key}", "answer": "7"}, 1)
+    def begin(program: str) -> EnvironmentPool:
+        (files / "agent.py").write_text(textwrap.dedent(ASK) + textwrap.dedent(program))
+        pool.start(0, "", {"question": "q0"}, 1)
         return pool
 
-    yield start
-    for pool in pools:
-        pool.close()
+    yield begin
+    pool.drop(0)
 
 
 def turn(text: str, **more: Any) -> Action:
     return Action(text, text, sampled=SampledTurn((1, 2), (3, 4), (-0.5, -0.25), False), **more)
 
 
-def requested(reply: Any) -> dict[str, Any]:
-    assert isinstance(reply, Answered), reply
-    assert reply.request is not None
-    return json.loads(reply.request)
+def requested(reply: Reply) -> dict[str, Any]:
+    return json.loads(answer(reply).request or "")
 
 
-def test_an_episode_of_two_requests(play: Any) -> None:
+def test_what_kind_of_environment_an_agent_is() -> None:
+    loaded = load_environment("agent", {"command": "true"})
+    assert (loaded.takes, loaded.is_async, loaded.gives_reward, loaded.gives_turn_rewards) == (
+        "answers",
+        True,
+        True,
+        False,
+    )
+
+
+def test_an_episode_of_two_requests(play: Play) -> None:
     pool = play(
         """
         assert "PYTHONPATH" not in os.environ  # it may have another Python and other packages
@@ -88,13 +96,10 @@ def test_an_episode_of_two_requests(play: Any) -> None:
     )
     first = requested(pool.take(0))
     assert (first["messages"], first["max_tokens"]) == ([{"role": "user", "content": "q0"}], 9)
-    pool.act(0, turn("one"))
-    second = requested(pool.take(0))
+    second = requested(acted(pool, turn("one")))
     assert [message["content"] for message in second["messages"]] == ["q0", "one", "more"]
-    pool.act(0, turn("two"))
-    assert pool.take(0) == Answered((), done=True)
-    pool.end(0)
-    assert pool.take(0) == Ended(0.25)
+    assert acted(pool, turn("two")) == OVER
+    assert ended(pool) == Ended(0.25)
 
 
 FORMS = """
@@ -116,20 +121,14 @@ FORMS = """
 """
 
 
-def test_every_form_of_request_and_answer(play: Any, tmp_path: Path) -> None:
+def test_every_form_of_request_and_answer(play: Play, tmp_path: Path) -> None:
     pool = play(FORMS.replace("FOUND", str(tmp_path / "found.json")))
     call = ToolCall("add", {"a": 1})
     requests = [requested(pool.take(0))]
-    for said in (turn("a", calls=(call,)), turn("b"), turn("c"), turn("d"), turn("e"), turn("f")):
-        pool.act(0, said)
-        requests.append(requested(pool.take(0)))
-    pool.act(0, turn("g"))
-    assert pool.take(0) == Answered((), done=True)
-    pool.end(0)
-    assert pool.take(0) == Ended(0.75)
-    prompts = [
-        next((each[name] for name in ("messages", "text", "token_ids") if each[name]), None) for each in requests
-    ]
+    requests += [requested(acted(pool, said)) for said in (turn("a", calls=(call,)), *map(turn, "bcdef"))]
+    assert acted(pool, turn("g")) == OVER
+    assert ended(pool) == Ended(0.75)
+    prompts = [each["messages"] or each["text"] or each["token_ids"] for each in requests]
     assert prompts[2:5] == ["x", [5], [5, 6]]
     assert prompts[5] == prompts[6] == [{"role": "user", "content": "x"}]
     assert [each["max_tokens"] for each in requests[3:5]] == [3, 4]
@@ -188,34 +187,28 @@ REFUSED = """
 """
 
 
-def test_what_cannot_be_honoured_is_refused_with_its_reason(play: Any, tmp_path: Path) -> None:
+def test_what_cannot_be_honoured_is_refused_with_its_reason(play: Play, tmp_path: Path) -> None:
     pool = play(REFUSED.replace("FOUND", str(tmp_path / "found.json")))
     assert requested(pool.take(0))["messages"] == [{"role": "user", "content": "at last"}]
-    pool.act(0, turn("yes"))
-    assert requested(pool.take(0))["messages"] == [{"role": "user", "content": "too late"}]
-    pool.end(0)  # as after the last turn that is allowed
-    assert pool.take(0) == Ended(-1.0)
+    assert requested(acted(pool, turn("yes")))["messages"] == [{"role": "user", "content": "too late"}]
+    assert ended(pool) == Ended(-1.0)  # as after the last turn that is allowed
     found = json.loads((tmp_path / "found.json").read_text())
-    assert [answer[:3] for answer in found] == [*["400"] * 9, "401", "404", "401", "413", "400"]
-    said = [json.loads(answer[3:])["error"]["message"] for answer in (*found[:10], found[13])]
-    for text, part in zip(
-        said,
-        [
-            "messages: List should have at least 1 item",
-            "messages.0.role: Input should be 'system'",
-            "the parts of a message must be texts, got {'type': 'image_url'}",
-            "tools must describe the tools",
-            "n: Input should be less than or equal to 64, got 1000",
-            "stop must hold",
-            "either text or input_ids",
-            "echo must be false",
-            "a finite number",
-            "the key of an open session",
-            "turns or tokens of this episode are used up",
-        ],
-        strict=True,
-    ):
-        assert part in text
+    assert [said[:3] for said in found] == [*["400"] * 9, "401", "404", "401", "413", "400"]
+    reasons = [
+        "messages: List should have at least 1 item",
+        "messages.0.role: Input should be 'system'",
+        "the parts of a message must be texts, got {'type': 'image_url'}",
+        "tools must describe the tools",
+        "n: Input should be less than or equal to 64, got 1000",
+        "stop must hold",
+        "either text or input_ids",
+        "echo must be false",
+        "a finite number",
+        "the key of an open session",
+        "turns or tokens of this episode are used up",
+    ]
+    for said, reason in zip((*found[:10], found[13]), reasons, strict=True):
+        assert reason in json.loads(said[3:])["error"]["message"]
     assert json.loads(found[13][3:])["error"]["code"] == "context_length_exceeded"
 
 
@@ -226,26 +219,25 @@ def test_what_cannot_be_honoured_is_refused_with_its_reason(play: Any, tmp_path:
         ("ask(messages=[user('x')]); print('so so')", "raised", "must be its reward, a number.* got 'so so'"),
         ("ask(messages=[user('x')]); print('1' + 400 * '0')", "raised", "must be its reward, a number"),
         ("ask(messages=[user('x')]); print('x' * 2**21)", "raised", "lines of at most 1048576 bytes"),
-        (
-            "import time; time.sleep(60)",
-            "late",
-            "did not answer within its timeout of 1 s in its constructor and reset",
-        ),
-        ("ask(messages=[user('x')]); import time; time.sleep(60)", "late", "5 s in its next request or its end"),
+        ("import time; time.sleep(60)", "late", "within its timeout of 0.5 s in its constructor and reset"),
+        ("ask(messages=[user('x')]); import time; time.sleep(60)", "late", "0.5 s in its next request or its end"),
     ],
 )
-def test_an_agent_that_fails(play: Any, program: str, kind: str, text: str) -> None:
-    pool = play(program, timeout=1.0 if program.startswith("import time") else 5.0)  # others have to get somewhere
-    reply = pool.take(0)
+def test_an_agent_that_fails(
+    play: Play, pool: EnvironmentPool, monkeypatch: pytest.MonkeyPatch, program: str, kind: str, text: str
+) -> None:
+    if program.startswith("import time"):
+        monkeypatch.setattr(pool, "_timeout", 0.5)
+    reply = play(program).take(0)
     if isinstance(reply, Answered):
-        pool.act(0, turn("y"))
-        reply = pool.take(0)
-    if reply == Answered((), done=True):
+        if kind == "late":
+            monkeypatch.setattr(pool, "_timeout", 0.5)  # the program has started
+        reply = acted(pool, turn("y"))
+    if reply == OVER:
         pool.end(0)
         reply = pool.take(0)
-    assert isinstance(reply, Failure)
-    assert reply.kind == kind
-    assert re.search(text, reply.text)
+    assert failure(reply)[0] == kind
+    assert re.search(text, failure(reply)[1])
 
 
 LASTING = """
@@ -271,33 +263,28 @@ LASTING = """
 """
 
 
-def test_a_lasting_agent_plays_all_episodes_and_is_started_again(play: Any, tmp_path: Path) -> None:
-    started = tmp_path / "started"
-    pool = play("", head=LASTING.replace("STARTED", str(started)), keys=4, lasting=True)
-    assert [requested(pool.take(key))["messages"][0]["content"] for key in range(4)] == ["q0", "q1", "q2", "q3"]
-    pool.act(3, turn("huge"))
-    unusable = pool.take(3)
-    assert isinstance(unusable, Failure)
-    assert 'must have a number as "reward"' in unusable.text
-    assert started.read_text() == "started\n"  # one program for all
-    for key, said in ((2, "0.5"), (1, "bad")):  # in another order
-        pool.act(key, turn(said))
-    assert pool.take(2) == Answered((), done=True)
-    pool.end(2)
-    assert pool.take(2) == Ended(0.5)
-    failed = pool.take(1)
-    assert isinstance(failed, Failure)
-    assert "the agent says: broken" in failed.text
-    pool.act(0, turn("0.0"))
-    pool.take(0)
-    pool.start(7, "", {"question": "again"}, 1)
-    deadline = time.monotonic() + 30
-    while isinstance(reply := pool.take(7), Failure) and time.monotonic() < deadline:  # its end was not seen yet
-        pool.start(7, "", {"question": "again"}, 1)
-    assert requested(reply)["messages"][0]["content"] == "again"
+def test_a_lasting_agent_plays_all_episodes_and_is_started_again(tmp_path: Path) -> None:
+    program, started = tmp_path / "agent.py", tmp_path / "started"
+    program.write_text(textwrap.dedent(LASTING.replace("STARTED", str(started))))
+    with open_pool("agent", options={"command": [sys.executable, str(program)], "lasting": True}) as pool:
+        for key in range(4):
+            pool.start(key, "", {"question": f"q{key}"}, 1)
+        assert [requested(pool.take(key))["messages"][0]["content"] for key in range(4)] == ["q0", "q1", "q2", "q3"]
+        assert 'must have a number as "reward"' in failure(acted(pool, turn("huge"), 3))[1]
+        assert started.read_text() == "started\n"  # one program for all
+        for key, said in ((2, "0.5"), (1, "bad")):  # in another order
+            pool.act(key, turn(said))
+        assert pool.take(2) == OVER
+        assert ended(pool, 2) == Ended(0.5)
+        assert "the agent says: broken" in failure(pool.take(1))[1]
+        acted(pool, turn("0.0"))
+        deadline = time.monotonic() + 30
+        while isinstance(reply := begun(pool, 7, {"question": "again"}), Failure) and time.monotonic() < deadline:
+            pass  # the program's end was not seen yet
+        assert requested(reply)["messages"][0]["content"] == "again"
 
 
-def test_an_agent_ends_with_its_episode(play: Any, tmp_path: Path) -> None:
+def test_an_agent_ends_with_its_episode(play: Play, tmp_path: Path) -> None:
     pool = play(
         f"""
         open({str(tmp_path / "pid")!r}, "w").write(str(os.getpid()))
@@ -305,13 +292,6 @@ def test_an_agent_ends_with_its_episode(play: Any, tmp_path: Path) -> None:
         """
     )
     requested(pool.take(0))
-    pid = int((tmp_path / "pid").read_text())
+    agent = psutil.Process(int((tmp_path / "pid").read_text()))
     pool.drop(0)
-    deadline = time.monotonic() + 20
-    while (
-        Path(f"/proc/{pid}/cmdline").exists()
-        and Path(f"/proc/{pid}/cmdline").read_text()
-        and time.monotonic() < deadline
-    ):
-        pool.supervisor.hear(0.1)
-    assert not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text().split()[2]
+    agent.wait(20)

@@ -123,24 +123,29 @@ def test_others_are_unaffected(played):
         assert end.reward == 1.0
 
 
-def test_a_tool_that_raises_is_an_answer_and_the_conversation_goes_on():
+@pytest.fixture(scope="module")
+def pool() -> Iterator[EnvironmentPool]:
     with open_pool(NAME) as pool:
-        begun(pool, columns={"fault": "raises", "where": "work"})
-        reply = answer(acted(pool, call("work", text="a")))
-        assert (told(reply), reply.errors) == ("Error: KeyError: 'nothing there'", 1)
-        assert ended(pool).reward == 1.0
+        yield pool
+
+
+def test_a_tool_that_raises_is_an_answer_and_the_conversation_goes_on(pool: EnvironmentPool):
+    begun(pool, columns={"fault": "raises", "where": "work"})
+    reply = answer(acted(pool, call("work", text="a")))
+    assert (told(reply), reply.errors) == ("Error: KeyError: 'nothing there'", 1)
+    assert ended(pool).reward == 1.0
 
 
 @pytest.mark.parametrize("fault", ["forks", "doubles", "closes_its_output", "fills_its_output"])
-def test_what_is_not_forbidden_ends_with_the_conversation(fault: str):
-    with open_pool(NAME) as pool:
-        begun(pool, 1)
-        before = marked()
-        begun(pool, columns={"fault": fault, "where": "work"})
-        assert told(acted(pool, call("work", text="a"))) in ("forked", "doubled", "closed", "done")
-        assert ended(pool).reward == 1.0
-        _await(lambda: marked() == before)
-        assert told(acted(pool, call("work", text="b"), 1)) == "did b"
+def test_what_is_not_forbidden_ends_with_the_conversation(pool: EnvironmentPool, fault: str):
+    begun(pool, 1)
+    before = marked()
+    begun(pool, columns={"fault": fault, "where": "work"})
+    assert told(acted(pool, call("work", text="a"))) in ("forked", "doubled", "closed", "done")
+    assert ended(pool).reward == 1.0
+    _await(lambda: marked() == before)
+    assert told(acted(pool, call("work", text="b"), 1)) == "did b"
+    pool.drop(1)
 
 
 def test_what_a_late_one_has_started_ends_with_it(monkeypatch: pytest.MonkeyPatch):
@@ -156,12 +161,14 @@ def test_what_a_late_one_has_started_ends_with_it(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("fault", ["raises", "hangs", "leaves"])
-def test_what_happens_when_it_is_closed_is_no_part_of_the_episode(monkeypatch: pytest.MonkeyPatch, fault: str):
+def test_what_happens_when_it_is_closed_is_no_part_of_the_episode(
+    monkeypatch: pytest.MonkeyPatch, pool: EnvironmentPool, fault: str
+):
     monkeypatch.setattr(pool_module, "_CLOSE_SECONDS", 0.5)
-    with open_pool(NAME) as pool:
-        begun(pool, 0, {"fault": fault, "where": "close"})
-        assert ended(pool).reward == 1.0
-        assert told(begun(pool)) == "begin"
+    begun(pool, 0, {"fault": fault, "where": "close"})
+    assert ended(pool).reward == 1.0
+    assert told(begun(pool)) == "begin"
+    pool.drop(0)
 
 
 def test_a_pool_goes_on_without_a_server_that_was_killed():
@@ -173,8 +180,9 @@ def test_a_pool_goes_on_without_a_server_that_was_killed():
         assert told(begun(pool)) == "begin"
 
 
-def test_a_constructor_that_raises_is_named():
-    with open_pool("tests.environments.faulty:FailsToBegin") as pool:
+@pytest.mark.parametrize("name", ["FailsToBegin", "FailsToBeginSteps"])
+def test_a_constructor_that_raises_is_named(name: str):
+    with open_pool(f"tests.environments.faulty:{name}") as pool:
         assert failure(begun(pool))[1].startswith("raised KeyError: 'nothing there' in its constructor (")
 
 
@@ -213,15 +221,15 @@ def test_the_time_for_the_import_begins_when_somebody_waits_for_it(monkeypatch: 
         assert told(begun(pool)) == "begin"
 
 
-@pytest.mark.parametrize("fault", ["", "hangs", "resists", "forks"])
-def test_processes_end_with_a_main_process_that_is_killed(fault: str):
+def test_processes_end_with_a_main_process_that_is_killed():
     script = f"""
         import time
         from tests.environments.playing import begun, call, open_pool
         pool = open_pool("{NAME}").thing
         begun(pool, 0, {{}})
-        begun(pool, 1, {{"fault": "{fault}", "where": "work"}})
-        pool.act(1, call("work", text="a"))
+        for key, fault in enumerate(("", "hangs", "resists", "forks"), start=1):
+            begun(pool, key, {{"fault": fault, "where": "work"}})
+            pool.act(key, call("work", text="a"))
         print("here", flush=True)
         time.sleep(1000)
     """
@@ -231,8 +239,8 @@ def test_processes_end_with_a_main_process_that_is_killed(fault: str):
     )
     assert main.stdout is not None
     assert main.stdout.readline() == b"here\n"
-    _await(lambda: len(marked() - before) == (6 if fault == "forks" else 3))
-    time.sleep(0.3)  # for the environment to get to it
+    _await(lambda: len(marked() - before) == 9)  # the server, five conversations, and three that the last one starts
+    time.sleep(0.3)  # for the environments to get to it
     psutil.Process(main.pid).send_signal(signal.SIGKILL)
     main.wait()
     main.stdout.close()

@@ -10,33 +10,9 @@ from hypothesis import strategies as st
 from tpu_grpo.environments.policy_requests import FORMS, Asked, RefusedError
 
 NAMES = [
-    "messages",
-    "role",
-    "content",
-    "name",
-    "tool_calls",
-    "function",
-    "arguments",
-    "id",
-    "type",
-    "tools",
-    "n",
-    "max_tokens",
-    "stop",
-    "stream",
-    "temperature",
-    "top_p",
-    "top_k",
-    "seed",
-    "logprobs",
-    "prompt",
-    "echo",
-    "token_ids",
-    "sampling_params",
-    "max_new_tokens",
-    "text",
-    "input_ids",
-    "return_logprob",
+    *("messages", "role", "content", "name", "tool_calls", "function", "arguments", "id", "type", "tools", "n", "text"),
+    *("max_tokens", "max_new_tokens", "stop", "stream", "temperature", "top_p", "top_k", "seed", "logprobs", "prompt"),
+    *("echo", "token_ids", "sampling_params", "input_ids", "return_logprob"),
 ]
 WORDS = ("user", "assistant", "tool", "system", "function", "text", "{}", '{"a": 1}', "", "\ud800", "\x00", "x" * 300)
 LEAVES = st.one_of(
@@ -116,18 +92,11 @@ DEEP = '{"a": ' * 200 + "1" + "}" * 200
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"tools": [{"type": "function", "function": {}}]}, "tools.0.function.name"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": "x"}}]}, "function.parameters"),
+        ({"tool": {}}, "tools.0.function.name"),
+        ({"tool": {"name": "f", "parameters": "x"}}, "function.parameters"),
+        ({"tool": {"name": "f", "parameters": {"properties": None}}}, "properties"),
         (
-            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"properties": None}}}]},
-            "properties",
-        ),
-        (
-            {
-                "tools": [
-                    {"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": {"type": 5}}}}}
-                ]
-            },
+            {"tool": {"name": "f", "parameters": {"properties": {"x": {"type": 5}}}}},
             "the type of a tool's parameter must be a text, got 5",
         ),
         ({"top_k": 2**31}, "top_k: Input should be less than 2147483648"),
@@ -137,8 +106,8 @@ DEEP = '{"a": ' * 200 + "1" + "}" * 200
     ],
 )
 def test_what_no_template_could_write_is_refused(changed: dict[str, Any], message: str) -> None:
-    tool = {"type": "function", "function": {"name": "f", "parameters": None}}
-    body: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "tools": [tool]} | changed
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], **changed}
+    body["tools"] = [{"type": "function", "function": body.pop("tool", {"name": "f", "parameters": None})}]
     if "call" in body:
         call = {"type": "function", "function": {"name": "f", "arguments": body.pop("call")}}
         body["messages"].append({"role": "assistant", "tool_calls": [call]})

@@ -313,10 +313,10 @@ def test_a_late_coroutine_is_cancelled_and_others_go_on(
     begun(shared, 0)
     begun(shared, 1)
     with monkeypatch.context() as patched:
-        patched.setattr(shared, "_timeout", 1.0)
+        patched.setattr(shared, "_timeout", 0.25)
         shared.act(0, call(tool, **({"seconds": 1000.0} if tool == "wait" else {})))
     assert told(acted(shared, call("wait", seconds=0.1), 1)) == "waited 0.1"
-    assert failure(shared.take(0)) == ("late", f"did not answer within its timeout of 1 s in the tool {tool}")
+    assert failure(shared.take(0)) == ("late", f"did not answer within its timeout of 0.25 s in the tool {tool}")
     assert ended(shared, 1).reward == 0.5
 
 
@@ -333,7 +333,8 @@ def test_a_blocked_loop_is_ended_with_all_that_share_it(monkeypatch: pytest.Monk
         begun(pool, 0)
         begun(pool, 1)
         with monkeypatch.context() as patched:
-            patched.setattr(pool, "_timeout", 0.5)
+            patched.setattr(supervisor, "_GRACE_SECONDS", 0.25)
+            patched.setattr(pool, "_timeout", 0.25)
             assert failure(acted(pool, call("block"), 0))[0] == "late"
         assert failure(acted(pool, call("wait", seconds=0.0), 1)) == (
             "died",

@@ -38,10 +38,10 @@ class WordleClient:
 
 
 class CatchClient:
-    """Catch: a ball falls in column 2, from row 0 to the paddle in row 9."""
+    """Catch: a ball falls in column 3, from row 1 to the paddle in row 10."""
 
     def reset(self) -> Any:
-        self.row, self.paddle = 0, 2
+        self.row, self.paddle = 1, 3
         return self._result()
 
     def step(self, action: int) -> Any:
@@ -49,21 +49,9 @@ class CatchClient:
         return self._result()
 
     def _result(self) -> Any:
-        state = [0.0] * 50
-        state[self.row * 5 + 2] = state[45 + self.paddle] = 1.0
-        done = self.row == 9
-        reward = (1.0 if self.paddle == 2 else -1.0) if done else None
-        return SimpleNamespace(observation=SimpleNamespace(info_state=state, done=done), reward=reward)
-
-
-def board(state: list[float]) -> str:
-    """What a player sees of a state: five numbers for each of ten rows, the paddle's the last."""
-    *balls, paddle = [divmod(place, 5) for place, value in enumerate(state) if value]
-    row, column = balls[0]
-    away = column - paddle[1]
-    where = f"{abs(away)} column(s) to the {'RIGHT' if away > 0 else 'LEFT'} of" if away else "directly above"
-    seen = [f"Ball: row {row + 1}/10, column {column + 1}/5", f"Paddle: column {paddle[1] + 1}/5"]
-    return "\n".join([*seen, f"The ball is {where} the paddle."])
+        done = self.row == 10
+        reward = (1.0 if self.paddle == 3 else -1.0) if done else None
+        return SimpleNamespace(observation=SimpleNamespace(row=self.row, paddle=self.paddle, done=done), reward=reward)
 
 
 # --- docs/source/grpo_trainer.md -------------------------------------------------------------------------------------
@@ -193,8 +181,11 @@ class CatchEnv:
         return self._told(self.client.reset())
 
     def _told(self, result: Any) -> str:
-        self.reward, self.done = result.reward or 0.0, result.observation.done
-        return board(result.observation.info_state)
+        seen = result.observation
+        self.reward, self.done, away = result.reward or 0.0, seen.done, 3 - seen.paddle
+        side = f"{abs(away)} column(s) to the {'RIGHT' if away > 0 else 'LEFT'} of" if away else "directly above"
+        where = f"Ball: row {seen.row}/10, column 3/5\nPaddle: column {seen.paddle}/5"
+        return f"{where}\nThe ball is {side} the paddle."
 
     def _do_action(self, action_id: int) -> str:
         if self.done:

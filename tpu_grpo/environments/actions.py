@@ -42,6 +42,19 @@ class Action:
     sampled: "SampledTurn | None" = None
     """The turn's tokens, for an environment that is an agent; None for other environments."""
 
+    @property
+    def message(self) -> dict[str, Any]:
+        """The turn as chat templates take it, with the calls that could be parsed."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.thinking:
+            message["reasoning_content"] = self.thinking
+        calls = [
+            {"type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
+            for call in self.calls
+            if isinstance(call, ToolCall)
+        ]
+        return message | ({"tool_calls": calls} if calls else {})
+
 
 @dataclass(frozen=True)
 class SampledTurn:

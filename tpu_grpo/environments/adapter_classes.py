@@ -1,4 +1,4 @@
-"""Adapters for environment classes that have no tools: those of Gym, Tunix, SkyRL-Gym and OpenEnv, and agents.
+"""Adapters for the classes of environments: with tools, of Gym, Tunix, SkyRL-Gym and OpenEnv, and agents.
 
 Unless the option ``adapter`` names an adapter, the first one in ADAPTERS that fits the class is used.
 """
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, ClassVar
 
-from tpu_grpo.environments.tool_values import WrongError, parameters_of
+from tpu_grpo.environments.tool_values import RESERVED, WrongError, parameters_of
 from tpu_grpo.records.errors import EpisodeError
 
 
@@ -21,7 +21,7 @@ class Adapter:
     """The methods that the adapter calls if the class has them; they may be async."""
     takes: ClassVar[str] = "texts"
     """With "texts", ``step`` gets the policy's turn as text. With "answers", ``step`` gets the whole `Action`, and
-    returns `Answered` with the agent's next request."""
+    returns `Answered` with the agent's next request. With "calls" there is no ``step``."""
     resets_by_name: ClassVar[bool] = False
     """Whether ``reset`` gets data columns as keyword arguments, so that its required parameters must be columns."""
     instance: Any = None
@@ -101,6 +101,22 @@ class AgentAdapter(GymAdapter):
     def fits(target: Any) -> bool:
         """Whether the class sets ``asks_for_turns`` to True."""
         return getattr(target, "asks_for_turns", False) is True
+
+
+class ToolsAdapter(GymAdapter):
+    """An environment whose public methods are tools, even a method named ``step``."""
+
+    called = RESERVED
+    takes = "calls"
+
+    @staticmethod
+    def fits(target: Any) -> bool:
+        """Return True, for the classes that no other adapter fits."""
+        return True
+
+    def close(self) -> Any:
+        """Close the environment if its class has ``close``; the instance itself may have attributes of any name."""
+        return super().close() if callable(getattr(self.target, "close", None)) else None
 
 
 _BASE = "tunix.rl.agentic.environments.base_environment.BaseEnv"
@@ -234,21 +250,24 @@ def _observed(observation: Any) -> Any:
 
 
 OPTION = "adapter"
-TOOLS = "tools"
-"""``adapter: tools`` means that the class has no adapter: its methods are tools, even a method named ``step``."""
 ADAPTERS: Mapping[str, type[Adapter]] = MappingProxyType(
-    {"agent": AgentAdapter, "tunix": TunixAdapter, "openenv": OpenenvAdapter, "skyrl": SkyrlAdapter, "gym": GymAdapter}
+    {
+        "agent": AgentAdapter,
+        "tunix": TunixAdapter,
+        "openenv": OpenenvAdapter,
+        "skyrl": SkyrlAdapter,
+        "gym": GymAdapter,
+        "tools": ToolsAdapter,
+    }
 )
 
 
-def adapter_for(target: Any, options: Mapping[str, Any]) -> tuple[type[Adapter] | None, dict[str, Any]]:
-    """Return (the adapter for a class, or None if the class's methods are tools; the options for the class itself).
-    Raises EpisodeError for an unknown name in the option ``adapter``."""
+def adapter_for(target: Any, options: Mapping[str, Any]) -> tuple[type[Adapter], dict[str, Any]]:
+    """Return (the adapter for a class, the options for the class itself). Raises EpisodeError for an unknown name in
+    the option ``adapter``."""
     own = {name: value for name, value in options.items() if name != OPTION}
-    if (named := options.get(OPTION)) is not None:
-        if named not in (*ADAPTERS, TOOLS):
-            raise EpisodeError(
-                f"the environment's option adapter must be one of {', '.join(ADAPTERS)}, {TOOLS}, got {named!r}"
-            )
-        return ADAPTERS.get(named), own
-    return next((adapter for adapter in ADAPTERS.values() if adapter.fits(target)), None), own
+    if (named := options.get(OPTION)) is None:
+        return next(adapter for adapter in ADAPTERS.values() if adapter.fits(target)), own
+    if named not in ADAPTERS:
+        raise EpisodeError(f"the environment's option adapter must be one of {', '.join(ADAPTERS)}, got {named!r}")
+    return ADAPTERS[named], own

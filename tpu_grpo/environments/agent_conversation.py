@@ -17,6 +17,7 @@ import bisect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any
 
 from tpu_grpo.environments.actions import Action, Answered, Message, SampledTurn
@@ -56,11 +57,6 @@ class _Prompt:
         """Make a prompt of ``ids``, which begin with the tokens of ``seen``, if any."""
         return cls(list(ids), (), 0) if seen is None else cls(list(ids), seen.sampled, len(ids) - len(seen.ids))
 
-    @property
-    def known(self) -> int:
-        """The number of leading tokens that the policy has seen."""
-        return len(self.sampled)
-
 
 class AgentConversation(Conversation):
     """A conversation in which an agent requests the policy's turns, with the methods of `Conversation`."""
@@ -70,10 +66,7 @@ class AgentConversation(Conversation):
         self._seen: list[_Seen] = []
         self._asked = Asked()
         self._said: tuple[str, ...] = ()
-        """The messages of the request, each as `_canonical` writes it."""
-        self._dialect = start.dialect
-        self._flags: list[bool] = []
-        """For each token of the current branch, prompt included, whether the policy sampled it."""
+        """The messages of the request, and then the turn, each as `_canonical` writes it."""
 
     def first(self, reply: Answered) -> Request:
         """Take the agent's first request, and return the engine's `Request` for the first turn. Raises WrongError if
@@ -87,20 +80,17 @@ class AgentConversation(Conversation):
         self._first_text, self._first_tokens = self._dialect.decode(ids), len(ids)
         self._messages = [dict(message) for message in self._asked.messages or ()]
         self._first_messages = len(self._messages)
-        self._begin(ids, [False] * len(ids))
+        self._begin_branch(ids)
         return self._next_request()
 
     def turn(self, completion: Completion) -> Action:
         """Add the policy's turn, and return the parsed turn with its tokens. A turn never ends the conversation."""
-        prompt = tuple(self._ids)
-        completion = stopped(completion, len(prompt), self._asked.stop, self._dialect.decode)
-        action = without_stops(self._take(completion, self._dialect), self._asked.stop)
-        self._messages[-1] = {**self._messages[-1], "content": action.content}
+        dialect, stops = self._dialect, self._asked.stop
+        completion, action = read_turn(completion, tuple(self._ids), stops, dialect.decode, dialect.read)
         self._add_turn(completion, action, action.calls)
-        self._flags += [True] * len(completion.token_ids)
-        said = (*self._said, _canonical(self._messages[-1])) if self._said else ()
-        self._seen.append(_Seen(self._tools, said, tuple(self._ids), tuple(self._flags), is_turn=True))
-        return replace(action, sampled=sampled_turn(prompt, completion))
+        self._said = (*self._said, _canonical(self._messages[-1]))
+        self._remember(is_turn=True)
+        return action
 
     def answered(self, reply: Answered) -> Request | None:
         """Take the agent's next request, and return the engine's `Request` for the next turn; None if the agent has
@@ -114,28 +104,16 @@ class AgentConversation(Conversation):
         return None
 
     def _go_on(self, asked: Asked) -> Request | None:
-        before = (*self._said, _canonical(self._messages[-1]))
-        prompt = self._prompt(asked)
-        ids = prompt.ids
-        goes_on = len(ids) > len(self._ids) == prompt.known and ids[: prompt.known] == self._ids
-        added = ids[len(self._ids) :] if goes_on else []
-        most = self._start.request.sampling.max_new_tokens
-        if max(len(ids) - self._first_tokens, len(self._tokens) + len(added)) >= most:
-            self._ending = "tokens"
-            return None
-        shown = [dict(message) for message in (asked.messages or ())[_common(before, self._said) :]]
-        answer = "\n".join(str(message["content"]) for message in shown)
-        self._turns[-1] = replace(self._turns[-1], answer=answer, observed=prompt.added)
-        self._messages += shown
-        if goes_on:
-            self._append(added, [0.0] * len(added), sampled=False)
-            self._kept += [0] * len(added)
-            self._flags += [False] * len(added)
-            self._remember()
-        else:
-            self._end_branch()
-            self._begin(ids, [*prompt.sampled, *[False] * (len(ids) - prompt.known)])
-        return self._next_request()
+        before, prompt = self._said, self._prompt(asked)
+        ids, known = prompt.ids, len(prompt.sampled)
+        continues = len(ids) > len(self._ids) == known and ids[:known] == self._ids
+        request = self._continue(ids, prompt.added, None if continues else prompt.sampled)
+        if request is not None:
+            common = takewhile(lambda pair: pair[0] == pair[1], zip(before, self._said, strict=False))
+            new = [dict(message) for message in (asked.messages or ())[len(list(common)) :]]
+            self._turns[-1] = replace(self._turns[-1], answer="\n".join(str(message["content"]) for message in new))
+            self._messages += new
+        return request
 
     # --- prompts ------------------------------------------------------------------------------------------------------
 
@@ -176,15 +154,12 @@ class AgentConversation(Conversation):
                 return _Prompt(ids, (), len(following.suffix))
         return _Prompt(self._dialect.prompt(messages), (), 0)
 
-    def _begin(self, ids: Sequence[int], flags: Sequence[bool]) -> None:
-        self._ids, self._flags = list(ids), list(flags)
-        self._begin_branch()
-        self._remember()
-
-    def _remember(self) -> None:
-        self._seen.append(_Seen(self._tools, self._said, tuple(self._ids), tuple(self._flags), is_turn=False))
+    def _remember(self, *, is_turn: bool) -> None:
+        messages = () if self._asked.messages is None else self._said
+        self._seen.append(_Seen(self._tools, messages, tuple(self._ids), tuple(self._flags), is_turn))
 
     def _next_request(self) -> Request:
+        self._remember(is_turn=False)
         request = super()._next_request()
         if (most := self._asked.max_tokens) is None:
             return request
@@ -192,40 +167,39 @@ class AgentConversation(Conversation):
         return replace(request, sampling=sampling)
 
 
-def sampled_turn(prompt_ids: tuple[int, ...], completion: Completion) -> SampledTurn:
-    """Return the tokens of a turn, for the response to the agent."""
-    ids, logprobs = completion.token_ids.tolist(), completion.logprobs.tolist()
-    return SampledTurn(prompt_ids, tuple(ids), tuple(logprobs), completion.finish_reason == "length")
+def read_turn(
+    completion: Completion,
+    prompt_ids: tuple[int, ...],
+    stops: Sequence[str],
+    decode: Callable[[Sequence[int]], str],
+    read: Callable[[list[int]], Action],
+) -> tuple[Completion, Action]:
+    """Cut a turn after the first token that completes one of the texts ``stops``, and parse it with ``read``.
 
-
-def stopped(
-    completion: Completion, prompt_tokens: int, stops: Sequence[str], decode: Callable[[Sequence[int]], str]
-) -> Completion:
-    """Cut a turn after the first token that completes one of the texts ``stops``."""
+    Return the cut turn, and the parsed turn with its tokens; its texts end before the first of the texts ``stops``.
+    """
     ids = completion.token_ids.tolist()
 
     def holds(count: int) -> bool:
         text = decode(ids[:count])
         return any(stop in text for stop in stops)
 
-    if not holds(len(ids)):
-        return completion
-    count = bisect.bisect_left(range(1, len(ids) + 1), True, key=holds) + 1
-    return replace(
-        completion,
-        token_ids=completion.token_ids[:count],
-        logprobs=completion.logprobs[:count],
-        finish_reason="stop",
-        kept=None if completion.kept is None else completion.kept[:count],
-        experts=None if completion.experts is None else completion.experts[: prompt_tokens + count - 1],
-    )
-
-
-def without_stops(action: Action, stops: Sequence[str]) -> Action:
-    """Cut the texts of a turn before the first of the texts ``stops``."""
+    if holds(len(ids)):
+        count = bisect.bisect_left(range(1, len(ids) + 1), True, key=holds) + 1
+        completion = replace(
+            completion,
+            token_ids=completion.token_ids[:count],
+            logprobs=completion.logprobs[:count],
+            finish_reason="stop",
+            kept=None if completion.kept is None else completion.kept[:count],
+            experts=None if completion.experts is None else completion.experts[: len(prompt_ids) + count - 1],
+        )
+        ids = ids[:count]
+    action = read(ids)
     for stop in stops:
         action = replace(action, text=action.text.partition(stop)[0], content=action.content.partition(stop)[0].strip())
-    return action
+    logprobs, is_cut = tuple(completion.logprobs.tolist()), completion.finish_reason == "length"
+    return completion, replace(action, sampled=SampledTurn(prompt_ids, tuple(ids), logprobs, is_cut))
 
 
 def _canonical(message: Mapping[str, Any]) -> str:
@@ -234,9 +208,3 @@ def _canonical(message: Mapping[str, Any]) -> str:
     calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
     parts = message["role"], message.get("name"), str(message.get("content") or "").strip(), calls
     return json.dumps(parts, sort_keys=True)
-
-
-def _common(before: Sequence[str], now: Sequence[str]) -> int:
-    """Return how many messages two conversations have in common at their beginnings."""
-    pairs = enumerate(zip(before, now, strict=False))
-    return next((n for n, (a, b) in pairs if a != b), min(len(before), len(now)))

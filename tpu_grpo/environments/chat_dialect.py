@@ -190,13 +190,22 @@ def _changed(role: str, how: str) -> ConfigError:
     )
 
 
-def _guarded(value: Any, encoder: Encoder) -> Any:
-    """Apply `Encoder.guarded` to all texts of a message, including those in its calls."""
-    if isinstance(value, Mapping):
-        return {key: each if key in ("role", "type") else _guarded(each, encoder) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_guarded(each, encoder) for each in value]
-    return encoder.guarded(value) if isinstance(value, str) else value
+def _guarded(message: Message, encoder: Encoder) -> Message:
+    """Apply `Encoder.guarded` to all texts of a message, including those in its calls, and the names of arguments."""
+
+    def guarded(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {encoder.guarded(key): guarded(each) for key, each in value.items()}
+        if isinstance(value, list | tuple):
+            return [guarded(each) for each in value]
+        return encoder.guarded(value) if isinstance(value, str) else value
+
+    calls = [
+        {**call, "function": {key: guarded(each) for key, each in call["function"].items()}}
+        for call in message.get("tool_calls", ())
+    ]
+    texts = {key: guarded(message[key]) for key in ("name", "content") if key in message}
+    return {**message, **texts, **({"tool_calls": calls} if calls else {})}
 
 
 _MOST_TOOLSETS = 256
@@ -402,7 +411,10 @@ class Dialect:
 
     def _suffix(self, answers: Sequence[Message]) -> list[int]:
         """Return the ids that the template writes for answers, beginning after the token that ended the turn."""
-        written = [self._as_data(answer) for answer in answers]
+        written = [
+            {**({"tool_call_id": CALL_ID} if answer["role"] == "tool" else {}), **_guarded(answer, self.encoder)}
+            for answer in answers
+        ]
         names = [str(answer.get("name") or "") for answer in written if answer["role"] == "tool"]
         if len(names) > 1 and not self._many_calls:
             names = names[-1:]
@@ -416,11 +428,6 @@ class Dialect:
         suffix = self.encoder.encode(text[text.index(end, begin) :])
         assert suffix[0] in self.end_ids
         return suffix[1:]
-
-    def _as_data(self, answer: Message) -> Message:
-        """Return an answer whose content and tool name cannot spell special tokens, see `Encoder.guarded`."""
-        held = {key: self.encoder.guarded(str(answer[key])) for key in ("name", "content") if key in answer}
-        return {**({"tool_call_id": CALL_ID} if answer["role"] == "tool" else {}), **answer, **held}
 
     @cached_property
     def _many_calls(self) -> bool:

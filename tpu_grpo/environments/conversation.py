@@ -12,9 +12,9 @@ it sampled, and the tokens that the chat template appends for the answer.
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -74,8 +74,11 @@ class Conversation:
     """The state of one conversation; see the top of this file for the order of calls."""
 
     def __init__(self, start: Start):
-        self._start = start
+        self._start, self._dialect = start, start.dialect
         self._ids: list[int] = []
+        """The current branch, prompt included."""
+        self._flags: list[bool] = []
+        """For each token of the current branch whether the policy sampled it."""
         self._tokens: list[int] = []
         self._hash = hashlib.sha256()
         self._logprobs: list[float] = []
@@ -124,15 +127,15 @@ class Conversation:
         messages: list[Message] = list(start.prompt.conversation)
         text, ids = start.prompt.text, list(start.prompt.token_ids)
         if observation is not None:
-            text, ids, messages = start.dialect.first(messages, observation)
+            text, ids, messages = self._dialect.first(messages, observation)
         if len(ids) > start.max_prompt_tokens:
             raise WrongError(
                 f"must give a first prompt of at most data.max_prompt_tokens={start.max_prompt_tokens} tokens, got "
                 f"{len(ids)} with what reset returned"
             )
         self._first_text, self._first_tokens, self._first_messages = text, len(ids), len(messages)
-        self._ids, self._messages = list(ids), [*messages]
-        self._begin_branch()
+        self._messages = [*messages]
+        self._begin_branch(ids)
         return self._next_request()
 
     def turn(self, completion: Completion) -> Action | None:
@@ -141,25 +144,20 @@ class Conversation:
         The conversation ends if the turn was cut, if the turn calls no tool although the environment has only tools, or
         if the chat template writes no answers after the turn's end token.
         """
-        action = self._take(completion, self._start.dialect)
+        ids = completion.token_ids.tolist()
+        action = self._dialect.read(ids)
         if completion.finish_reason == "length":
             self._ending = "tokens"
-        elif not self._start.dialect.ends(self._ids) or (self._start.environment.takes == "calls" and not action.calls):
+        elif not self._dialect.ends(ids) or (self._start.environment.takes == "calls" and not action.calls):
             self._ending = "answered"
         self._add_turn(completion, action, () if self._ending else action.calls)
         return None if self._ending else action
 
-    def _take(self, completion: Completion, dialect: "Dialect") -> Action:
-        """Add a turn's tokens and its message; return the parsed turn."""
-        ids = completion.token_ids.tolist()
-        self._append(ids, completion.logprobs.tolist(), sampled=True)
-        self._kept += [0] * len(ids) if completion.kept is None else completion.kept.tolist()
-        self._completions.append(completion)
-        action = dialect.read(ids)
-        self._messages.append(_spoken(action))
-        return action
-
     def _add_turn(self, completion: Completion, action: Action, made: Sequence[ToolCall | BadCall]) -> None:
+        """Add a turn of the policy, some of whose calls are ``made``."""
+        self._append(completion.token_ids.tolist(), completion)
+        self._completions.append(completion)
+        self._messages.append(action.message)
         names, end = tuple(call.name if isinstance(call, ToolCall) else "" for call in made), len(self._tokens)
         self._turns.append(Turn(end - len(completion.token_ids), end, action.text, names))
 
@@ -167,7 +165,7 @@ class Conversation:
         """Take the environment's answer to a turn, and return the request of the next turn; None if the conversation
         is over."""
         section = self._start.section
-        messages = cut_answers(reply.messages, section.max_observation_tokens, self._start.dialect.encoder)
+        messages = cut_answers(reply.messages, section.max_observation_tokens, self._dialect.encoder)
         answer = "\n".join(str(message["content"]) for message in messages)
         self._turns[-1] = replace(self._turns[-1], answer=answer, reward=reply.reward, errors=reply.errors)
         self._messages += messages
@@ -176,7 +174,9 @@ class Conversation:
         elif len(self._turns) >= section.max_turns:
             self._ending = "turns"
         else:
-            return self._follow(messages)
+            following = self._dialect.follow(self._ids, self._first_tokens, self._flags, messages)
+            branch, past = (None, self._ids) if following.new_prompt is None else ((), following.new_prompt)
+            return self._continue([*past, *following.suffix], len(following.suffix), branch)
         return None
 
     def ended(self, reply: Ended) -> None:
@@ -231,35 +231,42 @@ class Conversation:
         sampling = replace(request.sampling, max_new_tokens=room)
         return replace(request, token_ids=tuple(self._ids), sampling=sampling, key=key)
 
-    def _follow(self, messages: Sequence[Message]) -> Request | None:
-        """Append the answer's tokens if they leave room for another turn; otherwise end the conversation."""
-        sampled = [False] * len(self._branch_prompt) + self._sampled[self._branch_start :]
-        following = self._start.dialect.follow(self._ids, self._first_tokens, sampled, messages)
-        past = self._ids if following.new_prompt is None else list(following.new_prompt)
-        seen = len(past) - self._first_tokens + len(following.suffix)
-        written = len(self._tokens) + (len(following.suffix) if following.new_prompt is None else 0)
-        if max(seen, written) >= self._start.request.sampling.max_new_tokens:
+    def _continue(self, ids: Sequence[int], observed: int, branch: Sequence[bool] | None) -> Request | None:
+        """Make ``ids`` the next turn's prompt, and return its request; end the conversation if they leave no room.
+
+        Args:
+            ids: the tokens of the current branch and further ones, or those of a new branch.
+            observed: how many of them, at the end, are the answer to the last turn.
+            branch: ``sampled`` of ``_begin_branch`` for a new branch; None if the current branch continues.
+        """
+        added = ids[len(self._ids) :] if branch is None else ()
+        longest = max(len(ids) - self._first_tokens, len(self._tokens) + len(added))
+        if longest >= self._start.request.sampling.max_new_tokens:
             self._ending = "tokens"
             return None
-        self._turns[-1] = replace(self._turns[-1], observed=len(following.suffix))
-        if following.new_prompt is not None:
-            self._end_branch()
-            self._ids = [*past, *following.suffix]
-            self._begin_branch()
+        self._turns[-1] = replace(self._turns[-1], observed=observed)
+        if branch is None:
+            self._append(added)
         else:
-            self._append(following.suffix, [0.0] * len(following.suffix), sampled=False)
-            self._kept += [0] * len(following.suffix)
+            self._end_branch()
+            self._begin_branch(ids, branch)
         return self._next_request()
 
-    def _append(self, ids: Sequence[int], logprobs: Sequence[float], *, sampled: bool) -> None:
+    def _append(self, ids: Sequence[int], turn: Completion | None = None) -> None:
+        """Append the tokens of a turn, or of an answer if ``turn`` is None."""
+        zeros = [0] * len(ids)
         self._ids += ids
         self._tokens += ids
         self._hash.update(np.asarray(ids, np.int32).tobytes())
-        self._logprobs += logprobs
-        self._sampled += [sampled] * len(ids)
+        self._logprobs += zeros if turn is None else turn.logprobs.tolist()
+        self._kept += zeros if turn is None or turn.kept is None else turn.kept.tolist()
+        self._sampled += [turn is not None] * len(ids)
+        self._flags += [turn is not None] * len(ids)
 
-    def _begin_branch(self) -> None:
-        self._branch_prompt, self._branch_start = tuple(self._ids), len(self._tokens)
+    def _begin_branch(self, ids: Sequence[int], sampled: Sequence[bool] = ()) -> None:
+        """Begin a branch with a prompt; ``sampled`` says of its first tokens whether the policy sampled them."""
+        self._ids, self._flags = list(ids), [*sampled, *[False] * (len(ids) - len(sampled))]
+        self._branch_prompt, self._branch_start = tuple(ids), len(self._tokens)
 
     def _end_branch(self) -> None:
         """Store the current branch if a token was sampled in it."""
@@ -296,15 +303,3 @@ class Conversation:
         known = [turn.reward for turn in turns if turn.reward is not None]
         by_turns = self._start.environment.takes == "texts" and self._start.environment.gives_reward
         return sum(known, 0.0) if known or by_turns else None
-
-
-def _spoken(action: Action) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": action.content}
-    if action.thinking:
-        message["reasoning_content"] = action.thinking
-    calls: list[Mapping[str, Any]] = [
-        {"type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
-        for call in action.calls
-        if isinstance(call, ToolCall)
-    ]
-    return message | ({"tool_calls": calls} if calls else {})

@@ -96,25 +96,23 @@ def load_environment(name: str, options: Mapping[str, Any], key: str = "") -> Lo
         )
     shown = key or target.__name__
     adapter, own = adapter_for(target, options)
-    tools = {} if adapter else tools_of(target)
-    if adapter is None:
+    tools = tools_of(target) if adapter.takes == "calls" else {}
+    if adapter.takes == "calls":
         _check_methods(shown, target, tools)
-    _check_options(shown, adapter.constructor(target) if adapter else target, own)
-    methods = [m for m in (adapter.called if adapter else (*tools, *RESERVED)) if callable(getattr(target, m, None))]
+    _check_options(shown, adapter.constructor(target), own)
+    methods = [method for method in (*tools, *adapter.called) if callable(getattr(target, method, None))]
     awaited = {method for method in methods if inspect.iscoroutinefunction(getattr(target, method))}
     return LoadedEnvironment(
         name=shown,
         source=source,
-        takes=adapter.takes if adapter else "calls",
+        takes=adapter.takes,
         tools=tuple(schema_of(shown, target, tool) for tool in tools),
         is_async=bool(awaited) and all(name in awaited for name in methods if name not in AT_THE_END),
         awaits=bool(awaited),
-        gives_turn_rewards=(
-            by_turns := (adapter is not None and adapter.takes == "texts") or hasattr(target, "get_turn_rewards")
-        ),
+        gives_turn_rewards=(by_turns := adapter.takes == "texts" or hasattr(target, "get_turn_rewards")),
         gives_reward=by_turns or hasattr(target, "get_reward"),
         options=dict(options),
-        requires=() if adapter is not None and not adapter.resets_by_name else _required(shown, target),
+        requires=_required(shown, target) if adapter.resets_by_name else (),
     )
 
 

@@ -53,7 +53,7 @@ class Environments:
         max_prompt_tokens: int,
     ):
         self.loaded, self.dialects, self.section = loaded, dialects, section
-        self._pool = pool
+        self.pool = pool
         self._max_prompt_tokens = max_prompt_tokens
         self.record: EpisodeRecord | None = None
         """The record to which the episodes of agents are written, and from which a continued run takes them."""
@@ -65,7 +65,7 @@ class Environments:
             Start(prompt, request, self.loaded[name], self.dialects[name], self.section, self._max_prompt_tokens)
             for prompt, request, name in zip(prompts, requests, names, strict=True)
         ]
-        return Episodes(starts, names, self._pool, self.places, self.record)
+        return Episodes(self, starts, names)
 
     @property
     def places(self) -> int | None:
@@ -75,36 +75,25 @@ class Environments:
 
     def close(self) -> None:
         """End all environments and their processes."""
-        self._pool.close()
+        self.pool.close()
 
 
 class Episodes:
     """The conversations of a batch, from their beginnings to their ends."""
 
-    def __init__(
-        self,
-        starts: Sequence[Start],
-        names: Sequence[str],
-        pool: "EnvironmentPool",
-        places: int | None,
-        record: EpisodeRecord | None = None,
-    ):
-        self.places, self._record = places, record
-        self._starts = starts
-        self._names = names
-        self._pool = pool
+    def __init__(self, environments: Environments, starts: Sequence[Start], names: Sequence[str]):
+        self.places, self._record, self._pool = environments.places, environments.record, environments.pool
+        self._starts, self._names = starts, names
         self._open: dict[int, Conversation] = {}
         self._next: dict[int, Request | None] = {}
         """Row -> the request of its next turn, once that is known; None if the conversation is over."""
         self._out_since: dict[int, float] = {}
         self._seconds = [0.0] * len(starts)
         self._done: dict[int, Completion] = {}
-        self._written: dict[int, Replies] = {}
-        """Row -> the replies so far of an agent that is running."""
+        self._written: dict[int, tuple[str, Replies]] = {}
+        """Row -> a digest of what its agent, which is running, was given, and the replies so far."""
         self._replayed: dict[int, Replies] = {}
         """Row -> the remaining recorded replies of an agent that is not run again."""
-        self._tasks: dict[int, str] = {}
-        """Row -> a digest of what its agent was given."""
         self._has_failed = False
 
     def needs_place(self, row: int) -> bool:
@@ -119,11 +108,11 @@ class Episodes:
         columns = {name: value for name, value in start.prompt.columns.items() if name not in chosen}
         self._out_since[row] = time.perf_counter()
         if self._record is not None and start.environment.takes == "answers" and start.request.key.step:
-            self._tasks[row] = task_of(start.environment, columns)
-            if (replies := self._record.replies(start.request.key, self._tasks[row])) is not None:
+            task = task_of(start.environment, columns)
+            if (replies := self._record.replies(start.request.key, task)) is not None:
                 self._replayed[row] = replies
                 return
-            self._written[row] = []
+            self._written[row] = task, []
         self._pool.start(row, self._names[row], columns, seed_of(start.request.key))
 
     def ended(self, row: int, completion: Completion) -> None:
@@ -175,16 +164,15 @@ class Episodes:
 
     def _reply(self, row: int) -> Reply:
         """Return the environment's next reply: wait for it, or take it from the record."""
-        key = self._starts[row].request.key
         if (replayed := self._replayed.get(row)) is not None:
             digest, reply = replayed.pop(0) if replayed else ("", None)
             if reply is None or digest != self._open[row].digest:
                 assert self._record is not None
-                raise self._record.refuse(key)
+                raise self._record.refuse(self._starts[row].request.key)
             return reply
         reply = self._pool.take(row)
-        if (written := self._written.get(row)) is not None:
-            written.append((self._open[row].digest, reply))
+        if row in self._written:
+            self._written[row][1].append((self._open[row].digest, reply))
         return reply
 
     def _end(self, row: int) -> None:
@@ -243,7 +231,7 @@ class Episodes:
         self._next[row] = None
         has_failed = done.episode is None or done.episode.failure is not None  # not recorded, to be played again
         if self._record is not None and (written := self._written.pop(row, None)) is not None and not has_failed:
-            self._record.write(self._starts[row].request.key, self._tasks[row], written)
+            self._record.write(self._starts[row].request.key, *written)
 
 
 def seed_of(key: SampleKey) -> int:

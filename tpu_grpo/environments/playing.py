@@ -24,7 +24,7 @@ from types import MethodType
 from typing import Any
 
 from tpu_grpo.environments.actions import Action, Answered, Ended, LoadedEnvironment, Message, Reply, ToolCall
-from tpu_grpo.environments.adapter_classes import Adapter, adapter_for, fitting
+from tpu_grpo.environments.adapter_classes import adapter_for
 from tpu_grpo.environments.environment_classes import find_environment
 from tpu_grpo.environments.tool_values import (
     MOST_CALLS,
@@ -151,8 +151,7 @@ class Playing:
         """Do not build the environment yet: the request `Start` does. ``went_on`` is called when a turn's next tool
         call begins, and restarts the timeout."""
         self._service, self._target = service, service.target
-        self._adapter: Adapter | None = service.adapter(service.target, service.options) if service.adapter else None
-        self._instance: Any = None
+        self._adapter = service.adapter(service.target, service.options)
         self._went_on = went_on
         self.made = 0  # finished calls of the current turn
         self._turns: list[int] = []
@@ -167,7 +166,7 @@ class Playing:
                     return await self._start(request)
                 case Action():
                     self.made = 0
-                    answer = await (self._step(self._adapter, request) if self._adapter else self._call(request))
+                    answer = await (self._call(request) if self._adapter.takes == "calls" else self._step(request))
                     self._turns.append(len(await self._turn_rewards() or ()))
                     return answer
                 case End():
@@ -175,11 +174,11 @@ class Playing:
         except WrongError as error:
             return _failed("wrong", str(error))
         except MemoryError as error:
-            return _failed("memory", f"took more memory than environment.memory_gb in {self._asked}", error)
+            return _failed("memory", f"took more memory than environment.memory_gb in {self._place}", error)
         except SystemExit as error:
-            return _failed("died", f"called sys.exit({error.code!r}) in {self._asked}{_line(error)}", error)
+            return _failed("died", f"called sys.exit({error.code!r}) in {self._place}{_line(error)}", error)
         except (Exception, asyncio.CancelledError) as error:  # user code can raise anything
-            return _failed("raised", f"raised {described(error)} in {self._asked}{_line(error)}", error)
+            return _failed("raised", f"raised {described(error)} in {self._place}{_line(error)}", error)
 
     def late(self, request: Request, seconds: float) -> Failure:
         """Return the reply to a request whose timeout of ``seconds`` ran out."""
@@ -187,24 +186,14 @@ class Playing:
 
     async def close(self) -> None:
         """Close the environment; raises whatever its ``close`` raises."""
-        if self._adapter is not None:
-            await resolved(self._adapter.close())
-        elif self._instance is not None and (close := self._method("close")) is not None:
-            await resolved(close())
+        await resolved(self._adapter.close())
 
     async def _start(self, request: Start) -> Answered:
         random.seed(request.seed)
         if (numpy := sys.modules.get("numpy")) is not None:
             numpy.random.seed(request.seed % 2**32)
         self._asked = "reset"
-        if self._adapter is not None:
-            given = await resolved(self._adapter.start(request.columns, request.seed))
-        else:
-            self._asked = "its constructor"
-            self._instance = self._target(**self._service.options)
-            self._asked = "reset"
-            reset = self._instance.reset
-            given = await resolved(reset(**fitting(reset, request.columns, request.seed)))
+        given = await resolved(self._adapter.start(request.columns, request.seed))
         if isinstance(given, Answered):
             return given
         observation = given[0] if isinstance(given, tuple) and len(given) == 2 else given
@@ -217,7 +206,7 @@ class Playing:
                 self.made = before
                 self._went_on()
             self._asked = f"the tool {getattr(call, 'name', '')}"
-            message, is_error = await called(self._instance, self._service.tools, call)
+            message, is_error = await called(self._adapter.instance, self._service.tools, call)
             messages.append(message)
             errors += is_error
         if left := action.calls[MOST_CALLS:]:
@@ -225,9 +214,9 @@ class Playing:
             errors += len(left)
         return Answered(tuple(messages), errors=errors)
 
-    async def _step(self, adapter: Adapter, action: Action) -> Answered:
+    async def _step(self, action: Action) -> Answered:
         self._asked = "step"
-        returned = await resolved(adapter.step(action if adapter.takes == "answers" else action.text))
+        returned = await resolved(self._adapter.step(action if self._adapter.takes == "answers" else action.text))
         if isinstance(returned, Answered):
             return returned
         observation, reward, done = step_of(returned)
@@ -237,7 +226,7 @@ class Playing:
         return Answered(messages, reward, done)
 
     async def _end(self) -> Ended:
-        reward, instance = None, self._played_instance
+        reward, instance = None, self._adapter.instance
         if (get_reward := self._method("get_reward")) is not None:
             self._asked = "get_reward"
             reward = number_of(await resolved(get_reward()), "get_reward")
@@ -246,12 +235,13 @@ class Playing:
         return Ended(reward, turn_rewards, keep(self._service.loaded.source, instance) if self._service.keep else None)
 
     @property
-    def _played_instance(self) -> Any:
-        return self._instance if self._adapter is None else self._adapter.instance
+    def _place(self) -> str:
+        """What was asked of the environment last, for messages."""
+        return self._asked if self._adapter.instance is not None else "its constructor"
 
     def _method(self, name: str) -> Any:
         """Return the instance's method ``name``; None if its class does not define this method."""
-        return getattr(self._played_instance, name, None) if callable(getattr(self._target, name, None)) else None
+        return getattr(self._adapter.instance, name, None) if callable(getattr(self._target, name, None)) else None
 
     async def _turn_rewards(self) -> Sequence[Any] | None:
         """Return the rewards of the turns so far; None if the class has no ``get_turn_rewards``."""

@@ -18,7 +18,6 @@ import json
 import math
 import secrets
 from collections import deque
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 from aiohttp import web
@@ -53,11 +52,11 @@ class Session:
         texts = [asked.for_one(index) for index in range(asked.n)]
         if (most := max(map(len, texts))) > MOST_BYTES:
             raise RefusedError(f"a request must have at most {MOST_BYTES} bytes, got {most}", 413, "too_large")
+        if self._closed is not None:
+            raise self._closed
         futures = [asyncio.get_running_loop().create_future() for _ in texts]
         self._waiting.extend(zip(texts, futures, strict=True))
         self._arrived.set()
-        if self._closed is not None:
-            self.close(self._closed)
         return list(await asyncio.gather(*futures))
 
     async def next(self, until: "asyncio.Future[Any]") -> str | None:
@@ -93,18 +92,26 @@ class Session:
 
     def answer(self, turn: Action) -> None:
         """Answer the request that ``next`` returned last."""
-        if self._asked is not None and not self._asked.done():
-            self._asked.set_result(turn)
+        if self._asked is not None:
+            settle(self._asked, turn)
 
     def close(self, reason: RefusedError) -> None:
         """Refuse all open and later requests."""
         self._closed = reason
-        futures = [future for _, future in self._waiting]
+        for future in (*(future for _, future in self._waiting), *([self._asked] if self._asked else [])):
+            settle(future, reason)
         self._waiting.clear()
-        for future in (*futures, *(() if self._asked is None else (self._asked,))):
-            if not future.done():
-                future.set_exception(reason)
-                future.exception()  # marks it as retrieved, since a client that is gone never awaits it
+
+
+def settle(future: "asyncio.Future[Action]", turn: Action | RefusedError) -> None:
+    """Answer a request, unless its client has gone."""
+    if future.done():
+        return
+    if isinstance(turn, RefusedError):
+        future.set_exception(turn)
+        future.exception()  # marks it as retrieved, since a client that is gone never awaits it
+    else:
+        future.set_result(turn)
 
 
 _SESSION = web.RequestKey("session", Session)
@@ -119,15 +126,6 @@ class Endpoint:
         self._sessions: dict[str, Session] = {}
         self._opened = 0
         self.address = ""
-        self._close: Callable[[], Awaitable[None]] | None = None
-
-    async def close(self) -> None:
-        """Stop the server, once the open responses are written."""
-        if self._close is not None:
-            await self._close()
-
-    async def listen(self, host: str = "127.0.0.1", port: int = 0) -> None:
-        """Begin to listen, by default on a free port of loopback. Raises OSError for a port that is taken."""
         app = web.Application(client_max_size=MOST_BYTES, middlewares=[self._with_key])
         for prefix in ("", "/{session}"):
             for path in FORMS:
@@ -135,12 +133,18 @@ class Endpoint:
             app.router.add_get(f"{prefix}/v1/models", self._models)
             app.router.add_get(f"{prefix}/health", self._health)
         app.router.add_post("/{session}/reward", self._reward)
-        runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
-        await runner.setup()
-        self._close = runner.cleanup
-        await web.TCPSite(runner, host, port).start()
-        host, port = runner.addresses[0][:2]
+        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+
+    async def listen(self, host: str = "127.0.0.1", port: int = 0) -> None:
+        """Begin to listen, by default on a free port of loopback. Raises OSError for a port that is taken."""
+        await self._runner.setup()
+        await web.TCPSite(self._runner, host, port).start()
+        host, port = self._runner.addresses[0][:2]
         self.address = f"http://{host}:{port}"
+
+    async def close(self) -> None:
+        """Stop the server, once the open responses are written."""
+        await self._runner.cleanup()
 
     def open(self) -> Session:
         """Open a session with a key of its own."""
@@ -160,8 +164,8 @@ class Endpoint:
         self._sessions.pop(session.name, None)
 
     def url(self, session: Session) -> str:
-        """Return the base URL of a session; clients add /v1 or another path to it."""
-        return f"{self.address}/{session.name}"
+        """Return the base URL of a session for OpenAI's clients; other paths begin before its /v1."""
+        return f"{self.address}/{session.name}/v1"
 
     @web.middleware
     async def _with_key(self, request: web.Request, handler: Handler) -> web.StreamResponse:

@@ -18,8 +18,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from tpu_grpo.environments.actions import Action, BadCall, SampledTurn, ToolCall
-from tpu_grpo.environments.tool_calls import checked_call
+from tpu_grpo.environments.actions import Action, SampledTurn
+from tpu_grpo.environments.tool_calls import checked_value
 
 MOST_CHOICES = 64
 MOST_STOPS = 16
@@ -84,18 +84,18 @@ class _Body(BaseModel):
     min_p: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
     seed: Annotated[int, Field(ge=0, lt=2**31)] | None = None
 
-    def common(self) -> dict[str, Any]:
+    def common(self, most_tokens: int | None = None) -> dict[str, Any]:
+        """Return arguments of `Asked`; ``most_tokens`` is what the format has in place of ``max_tokens``, if given."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if len(stop) > MOST_STOPS or "" in stop:
             raise RefusedError(f"stop must hold at most {MOST_STOPS} texts, none of them empty, got {stop!r:.200}")
-        given = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "min_p", "seed")}
-        sampling = {name: value for name, value in given.items() if value is not None}
+        sampling = self.model_dump(include={"temperature", "top_p", "top_k", "min_p", "seed"}, exclude_none=True)
         if sampling.get("top_k") == -1:
             sampling["top_k"] = 0  # all tokens, for which vLLM and SGLang write -1
         return {
             "sampling": sampling,
             "n": self.n or 1,
-            "max_tokens": self.max_tokens,
+            "max_tokens": most_tokens or self.max_tokens,
             "stop": tuple(stop),
             "streams": bool(self.stream),
             "returns_ids": bool(self.return_token_ids),
@@ -172,9 +172,9 @@ class _Chat(_Body):
     def asked(self) -> Asked:
         if not self.tools and any(message.role == "tool" or message.tool_calls for message in self.messages):
             raise RefusedError("tools must describe the tools of a conversation that has calls, got none; send them")
-        common, named = self.common(), dict[str, str]()
+        named = dict[str, str]()
         return Asked(
-            **{**common, "max_tokens": self.max_completion_tokens or common["max_tokens"]},
+            **self.common(self.max_completion_tokens),
             messages=tuple(message.plain(named) for message in self.messages),
             tools=tuple(tool.plain() for tool in self.tools or ()),
             logprobs=bool(self.logprobs),
@@ -196,8 +196,7 @@ class _Sampling(_Body):
     max_new_tokens: Count | None = None
 
     def limits(self) -> dict[str, Any]:
-        common = self.common()
-        return {**common, "max_tokens": self.max_new_tokens or common["max_tokens"]}
+        return self.common(self.max_new_tokens)
 
 
 class _Generate(BaseModel):
@@ -242,10 +241,10 @@ def _plain_text(content: Text) -> str:
 
 def _checked(value: dict[str, Any], where: str) -> dict[str, Any]:
     """Return a JSON object; raises RefusedError if it is nested too deep, or has values that JSON cannot hold."""
-    call = checked_call(ToolCall("x", value))
-    if isinstance(call, BadCall):
-        raise RefusedError(f"{where}: {call.problem}")
-    return dict(call.arguments)
+    try:
+        return checked_value(value)
+    except ValueError as error:
+        raise RefusedError(f"{where}: {error}") from None
 
 
 def _arguments(function: _Function) -> dict[str, Any]:
@@ -309,20 +308,13 @@ def _content_logprobs(turn: Action) -> dict[str, Any]:
 def _chat_answer(asked: Asked, turns: Sequence[Action], model: str) -> dict[str, Any]:
     choices = []
     for index, turn in enumerate(turns):
-        calls = [
-            {
-                "id": f"call_{uuid.uuid4().hex[:24]}",
-                "type": "function",
-                "function": {"name": call.name, "arguments": json.dumps(dict(call.arguments), ensure_ascii=False)},
-            }
-            for call in turn.calls
-            if isinstance(call, ToolCall)
-        ]
-        message: dict[str, Any] = {"role": "assistant", "content": turn.content or (None if calls else "")}
-        if turn.thinking:
-            message["reasoning_content"] = turn.thinking
-        if calls:
-            message["tool_calls"] = calls
+        message = turn.message
+        calls = message.get("tool_calls", ())
+        for call in calls:
+            call["id"] = f"call_{uuid.uuid4().hex[:24]}"
+            call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        if calls and not turn.content:
+            message["content"] = None
         reason = "tool_calls" if calls and not _of(turn).is_cut else _reason(turn)
         choice: dict[str, Any] = {"index": index, "message": message, "finish_reason": reason, "logprobs": None}
         if asked.logprobs:
@@ -347,8 +339,7 @@ def _completion_answer(asked: Asked, turns: Sequence[Action], model: str) -> dic
     return {**_head("text_completion", model), "choices": choices, "usage": _usage(turns)}
 
 
-def _generate_answer(asked: Asked, turns: Sequence[Action], model: str) -> dict[str, Any]:
-    del asked
+def _generate_answer(_: Asked, turns: Sequence[Action], model: str) -> dict[str, Any]:
     choices = [
         {
             "index": index,
@@ -361,8 +352,7 @@ def _generate_answer(asked: Asked, turns: Sequence[Action], model: str) -> dict[
     return {"request_id": uuid.uuid4().hex, "model": model, "choices": choices, "usage": _usage(turns)}
 
 
-def _sglang_answer(asked: Asked, turns: Sequence[Action], model: str) -> Any:
-    del model
+def _sglang_answer(asked: Asked, turns: Sequence[Action], _: str) -> Any:
     found = []
     for turn in turns:
         sampled = _of(turn)
@@ -381,17 +371,14 @@ def _sglang_answer(asked: Asked, turns: Sequence[Action], model: str) -> Any:
 
 def streamed(answer: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return an OpenAI response as two chunks of a stream: the choices, then the finish reasons and the usage."""
-    chunk = {
-        **answer,
-        "object": f"{answer['object']}.chunk" if answer["object"] == "chat.completion" else "text_completion",
-    }
-    choices = [dict(choice) for choice in chunk.pop("choices")]
-    usage = chunk.pop("usage")
+    chunk = dict(answer)
+    if chunk["object"] == "chat.completion":
+        chunk["object"] = "chat.completion.chunk"
+    choices, usage = [dict(choice) for choice in chunk.pop("choices")], chunk.pop("usage")
     for choice in choices:
         if "message" in choice:
             delta = choice.pop("message")
-            calls = delta.get("tool_calls", ())
-            if calls:
+            if calls := delta.get("tool_calls"):
                 delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
             choice["delta"] = delta
     ends = [

@@ -33,12 +33,14 @@ def checked_call(call: ToolCall | BadCall) -> ToolCall | BadCall:
     if isinstance(call, BadCall):
         return call
     try:
-        return ToolCall(_checked_value(call.name), _checked_value(dict(call.arguments)))
+        return ToolCall(checked_value(call.name), checked_value(dict(call.arguments)))
     except ValueError as error:
         return BadCall(str(error))
 
 
-def _checked_value(value: Any, level: int = 0) -> Any:
+def checked_value(value: Any, level: int = 0) -> Any:
+    """Return a JSON value, ``level`` levels deep in its call, with tuples as lists; raise ValueError for what
+    `checked_call` calls bad."""
     if level > MOST_LEVELS:
         raise ValueError(f"arguments must be nested at most {MOST_LEVELS} levels deep")
     match value:
@@ -57,9 +59,9 @@ def _checked_value(value: Any, level: int = 0) -> Any:
                 raise ValueError("a text must be of whole characters, got a half of a surrogate pair")
             return value
         case list() | tuple():
-            return [_checked_value(each, level + 1) for each in value]
+            return [checked_value(each, level + 1) for each in value]
         case dict() if all(isinstance(key, str) for key in value):
-            return {_checked_value(key): _checked_value(each, level + 1) for key, each in value.items()}
+            return {checked_value(key): checked_value(each, level + 1) for key, each in value.items()}
     raise ValueError(f"an argument must be text, a number, true, false, null, a list or an object, got {value!r:.80}")
 
 

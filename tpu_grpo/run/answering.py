@@ -7,7 +7,7 @@ import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ from tpu_grpo.engine.options import EngineOptions, choose_attention
 from tpu_grpo.engine.replicas import Replicas
 from tpu_grpo.engine.sampler import completion_text, sampling_params, stream
 from tpu_grpo.environments.actions import Action
-from tpu_grpo.environments.agent_conversation import sampled_turn, stopped, without_stops
+from tpu_grpo.environments.agent_conversation import read_turn
 from tpu_grpo.environments.chat_dialect import Dialect, check_ids
 from tpu_grpo.environments.policy_requests import Asked, RefusedError
 from tpu_grpo.hosts import Hosts
@@ -189,9 +189,9 @@ class Speaker:
             if isinstance(request, RefusedError):
                 found.append(request)
                 continue
-            completion = stopped(next(completions), len(request.token_ids), each.stop, self._tokenizer.decode)
-            turn = without_stops(self._parsed(each, completion.token_ids.tolist()), each.stop)
-            found.append(replace(turn, sampled=sampled_turn(request.token_ids, completion)))
+            decode, read = self._tokenizer.decode, partial(self._parsed, each)
+            _, turn = read_turn(next(completions), request.token_ids, each.stop, decode, read)
+            found.append(turn)
         return found
 
     def _parsed(self, asked: Asked, ids: list[int]) -> Action:

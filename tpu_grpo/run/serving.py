@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from tpu_grpo.environments.actions import Action
-from tpu_grpo.environments.policy_endpoint import Endpoint, Session
+from tpu_grpo.environments.policy_endpoint import Endpoint, Session, settle
 from tpu_grpo.environments.policy_requests import Asked, RefusedError
 from tpu_grpo.records.errors import ConfigError
 from tpu_grpo.run.answering import Speaker
@@ -76,7 +76,7 @@ class Server:
                 turns = self._speaker.turns([Asked.model_validate_json(request) for request, _ in taken])
             finally:
                 for (_, future), turn in zip(taken, turns, strict=True):
-                    self._loop.call_soon_threadsafe(_settle, future, turn)
+                    self._loop.call_soon_threadsafe(settle, future, turn)
 
     def stop(self) -> None:
         """End ``serve`` after the current batch; may be called by a signal's handler."""
@@ -88,13 +88,3 @@ class Server:
         asyncio.run_coroutine_threadsafe(self._endpoint.close(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
-
-
-def _settle(future: "asyncio.Future[Action]", turn: Action | RefusedError) -> None:
-    """Answer a request, unless its client has gone."""
-    if future.done():
-        return
-    if isinstance(turn, RefusedError):
-        future.set_exception(turn)
-    else:
-        future.set_result(turn)

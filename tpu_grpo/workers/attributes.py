@@ -51,10 +51,10 @@ def rebuilt(kept: KeptEnvironment, error_type: type[TpuGrpoError]) -> Any:
     attributes, left_out = pickle.loads(base64.b64decode(kept.state))
 
     def missing(self: Any, name: str) -> Any:
-        if own is not None and name not in left_out:
-            return own(self, name)
         if name in left_out:
             raise AttributeError(f"{name!r} was not kept of the environment: {left_out[name]}")
+        if own is not None:
+            return own(self, name)
         raise AttributeError(f"the environment has no attribute {name!r}")
 
     shown = type(found.__name__, (found,), {"__getattr__": missing}) if isinstance(found, type) else found

@@ -28,8 +28,6 @@ LONGEST_LINE = 2**20
 """The most bytes of a line that an agent may write, 1 MiB."""
 OF_WORKERS = ("PYTHONPATH", "JAX_PLATFORMS")
 """Environment variables that agents do not inherit; with PYTHONPATH, an agent would import this process's packages."""
-
-
 _REST_SECONDS = 1.0
 """The time limit for reading an agent's last lines after the agent has ended."""
 
@@ -66,11 +64,17 @@ class Agent:
 
     async def reset(self, **columns: Any) -> "Answered":
         """Start the agent, and wait for its first request."""
-        endpoint = await _listening()
-        session = self._session = endpoint.open()
-        url = endpoint.url(session)
-        line = {"session": session.name, "base_url": f"{url}/v1", "api_key": session.key, "task": columns}
-        self._played = asyncio.create_task(self._play(json.dumps(line, default=str)))
+        async with Agent._starting:  # concurrent episodes must open only one endpoint
+            if Agent._endpoint is None:
+                from tpu_grpo.environments.policy_endpoint import Endpoint
+
+                endpoint = Endpoint()
+                await endpoint.listen()
+                Agent._endpoint = endpoint
+        session = self._session = Agent._endpoint.open()
+        url = Agent._endpoint.url(session)
+        asked = {"session": session.name, "base_url": url, "api_key": session.key, "task": columns}
+        self._played = asyncio.create_task(self._play(asked))
         return await self._next()
 
     async def step(self, turn: "Action") -> "Answered":
@@ -108,20 +112,19 @@ class Agent:
         request = await self._session.next(until=self._played)
         return Answered((), done=request is None, request=request)
 
-    async def _play(self, line: str) -> float:
+    async def _play(self, asked: Mapping[str, Any]) -> float:
         if not self._lasts:
-            return await self._play_once(line)
+            return await self._play_once(asked)
         async with Agent._starting:  # concurrent episodes must start only one program
             if Agent._lasting is None or Agent._lasting.has_ended:
                 Agent._lasting = _Lasting(await self._start({}))
             lasting = Agent._lasting
-        return await lasting.play(self._session.name, line)
+        return await lasting.play(asked)
 
-    async def _play_once(self, line: str) -> float:
-        asked = json.loads(line)
+    async def _play_once(self, asked: Mapping[str, Any]) -> float:
         process = await self._start({"OPENAI_BASE_URL": asked["base_url"], "OPENAI_API_KEY": asked["api_key"]})
         try:
-            last = await _last_line(process, line)
+            last = await _last_line(process, asked)
             if (code := await process.wait()) != 0:
                 raise AgentError(f"the agent must end with code 0, got {code}; its last line is {last!r:.300}")
         finally:
@@ -158,17 +161,14 @@ class _Lasting:
         """Whether the program can play no more episodes."""
         return self._reading.done()
 
-    async def play(self, session: str, line: str) -> float:
+    async def play(self, asked: Mapping[str, Any]) -> float:
         """Let the program play an episode, and return its reward."""
-        future = self._playing[session] = asyncio.get_running_loop().create_future()
+        future = self._playing[asked["session"]] = asyncio.get_running_loop().create_future()
         try:
-            assert self._process.stdin is not None
-            self._process.stdin.write(f"{line}\n".encode())
-            with contextlib.suppress(ConnectionError):  # ``_read`` says how it ended
-                await self._process.stdin.drain()
+            await _write(self._process, asked)
             return await future
         finally:
-            self._playing.pop(session, None)
+            self._playing.pop(asked["session"], None)
 
     async def _read(self) -> None:
         """Read the results of episodes until the program ends."""
@@ -205,40 +205,39 @@ class _Lasting:
             future.set_exception(AgentError(f'a result must have a number as "reward", or "error", got {said:.300}'))
 
 
-async def _listening() -> Any:
-    async with Agent._starting:
-        if Agent._endpoint is None:
-            from tpu_grpo.environments.policy_endpoint import Endpoint
-
-            endpoint = Endpoint()
-            await endpoint.listen()
-            Agent._endpoint = endpoint
-    return Agent._endpoint
+async def _write(process: asyncio.subprocess.Process, asked: Mapping[str, Any]) -> None:
+    """Write an episode's line to a program; what becomes of a program that does not read it shows in its output."""
+    assert process.stdin is not None
+    process.stdin.write(f"{json.dumps(asked, default=str)}\n".encode())
+    with contextlib.suppress(ConnectionError):
+        await process.stdin.drain()
 
 
-async def _last_line(process: asyncio.subprocess.Process, line: str) -> str:
+async def _last_line(process: asyncio.subprocess.Process, asked: Mapping[str, Any]) -> str:
     """Write a program's input line, and return the last line of its output."""
     assert process.stdin is not None
     assert process.stdout is not None
-    with contextlib.suppress(ConnectionError):  # the program need not read the line
-        process.stdin.write(f"{line}\n".encode())
-        await process.stdin.drain()
-        process.stdin.close()
-    last, ended = b"", asyncio.ensure_future(process.wait())
+    await _write(process, asked)
+    process.stdin.close()
+    last = b""
+
+    async def read(output: asyncio.StreamReader) -> None:
+        nonlocal last
+        async for line in output:
+            last = line if line.strip() else last
+
+    reading, ended = asyncio.create_task(read(process.stdout)), asyncio.create_task(process.wait())
     try:
-        while True:
-            reading = asyncio.ensure_future(process.stdout.readline())
-            await asyncio.wait({reading, ended}, return_when=asyncio.FIRST_COMPLETED)
-            if not reading.done():  # processes that it started may still hold its output open
-                await asyncio.wait({reading}, timeout=_REST_SECONDS)
-            if not reading.done() or not (read := reading.result()):
-                reading.cancel()
-                return last.decode(errors="replace").strip()
-            last = read if read.strip() else last
+        await asyncio.wait({reading, ended}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({reading}, timeout=_REST_SECONDS)  # processes that it started may still hold its output open
+        if reading.done():
+            reading.result()
     except ValueError:
         raise AgentError(f"an agent must write lines of at most {LONGEST_LINE} bytes, got a longer one") from None
     finally:
+        reading.cancel()
         ended.cancel()
+    return last.decode(errors="replace").strip()
 
 
 def _reward_in(line: str) -> float:
