@@ -142,7 +142,7 @@ def kept(records: Iterable[Record], name: str, setting: str) -> JsonLines:
 
 
 class ArrowRows(Lazy):
-    """The rows of an Arrow table as Python values; ``table(first, end)`` returns the rows from first to before end."""
+    """The rows of an Arrow table as Python values; ``table(first, end)`` returns rows ``first`` to ``end - 1``."""
 
     def __init__(self, count: int, table: Callable[[int, int], Any]):
         self._count = count

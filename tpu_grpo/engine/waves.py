@@ -9,8 +9,8 @@ returns depends only on requests and tokens, not on wall-clock time. For ``tool_
     clock 32            rows 3 and 5 are due and return in one wave, row 3 first
 
 With ``tool_steps`` 0, a row returns before the first launch after its environment's answer, and waits for no other row.
-Then wall-clock time decides which rows decode together: with the same weights no float32 token depends on that, but the
-last bits of log-probabilities may, and in bfloat16 tokens too.
+Then wall-clock time decides which rows decode together. With the same weights, float32 tokens do not depend on this,
+but the last bits of their log-probabilities may. In bfloat16, even the tokens may depend on it.
 
 The number of environments that a host runs at once may be limited (``places``). Then a row without a place begins when
 another conversation is over.

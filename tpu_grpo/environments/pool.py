@@ -71,7 +71,7 @@ class _Conversation(Session):
         return has_more
 
     def late(self, *, has_begun: bool) -> None:
-        """Store the failure that no reply came in time; if not ``has_begun``, that no process was forked in time."""
+        """Store a failure: no reply came in time or, if ``has_begun`` is false, no process was forked in time."""
         assert self.request is not None, "nothing is asked"
         text = f"had no process after {FORK_SECONDS:g} s; see which threads its import starts, and what else runs"
         in_call = late(self.request, self.loaded.takes, self.seconds, self._made)
@@ -210,7 +210,7 @@ class EnvironmentPool:
             self._waiting.remove(conversation)
 
     def _pump(self, seconds: float, wanted: _Conversation | None = None, patience: float = 0.0) -> None:
-        """Read messages for up to ``seconds``, start waiting conversations (see ``_place``), and enforce deadlines."""
+        """Read messages for up to ``seconds``, begin conversations that wait (see ``_place``), and enforce deadlines."""
         try:
             has_heard = self.supervisor.hear(0.0)
             self._place(wanted, patience)
@@ -219,7 +219,7 @@ class EnvironmentPool:
             raise EpisodeError(str(error)) from None
 
     def _place(self, wanted: _Conversation | None, patience: float) -> None:
-        """Start waiting conversations in order, up to environment.workers at a time; async environments do not count.
+        """Begin the conversations that wait, in order, up to environment.workers at a time; async environments do not count.
 
         The engine begins no more conversations than that. Another caller may poll a conversation beyond the limit
         (``wanted``), which starts anyway if all running conversations were idle for ``patience`` seconds.

@@ -83,7 +83,8 @@ class Published(Section):
     points: tuple[Point, ...] = Field(min_length=1)
 
     def own(self, point: Point, lines: Lines) -> float | None:
-        """Average the run's metric over a point's steps; None before the last step is done, or without any value."""
+        """Average the run's metric over the steps of a point; None if the run has not done the last of these steps, or
+        if the metric has no value in any of them."""
         first, last = point.steps
         values = numbers((line for line in lines if first <= line["step"] <= last), self.metric)
         return fmean(values) if values and lines[-1]["step"] >= last else None
