@@ -114,6 +114,13 @@ def run_hosts(
     return Ended(done.returncode, done.stdout, done.stderr, time.monotonic() - began)
 
 
+def completed(hosts: int, devices: int, files: Path, tree: dict[str, Any], *words: str, **options: Any) -> Ended:
+    """Run the config as `run_hosts` does, to its end: every host must end well."""
+    ended = run_hosts(hosts, devices, files, tree, *words, **options)
+    assert ended.code == 0, ended.errors
+    return ended
+
+
 def seconds_since_last_stage(run_dir: Path) -> float:
     """Return the seconds from the time when host 0 began its last stage to the last line of its log."""
     path = run_dir / "logs" / "host_0.log"
@@ -121,8 +128,12 @@ def seconds_since_last_stage(run_dir: Path) -> float:
     return path.stat().st_mtime - datetime.strptime(began[:23], "%Y-%m-%d %H:%M:%S,%f").timestamp()
 
 
+def lines(run_dir: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    """Read the records of a file of a run, a line each."""
+    return [json.loads(line) for line in (run_dir / name).read_text().splitlines()]
+
+
 def outcome(run_dir: Path) -> tuple[list[str], str]:
     """Return the digest of each step's tokens, and the digest of the last parameters."""
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     summary = json.loads((run_dir / "summary.json").read_text())
-    return [line["rollout/tokens_digest"] for line in lines], summary["params_digest"]
+    return [line["rollout/tokens_digest"] for line in lines(run_dir)], summary["params_digest"]

@@ -79,7 +79,7 @@ def train(
     inputs = inputs or open_inputs(config)
     config = inputs.config
     with RunDirectory(config, hosts) as directory, CompilationCounter() as compilations:
-        parts = build_parts(config, hosts, inputs)
+        parts = build_parts(inputs, hosts)
         start, prompts = parts.learner.restored_step, parts.task.prompts
         notes = [*directory.begin(start, prompts.describe()), *prompts.notes]
         here.step = start
