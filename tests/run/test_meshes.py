@@ -14,9 +14,9 @@ from tpu_grpo.records.errors import ConfigError
 from tpu_grpo.run.meshes import build_meshes, check_staleness, split_devices
 
 
-def devices(hosts: int, per_host: int) -> list[Any]:
+def devices(hosts: int, per_host: int, **more: Any) -> list[Any]:
     """As on a slice, where hosts do not have consecutive numbers of devices."""
-    return [SimpleNamespace(process_index=n % hosts, id=n, platform="tpu") for n in range(hosts * per_host)]
+    return [SimpleNamespace(process_index=n % hosts, id=n, platform="tpu", **more) for n in range(hosts * per_host)]
 
 
 def ids(found: list[Any]) -> list[int]:
@@ -75,16 +75,12 @@ def test_a_split_that_leaves_a_side_without_hosts_is_refused(
     ],
 )
 def test_parts_that_the_compiler_refuses_are_refused(kind: str, hosts: int, asked: int, message: str | None) -> None:
-    found = [replaced(device, device_kind=kind) for device in devices(hosts, 4)]
+    found = devices(hosts, 4, device_kind=kind)
     if message is None:
         assert len(split_devices(asked, found)[1]) == 4 * asked
         return
     with pytest.raises(ConfigError, match=message):
         split_devices(asked, found)
-
-
-def replaced(device: Any, **values: Any) -> Any:
-    return SimpleNamespace(**vars(device), **values)
 
 
 def test_one_step_off_needs_hosts_of_both_roles() -> None:
