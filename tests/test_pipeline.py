@@ -15,12 +15,11 @@ import yaml
 from tests.observe.test_trackers import events
 from tests.run.test_timeline import xplane_spans
 from tests.several import runs
-from tests.several.runs import laid_over, lines, write_files
+from tests.several.runs import laid_over, lines, train, write_files
 from tpu_grpo.config import RunConfig, parse_config
 from tpu_grpo.hosts import StopRequest
 from tpu_grpo.observe.callbacks import find_callbacks
 from tpu_grpo.records.errors import Interrupted, RewardError
-from tpu_grpo.run.pipeline import train
 
 CONTRACT = {
     "step", "rewards/mean", "rewards/std", "rewards/exact_answer/mean", "rewards/ascii_share/mean", "rewards/seconds",

@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 
 from tests.marks import marked
-from tests.several.runs import laid_over, lines, settings
+from tests.several.runs import laid_over, lines, settings, train
 from tests.talking import AGENT_SETTINGS, SIZES, write_talking_files
 from tests.test_pipeline import digests
 from tpu_grpo.config import RunConfig, parse_config
 from tpu_grpo.records.errors import EpisodeError
-from tpu_grpo.run.pipeline import train
 
 BAD = """
 import os

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from tests.several.runs import completed, lines, outcome, settings, write_files
+from tests.several.runs import completed, lines, outcome, settings, train, write_files
 from tpu_grpo.cli.dry_run import check
 from tpu_grpo.cli.evaluate import evaluate_checkpoint
 from tpu_grpo.config import EvaluationSection, RunConfig, load_config, parse_config
@@ -19,7 +19,6 @@ from tpu_grpo.records.errors import ConfigError
 from tpu_grpo.run.abstract import open_abstract_checkpoint
 from tpu_grpo.run.fingerprints import fingerprints
 from tpu_grpo.run.inputs import open_inputs
-from tpu_grpo.run.pipeline import train
 
 DEMO = Path(__file__).parents[1] / "configs" / "demo_cpu.yaml"
 LORA = {"rank": 2, "layers": "1"}

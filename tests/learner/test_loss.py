@@ -53,7 +53,7 @@ class Bigram(nnx.Module):
 
 
 TABLE = np.random.default_rng(4).normal(size=(VOCAB, VOCAB)).astype(np.float32)
-LOGS = np.float64(TABLE) / TEMPERATURE
+LOGS = TABLE.astype(np.float64) / TEMPERATURE
 LOGS -= np.log(np.exp(LOGS).sum(axis=1, keepdims=True))
 
 

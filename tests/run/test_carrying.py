@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.models.random_checkpoint import edit_config
-from tests.several.runs import laid_over, lines, settings, write_files
+from tests.several.runs import laid_over, lines, settings, train, write_files
 from tpu_grpo.config import RunConfig, parse_config
 from tpu_grpo.engine.cutting import NEW, Cut, OpenGroup, ages_of, continued
 from tpu_grpo.hosts import Hosts
@@ -19,7 +19,6 @@ from tpu_grpo.records.stages import Completion, Prompt, Request, SampleKey, Samp
 from tpu_grpo.run.carrying import Carry, written
 from tpu_grpo.run.inputs import open_inputs
 from tpu_grpo.run.parts import build_parts
-from tpu_grpo.run.pipeline import train
 
 TOKENS = 64
 STOPS = [*range(10, 22)]

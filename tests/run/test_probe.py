@@ -10,12 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.several.runs import lines, settings, write_files
+from tests.several.runs import lines, settings, train, write_files
 from tpu_grpo.config import RunConfig, parse_config
 from tpu_grpo.models.families.leaves import WeightRule
 from tpu_grpo.records.errors import WeightsError
 from tpu_grpo.run.engines import probe_bound
-from tpu_grpo.run.pipeline import train
 from tpu_grpo.weights import plan
 from tpu_grpo.weights.sync import WeightSync
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.models.random_checkpoint import edit_config, write_random
+from tpu_grpo.config import RunConfig
 from tpu_grpo.models.tokenizers import build_byte_tokenizer
 
 REPOSITORY = Path(__file__).parents[2]
@@ -119,6 +120,13 @@ def completed(hosts: int, devices: int, files: Path, tree: dict[str, Any], *word
     ended = run_hosts(hosts, devices, files, tree, *words, **options)
     assert ended.code == 0, ended.errors
     return ended
+
+
+def train(config: RunConfig, **options: Any) -> dict[str, Any]:
+    """Run the config in this process, and return its summary."""
+    from tpu_grpo.run import inputs, pipeline  # commands that import this file fork before jax is there
+
+    return pipeline.train(inputs.open_inputs(config), **options)
 
 
 def seconds_since_last_stage(run_dir: Path) -> float:
