@@ -40,7 +40,7 @@ def record(directory: Path) -> None:
     config = tpu_grpo.load_config(CONFIG, [f"run.dir={directory}/run", f"run.max_steps={STEPS}"])
     with tpu_grpo.start(config) as (hosts, _), (directory / "rollouts.jsonl").open("w") as file:
         inputs = open_inputs(config)
-        parts = build_parts(config, hosts, inputs)
+        parts = build_parts(inputs, hosts)
 
         def export(step: int) -> None:
             policy = Policy(parts.learner.policy(), step, parts.checkpoint, inputs.tokenizer)

@@ -25,6 +25,7 @@ from tpu_grpo.environments.actions import Action, Answered, Ended, SampledTurn
 from tpu_grpo.environments.environment_classes import load_environment
 from tpu_grpo.environments.pool import EnvironmentPool
 from tpu_grpo.hosts import Hosts
+from tpu_grpo.run.inputs import open_inputs
 from tpu_grpo.run.parts import build_parts
 
 AGENT = """
@@ -127,7 +128,7 @@ def share_of_a_rollout(rounds: int) -> str:
         agent = {"name": "agent", "options": {"command": [sys.executable, str(program)], "lasting": True}}
         plain = {"rewards": [{"name": f"{files / 'rewards.py'}:ascii_share"}]}
         asked = {"environment": agent | {"max_turns": 1}, "rewards": [{"name": "environment"}]}
-        built = [build_parts(parse_config(tree | sections), Hosts()) for sections in (plain, asked)]
+        built = [build_parts(open_inputs(parse_config(tree | sections)), Hosts()) for sections in (plain, asked)]
         seconds: list[list[float]] = [[], []]
         tokens = [0, 0]
         for number in range(rounds + 1):  # the first one compiles

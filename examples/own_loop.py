@@ -11,6 +11,7 @@ from contextlib import closing
 from pathlib import Path
 
 import tpu_grpo
+from tpu_grpo.run.inputs import open_inputs
 from tpu_grpo.run.parts import Parts, build_parts
 
 CONFIG = Path(__file__).resolve().parents[1] / "configs" / "demo_cpu.yaml"
@@ -20,7 +21,7 @@ def main(overrides: Sequence[str]) -> None:
     """Build the parts of a run and drive them."""
     config = tpu_grpo.load_config(CONFIG, ["run.name=own_loop", "run.max_steps=10", *overrides])
     with tpu_grpo.start(config) as (hosts, _):  # before jax uses a device
-        parts = build_parts(config, hosts)
+        parts = build_parts(open_inputs(config), hosts)
         with closing(parts.task):
             for scored, update in steps(parts, config.run.max_steps):
                 step, agreement = scored.rollout.batch.step, update.metrics["agreement/logprob_abs_diff_mean"]

@@ -120,10 +120,8 @@ def put_in_place(train: Callable[..., dict[str, Any]], monkeypatch: pytest.Monke
 def test_train_starts_as_the_command_does(joined: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     config, asked = tpu_grpo.parse_config({}), lambda: True
 
-    def train(
-        given: RunConfig, hosts: Hosts, watch: Watch, stop: StopRequest, inputs: Inputs, callbacks: Any
-    ) -> dict[str, Any]:
-        assert (given, hosts.count, stop.asked, callbacks) == (config, 1, True, ())
+    def train(inputs: Inputs, hosts: Hosts, watch: Watch, stop: StopRequest, callbacks: Any) -> dict[str, Any]:
+        assert (inputs.config, hosts.count, stop.asked, callbacks) == (config, 1, True, ())
         assert inputs.prompts.size == 7588
         joined.append("train")
         return {"steps": 3}
@@ -137,8 +135,8 @@ def test_train_takes_functions_as_rewards(joined: list[str], monkeypatch: pytest
     def reward(completions: list[str]) -> list[float]:
         return [0.0] * len(completions)
 
-    def train(given: RunConfig, *rest: Any) -> dict[str, Any]:
-        (spec,) = given.rewards
+    def train(inputs: Inputs, *rest: Any) -> dict[str, Any]:
+        (spec,) = inputs.config.rewards
         assert (spec.name, spec.function) == ("python:reward", reward)
         return {"steps": 1}
 

@@ -1,7 +1,6 @@
 """Whole runs of a small random model: files, metrics, determinism, and continuing after a kill."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -13,15 +12,14 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.models.random_checkpoint import edit_config, write_random_qwen3
 from tests.observe.test_trackers import events
 from tests.run.test_timeline import xplane_spans
+from tests.several import runs
+from tests.several.runs import laid_over, lines, train, write_files
 from tpu_grpo.config import RunConfig, parse_config
 from tpu_grpo.hosts import StopRequest
-from tpu_grpo.models.tokenizers import build_byte_tokenizer
 from tpu_grpo.observe.callbacks import find_callbacks
 from tpu_grpo.records.errors import Interrupted, RewardError
-from tpu_grpo.run.pipeline import train
 
 CONTRACT = {
     "step", "rewards/mean", "rewards/std", "rewards/exact_answer/mean", "rewards/ascii_share/mean", "rewards/seconds",
@@ -35,52 +33,30 @@ CONTRACT = {
     "compile/count", "memory/host_gib",
 }  # fmt: skip
 STAGES = ("rollout", "rewards", "update", "weight sync")
-REWARD = """
-def ascii_share(prompts, completions):
-    return [sum(c.isascii() for c in text) / max(1, len(text)) for text in completions]
-
-
-def fails_at_three(prompts, completions, question):
-    raise RuntimeError("no luck with " + question[0])
-"""
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random checkpoint with the byte tokenizer, and a reward file."""
-    directory = tmp_path_factory.mktemp("inputs")
-    tokenizer = build_byte_tokenizer()
-    model = write_random_qwen3(directory / "model", vocab=len(tokenizer), layers=1, scale=0.3)
-    tokenizer.save_pretrained(str(model))
-    edit_config(model, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
-    (directory / "rewards.py").write_text(REWARD)
-    return directory
+    return write_files(tmp_path_factory.mktemp("inputs"), kv_heads=2, layers=1)
 
 
-def settings(files: Path, run_dir: Path, **sections: dict[str, Any]) -> dict[str, Any]:
-    tree: dict[str, Any] = {
-        "run": {"dir": str(run_dir), "max_steps": 4, "seed": 5},
-        "model": {"path": str(files / "model")},
-        "data": {"prompts_per_step": 4, "max_prompt_tokens": 12},
-        "rollout": {"max_new_tokens": 6, "prefill_tokens": 64, "batch_paddings": [16], "max_running_requests": 16},
-        "rewards": [{"name": "exact_answer"}, {"name": f"{files}/rewards.py:ascii_share", "weight": 0.5}],
-        "algorithm": {"group_size": 4},
-        "optimizer": {"learning_rate": 1e-3},
-        "meshes": {"sampler": {"tensor": 4}},  # one engine to compile
-        "evaluation": {"prompts": 16},
-        "logging": {"samples_every": 2},
-    }
-    for name, values in sections.items():
-        tree[name] = values if isinstance(values, list) else tree.get(name, {}) | values
-    return tree
+def settings(files: Path, run_dir: Path, **sections: Any) -> dict[str, Any]:
+    tree = runs.settings(
+        run_dir,
+        run={"max_steps": 4},
+        model={"path": str(files / "model")},
+        data={"path": "builtin:addition"},
+        rewards=[{"name": "exact_answer"}, {"name": f"{files}/rewards.py:ascii_share", "weight": 0.5}],
+        meshes={"sampler": {"tensor": 4}},  # one engine to compile
+        evaluation={"prompts": 16},
+        logging={"samples_every": 2},
+    )
+    return laid_over(tree, sections)
 
 
 def config(files: Path, run_dir: Path, **sections: Any) -> RunConfig:
     return parse_config(settings(files, run_dir, **sections))
-
-
-def lines(run_dir: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / name).read_text().splitlines()]
 
 
 def digests(run_dir: Path) -> dict[int, str]:
@@ -92,7 +68,7 @@ def whole(files: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run that others are compared with, with a timeline and histograms."""
     run_dir = tmp_path_factory.mktemp("whole") / "run"
     shown = {"profile_steps": [2, 3], "tensorboard": True, "histograms_every": 2}
-    train(config(files, run_dir, logging={"samples_every": 2} | shown))
+    train(config(files, run_dir, logging=shown))
     return run_dir
 
 
@@ -271,16 +247,3 @@ def test_a_start_that_fails_leaves_the_earlier_run_as_it_was(files: Path, tmp_pa
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     assert (run_dir / "config.yaml").stat().st_mtime_ns == before
     assert {path.name for path in run_dir.iterdir()} <= {"config.yaml", "logs"}
-
-
-@pytest.mark.slow
-def test_four_devices(files: Path, tmp_path: Path) -> None:
-    """The same command on four virtual devices: trainer fsdp 2 x tp 2, sampler tensor 4."""
-    run = {"max_steps": 2, "seed": 0}
-    tree = settings(files, tmp_path / "run", run=run, meshes={"trainer": {"fsdp": 2, "tp": 2}})
-    (tmp_path / "config.yaml").write_text(json.dumps(tree))
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
-    command = [sys.executable, "scripts/run.py", str(tmp_path / "config.yaml")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment)
-    assert done.returncode == 0, done.stderr
-    assert all(line["agreement/logprob_abs_diff_max"] <= 1e-4 for line in lines(tmp_path / "run"))

@@ -1,7 +1,6 @@
 """Whole runs whose completions are conversations: what is learnt from, what is written down, and how failures end."""
 
 import contextlib
-import json
 import shutil
 import sys
 from collections import Counter
@@ -12,12 +11,11 @@ from typing import Any
 import pytest
 
 from tests.marks import marked
-from tests.several.runs import laid_over
+from tests.several.runs import laid_over, lines, settings, train
 from tests.talking import AGENT_SETTINGS, SIZES, write_talking_files
-from tests.test_pipeline import digests, lines
+from tests.test_pipeline import digests
 from tpu_grpo.config import RunConfig, parse_config
 from tpu_grpo.records.errors import EpisodeError
-from tpu_grpo.run.pipeline import train
 
 BAD = """
 import os
@@ -72,19 +70,11 @@ def _there(talking: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def config(run_dir: Path, **sections: Any) -> RunConfig:
     tree: dict[str, Any] = {
-        "run": {"dir": str(run_dir), "max_steps": 2, "seed": 5},
-        "model": {"path": "model"},
-        "algorithm": {"group_size": 4},
-        "optimizer": {"learning_rate": 1e-3},
         "logging": {"samples_every": 1},
         "meshes": {"layout": "split", "sampler": {"tensor": 2}},  # one engine to compile
         **SIZES,
     }
-    return parse_config(laid_over(tree, sections))
-
-
-def samples(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
+    return parse_config(laid_over(settings(run_dir, **tree), sections))
 
 
 def test_agreement_over_eight_turns_and_what_is_written_down(whole: Path) -> None:
@@ -93,7 +83,7 @@ def test_agreement_over_eight_turns_and_what_is_written_down(whole: Path) -> Non
         assert line["agreement/logprob_abs_diff_mean"] <= 1e-5
         assert line["episodes/turns_max"] == 8
         assert line["rewards/mean"] == pytest.approx(line["rewards/environment/mean"])
-    rows = samples(whole)
+    rows = lines(whole, "samples.jsonl")
     assert len(rows) == 2 * 16
     for row in rows:
         assert sum(turn["reward"] for turn in row["turns"] if turn["reward"] is not None) == pytest.approx(
@@ -128,7 +118,7 @@ def test_a_continued_run_repeats_the_episodes_that_it_had_and_an_agent_is_told_t
     for line in lines(whole):
         assert line["agreement/logprob_abs_diff_mean"] <= 1e-5
         assert line["episodes/turns_max"] >= 4
-    assert {len(row["turns"]) for row in samples(whole)} > {1}
+    assert {len(row["turns"]) for row in lines(whole, "samples.jsonl")} > {1}
 
 
 @pytest.mark.parametrize(
@@ -159,7 +149,7 @@ def test_bad_environments_end_their_own_conversations(tmp_path: Path) -> None:
         "timeout": 4.0,
     }
     train(config(tmp_path / "run", environment=bad))
-    rows = samples(tmp_path / "run")
+    rows = lines(tmp_path / "run", "samples.jsonl")
     assert len(rows) == 32  # each of the eight prompts once, four conversations each
     failed = [row for row in rows if row["ending"] == "failed"]
     assert {row["reward"] for row in failed} == {-1.0}

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from tests.several.runs import outcome, run_hosts, settings, write_files
-from tests.test_pipeline import lines
+from tests.several.runs import completed, lines, outcome, settings, train, write_files
 from tpu_grpo.cli.dry_run import check
 from tpu_grpo.cli.evaluate import evaluate_checkpoint
 from tpu_grpo.config import EvaluationSection, RunConfig, load_config, parse_config
@@ -20,7 +19,6 @@ from tpu_grpo.records.errors import ConfigError
 from tpu_grpo.run.abstract import open_abstract_checkpoint
 from tpu_grpo.run.fingerprints import fingerprints
 from tpu_grpo.run.inputs import open_inputs
-from tpu_grpo.run.pipeline import train
 
 DEMO = Path(__file__).parents[1] / "configs" / "demo_cpu.yaml"
 LORA = {"rank": 2, "layers": "1"}
@@ -147,8 +145,7 @@ def test_experts_reach_the_trainer_of_every_host(experts: Path, tmp_path: Path) 
     found = []
     for hosts, devices in ((1, 4), (2, 2)):
         run_dir = tmp_path / str(hosts)
-        ended = run_hosts(hosts, devices, experts, replaying(experts, run_dir))
-        assert ended.code == 0, ended.errors
+        completed(hosts, devices, experts, replaying(experts, run_dir))
         found.append(outcome(run_dir))
         assert max(m["agreement/logprob_abs_diff_max"] for m in lines(run_dir)) <= 1e-4
     assert found[0] == found[1]

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.test_pipeline import config, digests, files, lines  # noqa: F401  the fixture, too
+from tests.several.runs import lines, train
+from tests.test_pipeline import config, files  # noqa: F401  the fixture, too
 from tpu_grpo.config import RunConfig
-from tpu_grpo.run.pipeline import train
 
 LUCKY = """
 import zlib

@@ -1,6 +1,5 @@
 """The demo learns from a per-token reward alone: the one of docs/rewards.md."""
 
-import json
 import os
 import re
 import subprocess
@@ -9,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_pipeline import lines
+from tests.several.runs import lines
 
 REPOSITORY = Path(__file__).parents[1]
 DROPPED = ("JAX_PLATFORMS", "XLA_FLAGS")
@@ -39,7 +38,7 @@ def test_the_demo_learns_from_its_digits(tmp_path: Path) -> None:
     )
     assert last[0] > first[0] + 0.3  # of 1.5, for two digits and the stop token
     assert last[1] > first[1] + 0.2
-    samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    samples = lines(tmp_path / "run", "samples.jsonl")
     assert len(samples) == 5 * 256
     for sample in samples:
         assert len(sample["per_token"]) == sample["tokens"]

@@ -9,7 +9,7 @@
 Your own training loop builds the parts of a run inside ``start``, as examples/own_loop.py does:
 
     with tpu_grpo.start(config) as (hosts, watch):
-        parts = build_parts(config, hosts)
+        parts = build_parts(open_inputs(config), hosts)
 """
 
 from collections.abc import Callable, Iterator, Sequence

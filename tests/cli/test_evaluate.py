@@ -11,7 +11,7 @@ from huggingface_hub import constants
 from huggingface_hub.utils._http import reset_sessions
 
 from tests.models.hub import TOKEN, Hub, open_hub
-from tests.several.runs import settings, write_files
+from tests.several.runs import settings, train, write_files
 from tpu_grpo.cli import export
 from tpu_grpo.cli.evaluate import evaluate_checkpoint
 from tpu_grpo.cli.export import export_checkpoint
@@ -20,7 +20,6 @@ from tpu_grpo.hosts import Hosts, Watch
 from tpu_grpo.observe.evaluation import Estimate, Evaluation
 from tpu_grpo.records.errors import CheckpointError, ConfigError, DataError
 from tpu_grpo.run import pipeline
-from tpu_grpo.run.pipeline import train
 from tpu_grpo.run.policies import Chosen, choose
 
 EVALUATION = {"path": "held.jsonl", "prompts": 6, "samples": 4, "k": [1, 4], "every": 1}

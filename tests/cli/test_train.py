@@ -226,10 +226,8 @@ def test_training_gets_the_config_and_ends_with_what_it_came_to(
 ) -> None:
     given: list[RunConfig] = []
 
-    def train(
-        config: RunConfig, hosts: Hosts, watch: Watch, stop: StopRequest, inputs: Inputs, *_: Any
-    ) -> dict[str, Any]:
-        given.append(config)
+    def train(inputs: Inputs, hosts: Hosts, watch: Watch, stop: StopRequest, *_: Any) -> dict[str, Any]:
+        given.append(inputs.config)
         assert inputs.prompts.size == 7588
         assert not stop.asked
         return {"steps": 3, "rewards/first_mean": 0.25, "rewards/last_mean": 0.5}

@@ -118,35 +118,32 @@ def device_tree(root: Path, *files: str) -> Path:
     return root
 
 
-def chosen(devices: Path, **environment: str) -> dict[str, str]:
-    choose_platform(environment, devices)
-    return environment
+NO_TPU = [(), ("vfio/vfio",), ("vfio/devices/vfio0",)]
+"""Every machine with the module has /dev/vfio/vfio; a numbered file is a device group."""
+TPU = [("accel0",), ("accel0", "accel3"), ("vfio/vfio", "vfio/0"), ("vfio/12",)]
 
 
-@pytest.mark.parametrize("files", [(), ("vfio/vfio",), ("vfio/devices/vfio0",)])
-def test_without_a_tpu_jax_gets_the_cpu(tmp_path: Path, files: tuple[str, ...]) -> None:
-    # /dev/vfio/vfio is there on every machine with the module; a numbered file is a device group
-    assert chosen(device_tree(tmp_path, *files), PATH="/bin") == {"PATH": "/bin", "JAX_PLATFORMS": "cpu"}
-
-
-@pytest.mark.parametrize("files", [("accel0",), ("accel0", "accel3"), ("vfio/vfio", "vfio/0"), ("vfio/12",)])
-def test_with_a_tpu_jax_chooses_itself(tmp_path: Path, files: tuple[str, ...]) -> None:
-    assert chosen(device_tree(tmp_path, *files), PATH="/bin") == {"PATH": "/bin"}
+@pytest.mark.parametrize(
+    ("files", "before", "after"),
+    [
+        *((files, None, "cpu") for files in NO_TPU),
+        *((files, None, None) for files in TPU),
+        ((), "", "cpu"),  # an empty value is no choice
+        (("accel0",), "", ""),
+        *((files, chosen, chosen) for files in ((), ("accel0",)) for chosen in ("cpu", "tpu", "cuda,cpu")),
+    ],
+)
+def test_without_a_tpu_jax_gets_the_cpu_unless_the_user_has_chosen(
+    tmp_path: Path, files: tuple[str, ...], before: str | None, after: str | None
+) -> None:
+    environment = {"PATH": "/bin"} | ({} if before is None else {"JAX_PLATFORMS": before})
+    choose_platform(environment, device_tree(tmp_path, *files))
+    assert environment == {"PATH": "/bin"} | ({} if after is None else {"JAX_PLATFORMS": after})
 
 
 def test_a_machine_without_dev_has_no_tpu(tmp_path: Path) -> None:
-    assert chosen(tmp_path / "none") == {"JAX_PLATFORMS": "cpu"}
-
-
-@pytest.mark.parametrize("platforms", ["cpu", "tpu", "cuda,cpu"])
-@pytest.mark.parametrize("files", [(), ("accel0",)])
-def test_a_choice_made_by_the_user_is_kept(tmp_path: Path, platforms: str, files: tuple[str, ...]) -> None:
-    assert chosen(device_tree(tmp_path, *files), JAX_PLATFORMS=platforms) == {"JAX_PLATFORMS": platforms}
-
-
-def test_an_empty_value_is_no_choice(tmp_path: Path) -> None:
-    assert chosen(device_tree(tmp_path), JAX_PLATFORMS="") == {"JAX_PLATFORMS": "cpu"}
-    assert chosen(device_tree(tmp_path, "accel0"), JAX_PLATFORMS="") == {"JAX_PLATFORMS": ""}
+    choose_platform(environment := {}, tmp_path / "none")
+    assert environment == {"JAX_PLATFORMS": "cpu"}
 
 
 def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

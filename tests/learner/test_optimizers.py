@@ -21,7 +21,7 @@ def steps(directory: Path, params: Arrays, gradients: Sequence[Arrays], **optimi
     """What is added to the parameters, which stay as they are, step by step."""
     config = make_config(directory, {"optimizer": {"learning_rate": 0.1, **optimizer}})
     held = {name: jnp.asarray(value, jnp.float32) for name, value in params.items()}
-    tx = build_optimizer(config, held)
+    tx = build_optimizer(config.optimizer, learning_rate_schedule(config), held)
     update, state, found = jax.jit(tx.update), jax.jit(tx.init)(held), []
     for gradient in gradients:
         made, state = update({name: jnp.asarray(value, jnp.float32) for name, value in gradient.items()}, state, held)

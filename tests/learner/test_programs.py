@@ -8,16 +8,11 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import Mesh
 
-from tests.learner.toy import (
-    interpreted_flash,
-    make_config,
-    make_learner,
-    make_mesh,
-    make_model,
-)
+from tests.learner.toy import interpreted_flash, make_config, make_learner, make_mesh, make_model
 from tpu_grpo.config import RunConfig
-from tpu_grpo.learner import LearnerInputs, build_parts
+from tpu_grpo.learner import LearnerInputs, LearnerParts, build_parts
 from tpu_grpo.learner.building import row_shape
 from tpu_grpo.learner.forward import logprobs
 
@@ -37,6 +32,23 @@ def held(tree: Any) -> list[tuple[Any, ...]]:
     return [(str(path), x.shape, x.dtype, str(x.sharding.devices_indices_map(x.shape))) for path, x in leaves]
 
 
+def assert_lowers_the_same(config: RunConfig, mesh: Mesh, model: nnx.Module, inputs: LearnerInputs) -> LearnerParts:
+    """Compare the programs of a learner with those of parts whose inputs are described, and return these parts."""
+    learner, programs = make_learner(config, mesh, model=model), build_parts(config, inputs)
+    shape, updater, shared = learner._parts.shape, learner._updater, {"final_norm.w"}
+    batch = learner._parts.batches.place(shape.empty(shape.micro_batch))
+    assert held(programs.batch) == held(batch)
+    assert held(programs.updater.state) == held(updater.state)
+    with interpreted_flash(), mesh:
+        gradients, step = updater.lower_accumulate(batch), updater.lower_step(shared)
+        lowered = logprobs.lower(*nnx.split(updater.model), batch.rows, temperature=1.0, mesh=mesh)
+    with interpreted_flash():
+        assert programs.lower_gradients().as_text() == gradients.as_text()
+        assert programs.lower_step(shared).as_text() == step.as_text()
+        assert programs.lower_logprobs().as_text() == lowered.as_text()
+    return programs
+
+
 @pytest.mark.parametrize(
     ("algorithm", "flash_block"),
     [
@@ -51,28 +63,9 @@ def test_a_described_learners_programs_are_the_learners(
     tmp_path: Path, algorithm: dict[str, Any], flash_block: int | None
 ) -> None:
     config, mesh = make_config(tmp_path, {"algorithm": {"group_size": 2, **algorithm}}), make_mesh()
-    model = make_model(mesh, flash_block=flash_block)
-    learner = make_learner(config, mesh, model=model)
-    inputs = LearnerInputs(
-        model=described(make_model(mesh, flash_block=flash_block)),
-        reference=described(make_model(mesh)) if config.algorithm.beta else None,
-        mesh=mesh,
-    )
-    programs = build_parts(config, inputs)
-    batch, updater = (
-        learner._parts.batches.place(learner._parts.shape.empty(learner._parts.shape.micro_batch)),
-        learner._updater,
-    )
-    assert held(programs.batch) == held(batch)
-    assert held(programs.updater.state) == held(updater.state)
-    shared = {"final_norm.w"}
-    with interpreted_flash(), mesh:
-        gradients, step = updater.lower_accumulate(batch), updater.lower_step(shared)
-        lowered = logprobs.lower(*nnx.split(updater.model), batch.rows, temperature=1.0, mesh=mesh)
-    with interpreted_flash():
-        assert programs.lower_gradients().as_text() == gradients.as_text()
-        assert programs.lower_step(shared).as_text() == step.as_text()
-        assert programs.lower_logprobs().as_text() == lowered.as_text()
+    model, abstract = (make_model(mesh, flash_block=flash_block) for _ in range(2))
+    reference = described(make_model(mesh)) if config.algorithm.beta else None
+    assert_lowers_the_same(config, mesh, model, LearnerInputs(described(abstract), reference, mesh))
 
 
 # --- the rows of a pass -----------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from tests.learner.test_programs import described, held
+from tests.learner.test_programs import assert_lowers_the_same, described
 from tests.learner.toy import (
     NEW_TOKENS,
     PROMPT_TOKENS,
@@ -26,7 +26,7 @@ from tests.learner.toy import (
 )
 from tests.models.forward import reference_experts
 from tests.models.random_checkpoint import write_random
-from tpu_grpo.learner import Learner, LearnerInputs, build_parts
+from tpu_grpo.learner import LearnerInputs
 from tpu_grpo.learner.forward import ModelRows, run_model
 from tpu_grpo.learner.rows import ReplayShape, RowShape, train_rows
 from tpu_grpo.models import reference
@@ -212,13 +212,7 @@ def test_an_update_agrees_with_the_engines_experts(checkpoint: Path, tmp_path: P
 def test_a_described_learner_lowers_the_same_programs(checkpoint: Path, tmp_path: Path) -> None:
     """With what is replayed as an argument, which a plan counts."""
     config = make_config(tmp_path, {"algorithm": {"routing_replay": True, "group_size": 2, "old_policy": "trainer"}})
-    mesh, model = make_mesh(), load(checkpoint, 2)
-    learner: Learner = make_learner(config, mesh, model=model)
-    programs = build_parts(config, LearnerInputs(described(load(checkpoint, 2)), None, mesh))
-    batch = learner._parts.batches.place(learner._parts.shape.empty(learner._parts.shape.micro_batch))
-    assert batch.rows.experts is not None
-    assert held(programs.batch) == held(batch)
-    with mesh:
-        gradients = learner._updater.lower_accumulate(batch)
-    assert programs.lower_gradients().as_text() == gradients.as_text()
+    mesh, abstract = make_mesh(), described(load(checkpoint, 2))
+    programs = assert_lowers_the_same(config, mesh, load(checkpoint, 2), LearnerInputs(abstract, None, mesh))
+    assert programs.batch.rows.experts is not None
     assert "ui8" in programs.lower_logprobs().as_text()

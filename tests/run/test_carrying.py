@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.models.random_checkpoint import edit_config
-from tests.several.runs import settings, write_files
+from tests.several.runs import laid_over, lines, settings, train, write_files
 from tpu_grpo.config import RunConfig, parse_config
 from tpu_grpo.engine.cutting import NEW, Cut, OpenGroup, ages_of, continued
 from tpu_grpo.hosts import Hosts
@@ -17,8 +17,8 @@ from tpu_grpo.records.episode import Branch, Episode
 from tpu_grpo.records.errors import ConfigError
 from tpu_grpo.records.stages import Completion, Prompt, Request, SampleKey, SamplingParams
 from tpu_grpo.run.carrying import Carry, written
+from tpu_grpo.run.inputs import open_inputs
 from tpu_grpo.run.parts import build_parts
-from tpu_grpo.run.pipeline import train
 
 TOKENS = 64
 STOPS = [*range(10, 22)]
@@ -32,19 +32,17 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def carrying(files: Path, run_dir: Path, carry: float = 0.5, **sections: Any) -> RunConfig:
-    rollout = {"max_new_tokens": TOKENS, "carry": carry, **sections.pop("rollout", {})}
-    run = {"dir": str(run_dir), "max_steps": 5, "seed": 3, **sections.pop("run", {})}
+def carrying(files: Path, run_dir: Path, **sections: Any) -> RunConfig:
     tree = settings(
-        run_dir, rollout={"prefill_tokens": 64, "batch_paddings": [32], "max_running_requests": 32} | rollout
+        run_dir,
+        run={"max_steps": 5, "seed": 3},
+        model={"path": str(files / "model")},
+        data={"path": str(files / "data.jsonl")},
+        rollout={"max_new_tokens": TOKENS, "carry": 0.5, "batch_paddings": [32], "max_running_requests": 32},
+        rewards=[{"name": f"{files / 'rewards.py'}:ascii_share", "workers": 0}],
+        meshes={"sampler": {"tensor": 2}},  # two engines to compile
     )
-    tree["model"], tree["data"]["path"] = {"path": str(files / "model")}, str(files / "data.jsonl")
-    tree["rewards"] = [{"name": f"{files / 'rewards.py'}:ascii_share", "workers": 0}]
-    return parse_config({**tree, "run": run, **sections})
-
-
-def lines(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return parse_config(laid_over(tree, sections))
 
 
 def test_a_step_ends_with_the_length_at_which_enough_groups_are_whole() -> None:
@@ -85,7 +83,7 @@ def test_a_completion_keeps_the_tokens_before_the_cut() -> None:
 
 def test_tokens_are_those_of_a_rollout_that_waits(files: Path, tmp_path: Path) -> None:
     """With weights that do not change, several steps sample together what one rollout of the same prompts does."""
-    parts = build_parts(carrying(files, tmp_path / "run"), Hosts())
+    parts = build_parts(open_inputs(carrying(files, tmp_path / "run")), Hosts())
     carry, stream = parts.carry, parts.task.prompts
     assert carry is not None
     whole = parts.sampler.rollout(stream.at(1, range(6)))

@@ -224,46 +224,27 @@ def test_long_values_are_cut_where_they_still_differ() -> None:
     assert before != now
 
 
-def config_of(directory: Path, **sections: Any) -> RunConfig:
-    tree = {
-        "rewards": [{"name": "exact_answer"}, {"name": f"{directory}/mine.py:reward"}],
-        "evaluation": {"rewards": [{"name": f"{directory}/mine.py:reward"}]},
-        "model": {"path": str(directory / "model")},
-    }
-    return parse_config(tree | sections)
-
-
-@pytest.fixture
-def run_files(tmp_path: Path) -> Path:
-    (tmp_path / "model").mkdir()
-    (tmp_path / "mine.py").write_text("def reward(completions): ...")
-    (tmp_path / "model" / "config.json").write_text("{}")
-    (tmp_path / "model" / "model.safetensors").write_bytes(b"a" * 100)
-    return tmp_path
-
-
-def test_the_content_of_files_counts(run_files: Path) -> None:
-    config = config_of(run_files)
-    before = sources(config)
-    assert set(before) == {"rewards.1.name", "evaluation.rewards.0.name", "model.path"}
-    assert changed_sources(before, sources(config)) == []
-    (run_files / "mine.py").write_text("def reward(completions): return 0")
-    (run_files / "model" / "tokenizer.json").write_text("{}")
-    changed = changed_sources(before, sources(config))
-    assert [change.name for change in changed] == ["rewards.1.name", "evaluation.rewards.0.name", "model.path"]
+def test_the_content_of_files_counts(files: Path) -> None:
+    given = config(files, evaluation={"rewards": [{"name": f"{files}/mine.py:score"}]})
+    before = sources(given)
+    assert set(before) == {"rewards.0.name", "rewards.1.name", "evaluation.rewards.0.name", "model.path"}
+    assert changed_sources(before, sources(given)) == []
+    (files / "mine.py").write_text("def score(completions): return 0")
+    (files / "model" / "added.txt").write_text("x")
+    changed = changed_sources(before, sources(given))
+    assert [change.name for change in changed] == ["rewards.0.name", "evaluation.rewards.0.name", "model.path"]
     assert all(change.effect == "results" for change in changed)
-    assert str(changed[0]).startswith("rewards.1.name: mine.py sha256 ")
-    assert changed[2].old == "tokenizer.json absent"
+    assert str(changed[0]).startswith("rewards.0.name: mine.py sha256 ")
+    assert changed[2].old == "added.txt absent"
 
 
-def test_weights_are_read_whole_only_for_a_reference(run_files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_read_whole_only_for_a_reference(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tpu_grpo.run.fingerprints.WEIGHTS_BYTES", 50)
-    assert sources(config_of(run_files))["model.path"]["model.safetensors"] == "100 bytes"
-    found = sources(config_of(run_files, algorithm={"beta": 0.1}))["model.path"]["model.safetensors"]
+    size = (files / "model" / "model.safetensors").stat().st_size
+    assert sources(config(files))["model.path"]["model.safetensors"] == f"{size} bytes"
+    found = sources(config(files, algorithm={"beta": 0.1}))["model.path"]["model.safetensors"]
     assert found.startswith("sha256 ")
 
 
-def test_a_setting_that_names_another_file_now_is_no_changed_file(run_files: Path) -> None:
-    before = sources(config_of(run_files))
-    now = sources(config_of(run_files, rewards=[{"name": "exact_answer"}], evaluation={}))
-    assert changed_sources(before, now) == []
+def test_a_setting_that_names_another_file_now_is_no_changed_file(files: Path) -> None:
+    assert changed_sources(sources(config(files)), sources(config(files, rewards=[{"name": "exact_answer"}]))) == []

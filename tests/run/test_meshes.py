@@ -16,9 +16,9 @@ from tpu_grpo.records.errors import ConfigError
 from tpu_grpo.run.meshes import build_meshes, check_experts, check_staleness, split_devices
 
 
-def devices(hosts: int, per_host: int) -> list[Any]:
+def devices(hosts: int, per_host: int, **more: Any) -> list[Any]:
     """As on a slice, where hosts do not have consecutive numbers of devices."""
-    return [SimpleNamespace(process_index=n % hosts, id=n, platform="tpu") for n in range(hosts * per_host)]
+    return [SimpleNamespace(process_index=n % hosts, id=n, platform="tpu", **more) for n in range(hosts * per_host)]
 
 
 def ids(found: list[Any]) -> list[int]:
@@ -77,7 +77,7 @@ def test_a_split_that_leaves_a_side_without_hosts_is_refused(
     ],
 )
 def test_parts_that_the_compiler_refuses_are_refused(kind: str, hosts: int, asked: int, message: str | None) -> None:
-    found = [replaced(device, device_kind=kind) for device in devices(hosts, 4)]
+    found = devices(hosts, 4, device_kind=kind)
     if message is None:
         assert len(split_devices(asked, found)[1]) == 4 * asked
         return
@@ -89,17 +89,13 @@ def test_parts_that_the_compiler_refuses_are_refused(kind: str, hosts: int, aske
 def test_experts_on_v5e_need_a_slice_of_at_most_16_chips(kind: str, hosts: int) -> None:
     """As libtpu's compiler refuses a ragged all-to-all over 32, 64 or 256 chips of v5e, and not over 16."""
     checkpoint = abstract_checkpoint(PUBLISHED / "Qwen3-30B-A3B")
-    found = [replaced(device, device_kind=kind) for device in devices(hosts, 4)]
+    found = devices(hosts, 4, device_kind=kind)
     if kind == "TPU v5 lite" and hosts == 8:
         with pytest.raises(ConfigError, match="at most 16 chips, .* got qwen3_moe on 32; use a slice of v5p or v6e"):
             check_experts(checkpoint, found)
     else:
         check_experts(checkpoint, found)
     check_experts(abstract_checkpoint(PUBLISHED / "Qwen3-0.6B"), found)
-
-
-def replaced(device: Any, **values: Any) -> Any:
-    return SimpleNamespace(**vars(device), **values)
 
 
 def test_one_step_off_needs_hosts_of_both_roles() -> None:

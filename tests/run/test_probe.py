@@ -1,6 +1,5 @@
 """A planted error in the engines' weights ends the run with the leaf's name; a sound run passes the probe."""
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,12 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.several.runs import settings, write_files
+from tests.several.runs import lines, settings, train, write_files
 from tpu_grpo.config import RunConfig, parse_config
 from tpu_grpo.models.families.leaves import WeightRule
 from tpu_grpo.records.errors import WeightsError
 from tpu_grpo.run.engines import probe_bound
-from tpu_grpo.run.pipeline import train
 from tpu_grpo.weights import plan
 from tpu_grpo.weights.sync import WeightSync
 
@@ -38,8 +36,7 @@ Weights = dict[str, jax.Array]
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
     monkeypatch.chdir(write_files(tmp_path / "files"))
     meshes = {"sampler": {"tensor": 4}, "probe_every": 2}
-    run = {"dir": str(tmp_path / "run"), "max_steps": 4, "seed": 5}
-    return parse_config(settings(tmp_path / "run", run=run, meshes=meshes))
+    return parse_config(settings(tmp_path / "run", run={"max_steps": 4}, meshes=meshes))
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, at_sync: int, change: Callable[[Weights, Weights], Weights]) -> None:
@@ -112,7 +109,7 @@ def test_a_rule_that_is_wrong_is_found_by_the_tokens(config: RunConfig, monkeypa
 
 def test_a_sound_run_is_probed_and_compiles_no_more(config: RunConfig) -> None:
     train(config)
-    lines = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines if "agreement/probe" in line] == [2, 4]
-    assert all(0.0 <= line.get("agreement/probe", 0.0) <= 1e-5 for line in lines)
-    assert len({line["compile/count"] for line in lines}) == 1  # the first probe after an update, at step 2, neither
+    steps = lines(config.run_dir)
+    assert [line["step"] for line in steps if "agreement/probe" in line] == [2, 4]
+    assert all(0.0 <= line.get("agreement/probe", 0.0) <= 1e-5 for line in steps)
+    assert len({line["compile/count"] for line in steps}) == 1  # the first probe after an update, at step 2, neither

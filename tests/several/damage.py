@@ -44,7 +44,7 @@ def prepare(directory: Path) -> None:
     write_files(directory)
     tree = settings(
         Path("run"),
-        run={"dir": "run", "max_steps": STEPS, "seed": 5},
+        run={"max_steps": STEPS},
         checkpoint={"every": 1, "keep": 3},
         evaluation={"path": "held.jsonl", "every": 2},
     )

@@ -46,25 +46,27 @@ def variable(text: str) -> None:
 @fault
 def file(name: str) -> None:
     """Change the last byte of a file, in a copy of all files; a missing file is created."""
-    copy = Path(tempfile.mkdtemp()) / "files"
-    shutil.copytree(Path.cwd(), copy)
-    path = copy / name
+    path = in_a_copy(name)
     data = bytearray(path.read_bytes() if path.exists() else b"a")
     data[-1] ^= 1
     path.write_bytes(data)
-    os.chdir(copy)
 
 
 @fault
 def line(name: str) -> None:
     """Change the answer in one line of a data file, in a copy of all files."""
-    copy = Path(tempfile.mkdtemp()) / "files"
-    shutil.copytree(Path.cwd(), copy)
-    path = copy / name
+    path = in_a_copy(name)
     lines = path.read_text().splitlines(keepends=True)
     lines[7] = lines[7].replace('"answer": "', '"answer": "1')
     path.write_text("".join(lines))
+
+
+def in_a_copy(name: str) -> Path:
+    """Go to a copy of all files, and return the path of one there."""
+    copy = Path(tempfile.mkdtemp()) / "files"
+    shutil.copytree(Path.cwd(), copy)
     os.chdir(copy)
+    return copy / name
 
 
 @fault
@@ -252,16 +254,7 @@ def lost(text: str) -> None:
     if stage.startswith("point "):
         lose_at_point(number, int(stage.removeprefix("point ")))
         return
-    from tpu_grpo.hosts.watch import Watch
-
-    original = Watch.stage
-
-    def watched(self: Any, entered: str) -> Any:
-        if entered == stage:
-            os.kill(os.getpid(), number)
-        return original(self, entered)
-
-    Watch.stage = watched  # type: ignore
+    at_stage(stage, lambda: os.kill(os.getpid(), number))
 
 
 @fault
@@ -269,13 +262,18 @@ def limited(text: str) -> None:
     """Limit this host's files to 5,000 bytes from a stage on: ``limited:saving step 1``."""
     import resource
 
+    at_stage(text, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000)))
+
+
+def at_stage(stage: str, act: Callable[[], None]) -> None:
+    """Call ``act`` when this host comes to a stage."""
     from tpu_grpo.hosts.watch import Watch
 
     original = Watch.stage
 
     def watched(self: Any, entered: str) -> Any:
-        if entered == text:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
+        if entered == stage:
+            act()
         return original(self, entered)
 
     Watch.stage = watched  # type: ignore

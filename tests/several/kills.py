@@ -29,7 +29,7 @@ import yaml
 
 from tests.hosts.processes import free_port
 from tests.models.random_checkpoint import edit_config
-from tests.several.runs import settings, write_files
+from tests.several.runs import lines, settings, write_files
 
 REPOSITORY = Path(__file__).parents[2]
 STEPS = 12
@@ -103,7 +103,7 @@ def start_hosts(
 def run_once(directory: Path, run_dir: Path, hosts: int, moment: Moment, changes: Sequence[str] = ()) -> bool:
     """Start or continue the run, with changed settings, and kill all of its hosts at a moment; returns whether the run
     was done before that moment."""
-    config = settings(run_dir, run={"dir": str(run_dir), "max_steps": STEPS, "seed": 5}, checkpoint={"every": 2})
+    config = settings(run_dir, run={"max_steps": STEPS}, checkpoint={"every": 2})
     started = start_hosts(directory, config, hosts, changes)
     try:
         moment.await_in(run_dir, started)
@@ -120,9 +120,8 @@ def run_once(directory: Path, run_dir: Path, hosts: int, moment: Moment, changes
 
 def what_is_left(run_dir: Path, changes: Sequence[str] = ()) -> Left:
     """Read the results of a run whose settings had these changes."""
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     out = TIMED + SAMPLED * any("staleness" in change for change in changes)
-    kept = [{name: value for name, value in line.items() if not any(t in name for t in out)} for line in lines]
+    kept = [{name: value for name, value in line.items() if not any(t in name for t in out)} for line in lines(run_dir)]
     summary = json.loads((run_dir / "summary.json").read_text())
     return Left(summary["params_digest"], kept, (run_dir / "history.jsonl").read_text().splitlines())
 

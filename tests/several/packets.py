@@ -138,10 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     os.environ[VARIABLE] = secrets.token_hex(32)
     with tempfile.TemporaryDirectory(prefix="tpu_grpo_packets_") as scratch:
         files, run_dir = write_files(Path(scratch) / "files"), Path(scratch) / "run"
-        tree = settings(
-            run_dir,
-            run={"dir": str(run_dir), "max_steps": 100_000, "seed": 5},
-        )
+        tree = settings(run_dir, run={"max_steps": 100_000})
         started, errors = start_hosts(files, tree, 2), files / "host_0.err"
         silent: list[socket.socket] = []
 

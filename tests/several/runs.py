@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.models.random_checkpoint import edit_config, write_random
+from tpu_grpo.config import RunConfig
 from tpu_grpo.models.tokenizers import build_byte_tokenizer
 
 REPOSITORY = Path(__file__).parents[2]
@@ -114,6 +115,20 @@ def run_hosts(
     return Ended(done.returncode, done.stdout, done.stderr, time.monotonic() - began)
 
 
+def completed(hosts: int, devices: int, files: Path, tree: dict[str, Any], *words: str, **options: Any) -> Ended:
+    """Run the config as `run_hosts` does, to its end: every host must end well."""
+    ended = run_hosts(hosts, devices, files, tree, *words, **options)
+    assert ended.code == 0, ended.errors
+    return ended
+
+
+def train(config: RunConfig, **options: Any) -> dict[str, Any]:
+    """Run the config in this process, and return its summary."""
+    from tpu_grpo.run import inputs, pipeline  # commands that import this file fork before jax is there
+
+    return pipeline.train(inputs.open_inputs(config), **options)
+
+
 def seconds_since_last_stage(run_dir: Path) -> float:
     """Return the seconds from the time when host 0 began its last stage to the last line of its log."""
     path = run_dir / "logs" / "host_0.log"
@@ -121,8 +136,12 @@ def seconds_since_last_stage(run_dir: Path) -> float:
     return path.stat().st_mtime - datetime.strptime(began[:23], "%Y-%m-%d %H:%M:%S,%f").timestamp()
 
 
+def lines(run_dir: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    """Read the records of a file of a run, a line each."""
+    return [json.loads(line) for line in (run_dir / name).read_text().splitlines()]
+
+
 def outcome(run_dir: Path) -> tuple[list[str], str]:
     """Return the digest of each step's tokens, and the digest of the last parameters."""
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     summary = json.loads((run_dir / "summary.json").read_text())
-    return [line["rollout/tokens_digest"] for line in lines], summary["params_digest"]
+    return [line["rollout/tokens_digest"] for line in lines(run_dir)], summary["params_digest"]

@@ -31,8 +31,7 @@ def slopes(steps: int, directory: Path, memory: Path | None) -> dict[str, float]
     (files / "echo.py").write_text((files / "echo.py").read_text().replace("0.06", "0.001"))
     (files / "rewards.py").write_text(REWARD)
     rewards = [{"name": "environment"}, {"name": "rewards.py:ascii_share", "workers": 1}]
-    run = {"dir": str(run_dir), "max_steps": steps, "seed": 5}
-    tree = settings(run_dir, **{**SIZES, "run": run, "rewards": rewards, "checkpoint": {"every": 100}})
+    tree = settings(run_dir, **{**SIZES, "run": {"max_steps": steps}, "rewards": rewards, "checkpoint": {"every": 100}})
     started = start_hosts(files, tree, 2)
     seen: dict[str, list[tuple[int, int]]] = defaultdict(list)
     try:

@@ -30,7 +30,7 @@ def stop_once(directory: Path, run_dir: Path, targets: Sequence[int], number: si
     Raises:
         AssertionError: a host ended with another exit code than 4.
     """
-    config = settings(run_dir, run={"dir": str(run_dir), "max_steps": 100_000, "seed": 5}, checkpoint={"every": 50})
+    config = settings(run_dir, run={"max_steps": 100_000}, checkpoint={"every": 50})
     started = start_hosts(directory, config, HOSTS)
     try:
         moment.await_in(run_dir, started)

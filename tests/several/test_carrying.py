@@ -1,13 +1,12 @@
 """Completions that are carried over, on several hosts: hosts tell each other which completions have ended."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.models.random_checkpoint import edit_config
-from tests.several.runs import outcome, run_hosts, settings, write_files
+from tests.several.runs import completed, lines, outcome, settings, write_files
 
 pytestmark = [pytest.mark.several_hosts, pytest.mark.timeout(900)]
 
@@ -24,7 +23,7 @@ def carrying(run_dir: Path, tensor: int = 1) -> dict[str, Any]:
     rollout = {"max_new_tokens": 64, "carry": 0.5, "prefill_tokens": 64, "batch_paddings": [8]}
     return settings(
         run_dir,
-        run={"dir": str(run_dir), "max_steps": 3, "seed": 5},
+        run={"max_steps": 3},
         rollout=rollout | {"max_running_requests": 8},
         meshes={"sampler": {"tensor": tensor}},
     )
@@ -33,10 +32,8 @@ def carrying(run_dir: Path, tensor: int = 1) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def alone(tailed: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], str]:
     run_dir = tmp_path_factory.mktemp("alone") / "run"
-    ended = run_hosts(1, 4, tailed, carrying(run_dir), timeout=800)
-    assert ended.code == 0, ended.errors
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert any(line["carry/length_saved"] for line in lines)
+    completed(1, 4, tailed, carrying(run_dir), timeout=800)
+    assert any(line["carry/length_saved"] for line in lines(run_dir))
     return outcome(run_dir)
 
 
@@ -48,8 +45,7 @@ def test_tokens_and_parameters_are_those_of_one_process(
     tailed: Path, tmp_path: Path, alone: tuple[list[str], str], hosts: int, devices: int, tensor: int
 ) -> None:
     """A host stops its rows by the ended completions it knows of so far; with tensor 4 one replica spans both hosts."""
-    ended = run_hosts(hosts, devices, tailed, carrying(tmp_path, tensor), "hosts.check=step", timeout=800)
-    assert ended.code == 0, ended.errors
+    completed(hosts, devices, tailed, carrying(tmp_path, tensor), "hosts.check=step", timeout=800)
     if tensor == 1:
         assert outcome(tmp_path) == alone
     else:
@@ -58,10 +54,8 @@ def test_tokens_and_parameters_are_those_of_one_process(
 
 @pytest.mark.slow
 def test_a_host_that_only_samples_resumes_the_groups_of_a_checkpoint(tailed: Path, tmp_path: Path) -> None:
-    ended = run_hosts(1, 1, tailed, carrying(tmp_path / "one"), timeout=800)
-    assert ended.code == 0, ended.errors
+    completed(1, 1, tailed, carrying(tmp_path / "one"), timeout=800)
     tree = carrying(tmp_path / "two") | {"meshes": {"layout": "split"}, "checkpoint": {"every": 1}}
     for steps in (2, 3):
-        ended = run_hosts(2, 1, tailed, tree, f"run.max_steps={steps}", timeout=800)
-        assert ended.code == 0, ended.errors
+        completed(2, 1, tailed, tree, f"run.max_steps={steps}", timeout=800)
     assert outcome(tmp_path / "two") == outcome(tmp_path / "one")

@@ -1,12 +1,11 @@
 """Conversations on 1, 2 and 4 processes, with environments that answer after random delays: the same tokens."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.several.runs import SOON, outcome, run_hosts, settings
+from tests.several.runs import SOON, completed, lines, outcome, run_hosts, settings
 from tests.talking import AGENT_SETTINGS, SIZES, write_talking_files
 
 pytestmark = [pytest.mark.several_hosts, pytest.mark.timeout(900)]
@@ -18,19 +17,14 @@ def talking(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tree(run_dir: Path, **sections: Any) -> dict[str, Any]:
-    return settings(run_dir, **{"run": {"dir": str(run_dir), "max_steps": 3, "seed": 5}, **SIZES, **sections})
-
-
-def steps(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return settings(run_dir, **{"run": {"max_steps": 3}, **SIZES, **sections})
 
 
 @pytest.fixture(scope="module")
 def alone(talking: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run of one process with four replicas."""
     run_dir = tmp_path_factory.mktemp("alone") / "run"
-    ended = run_hosts(1, 4, talking, tree(run_dir))
-    assert ended.code == 0, ended.errors
+    completed(1, 4, talking, tree(run_dir))
     return run_dir
 
 
@@ -39,10 +33,9 @@ def test_replicas_within_hosts_say_what_those_of_one_process_do(
     talking: Path, alone: Path, tmp_path: Path, hosts: int, devices: int
 ) -> None:
     run_dir = tmp_path / "run"
-    ended = run_hosts(hosts, devices, talking, tree(run_dir))
-    assert ended.code == 0, ended.errors
+    completed(hosts, devices, talking, tree(run_dir))
     assert outcome(run_dir) == outcome(alone)
-    for line, other in zip(steps(run_dir), steps(alone), strict=True):
+    for line, other in zip(lines(run_dir), lines(alone), strict=True):
         assert line["episodes/turns_mean"] == other["episodes/turns_mean"] > 1.5
         assert line["rewards/mean"] == other["rewards/mean"]
         assert line["agreement/logprob_abs_diff_max"] <= 1e-4
@@ -53,8 +46,7 @@ def test_a_replica_over_hosts_says_the_same(talking: Path, tmp_path: Path) -> No
     """Each host has the environments of some rows, and sends their next turns to the other host."""
     one, two = tmp_path / "one", tmp_path / "two"
     for hosts, run_dir in ((1, one), (2, two)):
-        ended = run_hosts(hosts, 4 // hosts, talking, tree(run_dir, meshes={"sampler": {"tensor": 4}}))
-        assert ended.code == 0, ended.errors
+        completed(hosts, 4 // hosts, talking, tree(run_dir, meshes={"sampler": {"tensor": 4}}))
     assert outcome(one)[0] == outcome(two)[0]
 
 
@@ -64,8 +56,7 @@ def test_killed_and_continued_is_as_undisturbed(talking: Path, alone: Path, tmp_
     saved = tree(run_dir, checkpoint={"every": 1})
     killed = run_hosts(2, 2, talking, saved | SOON, fault="lost:SIGKILL,rollout of step 3")
     assert "LockstepError: lost host 1: " in killed.of_host(0), killed.errors
-    ended = run_hosts(2, 2, talking, saved)
-    assert ended.code == 0, ended.errors
+    ended = completed(2, 2, talking, saved)
     assert "continuing after step" in ended.out  # 1 or 2: the save of step 2 may have been cut short
     assert outcome(run_dir) == outcome(alone)
 
@@ -76,8 +67,7 @@ def test_agents_are_told_the_same_on_every_number_of_hosts(talking: Path, tmp_pa
     found = []
     for name, hosts, tensor in (("one", 1, 1), ("two", 2, 1), ("whole", 1, 4), ("over", 2, 4)):
         sections = {"environment": AGENT_SETTINGS, "meshes": {"sampler": {"tensor": tensor}}}
-        ended = run_hosts(hosts, 4 // hosts, talking, tree(tmp_path / name, **sections))
-        assert ended.code == 0, ended.errors
+        completed(hosts, 4 // hosts, talking, tree(tmp_path / name, **sections))
         found.append(outcome(tmp_path / name))
     assert found[0] == found[1]
     assert found[2][0] == found[3][0]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.several.runs import REPOSITORY, Ended, run_hosts, settings
+from tests.several.runs import REPOSITORY, Ended, completed, lines, run_hosts, settings
 
 pytestmark = [pytest.mark.several_hosts, pytest.mark.timeout(600)]
 
@@ -51,10 +51,6 @@ def tree(run_dir: Path, **sections: Any) -> dict[str, Any]:
     return settings(run_dir, **(given | sections))
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 @pytest.fixture(scope="module")
 def runs(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     """The same run by one process and by two."""
@@ -62,16 +58,13 @@ def runs(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, P
     for hosts in (1, 2):
         run_dir = tmp_path_factory.mktemp("run") / str(hosts)
         steps = {1: 1, 2: 3}[hosts]  # of a launch, which change nothing
-        ended = run_hosts(hosts, 2 // hosts, sources, tree(run_dir), f"rollout.steps_per_launch={steps}")
-        assert ended.code == 0, ended.errors
+        completed(hosts, 2 // hosts, sources, tree(run_dir), f"rollout.steps_per_launch={steps}")
         found[hosts] = run_dir
     return found
 
 
 def test_two_processes_give_the_rewards_of_one(runs: dict[int, Path]) -> None:
-    one, two = (
-        [(s["prompt"], s["completion"], s["rewards"]) for s in lines(runs[n] / "samples.jsonl")] for n in (1, 2)
-    )
+    one, two = ([(s["prompt"], s["completion"], s["rewards"]) for s in lines(runs[n], "samples.jsonl")] for n in (1, 2))
     assert len(one) == 2 * 16
     assert one == two
     assert {name for _, _, rewards in one for name in rewards} == {"ascii_share", "exact_answer", "odd_on_host_1"}
@@ -79,7 +72,7 @@ def test_two_processes_give_the_rewards_of_one(runs: dict[int, Path]) -> None:
 
 
 def test_two_processes_give_the_evaluations_of_one(runs: dict[int, Path]) -> None:
-    one, two = (lines(runs[n] / "evaluation.jsonl") for n in (1, 2))
+    one, two = (lines(runs[n], "evaluation.jsonl") for n in (1, 2))
     assert [line["step"] for line in one] == [0, 1, 2]
     assert one == two
     for step in (0, 1, 2):
@@ -110,7 +103,7 @@ def test_a_checkpoint_is_evaluated_on_several_hosts(sources: Path, runs: dict[in
     assert shown
     assert all(line.startswith("[0] ") for line in shown)  # the others are quiet
     written = json.loads((runs[2] / "evaluations" / "checkpoint_2.json").read_text())
-    assert written == lines(runs[1] / "evaluation.jsonl")[2]
+    assert written == lines(runs[1], "evaluation.jsonl")[2]
 
 
 def test_a_function_that_returns_other_records_on_every_host_is_found(sources: Path, tmp_path: Path) -> None:

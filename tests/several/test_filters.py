@@ -1,11 +1,10 @@
 """Tokens drawn under filters, and per-token rewards, on several processes: tokens and parameters of one."""
 
-import json
 from pathlib import Path
 
 import pytest
 
-from tests.several.runs import outcome, run_hosts, settings
+from tests.several.runs import completed, lines, outcome, settings
 
 pytestmark = [pytest.mark.several_hosts, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -28,16 +27,11 @@ def test_two_processes_sample_and_learn_what_one_does(files: Path, tmp_path: Pat
     }
     one, two = tmp_path / "one", tmp_path / "two"
     for hosts, run_dir in ((1, one), (2, two)):
-        run = {"dir": str(run_dir), "max_steps": 3, "seed": 5}
-        ended = run_hosts(hosts, 4 // hosts, files, settings(run_dir, run=run, **sections))
-        assert ended.code == 0, ended.errors
+        completed(hosts, 4 // hosts, files, settings(run_dir, run={"max_steps": 3}, **sections))
     assert outcome(two) == outcome(one)
     assert len(set(outcome(one)[0])) == 3
     for name in ("rewards/even_ids/mean", "rewards/mean", "agreement/logprob_abs_diff_max"):
-        values = [
-            [json.loads(line)[name] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-            for run_dir in (one, two)
-        ]
+        values = [[line[name] for line in lines(run_dir)] for run_dir in (one, two)]
         assert values[0] == values[1], name
         assert name.startswith("rewards") or max(values[0]) <= 1e-4
     assert (one / "samples.jsonl").read_text() == (two / "samples.jsonl").read_text()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.several.runs import outcome, run_hosts, settings
+from tests.several.runs import completed, outcome, settings
 
 pytestmark = [pytest.mark.several_hosts, pytest.mark.timeout(600)]
 
@@ -16,8 +16,7 @@ def one_run(files: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of one process with four devices, and one decode step per launch."""
     run_dir = tmp_path_factory.mktemp("one") / "run"
     options = ("run.max_steps=3", "rollout.steps_per_launch=1", "export.every=last")
-    ended = run_hosts(1, 4, files, settings(run_dir), *options)
-    assert ended.code == 0, ended.errors
+    completed(1, 4, files, settings(run_dir), *options)
     return run_dir
 
 
@@ -33,8 +32,7 @@ def test_tokens_and_parameters_are_those_of_one_process(
 ) -> None:
     """Results are equal bit for bit, with a learning rate at which any difference would change tokens."""
     options = ("run.max_steps=3", "export.every=last")
-    ended = run_hosts(hosts, devices, files, settings(tmp_path), *options, fault="shapes")
-    assert ended.code == 0, ended.errors
+    ended = completed(hosts, devices, files, settings(tmp_path), *options, fault="shapes")
     assert outcome(tmp_path) == one_process
     exports = [directory / "exports/3/model.safetensors" for directory in (tmp_path, one_run)]
     assert exports[0].read_bytes() == exports[1].read_bytes()
@@ -55,18 +53,43 @@ def test_a_model_that_is_not_there_is_taught_once(files: Path, tmp_path: Path) -
     """One host teaches the model while it holds the cache's lock, and the other host waits for the lock."""
     data = {"path": "builtin:addition", "prompts_per_step": 4, "max_prompt_tokens": 12}
     tree = settings(tmp_path, model={"path": "builtin:addition"}, data=data, rewards=[{"name": "exact_answer"}])
-    ended = run_hosts(2, 1, files, tree, timeout=550)
-    assert ended.code == 0, ended.errors
+    completed(2, 1, files, tree, timeout=550)
     assert len(outcome(tmp_path)[0]) == 2
 
 
-@pytest.mark.slow  # learner/test_mini_batches.py says which prompts are taken
-def test_mini_batches_are_those_of_one_process(files: Path, tmp_path: Path) -> None:
-    """The old policy's and the reference's log-probabilities are gathered for all updates of a step."""
-    algorithm = {"beta": 0.1, "old_policy": "trainer", "iterations": 2, "mini_batch_prompts": 2}
-    for hosts, devices in ((1, 4), (2, 2)):
-        ended = run_hosts(hosts, devices, files, settings(tmp_path / str(hosts), algorithm=algorithm))
-        assert ended.code == 0, ended.errors
+TUNIX = {
+    "name": "tunix:grpo",
+    "options": {"beta": 0.01, "num_iterations": 2},
+    "micro_batch_prompts": 2,
+    "old_policy": "trainer",
+}
+"""A reference, a second forward pass, and gradients that add up over two passes."""
+MINI = {"beta": 0.1, "old_policy": "trainer", "iterations": 2, "mini_batch_prompts": 2}
+"""The old policy's and the reference's log-probabilities are gathered for all updates of a step."""
+ADAPTERS: dict[str, Any] = {"model": {"lora": {"rank": 2}}, "checkpoint": {"every": 2}}
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        pytest.param({"algorithm": TUNIX}, id="tunix"),
+        pytest.param({"algorithm": TUNIX, **ADAPTERS}, id="tunix, adapters", marks=pytest.mark.slow),
+        pytest.param({"algorithm": TUNIX, "meshes": {"layout": "split"}}, id="tunix, split", marks=pytest.mark.slow),
+        pytest.param(
+            {"algorithm": TUNIX, "model": {"dtype": "bfloat16", "remat": "decoder"}},
+            id="tunix, bfloat16",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param({"algorithm": MINI}, id="mini-batches", marks=pytest.mark.slow),
+        pytest.param({**ADAPTERS, "meshes": {"probe_every": 1}}, id="adapters", marks=pytest.mark.slow),
+    ],
+)
+def test_two_processes_learn_what_one_does(files: Path, tmp_path: Path, sections: dict[str, Any]) -> None:
+    for hosts in (1, 2):
+        run_dir = tmp_path / str(hosts)
+        completed(hosts, 4 // hosts, files, settings(run_dir, **sections), "run.max_steps=3")
+        if "checkpoint" in sections:
+            assert sorted(path.name for path in (run_dir / "adapters").iterdir()) == ["2", "3"]
     assert outcome(tmp_path / "2") == outcome(tmp_path / "1")
 
 
@@ -90,8 +113,7 @@ def test_every_pair_of_meshes_samples_the_same_tokens(
     The engines' memory is freed during the updates, which changes no token either.
     """
     options = ("hosts.check=step", "rollout.release_during_update=true")
-    ended = run_hosts(2, 2, files, settings(tmp_path, meshes=mesh(fsdp, tp, tensor)), *options)
-    assert ended.code == 0, ended.errors
+    completed(2, 2, files, settings(tmp_path, meshes=mesh(fsdp, tp, tensor)), *options)
     assert outcome(tmp_path)[0][0] == one_process[0][0]
 
 
@@ -101,8 +123,7 @@ def test_trainer_and_sampler_on_halves_of_one_host(
 ) -> None:
     """Trainer and sampler have two devices each; in test_split.py they have hosts of their own."""
     meshes = {"layout": "split", "sampler": {"tensor": 2}}
-    ended = run_hosts(1, 4, files, settings(tmp_path, meshes=meshes), "hosts.check=step")
-    assert ended.code == 0, ended.errors
+    completed(1, 4, files, settings(tmp_path, meshes=meshes), "hosts.check=step")
     assert outcome(tmp_path)[0][0] == one_process[0][0]
 
 
@@ -113,23 +134,9 @@ def test_in_step_when_the_cache_is_so_small_that_prefixes_are_evicted_and_reques
     cache = {4: 44, 2: 28}[tensor]  # two replicas have half as many requests each
     rollout = {"kv_tokens": cache, "max_new_tokens": 6, "prefill_tokens": 16, "batch_paddings": [16]}
     tree = settings(tmp_path, meshes=mesh(4, 1, tensor), rollout=rollout)
-    ended = run_hosts(2, 2, files, tree, "hosts.check=step", fault="pressure")
-    assert ended.code == 0, ended.errors
+    ended = completed(2, 2, files, tree, "hosts.check=step", fault="pressure")
     assert outcome(tmp_path)[0][0] == one_process[0][0]
     for what in ("put back", "evicted"):
         counts = re.findall(rf"{what} (\d+)", ended.out)
         assert len(counts) == 2
         assert min(map(int, counts)) > 0, ended.out
-
-
-@pytest.mark.slow
-def test_adapters_are_the_same_on_several_hosts(files: Path, tmp_path: Path) -> None:
-    outcomes = []
-    for hosts, devices in ((1, 4), (2, 2)):
-        run_dir = tmp_path / str(hosts)
-        tree = settings(run_dir, model={"lora": {"rank": 2}}, meshes={"probe_every": 1}, checkpoint={"every": 2})
-        ended = run_hosts(hosts, devices, files, tree, "run.max_steps=3")
-        assert ended.code == 0, ended.errors
-        outcomes.append(outcome(run_dir))
-        assert sorted(path.name for path in (run_dir / "adapters").iterdir()) == ["2", "3"]
-    assert outcomes[0] == outcomes[1]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.several import runs
-from tests.several.runs import run_hosts, seconds_since_last_stage
+from tests.several.runs import completed, run_hosts, seconds_since_last_stage
 
 pytestmark = [pytest.mark.several_hosts, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -71,10 +71,9 @@ def test_a_host_lost_at_start_up_is_named(files: Path, tmp_path: Path, number: s
 
 def test_a_slow_host_is_waited_for(files: Path, tmp_path: Path) -> None:
     """The update of one host takes three times as long as a silent host is waited for."""
-    tree = settings(tmp_path, run={"dir": str(tmp_path), "max_steps": 1})
+    tree = settings(tmp_path, run={"max_steps": 1})
     tree["hosts"]["lost_timeout_seconds"] = 4
-    ended = run_hosts(2, 2, files, tree, fault="slow:12")
-    assert ended.code == 0, ended.errors
+    completed(2, 2, files, tree, fault="slow:12")
 
 
 @pytest.mark.parametrize(
@@ -101,7 +100,7 @@ def test_a_checkpoint_that_one_host_cannot_write_ends_all_and_the_run_goes_on_af
     files: Path, tmp_path: Path
 ) -> None:
     """The hosts' heartbeats continue while Orbax's threads wait for each other."""
-    tree = settings(tmp_path, run={"dir": str(tmp_path), "max_steps": 4, "seed": 5}, checkpoint={"every": 1})
+    tree = settings(tmp_path, run={"max_steps": 4}, checkpoint={"every": 1})
     ended = run_hosts(2, 2, files, tree, fault="limited:saving step 2")
     assert ended.code in (1, 3), ended.errors  # 1 on the host whose disk it is, 3 on the other
     message = f"the disk must take step 2 in {tmp_path}/checkpoints, got: File too large; have the limit on the size"
@@ -109,8 +108,7 @@ def test_a_checkpoint_that_one_host_cannot_write_ends_all_and_the_run_goes_on_af
     assert f"LockstepError: host 1 failed: DiskError: step 2 could not be saved: {message}" in ended.of_host(0)
     assert "Traceback" not in ended.errors
     assert seconds_since_last_stage(tmp_path) < LOST_SECONDS
-    again = run_hosts(2, 2, files, tree)
-    assert again.code == 0, again.errors
+    again = completed(2, 2, files, tree)
     assert "continuing after step 1" in again.out
 
 
@@ -134,8 +132,7 @@ def test_a_reward_that_ends_its_process_ends_the_others_and_the_next_start_says_
     assert ended.code == 3, ended.errors
     assert "LockstepError: lost host 1: " in ended.of_host(0)
     (files / "again").touch()
-    again = run_hosts(2, 2, files, tree)
-    assert again.code == 0, again.errors
+    again = completed(2, 2, files, tree)
     assert "before, the run failed: LockstepError: lost host 1" in again.out
 
 

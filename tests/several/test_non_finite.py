@@ -1,6 +1,5 @@
 """Whole runs with an update that is not finite: how they end, what they write, and that skipping it changes no bit."""
 
-import json
 import os
 import subprocess
 import sys
@@ -9,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.several.runs import REPOSITORY, Ended, outcome, run_hosts, settings
+from tests.several.runs import REPOSITORY, Ended, lines, outcome, run_hosts, settings
 
 pytestmark = [pytest.mark.several_hosts, pytest.mark.slow, pytest.mark.timeout(1500)]
 
@@ -25,8 +24,7 @@ def bursts(completions, completion_ids, step):
 
 def run(hosts: int, files: Path, run_dir: Path, update: dict[str, Any]) -> Ended:
     rewards = [{"name": "rewards.py:ascii_share", "workers": 0}, {"name": "bursts.py:bursts", "workers": 0}]
-    steps = {"dir": str(run_dir), "max_steps": 3, "seed": 5}
-    tree = settings(run_dir, run=steps, rewards=rewards, update=update, checkpoint={"every": 1})
+    tree = settings(run_dir, run={"max_steps": 3}, rewards=rewards, update=update, checkpoint={"every": 1})
     return run_hosts(hosts, 4 // hosts, files, tree)
 
 
@@ -46,11 +44,10 @@ def test_a_run_ends_is_replayed_and_goes_on(files: Path, tmp_path: Path) -> None
     ended = run(2, files, two, {})
     assert ended.code == 1, ended.errors
     for host in range(2):
-        assert "NonFiniteError: the gradient norm of step 2 must be finite, got inf; nothing of it" in ended.of_host(
-            host
-        )
-        assert f"--replay {path}`. Continue from the last checkpoint" in ended.of_host(host)
-    assert len((two / "metrics.jsonl").read_text().splitlines()) == 1
+        own = ended.of_host(host)
+        assert "NonFiniteError: the gradient norm of step 2 must be finite, got inf; nothing of it" in own
+        assert f"--replay {path}`. Continue from the last checkpoint" in own
+    assert len(lines(two)) == 1
     report = (two / "report.html").read_text()
     assert "The run failed after step 1 of " in report
     assert "NonFiniteError: the gradient norm of step 2 must be finite, got inf" in report
@@ -65,7 +62,7 @@ def test_a_run_ends_is_replayed_and_goes_on(files: Path, tmp_path: Path) -> None
         ended = run(hosts, files, run_dir, {"on_non_finite": "skip"})
         assert ended.code == 0, ended.errors
         assert "the update was skipped, and nothing of it reached the policy; it is kept" in ended.out + ended.errors
-        steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+        steps = lines(run_dir)
         assert [step["update/skipped"] for step in steps] == [0, 1, 0]
         assert steps[1]["update/grad_norm"] is None
         assert (run_dir / "report.html").is_file()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.several.runs import REPOSITORY, outcome, run_hosts, settings, write_files
+from tests.several.runs import REPOSITORY, completed, outcome, settings, write_files
 from tests.weights.test_meshes import PAIRS
 
 pytestmark = [pytest.mark.several_hosts, pytest.mark.timeout(600)]
@@ -28,8 +28,7 @@ def few_heads(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     """Files of a model with fewer key-value heads than a replica can have devices, and the tokens of one process."""
     directory = write_files(tmp_path_factory.mktemp("heads") / "files", kv_heads=request.param)
     run_dir = tmp_path_factory.mktemp("one") / "run"
-    ended = run_hosts(1, 4, directory, settings(run_dir), "run.max_steps=1")
-    assert ended.code == 0, ended.errors
+    completed(1, 4, directory, settings(run_dir), "run.max_steps=1")
     return directory, outcome(run_dir)[0]
 
 
@@ -41,6 +40,5 @@ def test_tokens_do_not_depend_on_meshes_that_repeat_heads(
     """Other tests do the same with 4 key-value heads, which need not be repeated."""
     files, tokens = few_heads
     meshes = {"layout": layout, "sampler": {"tensor": tensor}}
-    ended = run_hosts(2, 2, files, settings(tmp_path, meshes=meshes), "run.max_steps=1", "hosts.check=step")
-    assert ended.code == 0, ended.errors
+    completed(2, 2, files, settings(tmp_path, meshes=meshes), "run.max_steps=1", "hosts.check=step")
     assert outcome(tmp_path)[0] == tokens

@@ -3,13 +3,12 @@
 Slices have two devices each, as the process to which they are compared: with one, XLA on CPUs rounds otherwise.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.several.runs import Ended, outcome, run_hosts, settings
+from tests.several.runs import completed, lines, outcome, run_hosts, settings
 from tests.several.test_non_finite import REWARD, replayed
 
 pytestmark = [pytest.mark.several_hosts, pytest.mark.timeout(1200)]
@@ -25,21 +24,16 @@ def two_passes(run_dir: Path, slices: int = 1, **sections: Any) -> dict[str, Any
 
 def learnt(run_dir: Path) -> list[dict[str, float]]:
     """What the updates measured, without seconds, and without the probe, which has a completion per replica."""
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     kept, out = ("update/", "agreement/", "correction/"), ("update/seconds", "agreement/probe")
-    return [{k: v for k, v in line.items() if k.startswith(kept) and k not in out} for line in lines]
-
-
-def ran(ended: Ended) -> None:
-    assert ended.code == 0, ended.errors
+    return [{k: v for k, v in line.items() if k.startswith(kept) and k not in out} for line in lines(run_dir)]
 
 
 def test_two_slices_learn_what_one_learns(files: Path, tmp_path: Path) -> None:
     """Bit for bit, also where the run continues after a checkpoint, which only the first slice saves."""
-    ran(run_hosts(1, 2, files, two_passes(tmp_path / "one"), "run.max_steps=4"))
+    completed(1, 2, files, two_passes(tmp_path / "one"), "run.max_steps=4")
     tree = two_passes(tmp_path / "two", slices=2, checkpoint={"every": 2})
     for words in (["run.max_steps=2"], ["run.max_steps=4", "checkpoint.resume=require"]):
-        ran(run_hosts(2, 2, files, tree, *words))
+        completed(2, 2, files, tree, *words)
     assert outcome(tmp_path / "two") == outcome(tmp_path / "one")
     assert learnt(tmp_path / "two") == learnt(tmp_path / "one")
 
@@ -65,7 +59,7 @@ def test_numbers_that_an_update_needs_are_those_of_all_slices(
     files: Path, tmp_path: Path, algorithm: dict[str, Any]
 ) -> None:
     for hosts in (1, 2):
-        ran(run_hosts(hosts, 2, files, two_passes(tmp_path / str(hosts), slices=hosts, algorithm=algorithm)))
+        completed(hosts, 2, files, two_passes(tmp_path / str(hosts), slices=hosts, algorithm=algorithm))
     assert outcome(tmp_path / "2") == outcome(tmp_path / "1")
     assert learnt(tmp_path / "2") == learnt(tmp_path / "1")
 
@@ -76,7 +70,7 @@ def test_three_micro_batches_leave_a_slice_one_without_tokens(files: Path, tmp_p
     data = {"path": "data.jsonl", "prompts_per_step": 3, "max_prompt_tokens": 12}
     for hosts in (1, 2):
         algorithm = {"micro_batch_prompts": 1}
-        ran(run_hosts(hosts, 2, files, two_passes(tmp_path / str(hosts), hosts, algorithm=algorithm, data=data)))
+        completed(hosts, 2, files, two_passes(tmp_path / str(hosts), hosts, algorithm=algorithm, data=data))
     assert outcome(tmp_path / "2")[0][0] == outcome(tmp_path / "1")[0][0]
     two, one = learnt(tmp_path / "2")[0], learnt(tmp_path / "1")[0]
     assert two == pytest.approx(one, rel=1e-5, abs=1e-7)
@@ -91,7 +85,7 @@ def test_slices_that_split_their_hosts_and_sample_one_step_ahead(files: Path, tm
             tmp_path / str(slices), slices, algorithm={"staleness": 1}, meshes=meshes, checkpoint={"every": 1}
         )
         for words in (["run.max_steps=2"], ["run.max_steps=4", "checkpoint.resume=require"]):
-            ran(run_hosts(2 * slices, 2, files, tree, *words, timeout=1100))
+            completed(2 * slices, 2, files, tree, *words, timeout=1100)
     assert outcome(tmp_path / "2") == outcome(tmp_path / "1")
 
 

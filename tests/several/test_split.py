@@ -1,13 +1,12 @@
 """Trainer and sampler on different hosts: tokens and parameters equal those of a shared run on the trainer's mesh."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.several.runs import SOON, outcome, run_hosts, settings, write_files
+from tests.several.runs import SOON, completed, lines, outcome, run_hosts, settings, write_files
 from tests.talking import SIZES, write_talking_files
 
 pytestmark = [pytest.mark.several_hosts, pytest.mark.timeout(1200)]
@@ -22,8 +21,7 @@ def split(hosts: int | None = None, tensor: int = 1) -> dict[str, Any]:
 def shared_run(files: Path, run_dir: Path, devices: int, tensor: int, *words: str, **sections: Any) -> None:
     """Run one process that has as many devices as the trainer of the split run."""
     tree = settings(run_dir, meshes={"sampler": {"tensor": tensor}}, **sections)
-    ended = run_hosts(1, devices, files, tree, *words)
-    assert ended.code == 0, ended.errors
+    completed(1, devices, files, tree, *words)
 
 
 def test_a_host_that_trains_and_one_that_samples(files: Path, tmp_path: Path) -> None:
@@ -32,8 +30,7 @@ def test_a_host_that_trains_and_one_that_samples(files: Path, tmp_path: Path) ->
     shared_run(files, tmp_path / "one", 1, 1, "run.max_steps=4", "export.every=last", evaluation=evaluation)
     tree = settings(tmp_path / "two", meshes=split(), evaluation=evaluation, checkpoint={"every": 2})
     for words in (["run.max_steps=2"], ["run.max_steps=4", "export.every=last", "checkpoint.resume=require"]):
-        ended = run_hosts(2, 1, files, tree, *words, timeout=580)
-        assert ended.code == 0, ended.errors
+        completed(2, 1, files, tree, *words, timeout=580)
     assert outcome(tmp_path / "two") == outcome(tmp_path / "one")
     exports = [tmp_path / name / "exports/4/model.safetensors" for name in ("one", "two")]
     assert exports[0].read_bytes() == exports[1].read_bytes()
@@ -69,8 +66,7 @@ def test_one_step_off_is_a_shared_run_with_late_weights(
     if rounds > 1:  # some groups have equal rewards
         more["rewards"] = [{"name": "rewards.py:any_digit", "workers": 0}]
     late = settings(tmp_path / "late", meshes={"sampler": {"tensor": 1}, "probe_every": 0}, **more)
-    ended = run_hosts(1, trainers, files, late, "run.max_steps=4", fault="late_weights")
-    assert ended.code == 0, ended.errors
+    completed(1, trainers, files, late, "run.max_steps=4", fault="late_weights")
     run_dir, hosts = tmp_path / "ahead", trainers + samplers
     tree = settings(run_dir, meshes=split(samplers), algorithm={"group_size": 4, "staleness": 1}, **more)
     expected = outcome(tmp_path / "late")
@@ -79,18 +75,17 @@ def test_one_step_off_is_a_shared_run_with_late_weights(
             for step in (3, 4):
                 shutil.rmtree(run_dir / "checkpoints" / str(step))
             (run_dir / "summary.json").unlink()
-        ended = run_hosts(hosts, 1, files, tree, "run.max_steps=4", fault="unknown_lengths")
-        assert ended.code == 0, ended.errors
+        completed(hosts, 1, files, tree, "run.max_steps=4", fault="unknown_lengths")
         if rounds > 1 and not carry and kept == 4:
             expected = outcome(run_dir)
         same = 2 if hosts == 2 else 1  # several engines or trainers round otherwise: then only the tokens
         assert outcome(run_dir)[:same] == expected[:same]
-        lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-        gaps = [line.get("agreement/logprob_abs_diff_mean") for line in lines]
+        steps = lines(run_dir)
+        gaps = [line.get("agreement/logprob_abs_diff_mean") for line in steps]
         assert [gap is None for gap in gaps] == [False, False, kept == 2, False]
         assert all(gap is None or gap < 1e-5 for gap in gaps)
-        assert all(line["agreement/older_logprob_abs_diff_mean"] > 1e-3 for line in lines[1:])
-        assert rounds == 1 or max(line["groups/rounds"] for line in lines) == rounds
+        assert all(line["agreement/older_logprob_abs_diff_mean"] > 1e-3 for line in steps[1:])
+        assert rounds == 1 or max(line["groups/rounds"] for line in steps) == rounds
     if rounds == 1:
         sampling = stage_times(run_dir, hosts - 1, "rollout of step 4")
         learning = stage_times(run_dir, 0, "update of step 3")
@@ -100,8 +95,8 @@ def test_one_step_off_is_a_shared_run_with_late_weights(
 
 def stage_times(run_dir: Path, host: int, stage: str) -> list[str]:
     """Return the times at which a host last began and ended a stage, from its log."""
-    lines = (run_dir / "logs" / f"host_{host}.log").read_text().splitlines()
-    return [[line[:23] for line in lines if f"{stage} {event}" in line][-1] for event in ("begins", "ends")]
+    logged = (run_dir / "logs" / f"host_{host}.log").read_text().splitlines()
+    return [[line[:23] for line in logged if f"{stage} {event}" in line][-1] for event in ("begins", "ends")]
 
 
 @pytest.mark.slow
@@ -111,8 +106,7 @@ def test_two_hosts_train_and_two_sample(files: Path, tmp_path: Path, devices: in
     sections = {"model": {"lora": {"rank": 2}}} if tensor == 2 else {}
     shared_run(files, tmp_path / "one", 2 * devices, tensor, **sections)
     tree = settings(tmp_path / "four", meshes=split(2, tensor), checkpoint={"every": 1}, **sections)
-    ended = run_hosts(4, devices, files, tree, "hosts.check=step", timeout=1100)
-    assert ended.code == 0, ended.errors
+    completed(4, devices, files, tree, "hosts.check=step", timeout=1100)
     assert outcome(tmp_path / "four") == outcome(tmp_path / "one")
 
 
@@ -122,8 +116,7 @@ def test_three_hosts_train_and_one_samples(tmp_path: Path) -> None:
     data = {"path": "data.jsonl", "prompts_per_step": 3, "max_prompt_tokens": 12}
     shared_run(files, tmp_path / "one", 3, 1, data=data)
     tree = settings(tmp_path / "four", meshes=split(1), data=data)
-    ended = run_hosts(4, 1, files, tree, timeout=1100)
-    assert ended.code == 0, ended.errors
+    completed(4, 1, files, tree, timeout=1100)
     assert outcome(tmp_path / "four") == outcome(tmp_path / "one")
 
 
@@ -137,8 +130,7 @@ def test_a_lost_host_of_either_role_is_named(
 ) -> None:
     """Hosts 0 and 1 train, and host 2 samples; without staleness, the lost one has nothing to do in the stage."""
     algorithm = {"group_size": 4, "staleness": staleness}
-    tree = settings(tmp_path, meshes=split(1), algorithm=algorithm, **SOON)
-    tree["run"]["max_steps"] = 4
+    tree = settings(tmp_path, run={"max_steps": 4}, meshes=split(1), algorithm=algorithm, **SOON)
     ended = run_hosts(3, 1, files, tree, fault=f"lost@{lost}:SIGKILL,{stage}", grace=25)
     assert f"LockstepError: lost host {lost}: " in ended.of_host(0), ended.errors
     for other in {0, 1, 2} - {lost}:

@@ -225,7 +225,7 @@ def train_together(
     announce(hosts, "importing trainer and engine")
     from tpu_grpo.run.pipeline import train
 
-    return Trained(config, train(config, hosts, watch, stop, inputs, callbacks), was_done=False)
+    return Trained(config, train(inputs, hosts, watch, stop, callbacks), was_done=False)
 
 
 def closing_lines(summary: dict[str, Any], run_dir: Path) -> str:

@@ -210,7 +210,7 @@ class EnvironmentPool:
             self._waiting.remove(conversation)
 
     def _pump(self, seconds: float, wanted: _Conversation | None = None, patience: float = 0.0) -> None:
-        """Read messages for up to ``seconds``, begin conversations that wait (see ``_place``), and enforce deadlines."""
+        """Read messages for up to ``seconds``, begin conversations that wait (`_place`), and enforce deadlines."""
         try:
             has_heard = self.supervisor.hear(0.0)
             self._place(wanted, patience)
@@ -219,7 +219,7 @@ class EnvironmentPool:
             raise EpisodeError(str(error)) from None
 
     def _place(self, wanted: _Conversation | None, patience: float) -> None:
-        """Begin the conversations that wait, in order, up to environment.workers at a time; async environments do not count.
+        """Begin the conversations that wait, in order, up to environment.workers at a time, async ones not counted.
 
         The engine begins no more conversations than that. Another caller may poll a conversation beyond the limit
         (``wanted``), which starts anyway if all running conversations were idle for ``patience`` seconds.

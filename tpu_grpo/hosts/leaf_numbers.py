@@ -1,11 +1,12 @@
 """Computes one number for each of many arrays, such as a checksum that shows whether two copies are identical.
 
-Each number is computed on the devices that hold the array.
+Each number is computed on the devices that hold the array. `alike` and `from_shards` are also for other programs that
+take many arrays, or arrays on other meshes.
 """
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import batched
 from typing import Any
 
@@ -15,7 +16,8 @@ import numpy as np
 from jaxtyping import Array, UInt32
 
 TOGETHER = 16
-"""The most arrays (of one shape and dtype) per program: fewer would need more launches, more would compile slowly."""
+"""The most arrays per program: fewer would need more launches, more would compile slowly. A program that adds arrays
+also needs as much temporary memory as they take, and a MiB of code on TPUs."""
 
 Number = Callable[[jax.Array], jax.Array]
 """A function from an array to a scalar."""
@@ -26,14 +28,30 @@ def leaf_numbers(number: Number, leaves: Mapping[str, jax.Array]) -> dict[str, n
 
     Programs run one at a time, because XLA's CPU backend aborts when many programs with collectives run concurrently.
     """
-    alike: dict[Any, list[str]] = defaultdict(list)
-    for name in sorted(leaves):
-        alike[leaves[name].shape, leaves[name].dtype].append(name)
     found: dict[str, np.ndarray] = {}
-    for names in (some for group in alike.values() for some in batched(group, TOGETHER)):
+    for names in alike({name: leaves[name] for name in sorted(leaves)}):
         values = jax.device_get(_of_each(number)([leaves[name] for name in names]))
         found |= dict(zip(names, values, strict=True))
     return found
+
+
+def alike[Key](leaves: Mapping[Key, Any]) -> Iterator[tuple[Key, ...]]:
+    """Yield the keys of arrays (or descriptions) for one program: at most TOGETHER, of one shape, dtype and sharding.
+
+    Hosts whose arrays have the same keys in the same order get the same groups.
+    """
+    groups: dict[Any, list[Key]] = defaultdict(list)
+    for key, leaf in leaves.items():
+        groups[leaf.shape, leaf.dtype, leaf.sharding].append(key)
+    return (keys for group in groups.values() for keys in batched(group, TOGETHER))
+
+
+def from_shards(like: Any, *arrays: jax.Array) -> jax.Array:
+    """Make an array with the shape, dtype and sharding of ``like`` from this host's shards of ``arrays``, without a
+    copy. Shards on devices outside of the sharding are left out."""
+    wanted = like.sharding.device_set
+    shards = [shard.data for array in arrays for shard in array.addressable_shards if shard.device in wanted]
+    return jax.make_array_from_single_device_arrays(like.shape, like.sharding, shards, dtype=like.dtype)
 
 
 @functools.cache

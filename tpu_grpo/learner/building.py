@@ -21,7 +21,7 @@ from tpu_grpo.learner.forward import logprobs
 from tpu_grpo.learner.loss import LossSettings, TrainBatch
 from tpu_grpo.learner.parameters import cast_to_compute, freeze_untrained, own_copy, trained_type
 from tpu_grpo.learner.rows import ReplayShape, RowShape
-from tpu_grpo.learner.slices import Slices
+from tpu_grpo.learner.slices import ONE_SLICE, Slices
 from tpu_grpo.learner.update import Updater
 from tpu_grpo.models.families.trainer_attention import whole_blocks
 from tpu_grpo.records.errors import ConfigError
@@ -61,8 +61,7 @@ class LearnerParts:
     """The reference model of the KL penalty, if any. It has copies of the arrays that updates of the policy change."""
     previous: nnx.Module | None = None
     """With algorithm.staleness, the policy before the previous step's update, which sampled the current rollout."""
-    slices: Slices | None = None
-    """The slices of the run; None for one slice."""
+    slices: Slices = ONE_SLICE
 
     @property
     def saved_reference(self) -> nnx.Module | None:
@@ -112,7 +111,7 @@ def build_parts(config: RunConfig, inputs: LearnerInputs) -> LearnerParts:
     freeze_untrained(model, config.model)
     stepped = cast_to_compute(model, config.model)
     reference = _reference(config, inputs, stepped) if section.beta > 0.0 else None
-    slices = None if inputs.joined is None else Slices(inputs.joined)
+    slices = Slices(inputs.joined)
     updater, batches = Updater(config, model, stepped, settings, slices), Batches(model, reference, settings)
     previous, shape = own_copy(model, stepped) if section.staleness else None, row_shape(config, model, inputs.mesh)
     return LearnerParts(settings, shape, batches, updater, reference, previous, slices)

@@ -45,6 +45,7 @@ from jax.sharding import Mesh, NamedSharding
 from orbax.checkpoint.checkpoint_managers import PreservationPolicy
 
 from tpu_grpo.hosts import Hosts, by_host, end_all_hosts
+from tpu_grpo.hosts.leaf_numbers import from_shards
 from tpu_grpo.learner.compact import join_residual
 from tpu_grpo.learner.parameters import Values, by_name, checksums, trained_type
 from tpu_grpo.learner.update import Updater, UpdateState
@@ -489,11 +490,11 @@ def _as_a_copy(array: jax.Array) -> jax.Array:
     In a run of several processes, Orbax refuses an array that only one process holds. It writes the first replica.
     """
     assert isinstance(array.sharding, NamedSharding)
-    mesh, shards = array.sharding.mesh, [shard.data for shard in array.addressable_shards]
+    mesh = array.sharding.mesh
     own = np.asarray(mesh.devices)
     others = np.asarray(by_host(jax.devices())[-mesh.size :]).reshape(own.shape)
     both = NamedSharding(Mesh(np.stack([own, others]), ("copy", *mesh.axis_names)), array.sharding.spec)
-    return jax.make_array_from_single_device_arrays(array.shape, both, shards)
+    return from_shards(jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=both), array)
 
 
 def saved_part(state: nnx.State) -> nnx.State:

@@ -14,7 +14,7 @@ packed rows, the rows become micro-batches, and the micro-batches make one updat
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,7 @@ from tpu_grpo.learner.loss import AgreementSums, TrainBatch
 from tpu_grpo.learner.parameters import by_name, copy_values, parameters, params_digest, trained_type, whole
 from tpu_grpo.learner.rows import train_rows, unpacked
 from tpu_grpo.learner.signal import Signal, read_signal
-from tpu_grpo.learner.slices import Slices, gathered
+from tpu_grpo.learner.slices import ONE_SLICE, Slices
 from tpu_grpo.learner.update import MeasuredUpdate, update_metrics
 from tpu_grpo.observe.run_files import CHECKPOINTS_DIR, RUN_FILE
 from tpu_grpo.records.errors import CheckpointError, DataError, NonFiniteError
@@ -68,8 +68,7 @@ class FailedUpdate:
     advantages: Float[np.ndarray, " B"]
     algorithm: str = "grpo"
     """The name of the algorithm that computed the loss."""
-    slices: Slices | None = None
-    """The slices of the run; None for one slice."""
+    slices: Slices = ONE_SLICE
 
     @property
     def what(self) -> str:
@@ -81,7 +80,7 @@ class FailedUpdate:
 
     def arrays(self) -> list[PassArrays]:
         """Gather the arrays of each micro-batch of all slices on every host; every host must call it."""
-        return gathered(map(pass_arrays, self.passes), self.slices)
+        return self.slices.gathered(map(pass_arrays, self.passes))
 
 
 class SkippedUpdates:
@@ -147,10 +146,10 @@ class Learner:
             run_file=config.run_dir / RUN_FILE,
             carries=config.open_groups > 0,
         )
-        self._saves = self._parts.slices is None or self._parts.slices.index == 0
+        self._saves = self._parts.slices.index == 0
         """Whether this host's slice saves checkpoints, which only the first does; all slices hold the same."""
         restored = self._checkpoints.restore(self._updater, resume=config.checkpoint.resume) if self._saves else 0
-        told = self._told if self._parts.slices is None else self._hosts.broadcast
+        told = self._told if self._parts.slices.count == 1 else self._hosts.broadcast
         self.restored_step = told(RESTORED, restored, int)
         """The step that was restored; 0 for a fresh start."""
         if not self._saves and self.restored_step:  # by now, the first slice has moved damaged checkpoints away
@@ -239,7 +238,8 @@ class Learner:
         """
         batches = self._parts.batches
         found = self._per_token(prompts, completions, lambda batch: {"policy": batches.policy_logprobs(batch)})
-        self._tell(LOGPROBS, found["policy"])
+        if self.trainers is not self._hosts:
+            self._hosts.broadcast(LOGPROBS, packed(found["policy"].ravel()), str)
         return found["policy"]
 
     def gradients(self, scored: ScoredRollout) -> dict[str, np.ndarray]:
@@ -303,11 +303,6 @@ class Learner:
         """
         return value if self.trainers is self._hosts else self._hosts.broadcast(name, value, kind)
 
-    def _tell(self, name: str, values: np.ndarray) -> None:
-        """Send numbers to the hosts that only sample, if there are any."""
-        if self.trainers is not self._hosts:
-            self._hosts.broadcast(name, packed(values.ravel()), str)
-
     def _updates(self, signal: Signal) -> Iterator[list[TrainBatch]]:
         """Yield the micro-batches of every update on a rollout.
 
@@ -337,11 +332,12 @@ class Learner:
             batch, _ = train_rows(
                 signal.prompts, signal.completions, signal.advantages, shape, aggregation, signal.counted_B, known
             )
-            updates.append([self._parts.batches.place(part) for part in self._own(batch.chunks(shape.micro_batch))])
+            updates.append([self._parts.batches.place(part) for part in self._own(batch)])
         if section.kl_in == "loss":
             return updates
         flat = [batch for batches in updates for batch in batches]
-        penalized = iter(with_kl_in_advantages(flat, section.beta, partial(self._of_all, "sums of the KL penalty")))
+        of_all = partial(self._parts.slices.of_all, "sums of the KL penalty", trainers=self.trainers)
+        penalized = iter(with_kl_in_advantages(flat, section.beta, of_all))
         return [[next(penalized) for _ in batches] for batches in updates]
 
     def _per_token(
@@ -353,8 +349,7 @@ class Learner:
         """Apply ``compute`` to packed rows, and return its arrays by name on every host; 0 for tokens not sampled."""
         shape = self._parts.shape
         batch, packing = train_rows(prompts, completions, np.zeros(len(prompts)), shape)
-        chunks = list(batch.chunks(shape.micro_batch))
-        parts = gathered(map(compute, self._own(chunks)), self._parts.slices)[: len(chunks)]
+        parts = self._parts.slices.gathered(map(compute, self._own(batch)))
         return {
             name: unpacked(
                 np.concatenate([part[name] for part in parts]), packing, len(completions), shape.max_new_tokens
@@ -362,14 +357,10 @@ class Learner:
             for name in parts[0]
         }
 
-    def _own(self, chunks: Iterable[TrainBatch]) -> list[TrainBatch]:
-        """Return the micro-batches of this host's slice; all of them if there is one slice."""
-        shape, slices = self._parts.shape, self._parts.slices
-        return list(chunks) if slices is None else slices.own(list(chunks), shape.empty(shape.micro_batch))
-
-    def _of_all[T](self, name: str, own: list[T]) -> list[T]:
-        """Return the figures of all slices' micro-batches, in the order of these, from the figures of ``own`` ones."""
-        return own if (slices := self._parts.slices) is None else slices.of_all(name, own, self.trainers)
+    def _own(self, batch: TrainBatch) -> list[TrainBatch]:
+        """Cut rows into micro-batches, and return those of this host's slice."""
+        shape = self._parts.shape
+        return self._parts.slices.own(list(batch.chunks(shape.micro_batch)), lambda: shape.empty(shape.micro_batch))
 
     def _update(self, batches: Sequence[TrainBatch], *, histograms: bool = False, first: bool = True) -> MeasuredUpdate:
         sampled_by = self._agreement_with_previous(batches) if first else None
@@ -378,7 +369,7 @@ class Learner:
         counted = self._updater.histograms() if histograms else {}
         # the host waits for the devices in this line only
         sums, *others = jax.device_get((sums, self._updater.step(), counted, sampled_by))
-        return MeasuredUpdate(self._of_all("sums of the micro-batches", sums), *others)
+        return MeasuredUpdate(self._parts.slices.of_all("sums of the micro-batches", sums, self.trainers), *others)
 
     def _agreement_with_previous(self, batches: Sequence[TrainBatch]) -> AgreementSums | None:
         """With algorithm.staleness, compare the engine with the policy that it sampled this step's completions with.
@@ -412,6 +403,7 @@ class DescribedLearner(Learner):
 
     def __init__(self, config: RunConfig, parts: LearnerParts, hosts: Hosts):
         self._config, self._hosts, self._parts, self._updater = config, hosts, parts, parts.updater
+        self._skipped, self._saves = SkippedUpdates(config.update), False
         self.trainers = hosts.among([hosts.index])  # this host tells nobody
         self.restored_step = self._told(RESTORED, 0, int)
         self.restore_notes, self.carried = (), None
@@ -420,9 +412,6 @@ class DescribedLearner(Learner):
             with unsound_explained(path):
                 self.carried = read_groups(path, self._told(GROUPS, 0, int))
 
-    def share(self, names: Collection[str]) -> None:
-        """Do nothing: sampler and trainer share no arrays."""
-
     def update(self, scored: ScoredRollout) -> UpdateResult:
         """Wait for the update on the trainer's hosts, where notes and histograms stay. Raises the
         errors of `read_signal`."""
@@ -430,16 +419,11 @@ class DescribedLearner(Learner):
         metrics = self._told(METRICS, {}, dict[str, float])
         return UpdateResult(metrics, signal.advantages_B, time.perf_counter() - started)
 
-    def keep_failed(self, keep: Callable[[FailedUpdate], Path]) -> None:
-        """Do nothing: the trainer's hosts keep failed updates."""
-
     def logprobs(self, prompts: Sequence[Sequence[int]], completions: Sequence[Completion]) -> Float[np.ndarray, "B T"]:
         """Return the log-probabilities that the trainer's hosts compute, see `Learner.logprobs`."""
-        return self._heard(LOGPROBS, (len(completions), self._config.rollout.max_new_tokens), np.dtype(np.float32))
-
-    def _heard(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        shape = len(completions), self._config.rollout.max_new_tokens
         read = lambda text: unpacked_numbers(text, math.prod(shape))  # noqa: E731
-        return self._hosts.broadcast(name, "", str, read).reshape(shape).astype(dtype)
+        return self._hosts.broadcast(LOGPROBS, "", str, read).reshape(shape).astype(np.float32)
 
     def policy(self, step: int | None = None) -> nnx.Module:
         """Return the abstract policy, which is the same for every step."""
@@ -452,12 +436,3 @@ class DescribedLearner(Learner):
     def params_digest(self) -> str:
         """Return the digest that the trainer's hosts compute."""
         return self._told(DIGEST, "", str)
-
-    def save_apart(self, directory: Path, step: int) -> None:
-        """Do nothing: the trainer's hosts save what they hold."""
-
-    def save(self, step: int, *, best: int | None = None, carried: Callable[[], Any] | None = None) -> None:
-        """Do nothing: the trainer's hosts save what they hold."""
-
-    def close(self, *, best: int | None = None) -> None:
-        """Do nothing: nothing is saved here."""

@@ -1,6 +1,6 @@
 """The optimizers, by name, and the learning rate of every update.
 
-    optimizer = build_optimizer(config, params)
+    optimizer = build_optimizer(config.optimizer, learning_rate_schedule(config), params)
     state = optimizer.init(params)
     updates, state = optimizer.update(gradients, state, params)      # params + updates is the step
 
@@ -84,13 +84,14 @@ SHIPPED: Mapping[str, Direction] = {
 """The optimizers that ship, by ``optimizer.name``; adamw_8bit is AdamW with ``optimizer.state`` compact."""
 
 
-def build_optimizer(config: RunConfig, params: Params) -> optax.GradientTransformation:
+def build_optimizer(
+    section: OptimizerSection, schedule: optax.Schedule, params: Params
+) -> optax.GradientTransformation:
     """Build a run's optimizer for these parameters, arrays or their descriptions.
 
-    Raises ConfigError for an unknown name, options that the optimizer does not take, a rule that applies to no
-    parameter, or a schedule that `learning_rate_schedule` refuses.
+    Raises ConfigError for an unknown name, options that the optimizer does not take, or a rule that applies to no
+    parameter.
     """
-    section, schedule = config.optimizer, learning_rate_schedule(config)
     decays, rates = rule_values(section, params)
     if ":" in section.name:
         optimizer = _own(section, schedule)

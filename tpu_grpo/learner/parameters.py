@@ -19,7 +19,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tpu_grpo.config import ModelSection, parse_layers
-from tpu_grpo.hosts.leaf_numbers import bit_sum, leaf_numbers
+from tpu_grpo.hosts.leaf_numbers import bit_sum, from_shards, leaf_numbers
 from tpu_grpo.models.tunix_model import by_name, cast, dotted
 
 Values = dict[str, Any]
@@ -119,7 +119,7 @@ def params_digest(leaves: Mapping[str, jax.Array]) -> str:
 
 
 def checksums(leaves: Mapping[str, jax.Array]) -> dict[str, int]:
-    """Compute the `bit_sum` of every leaf, by name: weaker than a digest, but computed on the leaf's devices."""
+    """Return the `bit_sum` of each leaf, by name. It is weaker than a digest, but is computed on the leaf's devices."""
     return {name: int(value) for name, value in leaf_numbers(bit_sum, leaves).items()}
 
 
@@ -130,8 +130,7 @@ def whole(value: jax.Array) -> np.ndarray:
     a whole model would leave a second copy there. Here the values are freed with the returned array.
     """
     if value.is_fully_addressable or value.is_fully_replicated:
-        pieces = [shard.data for shard in value.addressable_shards]
-        return np.asarray(jax.make_array_from_single_device_arrays(value.shape, value.sharding, pieces))
+        return np.asarray(from_shards(value, value))
     assert isinstance(value.sharding, NamedSharding)  # all that the trainer computes is on its mesh
     return np.asarray(_gathering(NamedSharding(value.sharding.mesh, PartitionSpec()))(value))
 

@@ -12,45 +12,41 @@ No other program of an update runs on several slices.
 """
 
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import batched
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Shaped
+from jaxtyping import Array
 
 from tpu_grpo.hosts import Hosts, own_slice, packed, unpacked
+from tpu_grpo.hosts.leaf_numbers import alike, from_shards
 from tpu_grpo.learner.parameters import whole
 
 AXIS = "slice"
-TOGETHER = 16
-"""The most arrays that one program adds. It needs as much temporary memory as they take, and a MiB of code on TPUs. One
-program for the gradients of Qwen3-8B would need 2 GiB of temporary memory and about one of code."""
 
 
 class Slices:
     """The slices of a run, as seen from one of them.
 
     Args:
-        joined: the trainers' meshes of all slices, along a first axis, ``slice``.
+        joined: the trainers' meshes of all slices, along a first axis, ``slice``; None for one slice, which adds and
+            exchanges nothing.
     """
 
-    def __init__(self, joined: Mesh):
-        self._joined = joined
-        self.count = joined.shape[AXIS]
-        grids = np.asarray(joined.devices)
-        self.index = own_slice([list(grid.flat) for grid in grids])
+    def __init__(self, joined: Mesh | None = None):
+        self._joined: Any = joined
+        self.count = 1 if joined is None else joined.shape[AXIS]
+        self.index = 0 if joined is None else own_slice([list(grid.flat) for grid in np.asarray(joined.devices)])
         """The number of this process's slice."""
         self._programs: dict[tuple[P, ...], Any] = {}
 
-    def own[T](self, items: Sequence[T], nothing: T) -> list[T]:
-        """Return this slice's share of the items, of which every slice gets equally many; ``nothing`` fills up."""
+    def own[T](self, items: Sequence[T], nothing: Callable[[], T]) -> list[T]:
+        """Return this slice's share of the items, of which every slice gets equally many; ``nothing()`` fills up."""
         missing = -len(items) % self.count
-        return [*items, *[nothing] * missing][self.index :: self.count]
+        return [*items, *(nothing() for _ in range(missing))][self.index :: self.count]
 
     def of_all[T](self, name: str, own: Sequence[T], trainers: Hosts) -> list[T]:
         """Return the items of all slices, in the order in which ``own`` has dealt them; all trainers must call this.
@@ -60,6 +56,8 @@ class Slices:
             own: trees of numbers on the host, with the same structure in all slices.
             trainers: the hosts with devices of a trainer.
         """
+        if self.count == 1:
+            return list(own)
         leaves, structure = jax.tree.flatten(list(own))
         read = lambda _, text: unpacked(text, len(leaves)).tolist()  # noqa: E731
         told = trainers.share(name, packed(np.array(leaves, np.float64)), str, read)
@@ -67,13 +65,18 @@ class Slices:
         return [item for turn in zip(*map(structure.unflatten, firsts), strict=True) for item in turn]
 
     def add[T](self, tree: T) -> T:
-        """Add up arrays over the slices; each sum takes the buffer of its array, and its sharding."""
+        """Add up arrays over the slices; each sum takes the buffer of its array, and its sharding.
+
+        One program for all gradients of Qwen3-8B would need 2 GiB of temporary memory, and about one of code.
+        """
+        if self.count == 1:
+            return tree
         leaves, structure = jax.tree.flatten(tree)
         sums: list[Any] = [leaf[None] if leaf.ndim == 0 else leaf for leaf in leaves]
-        for places in _alike(sums):
-            across = [_from_shards(sums[place], self._across(sums[place])) for place in places]
+        for places in alike(dict(enumerate(sums))):
+            across = [from_shards(self._across(sums[place]), sums[place]) for place in places]
             for place, total in zip(places, self._adding(across)(across), strict=True):
-                sums[place] = _from_shards(total, sums[place])
+                sums[place] = from_shards(sums[place], total)
         return structure.unflatten(
             [jax.device_put(s[0], x.sharding) if x.ndim == 0 else s for s, x in zip(sums, leaves, strict=True)]
         )
@@ -81,13 +84,22 @@ class Slices:
     def lower_add(self, tree: Any) -> jax.stages.Lowered:
         """Lower the program of `add` that adds the most bytes, for descriptions of arrays."""
         rows = [leaf for leaf in jax.tree.leaves(tree) if leaf.ndim]
-        groups = [[self._across(rows[place]) for place in places] for places in _alike(rows)]
+        groups = [[self._across(rows[place]) for place in places] for places in alike(dict(enumerate(rows)))]
         largest = max(groups, key=lambda group: len(group) * math.prod(group[0].sharding.shard_shape(group[0].shape)))
         return self._adding(largest).lower(largest)
 
-    def whole(self, value: Array) -> Shaped[np.ndarray, "slices ..."]:
-        """Gather an array of every slice on every host, see `gathered`."""
-        return whole(_from_shards(value, self._across(value))).reshape(self.count, *value.shape)
+    def gathered(self, own: Iterable[Mapping[str, Array]]) -> list[dict[str, np.ndarray]]:
+        """Gather the arrays of the micro-batches of all slices on every host, in the order in which `own` deals.
+
+        Every host with devices of a trainer must call this.
+        """
+
+        def of_all(value: Array) -> np.ndarray:
+            across = value if self.count == 1 else from_shards(self._across(value), value)
+            return whole(across).reshape(self.count, *value.shape)
+
+        turns = [{name: of_all(value) for name, value in arrays.items()} for arrays in own]
+        return [{name: value[n] for name, value in turn.items()} for turn in turns for n in range(self.count)]
 
     def _adding(self, rows: Sequence[Any]) -> Any:
         """Return the program that adds arrays over the slices, for arrays across slices or their descriptions."""
@@ -108,26 +120,4 @@ class Slices:
         return jax.ShapeDtypeStruct((self.count * row.shape[0], *row.shape[1:]), row.dtype, sharding=sharding)
 
 
-def _alike(rows: Sequence[Any]) -> Iterator[tuple[int, ...]]:
-    """Yield the places of rows that one program adds: at most TOGETHER, of one shape, dtype and sharding."""
-    alike = defaultdict[Any, list[int]](list)
-    for place, row in enumerate(rows):
-        alike[row.shape, row.dtype, row.sharding.spec].append(place)
-    return (places for group in alike.values() for places in batched(group, TOGETHER))
-
-
-def _from_shards(array: Array, like: Any) -> Array:
-    """Make an array with the shape and sharding of ``like`` from this host's shards of another, without a copy."""
-    shards = [shard.data for shard in array.addressable_shards]
-    return jax.make_array_from_single_device_arrays(like.shape, like.sharding, shards)
-
-
-def gathered(own: Iterable[Mapping[str, Array]], slices: Slices | None) -> list[dict[str, np.ndarray]]:
-    """Gather the arrays of the micro-batches of all slices on every host, in the order in which `Slices.own` deals.
-
-    ``own`` are those of this host's slice. Every host with devices of a trainer must call this.
-    """
-    if slices is None:
-        return [{name: whole(value) for name, value in arrays.items()} for arrays in own]
-    turns = [{name: slices.whole(value) for name, value in arrays.items()} for arrays in own]
-    return [{name: value[n] for name, value in turn.items()} for turn in turns for n in range(slices.count)]
+ONE_SLICE = Slices()

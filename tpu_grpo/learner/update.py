@@ -43,7 +43,7 @@ from tpu_grpo.learner.loss import (
 )
 from tpu_grpo.learner.optimizers import build_optimizer, learning_rate_schedule, state_shardings
 from tpu_grpo.learner.parameters import Values, by_name, dotted, trained_type
-from tpu_grpo.learner.slices import Slices
+from tpu_grpo.learner.slices import ONE_SLICE, Slices
 from tpu_grpo.records.stages import Histogram
 
 BUCKETS = 64
@@ -96,7 +96,7 @@ class Updater:
         stepped: the trained parameters in the type in which the optimizer updates them, by name. Where this is also the
             model's type, they are the model's own arrays. Others are donated: the caller must not use them again.
         settings: the loss, and the trainer's mesh.
-        slices: the slices whose gradients are added; None for one slice.
+        slices: the slices whose gradients are added.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Updater:
         model: nnx.Module,
         stepped: Values,
         settings: LossSettings,
-        slices: Slices | None = None,
+        slices: Slices = ONE_SLICE,
     ):
         self.model, self._slices = model, slices
         self._kind, self._settings, self._mesh = trained_type(model), settings, settings.mesh
@@ -113,11 +113,12 @@ class Updater:
         self._sums: PassSums | None = None
         self._read: tuple[Values, nnx.State] | None = None  # the model's arrays, split once for all micro-batches
         self._layout = {name: leaf.sharding for name, leaf in stepped.items()}
+        schedule = learning_rate_schedule(config)
         self._functions = functions = _Functions(
             model,
             nnx.split(model)[0],
-            build_optimizer(config, stepped),
-            learning_rate_schedule(config),
+            build_optimizer(config.optimizer, schedule, stepped),
+            schedule,
             settings,
             {name: leaf.dtype for name, leaf in self.trained.items()},
             config.optimizer.max_grad_norm,
@@ -163,8 +164,7 @@ class Updater:
 
     def add_over_slices(self) -> None:
         """Add the sums of all slices, if there are several; call this once after the last micro-batch."""
-        if self._slices is not None:
-            self._sums = self._slices.add(self._sums)
+        self._sums = self._slices.add(self._sums)
 
     def gradients(self) -> Values:
         """Return the sum of the gradients since the last step, float32, by name."""
@@ -212,7 +212,6 @@ class Updater:
 
     def lower_sum_over_slices(self) -> jax.stages.Lowered:
         """Lower the program of `add_over_slices`, for several slices."""
-        assert self._slices is not None, "one slice adds nothing"
         return self._slices.lower_add(self._described_sums)
 
     def _step_arguments(self, sums: PassSums, shared: Collection[str]) -> tuple[Any, ...]:

@@ -41,7 +41,7 @@ class Carry:
 
     @property
     def room(self) -> int:
-        """The number of groups to begin, so that P (1 + rollout.carry) groups are open."""
+        """The number of groups to begin, so that ``config.open_groups`` groups are open."""
         return max(0, self._config.open_groups - len(self.groups))
 
     def begin(self, batch: PromptBatch) -> None:
@@ -92,30 +92,28 @@ class Carry:
         Returns the tokens sampled per second and, with rollout.carry, the metrics ``carry/*``, such as the ages of
         tokens in used groups.
         """
-        learnt = [completion for group in self._taken[:used] for completion in group.completions]
-        ages = np.concatenate([ages_of(completion) for completion in learnt])
-        oldest = np.array([ages_of(completion).max(initial=0) for completion in learnt])
-        length = sum(sampled.length for sampled in self._sampled)
         open_groups = sorted((*self._taken[used:], *self.groups), key=lambda group: (group.step, group.number))
         rows = [completion for group in (*self._taken, *self.groups) for completion in group.completions]
         new = [(ages_of(c) == 0) & (True if c.sampled is None else c.sampled) for c in rows]
         seconds = sum(sampled.seconds for sampled in self._sampled)
-        metrics = {
-            "rollout/tokens_per_second": sum(int(mask.sum()) for mask in new) / seconds if seconds else math.nan,
-            "carry/length": length,
-            "carry/length_saved": max(0, max(len(completion.token_ids) for completion in learnt) - length),
-            "carry/dropped_tokens": sum(sampled.dropped for sampled in self._sampled),
-            "carry/open_groups": len(open_groups),
-            "carry/open_tokens": sum(len(c.token_ids) for group in open_groups for c in group.completions),
-            "carry/rows_age_1": float((oldest == 1).mean()),
-            "carry/rows_age_2_up": float((oldest > 1).mean()),
-            "carry/tokens_age_1": float((ages == 1).mean()),
-            "carry/tokens_age_2_up": float((ages > 1).mean()),
-        }
+        metrics = {"rollout/tokens_per_second": sum(int(mask.sum()) for mask in new) / seconds if seconds else math.nan}
+        if self._config.rollout.carry:
+            ages = [ages_of(completion) for group in self._taken[:used] for completion in group.completions]
+            of_tokens, oldest = np.concatenate(ages), np.array([of_row.max(initial=0) for of_row in ages])
+            length = sum(sampled.length for sampled in self._sampled)
+            metrics |= {
+                "carry/length": length,
+                "carry/length_saved": max(0, max(map(len, ages)) - length),
+                "carry/dropped_tokens": sum(sampled.dropped for sampled in self._sampled),
+                "carry/open_groups": len(open_groups),
+                "carry/open_tokens": sum(len(c.token_ids) for group in open_groups for c in group.completions),
+                "carry/rows_age_1": float((oldest == 1).mean()),
+                "carry/rows_age_2_up": float((oldest > 1).mean()),
+                "carry/tokens_age_1": float((of_tokens == 1).mean()),
+                "carry/tokens_age_2_up": float((of_tokens > 1).mean()),
+            }
         self.groups = self._ended = tuple(group.older() for group in open_groups)
         self._taken, self._sampled = [], []
-        if not self._config.rollout.carry:
-            metrics = {name: value for name, value in metrics.items() if name.startswith("rollout/")}
         return metrics
 
     def saved(self) -> dict[str, Any]:

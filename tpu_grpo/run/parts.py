@@ -34,7 +34,7 @@ from tpu_grpo.rewards import DistributedRewards, RewardSet, repeats_itself
 from tpu_grpo.rewards.shipped.correctness import voted_answer
 from tpu_grpo.run.carrying import Carry
 from tpu_grpo.run.engines import Probe, SyncedEngines
-from tpu_grpo.run.inputs import HeldOutInputs, Inputs, agreed_checkpoint, load_environments, open_held_out, open_inputs
+from tpu_grpo.run.inputs import HeldOutInputs, Inputs, agreed_checkpoint, load_environments, open_held_out
 from tpu_grpo.run.meshes import Meshes, build_meshes, check_staleness
 from tpu_grpo.run.non_finite import FailureFiles
 from tpu_grpo.run.policies import load_inputs
@@ -54,19 +54,18 @@ class Parts:
     """The groups that steps leave for later steps; None without rollout.carry and algorithm.staleness."""
 
 
-def build_parts(config: RunConfig, hosts: Hosts, inputs: Inputs | None = None) -> Parts:
+def build_parts(inputs: Inputs, hosts: Hosts) -> Parts:
     """Build everything that a training run needs, and install the learner's initial or restored policy in the engines.
 
-    Every host calls this. ``inputs`` are the run's inputs, if they are open already.
+    Every host calls this.
 
     Raises:
         LockstepError: if hosts hold different parameters.
         WeightsError: if the probe finds that engines and trainer do not hold the same policy.
     """
+    config = inputs.config
     keep_programs(config.run.compilation_cache, hosts)
     algorithm = open_run_algorithm(config)  # first, to refuse a bad algorithm before anything is built
-    inputs = inputs or open_inputs(config)
-    config = inputs.config
     announce(hosts, f"opening the model {config.model.path}")
     checkpoint = agreed_checkpoint(config, hosts, inputs.checkpoint)
     config, meshes = with_routing_replay(config, checkpoint), build_meshes(config, checkpoint)

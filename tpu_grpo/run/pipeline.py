@@ -41,7 +41,7 @@ from tpu_grpo.rewards.distributed import DistributedScoring
 from tpu_grpo.run.carrying import Carry
 from tpu_grpo.run.directory import RunDirectory, first_does
 from tpu_grpo.run.exporting import Policy, export_policy
-from tpu_grpo.run.inputs import Inputs, open_inputs
+from tpu_grpo.run.inputs import Inputs
 from tpu_grpo.run.parts import Parts, build_parts, built_for_good, evaluate_policy, give_back_memory
 from tpu_grpo.run.policies import Chosen, exported_values
 from tpu_grpo.run.rounds import Rounds, StepGroups
@@ -53,33 +53,30 @@ KEPT_AT_LEAST = 0.9
 
 
 def train(
-    config: RunConfig,
+    inputs: Inputs,
     hosts: Hosts = ALONE,
     watch: Watch | None = None,
     stop: StopRequest | None = None,
-    inputs: Inputs | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> dict[str, Any]:
-    """Run the config to its end and leave its files in ``run.dir``; every host calls this, host 0 writes.
+    """Run a config to its end and leave its files in ``run.dir``; every host calls this, host 0 writes.
 
     Returns the content of summary.json.
 
     Args:
-        config: the run.
+        inputs: the opened inputs of the run, with its config.
         hosts: the connected hosts of the run, whose settings have been compared (tpu_grpo/run/fingerprints.py).
         watch: is given the name of each stage, for messages when another host is lost.
         stop: once a stop is requested, the run ends after the current step at the latest, with a checkpoint.
-        inputs: the run's inputs, if they are open already.
         callbacks: receive the metrics and samples of steps and evaluations, on host 0.
 
     Raises:
         Interrupted: if a stop was requested; the checkpoint is saved.
         TpuGrpoError: for anything wrong with the config, the model, the data, a reward or a number.
     """
-    inputs = inputs or open_inputs(config)
     config = inputs.config
     with RunDirectory(config, hosts) as directory, CompilationCounter() as compilations:
-        parts = build_parts(config, hosts, inputs)
+        parts = build_parts(inputs, hosts)
         start, prompts = parts.learner.restored_step, parts.task.prompts
         notes = [*directory.begin(start, prompts.describe()), *prompts.notes]
         here.step = start

@@ -8,7 +8,6 @@ with Server(speaker, "runs/mine", "127.0.0.1", 8000, key=None) as server:
 import asyncio
 import threading
 from concurrent.futures import CancelledError
-from types import TracebackType
 from typing import Any, Self
 
 from tpu_grpo.environments.actions import Action
@@ -47,9 +46,7 @@ class Server:
             ) from error
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Refuse the requests that still wait, and end the server."""
         reason = RefusedError("the server must be there until the answer, got one that was stopped", 503, "stopped")
         self._loop.call_soon_threadsafe(self._session.close, reason)

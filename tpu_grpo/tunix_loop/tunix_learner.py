@@ -35,6 +35,7 @@ from tpu_grpo.learner.optimizers import build_optimizer, learning_rate_schedule,
 from tpu_grpo.learner.parameters import Values, by_name, cast_to_compute, freeze_untrained, trained_type
 from tpu_grpo.learner.rows import RowShape, check_sequences
 from tpu_grpo.learner.signal import Signal
+from tpu_grpo.learner.slices import ONE_SLICE, Slices
 from tpu_grpo.learner.update import MeasuredUpdate, UpdateRecord, UpdateState
 from tpu_grpo.models.families.trainer_attention import whole_blocks
 from tpu_grpo.records.errors import DataError
@@ -135,7 +136,7 @@ class TunixParts:
     updater: MeasuringTrainer
     reference: nnx.Module | None
     saved_reference: None = None
-    slices: None = None
+    slices: Slices = ONE_SLICE
 
     @property
     def held(self) -> Any:
@@ -275,7 +276,8 @@ def float32_steps(config: RunConfig, stepped: Values, dtypes: Mapping[str, Any])
         stepped: the trained parameters in the type in which they are updated, arrays or descriptions, by dotted name.
         dtypes: the types in which the model computes with these parameters.
     """
-    optimizer, schedule = build_optimizer(config, stepped), learning_rate_schedule(config)
+    schedule = learning_rate_schedule(config)
+    optimizer = build_optimizer(config.optimizer, schedule, stepped)
 
     def first(values: Values) -> StepState:
         wide = {name: value.astype(jnp.float32) for name, value in values.items()}

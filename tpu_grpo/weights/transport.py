@@ -28,6 +28,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from tpu_grpo.hosts import Hosts
+from tpu_grpo.hosts.leaf_numbers import from_shards
 from tpu_grpo.models.families.leaves import InputsFirst, Transform, transpose
 from tpu_grpo.weights.plan import LeafMove, Spec, bytes_per_device, named_sharding
 
@@ -177,14 +178,6 @@ def _pieces(spec: Spec, unit: int) -> tuple[str | None, ...]:
     dimensions = sorted(range(len(spec.shape)), key=lambda dimension: not entries[dimension])
     chosen = next((dimension for dimension in dimensions if spec.shape[dimension] % unit == 0), None)
     return tuple("unit" if dimension == chosen else None for dimension in range(len(spec.shape)))
-
-
-def from_shards(spec: Spec, *arrays: Array) -> Array:
-    """Make an array with the sharding of ``spec`` from this host's shards of ``arrays``, without a copy."""
-    sharding = named_sharding(spec)
-    shards = [shard for array in arrays for shard in array.addressable_shards if shard.device in sharding.device_set]
-    data = [shard.data for shard in shards]
-    return jax.make_array_from_single_device_arrays(spec.shape, sharding, data, dtype=spec.dtype)
 
 
 def _compiled(function: Callable[..., Any], results: Sequence[Spec], *arguments: Any) -> Any:
