@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from statistics import median
 from typing import Any
 from unittest import mock
@@ -44,6 +45,7 @@ from tunix.models.qwen3.mapping_sglang_jax import _to_sglang_jax_mappings
 from tunix.rl import reshard as tunix_reshard
 
 from tpu_grpo.engine.engine import engine_mesh
+from tpu_grpo.models.checkpoint import Checkpoint
 from tpu_grpo.models.families.family import DecoderConfig
 from tpu_grpo.models.families.qwen import QWEN3
 from tpu_grpo.weights.sync import WeightSync
@@ -167,7 +169,7 @@ def measure(layout: str, fsdp: int, tp: int, tensor: int, rounds: int) -> tuple[
     own, theirs = (devices, devices) if layout == "shared" else (devices[:2], devices[2:])
     source, target = trainer_leaves(own, fsdp, tp), sampler_specs(theirs, tensor)
     config = DecoderConfig(VOCAB, HIDDEN, FFN, LAYERS, HEADS, KV_HEADS, WIDTH, 1e-6, 1e6, tie_word_embeddings=False)
-    sync = WeightSync(QWEN3.weight_rules(config), source, target)
+    sync = WeightSync(Checkpoint(Path(), {}, QWEN3, config, {}).weight_rules, source, target)
     moved = [move.target for move in sync.moves if not move.aliased]
     weights, _ = sync(source)
     plain = {name: jnp.copy(weights[name]) for name in moved}
