@@ -113,8 +113,10 @@ def test_an_adapter_that_is_named(load):
     with pytest.raises(EpisodeError, match="legal_moves is a tool"):
         load(source)
     assert load(source, adapter="gym").takes == "texts"
-    with pytest.raises(EpisodeError, match="must be one of agent, tunix, openenv, skyrl, gym, tools, got 'jim'"):
-        load(source, adapter="jim")
+    for wrong in ("jim", ["gym"]):
+        match = re.escape(f"must be one of agent, tunix, openenv, skyrl, gym, tools, got {wrong!r}")
+        with pytest.raises(EpisodeError, match=match):
+            load(source, adapter=wrong)
 
 
 def test_a_tool_may_be_called_step(load):

@@ -16,6 +16,7 @@ from tpu_grpo.environments.pool import EnvironmentPool
 from tpu_grpo.records.errors import EpisodeError
 from tpu_grpo.workers import supervisor
 from tpu_grpo.workers.attributes import rebuilt
+from tpu_grpo.workers.channel import BrokenChannelError
 
 COUNTER, ASYNC = "tests.environments.games:Counter", "tests.environments.games:Async"
 MIXED = "tests.environments.games:Mixed"
@@ -34,6 +35,12 @@ def test_a_conversation_from_its_beginning_to_its_end(pool: EnvironmentPool):
     assert told(acted(pool, call("increment", step=1, times=3))) == "6"
     end = ended(pool)
     assert (end.reward, end.turn_rewards, end.kept) == (1.0, (2.0, 1.0), None)
+
+
+@pytest.mark.parametrize("more", [{"tool_calls": "abc"}, {"role": "tool", "tool_call_id": "1"}])
+def test_a_message_that_no_environment_gives_is_a_foreign_reply(more: dict[str, str]) -> None:
+    with pytest.raises(BrokenChannelError):
+        pool_module._check(Answered(({"role": "user", "content": "x"} | more,)), None)
 
 
 def test_calls_of_a_turn_are_made_in_order_and_bad_ones_are_answered(pool: EnvironmentPool):

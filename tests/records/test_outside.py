@@ -42,6 +42,15 @@ def test_a_file_is_read_as_far_as_it_may_be_large(places: dict[str, Path]) -> No
         list(lines_of(file, "f", 2))
 
 
+def test_a_file_that_does_not_say_its_size_is_read_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of /proc, which say 0 bytes."""
+    (tmp_path / "file").write_bytes(b"ab" * 2**20)
+    monkeypatch.setattr(os, "fstat", lambda file: os.stat_result((os.stat(file).st_mode, *[0] * 9)))
+    assert read_file(tmp_path / "file") == b"ab" * 2**20
+    with pytest.raises(OSError, match="at most 2097151 bytes"):
+        read_file(tmp_path / "file", 2**21 - 1)
+
+
 def test_a_small_file_takes_little_memory(places: dict[str, Path]) -> None:
     tracemalloc.start()
     try:

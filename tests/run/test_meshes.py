@@ -13,7 +13,7 @@ from tpu_grpo.hosts import slices_of
 from tpu_grpo.models.checkpoint import abstract_checkpoint
 from tpu_grpo.planning.slice_plan import PUBLISHED
 from tpu_grpo.records.errors import ConfigError
-from tpu_grpo.run.meshes import build_meshes, check_experts, check_staleness, split_devices
+from tpu_grpo.run.meshes import build_meshes, check_trainer, split_devices
 
 
 def devices(hosts: int, per_host: int, **more: Any) -> list[Any]:
@@ -88,14 +88,15 @@ def test_parts_that_the_compiler_refuses_are_refused(kind: str, hosts: int, aske
 @pytest.mark.parametrize(("kind", "hosts"), [("TPU v5 lite", 4), ("TPU v5 lite", 8), ("TPU v6 lite", 8)])
 def test_experts_on_v5e_need_a_slice_of_at_most_16_chips(kind: str, hosts: int) -> None:
     """As libtpu's compiler refuses a ragged all-to-all over 32, 64 or 256 chips of v5e, and not over 16."""
-    checkpoint = abstract_checkpoint(PUBLISHED / "Qwen3-30B-A3B")
-    found = devices(hosts, 4, device_kind=kind)
+    found, config = np.array(devices(hosts, 4, device_kind=kind)), parse_config({})
+    meshes: Any = SimpleNamespace(trainer=SimpleNamespace(devices=found), sampler_devices=found)
+    experts, dense = (abstract_checkpoint(PUBLISHED / name) for name in ("Qwen3-30B-A3B", "Qwen3-0.6B"))
+    check_trainer(config, dense, meshes)
     if kind == "TPU v5 lite" and hosts == 8:
         with pytest.raises(ConfigError, match="at most 16 chips, .* got qwen3_moe on 32; use a slice of v5p or v6e"):
-            check_experts(checkpoint, found)
+            check_trainer(config, experts, meshes)
     else:
-        check_experts(checkpoint, found)
-    check_experts(abstract_checkpoint(PUBLISHED / "Qwen3-0.6B"), found)
+        check_trainer(config, experts, meshes)
 
 
 def test_one_step_off_needs_hosts_of_both_roles() -> None:
@@ -105,9 +106,10 @@ def test_one_step_off_needs_hosts_of_both_roles() -> None:
         trainer, sampler = split_devices(None, devices(hosts, 4))
         return SimpleNamespace(trainer=SimpleNamespace(devices=np.array(trainer)), sampler_devices=sampler)
 
-    check_staleness(config, meshes(2))
+    dense = abstract_checkpoint(PUBLISHED / "Qwen3-0.6B")
+    check_trainer(config, dense, meshes(2))
     with pytest.raises(ConfigError, match="staleness=1 needs hosts that train and hosts that sample, got one host"):
-        check_staleness(config, meshes(1))
+        check_trainer(config, dense, meshes(1))
 
 
 @pytest.mark.parametrize(

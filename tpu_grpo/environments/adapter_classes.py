@@ -268,6 +268,6 @@ def adapter_for(target: Any, options: Mapping[str, Any]) -> tuple[type[Adapter],
     own = {name: value for name, value in options.items() if name != OPTION}
     if (named := options.get(OPTION)) is None:
         return next(adapter for adapter in ADAPTERS.values() if adapter.fits(target)), own
-    if named not in ADAPTERS:
+    if not isinstance(named, str) or named not in ADAPTERS:
         raise EpisodeError(f"the environment's option adapter must be one of {', '.join(ADAPTERS)}, got {named!r}")
     return ADAPTERS[named], own

@@ -96,7 +96,9 @@ def _check(reply: Reply, request: Request | None) -> None:
     numbers: tuple[float | None, ...] = ()
     match reply:
         case Answered(messages, reward):
-            fits = not isinstance(request, End) and all({"role", "content"} <= {*message} for message in messages)
+            fits = not isinstance(request, End) and all(
+                {"role", "content"} <= {*message} <= {"role", "name", "content"} for message in messages
+            )
             numbers = (reward,)
         case Ended(reward, turn_rewards):
             fits, numbers = isinstance(request, End), (reward, *(turn_rewards or ()))

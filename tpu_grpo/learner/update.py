@@ -88,7 +88,7 @@ class UpdateState(NamedTuple):
 
 
 class Updater:
-    """Updates a model in place. Raises the ConfigError of `build_optimizer`.
+    """Updates a model in place. Raises the ConfigErrors of `learning_rate_schedule` and `build_optimizer`.
 
     Args:
         config: the run, for its optimizer.

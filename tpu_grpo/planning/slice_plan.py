@@ -28,7 +28,7 @@ from tpu_grpo.planning.stage_memory import ResidentBytes, StageMemory, resident_
 from tpu_grpo.planning.step_seconds import StepWork
 from tpu_grpo.records.errors import ConfigError, TpuGrpoError
 from tpu_grpo.run.abstract import AbstractRun, open_abstract_checkpoint
-from tpu_grpo.run.meshes import build_meshes, check_staleness
+from tpu_grpo.run.meshes import build_meshes, check_trainer
 from tpu_grpo.run.parts import open_run_algorithm, with_routing_replay
 
 FEW_LAYERS = (2, 4)
@@ -92,7 +92,7 @@ def make_plan(config: RunConfig, target: Target, *, fast: bool, say: Callable[[s
     with target.as_jax_devices(), open_abstract_checkpoint(config) as checkpoint:
         config = with_routing_replay(config, checkpoint)
         meshes = build_meshes(config, checkpoint, target.devices)
-        check_staleness(config, meshes)
+        check_trainer(config, checkpoint, meshes)
         run = AbstractRun(config, checkpoint, meshes, NO_STOP, replica_devices(target, meshes.tensor))
         say("compiling the weight sync")
         sync_bytes = run.sync.temporary_bytes

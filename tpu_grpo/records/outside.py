@@ -54,6 +54,8 @@ def read_file(path: Path, most: int = LARGEST) -> bytes:
     with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         content = file.read(min(most, max(size, 2**20)) + 1)  # as much memory is taken before anything is read
+        if len(content) > max(size, 2**20):  # it grows, or does not say its size
+            content += file.read(max(0, most + 1 - len(content)))
     if len(content) > most:
         _refuse(path, errno.EINVAL, f"it must have at most {most} bytes")
     return content

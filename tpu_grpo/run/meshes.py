@@ -78,7 +78,7 @@ def build_meshes(config: RunConfig, checkpoint: Checkpoint, devices: Sequence[An
     Raises:
         ConfigError: if the sizes do not multiply to the number of devices, or do not divide the model's dimensions,
             if a split leaves the trainer or the sampler without devices, or if the trainer's devices cannot run its
-            attention or its experts.
+            attention.
     """
     section = config.meshes
     slices = slices_of(jax.devices() if devices is None else devices, section.slices)
@@ -102,7 +102,6 @@ def build_meshes(config: RunConfig, checkpoint: Checkpoint, devices: Sequence[An
         )
     check_mesh(checkpoint, fsdp, tp)
     check_sampler_mesh(checkpoint, tensor)
-    check_experts(checkpoint, slices[own])
     platform = trainer_devices[0].platform
     block = flash_block(config.model.attention, platform, config.row_tokens, checkpoint.config.head_dim)
     splits_vocabulary(section.sampler.shard_vocab, checkpoint.hf_config["vocab_size"], tensor)
@@ -112,25 +111,24 @@ def build_meshes(config: RunConfig, checkpoint: Checkpoint, devices: Sequence[An
     return Meshes(Mesh(grids[own], ("fsdp", "tp")), joined, sampler, own, tensor, block)
 
 
-def check_experts(checkpoint: Checkpoint, devices: Sequence[Any]) -> None:
-    """Raise ConfigError for experts on a slice over which libtpu 0.0.42.1 compiles no ragged all-to-all.
+def check_trainer(config: RunConfig, checkpoint: Checkpoint, meshes: Meshes) -> None:
+    """Check that the run can be trained on its meshes.
 
-    v5e and v6e were tried from 8 to 256 chips, v5p from 4 to 64; on v4 and v7x up to 16 chips.
+    Raises:
+        ConfigError: a host both trains and samples in a run with algorithm.staleness=1, or a model with experts is
+            trained on more than 16 chips of v5e. libtpu 0.0.42.1 compiles no ragged all-to-all over 32, 64 or 256 chips
+            of v5e, but over slices of v6e up to 256 chips, of v5p up to 64, and of v4 and v7x up to 16.
     """
-    if checkpoint.has_experts and is_v5e(devices) and len(devices) > 16:
-        raise ConfigError(
-            "models with experts need v5e slices of at most 16 chips, because the TPU compiler cannot send tokens to "
-            f"experts over more, got {checkpoint.family.model_type} on {len(devices)}; use a slice of v5p or v6e"
-        )
-
-
-def check_staleness(config: RunConfig, meshes: Meshes) -> None:
-    """Raise ConfigError if a host both trains and samples in a run with algorithm.staleness=1."""
-    both = set(hosts_of(meshes.trainer.devices.flat)) & set(hosts_of(meshes.sampler_devices))
-    if config.algorithm.staleness and both:
+    trainer = meshes.trainer.devices.flat
+    if config.algorithm.staleness and set(hosts_of(trainer)) & set(hosts_of(meshes.sampler_devices)):
         raise ConfigError(
             f"algorithm.staleness={config.algorithm.staleness} needs hosts that train and hosts that sample, got one "
             "host; start more hosts, or leave it out"
+        )
+    if checkpoint.has_experts and is_v5e(list(trainer)) and len(trainer) > 16:
+        raise ConfigError(
+            "models with experts need v5e slices of at most 16 chips, because the TPU compiler cannot send tokens to "
+            f"experts over more, got {checkpoint.family.model_type} on {len(trainer)}; use a slice of v5p or v6e"
         )
 
 

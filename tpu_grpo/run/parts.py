@@ -35,7 +35,7 @@ from tpu_grpo.rewards.shipped.correctness import voted_answer
 from tpu_grpo.run.carrying import Carry
 from tpu_grpo.run.engines import Probe, SyncedEngines
 from tpu_grpo.run.inputs import HeldOutInputs, Inputs, agreed_checkpoint, load_environments, open_held_out
-from tpu_grpo.run.meshes import Meshes, build_meshes, check_staleness
+from tpu_grpo.run.meshes import Meshes, build_meshes, check_trainer
 from tpu_grpo.run.non_finite import FailureFiles
 from tpu_grpo.run.policies import load_inputs
 
@@ -69,7 +69,7 @@ def build_parts(inputs: Inputs, hosts: Hosts) -> Parts:
     announce(hosts, f"opening the model {config.model.path}")
     checkpoint = agreed_checkpoint(config, hosts, inputs.checkpoint)
     config, meshes = with_routing_replay(config, checkpoint), build_meshes(config, checkpoint)
-    check_staleness(config, meshes)
+    check_trainer(config, checkpoint, meshes)
     task = open_task(inputs, algorithm, hosts)
     if task.environments is not None:
         task.environments.record = EpisodeRecord(config.run_dir / EPISODES_DIR, hosts.index)
