@@ -195,6 +195,16 @@ def test_layers_compute_for_all_tokens_and_the_head_for_completions() -> None:
     assert found.beside == pytest.approx({"memory": 3.0, "links": (21 + 21 + 18) / 4})
 
 
+def test_adapters_need_the_gradients_of_attention() -> None:
+    """16 tokens to 4 of context, 5 FLOPs each, once more; a forward pass needs no gradients."""
+    for updates, more in ((True, 16 * 5 * 4 / 4 / 100), (False, 0.0)):
+        all_, adapters = (
+            pass_seconds(sizes(trains_adapters=each), FOUR_LINKS, head_tokens=10, accessed_bytes=0, updates=updates)
+            for each in (False, True)
+        )
+        assert adapters.parts["products"] == pytest.approx(all_.parts["products"] + more)
+
+
 def test_a_forward_pass_gathers_once() -> None:
     """Its memory takes longest, beside products of (16 x 120 + 400) / 400 s."""
     found = pass_seconds(sizes(), FOUR_LINKS, head_tokens=10, accessed_bytes=60, updates=False)

@@ -11,7 +11,7 @@ all. Per token, with N parameters used in the layers, V in the head, and S token
 
     forward pass   2 N + 4 heads head_dim S per layer, and 2 V for each completion token
     update         the layers cost 3 forward passes, 4 with remat; the head costs 4, because its logits are
-                   recomputed; with adapters, both cost one forward pass less
+                   recomputed; with adapters, the matrices of both cost one forward pass less
 
 Published speeds of decoding come from sglang-jax's cookbook (Qwen3-8B and Qwen3-32B on v6e-4, tensor 4, prompts of
 1,024 to 8,192 tokens, completions of 1,024, 16 to 256 rows in a batch) and its pull request 194. They were measured
@@ -261,6 +261,8 @@ class TrainerSizes:
     """The cost of the head in an update, in units of a forward pass."""
     experts_of_token: int = 0
     """The experts to which every layer sends a token; 0 for a model without experts."""
+    trains_adapters: bool = False
+    """Whether ``layer_passes`` and ``head_passes`` leave out the gradients of frozen matrices."""
     is_padded: bool = False
     """Whether every completion has its own padded row, and the head also computes prompts (Tunix's learner)."""
 
@@ -297,6 +299,8 @@ def pass_seconds(
     devices = sizes.fsdp * sizes.tp
     layer_passes, head_passes = (sizes.layer_passes, sizes.head_passes) if updates else (1, 1)
     layers = layer_passes * sizes.token.forward(sizes.pass_tokens, sizes.context, 0)
+    if updates and sizes.trains_adapters:  # attention has no matrices whose gradients are left out
+        layers += sizes.pass_tokens * sizes.token.attention * sizes.context
     flops = layers + head_passes * sizes.token.forward(0, 0, head_tokens)
     others = sizes.fsdp - 1
     moved = others * (sizes.gathered_bytes + updates * (sizes.gathered_bytes + sizes.reduced_bytes))

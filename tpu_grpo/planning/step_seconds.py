@@ -390,24 +390,26 @@ class StepWork:
 
         ``decode_of_least`` is the time of a decode step divided by the least possible time (see `_full_step`). The
         other figures are model FLOPs utilization (MFU; PaLM, arXiv:2204.02311, appendix B): the FLOPs that the tokens
-        need, divided by those that the chips could compute in the time of the prefill or the update. Neither padding
-        nor recomputation counts as needed.
+        need, divided by those that the chips could compute in the time of the prefill or the update. A token attends
+        to the tokens before it only; neither padding nor recomputation counts as needed.
         """
         config, longest = self.config, self.config.rollout.max_new_tokens
         prompt, peak = config.data.max_prompt_tokens, self.generation.chip.flops_per_second
         decoding, least = self._full_step(mean_new_tokens)
         chunk, seconds = self._chunk()
         prefilled = self.engine.token.forward(chunk, prompt / 2, 1)
-        lengths = completion_lengths(config.batch_rows, mean=mean_new_tokens or longest, longest=longest)
+        step, token = self.step(mean_new_tokens), self.trainer.token
+        lengths = completion_lengths(config.batch_rows, mean=min(longest, step.mean_new_tokens), longest=longest)
         rows = [prompt + length for length in lengths]
         context = sum(row * row for row in rows) / 2 / sum(rows)
-        passes = (2 if config.model.lora.rank is not None else 3) * config.algorithm.passes
-        learnt = passes * self.trainer.token.forward(sum(rows), context, sum(lengths))
+        learnt = 3 * token.forward(sum(rows), context, sum(lengths))
+        if self.trainer.trains_adapters:
+            learnt -= token.forward(sum(rows), 0, sum(lengths))
         devices = self.trainer.fsdp * self.trainer.tp * config.meshes.slices
         return {
             "decode_of_least": decoding / least,
             "prefill_mfu": prefilled / (self.engine.tensor * peak * sum(seconds.values())),
-            "update_mfu": learnt / (devices * peak * self.step(mean_new_tokens).of("update")),
+            "update_mfu": config.algorithm.passes * learnt / (devices * peak * step.of("update")),
         }
 
     def _chunk(self) -> tuple[int, dict[str, float]]:
@@ -494,5 +496,6 @@ def _trainer_sizes(run: AbstractRun, resident: ResidentBytes) -> costs.TrainerSi
         layer_passes=3 + (config.model.remat != "none") - adapters,
         head_passes=4 - is_padded - adapters,
         experts_of_token=getattr(checkpoint.config, "num_experts_per_tok", 0),
+        trains_adapters=adapters,
         is_padded=is_padded,
     )
