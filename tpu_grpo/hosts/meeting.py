@@ -1,6 +1,6 @@
 """Brings the hosts of a run together on the coordinator's port, before jax's coordination service is started there.
 
-jax's service takes any new client for a restarted host of its own run, and then ends that run. It also lets other
+jax's service mistakes any new client for a restarted host of its own run, and then ends that run. It also lets other
 services bind its port (SO_REUSEPORT), so hosts of a second run on the same port could reach the first run's service.
 Therefore hosts meet here before jax's client connects. They exchange lines of JSON:
 

@@ -102,7 +102,7 @@ class Slices:
         return [{name: value[n] for name, value in turn.items()} for turn in turns for n in range(self.count)]
 
     def _adding(self, rows: Sequence[Any]) -> Any:
-        """Return the program that adds arrays over the slices, for arrays across slices or their descriptions."""
+        """Return the program that sums arrays over the slices; ``rows`` are global arrays, or descriptions of them."""
         specs = tuple(row.sharding.spec for row in rows)
         if specs not in self._programs:
             add = lambda rows: [jax.lax.psum(row, AXIS) for row in rows]  # noqa: E731

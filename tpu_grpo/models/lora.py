@@ -257,9 +257,10 @@ def _published_modules(module: str) -> list[str]:
 
 
 def _published(name: str, value: np.ndarray) -> dict[str, np.ndarray]:
-    """Return a leaf as PEFT's matrices, by name: A [*inputs, rank] becomes [rank, inputs], B becomes [outputs, rank].
+    """Convert an adapter's leaf to PEFT's matrices, by their names in the file.
 
-    All projections of a module get the same A, and each gets its part of B.
+    ``w_lora_a`` [*inputs, rank] becomes lora_A [rank, inputs]; ``w_lora_b`` becomes lora_B [outputs, rank]. All
+    projections of a module get the same lora_A, and each gets its own part of lora_B.
     """
     module, _, leaf = name.rpartition(".")
     names = [f"base_model.model.{part}.lora_{leaf[-1].upper()}.weight" for part in _published_modules(module)]

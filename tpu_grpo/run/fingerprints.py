@@ -192,7 +192,7 @@ def _text(values: Mapping[str, Any], name: str) -> str:
 
 
 def _code(config: RunConfig) -> Iterator[tuple[str, str, str, Path]]:
-    """Yield (setting, kind, name, file) of every file with the user's own code that a setting names."""
+    """Yield (setting, kind, name, file) of each algorithm, optimizer, environment and reward that the user wrote."""
     named = [
         ("algorithm.name", "algorithm", config.algorithm.tunix or config.algorithm.name),
         ("optimizer.name", "optimizer", config.optimizer.name),
