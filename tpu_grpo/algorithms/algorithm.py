@@ -64,7 +64,7 @@ class Sequences:
     """Whether the token counts in the loss."""
 
     def sum(self, values_BT: PerToken) -> PerToken:
-        """Return, at each token, the sum over its sequence's counted tokens, bitwise equal at all these tokens."""
+        """Return, at each token, the sum over the counted tokens of its sequence; all its tokens get the same bits."""
         so_far_BT = self._added_up(jnp.where(self.counts_BT, values_BT, 0.0), to_right=True)
         next_BT = jnp.pad(self.segments_BT[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
         return self._added_up(jnp.where(self.segments_BT != next_BT, so_far_BT, 0.0), to_right=False)

@@ -105,7 +105,7 @@ def _problem(error: Exception) -> str:
 
 
 def _place(error: Any) -> str:
-    """Return the name of the setting in an error, without pydantic's suffix for one of several possible types."""
+    """Return the name of the setting that an error is about, without the types that pydantic inserts for a union."""
     parts = map(str, error["loc"])
     return ".".join(part for part in parts if not re.fullmatch(r"str|float|(tuple|dict)\[.*", part))
 

@@ -44,7 +44,7 @@ all-reduces."""
 LAYOUT_OF_ARGUMENTS = "--xla_tpu_control_large_2nd_minor_layout_for_x16=false"
 """Without this flag, programs for v7x use tiles of 16 x 128 for bfloat16, while their arguments have tiles of 8 x 128:
 each launch of decode steps would copy all weights, which takes 4 ms and as much memory as the weights of Qwen3-8B. By
-the compiler's cycles, the flag slows down no loop of decode steps, and no update (docs/planning.md)."""
+the compiler's cycles, the flag costs decode steps 0.1 % and prefills 0.7 %, and makes updates 2 % faster."""
 
 WHOLE_PRODUCTS = "--xla_tpu_enable_windowed_einsum_for_all_gather=false"
 """With this flag, a matrix product runs as a whole once its parameter shards are gathered; a product per shard takes

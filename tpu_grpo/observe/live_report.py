@@ -105,7 +105,7 @@ class LiveReport(Sink):
         self._write_page(standing)
 
     def _end_in_time(self, end: End) -> None:
-        """Write how the run ended, from any thread, unless another run owns the directory; ignores disk errors."""
+        """Write how the run ended, unless another run owns the directory; any thread may call. Ignores disk errors."""
         if self._lock.acquire(timeout=WAIT_SECONDS):
             try:
                 with suppress(OSError):  # the run ends by another error, and the disk may be its cause
