@@ -90,7 +90,7 @@ class TokenCost:
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> "TokenCost":
         """Compute the cost from the checkpoint's tensors; of the experts, only those that a token uses count."""
-        config, shapes = checkpoint.config, checkpoint.family.tensor_shapes(checkpoint.config)
+        config, shapes = checkpoint.config, checkpoint.shapes
         used = getattr(config, "num_experts_per_tok", 1) / getattr(config, "num_experts", 1)
         met = 0.0
         for name, shape in shapes.items():
@@ -144,7 +144,7 @@ class EngineSizes:
         cache_itemsize: int = 2,
     ) -> "EngineSizes":
         """Compute the sizes of an engine of ``tensor`` devices whose weights have ``itemsize`` bytes per number."""
-        config, shapes = checkpoint.config, checkpoint.family.tensor_shapes(checkpoint.config)
+        config, shapes = checkpoint.config, checkpoint.shapes
         weights = experts = 0.0
         for name, shape in shapes.items():
             size = math.prod(shape) * itemsize

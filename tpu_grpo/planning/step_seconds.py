@@ -475,7 +475,7 @@ def _trainer_sizes(run: AbstractRun, resident: ResidentBytes) -> costs.TrainerSi
     token, itemsize = costs.TokenCost.of(checkpoint), jnp.dtype(config.model.dtype).itemsize
     row, block = whole_blocks(config.row_tokens, run.meshes.flash_block), run.meshes.flash_block
     adapters = config.model.lora.rank is not None
-    shapes = checkpoint.family.tensor_shapes(checkpoint.config)
+    shapes = checkpoint.shapes
     of_experts = sum(math.prod(shape) for name, shape in shapes.items() if ".experts." in name)
     gathered = 1 - of_experts / checkpoint.parameter_count
     is_padded, pass_rows, copies = config.algorithm.tunix is not None, config.micro_batch_rows(mesh["fsdp"]), 1
