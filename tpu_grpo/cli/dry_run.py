@@ -12,7 +12,7 @@ from tpu_grpo.models.lora import read_adapters
 from tpu_grpo.observe.callbacks import find_callbacks
 from tpu_grpo.run.abstract import AbstractRun, open_abstract_checkpoint
 from tpu_grpo.run.inputs import Inputs
-from tpu_grpo.run.meshes import build_meshes
+from tpu_grpo.run.meshes import build_meshes, check_trainer
 from tpu_grpo.run.parts import open_run_algorithm, open_task
 
 
@@ -30,6 +30,7 @@ def check(inputs: Inputs, devices: Sequence[Any] | None = None) -> list[str]:
     receiver(config.logging.on_end)  # raises for a variable that is not set
     with open_abstract_checkpoint(config, inputs.checkpoint) as checkpoint:
         meshes = build_meshes(config, checkpoint, devices)
+        check_trainer(config, checkpoint, meshes)
         run = AbstractRun(config, checkpoint, meshes, [cast(int, inputs.tokenizer.eos_token_id)])
         task, options = open_task(inputs, algorithm, Hosts()), run.options
         _ = run.learner  # builds optimizer, schedule, rules and loss from array specs
