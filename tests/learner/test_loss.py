@@ -1,7 +1,4 @@
-"""The loss against NumPy and float64 and against Tunix's own, and what order and cutting of rows leave alone.
-
-tests/algorithms/ has the objectives, penalties and corrections, one by one.
-"""
+"""The loss against NumPy and float64 and against Tunix's own, and what order and cutting of rows leave alone."""
 
 from dataclasses import replace
 from functools import partial
@@ -16,7 +13,7 @@ from flax import nnx
 from tunix.rl import algo_core, function_registry
 from tunix.rl.grpo.grpo_learner import GRPOConfig, TrainExample
 
-from tests.learner.toy import EOS, PAD, VOCAB, make_config, settings_of
+from tests.learner.toy import EOS, PAD, VOCAB, make_config, make_mesh, make_model, model_logps, settings_of
 from tpu_grpo.config import LossAggregation
 from tpu_grpo.learner.batches import truncated_weights
 from tpu_grpo.learner.loss import LossSettings, LossSums, TrainBatch, policy_loss
@@ -32,38 +29,18 @@ AGGREGATIONS = [name for name in get_args(LossAggregation) if name != "prompt-me
 """Tunix has these, too; the mean over prompts is nothing but other weights, see test_rows.py."""
 
 
-class Table(nnx.Module):
-    """The output head of a `Bigram`."""
-
-    def __init__(self, table: np.ndarray):
-        self.w = nnx.Param(jnp.asarray(table, jnp.float32))
-
-    def __call__(self, chosen: jax.Array) -> jax.Array:
-        return chosen @ self.w[...]
-
-
-class Bigram(nnx.Module):
-    """Scores of the next token from the token before it alone, so that NumPy follows loss and gradient with ease."""
-
-    def __init__(self, table: np.ndarray):
-        self.lm_head = Table(table)
-
-    def __call__(self, tokens: jax.Array, positions: Any, cache: Any, attention_mask: Any) -> tuple[jax.Array, None]:
-        return self.lm_head(jax.nn.one_hot(tokens, VOCAB)), None
-
-
-TABLE = np.random.default_rng(4).normal(size=(VOCAB, VOCAB)).astype(np.float32)
-LOGS = TABLE.astype(np.float64) / TEMPERATURE
-LOGS -= np.log(np.exp(LOGS).sum(axis=1, keepdims=True))
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return make_model(make_mesh(1), scale=0.1)  # two programs round its small logits alike
 
 
 @pytest.fixture(scope="module")
-def case() -> dict[str, Any]:
+def case(model: Any) -> dict[str, Any]:
     """Uneven rows; the old policy is off by up to 0.6 in both directions, so every branch of the clip is taken."""
     rng = np.random.default_rng(3)
     prompts = [rng.integers(3, VOCAB, n).tolist() for n in (6, 1, 3, 4)]
     completions = [rng.integers(3, VOCAB, n).tolist() for n in LENGTHS]
-    now = [LOGS[[p[-1], *c[:-1]], c] for p, c in zip(prompts, completions, strict=True)]
+    now = model_logps(model, prompts, completions, TEMPERATURE)
     old = [line + rng.uniform(-0.6, 0.6, len(line)) for line in now]
     reference = [line + rng.uniform(-0.3, 0.3, len(line)) for line in now]
     made = [
@@ -127,16 +104,63 @@ def distance(left: dict[str, Any], right: dict[str, Any]) -> float:
 # --- against NumPy ---------------------------------------------------------------------------------------------------
 
 
+def objective(case: dict[str, Any], aggregation: str, low: float, high: float, beta: float, kl_kind: str) -> float:
+    """- E[min(r A, clip(r) A) - beta KL]: DeepSeekMath (arXiv 2402.03300), equation 3, row by row."""
+    losses = []
+    for now, old, reference, advantage in zip(case["now"], case["old"], case["reference"], ADVANTAGES, strict=True):
+        ratio = np.exp(now - old)
+        gain = np.minimum(ratio * advantage, np.clip(ratio, 1 - low, 1 + high) * advantage)
+        gap = reference - now
+        kl = {"low_var_kl": np.exp(gap) - gap - 1, "kl": -gap, "mse_kl": gap**2 / 2}[kl_kind]
+        losses.append(-gain + beta * kl)
+    if aggregation == "token-mean":
+        return float(np.concatenate(losses).mean())
+    if aggregation == "sequence-mean-token-mean":
+        return float(np.mean([line.mean() for line in losses]))
+    return float(np.mean([line.sum() / 5 for line in losses]))  # token-scale: by rollout.max_new_tokens
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize(
+    ("low", "high", "beta", "kl_kind"),
+    [(0.2, None, 0.0, "kl"), (0.1, 0.4, 0.0, "kl"), (0.2, 0.28, 0.5, "low_var_kl"), (0.2, None, 0.5, "mse_kl")],
+)
+def test_loss_is_the_clipped_objective(
+    model: Any, case: dict[str, Any], tmp_path: Path, aggregation: Any, low: float, high: Any, beta: float, kl_kind: str
+) -> None:
+    settings = make_settings(tmp_path, clip_low=low, clip_high=high, beta=beta, kl_estimator=kl_kind)
+    fields = {"reference_logps": packed(case["reference"], case)} if beta else {}
+    loss, sums = policy_loss(model, batch_of(rows_of(case, aggregation)[0], **fields), settings)
+    upper = low if high is None else high
+    assert (
+        float(loss)
+        == float(sums.loss)
+        == pytest.approx(objective(case, aggregation, low, upper, beta, kl_kind), abs=2e-6)
+    )
+    clipped = [
+        (a > 0) & (np.exp(n - o) > 1 + upper) | (a < 0) & (np.exp(n - o) < 1 - low)
+        for n, o, a in zip(case["now"], case["old"], ADVANTAGES, strict=True)
+    ]
+    assert 0 < float(sums.clipped) == np.concatenate(clipped).sum()
+
+
 @pytest.mark.parametrize("estimator", ["low_var_kl", "kl", "mse_kl"])
-def test_kl_is_added_up_over_the_tokens(case: dict[str, Any], tmp_path: Path, estimator: str) -> None:
+def test_kl_is_added_up_over_the_tokens(model: Any, case: dict[str, Any], tmp_path: Path, estimator: str) -> None:
     batch = batch_of(rows_of(case, "token-mean")[0], reference_logps=packed(case["reference"], case))
-    _, sums = policy_loss(Bigram(TABLE), batch, make_settings(tmp_path, beta=0.1, kl_estimator=estimator))
+    _, sums = policy_loss(model, batch, make_settings(tmp_path, beta=0.1, kl_estimator=estimator))
     gap = np.concatenate(case["reference"]) - np.concatenate(case["now"])
     kl = {"low_var_kl": np.exp(gap) - gap - 1, "kl": -gap, "mse_kl": gap**2 / 2}[estimator]
     assert float(sums.kl) == pytest.approx(kl.sum(), abs=1e-5)
 
 
-def test_importance_weights_multiply_the_token_losses(case: dict[str, Any], tmp_path: Path) -> None:
+def test_agreement_is_measured_on_the_way(model: Any, case: dict[str, Any], tmp_path: Path) -> None:
+    _, sums = policy_loss(model, batch_of(rows_of(case, "token-mean")[0]), make_settings(tmp_path))
+    gap = np.concatenate(case["now"]) - np.concatenate(case["old"])
+    assert float(sums.agreement.tokens) == sum(LENGTHS)
+    assert float(sums.agreement.abs_sum) == pytest.approx(np.abs(gap).sum(), abs=2e-5)
+
+
+def test_importance_weights_multiply_the_token_losses(model: Any, case: dict[str, Any], tmp_path: Path) -> None:
     rng = np.random.default_rng(5)
     engine = [line + rng.uniform(-1.0, 1.0, len(line)) for line in case["old"]]
     weights = truncated_weights(packed(case["old"], case), packed(engine, case), cap=1.5)
@@ -149,7 +173,7 @@ def test_importance_weights_multiply_the_token_losses(case: dict[str, Any], tmp_
         importance=weights,
         reference_logps=packed(case["reference"], case),
     )
-    loss, _ = policy_loss(Bigram(TABLE), batch, make_settings(tmp_path, beta=0.3, kl_estimator="mse_kl"))
+    loss, _ = policy_loss(model, batch, make_settings(tmp_path, beta=0.3, kl_estimator="mse_kl"))
     means = []
     for now, old, reference, weight, advantage in zip(
         case["now"], case["old"], case["reference"], by_hand, ADVANTAGES, strict=True
@@ -163,6 +187,29 @@ def test_importance_weights_multiply_the_token_losses(case: dict[str, Any], tmp_
 # --- cutting, order, and rows that do not count ----------------------------------------------------------------------
 
 
+class Table(nnx.Module):
+    """The output head of a `Bigram`."""
+
+    def __init__(self, table: np.ndarray):
+        self.w = nnx.Param(jnp.asarray(table, jnp.float32))
+
+    def __call__(self, chosen: jax.Array) -> jax.Array:
+        return chosen @ self.w[...]
+
+
+class Bigram(nnx.Module):
+    """Scores of the next token from the token before it alone, so that NumPy follows loss and gradient with ease."""
+
+    def __init__(self, table: np.ndarray):
+        self.lm_head = Table(table)
+
+    def __call__(self, tokens: jax.Array, positions: Any, cache: Any, attention_mask: Any) -> tuple[jax.Array, None]:
+        return self.lm_head(jax.nn.one_hot(tokens, VOCAB)), None
+
+
+TABLE = np.random.default_rng(4).normal(size=(VOCAB, VOCAB)).astype(np.float32)
+
+
 @pytest.fixture(scope="module")
 def bigram() -> tuple[Bigram, TrainBatch, tuple[float, np.ndarray]]:
     """A model, twelve rows of it, and their loss and its gradient by the table in float64."""
@@ -170,16 +217,18 @@ def bigram() -> tuple[Bigram, TrainBatch, tuple[float, np.ndarray]]:
     prompts = [rng.integers(3, VOCAB, n).tolist() for n in rng.integers(1, 7, 12)]
     ids = [rng.integers(3, VOCAB, n) for n in rng.integers(1, 6, 12)]
     advantages = rng.normal(size=12).astype(np.float32)
-    loss, gradient, completions, tokens = 0.0, np.zeros_like(LOGS), [], sum(map(len, ids))
+    logs = np.float64(TABLE) / TEMPERATURE
+    logs -= np.log(np.exp(logs).sum(axis=1, keepdims=True))
+    loss, gradient, completions, tokens = 0.0, np.zeros_like(logs), [], sum(map(len, ids))
     for prompt, line, advantage in zip(prompts, ids, advantages.astype(np.float64).tolist(), strict=True):
         before = np.array([prompt[-1], *line[:-1]])
-        now = LOGS[before, line]
+        now = logs[before, line]
         old = (now + rng.uniform(-0.5, 0.5, len(line))).astype(np.float32)
         ratio = np.exp(now - np.float64(old))
         plain, clipped = -advantage * ratio, -advantage * np.clip(ratio, 0.8, 1.2)
         loss += np.maximum(plain, clipped).sum() / tokens
         for row, token, slope in zip(before, line, np.where(clipped > plain, 0.0, plain) / tokens, strict=True):
-            gradient[row] -= slope * np.exp(LOGS[row]) / TEMPERATURE
+            gradient[row] -= slope * np.exp(logs[row]) / TEMPERATURE
             gradient[row, token] += slope / TEMPERATURE
         completions.append(Completion(line.astype(np.int32), old, "length", 0))
     rows, _ = train_rows(prompts, completions, advantages, RowShape(6, 5, 11, 12), "token-mean")
@@ -270,9 +319,22 @@ def test_loss_and_gradient_are_those_of_tunix(
     case: dict[str, Any], tmp_path: Path, name: str, tunix_name: str, aggregation: Any, beta: float, weighted: bool
 ) -> None:
     """Tunix divides sums by counts where ours adds up weights, so that the last bits may differ."""
+    compare_with_tunix(Bigram(TABLE), case, tmp_path, name, tunix_name, aggregation, beta, weighted)
+
+
+def compare_with_tunix(
+    model: nnx.Module,
+    case: Any,
+    directory: Path,
+    name: str,
+    tunix_name: str,
+    aggregation: Any,
+    beta: float,
+    weighted: bool,
+) -> None:
     options = {"name": name, "loss_aggregation": aggregation, "beta": beta, "clip_low": 0.1, "clip_high": 0.4}
-    settings, rewards = make_settings(tmp_path, **options), np.array([0.3, 1.0, 2.0, -1.5])
-    model, algorithm = Bigram(TABLE), settings.algorithm
+    settings, rewards = make_settings(directory, **options), np.array([0.3, 1.0, 2.0, -1.5])
+    algorithm: Any = settings.algorithm
     advantages = group_advantages(rewards, group_size=2, algorithm=algorithm)
     theirs = np.asarray(function_registry.get_advantage_estimator(tunix_name)(rewards=rewards, num_generations=2))
     assert advantages.tobytes() == theirs.tobytes()
