@@ -67,7 +67,7 @@ class SumsEnv(BaseEnv):
         return group, []
 
     async def evaluate(self, *_: Any, **__: Any) -> None:
-        """Do nothing: the run evaluates."""
+        """Do nothing: the bridge cannot tell evaluations from training."""
 
 
 if __name__ == "__main__":
