@@ -16,7 +16,8 @@ def commands(section: str) -> list[str]:
     """Return the lines of a section's blocks of commands."""
     text = (REPOSITORY / "docs" / "serving.md").read_text()
     [body] = re.findall(rf"^## {section}\n(.*?)(?=^## |\Z)", text, re.M | re.S)
-    return [line for block in re.findall(r"^```\n(.*?)^```", body, re.M | re.S) for line in block.splitlines()]
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```", body, re.M | re.S)
+    return [line for language, block in blocks if not language for line in block.splitlines()]
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ from tpu_grpo.run.abstract import AbstractRun, open_abstract_checkpoint
 from tpu_grpo.run.meshes import build_meshes
 
 SLOW = 0.7
-"""A speed below this share of the speed that plans assume counts as slow."""
+"""A speed below this share of the expected speed counts as slow."""
 REACHED = 0.9
 """The share of its nominal FLOP/s and memory bandwidth that a chip should reach when it does nothing else."""
 CPU_LINKS = 50e6

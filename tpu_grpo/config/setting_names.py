@@ -170,9 +170,8 @@ MEANT: Mapping[str, str] = {
 SAME_VALUES = {"bf16": "bfloat16", "fp32": "float32", "flash_attention_2": "flash", "sdpa": "dot", "eager": "dot"}
 """Value in other libraries -> value here."""
 ABSENT = {
-    "push_to_hub": "nothing is uploaded; export.every=last leaves a Hugging Face directory in run.dir/exports, which "
-    "`hf upload` takes",
-    "hub_model_id": "nothing is uploaded; export.every=last leaves a Hugging Face directory in run.dir/exports",
+    "push_to_hub": "a run uploads nothing; after it, scripts/export.py --push OWNER/NAME does",
+    "hub_model_id": "a run uploads nothing; after it, scripts/export.py --push OWNER/NAME does",
     "use_vllm": "the engine always runs in the process; leave it out",
     "vllm_mode": "the engine always runs in the process; leave it out",
     "config": "the config is named alone: scripts/run.py CONFIG.yaml",
