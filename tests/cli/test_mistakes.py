@@ -26,7 +26,7 @@ run latin.yaml
 run train.jsonl
     config file train.jsonl is not readable YAML: expected .. correct it
 run --push_to_hub
-    --push_to_hub is no flag; nothing is uploaded .. which `hf upload` takes
+    --push_to_hub is no flag; a run uploads nothing; after it, scripts/export.py --push OWNER/NAME does
 run --epochs 3
     --epochs is no flag; settings are written without dashes: run.epochs=3
 run --model hf:Qwen/Qwen3-0.6B
@@ -48,7 +48,7 @@ run run.sed=1
 run logging.wandb=true
     logging.wandb must be off, offline or online, got true; `--help all` lists what every setting takes
 run push_to_hub=true
-    push_to_hub is not a setting (got True); nothing is uploaded; export.every=last leaves
+    push_to_hub is not a setting (got True); a run uploads nothing; after it, scripts/export.py
 run model.dtype=fp16
     model.dtype must be 'float32' or 'bfloat16', got 'fp16'; `--help model.dtype` says more
 run optimizer.learning_rate=fast
