@@ -8,7 +8,7 @@ import pytest
 
 from tests.environments.template_families import ADD, dialect, ids
 from tpu_grpo.config import EnvironmentSection
-from tpu_grpo.environments.actions import Answered, Ended, LoadedEnvironment
+from tpu_grpo.environments.actions import Answered, Ended, LoadedEnvironment, ToolCall
 from tpu_grpo.environments.agent_conversation import AgentConversation
 from tpu_grpo.environments.conversation import BRANCH_SAMPLES, Start
 from tpu_grpo.environments.policy_requests import Asked
@@ -184,6 +184,14 @@ def test_texts_of_an_agent_cannot_spell_special_tokens() -> None:
     }
     more = talk.answered(asked(user("x<|im_end|>y"), assistant("z"), {**user("w"), "tool_calls": [made]}))
     assert more.token_ids.count(end) == request.token_ids.count(end) + 2  # the turn's and the new message's
+
+
+def test_the_policy_calls_a_tool_whose_name_spells_a_special_token() -> None:
+    talk = conversation()
+    tool = {"type": "function", "function": {"name": "x<tool_call>", "parameters": {"properties": {}}}}
+    talk.first(asked(user("u"), tools=(tool,)))
+    [call] = talk.turn(said('<tool_call>\n{"name": "x<tool_call>", "arguments": {}}\n</tool_call>')).calls
+    assert call == ToolCall("x<tool_call>", {})
 
 
 def test_tokens_in_tokens_out() -> None:

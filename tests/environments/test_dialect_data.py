@@ -71,6 +71,26 @@ def test_a_tool_s_name_that_the_policy_made_up_holds_no_marker() -> None:
     assert [token for token in tokens if token.startswith("<|")] == ["<|im_start|>", "<|im_end|>", "<|im_start|>"]
 
 
+@pytest.mark.parametrize("family", ["qwen2_5", "qwen3_coder", "llama3"])
+def test_a_tool_s_schema_cannot_spell_special_tokens(family: str) -> None:
+    """Name, description, parameter, enum value and any other key; an agent's tools and an environment's are alike."""
+    own = tokenizer(family)
+    end = "<|eot_id|>" if family == "llama3" else "<|im_end|>"
+
+    def offered(end: str) -> tuple[list[int], list[int]]:
+        schema = {"type": "string", "description": end, "enum": ["a", end], end: end}
+        parameters = {"type": "object", "properties": {f"b{end}": schema}, "required": [f"b{end}"]}
+        tool = {"type": "function", "function": {"name": f"x{end}", "description": end, "parameters": parameters}}
+        opened, messages = Dialect(own, [tool]), [{"role": "user", "content": "u"}]
+        return opened.prompt(messages), opened.first(messages, None)[1]
+
+    (asked, first), (plain, _) = offered(end), offered("<end>")
+    assert asked == first
+    marker = own.get_vocab()[end]
+    assert asked.count(marker) == plain.count(marker)
+    assert own.decode(asked) == own.decode(plain).replace("<end>", end)
+
+
 def test_a_tokenizer_that_writes_a_space_first_is_refused() -> None:
     with pytest.raises(ConfigError, match="encodes the text between special tokens as it does alone.*splits a prompt"):
         Dialect(sentence_pieces(prepend=True), ())

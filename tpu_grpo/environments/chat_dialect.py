@@ -22,10 +22,15 @@ class ChatTemplate:
     """Renders conversations with a tokenizer's chat template. Raises ConfigError if the tokenizer has no template."""
 
     def __init__(
-        self, tokenizer: "PreTrainedTokenizerFast", tools: Sequence[Mapping[str, Any]], switches: Mapping[str, Any]
+        self,
+        tokenizer: "PreTrainedTokenizerFast",
+        tools: Sequence[Mapping[str, Any]],
+        switches: Mapping[str, Any],
+        encoder: Encoder,
     ):
         self._tokenizer = tokenizer
-        self.tools: list[Any] = [dict(tool) for tool in tools]
+        self.tools: list[Any] = _guarded([dict(tool) for tool in tools], encoder)
+        """The schemas of the tools; `Encoder.guarded` was applied to their texts."""
         self._switches = dict(switches)
         if not tokenizer.chat_template:
             raise ConfigError(
@@ -143,7 +148,7 @@ class Prober:
             turn = said(number, thinks=thinks)
             if role == "tool":
                 turn = {**turn, "tool_calls": [self.call(f"{CALLED}{number}")]}
-            name = {"name": self._name, "tool_call_id": CALL_ID} if role == "tool" else {}
+            name = {"name": self.name, "tool_call_id": CALL_ID} if role == "tool" else {}
             messages += [turn, {"role": role, **name, "content": f"{ANSWERED}{number}"}]
             texts.append(self._template.write(messages))
         return texts
@@ -161,18 +166,19 @@ class Prober:
                 )
 
     @property
-    def _name(self) -> str:
+    def name(self) -> str:
+        """The name of the first tool."""
         return str(self._template.tools[0]["function"]["name"])
 
     def call(self, mark: str, name: str | None = None) -> dict[str, Any]:
         """Return a call of the tool ``name``, or of the first tool if ``name`` is None; its argument is a mark."""
-        function = {"name": name or self._name, "arguments": {"mark": mark}}
+        function = {"name": name or self.name, "arguments": {"mark": mark}}
         return {"type": "function", "id": CALL_ID, "function": function}
 
     def written_call(self) -> str:
         """Return the template's rendering of a turn that consists of a call of the first tool."""
         turn: Mapping[str, Any] = {"role": "assistant", "content": "", "tool_calls": [self.call(CALLED)]}
-        answer: Message = {"role": "tool", "name": self._name, "tool_call_id": CALL_ID, "content": ANSWERED}
+        answer: Message = {"role": "tool", "name": self.name, "tool_call_id": CALL_ID, "content": ANSWERED}
         text = self._template.write([{"role": "user", "content": QUESTION}, turn, answer])
         return text[len(self.head) : text.index(self.end, len(self.head))]
 
@@ -190,22 +196,13 @@ def _changed(role: str, how: str) -> ConfigError:
     )
 
 
-def _guarded(message: Message, encoder: Encoder) -> Message:
-    """Apply `Encoder.guarded` to all texts of a message, including those in its calls, and the names of arguments."""
-
-    def guarded(value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {encoder.guarded(key): guarded(each) for key, each in value.items()}
-        if isinstance(value, list | tuple):
-            return [guarded(each) for each in value]
-        return encoder.guarded(value) if isinstance(value, str) else value
-
-    calls = [
-        {**call, "function": {key: guarded(each) for key, each in call["function"].items()}}
-        for call in message.get("tool_calls", ())
-    ]
-    texts = {key: guarded(message[key]) for key in ("name", "content") if key in message}
-    return {**message, **texts, **({"tool_calls": calls} if calls else {})}
+def _guarded(value: Any, encoder: Encoder) -> Any:
+    """Apply `Encoder.guarded` to all texts and keys of a JSON value: a message with its calls, or a tool's schema."""
+    if isinstance(value, Mapping):
+        return {encoder.guarded(key): _guarded(each, encoder) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_guarded(each, encoder) for each in value]
+    return encoder.guarded(value) if isinstance(value, str) else value
 
 
 _MOST_TOOLSETS = 256
@@ -231,7 +228,8 @@ def turn_ends(tokenizer: "PreTrainedTokenizerFast", switches: Mapping[str, Any] 
     ``switches`` are further arguments of the template. Raises ConfigError if there is no template, or if the template
     does not open or end turns.
     """
-    return _turn_ends(tokenizer, Prober(ChatTemplate(tokenizer, (), switches or {}), Encoder(tokenizer)))
+    encoder = Encoder(tokenizer)
+    return _turn_ends(tokenizer, Prober(ChatTemplate(tokenizer, (), switches or {}, encoder), encoder))
 
 
 def _turn_ends(tokenizer: "PreTrainedTokenizerFast", prober: Prober) -> tuple[int, ...]:
@@ -283,11 +281,12 @@ class Dialect:
         encoder: Encoder | None = None,
     ):
         self._tokenizer = tokenizer
-        self._template = ChatTemplate(tokenizer, tools, switches or {})
+        self.encoder = encoder or Encoder(tokenizer)
+        self._tools = list(tools)
+        self._template = ChatTemplate(tokenizer, tools, switches or {}, self.encoder)
         self._with_tools: Callable[[str], Dialect] = lru_cache(_MOST_TOOLSETS)(
             lambda tools: Dialect(tokenizer, json.loads(tools), tool_format, switches, self.encoder)
         )
-        self.encoder = encoder or Encoder(tokenizer)
         self._pasts: dict[str, Cutter | None] = {}
         self._prober = Prober(self._template, self.encoder)
         ends = _turn_ends(tokenizer, self._prober)
@@ -307,7 +306,7 @@ class Dialect:
     def with_tools(self, tools: str) -> "Dialect":
         """Return the `Dialect` of the same tokenizer for other tools, which are given as a JSON list; raises the
         constructor's errors."""
-        return self if tools == json.dumps(self._template.tools) else self._with_tools(tools)
+        return self if tools == json.dumps(self._tools) else self._with_tools(tools)
 
     # --- the first prompt ---------------------------------------------------------------------------------------------
 
@@ -474,8 +473,8 @@ class Dialect:
 
     def _reader(self, tool_format: ToolFormat) -> tuple[ToolFormat, CallReader] | tuple[None, None]:
         """Return the format of calls and the reader for it; (None, None) without tools."""
-        if not (tools := self._template.tools):
+        if not self._tools:
             return None, None
-        written, name = self._prober.written_call(), str(tools[0]["function"]["name"])
+        written, name = self._prober.written_call(), self._prober.name
         chosen = format_of(written, name) if tool_format == "auto" else tool_format
-        return chosen, reader(chosen, written, name, schemas_of(tools))
+        return chosen, reader(chosen, written, name, schemas_of(self._tools))

@@ -11,7 +11,7 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -400,7 +400,7 @@ def reader(tool_format: ToolFormat, written: str, name: str, schemas: Schemas) -
     return readers[tool_format]()
 
 
-def schemas_of(tools: list[dict[str, Any]]) -> Schemas:
+def schemas_of(tools: Sequence[Mapping[str, Any]]) -> Schemas:
     """Return the properties of each tool's parameters by the tool's name."""
     return {
         str(tool["function"]["name"]): dict(tool["function"].get("parameters", {}).get("properties", {}))
