@@ -86,6 +86,17 @@ def test_a_tools_answer_gets_the_name_of_its_call() -> None:
     assert told == {"role": "tool", "content": "2", "name": "add"}
 
 
+def with_parameter(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {"x": schema}}}
+
+
+def test_a_tools_schema_keeps_the_order_of_its_keys() -> None:
+    """A chat template writes the schema in that order; with another one, the prompt would be another."""
+    tool = {"type": "function", "function": with_parameter({"description": "e", "anyOf": [True, {"type": "null"}]})}
+    body = {"messages": [{"role": "user", "content": "x"}], "tools": [tool]}
+    assert json.dumps(FORMS["/v1/chat/completions"].read(json.dumps(body).encode()).tools) == json.dumps([tool])
+
+
 DEEP = '{"a": ' * 200 + "1" + "}" * 200
 
 
@@ -95,10 +106,9 @@ DEEP = '{"a": ' * 200 + "1" + "}" * 200
         ({"tool": {}}, "tools.0.function.name"),
         ({"tool": {"name": "f", "parameters": "x"}}, "function.parameters"),
         ({"tool": {"name": "f", "parameters": {"properties": None}}}, "properties"),
-        (
-            {"tool": {"name": "f", "parameters": {"properties": {"x": {"type": 5}}}}},
-            "the type of a tool's parameter must be a text, got 5",
-        ),
+        ({"tool": with_parameter({"type": 5})}, "properties.x.type.str: Input should be a valid string, got 5"),
+        ({"tool": with_parameter({"anyOf": 5})}, "properties.x.anyOf: Input should be a valid array, got 5"),
+        ({"tool": with_parameter({"oneOf": [{"type": 5}]})}, "properties.x.oneOf.0.*should be a valid string, got 5"),
         ({"top_k": 2**31}, "top_k: Input should be less than 2147483648"),
         ({"call": DEEP}, "nested at most 64 levels"),
         ({"call": '{"a": NaN}'}, "a number must be finite"),

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
 
 from tpu_grpo.environments.actions import Action, SampledTurn
 from tpu_grpo.environments.tool_calls import checked_value
@@ -134,33 +134,36 @@ class _Message(BaseModel):
         return message
 
 
-class _Parameters(BaseModel):
-    model_config = ConfigDict(extra="allow")
+class _Schema(BaseModel):
+    type: str | list[str] | None = None
+    anyOf: "list[_Schema | bool] | None" = None
+    oneOf: "list[_Schema | bool] | None" = None
 
-    properties: dict[str, dict[str, Any]] = Field(default_factory=dict)
+
+class _Parameters(BaseModel):
+    properties: dict[str, _Schema] = Field(default_factory=dict)
 
 
 class _Described(BaseModel):
-    model_config = ConfigDict(extra="allow")
-
     name: Annotated[str, Field(min_length=1, max_length=200)]
     parameters: _Parameters | None = None
 
 
+def _as_given(given: dict[str, Any], check: ValidatorFunctionWrapHandler) -> dict[str, Any]:
+    """Check a value, and return it with its keys in their order, which chat templates show to the policy."""
+    check(given)
+    return given
+
+
 class _Tool(BaseModel):
     type: Literal["function"]
-    function: _Described
+    function: Annotated[_Described, WrapValidator(_as_given)]
 
     def plain(self) -> dict[str, Any]:
-        """Return the tool as chat templates take it; raises RefusedError for an invalid schema."""
-        function = self.function.model_dump(exclude_unset=True)
-        if self.function.parameters is None:
-            function.pop("parameters", None)
-        for name, schema in (self.function.parameters.properties if self.function.parameters else {}).items():
-            kind = schema.get("type", "string")
-            if not isinstance(kind, str) and not (isinstance(kind, list) and all(isinstance(k, str) for k in kind)):
-                raise RefusedError(f"the type of a tool's parameter must be a text, got {kind!r:.100} of {name:.100}")
-        return {"type": "function", "function": _checked(function, f"the tool {self.function.name}")}
+        """Return the tool as chat templates take it; raises RefusedError for values that JSON cannot hold."""
+        given: dict[str, Any] = self.function  # pyright: ignore[reportAssignmentType]
+        function = {key: value for key, value in given.items() if key != "parameters" or value is not None}
+        return {"type": "function", "function": _checked(function, f"the tool {function['name']}")}
 
 
 class _Chat(_Body):
