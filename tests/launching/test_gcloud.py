@@ -160,7 +160,7 @@ def test_errors_of_gcloud_are_shown_with_what_to_do(
         (["create", "--type", "v4-8", "--name", "Grpo"], "--name must be lower-case letters"),
         (["create", "--type", "v4-8", "--spot", "--reserved"], "--spot and --reserved exclude each other"),
         (["create", "--type", "v4-8", "--how", "vm", "--valid-until", "6h"], "--valid-until needs --how queued"),
-        (["create", "--type", "v5e-8", "--slices", "0"], "--slices must be >= 1, got 0; leave it out for one slice"),
+        (["create", "--type", "v5e-8", "--slices", "0"], "--slices must be a whole number >= 1, got 0; leave it and"),
         (["status", "--how", "vm", "--slices", "2"], "--slices must be 1 with --how vm, got 2; leave out --how vm"),
         (["status", "--internal-ip", "--tunnel-through-iap"], "--internal-ip and --tunnel-through-iap exclude"),
         (["run", "nosuch.yaml"], "CONFIG must be a file here, got nosuch.yaml"),
@@ -193,12 +193,16 @@ def test_mistakes_are_refused_before_anything_happens(
     assert words[0] == "setup" or stand_in.calls() == []
 
 
-def test_without_a_name_or_gcloud(
+def test_without_a_name_or_gcloud_or_a_number_of_slices(
     stand_in: StandIn, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     assert main(["status"]) == 2
     assert "gcloud must be on the PATH" in capsys.readouterr().err
+    monkeypatch.setenv("TPU_SLICES", "two")
+    assert main(["status"]) == 2
+    assert "--slices must be a whole number >= 1, got two; leave it and TPU_SLICES out" in capsys.readouterr().err
+    monkeypatch.delenv("TPU_SLICES")
     monkeypatch.delenv("TPU_NAME")
     assert main(["status"]) == 2
     assert "--name must say which TPU, got none; give it, or set TPU_NAME" in capsys.readouterr().err

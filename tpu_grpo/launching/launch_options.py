@@ -124,6 +124,12 @@ def parse(arguments: Sequence[str]) -> Options:
 
 
 def _check(options: Options) -> None:
+    given = str(options.slices)
+    if not given.isdecimal() or int(given) < 1:
+        raise ConfigError(
+            f"--slices must be a whole number >= 1, got {given}; leave it and {VARIABLES['slices']} out for one slice"
+        )
+    options.slices = int(given)
     if options.verb == "watch" and options.run_dir.startswith(BUCKET):
         return  # a bucket needs no TPU
     if options.name is None:
@@ -132,8 +138,6 @@ def _check(options: Options) -> None:
         raise ConfigError(
             f"--name must be lower-case letters, digits and dashes, beginning with a letter, got {options.name!r}"
         )
-    if options.slices < 1:
-        raise ConfigError(f"--slices must be >= 1, got {options.slices}; leave it out for one slice")
     if options.how == "vm" and options.slices > 1:
         raise ConfigError(
             f"--slices must be 1 with --how vm, got {options.slices}; leave out --how vm: only queued resources make "
@@ -166,7 +170,7 @@ def _common_flags(parser: argparse.ArgumentParser) -> None:
     add("--zone", help=f"({VARIABLES['zone']}, else gcloud's compute/zone)")
     add("--project", help=f"({VARIABLES['project']}, else gcloud's core/project)")
     slices = f"how many, joined by the data-centre network ({VARIABLES['slices']}, default: 1)"
-    add("--slices", type=int, default=1, metavar="N", help=slices)
+    add("--slices", default="1", metavar="N", help=slices)
     how = "a queued resource, or a TPU VM at once (default: queued)"
     add("--how", choices=("queued", "vm"), default="queued", help=how)
     add("--dry-run", action="store_true", help="print the commands, run none")
