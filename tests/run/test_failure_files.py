@@ -2,20 +2,28 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
+import pytest
 
 from tests.learner.test_loss import batch_of
 from tests.learner.toy import make_config, make_mesh
+from tests.run.test_meshes import devices
 from tests.talks import talk
 from tpu_grpo.engine.sampler import BrokenRollout
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.learner.batches import pass_arrays, placed_pass
 from tpu_grpo.learner.learner import FailedUpdate
 from tpu_grpo.learner.rows import RowShape, train_rows
+from tpu_grpo.models.checkpoint import abstract_checkpoint
+from tpu_grpo.planning.slice_plan import PUBLISHED
+from tpu_grpo.records.errors import ConfigError
 from tpu_grpo.records.stages import Prompt, PromptBatch, Rollout, ScoredRollout, Scores
-from tpu_grpo.run.non_finite import FailureFiles, read_update
+from tpu_grpo.run import non_finite
+from tpu_grpo.run.non_finite import FailureFiles, KeptUpdate, read_update
 
 TALK = talk(
     [1, 2],
@@ -47,6 +55,20 @@ def test_an_update_on_conversations_is_kept_with_their_turns_and_masks(tmp_path:
     first, _ = [json.loads(line) for line in (tmp_path / "non_finite" / "7.jsonl").read_text().splitlines()]
     assert (first["prompt"], first["environment"], first["mask"]) == ("first", "calculator", [[2, 1], [1, 0]])
     assert [(turn["calls"], turn["answer"]) for turn in first["turns"]] == [(["add"], "5"), ([], "")]
+
+
+def test_an_update_with_experts_is_not_repeated_on_too_many_chips(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a run is not started there: libtpu refuses the update's program in words that name no remedy."""
+    trainer = np.array(devices(8, 4, device_kind="TPU v5 lite"))
+    meshes = SimpleNamespace(trainer=SimpleNamespace(devices=trainer))
+    experts: Any = abstract_checkpoint(PUBLISHED / "Qwen3-30B-A3B")
+    monkeypatch.setattr(non_finite, "open_model", lambda *_: (experts, None))
+    monkeypatch.setattr(non_finite, "build_meshes", lambda *_: meshes)
+    kept = KeptUpdate(tmp_path / "7.npz", 7, 1, 1, np.nan, np.nan, {}, ())
+    with pytest.raises(ConfigError, match="at most 16 chips, .* got qwen3_moe on 32; use a slice of v5p or v6e"):
+        next(non_finite.replay(kept, make_config(tmp_path), Hosts()))
 
 
 def test_a_rollout_of_conversations_is_kept_with_the_prompts_of_its_branches(tmp_path: Path) -> None:

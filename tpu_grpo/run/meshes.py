@@ -115,17 +115,26 @@ def check_trainer(config: RunConfig, checkpoint: Checkpoint, meshes: Meshes) -> 
     """Check that the run can be trained on its meshes.
 
     Raises:
-        ConfigError: a host both trains and samples in a run with algorithm.staleness=1, or a model with experts is
-            trained on more than 16 chips of v5e. libtpu 0.0.42.1 compiles no ragged all-to-all over 32, 64 or 256 chips
-            of v5e, but over slices of v6e up to 256 chips, of v5p up to 64, and of v4 and v7x up to 16.
+        ConfigError: a host both trains and samples in a run with algorithm.staleness=1, and for what `check_experts`
+            refuses.
     """
-    trainer = meshes.trainer.devices.flat
-    if config.algorithm.staleness and set(hosts_of(trainer)) & set(hosts_of(meshes.sampler_devices)):
+    trainer, sampler = hosts_of(meshes.trainer.devices.flat), hosts_of(meshes.sampler_devices)
+    if config.algorithm.staleness and set(trainer) & set(sampler):
         raise ConfigError(
             f"algorithm.staleness={config.algorithm.staleness} needs hosts that train and hosts that sample, got one "
             "host; start more hosts, or leave it out"
         )
-    if checkpoint.has_experts and is_v5e(list(trainer)) and len(trainer) > 16:
+    check_experts(checkpoint, meshes)
+
+
+def check_experts(checkpoint: Checkpoint, meshes: Meshes) -> None:
+    """Raise ConfigError if a model with experts is trained on more than 16 chips of v5e.
+
+    libtpu 0.0.42.1 compiles no ragged all-to-all over 32, 64 or 256 chips of v5e, but over slices of v6e up to 256
+    chips, of v5p up to 64, and of v4 and v7x up to 16.
+    """
+    trainer = list(meshes.trainer.devices.flat)
+    if checkpoint.has_experts and is_v5e(trainer) and len(trainer) > 16:
         raise ConfigError(
             "models with experts need v5e slices of at most 16 chips, because the TPU compiler cannot send tokens to "
             f"experts over more, got {checkpoint.family.model_type} on {len(trainer)}; use a slice of v5p or v6e"

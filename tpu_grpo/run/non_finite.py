@@ -40,7 +40,7 @@ from tpu_grpo.observe.sample_rows import conversation_fields, sample_fields, sam
 from tpu_grpo.observe.summary import versions
 from tpu_grpo.records.errors import DataError
 from tpu_grpo.run.inputs import open_model
-from tpu_grpo.run.meshes import build_meshes
+from tpu_grpo.run.meshes import build_meshes, check_experts
 from tpu_grpo.run.policies import load_inputs
 
 FORMAT = 1
@@ -179,12 +179,14 @@ def replay(kept: KeptUpdate, config: RunConfig, hosts: Hosts) -> Iterator[str]:
 
     Raises:
         CheckpointError: if the checkpoint is missing, damaged, or of another model or optimizer than the config's.
+        ConfigError: for devices on which the trainer cannot run.
         DataError: for passes that the trainer's mesh cannot split.
     """
     checkpoint, _ = open_model(config, hosts)
     if hosts.count == 1:  # one process repeats the passes of all slices
         config = config.model_copy(update={"meshes": config.meshes.model_copy(update={"slices": 1})})
     meshes = build_meshes(config, checkpoint)
+    check_experts(checkpoint, meshes)  # a run one step off policy is repeated on one host, too
     if not meshes.trainer.local_devices:
         return  # the trainer's hosts repeat the update
     trainers = hosts.among(hosts_of(meshes.trainer.devices.flat))
