@@ -10,6 +10,7 @@ import pytest
 
 from tpu_grpo.cli.rewards import main
 from tpu_grpo.config import RewardSpec
+from tpu_grpo.observe.json_lines import encode_line
 from tpu_grpo.records.errors import DataError
 from tpu_grpo.rewards.workbench import Disagreement, read_completions, try_rewards
 
@@ -24,6 +25,13 @@ RECORDS = [
 def write(path: Path, records: list[Any]) -> Path:
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path
+
+
+def test_separators_within_a_text_do_not_end_a_line(tmp_path: Path) -> None:
+    """A run writes samples.jsonl in UTF-8, in which JSON leaves U+2028 and U+0085 as they are."""
+    path, texts = tmp_path / "c.jsonl", ("a\u2028b\x85c", "d")
+    path.write_bytes(b"\r\n".join(encode_line({"completion": text}).rstrip() for text in texts))
+    assert read_completions(path).texts == texts
 
 
 def test_scores_slowest_and_disagreements(tmp_path: Path):

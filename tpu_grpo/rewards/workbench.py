@@ -97,7 +97,7 @@ def _failures(name: str, result: RewardResult, alone: Sequence[Mapping[str, Rewa
 def read_completions(path: Path, step: int = 0) -> Rollout:
     """Read the completions of a file as a rollout, a prompt per line. Raises DataError."""
     try:
-        lines = read_file(path, 2**32).decode().splitlines()
+        lines = read_file(path, 2**32).decode().split("\n")  # as a text may hold other separators
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
             f"completions must be readable from {path}, got {type(error).__name__}; correct the path"
