@@ -161,6 +161,8 @@ def test_errors_of_gcloud_are_shown_with_what_to_do(
         (["create", "--type", "v4-8", "--spot", "--reserved"], "--spot and --reserved exclude each other"),
         (["create", "--type", "v4-8", "--how", "vm", "--valid-until", "6h"], "--valid-until needs --how queued"),
         (["create", "--type", "v5e-8", "--slices", "0"], "--slices must be a whole number >= 1, got 0; leave it and"),
+        (["watch", "gs://bucket/run", "--poll", "-1"], "--poll must be a number of seconds >= 0, got -1; leave it out"),
+        (["watch", "gs://bucket/run", "--poll", "nan"], "--poll must be a number of seconds >= 0, got nan; leave it"),
         (["status", "--how", "vm", "--slices", "2"], "--slices must be 1 with --how vm, got 2; leave out --how vm"),
         (["status", "--internal-ip", "--tunnel-through-iap"], "--internal-ip and --tunnel-through-iap exclude"),
         (["run", "nosuch.yaml"], "CONFIG must be a file here, got nosuch.yaml"),

@@ -130,6 +130,8 @@ def _check(options: Options) -> None:
             f"--slices must be a whole number >= 1, got {given}; leave it and {VARIABLES['slices']} out for one slice"
         )
     options.slices = int(given)
+    if not 0 <= (poll := getattr(options, "poll", 0.0)) < float("inf"):
+        raise ConfigError(f"--poll must be a number of seconds >= 0, got {poll:g}; leave it out for the usual one")
     if options.verb == "watch" and options.run_dir.startswith(BUCKET):
         return  # a bucket needs no TPU
     if options.name is None:
