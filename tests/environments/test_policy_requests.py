@@ -70,6 +70,13 @@ def test_settings_of_a_request() -> None:
     assert (asked.stop, asked.max_tokens, asked.n) == (("x",), 5, 1)
 
 
+@pytest.mark.parametrize(("asked", "used"), [(1e-37, 0.0), (9e-6, 0.0), (1e-5, 1e-5), (0.7, 0.7)])
+def test_a_tiny_temperature_is_greedy(asked: float, used: float) -> None:
+    """At 1e-37, the log-probability of a sampled token would be -inf, which JSON does not have."""
+    body = {**SOUND["/v1/chat/completions"], "temperature": asked}
+    assert FORMS["/v1/chat/completions"].read(json.dumps(body).encode()).sampling == {"temperature": used}
+
+
 def test_a_tools_answer_gets_the_name_of_its_call() -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     messages = [

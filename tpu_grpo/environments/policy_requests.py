@@ -23,6 +23,8 @@ from tpu_grpo.environments.tool_calls import checked_value
 
 MOST_CHOICES = 64
 MOST_STOPS = 16
+GREEDY_BELOW = 1e-5
+"""A temperature below this one is greedy, as in vLLM; logits that are divided by a tiny one are infinite."""
 
 
 class RefusedError(Exception):
@@ -92,6 +94,8 @@ class _Body(BaseModel):
         sampling = self.model_dump(include={"temperature", "top_p", "top_k", "min_p", "seed"}, exclude_none=True)
         if sampling.get("top_k") == -1:
             sampling["top_k"] = 0  # all tokens, for which vLLM and SGLang write -1
+        if sampling.get("temperature", 1.0) < GREEDY_BELOW:
+            sampling["temperature"] = 0.0
         return {
             "sampling": sampling,
             "n": self.n or 1,
