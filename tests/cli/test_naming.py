@@ -41,6 +41,14 @@ def test_a_run_is_named_with_its_checkpoint(places: Path) -> None:
         assert (found.config.model.path, found.config.model.lora.rank) == ("base", 2)
 
 
+def test_a_run_one_step_off_policy_is_named_on_one_machine(places: Path) -> None:
+    """algorithm.staleness=1 needs split meshes over several hosts, which sampling does not have."""
+    path = places / "run" / "config.yaml"
+    path.write_text("run: {name: r}\nmeshes: {layout: split}\nalgorithm: {staleness: 1}\n")
+    [found] = named_models([str(places / "run")], [])
+    assert (found.which, found.config.meshes.layout, found.config.algorithm.staleness) == ("latest", "shared", 0)
+
+
 def test_an_export_is_a_model_by_itself_or_adapters_of_its_base(places: Path) -> None:
     [model] = named_models([str(places / "model")], [])
     assert (model.which, model.config.model.path) == ("initial", str(places / "model"))

@@ -51,7 +51,7 @@ def named_models(names: Sequence[str], words: Sequence[str]) -> list[NamedModel]
             "meshes": MeshesSection(),
             "hosts": HostsSection(),
             "rollout": config.rollout.model_copy(update={"attention": "auto", "experts": "ragged", "kv_dtype": "auto"}),
-            "algorithm": config.algorithm.model_copy(update={"routing_replay": False}),
+            "algorithm": config.algorithm.model_copy(update={"routing_replay": False, "staleness": 0}),
         }
         settings = config.model_copy(update=here).model_dump(mode="json")
         models.append(NamedModel(name, changed_config(settings, words), which))
