@@ -62,10 +62,11 @@ def mixture(
 
     def one_round(number: Array, outputs_AD: Array) -> Array:
         plan = copies.round(number)
-        *_, outputs_CD = _experts(copies.send(sorted_AD, plan), plan.rows, weights)
-        return copies.return_to(outputs_AD, outputs_CD, plan)
+        inputs_CD = copies.send(sorted_AD, plan)
+        hidden_CF = _hidden(*(_product(inputs_CD, weight, plan.rows) for weight in weights[:2]))
+        return copies.return_to(outputs_AD, _product(hidden_CF, weights.down, plan.rows), plan)
 
-    outputs_AD = lax.fori_loop(0, copies.rounds, one_round, jnp.zeros_like(sorted_AD))
+    outputs_AD = lax.fori_loop(0, copies.rounds, one_round, lax.empty(sorted_AD.shape, sorted_AD.dtype))
     return jnp.einsum("tkd,tk->td", copies.unsort(outputs_AD), shares_Tk)
 
 
@@ -74,32 +75,40 @@ def _backward(
 ) -> tuple[Array, Array, np.ndarray, Weights]:
     """Return the gradients. A share's gradient is the dot product of g, the sum's gradient, and y, the expert's output.
 
-    Outputs are not kept, so the expert's device computes y again. It is sent share * g, and sends back the dot product
-    of share * g and y beside the input's gradient.
+    Outputs are not kept, and y = down(h) is not computed again, because g . down(h) is also the dot product of h and
+    h's gradient. The expert's device is sent share * g, and sends back the input's gradient, and this dot product.
     """
     x_TD, shares_Tk, chosen_Tk, weights = kept
     copies = Copies.of(chosen_Tk, len(weights.gate), axis)
-    sorted_AD, width = copies.sort(x_TD), x_TD.shape[1]
+    sorted_AD = copies.sort(x_TD)
     shared_TkD = shares_Tk[:, :, None] * gradients_TD[:, None]
     gradients_AD = shared_TkD.reshape(sorted_AD.shape)[copies.order_A]
 
-    def one_round(number: Array, carried: tuple[Array, Weights]) -> tuple[Array, Weights]:
-        returned, sums = carried
+    def one_round(number: Array, carried: tuple[Array, Array, Weights]) -> tuple[Array, Array, Weights]:
+        returned_AD, products_AL, sums = carried
         plan = copies.round(number)
         inputs_CD, gradients_CD = (copies.send(sent, plan) for sent in (sorted_AD, gradients_AD))
-        of_inputs_CD, products_C, of_weights = _expert_gradients(inputs_CD, gradients_CD, plan.rows, weights)
-        beside = jnp.broadcast_to(products_C[:, None], (len(products_C), LANES)).astype(of_inputs_CD.dtype)
-        sums = Weights(*(total + new for total, new in zip(sums, of_weights, strict=True)))
-        return copies.return_to(returned, jnp.concatenate([of_inputs_CD, beside], axis=1), plan), sums
+        hidden_CF, to_hidden = jax.vjp(_hidden, *(_product(inputs_CD, weight, plan.rows) for weight in weights[:2]))
+        of_hidden_CF = _product(gradients_CD, weights.down, plan.rows, transposed=True)
+        products_C = jnp.einsum("cf,cf->c", hidden_CF, of_hidden_CF, preferred_element_type=jnp.float32)
+        of_gate_CF, of_up_CF = to_hidden(of_hidden_CF)
+        of_inputs_CD = _product(of_gate_CF, weights.gate, plan.rows, transposed=True)
+        of_inputs_CD += _product(of_up_CF, weights.up, plan.rows, transposed=True)
+        products_CL = jnp.broadcast_to(products_C[:, None], (len(products_C), LANES))
+        pairs = ((inputs_CD, of_gate_CF), (inputs_CD, of_up_CF), (hidden_CF, gradients_CD))
+        return (
+            copies.return_to(returned_AD, of_inputs_CD, plan),
+            copies.return_to(products_AL, products_CL, plan),
+            Weights(*(_summed(*pair, plan.rows, total) for pair, total in zip(pairs, sums, strict=True))),
+        )
 
-    nothing = Weights(*(jnp.zeros(weight.shape, jnp.float32) for weight in weights))
-    start = jnp.zeros((len(sorted_AD), width + LANES), sorted_AD.dtype)
-    returned, sums = lax.fori_loop(0, copies.rounds, one_round, (start, nothing))
-    returned_TkD = copies.unsort(returned)
-    of_shares_Tk = jnp.where(shares_Tk == 0, 0, returned_TkD[:, :, width] / jnp.where(shares_Tk == 0, 1, shares_Tk))
-    of_weights = Weights(*(total.astype(weight.dtype) for total, weight in zip(sums, weights, strict=True)))
-    of_x_TD = returned_TkD[:, :, :width].sum(axis=1)
-    return of_x_TD, of_shares_Tk, np.zeros(chosen_Tk.shape, jax.dtypes.float0), of_weights
+    start = lax.empty(sorted_AD.shape, sorted_AD.dtype), lax.empty((len(sorted_AD), LANES), jnp.float32)
+    nothing = jax.tree.map(jnp.zeros_like, weights)
+    returned_AD, products_AL, of_weights = lax.fori_loop(0, copies.rounds, one_round, (*start, nothing))
+    products_Tk = copies.unsort(products_AL[:, :1])[:, :, 0]
+    of_shares_Tk = jnp.where(shares_Tk == 0, 0, products_Tk / jnp.where(shares_Tk == 0, 1, shares_Tk))
+    of_x_TD = copies.unsort(returned_AD).sum(axis=1)
+    return of_x_TD, of_shares_Tk.astype(shares_Tk.dtype), np.zeros(chosen_Tk.shape, jax.dtypes.float0), of_weights
 
 
 mixture.defvjp(lambda *given: (mixture(*given), given[:-1]), _backward)  # keeps all inputs but the axis
@@ -187,7 +196,7 @@ class Copies(NamedTuple):
 
     def send(self, sorted_AD: Float[Array, "A D"], plan: Round) -> Float[Array, "C D"]:
         """Send a round's copies to the devices of their experts, and sort the received copies by expert."""
-        buffer_CD = jnp.zeros((self.buffer_rows, sorted_AD.shape[1]), sorted_AD.dtype)
+        buffer_CD = lax.empty((self.buffer_rows, sorted_AD.shape[1]), sorted_AD.dtype)
         if self.axis is None:
             return buffer_CD.at[: len(sorted_AD)].set(sorted_AD)
         return lax.ragged_all_to_all(sorted_AD, buffer_CD, *plan.sent, axis_name=self.axis)[plan.by_expert]
@@ -228,33 +237,15 @@ def _repeated(values: Int[Array, "a b"], sizes: Int[Array, "a b"], rows: int) ->
 # --- grouped products ------------------------------------------------------------------------------------------------
 
 
-def _experts(
-    x_CD: Float[Array, "C D"], rows_e: Int[Array, " e"], weights: Weights
-) -> tuple[Float[Array, "C F"], Float[Array, "C F"], Float[Array, "C D"]]:
-    """Return gate x, up x and down(silu(gate x) * up x), computed for each row x by the row's expert."""
-    gated_CF, upward_CF = (_product(x_CD, weight, rows_e) for weight in (weights.gate, weights.up))
-    return gated_CF, upward_CF, _product(_hidden(gated_CF, upward_CF), weights.down, rows_e)
-
-
 def _hidden(gated_CF: Float[Array, "C F"], upward_CF: Float[Array, "C F"]) -> Float[Array, "C F"]:
     return jax.nn.silu(gated_CF) * upward_CF
 
 
-def _expert_gradients(
-    x_CD: Float[Array, "C D"], gradients_CD: Float[Array, "C D"], rows_e: Int[Array, " e"], weights: Weights
-) -> tuple[Float[Array, "C D"], Float[Array, " C"], Weights]:
-    """Return the gradients of inputs, each output's dot product with its gradient, and the gradients of weights.
-
-    The last two are float32.
-    """
-    gated_CF, upward_CF, outputs_CD = _experts(x_CD, rows_e, weights)
-    products_C = jnp.einsum("cd,cd->c", outputs_CD, gradients_CD, preferred_element_type=jnp.float32)
-    hidden_CF, to_hidden = jax.vjp(_hidden, gated_CF, upward_CF)
-    of_gated_CF, of_upward_CF = to_hidden(_product(gradients_CD, weights.down, rows_e, transposed=True))
-    of_x_CD = _product(of_gated_CF, weights.gate, rows_e, transposed=True)
-    of_x_CD += _product(of_upward_CF, weights.up, rows_e, transposed=True)
-    pairs = ((x_CD, of_gated_CF), (x_CD, of_upward_CF), (hidden_CF, gradients_CD))
-    return of_x_CD, products_C, Weights(*(tgmm(a.T, b, rows_e, jnp.float32, tiles_of(a.dtype)) for a, b in pairs))
+def _summed(
+    inputs: Float[Array, "C a"], gradients: Float[Array, "C b"], rows_e: Int[Array, " e"], sums: Float[Array, "e a b"]
+) -> Float[Array, "e a b"]:
+    """Add the gradients of the experts' matrices to ``sums``."""
+    return tgmm(inputs.T, gradients, rows_e, sums.dtype, tiles_of(inputs.dtype), existing_out=sums)
 
 
 def _product(
