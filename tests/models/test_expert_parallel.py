@@ -84,7 +84,11 @@ def over_devices(devices: int, chosen: np.ndarray, *given: Any) -> list[Array]:
     def call(*given: Any) -> list[Array]:
         return with_gradients(lambda x, shares, weights: spread(x, shares, chosen, weights), *given)
 
-    with mock.patch.object(lax, "ragged_all_to_all", exchanged), pltpu.force_tpu_interpret_mode():
+    with (
+        mock.patch.object(lax, "ragged_all_to_all", exchanged),
+        mock.patch.object(lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype)),  # must not be read
+        pltpu.force_tpu_interpret_mode(),
+    ):
         return jax.jit(call)(*jax.tree.map(lambda array: jnp.asarray(array, jnp.float32), given))
 
 
