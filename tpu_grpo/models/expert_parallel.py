@@ -84,6 +84,8 @@ def _backward(
     shared_TkD = shares_Tk[:, :, None] * gradients_TD[:, None]
     gradients_AD = shared_TkD.reshape(sorted_AD.shape)[copies.order_A]
 
+    both = jnp.concatenate(weights[:2], axis=2)
+
     def one_round(number: Array, carried: tuple[Array, Array, Weights]) -> tuple[Array, Array, Weights]:
         returned_AD, products_AL, sums = carried
         plan = copies.round(number)
@@ -92,8 +94,8 @@ def _backward(
         of_hidden_CF = _product(gradients_CD, weights.down, plan.rows, transposed=True)
         products_C = jnp.einsum("cf,cf->c", hidden_CF, of_hidden_CF, preferred_element_type=jnp.float32)
         of_gate_CF, of_up_CF = to_hidden(of_hidden_CF)
-        of_inputs_CD = _product(of_gate_CF, weights.gate, plan.rows, transposed=True)
-        of_inputs_CD += _product(of_up_CF, weights.up, plan.rows, transposed=True)
+        of_both_CG = jnp.concatenate([of_gate_CF, of_up_CF], axis=1)
+        of_inputs_CD = _product(of_both_CG, both, plan.rows, transposed=True)
         products_CL = jnp.broadcast_to(products_C[:, None], (len(products_C), LANES))
         pairs = ((inputs_CD, of_gate_CF), (inputs_CD, of_up_CF), (hidden_CF, gradients_CD))
         return (
