@@ -75,15 +75,15 @@ def _backward(
 ) -> tuple[Array, Array, np.ndarray, Weights]:
     """Return the gradients. A share's gradient is the dot product of g, the sum's gradient, and y, the expert's output.
 
-    Outputs are not kept, and y = down(h) is not computed again, because g . down(h) is also the dot product of h and
-    h's gradient. The expert's device is sent share * g, and sends back the input's gradient, and this dot product.
+    Outputs are not kept, and y = down(h) is not computed again, because the dot product of g and down(h) is also that
+    of h and its gradient. The expert's device is sent share * g, and sends back the input's gradient and this product.
+    Gradients of weights have the weights' dtype, also while rounds are added.
     """
     x_TD, shares_Tk, chosen_Tk, weights = kept
     copies = Copies.of(chosen_Tk, len(weights.gate), axis)
     sorted_AD = copies.sort(x_TD)
     shared_TkD = shares_Tk[:, :, None] * gradients_TD[:, None]
     gradients_AD = shared_TkD.reshape(sorted_AD.shape)[copies.order_A]
-
     both = jnp.concatenate(weights[:2], axis=2)
 
     def one_round(number: Array, carried: tuple[Array, Array, Weights]) -> tuple[Array, Array, Weights]:
@@ -97,12 +97,13 @@ def _backward(
         of_both_CG = jnp.concatenate([of_gate_CF, of_up_CF], axis=1)
         of_inputs_CD = _product(of_both_CG, both, plan.rows, transposed=True)
         products_CL = jnp.broadcast_to(products_C[:, None], (len(products_C), LANES))
-        pairs = ((inputs_CD, of_gate_CF), (inputs_CD, of_up_CF), (hidden_CF, gradients_CD))
-        return (
-            copies.return_to(returned_AD, of_inputs_CD, plan),
-            copies.return_to(products_AL, products_CL, plan),
-            Weights(*(_summed(*pair, plan.rows, total) for pair, total in zip(pairs, sums, strict=True))),
+        factors = ((inputs_CD, of_gate_CF), (inputs_CD, of_up_CF), (hidden_CF, gradients_CD))
+        added = (
+            tgmm(a.T, b, plan.rows, total.dtype, tiles_of(a.dtype), existing_out=total)
+            for (a, b), total in zip(factors, sums, strict=True)
         )
+        returned_AD = copies.return_to(returned_AD, of_inputs_CD, plan)
+        return returned_AD, copies.return_to(products_AL, products_CL, plan), Weights(*added)
 
     start = lax.empty(sorted_AD.shape, sorted_AD.dtype), lax.empty((len(sorted_AD), LANES), jnp.float32)
     nothing = jax.tree.map(jnp.zeros_like, weights)
@@ -197,7 +198,11 @@ class Copies(NamedTuple):
         return Round(sent, returned, by_expert, by_sender, jnp.sum(sizes_Ne, axis=0))
 
     def send(self, sorted_AD: Float[Array, "A D"], plan: Round) -> Float[Array, "C D"]:
-        """Send a round's copies to the devices of their experts, and sort the received copies by expert."""
+        """Send a round's copies to the devices of their experts, and sort the received copies by expert.
+
+        Rows of the buffer that receive nothing have undefined values; to fill it with zeros would take longer than the
+        experts' products.
+        """
         buffer_CD = lax.empty((self.buffer_rows, sorted_AD.shape[1]), sorted_AD.dtype)
         if self.axis is None:
             return buffer_CD.at[: len(sorted_AD)].set(sorted_AD)
@@ -241,13 +246,6 @@ def _repeated(values: Int[Array, "a b"], sizes: Int[Array, "a b"], rows: int) ->
 
 def _hidden(gated_CF: Float[Array, "C F"], upward_CF: Float[Array, "C F"]) -> Float[Array, "C F"]:
     return jax.nn.silu(gated_CF) * upward_CF
-
-
-def _summed(
-    inputs: Float[Array, "C a"], gradients: Float[Array, "C b"], rows_e: Int[Array, " e"], sums: Float[Array, "e a b"]
-) -> Float[Array, "e a b"]:
-    """Add the gradients of the experts' matrices to ``sums``."""
-    return tgmm(inputs.T, gradients, rows_e, sums.dtype, tiles_of(inputs.dtype), existing_out=sums)
 
 
 def _product(
