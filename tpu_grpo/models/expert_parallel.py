@@ -14,9 +14,10 @@ tiles by shape. The backward pass sends the inputs again with the gradients, and
 nothing of the size of the buffer is kept between the passes.
 
 Suffixes: T tokens of a device, k experts per token, A = T*k copies, C rows of the buffer, N devices, E experts, e
-experts of a device, D width, F hidden width of an expert.
+experts of a device, D width, F hidden width of an expert, S parts of a row with L numbers each (D = S*L).
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -58,16 +59,16 @@ def mixture(
     The experts are spread over the devices of ``axis`` in order. If ``axis`` is None, the device has all experts.
     """
     copies = Copies.of(chosen_Tk, len(weights.gate), axis)
-    sorted_AD = copies.sort(x_TD)
+    sorted_ASL = copies.sort(x_TD)
 
-    def one_round(number: Array, outputs_AD: Array) -> Array:
+    def one_round(number: Array, outputs_ASL: Array) -> Array:
         plan = copies.round(number)
-        inputs_CD = copies.send(sorted_AD, plan)
+        inputs_CD = copies.send(sorted_ASL, plan)
         hidden_CF = _hidden(*(_product(inputs_CD, weight, plan.rows) for weight in weights[:2]))
-        return copies.return_to(outputs_AD, _product(hidden_CF, weights.down, plan.rows), plan)
+        return copies.return_to(outputs_ASL, _product(hidden_CF, weights.down, plan.rows), plan)
 
-    outputs_AD = lax.fori_loop(0, copies.rounds, one_round, lax.empty(sorted_AD.shape, sorted_AD.dtype))
-    return jnp.einsum("tkd,tk->td", copies.unsort(outputs_AD), shares_Tk)
+    outputs_ASL = lax.fori_loop(0, copies.rounds, one_round, lax.empty(sorted_ASL.shape, sorted_ASL.dtype))
+    return jnp.einsum("tksl,tk->tsl", copies.unsort(outputs_ASL), shares_Tk).reshape(x_TD.shape)
 
 
 def _backward(
@@ -81,15 +82,14 @@ def _backward(
     """
     x_TD, shares_Tk, chosen_Tk, weights = kept
     copies = Copies.of(chosen_Tk, len(weights.gate), axis)
-    sorted_AD = copies.sort(x_TD)
-    shared_TkD = shares_Tk[:, :, None] * gradients_TD[:, None]
-    gradients_AD = shared_TkD.reshape(sorted_AD.shape)[copies.order_A]
+    sorted_ASL = copies.sort(x_TD)
+    gradients_ASL = shares_Tk.reshape(-1)[copies.order_A][:, None, None] * copies.sort(gradients_TD)
     both = jnp.concatenate(weights[:2], axis=2)
 
     def one_round(number: Array, carried: tuple[Array, Array, Weights]) -> tuple[Array, Array, Weights]:
-        returned_AD, products_AL, sums = carried
+        returned_ASL, products_ASL, sums = carried
         plan = copies.round(number)
-        inputs_CD, gradients_CD = (copies.send(sent, plan) for sent in (sorted_AD, gradients_AD))
+        inputs_CD, gradients_CD = (copies.send(sent, plan) for sent in (sorted_ASL, gradients_ASL))
         hidden_CF, to_hidden = jax.vjp(_hidden, *(_product(inputs_CD, weight, plan.rows) for weight in weights[:2]))
         of_hidden_CF = _product(gradients_CD, weights.down, plan.rows, transposed=True)
         products_C = jnp.einsum("cf,cf->c", hidden_CF, of_hidden_CF, preferred_element_type=jnp.float32)
@@ -102,15 +102,15 @@ def _backward(
             tgmm(a.T, b, plan.rows, total.dtype, tiles_of(a.dtype), existing_out=total)
             for (a, b), total in zip(factors, sums, strict=True)
         )
-        returned_AD = copies.return_to(returned_AD, of_inputs_CD, plan)
-        return returned_AD, copies.return_to(products_AL, products_CL, plan), Weights(*added)
+        returned_ASL = copies.return_to(returned_ASL, of_inputs_CD, plan)
+        return returned_ASL, copies.return_to(products_ASL, products_CL, plan), Weights(*added)
 
-    start = lax.empty(sorted_AD.shape, sorted_AD.dtype), lax.empty((len(sorted_AD), LANES), jnp.float32)
+    start = lax.empty(sorted_ASL.shape, sorted_ASL.dtype), lax.empty((len(sorted_ASL), 1, LANES), jnp.float32)
     nothing = jax.tree.map(jnp.zeros_like, weights)
-    returned_AD, products_AL, of_weights = lax.fori_loop(0, copies.rounds, one_round, (*start, nothing))
-    products_Tk = copies.unsort(products_AL[:, :1])[:, :, 0]
+    returned_ASL, products_ASL, of_weights = lax.fori_loop(0, copies.rounds, one_round, (*start, nothing))
+    products_Tk = copies.unsort(products_ASL)[:, :, 0, 0]
     of_shares_Tk = jnp.where(shares_Tk == 0, 0, products_Tk / jnp.where(shares_Tk == 0, 1, shares_Tk))
-    of_x_TD = copies.unsort(returned_AD).sum(axis=1)
+    of_x_TD = copies.unsort(returned_ASL).sum(axis=1).reshape(x_TD.shape)
     return of_x_TD, of_shares_Tk.astype(shares_Tk.dtype), np.zeros(chosen_Tk.shape, jax.dtypes.float0), of_weights
 
 
@@ -170,13 +170,13 @@ class Copies(NamedTuple):
         """The number of rounds that the device with the most copies needs."""
         return -(-jnp.max(jnp.sum(self.counts_NNe, axis=(0, 2))) // self.buffer_rows)
 
-    def sort(self, x_TD: Float[Array, "T D"]) -> Float[Array, "A D"]:
+    def sort(self, x_TD: Float[Array, "T D"]) -> Float[Array, "A S L"]:
         """Return the copies of the tokens in the order of their experts."""
-        return x_TD[self.order_A // self.per_token]
+        return _rows(x_TD)[self.order_A // self.per_token]
 
-    def unsort(self, sorted_AD: Float[Array, "A D"]) -> Float[Array, "T k D"]:
+    def unsort(self, sorted_ASL: Float[Array, "A S L"]) -> Float[Array, "T k S L"]:
         """Return the rows by token and expert."""
-        return sorted_AD[jnp.argsort(self.order_A)].reshape(-1, self.per_token, sorted_AD.shape[1])
+        return sorted_ASL[jnp.argsort(self.order_A)].reshape(-1, self.per_token, *sorted_ASL.shape[1:])
 
     def round(self, number: Int[Array, ""]) -> Round:
         """Plan a round: each device receives the next ``buffer_rows`` of its rows, ordered by sender, then expert."""
@@ -197,24 +197,36 @@ class Copies(NamedTuple):
         by_sender = places_C + _repeated(moved_Ne, sizes_Ne, rows)
         return Round(sent, returned, by_expert, by_sender, jnp.sum(sizes_Ne, axis=0))
 
-    def send(self, sorted_AD: Float[Array, "A D"], plan: Round) -> Float[Array, "C D"]:
+    def send(self, sorted_ASL: Float[Array, "A S L"], plan: Round) -> Float[Array, "C D"]:
         """Send a round's copies to the devices of their experts, and sort the received copies by expert.
 
         Rows of the buffer that receive nothing have undefined values; to fill it with zeros would take longer than the
         experts' products.
         """
-        buffer_CD = lax.empty((self.buffer_rows, sorted_AD.shape[1]), sorted_AD.dtype)
+        buffer_CSL = lax.empty((self.buffer_rows, *sorted_ASL.shape[1:]), sorted_ASL.dtype)
         if self.axis is None:
-            return buffer_CD.at[: len(sorted_AD)].set(sorted_AD)
-        return lax.ragged_all_to_all(sorted_AD, buffer_CD, *plan.sent, axis_name=self.axis)[plan.by_expert]
+            received_CSL = buffer_CSL.at[: len(sorted_ASL)].set(sorted_ASL)
+        else:
+            exchanged = lax.ragged_all_to_all(sorted_ASL, buffer_CSL, *plan.sent, axis_name=self.axis)
+            received_CSL = exchanged[plan.by_expert]
+        return received_CSL.reshape(len(received_CSL), -1)
 
     def return_to(
-        self, outputs_AD: Float[Array, "A D"], rows_CD: Float[Array, "C D"], plan: Round
-    ) -> Float[Array, "A D"]:
-        """Send a round's rows back to the devices of their tokens, and put them into ``outputs_AD``."""
+        self, outputs_ASL: Float[Array, "A S L"], rows_CD: Float[Array, "C D"], plan: Round
+    ) -> Float[Array, "A S L"]:
+        """Send a round's rows back to the devices of their tokens, and put them into ``outputs_ASL``."""
         if self.axis is None:
-            return rows_CD[: len(outputs_AD)]
-        return lax.ragged_all_to_all(rows_CD[plan.by_sender], outputs_AD, *plan.returned, axis_name=self.axis)
+            return _rows(rows_CD)[: len(outputs_ASL)]
+        return lax.ragged_all_to_all(_rows(rows_CD)[plan.by_sender], outputs_ASL, *plan.returned, axis_name=self.axis)
+
+
+def _rows(x: Float[Array, "rows D"]) -> Float[Array, "rows S L"]:
+    """Split every row into parts of LANES numbers (or of the width's largest divisor of LANES).
+
+    Rows are gathered and sent in this shape, because in memory they follow each other. A matrix is stored in tiles of 8
+    rows; a gather of one of its rows would read all 8.
+    """
+    return x.reshape(len(x), -1, math.gcd(x.shape[1], LANES))
 
 
 def _starts(sizes: Int[Array, "n ..."]) -> Int[Array, "n ..."]:
