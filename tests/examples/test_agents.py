@@ -27,7 +27,7 @@ def test_the_commands_of_the_page_train_a_policy(section: str, tmp_path: Path) -
     for name in ("configs", "examples", "scripts", ".python-version"):
         (tmp_path / name).symlink_to(REPOSITORY / name)
     lines = [f"{line} &" if SERVER.search(line) else line for line in commands(section)]
-    script = "\n".join(["set -e", "trap 'kill $(jobs -p)' EXIT", *lines])
+    script = "\n".join(["set -e", "trap 'kill $(jobs -p) || true' EXIT", *lines])
     environment = {name: value for name, value in os.environ.items() if name not in ("JAX_PLATFORMS", "XLA_FLAGS")}
     environment |= {"PATH": f"{Path(sys.executable).parent}:{environment['PATH']}", "UV_NO_CONFIG": "1"}
     done = subprocess.run(

@@ -54,7 +54,7 @@ def test_functions_of_the_script_are_rewards(tmp_path: Path) -> None:
     shown = run_example("mine", tmp_path, tmp_path)
     seen, mean = re.findall(r"^\[([\d, ]+)\] ([\d.]+)$", shown, re.M)[0]
     steps = [int(step) for step in seen.split(", ")]
-    assert [step for step in steps if step] == [1, 2]  # the other calls are of evaluations
+    assert steps == [0, 0, 1, 2, 2, 2]  # greedy and sampled evaluations of step 0, two steps, evaluations of step 2
     lines = [json.loads(line) for line in (tmp_path / "runs" / "digits" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2]
     assert sum(line["rewards/right_digits/mean"] for line in lines) / 2 == float(mean)
