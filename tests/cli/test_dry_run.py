@@ -59,6 +59,24 @@ def changed(seed: int, folder: Path) -> list[str]:
     return [*words[: draw.randint(1, 3)], f"run.dir={folder}/{seed}", "run.max_steps=4"]
 
 
+COUNTED = """
+from tpu_grpo.algorithms.grpo import Grpo
+
+class Counted(Grpo):
+    def __init__(self):
+        super().__init__()
+        with open(__file__ + ".log", "a") as log:
+            log.write("made\\n")
+"""
+
+
+def test_an_algorithm_of_ones_own_is_made_once(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(COUNTED)
+    config = load_config(DEMO, [f"algorithm.name={tmp_path}/mine.py:Counted", f"run.dir={tmp_path}/run"])
+    check(open_inputs(config))
+    assert (tmp_path / "mine.py.log").read_text() == "made\n"
+
+
 def build(config: RunConfig) -> None:
     """Build what a run builds before its first step, but for what is compiled."""
     hosts, algorithm, inputs = Hosts(), open_algorithm(config.algorithm), open_inputs(config)
@@ -68,7 +86,7 @@ def build(config: RunConfig) -> None:
     task = open_task(inputs, algorithm, hosts)
     try:
         open_engines(config, hosts, checkpoint, inputs.tokenizer, meshes, task.environments)
-        Learner(config, load_inputs(config, checkpoint, meshes), hosts).close()
+        Learner(config, load_inputs(config, checkpoint, meshes, algorithm), hosts).close()
         open_run_log(config, 0).close()
     finally:
         task.close()

@@ -31,7 +31,7 @@ def check(inputs: Inputs, devices: Sequence[Any] | None = None) -> list[str]:
     with open_abstract_checkpoint(config, inputs.checkpoint) as checkpoint:
         meshes = build_meshes(config, checkpoint, devices)
         check_trainer(config, checkpoint, meshes)
-        run = AbstractRun(config, checkpoint, meshes, [cast(int, inputs.tokenizer.eos_token_id)])
+        run = AbstractRun(config, checkpoint, meshes, [cast(int, inputs.tokenizer.eos_token_id)], algorithm=algorithm)
         task, options = open_task(inputs, algorithm, Hosts()), run.options
         _ = run.learner  # builds optimizer, schedule, rules and loss from array specs
         if config.model.lora.path is not None:

@@ -184,6 +184,11 @@ class RunConfig(Section):
         return self.algorithm.mini_batch_prompts or self.data.prompts_per_step
 
     @property
+    def micro_batch_prompts(self) -> int:
+        """The number of prompts in one forward and backward pass of Tunix's learner: of an update, unless it is set."""
+        return self.algorithm.micro_batch_prompts or self.mini_batch_prompts
+
+    @property
     def updates_per_step(self) -> int:
         """The number of optimizer updates per rollout."""
         return self.algorithm.passes * (self.data.prompts_per_step // self.mini_batch_prompts)

@@ -14,7 +14,7 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from tpu_grpo.algorithms import open_algorithm
+from tpu_grpo.algorithms import RunAlgorithm, open_algorithm
 from tpu_grpo.config import RunConfig
 from tpu_grpo.learner.batches import DATA_AXIS, Batches
 from tpu_grpo.learner.forward import logprobs
@@ -47,6 +47,8 @@ class LearnerInputs:
     """The trainer's mesh, with the axes fsdp and tp."""
     joined: Mesh | None = None
     """With several slices, the meshes of all their trainers, along a first axis, slice."""
+    algorithm: RunAlgorithm | None = None
+    """The run's algorithm, if it is open already; the learner opens it otherwise."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,8 @@ def build_parts(config: RunConfig, inputs: LearnerInputs) -> LearnerParts:
     """Build the parts of a learner; they are abstract if the model is. Raises ConfigError for an algorithm or optimizer
     that cannot be built, or for ``algorithm.beta`` > 0 without a reference."""
     section, model = config.algorithm, inputs.model
-    settings = LossSettings(open_algorithm(section), section, config.rollout.temperature, inputs.mesh)
+    algorithm = inputs.algorithm or open_algorithm(section)
+    settings = LossSettings(algorithm, section, config.rollout.temperature, inputs.mesh)
     if section.beta > 0.0 and inputs.reference is None:
         raise ConfigError(f"algorithm.beta={section.beta} needs a reference model, got none; pass one, or set it to 0")
     freeze_untrained(model, config.model)

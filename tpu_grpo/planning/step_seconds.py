@@ -480,7 +480,7 @@ def _trainer_sizes(run: AbstractRun, resident: ResidentBytes) -> costs.TrainerSi
     gathered = 1 - of_experts / checkpoint.parameter_count
     is_padded, pass_rows, copies = config.algorithm.tunix is not None, config.micro_batch_rows(mesh["fsdp"]), 1
     if is_padded:
-        pass_rows = (config.algorithm.micro_batch_prompts or config.mini_batch_prompts) * config.algorithm.group_size
+        pass_rows = config.micro_batch_prompts * config.algorithm.group_size
         copies = 1 if pass_rows % mesh["fsdp"] == 0 else mesh["fsdp"]
     return costs.TrainerSizes(
         fsdp=mesh["fsdp"],

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from tpu_grpo.algorithms import RunAlgorithm
 from tpu_grpo.config import RunConfig
 from tpu_grpo.engine.engine import Engine, engine_mesh
 from tpu_grpo.engine.options import EngineOptions
@@ -64,6 +65,8 @@ class AbstractRun:
     stop_token_ids: Sequence[int]
     engine_devices: Sequence[Any] | None = None
     """The devices that the engine's programs are compiled for; if None, the devices of the first replica."""
+    algorithm: RunAlgorithm | None = None
+    """The run's algorithm, if it is open already."""
 
     @cached_property
     def base(self) -> nnx.Module:
@@ -90,7 +93,7 @@ class AbstractRun:
     def learner(self) -> Any:
         """The `LearnerParts` or `TunixParts` of the run's learner, which lower its programs."""
         meshes = self.meshes
-        inputs = LearnerInputs(model=self.policy, reference=self.base, mesh=meshes.trainer, joined=meshes.joined)
+        inputs = LearnerInputs(self.policy, self.base, meshes.trainer, meshes.joined, self.algorithm)
         return learner_class(self.config.algorithm).build(self.config, inputs)
 
     @property

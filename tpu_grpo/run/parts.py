@@ -75,7 +75,7 @@ def build_parts(inputs: Inputs, hosts: Hosts) -> Parts:
         task.environments.record = EpisodeRecord(config.run_dir / EPISODES_DIR, hosts.index)
     engines = open_engines(config, hosts, checkpoint, inputs.tokenizer, meshes, task.environments)
     announce(hosts, f"loading {checkpoint.parameter_count:,} parameters")
-    make, given = learner_class(config.algorithm), load_inputs(config, checkpoint, meshes)
+    make, given = learner_class(config.algorithm), load_inputs(config, checkpoint, meshes, algorithm)
     trains = meshes.trainer.local_devices
     learner = make(config, given, hosts) if trains else DescribedLearner(config, make.build(config, given), hosts)
     sampler = Sampler(engines.replicas, inputs.tokenizer, config, task.environments)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
+from tpu_grpo.algorithms import RunAlgorithm
 from tpu_grpo.config import ModelSection, RunConfig
 from tpu_grpo.learner import LearnerInputs, cast_to_compute, freeze_untrained, read_policy, read_stepped
 from tpu_grpo.learner.parameters import Values
@@ -107,8 +108,11 @@ def exported_values(config: RunConfig, model: nnx.Module, chosen: Chosen, host: 
     return read_stepped(chosen.directory, chosen.step, model, residual=residual, host=host)
 
 
-def load_inputs(config: RunConfig, checkpoint: Checkpoint, meshes: Meshes) -> LearnerInputs:
-    """Load the policy, and the reference if there is one, onto the trainer's devices; other hosts get abstract ones."""
+def load_inputs(
+    config: RunConfig, checkpoint: Checkpoint, meshes: Meshes, algorithm: RunAlgorithm | None = None
+) -> LearnerInputs:
+    """Load the policy, and the reference if there is one, onto the trainer's devices; other hosts get abstract ones.
+    ``algorithm`` is the run's, if it is open already."""
     base = load_model(
         checkpoint,
         meshes.trainer,
@@ -119,7 +123,7 @@ def load_inputs(config: RunConfig, checkpoint: Checkpoint, meshes: Meshes) -> Le
     )
     check_finite(base, checkpoint.directory)
     model = with_adapters(base, checkpoint, config.model, config.run.seed)
-    return LearnerInputs(model=model, reference=base, mesh=meshes.trainer, joined=meshes.joined)
+    return LearnerInputs(model, base, meshes.trainer, meshes.joined, algorithm)
 
 
 def with_adapters(base: nnx.Module, checkpoint: Checkpoint, section: ModelSection, seed: int) -> nnx.Module:

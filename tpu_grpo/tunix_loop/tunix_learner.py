@@ -64,7 +64,7 @@ class TunixLearner(Learner):
         """Let Tunix's learner make all updates of a rollout, and then yield the measurements of each update."""
         config, parts, prompts = self._config, self._parts, scored.rollout.batch.prompts
         parts.feed.start(signal, scored)
-        mini, micro = config.mini_batch_prompts, config.algorithm.micro_batch_prompts or config.mini_batch_prompts
+        mini, micro = config.mini_batch_prompts, config.micro_batch_prompts
         texts = np.array([prompt.text for prompt in prompts])
         batches: Any = iter([{"prompts": texts[at : at + micro]} for at in range(0, len(texts), micro)])
         parts.learner._run_global_step(len(texts), mini, mini, mini // micro, batches, None, False)
@@ -169,7 +169,7 @@ class TunixParts:
     def batch(self) -> TrainExample:
         """The shapes, types and shardings of a micro-batch's arrays."""
         config, mesh = self.config, self.learner.rl_cluster.r2m[Role.ACTOR]
-        rows = (config.algorithm.micro_batch_prompts or config.mini_batch_prompts) * config.algorithm.group_size
+        rows = config.micro_batch_prompts * config.algorithm.group_size
         spec = PartitionSpec(DATA_AXIS) if rows % mesh.shape[DATA_AXIS] == 0 else PartitionSpec()
 
         def described(dtype: Any, *width: int) -> Any:
@@ -202,7 +202,7 @@ class TunixParts:
 def build_tunix_parts(config: RunConfig, inputs: LearnerInputs) -> TunixParts:
     """Build Tunix's cluster and learner; they are abstract if the model is. Raises the error of `open_tunix`."""
     section, model, mesh = config.algorithm, inputs.model, inputs.mesh
-    settings = LossSettings(open_tunix(config), section, config.rollout.temperature, mesh)
+    settings = LossSettings(inputs.algorithm or open_tunix(config), section, config.rollout.temperature, mesh)
     options: Any = settings.algorithm.objective
     freeze_untrained(model, config.model)
     stepped, reference = cast_to_compute(model, config.model), None
@@ -214,7 +214,7 @@ def build_tunix_parts(config: RunConfig, inputs: LearnerInputs) -> TunixParts:
     shape, new, feed = row_shape(config, model, mesh), config.rollout.max_new_tokens, _Feed(config)
     sizes: Any = getattr(model, "config", None)
     block = sizes.flash_attention_block_size if getattr(sizes, "use_flash_attention", False) else None
-    mini, micro = config.mini_batch_prompts, section.micro_batch_prompts
+    mini, micro = config.mini_batch_prompts, config.micro_batch_prompts
     training = RLTrainingConfig(
         actor_optimizer=float32_steps(config, stepped, dtypes),
         eval_every_n_steps=1,
@@ -222,7 +222,7 @@ def build_tunix_parts(config: RunConfig, inputs: LearnerInputs) -> TunixParts:
         mini_batch_size=mini,
         train_micro_batch_size=micro if micro != mini else None,
         rollout_micro_batch_size=mini,
-        compute_logps_micro_batch_size=micro or mini,
+        compute_logps_micro_batch_size=micro,
     )
     cluster_config = ClusterConfig(
         role_to_mesh=dict.fromkeys((Role.ACTOR, Role.REFERENCE, Role.ROLLOUT), mesh),
