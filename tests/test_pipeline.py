@@ -30,7 +30,7 @@ CONTRACT = {
     "agreement/logprob_abs_diff_mean", "agreement/ratio_mean", "agreement/kl", "agreement/effective_sample_size",
     "update/loss", "update/grad_norm", "update/step_kept", "update/kl", "update/entropy", "update/clip_fraction",
     "update/ratio_mean", "update/learning_rate", "update/seconds", "weights/sync_seconds", "weights/bytes_moved",
-    "compile/count", "memory/host_gib",
+    "step/seconds", "compile/count", "memory/host_gib",
 }  # fmt: skip
 STAGES = ("rollout", "rewards", "update", "weight sync")
 
@@ -137,6 +137,7 @@ def test_a_timeline_names_the_stages_and_what_the_engine_does(whole: Path) -> No
         rollout, update = found[f"rollout of step {step}"][0], found[f"update of step {step}"][0]
         assert steps[step - 1]["rollout/seconds"] <= rollout < steps[step - 1]["rollout/seconds"] + 1
         assert steps[step - 1]["update/seconds"] <= update + 1e-3
+        assert rollout + update <= steps[step - 1]["step/seconds"] <= sum(found["step"])
     assert not {"rollout of step 1", "rollout of step 4"} & found.keys()
     assert sum(found["step"]) >= sum(found[f"{stage} of step {step}"][0] for stage in STAGES for step in (2, 3))
     waited = sum(steps[step]["rollout/wait_seconds"] for step in (1, 2))

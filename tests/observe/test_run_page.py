@@ -2,11 +2,12 @@
 
 import json
 import re
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from tests.observe.runs import CHARTS, TALK_CHARTS, Page, leave_evaluation, leave_run, leave_talks
+from tests.observe.runs import CHARTS, TALK_CHARTS, Page, leave_evaluation, leave_run, leave_talks, metrics
 from tpu_grpo.observe.run_log import JsonlSink
 from tpu_grpo.observe.run_page import write_report
 from tpu_grpo.records.errors import DataError
@@ -40,6 +41,19 @@ def test_a_run_on_one_page(tmp_path: Path) -> None:
     wide = re.findall(r'<figure class="wide"><figcaption>([^<]*)<', html)
     assert wide == ["Reward", "Evaluation"]
     assert html.index("</dl>") < html.index("Reward<span>") < html.index("<table>")
+
+
+def test_stages_that_overlap_are_not_added(tmp_path: Path) -> None:
+    """With algorithm.staleness, a rollout of 1 s and an update of 0.5 s may be over after 1.1 s."""
+    leave_run(tmp_path, 0, algorithm={"staleness": 1})
+    with closing(JsonlSink(tmp_path, 0)) as sink:
+        for step in (1, 2, 3):
+            sink.write({**metrics(step), "step/seconds": 1.1})
+    html = written(tmp_path)
+    assert figures(html)["seconds per step, median"][0] == "1.1"
+    assert "a rollout takes place during the update" in html
+    assert [line["y"][-1] for line in Page(html).charts["Time per stage"]["lines"]] == [1.0, 0.1, 0.5, 0.1]
+    assert all("t" not in line for line in Page(html).charts["Time per stage"]["lines"])
 
 
 def test_the_page_needs_nothing_but_itself(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from tpu_grpo.observe.chart_drawing import Chart, Line, Scale
 from tpu_grpo.observe.json_lines import Lines, interval_of, is_number, number_or_zero, series
-from tpu_grpo.observe.run_reader import RunRead
+from tpu_grpo.observe.run_reader import RunRead, setting_of
 
 EVALUATION_LENGTHS = ("evaluation/tokens/", "evaluation/truncated/", "evaluation/failed/")
 """Prefixes of evaluation metrics that are not rewards: token counts, and shares for which lower is better."""
@@ -130,7 +130,7 @@ def run_charts(run: RunRead) -> list[Chart]:
     found = [_reward(run.lines), _evaluation(run)]
     for spec in SPECS:
         if spec.title == "Rollout speed":
-            found.append(_stages(run.lines))
+            found.append(_stages(run))
         known = [line for name, label in spec.labels.items() if (line := _line(name, label, run.lines)) is not None]
         if known and not spec.is_off(run.lines):
             known = [replace(line, colour=number) for number, line in enumerate(known)]
@@ -165,7 +165,8 @@ def _evaluation(run: RunRead) -> Chart | None:
     return Chart("Evaluation", note, known, "share" if inside else "linear", is_wide=True)
 
 
-def _stages(lines: Lines) -> Chart | None:
+def _stages(run: RunRead) -> Chart | None:
+    lines = run.lines
     names = {name: label for name, label in STAGES.items() if any(is_number(line.get(name)) for line in lines)}
     if not names:
         return None
@@ -174,6 +175,9 @@ def _stages(lines: Lines) -> Chart | None:
         Line(label, steps, np.array([number_or_zero(line.get(name)) for line in lines]), number)
         for number, (name, label) in enumerate(names.items())
     ]
+    if setting_of(run.config, "algorithm", "staleness"):
+        note = "Seconds; from step 2 on, a rollout takes place during the update of the step before."
+        return Chart("Time per stage", note, layers, "log")
     return Chart("Time per stage", "Seconds of each step, stacked.", layers, "zero", is_stack=True)
 
 
@@ -188,7 +192,7 @@ def comparison_charts(runs: Labelled) -> list[Chart]:
     for number, name in enumerate(names):
         values, title = [_evaluated(name, evaluation_lines(run)) for _, run in runs], evaluation_label(name)
         found.append(_overlaid(runs, f"Held out: {title}", "With 95 % intervals.", values, is_wide=not number))
-    seconds = [Line("", *steps) if len((steps := stage_seconds(run.lines))[0]) else None for _, run in runs]
+    seconds = [Line("", *steps) if len((steps := step_seconds(run.lines))[0]) else None for _, run in runs]
     found.append(_overlaid(runs, "Seconds per step", "All stages.", seconds, scale="zero", is_cut=True))
     for spec in SPECS:
         found += _compared(spec, runs)
@@ -235,10 +239,15 @@ def evaluation_label(name: str) -> str:
     return name.removeprefix("evaluation/").replace("/", " ")
 
 
-def stage_seconds(lines: Lines) -> tuple[np.ndarray, np.ndarray]:
-    """Return the steps whose stages were timed, and for each step the sum of its stages' seconds."""
+def step_seconds(lines: Lines) -> tuple[np.ndarray, np.ndarray]:
+    """Return the steps that were timed, and the seconds of each: ``step/seconds``, or in a run of an older version
+    the sum of its stages' seconds, which is more than that if stages overlap (algorithm.staleness).
+    """
     known = [line for line in lines if any(is_number(line.get(name)) for name in STAGES)]
-    seconds = [sum(number_or_zero(line.get(name)) for name in STAGES) for line in known]
+    seconds = [
+        number_or_zero(line.get("step/seconds")) or sum(number_or_zero(line.get(name)) for name in STAGES)
+        for line in known
+    ]
     return np.array([line["step"] for line in known], np.float64), np.array(seconds, np.float64)
 
 

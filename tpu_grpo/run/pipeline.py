@@ -6,6 +6,7 @@ Every stage is a call on a part that tpu_grpo/run/parts.py built. Stages exchang
 tpu_grpo/records/stages.py.
 """
 
+import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -161,7 +162,7 @@ class Run:
         return step
 
     def _step(self, step: int) -> None:
-        parts, stage = self.parts, self.watch.stage
+        started, parts, stage = time.perf_counter(), self.parts, self.watch.stage
         groups = self.ahead or _result_of(self._sampled_groups(step))
         carried = {} if parts.carry is None else parts.carry.end(groups.needed)
         if self.config.rollout.release_during_update:
@@ -178,6 +179,7 @@ class Run:
         self._warn_of_lost_steps(step, update)
         with stage(f"weight sync of step {step}"):
             sync = parts.engines.install(parts.learner.params())
+            seconds = time.perf_counter() - started
             probed = parts.probe.after_sync(step)
         rates = groups.used.mean_rewards(self.config.data.pass_rate)
         used = groups.used.rollout
@@ -193,6 +195,7 @@ class Run:
             **self.draw.metrics(),
             **update_metrics(update),
             **sync_metrics(sync),
+            "step/seconds": seconds,
             **({} if probed is None else {"agreement/probe": probed}),
             "compile/count": self.compilations.count,
             **memory_metrics(),
