@@ -221,6 +221,14 @@ def test_a_bucket_is_read_with_its_patterns(monkeypatch: pytest.MonkeyPatch) -> 
     bucket.pipe({"/bucket/b.jsonl": LINES[LINES.index(b"\n") + 1 :], "/bucket/a.jsonl": LINES.splitlines(True)[0]})
     assert read("gs://bucket/*.jsonl") == ROWS
     assert read("gs://bucket/a.jsonl") == ROWS[:1]
+    monkeypatch.setenv("MY_BUCKET", "bucket")
+    assert read("gs://$MY_BUCKET/*.jsonl") == ROWS
+    bucket.pipe("/bucket/c.jsonl", b"{")
+    with pytest.raises(DataError, match=r"^gs:///?\$\{MY_BUCKET\}/c\.jsonl:1 must be a JSON object"):
+        read("gs://$MY_BUCKET/*.jsonl")
+    monkeypatch.delenv("MY_BUCKET")
+    with pytest.raises(ConfigError, match=r"gs://\$MY_BUCKET/\*\.jsonl needs the variable MY_BUCKET; set it"):
+        read("gs://$MY_BUCKET/*.jsonl")
 
 
 @pytest.mark.skipif(find_spec("gcsfs") is not None, reason="the package is there")

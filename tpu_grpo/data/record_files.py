@@ -43,6 +43,8 @@ PACKED = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz"}
 """fsspec's name for a file's compression, by the suffix of the file."""
 FILE_SYSTEMS = {"gs": "gcsfs", "gcs": "gcsfs", "s3": "s3fs", "s3a": "s3fs", "abfs": "adlfs", "az": "adlfs"}
 """The package that fsspec needs for each URL scheme."""
+VARIABLE = re.compile(r"\$\{?(\w+)", re.ASCII)
+"""Finds the environment variables in a URL."""
 BLOCK = 2**20
 LARGEST_LIST = 2**32
 """The most bytes of a JSON list, which is read as a whole."""
@@ -88,7 +90,7 @@ class Location:
     def address(self) -> str:
         """Return the URL with its environment variables filled in; it may hold a password, so never show it. Raises
         ConfigError for an environment variable that is not set."""
-        if missing := [name for name in re.findall(r"\$\{?(\w+)", self.name) if name not in os.environ]:
+        if missing := [name for name in re.findall(VARIABLE, self.name) if name not in os.environ]:
             raise ConfigError(f"{self.setting}: {self.name} needs the variable {missing[0]}; set it")
         return os.path.expandvars(self.name)
 
@@ -137,8 +139,8 @@ def expand(name: str, setting: str) -> list[Location]:
         with _explained(Location(name, setting)):
             import fsspec
 
-            system, path = fsspec.core.url_to_fs(name)
-            found = sorted(system.unstrip_protocol(each) for each in system.glob(path))
+            system, path = fsspec.core.url_to_fs(Location(name, setting).address)
+            found = sorted(_hidden(name, system.unstrip_protocol(each)) for each in system.glob(path))
     else:
         found = sorted(glob.glob(str(Path(name).expanduser()), recursive=True))
     files = [Location(each, setting) for each in found]
@@ -168,12 +170,18 @@ def _explained(location: Location) -> Iterator[None]:
         if isinstance(error, OSError) and disk_error(error) is not None and not location.is_remote:
             raise
         remedy = "see that it can be reached from here" if location.is_remote else "copy or pack it again"
-        told = str(error)
-        for name in re.findall(r"\$\{?(\w+)", location.name) if location.is_remote else ():
-            told = told.replace(os.environ[name], f"${name}")  # it may be a password
+        told = _hidden(location.name, str(error)) if location.is_remote else str(error)
         raise DataError(
             f"{location.setting}: {location.name} must be readable, got {type(error).__name__}: {told}; {remedy}"
         ) from error
+
+
+def _hidden(name: str, text: str) -> str:
+    """Write the environment variables in a URL's ``name`` in place of their values, which may be passwords."""
+    for variable in re.findall(VARIABLE, name):
+        if value := os.environ.get(variable):
+            text = text.replace(value, f"${{{variable}}}")
+    return text
 
 
 # --- formats ---------------------------------------------------------------------------------------------------------
