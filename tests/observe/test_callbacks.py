@@ -71,6 +71,14 @@ def test_a_class_gets_the_config_then_every_step_with_its_samples_and_asks_to_st
     assert '"step": 2,' in (tmp_path / "run" / "metrics.jsonl").read_text()
 
 
+def test_a_class_is_closed_if_another_cannot_be_made(tmp_path: Path, watched: Path) -> None:
+    settings = config(tmp_path, "Watcher", "Unmade")
+    found = find_callbacks(settings.logging.callbacks)
+    with pytest.raises(CallbackError, match="Unmade failed in its constructor"):
+        open_run_log(settings, 0, callbacks=found)
+    assert found[0]._make.__init__.__globals__["CALLS"] == [("made", 7), "closed"]  # pyright: ignore
+
+
 def test_functions_are_called_after_the_classes(tmp_path: Path, watched: Path) -> None:
     seen: list[Any] = []
     found = find_callbacks([f"{watched}:Watcher"], on_step=lambda metrics, samples: seen.append(metrics["step"]))

@@ -137,7 +137,7 @@ def open_run_log(config: RunConfig, start_step: int, *more: Sink, callbacks: Seq
             callback.begin(config.model_dump(mode="json"))
         return RunLog([files, console, *more, *_trackers(config, start_step, console.note)], callbacks)
     except BaseException:
-        console.close()  # stops the progress bar
+        RunLog([console], callbacks).close()  # stops the progress bar; a callback's ``close`` is called in any case
         raise
 
 
