@@ -7,6 +7,7 @@ import http.server
 import json
 import lzma
 import re
+import resource
 import socket
 import threading
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from pyarrow import parquet
 
 from tpu_grpo.config import parse_config
 from tpu_grpo.data.sources import Source, glance, read_records
-from tpu_grpo.records.errors import ConfigError, DataError
+from tpu_grpo.records.errors import ConfigError, DataError, DiskError, disk_errors_explained
 from tpu_grpo.run.fingerprints import fingerprints
 
 ROWS = [
@@ -139,6 +140,20 @@ def test_a_list_holds_files_only() -> None:
         ConfigError, match=r"data.path must list files only, got \['hf:a/b'\]; mix them with data.sources"
     ):
         read("x.jsonl", "hf:a/b")
+
+
+def test_a_limit_on_open_files_is_not_an_error_of_a_file(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = len(list(Path("/proc/self/fd").iterdir())) + 20
+    for index in range(30):
+        (tmp_path / f"{index:02}.jsonl").write_bytes(LINES)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    try:
+        message = r"Too many open files; have the limit on open files raised \(ulimit -n\)"
+        with pytest.raises(DiskError, match=message), disk_errors_explained():
+            read(tmp_path / "*.jsonl")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_hosts_compare_every_file_of_a_pattern_and_a_list(tmp_path: Path) -> None:

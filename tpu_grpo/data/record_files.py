@@ -50,6 +50,8 @@ LARGEST_LIST = 2**32
 """The most bytes of a JSON list, which is read as a whole."""
 GLANCED_BYTES = 20_000_000
 """The most bytes of a file that `first_record` reads or unpacks as a whole."""
+NOT_OF_THE_FILE = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE)
+"""The errors of a full disk, which has no room for a temporary copy, and of too many open files."""
 OTHER_KINDS = (
     "the directory of a Hugging Face dataset, hf:NAME, reasoning_gym:TASK, path.py:function or builtin:addition"
 )
@@ -397,7 +399,7 @@ def _read[Result](location: Location, action: Callable[[Location], Result]) -> R
         where = "" if location.is_remote else f" (relative to {Path.cwd()})"
         raise DataError(f"{setting}: data file not found: {path}{where}; correct it{_hint(location)}") from None
     except (OSError, UnicodeDecodeError) as error:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):  # full disk of a temporary copy
+        if isinstance(error, OSError) and error.errno in NOT_OF_THE_FILE:
             raise
         raise DataError(f"{setting}: {path} must be readable UTF-8, got {type(error).__name__}: {error}") from error
 
