@@ -332,7 +332,7 @@ def test_a_continued_log_keeps_what_was_done_and_drops_later_steps(tmp_path: Pat
         log.add(evaluation(step, step / 20))
     continued = open_log(tmp_path, 10)  # the newest checkpoint is of step 10
     assert continued.done == [evaluation(0, 0.0), evaluation(5, 0.25), evaluation(10, 0.5)]
-    assert continued.best_step == 10
+    assert continued.best_step == json.loads((tmp_path / "best.json").read_text())["step"] == 10
     continued.add(evaluation(15, 0.4))
     assert open_log(tmp_path, 20).done == [*continued.done]
     assert json.loads((tmp_path / "best.json").read_text())["step"] == 10
@@ -341,6 +341,7 @@ def test_a_continued_log_keeps_what_was_done_and_drops_later_steps(tmp_path: Pat
 def test_a_fresh_start_keeps_none(tmp_path: Path) -> None:
     open_log(tmp_path, 0).add(evaluation(0, 0.5))
     assert open_log(tmp_path, 0).done == []
+    assert not (tmp_path / "best.json").exists()
 
 
 def test_a_line_that_a_kill_tore_is_dropped_and_the_next_one_is_whole(tmp_path: Path) -> None:

@@ -283,6 +283,8 @@ class EvaluationLog:
             keep_steps(path, start_step or -1)  # a run that begins at step 0 keeps no evaluation
             done = [evaluation_of(line) for line in read_steps(path)]
         self.done: list[Evaluation] = hosts.broadcast("the evaluations so far", done, list[Evaluation])
+        if hosts.is_first:
+            self._write_best()  # it may have been that of an evaluation which is dropped
 
     def add(self, evaluation: Evaluation) -> None:
         """Add an evaluation, and update the best step."""
@@ -291,7 +293,12 @@ class EvaluationLog:
             return
         with (self._directory / EVALUATION_FILE).open("ab") as file:
             file.write(encode_line(record_of(evaluation)))
-        if (best := self._best()) is not None:
+        self._write_best()
+
+    def _write_best(self) -> None:
+        if (best := self._best()) is None:
+            (self._directory / BEST_FILE).unlink(missing_ok=True)
+        else:
             write_json(self._directory / BEST_FILE, best)
 
     @property
