@@ -153,6 +153,16 @@ def test_kl_is_added_up_over_the_tokens(model: Any, case: dict[str, Any], tmp_pa
     assert float(sums.kl) == pytest.approx(kl.sum(), abs=1e-5)
 
 
+def test_kl_is_of_all_sampled_tokens(model: Any, case: dict[str, Any], tmp_path: Path) -> None:
+    """As the entropy is, and the number of tokens by which both are divided; the loss is of those that count."""
+    counted = np.array([True, False, True, False])
+    rows, _ = train_rows(case["prompts"], case["completions"], ADVANTAGES, SHAPE, "token-mean", counted)
+    batch = batch_of(rows, reference_logps=packed(case["reference"], case))
+    _, sums = policy_loss(model, batch, make_settings(tmp_path, beta=0.1, kl_estimator="kl"))
+    gap = np.concatenate(case["now"]) - np.concatenate(case["reference"])
+    assert float(sums.kl) / float(sums.agreement.tokens) == pytest.approx(gap.mean(), abs=1e-6)
+
+
 def test_agreement_is_measured_on_the_way(model: Any, case: dict[str, Any], tmp_path: Path) -> None:
     _, sums = policy_loss(model, batch_of(rows_of(case, "token-mean")[0]), make_settings(tmp_path))
     gap = np.concatenate(case["now"]) - np.concatenate(case["old"])

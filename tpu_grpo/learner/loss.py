@@ -179,7 +179,7 @@ class LossSums(NamedTuple):
 
     loss: Any
     kl: Any
-    """The sum of the KL estimates of all tokens; the number of tokens is ``agreement.tokens``."""
+    """The sum of the KL estimates of all sampled tokens; the number of tokens is ``agreement.tokens``."""
     clipped: Any
     """The number of tokens whose loss was clipped."""
     entropy: Any
@@ -223,9 +223,10 @@ def policy_loss(
         loss_RS = loss_RS * weights_RS
     kl = jnp.zeros(())
     if batch.reference_logps is not None:
-        kl_RS = kl_divergence(now_RS, counted(batch.reference_logps), section.kl_estimate)
-        kl = (kl_RS * mask_RS).sum()
+        of_all_RS = kl_divergence(found.logprobs_RS, batch.reference_logps, section.kl_estimate)
+        kl = jnp.where(mask_RS, of_all_RS, 0.0).sum()
         if section.kl_in == "loss":  # else the advantages include it
+            kl_RS = kl_divergence(now_RS, counted(batch.reference_logps), section.kl_estimate)
             penalty_RS = kl_RS * token_ratio(now_RS, old_RS) if section.kl_unbiased else kl_RS
             loss_RS = loss_RS + numbers["beta"] * penalty_RS
     if section.entropy_bonus or section.entropy_target is not None:
