@@ -120,7 +120,8 @@ class RolloutAdapter(BaseRollout):
 
     def update_params(self, params: Any, filter_types: tuple[Any, ...] | None = None) -> None:
         """Install all of the trainer's parameters in the engine. ``params`` is not used, because with LoRA it has only
-        adapters."""
+        adapters. Completions of earlier parameters that nobody took are forgotten."""
+        self._completions = []
         with jax.transfer_guard("allow"):  # on CPU, RLCluster.sync_weights forbids the transfers an engine may need
             self._engine.install(parameters(self._actor))
 
