@@ -67,6 +67,10 @@ def test_a_config_is_frozen() -> None:
             "optimizer.learning_rate must be a finite number, got nan; `--help optimizer.learning_rate` says more",
         ),
         ("optimizer.b2=1", "optimizer.b2 must be less than 1, got 1; `--help optimizer.b2` says more"),
+        (
+            "rollout.top_k=2147483648",
+            "rollout.top_k must be less than 2147483648, got 2147483648; `--help rollout.top_k` says more",
+        ),
         ("rollout.top_p=0", "rollout.top_p must be greater than 0, got 0; `--help rollout.top_p` says more"),
         (
             "logging.profile_steps=[3, 0]",

@@ -116,7 +116,7 @@ class RolloutSection(Section):
     temperature: float = Field(default=1.0, ge=0.0, le=100.0)
     """Divide the logits by this before sampling. 0 is greedy, which gives every sample of a group the same tokens and
     is refused for training."""
-    top_k: int = Field(default=0, ge=0)
+    top_k: int = Field(default=0, ge=0, lt=2**31)
     """Keep the k likeliest tokens; 0 keeps all."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     """Keep the smallest set of likeliest tokens whose probabilities add up to at least this; 1 keeps all."""
