@@ -146,7 +146,13 @@ def test_texts_that_are_numbers_are_sorted_as_numbers_and_others_as_texts():
 
 @pytest.mark.parametrize(
     ("levels", "said"),
-    [([1, None], "a value in every record, prompt 1 "), ([1, "b"], "'<' not supported"), ([[1], [2]], "unhashable")],
+    [
+        ([1, None], "a value in every record, prompt 1 "),
+        ([1, "b"], "'<' not supported"),
+        ([[1], [2]], "unhashable"),
+        (["3", "1", "nan", "2"], r"got NaN in prompt 2 \(from 0\)"),
+        ([float("nan"), 1.0], "got NaN in prompt 0 "),
+    ],
 )
 def test_a_curriculum_that_cannot_be_sorted(levels: list[Any], said: str):
     with pytest.raises(DataError, match=said):

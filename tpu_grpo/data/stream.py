@@ -15,6 +15,7 @@ The prompt at a position depends only on the data, the settings and the seed, so
 
 import hashlib
 import json
+import math
 import sys
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -230,6 +231,12 @@ def _ranks(found: Iterable[tuple[Any, Mapping[str, Any]]], column: str) -> np.nd
         values.append(value)
     if all(isinstance(value, str) for value in values):
         values = _numbers(values)
+    nan = [index for index, value in enumerate(values) if isinstance(value, float) and math.isnan(value)]
+    if nan:  # it has no place in an order, and others beside it would lose theirs
+        raise DataError(
+            f"data.curriculum={column} must hold values that can be sorted, got NaN in prompt {nan[0]} (from 0); give "
+            "it a number"
+        )
     try:
         order = {value: rank for rank, value in enumerate(sorted(set(values)))}
     except TypeError as error:
