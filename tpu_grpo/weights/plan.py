@@ -4,8 +4,8 @@
     groups = group_moves([move for move in moves if not move.aliased], limit_bytes=32 * 2**20)
 
 A leaf whose shape, type and sharding are the same on both sides is aliased: the sampler uses the trainer's buffers, and
-nothing is copied. That is safe because the trainer never donates its parameters. A weight with a LoRA adapter is merged
-with the adapter during the move.
+nothing is copied. That is safe because an update does not donate the buffers of such leaves (`Learner.share`). A weight
+with a LoRA adapter is merged with the adapter during the move.
 """
 
 import re
