@@ -3,7 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from tpu_grpo.engine.cutting import NEW, Cut, OpenGroup, ages_of, continued
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.records.episode import Branch, Episode
 from tpu_grpo.records.errors import ConfigError
-from tpu_grpo.records.stages import Completion, Prompt, Request, SampleKey, SamplingParams
+from tpu_grpo.records.stages import Completion, Prompt, PromptBatch, Request, SampleKey, SamplingParams
 from tpu_grpo.run.carrying import Carry, written
 from tpu_grpo.run.inputs import open_inputs
 from tpu_grpo.run.parts import build_parts
@@ -69,6 +69,15 @@ def test_a_step_ends_with_the_length_at_which_enough_groups_are_whole() -> None:
     assert cut.length is None
     cut.add(0, request, replace(completion(100), finish_reason="length"))
     assert cut.length == 112
+
+
+def test_groups_of_a_step_have_numbers_of_their_own() -> None:
+    """A continued run may have dropped group 0 of a step whose group 1 it has kept: its settings were changed."""
+    carry = Carry(parse_config({"rollout": {"carry": 0.5}}), cast(Any, None), None)
+    prompt = Prompt("", (1,))
+    carry.groups = (OpenGroup(prompt, 7, 7, step=2, number=1, completions=(NEW,)),)
+    carry.begin(PromptBatch(2, (prompt, prompt), (8, 9), (8, 9)))
+    assert [(group.record, group.step, group.number) for group in carry.groups] == [(7, 2, 1), (8, 2, 2), (9, 2, 3)]
 
 
 def test_a_completion_keeps_the_tokens_before_the_cut() -> None:

@@ -46,11 +46,11 @@ class Carry:
 
     def begin(self, batch: PromptBatch) -> None:
         """Open a group for each prompt of a batch."""
-        begun = [group for group in (*self.groups, *self._taken) if group.step == batch.step]
+        begun = [group.number for group in (*self.groups, *self._taken) if group.step == batch.step]
         prompts = zip(batch.prompts, batch.records, batch.positions, strict=True)
         self.groups += tuple(
             OpenGroup(prompt, record, position, batch.step, number, (NEW,) * self._config.algorithm.group_size)
-            for number, (prompt, record, position) in enumerate(prompts, start=len(begun))
+            for number, (prompt, record, position) in enumerate(prompts, start=max(begun, default=-1) + 1)
         )
 
     def due(self, step: int) -> list[int]:
