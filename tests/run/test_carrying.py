@@ -176,8 +176,10 @@ def test_a_checkpoint_holds_every_bit_of_a_group(files: Path, tmp_path: Path) ->
     group = OpenGroup(Prompt("a", (1, 2)), 3, 11, 7, 1, (completion, whole, completion, NEW))
 
     class Stream:
+        size = 4
+
         def prompt(self, record: int) -> Prompt:
-            assert record == 3
+            assert record == 3 < self.size
             return group.prompt
 
     stream: Any = Stream()
@@ -192,6 +194,9 @@ def test_a_checkpoint_holds_every_bit_of_a_group(files: Path, tmp_path: Path) ->
     group = replace(group, prompt=Prompt("a", (1, 3)))  # the data has changed
     assert Carry(config, stream, saved).groups == ()
     group = replace(group, prompt=Prompt("a", (1, 2)))
+    stream.size = 3  # there are fewer prompts now
+    assert Carry(config, stream, saved).groups == ()
+    stream.size = 4
     assert len(Carry(config, stream, saved).groups) == 1
     talking = parse_config(
         {

@@ -137,7 +137,9 @@ def groups_of(saved: Mapping[str, Any], stream: PromptStream, config: RunConfig)
     for index, (*place, prompt_sum) in enumerate(saved["groups"]):
         position, record, step, number = place
         completions = tuple(found[row] for row in range(index * size, (index + 1) * size))
-        if _sum_of(prompt := stream.prompt(record)) == prompt_sum and _fit(completions, config):
+        if record >= stream.size or not _fit(completions, config):
+            continue
+        if _sum_of(prompt := stream.prompt(record)) == prompt_sum:
             groups.append(OpenGroup(prompt, record, position, step, number, completions))
     return tuple(groups)
 
