@@ -69,8 +69,8 @@ def test_a_run_without_a_name_has_that_of_its_file(tmp_path: Path, file: str, na
         ("rollout.beta=0", "rollout.beta is not a setting (got 0); did you mean algorithm.beta?"),
         (
             "hub.push_to_hub=true",
-            "hub is not a setting (got {'push_to_hub': True}); a run uploads nothing; after it, scripts/export.py --push "
-            "OWNER/NAME does",
+            "hub is not a setting (got {'push_to_hub': True}); a run uploads nothing; after it, scripts/export.py "
+            "--push OWNER/NAME does",
         ),
         (
             "foo.bar=1",

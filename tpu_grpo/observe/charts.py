@@ -192,7 +192,7 @@ def comparison_charts(runs: Labelled) -> list[Chart]:
     for number, name in enumerate(names):
         values, title = [_evaluated(name, evaluation_lines(run)) for _, run in runs], evaluation_label(name)
         found.append(_overlaid(runs, f"Held out: {title}", "With 95 % intervals.", values, is_wide=not number))
-    seconds = [Line("", *steps) if len((steps := step_seconds(run.lines))[0]) else None for _, run in runs]
+    seconds = [_line("step/seconds", "", run.lines) for _, run in runs]
     found.append(_overlaid(runs, "Seconds per step", "All stages.", seconds, scale="zero", is_cut=True))
     for spec in SPECS:
         found += _compared(spec, runs)
@@ -237,18 +237,6 @@ def evaluation_names(records: Lines) -> list[str]:
 def evaluation_label(name: str) -> str:
     """Return ``greedy exact_answer`` for ``evaluation/greedy/exact_answer``."""
     return name.removeprefix("evaluation/").replace("/", " ")
-
-
-def step_seconds(lines: Lines) -> tuple[np.ndarray, np.ndarray]:
-    """Return the steps that were timed, and the seconds of each: ``step/seconds``, or in a run of an older version
-    the sum of its stages' seconds, which is more than that if stages overlap (algorithm.staleness).
-    """
-    known = [line for line in lines if any(is_number(line.get(name)) for name in STAGES)]
-    seconds = [
-        number_or_zero(line.get("step/seconds")) or sum(number_or_zero(line.get(name)) for name in STAGES)
-        for line in known
-    ]
-    return np.array([line["step"] for line in known], np.float64), np.array(seconds, np.float64)
 
 
 def _line(name: str, label: str, lines: Lines) -> Line | None:

@@ -12,7 +12,7 @@ from statistics import median_high
 from typing import Any, NamedTuple
 
 from tpu_grpo.observe.chart_drawing import SIDE, draw
-from tpu_grpo.observe.charts import evaluation_label, evaluation_lines, run_charts, step_seconds
+from tpu_grpo.observe.charts import evaluation_label, evaluation_lines, run_charts
 from tpu_grpo.observe.json_lines import Lines, is_number, numbers, replace_text
 from tpu_grpo.observe.model_card import rendered
 from tpu_grpo.observe.page_tables import Cell, Column, Table, best_name, evaluation_table, held_out_table, step_table
@@ -104,7 +104,7 @@ def reward_of(lines: Lines) -> Reward | None:
 
 def median_seconds(lines: Lines) -> str:
     """Return the median of the seconds per step as text; empty if no step was timed."""
-    seconds = step_seconds(lines)[1].tolist()
+    seconds = numbers(lines, "step/seconds")
     return f"{median_high(seconds):.3g}" if seconds else ""
 
 
