@@ -51,7 +51,7 @@ class TokenLosses(NamedTuple):
 class Sequences:
     """Sums and means over the tokens of each completion in a training row, for objectives over whole completions.
 
-    For example, if a row holds two sequences, [[1 3 5 | 2 4]], and every token but the first counts, the sums are
+    For example, if a row holds two sequences, [[1 3 5 | 2 4]], and every token but the row's first counts, the sums are
     [[8 8 8 | 6 6]], and the means [[4 4 4 | 3 3]]. The tokens of a sequence are contiguous. A conversation is one
     sequence, or several if the chat template changed earlier turns. An environment's tokens do not count.
 

@@ -234,7 +234,7 @@ def check_tokens(shapes: Shapes, devices: int) -> None:
     """Check that `FusedExperts` can divide every step's tokens evenly among its devices.
 
     Raises:
-        ConfigError: if a number of rows or of prompt tokens is not divisible by the number of devices.
+        ConfigError: if a size in ``shapes.batch`` or ``shapes.prefill`` is not divisible by the number of devices.
     """
     for setting, sizes in (("rollout.batch_paddings", shapes.batch), ("rollout.prefill_tokens", shapes.prefill)):
         if odd := [size for size in sizes if size % devices]:

@@ -11,10 +11,10 @@ For 8 devices on 2 hosts (4 each) and three groups of requests a, b, c with equa
 
 dealing.py decides which replica serves which group (requests with one prompt). While any group waits to be started, all
 replicas stop at synchronization points, after equally many decode steps. At a point, hosts exchange the loads of their
-replicas, and each computes the same new assignment. Once no group waits, no replica inside one host waits for another
-host, except with a `Cut` (cutting.py). A single replica needs no synchronization points. At the end, the hosts of
-each replica compare its decisions and tokens, and every host receives all completions. Tokens do not depend on the
-assignment: see sampling.py.
+replicas, and each computes the same new assignment. Once no group waits, replicas inside one host run on without
+waiting for other hosts; only with a `Cut` (cutting.py) do all replicas keep stopping at the points. A single replica
+needs no synchronization points. At the end, the hosts of each replica compare its decisions and tokens, and every host
+receives all completions. Tokens do not depend on the assignment: see sampling.py.
 
 If trainer and sampler are on different hosts, the trainer's hosts drive no replica, and wait for the completions.
 """
@@ -157,7 +157,7 @@ class Replicas:
         """Build this host's engines, without weights.
 
         ``checkpoint`` is a directory whose config.json describes the model. ``devices`` are the sampler's, host by
-        host; a replica has ``tensor`` of them. ``slices`` are their number, and the number of this process's slice.
+        host; a replica has ``tensor`` of them. ``slices`` is (number of slices, index of this process's slice).
         """
         replicas = make_replicas(devices, tensor)
         mine = [replica for replica in replicas if hosts.index in replica.hosts]

@@ -105,7 +105,7 @@ class Service:
 
 
 def attacked(where: str, got: str) -> LockstepError:
-    """Return the error for a value, described by ``got``, that no host of the run can have written at ``where``."""
+    """Return the error for a value at ``where`` that no host of the run can have written; ``got`` describes it."""
     return LockstepError(
         f"only the hosts of a run may write what they tell each other, got {got[:300]} at {where[:100]!r}: somebody "
         "else has written in their place, through the coordinator's port or from a host with damaged memory; see who "

@@ -110,7 +110,7 @@ def _decoded(state: Any) -> Any:
 def split_residual(
     values: Float32[Array, "*axes"], key: Key[Array, ""]
 ) -> tuple[BFloat16[Array, "*axes"], Int8[Array, "*axes"]]:
-    """Split values into bfloat16 and a residual in units of ulp / 254, rounded stochastically with ``key``."""
+    """Split values into bfloat16 and a residual in units of ulp / 254; only the residual is rounded stochastically."""
     rounded = values.astype(jnp.bfloat16)
     units = (values - rounded.astype(jnp.float32)) / _half_ulp(rounded) * 127.0
     noise = jax.random.uniform(key, values.shape)
