@@ -28,7 +28,7 @@ PROGRAMS = (
 NOT_HERE = {
     r"gcloud|launch\.py|ssh-|gcsfuse|/mnt/|TPU_NAME": "a TPU slice",
     r"\bhf:|/models/|counting": "a model of the hub",
-    r"torch|apt-get|uvx|\bllama|vllm|sglang\.|lm_eval": "other software",
+    r"torch|apt-get|uvx|--with |\bllama|vllm|sglang\.|lm_eval": "other software",
     r"uv venv|verifiers|atropos|demo_agent": "other software; tests/examples/test_agents.py types these",
     r"tpu-grpo serve": "a client; tests/cli/test_serve.py is one",
     r"pytest|tests\.several|benchmarks|--replay|10\.0\.0\.1|MY_WEBHOOK": "hours, other hosts or a broken run",
