@@ -200,8 +200,7 @@ class Copies(NamedTuple):
     def send(self, sorted_ASL: Float[Array, "A S L"], plan: Round) -> Float[Array, "C D"]:
         """Send a round's copies to the devices of their experts, and sort the received copies by expert.
 
-        Rows of the buffer that receive nothing have undefined values; to fill it with zeros would take longer than the
-        experts' products.
+        Rows of the buffer that receive nothing have undefined values, which nothing reads.
         """
         buffer_CSL = lax.empty((self.buffer_rows, *sorted_ASL.shape[1:]), sorted_ASL.dtype)
         if self.axis is None:
