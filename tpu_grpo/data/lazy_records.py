@@ -12,11 +12,15 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
-from typing import IO, Any, Literal
+from typing import IO, TYPE_CHECKING, Any, Literal
 
+from tpu_grpo.data.arrow_values import check_values, conversion
 from tpu_grpo.hosts.ending import here
 from tpu_grpo.records.errors import DataError
 from tpu_grpo.records.outside import lines_of, parse_json
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 Record = Mapping[str, Any]
 Records = Sequence[Record]
@@ -142,22 +146,39 @@ def kept(records: Iterable[Record], name: str, setting: str) -> JsonLines:
 
 
 class ArrowRows(Lazy):
-    """The rows of an Arrow table as Python values; ``table(first, end)`` returns rows ``first`` to ``end - 1``."""
+    """The rows of an Arrow table, with the values that they would have as lines of JSON.
 
-    def __init__(self, count: int, table: Callable[[int, int], Any]):
-        self._count = count
-        self._table = table
+    Raises:
+        DataError: for a table without rows, or values that cannot be told; ``name`` and ``setting`` name the table.
+    """
+
+    def __init__(self, table: "pa.Table", name: str, setting: str):
+        if not table.num_rows:
+            raise DataError(f"{setting}: {name} must hold at least one record, got none")
+        index = [column for column in table.column_names if column.startswith("__index_level_")]  # as pandas writes
+        self._table = table.drop_columns(index)
+        check_values(self._table, f"{setting}: {name}")
+        kinds = {field.name: conversion(field.type) for field in self._table.schema}
+        self._conversions = {column: convert for column, convert in kinds.items() if convert is not None}
 
     def __len__(self) -> int:
-        return self._count
+        return self._table.num_rows
 
     def at(self, index: int) -> Record:
         """Read one row."""
-        return self._table(index, index + 1).to_pylist()[0]
+        (row,) = self._between(index, 1)
+        return row
 
     def __iter__(self) -> Iterator[Record]:
         for start in range(0, len(self), ROWS):
-            yield from self._table(start, min(start + ROWS, len(self))).to_pylist()
+            yield from self._between(start, ROWS)
+
+    def _between(self, first: int, count: int) -> Iterator[Record]:
+        for row in self._table.slice(first, count).to_pylist(maps_as_pydicts="lossy"):
+            for column, convert in self._conversions.items():
+                if row[column] is not None:
+                    row[column] = convert(row[column])
+            yield row
 
 
 class Mapped(Lazy):

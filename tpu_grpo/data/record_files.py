@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Any
@@ -220,7 +221,7 @@ def _listed(file: IO[bytes], place: Location) -> Iterator[Record]:
     except json.JSONDecodeError as error:
         raise DataError(f"{place.name}:{error.lineno} must be JSON, got {error.msg} at column {error.colno}") from None
     if not records:
-        raise _nothing(place)
+        raise DataError(f"{place.setting}: {place.name} must hold at least one record, got none")
     for index, record in enumerate(records):
         where = f"record {index} (from 0) of {place.name}"
         check_keys(checked(record, where), records[0], where, "record 0")
@@ -274,42 +275,51 @@ def _parquet(file: IO[bytes], place: Location) -> Records:
     import pyarrow as pa  # a quarter of a second to import
     from pyarrow import parquet
 
-    copy = tempfile.NamedTemporaryFile(prefix="tpu_grpo_data_")  # noqa: SIM115  # lives as long as the records
-    with _parquet_explained(place):
+    copy = tempfile.TemporaryFile(prefix="tpu_grpo_data_")  # noqa: SIM115  # lives as long as the records
+    with _table_explained(place, "a Parquet file"):
         opened = parquet.ParquetFile(file)
-        with pa.OSFile(copy.name, "wb") as sink, pa.ipc.new_file(sink, opened.schema_arrow) as writer:
+        with pa.ipc.new_stream(copy, opened.schema_arrow) as writer:
             for batch in opened.iter_batches():
                 writer.write_batch(batch)
-    table = pa.ipc.open_file(pa.memory_map(copy.name)).read_all()  # the mapping keeps the deleted file alive
-    if not table.num_rows:
-        raise _nothing(place)
-    return ArrowRows(table.num_rows, lambda first, end: table.slice(first, end - first))
+    copy.flush()
+    return _arrow(copy, place)
+
+
+def _arrow(file: IO[bytes], place: Location) -> Records:
+    """Map a file in Arrow's format for files (Feather) or for streams, as datasets writes it, into memory."""
+    import pyarrow as pa
+
+    with _table_explained(place, "an Arrow file"):
+        mapped = pa.memory_map(f"/dev/fd/{file.fileno()}")  # the mapping keeps a deleted file alive
+        try:
+            table = pa.ipc.open_file(mapped).read_all()
+        except pa.ArrowInvalid:
+            mapped.seek(0)
+            table = pa.ipc.open_stream(mapped).read_all()
+    return ArrowRows(table, place.name, place.setting)
 
 
 def _first_row(file: IO[bytes], place: Location) -> Iterator[Record]:
+    import pyarrow as pa
     from pyarrow import parquet
 
-    with _parquet_explained(place):
-        batch = next(iter(parquet.ParquetFile(file).iter_batches(batch_size=1)), None)
-    if batch is None or not batch.num_rows:
-        raise _nothing(place)
-    yield from batch.to_pylist()
+    with _table_explained(place, "a Parquet file"):
+        opened = parquet.ParquetFile(file)
+        batches = list(islice(opened.iter_batches(batch_size=1), 1))
+        table = pa.Table.from_batches(batches, opened.schema_arrow)
+    yield ArrowRows(table, place.name, place.setting)[0]
 
 
 @contextmanager
-def _parquet_explained(place: Location) -> Iterator[None]:
+def _table_explained(place: Location, kind: str) -> Iterator[None]:
     import pyarrow as pa
 
     try:
         yield
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
         raise DataError(
-            f"{place.setting}: {place.name} must be a Parquet file, got {type(error).__name__}: {error}"
+            f"{place.setting}: {place.name} must be {kind}, got {type(error).__name__}: {error}"
         ) from error
-
-
-def _nothing(place: Location) -> DataError:
-    return DataError(f"{place.setting}: {place.name} must hold at least one record, got none")
 
 
 @dataclass(frozen=True)
@@ -330,6 +340,7 @@ READERS: Mapping[str, Reader] = MappingProxyType(
         ".ndjson": Reader(_json_lines, _lines),
         ".json": Reader(_json, _listed, whole=True),
         ".parquet": Reader(_parquet, _first_row),
+        ".arrow": Reader(_arrow, lambda file, place: iter(_arrow(file, place))),
         ".csv": Reader(partial(_kept_rows, delimiter=","), partial(_rows, delimiter=",")),
         ".tsv": Reader(partial(_kept_rows, delimiter="\t"), partial(_rows, delimiter="\t")),
     }

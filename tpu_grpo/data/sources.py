@@ -13,6 +13,7 @@ Every kind gives a sequence of mappings with the same keys (columns). The config
 import inspect
 import os
 import random
+import sys
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -191,7 +192,7 @@ def _builtin(source: Source) -> Records:
 # --- records from functions and reasoning-gym -------------------------------------------------------------------------
 
 
-def call_function(name: str, options: Mapping[str, Any], setting: str) -> list[dict[str, Any]]:
+def call_function(name: str, options: Mapping[str, Any], setting: str) -> Records:
     """Call ``path.py:function`` or ``module:function`` with the options, and return its records.
 
     The function must return the same records at every call and on every host: hosts compare them.
@@ -210,6 +211,8 @@ def call_function(name: str, options: Mapping[str, Any], setting: str) -> list[d
         ) from None
     try:
         records = function(**options)
+        if "datasets" in sys.modules and isinstance(records, sys.modules["datasets"].Dataset):
+            return dataset_rows(records, name, setting)
         records = list(records) if isinstance(records, Iterable) else records
     except Exception as error:  # user code may raise anything
         raise DataError(f"{setting}={name} failed: {type(error).__name__}: {error}") from error
@@ -280,10 +283,11 @@ def read_dataset(path: str, split: str, reading: ReadingSection, setting: str) -
                     f"{section}.{name} means nothing for a directory of save_to_disk, got {value!r}; drop it"
                 )
     datasets.disable_progress_bars()
+    files, found = [], None
     try:
         if saved:
             found = _load_saved(datasets, directory, split, reading)
-        else:
+        elif not (files := _plain_files(datasets, directory, split, reading)):
             name = path.removeprefix(HUB) if directory is None else str(directory)
             found = datasets.load_dataset(name, reading.subset, split=split, **reading.options)
     except (OSError, ValueError, TypeError, datasets.exceptions.DatasetsError) as error:
@@ -295,10 +299,27 @@ def read_dataset(path: str, split: str, reading: ReadingSection, setting: str) -
             + "; HF_HUB_OFFLINE=1 is set, so that the hub is not asked: unset it, or load the dataset once without it"
             * offline
         ) from error
-    if not len(found):
-        raise DataError(f"{setting}={path}: the split {split!r} must hold at least one record, got none")
-    rows: Any = found.with_format("arrow")  # values such as images are not decoded
-    return ArrowRows(len(rows), lambda first, end: rows[first:end])
+    if files:
+        return read_files(files, setting)
+    return dataset_rows(found, f"the split {split!r} of {path}", setting)
+
+
+def _plain_files(datasets: Any, directory: Path | None, split: str, reading: ReadingSection) -> list[str]:
+    """Return the files of a directory's split if they can be read as files, because datasets would read texts such as
+    2024-01-05 and 007 as times and numbers; empty for files of other kinds, and with settings on how they are read."""
+    if directory is None:
+        return []
+    config = datasets.load_dataset_builder(str(directory), reading.subset, **reading.options).config
+    files = list(map(str, (config.data_files or {}).get(split, ())))
+    given = ["name", "version", "description", "data_dir", "data_files"]
+    given += ["sep"] if any(file.endswith(".tsv") for file in files) else []
+    is_plain = config == type(config)(**{key: getattr(config, key) for key in given})
+    return files if is_plain and all(map(is_file_name, files)) else []
+
+
+def dataset_rows(dataset: Any, name: str, setting: str) -> ArrowRows:
+    """Return the rows of a `datasets.Dataset`, without decoding images and the like; errors show its ``name``."""
+    return ArrowRows(dataset.with_format("arrow")[:], name, setting)
 
 
 def _load_saved(datasets: Any, directory: Path | None, split: str, reading: ReadingSection) -> Any:
