@@ -1,6 +1,7 @@
 """The preview shows what a run trains on: the same prompts, token by token."""
 
 import io
+import json
 from argparse import Namespace
 from pathlib import Path
 
@@ -48,3 +49,19 @@ def test_what_the_command_prints(tmp_path: Path) -> None:
     assert " │ 1       │ 1       │ 1      │ 6        │ 6      │ 6 " in text  # one prompt, one dropped, six tokens
     assert "259'<|im_start|>user' 49'1' 43'+' 49'1' 61'=' 260'<|im_start|>assistant'" in text
     assert "question: '1+1='\nanswer: '2'" in text
+
+
+def test_a_look_needs_no_reward(tmp_path: Path) -> None:
+    """The default reward reads the column answer, which these data of TRL, alpaca and verl do not have."""
+    for number, record in enumerate(
+        (
+            {"prompt": [{"role": "user", "content": "2+3?"}], "solution": "5"},
+            {"instruction": "2+3?", "input": "", "output": "5"},
+            {"data_source": "x", "prompt": "2+3?", "reward_model": {"ground_truth": "5"}},
+        )
+    ):
+        path, out = tmp_path / f"{number}.jsonl", io.StringIO()
+        path.write_text(json.dumps(record) + "\n")
+        config = parse_config({"data": {"path": str(path), "prompts_per_step": 1}})
+        data.show(config, Console(file=out), Namespace(preview=1, step=1, evaluation=False))
+        assert "<|im_start|>user2+3?<|im_start|>assistant" in out.getvalue()

@@ -1,6 +1,7 @@
 """Conversations as data has them: a column of messages, parts of text, tools, and answers at the end."""
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -109,13 +110,23 @@ def test_prompts_that_end_differently_are_rendered_together(tokenizer: PreTraine
     [
         ({"messages": [USER]}, "2+3?"),
         ({"problem": "2+3?", "solution": "5"}, "2+3?"),
+        ({"problem": "2+3?", "messages": [USER, {"role": "assistant", "content": "5"}]}, "2+3?"),
         ({"instruction": "Add.", "input": "2 3", "output": "5"}, "Add.\n\n2 3"),
         ({"instruction": "Add 2 and 3.", "input": "", "output": "5"}, "Add 2 and 3."),
         ({"conversations": [{"from": "human", "value": "2+3?"}]}, "2+3?"),
         ({"data_source": "gsm8k", "prompt": [USER], "reward_model": {"ground_truth": "5"}}, "2+3?"),
         ({"question": "2+3?", "prompt": "no", "problem": "no"}, "2+3?"),
     ],
-    ids=["messages", "problem", "instruction and input", "instruction", "ShareGPT", "verl", "a question goes first"],
+    ids=[
+        "messages",
+        "problem",
+        "open-r1",
+        "instruction and input",
+        "instruction",
+        "ShareGPT",
+        "verl",
+        "a question goes first",
+    ],
 )
 def test_layouts_of_other_trainers_are_recognised(record: dict[str, Any], said: str) -> None:
     assert Conversation(DataSection()).messages(record, "record 0") == [{"role": "user", "content": said}]
@@ -132,8 +143,17 @@ def test_sharegpts_conversations_have_roles_of_their_own() -> None:
         Conversation(DataSection()).messages({"conversations": turns}, "record 0")
 
 
-def test_a_layout_that_is_not_known_is_answered_with_the_line_to_add() -> None:
-    with pytest.raises(
-        ConfigError, match=r"available: text, score; data.prompt_template='\{text\}' writes that column$"
-    ):
-        Conversation(DataSection()).messages({"text": "2+3?", "score": 1}, "record 0")
+@pytest.mark.parametrize(
+    ("record", "remedy"),
+    [
+        ({"text": "2+3?", "score": 1}, "data.prompt_template='\"{text}\"' writes that column"),
+        ({"Answer": "5", "Question ": "2+3?"}, "data.prompt_template='\"{Question }\"' writes that column"),
+        ({"id": "a", "label": "0", "ctx_a": "A", "ctx": "A b"}, "data.prompt_template='\"{ctx}\"' writes that column"),
+        ({"gold": "5", "user_query": "2+3?"}, "data.prompt_template='\"{user_query}\"' writes that column"),
+        ({"Answer": "5", "level": "1"}, "data.columns={question: NAME} takes the column NAME as the question"),
+        ({"Answer": "5", "a.question": "x"}, "data.columns={question: NAME} takes the column NAME as the question"),
+    ],
+)
+def test_a_layout_that_is_not_known_is_answered_with_the_line_to_add(record: dict[str, Any], remedy: str) -> None:
+    with pytest.raises(ConfigError, match=f"available: {', '.join(record)}; {re.escape(remedy)}$"):
+        Conversation(DataSection()).messages(record, "record 0")

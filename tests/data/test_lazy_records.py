@@ -109,6 +109,19 @@ def test_no_token_is_made_of_prompts_that_surely_fit(
     assert 0 < sum(made) < len(ROWS)
 
 
+def test_a_prompt_that_is_surely_too_long_is_not_tokenized(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_text("".join(json.dumps({"question": q}) + "\n" for q in ("a", "b" * 10_000_000, "c")))
+    monkeypatch.setattr(PromptRenderer, "encoded", lambda *_: pytest.fail("it was tokenized"))
+    data = DataSection(path=str(path), too_long="drop")
+    assert open_prompts(data, 0, tokenizer).dropped == 1
+    least = 10_000_029 // len("<pad>")  # the longest token; the chat template adds 29 characters
+    with pytest.raises(DataError, match=f"tokens, got at least {least} in record 1 .* to at least {least} or set"):
+        open_prompts(DataSection(path=str(path)), 0, tokenizer)
+
+
 def test_the_pad_token_is_found_in_a_prompt_of_any_length(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     path = tmp_path / "d.jsonl"
     path.write_text("".join(json.dumps({"question": q}) + "\n" for q in ("a", "b<pad>", "c")))

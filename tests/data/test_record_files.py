@@ -24,6 +24,7 @@ from pyarrow import parquet
 from tpu_grpo.config import parse_config
 from tpu_grpo.data.sources import Source, glance, read_records
 from tpu_grpo.records.errors import ConfigError, DataError, DiskError, disk_errors_explained
+from tpu_grpo.records.outside import LONGEST
 from tpu_grpo.run.fingerprints import fingerprints
 
 ROWS = [
@@ -169,6 +170,14 @@ def test_hosts_compare_every_file_of_a_pattern_and_a_list(tmp_path: Path) -> Non
         "data file of evaluation.path.0",
         "data file of evaluation.path.1",
     ]
+
+
+@pytest.mark.parametrize("name", ["d.jsonl.gz", "d.csv.gz"])
+def test_a_packed_file_without_the_end_of_a_line_is_unpacked_up_to_a_limit(tmp_path: Path, name: str) -> None:
+    content = packed(bytes(LONGEST + 2**22))[:-100]  # whoever unpacks it all gets EOFError
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=f"{name}:1 must have less than {LONGEST} characters in a line, got more; div"):
+        read_records(Source(str(tmp_path / name)))
 
 
 # --- the network -----------------------------------------------------------------------------------------------------

@@ -36,24 +36,27 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def show(config: RunConfig, console: Console, options: argparse.Namespace) -> None:
-    """Print the table of sources and the first prompts.
+    """Print the table of sources and the first prompts. Rewards are not opened, so the data may lack their columns.
 
     Raises:
         TpuGrpoError: for data, templates or a tokenizer that do not fit the config.
     """
     prepare(config)
-    from tpu_grpo.run.inputs import open_inputs
+    from tpu_grpo.data.stream import open_evaluation_prompts, open_prompts
+    from tpu_grpo.run.inputs import load_environments, open_tokenizer, read_model, tools_of
 
-    inputs = open_inputs(config)
-    held_out = () if inputs.held_out is None else inputs.held_out.prompts
-    console.print(_sources(inputs.prompts, held_out))
-    chosen = held_out if options.evaluation else first(inputs.prompts, options.preview, step=options.step)
+    checkpoint, tools = read_model(config), tools_of(load_environments(config))
+    tokenizer = open_tokenizer(config.model, checkpoint)
+    prompts = open_prompts(config.data, config.run.seed, tokenizer, tools)
+    held_out = open_evaluation_prompts(config.evaluation, config.data, tokenizer, tools) or ()
+    console.print(_sources(prompts, held_out))
+    chosen = held_out if options.evaluation else first(prompts, options.preview, step=options.step)
     for number, prompt in enumerate(list(chosen)[: options.preview], start=1):
         console.rule(f"prompt {number}: {len(prompt.token_ids)} tokens")
         console.print(Text(prompt.text))
         tokens = Text()  # each token's id and its text in quotes: 151644'<|im_start|>' 872'user' 198'\\n'
         for token in prompt.token_ids:
-            tokens.append(str(token), style="dim").append(f"{inputs.tokenizer.decode([token])!r} ")
+            tokens.append(str(token), style="dim").append(f"{tokenizer.decode([token])!r} ")
         console.print(tokens)
         console.print(Text("\n".join(f"{name}: {shown_value(value)}" for name, value in prompt.columns.items())))
 

@@ -133,11 +133,11 @@ class DataSection(ReadingSection):
     """These settings say where prompts come from and how they are written."""
 
     path: Paths = BUILTIN_TASK
-    """Read the records from here: a .jsonl, .json, .parquet, .csv or .tsv file, also gzipped (.gz), a pattern such
-    as data/*.jsonl, a URL (https://, gs://), or a list of these; hf:NAME (a dataset of the Hugging Face hub) or the
-    directory of a dataset; reasoning_gym:TASK; path.py:function or package.module:function; builtin:addition (two-digit
-    sums); builtin:calculator (sums of three digits); builtin:guessing (numbers to be found); or builtin:environment,
-    for environments whose reset gives the prompt."""
+    """Read the records from here: a .jsonl, .json, .parquet, .arrow, .csv or .tsv file, also gzipped (.gz), a pattern
+    such as data/*.jsonl, a URL (https://, gs://), or a list of these; hf:NAME (a dataset of the Hugging Face hub) or
+    the directory of a dataset; reasoning_gym:TASK; path.py:function or package.module:function; builtin:addition (sums
+    of two digits); builtin:calculator (sums of three digits); builtin:guessing (numbers to be found); or
+    builtin:environment, for environments whose reset gives the prompt."""
     sources: tuple[SourceSpec, ...] = ()
     """Mix these sources, instead of reading data.path alone."""
     prompt_template: str = "{question}"

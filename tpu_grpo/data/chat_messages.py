@@ -29,9 +29,11 @@ MORE_KEYS = ("tool_calls", "tool_call_id", "name", "reasoning_content")
 """The keys of a message that chat templates may use, besides role and content."""
 QUESTION = "question"
 """The column that the default template uses."""
-IN_ITS_PLACE = ("prompt", "messages", "conversations", "problem", "instruction")
+IN_ITS_PLACE = ("prompt", "problem", "messages", "conversations", "instruction")
 """If there is no column question, the first of these columns that exists is used. If that is instruction, the column
 input is appended."""
+LIKELY = (QUESTION, *IN_ITS_PLACE, "query", "input", "task", "text", "ctx")
+"""An error about a missing column proposes one whose name ends with one of these words, the first of them first."""
 SHAREGPT = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "observation": "tool"}
 """The role for each name in ShareGPT's messages {from, value}; any other name is itself the role."""
 
@@ -162,8 +164,11 @@ def _hint(record: Record) -> str:
     held = [name for name, value in record.items() if looks_like_messages(value)]
     if held:
         return f"; data.messages={held[0]} takes the conversation from that column"
-    texts = [name for name, value in record.items() if isinstance(value, str) and name.isidentifier()]
-    return f"; data.prompt_template='{{{texts[0]}}}' writes that column" if texts else ""
+    texts = [name for name, value in record.items() if isinstance(value, str) and not re.search(r"[][{}.:!]", name)]
+    last_words = {re.split(r"[\W_]+", name.strip().lower())[-1]: name for name in reversed(texts)}
+    if found := [last_words[word] for word in LIKELY if word in last_words]:
+        return f"; data.prompt_template='\"{{{found[0]}}}\"' writes that column"
+    return "; data.columns={question: NAME} takes the column NAME as the question"
 
 
 def _fields(setting: str, text: str) -> tuple[str, ...]:

@@ -12,15 +12,12 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
-from typing import IO, TYPE_CHECKING, Any, Literal
+from typing import IO, Any, Literal
 
-from tpu_grpo.data.arrow_values import check_values, conversion
+from tpu_grpo.data.arrow_values import conversion, converted
 from tpu_grpo.hosts.ending import here
 from tpu_grpo.records.errors import DataError
 from tpu_grpo.records.outside import lines_of, parse_json
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 Record = Mapping[str, Any]
 Records = Sequence[Record]
@@ -146,28 +143,20 @@ def kept(records: Iterable[Record], name: str, setting: str) -> JsonLines:
 
 
 class ArrowRows(Lazy):
-    """The rows of an Arrow table, with the values that they would have as lines of JSON.
+    """The rows of an Arrow table, with the values that they would have as lines of JSON. Errors show its ``name``."""
 
-    Raises:
-        DataError: for a table without rows, or values that cannot be told; ``name`` and ``setting`` name the table.
-    """
-
-    def __init__(self, table: "pa.Table", name: str, setting: str):
+    def __init__(self, table: Any, name: str):
         if not table.num_rows:
-            raise DataError(f"{setting}: {name} must hold at least one record, got none")
-        index = [column for column in table.column_names if column.startswith("__index_level_")]  # as pandas writes
-        self._table = table.drop_columns(index)
-        check_values(self._table, f"{setting}: {name}")
-        kinds = {field.name: conversion(field.type) for field in self._table.schema}
-        self._conversions = {column: convert for column, convert in kinds.items() if convert is not None}
+            raise DataError(f"{name} must hold at least one record, got none")
+        self._table = table.drop_columns([c for c in table.column_names if c.startswith("__index_level_")])  # of pandas
+        self._conversions = {f.name: conversion(f.type, f"{name}: the column {f.name!r}") for f in self._table.schema}
 
     def __len__(self) -> int:
         return self._table.num_rows
 
     def at(self, index: int) -> Record:
         """Read one row."""
-        (row,) = self._between(index, 1)
-        return row
+        return next(self._between(index, 1))
 
     def __iter__(self) -> Iterator[Record]:
         for start in range(0, len(self), ROWS):
@@ -175,10 +164,7 @@ class ArrowRows(Lazy):
 
     def _between(self, first: int, count: int) -> Iterator[Record]:
         for row in self._table.slice(first, count).to_pylist(maps_as_pydicts="lossy"):
-            for column, convert in self._conversions.items():
-                if row[column] is not None:
-                    row[column] = convert(row[column])
-            yield row
+            yield {column: converted(value, self._conversions[column]) for column, value in row.items()}
 
 
 class Mapped(Lazy):

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Any
@@ -119,7 +118,9 @@ class Location:
                 source: Any = opened
                 size = 0 if self.packed else getattr(source, "size", None) or 0
                 with reading(f"fetching {self.name}", size, "bytes") as advance:
-                    while block := source.read(BLOCK):
+                    is_lined = self.packed and self.suffix in (".jsonl", ".ndjson", ".csv", ".tsv")
+                    blocks = lines_of(source, self.name) if is_lined else iter(lambda: source.read(BLOCK), b"")
+                    for block in blocks:
                         copy.write(block)
                         advance(copy.tell())
         copy.flush()
@@ -158,7 +159,7 @@ def _explained(location: Location) -> Iterator[None]:
     scheme = location.name.partition("://")[0]
     try:
         yield
-    except (FileNotFoundError, ConfigError):
+    except (FileNotFoundError, ConfigError, DataError):
         raise
     except ImportError as error:
         package = FILE_SYSTEMS.get(scheme, "the package that it names")
@@ -291,23 +292,10 @@ def _arrow(file: IO[bytes], place: Location) -> Records:
 
     with _table_explained(place, "an Arrow file"):
         mapped = pa.memory_map(f"/dev/fd/{file.fileno()}")  # the mapping keeps a deleted file alive
-        try:
-            table = pa.ipc.open_file(mapped).read_all()
-        except pa.ArrowInvalid:
-            mapped.seek(0)
-            table = pa.ipc.open_stream(mapped).read_all()
-    return ArrowRows(table, place.name, place.setting)
-
-
-def _first_row(file: IO[bytes], place: Location) -> Iterator[Record]:
-    import pyarrow as pa
-    from pyarrow import parquet
-
-    with _table_explained(place, "a Parquet file"):
-        opened = parquet.ParquetFile(file)
-        batches = list(islice(opened.iter_batches(batch_size=1), 1))
-        table = pa.Table.from_batches(batches, opened.schema_arrow)
-    yield ArrowRows(table, place.name, place.setting)[0]
+        opened = pa.ipc.open_file if mapped.read(6) == b"ARROW1" else pa.ipc.open_stream
+        mapped.seek(0)
+        table = opened(mapped).read_all()
+    return ArrowRows(table, f"{place.setting}: {place.name}")
 
 
 @contextmanager
@@ -317,9 +305,7 @@ def _table_explained(place: Location, kind: str) -> Iterator[None]:
     try:
         yield
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
-        raise DataError(
-            f"{place.setting}: {place.name} must be {kind}, got {type(error).__name__}: {error}"
-        ) from error
+        raise DataError(f"{place.setting}: {place.name} must be {kind}, got {type(error).__name__}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -339,7 +325,7 @@ READERS: Mapping[str, Reader] = MappingProxyType(
         ".jsonl": Reader(_json_lines, _lines),
         ".ndjson": Reader(_json_lines, _lines),
         ".json": Reader(_json, _listed, whole=True),
-        ".parquet": Reader(_parquet, _first_row),
+        ".parquet": Reader(_parquet, lambda file, place: iter(_parquet(file, place)), whole=True),
         ".arrow": Reader(_arrow, lambda file, place: iter(_arrow(file, place))),
         ".csv": Reader(partial(_kept_rows, delimiter=","), partial(_rows, delimiter=",")),
         ".tsv": Reader(partial(_kept_rows, delimiter="\t"), partial(_rows, delimiter="\t")),

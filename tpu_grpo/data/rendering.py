@@ -73,6 +73,8 @@ class PromptRenderer:
                 )
         self.switches = template_switches(data, tokenizer)
         self._is_tried = False
+        self.longest_token = max(len(token.encode("utf-8", "replace")) for token in tokenizer.get_vocab())
+        """The most bytes of a text that one token stands for."""
 
     def render(self, record: Record, where: str) -> Prompt:
         """Return the record's prompt; ``where`` names the record in errors.
@@ -331,7 +333,7 @@ def render_records(
     """Check the prompts of all records, or render the first ``limit`` that fit; ``source`` names the data in errors.
     Raises DataError for a prompt longer than data.max_prompt_tokens with data.too_long=error, or if no prompt fits."""
     fitting = array("q")
-    too_long: dict[int, int] = {}  # tokens by index of the record
+    too_long: dict[int, int] = {}  # as in `_lengths`, by index of the record
     digest = hashlib.sha256(renderer.identity.encode())
     numbered, data = enumerate(records), renderer.data
     with reading(f"checking the prompts of {source}", len(records) if limit is None else 0, "prompts") as advance:
@@ -340,7 +342,7 @@ def render_records(
             texts = renderer.texts(renderer.conversations(read, where), where, renderer.tools(read, where))
             lengths = _lengths(renderer, texts, where, data.max_prompt_tokens)
             for (index, record), text, length in zip(at_once, texts, lengths, strict=True):
-                if length > data.max_prompt_tokens:
+                if not 0 <= length <= data.max_prompt_tokens:
                     too_long[index] = length
                 else:
                     fitting.append(index)
@@ -353,10 +355,14 @@ def render_records(
 
 
 def _lengths(renderer: PromptRenderer, texts: list[str], where: Sequence[str], most: int) -> list[int]:
-    """Return for each text its number of tokens, or an upper bound of this number if the bound is at most ``most``."""
+    """Return for each text its number of tokens, or a bound by its bytes if that tells whether it fits: an upper bound
+    of at most ``most``, or a negative number, of which more than ``most`` is the lower bound."""
     bounds = [renderer.most_tokens(text) for text in texts]
-    lengths = [bound if bound is not None and bound <= most else -1 for bound in bounds]
-    open_ones = [index for index, length in enumerate(lengths) if length < 0]
+    lengths = [
+        bound if bound is not None and bound <= most else min(-1, -len(text) // renderer.longest_token)
+        for text, bound in zip(texts, bounds, strict=True)
+    ]
+    open_ones = [index for index, length in enumerate(lengths) if -most <= length < 0]
     if open_ones:
         encoded = renderer.encoded([texts[index] for index in open_ones], [where[index] for index in open_ones])
         for index, token_ids in zip(open_ones, encoded, strict=True):
@@ -369,12 +375,13 @@ def _where(index: int, source: str) -> str:
 
 
 def _too_long(too_long: Mapping[int, int], fitting: int, data: DataSection, source: str) -> str:
-    first, longest = next(iter(too_long)), max(too_long.values())
-    remedy = f"raise data.max_prompt_tokens to {longest}"
+    first, longest = next(iter(too_long)), max(map(abs, too_long.values()))
+    least = "at least " * (min(too_long.values()) < 0)
+    remedy = f"raise data.max_prompt_tokens to {least}{longest}"
     if data.too_long == "error":
         remedy += " or set data.too_long=drop"
     return (
-        f"prompts must have at most data.max_prompt_tokens={data.max_prompt_tokens} tokens, got {too_long[first]} in "
-        f"record {first} of {source} (from 0; {len(too_long)} of {len(too_long) + fitting} are too long, the longest "
-        f"{longest}); {remedy}"
+        f"prompts must have at most data.max_prompt_tokens={data.max_prompt_tokens} tokens, got {least}"
+        f"{abs(too_long[first])} in record {first} of {source} (from 0; {len(too_long)} of {len(too_long) + fitting} "
+        f"are too long, the longest {least}{longest}); {remedy}"
     )

@@ -13,7 +13,6 @@ Every kind gives a sequence of mappings with the same keys (columns). The config
 import inspect
 import os
 import random
-import sys
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -211,8 +210,8 @@ def call_function(name: str, options: Mapping[str, Any], setting: str) -> Record
         ) from None
     try:
         records = function(**options)
-        if "datasets" in sys.modules and isinstance(records, sys.modules["datasets"].Dataset):
-            return dataset_rows(records, name, setting)
+        if (type(records).__module__, type(records).__name__) == ("datasets.arrow_dataset", "Dataset"):
+            return ArrowRows(records.with_format("arrow")[:], f"{setting}={name}")
         records = list(records) if isinstance(records, Iterable) else records
     except Exception as error:  # user code may raise anything
         raise DataError(f"{setting}={name} failed: {type(error).__name__}: {error}") from error
@@ -283,11 +282,10 @@ def read_dataset(path: str, split: str, reading: ReadingSection, setting: str) -
                     f"{section}.{name} means nothing for a directory of save_to_disk, got {value!r}; drop it"
                 )
     datasets.disable_progress_bars()
-    files, found = [], None
     try:
         if saved:
             found = _load_saved(datasets, directory, split, reading)
-        elif not (files := _plain_files(datasets, directory, split, reading)):
+        elif directory is None or not (found := _plain_files(datasets, directory, split, reading)):
             name = path.removeprefix(HUB) if directory is None else str(directory)
             found = datasets.load_dataset(name, reading.subset, split=split, **reading.options)
     except (OSError, ValueError, TypeError, datasets.exceptions.DatasetsError) as error:
@@ -299,27 +297,19 @@ def read_dataset(path: str, split: str, reading: ReadingSection, setting: str) -
             + "; HF_HUB_OFFLINE=1 is set, so that the hub is not asked: unset it, or load the dataset once without it"
             * offline
         ) from error
-    if files:
-        return read_files(files, setting)
-    return dataset_rows(found, f"the split {split!r} of {path}", setting)
+    if isinstance(found, list):
+        return read_files(found, setting)
+    return ArrowRows(found.with_format("arrow")[:], f"{setting}={path}: the split {split!r}")  # decodes no images
 
 
-def _plain_files(datasets: Any, directory: Path | None, split: str, reading: ReadingSection) -> list[str]:
+def _plain_files(datasets: Any, directory: Path, split: str, reading: ReadingSection) -> list[str]:
     """Return the files of a directory's split if they can be read as files, because datasets would read texts such as
     2024-01-05 and 007 as times and numbers; empty for files of other kinds, and with settings on how they are read."""
-    if directory is None:
-        return []
     config = datasets.load_dataset_builder(str(directory), reading.subset, **reading.options).config
     files = list(map(str, (config.data_files or {}).get(split, ())))
-    given = ["name", "version", "description", "data_dir", "data_files"]
-    given += ["sep"] if any(file.endswith(".tsv") for file in files) else []
-    is_plain = config == type(config)(**{key: getattr(config, key) for key in given})
+    given = ["name", "version", "description", "data_dir", "data_files", *["sep"] * all(".tsv" in f for f in files)]
+    is_plain = config == type(config)(**{key: getattr(config, key) for key in given if hasattr(config, key)})
     return files if is_plain and all(map(is_file_name, files)) else []
-
-
-def dataset_rows(dataset: Any, name: str, setting: str) -> ArrowRows:
-    """Return the rows of a `datasets.Dataset`, without decoding images and the like; errors show its ``name``."""
-    return ArrowRows(dataset.with_format("arrow")[:], name, setting)
 
 
 def _load_saved(datasets: Any, directory: Path | None, split: str, reading: ReadingSection) -> Any:
