@@ -144,7 +144,7 @@ dry data.path=empty.jsonl
 dry data.path=list.jsonl
     list.jsonl:1 must be a JSON object with a key per column, got a list
 dry data.path=odd.jsonl
-    data.prompt_template uses the column 'question', which record .. data.prompt_template='{x}' writes that
+    data.prompt_template uses the column 'question', which record .. data.columns={question: NAME} takes the column
 dry data.path=builtin:chess
     data.path must name built-in data .. got 'builtin:chess' .. there are builtin:addition,
 dry data.path=nosuch.py:f

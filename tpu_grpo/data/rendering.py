@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 AT_ONCE = 500
 """The number of records that are rendered together."""
+LARGE = 2**17
+"""A prompt of more characters is not tokenized if it is surely too long."""
 TEMPLATE_SECONDS = 30.0
 TEMPLATE_BYTES = 2**32
 Tools = Sequence[Mapping[str, Any]]
@@ -358,10 +360,8 @@ def _lengths(renderer: PromptRenderer, texts: list[str], where: Sequence[str], m
     """Return for each text its number of tokens, or a bound by its bytes if that tells whether it fits: an upper bound
     of at most ``most``, or a negative number, of which more than ``most`` is the lower bound."""
     bounds = [renderer.most_tokens(text) for text in texts]
-    lengths = [
-        bound if bound is not None and bound <= most else min(-1, -len(text) // renderer.longest_token)
-        for text, bound in zip(texts, bounds, strict=True)
-    ]
+    least = [-len(text) // renderer.longest_token if len(text) > LARGE else -1 for text in texts]
+    lengths = [low if high is None or high > most else high for low, high in zip(least, bounds, strict=True)]
     open_ones = [index for index, length in enumerate(lengths) if -most <= length < 0]
     if open_ones:
         encoded = renderer.encoded([texts[index] for index in open_ones], [where[index] for index in open_ones])
