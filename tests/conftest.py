@@ -1,5 +1,5 @@
 """What all tests share, set before anything uses jax: four virtual CPU devices that compute as the command's do, so
-that meshes are real, and the user's cache of compiled programs and taught models, as in the commands that they start."""
+that meshes are real, and the user's cache of compiled programs and taught models, as the commands have it."""
 
 import gc
 import os
