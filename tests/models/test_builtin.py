@@ -153,6 +153,14 @@ def test_bar_is_shown_only_on_request(lessons: list[int], capfd: pytest.CaptureF
     assert shown.out == ""
 
 
+def test_a_log_says_that_a_model_is_taught(
+    lessons: list[int], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(builtin, "_SILENT_SECONDS", 0.0)
+    builtin_checkpoint("addition", 1, progress=True, recipe=TINY)
+    assert capfd.readouterr().err.splitlines()[0] == "teaching addition (once, then cached): step 2 of 2"
+
+
 # --- the files -------------------------------------------------------------------------------------------------------
 
 

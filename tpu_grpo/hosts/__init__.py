@@ -10,7 +10,7 @@ with Watch(hosts) as watch, watch.stage("rollout"):
 from tpu_grpo.hosts.caching import keep_programs
 from tpu_grpo.hosts.ending import End, InterruptedStop, SignalledStop, StepAbandoned, StopRequest, here, in_time
 from tpu_grpo.hosts.host_agreement import Hosts, packed, unpacked
-from tpu_grpo.hosts.host_log import announce, counted, host_log
+from tpu_grpo.hosts.host_log import announce, counted, host_log, with_reminders
 from tpu_grpo.hosts.joining import (
     by_host,
     choose_platform,
@@ -49,4 +49,5 @@ __all__ = [
     "slices_of",
     "start",
     "unpacked",
+    "with_reminders",
 ]

@@ -6,6 +6,7 @@ began:
 
     [   1.2 s] checking the data
     [   9.8 s] compiling the engine's programs: 3 done
+    [  39.8 s] compiling the engine's programs: not finished yet
 """
 
 import logging
@@ -24,6 +25,9 @@ logger = logging.getLogger("tpu_grpo.host")
 BEGAN = time.monotonic()
 EVERY_SECONDS = 5.0
 """The shortest time between two counts that `counted` prints."""
+SILENT_SECONDS = 30.0
+"""If a stage prints nothing for so long, `with_reminders` says that it goes on."""
+_stage, _printed = "", BEGAN
 
 
 @contextmanager
@@ -56,8 +60,36 @@ def host_log(directory: Path, index: int) -> Iterator[None]:
 
 def announce(hosts: Hosts, what: str) -> None:
     """Print the name of a stage that begins now to stderr, on host 0 only."""
+    global _stage, _printed
     if hosts.is_first:
-        print(f"[{time.monotonic() - BEGAN:6.1f} s] {what}", file=sys.stderr, flush=True)
+        _stage, _printed = what, time.monotonic()
+        _print(what)
+
+
+def _print(what: str) -> None:
+    print(f"[{time.monotonic() - BEGAN:6.1f} s] {what}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def with_reminders(hosts: Hosts) -> Iterator[Callable[[], None]]:
+    """While a stage of the block prints nothing, print every 30 seconds that it goes on, on host 0; yield a function
+    that ends this early."""
+    global _printed
+    ended, _printed = threading.Event(), time.monotonic()
+
+    def remind() -> None:
+        global _printed
+        while not ended.wait(max(0.0, _printed + SILENT_SECONDS - time.monotonic())):
+            if time.monotonic() - _printed >= SILENT_SECONDS:
+                _printed = time.monotonic()
+                _print(f"{_stage}: not finished yet")
+
+    if hosts.is_first:
+        threading.Thread(target=remind, name="reminders", daemon=True).start()
+    try:
+        yield ended.set
+    finally:
+        ended.set()
 
 
 @contextmanager

@@ -42,6 +42,7 @@ from tpu_grpo.models.tunix_model import by_name
 from tpu_grpo.records.errors import CheckpointError, NonFiniteError
 
 RECORD = "teaching.json"
+_SILENT_SECONDS = 30.0
 _FORMAT = 1  # the version of the written files, which is part of the digest
 
 
@@ -165,12 +166,17 @@ def _teach_into(entry: Path, recipe: Recipe, task: Task, seed: int, progress: bo
         TextColumn("loss {task.fields[loss]}"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), disable=not progress) as bar:
+    console, printed = Console(stderr=True), started
+    with Progress(*columns, console=console, disable=not progress) as bar:
         shown = bar.add_task("teaching", total=recipe.steps, loss="-")
 
         def on_step(step: int, loss: float) -> None:
+            nonlocal printed
             losses.append(loss)
             bar.update(shown, completed=step, loss=f"{loss:.3f}")
+            if progress and not console.is_terminal and time.perf_counter() - printed >= _SILENT_SECONDS:
+                printed = time.perf_counter()
+                console.print(f"teaching {name} (once, then cached): step {step} of {recipe.steps}", soft_wrap=True)
 
         params = teach(recipe, task, seed=seed, on_step=on_step)
     record: dict[str, Any] = {

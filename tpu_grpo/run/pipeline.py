@@ -7,7 +7,7 @@ tpu_grpo/records/stages.py.
 """
 
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 from tpu_grpo.algorithms import notices
 from tpu_grpo.config import RunConfig
 from tpu_grpo.data.prompt_draw import PromptDraw
-from tpu_grpo.hosts import Hosts, StepAbandoned, StopRequest, Watch, announce, here
+from tpu_grpo.hosts import Hosts, StepAbandoned, StopRequest, Watch, announce, here, with_reminders
 from tpu_grpo.models.lora import write_adapters
 from tpu_grpo.observe.callbacks import Callback
 from tpu_grpo.observe.evaluation import EvaluationLog, describe, write_samples
@@ -76,7 +76,11 @@ def train(
         TpuGrpoError: for anything wrong with the config, the model, the data, a reward or a number.
     """
     config = inputs.config
-    with RunDirectory(config, hosts) as directory, CompilationCounter() as compilations:
+    with (
+        RunDirectory(config, hosts) as directory,
+        CompilationCounter() as compilations,
+        with_reminders(hosts) as compiled,
+    ):
         parts = build_parts(inputs, hosts)
         start, prompts = parts.learner.restored_step, parts.task.prompts
         notes = [*directory.begin(start, prompts.describe()), *prompts.notes]
@@ -95,6 +99,7 @@ def train(
                     *(config, hosts, watch, stop, inputs, parts, draw, log, evaluations, compilations),
                     planned=planned,
                     planned_at=start + 3,
+                    compiled=compiled,
                 )
                 with built_for_good():
                     run.train(start, notes)
@@ -119,6 +124,8 @@ class Run:
     """The seconds that the run's plan predicts; empty without a plan."""
     planned_at: int
     """The step whose seconds are compared with the plan's; late enough that nothing is compiled in it."""
+    compiled: Callable[[], None]
+    """Is called after each step, because everything is compiled after the first."""
     warned_of_lost_steps: bool = False
     ahead: StepGroups | None = None
     """With algorithm.staleness, the groups of the next step, which were sampled during the update."""
@@ -155,6 +162,7 @@ class Run:
                 with timeline.step(step + 1):
                     self._step(step + 1)
                     step = here.step = step + 1
+                    self.compiled()
                     if self._any_host(self.stop.asked or self.log.asked_to_stop) and not self._is_last(step):
                         raise self._stopped(step)
                     if step == self._best_step or self._due(step, self.config.checkpoint.every):
