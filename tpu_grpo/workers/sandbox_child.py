@@ -17,7 +17,7 @@ import signal
 import sys
 from contextlib import redirect_stderr, redirect_stdout, suppress
 
-from sandbox_link import FUNCTIONS, Link, plain, ranked
+from sandbox_link import FUNCTIONS, Link, ranked
 
 TYPE_CHECKING = False  # typing's own takes long to import
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def _serve(reading: int, writing: int) -> None:
             with suppress(ImportError):
                 exec(imports[name], space)
 
-    own = {"load": load, "name": space.__getitem__, "plain": plain, "script": _script}
+    own = {"load": load, "name": space.__getitem__, "script": _script}
     Link(reading, writing, {**FUNCTIONS, **own}, judges=False).serve()
 
 

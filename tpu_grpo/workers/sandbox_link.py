@@ -41,6 +41,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "exit": lambda context, *error: context.__exit__(*error),
     "copy": lambda value: _found("copy.copy")(value),
     "deepcopy": lambda value, memo: _found("copy.deepcopy")(value),
+    "plain": lambda value: next((kind(value) for kind in _COLLECTIONS if isinstance(value, kind)), None),
 }
 """What can be asked of an object of the other process."""
 _SIMPLE: tuple[Any, ...] = (int, float, str, bytes, tuple)
@@ -112,11 +113,6 @@ def ranked(value: Any, rank: int) -> Any:
     if type(value) is Proxy and rank > value._rank_:
         object.__setattr__(value, "_rank_", rank)
     return value
-
-
-def plain(value: Any) -> Any:
-    """Return the collection that an object extends, without what its class adds, or None."""
-    return next((kind(value) for kind in _COLLECTIONS if isinstance(value, kind)), None)
 
 
 class Link:
