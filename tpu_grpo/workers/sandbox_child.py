@@ -1,10 +1,13 @@
-"""Runs in the sandbox's process: sets limits, runs the policy's program, and writes the passed tests or the output.
+"""Runs in the sandbox: a program of the policy in one process, and in another the tests that judge it.
 
-This file imports nothing of tpu_grpo. It writes ``<nonce> <number>`` after each test that passed, so that a program
-that ends the process passes no further test. For a script it writes ``<nonce> <JSON>``.
+Both begin as copies of one interpreter that has read neither. The program's process holds only the program. The tests'
+process asks it for names, calls and outputs (``sandbox_link.py``), compares, and alone can write results: the number of
+each test that passed, or a script's output as JSON. This file imports nothing of tpu_grpo.
 """
 
 import ast
+import builtins
+import ctypes
 import io
 import json
 import os
@@ -12,10 +15,14 @@ import re
 import resource
 import signal
 import sys
-import traceback
-from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout, suppress
-from typing import Any
+
+from sandbox_link import FUNCTIONS, Link, ranked
+
+TYPE_CHECKING = False  # typing's own takes long to import
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from typing import Any
 
 _FORBIDDEN = re.compile(
     r"os\.(fork|exec|posix_spawn|spawn|startfile|system|kill|chown|chmod|link|symlink)|signal\.pthread_kill|"
@@ -24,36 +31,33 @@ _FORBIDDEN = re.compile(
 )
 """Matches the beginnings of forbidden audit events."""
 _LONGEST_ERROR = 300
+_LONGEST_OUTPUT = 10**7
 _CHANGES = ("os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.truncate", "shutil.rmtree", "shutil.move")
 
 
-def main() -> None:
-    """Read the job from standard input and do it."""
-    job = json.load(sys.stdin)
-    report = _reporter(job["nonce"])
-    _limit(job["seconds"], job["memory_mb"], job["file_mb"])
-    sys.stdin = io.StringIO()
-    sys.addaudithook(_guard(os.path.realpath(os.getcwd())))
-    if "tests" not in job:
-        report(json.dumps(_script(job["program"], job["most_characters"])))
-        return
-    for number, passed in enumerate(_run(job["program"], job["tests"])):
-        if passed:
-            report(number)
-
-
-def _reporter(nonce: str) -> Callable[[Any], None]:
-    """Return a function that writes to the original standard output, and redirect all standard streams to /dev/null."""
-    pipe = os.dup(1)
+def main(seconds: str, memory_mb: str, file_mb: str) -> None:
+    """Divide into the two processes; read the job from standard input, and do it."""
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(4, 0)  # PR_SET_DUMPABLE: no process may read or change the memory of this one
+    asked, answered = os.pipe(), os.pipe()
+    judges = os.fork() != 0
+    for descriptor in (asked[0], answered[1]) if judges else (asked[1], answered[0]):
+        os.close(descriptor)
+    job, results = (json.load(sys.stdin), os.dup(1)) if judges else ({}, -1)
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(nothing, descriptor)
-    write = os.write  # the program may replace os.write
-
-    def report(told: Any) -> None:
-        write(pipe, f"{nonce} {told}\n".encode())
-
-    return report
+    _limit(float(seconds), int(memory_mb), int(file_mb))
+    sys.addaudithook(_guard(os.path.realpath(os.getcwd())))
+    sys.path.pop(0)  # this file's directory
+    if not judges:
+        _serve(asked[0], answered[1])
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no KeyboardInterrupt in a test
+    signal.signal(signal.SIGALRM, lambda *_: os._exit(1))  # its default action spares a namespace's first process
+    link = Link(answered[0], asked[1], FUNCTIONS, judges=True)
+    for result in _passed(link, **job) if "tests" in job else [json.dumps(link.ask("script", tuple(job.values())))]:
+        os.write(results, f"{result}\n".encode())
+    os._exit(0)
 
 
 def _limit(seconds: float, memory_mb: int, file_mb: int) -> None:
@@ -68,18 +72,18 @@ def _limit(seconds: float, memory_mb: int, file_mb: int) -> None:
     signal.setitimer(signal.ITIMER_REAL, seconds)  # its default action ends the process
 
 
-def _guard(home: str) -> Callable[[str, tuple[Any, ...]], None]:
+def _guard(home: str) -> "Callable[[str, tuple[Any, ...]], None]":
     """Return an audit hook that refuses processes, network, libraries, and all files but ``home`` and Python's own."""
     readable = tuple({os.path.realpath(p) for p in (home, sys.prefix, sys.base_prefix, *sys.path) if p})
     readable += ("/dev/null", "/dev/urandom", "/usr/share/zoneinfo", "/etc/localtime")
 
-    def inside(path: Any, roots: tuple[str, ...]) -> bool:
+    def inside(path: "Any", roots: tuple[str, ...]) -> bool:
         if isinstance(path, int):
             return True  # a descriptor that was opened before
         real = os.path.realpath(os.fsdecode(path))
         return any(real == root or real.startswith(f"{root}/") for root in roots)
 
-    def guard(event: str, arguments: tuple[Any, ...]) -> None:
+    def guard(event: str, arguments: "tuple[Any, ...]") -> None:
         if event == "ctypes.dlopen" and arguments[0] is None:
             return  # importing ctypes, as numpy does
         if _FORBIDDEN.match(event):
@@ -97,47 +101,82 @@ def _guard(home: str) -> Callable[[str, tuple[Any, ...]], None]:
     return guard
 
 
-def _run(program: str, tests: list[Any]) -> Any:
+def _serve(reading: int, writing: int) -> None:
+    """Do for a program what its tests ask."""
     space: dict[str, Any] = {"__name__": "program"}
-    ready = any(isinstance(test, str) for test in tests) and _passes(program, space)
-    for test in tests:
+
+    def load(program: str, imports: dict[str, str]) -> None:
+        sys.stdin = io.StringIO()
+        exec(compile(program, "<program>", "exec"), space)
+        for name in {name for name in imports if name in program} - set(space):
+            with suppress(ImportError):
+                exec(imports[name], space)
+
+    own = {"load": load, "name": space.__getitem__, "script": _script}
+    Link(reading, writing, {**FUNCTIONS, **own}, judges=False).serve()
+
+
+class _Names(dict):
+    """The tests' global names; a name that the tests do not define is the program's.
+
+    Python's own functions are the tests', unless these use no other undefined name, as ``assert sum(1, 2) == 3`` does.
+    """
+
+    def __init__(self, link: Link, nodes: list[ast.AST]) -> None:
+        super().__init__(__name__="tests")
+        names = [node for node in nodes if isinstance(node, ast.Name)]
+        defined = {getattr(node, "name", None) or getattr(node, "arg", None) for node in nodes}
+        defined |= {node.id for node in names if not isinstance(node.ctx, ast.Load)}
+        own, used = set(dir(builtins)), {node.id for node in names} - defined
+        self._link, self._own = link, own if used - own else set[str]()
+
+    def __missing__(self, name: str) -> "Any":
+        if name in self._own:
+            raise KeyError(name)
+        return ranked(self._link.ask("name", (name,)), 2 if name[:1].isupper() else 0)
+
+
+def _passed(link: Link, program: str, tests: "list[Any]") -> "Iterator[int]":
+    """Yield the numbers of the tests that pass."""
+    nodes: list[ast.AST] = []
+    for code in (test for test in tests if isinstance(test, str)):
+        with suppress(SyntaxError, ValueError):
+            nodes += ast.walk(ast.parse(code))
+    found = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+    imports = {alias.asname or alias.name: ast.unparse(node) for node in found for alias in node.names}
+    space = _Names(link, nodes)
+
+    ready = any(isinstance(test, str) for test in tests) and _passes(link, link.ask, "load", (program, imports))
+
+    def run(test: "Any") -> None:
         if isinstance(test, str):
-            yield ready and _passes(test, space)
+            assert ready
+            exec(compile(test, "<test>", "exec"), space)
         else:
-            yield _writes(program, str(test["input"]), str(test["output"]))
+            ran = link.ask("script", (program, _LONGEST_OUTPUT, str(test["input"])))
+            assert (ran["error"], _lines(ran["output"])) == (None, _lines(str(test["output"])))
+
+    yield from (number for number, test in enumerate(tests) if _passes(link, run, test))
 
 
-def _passes(code: str, space: dict[str, Any]) -> bool:
+def _passes(link: Link, does: "Callable[..., Any]", *arguments: "Any") -> bool:
     try:
-        with redirect_stdout(io.StringIO()):
-            exec(compile(code, "<program>", "exec"), space)
+        does(*arguments)
     except BaseException:  # foreign code can raise anything, which is a failure
         return False
-    return True
+    return not link.lost
 
 
-def _writes(program: str, given: str, expected: str) -> bool:
-    """Return whether the program, run as a script, writes the expected text, ignoring white space at line ends."""
-    written = io.StringIO()
-    sys.stdin = io.StringIO(given)
-    try:
-        with redirect_stdout(written):
-            exec(compile(program, "<program>", "exec"), {"__name__": "__main__"})
-    except SystemExit as ending:
-        if ending.code not in (None, 0):
-            return False
-    except BaseException:  # foreign code can raise anything, which is a failure
-        return False
-    return _lines(written.getvalue()) == _lines(expected)
-
-
-def _script(program: str, most_characters: int) -> dict[str, str | None]:
-    """Return what a script prints, including the value of its last line, and the error that stopped it, if any."""
-    written, error, space = io.StringIO(), None, {"__name__": "__main__"}
+def _script(program: str, most_characters: int, given: str | None = None) -> dict[str, str | None]:
+    """Return what a script prints, and the error that stopped it, if any. Without input, it is read as a notebook: what
+    it prints includes errors, and the value of its last line."""
+    written, error = io.TextIOWrapper(io.BytesIO(), "utf-8", "replace", write_through=True), None
+    sys.stdin = io.TextIOWrapper(io.BytesIO((given or "").encode(errors="replace")), "utf-8")
+    space, notebook = {"__name__": "__main__"}, given is None
     try:
         tree = ast.parse(program, "<program>")
-        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
-        with redirect_stdout(written), redirect_stderr(written):
+        last = tree.body.pop() if notebook and tree.body and isinstance(tree.body[-1], ast.Expr) else None
+        with redirect_stdout(written), redirect_stderr(written if notebook else io.StringIO()):
             exec(compile(tree, "<program>", "exec"), space)
             if isinstance(last, ast.Expr):
                 value = eval(compile(ast.Expression(last.value), "<program>", "eval"), space)
@@ -147,11 +186,14 @@ def _script(program: str, most_characters: int) -> dict[str, str | None]:
         error = None if ending.code in (None, 0) else f"SystemExit: {ending.code}"
     except BaseException as raised:  # foreign code can raise anything, which is reported
         error = _described(raised)
-    return {"output": _shortened(written.getvalue(), most_characters), "error": error}
+    text = written.buffer.getvalue().decode(errors="replace")
+    return {"output": _shortened(text, most_characters), "error": error}
 
 
 def _described(error: BaseException) -> str:
     """Describe in one line the program's exception, and the line of the program that raised it."""
+    import traceback  # seldom needed, and slow to import
+
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "<program>"]
     line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
     text = " ".join((error.msg if isinstance(error, SyntaxError) else str(error)).split())[:_LONGEST_ERROR]
@@ -171,4 +213,4 @@ def _lines(text: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -1,8 +1,10 @@
 """JSON and Countdown are labelled by hand, puzzles by reasoning-gym's answers; programs meet their tests and limits."""
 
 import http.server
+import inspect
 import json
 import os
+import re
 import socket
 import threading
 import time
@@ -11,8 +13,11 @@ from typing import Any
 
 import pytest
 import reasoning_gym as gym
+from reasoning_gym.factory import DATASETS
 
+from tpu_grpo.environments.shipped.puzzles import Puzzle
 from tpu_grpo.rewards.shipped.structured import countdown, json_schema, python_tests, reasoning_gym
+from tpu_grpo.workers.evaluated_answers import _EVALUATED, is_code  # pyright: ignore[reportPrivateUsage]
 from tpu_grpo.workers.sandbox import Limits, run_tests
 
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
@@ -88,6 +93,43 @@ def test_puzzles_of_reasoning_gym(name: str):
     assert reasoning_gym([str(e["answer"]) for e in entries], tag=None, **as_text) == [1.0] * 4
 
 
+@pytest.mark.parametrize(
+    "answer", ["{}", "[{}]", "[['Q'], {}]", "1 + {}", "sin({})", "(x for x in {})", "[{}", "1\n+ {}"]
+)
+def test_no_answer_to_a_puzzle_is_run(answer: str, tmp_path: Path):
+    mark = tmp_path / "mark"
+    calls = (
+        f"open('{mark}', 'w')",
+        f"__import__('os').mkdir('{mark}')",
+        f"(open)('{mark}', 'w')",
+        f"open#\n('{mark}', 'w')",
+    )
+    for name in sorted(_EVALUATED):
+        entry: dict[str, Any] = gym.create_dataset(name, size=1, seed=3)[0]
+        columns: Any = {key: [entry[key]] * len(calls) for key in ("metadata", "answer", "question")}
+        scores = reasoning_gym([f"<answer>{answer.format(call)}</answer>" for call in calls], **columns)
+        assert scores == [0.0] * len(calls)
+        puzzle = Puzzle()
+        puzzle.reset(**entry)
+        assert puzzle.step(f"<answer>{answer.format(calls[0])}</answer>")[1] == 0.0
+    assert not mark.exists()
+
+
+def test_right_answers_to_puzzles_that_are_evaluated_are_no_code():
+    for name in sorted(_EVALUATED):
+        entries: list[dict[str, Any]] = list(gym.create_dataset(name, size=3, seed=5))
+        assert not any(is_code(name, str(entry["answer"])) for entry in entries)
+    assert not is_code("spiral_matrix", "[3, 9, -5]")
+    assert not is_code("string_insertion", "['A', 'B']")
+    assert not is_code("intermediate_integration", "-x**2*cos(x) + sqrt(Abs(x + 1))/2 + atan(2.5*x) + C")
+
+
+def test_the_puzzles_that_are_evaluated_are_known():
+    evaluates = re.compile(r"(?:\beval|\bexec|(?:sympy|sp)\.parse_expr|(?<![.\w])parse_expr)\((?:user_)?answer")
+    sources = {name: inspect.getsource(kind.score_answer) for name, (kind, *_) in DATASETS.items()}
+    assert {name for name, source in sources.items() if evaluates.search(source)} == _EVALUATED
+
+
 # --- programs --------------------------------------------------------------------------------------------------------
 
 ADD = "def add(a, b):\n    return a + b\n"
@@ -111,6 +153,17 @@ def fence(code: str) -> str:
         (fence("def add(a, b"), ["assert add(1, 2) == 3"], 0.0),
         (ADD, ["assert add(1, 2) == 3"], 0.0),
         ("", ["assert True"], 0.0),
+        (fence(ADD), [{"fn_name": "add", "input": "1\n2", "output": "3"}], 1.0),
+        (fence(ADD), [{"fn_name": "add", "input": [1, 2], "output": 4}], 0.0),
+        (fence("def f(x):\n    return x, 1"), [{"fn_name": "f", "input": [[0]], "output": [[0], 1]}], 1.0),
+        (
+            fence(f"class Solution:\n    {ADD}".replace("(a", "(self, a").replace("    return", "        return")),
+            [{"fn_name": "add", "input": "1\n2", "output": "3"}],
+            1.0,
+        ),
+        (fence("print(input())"), [{"fn_name": None, "input": "1", "output": "1"}], 1.0),
+        (fence("import sys\nsys.stdout.buffer.write(sys.stdin.buffer.read())"), [{"input": "1", "output": "1"}], 1.0),
+        (fence("class All:\n    __eq__ = lambda *_: True\nadd = lambda *_: All()"), ["assert add(1, 2) == 3"], 0.0),
         (fence(ADD), [], None),
         (fence(ADD), None, None),
     ],

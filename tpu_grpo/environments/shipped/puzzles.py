@@ -16,6 +16,7 @@ from typing import Any
 
 from tpu_grpo.config.plugins import need
 from tpu_grpo.records.errors import EpisodeError
+from tpu_grpo.workers.evaluated_answers import is_code
 
 need("reasoning_gym", "the environment reasoning_gym", EpisodeError)
 
@@ -51,7 +52,8 @@ class Puzzle:
         """Score an answer; the reward is the increase of the best score so far."""
         self.made += 1
         given = self._inside(action)
-        score = 0.0 if given is None else float(_verifier(self.entry["metadata"]["source_dataset"])(given, self.entry))
+        name = self.entry["metadata"]["source_dataset"]
+        score = 0.0 if given is None or is_code(name, given) else float(_verifier(name)(given, self.entry))
         gained, self.best = max(0.0, score - self.best), max(self.best, score)
         over = score >= 1.0 or self.made >= self.tries
         return self._told(given, score), gained, over, {"score": score}

@@ -10,6 +10,7 @@ from typing import Any
 
 from tpu_grpo.rewards.protocol import per_sample
 from tpu_grpo.rewards.shipped.correctness import fenced, inside, number
+from tpu_grpo.workers.evaluated_answers import is_code
 from tpu_grpo.workers.sandbox import Limits, run_tests
 
 _OPERATIONS: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
@@ -67,6 +68,8 @@ def reasoning_gym(
     tag: str | None = "answer",
 ) -> list[float | None]:
     """Let the puzzle's own verifier score the content of the last ``tag``; score 0.0 without the tag.
+
+    A program scores 0.0 where the verifier would run it: only lists and elementary functions are evaluated.
 
     ``metadata`` is reasoning-gym's, as a mapping or its JSON text; its ``source_dataset`` names the verifier.
     """
@@ -149,7 +152,7 @@ def _gym_row(completion: str, metadata: Mapping[str, Any], answer: Any, question
     if not isinstance(name, str):
         raise ValueError(f"metadata must hold source_dataset, the puzzle's name, got {sorted(metadata)}")
     part = inside(completion, tag)
-    if part is None:
+    if part is None or is_code(name, part):
         return 0.0
     entry = {"question": question, "answer": answer, "metadata": metadata}
     return float(get_score_answer_fn(name)(part, entry))  # pyright: ignore[reportCallIssue]
@@ -164,7 +167,8 @@ def python_tests(
     The program is the last fenced block marked python, py or python3, or unmarked. Without such a block the score is
     0.0 if ``fence`` is set, otherwise the whole completion is the program. ``tests`` is a column with a list of tests,
     or its JSON text. A test is Python code that raises if the program is wrong (``assert add(1, 2) == 3``), or a
-    mapping {input, output}; a single text is one test. A row without tests gets None.
+    mapping {input, output}, with ``fn_name`` of a call's arguments and result; a single text is one test. A row
+    without tests gets None.
     """
     number("seconds", seconds, 0.1)
     number("memory_mb", memory_mb, 64)
@@ -186,4 +190,16 @@ def _cases(tests: Any) -> list[Any]:
     for case in cases:
         if not isinstance(case, str) and not (isinstance(case, Mapping) and {"input", "output"} <= set(case)):
             raise ValueError(f"tests must be Python code or mappings of input and output, got {case!r}")
+    cases = [_call(case) if isinstance(case, Mapping) and case.get("fn_name") else case for case in cases]
     return [case for case in cases if not isinstance(case, str) or case.strip()]
+
+
+def _call(case: Mapping[str, Any]) -> str:
+    """Return LiveCodeBench's kind of test, in which each line is an argument as JSON, as Python code."""
+    name, given, expected = case["fn_name"], case["input"], case["output"]
+    if isinstance(given, str):
+        given, expected = [json.loads(line) for line in given.splitlines()], json.loads(expected)
+    return (
+        f"try:\n    call = Solution().{name}\nexcept NameError:\n    call = {name}\nresult = call(*{given!r})\n"
+        f"assert (list(result) if isinstance(result, tuple) else result) == {expected!r}"
+    )
