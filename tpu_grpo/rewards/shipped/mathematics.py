@@ -117,14 +117,12 @@ def _read(reference: str) -> list[Any]:
 def _compare(reference: str, said: str) -> bool | None:
     """Return whether an expression of a text equals one of the reference, None if that cannot be decided."""
     decided = True
-    for a, b in product(_read(reference), _parse(said)):
-        try:
-            huge = _huge(a) or _huge(b)
-            if a == b if huge else verify(a, b, timeout_seconds=0, raise_on_error=True):
-                return True
-            decided = decided and not huge
-        except Exception:
-            decided = False
+    pairs = product(_read(reference), _parse(said))
+    for a, b in sorted(pairs, key=lambda pair: not isinstance(pair[0], str)):  # texts first: they never fail
+        huge = _huge(a) or _huge(b)
+        if a == b if huge else verify(a, b, timeout_seconds=0, raise_on_error=True):
+            return True
+        decided = decided and not huge
     return False if decided else None
 
 
