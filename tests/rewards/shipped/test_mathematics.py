@@ -100,6 +100,7 @@ CASES = [
     # a unit, but not of another kind, and not a word that changes the number
     (r"\boxed{10 m/s}", "10 km/h", 0.0),
     (r"\boxed{25 cm^3}", "25 cm^2", 0.0),
+    (r"\boxed{18 dollars}", r"18\text{ inches}", 0.0),
     (r"\boxed{3 million}", "3", 0.0),
     (r"\boxed{2 hours and 30 minutes}", "30", 0.0),
 ]

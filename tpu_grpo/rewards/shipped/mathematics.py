@@ -91,7 +91,7 @@ def _words(part: str) -> list[str]:
 
 def _readable(part: str, reference: str, *, prose: bool) -> str:
     r"""Return the text in which math-verify finds an answer: LaTeX in ``\boxed{}``, without the reference's unit."""
-    unit, expected = _UNIT.search(part), _UNIT.search(reference)
+    unit, expected = _UNIT.search(part), _UNIT.search(" ".join(_words(reference)))
     if unit and (not expected or expected[1].startswith(unit[1].removesuffix("s"))):
         part = part[: unit.start()]
     return part if _AS_IS.search(part) or (prose and _PROSE.match(part)) else f"\\boxed{{{part}}}"
