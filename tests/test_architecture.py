@@ -80,6 +80,7 @@ BROAD_EXCEPTS = {
     "tpu_grpo/rewards/calling.py:await_row": "runs the user's code; becomes a Problem, which on_error decides",
     "tpu_grpo/rewards/executors.py:_serve": "a thread's exception; raised again where the answer is awaited",
     "tpu_grpo/rewards/executors.py:_set_up": "runs the user's code; re-raised with its name",
+    "tpu_grpo/rewards/shipped/mathematics.py:_within": "sympy raises many types for what a policy writes; counted",
     "tpu_grpo/rewards/scoring.py:ask_one": "a thread's exception; raised again where the result is awaited",
     "tpu_grpo/workers/attributes.py:keep": "runs the user's code; what cannot be kept is named with the reason",
     "tpu_grpo/workers/attributes.py:rebuilt": "unpickles the user's objects; re-raised with the attribute's name",

@@ -1,14 +1,22 @@
 r"""Mathematical answers labelled by hand, with the traps: commas, units, fractions, several boxes, none."""
 
+import json
 import time
+from pathlib import Path
 from typing import Any
 
+import math_verify
 import numpy as np
 import pytest
 
 from tests.rewards.conftest import make_rollout, scored
+from tests.rewards.shipped.test_correctness import gsm8k_references
 from tpu_grpo.config import RewardSpec
+from tpu_grpo.rewards.shipped.correctness import verified
 from tpu_grpo.rewards.shipped.mathematics import math
+
+PAIRS = Path(__file__).parent / "math_pairs.jsonl"
+"""Lines of style, reference, completion, and whether a person calls the completion right."""
 
 CASES = [
     # numbers
@@ -57,6 +65,90 @@ CASES = [
     (r"\boxed{3}", 3, 1.0),
     (r"\boxed{3}", None, None),
     (r"\boxed{3}", " ", None),
+    (r"\boxed{3}", "#### \\$3", 1.0),
+    (r"\boxed{36}", r"\boxed{\$36}", 1.0),
+    (r"\boxed{100000}", 1e5, 1.0),
+    (r"\boxed{1" + "0" * 400 + "}", "#### 1e400", 1.0),
+    (r"\boxed{1}", "#### 1e400", 0.0),
+    (r"\boxed{3:0}", "3", 0.0),
+    (r"\boxed{12.5}", "12.5%", 1.0),
+    (r"\boxed{12.5\%}", r"12.5\%", 1.0),
+    (r"\boxed{0.125}", r"12.5\%", 1.0),
+    (r"\boxed{0.5\%}", "0.5", 0.0),
+    # digits of other scripts, and what math-verify misreads
+    ("The answer is ５", "5", 1.0),
+    ("$٣$", "3", 1.0),
+    ("$٣$", "4", 0.0),
+    (r"\boxed{0}", r"10\,000", 0.0),
+    (r"\boxed{235}", r"1\,234", 0.0),
+    (r"\boxed{2}", "3 1/2", 0.0),
+    (r"\boxed{-3.5}", "-3 1/2", 1.0),
+    (r"\boxed{x²}", "x^2", 1.0),
+    (r"\boxed{½}", "0.5", 1.0),
+    # no mathematics, and prose with some
+    ("Answer is forty two.", "Answer is forty three.", None),
+    (r"Some other content. \boxed{43}.", "Answer is 42.0.", 0.0),
+    (r"\boxed{42}", "Answer is 42.0.", 1.0),
+    ("Paris", "Tuesday", None),
+    # boxes that are one answer, and boxes that are not
+    (r"$x = \boxed{3}$ or $x = \boxed{4}$", r"\{3, 4\}", 1.0),
+    (r"$x = \boxed{3}$ or $x = \boxed{4}$", "4", 0.0),
+    (r"\boxed{4, 3}", r"$x = \boxed{3}$ or $x = \boxed{4}$", 1.0),
+    # a tag
+    ("<answer>18</answer> after 3 steps", "18", 1.0),
+    ("<answer>The total is 18.</answer>", "18", 1.0),
+    # a unit, but not of another kind, and not a word that changes the number
+    (r"\boxed{10 m/s}", "10 km/h", 0.0),
+    (r"\boxed{25 cm^3}", "25 cm^2", 0.0),
+    (r"\boxed{18 dollars}", r"18\text{ inches}", 0.0),
+    (r"\boxed{3 million}", "3", 0.0),
+    (r"\boxed{2 hours and 30 minutes}", "30", 0.0),
+]
+
+# Right completions whose box says what the reference says, with or without its unit.
+REFERENCES = [
+    ("18 dollars", "18"),
+    ("$18", r"\$18"),
+    (r"\$18.90", "18.90"),
+    (r"\$32,\!348", "32348"),
+    ("$1,250.50", "1250.5"),
+    ("US$40", "40"),
+    ("€12.50", "12.5"),
+    ("75 cents", r"75 \text{ cents}"),
+    ("3 eggs", "3"),
+    ("7 days", "7"),
+    ("24 red marbles", "24"),
+    ("1,200 people", "1200"),
+    ("12 000 trees", "12000"),
+    (r"10\,000 steps", "10000"),
+    ("10 km/h", r"10 \text{ km/h}"),
+    ("60 mph", "60"),
+    ("8.5 m/s", "8.5"),
+    ("55 miles per hour", "55"),
+    ("12 inches", r"12 \text{ in}"),
+    ("5 m^2", "5"),
+    ("25 cm²", r"25 \text{ cm}^2"),
+    ("100 square feet", "100"),
+    ("0.75 liters", r"\frac{3}{4}"),
+    ("2 hours and 30 minutes", r"2 \text{ hours and } 30 \text{ minutes}"),
+    ("5 feet 6 inches", r"5 \text{ feet } 6 \text{ inches}"),
+    ("45 minutes", "45"),
+    ("12:00", "12:00"),
+    ("8:30 a.m.", r"8:30 \text{ a.m.}"),
+    ("25%", "25"),
+    ("25 percent", r"25\%"),
+    (r"12.5\%", "12.5"),
+    ("1/2 cup", r"\frac{1}{2}"),
+    ("3 1/2 hours", "3.5"),
+    ("2/3 of the pie", r"\frac{2}{3}"),
+    ("3rd", "3"),
+    ("21st", "21"),
+    ("4th place", "4"),
+    ("-5 degrees", "-5"),
+    ("90 degrees", r"90^\circ"),
+    ("1.5e3 joules", "1500"),
+    ("The answer is 18 dollars.", "18"),
+    ("She needs 7 more apples.", "7"),
 ]
 
 
@@ -80,9 +172,85 @@ def test_wherever_it_runs_the_scores_are_the_same(workers: int):
     np.testing.assert_array_equal(values, np.array([e for *_, e in CASES], dtype=np.float64))
 
 
-def test_what_cannot_be_compared_in_time_scores_nothing_and_is_counted():
+@pytest.mark.parametrize(("reference", "box"), REFERENCES)
+def test_a_reference_is_read_as_people_write_it(reference: str, box: str):
+    assert math(f"So the result is \\boxed{{{box}}}.", reference) == 1.0
+    assert math(r"So the result is \boxed{977}.", reference) == 0.0
+
+
+def test_right_answers_are_paid_and_wrong_ones_are_not():
+    """Nothing wrong is paid here, though math-verify alone pays some of it."""
+    pairs = [json.loads(line) for line in PAIRS.read_text().splitlines()]
+    scores = [math(pair["completion"], pair["reference"]) for pair in pairs]
+    differ = [pair for pair, score in zip(pairs, scores, strict=True) if score != float(pair["right"])]
+    assert len(pairs) >= 200
+    assert len({pair["style"] for pair in pairs}) == 5
+    assert not differ
+
+
+def test_math_verify_alone_still_misses_some_of_them():
+    """If math-verify reads these by itself, the reward's own reading is no longer needed."""
+    for completion, reference in [
+        (r"\boxed{1\,550}", "1550"),
+        (r"\boxed{12 1/2}", "12.5"),
+        (r"\boxed{3\frac{1}{2}}", r"3\frac{1}{2}"),
+        (r"\boxed{18 dollars}", "18 dollars"),
+        (r"\boxed{(3,-2)}", "(3, -2)"),
+        ("<answer>18</answer>", "18"),
+    ]:
+        assert not math_verify.verify(math_verify.parse(reference), math_verify.parse(completion))
+        assert math(completion, reference) == 1.0
+
+
+def test_math_on_the_reference_solutions_of_gsm8k():
+    for reference in gsm8k_references():
+        value = int(reference.rpartition("#### ")[2].replace(",", ""))
+        assert math(f"Thus \\boxed{{{value}}}", reference) == 1.0
+        assert math(f"Thus \\boxed{{{value + 1}}}", reference) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("completion", "reference"),
+    [
+        ("9" * 5000, "3"),  # Python refuses to convert so many digits
+        ("3", "9" * 5000),
+        (r"\boxed{" + "9^{" * 4 + "9" + "}" * 4 + "}", "3"),
+        (r"\boxed{10^{10^{10}}}", "3"),
+        (r"\boxed{3}", "10^{10^{10}}"),
+        ("10^10^10", "3"),
+        (r"\boxed{100000000!}", "3"),
+        (r"\boxed{\binom{1000000000}{500000000}}", "3"),
+        (r"\boxed{" + "{" * 3000 + "}" * 3000 + "}", "3"),
+    ],
+)
+def test_what_cannot_be_parsed_or_compared_is_not_right_and_is_counted(completion: str, reference: str):
     logged: list[tuple[str, float]] = []
     started = time.perf_counter()
-    tower = r"\boxed{" + "9^{" * 4 + "9" + "}" * 4 + "}"
-    assert math(tower, "3", seconds=1, log_metric=lambda *a: logged.append(a)) == 0.0
+    assert math(completion, reference, seconds=1, log_metric=lambda *a: logged.append(a)) == 0.0
+    assert logged == [("unverified", 1.0)]
     assert time.perf_counter() - started < 5.0
+
+
+@pytest.mark.parametrize("reference", ["12:00", "3:0", "１２", "٣", "10^{10^{10}}", r"\boxed{\boxed{7}}", "1e400"])
+def test_the_text_of_the_reference_is_right(reference: str):
+    assert math(f"Thus \\boxed{{{reference}}}", reference) == 1.0
+    assert math(r"Thus \boxed{8}", reference) == 0.0
+
+
+@pytest.mark.parametrize("reference", [r"\boxed{5", r"\frac{1}{", "$", "####", "nan", float("nan"), "\ud800", ":"])
+def test_no_reference_raises(reference: Any):
+    assert math(r"\boxed{8}", reference) in (0.0, None)
+
+
+def test_a_group_of_huge_powers_takes_no_time():
+    started = time.perf_counter()
+    assert [math(f"\\boxed{{10^{{10^{{{n}}}}}}}", "3") for n in range(10, 74)] == [0.0] * 64
+    assert time.perf_counter() - started < 5.0
+
+
+def test_only_a_wrong_answer_is_not_counted():
+    assert math(r"\boxed{4}", "3", log_metric=lambda *a: pytest.fail("a wrong answer was verified")) == 0.0
+
+
+def test_other_rewards_leave_out_what_math_does_not_score():
+    assert verified("math", ["Answer is forty two.", r"\boxed{3}"], ["Answer is forty three.", "3 eggs"]) == [None, 1.0]

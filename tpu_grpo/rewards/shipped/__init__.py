@@ -37,7 +37,7 @@ SHIPPED: Mapping[str, Shipped] = MappingProxyType(
         "exact_answer": Shipped("correctness:exact_answer"),
         "normalised_match": Shipped("correctness:normalised_match"),
         "multiple_choice": Shipped("correctness:multiple_choice"),
-        "final_answer": Shipped("correctness:final_answer", messages=True),
+        "final_answer": Shipped("correctness:final_answer", workers=1, messages=True),
         "integer_answer": Shipped("correctness:integer_answer"),
         "gsm8k": Shipped("correctness:gsm8k"),
         "math": Shipped("mathematics:math", workers=1),

@@ -20,19 +20,26 @@ _STATED = re.compile(
 _ALONE = re.compile(r"(?:^|\n)\s*[(\[*]*([A-Za-z])[)\]*.:]*\s*\Z")
 _IN_BRACKETS = re.compile(r"[(\[]([A-Za-z])[)\]]")
 # A number as people write it, without its currency sign, with or without commas. It is not part of a word (m2), a power
-# (m^2) or a fraction (1/2). A minus sign belongs to it unless it can be a subtraction (10-4 contains 4, not -4). The
-# atomic group keeps a rejected number from being cut short and accepted (1/2 -> "", not 1).
+# (10^3), a fraction (1/2) or a time (12:00). A minus sign belongs to it unless it can be a subtraction (10-4 has 4, not
+# -4). The atomic group keeps a rejected number from being cut short and accepted (1/2 -> "", not 1).
 _NUMBER = r"""
     ((?<![\w)\]}])-)?
-    (?<![^\W_]) (?<![\^/])
+    (?<![^\W_]) (?<![\^/]) (?<![0-9]:)
     ((?> [0-9]{1,3}(?:,[0-9]{3})+(?![0-9])(?:\.[0-9]+)? | [0-9]+(?:\.[0-9]+)? | (?<!\.)\.[0-9]+ ))
-    (?!/[0-9])
+    (?! [/:][0-9] | \^(?![\\{°o]) | [eE][+-]?[0-9] )
 """
 _ANY_NUMBER = re.compile(_NUMBER, re.VERBOSE)
 _MARKED_NUMBER = re.compile(r"\#{4}[ \t*:=]*" + _NUMBER, re.VERBOSE)
 _CURRENCY = r"\\?[$€£¥]"
-_NUMBER_ALONE = re.compile(r"[$€£¥]?\s*([+-]?[0-9]+(?:\.[0-9]+)?)%?")
+_NUMBER_ALONE = re.compile(r"([+-]?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+))%?")
 _GROUPED = re.compile(r"(?<=[0-9]),(?=[0-9]{3}\b)")
+_SIGNS = str.maketrans({"−": "-", "⁄": "/", "٫": ".", "٬": ","})
+_GROUPS = re.compile(r"(?<![\w.,/^])[1-9][0-9]{0,2}(?:(?:,\\!|\\[,! ]|\{,\}|[_ ~\xa0\u2009\u202f])[0-9]{3})+(?![\w/])")
+_MIXED = re.compile(r"(?<![\w.,/^])([0-9]{1,3}) +([0-9]{1,9})/([0-9]{1,9})(?![\w/])")
+_POWER_OF_TEN = re.compile(
+    r"(?<![\w.,/^])((?>[0-9]+(?:\.[0-9]+)?|\.[0-9]+))"
+    r"(?:[eE]|\s?(?:×|\\times|\*)\s?10\^)(\{)?([+-]?[0-9]{1,3})(?(2)\})(?![\w^])"
+)
 
 # --- the part of a completion that counts, and options ---------------------------------------------------------------
 
@@ -54,15 +61,14 @@ def inside(text: str, tag: str | None) -> str | None:
 
 def boxed(text: str) -> list[str]:
     r"""Return the content of each ``\boxed{...}`` with balanced braces, in order; an unclosed box is left out."""
-    found = []
-    for match in re.finditer(r"\\boxed\s*\{", text):
-        depth = 1
-        for end in range(match.end(), len(text)):
-            depth += {"{": 1, "}": -1}.get(text[end], 0)
-            if depth == 0:
-                found.append(text[match.end() : end])
-                break
-    return found
+    starts: list[int | None] = []  # of the boxes and other braces that are open
+    found: list[tuple[int, int]] = []
+    for match in re.finditer(r"(\\boxed\s*)?\{|\}", text):
+        if match[0] != "}":
+            starts.append(match.end() if match[1] else None)
+        elif starts and (start := starts.pop()) is not None:
+            found.append((start, match.start()))
+    return [text[start:end] for start, end in sorted(found)]
 
 
 def fenced(text: str, languages: tuple[str, ...]) -> str | None:
@@ -183,8 +189,9 @@ def gsm8k(completions: Sequence[str], answer: Sequence[Any], flexible: bool = Tr
 
 def final_number(text: str, *, flexible: bool) -> Decimal | None:
     """Return the number right after the last ``####``, or else, if ``flexible``, the last number of the text."""
-    text = text.replace("−", "-").replace("{,}", ",")
-    text = re.sub(_CURRENCY, " ", re.sub(f"(?<=-){_CURRENCY}", "", text))
+    if (marker := text.rfind("####")) > 0 and (number := final_number(text[marker:], flexible=False)) is not None:
+        return number  # without reading all of the text, which takes longer
+    text = re.sub(r"\^[({]?-?[0-9]+[)}]?", "^", plain_numbers(text, _CURRENCY))
     found = _MARKED_NUMBER.findall(text)
     if not found and flexible:
         found = _ANY_NUMBER.findall(text)
@@ -194,9 +201,23 @@ def final_number(text: str, *, flexible: bool) -> Decimal | None:
     return Decimal(minus + digits.replace(",", ""))
 
 
+def plain_numbers(text: str, currency: str = r"\\\$|(?<=\bUS)\$|[€£¥]") -> str:
+    r"""Return a text whose numbers are written plainly: ``1\,234``, ``1 234`` and ``1_234`` as 1234, ``3 1/2`` as 7/2,
+    ``1.5e3`` and ``1.5\times 10^3`` as 1500, digits of any script as 0 to 9, and no currency signs."""
+    if not text.isascii():
+        text = re.sub(r"(?<=[0-9])(?=[¼-¾⅐-⅞])", " ", text)
+        text = re.sub(r"[⁰¹²³⁴-⁹]+", r"^(\g<0>)", text)
+        text = re.sub(r"[¼-¾⅐-⅞⁰¹²³⁴-⁹]|－?[０-９][０-９．，]*", lambda m: unicodedata.normalize("NFKC", m[0]), text)
+        text = "".join(str(unicodedata.decimal(c)) if c.isdecimal() else c for c in text.translate(_SIGNS))
+    text = re.sub(currency, " ", re.sub(f"(?<=-)(?:{currency})", "", text))
+    text = _GROUPS.sub(lambda m: re.sub(r"\D", "", m[0]), text)
+    text = _MIXED.sub(lambda m: f"{int(m[1]) * int(m[3]) + int(m[2])}/{m[3]}" if int(m[2]) < int(m[3]) else m[0], text)
+    return _POWER_OF_TEN.sub(lambda m: format(Decimal(f"{m[1]}e{m[3]}"), "f"), text)
+
+
 def _reference_number(answer: Any) -> Decimal | None:
     if isinstance(answer, int | float) and not isinstance(answer, bool):
-        number = Decimal(str(answer))
+        number = Decimal(answer if isinstance(answer, int) else str(answer))
         return number if number.is_finite() else None
     return None if missing(answer) else final_number(str(answer), flexible=True)
 
@@ -224,13 +245,14 @@ def voted_answer(text: str, pattern: re.Pattern[str] | None = None) -> str | Non
 
 def _canonical(part: str) -> str | None:
     part = " ".join(part.split()).removesuffix(".").rstrip()
-    if found := _NUMBER_ALONE.fullmatch(_GROUPED.sub("", part)):
+    if found := _NUMBER_ALONE.fullmatch(_GROUPED.sub("", plain_numbers(part, _CURRENCY).strip())):
         return _written(Decimal(found[1]))
     return part or None
 
 
 def _written(number: Decimal) -> str:
-    return format(number.normalize() + 0, "f")  # + 0: minus zero is zero
+    text = format(number or Decimal(0), "f")  # minus zero is zero
+    return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 # --- conversations, and rewards that call other rewards --------------------------------------------------------------
