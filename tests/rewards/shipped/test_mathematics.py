@@ -2,6 +2,7 @@ r"""Mathematical answers labelled by hand, with the traps: commas, units, fracti
 
 import json
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from tests.rewards.conftest import make_rollout, scored
 from tests.rewards.shipped.test_correctness import gsm8k_references
 from tpu_grpo.config import RewardSpec
+from tpu_grpo.rewards.shipped import mathematics
 from tpu_grpo.rewards.shipped.correctness import verified
 from tpu_grpo.rewards.shipped.mathematics import math
 
@@ -254,3 +256,14 @@ def test_only_a_wrong_answer_is_not_counted():
 
 def test_other_rewards_leave_out_what_math_does_not_score():
     assert verified("math", ["Answer is forty two.", r"\boxed{3}"], ["Answer is forty three.", "3 eggs"]) == [None, 1.0]
+
+
+def test_many_comparisons_without_an_end_do_not_add_up(monkeypatch: pytest.MonkeyPatch):
+    """Sixty texts that take five seconds each would end a run, because the reward itself has 60 seconds."""
+    monkeypatch.setattr(mathematics, "_TIME_OUTS", deque([time.monotonic()] * 5, maxlen=5))
+    started, logged = time.perf_counter(), list[tuple[str, float]]()
+    for number in range(20):
+        text = "\\boxed{" + "{" * (3000 + number) + "}" * (3000 + number) + "}"
+        assert math(text, "5", log_metric=lambda *a: logged.append(a)) == 0.0
+    assert logged == [("unverified", 1.0)] * 20
+    assert time.perf_counter() - started < 20.0  # one alone takes its five seconds

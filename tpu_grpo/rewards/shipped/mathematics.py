@@ -5,6 +5,8 @@ import logging
 import re
 import signal
 import threading
+import time
+from collections import deque
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -21,6 +23,9 @@ from tpu_grpo.rewards.shipped.correctness import boxed, inside, missing, number,
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it reports every text that is not mathematics
 _parse = functools.partial(parse, parsing_timeout=0, raise_on_error=True)
 _LARGEST_EXPONENT = 100_000
+_TIME_OUTS: deque[float] = deque(maxlen=5)
+"""When comparisons ran out of time. While all are of the last minute, a comparison has 0.05 s, so that many answers
+without an end do not add up to the reward's own timeout, which can end the run."""
 _AS_IS = re.compile(r"\$|\\\[|\\\(|\\boxed")
 # A word before any LaTeX, which LaTeX would read as a product of letters, or one before a number, such as Rs. 500.
 _PROSE = re.compile(r"[A-Za-z]{2,}\.?\s+[0-9]|[^\\]*?(?<![A-Za-z])(?!sqrt|infinity)[A-Za-z]{4,}")
@@ -100,9 +105,18 @@ def _readable(part: str, reference: str, *, prose: bool) -> str:
 @functools.lru_cache(maxsize=1024)  # a group has one reference, and often few answers
 def _within(limit: int, function: Callable[..., Any], *texts: str) -> Any:
     """Return what a function returns, None if it raises or takes more than ``limit`` seconds; 0 is no limit."""
+
+    def run() -> Any:
+        hurries = len(_TIME_OUTS) == _TIME_OUTS.maxlen and time.monotonic() - _TIME_OUTS[0] < 60.0
+        if limit:  # instead of the alarm of ``timeout``, which is lost if it comes while garbage is collected
+            signal.setitimer(signal.ITIMER_REAL, 0.05 if hurries else limit, 0.1)
+        return function(*texts)
+
     try:
-        return timeout(limit)(function)(*texts)
-    except (Exception, TimeoutException):  # sympy raises errors of many kinds
+        return timeout(limit)(run)()
+    except (Exception, TimeoutException) as error:  # sympy raises errors of many kinds
+        if isinstance(error, TimeoutException):
+            _TIME_OUTS.append(time.monotonic())
         return None
 
 
