@@ -37,6 +37,7 @@ from tpu_grpo.rewards.feed import Feed
 from tpu_grpo.rewards.protocol import OF_ROWS, TEXT_ARGUMENTS
 from tpu_grpo.rewards.reward_functions import workers_of
 from tpu_grpo.rewards.shipped import SHIPPED
+from tpu_grpo.rewards.shipped.correctness import as_read
 
 LOG = logging.getLogger("tpu_grpo.rewards")
 _BATCHES_PER_WORKER = 4
@@ -85,6 +86,8 @@ class Table:
     """Each row's number in the whole rollout, for error messages."""
     failures: Mapping[int, Failure] = field(default_factory=dict)
     """The rows whose environment failed, and how. No reward is called for these rows."""
+    rendered: Sequence[str] = ()
+    """Each row's rendered prompt."""
 
     @property
     def size(self) -> int:
@@ -92,9 +95,16 @@ class Table:
         return len(self.columns["completions"])
 
     def batch(self, call: Call, rows: Sequence[int]) -> RewardBatch:
-        """Make a batch of some rows for a reward."""
+        """Make a batch of some rows for a reward, with texts as `Call.thinking` says; messages have no thinking."""
         columns = self.columns | self.messages if call.messages else self.columns
-        return RewardBatch({n: [columns[n][row] for row in rows] for n in call.batch_columns}, self.step, len(rows))
+        found = {n: [columns[n][row] for row in rows] for n in call.batch_columns}
+        if call.thinking != "kept":
+            said, names = zip(found["completions"], rows, strict=True), str(dict(call.options))
+            found["completions"] = [
+                as_read(text, self.rendered[row], call.thinking, names) if isinstance(text, str) else text
+                for text, row in said
+            ]
+        return RewardBatch(found, self.step, len(rows))
 
     def shown(self, row: int) -> str:
         """Describe a row for an error message, by its number and its shortened texts."""
@@ -121,7 +131,8 @@ def build_table(rollout: Rollout, rewards: Iterable[OpenReward], *, numbers: Seq
     }
     failures = {row: e.failure for row, e in enumerate(episodes) if e is not None and e.failure is not None}
     numbers = range(len(rows)) if numbers is None else numbers
-    table = Table(columns, messages, rollout.batch.step, rollout.group_size, numbers, failures)
+    rendered = [p.text for p in rows]
+    table = Table(columns, messages, rollout.batch.step, rollout.group_size, numbers, failures, rendered)
     for name in sorted({name for reward in rewards for name in reward.call.batch_columns} - {*TEXT_ARGUMENTS}):
         if name in OF_ROWS and not (rows and name in rows[0].columns):
             columns[name] = _extra_column(name, rollout)

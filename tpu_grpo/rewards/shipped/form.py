@@ -2,17 +2,16 @@
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import regex
 
-from tpu_grpo.rewards.shipped.correctness import missing, number, verified
+from tpu_grpo.rewards.shipped.correctness import LogMetric, missing, number, verified
 
 GSM8K_PATTERN = r"(?:\A|\n)####[ \t]*-?\$?[0-9][0-9,]*(?:\.[0-9]+)?\.?\s*\Z"
 """Matches a last line ``#### <number>``."""
 _SEARCH_SECONDS = 1.0
-type LogMetric = Callable[[str, float], None]
 Mode = Literal["soft", "strict", "per_tag"]
 
 
@@ -78,7 +77,7 @@ def _search(pattern: Any, text: str, full: bool, log_metric: LogMetric | None, *
 def think_answer(
     completions: Sequence[str], mode: Mode = "soft", think: str = "think", answer: str = "answer"
 ) -> list[float]:
-    """Score whether completions think in one tag and answer in another.
+    """Score whether completions think in one tag and answer in another. An opening tag at the end of the prompt counts.
 
     ``soft`` gives 1.0 where each tag occurs exactly once and only white space separates the two pairs, else 0.0.
     ``strict`` also requires that each tag is alone on its line and that no text is before, between or after the
@@ -95,7 +94,8 @@ def xml_count(
 ) -> list[float]:
     """Score the fraction of tags that occur exactly once, minus a penalty per character after the last closing tag.
 
-    Opening and closing tags count alike, and the score is never below 0. With the default tags
+    Opening and closing tags count alike, an opening tag at the end of the prompt too. The score is never below 0. With
+    the default tags
     ``<think>a</think> <answer>5</answer>!`` scores 1 - 0.001.
     """
     marks = _tags(list(tags))
