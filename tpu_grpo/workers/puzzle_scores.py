@@ -9,7 +9,6 @@ import os
 import signal
 import struct
 import threading
-import warnings
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
@@ -31,9 +30,8 @@ def puzzle_score(answer: str, entry: Mapping[str, Any]) -> float | None:
 
 @cache
 def _verifier(name: str) -> Callable[[Any, Mapping[str, Any]], float]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SyntaxWarning)  # from a package that reasoning-gym imports
-        from reasoning_gym import get_score_answer_fn  # over a second to import
+    from reasoning_gym import get_score_answer_fn  # over a second to import
+
     found: Any = get_score_answer_fn(name)  # makes the task's dataset, which may read a file
     return found
 
