@@ -70,13 +70,13 @@ def inside(text: str, tag: str | None) -> str | None:
 
 def boxed(text: str) -> list[str]:
     r"""Return the content of each ``\boxed{...}`` with balanced braces, in order; an unclosed box is left out."""
+    starts: list[int | None] = []  # of the boxes and other braces that are open
     found: list[tuple[int, int]] = []
-    begun: list[int | None] = []  # for each open brace, where its box begins; None for other braces
-    for brace in re.finditer(r"\\boxed\s*\{|[{}]", text):
-        if brace[0] != "}":
-            begun.append(brace.end() if brace[0] != "{" else None)
-        elif begun and (start := begun.pop()) is not None:
-            found.append((start, brace.start()))
+    for match in re.finditer(r"(\\boxed\s*)?\{|\}", text):
+        if match[0] != "}":
+            starts.append(match.end() if match[1] else None)
+        elif starts and (start := starts.pop()) is not None:
+            found.append((start, match.start()))
     return [text[start:end] for start, end in sorted(found)]
 
 
