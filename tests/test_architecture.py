@@ -50,6 +50,8 @@ BROAD_EXCEPTS = {
     "tpu_grpo/hosts/host_log.py:host_log": "notes how the host ended; re-raised",
     "tpu_grpo/hosts/watch.py:_watchful": "a thread that nobody joins; it says what it met and ends the process",
     "tpu_grpo/checking/findings.py:_checked": "whatever a row meets is what it found, with its type; the others go on",
+    "tpu_grpo/workers/puzzle_scores.py:puzzle_score": "verifiers raise many types for answers, which then score 0",
+    "tpu_grpo/environments/shipped/textarena_games.py:step": "games raise many types for moves; such a game is lost",
     "tpu_grpo/environments/playing.py:reply": "runs the user's code; becomes a Failure, which on_error decides",
     "tpu_grpo/environments/tool_values.py:called": "runs the user's code; the policy is told what it raised",
     "tpu_grpo/environments/tool_values.py:described": "an exception of the user's code whose text cannot be had",

@@ -121,3 +121,13 @@ def test_what_passes_a_dry_run_is_built(seeds: range, tmp_path: Path) -> None:
     found = list(refused_late(seeds, tmp_path))
     assert len(found) >= len(seeds) // 6
     assert [(words, str(error)) for words, error in found if error is not None] == []
+
+
+def test_a_prompt_that_opens_the_thinking_is_noted(tmp_path: Path) -> None:
+    words = ["data.prompt_template='{question}<think>'", "data.chat_template=false", "data.max_prompt_tokens=15"]
+    lines = check(open_inputs(load_config(DEMO, [*words, f"run.dir={tmp_path}/run"])))
+    notes = [line for line in lines if line.startswith("note")]
+    assert notes == [
+        "note       builtin:addition: prompts end with <think>, which think_answer and xml_count count as written, and "
+        "rewards of answers read what follows </think>"
+    ]

@@ -200,7 +200,7 @@ def test_qwen3_coder(key: str, text: str, value: Any) -> None:
         ("<parameter=o>\n[1]\n</parameter>", "the parameter o must be a JSON object, got [1]"),
         ("<parameter=l>\n1,2\n</parameter>", "the parameter l must be a JSON list, got 1,2"),
         ("<parameter=maybe>\nx\n</parameter>", "the parameter maybe must be an integer or null, got x"),
-        ("<parameter=n>\nnan\n</parameter>", "a number must be finite, got nan"),
+        ("<parameter=n>\nnan\n</parameter>", "the parameter n must be a number, got nan"),
         ("<parameter=i>\n1\n", "the parameter i is not closed: </parameter> is missing"),
         ("<parameter=i>1</parameter><parameter=i>2</parameter>", "the parameter i is given twice"),
         ("i=1", "the call must hold <parameter=NAME> tags alone, got i=1"),

@@ -3,7 +3,7 @@
 import asyncio
 from datetime import date
 from decimal import Decimal
-from typing import Any
+from typing import Any, Literal, NotRequired, TypedDict
 
 import pytest
 
@@ -27,6 +27,121 @@ class Tools:
             "decimal": [Decimal("0.10"), date(2026, 1, 2)],
             "set": {"a"},
         }[what]
+
+
+class Point(TypedDict):
+    x: int
+    name: NotRequired[str]
+
+
+class Own(dict[str, Any]):
+    pass
+
+
+class Typed:
+    def integer(self, a: int) -> str:
+        return repr(a)
+
+    def number(self, a: float) -> str:
+        return repr(a)
+
+    def text(self, a: str) -> str:
+        return repr(a)
+
+    def boolean(self, a: bool) -> str:
+        return repr(a)
+
+    def maybe(self, a: int | None = 1) -> str:
+        return repr(a)
+
+    def either(self, a: int | str) -> str:
+        return repr(a)
+
+    def numbers(self, a: list[int | None]) -> str:
+        return repr(a)
+
+    def choice(self, a: Literal["up", 2]) -> str:
+        return repr(a)
+
+    def point(self, a: Point) -> str:
+        return repr(a)
+
+    def points(self, a: dict[str, list[Point]]) -> str:
+        return repr(a)
+
+    def mapping(self, a: dict) -> str:  # type: ignore[type-arg]
+        return repr(a)
+
+    def own(self, a: Own) -> str:
+        return repr(a)
+
+    def anything(self, a: Any) -> str:
+        return repr(a)
+
+    def untyped(self, a) -> str:  # type: ignore[no-untyped-def]
+        return repr(a)
+
+
+@pytest.mark.parametrize(
+    ("tool", "written", "got"),
+    [
+        ("integer", "4", "4"),
+        ("integer", 4.0, "4"),
+        ("integer", " 4 ", "4"),
+        ("integer", 10**3000, repr(10**3000)),
+        ("number", "2.5", "2.5"),
+        ("number", 2, "2.0"),
+        ("number", "-1e3", "-1000.0"),
+        ("text", "4", "'4'"),
+        ("text", "null", "'null'"),
+        ("boolean", "true", "True"),
+        ("maybe", "null", "None"),
+        ("maybe", None, "None"),
+        ("maybe", "4", "4"),
+        ("either", "4", "'4'"),
+        ("either", 4, "4"),
+        ("numbers", "[1, null]", "[1, None]"),
+        ("numbers", ["1", None, 2.0], "[1, None, 2]"),
+        ("choice", "up", "'up'"),
+        ("choice", "2", "2"),
+        ("point", {"x": "1"}, "{'x': 1}"),
+        ("point", '{"x": 1, "name": "4"}', "{'x': 1, 'name': '4'}"),
+        ("points", {"a": [{"x": 1.0}]}, "{'a': [{'x': 1}]}"),
+        ("mapping", '{"a": "4"}', "{'a': '4'}"),
+        ("own", {"a": "4"}, "{'a': '4'}"),
+        ("anything", "4", "'4'"),
+        ("untyped", "4", "'4'"),
+    ],
+)
+def test_arguments_are_what_their_type_hints_say(tool: str, written: Any, got: str) -> None:
+    message, is_error = asyncio.run(called(Typed(), {tool: None}, ToolCall(tool, {"a": written})))
+    assert (message["content"], is_error) == (got, False)
+
+
+@pytest.mark.parametrize(
+    ("tool", "written", "problem"),
+    [
+        ("integer", "four", "Input should be a valid integer, unable to parse string as an integer, got 'four'"),
+        ("integer", 4.5, "Input should be a valid integer, got a number with a fractional part, got 4.5"),
+        ("integer", True, "Input should be a valid integer, got True"),
+        ("integer", None, "Input should be a valid integer, got None"),
+        ("integer", "9" * 5000, "Unable to parse input string as an integer, exceeded maximum size, got '999"),
+        ("number", "1e400", "Out of range float values are not JSON compliant"),
+        ("number", "nan", "Out of range float values are not JSON compliant"),
+        ("text", 4, "Input should be a valid string, got 4"),
+        ("text", {"a": 1}, "Input should be a valid string, got {'a': 1}"),
+        ("boolean", "maybe", "Input should be a valid boolean, unable to interpret input, got 'maybe'"),
+        ("numbers", "1, 2", "Input should be a valid array, got '1, 2'"),
+        ("numbers", ["x"], "Input should be a valid integer, unable to parse string as an integer, got ['x']"),
+        ("choice", "down", "Input should be 'up' or 2, got 'down'"),
+        ("point", {"name": "4"}, "Field required, got {'name': '4'}"),
+        ("mapping", "[1]", "Input should be an object, got '[1]'"),
+    ],
+)
+def test_an_argument_of_another_type_is_an_error_that_the_policy_sees(tool: str, written: Any, problem: str) -> None:
+    message, is_error = asyncio.run(called(Typed(), {tool: None}, ToolCall(tool, {"a": written})))
+    assert message["content"].startswith(f"Error: the argument 'a' does not fit: {problem}")
+    assert is_error
 
 
 def given(what: str) -> tuple[str, bool]:

@@ -10,6 +10,9 @@ import pytest
 from tpu_grpo.config import RewardSpec
 from tpu_grpo.records.stages import Completion, Prompt, PromptBatch, Rollout, Scores
 from tpu_grpo.rewards import open_rewards
+from tpu_grpo.rewards.asking import build_table
+from tpu_grpo.rewards.calling import Answer, Caller
+from tpu_grpo.rewards.reward_functions import target_of
 
 MakeFile = Callable[..., str]
 """(source, name="my_rewards.py") -> path."""
@@ -32,6 +35,13 @@ def scored(rollout: Rollout, *specs: RewardSpec, max_steps: int = 0) -> Scores:
     """Open rewards for the columns of a rollout, and score it."""
     with open_rewards(specs, list(rollout.batch.prompts[0].columns), max_steps) as rewards:
         return rewards.score(rollout)
+
+
+def answered(rollout: Rollout, spec: RewardSpec) -> Answer:
+    """Call one reward for a rollout as its worker would, but in this process."""
+    with open_rewards([spec], list(rollout.batch.prompts[0].columns)) as rewards:
+        call, table = rewards.rewards[0].call, build_table(rollout, rewards.rewards)
+    return Caller(call, target_of(spec)).answer(table.batch(call, range(table.size)), 3600.0)
 
 
 @pytest.fixture

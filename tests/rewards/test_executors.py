@@ -93,6 +93,15 @@ def test_a_fault_ends_the_run_with_its_name_where_that_is_wanted(function: Calla
         rewards.score(ROLLOUT)
 
 
+def test_a_text_for_which_a_shipped_reward_takes_too_long_does_not_end_the_run():
+    never = "```python\nwhile True: pass\n```"
+    reward = RewardSpec(name="python_tests", options={"seconds": 30}, timeout=1.5, workers=1)
+    scores = scored(make_rollout(["p"], [never, never], [{"tests": ["assert f()"]}]), reward)
+    assert np.isnan(scores.by_name["python_tests"]).all()
+    assert scores.figures["rewards/python_tests/timeouts"].value == 2
+    assert scores.total.tolist() == [0.0, 0.0]
+
+
 def test_a_hang_costs_its_deadline_and_the_next_step_starts_afresh():
     with open_rewards([spec(faulty.late, timeout=1.0, on_error="value", error_value=-1)], []) as r:
         by_step = []

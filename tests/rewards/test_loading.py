@@ -246,7 +246,14 @@ def test_functions_that_do_not_fit(reward_file: MakeFile, source: str, message: 
         ("math", COLUMNS, {"seconds": 0}, "math, options .*seconds must be >= 1, got 0"),
         ("python_tests", ("tests",), {"memory_mb": "1"}, "memory_mb must be a number, got '1'"),
         ("format", COLUMNS, {"pattern": 5}, "pattern must be a string, got a int"),
-        ("format", ("pattern",), {}, "pattern must be a string, got a list; where the data has a column of that name"),
+        (
+            "regex",
+            ("answer", "pattern"),
+            {},
+            "pattern must be a string, got a list; where the data has a column",
+        ),
+        ("gsm8k", COLUMNS, {"after_thinking": "yes"}, "gsm8k: after_thinking must be true, false or null, got 'yes'"),
+        ("length", COLUMNS, {"after_thinking": True}, r"length does not take the options \['after_thinking'\]"),
     ],
 )
 def test_options_are_judged_before_the_run(name: str, columns: tuple[str, ...], options: dict, message: str):

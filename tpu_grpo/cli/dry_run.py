@@ -58,6 +58,12 @@ def check(inputs: Inputs, devices: Sequence[Any] | None = None) -> list[str]:
             f"algorithm  {config.algorithm.name}, {algorithm.aggregation}",
             f"objective  {objective}",
             *(f"note       {notice}" for notice in notices(config.algorithm, config.rollout)),
+            *(
+                f"note       {p.name}: prompts end with <think>, which think_answer and xml_count count as written, "
+                "and rewards of answers read what follows </think>"
+                for p in task.prompts.parts
+                if p.rendered.prompts[0].text.rstrip().endswith("<think>")
+            ),
             f"evaluation {held_out}",
             f"trainer    {meshes.attention}",
             f"rollout    {options.attention} attention, {options.cache_tokens} cache tokens, shapes {options.shapes}",

@@ -29,6 +29,7 @@ from tpu_grpo.environments.environment_classes import find_environment
 from tpu_grpo.environments.tool_values import (
     MOST_CALLS,
     WrongError,
+    adapters_of,
     called,
     described,
     growing,
@@ -94,6 +95,7 @@ class PlayedEnvironment:
         for name in ("reset", *self.tools):
             if inspect.isfunction(method := getattr(self.target, name, None)):
                 parameters_of(MethodType(method, self))  # fills its cache
+                _ = name in self.tools and adapters_of(method)
 
     @contextmanager
     def answering(self, went_on: Callable[[], None]) -> Iterator[Callable[[Request, float], Reply]]:
@@ -216,7 +218,8 @@ class Playing:
 
     async def _step(self, action: Action) -> Answered:
         self._asked = "step"
-        returned = await resolved(self._adapter.step(action if self._adapter.takes == "answers" else action.text))
+        text = action.content if getattr(self._target, "_reads_answers", False) else action.text
+        returned = await resolved(self._adapter.step(action if self._adapter.takes == "answers" else text))
         if isinstance(returned, Answered):
             return returned
         observation, reward, done = step_of(returned)

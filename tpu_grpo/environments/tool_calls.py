@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
+from pydantic import TypeAdapter
+
 from tpu_grpo.config.sections import ToolFormat
 from tpu_grpo.environments.actions import BadCall, ToolCall
 from tpu_grpo.records.errors import ConfigError
@@ -165,7 +167,8 @@ Schemas = Mapping[str, Mapping[str, Any]]
 END, PARAMETER_END = "</function>", "</parameter>"
 _FUNCTION = re.compile(r"\s*<function=([^>\n]*)>")
 _PARAMETER = re.compile(r"\s*<parameter=([^>\n]*)>")
-_BOOLEANS = {"true": True, "false": False}
+_HINTS = {"integer": int, "number": int | float, "boolean": bool, "null": None, "object": dict, "array": list}
+_OF_KIND: Mapping[str, TypeAdapter[Any]] = {kind: TypeAdapter(hint) for kind, hint in _HINTS.items()}
 _KINDS = {
     "integer": "an integer",
     "number": "a number",
@@ -229,7 +232,7 @@ def _xml_value(text: str, key: str, schema: Any) -> Any:
     for kind in sorted(types, key=lambda kind: kind == "string"):  # string last, as any text fits it
         try:
             return _as(kind, text)
-        except (ValueError, RecursionError):
+        except (ValueError, KeyError):  # KeyError for a kind that JSON does not have
             continue
     wanted = " or ".join(_KINDS.get(kind, kind) for kind in types)
     return BadCall(f"the parameter {key} must be {wanted}, got {text[:80]}")
@@ -250,29 +253,12 @@ def _types(schema: Any) -> list[str]:
 
 def _as(kind: str, text: str) -> Any:
     """Convert a text to a value of a JSON type. Raises ValueError if the text does not fit."""
+    if kind == "string":
+        return text
     bare = text.strip()
-    match kind:
-        case "string":
-            return text
-        case "integer":
-            return int(bare)
-        case "number":
-            try:
-                return int(bare)
-            except ValueError:
-                return float(bare)
-        case "boolean":
-            if bare.lower() not in _BOOLEANS:
-                raise ValueError
-            return _BOOLEANS[bare.lower()]
-        case "null":
-            if bare.lower() not in ("null", "none"):
-                raise ValueError
-            return None
-    value = json.loads(bare)
-    if not isinstance(value, dict if kind == "object" else list):
-        raise ValueError
-    return value
+    if kind in ("boolean", "null"):  # models write True and None, too
+        bare = bare.lower().replace("none", "null")
+    return _OF_KIND[kind].validate_json(bare, strict=True)
 
 
 _WORDS = {"true": True, "false": False, "null": None}

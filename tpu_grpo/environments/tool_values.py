@@ -1,13 +1,17 @@
 """Calls the tools of users' environments, and converts what their methods return into texts and rewards."""
 
+import contextlib
 import functools
 import inspect
+import json
 import math
 import re
 from collections.abc import Awaitable, Mapping, Sequence
 from itertools import pairwise
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, get_type_hints
+
+from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
 from tpu_grpo.environments.actions import CUT, BadCall, Message, ToolCall
 
@@ -70,7 +74,8 @@ def _message(name: str, content: str) -> Message:
 
 
 def _found(instance: Any, tools: Mapping[str, Any], call: ToolCall | BadCall) -> tuple[Any, Mapping[str, Any]]:
-    """Return the method that a call names, and the arguments. Raises CallError if the call does not fit a tool."""
+    """Return the method that a call names, and the arguments, as its type hints want them. Raises CallError if the call
+    does not fit a tool."""
     if isinstance(call, BadCall):
         raise CallError(call.problem)
     if call.name not in tools:
@@ -84,7 +89,36 @@ def _found(instance: Any, tools: Mapping[str, Any], call: ToolCall | BadCall) ->
         raise CallError(f"{call.name} has no argument {unknown[0]!r}; {takes}")
     if missing := [n for n, p in named.items() if p.default is p.empty and n not in call.arguments]:
         raise CallError(f"{call.name} needs the argument {missing[0]!r}; {takes}")
-    return method, call.arguments
+    adapters = adapters_of(getattr(method, "__func__", method))
+    return method, {n: _fitted(n, value, adapters.get(n)) for n, value in call.arguments.items()}
+
+
+@functools.lru_cache(maxsize=256)
+def adapters_of(function: Any) -> Mapping[str, TypeAdapter[Any]]:
+    """Return what converts JSON values to the type hints of a function."""
+    found = {}
+    for name, hint in get_type_hints(function).items():
+        with contextlib.suppress(PydanticUserError):  # a subclass of dict, which gets what the policy wrote
+            found[name] = TypeAdapter(hint)
+    return found
+
+
+def _fitted(name: str, value: Any, adapter: TypeAdapter[Any] | None) -> Any:
+    """Convert an argument to its type hint: "4" or 4.0 to 4, "[1, 2]" to a list, but not "4" where text fits, nor true
+    to 1. Raises CallError for an argument that does not fit."""
+    if adapter is None:
+        return value
+    written, problem = json.dumps(value), ""
+    tries = [(written, True), *([(value, True)] if isinstance(value, str) else []), (written, False)]
+    for text, strict in tries[: 1 if isinstance(value, bool) else None]:
+        try:
+            found = adapter.validate_json(text, strict=strict)
+            json.dumps(found, allow_nan=False, default=list)  # raises for infinity, which "1e400" becomes
+        except ValueError as error:
+            problem = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+        else:
+            return found
+    raise CallError(f"the argument {name!r} does not fit: {problem}, got {value!r:.80}")
 
 
 MOST_BYTES = 2**20

@@ -65,8 +65,8 @@ class Scoring(Protocol):
 
 Begin = Callable[[PromptBatch, int], AbstractContextManager[Scoring]]
 """Takes prompts and the number of their rollouts; returns a context manager that yields the rollouts' `Scoring`."""
-FinalAnswer = Callable[[str, re.Pattern[str] | None], str | None]
-"""Takes a text and evaluation.answer_pattern; returns the answer that maj@k counts, or None if the text has none."""
+FinalAnswer = Callable[[str, re.Pattern[str] | None, str], str | None]
+"""Takes a text, evaluation.answer_pattern and the prompt; returns the answer that maj@k counts, or None."""
 
 
 # --- an evaluation ---------------------------------------------------------------------------------------------------
@@ -159,7 +159,8 @@ def evaluate(
         completions = rollout.completions
         said = zip(completions, rollout.texts, strict=True)
         texts = (text if c.episode is None else c.episode.last_words for c, text in said)
-        answers = tuple(final_answer(text, pattern) for text in texts)
+        prompts_B = (prompt.text for prompt in rollout.row_prompts)
+        answers = tuple(final_answer(text, pattern, p) for text, p in zip(texts, prompts_B, strict=True))
         both.append(EvaluationSamples(mode, rollout, of_rollout, answers))
         tokens[mode] = float(np.mean([c.sampled_tokens for c in completions]))
         truncated[mode] = float(np.mean([c.finish_reason == "length" for c in completions]))

@@ -37,6 +37,7 @@ from tpu_grpo.rewards.feed import Feed
 from tpu_grpo.rewards.protocol import OF_ROWS, TEXT_ARGUMENTS
 from tpu_grpo.rewards.reward_functions import workers_of
 from tpu_grpo.rewards.shipped import SHIPPED
+from tpu_grpo.rewards.shipped.correctness import as_read
 
 LOG = logging.getLogger("tpu_grpo.rewards")
 _BATCHES_PER_WORKER = 4
@@ -85,6 +86,8 @@ class Table:
     """Each row's number in the whole rollout, for error messages."""
     failures: Mapping[int, Failure] = field(default_factory=dict)
     """The rows whose environment failed, and how. No reward is called for these rows."""
+    rendered: Sequence[str] = ()
+    """Each row's rendered prompt."""
 
     @property
     def size(self) -> int:
@@ -92,9 +95,16 @@ class Table:
         return len(self.columns["completions"])
 
     def batch(self, call: Call, rows: Sequence[int]) -> RewardBatch:
-        """Make a batch of some rows for a reward."""
+        """Make a batch of some rows for a reward, with texts as `Call.thinking` says; messages have no thinking."""
         columns = self.columns | self.messages if call.messages else self.columns
-        return RewardBatch({n: [columns[n][row] for row in rows] for n in call.batch_columns}, self.step, len(rows))
+        found = {n: [columns[n][row] for row in rows] for n in call.batch_columns}
+        if call.thinking != "kept":
+            said, names = zip(found["completions"], rows, strict=True), str(dict(call.options))
+            found["completions"] = [
+                as_read(text, self.rendered[row], call.thinking, names) if isinstance(text, str) else text
+                for text, row in said
+            ]
+        return RewardBatch(found, self.step, len(rows))
 
     def shown(self, row: int) -> str:
         """Describe a row for an error message, by its number and its shortened texts."""
@@ -121,7 +131,8 @@ def build_table(rollout: Rollout, rewards: Iterable[OpenReward], *, numbers: Seq
     }
     failures = {row: e.failure for row, e in enumerate(episodes) if e is not None and e.failure is not None}
     numbers = range(len(rows)) if numbers is None else numbers
-    table = Table(columns, messages, rollout.batch.step, rollout.group_size, numbers, failures)
+    rendered = [p.text for p in rows]
+    table = Table(columns, messages, rollout.batch.step, rollout.group_size, numbers, failures, rendered)
     for name in sorted({name for reward in rewards for name in reward.call.batch_columns} - {*TEXT_ARGUMENTS}):
         if name in OF_ROWS and not (rows and name in rows[0].columns):
             columns[name] = _extra_column(name, rollout)
@@ -260,8 +271,10 @@ def _take_in(
     """Write the answer for a batch, a list of rows of the table, into the result.
 
     With ``warn``, the first problem is logged as a warning. The metrics count all problems. Raises RewardError for a
-    problem, if ``on_error`` is stop.
+    problem, if ``on_error`` is stop; but rows for which a shipped reward takes too long or too much memory are skipped,
+    because a policy can write such texts.
     """
+    shipped = SHIPPED.get(spec.name)
     result.values[list(batch)] = answer.values
     for row, values in zip(batch, answer.of_tokens, strict=False):  # a failed answer has no of_tokens
         result.of_tokens[row] = values
@@ -270,7 +283,9 @@ def _take_in(
     for problem in answer.problems:
         rows = list(batch) if problem.row is None else [batch[problem.row]]
         message = _describe(spec, problem, batch, rows, table)
-        if spec.on_error == "stop":
+        by_the_text = shipped is not None and shipped.deterministic and problem.kind in ("late", "died")
+        on_error = "skip" if spec.on_error == "stop" and by_the_text else spec.on_error
+        if on_error == "stop":
             raise RewardError(message) from (RemoteError(problem.trace) if problem.trace else None)
         if warn:
             LOG.warning("step %d: %s", table.step, message)
@@ -280,8 +295,8 @@ def _take_in(
             result.timeouts += len(rows)
         else:
             result.errors += len(rows)
-        result.values[rows] = np.nan if spec.on_error == "skip" else spec.error_value
-        result.skipped[rows] = spec.on_error == "skip"
+        result.values[rows] = np.nan if on_error == "skip" else spec.error_value
+        result.skipped[rows] = on_error == "skip"
 
 
 def _describe(spec: RewardSpec, problem: Problem, batch: Sequence[int], rows: Sequence[int], table: Table) -> str:

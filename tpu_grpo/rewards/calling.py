@@ -28,6 +28,7 @@ from pydantic import PlainValidator
 from tpu_grpo.records.episode import KeptEnvironment
 from tpu_grpo.records.errors import RewardError
 from tpu_grpo.rewards.protocol import EXTRAS, OF_ROWS, RESERVED_METRICS, TEXT_ARGUMENTS, TrainerState
+from tpu_grpo.rewards.shipped import Thinking
 from tpu_grpo.rewards.shipped.correctness import boxed, inside
 from tpu_grpo.workers.attributes import rebuilt
 
@@ -86,6 +87,7 @@ class Call:
     is_async: bool = False
     messages: bool = False
     """If set, prompts and completions are passed as lists of messages."""
+    thinking: Thinking = "kept"
     per_token: bool = False
     """If set, the function returns a number per token, see `per_token` in tpu_grpo/rewards/protocol.py."""
     verl: bool = False

@@ -46,7 +46,7 @@ from tpu_grpo.rewards.protocol import (
     gives_tokens,
     rows_at_a_time,
 )
-from tpu_grpo.rewards.shipped import SHIPPED, Shipped
+from tpu_grpo.rewards.shipped import SHIPPED, Shipped, Thinking
 from tpu_grpo.workers.process import check_secrets
 
 OTHER_ANSWERS = {
@@ -70,8 +70,8 @@ def load_reward(spec: RewardSpec, columns: Collection[str], max_steps: int = 0) 
             option, or an option that the reward does not take.
         ConfigError: for a reward that takes environments but runs in the main process.
     """
-    target, options = target_of(spec), spec.options
-    function, constructor = target, None
+    target, (spec, thinking) = target_of(spec), _thinking(spec)
+    function, constructor, options = target, None, spec.options
     if inspect.isclass(target):
         if "__call__" not in dir(target):
             raise RewardError(
@@ -92,7 +92,10 @@ def load_reward(spec: RewardSpec, columns: Collection[str], max_steps: int = 0) 
     _check_filled(spec, signature, [*offered.values(), *call_options], [form.shown(name) for name in extras])
     if constructor:
         _check_filled(spec, constructor, list(options), ())
-    arguments = tuple(n for n, shown in offered.items() if shown not in call_options and form.takes(shown))
+    fixed = {*call_options}
+    if spec.name in SHIPPED:  # think_answer's option answer is no column
+        fixed |= {n for n, p in signature.named.items() if p.default not in (p.empty, None)}
+    arguments = tuple(n for n, shown in offered.items() if shown not in fixed and form.takes(shown))
     secrets = spec.secrets
     if spec.name == "judge":  # the variable of its API key need not be listed in secrets
         secrets += (str(options.get("api_key_variable", "OPENAI_API_KEY")),)
@@ -109,6 +112,7 @@ def load_reward(spec: RewardSpec, columns: Collection[str], max_steps: int = 0) 
         concurrency=form.concurrency,
         is_async=inspect.iscoroutinefunction(function),
         messages=spec.messages or _defaults(spec).messages,
+        thinking=thinking,
         per_token=per_token,
         verl=form.verl,
         max_steps=max_steps,
@@ -118,6 +122,19 @@ def load_reward(spec: RewardSpec, columns: Collection[str], max_steps: int = 0) 
     if spec.name in SHIPPED:
         _try_options(spec, call, target)
     return call
+
+
+def _thinking(spec: RewardSpec) -> tuple[RewardSpec, Thinking]:
+    """Return a reward's entry without the option after_thinking of rewards of answers, and what the reward is given of
+    a completion that thinks. A pattern that names a tag of thinking is for the whole text."""
+    default, options = _defaults(spec).thinking, dict(spec.options)
+    if spec.name in ("format", "regex") and "think>" in str(options.get("pattern")):
+        default = "counted"
+    if default == "dropped if opened" and (value := options.pop("after_thinking", None)) is not None:
+        if not isinstance(value, bool):
+            raise RewardError(f"reward {spec.name}: after_thinking must be true, false or null, got {value!r}")
+        default = "dropped" if value else "kept"
+    return spec.model_copy(update={"options": options}), default
 
 
 def _makes_rewards(target: Any, signature: "Signature", columns: Collection[str], options: Mapping[str, Any]) -> bool:
@@ -165,7 +182,7 @@ def repeats_itself(spec: RewardSpec) -> bool:
 
 def _defaults(spec: RewardSpec) -> Shipped:
     """Return the defaults of a reward's settings; a reward that is not shipped has one worker."""
-    return SHIPPED.get(spec.name, Shipped("", workers=1))
+    return SHIPPED.get(spec.name, Shipped("", workers=1, thinking="kept"))
 
 
 # --- a name -> its function or class ---------------------------------------------------------------------------------

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from tests.environments.playing import acted, begun, open_pool, told
+from tpu_grpo.environments.actions import Action
 from tpu_grpo.environments.shipped.guessing import Guessing, secrets
 
 
@@ -21,6 +23,14 @@ def test_a_game():
         ("no number", 0.0, False),
         ("right", 1.0 - 0.7 * 3 / 7, True),
     ]
+
+
+def test_a_number_in_the_thinking_is_no_guess():
+    with open_pool("guessing") as pool:
+        begun(pool, columns={"secret": 63})
+        thinking = Action(text="<think>63</think> 50", content="50")
+        assert told(acted(pool, thinking)) == "higher"
+        assert told(acted(pool, Action(text="<think>or 63", content=""))) == "no number"
 
 
 def test_what_is_too_long_is_no_number():

@@ -33,15 +33,24 @@ def test_tries_add_up_to_the_best_score():
 
 
 def test_a_worse_try_takes_nothing_away_and_the_last_try_ends_it(monkeypatch: pytest.MonkeyPatch):
-    scores = iter([0.25, 0.1, 0.5])
-    monkeypatch.setattr(reasoning_gym, "get_score_answer_fn", lambda name: lambda answer, entry: next(scores))
+    monkeypatch.setattr(reasoning_gym, "get_score_answer_fn", lambda name: lambda answer, entry: float(answer))
     environment = Puzzle(tries=3, tag=None)
-    environment.reset(metadata=json.dumps({"source_dataset": "sokoban"}))
-    steps = [environment.step("up") for _ in range(3)]
+    environment.reset(metadata=json.dumps({"source_dataset": "of a test"}))
+    steps = [environment.step(answer) for answer in ("0.25", "0.1", "0.5")]
     assert [reward for _, reward, _, _ in steps] == [0.25, 0.0, 0.25]
     assert [over for _, _, over, _ in steps] == [False, False, True]
     assert steps[0][0] == "That scores 0.25 of 1. You may try 2 more times."
     assert steps[2][0] == "That scores 0.5 of 1. That was the last try."
+
+
+def test_an_answer_for_which_the_verifier_raises_scores_nothing():
+    environment = Puzzle(tries=2)
+    environment.reset(**puzzle("prime_factorization"))
+    assert environment.step("<answer>five apples</answer>")[:3] == (
+        "That scores 0 of 1. You may try 1 more time.",
+        0.0,
+        False,
+    )
 
 
 def test_what_it_cannot_begin_with():

@@ -1,6 +1,10 @@
 """Games of textarena are played, where its package is installed."""
 
 import importlib.util
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -47,3 +51,21 @@ def test_without_the_package_it_says_what_is_needed():
 
     with pytest.raises(EpisodeError, match=r'^the environment textarena needs .* install "tpu-grpo\[textarena\]"'):
         open_pool("textarena")
+
+
+def test_a_game_that_raises_for_a_move_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GuessTheNumber does, for a number of 5,000 digits."""
+
+    class Game:
+        def step(self, action: str) -> Any:
+            return int(action)
+
+    stand_in: Any = ModuleType("textarena")
+    stand_in.__spec__, stand_in.make = ModuleSpec("textarena", None), lambda name: Game()
+    monkeypatch.setitem(sys.modules, "textarena", stand_in)
+    monkeypatch.delitem(sys.modules, "tpu_grpo.environments.shipped.textarena_games", raising=False)
+    from tpu_grpo.environments.shipped.textarena_games import TextArena
+
+    game = TextArena()
+    assert game.step("9" * 5000) == ("The move cannot be played: ValueError.", 0.0, True, {})
+    monkeypatch.delitem(sys.modules, "tpu_grpo.environments.shipped.textarena_games")

@@ -97,6 +97,10 @@ def test_normalised_match_in_a_tag():
         ("B", 1, 1.0),
         ("A", 1, 0.0),
         ("B", "B) Paris", 1.0),
+        ("B", "1", 1.0),  # an index, as a CSV has it, and as it has one in a column with gaps
+        ("A", " 1.0 ", 0.0),
+        ("B", 1.0, 1.0),
+        ("答案：（Ｂ）", "B", 1.0),
         ("B", None, None),
     ],
 )
@@ -104,11 +108,22 @@ def test_multiple_choice(completion: str, answer: Any, expected: float | None):
     assert multiple_choice([completion], [answer]) == [expected]
 
 
+@pytest.mark.parametrize(
+    "text", ["answer" + " " * 100_000, "\n" * 100_000 + "!", "```python\n" * 10_000, "\\boxed{" * 15_000]
+)
+def test_long_repeats_take_no_time(text: str):
+    started = time.perf_counter()
+    assert multiple_choice([text], ["B"]) == [0.0]
+    assert fenced(text, ("python",)) is None
+    assert time.perf_counter() - started < 5.0
+
+
 def test_multiple_choice_refuses_what_it_cannot_use():
     with pytest.raises(ValueError, match="choices must be at least two letters, got 'A'"):
         multiple_choice([], [], choices="A")
-    with pytest.raises(ValueError, match="answer must be one of the choices ABCDE or its number, got 'Paris'"):
-        multiple_choice(["B"], ["Paris"])
+    for answer in ("Paris", "5", 5, "-1", True):
+        with pytest.raises(ValueError, match=f"answer must be one of the choices ABCDE or its number, got {answer!r}"):
+            multiple_choice(["B"], [answer])
 
 
 @pytest.mark.parametrize(
@@ -138,6 +153,7 @@ def test_parts_of_texts():
     assert boxed(r"} \boxed{a \boxed{b}} {\boxed{c} \boxed{{d}") == [r"a \boxed{b}", "b", "c"]
     assert fenced("```python\nx\n```\n```\ny\n```\n```c\nz\n```", ("python",)) == "y\n"
     assert fenced("x", ("python",)) is None
+    assert fenced(" ```Python\r\nx\n```c\ny\n\n```\n```python\nz", ("python",)) == "x\n```c\ny\n\n"
 
 
 # --- the final number ------------------------------------------------------------------------------------------------
@@ -369,6 +385,14 @@ def test_it_gets_messages_without_being_told_to():
 )
 def test_the_last_answer_counts_in_a_vote(text: str, answer: str | None) -> None:
     assert voted_answer(text) == answer
+
+
+def test_thinking_has_no_vote() -> None:
+    assert voted_answer("<think>3</think> It is 4.") == "4"
+    assert voted_answer("<think>3, or 4") is None
+    assert voted_answer("3, or 4", prompt="<|assistant|><think>\n") is None
+    assert voted_answer("3</think>4", prompt="<|assistant|><think>\n") == "4"
+    assert voted_answer("<think>3</think>4", re.compile(r"([0-9])</think>")) == "3"
 
 
 @pytest.mark.parametrize("text", ["18", "18.0", "$18.00", "#### 18.", r"\boxed{18}", "<answer>18</answer>"])

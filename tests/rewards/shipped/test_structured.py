@@ -17,7 +17,7 @@ from reasoning_gym.factory import DATASETS
 
 from tpu_grpo.environments.shipped.puzzles import Puzzle
 from tpu_grpo.rewards.shipped.structured import countdown, json_schema, python_tests, reasoning_gym
-from tpu_grpo.workers.evaluated_answers import _EVALUATED, is_code  # pyright: ignore[reportPrivateUsage]
+from tpu_grpo.workers.puzzle_scores import _EVALUATED, is_code  # pyright: ignore[reportPrivateUsage]
 from tpu_grpo.workers.sandbox import Limits, run_tests
 
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
@@ -49,12 +49,21 @@ def test_json_schemas_of_the_rows():
     assert json_schema(["<answer>1</answer>", "1"], {"type": "number"}, tag="answer") == [1.0, 0.0]
 
 
+def test_values_that_a_validator_cannot_take_do_not_fit():
+    nested = {"items": {"$ref": "#"}, "type": "array"}
+    assert json_schema(["[" * 400 + "]" * 400], nested, parsed=0.2) == [0.2]
+    started = time.perf_counter()
+    assert json_schema([json.dumps("a" * 50 + "!")], {"pattern": "^(a|aa)+$"}, parsed=0.2) == [0.2]
+    assert time.perf_counter() - started < 20.0
+
+
 @pytest.mark.parametrize(
     ("expression", "expected"),
     [
         ("94*4 - 61 - 6", 1.0),
         ("(94 * 4) - (61 + 6) = 309", 1.0),
         ("94×4 − 61 − 6", 1.0),
+        ("（９４ × 4） - 61 - ６＝309", 1.0),
         ("94*4 - 61 + 6", 0.1),  # 321
         ("94*4 - 61", 0.0),  # 6 is left over
         ("94*4 - 61 - 6 + 6 - 6", 0.0),  # 6 three times
@@ -78,19 +87,50 @@ def test_countdown_with_fewer_numbers_and_fractions():
     assert countdown(["8/3*3"], [8], [[8, 3, 3, 5]], tag=None) == [0.0]
     assert countdown(["8/(3-8/3)"], [24], [[8, 3, 8, 3]], tag=None) == [1.0]
     assert countdown(["1"], [None], [[1]], tag=None) == [None]
+    assert countdown(["2*3", "2*3"], ["6", " "], ["[2, 3]", "[2, 3]"], tag=None) == [1.0, None]  # as a CSV has them
 
 
 @pytest.mark.parametrize("name", ["chain_sum", "countdown", "leg_counting", "spell_backward", "simple_equations"])
 def test_puzzles_of_reasoning_gym(name: str):
     entries: list[dict[str, Any]] = list(gym.create_dataset(name, size=4, seed=3))
-    columns: Any = {key: [entry[key] for entry in entries] for key in ("metadata", "answer", "question")}
-    right = reasoning_gym([f"<answer>{e['answer']}</answer>" for e in entries], **columns)
-    assert right == [1.0] * 4
-    wrong = reasoning_gym(["<answer>no idea</answer>"] * 4, **columns)
-    assert all(value is not None and value < 0.5 for value in wrong)
-    assert reasoning_gym([str(e["answer"]) for e in entries], **columns) == [0.0] * 4  # no tag
-    as_text: Any = {**columns, "metadata": [json.dumps(m) for m in columns["metadata"]]}
-    assert reasoning_gym([str(e["answer"]) for e in entries], tag=None, **as_text) == [1.0] * 4
+    for entry in entries:
+        right, said = str(entry["answer"]), f"<answer>{entry['answer']}</answer>"
+        assert reasoning_gym(said, **entry) == 1.0
+        wrong = reasoning_gym("<answer>no idea</answer>", **entry)
+        assert wrong is not None
+        assert wrong < 0.5
+        assert reasoning_gym(right, **entry) == 0.0  # no tag
+        assert reasoning_gym(right, **{**entry, "metadata": json.dumps(entry["metadata"])}, tag=None) == 1.0
+        assert reasoning_gym(right, None, right) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("prime_factorization", "five apples"),
+        ("boxnet", "5"),
+        ("game_of_life", "{}"),
+        ("coin_flip", "1e400"),
+        ("n_queens", "exit()"),  # the verifier runs it
+        ("countdown", "__import__('os')._exit(0)"),
+        ("countdown", "9**9**9"),  # it would take years
+    ],
+)
+def test_an_answer_that_a_verifier_cannot_take_is_wrong(name: str, answer: str):
+    entry, logged = dict(gym.create_dataset(name, size=1, seed=1)[0]), list[float]()
+    log: Any = {"log_metric": lambda name, value: logged.append(value)}
+    assert reasoning_gym(f"<answer>{answer}</answer>", **entry, **log) == 0.0
+    assert reasoning_gym("<answer></answer>", **entry, **log) is not None
+    assert logged[0] == 1.0
+
+
+def test_a_thread_cannot_fork_and_asks_the_verifier_itself():
+    entry, found = dict(gym.create_dataset("prime_factorization", size=1, seed=1)[0]), list[float | None]()
+    answers = [entry["answer"], "five apples"]
+    thread = threading.Thread(target=lambda: found.extend(reasoning_gym(a, **entry, tag=None) for a in answers))
+    thread.start()
+    thread.join()
+    assert found == [1.0, 0.0]
 
 
 @pytest.mark.parametrize(

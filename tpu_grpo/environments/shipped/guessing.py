@@ -29,6 +29,8 @@ class Guessing:
         greets: whether ``reset`` returns the instructions; set it to false if the prompt contains them.
     """
 
+    _reads_answers = True  # without thinking
+
     def __init__(
         self, lowest: int = 1, highest: int = 100, guesses: int = 8, last: float = 0.3, greets: bool = True
     ) -> None:

@@ -19,6 +19,8 @@ textarena: Any = import_module("textarena")
 class TextArena:
     """A game of textarena."""
 
+    _reads_answers = True  # without thinking
+
     def __init__(self, game: str = "GuessTheNumber-v0"):
         self.game = game
         self._game = textarena.make(f"{game}-raw")  # without the wrappers that repeat the whole game each turn
@@ -29,8 +31,12 @@ class TextArena:
         return self._said()
 
     def step(self, action: str) -> tuple[str, float, bool, dict[str, Any]]:
-        """Play the move that a text describes."""
-        done, info = self._game.step(action)
+        """Play the move that a text describes. A game that raises for it is lost."""
+        try:
+            done, info = self._game.step(action)
+        except Exception as error:  # games raise many types for moves that they do not expect
+            self.reason = f"The move cannot be played: {type(error).__name__}."
+            return self.reason, 0.0, True, {}
         if not done:
             return self._said(), 0.0, False, info
         rewards, about = self._game.close()

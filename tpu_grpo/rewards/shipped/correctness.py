@@ -3,14 +3,15 @@
 import re
 import string
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
-from tpu_grpo.rewards.shipped import SHIPPED
+from tpu_grpo.rewards.shipped import SHIPPED, Thinking
 
 VERIFIERS = ("gsm8k", "exact_answer", "normalised_match", "multiple_choice", "math")
 """The rewards that other rewards can use to decide whether an answer is correct."""
+type LogMetric = Callable[[str, float], None]
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _INTEGER = re.compile(r"[+-]?[0-9]+\Z")
 _STATED = re.compile(
@@ -49,6 +50,21 @@ def missing(answer: Any) -> bool:
     return answer is None or (isinstance(answer, str) and not answer.strip())
 
 
+def as_read(text: str, prompt: str, thinking: Thinking, names: str = "") -> str:
+    """Return what a reward is given of a completion whose rendered prompt is ``prompt``.
+
+    Thinking that is never closed leaves no answer. ``names`` holds the names of the tags that the reward counts.
+    """
+    tag = re.search(r"<([\w-]+)>\s*\Z", prompt[-1000:])
+    if thinking == "counted":
+        return f"<{tag[1]}>\n{text}" if tag and tag[1] in f"think {names}" else text
+    opened = tag is not None and tag[1] == "think"
+    if thinking == "kept" or (thinking != "dropped" and not opened and not text.lstrip().startswith("<think>")):
+        return text
+    _, closed, rest = text.rpartition("</think>")
+    return "" if opened and not closed else rest.partition("<think>")[0]
+
+
 def inside(text: str, tag: str | None) -> str | None:
     """Return the stripped content of the last ``<tag>...</tag>``, or None if there is none. If ``tag`` is None, return
     the whole text, stripped."""
@@ -73,9 +89,16 @@ def boxed(text: str) -> list[str]:
 
 def fenced(text: str, languages: tuple[str, ...]) -> str | None:
     """Return the last fenced block that has one of these languages or no language; None without such a block."""
-    found = re.findall(r"^[ \t]*```[ \t]*([\w+-]*)[ \t]*\n(.*?)^[ \t]*```[ \t]*$", text, re.MULTILINE | re.DOTALL)
-    blocks = [body for language, body in found if language.lower() in (*languages, "")]
-    return blocks[-1] if blocks else None
+    found, opened, lines = None, None, list[str]()
+    for line in text.split("\n"):
+        mark = re.fullmatch(r"[ \t]*```[ \t]*([\w+-]*)[ \t\r]*", line)
+        if opened is None:
+            opened, lines = mark and mark[1].lower(), []
+        elif mark and not mark[1]:
+            found, opened = "\n".join([*lines, ""]) if opened in (*languages, "") else found, None
+        else:
+            lines.append(line)
+    return found
 
 
 def number(name: str, value: Any, least: float) -> None:
@@ -106,7 +129,8 @@ def normalised_match(completions: Sequence[str], answer: Sequence[Any], tag: str
 
 
 def multiple_choice(completions: Sequence[str], answer: Sequence[Any], choices: str = "ABCDE") -> list[float | None]:
-    """Score 1.0 where the completion chooses the answer, else 0.0. ``answer`` is a letter, or a choice's index from 0.
+    """Score 1.0 where the completion chooses the answer, else 0.0. ``answer`` is a letter, or a choice's index from 0
+    as a number or its text.
 
     The completion's choice is the first of these that is found: the last box, the last <answer> tag, the last "answer
     is (B)", a last line that is the letter alone, the last letter in brackets. Letters that are not in ``choices`` are
@@ -141,8 +165,8 @@ def _normalised_row(completion: str, answer: Any, tag: str | None) -> float | No
 def _choice_row(completion: str, answer: Any, choices: str) -> float | None:
     if missing(answer):
         return None
-    if isinstance(answer, int) and not isinstance(answer, bool):
-        expected = choices[answer] if 0 <= answer < len(choices) else None
+    if index := re.fullmatch(r"([0-9]{1,4})(?:\.0)?", str(answer).strip()):
+        expected = choices[int(index[1]) :][:1] or None
     else:
         expected = _only_letter(str(answer), choices)
     if expected is None:
@@ -152,6 +176,8 @@ def _choice_row(completion: str, answer: Any, choices: str) -> float | None:
 
 def chosen(text: str, choices: str) -> str | None:
     """Return the letter that a text gives as its choice, in upper case, or None."""
+    lines = (" ".join(line.split()) for line in unicodedata.normalize("NFKC", text).splitlines())
+    text = "\n".join(line for line in lines if line)  # single spaces: the patterns below try each way to divide a run
     for part in (*boxed(text)[-1:], inside(text, "answer")):
         if part is not None and (letter := _only_letter(part, choices)):
             return letter
@@ -225,14 +251,18 @@ def _reference_number(answer: Any) -> Decimal | None:
 # --- the answer that a vote counts -----------------------------------------------------------------------------------
 
 
-def voted_answer(text: str, pattern: re.Pattern[str] | None = None) -> str | None:
+def voted_answer(text: str, pattern: re.Pattern[str] | None = None, prompt: str = "") -> str | None:
     r"""Return the last answer of a completion as a text that can be counted in a vote, None if it has none.
+
+    The answer follows the thinking that the rendered ``prompt`` or the text opens, unless the pattern names its tag.
 
     With a pattern, the answer is the first group of the pattern's last match, or the whole match without groups.
     Otherwise it is the last \boxed{...}, else the content of the last <answer> tag, else the number after ####, else
     the last number, else the whole text. White space and a final full stop are removed, and numbers are normalised:
     1,000, $1000 and 1000.0 are the same answer.
     """
+    if pattern is None or "think>" not in pattern.pattern:
+        text = as_read(text, prompt, "dropped if opened")
     if pattern is not None:
         matches = list(pattern.finditer(text))
         return _canonical(matches[-1][1 if pattern.groups else 0] or "") if matches else None

@@ -2,17 +2,16 @@
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import regex
 
-from tpu_grpo.rewards.shipped.correctness import missing, number, verified
+from tpu_grpo.rewards.shipped.correctness import LogMetric, missing, number, verified
 
 GSM8K_PATTERN = r"(?:\A|\n)####[ \t]*-?\$?[0-9][0-9,]*(?:\.[0-9]+)?\.?\s*\Z"
 """Matches a last line ``#### <number>``."""
 _SEARCH_SECONDS = 1.0
-type LogMetric = Callable[[str, float], None]
 Mode = Literal["soft", "strict", "per_tag"]
 
 
@@ -25,7 +24,8 @@ def matches_format(
     """Score 1.0 where the regular expression ``pattern`` is found (``.`` matches newlines too), else 0.0.
 
     The default requires a last line ``#### <number>``. With ``full`` the whole completion must match. A completion
-    whose search takes longer than a second of processor time scores 0.0, and counts in the metric ``undecided``.
+    whose search takes longer than a second of processor time scores 0.0; the metric ``undecided`` is the share of such
+    completions.
     """
     compiled = _compile(pattern)
     return [float(_search(compiled, c, full, log_metric) is not None) for c in completions]
@@ -62,14 +62,17 @@ def _compile(pattern: str) -> Any:
 
 def _search(pattern: Any, text: str, full: bool, log_metric: LogMetric | None, *, last: bool = False) -> Any:
     limits = {"timeout": _SEARCH_SECONDS, "concurrent": True}  # concurrent: other threads run meanwhile
+    found, is_late = None, False
     try:
         if last:
-            return next(iter([*pattern.finditer(text, **limits)][-1:]), None)
-        return pattern.fullmatch(text, **limits) if full else pattern.search(text, **limits)
+            found = next(iter([*pattern.finditer(text, **limits)][-1:]), None)
+        else:
+            found = pattern.fullmatch(text, **limits) if full else pattern.search(text, **limits)
     except TimeoutError:
-        if log_metric is not None:
-            log_metric("undecided", 1.0)
-        return None
+        is_late = True
+    if log_metric is not None:
+        log_metric("undecided", float(is_late))
+    return found
 
 
 # --- tags: <think>...</think><answer>...</answer> (DeepSeek-AI 2025, arXiv 2501.12948) -------------------------------
@@ -78,7 +81,7 @@ def _search(pattern: Any, text: str, full: bool, log_metric: LogMetric | None, *
 def think_answer(
     completions: Sequence[str], mode: Mode = "soft", think: str = "think", answer: str = "answer"
 ) -> list[float]:
-    """Score whether completions think in one tag and answer in another.
+    """Score whether completions think in one tag and answer in another. An opening tag at the end of the prompt counts.
 
     ``soft`` gives 1.0 where each tag occurs exactly once and only white space separates the two pairs, else 0.0.
     ``strict`` also requires that each tag is alone on its line and that no text is before, between or after the
@@ -95,7 +98,8 @@ def xml_count(
 ) -> list[float]:
     """Score the fraction of tags that occur exactly once, minus a penalty per character after the last closing tag.
 
-    Opening and closing tags count alike, and the score is never below 0. With the default tags
+    Opening and closing tags count alike, an opening tag at the end of the prompt too. The score is never below 0. With
+    the default tags
     ``<think>a</think> <answer>5</answer>!`` scores 1 - 0.001.
     """
     marks = _tags(list(tags))

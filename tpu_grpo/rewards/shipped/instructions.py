@@ -14,8 +14,11 @@ from typing import Any
 
 from tpu_grpo.rewards.shipped.correctness import number
 
-_SENTENCE_END = re.compile(r"(?:(?<=[.!?])|(?<=[.!?][\"'”’)\]]))\s+(?=[\"'“‘(\[]*[A-Z0-9])")
+_SENTENCE_END = re.compile(r"(?:(?<=[.!?])|(?<=[.!?][\"'”’)\]*]))\s+")
 _ABBREVIATION = re.compile(r"\b(?:Mr|Mrs|Ms|Dr|Prof|St|Jr|Sr|vs|etc|e\.g|i\.e|[A-Z])\.\Z")
+_UNSURE_END = re.compile(r"(?:\.\.|\b[0-9]+)\.\Z")  # an ellipsis or a number; what follows has to match _BEGIN
+_BEGIN = re.compile(r"\W*[A-Z0-9]")
+_CAPITAL_WORD = re.compile(r"[^\s,;:@#$%&?!()\[\]{}<>\"'`]+")
 
 
 def instructions(
@@ -76,7 +79,7 @@ def language(completions: Sequence[str], language: str | Sequence[str], min_lett
         if code not in known:
             raise ValueError(f"language must be one of {', '.join(known)}, got {code!r}")
     return [
-        float(language_of(text) == code) if sum(c.isalpha() for c in text) >= min_letters else None
+        float(language_of(text) == code) if sum(map(str.isalpha, text)) >= min_letters else None
         for text, code in zip(completions, expected, strict=True)
     ]
 
@@ -97,10 +100,11 @@ def _identifier() -> Any:
 
 
 def sentences(text: str) -> list[str]:
-    """Split a text into sentences, which end with a full stop (but not that of an abbreviation), ! or ?."""
+    """Split a text into sentences, which end with a full stop (but not that of an abbreviation), ! or ?. The next one
+    may begin with a small letter, as for NLTK's Punkt, which lm_eval uses."""
     found: list[str] = []
     for piece in _SENTENCE_END.split(text.strip()):
-        if found and _ABBREVIATION.search(found[-1]):
+        if found and (_ABBREVIATION.search(found[-1]) or (_UNSURE_END.search(found[-1]) and not _BEGIN.match(piece))):
             found[-1] += f" {piece}"
         elif piece.strip():
             found.append(piece)
@@ -132,20 +136,20 @@ def _paragraph_starts(text: str, num_paragraphs: int, nth_paragraph: int, first_
 
 
 def _postscript(text: str, postscript_marker: str) -> bool:
-    letters = r"\.?\s?".join(re.escape(c) for c in postscript_marker.lower() if c.isalpha())
-    return re.search(rf"^\s*{letters}", text.lower(), re.MULTILINE) is not None
+    marker = re.escape(postscript_marker.strip()).replace(r"\.", r"\.\s?")  # P.S. or P. S.
+    return re.search(marker, text, re.IGNORECASE) is not None
 
 
 def _highlights(text: str, num_highlights: int) -> bool:
-    double = re.findall(r"\*\*([^\n*]+)\*\*", text)
-    single = re.findall(r"(?<!\*)\*([^\n*]+)\*(?!\*)", text)
+    double = re.findall(r"\*\*([^\n*]*)\*\*", text)
+    single = re.findall(r"\*([^\n*]*)\*", text)
     return sum(bool(found.strip()) for found in [*single, *double]) >= num_highlights
 
 
 def _json(text: str) -> bool:
-    bare = re.sub(r"\A\s*```(?:json)?\s*|\s*```\s*\Z", "", text, flags=re.IGNORECASE)
+    bare = re.sub(r"\A```(?:json)?", "", text.strip(), flags=re.IGNORECASE)
     try:
-        json.loads(bare)
+        json.loads(bare.removesuffix("```"))
     except (ValueError, RecursionError):
         return False
     return True
@@ -157,24 +161,31 @@ def _two_responses(text: str) -> bool:
     return all(pieces[1:-1]) and len(answers) == 2 and answers[0] != answers[1]
 
 
-def _quoted(text: str) -> bool:
-    bare = text.strip()
-    return len(bare) > 1 and bare[0] == bare[-1] == '"'
+def _title(text: str) -> bool:
+    titles = (line.partition("<<")[2].rpartition(">>")[0] for line in text.split("\n"))
+    return any(title.strip("<>").strip() for title in titles)
+
+
+def _in_english(text: str) -> bool:
+    """Whether a text in capital or small letters alone is in English, or too short to tell."""
+    return sum(map(str.isalpha, text)) < 20 or language_of(text.lower()) == "en"
 
 
 CHECKS: Mapping[str, Callable[..., bool]] = MappingProxyType(
     {
         "keywords:existence": lambda text, keywords: all(word.lower() in text.lower() for word in keywords),
         "keywords:frequency": lambda text, keyword, frequency, relation: _compared(
-            len(re.findall(re.escape(keyword), text, re.IGNORECASE)), relation, frequency
+            len(re.findall(re.escape(keyword.strip()), text, re.IGNORECASE)), relation, frequency
         ),
         "keywords:forbidden_words": lambda text, forbidden_words: (
-            not any(re.search(rf"\b{re.escape(word)}\b", text, re.IGNORECASE) for word in forbidden_words)
+            not any(re.search(rf"(?<!\w){re.escape(w)}(?!\w)", text, re.IGNORECASE) for w in forbidden_words)
         ),
         "keywords:letter_frequency": lambda text, letter, let_frequency, let_relation: _compared(
             text.lower().count(letter.lower()), let_relation, let_frequency
         ),
-        "language:response_language": lambda text, language: language_of(text) == language,
+        "language:response_language": lambda text, language: (
+            not any(map(str.isalpha, text)) or language_of(text) == language
+        ),
         "length_constraints:number_sentences": lambda text, num_sentences, relation: _compared(
             len(sentences(text)), relation, num_sentences
         ),
@@ -188,17 +199,17 @@ CHECKS: Mapping[str, Callable[..., bool]] = MappingProxyType(
         ),
         "detectable_content:postscript": _postscript,
         "detectable_format:number_bullet_lists": lambda text, num_bullets: (
-            len(re.findall(r"^\s*\*[^*\n].*$|^\s*-.*$", text, re.MULTILINE)) == num_bullets
+            len(re.findall(r"^[^\S\n]*(?:\*[^*\n]|-)", text, re.MULTILINE)) == num_bullets
         ),
         "detectable_format:constrained_response": lambda text: any(
             f"My answer is {answer}." in text for answer in ("yes", "no", "maybe")
         ),
         "detectable_format:number_highlighted_sections": _highlights,
         "detectable_format:multiple_sections": lambda text, section_spliter, num_sections: (
-            len(re.findall(rf"\s?{re.escape(section_spliter)}\s?\d+\s?", text)) >= num_sections
+            len(re.findall(rf"{re.escape(section_spliter.strip())}\s?\d+", text)) >= num_sections
         ),
         "detectable_format:json_format": _json,
-        "detectable_format:title": lambda text: any(map(str.strip, re.findall(r"<<([^\n]+?)>>", text))),
+        "detectable_format:title": _title,
         "combination:two_responses": _two_responses,
         "combination:repeat_prompt": lambda text, prompt_to_repeat: (
             text.strip().lower().startswith(prompt_to_repeat.strip().lower())
@@ -206,12 +217,12 @@ CHECKS: Mapping[str, Callable[..., bool]] = MappingProxyType(
         "startend:end_checker": lambda text, end_phrase: (
             text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
         ),
-        "startend:quotation": _quoted,
+        "startend:quotation": lambda text: re.fullmatch(r'\s*".*"\s*', text, re.DOTALL) is not None,
         "change_case:capital_word_frequency": lambda text, capital_frequency, capital_relation: _compared(
-            sum(word.isupper() for word in _words(text)), capital_relation, capital_frequency
+            sum(map(str.isupper, _CAPITAL_WORD.findall(text))), capital_relation, capital_frequency
         ),
-        "change_case:english_capital": str.isupper,
-        "change_case:english_lowercase": str.islower,
+        "change_case:english_capital": lambda text: text.isupper() and _in_english(text),
+        "change_case:english_lowercase": lambda text: text.islower() and _in_english(text),
         "punctuation:no_comma": lambda text: "," not in text,
     }
 )

@@ -53,7 +53,7 @@ def math(
     last; with ``boxed_only`` there must be a box. The reference is a text in which math-verify finds the answer, bare
     LaTeX, or a solution whose last box or number after ``####`` is the answer; if it has no mathematics, the score is
     None. Units do not count. The reference's own text is right. What math-verify cannot parse or compare, or not in
-    ``seconds``, scores 0.0 and counts in the metric ``unverified``. math-verify enforces this limit with a signal,
+    ``seconds``, scores 0.0; the metric ``unverified`` is its share. math-verify enforces this limit with a signal,
     which works only on the main thread of a process, as in workers; on other threads the reward's timeout is the only
     limit.
     """
@@ -79,8 +79,8 @@ def math(
     else:
         said = _readable(part, reference, prose=not boxes)
     right = _within(limit, _compare, reference, said)
-    if right is None and log_metric is not None:
-        log_metric("unverified", 1.0)
+    if log_metric is not None:
+        log_metric("unverified", float(right is None))
     return float(right or False)
 
 

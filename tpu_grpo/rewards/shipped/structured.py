@@ -3,14 +3,16 @@
 import ast
 import json
 import operator
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
+from tpu_grpo.records.outside import bounded
 from tpu_grpo.rewards.protocol import per_sample
-from tpu_grpo.rewards.shipped.correctness import fenced, inside, number
-from tpu_grpo.workers.evaluated_answers import is_code
+from tpu_grpo.rewards.shipped.correctness import LogMetric, fenced, inside, missing, number
+from tpu_grpo.workers.puzzle_scores import puzzle_score
 from tpu_grpo.workers.sandbox import Limits, run_tests
 
 _OPERATIONS: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
@@ -36,7 +38,7 @@ def json_schema(
         validator = _validator(schema)
         return [_json_row(c, validator, tag, parsed) for c in completions]
     rows = zip(completions, schema, strict=True)
-    return [None if s is None else _json_row(c, _validator(s), tag, parsed) for c, s in rows]
+    return [None if missing(s) else _json_row(c, _validator(s), tag, parsed) for c, s in rows]
 
 
 def countdown(
@@ -47,7 +49,7 @@ def countdown(
     use_all: bool = True,
     format_score: float = 0.0,
 ) -> list[float | None]:
-    """Score 1.0 where the expression makes ``target`` from ``nums``, each used exactly once.
+    """Score 1.0 where the expression makes ``target`` from ``nums`` (a list, or its JSON text), each used exactly once.
 
     Without ``use_all``, numbers may be left out. The expression is the content of the last ``tag`` up to an equals
     sign. It consists of numbers, + - * / and brackets, and is computed exactly. If it uses the numbers correctly but
@@ -56,26 +58,34 @@ def countdown(
     number("format_score", format_score, 0)
     rows = zip(completions, target, nums, strict=True)
     return [
-        None if t is None else _countdown_row(c, Fraction(str(t)), n, tag, use_all, format_score) for c, t, n in rows
+        None if missing(t) else _countdown_row(c, Fraction(str(t)), n, tag, use_all, format_score) for c, t, n in rows
     ]
 
 
+@per_sample
 def reasoning_gym(
-    completions: Sequence[str],
-    metadata: Sequence[Any],
-    answer: Sequence[Any],
-    question: Sequence[Any] | None = None,
+    completion: str,
+    metadata: Any,
+    answer: Any,
+    question: Any = None,
     tag: str | None = "answer",
-) -> list[float | None]:
+    log_metric: LogMetric | None = None,
+) -> float | None:
     """Let the puzzle's own verifier score the content of the last ``tag``; score 0.0 without the tag.
 
-    A program scores 0.0 where the verifier would run it: only lists and elementary functions are evaluated.
-
-    ``metadata`` is reasoning-gym's, as a mapping or its JSON text; its ``source_dataset`` names the verifier.
+    ``metadata`` is reasoning-gym's, as a mapping or its JSON text; its ``source_dataset`` names the verifier. An answer
+    for which the verifier raises or does not end scores 0.0; the metric ``unverified`` is the share of such answers.
     """
-    questions = question if question is not None else [""] * len(completions)
-    rows = zip(completions, metadata, answer, questions, strict=True)
-    return [None if m is None else _gym_row(c, _mapping(m), a, q, tag) for c, m, a, q in rows]
+    if missing(metadata):
+        return None
+    known, part = _mapping(metadata), inside(completion, tag)
+    if not isinstance(known.get("source_dataset"), str):
+        raise ValueError(f"metadata must hold source_dataset, the puzzle's name, got {sorted(known)}")
+    entry = {"question": question or "", "answer": answer, "metadata": known}
+    score = 0.0 if part is None else puzzle_score(part, entry)
+    if log_metric is not None:
+        log_metric("unverified", float(score is None))
+    return score or 0.0
 
 
 def _validator(schema: Any) -> Any:
@@ -99,7 +109,11 @@ def _json_row(completion: str, validator: Any, tag: str | None, parsed: float) -
         value = json.loads(part if block is None else block, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
         return 0.0
-    return 1.0 if validator.is_valid(value) else parsed
+    try:
+        with bounded(2.0):  # a pattern of the schema may take for ever
+            return 1.0 if validator.is_valid(value) else parsed
+    except (ArithmeticError, RecursionError, TimeoutError):  # 1e400 as a multiple, a value that is nested too deep
+        return parsed
 
 
 def _refuse_constant(name: str) -> None:
@@ -119,14 +133,16 @@ def _countdown_row(
     part = inside(completion, tag)
     if part is None:
         return 0.0
-    expression = part.partition("=")[0].replace("×", "*").replace("÷", "/").replace("−", "-").strip()
+    expression = unicodedata.normalize("NFKC", part).partition("=")[0]
+    expression = expression.replace("×", "*").replace("÷", "/").replace("−", "-").strip()
     try:
         if len(expression) > _LONGEST_EXPRESSION:
             return 0.0
         used: list[Fraction] = []
         value = _compute(ast.parse(expression, mode="eval").body, used)
-    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):  # some of them of Python's parser
         return 0.0
+    nums = json.loads(nums) if isinstance(nums, str) else nums
     given, spent = Counter(Fraction(str(n)) for n in nums), Counter(used)
     if not (spent == given if use_all else spent <= given):
         return 0.0
@@ -143,19 +159,6 @@ def _compute(node: ast.expr, used: list[Fraction]) -> Fraction:
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             return -_compute(operand, used)
     raise ValueError("not an expression of whole numbers, + - * / and brackets")
-
-
-def _gym_row(completion: str, metadata: Mapping[str, Any], answer: Any, question: Any, tag: str | None) -> float:
-    from reasoning_gym import get_score_answer_fn  # over a second to import
-
-    name = metadata.get("source_dataset")
-    if not isinstance(name, str):
-        raise ValueError(f"metadata must hold source_dataset, the puzzle's name, got {sorted(metadata)}")
-    part = inside(completion, tag)
-    if part is None or is_code(name, part):
-        return 0.0
-    entry = {"question": question, "answer": answer, "metadata": metadata}
-    return float(get_score_answer_fn(name)(part, entry))  # pyright: ignore[reportCallIssue]
 
 
 @per_sample
