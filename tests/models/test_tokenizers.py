@@ -22,7 +22,7 @@ from tpu_grpo.models.tokenizers import (
     stop_token_ids,
     token_bytes,
 )
-from tpu_grpo.records.errors import CheckpointError, LongPromptError
+from tpu_grpo.records.errors import CheckpointError, RequestError
 
 TOKENIZER = build_byte_tokenizer()
 PAD, END, SYSTEM, USER, ASSISTANT = range(256, 261)
@@ -294,7 +294,7 @@ def test_the_bytes_of_tokens_add_up_to_the_text(build: Callable[[], PreTrainedTo
 )
 def test_a_long_text_is_refused_without_tokenizing_it(text: str, fits: bool) -> None:
     """What is at most 8 characters a token, or 4,096 in all, is left to the tokenizer."""
-    with nullcontext() if fits else pytest.raises(LongPromptError, match="at most 100 tokens here, got far more"):
+    with nullcontext() if fits else pytest.raises(RequestError, match="at most 100 tokens here, got far more"):
         check_length(build_byte_tokenizer(), text, 100)
 
 
@@ -307,5 +307,5 @@ def test_a_text_of_few_long_tokens_is_not_too_long() -> None:
     assert len(tokenizer(text).input_ids) == 6250
     check_length(tokenizer, text, 6250)
     check_length(tokenizer, text, 4000)  # it is not surely more, and the tokenizer decides
-    with pytest.raises(LongPromptError):
+    with pytest.raises(RequestError):
         check_length(tokenizer, text, 1000)

@@ -83,11 +83,11 @@ def sample_tokens(logits_BV: Float[Array, "B V"], columns: SamplingColumns, *, f
     token_B = jnp.where(greedy_B, jnp.argmax(scaled_BV, axis=-1), drawn_B).astype(jnp.int32)
     chosen_B = jnp.take_along_axis(scaled_BV, token_B[:, None], axis=-1)[:, 0]
     if not filtered:
-        total_B1, found = jax.nn.logsumexp(scaled_BV, axis=-1, keepdims=True), None
+        total_B, found = jax.nn.logsumexp(scaled_BV, axis=-1), None
         if columns.likeliest is not None:
             top_BK, tokens_BK = jax.lax.top_k(scaled_BV, MOST_LIKELIEST)
-            found = tokens_BK, top_BK - total_B1
-        return Drawn(token_B, chosen_B - total_B1[:, 0], None, found)
+            found = tokens_BK, top_BK - total_B[:, None]
+        return Drawn(token_B, chosen_B - total_B, None, found)
     counts_B = jnp.sum(kept_BV > -jnp.inf, axis=-1, dtype=jnp.int32)
     return Drawn(token_B, chosen_B - jax.nn.logsumexp(kept_BV, axis=-1), counts_B)
 

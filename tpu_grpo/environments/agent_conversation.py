@@ -26,7 +26,7 @@ from tpu_grpo.environments.conversation import Conversation, Start
 from tpu_grpo.environments.policy_requests import Asked, most_bytes
 from tpu_grpo.environments.tool_values import WrongError
 from tpu_grpo.models.tokenizers import check_length, token_bytes
-from tpu_grpo.records.errors import ConfigError, DataError, LongPromptError
+from tpu_grpo.records.errors import ConfigError, DataError, RequestError
 from tpu_grpo.records.stages import Completion, Request
 
 
@@ -106,7 +106,7 @@ class AgentConversation(Conversation):
             try:
                 return self._go_on(reply.request)
             except WrongError as error:
-                if not isinstance(error.__cause__, LongPromptError):
+                if not isinstance(error.__cause__, RequestError):
                     raise
                 self._ending = "tokens"
         return None
@@ -126,11 +126,11 @@ class AgentConversation(Conversation):
     # --- prompts ------------------------------------------------------------------------------------------------------
 
     def _prompt(self, request: str) -> _Prompt:
-        """Return the prompt of a request in JSON. The cause of its WrongError is a LongPromptError if it cannot fit."""
+        """Return the prompt of a request in JSON. The cause of its WrongError is a RequestError if it cannot fit."""
         most = self._start.max_prompt_tokens + self._start.request.sampling.max_new_tokens
         try:
             if len(request) > most_bytes(most):
-                raise LongPromptError(f"a request must have at most {most_bytes(most)} bytes, got {len(request)}")
+                raise RequestError(f"a request must have at most {most_bytes(most)} bytes, got {len(request)}")
             self._asked = asked = Asked.model_validate_json(request)
             self._tools, self._said = json.dumps(asked.tools), tuple(map(_canonical, asked.messages or ()))
             self._dialect = self._start.dialect.with_tools(self._tools, most)
@@ -142,12 +142,12 @@ class AgentConversation(Conversation):
             seen = max(fitting, key=lambda seen: len(seen.ids), default=None)
             self._dialect.check_ids(ids)
             return _Prompt.of(ids, seen)
-        except (ConfigError, DataError) as error:
+        except (ConfigError, DataError, RequestError) as error:
             raise WrongError(f"must ask with a prompt that the policy can read: {error}") from error
 
     def _conversation(self, messages: Sequence[Message], most: int) -> _Prompt:
         """Return the prompt for messages: the recorded tokens of as many of the first messages as possible, then the
-        tokens of the other messages. Raises LongPromptError for far more than ``most`` tokens."""
+        tokens of the other messages. Raises RequestError for far more than ``most`` tokens."""
         fitting = [
             s
             for s in self._seen
@@ -216,9 +216,11 @@ def read_turn(
     logprobs, is_cut = tuple(completion.logprobs.tolist()), completion.finish_reason == "length"
     sampled = SampledTurn(prompt_ids, tuple(ids), logprobs, is_cut)
     if asked.logprobs:
-        tops = [dict(islice(top.items(), asked.likeliest)) for top in completion.likeliest[: len(ids)]]
-        likeliest = tuple(tuple(zip(top, pieces(top), top.values(), strict=True)) for top in tops)
-        sampled = replace(sampled, pieces=pieces(ids), likeliest=likeliest)
+        tops = [list(islice(top.items(), asked.likeliest)) for top in completion.likeliest[: len(ids)]]
+        numbers = list({*ids, *(number for top in tops for number, _ in top)})
+        spelled = dict(zip(numbers, pieces(numbers), strict=True))
+        likeliest = tuple(tuple((number, spelled[number], logprob) for number, logprob in top) for top in tops)
+        sampled = replace(sampled, pieces=tuple(spelled[number] for number in ids), likeliest=likeliest)
     return completion, replace(action, sampled=sampled)
 
 

@@ -13,7 +13,7 @@ from tpu_grpo.environments.actions import Action, Message
 from tpu_grpo.environments.tool_calls import CallReader, checked_call, format_of, reader, schemas_of
 from tpu_grpo.environments.turn_tokens import CLOSE, OPEN, Cutter, Encoder, newline_ids, split_thinking
 from tpu_grpo.models.tokenizers import check_length
-from tpu_grpo.records.errors import ConfigError, DataError, LongPromptError
+from tpu_grpo.records.errors import ConfigError, DataError, RequestError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -306,9 +306,9 @@ class Dialect:
 
     def with_tools(self, tools: str, most: int = 2**31) -> "Dialect":
         """Return the `Dialect` of the same tokenizer for other tools, which are given as a JSON list, for prompts of up
-        to ``most`` tokens; raises the constructor's errors, and LongPromptError for far more tools than that."""
+        to ``most`` tokens; raises the constructor's errors, and RequestError for far more tools than that."""
         if len(tools) > (limit := max(2**17, 64 * most)):  # generous: a template may write little of them
-            raise LongPromptError(f"tools must have at most {limit} characters of JSON, got {len(tools)}; send fewer")
+            raise RequestError(f"tools must have at most {limit} characters of JSON, got {len(tools)}; send fewer")
         return self if tools == json.dumps(self._tools) else self._with_tools(tools)
 
     # --- the first prompt ---------------------------------------------------------------------------------------------
@@ -343,7 +343,7 @@ class Dialect:
 
     def prompt(self, messages: Sequence[Message], most: int = 2**31) -> list[int]:
         """Return the ids of a prompt whose messages come from an agent; words that spell special tokens are encoded as
-        plain text. Raises the errors of ``first``, and LongPromptError for far more than ``most`` tokens."""
+        plain text. Raises the errors of ``first``, and RequestError for far more than ``most`` tokens."""
         said = [str(message["content"] or "").rpartition(CLOSE)[2] for message in messages]  # templates write this part
         check_length(self._tokenizer, "\n".join(said), most)
         written = self._template.write([_guarded(message, self.encoder) for message in messages])

@@ -224,13 +224,11 @@ class Endpoint:
         session = request[_SESSION]
         form = FORMS[request.path.removeprefix(f"/{session.name}" if session.name else "")]
         asked = form.read(await self._body(request))
-        if self._in_run and asked.likeliest > (0 if asked.logprobs and asked.messages else 1):
-            raise RefusedError(
-                f"top_logprobs must be 0 in a run (logprobs of a text completion at most 1), got {asked.likeliest}; "
-                "only the sampled tokens have log-probabilities",
-                code="unsupported_parameter",
-                param="top_logprobs",
+        if self._in_run and asked.likeliest > (asked.messages is None):
+            said = (
+                f"top_logprobs must be 0 in a run (logprobs of a text at most 1), got {asked.likeliest}; leave it out"
             )
+            raise RefusedError(said, code="unsupported_parameter", param="top_logprobs")
         answer = form.write(asked, await session.turns(asked), self._model)
         if not (asked.streams and "object" in answer):
             return web.json_response(answer)

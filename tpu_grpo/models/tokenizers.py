@@ -30,7 +30,7 @@ from transformers.models.gpt2.tokenization_gpt2 import bytes_to_unicode
 
 from tpu_grpo.models.checkpoint import check_tokenizer_files, read_json, tokenizer_settings
 from tpu_grpo.models.tasks.lessons import Task
-from tpu_grpo.records.errors import CheckpointError, LongPromptError
+from tpu_grpo.records.errors import CheckpointError, RequestError
 from tpu_grpo.records.outside import bounded
 
 CHECKED_FILES = ("tokenizer_config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json")
@@ -39,8 +39,6 @@ MOST_GAPS = 100_000
 """The most ids that a vocabulary may leave out."""
 PAD, END = "<pad>", "<|im_end|>"
 ROLES = ("system", "user", "assistant")
-CUT_TOKENS = 64
-"""A generous bound of the tokens that a text gains where it is cut within a word or a marker."""
 REPLACEMENT = "\ufffd"
 """Stands in decoded text for bytes that are no character, or an incomplete character."""
 _MARKERS = tuple(f"<|im_start|>{role}" for role in ROLES)
@@ -192,31 +190,27 @@ class TextStream:
 
 
 def check_length(tokenizer: PreTrainedTokenizerFast, text: str, tokens: int) -> None:
-    """Raise LongPromptError for a text that surely has more than ``tokens`` tokens, without tokenizing all of it, which
-    takes minutes and gigabytes for 15 MiB.
+    """Raise RequestError for a text that surely has more than ``tokens`` tokens, without tokenizing all of it.
 
     A text of more than 8 characters a token is counted piece by piece until there are twice as many tokens as allowed,
-    and CUT_TOKENS for every piece. So a text of few but long tokens, such as white space, is not refused.
+    and 64 for every cut through a word or marker. So a text of few but long tokens, such as spaces, is not refused.
     """
     size, found = max(2**12, 8 * tokens), 0
     for number, begin in enumerate(range(0, len(text) if len(text) > size else 0, size), start=1):
         found += len(tokenizer.backend_tokenizer.encode(text[begin : begin + size], add_special_tokens=False).ids)
-        if found > 2 * tokens + number * CUT_TOKENS:
-            raise LongPromptError(f"a prompt must have at most {tokens} tokens here, got far more; shorten it")
+        if found > 2 * tokens + number * 64:
+            raise RequestError(f"a prompt must have at most {tokens} tokens here, got far more; shorten it")
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerFast, token_ids: Iterable[int]) -> tuple[bytes, ...]:
-    """Return the bytes of each token; a token can be a part of a character. Joined, they are the tokens' text in UTF-8,
-    special tokens included. (Decoding tokens one by one would lose parts of characters, and leading spaces.)"""
+    """Return the bytes of each token, which can be a part of a character; joined, they are the text in UTF-8."""
     added, is_byte_level = tokenizer.added_tokens_decoder, "ByteLevel" in repr(tokenizer.backend_tokenizer.decoder)
 
     def of(number: int) -> bytes:
         if number in added:
             return added[number].content.encode()
-        token = (
-            tokenizer.backend_tokenizer.id_to_token(number) or ""
-        )  # a model may have more rows than the tokenizer has ids
-        if is_byte_level:
+        token = tokenizer.backend_tokenizer.id_to_token(number) or ""  # a model may have more rows than there are ids
+        if is_byte_level and _BYTES.keys() >= set(token):
             return bytes(_BYTES[letter] for letter in token)
         return bytes.fromhex(token[3:5]) if _BYTE_TOKEN.fullmatch(token) else token.replace("\u2581", " ").encode()
 

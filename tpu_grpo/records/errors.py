@@ -38,10 +38,6 @@ class DataError(TpuGrpoError, ValueError):
     exit_code = 2
 
 
-class LongPromptError(DataError):
-    """A prompt from outside that has more tokens than fit."""
-
-
 class RewardError(TpuGrpoError, RuntimeError):
     """A reward that cannot be loaded, that raised, or that did not return one number per completion."""
 

@@ -28,7 +28,7 @@ from tpu_grpo.environments.policy_requests import Asked, RefusedError
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.learner import parameters
 from tpu_grpo.models.tokenizers import TextStream, check_length, token_bytes
-from tpu_grpo.records.errors import ConfigError, DataError, LongPromptError, RequestError
+from tpu_grpo.records.errors import ConfigError, DataError, RequestError
 from tpu_grpo.records.stages import Completion, Prompt, PromptBatch, Request, Rollout, SampleKey, Scores
 from tpu_grpo.rewards import RewardSet, open_rewards
 from tpu_grpo.run.engines import SyncedEngines
@@ -214,26 +214,21 @@ class Speaker:
         try:
             if asked.messages is not None:
                 ids = self._dialect.with_tools(json.dumps(asked.tools), context).prompt(asked.messages, context - 1)
-            elif asked.text is not None:
-                check_length(self._tokenizer, asked.text, context - 1)
-                ids = self._tokenizer(asked.text).input_ids
             else:
-                ids = list(asked.token_ids or ())
+                check_length(self._tokenizer, asked.text or "", context - 1)
+                ids = list(asked.token_ids or ()) if asked.text is None else self._tokenizer(asked.text).input_ids
             room = context - len(ids)
             if not ids or room < 1:
-                raise LongPromptError(f"a prompt must have 1 to {context - 1} tokens here, got {len(ids)}")
+                raise RequestError(f"a prompt must have 1 to {context - 1} tokens here, got {len(ids)}")
             check_ids(self._tokenizer, ids)
-        except LongPromptError as error:
-            return RefusedError(str(error), code="context_length_exceeded")
+            seed = int(given.pop("seed", self._seed))
+            most = min(asked.max_tokens or self._sampling.max_new_tokens, room)
+            sampling = replace(self._sampling, max_new_tokens=most, **given)
+            key = SampleKey(seed, 0, zlib.crc32(np.asarray(ids, np.int32).tobytes()) >> 1, asked.index)
+            request = Request(tuple(ids), sampling, key, return_likeliest=asked.likeliest > 0)
+            self._engine.check([request])
         except (ConfigError, DataError) as error:
             return RefusedError(str(error))
-        seed = int(given.pop("seed", self._seed))
-        most = min(asked.max_tokens or self._sampling.max_new_tokens, room)
-        sampling = replace(self._sampling, max_new_tokens=most, **given)
-        key = SampleKey(seed, 0, zlib.crc32(np.asarray(ids, np.int32).tobytes()) >> 1, asked.index)
-        request = Request(tuple(ids), sampling, key, return_likeliest=asked.likeliest > 0)
-        try:
-            self._engine.check([request])
         except RequestError as error:
             return RefusedError(str(error), code="context_length_exceeded")
         return request
