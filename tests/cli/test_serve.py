@@ -1,6 +1,7 @@
 """A served model: the same request gets the same tokens, whatever else is asked; and what is refused."""
 
 import json
+import math
 import os
 import random
 import re
@@ -9,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -16,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 
 from tpu_grpo.cli.naming import named_models
@@ -92,6 +95,69 @@ def test_what_a_server_refuses(server: str) -> None:
     code, said = ask(server, "/v1/completions", {"prompt": [10**6]})
     assert (code, "token ids must be from 0 to" in said) == (400, True)
     assert ask(server, path, chat("1+1=", temperature=0.0))["choices"]  # and goes on
+
+
+def test_what_openais_client_gets(server: str) -> None:
+    """The usage chunk, the likeliest tokens by text and bytes, several prompts, and the model by its name."""
+    client = openai.OpenAI(base_url=f"{server}/v1", api_key="k", max_retries=0)
+    asked: dict[str, Any] = {"model": "run@initial", "seed": 3, "max_tokens": 4, "temperature": 0.9}
+    chats, texts = client.chat.completions, client.completions
+    messages: list[Any] = [{"role": "user", "content": "1+1="}]
+    plain = chats.create(messages=messages, **asked)
+    for usage in (True, False):
+        stream = chats.create(messages=messages, stream=True, stream_options={"include_usage": usage}, **asked)
+        *chunks, last = [(chunk.choices, chunk.usage) for chunk in stream]
+        assert "".join(choices[0].delta.content or "" for choices, _ in chunks) == plain.choices[0].message.content
+        assert [used for _, used in chunks] == [None] * len(chunks)
+        assert last == ([], plain.usage) if usage else last[0][0].finish_reason == plain.choices[0].finish_reason
+
+    named = chats.create(messages=messages, logprobs=True, top_logprobs=20, **asked).choices[0]
+    assert named.message.content == plain.choices[0].message.content  # another program, and the same tokens
+    assert named.logprobs is not None
+    assert named.logprobs.content is not None
+    for token in named.logprobs.content:
+        values = [each.logprob for each in token.top_logprobs]
+        assert (len(values), values) == (20, sorted(values, reverse=True))
+        assert 0.0 < sum(map(math.exp, values)) <= 1.0 + 1e-5
+        for each in token.top_logprobs:
+            assert each.token.removeprefix("bytes:") == bytes(each.bytes or ()).decode(errors="backslashreplace")
+        same = [each.logprob for each in token.top_logprobs if each.bytes == token.bytes]
+        assert same == pytest.approx([token.logprob] * len(same), abs=1e-6)
+
+    prompts = ["1+1=", "22+3="]
+    alone = [texts.create(prompt=prompt, n=2, **asked) for prompt in prompts]
+    both = texts.create(prompt=prompts, n=2, **asked)
+    assert [choice.text for choice in both.choices] == [choice.text for each in alone for choice in each.choices]
+    assert [choice.index for choice in both.choices] == [0, 1, 2, 3]
+    assert both.usage is not None
+    assert both.usage.prompt_tokens == sum(each.usage.prompt_tokens for each in alone if each.usage)
+    assert client.models.retrieve("run@initial") == client.models.list().data[0]
+    with pytest.raises(openai.NotFoundError, match="the model must be run@initial, got 'gpt/5'"):
+        client.models.retrieve("gpt/5")
+    with pytest.raises(openai.BadRequestError, match="response_format must be"):
+        chats.create(messages=messages, response_format={"type": "json_object"}, **asked)
+
+
+GIANT = 250_000
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        ("/v1/chat/completions", chat("x" * 2**20, n=64), "at most 262144 bytes for a prompt, got 1"),
+        ("/v1/chat/completions", chat("x" * GIANT, n=64), "at most 39 tokens here, got far more"),
+        ("/v1/chat/completions", chat("<|im_end|>" * (GIANT // 10)), "at most 39 tokens here, got far more"),
+        ("/v1/completions", {"prompt": "x" * GIANT}, "at most 39 tokens here, got far more"),
+        ("/v1/completions", {"prompt": ["x" * GIANT] * 16}, "at most 39 tokens here, got far more"),
+        ("/v1/completions", {"prompt": [5] * 60_000}, "1 to 39 tokens here, got 60000"),
+    ],
+)
+def test_a_giant_prompt_is_refused_before_it_is_tokenized(server: str, path: str, body: Any, said: str) -> None:
+    """Of 64 turns of 1 MiB, each was tokenized, and everybody waited for 100 seconds."""
+    began = time.monotonic()
+    code, message = ask(server, path, body)
+    assert (code, said in message) == (400, True), message
+    assert time.monotonic() - began < 10.0
 
 
 @pytest.mark.slow  # a process that imports and compiles everything anew

@@ -67,7 +67,7 @@ def count_up(
         )
     if what_follows:
         return np.asarray(output.after)
-    found = Sampled.of_launch(np.asarray(output.results), np.arange(rows))
+    found = Sampled.of_launch(output, np.arange(rows))
     return (
         [column[:n].tolist() for column, n in zip(found.tokens.T, found.count, strict=True)],
         [column[:n].tolist() for column, n in zip(found.logprobs.T, found.count, strict=True)],

@@ -64,6 +64,20 @@ def test_logprobs_are_the_trainers_at_the_temperature(engine: Engine, model: nnx
     assert disagreement(model, asked, engine.generate(asked)) <= AGREE
 
 
+def test_the_likeliest_tokens_are_the_trainers(engine: Engine, model: nnx.Module) -> None:
+    """Only requests that ask get them; whether a request asks changes no token."""
+    asked = requests(PROMPTS[:1], sampling=SamplingParams(16, temperature=0.7, ignore_stop=True), group=2)
+    asking = [replace(request, return_likeliest=index % 2 == 0) for index, request in enumerate(asked)]
+    completions = engine.generate(asking)
+    assert tokens(completions) == tokens(engine.generate(asked))
+    full = trainer_logprobs(model, asked, completions)
+    for request, completion, rows in zip(asking, completions, full, strict=True):
+        assert len(completion.likeliest) == (16 if request.return_likeliest else 0)
+        for found, row in zip(completion.likeliest, rows, strict=bool(completion.likeliest)):
+            np.testing.assert_allclose(list(found.values()), np.sort(row)[::-1][:20], atol=AGREE, rtol=0)
+            np.testing.assert_allclose(list(found.values()), row[list(found)], atol=AGREE, rtol=0)
+
+
 @pytest.mark.slow  # an engine of its own for one repair
 def test_bfloat16_rotates_in_float32(tmp_path: Path) -> None:
     """Far positions agree as well as near ones; with rounded frequencies they are off by more than 0.5."""

@@ -59,7 +59,7 @@ def logits_of(rows: int) -> jax.Array:
 
 
 def draw(rows: int = DRAWS, **settings: float) -> tuple[np.ndarray, np.ndarray]:
-    tokens, logprobs, _ = SAMPLE(logits_of(rows), columns(rows, **settings))
+    tokens, logprobs, *_ = SAMPLE(logits_of(rows), columns(rows, **settings))
     return np.asarray(tokens), np.asarray(logprobs)
 
 

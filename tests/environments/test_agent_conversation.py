@@ -1,6 +1,7 @@
 # pyright: reportOptionalMemberAccess=false
 """What an agent's requests become: tokens that were seen go on as they are, anything else opens a branch."""
 
+import time
 from typing import Any
 
 import numpy as np
@@ -243,6 +244,39 @@ def test_a_conversation_ends_by_turns_and_by_tokens() -> None:
     talk.turn(said("bc", reason="length"))
     assert talk.answered(Answered((), done=True)) is None  # an agent of one turn, which was cut
     assert talk.completion().finish_reason == "length"
+
+
+def test_a_stop_token_ends_the_turn_and_tokens_are_named_by_their_bytes() -> None:
+    talk = conversation()
+    talk.first(asked(user("a"), stop_ids=(ord("d"),), logprobs=True))
+    action = talk.turn(said("n\u00e9d.d"))
+    assert list(action.sampled.token_ids) == ids("qwen2_5", "n\u00e9d")
+    assert action.sampled.pieces == (b"n", b"\xc3", b"\xa9", b"d")
+
+
+@pytest.mark.parametrize(
+    "giant",
+    [
+        asked(user("a"), assistant("b"), user("x" * 15 * 2**20)),
+        asked(user("a"), assistant("b"), user("x" * 200_000)),
+        asked(user("a"), user(" x" * 100_000)),
+        asked(user("a"), assistant("<|im_end|>" * 20_000)),
+        asked(user("a"), tools=({**ADD, "function": {**ADD["function"], "description": "x" * 200_000}},)),
+        Answered((), request=Asked(text="x" * 200_000).for_one()),
+    ],
+    ids=["15 MiB", "added", "prompt", "markers", "tools", "text"],
+)
+def test_a_giant_request_ends_the_conversation_before_it_is_tokenized(giant: Answered) -> None:
+    """Tokenizing the first of them takes a minute and 3 GB; what it added to the past was not looked at before."""
+    talk = conversation()
+    talk.first(asked(user("a")))
+    talk.turn(said("b"))
+    began = time.monotonic()
+    assert talk.answered(giant) is None
+    assert time.monotonic() - began < 5.0
+    assert talk.completion().episode.ending == "tokens"
+    with pytest.raises(WrongError, match="must ask with a prompt that the policy can read: .* must have at most"):
+        conversation().first(giant)
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,20 @@
 """Clients that send too much, read too slowly or go in the middle, over real sockets."""
 
 import asyncio
+import gzip
 import json
 import os
+import urllib.error
+import urllib.request
 from collections.abc import Awaitable
+from typing import Any
 
 import psutil
+import pytest
 
 from tpu_grpo.environments.actions import Action, SampledTurn
-from tpu_grpo.environments.policy_endpoint import MOST_BYTES, Endpoint, Session
+from tpu_grpo.environments.policy_endpoint import MOST_BYTES, MOST_WAITING, Endpoint, Session, settle
+from tpu_grpo.environments.policy_requests import Asked, RefusedError
 
 MIB = 2**20
 LONG = tuple(range(100_000))
@@ -105,3 +111,78 @@ async def read_to_end(asked: Awaitable[tuple[asyncio.StreamReader, asyncio.Strea
         return await reader.read()
     finally:
         writer.close()
+
+
+BODY = json.dumps({"messages": [{"role": "user", "content": "x"}]}).encode()
+
+
+CHAT = "/v1/chat/completions"
+
+
+@pytest.mark.parametrize(
+    ("asked", "status", "said"),
+    [
+        ((CHAT, BODY, "gzip"), 400, "the body must be as the headers say"),
+        ((CHAT, BODY, "deflate"), 400, "the body must be as the headers say"),
+        ((CHAT, BODY, "zip"), 400, "Content-Encoding must be gzip, deflate or left out, got 'zip'"),
+        ((CHAT, gzip.compress(b" " * 2**28), "gzip"), 413, "Maximum request body size"),
+        ((CHAT, gzip.compress(BODY), "gzip"), 200, ""),
+        (("/v1/models/policy", None, ""), 200, ""),
+        (("/v1/models/gpt/5", None, ""), 404, "the model must be policy, got 'gpt/5'"),
+        (("/v1/nothing", BODY, ""), 404, "POST /v1/nothing"),
+        (("/v1/chat/completions", None, ""), 405, "GET /v1/chat/completions"),
+        (("/v1/completions", b'{"prompt": "x", "logprobs": 2}', ""), 400, "top_logprobs must be 0 in a run"),
+        (("/v1/completions", b'{"prompt": [%s"a"]}' % (b'"a", ' * 256), ""), 400, "at most 256 turns"),
+    ],
+)
+def test_every_refusal_is_an_error_in_openais_form(
+    asked: tuple[str, bytes | None, str], status: int, said: str
+) -> None:
+    async def scene() -> tuple[int, Any]:
+        endpoint = Endpoint()
+        await endpoint.listen()
+        answering = asyncio.create_task(policy(endpoint.open_root(None, MOST_WAITING)))
+        path, body, encoding = asked
+        try:
+            return await asyncio.to_thread(fetched, endpoint.address + path, body, encoding)
+        finally:
+            answering.cancel()
+            await endpoint.close()
+
+    found, body = asyncio.run(asyncio.wait_for(scene(), 60))
+    assert found == status
+    assert status == 200 or said in body["error"]["message"]
+    assert status == 200 or body["error"].keys() == {"message", "type", "param", "code"}
+
+
+def fetched(url: str, body: bytes | None, encoding: str) -> tuple[int, Any]:
+    try:
+        headers = {"Content-Encoding": encoding} if encoding else {}
+        with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=60) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())
+
+
+def test_what_waits_is_bounded_and_shared_by_the_turns_of_a_request() -> None:
+    async def scene() -> None:
+        session = Endpoint().open()
+        text = "x" * (15 * MIB)
+        waiting = [asyncio.create_task(session.turns(Asked(text=text, n=14))) for _ in range(17)]
+        before = psutil.Process().memory_info().rss
+        await asyncio.sleep(0)
+        with pytest.raises(RefusedError, match="at most 256 turns of 268435456 bytes") as refused:
+            await session.turns(Asked(text=text))
+        assert refused.value.status == 429
+        assert psutil.Process().memory_info().rss - before < 100 * MIB  # 17 * 14 copies would be 3.5 GiB
+        taken = await session.batch(2)
+        settle(taken[1][1], RefusedError("no"))  # one turn is refused, and so the others of its request wait no more
+        with pytest.raises(RefusedError, match="no"):
+            await waiting[0]
+        assert len(await session.batch(256)) == 16 * 14
+        for task in waiting[1:]:
+            task.cancel()
+        await asyncio.wait(waiting[1:])
+        assert session._bytes == 0
+
+    asyncio.run(asyncio.wait_for(scene(), 60))

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tpu_grpo.environments.actions import Action, SampledTurn
 from tpu_grpo.environments.policy_requests import FORMS, Asked, RefusedError
 
 NAMES = [
@@ -130,3 +131,97 @@ def test_what_no_template_could_write_is_refused(changed: dict[str, Any], messag
         body["messages"].append({"role": "assistant", "tool_calls": [call]})
     with pytest.raises(RefusedError, match=message):
         FORMS["/v1/chat/completions"].read(json.dumps(body).encode())
+
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+OF_CHAT = [
+    *(("response_format", {"type": "json_object"}), ("logit_bias", {"5": 1}), ("tool_choice", "required")),
+    *(
+        ("reasoning_effort", "low"),
+        ("parallel_tool_calls", False),
+        ("functions", [{"name": "f"}]),
+        ("verbosity", "low"),
+    ),
+    *(("modalities", ["audio"]), ("web_search_options", {}), ("function_call", "auto"), ("audio", {"voice": "x"})),
+    *(("chat_template_kwargs", {"x": 1}), ("no_such_parameter", 0), ("top_logprobs", 21), ("top_logprobs", 1)),
+]
+OF_BOTH = [("presence_penalty", 0.1), ("frequency_penalty", -1), ("repetition_penalty", 1.1), ("min_tokens", 2)]
+OF_TEXT = [("best_of", 2), ("suffix", "x"), ("echo", True), ("logprobs", 21), ("prompt", ["a", 5]), ("prompt", [["a"]])]
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "value"),
+    [(path, *each) for path, these in ((CHAT, OF_CHAT + OF_BOTH), (TEXT, OF_TEXT + OF_BOTH)) for each in these],
+)
+def test_a_parameter_that_cannot_be_honoured_is_refused_by_name(path: str, name: str, value: Any) -> None:
+    with pytest.raises(RefusedError, match=name) as refused:
+        FORMS[path].read(json.dumps({**SOUND[path], name: value}).encode())
+    assert (refused.value.status, name == "prompt" or refused.value.param == name) == (400, True)
+    for path in ("/inference/v1/generate", "/generate"):
+        with pytest.raises(RefusedError, match=name):
+            FORMS[path].read(json.dumps({**SOUND[path], "sampling_params": {name: value}}).encode())
+
+
+@pytest.mark.parametrize(
+    ("path", "parameters"),
+    [
+        (CHAT, {"response_format": {"type": "text"}, "logit_bias": {}, "presence_penalty": 0.0, "tool_choice": "auto"}),
+        (
+            CHAT,
+            {"model": "x", "user": "u", "store": True, "metadata": {"a": "b"}, "service_tier": "flex", "audio": None},
+        ),
+        (TEXT, {"best_of": 1, "suffix": "", "echo": False, "frequency_penalty": 0, "stream_options": None}),
+        ("/generate", {"stream": False, "logprob_start_len": -1, "return_text_in_logprobs": False}),
+    ],
+)
+def test_a_parameter_without_effect_changes_nothing(path: str, parameters: dict[str, Any]) -> None:
+    sound = FORMS[path].read(json.dumps(SOUND[path]).encode())
+    assert FORMS[path].read(json.dumps({**SOUND[path], **parameters}).encode()) == sound
+
+
+def test_several_prompts_are_asked_one_by_one_and_counted_once() -> None:
+    asked = FORMS[TEXT].read(json.dumps({"prompt": ["a", "b"], "n": 2, "logprobs": 1}).encode())
+    assert [(one.text, one.index) for one in map(asked.one, range(asked.turns))] == [
+        ("a", 0),
+        ("a", 1),
+        ("b", 0),
+        ("b", 1),
+    ]
+    assert [Asked.model_validate_json(asked.for_one(n)).text for n in range(4)] == ["a", "a", "b", "b"]
+    ids = FORMS[TEXT].read(json.dumps({"prompt": [[1, 2], [3]]}).encode())
+    assert [one.token_ids for one in map(ids.one, range(ids.turns))] == [(1, 2), (3,)]
+    turns = [
+        Action(c, c, sampled=SampledTurn((1,) * (2 + n // 2), (5,) * (n + 1), (-0.5,) * (n + 1), False))
+        for n, c in enumerate("wxyz")
+    ]
+    answer = FORMS[TEXT].write(asked, turns, "m")
+    assert [(choice["index"], choice["text"]) for choice in answer["choices"]] == [
+        (0, "w"),
+        (1, "x"),
+        (2, "y"),
+        (3, "z"),
+    ]
+    assert answer["usage"] == {"prompt_tokens": 2 + 3, "completion_tokens": 10, "total_tokens": 15}
+
+
+def test_tokens_are_named_by_text_and_bytes() -> None:
+    """A part of a character is named by its bytes, as at OpenAI; the sampled token joins the likeliest of a text."""
+    likeliest = (((7, b"x", -0.1), (8, b"y", -3.0)), ((9, b"\xc3", -0.2), (8, b"y", -2.0)))
+    turn = Action("", "", sampled=SampledTurn((1,), (8, 9), (-3.0, -0.2), False, (b"y", b"\xc3"), likeliest))
+    asked = Asked(token_ids=(1,), logprobs=True, likeliest=2)
+    content = FORMS[CHAT].write(asked, [turn], "m")["choices"][0]["logprobs"]["content"]
+    assert content[1] == {
+        "token": "bytes:\\xc3",
+        "logprob": -0.2,
+        "bytes": [0xC3],
+        "top_logprobs": [
+            {"token": "bytes:\\xc3", "logprob": -0.2, "bytes": [0xC3]},
+            {"token": "y", "logprob": -2.0, "bytes": [ord("y")]},
+        ],
+    }
+    of_text = FORMS[TEXT].write(asked, [turn], "m")["choices"][0]["logprobs"]
+    assert of_text == {
+        "tokens": ["y", "bytes:\\xc3"],
+        "token_logprobs": [-3.0, -0.2],
+        "top_logprobs": [{"x": -0.1, "y": -3.0}, {"bytes:\\xc3": -0.2, "y": -2.0}],
+    }

@@ -3,22 +3,26 @@
 import json
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tpu_grpo.models.tokenizers import (
     TextStream,
     build_byte_tokenizer,
     build_tool_tokenizer,
+    check_length,
     load_tokenizer,
     stop_token_ids,
+    token_bytes,
 )
-from tpu_grpo.records.errors import CheckpointError
+from tpu_grpo.records.errors import CheckpointError, RequestError
 
 TOKENIZER = build_byte_tokenizer()
 PAD, END, SYSTEM, USER, ASSISTANT = range(256, 261)
@@ -262,3 +266,46 @@ def test_bytes_that_are_no_character_are_told_at_the_end_only() -> None:
 
 def test_tokens_that_end_an_answer_are_not_text() -> None:
     assert TextStream(TOKENIZER).more([*TOKENIZER.encode("85"), END], ended=True) == "85"
+
+
+def fallback_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer with byte fallback and marked spaces, as Gemma's and Llama 2's."""
+    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"\u2581": 256, "a": 257, "<e>": 258}
+    core = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
+    core.normalizer = normalizers.Replace(" ", "\u2581")  # pyright: ignore[reportAttributeAccessIssue]
+    parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    core.decoder = decoders.Sequence(parts)  # pyright: ignore[reportAttributeAccessIssue]
+    core.add_special_tokens(["<e>"])
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<e>")
+
+
+@pytest.mark.parametrize("build", [build_byte_tokenizer, fallback_tokenizer])
+@pytest.mark.parametrize("text", ["a a", " a", "\u65e5\u672c \U0001f600", "a\u00e9\u00e9\n"])
+def test_the_bytes_of_tokens_add_up_to_the_text(build: Callable[[], PreTrainedTokenizerFast], text: str) -> None:
+    tokenizer = build()
+    ids = [*tokenizer(text).input_ids, tokenizer.eos_token_id, len(tokenizer) + 5]  # a row of the model without a token
+    *pieces, end, nothing = token_bytes(tokenizer, ids)
+    assert (b"".join(pieces).decode(), end.decode(), nothing) == (text, tokenizer.eos_token, b"")
+    assert all(len(piece) == 1 for piece in pieces)
+
+
+@pytest.mark.parametrize(
+    ("text", "fits"), [("x" * 100, True), ("x" * 2000, True), ("x" * 5000, False), ("<|im_end|>" * 2**19, False)]
+)
+def test_a_long_text_is_refused_without_tokenizing_it(text: str, fits: bool) -> None:
+    """What is at most 8 characters a token, or 4,096 in all, is left to the tokenizer."""
+    with nullcontext() if fits else pytest.raises(RequestError, match="at most 100 tokens here, got far more"):
+        check_length(build_byte_tokenizer(), text, 100)
+
+
+def test_a_text_of_few_long_tokens_is_not_too_long() -> None:
+    """A word of 64 spaces is a token: 400,000 characters are 6,250 tokens, and pieces of them hardly more."""
+    vocabulary = {" " * 2**n: n for n in range(7)}
+    core = Tokenizer(models.BPE(vocabulary, [(" " * 2**n, " " * 2**n) for n in range(6)]))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core)
+    text = " " * 400_000
+    assert len(tokenizer(text).input_ids) == 6250
+    check_length(tokenizer, text, 6250)
+    check_length(tokenizer, text, 4000)  # it is not surely more, and the tokenizer decides
+    with pytest.raises(RequestError):
+        check_length(tokenizer, text, 1000)

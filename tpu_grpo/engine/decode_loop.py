@@ -27,7 +27,7 @@ from jaxtyping import Array, Bool, Float, Int, Integer
 
 from tpu_grpo.engine.attention import AttentionMode
 from tpu_grpo.engine.experts import ExpertLayout
-from tpu_grpo.engine.sampling import AnyArray, SamplingColumns
+from tpu_grpo.engine.sampling import MOST_LIKELIEST, AnyArray, SamplingColumns
 
 
 class StepInputs(NamedTuple):
@@ -57,6 +57,8 @@ class StepOutput(NamedTuple):
     """The experts of every token that the step computed; None if the engine does not return experts."""
     kept: Int[Array, " B"] | None = None
     """How many tokens the sampling filters kept; None if log-probabilities are taken over the whole vocabulary."""
+    likeliest: tuple[Int[Array, "B K"], Float[Array, "B K"]] | None = None
+    """Like ``Drawn.likeliest``."""
 
 
 Cache = list[Array]
@@ -89,6 +91,8 @@ class LaunchInputs(NamedTuple):
     """The attention mode's metadata, constant during a launch."""
     before: Int[AnyArray, "2 B"]
     """``LaunchOutput.after`` of the previous launch; ignored if the last number of ``control`` is 0."""
+    likeliest: tuple[()] | None = None
+    """Like ``SamplingColumns.likeliest``."""
 
 
 class LaunchOutput(NamedTuple):
@@ -103,6 +107,7 @@ class LaunchOutput(NamedTuple):
     """Each row's last token, and 1 if it is a stop token. The next launch reads this; the host does not."""
     kept: Int[Array, "k B"] | None = None
     """Like ``StepOutput.kept``, for every step."""
+    likeliest: tuple[Int[Array, "k B K"], Float[Array, "k B K"]] | None = None
 
 
 def for_host(output: StepOutput | LaunchOutput) -> StepOutput | LaunchOutput:
@@ -119,23 +124,23 @@ class Sampled(NamedTuple):
     logprobs: Float[np.ndarray, "k b"]
     kept: Int[np.ndarray, "k b"] | None = None
     """Like ``StepOutput.kept``, for every sampled token."""
+    likeliest: tuple[Int[np.ndarray, "k b K"], Float[np.ndarray, "k b K"]] | None = None
 
     @classmethod
     def of_prefill(cls, output: StepOutput, rows: int) -> "Sampled":
         """Read the first ``rows`` rows of a prefill step's output on the host; each has one token."""
         tokens, logprobs = np.asarray(output.tokens), np.asarray(output.logprobs)
         kept = None if output.kept is None else np.asarray(output.kept)[None, :rows]
-        return cls(np.ones(rows, np.int32), tokens[None, :rows], logprobs[None, :rows], kept)
+        likeliest = jax.tree.map(lambda x: np.asarray(x)[None, :rows], output.likeliest)
+        return cls(np.ones(rows, np.int32), tokens[None, :rows], logprobs[None, :rows], kept, likeliest)
 
     @classmethod
-    def of_launch(
-        cls, results: Int[np.ndarray, "results B"], columns: Int[np.ndarray, " b"], kept: Any = None
-    ) -> "Sampled":
-        """Read the rows at the indices ``columns`` from the arrays of a launch's output on the host."""
-        chosen = np.ascontiguousarray(np.asarray(results)[:, columns])
+    def of_launch(cls, output: LaunchOutput, columns: Int[np.ndarray, " b"]) -> "Sampled":
+        """Read the rows at the indices ``columns`` from a launch's output on the host."""
+        chosen = np.ascontiguousarray(np.asarray(output.results)[:, columns])
         tokens, bits = np.split(chosen[1:], 2)
-        counts = None if kept is None else np.asarray(kept)[:, columns]
-        return cls(chosen[0], tokens, bits.view(np.float32), counts)
+        more = jax.tree.map(lambda x: np.asarray(x)[:, columns], (output.kept, output.likeliest))
+        return cls(chosen[0], tokens, bits.view(np.float32), *more)
 
 
 def pack_rows(rows: LaunchRows) -> Int[np.ndarray, "B columns"]:
@@ -150,12 +155,12 @@ def pack_rows(rows: LaunchRows) -> Int[np.ndarray, "B columns"]:
     return np.column_stack(columns)
 
 
-def unpack_rows(packed: Int[Array, "B columns"]) -> LaunchRows:
+def unpack_rows(packed: Int[Array, "B columns"], likeliest: tuple[()] | None = None) -> LaunchRows:
     """Undo ``pack_rows`` in a trace."""
     token, length, stops, top_k = (packed[:, column] for column in range(4))
     temperature, top_p, min_p = jnp.unstack(jax.lax.bitcast_convert_type(packed[:, 4:7], jnp.float32), axis=1)
     key = jax.lax.bitcast_convert_type(packed[:, 7:11], jnp.uint32)
-    sampling = SamplingColumns(temperature, top_k, top_p, min_p, key, position=length)
+    sampling = SamplingColumns(temperature, top_k, top_p, min_p, key, length, likeliest)
     return LaunchRows(token, length, stops > 0, sampling, packed[:, 11:])
 
 
@@ -171,6 +176,7 @@ class _Carry(NamedTuple):
     logprobs: Float[Array, "k B"]
     experts: Integer[Array, "k B L K"] | None
     kept: Int[Array, "k B"] | None
+    likeliest: tuple[Int[Array, "k B K"], Float[Array, "k B K"]] | None
     cache: Cache
 
 
@@ -188,7 +194,7 @@ def decode_loop(
 
     Returns the sampled tokens, and the cache, which is updated in place.
     """
-    rows = unpack_rows(inputs.rows)
+    rows = unpack_rows(inputs.rows, inputs.likeliest)
     batch, most_steps = rows.slots.shape
     stop_ids = jnp.asarray(sorted(stop_token_ids), jnp.int32)
 
@@ -210,9 +216,11 @@ def decode_loop(
             logprobs=carry.logprobs.at[carry.step].set(jnp.where(running, output.logprobs, 0.0)),
             experts=None if carry.experts is None else carry.experts.at[carry.step].set(output.experts),
             kept=None if carry.kept is None else carry.kept.at[carry.step].set(output.kept),
+            likeliest=jax.tree.map(lambda x, new: x.at[carry.step].set(new), carry.likeliest, output.likeliest),
             cache=cache,
         )
 
+    wide = most_steps, batch, MOST_LIKELIEST
     follows, (token, stopped) = inputs.control[2] > 0, inputs.before
     stopped = follows & (stopped > 0)
     start = _Carry(
@@ -225,13 +233,14 @@ def decode_loop(
         logprobs=jnp.zeros((most_steps, batch), jnp.float32),
         experts=None if experts is None else experts.zeros(most_steps, batch),
         kept=jnp.zeros((most_steps, batch), jnp.int32) if filtered else None,
+        likeliest=None if inputs.likeliest is None else (jnp.zeros(wide, jnp.int32), jnp.zeros(wide)),
         cache=cache,
     )
     last = jax.lax.while_loop(more, advance, start)
     bits = jax.lax.bitcast_convert_type(last.logprobs, jnp.int32)
     results = jnp.concatenate([last.count[None], last.tokens, bits])
     after = jnp.stack([last.token, last.stopped.astype(jnp.int32)])
-    return LaunchOutput(results, last.experts, after, last.kept), last.cache
+    return LaunchOutput(results, last.experts, after, last.kept, last.likeliest), last.cache
 
 
 def _step_inputs(carry: _Carry, rows: LaunchRows, metadata: Any, attention: AttentionMode) -> StepInputs:

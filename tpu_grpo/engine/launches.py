@@ -173,7 +173,8 @@ class Programs:
         logits, new_pools, _, experts = model(batch, MemoryPools(token_to_kv_pool=pool), asked)
         drawn = sample_rows(logits.next_token_logits, inputs.sampling, self._mesh, filtered=self._options.filtered)
         chosen = None if self.expert_layout is None else self.expert_layout.stack(experts)
-        return StepOutput(drawn.token, drawn.logprob, chosen, drawn.kept), new_pools["token_to_kv_pool"]
+        output = StepOutput(drawn.token, drawn.logprob, chosen, drawn.kept, drawn.likeliest)
+        return output, new_pools["token_to_kv_pool"]
 
 
 @functools.cache
@@ -194,6 +195,7 @@ class InputBuilder:
         self._steps = steps_per_launch
         rows = shapes.max_rows + 2  # the last, beyond the library's request table, is for padding: greedy, no filter
         self._stops = np.zeros(rows, np.bool_)
+        self._likeliest = np.zeros(rows, np.bool_)
         self._table = SamplingColumns(
             temperature=np.zeros(rows, np.float32),
             top_k=np.zeros(rows, np.int32),
@@ -206,7 +208,7 @@ class InputBuilder:
     def admit(self, row: int, request: Request) -> None:
         """Store the sampling settings of the request in row ``row`` of the library's request table."""
         sampling, key = request.sampling, request.key
-        self._stops[row] = not sampling.ignore_stop
+        self._stops[row], self._likeliest[row] = not sampling.ignore_stop, request.return_likeliest
         self._table.temperature[row] = sampling.temperature
         self._table.top_k[row] = sampling.top_k
         self._table.top_p[row] = sampling.top_p
@@ -253,9 +255,8 @@ class InputBuilder:
             filled = padded(filled, rows, at=places)
         metadata = self._attention.launch_metadata(filled, padded(reservation.ends, rows, at=places))
         control = np.array([reservation.steps, reservation.left, follows], np.int32)
-        return LaunchInputs(
-            pack_rows(columns), control, metadata, np.zeros((2, rows), np.int32) if before is None else before
-        )
+        last = np.zeros((2, rows), np.int32) if before is None else before
+        return LaunchInputs(pack_rows(columns), control, metadata, last, columns.sampling.likeliest)
 
     def padding(self, mode: ForwardMode, size: int) -> StepInputs | LaunchInputs:
         """Build inputs of one shape that are padding only, for compiling."""
@@ -271,7 +272,8 @@ class InputBuilder:
         return batch.req_to_token_pool.req_to_token[batch.req_pool_indices, : self._shapes.context]
 
     def _sampling(self, table_rows_B: Int[np.ndarray, " B"]) -> SamplingColumns:
-        return SamplingColumns(*(column[table_rows_B] for column in self._table))
+        asked = () if self._likeliest[table_rows_B].any() else None
+        return jax.tree.map(lambda column: column[table_rows_B], self._table)._replace(likeliest=asked)
 
 
 def _read_settings(config: Any) -> Scaling | None:

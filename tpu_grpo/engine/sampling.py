@@ -38,6 +38,8 @@ else:
 FIRST_STEP = 2.0
 """The spacing, in logits, of the thresholds that the first pass tries, from the largest logit down. Nearly all
 thresholds lie in the range that they span, which holds only few of all float32 numbers."""
+MOST_LIKELIEST = 20
+"""How many of the likeliest tokens a request gets that asks for them."""
 VOCABULARY_LEAVES = ("embed_tokens.embedding", "lm_head.embedding")
 """The names of all parameters of shape [V, D] end in one of these."""
 
@@ -55,6 +57,8 @@ class SamplingColumns(NamedTuple):
     """The row's seed, step, prompt and sample."""
     position: Int[AnyArray, " B"]
     """The index that the sampled token will have in its sequence."""
+    likeliest: tuple[()] | None = None
+    """() if a row's request asks for the likeliest tokens, which takes a program of its own; else None."""
 
 
 class Drawn(NamedTuple):
@@ -65,6 +69,8 @@ class Drawn(NamedTuple):
     """Taken under the full distribution at the temperature (at 1 if greedy), or with ``filtered`` over kept tokens."""
     kept: Int[Array, " B"] | None
     """The number of tokens that the filters kept; None without ``filtered``."""
+    likeliest: tuple[Int[Array, "B K"], Float[Array, "B K"]] | None = None
+    """The MOST_LIKELIEST likeliest tokens and their ``logprob``; None if no row's request asks for them."""
 
 
 def sample_tokens(logits_BV: Float[Array, "B V"], columns: SamplingColumns, *, filtered: bool = False) -> Drawn:
@@ -77,7 +83,11 @@ def sample_tokens(logits_BV: Float[Array, "B V"], columns: SamplingColumns, *, f
     token_B = jnp.where(greedy_B, jnp.argmax(scaled_BV, axis=-1), drawn_B).astype(jnp.int32)
     chosen_B = jnp.take_along_axis(scaled_BV, token_B[:, None], axis=-1)[:, 0]
     if not filtered:
-        return Drawn(token_B, chosen_B - jax.nn.logsumexp(scaled_BV, axis=-1), None)
+        total_B, found = jax.nn.logsumexp(scaled_BV, axis=-1), None
+        if columns.likeliest is not None:
+            top_BK, tokens_BK = jax.lax.top_k(scaled_BV, MOST_LIKELIEST)
+            found = tokens_BK, top_BK - total_B[:, None]
+        return Drawn(token_B, chosen_B - total_B, None, found)
     counts_B = jnp.sum(kept_BV > -jnp.inf, axis=-1, dtype=jnp.int32)
     return Drawn(token_B, chosen_B - jax.nn.logsumexp(kept_BV, axis=-1), counts_B)
 

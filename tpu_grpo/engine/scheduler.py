@@ -56,6 +56,7 @@ class RunningRequest:
     logprobs: list[float] = field(default_factory=list)
     kept: list[int] | None = None
     """For each sampled token the number of tokens that the filters kept; None if the engine does not count them."""
+    likeliest: list[dict[int, float]] = field(default_factory=list)
 
     def completion(self) -> Completion:
         """Build the finished completion; if its last allowed token is a stop token, it counts as stopped."""
@@ -68,6 +69,7 @@ class RunningRequest:
             cached_tokens=self.req.cached_tokens,
             experts=self.req.routed_experts,
             kept=None if self.kept is None else np.asarray(self.kept, np.int32),
+            likeliest=tuple(self.likeliest),
         )
 
 
@@ -358,7 +360,7 @@ class SteppedScheduler(Scheduler):
             sampled = Sampled.of_prefill(output, len(batch.reqs))
             self.use.accepted += sum(req.is_chunked <= 0 for req in batch.reqs)  # before the library lowers is_chunked
         else:
-            sampled = Sampled.of_launch(output.results, reservation.columns, output.kept)
+            sampled = Sampled.of_launch(output, reservation.columns)
             keep(batch, reservation, sampled.count)
             steps = int(sampled.count.max())
             self.use.launches += 1
@@ -387,12 +389,15 @@ class SteppedScheduler(Scheduler):
         batch.per_dp_bs_size = len(last)  # the library drops the tokens of all rows from this index on
         self.process_batch_result(batch, GenerationBatchResult(None, last, [], [], 0, 0))
         rows = zip(reqs, sampling, counts, sampled.logprobs.T.tolist(), kept, strict=True)
-        for req, samples, count, logprobs, kept_of_row in rows:
+        for place, (req, samples, count, logprobs, kept_of_row) in enumerate(rows):
             running = self.running[req.rid]
             if samples:
                 running.logprobs += logprobs[:count]
                 if sampled.kept is not None:
                     running.kept = (running.kept or []) + kept_of_row[:count]
+                if sampled.likeliest is not None and running.request.return_likeliest:
+                    ids, values = (array[:count, place].tolist() for array in sampled.likeliest)
+                    running.likeliest += [dict(zip(*pair, strict=True)) for pair in zip(ids, values, strict=True)]
             assert len(req.output_ids) == len(running.logprobs), f"sglang-jax lost a token of request {req.rid}"
 
     def _drop_finished(self, batch: ScheduleBatch) -> None:

@@ -66,6 +66,11 @@ class SampledTurn:
     """The log-probability in nats of each token of ``token_ids``."""
     is_cut: bool
     """Whether the turn reached its token limit."""
+    pieces: tuple[bytes, ...] = ()
+    """The bytes of each token of ``token_ids``; empty unless the request asks for log-probabilities."""
+    likeliest: tuple[tuple[tuple[int, bytes, float], ...], ...] = ()
+    """For each token the likeliest tokens in its place as (id, bytes, log-probability), the likeliest first; empty
+    unless the request asks for them."""
 
 
 @dataclass(frozen=True)

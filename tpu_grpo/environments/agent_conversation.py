@@ -15,16 +15,18 @@ players of a game, each request continues the tokens of its own player, as a new
 
 import bisect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
+from functools import partial
+from itertools import islice, takewhile
 from typing import Any
 
 from tpu_grpo.environments.actions import Action, Answered, Message, SampledTurn
 from tpu_grpo.environments.conversation import Conversation, Start
-from tpu_grpo.environments.policy_requests import Asked
+from tpu_grpo.environments.policy_requests import Asked, most_bytes
 from tpu_grpo.environments.tool_values import WrongError
-from tpu_grpo.records.errors import ConfigError, DataError
+from tpu_grpo.models.tokenizers import check_length, token_bytes
+from tpu_grpo.records.errors import ConfigError, DataError, RequestError
 from tpu_grpo.records.stages import Completion, Request
 
 
@@ -73,7 +75,7 @@ class AgentConversation(Conversation):
         the agent ended without a request, or the prompt is empty or exceeds data.max_prompt_tokens."""
         if reply.request is None:
             raise WrongError("must ask the policy for at least one turn, got an agent that ended before it did")
-        ids = self._prompt(Asked.model_validate_json(reply.request)).ids
+        ids = self._prompt(reply.request).ids
         most = self._start.max_prompt_tokens
         if not 0 < len(ids) <= most:
             raise WrongError(f"must begin with a prompt of 1 to data.max_prompt_tokens={most} tokens, got {len(ids)}")
@@ -85,8 +87,9 @@ class AgentConversation(Conversation):
 
     def turn(self, completion: Completion) -> Action:
         """Add the policy's turn, and return the parsed turn with its tokens. A turn never ends the conversation."""
-        dialect, stops = self._dialect, self._asked.stop
-        completion, action = read_turn(completion, tuple(self._ids), stops, dialect.decode, dialect.read)
+        dialect, asked = self._dialect, self._asked
+        pieces = partial(token_bytes, dialect.tokenizer)
+        completion, action = read_turn(completion, tuple(self._ids), asked, dialect.decode, dialect.read, pieces)
         self._add_turn(completion, action, action.calls)
         self._said = (*self._said, _canonical(self._messages[-1]))
         self._remember(is_turn=True)
@@ -100,42 +103,51 @@ class AgentConversation(Conversation):
         elif len(self._turns) >= self._start.section.max_turns:
             self._ending = "turns"
         else:
-            return self._go_on(Asked.model_validate_json(reply.request))
+            try:
+                return self._go_on(reply.request)
+            except WrongError as error:
+                if not isinstance(error.__cause__, RequestError):
+                    raise
+                self._ending = "tokens"
         return None
 
-    def _go_on(self, asked: Asked) -> Request | None:
+    def _go_on(self, asked: str) -> Request | None:
         before, prompt = self._said, self._prompt(asked)
         ids, known = prompt.ids, len(prompt.sampled)
         continues = len(ids) > len(self._ids) == known and ids[:known] == self._ids
         request = self._continue(ids, prompt.added, None if continues else prompt.sampled)
         if request is not None:
             common = takewhile(lambda pair: pair[0] == pair[1], zip(before, self._said, strict=False))
-            new = [dict(message) for message in (asked.messages or ())[len(list(common)) :]]
+            new = [dict(message) for message in (self._asked.messages or ())[len(list(common)) :]]
             self._turns[-1] = replace(self._turns[-1], answer="\n".join(str(message["content"]) for message in new))
             self._messages += new
         return request
 
     # --- prompts ------------------------------------------------------------------------------------------------------
 
-    def _prompt(self, asked: Asked) -> _Prompt:
-        """Return the prompt of a request."""
-        self._asked, self._tools = asked, json.dumps(asked.tools)
-        self._said = tuple(map(_canonical, asked.messages or ()))
+    def _prompt(self, request: str) -> _Prompt:
+        """Return the prompt of a request in JSON. The cause of its WrongError is a RequestError if it cannot fit."""
+        most = self._start.max_prompt_tokens + self._start.request.sampling.max_new_tokens
         try:
-            self._dialect = self._start.dialect.with_tools(self._tools)
+            if len(request) > most_bytes(most):
+                raise RequestError(f"a request must have at most {most_bytes(most)} bytes, got {len(request)}")
+            self._asked = asked = Asked.model_validate_json(request)
+            self._tools, self._said = json.dumps(asked.tools), tuple(map(_canonical, asked.messages or ()))
+            self._dialect = self._start.dialect.with_tools(self._tools, most)
             if asked.messages is not None:
-                return self._conversation(asked.messages)
+                return self._conversation(asked.messages, most)
+            check_length(self._dialect.tokenizer, asked.text or "", most)
             ids = list(asked.token_ids or ()) if asked.text is None else self._dialect.encoder.plain(asked.text)
             fitting = [seen for seen in self._seen if tuple(ids[: len(seen.ids)]) == seen.ids]
             seen = max(fitting, key=lambda seen: len(seen.ids), default=None)
             self._dialect.check_ids(ids)
             return _Prompt.of(ids, seen)
-        except (ConfigError, DataError) as error:
+        except (ConfigError, DataError, RequestError) as error:
             raise WrongError(f"must ask with a prompt that the policy can read: {error}") from error
 
-    def _conversation(self, messages: Sequence[Message]) -> _Prompt:
+    def _conversation(self, messages: Sequence[Message], most: int) -> _Prompt:
         """Return the prompt for messages: the recorded tokens of as many of the first messages as possible, then the
-        tokens of the other messages."""
+        tokens of the other messages. Raises RequestError for far more than ``most`` tokens."""
         fitting = [
             s
             for s in self._seen
@@ -143,6 +155,7 @@ class AgentConversation(Conversation):
         ]
         for seen in sorted(fitting, key=lambda seen: len(seen.messages), reverse=True):
             added = messages[len(seen.messages) :]
+            check_length(self._dialect.tokenizer, "\n".join(str(message["content"]) for message in added), most)
             if not seen.is_turn:
                 if not added:  # the agent wants another turn for the same prompt
                     return _Prompt.of(seen.ids, seen)
@@ -152,7 +165,7 @@ class AgentConversation(Conversation):
                     return _Prompt.of([*seen.ids, *following.suffix], seen)
                 ids = [*following.new_prompt, *following.suffix]  # the template drops earlier thinking
                 return _Prompt(ids, (), len(following.suffix))
-        return _Prompt(self._dialect.prompt(messages), (), 0)
+        return _Prompt(self._dialect.prompt(messages, most), (), 0)
 
     def _remember(self, *, is_turn: bool) -> None:
         messages = () if self._asked.messages is None else self._said
@@ -170,19 +183,21 @@ class AgentConversation(Conversation):
 def read_turn(
     completion: Completion,
     prompt_ids: tuple[int, ...],
-    stops: Sequence[str],
+    asked: Asked,
     decode: Callable[[Sequence[int]], str],
     read: Callable[[list[int]], Action],
+    pieces: Callable[[Iterable[int]], tuple[bytes, ...]],
 ) -> tuple[Completion, Action]:
-    """Cut a turn after the first token that completes one of the texts ``stops``, and parse it with ``read``.
+    """Cut a turn after the first token of ``asked.stop_ids`` or that completes a text of ``asked.stop``, and parse it
+    with ``read``. ``pieces`` gives the bytes of tokens, for log-probabilities.
 
-    Return the cut turn, and the parsed turn with its tokens; its texts end before the first of the texts ``stops``.
+    Return the cut turn, and the parsed turn with its tokens; its texts end before the first of the texts ``stop``.
     """
-    ids = completion.token_ids.tolist()
+    ids, stops = completion.token_ids.tolist(), asked.stop
 
     def holds(count: int) -> bool:
         text = decode(ids[:count])
-        return any(stop in text for stop in stops)
+        return any(stop in text for stop in stops) or not set(asked.stop_ids).isdisjoint(ids[:count])
 
     if holds(len(ids)):
         count = bisect.bisect_left(range(1, len(ids) + 1), True, key=holds) + 1
@@ -199,7 +214,14 @@ def read_turn(
     for stop in stops:
         action = replace(action, text=action.text.partition(stop)[0], content=action.content.partition(stop)[0].strip())
     logprobs, is_cut = tuple(completion.logprobs.tolist()), completion.finish_reason == "length"
-    return completion, replace(action, sampled=SampledTurn(prompt_ids, tuple(ids), logprobs, is_cut))
+    sampled = SampledTurn(prompt_ids, tuple(ids), logprobs, is_cut)
+    if asked.logprobs:
+        tops = [list(islice(top.items(), asked.likeliest)) for top in completion.likeliest[: len(ids)]]
+        numbers = list({*ids, *(number for top in tops for number, _ in top)})
+        spelled = dict(zip(numbers, pieces(numbers), strict=True))
+        likeliest = tuple(tuple((number, spelled[number], logprob) for number, logprob in top) for top in tops)
+        sampled = replace(sampled, pieces=tuple(spelled[number] for number in ids), likeliest=likeliest)
+    return completion, replace(action, sampled=sampled)
 
 
 def _canonical(message: Mapping[str, Any]) -> str:

@@ -12,7 +12,8 @@ from tpu_grpo.config.sections import ToolFormat
 from tpu_grpo.environments.actions import Action, Message
 from tpu_grpo.environments.tool_calls import CallReader, checked_call, format_of, reader, schemas_of
 from tpu_grpo.environments.turn_tokens import CLOSE, OPEN, Cutter, Encoder, newline_ids, split_thinking
-from tpu_grpo.records.errors import ConfigError, DataError
+from tpu_grpo.models.tokenizers import check_length
+from tpu_grpo.records.errors import ConfigError, DataError, RequestError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -280,7 +281,7 @@ class Dialect:
         switches: Mapping[str, Any] | None = None,
         encoder: Encoder | None = None,
     ):
-        self._tokenizer = tokenizer
+        self.tokenizer = self._tokenizer = tokenizer
         self.encoder = encoder or Encoder(tokenizer)
         self._tools = list(tools)
         self._template = ChatTemplate(tokenizer, tools, switches or {}, self.encoder)
@@ -303,9 +304,11 @@ class Dialect:
         self._check_encoding()
         self.tool_format, self._read_calls = self._reader(tool_format)
 
-    def with_tools(self, tools: str) -> "Dialect":
-        """Return the `Dialect` of the same tokenizer for other tools, which are given as a JSON list; raises the
-        constructor's errors."""
+    def with_tools(self, tools: str, most: int = 2**31) -> "Dialect":
+        """Return the `Dialect` of the same tokenizer for other tools, which are given as a JSON list, for prompts of up
+        to ``most`` tokens; raises the constructor's errors, and RequestError for far more tools than that."""
+        if len(tools) > (limit := max(2**17, 64 * most)):  # generous: a template may write little of them
+            raise RequestError(f"tools must have at most {limit} characters of JSON, got {len(tools)}; send fewer")
         return self if tools == json.dumps(self._tools) else self._with_tools(tools)
 
     # --- the first prompt ---------------------------------------------------------------------------------------------
@@ -338,10 +341,13 @@ class Dialect:
         refuse_padding(self._tokenizer, ids, written)
         return self.encoder.released(written), ids, told
 
-    def prompt(self, messages: Sequence[Message]) -> list[int]:
+    def prompt(self, messages: Sequence[Message], most: int = 2**31) -> list[int]:
         """Return the ids of a prompt whose messages come from an agent; words that spell special tokens are encoded as
-        plain text. Raises the errors of ``first``."""
+        plain text. Raises the errors of ``first``, and RequestError for far more than ``most`` tokens."""
+        said = [str(message["content"] or "").rpartition(CLOSE)[2] for message in messages]  # templates write this part
+        check_length(self._tokenizer, "\n".join(said), most)
         written = self._template.write([_guarded(message, self.encoder) for message in messages])
+        check_length(self._tokenizer, written, most)
         ids = self.encoder.encode(written)
         refuse_padding(self._tokenizer, ids, written)
         return ids

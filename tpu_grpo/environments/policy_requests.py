@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
@@ -28,20 +29,27 @@ GREEDY_BELOW = 1e-5
 
 
 class RefusedError(Exception):
-    """A request that cannot be honoured; ``status`` is the HTTP status, and ``code`` names the reason."""
+    """A request that cannot be honoured: HTTP status, name of the reason, and name of the parameter, if it is one."""
 
-    def __init__(self, text: str, status: int = 400, code: str = "invalid_request"):
+    def __init__(self, text: str, status: int = 400, code: str = "invalid_request", param: str | None = None):
         super().__init__(text)
-        self.status, self.code = status, code
+        self.status, self.code, self.param = status, code, param
 
     @property
     def body(self) -> dict[str, Any]:
         """The JSON body of the HTTP error response, in OpenAI's form."""
-        return {"error": {"message": str(self), "type": "invalid_request_error", "code": self.code}}
+        given = {"message": str(self), "type": "invalid_request_error", "param": self.param, "code": self.code}
+        return {"error": given}
+
+
+def most_bytes(context: int) -> int:
+    """Return the most bytes of a request whose prompt has to fit into ``context`` tokens: 256 for each, and always
+    256 KiB. A token has a few bytes, seldom 100; JSON's escapes, and thinking that templates drop, come on top."""
+    return max(2**18, 256 * context)
 
 
 class Asked(BaseModel):
-    """A request for a turn. Exactly one of ``messages``, ``text`` and ``token_ids`` is the prompt."""
+    """A request for turns. Exactly one of ``messages``, ``text``, ``token_ids`` and ``prompts`` is the prompt."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -50,35 +58,89 @@ class Asked(BaseModel):
     tools: tuple[dict[str, Any], ...] = ()
     text: str | None = None
     token_ids: tuple[int, ...] | None = None
+    prompts: tuple[str | tuple[int, ...], ...] = ()
+    """Several prompts, each of which gets ``n`` turns."""
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     """Texts that end the turn; the turn's text ends before them, but its tokens include them."""
+    stop_ids: tuple[int, ...] = ()
+    """Tokens that end the turn; its tokens and text include them."""
     sampling: dict[str, float] = Field(default_factory=dict)
     """The fields of `SamplingParams` that the request sets, and ``seed``."""
     n: int = 1
     index: int = 0
-    """The number of the turn among ``n``, from 0."""
+    """The number of the turn among the ``n`` of a prompt, from 0."""
     streams: bool = False
+    streams_usage: bool = False
     logprobs: bool = False
+    likeliest: int = 0
+    """How many of the likeliest tokens the response names in each token's place."""
     returns_ids: bool = False
 
+    @property
+    def turns(self) -> int:
+        """The number of turns: ``n`` for each prompt."""
+        return self.n * max(1, len(self.prompts))
+
+    def one(self, index: int = 0) -> "Asked":
+        """Return the request for one of the turns; those of the first prompt come first."""
+        prompt = _prompt(self.prompts[index // self.n]) if self.prompts else {}
+        return self.model_copy(update={"index": index % self.n, "prompts": (), **prompt})
+
     def for_one(self, index: int = 0) -> str:
-        """Return the request for one of the ``n`` turns in JSON, without the fields that only the response needs."""
-        one = self.model_copy(update={"index": index})
-        return one.model_dump_json(exclude={"n", "streams", "logprobs", "returns_ids"})
+        """Return the request for one of the turns in JSON, without the fields that only the response needs."""
+        return self.one(index).model_dump_json(exclude={"prompts", "n", "streams", "streams_usage", "returns_ids"})
 
 
 Text = str | list[dict[str, Any]] | None
 Count = Annotated[int, Field(ge=1)]
+Likeliest = Annotated[int, Field(ge=0, le=20)]  # as at OpenAI
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(extra="ignore")
+WITHOUT_EFFECT = (
+    *("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prediction", "request_id", "rid"),
+    *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "cache_salt", "priority", "detokenize"),
+    *("skip_special_tokens", "spaces_between_special_tokens", "output_kind", "log_metrics"),
+)
+"""Parameters that change no turn: there is one model, nothing is stored, and texts never have special tokens."""
+_ZEROS = ("presence_penalty", "frequency_penalty", "min_tokens", "min_new_tokens", "top_logprobs_num")
+_FALSE = ("echo", "stream", "ignore_eos", "include_stop_str_in_output", "return_text_in_logprobs")
+_ABSENT = ("audio", "function_call", "moderation", "reasoning_effort", "verbosity", "web_search_options")
+NEUTRAL: Mapping[str, Any] = MappingProxyType(
+    dict.fromkeys(_ZEROS, 0)
+    | dict.fromkeys(_FALSE, False)
+    | dict.fromkeys(_ABSENT)
+    | dict.fromkeys(("best_of", "length_penalty", "repetition_penalty"), 1)
+    | {"logit_bias": {}, "chat_template_kwargs": {}, "structured_outputs": {}, "functions": [], "suffix": ""}
+    | {"response_format": {"type": "text"}, "modalities": ["text"], "tool_choice": "auto", "parallel_tool_calls": True}
+    | {"logprob_start_len": -1}
+)
+"""Known parameters that would change turns or responses, and the value of each that changes none, beside null."""
 
+
+class _Request(BaseModel):
+    """Refuses parameters that are not declared, unless they have no effect."""
+
+    model_config = ConfigDict(extra="allow")
+
+    def model_post_init(self, _: Any) -> None:
+        for name, value in (self.model_extra or {}).items():
+            if value is None or name in WITHOUT_EFFECT or (name in NEUTRAL and value == NEUTRAL[name]):
+                continue
+            rule, code = "be a parameter that is known here", "unknown_parameter"
+            if name in NEUTRAL:
+                rule, code = f"be {json.dumps(NEUTRAL[name])}", "unsupported_parameter"
+            said = f"{name:.100} must {rule}, got {value!r:.200}; leave it out"
+            raise RefusedError(said, code=code, param=name[:100])
+
+
+class _Body(_Request):
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
     max_tokens: Count | None = None
     stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
     stream: bool | None = None
+    stream_options: dict[Literal["include_usage", "include_obfuscation"], bool | None] | None = None
     return_token_ids: bool | None = None
     temperature: Annotated[float, Field(ge=0.0, le=100.0)] | None = None
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
@@ -101,7 +163,9 @@ class _Body(BaseModel):
             "n": self.n or 1,
             "max_tokens": most_tokens or self.max_tokens,
             "stop": tuple(stop),
+            "stop_ids": tuple(self.stop_token_ids or ()),
             "streams": bool(self.stream),
+            "streams_usage": bool((self.stream_options or {}).get("include_usage")),
             "returns_ids": bool(self.return_token_ids),
         }
 
@@ -175,8 +239,11 @@ class _Chat(_Body):
     tools: list[_Tool] | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
+    top_logprobs: Likeliest | None = None
 
     def asked(self) -> Asked:
+        if self.top_logprobs and not self.logprobs:
+            raise RefusedError("logprobs must be true if top_logprobs is given, got none", param="top_logprobs")
         if not self.tools and any(message.role == "tool" or message.tool_calls for message in self.messages):
             raise RefusedError("tools must describe the tools of a conversation that has calls, got none; send them")
         named = dict[str, str]()
@@ -185,40 +252,37 @@ class _Chat(_Body):
             messages=tuple(message.plain(named) for message in self.messages),
             tools=tuple(tool.plain() for tool in self.tools or ()),
             logprobs=bool(self.logprobs),
+            likeliest=self.top_logprobs or 0,
         )
 
 
 class _Completion(_Body):
-    prompt: str | list[int]
-    logprobs: int | None = None
-    echo: bool | None = None
+    prompt: str | list[Any]
+    logprobs: Likeliest | None = None
 
     def asked(self) -> Asked:
-        if self.echo:
-            raise RefusedError("echo must be false, got true; the policy gives no log-probabilities of prompts")
-        return Asked(**self.common(), **_prompt(self.prompt), logprobs=self.logprobs is not None)
+        several = isinstance(self.prompt, list) and len(self.prompt) > 0 and not isinstance(self.prompt[0], int)
+        prompt: dict[str, Any] = {"prompts": self.prompt} if several else _prompt(self.prompt)
+        return Asked(**self.common(), **prompt, logprobs=self.logprobs is not None, likeliest=self.logprobs or 0)
 
 
 class _Sampling(_Body):
     max_new_tokens: Count | None = None
+    logprobs: Annotated[int, Field(ge=0, le=1)] | None = None  # vLLM's; sampled tokens always have theirs
 
     def limits(self) -> dict[str, Any]:
         return self.common(self.max_new_tokens)
 
 
-class _Generate(BaseModel):
-    model_config = ConfigDict(extra="ignore")
-
+class _Generate(_Request):
     token_ids: Annotated[list[int], Field(min_length=1)]
     sampling_params: _Sampling = Field(default_factory=_Sampling)
 
     def asked(self) -> Asked:
-        return Asked(**self.sampling_params.limits(), token_ids=tuple(self.token_ids), logprobs=True)
+        return Asked(**self.sampling_params.limits(), token_ids=tuple(self.token_ids))
 
 
-class _Sglang(BaseModel):
-    model_config = ConfigDict(extra="ignore")
-
+class _Sglang(_Request):
     text: str | None = None
     input_ids: Annotated[list[int], Field(min_length=1)] | None = None
     sampling_params: _Sampling = Field(default_factory=_Sampling)
@@ -231,7 +295,7 @@ class _Sglang(BaseModel):
         return Asked(**self.sampling_params.limits(), **_prompt(given), logprobs=self.return_logprob)
 
 
-def _prompt(given: str | list[int] | None) -> dict[str, Any]:
+def _prompt(given: Any) -> dict[str, Any]:
     return {"text": given} if isinstance(given, str) else {"token_ids": tuple(given or ())}
 
 
@@ -281,8 +345,9 @@ class Form:
             return self.body.model_validate_json(data).asked()  # pyright: ignore[reportAttributeAccessIssue]
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
-            place = ".".join(map(str, first["loc"])) or "the body"
-            raise RefusedError(f"{place}: {first['msg']}, got {first['input']!r:.200}") from None
+            place = ".".join(map(str, first["loc"])) or None
+            said = f"{place or 'the body'}: {first['msg']}, got {first['input']!r:.200}"
+            raise RefusedError(said, param=place) from None
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------
@@ -297,8 +362,10 @@ def _reason(turn: Action) -> str:
     return "length" if _of(turn).is_cut else "stop"
 
 
-def _usage(turns: Sequence[Action]) -> dict[str, int]:
-    prompt, sampled = len(_of(turns[0]).prompt_ids), sum(len(_of(turn).token_ids) for turn in turns)
+def _usage(turns: Sequence[Action], n: int = 1) -> dict[str, int]:
+    """Return the numbers of tokens; the prompt of every ``n`` turns counts once."""
+    prompt = sum(len(_of(turn).prompt_ids) for turn in turns[::n])
+    sampled = sum(len(_of(turn).token_ids) for turn in turns)
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 
@@ -306,10 +373,21 @@ def _head(kind: str, model: str) -> dict[str, Any]:
     return {"id": f"{kind}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
 
 
+def _token(number: int, piece: bytes | None, logprob: float) -> dict[str, Any]:
+    """Return a token as chat completions name it: by its text or, if it is a part of a character, its bytes; by its id,
+    as in vLLM, if its bytes are not known."""
+    if piece is None:
+        return {"token": f"token_id:{number}", "logprob": logprob, "bytes": None}
+    text = piece.decode(errors="backslashreplace")
+    name = text if text.encode() == piece else f"bytes:{text}"
+    return {"token": name, "logprob": logprob, "bytes": list(piece)}
+
+
 def _content_logprobs(turn: Action) -> dict[str, Any]:
-    """Return log-probabilities in the format of chat completions; tokens are named by their ids, as in vLLM."""
-    pairs = zip(_of(turn).token_ids, _of(turn).logprobs, strict=True)
-    return {"content": [{"token": f"token_id:{n}", "logprob": p, "bytes": None, "top_logprobs": []} for n, p in pairs]}
+    """Return log-probabilities in the format of chat completions."""
+    ids, logprobs, pieces, likeliest = _of(turn).token_ids, _of(turn).logprobs, _of(turn).pieces, _of(turn).likeliest
+    rows = zip(ids, pieces or repeat(None), logprobs, likeliest or repeat(()), strict=False)
+    return {"content": [{**_token(*row[:3]), "top_logprobs": [_token(*each) for each in row[3]]} for row in rows]}
 
 
 def _chat_answer(asked: Asked, turns: Sequence[Action], model: str) -> dict[str, Any]:
@@ -330,7 +408,7 @@ def _chat_answer(asked: Asked, turns: Sequence[Action], model: str) -> dict[str,
             choice["token_ids"] = list(_of(turn).token_ids)
         choices.append(choice)
     ids = {"prompt_token_ids": list(_of(turns[0]).prompt_ids)} if asked.returns_ids else {}
-    return {**_head("chat.completion", model), "choices": choices, "usage": _usage(turns), **ids}
+    return {**_head("chat.completion", model), "choices": choices, "usage": _usage(turns, asked.n), **ids}
 
 
 def _completion_answer(asked: Asked, turns: Sequence[Action], model: str) -> dict[str, Any]:
@@ -338,15 +416,18 @@ def _completion_answer(asked: Asked, turns: Sequence[Action], model: str) -> dic
     for index, turn in enumerate(turns):
         choice: dict[str, Any] = {"index": index, "text": turn.text, "finish_reason": _reason(turn), "logprobs": None}
         if asked.logprobs:
-            names = [f"token_id:{n}" for n in _of(turn).token_ids]
-            choice["logprobs"] = {"tokens": names, "token_logprobs": list(_of(turn).logprobs)}
+            tokens = _content_logprobs(turn)["content"]
+            tops = [{each["token"]: each["logprob"] for each in (*token["top_logprobs"], token)} for token in tokens]
+            names, values = [token["token"] for token in tokens], list(_of(turn).logprobs)
+            tops = tops if asked.likeliest else None
+            choice["logprobs"] = {"tokens": names, "token_logprobs": values, "top_logprobs": tops}
         if asked.returns_ids:
             choice |= {"prompt_token_ids": list(_of(turn).prompt_ids), "token_ids": list(_of(turn).token_ids)}
         choices.append(choice)
-    return {**_head("text_completion", model), "choices": choices, "usage": _usage(turns)}
+    return {**_head("text_completion", model), "choices": choices, "usage": _usage(turns, asked.n)}
 
 
-def _generate_answer(_: Asked, turns: Sequence[Action], model: str) -> dict[str, Any]:
+def _generate_answer(asked: Asked, turns: Sequence[Action], model: str) -> dict[str, Any]:
     choices = [
         {
             "index": index,
@@ -356,7 +437,7 @@ def _generate_answer(_: Asked, turns: Sequence[Action], model: str) -> dict[str,
         }
         for index, turn in enumerate(turns)
     ]
-    return {"request_id": uuid.uuid4().hex, "model": model, "choices": choices, "usage": _usage(turns)}
+    return {"request_id": uuid.uuid4().hex, "model": model, "choices": choices, "usage": _usage(turns, asked.n)}
 
 
 def _sglang_answer(asked: Asked, turns: Sequence[Action], _: str) -> Any:
@@ -376,8 +457,8 @@ def _sglang_answer(asked: Asked, turns: Sequence[Action], _: str) -> Any:
     return found[0] if asked.n == 1 else found
 
 
-def streamed(answer: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return an OpenAI response as two chunks of a stream: the choices, then the finish reasons and the usage."""
+def streamed(answer: Mapping[str, Any], *, with_usage: bool) -> list[dict[str, Any]]:
+    """Return an OpenAI response as the chunks of a stream: the choices, the finish reasons, and the usage if asked."""
     chunk = dict(answer)
     if chunk["object"] == "chat.completion":
         chunk["object"] = "chat.completion.chunk"
@@ -393,7 +474,8 @@ def streamed(answer: Mapping[str, Any]) -> list[dict[str, Any]]:
         for c in choices
     ]
     begins = [{**choice, "finish_reason": None} for choice in choices]
-    return [{**chunk, "choices": begins}, {**chunk, "choices": ends, "usage": usage}]
+    parts = [(begins, {"usage": None}), (ends, {"usage": None}), ([], {"usage": usage})]
+    return [{**chunk, "choices": part, **(used if with_usage else {})} for part, used in parts[: 2 + with_usage]]
 
 
 FORMS: Mapping[str, Form] = MappingProxyType(

@@ -57,7 +57,7 @@ def checked_value(value: Any, level: int = 0) -> Any:
                 raise ValueError(f"a number must be finite, got {value}")
             return value
         case str():
-            if any("\ud800" <= character <= "\udfff" for character in value):
+            if value.encode(errors="replace").decode() != value:
                 raise ValueError("a text must be of whole characters, got a half of a surrogate pair")
             return value
         case list() | tuple():

@@ -42,14 +42,15 @@ class Encoder:
         words = [re.escape(token.content) for token in self._markers]
         self._written = _pattern([before + word + after for word, (before, after) in zip(words, spaces, strict=True)])
         # the guard character cannot split a marker of one character
-        self._spelled = _pattern([re.escape(token.content) for token in self._markers if len(token.content) > 1])
+        self._words = [token.content for token in self._markers if len(token.content) > 1]
+        self._spelled = _pattern([re.escape(word) for word in self._words])
         self.special = _pattern([re.escape(token.content) for token in self._markers if token.special])
         """Matches the special tokens in a text."""
 
     def guarded(self, text: str) -> str:
         """Insert the guard character into each word of a text that the tokenizer would encode as a marker."""
         text = _NO_TEXT.sub("\ufffd", text)
-        while self._spelled.search(text):
+        while any(word in text for word in self._words):  # much faster than a search for the pattern
             text = self._spelled.sub(lambda word: word[0][0] + BREAK + word[0][1:], text)
         return text
 

@@ -18,7 +18,8 @@ A variant supports tools. Its chat template lists each tool in a message of its 
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
@@ -29,7 +30,7 @@ from transformers.models.gpt2.tokenization_gpt2 import bytes_to_unicode
 
 from tpu_grpo.models.checkpoint import check_tokenizer_files, read_json, tokenizer_settings
 from tpu_grpo.models.tasks.lessons import Task
-from tpu_grpo.records.errors import CheckpointError
+from tpu_grpo.records.errors import CheckpointError, RequestError
 from tpu_grpo.records.outside import bounded
 
 CHECKED_FILES = ("tokenizer_config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json")
@@ -42,6 +43,8 @@ REPLACEMENT = "\ufffd"
 """Stands in decoded text for bytes that are no character, or an incomplete character."""
 _MARKERS = tuple(f"<|im_start|>{role}" for role in ROLES)
 ASSISTANT = _MARKERS[-1]
+_BYTES = {letter: byte for byte, letter in bytes_to_unicode().items()}
+_BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 _RESERVED = tuple(f"<|reserved_{i}|>" for i in range(3))  # for 256 + 8 tokens, which 2, 4 or 8 devices can split
 _FOR_TOOLS = ("<|im_start|>tool", "<|call|>", "<|end_call|>")  # replace the reserved tokens: still 256 + 8
 
@@ -184,6 +187,34 @@ class TextStream:
         assert text.startswith(self._told), f"the tokenizer took back what it had told: {self._told!r}, now {text!r}"
         new, self._told = text[len(self._told) :], text
         return new
+
+
+def check_length(tokenizer: PreTrainedTokenizerFast, text: str, tokens: int) -> None:
+    """Raise RequestError for a text that surely has more than ``tokens`` tokens, without tokenizing all of it.
+
+    A text of more than 8 characters a token is counted piece by piece until there are twice as many tokens as allowed,
+    and 64 for every cut through a word or marker. So a text of few but long tokens, such as spaces, is not refused.
+    """
+    size, found = max(2**12, 8 * tokens), 0
+    for number, begin in enumerate(range(0, len(text) if len(text) > size else 0, size), start=1):
+        found += len(tokenizer.backend_tokenizer.encode(text[begin : begin + size], add_special_tokens=False).ids)
+        if found > 2 * tokens + number * 64:
+            raise RequestError(f"a prompt must have at most {tokens} tokens here, got far more; shorten it")
+
+
+def token_bytes(tokenizer: PreTrainedTokenizerFast, token_ids: Iterable[int]) -> tuple[bytes, ...]:
+    """Return the bytes of each token, which can be a part of a character; joined, they are the text in UTF-8."""
+    added, is_byte_level = tokenizer.added_tokens_decoder, "ByteLevel" in repr(tokenizer.backend_tokenizer.decoder)
+
+    def of(number: int) -> bytes:
+        if number in added:
+            return added[number].content.encode()
+        token = tokenizer.backend_tokenizer.id_to_token(number) or ""  # a model may have more rows than there are ids
+        if is_byte_level and _BYTES.keys() >= set(token):
+            return bytes(_BYTES[letter] for letter in token)
+        return bytes.fromhex(token[3:5]) if _BYTE_TOKEN.fullmatch(token) else token.replace("\u2581", " ").encode()
+
+    return tuple(map(of, token_ids))
 
 
 def _ends_in(path: Path) -> Iterator[int]:

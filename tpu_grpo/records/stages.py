@@ -122,6 +122,8 @@ class Request:
     key: SampleKey
     return_experts: bool = False
     """Return the experts that the engine used. The model must have experts, and the engine must be built for this."""
+    return_likeliest: bool = False
+    """Return the likeliest tokens in each token's place; not with ``algorithm.filtered_ratio``."""
 
 
 @dataclass(frozen=True)
@@ -148,6 +150,9 @@ class Completion:
     """The conversation with an environment that these tokens belong to."""
     ages: Int32[np.ndarray, " T"] | None = None
     """With ``rollout.carry``, how many steps ago each token was sampled; None if this step sampled all tokens."""
+    likeliest: tuple[Mapping[int, float], ...] = ()
+    """For each token the 20 likeliest tokens in its place and their ``logprobs``, in descending order; empty unless the
+    request asked for them."""
 
     @property
     def sampled_tokens(self) -> int:

@@ -27,7 +27,7 @@ from tpu_grpo.environments.chat_dialect import Dialect, check_ids
 from tpu_grpo.environments.policy_requests import Asked, RefusedError
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.learner import parameters
-from tpu_grpo.models.tokenizers import TextStream
+from tpu_grpo.models.tokenizers import TextStream, check_length, token_bytes
 from tpu_grpo.records.errors import ConfigError, DataError, RequestError
 from tpu_grpo.records.stages import Completion, Prompt, PromptBatch, Request, Rollout, SampleKey, Scores
 from tpu_grpo.rewards import RewardSet, open_rewards
@@ -105,7 +105,7 @@ class Speaker:
         config, checkpoint, rollout = self._config, self._checkpoint, self._config.rollout
         devices = jax.devices()[: default_tensor(checkpoint, config.model.dtype, len(jax.devices()))]
         options = EngineOptions(
-            context_tokens=self._context_tokens(prompts),
+            context_tokens=self.context_tokens(prompts),
             stop_token_ids=frozenset(stop_ids(config, self._tokenizer, checkpoint.directory)),
             dtype=config.model.dtype,
             attention=choose_attention("auto", devices[0].platform),
@@ -129,7 +129,8 @@ class Speaker:
         assert self._engine is not None, "start comes first"
         self._engine.compile_all()
 
-    def _context_tokens(self, prompts: Sequence[Prompt]) -> int:
+    def context_tokens(self, prompts: Sequence[Prompt] = ()) -> int:
+        """Return the most tokens of a prompt and its answer. Raises the errors of ``start``."""
         longest, new = self._checkpoint.hf_config.get("max_position_embeddings"), self._sampling.max_new_tokens
         if (context := self._context) is None and prompts:
             context = max(len(prompt.token_ids) for prompt in prompts) + new
@@ -190,7 +191,8 @@ class Speaker:
                 found.append(request)
                 continue
             decode, read = self._tokenizer.decode, partial(self._parsed, each)
-            _, turn = read_turn(next(completions), request.token_ids, each.stop, decode, read)
+            pieces = partial(token_bytes, self._tokenizer)
+            _, turn = read_turn(next(completions), request.token_ids, each, decode, read, pieces)
             found.append(turn)
         return found
 
@@ -208,26 +210,25 @@ class Speaker:
     def _read(self, asked: Asked) -> Request | RefusedError:
         """Convert a server's request to an engine's, or refuse it."""
         assert self._engine is not None
+        context, given = self._engine.options.context_tokens, dict(asked.sampling)
         try:
             if asked.messages is not None:
-                ids = self._dialect.with_tools(json.dumps(asked.tools)).prompt(asked.messages)
+                ids = self._dialect.with_tools(json.dumps(asked.tools), context).prompt(asked.messages, context - 1)
             else:
+                check_length(self._tokenizer, asked.text or "", context - 1)
                 ids = list(asked.token_ids or ()) if asked.text is None else self._tokenizer(asked.text).input_ids
-                check_ids(self._tokenizer, ids)
+            room = context - len(ids)
+            if not ids or room < 1:
+                raise RequestError(f"a prompt must have 1 to {context - 1} tokens here, got {len(ids)}")
+            check_ids(self._tokenizer, ids)
+            seed = int(given.pop("seed", self._seed))
+            most = min(asked.max_tokens or self._sampling.max_new_tokens, room)
+            sampling = replace(self._sampling, max_new_tokens=most, **given)
+            key = SampleKey(seed, 0, zlib.crc32(np.asarray(ids, np.int32).tobytes()) >> 1, asked.index)
+            request = Request(tuple(ids), sampling, key, return_likeliest=asked.likeliest > 0)
+            self._engine.check([request])
         except (ConfigError, DataError) as error:
             return RefusedError(str(error))
-        context, given = self._engine.options.context_tokens, dict(asked.sampling)
-        room = context - len(ids)
-        if not ids or room < 1:
-            said = f"a prompt must have 1 to {context - 1} tokens here, got {len(ids)}"
-            return RefusedError(said, code="context_length_exceeded")
-        seed = int(given.pop("seed", self._seed))
-        most = min(asked.max_tokens or self._sampling.max_new_tokens, room)
-        sampling = replace(self._sampling, max_new_tokens=most, **given)
-        key = SampleKey(seed, 0, zlib.crc32(np.asarray(ids, np.int32).tobytes()) >> 1, asked.index)
-        request = Request(tuple(ids), sampling, key)
-        try:
-            self._engine.check([request])
         except RequestError as error:
             return RefusedError(str(error), code="context_length_exceeded")
         return request

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from tpu_grpo.environments.actions import Action
 from tpu_grpo.environments.policy_endpoint import Endpoint, Session, settle
-from tpu_grpo.environments.policy_requests import Asked, RefusedError
+from tpu_grpo.environments.policy_requests import RefusedError, most_bytes
 from tpu_grpo.records.errors import ConfigError
 from tpu_grpo.run.answering import Speaker
 
@@ -25,7 +25,7 @@ class Server:
 
     def __init__(self, speaker: Speaker, model: str, host: str, port: int, key: str | None):
         self._speaker, self._listening = speaker, (host, port)
-        self._endpoint = Endpoint(model)
+        self._endpoint = Endpoint(model, most_bytes(speaker.context_tokens()), in_run=False)
         self._session: Session = self._endpoint.open_root(key, MOST_WAITING)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="http", daemon=True)
@@ -70,7 +70,7 @@ class Server:
             failed = RefusedError("a batch must be sampled, got an error; the server's output has it", 500, "failed")
             turns: list[Action | RefusedError] = [failed] * len(taken)
             try:
-                turns = self._speaker.turns([Asked.model_validate_json(request) for request, _ in taken])
+                turns = self._speaker.turns([asked for asked, _ in taken])
             finally:
                 for (_, future), turn in zip(taken, turns, strict=True):
                     self._loop.call_soon_threadsafe(settle, future, turn)

@@ -11,6 +11,7 @@ import pytest
 
 from tpu_grpo.config import RewardSpec
 from tpu_grpo.rewards import load_reward
+from tpu_grpo.rewards.shipped import SHIPPED
 from tpu_grpo.rewards.shipped.correctness import (
     boxed,
     exact_answer,
@@ -411,3 +412,17 @@ def test_ways_to_write_one_number_are_one_answer(text: str) -> None:
 )
 def test_a_pattern_says_where_the_answer_is(pattern: str, text: str, answer: str | None) -> None:
     assert voted_answer(text, re.compile(pattern)) == answer
+
+
+@pytest.mark.parametrize("name", ["exact_answer", "normalised_match", "multiple_choice", "gsm8k", "math", "regex"])
+@pytest.mark.parametrize(
+    "giant", ["x" * 2**24, "$1$ " * 2**22, "\\boxed{" * 2**21], ids=["letters", "dollars", "boxes"]
+)
+def test_a_giant_reference_is_refused_before_it_is_read(name: str, giant: str) -> None:
+    """Of such a row, gsm8k took up to 17 seconds, and math its whole limit, on a thread that other rewards wait for."""
+    reward, options = SHIPPED[name].load(), {"pattern": "(.*)"} if name == "regex" else {}
+    given: Any = ("18", giant) if name == "math" else (["18"], [giant])
+    began = time.monotonic()
+    with pytest.raises(ValueError, match="an answer must have at most 131072 characters, got 16777216|14680064"):
+        reward(*given, **options)
+    assert time.monotonic() - began < 0.5

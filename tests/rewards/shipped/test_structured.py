@@ -146,8 +146,8 @@ def test_no_answer_to_a_puzzle_is_run(answer: str, tmp_path: Path):
     )
     for name in sorted(_EVALUATED):
         entry: dict[str, Any] = gym.create_dataset(name, size=1, seed=3)[0]
-        columns: Any = {key: [entry[key]] * len(calls) for key in ("metadata", "answer", "question")}
-        scores = reasoning_gym([f"<answer>{answer.format(call)}</answer>" for call in calls], **columns)
+        columns: Any = {key: entry[key] for key in ("metadata", "answer", "question")}
+        scores = [reasoning_gym(f"<answer>{answer.format(call)}</answer>", **columns) for call in calls]
         assert scores == [0.0] * len(calls)
         puzzle = Puzzle()
         puzzle.reset(**entry)

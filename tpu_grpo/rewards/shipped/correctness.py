@@ -11,6 +11,7 @@ from tpu_grpo.rewards.shipped import SHIPPED, Thinking
 
 VERIFIERS = ("gsm8k", "exact_answer", "normalised_match", "multiple_choice", "math")
 """The rewards that other rewards can use to decide whether an answer is correct."""
+LONGEST_ANSWER = 2**17
 type LogMetric = Callable[[str, float], None]
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _INTEGER = re.compile(r"[+-]?[0-9]+\Z")
@@ -46,7 +47,11 @@ _POWER_OF_TEN = re.compile(
 
 
 def missing(answer: Any) -> bool:
-    """Return whether a row has no answer to compare with."""
+    """Return whether a row has no answer to compare with. Raises ValueError for a text that would hold up a worker."""
+    if isinstance(answer, str) and len(answer) > LONGEST_ANSWER:
+        raise ValueError(
+            f"an answer must have at most {LONGEST_ANSWER} characters, got {len(answer)}; correct the data"
+        )
     return answer is None or (isinstance(answer, str) and not answer.strip())
 
 
