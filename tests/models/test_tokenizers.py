@@ -11,10 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from tests.models.test_transformers5 import SAVED
 from tpu_grpo.models.tokenizers import (
     TextStream,
     build_byte_tokenizer,
     build_tool_tokenizer,
+    decode,
     load_tokenizer,
     stop_token_ids,
 )
@@ -262,3 +264,43 @@ def test_bytes_that_are_no_character_are_told_at_the_end_only() -> None:
 
 def test_tokens_that_end_an_answer_are_not_text() -> None:
     assert TextStream(TOKENIZER).more([*TOKENIZER.encode("85"), END], ended=True) == "85"
+
+
+FALLBACK = {name: load_tokenizer(SAVED / name) for name in ("gemma2", "llama")}
+"""Tokenizers with a token for each byte, whose decoders turn a whole run of bytes to U+FFFD if one is no character."""
+
+
+def as_bytes(tokenizer: PreTrainedTokenizerFast, data: bytes) -> list[int]:
+    ids = tokenizer.convert_tokens_to_ids([f"<0x{byte:02X}>" for byte in data])
+    assert isinstance(ids, list)
+    return ids
+
+
+@pytest.mark.parametrize("name", FALLBACK)
+@pytest.mark.parametrize("text", ["日本", "éé", "e🙂🙂 日本e", "ends in half 日\ufffd"])
+def test_characters_of_byte_tokens_come_one_by_one(name: str, text: str) -> None:
+    """The whole run of bytes became U+FFFD again when the second character began, and the stream raised for that."""
+    tokenizer = FALLBACK[name]
+    ids, stream = tokenizer.encode(text, add_special_tokens=False), TextStream(tokenizer)
+    parts = [stream.more(ids[:count], ended=False) for count in range(1, len(ids) + 1)]
+    assert max(map(len, parts)) == 1
+    assert "".join(parts) + stream.more(ids, ended=True) == text
+
+
+@pytest.mark.parametrize("name", FALLBACK)
+def test_an_answer_cut_inside_a_character_keeps_those_before_it(name: str) -> None:
+    tokenizer = FALLBACK[name]
+    ids = [*as_bytes(tokenizer, "日本".encode()[:5]), tokenizer.eos_token_id]
+    assert decode(tokenizer, ids, skip_special_tokens=True) == "日\ufffd"
+    assert decode(tokenizer, ids) == "日\ufffd<|im_end|>"
+    stray = [*as_bytes(tokenizer, "日".encode() + b"\xff"), tokenizer.convert_tokens_to_ids("e")]
+    assert decode(tokenizer, stray) == "日\ufffde"
+
+
+@given(st.binary(max_size=12) | st.text(max_size=5).map(str.encode))
+def test_any_bytes_are_told_as_python_decodes_them(data: bytes) -> None:
+    for tokenizer in (FALLBACK["gemma2"], TOKENIZER):  # Llama's drops a space at the start
+        ids = list(data) if tokenizer is TOKENIZER else as_bytes(tokenizer, data)
+        expected, stream = data.decode(errors="replace"), TextStream(tokenizer)
+        told = "".join(stream.more(ids[:count], ended=False) for count in range(len(ids) + 1))
+        assert told + stream.more(ids, ended=True) == decode(tokenizer, ids) == expected

@@ -12,6 +12,7 @@ from tpu_grpo.config.sections import ToolFormat
 from tpu_grpo.environments.actions import Action, Message
 from tpu_grpo.environments.tool_calls import CallReader, checked_call, format_of, reader, schemas_of
 from tpu_grpo.environments.turn_tokens import CLOSE, OPEN, Cutter, Encoder, newline_ids, split_thinking
+from tpu_grpo.models.tokenizers import decode
 from tpu_grpo.records.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -375,9 +376,7 @@ class Dialect:
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Return the text of tokens."""
-        return self._tokenizer.decode(
-            list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-        )
+        return decode(self._tokenizer, ids, skip_special_tokens=skip_special_tokens)
 
     # --- after a turn -------------------------------------------------------------------------------------------------
 

@@ -18,8 +18,10 @@ A variant supports tools. Its chat template lists each tool in a message of its 
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import groupby
 from pathlib import Path
 from typing import Any, cast
 
@@ -40,6 +42,7 @@ PAD, END = "<pad>", "<|im_end|>"
 ROLES = ("system", "user", "assistant")
 REPLACEMENT = "\ufffd"
 """Stands in decoded text for bytes that are no character, or an incomplete character."""
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 _MARKERS = tuple(f"<|im_start|>{role}" for role in ROLES)
 ASSISTANT = _MARKERS[-1]
 _RESERVED = tuple(f"<|reserved_{i}|>" for i in range(3))  # for 256 + 8 tokens, which 2, 4 or 8 devices can split
@@ -166,6 +169,28 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerFast, directory: Path) -> tuple
     return tuple(sorted(found))
 
 
+def decode(tokenizer: PreTrainedTokenizerFast, token_ids: Iterable[int], *, skip_special_tokens: bool = False) -> str:
+    """Return the text of tokens. Bytes that are no character become U+FFFD, and change no other character.
+
+    A tokenizer with byte fallback (Gemma's, Llama 2's) writes rare characters as tokens of one byte. In tokenizers
+    0.22.2 one stray byte turns all bytes beside it to U+FFFD, and ``DecodeStream`` raises an exception after one.
+    Therefore this function decodes each run of bytes itself.
+    """
+    ids = [int(token_id) for token_id in token_ids]
+    text = tokenizer.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+    if REPLACEMENT not in text or not getattr((core := tokenizer.backend_tokenizer).model, "byte_fallback", False):
+        return text
+    special = {n for n, added in core.get_added_tokens_decoder().items() if added.special and skip_special_tokens}
+    tokens = [token for n in ids if n not in special and (token := core.id_to_token(n)) is not None]
+    parts: list[str] = []
+    for are_bytes, run in groupby(tokens, key=lambda token: _BYTE.fullmatch(token) is not None):
+        if are_bytes:
+            parts.append(bytes(int(token[3:5], 16) for token in run).decode(errors="replace"))
+        else:
+            parts += run
+    return core.decoder.decode(parts)
+
+
 class TextStream:
     """Decodes a completion into text while its tokens come in; text that was returned never changes.
 
@@ -178,7 +203,7 @@ class TextStream:
 
     def more(self, token_ids: Sequence[int], *, ended: bool) -> str:
         """Return the new text, given all tokens of the completion so far; ``ended`` says that no tokens will follow."""
-        text = self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text = decode(self._tokenizer, token_ids, skip_special_tokens=True)
         if not ended:
             text = text.rstrip(REPLACEMENT)
         assert text.startswith(self._told), f"the tokenizer took back what it had told: {self._told!r}, now {text!r}"
