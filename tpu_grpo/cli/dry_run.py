@@ -35,7 +35,7 @@ def check(inputs: Inputs, devices: Sequence[Any] | None = None) -> list[str]:
         task, options = open_task(inputs, algorithm, Hosts()), run.options
         _ = run.learner  # builds optimizer, schedule, rules and loss from array specs
         if config.model.lora.path is not None:
-            read_adapters(run.policy, config.model.lora)
+            read_adapters(run.policy, config.model.lora, checkpoint)
         if task.environments is not None:
             divided_places(task.environments.places, [(0,)] * meshes.replicas)
         origin = ", built in, taught on first use" if config.model.builtin is not None else ""

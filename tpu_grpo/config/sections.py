@@ -62,8 +62,8 @@ class LoraSection(Section):
     layers: LayerRanges | None = None
     """Give adapters to these layers, e.g. 20-31 or 0-3,28-31; to all when unset."""
     path: Path | None = None
-    """Start from these adapters: a directory that a run wrote under adapters/; they must have been made with this rank
-    and alpha, for the same modules."""
+    """Start from these adapters: a directory that a run wrote under adapters/, or one that PEFT saved; they must have been
+    made with this rank and alpha, for the same modules."""
 
 
 class ModelSection(Section):
