@@ -9,6 +9,7 @@ from tpu_grpo.engine.dealing import divided_places
 from tpu_grpo.environments.episodes import Environments
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.models.lora import read_adapters
+from tpu_grpo.models.tokenizers import padding_notes
 from tpu_grpo.observe.callbacks import find_callbacks
 from tpu_grpo.run.abstract import AbstractRun, open_abstract_checkpoint
 from tpu_grpo.run.inputs import Inputs
@@ -57,6 +58,7 @@ def check(inputs: Inputs, devices: Sequence[Any] | None = None) -> list[str]:
             f"rewards    {', '.join(inputs.rewards.names)}",
             f"algorithm  {config.algorithm.name}, {algorithm.aggregation}",
             f"objective  {objective}",
+            *(f"note       {note}" for note in padding_notes(inputs.tokenizer)),
             *(f"note       {notice}" for notice in notices(config.algorithm, config.rollout)),
             f"evaluation {held_out}",
             f"trainer    {meshes.attention}",

@@ -248,7 +248,7 @@ def check_ids(tokenizer: "PreTrainedTokenizerFast", ids: Sequence[int]) -> None:
 
 def refuse_padding(tokenizer: "PreTrainedTokenizerFast", ids: Sequence[int], text: str) -> None:
     """Raise DataError for a prompt that holds the pad token; ``text`` is the prompt's text or its end."""
-    if (pad := tokenizer.pad_token_id) is not None and pad in ids:
+    if (pad := tokenizer.pad_token_id) != tokenizer.eos_token_id and pad in ids:
         raise DataError(
             f"a prompt must not hold the pad token, got {tokenizer.pad_token!r} in {text[-200:]!r}; padding is told "
             "from text by its id. Remove it from the data"

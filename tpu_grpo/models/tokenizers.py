@@ -132,12 +132,14 @@ def _byte_tokenizer(markers: tuple[str, ...], chat_template: str) -> PreTrainedT
     return tokenizer
 
 
-def load_tokenizer(directory: Path, pad_token: str | None = None) -> PreTrainedTokenizerFast:
+def load_tokenizer(directory: Path, pad_token: str | None = None, rows: int | None = None) -> PreTrainedTokenizerFast:
     """Load the tokenizer of a checkpoint directory, without a network; ``pad_token`` replaces its padding token.
 
+    A tokenizer without a padding token gets its end token, because rows are masked by their lengths. ``rows`` are the
+    rows of the model's embedding, if known.
+
     Raises:
-        CheckpointError: for a missing or broken file, a tokenizer without an end token, or one whose padding token is
-            missing or is the end token.
+        CheckpointError: for a missing or broken file, a tokenizer without an end token, or tokens beyond ``rows``.
     """
     check_tokenizer_files(directory)
     for name in CHECKED_FILES:
@@ -148,16 +150,35 @@ def load_tokenizer(directory: Path, pad_token: str | None = None) -> PreTrainedT
     tokenizer = _load(directory)
     if pad_token is not None:
         _set_padding(tokenizer, pad_token)
-    _check_end_and_padding(tokenizer, directory)
+    _check_end(tokenizer, directory)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    vocabulary = tokenizer.get_vocab()
+    if tokenizer.pad_token_id != tokenizer.eos_token_id:  # no prompt may hold it, so that its row is never read
+        del vocabulary[str(tokenizer.pad_token)]
+    last = max(vocabulary, key=vocabulary.__getitem__)
+    if rows is not None and vocabulary[last] >= rows:
+        raise CheckpointError(
+            f"ids in {directory / 'tokenizer.json'} must be below {rows}, the rows of the model's embedding, got "
+            f"{last!r} with {vocabulary[last]} among {len(tokenizer)} tokens, which a text may hold; copy the "
+            "weights' own, or give them as many rows (transformers' resize_token_embeddings)"
+        )
     return tokenizer
+
+
+def padding_notes(tokenizer: PreTrainedTokenizerFast) -> list[str]:
+    """Say that the end token is the padding token, if it is."""
+    note = (
+        f"the end token {tokenizer.eos_token!r} is also the padding token, as the tokenizer has no other; lengths mask"
+    )
+    return [note] if tokenizer.pad_token_id == tokenizer.eos_token_id else []
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerFast, directory: Path) -> tuple[int, ...]:
     """Return the ids that end a completion, ascending.
 
     They are the tokenizer's end token, the ``eos_token_id`` (one or several) of ``config.json`` and
-    ``generation_config.json`` where these exist, and the padding token. Nothing may follow a sampled padding token,
-    because the trainer masks by id.
+    ``generation_config.json`` where these exist, and the padding token.
 
     Raises:
         CheckpointError: for a config file that is broken, or names an end token that is not an id.
@@ -283,37 +304,21 @@ def _load(directory: Path) -> PreTrainedTokenizerFast:
     return loaded
 
 
-def _check_end_and_padding(tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
-    end, pad = tokenizer.eos_token, tokenizer.pad_token
+def _check_end(tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
+    end = tokenizer.eos_token
     if end is None or not isinstance(tokenizer.eos_token_id, int):
         raise CheckpointError(
             f"a tokenizer must have an end token, got eos_token={end!r}; set eos_token in "
             f"{directory / 'tokenizer_config.json'} to the token that ends the model's turns"
         )
-    if pad is None or tokenizer.pad_token_id in (None, tokenizer.eos_token_id):
-        found = "none" if pad is None else f"the end token {pad!r}"
-        raise CheckpointError(
-            f"a tokenizer must have a padding token that is not its end token, got {found}; the trainer masks padding "
-            "by id and would mask the end too. Set model.pad_token to a token that neither prompts nor the model write"
-            f"{_suggestion(tokenizer)}"
-        )
 
 
 def _set_padding(tokenizer: PreTrainedTokenizerFast, token: str) -> None:
-    """Make a token of the vocabulary the padding token.
-
-    Raises:
-        CheckpointError: for a token that is not in the vocabulary, or that prompts or completions may hold.
-    """
-    if token not in tokenizer.get_vocab():
+    """Make a token the padding token; raises CheckpointError if it is unknown, or if prompts or answers may hold it."""
+    if token not in tokenizer.get_vocab() or token in _used(tokenizer):
         raise CheckpointError(
-            f"model.pad_token must be a token of the tokenizer, got {token!r}, which would make the vocabulary larger "
-            f"than the model's{_suggestion(tokenizer)}"
-        )
-    if token in _used(tokenizer):
-        raise CheckpointError(
-            f"model.pad_token must be a token that neither prompts nor completions hold, got {token!r}, which the chat "
-            f"template writes, or which begins or ends a text{_suggestion(tokenizer)}"
+            "model.pad_token must be a token of the tokenizer that the chat template does not write, and with which no "
+            f"text begins or ends, got {token!r}; leave it out, which takes the tokenizer's own or its end token"
         )
     tokenizer.pad_token = token
 
@@ -335,12 +340,3 @@ def _sample(tokenizer: PreTrainedTokenizerFast) -> str:
             conversation = [{"role": role, "content": "x"} for role in roles]
             written += str(tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True))
     return written
-
-
-def _suggestion(tokenizer: PreTrainedTokenizerFast) -> str:
-    """Name some special tokens that could serve as padding, those with suitable names first."""
-    used = _used(tokenizer)
-    others = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special and t.content not in used]
-    telling = ("pad", "endoftext", "reserved", "unused")
-    others.sort(key=lambda token: min((n for n, part in enumerate(telling) if part in token.lower()), default=9))
-    return f", for example one of {others[:3]}" if others else ""
