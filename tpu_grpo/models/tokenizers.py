@@ -160,8 +160,8 @@ def load_tokenizer(directory: Path, pad_token: str | None = None, rows: int | No
     if rows is not None and vocabulary[last] >= rows:
         raise CheckpointError(
             f"ids in {directory / 'tokenizer.json'} must be below {rows}, the rows of the model's embedding, got "
-            f"{last!r} with {vocabulary[last]} among {len(tokenizer)} tokens, which a text may hold; copy the "
-            "weights' own, or give them as many rows (transformers' resize_token_embeddings)"
+            f"{last!r} with {vocabulary[last]} among {len(tokenizer)} tokens, which a text may hold; take out "
+            "such tokens, copy the weights' own, or give these more rows (transformers' resize_token_embeddings)"
         )
     return tokenizer
 
