@@ -25,6 +25,7 @@ from tpu_grpo.models.lora import (
     apply_lora,
     existing_layers,
     load_adapters,
+    read_adapters,
     write_adapters,
 )
 from tpu_grpo.models.reference import reference_logprobs
@@ -217,6 +218,22 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[nnx.Module, Path]
     _, model = with_lora(write_random("qwen3", directory / "model"), LoraSection(rank=2))
     write_adapters(directory / "adapters", adapters(model), LoraSection(rank=2), "base")
     return model, directory / "adapters"
+
+
+def test_own_adapters_are_read_after_peft_has_saved_them_again(
+    written: tuple[nnx.Module, Path], tmp_path: Path
+) -> None:
+    """From 20 modules on, PEFT replaces the paths of modules by their last names."""
+    (model, directory), checkpoint = written, read_checkpoint(written[1].parent / "model")
+    again = Path(shutil.copytree(directory, tmp_path / "again"))
+    settings = json.loads((again / SETTINGS_FILE).read_text())
+    settings |= {"target_modules": sorted({name.rpartition(".")[2] for name in settings["target_modules"]})}
+    (again / SETTINGS_FILE).write_text(
+        json.dumps(settings | {"peft_version": "0.21.2", "megatron_core": "megatron.core"})
+    )
+    found = read_adapters(model, LoraSection(rank=2, path=again), checkpoint)
+    for name, value in adapters(model).items():
+        np.testing.assert_array_equal(found[name], value)
 
 
 def cut(directory: Path) -> None:

@@ -113,9 +113,8 @@ def test_what_is_read_is_what_peft_computes(kind: str, tmp_path: Path) -> None:
     assert difference(folder, found) <= 1e-5
 
 
-@pytest.mark.parametrize(
-    "kind", [kind if kind == "patterns" else pytest.param(kind, marks=pytest.mark.slow) for kind in APPLIED]
-)
+@pytest.mark.slow  # compiles 13 models
+@pytest.mark.parametrize("kind", APPLIED)
 def test_a_policy_computes_what_peft_does(kind: str) -> None:
     folder = MADE / kind
     assert difference(folder, compiled_logprobs(policy_of(folder), tokens_of(folder))) <= 1e-5
