@@ -127,6 +127,8 @@ def test_the_pad_token_is_found_in_a_prompt_of_any_length(tokenizer: PreTrainedT
     path.write_text("".join(json.dumps({"question": q}) + "\n" for q in ("a", "b<pad>", "c")))
     with pytest.raises(DataError, match="must not hold the pad token, got '<pad>' .id 256. in the prompt of record 1"):
         open_prompts(DataSection(path=str(path)), 0, tokenizer)
+    tokenizer.pad_token = tokenizer.eos_token  # which ends the user's turn; lengths say what is padding
+    assert open_prompts(DataSection(path=str(path)), 0, tokenizer).size == 3
 
 
 def test_the_digest_tells_other_texts_columns_and_tokenizers(tokenizer: PreTrainedTokenizerFast, path: Path) -> None:

@@ -14,12 +14,13 @@ import pytest
 from flax import nnx
 
 from tests.engine.building import SAMPLED, build_engine, requests, tokens
+from tests.models.test_transformers5 import SAVED
 from tpu_grpo.config.config_files import parse_config
 from tpu_grpo.engine.engine import Engine
 from tpu_grpo.engine.generation import Finished
-from tpu_grpo.engine.sampler import Sampler, impossible, stream
+from tpu_grpo.engine.sampler import Sampler, completion_text, impossible, stream
 from tpu_grpo.hosts import Hosts
-from tpu_grpo.models.tokenizers import build_byte_tokenizer
+from tpu_grpo.models.tokenizers import build_byte_tokenizer, load_tokenizer
 from tpu_grpo.records.errors import NonFiniteError, RequestError
 from tpu_grpo.records.stages import AnswerMode, Completion, Prompt, PromptBatch, Request
 from tpu_grpo.run.non_finite import FailureFiles
@@ -94,6 +95,13 @@ def test_groups_are_passed_on_when_they_are_whole_and_decoded_once() -> None:
     assert heard == [(2, [69, 70], ["E", "F"]), (0, [65, 66], ["A", "B"])]
     assert rollout.texts == ("A", "B", "C", "D", "E", "F")
     assert sorted(tokenizer.decoded) == ["A", "B", "C", "D", "E", "F"]
+
+
+def test_a_completion_cut_inside_a_character_keeps_the_characters_before_it() -> None:
+    tokenizer = load_tokenizer(SAVED / "gemma2")  # with a token for each byte
+    ids = tokenizer.convert_tokens_to_ids([f"<0x{byte:02X}>" for byte in "日本".encode()[:5]])
+    completion = Completion(np.array(ids, np.int32), np.zeros(5, np.float32), "length", 0)
+    assert completion_text(tokenizer, completion) == "日\ufffd"
 
 
 def test_answers_are_passed_on_by_mode() -> None:

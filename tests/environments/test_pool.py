@@ -63,7 +63,11 @@ def test_calls_of_a_turn_are_made_in_order_and_bad_ones_are_answered(pool: Envir
         ("tool", "increment", "Error: increment has no argument 'by'; it takes: step, times"),
         ("tool", "reset", "Error: there is no tool 'reset'; the tools are: increment, look"),
         ("tool", "", "Error: the call is no JSON"),
-        ("tool", "increment", "Error: TypeError: unsupported operand type(s) for +=: 'int' and 'str'"),
+        (
+            "tool",
+            "increment",
+            "Error: the argument 'step' does not fit: Input should be a valid integer, unable to parse string as an integer, got 'a'",
+        ),
         ("tool", "increment", "6"),
     ]
     assert reply.errors == 6

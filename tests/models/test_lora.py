@@ -25,6 +25,7 @@ from tpu_grpo.models.lora import (
     apply_lora,
     existing_layers,
     load_adapters,
+    read_adapters,
     write_adapters,
 )
 from tpu_grpo.models.reference import reference_logprobs
@@ -193,30 +194,46 @@ def test_written_adapters_are_read_back_exactly_on_another_mesh(tmp_path: Path, 
     write_adapters(tmp_path / "8", adapters(model), section, "base")  # a step that is done again
     start = LoraSection(rank=2, path=tmp_path / "8")
     _, other = with_lora(directory, start)
-    load_adapters(other, start)
+    load_adapters(other, start, read_checkpoint(directory))
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("8")] == ["8"]
     for name, value in adapters(model).items():
         np.testing.assert_array_equal(adapters(other)[name], value)
 
 
-def test_projections_of_one_module_must_have_a_in_common(tmp_path: Path) -> None:
+def test_projections_of_one_module_need_the_sum_of_their_ranks_if_their_a_differ(tmp_path: Path) -> None:
     directory, section = write_random("gemma2", tmp_path / "model", layers=1), LoraSection(rank=2)
     _, model = with_lora(directory, section)
     write_adapters(tmp_path / "0", adapters(model), section, "base")
     name = "base_model.model.model.layers.0.self_attn.v_proj.lora_A.weight"
     tensors = load_file(tmp_path / "0" / TENSORS_FILE)
     save_file(tensors | {name: tensors[name] + 1}, tmp_path / "0" / TENSORS_FILE)
-    with pytest.raises(CheckpointError, match=r"must hold the same A for \S+k_proj.lora_A.weight, \S+v_proj.lora_A"):
-        load_adapters(model, LoraSection(rank=2, path=tmp_path / "0"))
+    with pytest.raises(CheckpointError, match=r"model.lora.rank must be 4, a module's largest of the adapters in .*"):
+        load_adapters(model, LoraSection(rank=2, path=tmp_path / "0"), read_checkpoint(directory))
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[nnx.Module, Path]:
-    """A model with adapters of rank 2, and their files."""
+    """A model with adapters of rank 2, and their files, beside the model's."""
     directory = tmp_path_factory.mktemp("written")
     _, model = with_lora(write_random("qwen3", directory / "model"), LoraSection(rank=2))
     write_adapters(directory / "adapters", adapters(model), LoraSection(rank=2), "base")
     return model, directory / "adapters"
+
+
+def test_own_adapters_are_read_after_peft_has_saved_them_again(
+    written: tuple[nnx.Module, Path], tmp_path: Path
+) -> None:
+    """From 20 modules on, PEFT replaces the paths of modules by their last names."""
+    (model, directory), checkpoint = written, read_checkpoint(written[1].parent / "model")
+    again = Path(shutil.copytree(directory, tmp_path / "again"))
+    settings = json.loads((again / SETTINGS_FILE).read_text())
+    settings |= {"target_modules": sorted({name.rpartition(".")[2] for name in settings["target_modules"]})}
+    (again / SETTINGS_FILE).write_text(
+        json.dumps(settings | {"peft_version": "0.21.2", "megatron_core": "megatron.core"})
+    )
+    found = read_adapters(model, LoraSection(rank=2, path=again), checkpoint)
+    for name, value in adapters(model).items():
+        np.testing.assert_array_equal(found[name], value)
 
 
 def cut(directory: Path) -> None:
@@ -230,9 +247,9 @@ def without_one(directory: Path) -> None:
 
 
 def without_module(directory: Path) -> None:
-    settings = json.loads((directory / SETTINGS_FILE).read_text())
-    settings["target_modules"].remove("model.layers.0.mlp.down_proj")
-    (directory / SETTINGS_FILE).write_text(json.dumps(settings))
+    tensors = load_file(directory / TENSORS_FILE)
+    kept = {name: value for name, value in tensors.items() if "layers.0.mlp.down_proj" not in name}
+    save_file(kept, directory / TENSORS_FILE)
 
 
 @pytest.mark.parametrize(
@@ -241,12 +258,20 @@ def without_module(directory: Path) -> None:
         (cut, {}, "is not a whole safetensors file"),
         (without_one, {}, r"must hold \S+layers.1.mlp.up_proj.lora_A.weight \[2, 64\], got none"),
         (lambda directory: (directory / SETTINGS_FILE).unlink(), {}, "adapter_config.json is missing"),
-        (lambda directory: None, {"rank": 4}, "model.lora.rank must be 2, that of the adapters in .*, got 4; set it"),
-        (lambda directory: None, {"alpha": 1.0}, "model.lora.alpha must be 16.0, that of .*, got 1.0"),
-        (without_module, {}, "it has none besides, and lacks model.layers.0.mlp.down_proj; choose the same modules"),
+        (lambda directory: None, {"rank": 4, "alpha": 32.0}, "model.lora.alpha must be 16.0, .*, got 32.0; set it"),
+        (
+            lambda directory: None,
+            {"rank": 4},
+            "model.lora.rank must be 2, a module's largest of the adapters in .*, got 4; set it",
+        ),
+        (
+            without_module,
+            {},
+            "which has none besides and lacks layers.0.mlp.down_proj; set model.lora.targets=.*layers.*1.*down_proj'",
+        ),
         (lambda directory: None, {"path": Path("nowhere")}, "must be a directory with .*, got nowhere, which is none"),
     ],
-    ids=["cut", "tensor gone", "settings gone", "rank", "alpha", "modules", "no directory"],
+    ids=["cut", "tensor gone", "settings gone", "alpha", "rank", "modules", "no directory"],
 )
 def test_other_or_broken_adapters_are_refused(
     written: tuple[nnx.Module, Path],
@@ -255,8 +280,8 @@ def test_other_or_broken_adapters_are_refused(
     settings: dict[str, Any],
     expected: str,
 ) -> None:
-    model, directory = written
+    (model, directory), checkpoint = written, read_checkpoint(written[1].parent / "model")
     damaged = Path(shutil.copytree(directory, tmp_path / "adapters"))
     damage(damaged)
     with pytest.raises(CheckpointError, match=expected):
-        load_adapters(model, LoraSection(**{"rank": 2, "path": damaged, **settings}))
+        load_adapters(model, LoraSection(**{"rank": 2, "path": damaged, **settings}), checkpoint)

@@ -13,16 +13,20 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from tests.models.test_transformers5 import SAVED
+from tpu_grpo.environments.chat_dialect import refuse_padding
 from tpu_grpo.models.tokenizers import (
     TextStream,
     build_byte_tokenizer,
     build_tool_tokenizer,
     check_length,
+    decode,
     load_tokenizer,
+    padding_notes,
     stop_token_ids,
     token_bytes,
 )
-from tpu_grpo.records.errors import CheckpointError, RequestError
+from tpu_grpo.records.errors import CheckpointError, DataError, RequestError
 
 TOKENIZER = build_byte_tokenizer()
 PAD, END, SYSTEM, USER, ASSISTANT = range(256, 261)
@@ -189,12 +193,40 @@ def test_an_id_far_beyond_the_others_is_refused(directory: Path) -> None:
         load_tokenizer(directory)
 
 
-def test_padding_that_is_the_end_is_refused_with_tokens_that_no_prompt_holds(directory: Path) -> None:
-    set_token(directory, "pad_token", "<|im_end|>")
-    with pytest.raises(CheckpointError, match=r"got the end token '<\|im_end\|>'.* Set model.pad_token to") as caught:
-        load_tokenizer(directory)
-    advice = str(caught.value).partition("for example one of ")[2]
-    assert advice == "['<pad>', '<|reserved_0|>', '<|reserved_1|>']"  # no <|im_start|>user
+@pytest.mark.parametrize("pad", ["<|im_end|>", None])
+def test_without_padding_of_its_own_the_end_token_pads(directory: Path, pad: str | None) -> None:
+    set_token(directory, "pad_token", pad)
+    loaded = load_tokenizer(directory)
+    assert (loaded.pad_token_id, loaded.eos_token_id, stop_token_ids(loaded, directory)) == (END, END, (END,))
+    assert len(padding_notes(loaded)) == 1
+    assert "'<|im_end|>' is also the padding token" in padding_notes(loaded)[0]
+    assert padding_notes(TOKENIZER) == []
+    refuse_padding(loaded, [USER, END], "")  # prompts hold the end tokens of earlier turns
+    with pytest.raises(DataError, match="must not hold the pad token"):
+        refuse_padding(TOKENIZER, [USER, PAD], "")
+
+
+def add_token(directory: Path, number: int, content: str) -> None:
+    tree = json.loads((directory / "tokenizer.json").read_text())
+    tree["added_tokens"].append({**tree["added_tokens"][0], "id": number, "content": content})
+    (directory / "tokenizer.json").write_text(json.dumps(tree))
+
+
+def test_a_token_beyond_the_embedding_is_refused_unless_it_is_padding(directory: Path) -> None:
+    """A text may hold any token but the padding token, with which a prompt is refused."""
+    assert len(load_tokenizer(directory, rows=264)) == 264
+    with pytest.raises(
+        CheckpointError, match=r"tokenizer.json must be below 263, the rows .* with 263 among 264 tokens, which"
+    ):
+        load_tokenizer(directory, rows=263)
+    add_token(directory, 264, "[PAD]")
+    with pytest.raises(CheckpointError, match=r"must be below 264, .* got '\[PAD\]' with 264 among 265 tokens"):
+        load_tokenizer(directory, rows=264)
+    set_token(directory, "pad_token", "[PAD]")
+    assert load_tokenizer(directory, rows=264).pad_token_id == 264
+    set_token(directory, "eos_token", "[PAD]")  # which prompts may hold
+    with pytest.raises(CheckpointError, match=r"must be below 264, .* got '\[PAD\]'"):
+        load_tokenizer(directory, rows=264)
 
 
 def test_another_padding_token_is_taken(directory: Path) -> None:
@@ -204,29 +236,16 @@ def test_another_padding_token_is_taken(directory: Path) -> None:
     assert stop_token_ids(loaded, directory) == (END, loaded.convert_tokens_to_ids("<|reserved_1|>"))
 
 
-@pytest.mark.parametrize(
-    ("token", "message"),
-    [
-        (
-            "<|nosuch|>",
-            "model.pad_token must be a token of the tokenizer, got '<|nosuch|>', which would make the vocab",
-        ),
-        (
-            "<|im_start|>user",
-            "must be a token that neither prompts nor completions hold, got '<|im_start|>user', which",
-        ),
-        ("<|im_end|>", "must be a token that neither prompts nor completions hold"),
-    ],
-)
-def test_a_padding_token_that_cannot_be(directory: Path, token: str, message: str) -> None:
-    with pytest.raises(CheckpointError, match=re.escape(message)):
+@pytest.mark.parametrize("token", ["<|nosuch|>", "<|im_start|>user", "<|im_end|>"])
+def test_a_padding_token_that_cannot_be(directory: Path, token: str) -> None:
+    told = f"with which no text begins or ends, got {token!r}; leave it out"
+    with pytest.raises(CheckpointError, match=re.escape(told)):
         load_tokenizer(directory, token)
 
 
-@pytest.mark.parametrize(("key", "rule"), [("pad_token", "padding token.*got none"), ("eos_token", "an end token")])
-def test_missing_padding_or_end_is_refused(directory: Path, key: str, rule: str) -> None:
-    set_token(directory, key, None)
-    with pytest.raises(CheckpointError, match=rule):
+def test_a_missing_end_is_refused(directory: Path) -> None:
+    set_token(directory, "eos_token", None)
+    with pytest.raises(CheckpointError, match="an end token"):
         load_tokenizer(directory)
 
 
@@ -309,3 +328,43 @@ def test_a_text_of_few_long_tokens_is_not_too_long() -> None:
     check_length(tokenizer, text, 4000)  # it is not surely more, and the tokenizer decides
     with pytest.raises(RequestError):
         check_length(tokenizer, text, 1000)
+
+
+FALLBACK = {name: load_tokenizer(SAVED / name) for name in ("gemma2", "llama")}
+"""Tokenizers with a token for each byte, whose decoders turn a whole run of bytes to U+FFFD if one is no character."""
+
+
+def as_bytes(tokenizer: PreTrainedTokenizerFast, data: bytes) -> list[int]:
+    ids = tokenizer.convert_tokens_to_ids([f"<0x{byte:02X}>" for byte in data])
+    assert isinstance(ids, list)
+    return ids
+
+
+@pytest.mark.parametrize("name", FALLBACK)
+@pytest.mark.parametrize("text", ["日本", "éé", "e🙂🙂 日本e", "ends in half 日\ufffd"])
+def test_characters_of_byte_tokens_come_one_by_one(name: str, text: str) -> None:
+    """The whole run of bytes became U+FFFD again when the second character began, and the stream raised for that."""
+    tokenizer = FALLBACK[name]
+    ids, stream = tokenizer.encode(text, add_special_tokens=False), TextStream(tokenizer)
+    parts = [stream.more(ids[:count], ended=False) for count in range(1, len(ids) + 1)]
+    assert max(map(len, parts)) == 1
+    assert "".join(parts) + stream.more(ids, ended=True) == text
+
+
+@pytest.mark.parametrize("name", FALLBACK)
+def test_an_answer_cut_inside_a_character_keeps_those_before_it(name: str) -> None:
+    tokenizer = FALLBACK[name]
+    ids = [*as_bytes(tokenizer, "日本".encode()[:5]), tokenizer.eos_token_id]
+    assert decode(tokenizer, ids, skip_special_tokens=True) == "日\ufffd"
+    assert decode(tokenizer, ids) == "日\ufffd<|im_end|>"
+    stray = [*as_bytes(tokenizer, "日".encode() + b"\xff"), tokenizer.convert_tokens_to_ids("e")]
+    assert decode(tokenizer, stray) == "日\ufffde"
+
+
+@given(st.binary(max_size=12) | st.text(max_size=5).map(str.encode))
+def test_any_bytes_are_told_as_python_decodes_them(data: bytes) -> None:
+    for tokenizer in (FALLBACK["gemma2"], TOKENIZER):  # Llama's drops a space at the start
+        ids = list(data) if tokenizer is TOKENIZER else as_bytes(tokenizer, data)
+        expected, stream = data.decode(errors="replace"), TextStream(tokenizer)
+        told = "".join(stream.more(ids[:count], ended=False) for count in range(len(ids) + 1))
+        assert told + stream.more(ids, ended=True) == decode(tokenizer, ids) == expected

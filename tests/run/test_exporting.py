@@ -109,7 +109,7 @@ def test_adapters_leave_alone_and_are_read_back(tmp_path: Path, family: str) -> 
     assert settings["base_model_name_or_path"] == str(tmp_path / "model")
     wanted = {name: np.asarray(leaf) for name, leaf in named_leaves(nnx.state(policy.model, nnx.LoRAParam)).items()}
     change(policy.model, 1.0, nnx.LoRAParam)
-    load_adapters(policy.model, LoraSection(**LORA, path=tmp_path / "out"))
+    load_adapters(policy.model, LoraSection(**LORA, path=tmp_path / "out"), policy.checkpoint)
     for name, leaf in named_leaves(nnx.state(policy.model, nnx.LoRAParam)).items():
         np.testing.assert_array_equal(np.asarray(leaf), wanted[name], name)
 

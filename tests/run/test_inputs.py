@@ -1,11 +1,13 @@
 """What is wrong with paths, columns, templates, directories and environments is found before anything is built."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.models.test_transformers5 import SAVED
 from tpu_grpo.config import parse_config
 from tpu_grpo.environments.environment_classes import load_environment
 from tpu_grpo.hosts import Hosts
@@ -88,6 +90,17 @@ def test_a_model_that_is_not_whole(tmp_path: Path) -> None:
         ConfigError, match="model.path=builtin:chess is not built in; built in: .'addition', 'wordy_addition', 'calc"
     ):
         check(tmp_path, model={"path": "builtin:chess"})
+
+
+def test_a_tokenizer_that_is_larger_than_its_model(tmp_path: Path, data: str) -> None:
+    model = shutil.copytree(SAVED / "qwen3", tmp_path / "model")
+    tree = json.loads((model / "tokenizer.json").read_text())
+    tree["added_tokens"].append({**tree["added_tokens"][-1], "id": 264, "content": "<|tool|>"})
+    (model / "tokenizer.json").write_text(json.dumps(tree))
+    sizes = {"rollout": {"max_new_tokens": 8}, "data": {"path": data, "max_prompt_tokens": 40}}
+    told = r"ids in .*tokenizer.json must be below 264, .* got '<\|tool\|>' with 264 among 265 tokens"
+    with pytest.raises(CheckpointError, match=told):
+        check(tmp_path, model={"path": str(model)}, rewards=[{"name": "exact_answer"}], **sizes)
 
 
 def test_where_the_run_cannot_be(tmp_path: Path) -> None:

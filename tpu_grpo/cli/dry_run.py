@@ -9,6 +9,7 @@ from tpu_grpo.engine.dealing import divided_places
 from tpu_grpo.environments.episodes import Environments
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.models.lora import read_adapters
+from tpu_grpo.models.tokenizers import padding_notes
 from tpu_grpo.observe.callbacks import find_callbacks
 from tpu_grpo.run.abstract import AbstractRun, open_abstract_checkpoint
 from tpu_grpo.run.inputs import Inputs
@@ -35,7 +36,7 @@ def check(inputs: Inputs, devices: Sequence[Any] | None = None) -> list[str]:
         task, options = open_task(inputs, algorithm, Hosts()), run.options
         _ = run.learner  # builds optimizer, schedule, rules and loss from array specs
         if config.model.lora.path is not None:
-            read_adapters(run.policy, config.model.lora)
+            read_adapters(run.policy, config.model.lora, checkpoint)
         if task.environments is not None:
             divided_places(task.environments.places, [(0,)] * meshes.replicas)
         origin = ", built in, taught on first use" if config.model.builtin is not None else ""
@@ -57,6 +58,7 @@ def check(inputs: Inputs, devices: Sequence[Any] | None = None) -> list[str]:
             f"rewards    {', '.join(inputs.rewards.names)}",
             f"algorithm  {config.algorithm.name}, {algorithm.aggregation}",
             f"objective  {objective}",
+            *(f"note       {note}" for note in padding_notes(inputs.tokenizer)),
             *(f"note       {notice}" for notice in notices(config.algorithm, config.rollout)),
             *(
                 f"note       {p.name}: prompts end with <think>, which think_answer and xml_count count as written, "

@@ -20,6 +20,7 @@ from tpu_grpo.config import RunConfig
 from tpu_grpo.config.plugins import find_function
 from tpu_grpo.engine.sampler import sampling_params
 from tpu_grpo.environments.episodes import Environments, Episodes
+from tpu_grpo.models.tokenizers import decode
 from tpu_grpo.records.errors import ConfigError, EpisodeError
 from tpu_grpo.records.outside import read_file
 from tpu_grpo.records.stages import Completion, Prompt, Request, SampleKey
@@ -161,4 +162,4 @@ class Game:
         return model
 
     def _stretch(self, ids: Sequence[int], *, sampled: bool) -> Stretch:
-        return Stretch(tuple(ids), self._tokenizer.decode(ids), sampled)
+        return Stretch(tuple(ids), decode(self._tokenizer, ids), sampled)

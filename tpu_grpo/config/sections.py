@@ -62,8 +62,8 @@ class LoraSection(Section):
     layers: LayerRanges | None = None
     """Give adapters to these layers, e.g. 20-31 or 0-3,28-31; to all when unset."""
     path: Path | None = None
-    """Start from these adapters: a directory that a run wrote under adapters/; they must have been made with this rank
-    and alpha, for the same modules."""
+    """Start from these adapters: a directory that PEFT saved, or a run under adapters/; they must have been made with
+    this rank and alpha, for the same modules."""
 
 
 class ModelSection(Section):
@@ -75,7 +75,7 @@ class ModelSection(Section):
     are trained on first use, then cached)."""
     pad_token: str | None = None
     """Pad with this token of the tokenizer, which must not occur in prompts or completions, e.g. <|endoftext|>; when
-    unset, with the tokenizer's padding token. Needed for models whose padding token is their end token."""
+    unset, with the tokenizer's padding token, or with its end token if it has none."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute in this type in engine and trainer, with the parameters cast to it; logits and log-probabilities are
     float32 throughout."""

@@ -160,7 +160,7 @@ class PromptRenderer:
         for text, token_ids, place in zip(texts, found, where, strict=True):
             if not token_ids:
                 raise DataError(f"a prompt must not be empty, got {text!r} from {place}; remove or fill the record")
-            if pad is not None and pad in token_ids:
+            if pad != self._tokenizer.eos_token_id and pad in token_ids:
                 raise DataError(
                     f"a prompt must not hold the pad token, got {self._tokenizer.pad_token!r} (id {pad}) in the prompt "
                     f"of {place}; padding is told from text by that id. Remove it from the record or the template, or "
@@ -175,7 +175,7 @@ class PromptRenderer:
         pad token gets None, so that the caller tokenizes it with `encoded`, which refuses it.
         """
         pad = self._tokenizer.pad_token
-        if not self._byte_level or (pad is not None and str(pad) in text):
+        if not self._byte_level or (pad not in (None, self._tokenizer.eos_token) and str(pad) in text):
             return None
         if not text.isascii() and self._tokenizer.backend_tokenizer.normalizer is not None:
             return None

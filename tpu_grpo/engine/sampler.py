@@ -33,6 +33,7 @@ from tpu_grpo.engine.engine import Engine
 from tpu_grpo.engine.generation import Partial
 from tpu_grpo.engine.replicas import Finished, Replicas
 from tpu_grpo.engine.waves import OpenConversations
+from tpu_grpo.models.tokenizers import decode
 from tpu_grpo.records.errors import NonFiniteError
 from tpu_grpo.records.stages import (
     AnswerMode,
@@ -62,7 +63,7 @@ def sampling_params(rollout: RolloutSection) -> SamplingParams:
 
 def completion_text(tokenizer: PreTrainedTokenizerFast, completion: Completion) -> str:
     """Return the text of all tokens after the prompt, including an environment's answers, without special tokens."""
-    return tokenizer.decode(completion.said_ids, skip_special_tokens=True)
+    return decode(tokenizer, completion.said_ids, skip_special_tokens=True)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from tpu_grpo.config.sections import ToolFormat
 from tpu_grpo.environments.actions import Action, Message
 from tpu_grpo.environments.tool_calls import CallReader, checked_call, format_of, reader, schemas_of
 from tpu_grpo.environments.turn_tokens import CLOSE, OPEN, Cutter, Encoder, newline_ids, split_thinking
-from tpu_grpo.models.tokenizers import check_length
+from tpu_grpo.models.tokenizers import check_length, decode
 from tpu_grpo.records.errors import ConfigError, DataError, RequestError
 
 if TYPE_CHECKING:
@@ -248,7 +248,7 @@ def check_ids(tokenizer: "PreTrainedTokenizerFast", ids: Sequence[int]) -> None:
 
 def refuse_padding(tokenizer: "PreTrainedTokenizerFast", ids: Sequence[int], text: str) -> None:
     """Raise DataError for a prompt that holds the pad token; ``text`` is the prompt's text or its end."""
-    if (pad := tokenizer.pad_token_id) is not None and pad in ids:
+    if (pad := tokenizer.pad_token_id) != tokenizer.eos_token_id and pad in ids:
         raise DataError(
             f"a prompt must not hold the pad token, got {tokenizer.pad_token!r} in {text[-200:]!r}; padding is told "
             "from text by its id. Remove it from the data"
@@ -381,9 +381,7 @@ class Dialect:
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Return the text of tokens."""
-        return self._tokenizer.decode(
-            list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-        )
+        return decode(self._tokenizer, ids, skip_special_tokens=skip_special_tokens)
 
     # --- after a turn -------------------------------------------------------------------------------------------------
 

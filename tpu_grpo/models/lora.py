@@ -28,9 +28,10 @@ A module of P > 1 projections has one A, and a B of [rank, P, N, H]. Files hold 
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -180,60 +181,181 @@ def write_adapter_files(directory: Path, adapters: Mapping[str, np.ndarray], sec
     write_json(directory / SETTINGS_FILE, _settings(section, {name.rpartition(".")[0] for name in adapters}, base))
 
 
-def load_adapters(model: nnx.Module, section: LoraSection) -> None:
+def load_adapters(model: nnx.Module, section: LoraSection, checkpoint: Checkpoint) -> None:
     """Load the adapters in ``section.path`` into the model. All hosts read. Raises the errors of `read_adapters`."""
     import jax
     from flax import nnx
 
     from tpu_grpo.models.tunix_model import dotted
 
-    own, state = read_adapters(model, section), nnx.state(model, nnx.LoRAParam)
+    own, state = read_adapters(model, section, checkpoint), nnx.state(model, nnx.LoRAParam)
     for path, leaf in nnx.to_flat_state(state):
         old, values = leaf[...], own[dotted(path)]
         leaf[...] = jax.make_array_from_callback(old.shape, old.sharding, lambda index, own=values: own[index])
     nnx.update(model, state)
 
 
-def read_adapters(model: nnx.Module, section: LoraSection) -> dict[str, np.ndarray]:
+def read_adapters(model: nnx.Module, section: LoraSection, checkpoint: Checkpoint) -> dict[str, np.ndarray]:
     """Return the adapters in ``section.path`` by dotted name, in the shapes and dtypes of the model's own adapters.
 
+    The tensors say which modules have adapters, and the settings their scales, by the rules of PEFT 0.21.2. B is
+    multiplied by its scale / (alpha / rank). Lower ranks are padded with zeros, which training does not change.
+
     Raises:
-        CheckpointError: for missing or broken files, or adapters whose sizes, alpha or modules are not the model's.
+        CheckpointError: for missing or broken files, adapters whose rank, alpha or modules are not the model's, and
+            settings or tensors that change a model otherwise.
     """
     from flax import nnx
 
     from tpu_grpo.models.tunix_model import by_name
 
     assert section.path is not None
-    directory = section.path.expanduser()
-    file, leaves = directory / TENSORS_FILE, by_name(nnx.state(model, nnx.LoRAParam))
-    _check_settings(directory, section, {name.rpartition(".")[0] for name in leaves})
-    try:
-        tensors = load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{file} is not a whole safetensors file: {error}; copy it again") from error
-    return {name: _own(name, leaf.shape, tensors, file).astype(leaf.dtype) for name, leaf in leaves.items()}
-
-
-def _check_settings(directory: Path, section: LoraSection, modules: Collection[str]) -> None:
+    assert section.rank is not None
+    directory, leaves = section.path.expanduser(), by_name(nnx.state(model, nnx.LoRAParam))
     if not directory.is_dir():
         raise CheckpointError(
             f"model.lora.path must be a directory with {TENSORS_FILE} and {SETTINGS_FILE}, got {directory}, which is "
             "none; a run leaves its own under adapters/<step>"
         )
-    found, wanted = read_json(directory / SETTINGS_FILE), _settings(section, modules, "")
-    for name, setting in (("r", "rank"), ("lora_alpha", "alpha")):
-        if found.get(name) != wanted[name]:
+    pairs = _pairs(directory, section.alpha / section.rank, checkpoint)
+    weights = {name.removesuffix("_lora_a"): name.rpartition(".")[0] for name in leaves if name.endswith("_a")}
+    _check_modules(set(pairs), set(weights.values()), checkpoint, directory)
+    found = {w: _joined([pairs.get(part) for part in _published_modules(m)]) for w, m in weights.items()}
+    settings, rank = read_json(directory / SETTINGS_FILE), max(len(b) for _, b in found.values())
+    alphas = settings.get("lora_alpha"), section.alpha
+    for name, what, theirs, ours in (("alpha", "that", *alphas), ("rank", "a module's largest", rank, section.rank)):
+        if theirs != ours:
             raise CheckpointError(
-                f"model.lora.{setting} must be {found.get(name)}, that of the adapters in {directory}, got "
-                f"{wanted[name]}; set it so"
+                f"model.lora.{name} must be {theirs}, {what} of the adapters in {directory}, got {ours}; set it so"
             )
-    if (theirs := set(found.get("target_modules") or ())) != (ours := set(wanted["target_modules"])):
+    padded = {}
+    for weight, (a, b) in found.items():
+        more = rank - len(b)
+        padded[f"{weight}_lora_a"] = np.pad(a, ((0, 0), (0, more)))
+        padded[f"{weight}_lora_b"] = np.pad(b, ((0, more), (0, 0), (0, 0)))
+    return {name: padded[name].reshape(leaf.shape).astype(leaf.dtype) for name, leaf in leaves.items()}
+
+
+_Pair = tuple[np.ndarray, np.ndarray]
+"""A [r, inputs] and B [outputs, r] of a projection, in float32."""
+
+
+def _pairs(directory: Path, unit: float, checkpoint: Checkpoint) -> dict[str, _Pair]:
+    """Return the pairs of all projections with an adapter, by their names in the checkpoint; B is multiplied by its
+    scale / ``unit``. The adapter of a fused projection is split as the projection is."""
+    settings, file = _peft_settings(directory / SETTINGS_FILE), directory / TENSORS_FILE
+    try:
+        left = load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{file} is not a whole safetensors file: {error}; copy it again") from error
+    parts_of: dict[str, tuple[str, ...]]
+    parts_of = {part: (part,) for module in adaptable_modules(checkpoint) for part in _published_modules(module)}
+    for whole, names in checkpoint.family.fused_tensors(checkpoint.config).items():
+        if set(parts := tuple(name.removesuffix(".weight") for name in names)) <= parts_of.keys():
+            parts_of[whole.removesuffix(".weight")] = parts
+    pairs, shapes = dict[str, _Pair](), checkpoint.shapes
+    for whole, parts in parts_of.items():
+        names = [f"base_model.model.{whole}.lora_{x}.weight" for x in "AB"]
+        if not left.keys() & set(names):
+            continue
+        rank, scale = _rank_and_scale(settings, whole, directory / SETTINGS_FILE)
+        rows = [shapes[f"{part}.weight"][0] for part in parts]
+        wanted = {names[0]: (rank, shapes[f"{parts[0]}.weight"][1]), names[1]: (sum(rows), rank)}
+        for name, shape in wanted.items():
+            if name not in left or left[name].shape != shape:
+                has = list(left[name].shape) if name in left else "none"
+                raise CheckpointError(
+                    f"{file} must hold {name} {list(shape)}, got {has}; give the adapters of this model"
+                )
+        a, b = (left.pop(name).astype(np.float32) for name in names)
+        own = np.split(b * np.float32(scale / unit), np.cumsum(rows)[:-1])
+        pairs |= {part: (a, each) for part, each in zip(parts, own, strict=True)}
+    if left or not pairs:
         raise CheckpointError(
-            f"model.lora.targets and model.lora.layers must give the modules of the adapters in {directory}; it has "
-            f"{listed(sorted(theirs - ours), most=3)} besides, and lacks {listed(sorted(ours - theirs), most=3)}; "
-            "choose the same modules"
+            f"{file} must hold adapters of projections in the model's layers and nothing else, got {len(pairs)} of "
+            f"them, else {listed(sorted(left), most=3)} (bias={settings.get('bias')!r} in {SETTINGS_FILE}); {_MERGE}"
         )
+    return pairs
+
+
+_MERGE = "merge them into their model (PEFT's merge_and_unload), save that, and set model.path to it"
+_READ = (
+    *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights", "peft_type"),
+    *("bias", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),  # as the tensors say
+    *("task_type", "base_model_name_or_path", "revision", "auto_mapping", "peft_version", "inference_mode"),
+    *("lora_dropout", "fan_in_fan_out", "megatron_core", "qalora_group_size"),
+    *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),
+)
+"""Settings of PEFT that are applied, or do not change what a trained adapter computes in the models here."""
+_KEEPS_BASE = ("none", "true", "false", "gaussian", "eva", "orthogonal", "mica")
+"""The values of init_lora_weights that leave the base model's weights as they are."""
+
+
+def _peft_settings(path: Path) -> dict[str, Any]:
+    """Read adapter_config.json; raises CheckpointError if it has settings that change the model in other ways."""
+    settings = read_json(path)
+    wrong = [name for name, value in settings.items() if value and name not in _READ]
+    allowed = {"peft_type": ("lora",), "init_lora_weights": _KEEPS_BASE}
+    wrong += [name for name, values in allowed.items() if str(settings.get(name)).lower() not in values]
+    if wrong:
+        raise CheckpointError(
+            f"{path} must have no setting that changes the model in another way than A and B, got "
+            f"{', '.join(f'{name}={str(settings.get(name))[:60]}' for name in wrong)}; {_MERGE}"
+        )
+    return settings
+
+
+def _rank_and_scale(settings: Mapping[str, Any], module: str, path: Path) -> tuple[int, float]:
+    """Return the rank and scale of a module's adapter: of patterns the first whose end of a path matches counts."""
+
+    def value(patterns: str, default: str) -> Any:
+        found = (settings.get(patterns) or {}).items()
+        return next((v for key, v in found if re.match(rf"(.*\.)?({key})$", module)), settings.get(default))
+
+    try:
+        rank, alpha = value("rank_pattern", "r"), value("alpha_pattern", "lora_alpha")
+        return rank, alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
+    except (re.error, AttributeError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise CheckpointError(
+            f"{path} must give r, lora_alpha and their patterns as PEFT does, got for {module}: {error}; copy it again"
+        ) from error
+
+
+def _check_modules(pairs: Collection[str], ours: set[str], checkpoint: Checkpoint, directory: Path) -> None:
+    possible = adaptable_modules(checkpoint)
+    theirs = [module for module in possible if any(part in pairs for part in _published_modules(module))]
+    if set(theirs) == ours:
+        return
+    layers_of: dict[str, list[str]] = {}
+    for module in theirs:
+        _, layer, kind = module.split(".", 2)
+        layers_of.setdefault(kind, []).append(layer)
+    count = checkpoint.config.num_hidden_layers
+    targets = (kind if len(at) == count else f"layers.({'|'.join(at)}).{kind}" for kind, at in layers_of.items())
+    besides, lacks = sorted(set(theirs) - ours), sorted(ours - set(theirs))
+    raise CheckpointError(
+        f"model.lora.targets and model.lora.layers must give the modules of the adapters in {directory}, which has "
+        f"{listed(besides, most=3)} besides and lacks {listed(lacks, most=3)}; set "
+        f"model.lora.targets='{'|'.join(targets)}' and leave out model.lora.layers"
+    )
+
+
+def _joined(pairs: Sequence[_Pair | None]) -> _Pair:
+    """Return A [inputs, r] and B [r, P, outputs] of a module of P projections, some of which may have no adapter.
+
+    Projections with the same A share its columns; r is the sum of the ranks of different ones.
+    """
+    columns: list[np.ndarray] = []
+    for a, _ in filter(None, pairs):
+        if not any(np.array_equal(a, other) for other in columns):
+            columns.append(a)
+    outputs = next(len(pair[1]) for pair in pairs if pair is not None)
+
+    def rows(a: np.ndarray) -> list[np.ndarray]:
+        none = np.zeros((len(a), outputs), np.float32)
+        return [none if pair is None or not np.array_equal(pair[0], a) else pair[1].T for pair in pairs]
+
+    return np.concatenate(columns).T, np.concatenate([np.stack(rows(a), axis=1) for a in columns])
 
 
 def _settings(section: LoraSection, modules: Collection[str], base: str) -> dict[str, Any]:
@@ -268,24 +390,3 @@ def _published(name: str, value: np.ndarray) -> dict[str, np.ndarray]:
     parts = [value] * len(names) if is_a or len(names) == 1 else np.moveaxis(value, 1, 0)
     matrices = [part.reshape(-1, part.shape[-1]) if is_a else part.reshape(part.shape[0], -1) for part in parts]
     return {name: np.ascontiguousarray(matrix.T) for name, matrix in zip(names, matrices, strict=True)}
-
-
-def _own(name: str, shape: tuple[int, ...], tensors: Mapping[str, np.ndarray], file: Path) -> np.ndarray:
-    """Undo `_published`: assemble a leaf of this shape from the file's tensors."""
-    found, wanted = [], _published(name, np.empty(shape, np.float32))
-    for part, matrix in wanted.items():
-        value = tensors.get(part)
-        if value is None or value.shape != matrix.shape:
-            has = "none" if value is None else list(value.shape)
-            raise CheckpointError(
-                f"{file} must hold {part} {list(matrix.shape)}, got {has}; give the adapters of this model"
-            )
-        found.append(value.T)
-    if not name.endswith("_a"):
-        return np.stack(found, axis=1).reshape(shape)
-    if any((other != found[0]).any() for other in found):
-        raise CheckpointError(
-            f"{file} must hold the same A for {', '.join(wanted)}, which are one module here, got "
-            "different ones; give adapters that this program wrote"
-        )
-    return found[0].reshape(shape)

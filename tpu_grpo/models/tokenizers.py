@@ -21,6 +21,7 @@ import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import groupby
 from pathlib import Path
 from typing import Any, cast
 
@@ -41,6 +42,7 @@ PAD, END = "<pad>", "<|im_end|>"
 ROLES = ("system", "user", "assistant")
 REPLACEMENT = "\ufffd"
 """Stands in decoded text for bytes that are no character, or an incomplete character."""
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 _MARKERS = tuple(f"<|im_start|>{role}" for role in ROLES)
 ASSISTANT = _MARKERS[-1]
 _BYTES = {letter: byte for byte, letter in bytes_to_unicode().items()}
@@ -132,12 +134,14 @@ def _byte_tokenizer(markers: tuple[str, ...], chat_template: str) -> PreTrainedT
     return tokenizer
 
 
-def load_tokenizer(directory: Path, pad_token: str | None = None) -> PreTrainedTokenizerFast:
+def load_tokenizer(directory: Path, pad_token: str | None = None, rows: int | None = None) -> PreTrainedTokenizerFast:
     """Load the tokenizer of a checkpoint directory, without a network; ``pad_token`` replaces its padding token.
 
+    A tokenizer without a padding token gets its end token, because rows are masked by their lengths. ``rows`` are the
+    rows of the model's embedding, if known.
+
     Raises:
-        CheckpointError: for a missing or broken file, a tokenizer without an end token, or one whose padding token is
-            missing or is the end token.
+        CheckpointError: for a missing or broken file, a tokenizer without an end token, or tokens beyond ``rows``.
     """
     check_tokenizer_files(directory)
     for name in CHECKED_FILES:
@@ -148,16 +152,35 @@ def load_tokenizer(directory: Path, pad_token: str | None = None) -> PreTrainedT
     tokenizer = _load(directory)
     if pad_token is not None:
         _set_padding(tokenizer, pad_token)
-    _check_end_and_padding(tokenizer, directory)
+    _check_end(tokenizer, directory)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    vocabulary = tokenizer.get_vocab()
+    if tokenizer.pad_token_id != tokenizer.eos_token_id:  # no prompt may hold it, so that its row is never read
+        del vocabulary[str(tokenizer.pad_token)]
+    last = max(vocabulary, key=vocabulary.__getitem__)
+    if rows is not None and vocabulary[last] >= rows:
+        raise CheckpointError(
+            f"ids in {directory / 'tokenizer.json'} must be below {rows}, the rows of the model's embedding, got "
+            f"{last!r} with {vocabulary[last]} among {len(tokenizer)} tokens, which a text may hold; take out "
+            "such tokens, copy the weights' own, or give these more rows (transformers' resize_token_embeddings)"
+        )
     return tokenizer
+
+
+def padding_notes(tokenizer: PreTrainedTokenizerFast) -> list[str]:
+    """Say that the end token is the padding token, if it is."""
+    note = (
+        f"the end token {tokenizer.eos_token!r} is also the padding token, as the tokenizer has no other; lengths mask"
+    )
+    return [note] if tokenizer.pad_token_id == tokenizer.eos_token_id else []
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerFast, directory: Path) -> tuple[int, ...]:
     """Return the ids that end a completion, ascending.
 
     They are the tokenizer's end token, the ``eos_token_id`` (one or several) of ``config.json`` and
-    ``generation_config.json`` where these exist, and the padding token. Nothing may follow a sampled padding token,
-    because the trainer masks by id.
+    ``generation_config.json`` where these exist, and the padding token.
 
     Raises:
         CheckpointError: for a config file that is broken, or names an end token that is not an id.
@@ -167,6 +190,28 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerFast, directory: Path) -> tuple
         if (path := directory / name).is_file():
             found.update(_ends_in(path))
     return tuple(sorted(found))
+
+
+def decode(tokenizer: PreTrainedTokenizerFast, token_ids: Iterable[int], *, skip_special_tokens: bool = False) -> str:
+    """Return the text of tokens. Bytes that are no character become U+FFFD, and change no other character.
+
+    A tokenizer with byte fallback (Gemma's, Llama 2's) writes rare characters as tokens of one byte. In tokenizers
+    0.22.2 one stray byte turns all bytes beside it to U+FFFD, and ``DecodeStream`` raises an exception after one.
+    Therefore this function decodes each run of bytes itself.
+    """
+    ids = [int(token_id) for token_id in token_ids]
+    text = tokenizer.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+    if REPLACEMENT not in text or not getattr((core := tokenizer.backend_tokenizer).model, "byte_fallback", False):
+        return text
+    special = {n for n, added in core.get_added_tokens_decoder().items() if added.special and skip_special_tokens}
+    tokens = [token for n in ids if n not in special and (token := core.id_to_token(n)) is not None]
+    parts: list[str] = []
+    for are_bytes, run in groupby(tokens, key=lambda token: _BYTE.fullmatch(token) is not None):
+        if are_bytes:
+            parts.append(bytes(int(token[3:5], 16) for token in run).decode(errors="replace"))
+        else:
+            parts += run
+    return core.decoder.decode(parts)
 
 
 class TextStream:
@@ -181,7 +226,7 @@ class TextStream:
 
     def more(self, token_ids: Sequence[int], *, ended: bool) -> str:
         """Return the new text, given all tokens of the completion so far; ``ended`` says that no tokens will follow."""
-        text = self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text = decode(self._tokenizer, token_ids, skip_special_tokens=True)
         if not ended:
             text = text.rstrip(REPLACEMENT)
         assert text.startswith(self._told), f"the tokenizer took back what it had told: {self._told!r}, now {text!r}"
@@ -289,37 +334,21 @@ def _load(directory: Path) -> PreTrainedTokenizerFast:
     return loaded
 
 
-def _check_end_and_padding(tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
-    end, pad = tokenizer.eos_token, tokenizer.pad_token
+def _check_end(tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
+    end = tokenizer.eos_token
     if end is None or not isinstance(tokenizer.eos_token_id, int):
         raise CheckpointError(
             f"a tokenizer must have an end token, got eos_token={end!r}; set eos_token in "
             f"{directory / 'tokenizer_config.json'} to the token that ends the model's turns"
         )
-    if pad is None or tokenizer.pad_token_id in (None, tokenizer.eos_token_id):
-        found = "none" if pad is None else f"the end token {pad!r}"
-        raise CheckpointError(
-            f"a tokenizer must have a padding token that is not its end token, got {found}; the trainer masks padding "
-            "by id and would mask the end too. Set model.pad_token to a token that neither prompts nor the model write"
-            f"{_suggestion(tokenizer)}"
-        )
 
 
 def _set_padding(tokenizer: PreTrainedTokenizerFast, token: str) -> None:
-    """Make a token of the vocabulary the padding token.
-
-    Raises:
-        CheckpointError: for a token that is not in the vocabulary, or that prompts or completions may hold.
-    """
-    if token not in tokenizer.get_vocab():
+    """Make a token the padding token; raises CheckpointError if it is unknown, or if prompts or answers may hold it."""
+    if token not in tokenizer.get_vocab() or token in _used(tokenizer):
         raise CheckpointError(
-            f"model.pad_token must be a token of the tokenizer, got {token!r}, which would make the vocabulary larger "
-            f"than the model's{_suggestion(tokenizer)}"
-        )
-    if token in _used(tokenizer):
-        raise CheckpointError(
-            f"model.pad_token must be a token that neither prompts nor completions hold, got {token!r}, which the chat "
-            f"template writes, or which begins or ends a text{_suggestion(tokenizer)}"
+            "model.pad_token must be a token of the tokenizer that the chat template does not write, and with which no "
+            f"text begins or ends, got {token!r}; leave it out, which takes the tokenizer's own or its end token"
         )
     tokenizer.pad_token = token
 
@@ -341,12 +370,3 @@ def _sample(tokenizer: PreTrainedTokenizerFast) -> str:
             conversation = [{"role": role, "content": "x"} for role in roles]
             written += str(tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True))
     return written
-
-
-def _suggestion(tokenizer: PreTrainedTokenizerFast) -> str:
-    """Name some special tokens that could serve as padding, those with suitable names first."""
-    used = _used(tokenizer)
-    others = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special and t.content not in used]
-    telling = ("pad", "endoftext", "reserved", "unused")
-    others.sort(key=lambda token: min((n for n, part in enumerate(telling) if part in token.lower()), default=9))
-    return f", for example one of {others[:3]}" if others else ""

@@ -27,7 +27,7 @@ from tpu_grpo.environments.chat_dialect import Dialect, check_ids
 from tpu_grpo.environments.policy_requests import Asked, RefusedError
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.learner import parameters
-from tpu_grpo.models.tokenizers import TextStream, check_length, token_bytes
+from tpu_grpo.models.tokenizers import TextStream, check_length, decode, token_bytes
 from tpu_grpo.records.errors import ConfigError, DataError, RequestError
 from tpu_grpo.records.stages import Completion, Prompt, PromptBatch, Request, Rollout, SampleKey, Scores
 from tpu_grpo.rewards import RewardSet, open_rewards
@@ -190,9 +190,9 @@ class Speaker:
             if isinstance(request, RefusedError):
                 found.append(request)
                 continue
-            decode, read = self._tokenizer.decode, partial(self._parsed, each)
+            written, read = partial(decode, self._tokenizer), partial(self._parsed, each)
             pieces = partial(token_bytes, self._tokenizer)
-            _, turn = read_turn(next(completions), request.token_ids, each, decode, read, pieces)
+            _, turn = read_turn(next(completions), request.token_ids, each, written, read, pieces)
             found.append(turn)
         return found
 
@@ -200,7 +200,7 @@ class Speaker:
         """Parse thinking and tool calls in an answer to chat messages; return the answer to a text prompt as text."""
         if asked.messages is not None:
             return self._dialect.with_tools(json.dumps(asked.tools)).read(ids)
-        text = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text = decode(self._tokenizer, ids, skip_special_tokens=True)
         return Action(text, text)
 
     @cached_property

@@ -241,12 +241,12 @@ def check_model(config: RunConfig, checkpoint: Checkpoint) -> None:
 
 def open_tokenizer(model: ModelSection, checkpoint: Checkpoint | None) -> "PreTrainedTokenizerFast":
     """Open the tokenizer of the model that `read_model` returned; works before a built-in model has been trained.
-    Raises CheckpointError for a tokenizer that is missing, broken or without an end or padding token."""
+    Raises CheckpointError for a tokenizer that is missing, broken, without an end token, or larger than the model."""
     from tpu_grpo.models.tokenizers import builtin_tokenizer, load_tokenizer  # a second to import
 
     if checkpoint is None:
         return builtin_tokenizer(TASKS[builtin_task(model)])
-    return load_tokenizer(checkpoint.directory, model.pad_token)
+    return load_tokenizer(checkpoint.directory, model.pad_token, checkpoint.config.vocab_size)
 
 
 def open_model(config: RunConfig, hosts: Hosts) -> "tuple[Checkpoint, PreTrainedTokenizerFast]":

@@ -17,6 +17,7 @@ from tpu_grpo.config import RunConfig
 from tpu_grpo.data.prompt_draw import PromptDraw
 from tpu_grpo.hosts import Hosts, StepAbandoned, StopRequest, Watch, announce, here, with_reminders
 from tpu_grpo.models.lora import write_adapters
+from tpu_grpo.models.tokenizers import padding_notes
 from tpu_grpo.observe.callbacks import Callback
 from tpu_grpo.observe.evaluation import EvaluationLog, describe, write_samples
 from tpu_grpo.observe.json_lines import read_records, write_json
@@ -134,7 +135,8 @@ class Run:
 
     def train(self, start: int, notes: Sequence[str] = ()) -> None:
         """Run steps ``start + 1`` to ``run.max_steps``, or until no prompt is left; show ``notes`` first."""
-        for note in (*notes, *notices(self.config.algorithm, self.config.rollout), *self.parts.learner.restore_notes):
+        notes = *notes, *padding_notes(self.inputs.tokenizer), *notices(self.config.algorithm, self.config.rollout)
+        for note in (*notes, *self.parts.learner.restore_notes):
             self.log.note(note)
         if start:
             self.log.note(f"continuing after step {start}")

@@ -134,5 +134,5 @@ def with_adapters(base: nnx.Module, checkpoint: Checkpoint, section: ModelSectio
     model = apply_lora(base, adapted_modules(checkpoint, lora), lora, seed=seed)
     cast_adapters(model, section.param_dtype)
     if lora.path is not None and not is_abstract(nnx.state(base)):
-        load_adapters(model, lora)
+        load_adapters(model, lora, checkpoint)
     return model
