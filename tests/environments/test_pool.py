@@ -66,7 +66,8 @@ def test_calls_of_a_turn_are_made_in_order_and_bad_ones_are_answered(pool: Envir
         (
             "tool",
             "increment",
-            "Error: the argument 'step' does not fit: Input should be a valid integer, unable to parse string as an integer, got 'a'",
+            "Error: the argument 'step' does not fit: Input should be a valid integer, unable to parse string as an "
+            "integer, got 'a'",
         ),
         ("tool", "increment", "6"),
     ]
