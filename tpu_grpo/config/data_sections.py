@@ -237,7 +237,7 @@ class RewardSpec(Section):
     """Give the reward this many seconds for each batch, and once the rollout has ended, for all remaining rows."""
     on_error: Literal["stop", "skip", "value"] = "stop"
     """Do this when the reward raises, times out, dies or returns something other than a number. stop: the run ends and
-    says why; skip: the rows concerned go without this reward, and a row without any reward gets its group's mean;
+    says why; skip: the rows concerned go without this reward, and a row without any reward has the advantage 0;
     value: the rows concerned get error_value."""
     error_value: float = 0.0
     """Give this value to the rows concerned when on_error is value."""
