@@ -77,11 +77,13 @@ def gradients(learner: Learner) -> dict[Any, np.ndarray]:
 def test_loss_and_gradients_are_those_of_the_packed_learner(
     tmp_path: Path, ours: dict[str, Any], options: dict[str, Any], old_policy: str
 ) -> None:
-    """Of the same rows, whose engine is off by so much that ratios are clipped."""
-    packed = make_config(tmp_path / "ours", {"algorithm": ours, "optimizer": TRACED})
-    own = {"old_policy": old_policy} | ({"importance_cap": 1.05} if old_policy == "trainer" else {})
+    """Of the same rows, whose engine is off by so much that ratios are clipped. In the first group one row is unscored,
+    in the second all but one."""
+    packed = make_config(tmp_path / "ours", {"algorithm": {"group_size": 3, **ours}, "optimizer": TRACED})
+    own = {"group_size": 3, "old_policy": old_policy, **({"importance_cap": 1.05} if old_policy == "trainer" else {})}
     theirs = tunix_config(tmp_path / "tunix", options, algorithm=own, optimizer=TRACED)
     scored = with_noise(scored_of(packed), 0.2)
+    scored.scores.total[[1, 3, 4]] = np.nan
     reference: dict[str, Any] = {"reference": make_model(make_mesh(), scale=0.29)}
     one, other = make_learner(packed, **reference), make_tunix(theirs, **reference)
     expected, found = one.update(scored), other.update(scored)

@@ -118,6 +118,15 @@ class _Feed:
         """Return the total rewards of the rows that the last call of ``generate_texts`` returned."""
         return list(self._totals)
 
+    def of_scored(self, manager: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap Tunix's reward manager, which takes NaN as 0, so that the reward of an unscored row stays NaN."""
+
+        def managed(**arguments: Any) -> dict[str, Any]:
+            found = manager(**arguments)
+            return {**found, "rewards": np.where(np.isnan(self._totals), np.nan, found["rewards"])}
+
+        return managed
+
     def install(self, params: nnx.State) -> None:
         """Do nothing: the run moves parameters itself."""
 
@@ -132,7 +141,7 @@ class TunixParts:
     shape: RowShape
     batches: Batches
     feed: _Feed
-    learner: EngineGrpoLearner
+    learner: EngineGrpoLearner[Any]
     updater: MeasuringTrainer
     reference: nnx.Module | None
     saved_reference: None = None
@@ -244,6 +253,7 @@ def build_tunix_parts(config: RunConfig, inputs: LearnerInputs) -> TunixParts:
     learner = EngineGrpoLearner(
         cluster, options, rewards, old_policy=section.old_policy, importance_cap=section.upper_importance
     )
+    learner.reward_manager = feed.of_scored(learner.reward_manager)
     batches, trainer = Batches(model, None, settings), cluster.actor_trainer
     assert isinstance(trainer, MeasuringTrainer)
     return TunixParts(config, settings, shape, batches, feed, learner, trainer, reference)

@@ -6,6 +6,7 @@ tunix:mine.py:my_loss      the file is imported first, and registers the user's 
 """
 
 import dataclasses
+import inspect
 import typing
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -52,8 +53,30 @@ class Estimator:
 
     def advantages(self, rewards_PG: Float[np.ndarray, "P G"]) -> Float[np.ndarray, "P G"]:
         """Return the function's result in the shape of the rewards; a result of another size stays unchanged."""
-        found = np.asarray(self.function(rewards=rewards_PG.ravel(), num_generations=rewards_PG.shape[1]), np.float64)
+        rewards_B, group = np.ma.filled(rewards_PG, np.nan).ravel(), rewards_PG.shape[1]
+        found = np.asarray(of_scored(self.function)(rewards=rewards_B, num_generations=group), np.float64)
         return found.reshape(rewards_PG.shape) if found.shape == (rewards_PG.size,) else found
+
+
+def of_scored(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap an estimator of Tunix so that it leaves out unscored rows, whose reward is NaN.
+
+    If there are such rows, it is called for the scored rows of one group at a time, and all other rows get 0. So does
+    the only scored row of a group.
+    """
+
+    def estimate(rewards: Any, num_generations: int) -> Any:
+        scored_PG = ~np.isnan(np.asarray(rewards)).reshape(-1, num_generations)
+        if scored_PG.all():
+            return function(rewards=rewards, num_generations=num_generations)
+        found_PG = np.zeros(scored_PG.shape)
+        for group, scored_G in enumerate(scored_PG):
+            if (count := int(scored_G.sum())) > 1:
+                of_group = np.asarray(rewards).reshape(scored_PG.shape)[group, scored_G]
+                found_PG[group, scored_G] = function(rewards=of_group, num_generations=count)
+        return found_PG.ravel()
+
+    return estimate
 
 
 def open_tunix(config: RunConfig) -> RunAlgorithm:
@@ -76,6 +99,14 @@ def open_tunix(config: RunConfig) -> RunAlgorithm:
     _check_registered("algorithm.options.advantage_estimator", estimator, "advantage_estimator")
     _check_registered("algorithm.options.reward_manager", settings.reward_manager, "reward_manager")
     baseline = Estimator(function_registry.get_advantage_estimator(estimator))
+    parameters = inspect.signature(baseline.function).parameters.values()
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if missing := [name for name in needed if name not in ("rewards", "num_generations")]:
+        raise ConfigError(
+            "algorithm.options.advantage_estimator must need rewards and num_generations alone, which is all that "
+            f"Tunix's GRPO learner gives it, got {estimator}, which needs {', '.join(missing)}; take grpo, rloo or "
+            "drgrpo"
+        )
     try_advantages(f"{section.name} with advantage_estimator={estimator}", baseline, section.group_size)
     return RunAlgorithm(settings, baseline, settings.loss_agg_mode)
 
