@@ -17,6 +17,7 @@ from tpu_grpo.observe.step_metrics import rollout_metrics
 from tpu_grpo.records.errors import RewardError
 from tpu_grpo.records.stages import ScoredRollout
 from tpu_grpo.rewards import DistributedRewards, RewardSet
+from tpu_grpo.rewards.calling import check_token_values
 
 ROLLOUT = make_rollout(["p0", "p1"], list("abcdef"), step=3)
 """Two groups of three."""
@@ -114,6 +115,40 @@ def test_rows_that_all_go_without_because_of_a_problem_are_not():
     scores = DistributedRewards(rewards, Hosts()).score(ROLLOUT)
     assert np.isnan(scores.total).all()
     assert (scores.figures["rewards/r0/errors"].value, scores.figures["rewards/unscored"].value) == (6, 6)
+
+
+@pytest.mark.parametrize(
+    ("spec", "values", "message"),
+    [
+        (
+            {},
+            [0.0] * 5 + [1e308],
+            r"at most 1e\+15 with the weight 1 \(or None .*\), got 1e\+308 for row 5 \(prompt 'p1'",
+        ),
+        ({"weight": -1e300}, [0.0] * 5 + [2.0], r"at most 1e-285 with the weight -1e\+300 .* got 2 for row 5"),
+        ({"weight": 0.0}, [1e20] * 5 + [-1e101], r"at most 1e\+100 with the weight 0 .* got 1e\+101 for row 5"),
+        ({"per_token": True}, [[0.0]] * 5 + [[1e308]], r"at most 1e\+15 with the weight 1 .* got 1e\+308 for row 5"),
+    ],
+)
+def test_a_finite_number_from_which_nothing_can_be_learnt_is_a_problem_of_its_row(
+    spec: dict[str, Any], values: list[Any], message: str
+):
+    """Squares of 1e308 are infinite, and its difference to -1e308; squares of float32 gradients far earlier."""
+
+    def scored(**more: Any) -> Any:
+        return RewardSet((open_function(constant(values, "huge"), **spec, **more),)).score(ROLLOUT)
+
+    with pytest.raises(RewardError, match=f"reward huge must return numbers of {message}"):
+        scored()
+    skipped, replaced = scored(on_error="skip"), scored(on_error="value", error_value=-1.0)
+    assert skipped.figures["rewards/huge/errors"].value == 1
+    assert [np.isnan(skipped.by_name["huge"][5]), replaced.by_name["huge"][5]] == [True, -1.0]
+    assert all(np.abs(tokens).max() <= 1.0 for tokens in (*skipped.per_token, *replaced.per_token))
+
+
+def test_numbers_of_tokens_whose_sum_is_infinite_are_a_problem_of_their_row():
+    twice = check_token_values([[1e308, 1e308]], [2])  # math.fsum raises for these
+    assert (twice[0], twice[2]) == ([2e100], [])
 
 
 BODY = """

@@ -25,6 +25,7 @@ from aiohttp.typedefs import Handler
 
 from tpu_grpo.environments.actions import Action
 from tpu_grpo.environments.policy_requests import FORMS, Asked, RefusedError, streamed
+from tpu_grpo.records.errors import LARGEST_REWARD
 
 MOST_BYTES = 2**24
 """The largest body of a request, 16 MiB."""
@@ -207,8 +208,9 @@ class Endpoint:
             reward = float(json.loads(await request.read())["reward"])
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
             reward = math.nan
-        if not math.isfinite(reward):
-            raise RefusedError('the body must be {"reward": a finite number}, got another')
+        if not abs(reward) <= LARGEST_REWARD:
+            most = f"at most {LARGEST_REWARD:g}"
+            raise RefusedError(f'the body must be {{"reward": a finite number, {most}}}, got another')
         request[_SESSION].reward = reward
         return web.json_response({"reward": reward})
 

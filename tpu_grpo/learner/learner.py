@@ -195,7 +195,12 @@ class Learner:
             )
         signal = read_signal(scored, config, parts.settings.algorithm)
         updates, notes = [], []
-        for update, batches in self._made_updates(signal, scored):
+        began = any(completion.sampled_tokens for completion in signal.completions)
+        if not began:
+            notes.append(_nothing_learnt(signal))
+            if (previous := getattr(parts, "previous", None)) is not None:  # it sampled what comes next, too
+                copy_values(previous, self._updater.model, self._updater.trained)
+        for update, batches in self._made_updates(signal, scored) if began else ():
             updates.append(update)
             if update.record.finite:
                 self._skipped.interrupted()
@@ -207,10 +212,10 @@ class Learner:
         every = config.algorithm.reference_reset_every
         if every is not None and parts.reference is not None and signal.step % every == 0:
             copy_values(parts.reference, self._updater.model, self._updater.trained)
-        measures = update_metrics(updates, stale=config.algorithm.staleness > 0) | signal.metrics()
-        seconds, first = time.perf_counter() - started, updates[0]
-        metrics = self._told(METRICS, measures, dict[str, float])  # waits for hosts that still sample
-        histograms = first.histograms if first.record.finite else {}
+        measures = update_metrics(updates, stale=config.algorithm.staleness > 0) if began else {}
+        seconds = time.perf_counter() - started
+        metrics = self._told(METRICS, measures | signal.metrics(), dict[str, float])  # waits for hosts that sample
+        histograms = updates[0].histograms if began and updates[0].record.finite else {}
         return UpdateResult(metrics, signal.advantages_B, seconds, tuple(notes), histograms)
 
     def _made_updates(
@@ -389,6 +394,16 @@ class Learner:
         copy_values(previous, self._updater.model, self._updater.trained)
         self._has_previous = True
         return sums
+
+
+def _nothing_learnt(signal: Signal) -> str:
+    """Return the note about a step without a sampled token, because all environments failed before the first turn."""
+    episodes = [completion.episode for completion in signal.completions]
+    failed = next(f"{e.environment} {e.failure.text}" for e in episodes if e is not None and e.failure is not None)
+    return (
+        f"step {signal.step}: all {len(episodes)} conversations ended before their first turn, so that nothing was "
+        f"learnt: in row 0 the environment {failed}"
+    )
 
 
 class DescribedLearner(Learner):
