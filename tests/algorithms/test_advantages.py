@@ -159,7 +159,7 @@ def test_max_rl_takes_no_negative_rewards() -> None:
 
 
 def test_every_objective_takes_every_advantage() -> None:
-    for objective in ("dapo", "gspo", "cispo", "dppo", "sapo", "reinforce"):
+    for objective in ("dapo", "gspo", "luspo", "cispo", "dppo", "sapo", "vespo", "reinforce"):
         algorithm = opened("max_rl", objective)
         assert algorithm.advantages(np.array([[1.0, 0.0]])).tolist() == [[1.0, -1.0]]
 

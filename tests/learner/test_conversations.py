@@ -79,6 +79,7 @@ def by_hand(section: AlgorithmSection, aggregation: str) -> tuple[float, np.ndar
         divisor = {
             "sequence-mean-token-mean": 4 * SAMPLED[row],
             "token-mean": sum(SAMPLED),
+            "sequence-mean-token-sum": 4,
             "sequence-mean-token-scale": 4 * SHAPE.max_new_tokens,
             "prompt-mean-token-mean": 2 * group,
         }[aggregation]
@@ -174,8 +175,8 @@ def test_a_step_in_which_no_conversation_began_teaches_nothing(tmp_path: Path) -
         before = learner.params_digest()
         found = learner.update(ScoredRollout(rollout, Scores(np.full(rows, np.nan), {}, 0.0)))
         assert found.notes == (
-            f"step 1: all {rows} conversations ended before their first turn, so that nothing was learnt: in row 0 the "
-            "environment Bad raised KeyError: 'no level' in reset (bad.py:7 in reset)",
+            "step 1: nothing was learnt, because no conversation had a turn: in row 0 the environment Bad raised "
+            "KeyError: 'no level' in reset (bad.py:7 in reset)",
         )
         assert found.metrics == {"groups/informative_fraction": 0.0}
         assert not found.advantages.any()

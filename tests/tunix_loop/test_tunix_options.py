@@ -50,7 +50,7 @@ def test_dapo_and_dr_grpo_have_configs_of_their_own(tmp_path: Path) -> None:
         (
             "tunix:grpo",
             {"advantage_estimator": "gae"},
-            "rewards and num_generations alone, .* got gae, which needs values, ",
+            "need no critic, .* got gae, which takes a critic's values",
         ),
         ("tunix:grpo", {"reward_manager": "none"}, "registry of reward_manager, got none"),
         ("tunix:grpo", {"num_iterations": 0}, "num_iterations must be >= 1, got 0"),

@@ -16,7 +16,6 @@ from jaxtyping import Float, Int
 from tpu_grpo.algorithms.grpo import DrGrpo, Grpo, centred
 from tpu_grpo.algorithms.reinforce import Rloo
 from tpu_grpo.records.errors import RewardError
-from tpu_grpo.records.stages import differ
 
 STD_FLOOR = 1e-6
 
@@ -123,14 +122,9 @@ class Gdpo:
         weights_N: Float[np.ndarray, " N"],
     ) -> Float[np.ndarray, "P G"]:
         """``rewards_PG``, the total of the rewards, only says which rows are scored."""
-        applies_NPG = ~np.isnan(rewards_NPG)
-        values_NPG = np.where(applies_NPG, rewards_NPG, 0.0)
-        counts_NP1 = applies_NPG.sum(axis=2, keepdims=True)
-        means_NP1 = values_NPG.sum(axis=2, keepdims=True) / np.maximum(counts_NP1, 1)
-        deviations_NPG = np.where(applies_NPG & differ(rewards_NPG)[..., None], values_NPG - means_NP1, 0.0)
-        squares_NP1 = np.square(deviations_NPG).sum(axis=2, keepdims=True)
-        stds_NP1 = np.sqrt(squares_NP1 / np.maximum(counts_NP1 - 1, 1))
-        sums_PG = np.einsum("n,npg->pg", weights_N, deviations_NPG / (stds_NP1 + STD_FLOOR))
+        values_NPG = np.ma.masked_invalid(rewards_NPG)
+        scaled_NPG = centred(values_NPG) / (values_NPG.std(axis=-1, ddof=1, keepdims=True) + STD_FLOOR)
+        sums_PG = np.einsum("n,npg->pg", weights_N, np.ma.filled(scaled_NPG, 0.0))
         sums_PG = np.ma.masked_array(sums_PG, np.ma.getmask(rewards_PG))
         return (sums_PG - sums_PG.mean()) / (sums_PG.std(ddof=1) + STD_FLOOR)
 

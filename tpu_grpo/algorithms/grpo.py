@@ -124,10 +124,10 @@ class DrGrpo(Grpo):
         return centred(rewards_PG)
 
 
-def centred(rewards_PG: Float[np.ndarray, "P G"]) -> Float[np.ndarray, "P G"]:
+def centred(rewards: Float[np.ndarray, "*groups G"]) -> Float[np.ndarray, "*groups G"]:
     """Subtract the mean of each group; equal rewards become exactly 0, which a rounded mean alone would miss."""
-    rewards_PG = rewards_PG - rewards_PG.min(axis=1, keepdims=True)
-    return rewards_PG - rewards_PG.mean(axis=1, keepdims=True)
+    rewards = rewards - rewards.min(axis=-1, keepdims=True)
+    return rewards - rewards.mean(axis=-1, keepdims=True)
 
 
 def _bound(dual_clip: float | None, delta: float | None, highest: float) -> float | None:

@@ -209,8 +209,7 @@ class Endpoint:
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
             reward = math.nan
         if not abs(reward) <= LARGEST_REWARD:
-            most = f"at most {LARGEST_REWARD:g}"
-            raise RefusedError(f'the body must be {{"reward": a finite number, {most}}}, got another')
+            raise RefusedError('the body must be {"reward": a finite number, at most 1e15}, got another')
         request[_SESSION].reward = reward
         return web.json_response({"reward": reward})
 

@@ -203,23 +203,13 @@ def group_advantages(
     advantages of other groups are 0.
 
     Raises:
-        RewardError: for a count that is not a multiple of the group size, an infinite reward, or a reward that the
-            advantages refuse.
+        RewardError: for a reward that the advantages refuse.
         NonFiniteError: for an advantage that is not finite.
     """
-    if len(rewards_B) % group_size:
-        raise RewardError(
-            f"rewards must come in groups of algorithm.group_size={group_size}, got {len(rewards_B)}; score every row"
-        )
-    if (bad := np.flatnonzero(np.isinf(rewards_B))).size:
-        raise RewardError(
-            f"rewards must be finite, got {rewards_B[bad[0]]} in row {bad[0]}; return a number for every completion"
-        )
     rewards_PG = rewards_B.astype(np.float64).reshape(-1, group_size)
     scored_PG, differ_P1, of_all = ~np.isnan(rewards_PG), differ(rewards_PG)[:, None], dict(known or {})
     means_P1 = np.ma.filled(np.ma.masked_invalid(rewards_PG).mean(axis=1, keepdims=True), 0.0)
-    rewards_PG = np.where(scored_PG, rewards_PG, means_P1)  # for classes that know of no masks
-    rewards_PG = np.where(differ_P1, rewards_PG, rewards_PG[:, :1])
+    rewards_PG = np.where(scored_PG & differ_P1, rewards_PG, means_P1)  # also for classes that know of no masks
     if not scored_PG.all():
         rewards_PG = np.ma.masked_array(rewards_PG, ~scored_PG)
         of_all |= {name: np.ma.masked_array(of_all[name], ~scored_PG) for name in of_all.keys() & {"lengths_PG"}}

@@ -7,7 +7,6 @@ V vocabulary. Row ``p * G + g`` is completion ``g`` of prompt ``p``.
                             Request -> (engine) -> Completion
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
@@ -297,9 +296,8 @@ class ScoredRollout:
         """Return, for each prompt, the mean total reward of its completions, or their mean reward ``name``; NaN if no
         completion has one."""
         values_B = self.scores.total if name is None else self.scores.by_name[name]
-        groups_PG = values_B.reshape(-1, self.rollout.group_size).tolist()
-        known = [[value for value in group if not math.isnan(value)] for group in groups_PG]
-        return tuple(sum(values) / len(values) if values else math.nan for values in known)
+        means_P = np.ma.masked_invalid(values_B.reshape(-1, self.rollout.group_size)).mean(axis=1)
+        return tuple(np.ma.filled(means_P, np.nan).tolist())
 
     def select(self, prompts: Sequence[int]) -> "ScoredRollout":
         """Return the groups of some of the prompts, by their indices in the batch."""

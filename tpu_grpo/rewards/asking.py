@@ -287,8 +287,7 @@ def _take_in(
 
 
 def _too_large(answer: Answer, spec: RewardSpec, step: int) -> list[Problem]:
-    """Return a problem for each row with a number beyond LARGEST_REWARD; a reward of weight 0, which is only logged,
-    may have numbers up to 1e100."""
+    """Return a problem for each row with a number beyond LARGEST_REWARD, or with weight 0 beyond 1e100."""
     weight = spec.weight_at(step)
     most = LARGEST_REWARD / max(abs(weight), LARGEST_REWARD / 1e100)
     largest = [np.abs(values_T).max(initial=0.0) for values_T in answer.of_tokens] or np.abs(answer.values)

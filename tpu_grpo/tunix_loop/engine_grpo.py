@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx, struct
 from jax.sharding import NamedSharding, PartitionSpec
-from tunix.rl import algo_core, common, function_registry
+from tunix.rl import algo_core, common
 from tunix.rl import rl_cluster as rl_cluster_lib
 from tunix.rl import trainer as rl_trainer
 from tunix.rl.grpo import grpo_learner
@@ -33,7 +33,6 @@ from tpu_grpo.learner.loss import LossSums, agreement_sums
 from tpu_grpo.learner.parameters import Values, by_name, placed, trained_type
 from tpu_grpo.learner.update import UpdateState
 from tpu_grpo.records.errors import ConfigError, TpuGrpoError
-from tpu_grpo.tunix_loop.tunix_options import of_scored
 
 
 @struct.dataclass(frozen=True)
@@ -67,10 +66,7 @@ class EngineGrpoLearner[Config: grpo_learner.GRPOConfig](grpo_learner.GRPOLearne
     def _generate_and_compute_advantage(
         self, training_input: Any, mode: rl_cluster_lib.Mode = rl_cluster_lib.Mode.TRAIN
     ) -> TrainExample:
-        original = function_registry.get_advantage_estimator
-        scored = mock.patch.object(function_registry, "get_advantage_estimator", lambda name: of_scored(original(name)))
-        with scored:
-            found = super()._generate_and_compute_advantage(training_input, mode)
+        found = super()._generate_and_compute_advantage(training_input, mode)
         adapter: Any = self.rl_cluster.rollout
         completions = adapter.take_completions()
         rows, width = found.completion_ids.shape

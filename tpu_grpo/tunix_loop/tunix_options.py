@@ -59,22 +59,17 @@ class Estimator:
 
 
 def of_scored(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap an estimator of Tunix so that it leaves out unscored rows, whose reward is NaN.
-
-    If there are such rows, it is called for the scored rows of one group at a time, and all other rows get 0. So does
-    the only scored row of a group.
-    """
+    """Wrap an estimator of Tunix so that it leaves out unscored rows, whose reward is NaN: if there are any, it gets
+    the scored rows of one group at a time. Other rows, and the only scored row of a group, have the advantage 0."""
 
     def estimate(rewards: Any, num_generations: int) -> Any:
-        scored_PG = ~np.isnan(np.asarray(rewards)).reshape(-1, num_generations)
-        if scored_PG.all():
+        if not np.isnan(rewards_B := np.asarray(rewards)).any():
             return function(rewards=rewards, num_generations=num_generations)
-        found_PG = np.zeros(scored_PG.shape)
-        for group, scored_G in enumerate(scored_PG):
-            if (count := int(scored_G.sum())) > 1:
-                of_group = np.asarray(rewards).reshape(scored_PG.shape)[group, scored_G]
-                found_PG[group, scored_G] = function(rewards=of_group, num_generations=count)
-        return found_PG.ravel()
+        found_B = np.zeros(len(rewards_B))
+        for group in np.arange(len(rewards_B)).reshape(-1, num_generations):
+            if len(scored := group[~np.isnan(rewards_B[group])]) > 1:
+                found_B[scored] = function(rewards=rewards_B[scored], num_generations=len(scored))
+        return found_B
 
     return estimate
 
@@ -99,13 +94,10 @@ def open_tunix(config: RunConfig) -> RunAlgorithm:
     _check_registered("algorithm.options.advantage_estimator", estimator, "advantage_estimator")
     _check_registered("algorithm.options.reward_manager", settings.reward_manager, "reward_manager")
     baseline = Estimator(function_registry.get_advantage_estimator(estimator))
-    parameters = inspect.signature(baseline.function).parameters.values()
-    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    if missing := [name for name in needed if name not in ("rewards", "num_generations")]:
+    if "values" in inspect.signature(baseline.function).parameters:
         raise ConfigError(
-            "algorithm.options.advantage_estimator must need rewards and num_generations alone, which is all that "
-            f"Tunix's GRPO learner gives it, got {estimator}, which needs {', '.join(missing)}; take grpo, rloo or "
-            "drgrpo"
+            "algorithm.options.advantage_estimator must need no critic, which GRPO does not have, got "
+            f"{estimator}, which takes a critic's values; take grpo, rloo or drgrpo"
         )
     try_advantages(f"{section.name} with advantage_estimator={estimator}", baseline, section.group_size)
     return RunAlgorithm(settings, baseline, settings.loss_agg_mode)
