@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import numpy as np
 from jaxtyping import Float, Int
 
-from tpu_grpo.algorithms.grpo import DrGrpo, Grpo, centred
+from tpu_grpo.algorithms.grpo import DrGrpo, Grpo, centred, uneven
 from tpu_grpo.algorithms.reinforce import Rloo
 from tpu_grpo.records.errors import RewardError
 
@@ -60,11 +60,10 @@ class ReinforcePlusPlus:
         self, rewards_PG: Float[np.ndarray, "P G"], lengths_PG: Int[np.ndarray, "P G"]
     ) -> Float[np.ndarray, "P G"]:
         """Rewards 0 and 3 of completions of 2 and 1 tokens give the returns 0 0 3, with mean 1 and std sqrt(3)."""
-        rewards_PG = rewards_PG - rewards_PG.min()  # so that equal ones become exactly 0
         tokens = max(int(lengths_PG.sum()), 1)
         mean = (lengths_PG * rewards_PG).sum() / tokens
         variance = (lengths_PG * np.square(rewards_PG - mean)).sum() / max(tokens - 1, 1)
-        return (rewards_PG - mean) / (np.sqrt(variance) + STD_FLOOR)
+        return (rewards_PG - mean) / (np.sqrt(variance) + STD_FLOOR) * uneven(rewards_PG.ravel())
 
 
 class ReinforcePlusPlusBaseline(ReinforcePlusPlus):

@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 
 from tpu_grpo.algorithms.algorithm import PerToken, TokenLosses, token_ratio
 from tpu_grpo.config import LossAggregation
@@ -126,8 +126,12 @@ class DrGrpo(Grpo):
 
 def centred(rewards: Float[np.ndarray, "*groups G"]) -> Float[np.ndarray, "*groups G"]:
     """Subtract the mean of each group; equal rewards become exactly 0, which a rounded mean alone would miss."""
-    rewards = rewards - rewards.min(axis=-1, keepdims=True)
-    return rewards - rewards.mean(axis=-1, keepdims=True)
+    return (rewards - rewards.mean(axis=-1, keepdims=True)) * uneven(rewards)
+
+
+def uneven(rewards: Float[np.ndarray, "*groups G"]) -> Bool[np.ndarray, "*groups 1"]:
+    """Mark the groups whose rewards are not all equal."""
+    return rewards.max(axis=-1, keepdims=True) > rewards.min(axis=-1, keepdims=True)
 
 
 def _bound(dual_clip: float | None, delta: float | None, highest: float) -> float | None:

@@ -13,13 +13,4 @@ class Luspo(Gspo):
     """GSPO whose token losses are summed over a completion, not averaged."""
 
     aggregation: LossAggregation = "sequence-mean-token-sum"
-
-    def __init__(
-        self,
-        clip_low: float = 2e-3,
-        clip_high: float = 2.5e-3,
-        dual_clip: float | None = None,
-        delta: float | None = None,
-        per_token: bool = False,
-    ):
-        super().__init__(clip_low, clip_high, dual_clip, delta, per_token)
+    default_clip = (2e-3, 2.5e-3)

@@ -1,12 +1,11 @@
 """VESPO, Variational Sequence-Level Soft Policy Optimization (arXiv 2602.10693), section 3.4.
 
 In place of a clip, the log-probabilities of a completion are multiplied by a smooth weight of its ratio s, the product
-of its tokens' ratios within 1e-8 and exp(20). The loss of a token is
+of its tokens' ratios within 1e-8 and exp(20). The loss of a token, averaged over all tokens of a step, is
 
     - stop_gradient(s^k exp(c (1 - s))) A log policy,   k, c = 2, 3 where A >= 0, and 3, 2 elsewhere
 
-averaged over all tokens of a step. The weight is 1 at s = 1. The options k_positive, lambda_positive, k_negative and
-lambda_negative set k and c. Advantages are GRPO's. Nothing is clipped: ``update/clip_fraction`` is 0.
+The options k_positive, lambda_positive, k_negative and lambda_negative set k and c. Advantages are GRPO's.
 """
 
 import jax

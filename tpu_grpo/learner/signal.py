@@ -107,9 +107,8 @@ def read_signal(scored: ScoredRollout, config: RunConfig, algorithm: RunAlgorith
     has a term other than 0. The rewards compared are the totals. If the advantages request single rewards (see
     `ON_REQUEST` in tpu_grpo/algorithms/algorithm.py), each reward with a weight other than 0 is compared instead.
 
-    Unscored rows are left out when advantages are computed, for example from means of groups and standard deviations
-    over the step. With algorithm.drop_uninformative, so are uninformative groups. An unscored row has the advantage 0,
-    and so has the only scored row of a group, unless the advantages have no baseline of a group.
+    Unscored rows, whose advantage is 0, are left out of all means and standard deviations of rewards. With
+    algorithm.drop_uninformative, so are uninformative groups.
 
     Raises:
         RewardError: for missing rewards, or rewards that the advantages cannot take.
@@ -195,8 +194,8 @@ def group_advantages(
     """Compute the algorithm's advantages of B rows in float64; each ``group_size`` consecutive rows belong to one
     prompt.
 
-    Rows with the reward NaN are unscored, and have the advantage 0. If there are any, the algorithm gets masked arrays,
-    whose means and standard deviations are of the scored rows. Rewards of a group that do not `differ` are made equal.
+    Rows with the reward NaN are unscored: their advantage is 0, and the algorithm gets masked arrays, whose means and
+    standard deviations are of the others. Rewards of a group that do not `differ` are made equal.
 
     ``known`` holds further arguments that advantages may request, by their names in `ON_REQUEST` of
     tpu_grpo/algorithms/algorithm.py. The algorithm gets the groups marked in ``taken_P``, or all if it is None. The
