@@ -11,7 +11,7 @@ from hypothesis.extra.numpy import arrays
 
 from tests.learner.toy import make_config
 from tpu_grpo.algorithms import ADVANTAGES, RunAlgorithm, open_algorithm
-from tpu_grpo.config import AlgorithmSection, RunConfig
+from tpu_grpo.config import AlgorithmSection, RunConfig, parse_config
 from tpu_grpo.config.learning_sections import AdvantageName
 from tpu_grpo.learner.signal import group_advantages, read_signal
 from tpu_grpo.records.errors import RewardError
@@ -159,7 +159,7 @@ def test_max_rl_takes_no_negative_rewards() -> None:
 
 
 def test_every_objective_takes_every_advantage() -> None:
-    for objective in ("dapo", "gspo", "cispo", "dppo", "sapo", "reinforce"):
+    for objective in ("dapo", "gspo", "luspo", "cispo", "dppo", "sapo", "vespo", "reinforce"):
         algorithm = opened("max_rl", objective)
         assert algorithm.advantages(np.array([[1.0, 0.0]])).tolist() == [[1.0, -1.0]]
 
@@ -187,34 +187,89 @@ def test_the_learner_gives_what_advantages_ask_for(tmp_path: Path, advantage: st
             read_signal(ScoredRollout(rollout, Scores(parts[0], {"first": parts[0]}, 0.0)), config, algorithm)
 
 
-@pytest.mark.parametrize("advantage", ["grpo", "rloo", "gdpo", "reinforce_pp", "lite_ppo"])
-def test_a_row_without_a_reward_has_no_advantage_and_a_group_without_any_is_not_there(
-    tmp_path: Path, advantage: str
-) -> None:
-    """Of three groups the second has no reward: the others have the advantages that they have without it."""
-    tree = {"data": {"prompts_per_step": 3}, "algorithm": {"advantage": advantage, "group_size": 3}}
-    config = make_config(tmp_path, tree)
-    config = RunConfig.model_validate(config.model_dump() | {"rewards": [{"name": "exact_answer", "label": "one"}]})
-    algorithm = open_algorithm(config.algorithm)
-    nan = float("nan")
-    values = np.array([1.0, 3.0, nan, nan, nan, nan, 0.0, 1.0, 4.0])
-    total = np.array([1.0, 3.0, 2.0, 0.0, 0.0, 0.0, 0.0, 1.0, 4.0])
-    counts = np.array([3, 1, 2, 2, 4, 1, 1, 5, 2])
-    completions = tuple(Completion(np.zeros(n, np.int32), np.zeros(n, np.float32), "stop", 0) for n in counts)
-    rollout = Rollout(PromptBatch(2, (Prompt("", (5,)),) * 3), 3, completions, ("",) * 9, 0.0)
-    scored = ScoredRollout(rollout, Scores(total, {"one": values}, 0.0, unscored=np.isnan(values)))
-    signal = read_signal(scored, config, algorithm)
-    assert signal.informative_P.tolist() == [True, False, True]
-    found = signal.advantages_B
-    kept = [0, 1, 2, 6, 7, 8]
-    groups, of_one = total[kept].reshape(2, 3), values[kept].reshape(1, 2, 3)
-    if advantage == "gdpo":  # by hand: each reward alone, 0 where it does not apply, standardized over the step
-        deviations = np.array([[-1.0, 1.0, 0.0], (of_one[0, 1] - 5 / 3)])
-        sums = deviations / (np.array([[np.sqrt(2.0)], [groups[1].std(ddof=1)]]) + 1e-6)
-        expected = (sums - sums.mean()) / (sums.std(ddof=1) + 1e-6)
-    else:
-        expected = REFERENCES[advantage](groups, counts[kept].reshape(2, 3), of_one, [1.0])
-    expected = expected.ravel()
-    expected[2] = 0.0
-    np.testing.assert_allclose(found[kept], expected, rtol=1e-9, atol=1e-12)
-    np.testing.assert_array_equal(found[2:6], np.zeros(4))
+NAN = float("nan")
+PARTS = np.array([[1, 0, NAN, 1, NAN, NAN, 2, NAN], [NAN, 2, NAN, 1, 3, 1, NAN, NAN]])
+"""Two rewards of two groups of four, with the weights 1 and 0.5: the totals are 1 1 - 1.5 and 1.5 0.5 2 -."""
+LENGTHS = np.array([3, 1, 2, 2, 4, 1, 1, 5])
+SCORED = [0, 1, 3, 4, 5, 6]
+CENTRED = np.array([-1 / 6, -1 / 6, 1 / 3, 1 / 6, -5 / 6, 2 / 3])
+OF_SCORED = {
+    # Three of TRL 1.16.0's own: the lines of GRPOTrainer._generate_and_score_completions from unscorable_mask on, with
+    # these rewards, weights and num_generations=4, for scale_rewards group and batch, and normalize_then_sum.
+    "grpo": [-0.57715, -0.57715, 1.154301, 0.218189, -1.090947, 0.872757],
+    "lite_ppo": [-0.31776, -0.31776, 0.635521, 0.31776, -1.588801, 1.271041],
+    "gdpo": [1.142971, -1.585995, 0.443025, 0.699995, -0.699995, 0.0],
+    "drgrpo": CENTRED,
+    "rloo": [-0.25, -0.25, 0.5, 0.25, -1.25, 1.0],  # 1 - (1 + 1.5) / 2
+    "scale_rl": CENTRED / np.sqrt(4 / 15),  # 48/36 of squares, over 5
+    "max_rl": [-1 / 7, -1 / 7, 2 / 7, 1 / 8, -5 / 8, 1 / 2],
+    "reinforce_pp": whitened([1, 1, 1.5, 1.5, 0.5, 2], LENGTHS[SCORED]),
+    "reinforce_pp_baseline": whitened(CENTRED, LENGTHS[SCORED]),
+}
+
+
+def advantages_of(advantage: str, parts: Any, group: int, weights: Any = (1.0, 0.5)) -> tuple[Any, Any]:
+    """The advantages and which groups are informative, of rows of 1 2 3 ... or `LENGTHS` tokens."""
+    total = np.where(np.isnan(parts).all(axis=0), NAN, np.nansum(parts.T * weights, axis=1))
+    lengths = LENGTHS if len(total) == len(LENGTHS) else np.arange(1, len(total) + 1)
+    specs = [{"name": "exact_answer", "label": str(n), "weight": weight} for n, weight in enumerate(weights)]
+    config = parse_config({"algorithm": {"advantage": advantage, "group_size": group}, "rewards": specs})
+    completions = tuple(Completion(np.zeros(n, np.int32), np.zeros(n, np.float32), "stop", 0) for n in lengths)
+    prompts = (Prompt("", (5,)),) * (len(total) // group)
+    rollout = Rollout(PromptBatch(2, prompts), group, completions, ("",) * len(total), 0.0)
+    scores = Scores(total, {str(n): values for n, values in enumerate(parts)}, 0.0)
+    signal = read_signal(ScoredRollout(rollout, scores), config, open_algorithm(config.algorithm))
+    return signal.advantages_B, signal.informative_P.tolist()
+
+
+@pytest.mark.parametrize("advantage", OF_SCORED)
+def test_statistics_are_of_the_scored_rows(advantage: str) -> None:
+    """A group without any is not there, and the only one of a group has no other to be compared with."""
+    assert OF_SCORED.keys() == REFERENCES.keys()
+    found, informative = advantages_of(advantage, PARTS, 4)
+    np.testing.assert_allclose(found[SCORED], OF_SCORED[advantage], rtol=1e-3, atol=1e-9)
+    assert (found[[2, 7]].tolist(), informative) == ([0.0, 0.0], [True, True])
+    pair, none, alone = [[1.0, 0.0, *[NAN] * 6], [NAN] * 8, [NAN, 4.0, *[NAN] * 6]]
+    one = np.array([pair + none])
+    found, informative = advantages_of(advantage, one, 8, (1.0,))
+    # TRL's are 0.707007: it adds 1e-4 to the standard deviation. The tokens of reinforce_pp are 1 0 0
+    expected: Any = np.array([1, -1]) * {"drgrpo": 0.5, "rloo": 1.0, "max_rl": 1.0}.get(advantage, 0.70710678)
+    if advantage.startswith("reinforce_pp"):
+        returns = [1, 0] if advantage == "reinforce_pp" else [0.5, -0.5]
+        expected = whitened(returns, [1, 2])
+    np.testing.assert_allclose(found, [*expected, *[0.0] * 14], rtol=2e-6)
+    assert informative == [True, False]
+    found, informative = advantages_of(advantage, np.array([alone]), 8, (1.0,))
+    assert (np.abs(found).max(), informative) == (0.0, [False])
+
+
+@pytest.mark.parametrize("advantage", OF_SCORED)
+def test_rewards_that_are_equal_in_float32_have_advantages_of_exactly_0(advantage: str) -> None:
+    """Seven times 100.1, whose rounded mean is another number (TRL 1.16 gives each +0.07); 0.1 + 0.2, which is not 0.3;
+    and three times 0.1 beside a row without a reward."""
+    cases = ([[100.1] * 7], (1.0,)), ([[0.1, 0.3], [0.2, 0.0]], (1.0, 1.0)), ([[0.1] * 3 + [NAN]], (1.0,))
+    for parts, weights in cases:
+        if advantage == "gdpo" and len(weights) > 1:
+            continue  # it compares the rewards one by one
+        found, informative = advantages_of(advantage, np.array(parts), len(parts[0]), weights)
+        assert (np.abs(found).max(), informative) == (0.0, [False])
+    raw, one = np.full((1, 7), 100.1), np.ones((1, 7), np.int64)
+    known = {"lengths_PG": one, "rewards_NPG": raw[None], "weights_N": np.ones(1)}
+    assert not opened(advantage).advantages(raw, known).any()
+
+
+def test_a_class_of_ones_own_gets_masked_rewards(tmp_path: Path) -> None:
+    """Their methods leave out what is masked; what is behind the mask is the group's mean, for those that look."""
+    body = (
+        "import numpy as np\n"
+        "from tpu_grpo.algorithms.grpo import Grpo\n"
+        "class Mine(Grpo):\n    def advantages(self, rewards_PG):\n        return {}\n"
+    )
+    for text, expected in (
+        ("rewards_PG - rewards_PG.mean(axis=1, keepdims=True)", [-1, 1, 0]),
+        ("np.array(rewards_PG) / np.mean(rewards_PG)", [0.5, 1.5, 0]),
+    ):
+        (path := tmp_path / f"{len(text)}.py").write_text(body.format(text))
+        algorithm = open_algorithm(AlgorithmSection(name=f"{path}:Mine"))
+        found = group_advantages(np.array([1.0, 3.0, NAN]), group_size=3, algorithm=algorithm)
+        assert found.tolist() == expected

@@ -44,6 +44,11 @@ GRPO = "A = (R - mean_g(R)) / (std_g(R) + 1e-6); p = softmax(logits)"
             f"{GRPO}",
         ),
         (
+            {"name": "luspo", "top_entropy_quantile": 0.2},
+            "mean_i sum_t [ sg(h)*(max(-s*A, -clip(s, 0.998, 1.0025)*A)) ]; s = exp(mean_t(log(r))); "
+            f"h = 1 for the 20 % of the update's tokens with the highest entropy, else 0; r = p/p_engine; {GRPO}",
+        ),
+        (
             {"name": "cispo", "old_policy": "trainer", "importance_cap": 1.5, "loss_aggregation": "token-mean"},
             "mean_it [ sg(min(p_old/p_engine, 1.5))*(-sg(min(r, 5))*A*log(p)) ]; r = p/p_old; " + GRPO,
         ),

@@ -20,6 +20,7 @@ from tests.learner.toy import settings_of
 from tpu_grpo.algorithms import SHIPPED, Sequences, open_algorithm, token_ratio
 from tpu_grpo.config import AlgorithmSection
 from tpu_grpo.learner import loss as loss_module
+from tpu_grpo.learner.batches import with_top_entropy
 from tpu_grpo.learner.forward import TokenLogprobs
 from tpu_grpo.learner.loss import LossSettings, TrainBatch, policy_loss
 from tpu_grpo.learner.rows import RowShape, train_rows
@@ -37,12 +38,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gspo": ("gspo", {}),
     "gspo_wide": ("gspo", {"clip_low": 0.1, "clip_high": 0.05, "dual_clip": 1.1}),
     "gspo_token": ("gspo", {"clip_low": 0.1, "clip_high": 0.05, "options": {"per_token": True}}),
+    "luspo": ("luspo", {}),
+    "luspo_wide": ("luspo", {"clip_low": 0.1, "clip_high": 0.05, "dual_clip": 1.1}),
     "cispo": ("cispo", {"options": {"cap": 1.2}}),
     "cispo_below_one": ("cispo", {"options": {"cap": 0.28}}),
     "cispo_two_sided": ("cispo", {"clip_low": 0.2, "clip_high": 0.1}),
     "dppo": ("dppo", {"options": {"mask_low": 0.03, "mask_high": 0.02, "kl_weight": 0.3}}),
     "sapo": ("sapo", {}),
     "sapo_sharp": ("sapo", {"options": {"temperature_positive": 3.0, "temperature_negative": 5.0}}),
+    "vespo": ("vespo", {}),
+    "vespo_flat": (
+        "vespo",
+        {"options": {"k_positive": 1, "lambda_positive": 0.5, "k_negative": 0.7, "lambda_negative": 1.5}},
+    ),
     "reinforce": ("reinforce", {}),
     "reinforce_ratio": ("reinforce", {"iterations": 2, "options": {"importance_sampling": True}}),
 }
@@ -50,6 +58,8 @@ MEANS = {
     "grpo": "sequence",
     "gspo": "sequence",
     "sapo": "sequence",
+    "luspo": "sum",
+    "vespo": "token",
     "dapo": "token",
     "cispo": "token",
     "dppo": "token",
@@ -73,13 +83,13 @@ def surrogate(ratio: np.ndarray, a: float, low: float, high: float, bound: float
 def terms(name: str, section: AlgorithmSection, now: Any, old: Any, a: float) -> tuple[np.ndarray, np.ndarray]:
     """Loss and slope of the tokens that count of one completion with the advantage ``a``."""
     options, ratio = section.options, np.exp(now - old)
-    defaults = {"gspo": (3e-4, 4e-4), "dapo": (0.2, 0.28)}.get(name, (0.2, 0.2))
+    defaults = {"gspo": (3e-4, 4e-4), "luspo": (2e-3, 2.5e-3), "dapo": (0.2, 0.28)}.get(name, (0.2, 0.2))
     low, high = section.clip_low or defaults[0], section.clip_high or defaults[1]
     bound = section.dual_clip or section.delta or np.inf
     match name:
         case "grpo" | "dr_grpo" | "rloo" | "dapo":
             return surrogate(ratio, a, low, high, bound)
-        case "gspo":  # the slope by one token's log-probability: 1 / n of each of the n equal losses
+        case "gspo" | "luspo":  # the slope by one token's log-probability: 1 / n of each of the n equal losses
             return surrogate(np.full_like(now, np.exp(np.mean(now - old))), a, low, high, bound)
         case "cispo":
             lowest = 1 - section.clip_low if section.clip_low else 0.0
@@ -97,6 +107,11 @@ def terms(name: str, section: AlgorithmSection, now: Any, old: Any, a: float) ->
             t = options.get("temperature_positive", 1.0) if a > 0 else options.get("temperature_negative", 1.05)
             gate = 1 / (1 + np.exp(-t * (ratio - 1)))
             return -4 / t * gate * a, -4 * gate * (1 - gate) * ratio * a
+        case "vespo":
+            chosen = [options.get(f"{key}_{'positive' if a >= 0 else 'negative'}") for key in ("k", "lambda")]
+            (k, c), s = (chosen if options else (2, 3) if a >= 0 else (3, 2)), ratio.prod()
+            weight = s**k * np.exp(c * (1 - s))
+            return -weight * a * now, np.full_like(now, -weight * a)
         case _:
             weighted = bool(options.get("importance_sampling"))
             return (-a * ratio, -a * ratio) if weighted else (-a * now, np.full_like(now, -a))
@@ -146,7 +161,8 @@ def expected(case: Case, name: str, section: AlgorithmSection) -> tuple[float, n
     for index, counts, now, old, advantage in completions_of(case):
         if counts.any():
             losses, slopes = terms(name, section, now, old, advantage)
-            divisor = {"sequence": 12 * lengths[index], "token": sum(lengths), "scale": 12 * LONGEST}[MEANS[name]]
+            means = {"sequence": 12 * lengths[index], "token": sum(lengths), "sum": 12, "scale": 12 * LONGEST}
+            divisor = means[MEANS[name]]
             loss += losses.sum() / divisor
             gradient[index, np.flatnonzero(counts)] = slopes / divisor
     return float(loss), gradient
@@ -269,6 +285,9 @@ def losses_of(name: str, ratios: Any, advantage: float, **section: Any) -> Any:
         ("dppo", {"options": {"kl_weight": 0.0}}, 2.0, [-1, -2, 0], [0, 0, 1]),
         ("dppo", {"options": {"kl_weight": 0.0, "mask_low": 0.05}}, -2.0, [0, 2, 8], [1, 0, 0]),
         ("dppo", {}, 2.0, [-0.99952, -2, 0.00192], [0, 0, 1]),
+        # the product of the ratios is 2: 2^2 e^(3 - 6) = 0.199148, and 2^3 e^(2 - 4) = 1.082682
+        ("vespo", {}, 2.0, [0.91712, 0.64103, 0.08888], [0, 0, 0]),
+        ("vespo", {}, -2.0, [-4.98594, -3.48502, -0.4832], [0, 0, 0]),
         # sigmoid(0) = 1/2, sigmoid(-1/2) = 0.37754, sigmoid(3) = 0.95257; 1.05: 0.371684 and 0.958909
         ("sapo", {}, 1.0, [-1.51016, -2, -3.8103], [0, 0, 0]),
         ("sapo", {}, -1.0, [1.41594, 1.90476, 3.65299], [0, 0, 0]),
@@ -278,6 +297,113 @@ def losses_of(name: str, ratios: Any, advantage: float, **section: Any) -> Any:
 )
 def test_by_hand(name: str, section: dict[str, Any], advantage: float, losses: Any, clipped: Any) -> None:
     assert losses_of(name, [0.5, 1.0, 4.0], advantage, **section) == [pytest.approx(losses, abs=1.5e-5), clipped]
+
+
+# --- against TRL ------------------------------------------------------------------------------------------------------
+
+NOW = [[-0.5, -1.2, -0.3], [-2.0, -0.7], [-0.1, -0.9, -1.6, -0.4]]
+OLD = [[-0.6, -1.0, -0.35], [-1.7, -0.9], [-0.15, -0.8, -1.9, -0.4]]
+REFERENCE = [[-0.55, -1.25, -0.3], [-1.8, -0.6], [-0.3, -0.9, -1.5, -0.5]]
+ENTROPIES = [[0.2, 1.5, 0.7], [1.1, 0.05], [0.9, 1.3, 0.4, 0.6]]
+WIDE = {"clip_low": 0.2, "clip_high": 0.3}
+KL: dict[str, Any] = {"beta": 0.1, "kl_estimator": "k3"}
+OF_TRL: dict[str, tuple[dict[str, Any], float, list[list[float]]]] = {
+    "luspo": (
+        {"name": "luspo"},
+        -0.7232439,
+        [[-0.2622591] * 3, [0.0] * 2, [0.0] * 4],
+    ),
+    "luspo_wide_kl": (
+        {"name": "luspo", **WIDE, **KL},
+        -0.7969462,
+        [
+            [-0.2606334, -0.2606334, -0.2622591],
+            [0.3414041, 0.3452784],
+            [-0.1713735, -0.1774158, -0.1809215, -0.1742437],
+        ],
+    ),
+    "vespo": ({"name": "vespo"}, 0.0076876, [[-0.0931023] * 3, [0.1095264] * 2, [-0.0390681] * 4]),
+    "vespo_flat": (
+        {"name": "vespo", **CASES["vespo_flat"][1]},
+        0.004054,
+        [[-0.0866409] * 3, [0.1314445] * 2, [-0.0618908] * 4],
+    ),
+    "grpo_top_0.2": (
+        {"top_entropy_quantile": 0.2},
+        -0.1104776,
+        [[0.0, -0.0727761, 0.0], [0.0, 0.0], [0.0, -0.0377016, 0.0, 0.0]],
+    ),
+    "grpo_top_0.7": (
+        {"top_entropy_quantile": 0.7},
+        -0.1427269,
+        [[0.0, -0.0727761, -0.0934463], [0.0, 0.0], [-0.043803, -0.0377016, 0.0, -0.0416667]],
+    ),
+    "grpo_top_0": ({"top_entropy_quantile": 0.0}, -0.0727761, [[0.0, -0.0727761, 0.0], [0.0] * 2, [0.0] * 4]),
+    "dapo_top_0.5_kl": (
+        {"name": "dapo", "clip_high": 0.2, "top_entropy_quantile": 0.5, **KL},
+        -0.1764754,
+        [
+            [0.0005419, -0.0722342, -0.0934463],
+            [-0.00246, -0.0011686],
+            [-0.0563898, -0.0502687, -0.0011686, 0.0010574],
+        ],
+    ),
+    "gspo_top_0.5": (
+        {"name": "gspo", **WIDE, "top_entropy_quantile": 0.5},
+        -0.0891552,
+        [[-0.0582798] * 3, [0.087196] * 2, [-0.022177] * 4],
+    ),
+}
+"""Settings, loss and gradient of TRL 1.16.0 (torch 2.15.0, float32): its own ``GRPOTrainer._compute_loss`` was called
+with these log-probabilities and entropies in place of a model's, with the advantages 0.8, -1.1 and 0.5, loss_type and
+importance_sampling_level to match (gspo: grpo and sequence), epsilon and epsilon_high as the clips here, and
+use_bias_correction_kl=False."""
+
+
+@pytest.mark.parametrize("label", OF_TRL)
+def test_loss_and_gradient_are_those_of_trl(label: str) -> None:
+    settings, loss, gradient = OF_TRL[label]
+    section = AlgorithmSection.model_validate(settings)
+    opened, table = settings_of(section), np.zeros((3, LONGEST), np.float32)
+    shape, known = replace(RowShape(4, LONGEST, 16, 2), chosen=section.top_entropy_quantile < 1.0), np.zeros((2, 3, 7))
+    completions = []
+    for row, (now, old) in enumerate(zip(NOW, OLD, strict=True)):
+        table[row, : len(now)], ids = now, row * LONGEST + np.arange(len(now), dtype=np.int32)
+        known[:, row, : len(now)] = REFERENCE[row], ENTROPIES[row]
+        completions.append(Completion(ids, np.array(old, np.float32), "stop", 0))
+    named = {"reference_logps": known[0].astype(np.float32)} if section.beta else {}
+    if shape.chosen:
+        named["importance"] = known[1].astype(np.float32)
+    advantages = np.array([0.8, -1.1, 0.5])
+    batch, _ = train_rows([[0]] * 3, completions, advantages, shape, opened.algorithm.aggregation, None, named)
+    if shape.chosen:
+        batch = with_top_entropy(batch, section.top_entropy_quantile)
+    (found, _), slopes = gradient_of(table, batch_of(batch), opened)
+    assert float(found) == pytest.approx(loss, rel=2e-6, abs=2e-7)
+    for slope, expected in zip(np.asarray(slopes), gradient, strict=True):
+        np.testing.assert_allclose(slope[: len(expected)], expected, rtol=1e-5, atol=1e-7)
+
+
+def test_where_gspo_differs_from_trl_with_an_unbiased_kl_penalty() -> None:
+    """TRL weighs a token's estimate by the ratio of the whole completion, here it is by the token's own: for the first
+    token of the first completion by exp(-0.05 / 3) in the place of exp(0.1)."""
+    section = AlgorithmSection.model_validate({"name": "gspo", **WIDE, **KL, "kl_unbiased": True})
+    now, old, reference = (jnp.array([values[0]]) for values in (NOW, OLD, REFERENCE))
+    x = np.array([0.05, 0.05, 0.0])
+    k3 = np.exp(-x) - 1 + x
+    ours = (k3 * np.exp(np.array([0.1, -0.2, 0.05]))).sum() * 0.1 / 3
+    batch, _ = train_rows(
+        [[0]],
+        [Completion(np.arange(3, dtype=np.int32), np.asarray(old[0]), "stop", 0)],
+        np.zeros(1),
+        RowShape(4, LONGEST, 16, 2),
+        "sequence-mean-token-mean",
+        None,
+        {"reference_logps": np.pad(np.asarray(reference), ((0, 0), (0, 4)))},
+    )
+    (found, _), _ = gradient_of(np.pad(np.asarray(now), ((0, 0), (0, 4))), batch_of(batch), settings_of(section))
+    assert float(found) == pytest.approx(ours, rel=1e-4)
+    assert ours != pytest.approx(k3.sum() * np.exp(-0.05 / 3) * 0.1 / 3, rel=1e-2)
 
 
 def test_what_objectives_take_by_themselves() -> None:

@@ -121,6 +121,7 @@ def test_unknown_names(name: str, message: str) -> None:
         ({"name": "dppo", "options": {"mask_high": 2}}, r"mask_high must be a difference of probabilities in \(0, 1\]"),
         ({"name": "dppo", "options": {"kl_weight": -1}}, "kl_weight must be >= 0, got -1"),
         ({"name": "sapo", "options": {"temperature_negative": 0}}, "temperature_negative must be > 0, got 0"),
+        ({"name": "vespo", "options": {"k_negative": 0}}, "options of vespo must be > 0, got 0"),
         ({"name": "reinforce", "iterations": 2}, "reinforce needs algorithm.iterations=1, got 2; .*importance_samp"),
         ({"name": "reinforce", "mini_batch_prompts": 4}, "needs algorithm.mini_batch_prompts=null, got 4; .*or take"),
         # the KL penalty and the entropy bonus

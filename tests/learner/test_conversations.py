@@ -17,6 +17,7 @@ from tests.learner.toy import (
     make_learner,
     make_mesh,
     make_model,
+    make_scored,
     model_logps,
     settings_of,
     signal_of,
@@ -25,7 +26,7 @@ from tests.learner.toy import (
 from tests.talks import talk
 from tpu_grpo.config import AlgorithmSection, LossAggregation
 from tpu_grpo.learner.rows import RowShape, train_rows
-from tpu_grpo.records.episode import Branch, Failure
+from tpu_grpo.records.episode import Branch, Episode, Failure
 from tpu_grpo.records.stages import Completion, Prompt, PromptBatch, Rollout, ScoredRollout, Scores
 
 # --- the loss, where the "model" is a table of log-probabilities, and a sampled token's id a place in it --------------
@@ -78,6 +79,7 @@ def by_hand(section: AlgorithmSection, aggregation: str) -> tuple[float, np.ndar
         divisor = {
             "sequence-mean-token-mean": 4 * SAMPLED[row],
             "token-mean": sum(SAMPLED),
+            "sequence-mean-token-sum": 4,
             "sequence-mean-token-scale": 4 * SHAPE.max_new_tokens,
             "prompt-mean-token-mean": 2 * group,
         }[aggregation]
@@ -157,6 +159,28 @@ def scored_talks(model: Any, config: Any, *, wild: bool) -> tuple[ScoredRollout,
 
 
 LEARNING: dict[str, Any] = {"old_policy": "trainer", "mini_batch_prompts": 2, "iterations": 1}
+
+
+def test_a_step_in_which_no_conversation_began_teaches_nothing(tmp_path: Path) -> None:
+    """All environments failed in ``reset``: there is no update, and the run goes on."""
+    for sizes in ({}, {"mini_batch_prompts": 1}):
+        config = make_config(tmp_path, {"algorithm": sizes})
+        scored, none = make_scored(make_model(make_mesh()), config), np.zeros(0, np.float32)
+        failure = Failure("raised", "raised KeyError: 'no level' in reset (bad.py:7 in reset)")
+        episode = Episode("", (), (), "failed", (), "Bad", failure=failure)
+        never = Completion(none.astype(np.int32), none, "stop", 0, sampled=none.astype(np.bool_), episode=episode)
+        rows = len(scored.rollout.completions)
+        rollout = replace(scored.rollout, completions=(never,) * rows)
+        learner = make_learner(config)
+        before = learner.params_digest()
+        found = learner.update(ScoredRollout(rollout, Scores(np.full(rows, np.nan), {}, 0.0)))
+        assert found.notes == (
+            "step 1: nothing was learnt, because no conversation had a turn: in row 0 the environment Bad raised "
+            "KeyError: 'no level' in reset (bad.py:7 in reset)",
+        )
+        assert found.metrics == {"groups/informative_fraction": 0.0}
+        assert not found.advantages.any()
+        assert learner.params_digest() == before
 
 
 def test_a_learner_compares_sampled_tokens_and_keeps_branches_together(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The coefficient of an entropy bonus that is adapted to a target, by hand and through updates."""
 
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,19 @@ import pytest
 from flax import nnx
 
 from tests.learner.linear import Run, linear_config, linear_run
-from tests.learner.toy import counted_compilations, make_config, make_learner, make_mesh, make_model, make_scored
+from tests.learner.toy import (
+    NEW_TOKENS,
+    PROMPT_TOKENS,
+    _logits,
+    counted_compilations,
+    make_config,
+    make_learner,
+    make_mesh,
+    make_model,
+    make_scored,
+    signal_of,
+    with_noise,
+)
 from tpu_grpo.config import AlgorithmSection
 from tpu_grpo.learner.checkpoints import Checkpoints
 from tpu_grpo.learner.loss import EntropyState, EntropySums
@@ -64,6 +77,45 @@ def test_a_checkpoint_holds_the_coefficient_and_the_reference(tmp_path: Path) ->
     with pytest.raises(CheckpointError, match=r"was saved without \d+ of \d+, the first optimizer\.entropy"):
         checkpoints.restore(after.updater, resume="auto")
     checkpoints.close()
+
+
+@pytest.mark.parametrize("extra", [{"old_policy": "trainer", "importance_cap": 1.02}, {"mini_batch_prompts": 2}])
+def test_an_update_learns_from_its_tokens_of_highest_entropy(tmp_path: Path, extra: dict[str, Any]) -> None:
+    """Which these are is found again from the model's logits, over all tokens of the update, not of a micro-batch."""
+    algorithm = {"top_entropy_quantile": 0.4, "micro_batch_prompts": 1, "truncated": "keep", **extra}
+    config, model = make_config(tmp_path, {"algorithm": algorithm}), make_model(make_mesh())
+    learner, scored = make_learner(config), with_noise(make_scored(model, config), 0.1)
+    ids = np.zeros((config.batch_rows, PROMPT_TOKENS + NEW_TOKENS), np.int32)
+    rows = [(p.token_ids, c) for p, c in zip(scored.rollout.row_prompts, scored.rollout.completions, strict=True)]
+    for line, (prompt, completion) in zip(ids, rows, strict=True):
+        line[: len(prompt) + len(completion.token_ids)] = [*prompt, *completion.token_ids]
+    shares = jax.nn.softmax(_logits(model, jnp.asarray(ids)).astype(jnp.float32) / config.rollout.temperature)
+    entropies = -np.asarray((shares * jnp.log(shares)).sum(axis=-1), float)
+    of_row = [line[len(p) - 1 :][: len(c.token_ids)] for line, (p, c) in zip(entropies, rows, strict=True)]
+    updates = learner._updates(signal_of(learner, scored))
+    groups = np.arange(len(rows)).reshape(-1, config.mini_batch_prompts * config.algorithm.group_size)
+    if "mini_batch_prompts" in extra:
+        order = np.random.default_rng([config.run.seed, 1, 1]).permutation(config.data.prompts_per_step)
+        groups = np.arange(len(rows)).reshape(-1, config.algorithm.group_size)[order].reshape(groups.shape)
+    for update, its in zip(updates, groups, strict=True):
+        assert len(update) > 1 or "mini_batch_prompts" in extra
+        threshold = np.quantile(np.concatenate([of_row[row] for row in its]), 0.6)
+        expected = {tuple(rows[row][1].logprobs.tolist()): of_row[row] >= threshold for row in its}
+        seen = 0
+        for batch in update:
+            mask, segments = np.asarray(batch.rows.mask), np.asarray(batch.rows.segments)
+            for row, number in {(row, segments[row, place]) for row, place in zip(*np.nonzero(segments), strict=True)}:
+                places = mask[row] & (segments[row] == number)
+                chosen = expected[tuple(np.asarray(batch.rollout_logps)[row, places].tolist())]
+                weights = np.asarray(batch.importance)[row, places]
+                if "old_policy" in extra:
+                    gap = np.asarray(batch.old_logps - batch.rollout_logps)[row, places]
+                    np.testing.assert_allclose(weights, chosen * np.minimum(np.exp(gap), 1.02), rtol=1e-6)
+                else:
+                    assert weights.tolist() == chosen.tolist()
+                seen += 1
+        assert seen == len(its)
+    assert learner._parts.forward_passes == 1 + ("old_policy" in extra)
 
 
 @pytest.mark.slow  # two learners are compiled

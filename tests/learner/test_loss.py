@@ -25,8 +25,9 @@ from tpu_grpo.records.stages import Completion
 LENGTHS = (1, 5, 3, 2)
 ADVANTAGES = np.array([1.5, -0.5, 2.0, -1.0])
 TEMPERATURE = 0.7
-AGGREGATIONS = [name for name in get_args(LossAggregation) if name != "prompt-mean-token-mean"]
-"""Tunix has these, too; the mean over prompts is nothing but other weights, see test_rows.py."""
+OTHERS = ("prompt-mean-token-mean", "sequence-mean-token-sum")
+AGGREGATIONS = [name for name in get_args(LossAggregation) if name not in OTHERS]
+"""Tunix has these, too; the others are nothing but other weights, see test_rows.py."""
 
 
 @pytest.fixture(scope="module")

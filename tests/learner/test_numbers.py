@@ -25,6 +25,7 @@ PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "cispo": ({"name": "cispo", "options": {"cap": 5.0}}, {"name": "cispo", "clip_low": 0.2, "clip_high": 0.1}),
     "dppo": ({"name": "dppo"}, {"name": "dppo", "options": {"mask_low": 0.03, "mask_high": 0.02, "kl_weight": 0.3}}),
     "sapo": ({"name": "sapo"}, {"name": "sapo", "options": {"temperature_negative": 5.0}}),
+    "vespo": ({"name": "vespo"}, {"name": "vespo", "options": {"k_negative": 1.0, "lambda_positive": 0.5}}),
     "penalties": ({"beta": 0.1, "entropy_bonus": 0.01}, {"beta": 0.4, "entropy_bonus": 0.3}),
     "bounds": (
         {**TRAINER, "correction": "token", "veto_low": 0.01, "opsm": 0.5},

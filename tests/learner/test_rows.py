@@ -91,6 +91,7 @@ COUNTS = np.array([4, 1, 0, 2])
 BY_HAND = {
     "sequence-mean-token-mean": [1 / 12, 1 / 3, 0, 1 / 6],
     "token-mean": [1 / 7, 1 / 7, 0, 1 / 7],
+    "sequence-mean-token-sum": [1 / 3, 1 / 3, 0, 1 / 3],
     "sequence-mean-token-scale": [1 / 12, 1 / 12, 0, 1 / 12],
     "prompt-mean-token-mean": [1 / 10, 1 / 10, 0, 1 / 4],
 }
@@ -127,6 +128,7 @@ def test_weighted_sums_are_the_means_that_they_are_named_after() -> None:
     means: dict[Any, Any] = {
         "sequence-mean-token-mean": np.mean([row.mean() for row in rows]),
         "token-mean": np.concatenate(rows).mean(),
+        "sequence-mean-token-sum": np.mean([row.sum() for row in rows]),
         "sequence-mean-token-scale": np.mean([row.sum() / 8 for row in rows]),
         "prompt-mean-token-mean": np.mean([np.concatenate(rows[start : start + 4]).mean() for start in (0, 4, 8, 12)]),
     }

@@ -128,10 +128,8 @@ def test_those_that_do_not_count_leave_the_weights_of_the_others_as_if_alone(agg
 
 
 def test_rewards_that_are_no_numbers_are_refused() -> None:
-    with pytest.raises(RewardError, match="got nan in row 2"):
-        group_advantages(np.array([0, 1, np.nan, 0]), group_size=2, algorithm=opened("grpo"))
-    with pytest.raises(RewardError, match="group_size=2, got 3"):
-        group_advantages(np.zeros(3), group_size=2, algorithm=opened("grpo"))
+    with pytest.raises(NonFiniteError, match="advantages must be finite, got nan in row 2"):
+        group_advantages(np.array([0, 1, np.inf, 0]), group_size=2, algorithm=opened("rloo"))
 
 
 @pytest.mark.parametrize("advantage", ["grpo", "rloo", "lite_ppo", "scale_rl", "reinforce_pp_baseline", "gdpo"])

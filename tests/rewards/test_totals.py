@@ -12,11 +12,12 @@ from tests.hosts.processes import run
 from tests.rewards.conftest import make_rollout
 from tests.rewards.test_scoring import constant, open_function
 from tpu_grpo.hosts import Hosts
-from tpu_grpo.observe.sample_rows import sample_fields, sample_rows
+from tpu_grpo.observe.sample_rows import pick_rows, sample_fields, sample_rows
 from tpu_grpo.observe.step_metrics import rollout_metrics
 from tpu_grpo.records.errors import RewardError
 from tpu_grpo.records.stages import ScoredRollout
 from tpu_grpo.rewards import DistributedRewards, RewardSet
+from tpu_grpo.rewards.calling import check_token_values
 
 ROLLOUT = make_rollout(["p0", "p1"], list("abcdef"), step=3)
 """Two groups of three."""
@@ -27,17 +28,17 @@ def rewards_of(*given: tuple[list[Any], dict[str, Any]]) -> RewardSet:
     return RewardSet(tuple(open_function(constant(values, f"r{n}"), **spec) for n, (values, spec) in enumerate(given)))
 
 
-def test_a_row_that_no_reward_applies_to_takes_the_mean_of_its_group(caplog: pytest.LogCaptureFixture):
+def test_a_row_that_no_reward_applies_to_is_unscored(caplog: pytest.LogCaptureFixture):
     first = ([1.0, None, None, None, 0.0, 0.0], {"weight": 2.0})
     second = ([None, 4.0, None, 1.0, None, 0.0], {"weight": 0.5})
     with caplog.at_level(logging.WARNING, "tpu_grpo.rewards"):
         scores = rewards_of(first, second).score(ROLLOUT)
-    np.testing.assert_array_equal(scores.total, [2.0, 2.0, 2.0, 0.5, 0.0, 0.0])
+    np.testing.assert_array_equal(scores.total, [2.0, 2.0, np.nan, 0.5, 0.0, 0.0])
     np.testing.assert_array_equal(scores.scored, [True, True, False, True, True, True])
     assert scores.figures["rewards/unscored"].value == 1
     assert (
-        "step 3: no reward of r0, r1 applies to row 2 (prompt 'p0', completion 'c'); such a row takes the mean of its "
-        "group" in caplog.text
+        "step 3: no reward of r0, r1 applies to row 2 (prompt 'p0', completion 'c'); such a row counts in no "
+        "mean, and has the advantage 0" in caplog.text
     )
 
 
@@ -45,7 +46,7 @@ def test_a_reward_of_weight_0_scores_no_row_unless_all_have_it():
     """The watched reward applies to row 1; nothing rewards that row, so it must not count as worth 0."""
     scored, watched = [3.0, None, 5.0, 1.0, 1.0, 1.0], [1.0] * 6
     scores = rewards_of((scored, {}), (watched, {"weight": 0.0})).score(ROLLOUT)
-    np.testing.assert_array_equal(scores.total, [3.0, 4.0, 5.0, 1.0, 1.0, 1.0])
+    np.testing.assert_array_equal(scores.total, [3.0, np.nan, 5.0, 1.0, 1.0, 1.0])
     np.testing.assert_array_equal(scores.by_name["r1"], watched)
     assert scores.figures["rewards/unscored"].value == 1
     scores = rewards_of((scored, {"weight": 0.0}), (watched, {"weight": 0.0})).score(ROLLOUT)
@@ -55,23 +56,25 @@ def test_a_reward_of_weight_0_scores_no_row_unless_all_have_it():
 
 def test_a_group_without_any_reward_has_no_part_in_the_means():
     scores = rewards_of(([None, None, None, 1.0, 3.0, None], {})).score(ROLLOUT)
-    np.testing.assert_array_equal(scores.total, [0.0, 0.0, 0.0, 1.0, 3.0, 2.0])
+    np.testing.assert_array_equal(scores.total, [np.nan, np.nan, np.nan, 1.0, 3.0, np.nan])
     scored = ScoredRollout(ROLLOUT, scores)
     metrics = rollout_metrics(scored)
     assert (metrics["rewards/mean"], metrics["rewards/std"], metrics["rewards/unscored"]) == (2.0, 1.0, 4)
     assert metrics["groups/zero_variance_fraction"] == 0.5
     assert json.dumps(scored.mean_rewards()) == "[NaN, 2.0]"
     assert scored.select([1]).scores.scored.tolist() == [True, True, False]
-    row = json.loads(json.dumps(sample_fields(sample_rows(scored, np.zeros(6))[0])))
-    assert row["rewards"] == {"r0": None}
+    rows = sample_rows(scored, np.zeros(6))
+    row = json.loads(json.dumps(sample_fields(rows[0])))
+    assert (row["rewards"], row["reward"]) == ({"r0": None}, None)
+    assert [picked.reward for picked in pick_rows(1, rows, 6)] == [3.0, 1.0, None, None, None, None]
 
 
 def test_a_gate_that_does_not_apply_leaves_a_row_without_both():
-    """Row 0 passes the gate, row 1 does not and gets 0, and row 2 takes the mean of 3 and 0."""
+    """Row 0 passes the gate, row 1 does not and gets 0, and row 2 is unscored."""
     gate, gated = [1.0, 0.0, None, 1.0, 1.0, 1.0], constant([2.0, 2.0, 2.0, 2.0], "gated")
     rewards = RewardSet((open_function(constant(gate, "gate")), open_function(gated, only_if="gate")))
     scores = rewards.score(ROLLOUT)
-    np.testing.assert_array_equal(scores.total, [3.0, 0.0, 1.5, 3.0, 3.0, 3.0])
+    np.testing.assert_array_equal(scores.total, [3.0, 0.0, np.nan, 3.0, 3.0, 3.0])
     np.testing.assert_array_equal(scores.by_name["gated"], [2.0, 0.0, np.nan, 2.0, 2.0, 2.0])
     assert scores.figures["rewards/unscored"].value == 1
 
@@ -85,7 +88,7 @@ def test_what_tokens_get_stays_with_a_row_that_has_no_other_reward():
         )
     )
     scores = rewards.score(ROLLOUT)
-    np.testing.assert_array_equal(scores.total, [1.0, 3.0, 2.0, 1.0, 1.0, 1.0])
+    np.testing.assert_array_equal(scores.total, [1.0, 3.0, np.nan, 1.0, 1.0, np.nan])
     assert scores.scored.tolist() == [True, True, False, True, True, False]
     assert [values.tolist() for values in scores.per_token] == [[1.0], [0.0], [-2.0], [0.0], [0.0], [0.0]]
     assert scores.figures["rewards/unscored"].value == 1
@@ -110,8 +113,42 @@ def test_no_reward_for_any_row_is_an_error():
 def test_rows_that_all_go_without_because_of_a_problem_are_not():
     rewards = rewards_of(([1.0] * 5, {"on_error": "skip"}))  # five values for six rows
     scores = DistributedRewards(rewards, Hosts()).score(ROLLOUT)
-    np.testing.assert_array_equal(scores.total, np.zeros(6))
+    assert np.isnan(scores.total).all()
     assert (scores.figures["rewards/r0/errors"].value, scores.figures["rewards/unscored"].value) == (6, 6)
+
+
+@pytest.mark.parametrize(
+    ("spec", "values", "message"),
+    [
+        (
+            {},
+            [0.0] * 5 + [1e308],
+            r"at most 1e\+15 with the weight 1 \(or None .*\), got 1e\+308 for row 5 \(prompt 'p1'",
+        ),
+        ({"weight": -1e300}, [0.0] * 5 + [2.0], r"at most 1e-285 with the weight -1e\+300 .* got 2 for row 5"),
+        ({"weight": 0.0}, [1e20] * 5 + [-1e101], r"at most 1e\+100 with the weight 0 .* got 1e\+101 for row 5"),
+        ({"per_token": True}, [[0.0]] * 5 + [[1e308]], r"at most 1e\+15 with the weight 1 .* got 1e\+308 for row 5"),
+    ],
+)
+def test_a_finite_number_from_which_nothing_can_be_learnt_is_a_problem_of_its_row(
+    spec: dict[str, Any], values: list[Any], message: str
+):
+    """Squares of 1e308 are infinite, and its difference to -1e308; squares of float32 gradients far earlier."""
+
+    def scored(**more: Any) -> Any:
+        return RewardSet((open_function(constant(values, "huge"), **spec, **more),)).score(ROLLOUT)
+
+    with pytest.raises(RewardError, match=f"reward huge must return numbers of {message}"):
+        scored()
+    skipped, replaced = scored(on_error="skip"), scored(on_error="value", error_value=-1.0)
+    assert skipped.figures["rewards/huge/errors"].value == 1
+    assert [np.isnan(skipped.by_name["huge"][5]), replaced.by_name["huge"][5]] == [True, -1.0]
+    assert all(np.abs(tokens).max() <= 1.0 for tokens in (*skipped.per_token, *replaced.per_token))
+
+
+def test_numbers_of_tokens_whose_sum_is_infinite_are_a_problem_of_their_row():
+    twice = check_token_values([[1e308, 1e308]], [2])  # math.fsum raises for these
+    assert (twice[0], twice[2]) == ([2e100], [])
 
 
 BODY = """
@@ -124,7 +161,7 @@ def known(completions):
 
 rewards = DistributedRewards(RewardSet((open_function(known),)), hosts, compared=["known"])
 scores = rewards.score(make_rollout(["p0", "p1", "p2"], ["a", "b", "ccc", "d", "eeeee", "ff"]))
-print(scores.total.tolist(), (~scores.scored).tolist(), scores.figures["rewards/unscored"].value, flush=True)
+print(scores.total.tolist(), scores.figures["rewards/unscored"].value, flush=True)
 rewards.score(make_rollout(["p0", "p1", "p2"], ["a", "b", "c", "d", "e", "f"], step=1))
 """
 
@@ -133,5 +170,5 @@ def test_hosts_agree_on_rows_without_a_reward(tmp_path: Path) -> None:
     """Host 0 has the groups 0 and 2, host 1 the other one; then no row of any host has a reward."""
     for end in run(BODY, 2).values():
         assert end.code == 2, end
-        assert end.out == "[0.0, 0.0, 3.0, 3.0, 5.0, 5.0] [True, True, False, True, False, True] 4\n"
+        assert end.out == "[nan, nan, 3.0, nan, 5.0, nan] 4\n"
         assert "got None from all of known for all 6 rows of step 1" in end.errors

@@ -1,10 +1,11 @@
 """The learner of tunix:NAME beside this package's own, on a tiny model over two virtual devices."""
 
 import gc
+import types
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 from unittest import mock
 
 import jax
@@ -14,6 +15,7 @@ import optax
 import pytest
 from flax import nnx
 from tunix.rl import common, function_registry
+from tunix.rl.grpo.grpo_learner import GRPOConfig
 from tunix.sft import sharding_utils
 
 from tests.learner.test_programs import described, held
@@ -36,6 +38,7 @@ from tpu_grpo.learner import Learner, LearnerInputs
 from tpu_grpo.learner.batches import DATA_AXIS
 from tpu_grpo.records.errors import ConfigError, DataError, NonFiniteError
 from tpu_grpo.records.stages import ScoredRollout
+from tpu_grpo.tunix_loop.engine_grpo import EngineGrpoLearner
 from tpu_grpo.tunix_loop.tunix_learner import TunixLearner
 
 TRACED = {"name": "sgd", "options": {"momentum": 0.9}, "max_grad_norm": 1e6}
@@ -77,11 +80,13 @@ def gradients(learner: Learner) -> dict[Any, np.ndarray]:
 def test_loss_and_gradients_are_those_of_the_packed_learner(
     tmp_path: Path, ours: dict[str, Any], options: dict[str, Any], old_policy: str
 ) -> None:
-    """Of the same rows, whose engine is off by so much that ratios are clipped."""
-    packed = make_config(tmp_path / "ours", {"algorithm": ours, "optimizer": TRACED})
-    own = {"old_policy": old_policy} | ({"importance_cap": 1.05} if old_policy == "trainer" else {})
+    """Of the same rows, whose engine is off by so much that ratios are clipped. In the first group one row is unscored,
+    in the second all but one."""
+    packed = make_config(tmp_path / "ours", {"algorithm": {"group_size": 3, **ours}, "optimizer": TRACED})
+    own = {"group_size": 3, "old_policy": old_policy, **({"importance_cap": 1.05} if old_policy == "trainer" else {})}
     theirs = tunix_config(tmp_path / "tunix", options, algorithm=own, optimizer=TRACED)
     scored = with_noise(scored_of(packed), 0.2)
+    scored.scores.total[[1, 3, 4]] = np.nan
     reference: dict[str, Any] = {"reference": make_model(make_mesh(), scale=0.29)}
     one, other = make_learner(packed, **reference), make_tunix(theirs, **reference)
     expected, found = one.update(scored), other.update(scored)
@@ -93,6 +98,11 @@ def test_loss_and_gradients_are_those_of_the_packed_learner(
     assert found.metrics.keys() == expected.metrics.keys()
     for name, value in expected.metrics.items():
         assert found.metrics[name] == pytest.approx(value, rel=2e-5, abs=2e-6), name
+
+
+def test_the_learner_is_generic_as_its_base_is() -> None:
+    assert get_origin(EngineGrpoLearner[GRPOConfig]) is EngineGrpoLearner
+    assert issubclass(types.new_class("Mine", (EngineGrpoLearner[GRPOConfig],)), EngineGrpoLearner)
 
 
 def test_what_tunix_takes_by_itself(tmp_path: Path) -> None:

@@ -47,7 +47,11 @@ def test_dapo_and_dr_grpo_have_configs_of_their_own(tmp_path: Path) -> None:
         ("tunix:grpo", {"num_generations": 4}, "num_generations is algorithm.group_size here, got 4; set that"),
         ("tunix:grpo", {"loss_algo": "x"}, "GRPOConfig refuses .*loss_algo should be either"),
         ("tunix:grpo", {"advantage_estimator": "groo"}, "registry of advantage_estimator, got groo"),
-        ("tunix:grpo", {"advantage_estimator": "gae"}, "advantage_estimator=gae: advantages raised TypeError"),
+        (
+            "tunix:grpo",
+            {"advantage_estimator": "gae"},
+            "need no critic, .* got gae, which takes a critic's values",
+        ),
         ("tunix:grpo", {"reward_manager": "none"}, "registry of reward_manager, got none"),
         ("tunix:grpo", {"num_iterations": 0}, "num_iterations must be >= 1, got 0"),
         ("tunix:dapo", {"beta": 0.1}, "DAPOConfig|options.beta must be"),

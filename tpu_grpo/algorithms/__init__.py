@@ -18,8 +18,10 @@ from tpu_grpo.algorithms.dppo import Dppo
 from tpu_grpo.algorithms.formula import objective_line
 from tpu_grpo.algorithms.grpo import Dapo, DrGrpo, Grpo
 from tpu_grpo.algorithms.gspo import Gspo
+from tpu_grpo.algorithms.luspo import Luspo
 from tpu_grpo.algorithms.reinforce import Reinforce, Rloo
 from tpu_grpo.algorithms.sapo import Sapo
+from tpu_grpo.algorithms.vespo import Vespo
 from tpu_grpo.config import AlgorithmSection
 from tpu_grpo.config.plugins import find_function, not_shipped
 from tpu_grpo.records.errors import ConfigError
@@ -30,9 +32,11 @@ SHIPPED: Mapping[str, type] = {
     "rloo": Rloo,
     "dapo": Dapo,
     "gspo": Gspo,
+    "luspo": Luspo,
     "cispo": Cispo,
     "dppo": Dppo,
     "sapo": Sapo,
+    "vespo": Vespo,
     "reinforce": Reinforce,
 }
 """The algorithms that ship, by ``algorithm.name``."""

@@ -5,7 +5,7 @@ in the files of these algorithms. All run on the host in float64 once per step.
 
 Suffixes: P prompts, G completions of each, N rewards of the config. R is the total reward of a completion, and m the
 mean R of its group. Standard deviations (std) divide by one less than the number of values and have 1e-6 added, so that
-equal rewards give advantages of 0.
+equal rewards give advantages of 0. If some rows are unscored, rewards and lengths are masked arrays.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import numpy as np
 from jaxtyping import Float, Int
 
-from tpu_grpo.algorithms.grpo import DrGrpo, Grpo
+from tpu_grpo.algorithms.grpo import DrGrpo, Grpo, centred, uneven
 from tpu_grpo.algorithms.reinforce import Rloo
 from tpu_grpo.records.errors import RewardError
 
@@ -30,7 +30,7 @@ class LitePpo:
 
     def advantages(self, rewards_PG: Float[np.ndarray, "P G"]) -> Float[np.ndarray, "P G"]:
         """Rewards [[0, 2], [4, 6]] give [[-1, 1], [-1, 1]] divided by the std of the four rewards, sqrt(20 / 3)."""
-        return _centred(rewards_PG) / (rewards_PG.std(ddof=1) + STD_FLOOR)
+        return centred(rewards_PG) / (rewards_PG.std(ddof=1) + STD_FLOOR)
 
 
 class ScaleRl:
@@ -43,7 +43,7 @@ class ScaleRl:
 
     def advantages(self, rewards_PG: Float[np.ndarray, "P G"]) -> Float[np.ndarray, "P G"]:
         """Rewards [[0, 2], [4, 6]] give [[-1, 1], [-1, 1]] divided by their std, sqrt(4 / 3)."""
-        centred_PG = _centred(rewards_PG)
+        centred_PG = centred(rewards_PG)
         return centred_PG / (centred_PG.std(ddof=1) + STD_FLOOR)
 
 
@@ -63,7 +63,7 @@ class ReinforcePlusPlus:
         tokens = max(int(lengths_PG.sum()), 1)
         mean = (lengths_PG * rewards_PG).sum() / tokens
         variance = (lengths_PG * np.square(rewards_PG - mean)).sum() / max(tokens - 1, 1)
-        return (rewards_PG - mean) / (np.sqrt(variance) + STD_FLOOR)
+        return (rewards_PG - mean) / (np.sqrt(variance) + STD_FLOOR) * uneven(rewards_PG.ravel())
 
 
 class ReinforcePlusPlusBaseline(ReinforcePlusPlus):
@@ -75,7 +75,7 @@ class ReinforcePlusPlusBaseline(ReinforcePlusPlus):
         self, rewards_PG: Float[np.ndarray, "P G"], lengths_PG: Int[np.ndarray, "P G"]
     ) -> Float[np.ndarray, "P G"]:
         """Rewards 0 and 2 of completions of 1 and 3 tokens give -1 1 1 1, with mean 1/2 and std 1."""
-        return super().advantages(_centred(rewards_PG), lengths_PG)
+        return super().advantages(centred(rewards_PG), lengths_PG)
 
 
 class MaxRl:
@@ -95,7 +95,7 @@ class MaxRl:
                 "change the rewards, or take another advantage"
             )
         mean_P1 = rewards_PG.mean(axis=1, keepdims=True)
-        return np.divide(rewards_PG - mean_P1, mean_P1, out=np.zeros_like(rewards_PG), where=mean_P1 > 0.0)
+        return centred(rewards_PG) / np.where(mean_P1 > 0.0, mean_P1, 1.0)
 
 
 class Gdpo:
@@ -120,15 +120,11 @@ class Gdpo:
         rewards_NPG: Float[np.ndarray, "N P G"],
         weights_N: Float[np.ndarray, " N"],
     ) -> Float[np.ndarray, "P G"]:
-        """``rewards_PG``, the total of the rewards, is not used."""
-        applies_NPG = ~np.isnan(rewards_NPG)
-        values_NPG = np.where(applies_NPG, rewards_NPG, 0.0)
-        counts_NP1 = applies_NPG.sum(axis=2, keepdims=True)
-        means_NP1 = values_NPG.sum(axis=2, keepdims=True) / np.maximum(counts_NP1, 1)
-        deviations_NPG = np.where(applies_NPG, values_NPG - means_NP1, 0.0)
-        squares_NP1 = np.square(deviations_NPG).sum(axis=2, keepdims=True)
-        stds_NP1 = np.sqrt(squares_NP1 / np.maximum(counts_NP1 - 1, 1))
-        sums_PG = np.einsum("n,npg->pg", weights_N, deviations_NPG / (stds_NP1 + STD_FLOOR))
+        """``rewards_PG``, the total of the rewards, only says which rows are scored."""
+        values_NPG = np.ma.masked_invalid(rewards_NPG)
+        scaled_NPG = centred(values_NPG) / (values_NPG.std(axis=-1, ddof=1, keepdims=True) + STD_FLOOR)
+        sums_PG = np.einsum("n,npg->pg", weights_N, np.ma.filled(scaled_NPG, 0.0))
+        sums_PG = np.ma.masked_array(sums_PG, np.ma.getmask(rewards_PG))
         return (sums_PG - sums_PG.mean()) / (sums_PG.std(ddof=1) + STD_FLOOR)
 
 
@@ -145,7 +141,3 @@ ADVANTAGES: Mapping[str, type] = {
     "gdpo": Gdpo,
 }
 """The classes that compute advantages, by the value of ``algorithm.advantage``."""
-
-
-def _centred(rewards_PG: Float[np.ndarray, "P G"]) -> Float[np.ndarray, "P G"]:
-    return rewards_PG - rewards_PG.mean(axis=1, keepdims=True)

@@ -30,6 +30,7 @@ MEANS: Mapping[LossAggregation, tuple[str, str]] = {
     "sequence-mean-token-mean": ("mean_i mean_t [ ", " ]"),
     "token-mean": ("mean_it [ ", " ]"),
     "prompt-mean-token-mean": ("mean_p mean_it [ ", " ]"),
+    "sequence-mean-token-sum": ("mean_i sum_t [ ", " ]"),
     "sequence-mean-token-scale": ("mean_i sum_t [ ", " ] / {max_new_tokens}"),
 }
 """The text before and after the formula of a token's loss, by aggregation."""
@@ -56,6 +57,9 @@ def objective_line(section: AlgorithmSection, rollout: RolloutSection, algorithm
     factors: list[str] = []
     if section.old_policy == "trainer" and section.correction is None:
         factors.append(f"min(p_old/p_engine, {section.upper_importance:g})")
+    if (share := section.top_entropy_quantile) < 1.0:
+        factors.append("h")
+        definitions.append(f"h = 1 for the {100 * share:g} % of the update's tokens with the highest entropy, else 0")
     if algorithm.correction is not None:
         weight, *more = pieces(algorithm.correction.formula)
         factors.append("w")

@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 
 from tpu_grpo.algorithms.algorithm import PerToken, TokenLosses, token_ratio
 from tpu_grpo.config import LossAggregation
@@ -64,9 +64,7 @@ class Grpo:
 
     def advantages(self, rewards_PG: Float[np.ndarray, "P G"]) -> Float[np.ndarray, "P G"]:
         """Standardize the rewards of each group: [1, 2, 6] with mean 3, std sqrt(7) becomes [-2, -1, 3] / sqrt(7)."""
-        mean_P1 = rewards_PG.mean(axis=1, keepdims=True)
-        std_P1 = rewards_PG.std(axis=1, ddof=1, keepdims=True)
-        return (rewards_PG - mean_P1) / (std_P1 + 1e-6)
+        return centred(rewards_PG) / (rewards_PG.std(axis=1, ddof=1, keepdims=True) + 1e-6)
 
     def token_losses(self, logprobs_BT: PerToken, old_logprobs_BT: PerToken, advantages_BT: PerToken) -> TokenLosses:
         """Return minus the clipped surrogate, with each token's own ratio."""
@@ -123,7 +121,17 @@ class DrGrpo(Grpo):
 
     def advantages(self, rewards_PG: Float[np.ndarray, "P G"]) -> Float[np.ndarray, "P G"]:
         """Subtract the mean of each group: [1, 2, 6] becomes [-2, -1, 3]."""
-        return rewards_PG - rewards_PG.mean(axis=1, keepdims=True)
+        return centred(rewards_PG)
+
+
+def centred(rewards: Float[np.ndarray, "*groups G"]) -> Float[np.ndarray, "*groups G"]:
+    """Subtract the mean of each group; equal rewards become exactly 0, which a rounded mean alone would miss."""
+    return (rewards - rewards.mean(axis=-1, keepdims=True)) * uneven(rewards)
+
+
+def uneven(rewards: Float[np.ndarray, "*groups G"]) -> Bool[np.ndarray, "*groups 1"]:
+    """Mark the groups whose rewards are not all equal."""
+    return rewards.max(axis=-1, keepdims=True) > rewards.min(axis=-1, keepdims=True)
 
 
 def _bound(dual_clip: float | None, delta: float | None, highest: float) -> float | None:

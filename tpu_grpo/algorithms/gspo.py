@@ -25,15 +25,19 @@ from tpu_grpo.algorithms.grpo import Grpo
 class Gspo(Grpo):
     """Clips the ratio of whole completions; advantages and surrogate are inherited from GRPO."""
 
+    default_clip = (3e-4, 4e-4)
+
     def __init__(
         self,
-        clip_low: float = 3e-4,
-        clip_high: float = 4e-4,
+        clip_low: float | None = None,
+        clip_high: float | None = None,
         dual_clip: float | None = None,
         delta: float | None = None,
         per_token: bool = False,
     ):
-        super().__init__(clip_low, clip_high, dual_clip, delta)
+        low, high = self.default_clip
+        low, high = low if clip_low is None else clip_low, high if clip_high is None else clip_high
+        super().__init__(low, high, dual_clip, delta)
         self._per_token = per_token
 
     @property

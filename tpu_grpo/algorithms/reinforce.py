@@ -5,7 +5,7 @@ import numpy as np
 from jaxtyping import Float
 
 from tpu_grpo.algorithms.algorithm import PerToken, TokenLosses, token_ratio
-from tpu_grpo.algorithms.grpo import DrGrpo, Grpo
+from tpu_grpo.algorithms.grpo import DrGrpo, Grpo, uneven
 from tpu_grpo.config import LossAggregation
 from tpu_grpo.records.errors import ConfigError
 
@@ -76,5 +76,6 @@ class Rloo(Grpo):
 
     def advantages(self, rewards_PG: Float[np.ndarray, "P G"]) -> Float[np.ndarray, "P G"]:
         """Subtract the mean of the other completions: [1, 2, 6] - [4, 3.5, 1.5] = [-3, -1.5, 4.5]."""
-        others_PG = (rewards_PG.sum(axis=1, keepdims=True) - rewards_PG) / (rewards_PG.shape[1] - 1)
-        return rewards_PG - others_PG
+        count_P1 = np.ma.count(rewards_PG, axis=1, keepdims=True)
+        others_PG = (rewards_PG.sum(axis=1, keepdims=True) - rewards_PG) / np.maximum(count_P1 - 1, 1)
+        return (rewards_PG - others_PG) * uneven(rewards_PG)

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, PrivateAttr, model_validator
 
 from tpu_grpo.config.section import HAS_PASSWORD, Day, Options, PlainName, PositiveInt, Section, expression, must
+from tpu_grpo.records.errors import LARGEST_REWARD
 
 BUILTIN = "builtin:"
 """The prefix of a path that names a built-in task."""
@@ -238,9 +239,9 @@ class RewardSpec(Section):
     on_error: Literal["stop", "skip", "value"] = "stop"
     """Do this when the reward raises, times out, dies or returns something other than a number. stop: the run ends and
     says why (but a shipped reward that times out or dies skips these rows, because a policy can write texts for which
-    it does); skip: the rows concerned go without this reward, and a row without any reward gets its group's mean;
+    it does); skip: the rows concerned go without this reward, and a row without any reward has the advantage 0;
     value: the rows concerned get error_value."""
-    error_value: float = 0.0
+    error_value: float = Field(default=0.0, ge=-LARGEST_REWARD, le=LARGEST_REWARD)
     """Give this value to the rows concerned when on_error is value."""
     messages: bool = False
     """Pass prompts and completions as lists of messages {role, content} instead of texts: each prompt as all messages

@@ -8,7 +8,11 @@ from pydantic import AfterValidator, Field, model_validator
 from tpu_grpo.config.section import Options, PositiveInt, Section, expression, must
 
 LossAggregation = Literal[
-    "sequence-mean-token-mean", "token-mean", "sequence-mean-token-scale", "prompt-mean-token-mean"
+    "sequence-mean-token-mean",
+    "token-mean",
+    "sequence-mean-token-sum",
+    "sequence-mean-token-scale",
+    "prompt-mean-token-mean",
 ]
 AdvantageName = Literal[
     "grpo",
@@ -41,13 +45,14 @@ class AlgorithmSection(Section):
     """Use this preset's defaults in this section; settings beside it override them. scalerl (arXiv 2510.13786):
     name=cispo, advantage=scale_rl, loss_aggregation=prompt-mean-token-mean, group_size=16, drop_uninformative=true."""
     name: str = "grpo"
-    """Train with this algorithm: grpo, dr_grpo, rloo, dapo, gspo, cispo, dppo, sapo, reinforce, or a class of your own
-    as path.py:Class or package.module:Class. For Tunix's own learner: tunix:NAME, where NAME is dapo, drgrpo,
-    a policy loss of Tunix's registry such as grpo, or path.py:NAME for a loss that this file registers."""
+    """Train with this algorithm: grpo, dr_grpo, rloo, dapo, gspo, luspo, cispo, dppo, sapo, vespo, reinforce, or a
+    class of your own as path.py:Class or package.module:Class. For Tunix's own learner: tunix:NAME, where NAME is dapo,
+    drgrpo, a policy loss of Tunix's registry such as grpo, or path.py:NAME for a loss that this file registers."""
     options: Options = Field(default={})
-    """Pass these keyword arguments to the algorithm's constructor: cap to cispo; per_token to gspo; mask_low, mask_high
-    and kl_weight to dppo; temperature_positive and temperature_negative to sapo; importance_sampling to reinforce; its
-    own arguments to a class of your own; with tunix:NAME the options of Tunix's config, under Tunix's names."""
+    """Pass these keyword arguments to the algorithm's constructor: cap to cispo; per_token to gspo and luspo; mask_low,
+    mask_high and kl_weight to dppo; temperature_positive and temperature_negative to sapo; k_positive, lambda_positive,
+    k_negative and lambda_negative to vespo; importance_sampling to reinforce; its own arguments to a class of your own;
+    with tunix:NAME the options of Tunix's config, under Tunix's names."""
     group_size: Annotated[
         int, AfterValidator(must("be >= 2, got {}; a group of one has no baseline", lambda size: size >= 2))
     ] = 8
@@ -92,10 +97,11 @@ class AlgorithmSection(Section):
     """Route the trainer's tokens to the experts that the engine chose for them (R3, arXiv 2510.11370); only for models
     with experts. The reference model chooses its own experts. When unset, true in bfloat16 without rollout.carry."""
     clip_low: float | None = Field(default=None, gt=0.0, lt=1.0)
-    """Clip the ratio below at 1 - clip_low. When unset: 0.2, but 0.0003 for gspo, and no lower clip for cispo."""
+    """Clip the ratio below at 1 - clip_low. When unset: 0.2, but 0.0003 for gspo, 0.002 for luspo, and no lower clip
+    for cispo."""
     clip_high: float | None = Field(default=None, gt=0.0)
-    """Clip the ratio above at 1 + clip_high. When unset: clip_low, but 0.28 for dapo and 0.0004 for gspo; cispo then
-    clips the ratio at its option cap, which is 5 by default."""
+    """Clip the ratio above at 1 + clip_high. When unset: clip_low, but 0.28 for dapo, 0.0004 for gspo and 0.0025 for
+    luspo; cispo then clips the ratio at its option cap, which is 5 by default."""
     dual_clip: float | None = Field(default=None, gt=1.0)
     """Let the clipped surrogate of a negative advantage fall no further than this many times the advantage (dual clip,
     arXiv 1912.09729)."""
@@ -109,8 +115,8 @@ class AlgorithmSection(Section):
     standardizes each reward by itself. When unset, the algorithm's own advantages apply."""
     loss_aggregation: LossAggregation | None = None
     """Reduce the token losses of a whole step to one number in this way. When unset, the algorithm decides:
-    sequence-mean-token-mean for grpo, gspo and sapo, token-mean for dapo, cispo and dppo, sequence-mean-token-scale for
-    dr_grpo, rloo and reinforce."""
+    sequence-mean-token-mean for grpo, gspo and sapo, token-mean for dapo, cispo, dppo and vespo,
+    sequence-mean-token-sum for luspo, sequence-mean-token-scale for dr_grpo, rloo and reinforce."""
     count_empty: bool = False
     """In means over completions or prompts, also count completions without a token in the loss, as TRL does: truncated
     completions with truncated=mask, and conversations whose environment failed."""
@@ -132,6 +138,9 @@ class AlgorithmSection(Section):
     2505.22312)."""
     entropy_step: float | None = Field(default=None, gt=0.0)
     """Change the coefficient of the entropy bonus by this after an update, for entropy_target; 0.005 when unset."""
+    top_entropy_quantile: float = Field(default=1.0, ge=0.0, le=1.0)
+    """Learn from this share of an update's tokens only, those with the highest entropy, e.g. 0.2 (arXiv 2506.01939). It
+    multiplies the algorithm's loss, not the KL penalty or the entropy bonus, and needs a further forward pass."""
     reference_reset_every: PositiveInt | None = None
     """Replace the reference of the KL penalty by a copy of the policy at this interval of steps; when unset, the
     initial policy stays the reference."""

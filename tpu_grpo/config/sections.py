@@ -8,6 +8,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_serializer, m
 
 from tpu_grpo.config.data_sections import BUILTIN, HUB
 from tpu_grpo.config.section import AutoOrCount, LayerRanges, Options, PlainName, PositiveInt, Section, expression, must
+from tpu_grpo.records.errors import LARGEST_REWARD
 
 IsDirectory = BeforeValidator(
     must(
@@ -191,10 +192,10 @@ class EnvironmentSection(Section):
     qwen3_coder: XML in <tool_call> tags; python: calls as in Python. auto: what the chat template shows."""
     on_error: Literal["stop", "skip", "value"] = "stop"
     """Do this when an environment raises outside of a tool, times out, dies, or returns an invalid value. stop: the run
-    ends and says why; skip: the conversation ends there and is not learned from; in advantages it counts with its
-    group's mean; value: the conversation ends there, and each reward, and the sum of rewards, is error_value. A tool
-    that raises is not such a case: the policy is told the exception."""
-    error_value: float = 0.0
+    ends and says why; skip: the conversation ends there, is not learned from, and counts in no mean of rewards; value:
+    the conversation ends there, and each reward, and the sum of rewards, is error_value. A tool that raises is not such
+    a case: the policy is told the exception."""
+    error_value: float = Field(default=0.0, ge=-LARGEST_REWARD, le=LARGEST_REWARD)
     """Give this reward to a conversation whose environment failed, when on_error is value."""
     turn_credit: Literal["episode", "turn"] = "episode"
     """Give all turns the advantage of their conversation (episode), or add to each turn's advantage (turn) the sum of

@@ -123,6 +123,9 @@ algorithm.advantage: scale_rewards adv_estimator
 algorithm.loss_aggregation: loss_agg_mode
 algorithm.name: loss_type importance_sampling_level trainer_type
 algorithm.dual_clip: clip_ratio_c
+algorithm.importance_cap: vllm_importance_sampling_clip_max vllm_importance_sampling_cap
+algorithm.correction: vllm_importance_sampling_mode vllm_importance_sampling_correction
+algorithm.entropy_bonus: entropy_coef entropy_coeff
 algorithm.kl_estimator: kl_loss_type
 algorithm.kl_in: use_kl_in_reward
 algorithm.reference_reset_every: sync_ref_model ref_model_sync_steps

@@ -26,6 +26,7 @@ from aiohttp.typedefs import Handler
 
 from tpu_grpo.environments.actions import Action
 from tpu_grpo.environments.policy_requests import FORMS, Asked, RefusedError, streamed
+from tpu_grpo.records.errors import LARGEST_REWARD
 
 MOST_BYTES = 2**24
 """The largest body of a request, 16 MiB."""
@@ -245,8 +246,8 @@ class Endpoint:
             reward = float(json.loads(await self._body(request))["reward"])
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
             reward = math.nan
-        if not math.isfinite(reward):
-            raise RefusedError('the body must be {"reward": a finite number}, got another')
+        if not abs(reward) <= LARGEST_REWARD:
+            raise RefusedError('the body must be {"reward": a finite number, at most 1e15}, got another')
         request[_SESSION].reward = reward
         return web.json_response({"reward": reward})
 

@@ -4,7 +4,6 @@ import contextlib
 import functools
 import inspect
 import json
-import math
 import re
 from collections.abc import Awaitable, Mapping, Sequence
 from itertools import pairwise
@@ -14,6 +13,7 @@ from typing import Any, get_type_hints
 from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
 from tpu_grpo.environments.actions import CUT, BadCall, Message, ToolCall
+from tpu_grpo.records.errors import LARGEST_REWARD
 
 AT_THE_END = ("get_reward", "get_turn_rewards", "close")
 """Methods that are called at the end of a conversation; get_turn_rewards also after each turn."""
@@ -169,14 +169,15 @@ def _blocks(value: Any) -> str | None:
 
 
 def number_of(value: Any, giver: str) -> float | None:
-    """Return a number as a float, and None as None. Raises WrongError for anything else, including NaN and infinity;
-    the error names ``giver``, the function that returned the value."""
+    """Return a number as a float, and None as None. Raises WrongError for anything else, including NaN and numbers
+    beyond LARGEST_REWARD; the error names ``giver``, the function that returned the value."""
     if value is None:
         return None
     number = _plain(value)
-    if not isinstance(number, int | float) or not math.isfinite(number):
+    if not isinstance(number, int | float) or not abs(number) <= LARGEST_REWARD:
         raise WrongError(
-            f"must give a finite number or None, got {_shown(value)} from {giver}; correct what it returns"
+            f"must give a finite number or None, got {_shown(value)} from {giver}; correct what it returns, which may "
+            f"be at most {LARGEST_REWARD:g}"
         )
     return float(number)
 

@@ -54,10 +54,11 @@ class Batches:
         backend aborts when the forward passes of many micro-batches run concurrently.
         """
         batch = jax.tree.map(self._put, batch)
-        found, importance = {"old_logps": batch.rollout_logps, **self._compared(batch)}, None
+        found, importance = {"old_logps": batch.rollout_logps, **self._compared(batch)}, batch.importance
         if self._truncated:
             cap = self._settings.section.upper_importance
-            importance = truncated_weights(found["old_logps"], batch.rollout_logps, cap=cap)
+            truncated = truncated_weights(found["old_logps"], batch.rollout_logps, cap=cap)
+            importance = truncated if importance is None else truncated * importance
         return jax.block_until_ready(replace(batch, importance=importance, **found))
 
     def compared(self, batch: TrainBatch) -> dict[str, PerToken]:
@@ -70,13 +71,13 @@ class Batches:
     def describe(self, batch: TrainBatch) -> TrainBatch:
         """Return the shapes, types and shardings of the arrays that `place` makes, without computing anything."""
         batch = jax.tree.map(self._described, batch)
-        logps = batch.rollout_logps
-        importance, reference = (logps if used else None for used in (self._truncated, self._reference is not None))
+        logps, importance = batch.rollout_logps, batch.rollout_logps if self._truncated else batch.importance
+        reference = None if self._reference is None else logps
         return replace(batch, old_logps=logps, importance=importance, reference_logps=reference)
 
-    def policy_logprobs(self, batch: TrainBatch) -> PerToken:
-        """Compute the policy's log-probability of every sampled token, at the sampling temperature."""
-        return self._logprobs(self._policy, jax.tree.map(self._put, batch.rows))
+    def policy_logprobs(self, batch: TrainBatch, **field: str) -> PerToken:
+        """Compute the policy's log-probability, or another ``field`` of `TokenLogprobs`, of every sampled token."""
+        return self._logprobs(self._policy, jax.tree.map(self._put, batch.rows), **field)
 
     def agreement_with(self, model: nnx.Module, batch: TrainBatch) -> AgreementSums:
         """Compare the engine's log-probabilities of a placed micro-batch with those of ``model``; see `newest`."""
@@ -100,9 +101,9 @@ class Batches:
             found["old_logps"] = self._logprobs(self._policy, batch.rows) if known is None else known
         return found
 
-    def _logprobs(self, model: nnx.Module, rows: ModelRows) -> PerToken:
+    def _logprobs(self, model: nnx.Module, rows: ModelRows, **field: str) -> PerToken:
         with self._mesh:
-            found = logprobs(*nnx.split(model), rows, **self._settings.forward)
+            found = logprobs(*nnx.split(model), rows, **self._settings.forward, **field)
         return jax.device_put(found, self._sharding)
 
     def _described(self, value: np.ndarray) -> jax.ShapeDtypeStruct:
@@ -113,6 +114,14 @@ class Batches:
 def truncated_weights(trainer_logps: PerToken, engine_logps: PerToken, *, cap: float) -> PerToken:
     """Compute every token's importance weight min(exp(trainer - engine), cap) from its log-probabilities."""
     return jnp.minimum(jnp.exp(trainer_logps - engine_logps), cap)
+
+
+def with_top_entropy(batch: TrainBatch, share: float) -> TrainBatch:
+    """Turn entropies in ``importance`` into 1 where they are at least the quantile 1 - ``share`` of those of all tokens
+    that count, else 0 ("Beyond the 80/20 Rule", arXiv 2506.01939). ``batch`` holds all rows of an update."""
+    counted = batch.importance[batch.weights != 0.0]
+    threshold = np.quantile(counted, 1.0 - share) if counted.size else 0.0
+    return replace(batch, importance=(batch.importance >= threshold).astype(np.float32))
 
 
 # --- the KL penalty in the reward ------------------------------------------------------------------------------------

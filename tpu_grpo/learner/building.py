@@ -77,8 +77,9 @@ class LearnerParts:
 
     @property
     def forward_passes(self) -> int:
-        """The number of forward passes before a step's updates, for the reference and the old policy: 0, 1 or 2."""
-        return (self.reference is not None) + (self.settings.section.old_policy == "trainer")
+        """The number of forward passes before a step's updates, for reference, old policy and entropies: 0 to 3."""
+        section = self.settings.section
+        return (self.reference is not None) + (section.old_policy == "trainer") + (section.top_entropy_quantile < 1.0)
 
     @cached_property
     def batch(self) -> TrainBatch:
@@ -134,6 +135,7 @@ def row_shape(config: RunConfig, model: nnx.Module, mesh: Mesh) -> RowShape:
         filtered=config.algorithm.filtered_ratio,
         carries=config.has_older_tokens,
         count_empty=config.algorithm.count_empty,
+        chosen=config.algorithm.top_entropy_quantile < 1.0,
     )
 
 

@@ -65,10 +65,12 @@ def run_model(model: nnx.Module, rows: ModelRows, *, temperature: float, mesh: M
     return TokenLogprobs(*(jnp.pad(values_RS[:, :-1], ((0, 0), (1, 0))) for values_RS in found))
 
 
-@functools.partial(jax.jit, static_argnames=("temperature", "mesh"))
-def logprobs(definition: Any, state: Any, rows: ModelRows, *, temperature: float, mesh: Mesh) -> PerToken:
-    """Run a model, split by ``nnx.split``, and return the log-probability of every token in ``rows.mask``."""
-    return run_model(nnx.merge(definition, state), rows, temperature=temperature, mesh=mesh).logprobs_RS
+@functools.partial(jax.jit, static_argnames=("temperature", "mesh", "field"))
+def logprobs(
+    definition: Any, state: Any, rows: ModelRows, *, temperature: float, mesh: Mesh, field: str = "logprobs_RS"
+) -> PerToken:
+    """Run a model, split by ``nnx.split``, and return one field of `TokenLogprobs`."""
+    return getattr(run_model(nnx.merge(definition, state), rows, temperature=temperature, mesh=mesh), field)
 
 
 def _next(values_RS: Array) -> Array:

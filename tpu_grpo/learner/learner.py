@@ -28,7 +28,7 @@ from jaxtyping import Bool, Float
 from tpu_grpo.config import RunConfig, UpdateSection
 from tpu_grpo.hosts import Hosts, hosts_of, packed
 from tpu_grpo.hosts import unpacked as unpacked_numbers
-from tpu_grpo.learner.batches import PassArrays, pass_arrays, with_kl_in_advantages
+from tpu_grpo.learner.batches import PassArrays, pass_arrays, with_kl_in_advantages, with_top_entropy
 from tpu_grpo.learner.building import LearnerInputs, LearnerParts, build_parts
 from tpu_grpo.learner.checkpoints import Checkpoints, read_groups, read_policy, sum_of_groups, unsound_explained
 from tpu_grpo.learner.loss import AgreementSums, TrainBatch
@@ -195,7 +195,12 @@ class Learner:
             )
         signal = read_signal(scored, config, parts.settings.algorithm)
         updates, notes = [], []
-        for update, batches in self._made_updates(signal, scored):
+        began = any(completion.sampled_tokens for completion in signal.completions)
+        if not began:
+            failed: Any = signal.completions[0].episode  # the environment did, before the first turn
+            why = f"in row 0 the environment {failed.environment} {failed.failure.text}"
+            notes.append(f"step {signal.step}: nothing was learnt, because no conversation had a turn: {why}")
+        for update, batches in self._made_updates(signal, scored) if began else ():
             updates.append(update)
             if update.record.finite:
                 self._skipped.interrupted()
@@ -207,10 +212,10 @@ class Learner:
         every = config.algorithm.reference_reset_every
         if every is not None and parts.reference is not None and signal.step % every == 0:
             copy_values(parts.reference, self._updater.model, self._updater.trained)
-        measures = update_metrics(updates, stale=config.algorithm.staleness > 0) | signal.metrics()
-        seconds, first = time.perf_counter() - started, updates[0]
-        metrics = self._told(METRICS, measures, dict[str, float])  # waits for hosts that still sample
-        histograms = first.histograms if first.record.finite else {}
+        measures = update_metrics(updates, stale=config.algorithm.staleness > 0) if began else {}
+        seconds = time.perf_counter() - started
+        metrics = self._told(METRICS, measures | signal.metrics(), dict[str, float])  # waits for hosts that sample
+        histograms = updates[0].histograms if began and updates[0].record.finite else {}
         return UpdateResult(metrics, signal.advantages_B, seconds, tuple(notes), histograms)
 
     def _made_updates(
@@ -309,12 +314,16 @@ class Learner:
         Log-probabilities of the old policy and the reference are computed before the first update. The mini-batches of
         an iteration are placed together, so that no device waits for the host between them.
         """
-        config = self._config
+        config, rows = self._config, (signal.prompts, signal.completions)
         iterations, size = config.algorithm.iterations, config.mini_batch_prompts
+        known = dict[str, Float[np.ndarray, "B T"]]()
+        if self._parts.shape.chosen:
+            compute = partial(self._parts.batches.policy_logprobs, field="entropies_RS")
+            known = self._per_token(*rows, lambda batch: {"importance": compute(batch)})
         if size == config.data.prompts_per_step:
-            yield from self._placed([(signal, {})]) * iterations
+            yield from self._placed([(signal, known)]) * iterations
             return
-        known = self._per_token(signal.prompts, signal.completions, self._parts.batches.compared)
+        known |= self._per_token(*rows, self._parts.batches.compared)
         for iteration in range(1, iterations + 1):
             parts = signal.mini_batches(size, config.run.seed, iteration)
             yield from self._placed(
@@ -332,6 +341,8 @@ class Learner:
             batch, _ = train_rows(
                 signal.prompts, signal.completions, signal.advantages, shape, aggregation, signal.counted_B, known
             )
+            if shape.chosen:
+                batch = with_top_entropy(batch, section.top_entropy_quantile)
             updates.append([self._parts.batches.place(part) for part in self._own(batch)])
         if section.kl_in == "loss":
             return updates

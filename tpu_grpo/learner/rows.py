@@ -68,14 +68,8 @@ def check_sequences(
     """Raise DataError or NonFiniteError for the first row whose prompt or completion is too long, or whose
     log-probabilities are missing, too few or not finite.
 
-    The prompt of a conversation is that of its first branch. A conversation that never began is not checked. If no
-    conversation began, DataError is raised.
+    The prompt of a conversation is that of its first branch. A conversation that never began is not checked.
     """
-    if all(map(never_began, completions)):
-        raise DataError(
-            f"some conversation must have had a turn, got {len(completions)} whose environments all failed before "
-            "their first; repair the environment: environment.on_error=stop shows how it fails"
-        )
     for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         if never_began(completion):
             continue
@@ -322,6 +316,8 @@ class RowShape:
     """Whether some tokens may have been sampled by older weights."""
     count_empty: bool = False
     """Whether means over completions and prompts also count ones that have no token in the loss."""
+    chosen: bool = False
+    """Whether only some tokens are learnt from, which ``importance`` marks (algorithm.top_entropy_quantile)."""
 
     def empty(self, rows: int) -> TrainBatch:
         """Make rows without sequences, in host memory."""
@@ -339,6 +335,7 @@ class RowShape:
             weights=np.zeros(shape, np.float32),
             advantages=np.zeros(shape, np.float32),
             rollout_logps=np.zeros(shape, np.float32),
+            importance=np.zeros(shape, np.float32) if self.chosen else None,
             older=np.zeros(shape, np.bool_) if self.carries else None,
         )
 
@@ -436,6 +433,7 @@ def token_weights(
 
         sequence-mean-token-mean     1 / (B n_i)      B completions with tokens, n_i tokens in completion i
         token-mean                   1 / sum n_i
+        sequence-mean-token-sum      1 / B
         sequence-mean-token-scale    1 / (B T)        T = rollout.max_new_tokens
         prompt-mean-token-mean       1 / (P n_p)      P prompts with tokens, n_p tokens in all completions of prompt p
 
@@ -450,6 +448,8 @@ def token_weights(
             denominators_B = rows * counts_B
         case "token-mean":
             denominators_B = np.full_like(counts_B, counts_B.sum())
+        case "sequence-mean-token-sum":
+            denominators_B = np.full_like(counts_B, float(rows))
         case "sequence-mean-token-scale":
             denominators_B = np.full_like(counts_B, float(rows * max_new_tokens))
         case "prompt-mean-token-mean":

@@ -31,7 +31,7 @@ from tpu_grpo.algorithms import RunAlgorithm
 from tpu_grpo.config import EnvironmentSection, RewardSpec, RunConfig
 from tpu_grpo.learner.rows import sampled_mask
 from tpu_grpo.records.errors import NonFiniteError, RewardError
-from tpu_grpo.records.stages import Completion, Rollout, ScoredRollout
+from tpu_grpo.records.stages import Completion, Rollout, ScoredRollout, differ
 
 TokenValues = tuple[Float[np.ndarray, "_"], ...]
 """For each row, one number per token of its completion; empty if there is nothing to add."""
@@ -46,7 +46,7 @@ class Signal:
     prompts: tuple[Sequence[int], ...]
     completions: tuple[Completion, ...]
     advantages_B: Float[np.ndarray, " B"]
-    """The advantages of whole completions; 0 for a completion that no reward applies to."""
+    """The advantages of whole completions; 0 for unscored rows."""
     added: TokenValues
     """The terms that are added to the advantage of each token."""
     counted_B: Bool[np.ndarray, " B"]
@@ -107,8 +107,8 @@ def read_signal(scored: ScoredRollout, config: RunConfig, algorithm: RunAlgorith
     has a term other than 0. The rewards compared are the totals. If the advantages request single rewards (see
     `ON_REQUEST` in tpu_grpo/algorithms/algorithm.py), each reward with a weight other than 0 is compared instead.
 
-    Groups without a scored row are left out when advantages are computed, for example from standard deviations over the
-    step. With algorithm.drop_uninformative, so are uninformative groups. A row without a score has the advantage 0.
+    Unscored rows, whose advantage is 0, are left out of all means and standard deviations of rewards. With
+    algorithm.drop_uninformative, so are uninformative groups.
 
     Raises:
         RewardError: for missing rewards, or rewards that the advantages cannot take.
@@ -146,7 +146,7 @@ def read_signal(scored: ScoredRollout, config: RunConfig, algorithm: RunAlgorith
         group_size=size,
         prompts=tuple(prompt.token_ids for prompt in rollout.row_prompts),
         completions=completions,
-        advantages_B=np.where(scores.scored, advantages_B, 0.0),
+        advantages_B=advantages_B,
         added=added,
         counted_B=counted_B,
         informative_P=informative_P,
@@ -155,13 +155,11 @@ def read_signal(scored: ScoredRollout, config: RunConfig, algorithm: RunAlgorith
 
 
 def _differ(scored: ScoredRollout, asked: Mapping[str, np.ndarray]) -> Bool[np.ndarray, " P"]:
-    """Mark the groups whose rewards differ. NaN, which stands for a reward that does not apply, is ignored."""
+    """Mark the groups whose rewards differ."""
     judged_NPG = scored.scores.total.reshape(1, -1, scored.rollout.group_size)
     if "rewards_NPG" in asked:
         judged_NPG = asked["rewards_NPG"][asked["weights_N"] != 0.0]
-    applies_NPG = ~np.isnan(judged_NPG)
-    highest_NP = np.where(applies_NPG, judged_NPG, -np.inf).max(axis=2)
-    return (highest_NP > np.where(applies_NPG, judged_NPG, np.inf).min(axis=2)).any(axis=0)
+    return np.any(differ(judged_NPG), axis=0)
 
 
 def _asked(scored: ScoredRollout, rewards: Sequence[RewardSpec], algorithm: RunAlgorithm) -> dict[str, np.ndarray]:
@@ -196,31 +194,32 @@ def group_advantages(
     """Compute the algorithm's advantages of B rows in float64; each ``group_size`` consecutive rows belong to one
     prompt.
 
+    Rows with the reward NaN are unscored: their advantage is 0, and the algorithm gets masked arrays, whose means and
+    standard deviations are of the others. Rewards of a group that do not `differ` are made equal.
+
     ``known`` holds further arguments that advantages may request, by their names in `ON_REQUEST` of
     tpu_grpo/algorithms/algorithm.py. The algorithm gets the groups marked in ``taken_P``, or all if it is None. The
     advantages of other groups are 0.
 
     Raises:
-        RewardError: for a count that is not a multiple of the group size, a reward that is not finite, or a reward that
-            the advantages refuse.
+        RewardError: for a reward that the advantages refuse.
         NonFiniteError: for an advantage that is not finite.
     """
-    if len(rewards_B) % group_size:
-        raise RewardError(
-            f"rewards must come in groups of algorithm.group_size={group_size}, got {len(rewards_B)}; score every row"
-        )
-    if (bad := np.flatnonzero(~np.isfinite(rewards_B))).size:
-        raise RewardError(
-            f"rewards must be finite, got {rewards_B[bad[0]]} in row {bad[0]}; return a number for every completion"
-        )
     rewards_PG = rewards_B.astype(np.float64).reshape(-1, group_size)
+    scored_PG, differ_P1, of_all = ~np.isnan(rewards_PG), differ(rewards_PG)[:, None], dict(known or {})
+    means_P1 = np.ma.filled(np.ma.masked_invalid(rewards_PG).mean(axis=1, keepdims=True), 0.0)
+    rewards_PG = np.where(scored_PG & differ_P1, rewards_PG, means_P1)  # also for classes that know of no masks
+    if not scored_PG.all():
+        rewards_PG = np.ma.masked_array(rewards_PG, ~scored_PG)
+        of_all |= {name: np.ma.masked_array(of_all[name], ~scored_PG) for name in of_all.keys() & {"lengths_PG"}}
     taken_P = np.ones(len(rewards_PG), np.bool_) if taken_P is None else taken_P
-    advantages_PG = np.zeros_like(rewards_PG)
+    advantages_PG = np.zeros(rewards_PG.shape)
     if taken_P.any():
         of_taken = {  # in arrays with an axis of groups, it is the last but one
-            name: values[..., taken_P, :] if values.ndim > 1 else values for name, values in (known or {}).items()
+            name: values[..., taken_P, :] if values.ndim > 1 else values for name, values in of_all.items()
         }
-        advantages_PG[taken_P] = algorithm.advantages(rewards_PG[taken_P], of_taken)
+        found_PG = np.ma.filled(algorithm.advantages(rewards_PG[taken_P], of_taken), 0.0)
+        advantages_PG[taken_P] = np.where(scored_PG[taken_P], found_PG, 0.0)
     advantages_B = advantages_PG.reshape(-1)
     if (bad := np.flatnonzero(~np.isfinite(advantages_B))).size:
         group = rewards_PG[bad[0] // group_size].tolist()

@@ -23,8 +23,8 @@ class SampleRow:
     completion: str
     rewards: Mapping[str, float | None]
     """The value of each reward by its name in the metrics, before weighting; None where a reward does not apply."""
-    reward: float
-    """The weighted sum of the rewards."""
+    reward: float | None
+    """The weighted sum of the rewards; None for an unscored row."""
     advantage: float
     tokens: int
     """The number of tokens that were sampled."""
@@ -46,7 +46,7 @@ def sample_rows(scored: ScoredRollout, advantages: Float[np.ndarray, " B"]) -> l
             prompt=prompt.text if completion.episode is None else completion.episode.prompt,
             completion=text,
             rewards={name: none_if_nan(rewards_B[row]) for name, rewards_B in scores.by_name.items()},
-            reward=float(scores.total[row]),
+            reward=none_if_nan(scores.total[row]),
             advantage=float(advantage),
             tokens=completion.sampled_tokens,
             finish_reason=completion.finish_reason,
@@ -127,7 +127,7 @@ def shown_turns(turns: Sequence[Any], most: int) -> list[Any]:
 
 def pick_rows(step: int, rows: Sequence[SampleRow], count: int) -> list[SampleRow]:
     """Pick at most ``count`` rows: the best, the worst, and some others, which are drawn with the step as seed."""
-    ranked = sorted(rows, key=lambda row: -row.reward)
+    ranked = sorted(rows, key=lambda row: -(row.reward or 0.0))
     if len(ranked) <= count:
         return ranked
     middle = random.Random(step).sample(range(1, len(ranked) - 1), count - 2)

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Float
 
 from tpu_grpo.records.episode import Ending
-from tpu_grpo.records.stages import Completion, ScoredRollout, Scores, SyncResult, UpdateResult
+from tpu_grpo.records.stages import Completion, ScoredRollout, Scores, SyncResult, UpdateResult, differ
 
 MetricValue = float | int | str
 
@@ -48,11 +48,11 @@ def sync_metrics(result: SyncResult) -> dict[str, float | int]:
 
 
 def zero_variance_fraction(totals_PG: Float[np.ndarray, "P G"]) -> float:
-    """Return the fraction of groups whose G rewards are all equal, and which therefore teach nothing.
+    """Return the fraction of groups whose rewards do not differ (see `differ`), and which therefore teach nothing.
 
-    For groups ``[1 1 1]``, ``[0 1 0]`` and ``[0 0 0]`` it is 2/3.
+    For groups ``[1 1 1]``, ``[0 1 0]`` and ``[0 0 nan]`` it is 2/3.
     """
-    return float(np.mean(np.all(totals_PG == totals_PG[:, :1], axis=1)))
+    return float(np.mean(~differ(totals_PG)))
 
 
 def tokens_digest(completions: Sequence[Completion]) -> str:

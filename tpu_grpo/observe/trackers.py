@@ -202,8 +202,7 @@ def _markdown(rows: Sequence[SampleRow]) -> str:
     for row in rows:
         shown = [visible(text, SHOWN_CHARACTERS) for text in (row.prompt, row.completion)]
         texts = ["".join(f"&#{ord(c)};" if c in "|<>&*_`[]\\#~$" else c for c in text) for text in shown]
-        rewards = ["" if (value := row.rewards.get(name)) is None else f"{value:.2f}" for name in names]
-        lines.append(
-            [*texts, *rewards, f"{row.reward:.2f}", f"{row.advantage:+.2f}", str(row.tokens), row.finish_reason]
-        )
+        values = [*map(row.rewards.get, names), row.reward]
+        rewards = ["" if value is None else f"{value:.2f}" for value in values]
+        lines.append([*texts, *rewards, f"{row.advantage:+.2f}", str(row.tokens), row.finish_reason])
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

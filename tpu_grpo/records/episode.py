@@ -73,7 +73,7 @@ class Failure:
     trace: str = ""
     """The text of the traceback, if there is one."""
     reward: float | None = None
-    """The conversation's total reward, which replaces all rewards; if None, the total is the mean of its group."""
+    """The conversation's total reward, which replaces all rewards; if None, the row is unscored."""
 
 
 @dataclass(frozen=True)

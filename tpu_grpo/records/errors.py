@@ -11,6 +11,9 @@ import unicodedata
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+LARGEST_REWARD = 1e15
+"""A reward, times its weight, may not be larger in size: squares of float32 gradients would overflow."""
+
 
 class TpuGrpoError(Exception):
     """Root of the package's errors."""

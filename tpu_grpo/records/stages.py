@@ -7,7 +7,6 @@ V vocabulary. Row ``p * G + g`` is completion ``g`` of prompt ``p``.
                             Request -> (engine) -> Completion
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
@@ -256,8 +255,8 @@ class Scores:
     """Rewards of a Rollout's B rows."""
 
     total: Float[np.ndarray, " B"]
-    """The weighted sum (float64) of the rewards that apply to the row, without token rewards. A row to which none
-    applies has the mean of the other rows of its group, or 0."""
+    """The weighted sum (float64) of the rewards that apply to the row, without token rewards; NaN for an unscored row,
+    to which no completion reward with a weight other than 0 applies."""
     by_name: Mapping[str, Float[np.ndarray, " B"]]
     """Each reward before weighting (float64); NaN where it does not apply. A token reward is summed over the row's
     tokens."""
@@ -270,22 +269,25 @@ class Scores:
     empty without token rewards."""
     token_rewards: tuple[str, ...] = ()
     """The names of the token rewards (rewards per token)."""
-    unscored: Bool[np.ndarray, " B"] | None = None
-    """A mask of the rows whose total is the mean of their group, because no completion reward with a weight other than
-    0 applies to them; None stands for no such rows."""
 
     @property
     def scored(self) -> Bool[np.ndarray, " B"]:
-        """A mask of the rows whose total is their own, not the mean of their group."""
-        return np.ones(len(self.total), np.bool_) if self.unscored is None else ~self.unscored
+        """A mask of the rows that have a total."""
+        return ~np.isnan(self.total)
 
     def select(self, rows: Sequence[int]) -> "Scores":
         """Return the scores of some rows; ``seconds`` and ``figures`` remain those of all rows."""
         kept = list(rows)
         per_token = tuple(self.per_token[row] for row in kept) if self.per_token else ()
         by_name = {name: values[kept] for name, values in self.by_name.items()}
-        unscored = None if self.unscored is None else self.unscored[kept]
-        return replace(self, total=self.total[kept], by_name=by_name, per_token=per_token, unscored=unscored)
+        return replace(self, total=self.total[kept], by_name=by_name, per_token=per_token)
+
+
+def differ(rewards: Float[np.ndarray, "*groups G"]) -> Bool[np.ndarray, "*groups"]:
+    """Mark the groups whose rewards differ in float32; NaN, for a reward that does not apply, is ignored."""
+    known = ~np.isnan(rewards)
+    highest = np.where(known, rewards, -np.inf).max(axis=-1)
+    return highest.astype(np.float32) > np.where(known, rewards, np.inf).min(axis=-1).astype(np.float32)
 
 
 @dataclass(frozen=True)
@@ -298,11 +300,9 @@ class ScoredRollout:
     def mean_rewards(self, name: str | None = None) -> tuple[float, ...]:
         """Return, for each prompt, the mean total reward of its completions, or their mean reward ``name``; NaN if no
         completion has one."""
-        scores = self.scores
-        values_B = np.where(scores.scored, scores.total, np.nan) if name is None else scores.by_name[name]
-        groups_PG = values_B.reshape(-1, self.rollout.group_size).tolist()
-        known = [[value for value in group if not math.isnan(value)] for group in groups_PG]
-        return tuple(sum(values) / len(values) if values else math.nan for values in known)
+        values_B = self.scores.total if name is None else self.scores.by_name[name]
+        means_P = np.ma.masked_invalid(values_B.reshape(-1, self.rollout.group_size)).mean(axis=1)
+        return tuple(np.ma.filled(means_P, np.nan).tolist())
 
     def select(self, prompts: Sequence[int]) -> "ScoredRollout":
         """Return the groups of some of the prompts, by their indices in the batch."""

@@ -29,7 +29,7 @@ from jaxtyping import Bool, Float
 
 from tpu_grpo.config import RewardSpec
 from tpu_grpo.records.episode import Failure
-from tpu_grpo.records.errors import RewardError
+from tpu_grpo.records.errors import LARGEST_REWARD, RewardError
 from tpu_grpo.records.stages import Conversation, Figure, Rollout
 from tpu_grpo.rewards.calling import NO_VALUES, SHORT_REPR, Answer, Call, Problem, RewardBatch, TokenValues
 from tpu_grpo.rewards.executors import Executor
@@ -280,7 +280,7 @@ def _take_in(
         result.of_tokens[row] = values
     for name, logged in answer.logged.items():
         result.logged.setdefault(name, []).extend(logged)
-    for problem in answer.problems:
+    for problem in (*answer.problems, *_too_large(answer, spec, table.step)):
         rows = list(batch) if problem.row is None else [batch[problem.row]]
         message = _describe(spec, problem, batch, rows, table)
         by_the_text = shipped is not None and shipped.deterministic and problem.kind in ("late", "died")
@@ -297,6 +297,17 @@ def _take_in(
             result.errors += len(rows)
         result.values[rows] = np.nan if on_error == "skip" else spec.error_value
         result.skipped[rows] = on_error == "skip"
+        for row in rows if result.of_tokens else ():
+            result.of_tokens[row] = NO_VALUES
+
+
+def _too_large(answer: Answer, spec: RewardSpec, step: int) -> list[Problem]:
+    """Return a problem for each row with a number beyond LARGEST_REWARD, or with weight 0 beyond 1e100."""
+    weight = spec.weight_at(step)
+    most = LARGEST_REWARD / max(abs(weight), LARGEST_REWARD / 1e100)
+    largest = [np.abs(values_T).max(initial=0.0) for values_T in answer.of_tokens] or np.abs(answer.values)
+    text = f"must return numbers of at most {most:g} with the weight {weight:g} (or None where it does not apply), got"
+    return [Problem("wrong", f"{text} {size:g}", row) for row, size in enumerate(largest) if size > most]
 
 
 def _describe(spec: RewardSpec, problem: Problem, batch: Sequence[int], rows: Sequence[int], table: Table) -> str:

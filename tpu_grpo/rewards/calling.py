@@ -414,7 +414,7 @@ def check_token_values(values: Any, lengths: Sequence[int]) -> Checked:
         if isinstance(found, Problem):
             problems.append(replace(found, row=row))
         else:
-            sums[row], of_tokens[row] = math.fsum(found), found
+            sums[row], of_tokens[row] = math.fsum(np.clip(found, -1e100, 1e100)), found  # larger ones are refused
     return sums, of_tokens, problems
 
 

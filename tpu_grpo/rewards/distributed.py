@@ -25,8 +25,7 @@ class Told:
     """The message that a host sends to the other hosts about its rows."""
 
     columns: list[list[float]]
-    """Lists with a value per row: the totals, then 1 for unscored rows and 0 for others, then each reward's values.
-    JSON keeps floats exact, including NaN."""
+    """Lists with a value per row: the totals, then each reward's values. JSON keeps floats exact, including NaN."""
     witness: dict[str, list[float | str] | None]
     """The values of each compared reward for the rows of the witness, by name; None if the reward had a problem."""
     figures: dict[str, Figure]
@@ -106,9 +105,9 @@ class DistributedScoring(Scoring):
         """Merge the scores of all hosts, and compare their values for the witness."""
         witness = rollout.select([rollout.batch.step % len(scorers)])
         names, token_rewards = self._rewards.names, self._rewards.token_rewards
-        columns, figures, of_tokens = [np.zeros(0)] * (2 + len(names)), dict[str, Figure](), [NO_VALUES]
+        columns, figures, of_tokens = [np.zeros(0)] * (1 + len(names)), dict[str, Figure](), [NO_VALUES]
         if own is not None:
-            columns = [own.total, (~own.scored).astype(float), *(own.by_name[name] for name in names)]
+            columns = [own.total, *(own.by_name[name] for name in names)]
             figures, of_tokens = dict(own.figures), [NO_VALUES, *own.per_token]
         witness_values = self._rewards.repeatable_values(witness, self._compared)
         mine = Told([c.tolist() for c in columns], witness_values, figures, packed(np.concatenate(of_tokens)))
@@ -133,7 +132,7 @@ class DistributedScoring(Scoring):
             merged[:, rows] = found
             for row, values in zip(np.flatnonzero(rows), tokens, strict=True):
                 per_token[row] = values
-        total, unscored, *by_name = merged
+        total, *by_name = merged
         return Scores(
             total,
             dict(zip(names, by_name, strict=True)),
@@ -141,7 +140,6 @@ class DistributedScoring(Scoring):
             merge_figures(told.figures for told, _, _ in answers),
             tuple(per_token) if token_rewards else (),
             token_rewards,
-            unscored.astype(bool),
         )
 
 

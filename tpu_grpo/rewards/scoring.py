@@ -5,11 +5,11 @@ Suffix B: rows; row ``p * G + g`` is completion ``g`` of prompt ``p``.
     weights         1      0.5    0
     a group of 3    1.0    None   7.0     total 1.0
                     1.0    4.0    None    total 3.0
-                    None   None   7.0     total 2.0, the mean of the others; the row counts as unscored
+                    None   None   7.0     total nan: the row is unscored
 
-A reward of weight 0 is only logged: a row to which only such rewards apply is unscored, unless all weights are 0. A
-group without a scored row has totals of 0, and does not train the policy. Per-token rewards are not part of the total,
-because the learner adds them to the tokens' advantages:
+A reward of weight 0 is only logged: a row to which only such rewards apply is unscored, unless all weights are 0. An
+unscored row has the advantage 0, and no part in means and standard deviations of rewards. Per-token rewards are not
+part of the total, because the learner adds them to the tokens' advantages:
 
     lengths         [3           2      ]      the tokens of two completions, the stop token included
     weight 2        [[0 0.5 -1]  None   ]
@@ -259,7 +259,7 @@ class Scoring:
 
 
 def add_up(rewards: RewardSet, results: Mapping[str, RewardResult], table: Table, started: float) -> Scores:
-    """Sum the rewards' values with their weights; unscored rows get the mean total of the scored rows of their group.
+    """Sum the rewards' values with their weights; unscored rows get NaN.
 
     A row whose environment failed gets ``Failure.reward`` as the value of each completion reward and as its total; if
     ``Failure.reward`` is None, the row is unscored. A warning names the first row to which no reward applies, apart
@@ -293,13 +293,10 @@ def add_up(rewards: RewardSet, results: Mapping[str, RewardResult], table: Table
     if rows := np.flatnonzero(~any_B & ~skipped_B).tolist():
         others = f", and {len(rows) - 1} more rows" if len(rows) > 1 else ""
         lacking = f"no reward of {', '.join(results)} applies to {table.shown(rows[0])}{others}"
-        LOG.warning("step %d: %s; such a row takes the mean of its group", table.step, lacking)
-    lacking_PG, total_PG = ~scored_B.reshape(-1, table.group_size), total_B.reshape(-1, table.group_size)
-    known_P = np.maximum(1, (~lacking_PG).sum(axis=1))
-    mean_P = np.where(lacking_PG, 0.0, total_PG).sum(axis=1) / known_P
+        LOG.warning("step %d: %s; such a row counts in no mean, and has the advantage 0", table.step, lacking)
     scheduled = [reward.spec.shown for reward in rewards.rewards if isinstance(reward.spec.weight, dict)]
     return Scores(
-        total=np.where(lacking_PG, mean_P[:, None], total_PG).reshape(-1),
+        total=np.where(scored_B, total_B, np.nan),
         by_name={name: result.values for name, result in results.items()},
         seconds=time.perf_counter() - started,
         figures={k: figure for name, result in results.items() for k, figure in result.figures(name).items()}
@@ -307,7 +304,6 @@ def add_up(rewards: RewardSet, results: Mapping[str, RewardResult], table: Table
         | {UNSCORED: Figure(int((~any_B).sum()), "sum")},
         per_token=tuple(per_token),
         token_rewards=token_rewards,
-        unscored=~scored_B,
     )
 
 

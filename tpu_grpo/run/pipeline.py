@@ -289,7 +289,7 @@ class Run:
 
     def _warn_of_lost_steps(self, step: int, update: UpdateResult) -> None:
         """Warn once if rounding removes much of the optimizer's step, by the metric ``update/step_kept``."""
-        kept = update.metrics["update/step_kept"]
+        kept = update.metrics.get("update/step_kept", 1.0)  # without a token there was no update
         if kept < KEPT_AT_LEAST and not self.warned_of_lost_steps:
             self.warned_of_lost_steps = True
             self.log.note(

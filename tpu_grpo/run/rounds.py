@@ -134,7 +134,6 @@ def join(rounds: Sequence[ScoredRollout]) -> ScoredRollout:
         figures=figures,
         per_token=tuple(chain.from_iterable(each.per_token for each in scores)),
         token_rewards=scores[0].token_rewards,
-        unscored=np.concatenate([~each.scored for each in scores]),
     )
     return ScoredRollout(rollout, joined)
 

@@ -42,7 +42,7 @@ class TrainExample(grpo_learner.TrainExample):
     rollout_per_token_logps: Any = None
 
 
-class EngineGrpoLearner(grpo_learner.GRPOLearner[Any]):
+class EngineGrpoLearner[Config: grpo_learner.GRPOConfig](grpo_learner.GRPOLearner[Config]):
     """Tunix's ``GRPOLearner`` with the old log-probabilities that ``old_policy`` chooses, and metrics of every pass."""
 
     def __init__(
@@ -116,8 +116,8 @@ def measured_loss(loss_fn: Callable[..., Any], name: str, passes: int) -> Callab
                 raise
             except Exception as error:  # user code may raise anything
                 raise ConfigError(
-                    f"Tunix's policy loss {name} raised {type(error).__name__}: {error}; correct algorithm.options, or "
-                    "repair it"
+                    f"Tunix's policy loss {name} raised {type(error).__name__}: {error}; correct algorithm.options, "
+                    "take another loss, or repair it if it is your own"
                 ) from error
             if jnp.shape(value) != () or not isinstance(aux, dict):
                 raise ConfigError(

@@ -10,6 +10,7 @@ Parameters, checkpoints, digests, the probe and the metrics are those of `Learne
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -20,7 +21,7 @@ import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
-from tunix.rl import common
+from tunix.rl import common, function_registry
 from tunix.rl import trainer as rl_trainer
 from tunix.rl.grpo import dapo_learner
 from tunix.rl.rl_cluster import ClusterConfig, RLCluster, RLTrainingConfig, Role
@@ -42,7 +43,7 @@ from tpu_grpo.records.errors import DataError
 from tpu_grpo.records.stages import Completion, ScoredRollout
 from tpu_grpo.tunix_loop.adapter import SampledTexts, rollout_engine
 from tpu_grpo.tunix_loop.engine_grpo import NO_TOKEN, EngineGrpoLearner, MeasuringTrainer, TrainExample
-from tpu_grpo.tunix_loop.tunix_options import open_tunix
+from tpu_grpo.tunix_loop.tunix_options import of_scored, open_tunix
 
 
 class TunixLearner(Learner):
@@ -67,7 +68,9 @@ class TunixLearner(Learner):
         mini, micro = config.mini_batch_prompts, config.micro_batch_prompts
         texts = np.array([prompt.text for prompt in prompts])
         batches: Any = iter([{"prompts": texts[at : at + micro]} for at in range(0, len(texts), micro)])
-        parts.learner._run_global_step(len(texts), mini, mini, mini // micro, batches, None, False)
+        found, name = function_registry.get_advantage_estimator, "get_advantage_estimator"
+        with mock.patch.object(function_registry, name, lambda chosen: partial(parts.feed.estimate, found(chosen))):
+            parts.learner._run_global_step(len(texts), mini, mini, mini // micro, batches, None, False)
         parts.learner.rl_cluster.global_steps += 1
         passes = jax.device_get(parts.updater.take_passes())
         for at in range(0, len(passes), mini // micro):
@@ -118,6 +121,11 @@ class _Feed:
         """Return the total rewards of the rows that the last call of ``generate_texts`` returned."""
         return list(self._totals)
 
+    def estimate(self, function: Callable[..., Any], rewards: Any, num_generations: int) -> Any:
+        """Call an estimator; rows are unscored whose total was NaN, which Tunix's reward manager makes 0."""
+        rewards = np.where(np.isnan(self._totals), np.nan, rewards)
+        return of_scored(function)(rewards=rewards, num_generations=num_generations)
+
     def install(self, params: nnx.State) -> None:
         """Do nothing: the run moves parameters itself."""
 
@@ -132,7 +140,7 @@ class TunixParts:
     shape: RowShape
     batches: Batches
     feed: _Feed
-    learner: EngineGrpoLearner
+    learner: EngineGrpoLearner[Any]
     updater: MeasuringTrainer
     reference: nnx.Module | None
     saved_reference: None = None

@@ -6,6 +6,7 @@ tunix:mine.py:my_loss      the file is imported first, and registers the user's 
 """
 
 import dataclasses
+import inspect
 import typing
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -52,8 +53,25 @@ class Estimator:
 
     def advantages(self, rewards_PG: Float[np.ndarray, "P G"]) -> Float[np.ndarray, "P G"]:
         """Return the function's result in the shape of the rewards; a result of another size stays unchanged."""
-        found = np.asarray(self.function(rewards=rewards_PG.ravel(), num_generations=rewards_PG.shape[1]), np.float64)
+        rewards_B, group = np.ma.filled(rewards_PG, np.nan).ravel(), rewards_PG.shape[1]
+        found = np.asarray(of_scored(self.function)(rewards=rewards_B, num_generations=group), np.float64)
         return found.reshape(rewards_PG.shape) if found.shape == (rewards_PG.size,) else found
+
+
+def of_scored(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap an estimator of Tunix so that it leaves out unscored rows, whose reward is NaN: if there are any, it gets
+    the scored rows of one group at a time. Other rows, and the only scored row of a group, have the advantage 0."""
+
+    def estimate(rewards: Any, num_generations: int) -> Any:
+        if not np.isnan(rewards_B := np.asarray(rewards)).any():
+            return function(rewards=rewards, num_generations=num_generations)
+        found_B = np.zeros(len(rewards_B))
+        for group in np.arange(len(rewards_B)).reshape(-1, num_generations):
+            if len(scored := group[~np.isnan(rewards_B[group])]) > 1:
+                found_B[scored] = function(rewards=rewards_B[scored], num_generations=len(scored))
+        return found_B
+
+    return estimate
 
 
 def open_tunix(config: RunConfig) -> RunAlgorithm:
@@ -76,6 +94,11 @@ def open_tunix(config: RunConfig) -> RunAlgorithm:
     _check_registered("algorithm.options.advantage_estimator", estimator, "advantage_estimator")
     _check_registered("algorithm.options.reward_manager", settings.reward_manager, "reward_manager")
     baseline = Estimator(function_registry.get_advantage_estimator(estimator))
+    if "values" in inspect.signature(baseline.function).parameters:
+        raise ConfigError(
+            "algorithm.options.advantage_estimator must need no critic, which GRPO does not have, got "
+            f"{estimator}, which takes a critic's values; take grpo, rloo or drgrpo"
+        )
     try_advantages(f"{section.name} with advantage_estimator={estimator}", baseline, section.group_size)
     return RunAlgorithm(settings, baseline, settings.loss_agg_mode)
 
