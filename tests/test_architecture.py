@@ -58,6 +58,8 @@ BROAD_EXCEPTS = {
     "tpu_grpo/environments/tool_values.py:_shown": "an object of the user's code whose repr cannot be had",
     "tpu_grpo/learner/checkpoints.py:_wait_for_checkpointers": "Orbax raises many types; told to hosts, and re-raised",
     "tpu_grpo/learner/checkpoints.py:_unreadable": "Orbax raises many types for changed bytes; the step is set aside",
+    "tpu_grpo/data/sources.py:read_dataset": "datasets raises anything for files and answers of a hub; re-raised",
+    "tpu_grpo/models/fetching.py:fetch": "huggingface_hub raises anything for an answer of another form; re-raised",
     "tpu_grpo/learner/checkpoints.py:read_items": "Orbax raises many types, some of them the bare Exception; re-raised",
     "tpu_grpo/learner/optimizers.py:_own": "runs the user's code; re-raised with its name",
     "tpu_grpo/observe/callbacks.py:_try": "runs the user's code; re-raised with its name",

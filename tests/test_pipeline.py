@@ -19,7 +19,7 @@ from tests.several.runs import laid_over, lines, train, write_files
 from tpu_grpo.config import RunConfig, parse_config
 from tpu_grpo.hosts import StopRequest
 from tpu_grpo.observe.callbacks import find_callbacks
-from tpu_grpo.records.errors import Interrupted, RewardError
+from tpu_grpo.records.errors import DiskError, Interrupted, RewardError
 
 CONTRACT = {
     "step", "rewards/mean", "rewards/std", "rewards/exact_answer/mean", "rewards/ascii_share/mean", "rewards/seconds",
@@ -162,6 +162,29 @@ def test_updates_compile_once_and_agree(files: Path, tmp_path: Path, algorithm: 
     assert all(line["agreement/logprob_abs_diff_max"] <= 1e-4 for line in steps)
     if "beta" in algorithm:
         assert steps[0]["update/kl"] < 1e-9 < 1e-5 < steps[2]["update/kl"]
+
+
+def test_a_run_whose_directory_goes_away_notices_it_at_the_next_step_and_saves_it(
+    files: Path, whole: Path, tmp_path: Path
+) -> None:
+    """Another directory is in its place, which stays as it is."""
+    run_dir, apart = tmp_path / "run", tmp_path / "run.1"
+
+    def on_step(metrics: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> None:
+        if metrics["step"] == 1:
+            run_dir.rename(tmp_path / "elsewhere")
+            run_dir.mkdir()
+            (run_dir / "mine").touch()
+
+    with pytest.raises(DiskError) as caught:
+        train(config(files, run_dir), callbacks=find_callbacks((), on_step))
+    assert str(caught.value) == (
+        f"run.dir must stay where it is during a run, but {run_dir} is gone or another one now; step 2 was saved in "
+        f"{apart}; go on with run.dir={apart} checkpoint.resume=auto"
+    )
+    assert [path.name for path in run_dir.iterdir()] == ["mine"]
+    train(config(files, apart))
+    assert [digests(apart)[step] for step in (3, 4)] == [digests(whole)[step] for step in (3, 4)]
 
 
 @pytest.mark.slow  # several/test_kills.py kills a run, too

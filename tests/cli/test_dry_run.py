@@ -3,6 +3,7 @@
 import random
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,15 @@ from tpu_grpo.config import RunConfig, load_config, settings
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.learner import Learner
 from tpu_grpo.observe.run_log import open_run_log
-from tpu_grpo.records.errors import TpuGrpoError
+from tpu_grpo.records.errors import (
+    CallbackError,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    EpisodeError,
+    RewardError,
+    TpuGrpoError,
+)
 from tpu_grpo.rewards.shipped import SHIPPED
 from tpu_grpo.run.inputs import agreed_checkpoint, open_inputs
 from tpu_grpo.run.meshes import build_meshes
@@ -131,3 +140,57 @@ def test_a_prompt_that_opens_the_thinking_is_noted(tmp_path: Path) -> None:
         "note       builtin:addition: prompts end with <think>, which think_answer and xml_count count as written, and "
         "rewards of answers read what follows </think>"
     ]
+
+
+ABSURD = [
+    *("-1", "1e308", "18446744073709551616", "2147483647", "1" + "0" * 400, "9" * 5000),
+    *(
+        "/",
+        "a" * 5000,
+        "~nosuch/x",
+        r'"\0"',
+        r'"\ud800"',
+        "'" + "(" * 2000 + "'",
+        "'a{99999999999}'",
+        "hf:",
+        "x:y",
+        "0-99999999999",
+    ),
+    *("[]", "{}", "[[null]]", "['/']", "{a: " + "9" * 400 + "}", "{" + "9" * 400 + ": 1}"),
+]
+"""Values that nobody means: numbers, texts and paths that no machine can hold, and other shapes."""
+ENTRIES = {
+    "rewards": "name: exact_answer",
+    "data.sources": "path: builtin:addition",
+    "optimizer.rules": "match: layers",
+}
+"""What an entry of a list of sections needs, by the name of the list."""
+
+
+def absurd(folder: Path, values: int = len(ABSURD)) -> Iterator[tuple[str, RunConfig]]:
+    """Yield what is accepted of every setting with so many absurd values; all else raises ConfigError."""
+    for name, *_ in settings():
+        section, _, key = name.partition("[i].")
+        for value in random.Random(name).sample(ABSURD, values):
+            word = f"{section}={value}"
+            if key:
+                needed = ENTRIES[section]
+                word = f"{section}=[{{{needed}, {key}: {value}}}]" if f"{key}:" not in needed else f"{name}=1"
+            try:
+                config = load_config(DEMO, [f"run.dir={folder}/run", word])
+            except ConfigError:
+                continue
+            yield f"{word[:60]} ({len(word)} characters)", config
+
+
+@pytest.mark.parametrize(
+    ("values", "most"),
+    [(2, 3), pytest.param(len(ABSURD), 10**6, marks=[pytest.mark.slow, pytest.mark.timeout(20000)])],
+)
+def test_absurd_values_are_refused_or_mean_something(values: int, most: int, tmp_path: Path) -> None:
+    accepted = list(absurd(tmp_path, values))
+    random.Random(0).shuffle(accepted)
+    for word, config in accepted[:most]:
+        print(word)  # shown if anything else is raised
+        with suppress(ConfigError, CheckpointError, DataError, RewardError, EpisodeError, CallbackError):
+            check(open_inputs(config))

@@ -147,6 +147,18 @@ dry data.path=odd.jsonl
     data.prompt_template uses the column 'question', which record .. data.columns={question: NAME} takes the column
 dry data.path=builtin:chess
     data.path must name built-in data .. got 'builtin:chess' .. there are builtin:addition,
+run algorithm.group_size=1000000000
+    data.prompts_per_step x algorithm.group_size must be at most 1048576 completions, .. got 32000000000; lower one
+dry rollout.kv_tokens=18446744073709551616
+    rollout.kv_tokens must be less than 2147483648, got 18446744073709551616; `--help rollout.kv_tokens`
+dry rollout.kv_tokens=2000000000
+    rollout.kv_tokens, or .. must be at most 536870912 tokens, got 2000000000; lower it
+dry rollout.page_size=18446744073709551616
+    rollout.page_size must be less than 2147483648, got 18446744073709551616; `--help rollout.page_size`
+dry run.dir=~nosuch/x
+    run.dir must be a path that files can have, .. got ~nosuch/x; correct it
+dry data.path=/
+    data.path=/ must be a Hugging Face dataset with the split 'train', got IndexError: list index out of range
 dry data.path=nosuch.py:f
     data.path: data file not found: nosuch.py .. correct it
 dry data.path=rewards.py:nosuch

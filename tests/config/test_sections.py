@@ -115,8 +115,18 @@ def test_a_config_is_frozen() -> None:
             "rollout.batch_paddings must name a batch size, got []; leave it unset for powers of 2",
         ),
         (
+            f"evaluation.path={'a' * 5000}",
+            "evaluation.path must be a path that files can have, of at most 255 bytes in each part and 4095 in all, "
+            f"got {'a' * 200}; correct it",
+        ),
+        (
+            r'data.system_prompt="a\0b"',
+            "data.system_prompt must be text without NUL and halves of surrogate pairs, got 'a\\x00b'; correct it",
+        ),
+        (
             "rollout.steps_per_launch=0",
-            "rollout.steps_per_launch must be auto or a whole number from 1 on, got 0; `--help all` says what it means",
+            "rollout.steps_per_launch must be auto or a whole number from 1 on, below 2**31, got 0; `--help all` says "
+            "what it means",
         ),
         ("run.name=7", "run.name must be text, got 7; put a text in quotes of its own: run.name='\"...\"'"),
         ("environment.name={}", "environment.name must name an environment, got {}; leave it unset for none"),

@@ -432,7 +432,8 @@ with SignalledStop() as stop:
     assert after_sigterm(body) == "abandoned True\nnot entered\n"
 
 
-def test_a_signal_whose_exception_was_lost_still_ends_the_block() -> None:
+@pytest.mark.parametrize("then", ["pass", "time.sleep(60)"])
+def test_a_signal_whose_exception_was_lost_still_ends_the_block(then: str) -> None:
     """Python swallows what a handler raises while it finalizes an object."""
     body = """
 class Slow:
@@ -447,10 +448,11 @@ with SignalledStop() as stop:
         with stop.abandoning():
             del slow
             print("went on", flush=True)
+            THEN
     except StepAbandoned:
         print("abandoned", flush=True)
 """
-    assert after_sigterm(body) == "went on\nabandoned\n"
+    assert after_sigterm(body.replace("THEN", then)) == "went on\nabandoned\n"
 
 
 def test_a_stopped_run_does_not_wait_for_threads_that_go_on() -> None:

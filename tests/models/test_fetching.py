@@ -2,9 +2,11 @@
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partialmethod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -67,6 +69,37 @@ def test_a_model_is_fetched_once_and_its_size_is_said_before(hub: tuple[str, set
     assert "fetching owner/model" not in again.stderr
     for offline in ({"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:9"}):
         assert fetch("owner/model", tmp_path, **offline).stdout == f"{directory}\n"
+
+
+@pytest.mark.parametrize(
+    "answer", [b"7", b"[]", b'{"siblings": 7}', b'{"siblings": [7]}', b'{"siblings": [{"size": 1}]}']
+)
+def test_a_hub_that_answers_something_else_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, answer: bytes
+) -> None:
+    with open_hub({}, {"api/models/owner/other": answer}) as hub:
+        done = fetch_in_process(monkeypatch, tmp_path, hub.address)
+    assert (
+        "model.path=hf:owner/other must be a model of the Hugging Face hub that can be fetched from here, got" in done
+    )
+
+
+def test_a_hub_that_does_not_answer_is_not_awaited(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setattr(fetching, "HUB_SECONDS", 0.2)
+        done = fetch_in_process(monkeypatch, tmp_path, f"http://127.0.0.1:{silent.getsockname()[1]}")
+    assert "Read timed out. (read timeout=0.2)" in done
+
+
+def fetch_in_process(monkeypatch: pytest.MonkeyPatch, home: Path, address: str) -> str:
+    """Return the refusal of a model that is not in the cache."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(home))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.hf_api.HfApi.__init__", partialmethod(HfApi.__init__, endpoint=address))
+    fetching.fetch.cache_clear()
+    with pytest.raises(CheckpointError) as caught:
+        fetching.fetch("owner/other")
+    return str(caught.value)
 
 
 def test_a_process_asks_the_hub_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def test_a_text_for_which_a_shipped_reward_takes_too_long_does_not_end_the_run()
     scores = scored(make_rollout(["p"], [never, never], [{"tests": ["assert f()"]}]), reward)
     assert np.isnan(scores.by_name["python_tests"]).all()
     assert scores.figures["rewards/python_tests/timeouts"].value == 2
-    assert scores.total.tolist() == [0.0, 0.0]
+    assert np.isnan(scores.total).all()
 
 
 def test_a_hang_costs_its_deadline_and_the_next_step_starts_afresh():

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -12,6 +13,7 @@ from tests.models.random_checkpoint import edit_config
 from tests.several.runs import laid_over, lines, settings, train, write_files
 from tpu_grpo.config import RunConfig, parse_config
 from tpu_grpo.engine.cutting import NEW, Cut, OpenGroup, ages_of, continued
+from tpu_grpo.engine.sampler import CarriedGroups
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.records.episode import Branch, Episode
 from tpu_grpo.records.errors import ConfigError
@@ -213,6 +215,27 @@ def test_a_checkpoint_holds_every_bit_of_a_group(files: Path, tmp_path: Path) ->
     changes: list[dict[str, Any]] = [{"rollout": {"max_new_tokens": 1}}, {"algorithm": {"group_size": 2}}]
     for changed in changes:
         assert Carry(carrying(files, tmp_path / "run", **changed), stream, saved).groups == ()
+
+
+def test_a_continued_step_that_was_sampled_ahead_has_the_figures_of_its_sampling(files: Path, tmp_path: Path) -> None:
+    """With staleness, step 2 was sampled before checkpoint 1; the continued run finds its groups in there."""
+    config = carrying(files, tmp_path / "run")
+    completion = Completion(np.array([5, 6], np.int32), np.array([-0.1, -0.2], np.float32), "stop", 0)
+    group = OpenGroup(Prompt("a", (1, 2)), 3, 11, 1, 0, (completion,) * 4)
+    stream: Any = SimpleNamespace(size=4, prompt=lambda record: group.prompt)
+    tokenizer: Any = SimpleNamespace(decode=lambda ids, **_: "")
+    sampled = CarriedGroups(groups=(group,), length=1, dropped=3, seconds=2.0, figures={})
+    carry = Carry(config, stream, None)
+    carry.take(2, sampled, tokenizer)
+    carry.hold()
+    saved = json.loads(json.dumps(carry.saved()))
+    whole = carry.end(used=1)
+    assert (whole["carry/length"], whole["carry/length_saved"], whole["carry/dropped_tokens"]) == (1, 1, 3)
+    again = Carry(config, stream, saved)
+    again.take(2, replace(sampled, groups=again.groups, length=0, dropped=0, seconds=0.0), tokenizer)
+    continued = again.end(used=1)
+    assert {name: value for name, value in continued.items() if "carry/" in name}.items() <= whole.items()
+    assert carry.saved()["sampled"] == again.saved()["sampled"] == [0, 0]
 
 
 @pytest.mark.slow

@@ -52,6 +52,8 @@ def leave(config: RunConfig, *saved: int, **summary: Any) -> None:
     directory.mkdir(exist_ok=True)
     (directory / "config.yaml").write_text(config.to_yaml())
     (directory / "metrics.jsonl").write_text('{"step": 1}\n')
+    (directory / "sources.json").write_text("{}")
+    (directory / "data.json").write_text(json.dumps({"digest": "a" * 64}))
     for step in saved:
         (directory / "checkpoints" / str(step)).mkdir(parents=True)
     if summary:
@@ -256,6 +258,46 @@ def test_a_change_of_results_is_refused_unless_it_is_allowed(tmp_path: Path, lef
     ]
 
 
+@pytest.mark.parametrize(
+    ("lost", "names"),
+    [
+        ("config.yaml", "all"),
+        ("sources.json", "rewards.0.name"),
+        ("data.json", "data"),
+        ("config.yaml sources.json data.json metrics.jsonl", "all"),
+    ],
+)
+def test_without_the_records_of_its_checkpoints_a_run_goes_on_only_if_it_is_told(
+    tmp_path: Path, lost: str, names: str
+) -> None:
+    """Nobody would notice that 0.1 goes on where 1e-3 began, or that the data is another."""
+    (tmp_path / "mine.py").write_text("def score(completions):\n    return [0.0] * len(completions)\n")
+    rewards = [{"name": f"{tmp_path}/mine.py:score"}]
+    go_on(run_of(tmp_path / "run", rewards=rewards), 0)
+    (tmp_path / "run/checkpoints/4").mkdir(parents=True)
+    for name in lost.split():
+        (tmp_path / "run" / name).unlink(missing_ok=True)
+    other: dict[str, Any] = (
+        {"rewards": rewards, "optimizer": {"learning_rate": 0.1}} if "config" in lost else {"rewards": rewards}
+    )
+    with pytest.raises(ConfigError) as caught:
+        go_on(run_of(tmp_path / "run", **other))
+    assert "lacks files that say so, and nothing can be compared" in str(caught.value)
+    assert all(f": unknown, as {name} is missing" in str(caught.value) for name in lost.split()[:3])
+    assert str(caught.value).endswith(f"or go on all the same with checkpoint.allow_changes='[{names}]'")
+    allowed = run_of(tmp_path / "run", **other, checkpoint={"allow_changes": names.split(", ")})
+    assert any(f"unknown, as {lost.split()[0]} is missing" in note for note in go_on(allowed))
+    assert [note for note in go_on(allowed) if "unknown" in note] == []
+
+
+def test_settings_that_no_checkpoint_goes_on_with_are_not_said_to_be_allowed(tmp_path: Path) -> None:
+    leave(run_of(tmp_path / "run", model={"lora": {"rank": 2}}), 4)
+    with pytest.raises(
+        ConfigError, match=r"as no checkpoint goes on with another model\.lora\.rank, export its weights"
+    ):
+        go_on(run_of(tmp_path / "run", model={"lora": {"rank": 4}}))
+
+
 def test_a_continued_run_is_as_it_was_when_its_start_fails(tmp_path: Path) -> None:
     go_on(config_for(tmp_path, max_steps=5), 0)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir() if path.is_file()}
@@ -294,8 +336,26 @@ def test_a_moved_directory_stays_in_use(tmp_path: Path) -> None:
         directory.begin(0, {"digest": "a" * 64})
         with pytest.raises(ConfigError, match="is in use by"):
             begin(config_for(tmp_path / "run"))
-        assert names(tmp_path / "run.1") == ["checkpoints", "config.yaml", "metrics.jsonl"]
+        assert names(tmp_path / "run.1") == ["checkpoints", "config.yaml", "data.json", "metrics.jsonl", "sources.json"]
     assert names(tmp_path / "run") == ["config.yaml", "data.json", "logs", "sources.json"]
+
+
+def test_a_directory_that_is_removed_moved_or_replaced_is_not_ours(tmp_path: Path) -> None:
+    config = config_for(tmp_path / "run")
+    with RunDirectory(config, ALONE) as directory:
+        directory.begin(0, {"digest": "a" * 64})
+        assert directory.is_ours()
+        (tmp_path / "run" / "run.lock").unlink()
+        assert directory.is_ours()
+        (tmp_path / "run").rename(tmp_path / "moved")
+        assert not directory.is_ours()
+        (tmp_path / "run").mkdir()
+        assert not directory.is_ours()
+        apart = Path(directory.set_up_apart({"digest": "a" * 64}))
+        assert apart == tmp_path / "run.1"
+        assert load_config(apart / "config.yaml") == config
+        assert names(apart) == ["config.yaml", "data.json", "sources.json"]
+    assert names(tmp_path / "run") == []
 
 
 def test_a_start_that_fails_leaves_an_earlier_run_in_place(tmp_path: Path) -> None:
@@ -306,7 +366,7 @@ def test_a_start_that_fails_leaves_an_earlier_run_in_place(tmp_path: Path) -> No
     ):
         raise DataError("no such file")
     assert names(tmp_path) == ["run"]
-    assert names(tmp_path / "run") == ["checkpoints", "config.yaml", "metrics.jsonl"]
+    assert names(tmp_path / "run") == ["checkpoints", "config.yaml", "data.json", "metrics.jsonl", "sources.json"]
 
 
 def test_what_is_left_by_a_start_that_ends_after_the_move_is_a_runs(
@@ -342,7 +402,7 @@ def test_a_refused_start_leaves_no_directory(tmp_path: Path, monkeypatch: pytest
 def test_the_steps_to_go_on_from_are_those_that_were_saved(tmp_path: Path) -> None:
     for name in ("10", "9", "11.orbax-checkpoint-tmp", "descriptor"):
         (tmp_path / "run" / "checkpoints" / name).mkdir(parents=True)
-    (tmp_path / "run" / "config.yaml").write_text(config_for(tmp_path / "run").to_yaml())
+    leave(config_for(tmp_path / "run"))
     with RunDirectory(config_for(tmp_path / "run"), ALONE) as directory:
         assert directory.saved_steps == (9, 10)
 

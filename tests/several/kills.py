@@ -36,7 +36,7 @@ STEPS = 12
 END_SECONDS = 600.0
 TIMED = ("seconds", "per_second", "compile/", "share", "bytes", "occupied", "/use", "memory")
 """Parts of the names of metrics that depend on the machine or on where a run was killed."""
-SAMPLED = ("rollout/prefills", "rollout/accepted", "rollout/tokens_per", "carry/length", "carry/dropped", "agreement/r",
+SAMPLED = ("rollout/prefills", "rollout/accepted", "rollout/tokens_per", "agreement/r",
            "agreement/l", "agreement/k", "agreement/e")  # fmt: skip
 """Parts of the names of metrics that a continued step lacks, or has as 0, if its completions were sampled before the
 kill, as with algorithm.staleness."""

@@ -35,11 +35,13 @@ from tpu_grpo.config.sections import (
     ModelSection,
     RolloutSection,
 )
-from tpu_grpo.config.setting_names import Effect, effect_of, listed_name
+from tpu_grpo.config.setting_names import ARRAYS, EVERYTHING, Effect, effect_of, listed_name
 
 __all__ = [
+    "ARRAYS",
     "BUILTIN",
     "CACHE_MARGIN_TOKENS",
+    "EVERYTHING",
     "GIVEN",
     "GYM",
     "HUB",

@@ -78,7 +78,7 @@ def _apply_override(tree: dict[str, Any], text: str) -> None:
     try:
         value = read_yaml(raw) if raw else ""
     except (ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"{name}: the value {raw!r} is not YAML ({_problem(error)}); {_quoted(name)}") from None
+        raise ConfigError(f"{name}: the value {raw!r:.200} is not YAML ({_problem(error)}); {_quoted(name)}") from None
     node = tree
     *sections, key = name.split(".")
     for section in sections:
@@ -114,23 +114,23 @@ def _explain(where: str, error: Any) -> str:
     value = error["input"]
     match error["type"]:
         case "extra_forbidden":
-            return f"{where} is not a setting (got {value!r}); {_suggestion(where, value)}"
+            return f"{where} is not a setting (got {value!r:.200}); {_suggestion(where, value)}"
         case "value_error":
             return f"{where} {error['ctx']['error']}".lstrip()
         case "model_type":
             is_name = isinstance(value, str) and f"{listed_name(where)}.name" in known_names()
-            remedy = f"write {{name: {value}}}" if is_name else _known_in(where)
-            return f"{where} must be a section, got {value!r}; {remedy}"
+            remedy = f"write {{name: {value[:200]}}}" if is_name else _known_in(where)
+            return f"{where} must be a section, got {value!r:.200}; {remedy}"
         case "tuple_type":
-            return f"{where} must be a list, got {value!r}; write it in brackets: {where}='[...]'"
+            return f"{where} must be a list, got {value!r:.200}; write it in brackets: {where}='[...]'"
         case "string_type":
-            return f"{where} must be text, got {value!r}; {_quoted(where)}"
+            return f"{where} must be text, got {value!r:.200}; {_quoted(where)}"
     rule = re.sub(r", (unable to|got a number) .*", "", error["msg"]).removeprefix("Input should ")
     rule = f"must {rule}" if rule.startswith("be ") else f": {rule[0].lower()}{rule[1:]}"
     same = SAME_VALUES.get(str(value).lower())
     is_same = same is not None and f"'{same}'" in rule
     remedy = f"write {where}={same}" if is_same else f"`--help {listed_name(where).removesuffix('[i]')}` says more"
-    return f"{where} {rule}, got {value!r}; {remedy}".replace(" : ", ": ", 1)
+    return f"{where} {rule}, got {value!r:.200}; {remedy}".replace(" : ", ": ", 1)
 
 
 def _suggestion(where: str, value: Any) -> str:

@@ -2,11 +2,13 @@
 
 import bisect
 import math
+import os
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, PrivateAttr, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, model_validator
 
 from tpu_grpo.config.section import HAS_PASSWORD, Day, Options, PlainName, PositiveInt, Section, expression, must
 from tpu_grpo.records.errors import LARGEST_REWARD
@@ -23,6 +25,20 @@ NO_DATA = f"{BUILTIN}environment"
 the result of ``reset``."""
 GIVEN = "python:"
 """The prefix in the name of a reward that was passed to `tpu_grpo.train` as a function."""
+
+
+def _can_be_a_path(given: Any) -> bool:
+    """Whether files can have these paths; URLs pass."""
+    paths = [str(path) for path in (given if isinstance(given, list | tuple) else [given]) if "://" not in str(path)]
+    try:
+        whole = [os.fsencode(Path(path).expanduser()) for path in paths]
+    except RuntimeError:  # ~somebody who is not there
+        return False
+    return all(len(path) < 4096 and max(map(len, path.split(b"/"))) < 256 for path in whole)
+
+
+LIMITS = "be a path that files can have, of at most 255 bytes in each part and 4095 in all, got {!s:.200}; correct it"
+IsPath = BeforeValidator(must(LIMITS, _can_be_a_path))
 
 
 def _no_blanks(value: dict[str, str]) -> dict[str, str]:
@@ -46,6 +62,7 @@ def _without_passwords(paths: str | tuple[str, ...]) -> str | tuple[str, ...]:
 
 Paths = Annotated[
     str | tuple[str, ...],
+    IsPath,
     AfterValidator(must("name a source, got {!r}; builtin:addition is the default", len)),
     AfterValidator(_without_passwords),
 ]
@@ -82,7 +99,7 @@ class SourceSpec(ReadingSection):
 class DynamicSection(Section):
     """These settings fill a step with groups whose rewards differ (dynamic sampling, DAPO, arXiv 2503.14476)."""
 
-    extra: float = Field(default=0.0, ge=0.0)
+    extra: float = Field(default=0.0, ge=0.0, le=1000.0)
     """In every round, sample prompts_per_step * (1 + extra) prompts, rounded up. The step learns from the first
     prompts_per_step groups whose rewards differ, in the order of the prompts."""
     rounds: PositiveInt = 1
@@ -227,7 +244,7 @@ class RewardSpec(Section):
     only_if: str | None = None
     """Score with this reward only the rows that another reward, named as in metrics, scores above 0; all other rows
     get 0."""
-    workers: int | None = Field(default=None, ge=0)
+    workers: int | None = Field(default=None, ge=0, lt=2**31)
     """Run the reward in this many separate processes; 0 calls it in the main process, which suits only cheap rewards
     that cannot hang. Unset: 1 for your own rewards and for shipped rewards that run foreign code or long computations,
     else 0."""
@@ -319,7 +336,7 @@ class EvaluationSection(ReadingSection):
     held-out problems of its own, and other data is not evaluated."""
     prompt_template: str | None = None
     """Write the prompts of the evaluation with this template; with data.prompt_template when unset."""
-    every: int = Field(default=0, ge=0)
+    every: int = Field(default=0, ge=0, lt=2**31)
     """Evaluate at this interval of steps; 0 evaluates only before the first step and after the last."""
     prompts: PositiveInt = 256
     """Evaluate this many prompts; each is answered once greedily, and evaluation.samples times by sampling."""

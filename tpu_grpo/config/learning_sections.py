@@ -264,9 +264,9 @@ class OptimizerSection(Section):
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
     """After the warm-up, keep the rate constant, or let it fall, right away (linear, cosine) or in the last decay_steps
     updates (wsd). A falling rate would reach zero one update after the last update."""
-    warmup_steps: int = Field(default=0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0, lt=2**31)
     """Let the rate rise linearly from 0 over this many updates."""
-    decay_steps: int = Field(default=0, ge=0)
+    decay_steps: int = Field(default=0, ge=0, lt=2**31)
     """Let the rate fall over this many updates at the end; for schedule=wsd."""
     schedule_steps: PositiveInt | None = None
     """Let the rate fall as in a longer run of this many updates, of which this run does the first part; when unset, by

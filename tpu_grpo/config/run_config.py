@@ -33,7 +33,7 @@ from tpu_grpo.config.sections import (
     RolloutSection,
     RunSection,
 )
-from tpu_grpo.config.setting_names import listed_name, nearest, settings_of
+from tpu_grpo.config.setting_names import EVERYTHING, listed_name, nearest, settings_of
 from tpu_grpo.config.yaml_dialect import Dumper
 from tpu_grpo.records.errors import ConfigError
 
@@ -41,6 +41,7 @@ CACHE_MARGIN_TOKENS = 2
 """sglang-jax cuts a completion short if the cache has fewer free tokens than this."""
 PROMPT_MARGIN_TOKENS = 7
 """sglang-jax skips a prompt, and tries another, if the cache would then have fewer free tokens than this."""
+MOST_ROWS = 2**20  # completions that are sampled at the same time; their list alone takes a gigabyte
 MICRO_BATCHES, MICRO_BATCH_TOKENS = 8, 512
 """Unless micro_batch_prompts is set, a step has at most MICRO_BATCHES forward and backward passes, each of at least
 MICRO_BATCH_TOKENS tokens per device. So short packed completions need fewer passes, and a pass still fills a device."""
@@ -268,7 +269,7 @@ def known_names() -> list[str]:
 
 def _names_are_known(allow_changes: Sequence[str]) -> None:
     for name in allow_changes:
-        if listed_name(name) not in (known := known_names()):
+        if listed_name(name) not in (known := [EVERYTHING, *known_names()]):
             raise ValueError(
                 "checkpoint.allow_changes must name settings or sections, such as optimizer.learning_rate or rewards, "
                 f"got {name!r}; {nearest(name, known) or '`--help all` lists every setting'}"
@@ -287,6 +288,11 @@ def _step_is_divided(config: RunConfig) -> None:
     if micro is not None and micro > (mini or prompts):
         whole = f"data.prompts_per_step={prompts}" if mini is None else f"algorithm.mini_batch_prompts={mini}"
         raise ValueError(f"algorithm.micro_batch_prompts must be <= {whole}, got {micro}; lower it")
+    if (rows := max(prompts, config.data.prompts_per_round, config.open_groups) * section.group_size) > MOST_ROWS:
+        raise ValueError(
+            f"data.prompts_per_step x algorithm.group_size must be at most {MOST_ROWS} completions, those of "
+            f"data.dynamic.extra or rollout.carry included, got {rows}; lower one of them"
+        )
     if config.row_tokens < config.context_tokens:
         raise ValueError(
             f"algorithm.row_tokens must be >= data.max_prompt_tokens + rollout.max_new_tokens = "

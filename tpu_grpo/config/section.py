@@ -15,12 +15,14 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _switches_are_not_numbers(cls, value: Any, info: ValidationInfo) -> Any:
+    def _is_of_its_kind(cls, value: Any, info: ValidationInfo) -> Any:
         kind = cls.model_fields[info.field_name or ""].annotation
         if isinstance(value, bool) and bool not in (get_args(kind) or (kind,)):  # ``bool | None`` has two args
             got, choices = str(value).lower(), get_args(kind) if get_origin(kind) is Literal else ()
             rule = f"be {', '.join(choices[:-1])} or {choices[-1]}" if choices else "not be a switch"
             raise ValueError(f"must {rule}, got {got}; `--help all` lists what every setting takes")
+        if isinstance(value, str) and re.search(r"[\0\ud800-\udfff]", value):
+            raise ValueError(f"must be text without NUL and halves of surrogate pairs, got {value!r:.200}; correct it")
         return value
 
 
@@ -36,20 +38,20 @@ def must(message: str, holds: Callable[[Any], object]) -> Callable[[Any], Any]:
     return check
 
 
-PositiveInt = Annotated[int, Field(ge=1)]
+PositiveInt = Annotated[int, Field(ge=1, lt=2**31)]
 LOOKS_SECRET = re.compile(r"KEY|TOKEN(?!IZER)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|CONNECTION_STRING", re.IGNORECASE)
 """Matches names of environment variables that probably hold secrets."""
 HAS_PASSWORD = re.compile(r"://[^/\s@]*:(?!\$)[^/\s@]*@")
 """Matches a URL with a plain password, such as https://me:word@example.org; a $VARIABLE there does not match."""
-PlainName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+PlainName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)]
 """A name that can be part of a file name: letters, digits, dot, dash and underscore."""
 
 AutoOrCount = Annotated[
     Literal["auto"] | int,
     BeforeValidator(
         must(
-            "be auto or a whole number from 1 on, got {!r}; `--help all` says what it means",
-            lambda value: value == "auto" or (isinstance(value, int) and value >= 1),
+            "be auto or a whole number from 1 on, below 2**31, got {!r}; `--help all` says what it means",
+            lambda value: value == "auto" or (isinstance(value, int) and 1 <= value < 2**31),
         )
     ),
 ]
@@ -101,8 +103,10 @@ def expression(example: str) -> AfterValidator:
     def check(text: str) -> str:
         try:
             re.compile(text)
-        except re.error as error:
-            raise ValueError(f"must be a regular expression, got {text!r} ({error}); an example: {example}") from error
+        except (re.error, OverflowError, RecursionError) as error:
+            raise ValueError(
+                f"must be a regular expression, got {text!r:.200} ({error}); an example: {example}"
+            ) from error
         return text
 
     return AfterValidator(check)
@@ -122,6 +126,8 @@ def parse_layers(text: str) -> tuple[int, ...]:
         if found is None:
             raise ValueError(f"must name layers like 20-31 or 0-3,28-31, got {text!r}; layers are counted from 0")
         first, last = int(found[1]), int(found[2] or found[1])
+        if last >= 10_000:
+            raise ValueError(f"must name layers below 10000, got {last}; no model has more")
         if last < first:
             raise ValueError(f"must give ranges from low to high, got {part.strip()!r}; write {last}-{first}")
         layers.update(range(first, last + 1))

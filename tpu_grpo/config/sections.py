@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_serializer, model_validator
 
-from tpu_grpo.config.data_sections import BUILTIN, HUB
+from tpu_grpo.config.data_sections import BUILTIN, HUB, IsPath
 from tpu_grpo.config.section import AutoOrCount, LayerRanges, Options, PlainName, PositiveInt, Section, expression, must
 from tpu_grpo.records.errors import LARGEST_REWARD
 
@@ -25,16 +25,16 @@ class RunSection(Section):
     name: PlainName = "run"
     """Name the run, with letters, digits, dot, dash and underscore. When unset, the config file's name is used, without
     .yaml."""
-    dir: Annotated[Path | None, IsDirectory] = None
+    dir: Annotated[Path | None, IsPath, IsDirectory] = None
     """Write the run's files to this directory; to runs/<name> when unset."""
     seed: int = Field(default=0, ge=0, lt=2**32)
     """Seed sampling, shuffling and the training of the built-in model."""
     max_steps: PositiveInt = 100
     """End the whole run, resumed parts included, after this many steps; a step is one rollout with its updates."""
-    epochs: float | None = Field(default=None, gt=0.0)
+    epochs: float | None = Field(default=None, gt=0.0, le=1e6)
     """Go through the prompts of the data this many times, in place of max_steps, which then follows from the number of
     prompts and data.prompts_per_step. A file may set only one of the two; among overrides, the last one counts."""
-    compilation_cache: Annotated[str, IsDirectory] = "auto"
+    compilation_cache: Annotated[str, IsPath, IsDirectory] = "auto"
     """Keep compiled programs in this directory, so that the next start compiles less. auto: below the user's cache
     directory, or $TPU_GRPO_CACHE; off: nowhere. JAX_COMPILATION_CACHE_DIR takes precedence."""
 
@@ -62,7 +62,7 @@ class LoraSection(Section):
     matches all projections of attention and MLP; experts cannot have adapters."""
     layers: LayerRanges | None = None
     """Give adapters to these layers, e.g. 20-31 or 0-3,28-31; to all when unset."""
-    path: Path | None = None
+    path: Annotated[Path | None, IsPath] = None
     """Start from these adapters: a directory that PEFT saved, or a run under adapters/; they must have been made with
     this rank and alpha, for the same modules."""
 
@@ -70,7 +70,7 @@ class LoraSection(Section):
 class ModelSection(Section):
     """These settings describe the policy, and which parts of it are trained."""
 
-    path: str = "builtin:addition"
+    path: Annotated[str, IsPath] = "builtin:addition"
     """Train this model: a Hugging Face checkpoint directory; hf:OWNER/NAME or hf:OWNER/NAME@REVISION, which is fetched
     from the hub into its cache; or builtin:addition, builtin:calculator or builtin:guessing (small models that
     are trained on first use, then cached)."""
@@ -207,7 +207,7 @@ class EnvironmentSection(Section):
     secret, such as HF_TOKEN, are withheld otherwise."""
     recycle: PositiveInt = 1000
     """Replace a process by a fresh one after this many conversations."""
-    tool_steps: int = Field(default=16, ge=0)
+    tool_steps: int = Field(default=16, ge=0, lt=2**31)
     """Continue a conversation this many decode steps after its turn has ended; meanwhile its environment answers, and
     other conversations decode. An engine without other work continues as soon as the environment has answered. With 0
     every engine does so; then wall-clock time decides which conversations decode together."""
@@ -260,7 +260,7 @@ class MeshesSection(Section):
     first half of the devices."""
     sync_temporary_mib: PositiveInt = 512
     """Let the weight sync take this much temporary memory in MiB per device, beside the weights themselves."""
-    probe_every: int = Field(default=50, ge=0)
+    probe_every: int = Field(default=50, ge=0, lt=2**31)
     """Compare the weights and some log-probabilities of engines and trainer after the first weight sync and then at
     this interval of syncs; 0 never compares."""
     probe_bound: float | None = Field(default=None, gt=0.0)
@@ -277,7 +277,7 @@ class HostsSection(Section):
     """Connect to the other processes at this host:port of process 0; needed only outside TPU slices."""
     count: PositiveInt = 1
     """Expect this many processes in the run."""
-    index: int = Field(default=0, ge=0)
+    index: int = Field(default=0, ge=0, lt=2**31)
     """Number this process, from 0, among all processes; process 0 coordinates the start."""
     check: Literal["rollout", "step"] = "rollout"
     """Let processes that share a replica compare its scheduling and tokens after every rollout, or before every launch
@@ -292,7 +292,7 @@ class HostsSection(Section):
 class CheckpointSection(Section):
     """These settings say when a run is saved and whether it is continued."""
 
-    every: int = Field(default=0, ge=0)
+    every: int = Field(default=0, ge=0, lt=2**31)
     """Save at this interval of steps, and at the end; 0 saves at the end only."""
     keep: PositiveInt = 2
     """Keep this many of the newest checkpoints."""
@@ -304,7 +304,7 @@ class CheckpointSection(Section):
     allow_changes: tuple[str, ...] = ()
     """Continue although these settings, or settings in these sections, have changed, e.g.
     [optimizer.learning_rate, rewards]. Other changes are refused if they make earlier and later results incomparable.
-    The entry data also allows other prompts than before."""
+    The entry data also allows other prompts than before, and all allows every change."""
 
 
 class ExportSection(Section):
@@ -330,7 +330,7 @@ VARIABLE = re.compile(r"\$(\w+|\{\w+\})")
 class LoggingSection(Section):
     """These settings say what is shown, and where."""
 
-    samples_every: int = Field(default=10, ge=0)
+    samples_every: int = Field(default=10, ge=0, lt=2**31)
     """Show a table of samples at this interval of steps; 0 never shows one."""
     tensorboard: bool = False
     """Also write event files for TensorBoard, in run.dir/tensorboard."""
@@ -342,7 +342,7 @@ class LoggingSection(Section):
     """Log to the projects of this user or team of Weights & Biases; your default one when unset."""
     wandb_group: str | None = None
     """Show the run in this group of runs of Weights & Biases; in none when unset."""
-    histograms_every: int = Field(default=0, ge=0)
+    histograms_every: int = Field(default=0, ge=0, lt=2**31)
     """Log histograms of the trained parameters and their gradients to TensorBoard and Weights & Biases at this interval
     of steps; 0 logs none."""
     callbacks: tuple[str, ...] = ()

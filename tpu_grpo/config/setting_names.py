@@ -16,6 +16,10 @@ from pydantic import BaseModel
 from tpu_grpo.config.plugins import did_you_mean
 from tpu_grpo.config.section import Section
 
+EVERYTHING = "all"
+"""The entry of checkpoint.allow_changes that allows every change."""
+ARRAYS = ("model.dtype", "model.param_dtype", "model.train_layers", "model.lora", "optimizer.name", "optimizer.state")
+"""Settings that decide which arrays a checkpoint holds; no run goes on after one that was saved with other arrays."""
 Effect = Literal["none", "rounding", "results"]
 
 _NONE = """

@@ -288,7 +288,7 @@ def read_dataset(path: str, split: str, reading: ReadingSection, setting: str) -
         elif directory is None or not (found := _plain_files(datasets, directory, split, reading)):
             name = path.removeprefix(HUB) if directory is None else str(directory)
             found = datasets.load_dataset(name, reading.subset, split=split, **reading.options)
-    except (OSError, ValueError, TypeError, datasets.exceptions.DatasetsError) as error:
+    except Exception as error:  # the library raises anything for what others wrote: files, or the hub's answers
         subset = f" and the subset {reading.subset!r}" if reading.subset else ""
         offline = directory is None and os.environ.get("HF_HUB_OFFLINE") == "1"
         raise DataError(

@@ -26,6 +26,8 @@ LAUNCH_SECONDS = 0.05
 """The least seconds that a launch of decode steps should take, because a launch costs the host a few milliseconds."""
 BYTES_PER_SECOND = {"tpu": 1e12, "gpu": 1e12, "cpu": 2e10}
 """Roughly how fast a device of each platform reads weights; a decode step reads all weights."""
+MOST_SLOTS = 2**29
+"""The most tokens of an engine's KV cache, and of its running rows together; the host keeps a number for each."""
 FEWEST_STEPS, MOST_STEPS = 4, 32
 
 
@@ -87,7 +89,7 @@ class EngineOptions:
         prompts = config.open_groups or config.data.prompts_per_round
         rows = -(-prompts // replicas) * config.algorithm.group_size
         attention = choose_attention(rollout.attention, platform)
-        return cls(
+        options = cls(
             context_tokens=config.context_tokens,
             stop_token_ids=frozenset(stop_token_ids),
             dtype=config.model.dtype,
@@ -106,6 +108,10 @@ class EngineOptions:
             filtered=config.algorithm.filtered_ratio,
             tool_steps=config.environment.tool_steps,
         )
+        if (slots := max(options.cache_tokens, options.max_running_requests * options.shapes.context)) > MOST_SLOTS:
+            what = "rollout.kv_tokens, or rollout.max_running_requests x context in pages of rollout.page_size,"
+            raise ConfigError(f"{what} must be at most {MOST_SLOTS} tokens, got {slots}; lower it")
+        return options
 
     @cached_property
     def shapes(self) -> Shapes:

@@ -255,14 +255,22 @@ class StopRequest:
         """Let a signal end this block; the work of the block is then discarded. Raises StepAbandoned if a signal comes
         during the block, or came before."""
         self._may_abandon = True
+        again, before = self._abandon_again, sys.unraisablehook
+        sys.unraisablehook = lambda dropped: again() if dropped.exc_type is StepAbandoned else before(dropped)
         try:
             if self.signalled:
                 raise StepAbandoned
             yield
-            if self.signalled:  # if the handler ran during a finalizer, Python has dropped its exception
+            if self.signalled:  # the exception was dropped, and the block ended before it was raised again
                 raise StepAbandoned
         finally:
-            self._may_abandon = False
+            self._may_abandon, sys.unraisablehook = False, before
+
+    def _abandon_again(self) -> None:
+        """Raise StepAbandoned soon: Python has dropped it, as of finalizers and the garbage collector's callbacks."""
+        self._may_abandon = True
+        signal.signal(signal.SIGVTALRM, lambda *_: self._abandon())
+        threading.Timer(0.01, signal.pthread_kill, [threading.get_ident(), signal.SIGVTALRM]).start()
 
     def _abandon(self) -> None:
         """Raise StepAbandoned if the main thread is in a block of `abandoning`; for signal handlers."""

@@ -4,7 +4,8 @@ Of a model with adapters, only the adapters are saved. The checksums also cover 
 continue on another base model.
 
     <run.dir>/checkpoints/<step>/   model_params, optimizer_state, and the metadata
-                                    {"global_step": step, "format": FORMAT, "run": id, "checksums": {...}, "sum": ...}
+                                    {"global_step": step, "format": FORMAT, "run": id, "checksums": {...},
+                                     "arrays": {...} (shapes and types), "sum": ...}
 
 model_params holds the parameters that the model computes with; optimizer_state holds the count of updates, the
 optimizer's moments, and the parameters' precision beyond ``model.dtype``. Some runs also save entropy_state (the
@@ -28,7 +29,7 @@ import secrets
 import shutil
 import sys
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -50,7 +51,7 @@ from tpu_grpo.learner.compact import join_residual
 from tpu_grpo.learner.parameters import Values, by_name, checksums, trained_type
 from tpu_grpo.learner.update import Updater, UpdateState
 from tpu_grpo.observe.json_lines import replace_text
-from tpu_grpo.observe.run_files import DAMAGED_DIR, saved_steps
+from tpu_grpo.observe.run_files import DAMAGED_DIR, FROM_WEIGHTS, saved_steps
 from tpu_grpo.records.errors import CheckpointError, DiskError, disk_error, disk_errors_explained
 from tpu_grpo.records.outside import parse_json, read_file
 
@@ -151,7 +152,6 @@ class Checkpoints:
         self._directory, self._reference, self._hosts = directory.absolute(), reference, hosts or Hosts()
         self._aside = self._directory.with_name(DAMAGED_DIR)
         self._kept = NewestAndBest(keep)
-        self._starts_over = False
         self._restored = 0
         self._run_file, self._run = run_file, ""
         self.notes: list[str] = []
@@ -162,12 +162,7 @@ class Checkpoints:
 
     @cached_property
     def _manager(self) -> ocp.CheckpointManager:
-        """Orbax's manager, opened at the first save. With resume=never, the directory must then be empty."""
-        if self._starts_over and (steps := saved_steps(self._directory)):
-            raise CheckpointError(
-                f"checkpoint.resume=never needs an empty {self._directory}, found step {steps[-1]}; move it away, or "
-                "use another run.dir"
-            )
+        """Orbax's manager, opened at the first save."""
         self._run = self._run or self._id_of_run(secrets.token_hex(8))
         processes, members = ocp.options.MultiprocessingOptions(), self._hosts.members
         if len(members) < self._hosts.count:
@@ -188,11 +183,9 @@ class Checkpoints:
         """Load the newest sound checkpoint and return its step; 0 if there is none.
 
         Raises CheckpointError if there are checkpoints but none can be read back, or if there are none and ``resume``
-        is ``require``. With ``never``, existing checkpoints are ignored here, but make the first save raise
-        CheckpointError.
+        is ``require``. With ``never``, existing checkpoints are ignored; run/directory.py moves them away.
         """
-        self._starts_over = resume == "never"
-        steps = [] if self._starts_over else self._saved_steps()
+        steps = [] if resume == "never" else self._saved_steps()
         if not steps and resume == "require":
             raise CheckpointError(
                 f"checkpoint.resume=require needs a checkpoint in {self._directory}, found none; check run.dir, or "
@@ -278,19 +271,17 @@ class Checkpoints:
         if step == self._manager.latest_step():
             return
         held = Held.of(updater, self._reference)
-        items, sums = held.items(), checksums(held.leaves())
+        items, leaves = held.items(), held.leaves()
+        sums, arrays = checksums(leaves), described(leaves)
         if len(self._hosts.members) == 1 < self._hosts.count:
             items = jax.tree.map(_as_a_copy, items)
         arguments: dict[str, Any] = {item: ocp.args.PyTreeSave(tree) for item, tree in items.items()}
         if carried is not None:
             groups = carried()
             arguments[CARRIED], sums[CARRIED] = ocp.args.JsonSave(groups), sum_of_groups(groups)
-        self._manager.save(
-            step,
-            args=ocp.args.Composite(**arguments),
-            custom_metadata=signed({"global_step": step, "format": FORMAT, "run": self._run, "checksums": sums}),
-            force=True,
-        )
+            arrays[CARRIED] = "saved"
+        told = {"global_step": step, "format": FORMAT, "run": self._run, "checksums": sums, "arrays": arrays}
+        self._manager.save(step, args=ocp.args.Composite(**arguments), custom_metadata=signed(told), force=True)
 
     def close(self, *, best: int | None = None) -> None:
         """Wait until every save is complete; raises the error of the saving thread, such as DiskError for a full disk.
@@ -308,11 +299,10 @@ class Checkpoints:
     def _read(self, step: int, updater: Updater) -> str:
         """Load a step. Return "" if its checkpoint is sound, else what is damaged, as the same text on all hosts."""
         path, held, reason = self._directory / str(step), Held.of(updater, self._reference), ""
-        items, saved, carried, names = {}, {}, None, set(held.leaves())
+        items, saved, carried = {}, {}, None
+        arrays = described(held.leaves()) | ({CARRIED: "saved"} if self._carries else {})
         try:
-            items, saved = read_items(
-                path, held.items(), self._hosts.index, names | {CARRIED} if self._carries else names, self._run
-            )
+            items, saved = read_items(path, held.items(), self._hosts.index, arrays, self._run)
             if self._carries:
                 carried = read_groups(path, saved[CARRIED])
         except Unsound as error:
@@ -351,7 +341,7 @@ def read_items(
     path: Path,
     wanted: Mapping[str, Any],
     host: int,
-    names: Collection[str] = (),
+    arrays: Mapping[str, str],
     run: str = "",
     *,
     partial: bool = False,
@@ -362,7 +352,7 @@ def read_items(
         path: the checkpoint, ``<directory>/<step>``.
         wanted: for each item, a tree of arrays (or descriptions) with the wanted types and shardings.
         host: the index of this host.
-        names: the names of arrays whose checksums must have been saved.
+        arrays: the arrays that must have been saved, as `described` does.
         run: the id of the run that must have saved the checkpoint; only compared if both have an id.
         partial: ignore saved arrays that are not in ``wanted``.
 
@@ -386,7 +376,7 @@ def read_items(
         if odd := [part for part in path.rglob("*") if not (part.is_file() or part.is_dir())]:
             raise Unsound(f"{odd[0].relative_to(path)} is no file")  # the read of a pipe would never end
         metadata = reader.metadata(path).custom_metadata or {}
-        _check_metadata(path, metadata, names, run)
+        _check_metadata(path, metadata, arrays, run, exactly=STATE in wanted and not partial)
         if missing := [item for item in wanted if not (path / item).is_dir()]:
             raise Unsound(f"{' and '.join(missing)} is missing")
         as_wanted = ocp.checkpoint_utils.construct_restore_args  # reads arrays in the types and shardings of a tree
@@ -436,7 +426,8 @@ def read_policy(directory: Path, step: int, model: nnx.Module, host: int = 0) ->
         found = list(saved_steps(directory))
         raise CheckpointError(f"a checkpoint must be in {path}, found none; there are steps {found or 'none'}")
     with unsound_explained(path):
-        items, saved = read_items(path, {MODEL: saved_part(nnx.state(model))}, host)
+        arrays = described(model_leaves(nnx.state(model)))
+        items, saved = read_items(path, {MODEL: saved_part(nnx.state(model))}, host, arrays)
         nnx.update(model, items[MODEL])
         if reason := wrong_sums(saved, model_leaves(nnx.state(model))):
             raise Unsound(reason)
@@ -453,7 +444,8 @@ def read_stepped(directory: Path, step: int, model: nnx.Module, *, residual: boo
     kind = jnp.int8 if residual else jnp.float32
     kept = {name: jax.ShapeDtypeStruct(v.shape, kind, sharding=v.sharding) for name, v in trained.items()}
     with unsound_explained(path):
-        items, saved = read_items(path, {STATE: {"kept": kept}}, host, partial=True)
+        arrays = described({f"optimizer.kept[{name!r}]": value for name, value in kept.items()})
+        items, saved = read_items(path, {STATE: {"kept": kept}}, host, arrays, partial=True)
         kept = items[STATE]["kept"]
         if reason := wrong_sums(saved, {f"optimizer.kept[{name!r}]": value for name, value in kept.items()}):
             raise Unsound(reason)
@@ -514,7 +506,14 @@ def signed(metadata: Mapping[str, Any]) -> dict[str, Any]:
     return {**metadata, "sum": hashlib.sha256(text.encode()).hexdigest()}
 
 
-def _check_metadata(path: Path, metadata: Mapping[str, Any], names: Collection[str], run: str) -> None:
+def described(leaves: Mapping[str, Any]) -> dict[str, str]:
+    """Write the shape and the type of each array: {"model.final_norm.w": "[64] float32"}."""
+    return {name: f"{list(leaf.shape)} {jnp.dtype(leaf.dtype)}" for name, leaf in leaves.items()}
+
+
+def _check_metadata(
+    path: Path, metadata: Mapping[str, Any], arrays: Mapping[str, str], run: str, *, exactly: bool
+) -> None:
     if "checksums" not in metadata:
         raise Unsound("its checksums are missing")
     found = metadata.get("format", 1)
@@ -533,11 +532,15 @@ def _check_metadata(path: Path, metadata: Mapping[str, Any], names: Collection[s
         )
     if (step := metadata.get("global_step")) != int(path.name):
         raise Unsound(f"it is named {path.name} and holds step {step}")
-    if lacking := sorted(set(names) - set(metadata["checksums"])):
+    saved = metadata.get("arrays") or {name: arrays.get(name, "") for name in metadata["checksums"]}
+    own = ("model.", "optimizer.o", "optimizer.k") if exactly else ()
+    names = {**arrays, **{name: "" for name in saved if name.startswith(own)}}
+    there, here = [{name: found.get(name, "none") for name in names} for found in (saved, arrays)]
+    if other := [f"{name} is {there[name]}, now {here[name]}" for name in names if there[name] != here[name]]:
         raise CheckpointError(
-            f"checkpoint {path} must hold all arrays that this run trains with, and was saved without {len(lacking)} "
-            f"of {len(names)}, the first {lacking[0]}; undo a change of model, optimizer or algorithm, or start over "
-            "with checkpoint.resume=never"
+            f"checkpoint {path} must hold the arrays of this run, got {len(other)} others: {'; '.join(other[:3])}"
+            f"{'; ...' * (len(other) > 3)}: that is another model, model.dtype, model.lora, optimizer or algorithm, or "
+            f"rollout.carry is new; undo the change, or {FROM_WEIGHTS}"
         )
 
 
@@ -556,6 +559,11 @@ class SavingManager(ocp.CheckpointManager):
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
+        # Orbax raises for a step whose directory is a link; the link is removed, and what it leads to is kept.
+        delete, place = self._checkpoint_deleter.delete, Path(self.directory)
+        self._checkpoint_deleter.delete = lambda step: (
+            path.unlink(missing_ok=True) if (path := place / str(step)).is_symlink() else delete(step)
+        )
         # A disk error is raised with a message of one line, so two kinds of tracebacks are hidden here. Orbax logs the
         # error where it occurs. Then it closes an event loop to which TensorStore still reports the end of every other
         # array, and each report becomes an exception that nobody can catch.

@@ -282,12 +282,12 @@ class Learner:
         `parameters.params_digest`."""
         return self._told(DIGEST, params_digest(by_name(self.params()) | self._updater.stepped()), str)
 
-    def save_apart(self, directory: Path, step: int) -> None:
-        """Save policy and optimizer as ``step`` in another directory, and wait until the save is complete."""
+    def save_apart(self, directory: Path, step: int, carried: Callable[[], Any] | None = None) -> None:
+        """Save as `save` does, but in another directory, and wait until the save is complete."""
         if not self._saves:
             return
         checkpoints = Checkpoints(directory, keep=1, reference=self._parts.saved_reference, hosts=self._own_slice)
-        checkpoints.save(step, self._updater)
+        checkpoints.save(step, self._updater, carried=carried)
         checkpoints.close()
 
     def save(self, step: int, *, best: int | None = None, carried: Callable[[], Any] | None = None) -> None:

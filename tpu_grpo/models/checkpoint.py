@@ -40,7 +40,7 @@ STORED_DTYPES: Mapping[str, np.dtype[Any]] = {
 """The supported dtypes of stored tensors, by their names in safetensors headers."""
 MOST = 10_000
 """The most layers of a model, and the most experts of a layer."""
-_KINDS = {"int": "a whole number >= 1", "float": "a number > 0", "bool": "true or false"}
+_KINDS = {"int": "a whole number >= 1 and < 2**31", "float": "a number > 0 and < 1e38", "bool": "true or false"}
 
 
 @dataclass(frozen=True)
@@ -218,14 +218,13 @@ def _decoder_config(hf_config: Mapping[str, Any], family: Family, path: Path) ->
         values["head_dim"] = sizes[0] // sizes[1]
     if missing := [field.name for field in wanted if field.name not in values]:
         raise CheckpointError(f"{path} must give {', '.join(missing)}, which it lacks; copy the model's own again")
-    for field in wanted:
-        kind, value = str(field.type), values[field.name]
-        if kind in _KINDS and not _is_a(kind, value):
-            raise CheckpointError(
-                f"{path}: {field.name} must be {_KINDS[kind]}, got {value!r}; copy the model's own again"
-            )
+    longest = {} if values.get("max_position_embeddings") is None else {"max_position_embeddings": "int"}
+    kinds = {field.name: str(field.type) for field in wanted} | longest
+    for name, kind in kinds.items():
+        if kind in _KINDS and not _is_a(kind, value := values[name]):
+            raise CheckpointError(f"{path}: {name} must be {_KINDS[kind]}, got {value!r}; copy the model's own again")
     for name in ("num_hidden_layers", "num_experts"):
-        if values.get(name, 0) > MOST:
+        if name in kinds and values[name] > MOST:
             raise CheckpointError(
                 f"{path}: {name} must be at most {MOST}, got {values[name]}; copy the model's own again"
             )
@@ -238,8 +237,9 @@ def _decoder_config(hf_config: Mapping[str, Any], family: Family, path: Path) ->
 def _is_a(kind: str, value: Any) -> bool:
     if kind == "bool" or isinstance(value, bool):
         return kind == "bool" and isinstance(value, bool)
-    numbers = int if kind == "int" else (int, float)
-    return isinstance(value, numbers) and 0 < value < math.inf
+    if kind == "int":
+        return isinstance(value, int) and 1 <= value < 2**31
+    return isinstance(value, int | float) and 0 < value < 1e38  # float32 holds no more
 
 
 # --- safetensors -----------------------------------------------------------------------------------------------------

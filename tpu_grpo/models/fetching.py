@@ -28,6 +28,7 @@ WANTED = [
     "vocab.json",
 ]
 """Patterns of the files to fetch."""
+HUB_SECONDS = 20.0  # a hub that does not answer within this time counts as out of reach
 UNWANTED = ["*/*", "consolidated*"]
 """Patterns of files to skip: files in folders, and second copies of the weights under the publisher's own names."""
 
@@ -56,7 +57,7 @@ def fetch(name: str) -> Path:
 
     repository, _, revision = name.partition("@")
     try:
-        found = HfApi().model_info(repository, revision=revision or None, files_metadata=True)
+        found = HfApi().model_info(repository, revision=revision or None, files_metadata=True, timeout=HUB_SECONDS)
         published = {file.rfilename: file.size or 0 for file in found.siblings or ()}
         wanted = list(filter_repo_objects(published, allow_patterns=WANTED, ignore_patterns=UNWANTED))
         if missing := list(filter(is_missing, wanted)):
@@ -65,7 +66,9 @@ def fetch(name: str) -> Path:
             what = f"fetching {name}: {len(missing)} files, {_shown(needed)}, into {_cache_directory()}"
             print(what, file=sys.stderr, flush=True)
         return Path(snapshot_download(repository, revision=revision or None, allow_patterns=wanted))
-    except (OSError, ValueError) as error:  # includes network errors
+    except CheckpointError:
+        raise
+    except Exception as error:  # network errors, and whatever the library raises for an answer of another shape
         refused = isinstance(error, (RepositoryNotFoundError, RevisionNotFoundError))
         if not refused and (directory := fetched(name)) is not None:
             return directory

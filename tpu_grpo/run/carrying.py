@@ -36,7 +36,9 @@ class Carry:
         self._config = config
         self.groups: tuple[OpenGroup, ...] = () if saved is None else groups_of(saved, stream, config)
         """The open groups at this point of the step."""
-        self._ended = self.groups
+        length, dropped = (0, 0) if saved is None else saved["sampled"]
+        self._figures: tuple[int, int] = length, dropped  # of this step's sampling so far
+        self._ended = self.groups, (0, 0)  # the figures are those of ``hold``
         self._taken, self._sampled = list[OpenGroup](), list[CarriedGroups]()
 
     @property
@@ -77,6 +79,7 @@ class Carry:
         batch = self.batch(step, whole)
         self._taken += whole
         self._sampled.append(sampled)
+        self._figures = self._figures[0] + sampled.length, self._figures[1] + sampled.dropped
         completions = tuple(completion for group in whole for completion in group.completions)
         texts = tuple(completion_text(tokenizer, completion) for completion in completions)
         size = self._config.algorithm.group_size
@@ -84,7 +87,7 @@ class Carry:
 
     def hold(self) -> None:
         """Let the next checkpoint hold the groups that ``take`` returned, in their order, and then the other groups."""
-        self._ended = (*self._taken, *self.groups)
+        self._ended = (*self._taken, *self.groups), self._figures
 
     def end(self, used: int) -> dict[str, float]:
         """End a step that used the first ``used`` of the taken groups; later steps take the rest again.
@@ -100,11 +103,11 @@ class Carry:
         if self._config.rollout.carry:
             ages = [ages_of(completion) for group in self._taken[:used] for completion in group.completions]
             of_tokens, oldest = np.concatenate(ages), np.array([of_row.max(initial=0) for of_row in ages])
-            length = sum(sampled.length for sampled in self._sampled)
+            length, dropped = self._figures
             metrics |= {
                 "carry/length": length,
                 "carry/length_saved": max(0, max(map(len, ages)) - length),
-                "carry/dropped_tokens": sum(sampled.dropped for sampled in self._sampled),
+                "carry/dropped_tokens": dropped,
                 "carry/open_groups": len(open_groups),
                 "carry/open_tokens": sum(len(c.token_ids) for group in open_groups for c in group.completions),
                 "carry/rows_age_1": float((oldest == 1).mean()),
@@ -112,20 +115,22 @@ class Carry:
                 "carry/tokens_age_1": float((of_tokens == 1).mean()),
                 "carry/tokens_age_2_up": float((of_tokens > 1).mean()),
             }
-        self.groups = self._ended = tuple(group.older() for group in open_groups)
+        self.groups = tuple(group.older() for group in open_groups)
+        self._ended, self._figures = (self.groups, (0, 0)), (0, 0)
         self._taken, self._sampled = [], []
         return metrics
 
     def saved(self) -> dict[str, Any]:
         """Return the groups as they were when the last finished step ended, as JSON for a checkpoint."""
-        return written(self._ended)
+        return written(*self._ended)
 
 
-def written(groups: Sequence[OpenGroup]) -> dict[str, Any]:
-    """Write groups as JSON, with the bytes of their completions in base64."""
+def written(groups: Sequence[OpenGroup], sampled: tuple[int, int] = (0, 0)) -> dict[str, Any]:
+    """Write groups, and the figures of their step, as JSON, with the bytes of their completions in base64."""
     completions = dict(enumerate(completion for group in groups for completion in group.completions))
     return {
         "groups": [[g.position, g.record, g.step, g.number, _sum_of(g.prompt)] for g in groups],
+        "sampled": list(sampled),
         "completions": base64.b64encode(encode_completions(completions)).decode(),
     }
 

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from tpu_grpo.config import RunConfig, load_config
+from tpu_grpo.config import ARRAYS, EVERYTHING, RunConfig, load_config
 from tpu_grpo.hosts import Hosts, host_log
 from tpu_grpo.observe.json_lines import encode_line, read_steps, replace_text, write_json
 from tpu_grpo.observe.run_files import (
@@ -26,6 +26,7 @@ from tpu_grpo.observe.run_files import (
     DATA_FILE,
     DIRECTORIES,
     END_FILE,
+    FROM_WEIGHTS,
     HISTORY_FILE,
     LOCK_FILE,
     LOGS_DIR,
@@ -177,26 +178,35 @@ def _changes_since(config: RunConfig, steps: Sequence[int]) -> tuple[Change, ...
     changes that make results incomparable."""
     directory, allowed = config.run_dir, config.checkpoint.allow_changes
     path, metrics, known = directory / CONFIG_FILE, directory / METRICS_FILE, directory / SOURCES_FILE
-    if not path.exists() or not (steps or (metrics.exists() and metrics.stat().st_size > 0)):
+    if not steps and not (path.exists() and metrics.exists() and metrics.stat().st_size > 0):
         return ()
+    changed = list[Change]()
     try:
-        before = load_config(path)
+        if path.exists():
+            changed = changed_settings(load_config(path), config)
     except ConfigError as error:
         raise ConfigError(
             f"{path} must be the config of the run that lies there, as this version reads it, got: {error}; give this "
             "run another run.name or run.dir, or start over with checkpoint.resume=never"
         ) from error
-    changed = changed_settings(before, config)
-    names = {change.name for change in changed}
-    files = changed_sources(_sources_in(known) if known.exists() else {}, sources(config))
+    names, here = {change.name for change in changed}, sources(config)
+    files = changed_sources(_sources_in(known) if known.exists() else {}, here)
     changed += [change for change in files if change.name not in names]
+    records = {CONFIG_FILE: [EVERYTHING], SOURCES_FILE: list(here), DATA_FILE: ["data"]} if steps else {}
+    missing = [(file, name) for file, of_file in records.items() if not (directory / file).exists() for name in of_file]
+    changed += [Change(name, f"unknown, as {file} is missing", "as given now", "results") for file, name in missing]
     if refused := [change for change in changed if change.effect == "results" and not change.is_in(allowed)]:
-        names = ", ".join(dict.fromkeys([*allowed, *(change.name for change in refused)]))
-        lines = [f"a run must go on with the settings it began with, and {directory} was begun with others:"]
+        names = [*allowed, *(change.name for change in refused)]
+        names = [EVERYTHING] if EVERYTHING in names else list(dict.fromkeys(names))
+        remedy = f"or go on all the same with checkpoint.allow_changes='[{', '.join(names)}]'"
+        if steps and (other := [change.name for change in refused if change.is_in(ARRAYS)]):
+            remedy = f"or, as no checkpoint goes on with another {' and '.join(other)}, {FROM_WEIGHTS}"
+        why = "was begun with others" if not missing else "lacks files that say so, and nothing can be compared"
+        lines = [f"a run must go on with the settings it began with, and {directory} {why}:"]
         raise ConfigError(
             "\n  ".join([*lines, *map(str, refused)])
             + "\nresults before and after could not be compared: give this run another run.name or run.dir, start over "
-            f"with checkpoint.resume=never, or go on all the same with checkpoint.allow_changes='[{names}]'"
+            f"with checkpoint.resume=never, {remedy}"
         )
     return tuple(changed)
 
@@ -281,6 +291,7 @@ class RunDirectory:
         self._made = False
         """Whether host 0 has made the directory."""
         self._lock: RunLock | None = None
+        self._place: os.stat_result | None = None  # identifies the directory itself, wherever it is now
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -317,17 +328,24 @@ class RunDirectory:
         return notes + self._first_does("the record of the run", list[str], lambda: self._record(start, data))
 
     def is_ours(self) -> bool:
-        """Whether this process, host 0, holds the directory, or has released it; False if another took it over."""
+        """Whether the path leads to the directory of this process, host 0; False if it is gone, replaced or taken."""
         try:
             owner = read_owner(self.path / LOCK_FILE)
-        except OSError:
-            return self._lock is not None  # there is no lock file: this process released it
+        except (OSError, ConfigError):  # there is no lock file: this process released it, or somebody removed it
+            return self._place is not None and self.path.is_dir() and os.path.samestat(self._place, self.path.stat())
         return self._lock is not None and owner is not None and owner.token == self._lock.owner.token
+
+    def set_up_apart(self, data: Mapping[str, Any]) -> str:
+        """Make a directory beside the path, with the records that a continued run reads, and return its name."""
+        self.path = _free_name(self.path)
+        self.path.mkdir(parents=True)
+        self._record(0, data)
+        return str(self.path)
 
     def _take(self) -> str:
         self._made = not self.path.exists()
         self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = RunLock.take(self.path)
+        self._lock, self._place = RunLock.take(self.path), self.path.stat()
         return self._lock.owner.token
 
     def _release(self) -> None:

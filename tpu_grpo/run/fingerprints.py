@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tpu_grpo.config import BUILTIN, GYM, HUB, Effect, RunConfig, effect_of, listed_name, settings
+from tpu_grpo.config import BUILTIN, EVERYTHING, GYM, HUB, Effect, RunConfig, effect_of, listed_name, settings
 from tpu_grpo.config.plugins import source_file
 from tpu_grpo.data.record_files import is_address
 from tpu_grpo.models.fetching import fetched
@@ -126,8 +126,8 @@ class Change:
         }[self.effect]
 
     def is_in(self, names: Sequence[str]) -> bool:
-        """Whether one of the names is this setting, or a section that contains it."""
-        return any(self.name == name or self.name.startswith(f"{name}.") for name in names)
+        """Whether one of the names is this setting, a section that contains it, or all."""
+        return any(name in (self.name, EVERYTHING) or self.name.startswith(f"{name}.") for name in names)
 
 
 def changed_settings(before: RunConfig, now: RunConfig) -> list[Change]:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tpu_grpo.algorithms import notices
@@ -37,7 +38,7 @@ from tpu_grpo.observe.run_files import (
 from tpu_grpo.observe.run_log import RunLog, open_run_log
 from tpu_grpo.observe.step_metrics import rollout_metrics, sync_metrics, tokens_digest, update_metrics
 from tpu_grpo.observe.summary import build_summary, versions
-from tpu_grpo.records.errors import Interrupted
+from tpu_grpo.records.errors import DiskError, Interrupted
 from tpu_grpo.records.stages import PromptBatch, Rollout, ScoredRollout, UpdateResult
 from tpu_grpo.rewards.distributed import DistributedScoring
 from tpu_grpo.run.carrying import Carry
@@ -97,7 +98,7 @@ def train(
                 watch, stop = watch or Watch(hosts), stop or StopRequest()
                 planned = read_planned(config.run_dir) if hosts.is_first else {}
                 run = Run(
-                    *(config, hosts, watch, stop, inputs, parts, draw, log, evaluations, compilations),
+                    *(config, hosts, watch, stop, inputs, directory, parts, draw, log, evaluations, compilations),
                     planned=planned,
                     planned_at=start + 3,
                     compiled=compiled,
@@ -116,6 +117,7 @@ class Run:
     watch: Watch
     stop: StopRequest
     inputs: Inputs
+    directory: RunDirectory
     parts: Parts
     draw: PromptDraw
     log: RunLog
@@ -191,6 +193,7 @@ class Run:
             sync = parts.engines.install(parts.learner.params())
             seconds = time.perf_counter() - started
             probed = parts.probe.after_sync(step)
+        self._check_directory(step)
         rates = groups.used.mean_rewards(self.config.data.pass_rate)
         used = groups.used.rollout
         self.draw.done(step, used.batch, {"tokens": used.mean_tokens, "pass_rate": rates})
@@ -311,6 +314,18 @@ class Run:
                     write_adapters(directory, adapters, model.lora, model.hub or model.path)
                 self.hosts.barrier(f"adapters of step {step}")
 
+    def _check_directory(self, step: int) -> None:
+        """Save ``step``, the last step done, in another directory and raise DiskError if run.dir is not there now."""
+        if first_does(self.hosts, "whether run.dir is still there", bool, self.directory.is_ours):
+            return
+        was, kept, data = self.directory.path, "nothing was done yet", self.parts.task.prompts.describe()
+        if step:
+            apart = first_does(self.hosts, "a directory apart", str, lambda: self.directory.set_up_apart(data))
+            carried = None if self.parts.carry is None else self.parts.carry.saved
+            self.parts.learner.save_apart(Path(apart) / CHECKPOINTS_DIR, step, carried)
+            kept = f"step {step} was saved in {apart}; go on with run.dir={apart} checkpoint.resume=auto"
+        raise DiskError(f"run.dir must stay where it is during a run, but {was} is gone or another one now; {kept}")
+
     def _export(self, last: int) -> str:
         """Export the policy that ``export.every`` names, unless that was done before; returns a note about it."""
         config, parts = self.config, self.parts
@@ -330,6 +345,7 @@ class Run:
 
     def _stopped(self, step: int) -> Interrupted:
         """Save ``step``, the last step done (0 if there was none), and return the exception that ends the run."""
+        self._check_directory(step)
         if step:
             self._save(step)
             self.parts.learner.close(best=self._best_step)
@@ -363,6 +379,7 @@ class Run:
         with self.watch.stage(f"evaluation after step {step}"):
             evaluation, samples = evaluate_policy(self.parts.sampler, held_out, step)
             self.hosts.agree(f"tokens of the evaluation after step {step}", evaluation.digest)
+        self._check_directory(step)
         self.evaluations.add(evaluation)
         self.log.evaluation(evaluation, samples)
         if self.hosts.is_first:

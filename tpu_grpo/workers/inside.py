@@ -16,8 +16,6 @@ from typing import NoReturn
 
 import psutil
 
-from tpu_grpo.workers.streams import lasting
-
 _libc = ctypes.CDLL(None, use_errno=True)
 _SET_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36
 """PR_SET_PDEATHSIG and PR_SET_CHILD_SUBREAPER of Linux's prctl.h."""
@@ -41,14 +39,12 @@ def outlive_parent(lifeline: int) -> None:
 
 
 def print_by_line() -> None:
-    """Flush every line that this process prints, and drop printed text once the output is closed.
+    """Flush every line that this process prints.
 
     Buffered text would be lost when the process is killed, and copied into each forked process.
     """
-    sys.stdout, sys.stderr = (lasting(stream) for stream in (sys.stdout, sys.stderr))
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError):  # a StringIO, where there is nothing to write to
-            stream.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
+        stream.reconfigure(line_buffering=True, errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def flush_output() -> None:

@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -20,6 +21,7 @@ import psutil
 
 from tpu_grpo.config.section import HAS_PASSWORD, LOOKS_SECRET
 from tpu_grpo.records.errors import ConfigError
+from tpu_grpo.workers.streams import copy_lines
 
 WORKER_MARK = "TPU_GRPO_WORKER"
 """This environment variable holds a process's mark; everything that the process starts inherits it."""
@@ -43,12 +45,18 @@ class WorkerProcess:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", program, str(theirs.fileno()), str(lifeline)],
                 stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
                 env=_environment(self._mark, secrets),
                 cwd=directory,
                 pass_fds=(theirs.fileno(), lifeline),
                 start_new_session=True,
             )
             unless_it_starts.pop_all()
+        printed = enumerate((self._process.stdout, self._process.stderr), start=1)
+        self._copying = [threading.Thread(target=copy_lines, args=each, daemon=True) for each in printed]
+        for thread in self._copying:
+            thread.start()
 
     @property
     def ended(self) -> bool:
@@ -72,6 +80,8 @@ class WorkerProcess:
             self._lifeline = -1
         code = self._process.wait()
         _kill_marked(self._mark)
+        for thread in self._copying:
+            thread.join(1.0)  # seconds; longer only if nobody reads what it copies
         return how_it_ended(code)
 
 

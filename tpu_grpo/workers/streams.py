@@ -1,7 +1,8 @@
-"""Streams that ignore a closed output, for the main process and for processes of users' code.
+"""Streams that ignore a closed output, and what processes of users' code print.
 
 A run outlives the terminal, pipe or ssh connection in which it was started: it goes on when its output is closed.
-Characters that the output's encoding lacks are written as escapes.
+Characters that the output's encoding lacks are written as escapes. What processes of users' code print may be what a
+policy wrote: escape sequences that control the terminal, or endless lines.
 """
 
 import io
@@ -9,7 +10,12 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, TextIO, cast
+from typing import IO, Any, TextIO, cast
+
+from tpu_grpo.records.errors import without_controls
+
+LONGEST_SHOWN = 10_000
+"""The most bytes of a line that are copied of what users' code prints."""
 
 
 @contextmanager
@@ -37,8 +43,7 @@ def _occupy_descriptors() -> None:
 
 
 def lasting(stream: TextIO | None) -> TextIO:
-    """Return a stream that writes to ``stream`` until that fails, then drops text; it escapes unencodable
-    characters."""
+    """Return a stream that writes to ``stream`` until that fails, then drops text; it escapes what has no code."""
     if stream is None:  # it was closed before the start
         return io.StringIO()
     with suppress(AttributeError, ValueError):  # a stream of a test or a notebook, which has no encoding
@@ -46,11 +51,9 @@ def lasting(stream: TextIO | None) -> TextIO:
     return stream if isinstance(stream, LastingStream) else cast("TextIO", LastingStream(stream))
 
 
-class LastingStream(io.TextIOBase):
-    """Writes to a stream; after an error, drops all text.
-
-    The stream's file descriptor is then redirected to /dev/null, so that other code that writes to it does not fail.
-    """
+class LastingStream:
+    """Writes to a stream; after an error, drops all text, and redirects the stream's descriptor to /dev/null, so that
+    other code that writes to it does not fail."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -75,25 +78,22 @@ class LastingStream(io.TextIOBase):
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
-    def writable(self) -> bool:
-        """Return True: the stream can always be written to."""
-        return True
-
-    def isatty(self) -> bool:
-        """Return whether the stream is a terminal."""
-        return self._stream.isatty()
-
-    def fileno(self) -> int:
-        """Return the descriptor of the stream."""
-        return self._stream.fileno()
-
-    @property
-    def encoding(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Return the encoding of the stream, by which rich chooses its characters."""
-        return self._stream.encoding
-
     def _lose(self) -> None:
         with suppress(OSError, ValueError):  # without a descriptor there is nothing to redirect
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._stream.fileno())
             os.close(nowhere)
+
+
+def copy_lines(target: int, source: IO[bytes]) -> None:
+    """Copy lines to a file descriptor until the source ends: cut after LONGEST_SHOWN bytes, with control characters
+    escaped. Of a line that is written anew after carriage returns, as progress bars do, the last state is copied."""
+    with source:
+        while part := source.readline(LONGEST_SHOWN):
+            line, size = part.rstrip(b"\r\n").rpartition(b"\r")[2], len(part)
+            while len(part) == LONGEST_SHOWN and not part.endswith(b"\n"):
+                size += len(part := source.readline(LONGEST_SHOWN))
+            cut = f" ... ({size:,} bytes)" if size > LONGEST_SHOWN else ""
+            shown = without_controls(line.decode(errors="backslashreplace")) + cut
+            with suppress(OSError):  # nobody reads it any more
+                os.write(target, f"{shown}\n".encode())

@@ -20,6 +20,9 @@ from tpu_grpo.rewards.shipped.mathematics import math
 PAIRS = Path(__file__).parent / "math_pairs.jsonl"
 """Lines of style, reference, completion, and whether a person calls the completion right."""
 
+IN_GARBAGE_COLLECTION = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+"""A time-out may come while a callback of jax or hypothesis runs, which ignores it with a warning; the next counts."""
+
 CASES = [
     # numbers
     (r"So the answer is \boxed{42}.", "42", 1.0),
@@ -211,6 +214,7 @@ def test_math_on_the_reference_solutions_of_gsm8k():
         assert math(f"Thus \\boxed{{{value + 1}}}", reference) == 0.0
 
 
+@IN_GARBAGE_COLLECTION
 @pytest.mark.parametrize(
     ("completion", "reference"),
     [
@@ -260,6 +264,7 @@ def test_other_rewards_leave_out_what_math_does_not_score():
     assert verified("math", ["Answer is forty two.", r"\boxed{3}"], ["Answer is forty three.", "3 eggs"]) == [None, 1.0]
 
 
+@IN_GARBAGE_COLLECTION
 def test_many_comparisons_without_an_end_do_not_add_up(monkeypatch: pytest.MonkeyPatch):
     """Sixty texts that take five seconds each would end a run, because the reward itself has 60 seconds."""
     monkeypatch.setattr(mathematics, "_TIME_OUTS", deque([time.monotonic()] * 5, maxlen=5))

@@ -89,6 +89,8 @@ def scaling_of(rope_scaling: Mapping[str, Any] | None) -> Scaling | None:
         return None
     given = {name: value for name, value in rope_scaling.items() if name not in ("rope_type", "type")}
     kind = {"llama3": Llama3Scaling, "yarn": YarnScaling}.get(rope_scaling.get("rope_type", rope_scaling.get("type")))
+    if any(isinstance(value, int | float) and not abs(value) < 1e38 for value in given.values()):
+        raise ValueError(f"out of range: {rope_scaling}")
     if kind is None or any(isinstance(value, bool) != (name == "truncate") for name, value in given.items()):
         raise TypeError(f"no known scaling: {rope_scaling}")
     scaling = kind(**{name: value for name, value in given.items() if value is not None})
