@@ -267,6 +267,7 @@ def test_the_product_is_looked_at(product: list[Source]) -> None:
     assert {file.room for file in product} >= {"", "scripts", "records", "engine", "learner", "run", "hosts"}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "rule",
     [

@@ -43,6 +43,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {"wheel": next(out.glob("*.whl")), "source": next(out.glob("*.tar.gz"))}
 
 
+@pytest.mark.full
 def test_the_wheel_holds_the_package_and_its_configs(built: dict[str, Path]) -> None:
     with zipfile.ZipFile(built["wheel"]) as wheel:
         inside = {name for name in wheel.namelist() if ".dist-info/" not in name}

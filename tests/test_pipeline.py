@@ -164,6 +164,7 @@ def test_updates_compile_once_and_agree(files: Path, tmp_path: Path, algorithm: 
         assert steps[0]["update/kl"] < 1e-9 < 1e-5 < steps[2]["update/kl"]
 
 
+@pytest.mark.full
 def test_a_run_whose_directory_goes_away_notices_it_at_the_next_step_and_saves_it(
     files: Path, whole: Path, tmp_path: Path
 ) -> None:

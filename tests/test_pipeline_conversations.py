@@ -77,6 +77,7 @@ def config(run_dir: Path, **sections: Any) -> RunConfig:
     return parse_config(laid_over(settings(run_dir, **tree), sections))
 
 
+@pytest.mark.full
 def test_agreement_over_eight_turns_and_what_is_written_down(whole: Path) -> None:
     for line in lines(whole):
         assert line["agreement/logprob_abs_diff_max"] <= 1e-4
@@ -95,6 +96,7 @@ def test_agreement_over_eight_turns_and_what_is_written_down(whole: Path) -> Non
     assert len({row["prompt"] for row in rows}) > 4
 
 
+@pytest.mark.full
 def test_a_continued_run_repeats_the_episodes_that_it_had_and_an_agent_is_told_the_same(tmp_path: Path) -> None:
     """The agent gives rewards at random. A copy of the run as a kill after step 1 would leave it, with the episodes of
     step 2 written down, ends with the same parameters; without them it does not.
@@ -138,6 +140,7 @@ def test_how_the_engine_works_changes_no_token(whole: Path, tmp_path: Path, roll
     assert line["agreement/logprob_abs_diff_mean"] <= 1e-5
 
 
+@pytest.mark.full
 def test_bad_environments_end_their_own_conversations(tmp_path: Path) -> None:
     """A conversation whose first turn does not end never gets to its environment."""
     how = {"1": "raise", "4": "raise", "2": "exit", "5": "exit", "3": "hang", "6": "hang"}
@@ -161,6 +164,7 @@ def test_bad_environments_end_their_own_conversations(tmp_path: Path) -> None:
         assert faults[fault] == pytest.approx(sum(shares) * 16)
 
 
+@pytest.mark.full
 def test_a_bad_environment_ends_the_run_if_it_shall(tmp_path: Path) -> None:
     bad = {"name": "bad.py:Bad", "options": {"how": {f"{n}+1=": "raise" for n in range(8)}}}
     with pytest.raises(

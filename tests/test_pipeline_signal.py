@@ -47,6 +47,7 @@ def whole(files: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noq
     return run_dir
 
 
+@pytest.mark.full
 def test_steps_hold_the_first_informative_groups_and_begin_where_the_one_before_ended(whole: Path) -> None:
     """Found again from the samples' rewards and the history."""
     steps, history = lines(whole), lines(whole, "history.jsonl")

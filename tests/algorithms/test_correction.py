@@ -84,6 +84,7 @@ def before_update(case: Case) -> Case:  # noqa: F811
     return replace(case, old=[line + rng.uniform(-0.3, 0.3, len(line)).astype(np.float32) for line in case.old])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("label", CASES)
 def test_loss_and_gradient(case: Case, label: str) -> None:  # noqa: F811
     section = AlgorithmSection.model_validate(CASES[label])
@@ -141,6 +142,7 @@ def check_that_weight_0_changes_nothing(batch: TrainBatch, case: Case, settings:
             np.testing.assert_array_equal(found_sums, sums, err_msg=f"{field} {value}")
 
 
+@pytest.mark.full
 def test_by_hand() -> None:
     """Two completions in a row, of ratios 1/2 2 2 and 1 3, with the products 2 and 3 and the means 1.26 and 1.73."""
     engine = jnp.log(jnp.full((1, 5), 0.2))

@@ -21,6 +21,7 @@ def files(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.full
 def test_the_commands_of_the_guide(files: Path) -> None:
     commands = re.findall(r"^```sh\nuv run (.*?)\n```", GUIDE, re.MULTILINE)
     assert commands[-1] == "scripts/run.py my_algorithm.yaml"  # the training

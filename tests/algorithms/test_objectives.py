@@ -210,6 +210,7 @@ def test_every_objective_is_tested_here() -> None:
     assert {name for name, _ in CASES.values()} == set(SHIPPED) == set(MEANS)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("label", CASES)
 def test_loss_and_gradient_are_those_of_the_paper(case: Case, label: str) -> None:
     name, chosen = CASES[label]

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 from tests.learner.toy import settings_of
 from tpu_grpo.config import AlgorithmSection
@@ -112,6 +113,7 @@ def train(optimizer: optax.GradientTransformation, **algorithm: Any) -> Outcome:
     return Outcome(bool(jnp.isfinite(table_PTV).all()), tuple(rewards), tuple(entropies), equal, tuple(bounded))
 
 
+@pytest.mark.full
 def test_a_mask_of_tokens_learns_where_plain_ratios_settle_for_chance() -> None:
     """After 40 steps 0.81 of the tokens are right with the mask and 0.60 without; a run's metrics tell them apart."""
     plain, masked = train(SGD, **PLAIN), train(SGD, **MASKED)
@@ -126,6 +128,7 @@ def test_a_mask_of_tokens_learns_where_plain_ratios_settle_for_chance() -> None:
     assert masked.bounded[-1] < 0.05
 
 
+@pytest.mark.full
 def test_under_adam_a_clip_learns_where_plain_ratios_settle_for_chance() -> None:
     """0.77 and 0.40. Adam divides by the gradient's size, so that a mask alone, which shrinks it, gets to 0.52."""
     plain, clipped = train(ADAM, **PLAIN), train(ADAM, name="grpo")

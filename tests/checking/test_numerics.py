@@ -52,6 +52,7 @@ def works(shared: Shared, *rows: Callable[[Shared], Finding]) -> list[Finding]:
     return found
 
 
+@pytest.mark.full
 def test_rows_about_numbers_work(small: Shared) -> None:
     rows = numerics.log_probabilities("float32"), numerics.decode_loop, numerics.update, numerics.weight_sync
     works(small, *rows)
@@ -95,6 +96,7 @@ def test_a_filter_that_drops_a_token_is_named(small: Shared, monkeypatch: pytest
     assert finding.said.startswith("with {'top_k': 50.0, 'top_p': 0.8")
 
 
+@pytest.mark.full
 def test_another_noise_is_named(small: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
     right = numerics.sample_tokens
     monkeypatch.setattr(
@@ -140,6 +142,7 @@ def test_an_update_of_other_gradients_is_named(small: Shared, monkeypatch: pytes
     assert numerics.update(small).verdict == "broken"
 
 
+@pytest.mark.full
 def test_a_slow_link_is_named(small: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
     right = measured_rates.all_reduce
 

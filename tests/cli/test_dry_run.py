@@ -79,6 +79,7 @@ class Counted(Grpo):
 """
 
 
+@pytest.mark.full
 def test_an_algorithm_of_ones_own_is_made_once(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(COUNTED)
     config = load_config(DEMO, [f"algorithm.name={tmp_path}/mine.py:Counted", f"run.dir={tmp_path}/run"])
@@ -118,6 +119,7 @@ def refused_late(seeds: range, folder: Path) -> Iterator[tuple[list[str], TpuGrp
             yield words, None
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "seeds",
     [
@@ -183,6 +185,7 @@ def absurd(folder: Path, values: int = len(ABSURD)) -> Iterator[tuple[str, RunCo
             yield f"{word[:60]} ({len(word)} characters)", config
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("values", "most"),
     [(2, 3), pytest.param(len(ABSURD), 10**6, marks=[pytest.mark.slow, pytest.mark.timeout(20000)])],

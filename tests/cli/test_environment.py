@@ -155,6 +155,7 @@ class Clearing:
 """
 
 
+@pytest.mark.full
 def test_an_environment_does_not_control_the_terminal(
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -199,6 +200,7 @@ def test_the_records_of_a_mixture_are_counted_source_after_source(capsys: pytest
     assert "must be one of 0 to 2 (0 to 1 of some, 2 to 2 of more), got 3; name one of these" in err
 
 
+@pytest.mark.full
 def test_a_model_plays_as_in_a_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """A random model, whose environment ends the conversation after its turns; the same seed gives the same tokens."""
     write_talking_files(tmp_path)

@@ -60,6 +60,7 @@ def whole(files: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
+@pytest.mark.full
 def test_a_run_tells_every_figure_and_keeps_the_samples(whole: Path) -> None:
     found = lines(whole)
     assert [line["step"] for line in found] == [0, 1, 2]
@@ -86,6 +87,7 @@ def test_a_run_tells_every_figure_and_keeps_the_samples(whole: Path) -> None:
     assert summary["evaluation/best"]["step"] == best["step"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("which", "step"),
     [pytest.param("initial", 0, marks=pytest.mark.slow), ("1", 1), pytest.param("latest", 2, marks=pytest.mark.slow)],

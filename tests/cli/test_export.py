@@ -39,6 +39,7 @@ def test_what_cannot_be_exported_is_refused_with_the_remedy(run_dir: Path, capsy
     assert not out.exists()
 
 
+@pytest.mark.full
 def test_a_run_without_a_checkpoint_is_refused_where_its_directory_lies_now(run_dir: Path) -> None:
     """Whatever jax's platform is where the command is typed: a TPU is left to the run."""
     command = [sys.executable, str(REPOSITORY / "scripts/export.py"), str(run_dir), "--out", str(run_dir / "out")]

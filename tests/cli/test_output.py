@@ -44,6 +44,7 @@ def run(body: str, tmp_path: Path, shell: str, **environment: str) -> subprocess
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("shell", ["| head -1", "2>&1 | head -1", ">&- 2>&-", "> /dev/full", "> /dev/full 2>&1"])
 def test_a_command_whose_output_nobody_reads_goes_on(tmp_path: Path, shell: str) -> None:
     ended = run(PRINTING, tmp_path, shell)

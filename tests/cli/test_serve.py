@@ -64,6 +64,7 @@ def tokens(answer: Any) -> list[Any]:
     ]
 
 
+@pytest.mark.full
 def test_tokens_depend_on_the_request_alone(server: str) -> None:
     """Thirty requests in two orders at once, and the first alone; a text in place of its tokens is the same prompt."""
     bodies = [chat(f"{n}+1=", n=1 + n % 3, seed=n, max_tokens=1 + n % 6) for n in range(30)]

@@ -23,6 +23,7 @@ print(jax.devices()[0].platform)
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(HAS_TPU, reason="there is a TPU to be found")
 @pytest.mark.parametrize("first", ["", "import jax"], ids=["jax is imported later", "jax was imported before"])
 def test_no_tpu_is_looked_for_where_there_is_none(first: str, tmp_path: Path) -> None:

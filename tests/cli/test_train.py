@@ -195,6 +195,7 @@ def test_every_error_of_the_package_has_a_code() -> None:
     assert defined == set(CODES)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("error", "code"), CODES.items(), ids=lambda value: getattr(value, "__name__", value))
 def test_exit_codes(
     pipeline: Any, capsys: pytest.CaptureFixture[str], error: type[errors.TpuGrpoError], code: int
@@ -273,6 +274,7 @@ def test_closing_lines_compare_held_out_values_that_were_measured_twice() -> Non
 # --- dry run, with the real parts ------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_dry_run_of_the_demo_finds_nothing_wrong_and_says_nothing_about_tpus(tmp_path: Path) -> None:
     done = run_script("--dry-run", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -105,6 +105,7 @@ def test_evaluation_without_heldout_data(tokenizer: PreTrainedTokenizerFast):
     assert open_evaluation_prompts(evaluation(), DataSection(path="train.jsonl"), tokenizer) is None
 
 
+@pytest.mark.full
 def test_evaluation_of_the_builtin_task_holds_nothing_it_trains_on(tokenizer: PreTrainedTokenizerFast):
     prompts = open_evaluation_prompts(evaluation(prompts=100), DataSection(), tokenizer)
     assert prompts is not None

@@ -84,6 +84,7 @@ def test_what_is_broken_stays_broken(dtype: np.dtype, broken: float) -> None:
 # --- attention -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", [jnp.dtype("bfloat16"), FP8, INT8], ids=str)
 @pytest.mark.parametrize("page", [1, 4])
 def test_gather_attends_to_what_is_kept(dtype: np.dtype, page: int) -> None:

@@ -75,6 +75,7 @@ def count_up(
     )
 
 
+@pytest.mark.full
 def test_rows_end_with_their_slots_and_by_stop_tokens() -> None:
     slots = [[0, 1, 2, 3], [4, 5, -1, -1], [6, 7, 8, -1], [-1, -1, -1, -1]]
     found, logprobs, cache = count_up(slots, steps=4, stop=frozenset({13, 31}))

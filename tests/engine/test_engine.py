@@ -64,6 +64,7 @@ def test_logprobs_are_the_trainers_at_the_temperature(engine: Engine, model: nnx
     assert disagreement(model, asked, engine.generate(asked)) <= AGREE
 
 
+@pytest.mark.full
 def test_the_likeliest_tokens_are_the_trainers(engine: Engine, model: nnx.Module) -> None:
     """Only requests that ask get them; whether a request asks changes no token."""
     asked = requests(PROMPTS[:1], sampling=SamplingParams(16, temperature=0.7, ignore_stop=True), group=2)
@@ -149,6 +150,7 @@ def test_steps_and_samples_have_their_own_tokens(engine: Engine) -> None:
     assert all(a != b for a, b in zip(first, next_step, strict=True))
 
 
+@pytest.mark.full
 def test_retraction_under_pressure_changes_nothing(
     checkpoint: Path, model: nnx.Module, reference_tokens: list[list[int]]
 ) -> None:

@@ -120,6 +120,7 @@ def check_experts(checkpoint: Path, asked: Sequence[Request], completions: Seque
         np.testing.assert_array_equal(sets(completion.experts), sets(reference_experts(checkpoint, np.array([ids]))[0]))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "options",
     [
@@ -142,6 +143,7 @@ def test_experts_are_those_of_a_float64_router(checkpoint: Path, model: nnx.Modu
         np.testing.assert_array_equal(before.experts, after.experts)
 
 
+@pytest.mark.full
 def test_new_weights_bring_their_own_experts(checkpoint: Path, model: nnx.Module, tmp_path: Path) -> None:
     """And a table that kept those of the old weights would not go unnoticed."""
     other = write_random("qwen3_moe", tmp_path / "other", scale=0.3, seed=5)
@@ -157,6 +159,7 @@ def test_new_weights_bring_their_own_experts(checkpoint: Path, model: nnx.Module
         engine.generate(asked)
 
 
+@pytest.mark.full
 def test_who_does_not_ask_gets_none(checkpoint: Path, model: nnx.Module) -> None:
     engine = build_engine(checkpoint, model, **SMALL)
     mixed = [replace(request, return_experts=index % 2 == 0) for index, request in enumerate(asking(1))]

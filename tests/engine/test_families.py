@@ -58,6 +58,7 @@ def test_every_family_is_here() -> None:
     assert {family for family, _, _ in CASES} == set(FAMILIES)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("family", "options", "tensor"),
     [
@@ -81,6 +82,7 @@ def test_engine_trainer_and_reference_agree(tmp_path: Path, family: str, options
         assert np.abs(trainer_TV - reference_TV).max() <= AGAINST_REFERENCE
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name",
     ["qwen3_moe", "llama", *(pytest.param(n, marks=pytest.mark.slow) for n in ("qwen3_yarn", "mistral", "phi3"))],
@@ -105,6 +107,7 @@ MERGED_AGAINST_ADAPTED = 1e-4
 """The contract's bound in float32; measured 1e-6 to 6e-6."""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("family", "tensor"),
     [

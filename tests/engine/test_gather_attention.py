@@ -44,6 +44,7 @@ def plain_attention(q: np.ndarray, cached: np.ndarray, scoring: Scoring) -> np.n
     return np.einsum("kgl,lkd->kgd", weights / weights.sum(-1, keepdims=True), cached[:, :, 1])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("page", "scoring"), [*((page, SCORINGS[0]) for page in (1, 4, 16, 64)), *((4, other) for other in SCORINGS[1:])]
 )
@@ -59,6 +60,7 @@ def test_decode_matches_plain_softmax(page: int, scoring: Scoring) -> None:
         np.testing.assert_allclose(out[row], expected, atol=2e-6)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("page", "scoring"), [*((page, SCORINGS[0]) for page in (1, 4, 16)), *((4, other) for other in SCORINGS[1:])]
 )

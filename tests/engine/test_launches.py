@@ -42,6 +42,7 @@ def sampled_by(engine: Engine, asked: Sequence[Request]) -> list[tuple[list[int]
 # --- whole engines ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "options",
     [
@@ -120,6 +121,7 @@ def test_scheduling_under_pressure_is_that_of_single_steps(checkpoint: Path, mod
     assert engine.use.launches < steps / 2
 
 
+@pytest.mark.full
 def test_stop_tokens_at_every_place_of_a_launch(checkpoint: Path, model: nnx.Module) -> None:
     """Launches have 8 steps; the second token is that of the first step, because a prefill samples the first."""
     sizes = {"max_running_requests": 48, "batch_paddings": (48,), "prefill_tokens": 256, "steps_per_launch": 8}
@@ -139,6 +141,7 @@ def test_stop_tokens_at_every_place_of_a_launch(checkpoint: Path, model: nnx.Mod
     assert places == set(range(8))
 
 
+@pytest.mark.full
 def test_devices_have_the_next_launch_before_this_one_has_ended(checkpoint: Path, model: nnx.Module) -> None:
     """But not while a request waits, of which there are 12 for 8 places, nor with single steps."""
     asked, happened = requests(sampling=SamplingParams(24, ignore_stop=True), group=4), []
@@ -206,6 +209,7 @@ def test_experts_do_not_depend_on_the_steps_of_a_launch(tmp_path: Path) -> None:
             assert other.logprobs.tobytes() == single.logprobs.tobytes()
 
 
+@pytest.mark.full
 def test_what_an_engine_says_of_its_use(checkpoint: Path, model: nnx.Module) -> None:
     """Two rows of 1 and 11 tokens; of the second, 10 are decoded, in launches of 4 steps, with 8 places in each."""
     engine = build_engine(checkpoint, model, steps_per_launch=4, **SMALL)

@@ -66,6 +66,7 @@ def test_the_repaired_version_is_installed(monkeypatch: pytest.MonkeyPatch) -> N
         repairs.require_repaired_version()
 
 
+@pytest.mark.full
 def test_building_without_arrays_is_still_needed(model_config) -> None:
     mesh = engine_mesh(jax.devices()[:1])
     with jax.set_mesh(mesh):
@@ -129,6 +130,7 @@ class _Holder(nnx.Module):
         self.rotary_emb = rope
 
 
+@pytest.mark.full
 def test_the_prefix_trees_clock_is_still_needed() -> None:
     source = in_fresh_process(
         "from sgl_jax.srt.mem_cache import radix_cache as r; print(r.TreeNode().last_access_time)"

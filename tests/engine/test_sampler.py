@@ -227,6 +227,7 @@ def engine(built: Engine) -> Iterator[Engine]:
     built.forget_prefixes()  # asserts that nothing is left running
 
 
+@pytest.mark.full
 def test_tokens_come_as_they_are_sampled_and_are_those_of_a_rollout(engine: Engine) -> None:
     asked = requests(group=2)
     expected = tokens(engine.generate(asked))
@@ -268,6 +269,7 @@ def test_a_reader_who_cancels_before_anything_ran_gets_nothing(engine: Engine) -
     assert [len(answers[0].token_ids) for answers in stream(engine, asked, lambda: True)] == [0]
 
 
+@pytest.mark.full
 def test_an_engine_for_one_short_answer_takes_the_whole_prompt(
     checkpoint: Path, model: nnx.Module, engine: Engine
 ) -> None:

@@ -63,6 +63,7 @@ def draw(rows: int = DRAWS, **settings: float) -> tuple[np.ndarray, np.ndarray]:
     return np.asarray(tokens), np.asarray(logprobs)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("settings", "weights"),
     [
@@ -87,6 +88,7 @@ def test_frequencies_are_the_distributions(settings: dict[str, float], weights: 
     assert stats.chisquare(counts[possible], expected[possible]).pvalue > 1e-3
 
 
+@pytest.mark.full
 def test_logprobs_are_of_the_full_distribution_at_the_temperature() -> None:
     for settings in ({}, {"top_k": 2}, {"top_p": 0.5, "min_p": 0.3}):
         for temperature in (0.5, 1.0, 3.0):
@@ -126,6 +128,7 @@ def test_every_part_of_the_key_decides(part: str) -> None:
     assert stats.chisquare(counts, ROWS * PROBS).pvalue > 1e-3
 
 
+@pytest.mark.full
 def test_one_program_serves_all_settings() -> None:
     program = jax.jit(lambda logits, settings: sample_tokens(logits, settings))
     logits = jnp.zeros((4, 5))
@@ -243,6 +246,7 @@ def logit_rows(vocabulary: int) -> dict[str, np.ndarray]:
     return {name: row.astype(np.float32) for name, row in rows.items()}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("vocabulary", [2, 257, 20_000])
 def test_filters_are_those_of_a_sort(vocabulary: int) -> None:
     """Every filter and every combination of filters, on rows of every kind, in one batch each."""
@@ -281,6 +285,7 @@ def passes(monkeypatch: pytest.MonkeyPatch, logits: np.ndarray, asked: SamplingC
     return len(read)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("settings", [pytest.param({"top_k": 7}, marks=pytest.mark.slow), {"top_p": 0.9}], ids=str)
 def test_a_threshold_takes_at_most_nine_passes(monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]) -> None:
     """One tries likely values, and eight each leave a 16th of all float32 numbers; the last row needs most of them."""
@@ -289,6 +294,7 @@ def test_a_threshold_takes_at_most_nine_passes(monkeypatch: pytest.MonkeyPatch, 
     assert 0 < passes(monkeypatch, logits, columns(len(logits), **settings)) <= 9
 
 
+@pytest.mark.full
 def test_top_k_and_top_p_together_take_few_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bisection would take 64."""
     logits = (3.0 * np.random.default_rng(0).normal(size=(32, 5_000))).astype(np.float32)
@@ -305,6 +311,7 @@ def test_filters_that_drop_nothing_read_nothing(monkeypatch: pytest.MonkeyPatch,
     assert passes(monkeypatch, LOGITS[None], columns(**settings)) == 0
 
 
+@pytest.mark.full
 def test_both_zeros_are_one_value() -> None:
     logits = jnp.asarray([[-1.0, -0.0, 0.0, -2.0, -0.0]])
     alike: list[dict[str, Any]] = [{"top_k": 1}, {"top_p": 0.1}, {"min_p": 1.0}]
@@ -378,6 +385,7 @@ def moved(program: str) -> list[tuple[str, int]]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("tied", "tensor"), [pytest.param(True, 2, marks=pytest.mark.slow), (False, 4)])
 def test_no_table_is_gathered(tmp_path: Path, tied: bool, tensor: int) -> None:
     engine = build_engine(write(tmp_path, tied=tied), tensor=tensor, prefill_tokens=64)
@@ -398,6 +406,7 @@ def test_no_table_is_gathered(tmp_path: Path, tied: bool, tensor: int) -> None:
 # --- tokens ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("rows", "tensor"),
     [pytest.param(1, 4, marks=pytest.mark.slow), (6, 4), (6, 2), pytest.param(6, 1, marks=pytest.mark.slow)],

@@ -249,6 +249,7 @@ def test_scripts_have_what_is_wanted_of_them() -> None:
     assert sum(len(row.turns) for row in rows) > 40
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "options",
     [
@@ -298,6 +299,7 @@ def assert_that_prefixes_are_kept(engine: Engine, played: Sequence[Played]) -> N
         assert not any(cached for cached, _ in found)
 
 
+@pytest.mark.full
 def test_no_delay_changes_a_bit_nor_a_decision(checkpoint: Path, model: nnx.Module) -> None:
     engine = build_engine(checkpoint, model, steps_per_launch=3, **SMALL)
     seen = []
@@ -329,6 +331,7 @@ def test_with_no_tool_steps_rows_return_as_soon_as_they_are_answered() -> None:
         assert waves.out == [1]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("delays", [at_once, random_delays(3), random_delays(4, most=0.1)], ids=["0", "3", "4"])
 def test_with_no_tool_steps_no_delay_changes_a_token(
     checkpoint: Path, model: nnx.Module, told: list[Completion], delays: Delay
@@ -339,6 +342,7 @@ def test_with_no_tool_steps_no_delay_changes_a_token(
     assert_alike(found, told)
 
 
+@pytest.mark.full
 def test_with_no_tool_steps_an_episode_may_end_once_another_has(
     checkpoint: Path, model: nnx.Module, told: list[Completion]
 ) -> None:
@@ -370,6 +374,7 @@ def test_a_group_prefills_its_first_prompt_once(checkpoint: Path, model: nnx.Mod
     assert [first[row].completion.cached_tokens for row in sorted(first)] == [0, *[len(PROMPTS[1]) + 3] * 6]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("steps", [16, *(pytest.param(steps, marks=pytest.mark.slow) for steps in (1, 3))])
 def test_rows_are_put_back_in_the_middle_of_a_conversation(
     checkpoint: Path, model: nnx.Module, plain: Engine, steps: int
@@ -399,6 +404,7 @@ def test_rows_are_put_back_in_the_middle_of_a_conversation(
     assert_alike(found, told)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("tensor", "places"),
     [(2, 2), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((1, 2), (1, 8), (4, 8)))],
@@ -419,6 +425,7 @@ def test_replicas_have_the_same_conversations(
     assert replicas.figures["rollout/environment_wait_seconds"] > 0
 
 
+@pytest.mark.full
 def test_with_no_tool_steps_replicas_wait_for_no_answer_at_agreed_points(
     checkpoint: Path, model: nnx.Module, told: list[Completion]
 ) -> None:
@@ -436,6 +443,7 @@ def test_with_no_tool_steps_replicas_wait_for_no_answer_at_agreed_points(
     assert tokens(found) == tokens(told)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("places", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_no_more_conversations_are_begun_at_once_than_have_places(
     checkpoint: Path, model: nnx.Module, told: list[Completion], places: int

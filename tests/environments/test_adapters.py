@@ -49,6 +49,7 @@ def test_a_client_of_openenv():
 # --- Tunix -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_environments_of_tunix():
     columns = {"question": "Which?", "answer": "a"}
     names = {"task": "tests.environments.tunix_games:Guess", "plain": "tests.environments.tunix_games:Plain"}

@@ -284,6 +284,7 @@ def test_a_lasting_agent_plays_all_episodes_and_is_started_again(tmp_path: Path)
         assert requested(reply)["messages"][0]["content"] == "again"
 
 
+@pytest.mark.full
 def test_an_agent_ends_with_its_episode(play: Play, tmp_path: Path) -> None:
     pool = play(
         f"""

@@ -307,6 +307,7 @@ PIECES = st.sampled_from(
 )
 
 
+@pytest.mark.full
 @given(st.lists(PIECES | st.text(max_size=3), max_size=12), st.booleans())
 def test_any_text_is_read(pieces: list[str], ended: bool) -> None:
     """Whatever a policy writes becomes calls whose arguments are JSON, or problems; nothing is raised."""

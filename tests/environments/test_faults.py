@@ -221,6 +221,7 @@ def test_the_time_for_the_import_begins_when_somebody_waits_for_it(monkeypatch: 
         assert told(begun(pool)) == "begin"
 
 
+@pytest.mark.full
 def test_processes_end_with_a_main_process_that_is_killed():
     script = f"""
         import time
@@ -252,6 +253,7 @@ def _open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
+@pytest.mark.full
 def test_what_was_to_go_to_a_server_that_died_leaves_no_files_open():
     before = _open_files()
     with open_pool(NAME) as pool:
@@ -269,6 +271,7 @@ def test_what_was_to_go_to_a_server_that_died_leaves_no_files_open():
     assert _open_files() == before
 
 
+@pytest.mark.full
 def test_a_process_that_cannot_be_forked_leaves_no_files_open(monkeypatch: pytest.MonkeyPatch):
     """The fork server runs in this process, on this thread."""
     ours, theirs = socket.socketpair()
@@ -291,6 +294,7 @@ def test_a_process_that_cannot_be_forked_leaves_no_files_open(monkeypatch: pytes
     main.close()
 
 
+@pytest.mark.full
 def test_too_few_open_files_are_said_to_be_so():
     script = f"""
         import resource

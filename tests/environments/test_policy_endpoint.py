@@ -67,6 +67,7 @@ async def policy(session: Session) -> None:
         session.answer(TURN)
 
 
+@pytest.mark.full
 def test_a_bad_client_costs_its_own_request_alone() -> None:
     async def scene() -> None:
         endpoint = Endpoint()

@@ -34,6 +34,7 @@ SOUND: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.full
 @given(
     path=st.sampled_from(sorted(FORMS)),
     changed=st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=4),

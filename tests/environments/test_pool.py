@@ -200,6 +200,7 @@ def test_what_is_dropped_is_over_and_others_can_begin(pool: EnvironmentPool):
     pool.drop(0)
 
 
+@pytest.mark.full
 def test_a_server_is_replaced_after_so_many_conversations():
     with open_pool(COUNTER, recycle=2) as pool:
         crew = pool.crews[""]
@@ -217,6 +218,7 @@ def test_a_server_is_replaced_after_so_many_conversations():
             pool._pump(0.01)
 
 
+@pytest.mark.full
 def test_environments_are_closed_before_their_server_or_the_pool_ends(tmp_path: Path):
     with open_pool("tests.environments.games:Closing", recycle=2) as pool:
         crew = pool.crews[""]
@@ -373,6 +375,7 @@ def test_an_async_process_is_replaced_after_so_many_conversations():
         assert ended(pool, 2).reward == 0.5
 
 
+@pytest.mark.full
 def test_servers_are_replaced_while_their_last_conversations_end():
     """An answer that comes with the word that its process is gone may be the last of a server."""
     with open_pool(COUNTER, recycle=3) as pool:

@@ -15,6 +15,7 @@ from tpu_grpo.workers.supervisor import StartError, Starting
 SERVICE = PlayedEnvironment(load_environment("tests.environments.games:Counter", {}), keep=False)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["Silent", "SilentAsync"])
 def test_an_import_that_succeeds_once_and_never_again_ends_the_run(monkeypatch: pytest.MonkeyPatch, name: str):
     said = f"environment {name} must be imported in each of its processes, which it was at first, got 3 in a row that "

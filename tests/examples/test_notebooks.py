@@ -101,6 +101,7 @@ def stop_when(client: NotebookClient, happened: Callable[[], bool]) -> None:
     threading.Thread(target=press, daemon=True).start()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("in_kernel", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_stop_button_leaves_a_checkpoint(in_kernel: bool, tmp_path: Path) -> None:
     without = ("plan", "check", "rewards", "samples", "export")

@@ -37,6 +37,7 @@ def cache(tmp_path: Path) -> ProgramCache:
     return cache
 
 
+@pytest.mark.full
 def test_the_second_process_compiles_nothing_counts_the_same_and_computes_the_same(tmp_path: Path) -> None:
     environment = os.environ | {"TPU_GRPO_CACHE": str(tmp_path), "PYTHONPATH": str(REPOSITORY)}
     outputs = []

@@ -191,6 +191,7 @@ def watched(body: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=40, env=environment)
 
 
+@pytest.mark.full
 def test_a_frozen_host_0_is_noticed_though_nobody_reads_what_this_one_says() -> None:
     done = watched(
         """
@@ -246,6 +247,7 @@ with Watch(Hosts(1, 2, Service(frozen_at=100)), timeout_seconds=20, every=0.3):
     assert "(seen by host 1, in stage " in done.stderr
 
 
+@pytest.mark.full
 def test_hosts_that_disagree_each_print_it_and_leave_together() -> None:
     ended = run(
         """
@@ -261,6 +263,7 @@ def test_hosts_that_disagree_each_print_it_and_leave_together() -> None:
     assert abs(ended[0].at - ended[1].at) < 4  # on an idle machine under 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("failing", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_host_whose_output_nobody_reads_and_whose_disk_is_full_ends_with_3(
     failing: int, monkeypatch: pytest.MonkeyPatch

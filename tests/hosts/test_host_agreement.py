@@ -42,6 +42,7 @@ def test_values_of_all_hosts_reach_all_hosts() -> None:
         ), end
 
 
+@pytest.mark.full
 def test_what_differs_is_named_on_every_host() -> None:
     ended = run(
         """
@@ -68,6 +69,7 @@ def test_what_differs_is_named_on_every_host() -> None:
         )
 
 
+@pytest.mark.full
 def test_hosts_at_different_calls_are_told_at_once() -> None:
     ended = run("hosts.barrier('rollout' if index == 1 else 'rewards')", 2)
     for end in ended.values():
@@ -76,6 +78,7 @@ def test_hosts_at_different_calls_are_told_at_once() -> None:
         assert "host 0 has rewards; host 1 has rollout" in end.errors
 
 
+@pytest.mark.full
 def test_a_host_that_does_not_come_is_named() -> None:
     ended = run(
         """

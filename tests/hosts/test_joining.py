@@ -15,6 +15,7 @@ from tpu_grpo.hosts.joining import choose_threads
 from tpu_grpo.records.errors import ConfigError
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_hosts_meet_and_see_all_devices(count: int) -> None:
     ended = run(
@@ -29,6 +30,7 @@ def test_hosts_meet_and_see_all_devices(count: int) -> None:
         assert (end.code, end.out) == (0, f"{index} {count} {index == 0} {count} {count}\n"), end
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("came", "timeout"), [((0, 1), 4), ((1,), 2)])
 def test_missing_hosts_are_named_in_time(came: tuple[int, ...], timeout: int) -> None:
     ended = run("print('started')", 3, only=came, timeout=timeout)
@@ -46,6 +48,7 @@ def test_missing_hosts_are_named_in_time(came: tuple[int, ...], timeout: int) ->
         assert end.at < 25
 
 
+@pytest.mark.full
 def test_a_host_with_another_count_is_refused_and_missed() -> None:
     ended = run("print('started')", 2, counts={1: 3}, timeout=4)
     assert [(end.code, end.out) for end in ended.values()] == [(3, "")] * 2, ended
@@ -176,6 +179,7 @@ def test_threads_are_as_many_as_the_cpu_devices_of_the_run(
 SECRET = "0123456789abcdef"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("deed", "named"),
     [
@@ -215,6 +219,7 @@ def test_what_a_stranger_does_to_the_store_is_named_as_an_attack(
     assert SECRET not in ended[0].errors + ended[1].errors
 
 
+@pytest.mark.full
 def test_what_lies_where_a_host_is_to_write_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TPU_GRPO_SECRET", SECRET)
     ended = run(
@@ -233,6 +238,7 @@ def test_what_lies_where_a_host_is_to_write_is_named(monkeypatch: pytest.MonkeyP
     assert "a value that was there before this host wrote its own at 'tpu_grpo/exchange/1/0'" in ended[0].errors
 
 
+@pytest.mark.full
 def test_a_short_secret_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TPU_GRPO_SECRET", "guessed")
     ended = run("print('started')", 2, timeout=4)

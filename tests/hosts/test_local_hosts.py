@@ -161,6 +161,7 @@ def test_what_a_failing_host_wrote_comes_before_the_news_of_its_end() -> None:
 # --- the exit code ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("text", "code"),
     [

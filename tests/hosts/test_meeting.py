@@ -189,6 +189,7 @@ def test_what_is_no_host_disturbs_nobody(address: str, sent: bytes) -> None:
     assert [host.join() for host in (first, *hosts)] == [None] * 3
 
 
+@pytest.mark.full
 def test_connections_that_say_nothing_are_closed_and_counted(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting, "SPEAKING_SECONDS", 0.5)
     monkeypatch.setattr(meeting, "MOST_STRANGERS", 8)
@@ -372,6 +373,7 @@ with Watch(hosts, timeout_seconds=20, every=0.5):
 """
 
 
+@pytest.mark.full
 def test_a_second_run_on_the_port_of_a_live_one_is_refused_and_the_first_goes_on(address: str, tmp_path: Path) -> None:
     """The second one's host 1 comes to jax's service of the first."""
     stop = tmp_path / "stop"

@@ -216,6 +216,7 @@ def meanwhile(action: Callable[[], object]) -> threading.Thread:
     return thread
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("names", [("grpo",), ("grpo-0", "grpo-1")], ids=["one slice", "two slices"])
 def test_a_preempted_slice_is_replaced_with_the_others_and_the_run_goes_on(
     stand_in: StandIn,
@@ -248,6 +249,7 @@ def test_a_preempted_slice_is_replaced_with_the_others_and_the_run_goes_on(
     assert stand_in.load()["made"] == 2
 
 
+@pytest.mark.full
 def test_a_mistake_on_one_worker_ends_it_with_its_code_and_last_lines(
     stand_in: StandIn, learner: Path, training: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -16,6 +16,7 @@ ARGUMENTS = st.lists(
 )
 
 
+@pytest.mark.full
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(words=ARGUMENTS)
 def test_any_argument_arrives_unchanged(ready: StandIn, config: Path, words: list[str]) -> None:

@@ -45,6 +45,7 @@ def test_from_nothing_to_a_finished_run_and_back(
     assert stand_in.processes() == []
 
 
+@pytest.mark.full
 def test_a_run_is_detached_and_gets_its_environment(ready: StandIn, config: Path, launch: Launch) -> None:
     words = (*SMALL, "--env", "A=b c", str(config), "seconds=30")
     assert launch("run", *words)[0] == 0
@@ -82,6 +83,7 @@ def test_other_libtpu_arguments_and_another_cache(ready: StandIn, config: Path, 
     assert environment["JAX_COMPILATION_CACHE_DIR"] == "gs://b/cache"
 
 
+@pytest.mark.full
 def test_stop_lets_it_save_then_kills_it(ready: StandIn, config: Path, launch: Launch) -> None:
     saves = ready.home(0) / ".tpu_grpo/code/scripts/program.py"
     saves.write_text(
@@ -130,6 +132,7 @@ def homes(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     return [stand_in.home(worker, name) for name in SLICES for worker in (0, 1)]
 
 
+@pytest.mark.full
 def test_two_slices_are_requested_together_and_run_as_four_hosts(
     stand_in: StandIn, homes: list[Path], checkout: Path, config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -177,6 +180,7 @@ def test_another_number_of_slices_than_was_created_is_no_lost_machine(
     )
 
 
+@pytest.mark.full
 def test_slices_are_set_up_at_the_same_time_and_errors_name_the_slice(
     homes: list[Path], checkout: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -238,6 +242,7 @@ def test_setup_brings_the_work_tree_as_it_is_and_keeps_what_runs_left(
     assert " and 2 changed files)" in launch("status")[1]
 
 
+@pytest.mark.full
 def test_the_setup_script_runs_in_the_checkout_of_every_worker(
     ready: StandIn, checkout: Path, tmp_path: Path, launch: Launch
 ) -> None:

@@ -65,6 +65,7 @@ def assert_same(left: Run, right: Run) -> None:
     assert sums(left) == sums(right)
 
 
+@pytest.mark.full
 def test_model_and_optimizer_come_back_exactly(tmp_path: Path) -> None:
     before = saved_run(tmp_path, 5)
     after = make_run(seed=1)
@@ -178,6 +179,7 @@ def assert_continued_after(step: int, directory: Path, after: dict[int, dict[str
     return checkpoints.notes
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
 @pytest.mark.parametrize("file", NEEDED)
 def test_a_run_continues_after_the_newest_sound_checkpoint(
@@ -297,6 +299,7 @@ def test_a_host_without_memory_does_not_blame_the_checkpoint(
     assert (directory / "2").is_dir()
 
 
+@pytest.mark.full
 def test_damage_that_orbax_does_not_see_is_found(tmp_path: Path) -> None:
     """Arrays of some size are stored as they are: changed bytes are read back as other numbers."""
     saved_run(tmp_path, 1, width=4096)

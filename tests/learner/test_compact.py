@@ -263,6 +263,7 @@ def test_numbers_below_the_normal_ones_stay_as_small_and_nothing_becomes_nan() -
     assert (np.abs(back - values.astype(np.float64)) <= 2.0**-125).all()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("value", [1.0 + 1e-5, -3.0 - 3e-5, 0.75 + 1.7e-6, 1.0 - 2.2e-5, 0.1], ids=str)
 def test_residuals_are_right_on_average(value: float) -> None:
     """A step far below a unit arrives as often as it is large: the mean over keys is within 4 standard errors."""
@@ -277,6 +278,7 @@ def test_residuals_are_right_on_average(value: float) -> None:
     assert abs(units.mean() - exact) < 4 * np.sqrt(0.25 / units.size)
 
 
+@pytest.mark.full
 def test_steps_that_bfloat16_would_lose_add_up() -> None:
     """1000 steps of 1e-7 from 1.0, each less than a unit of the residual: 1e-4 arrives, give or take the noise."""
     step, count, width = 1e-7, 1000, 64

@@ -183,6 +183,7 @@ def test_a_step_in_which_no_conversation_began_teaches_nothing(tmp_path: Path) -
         assert learner.params_digest() == before
 
 
+@pytest.mark.full
 def test_a_learner_compares_sampled_tokens_and_keeps_branches_together(tmp_path: Path) -> None:
     """Each mini-batch has all branches of its rows, and nothing said of observed tokens changes a bit of the policy."""
     mesh = make_mesh(1)

@@ -44,6 +44,7 @@ def test_by_hand() -> None:
     assert (float(state.coefficient), float(state.applied)) == (0.5, 0.5)
 
 
+@pytest.mark.full
 def test_a_checkpoint_holds_the_coefficient_and_the_reference(tmp_path: Path) -> None:
     def opened(seed: int) -> tuple[Run, Run, Checkpoints]:
         run = linear_run(linear_config(tmp_path, algorithm=ADAPTED), seed=seed)
@@ -79,6 +80,7 @@ def test_a_checkpoint_holds_the_coefficient_and_the_reference(tmp_path: Path) ->
     checkpoints.close()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("extra", [{"old_policy": "trainer", "importance_cap": 1.02}, {"mini_batch_prompts": 2}])
 def test_an_update_learns_from_its_tokens_of_highest_entropy(tmp_path: Path, extra: dict[str, Any]) -> None:
     """Which these are is found again from the model's logits, over all tokens of the update, not of a micro-batch."""

@@ -40,6 +40,7 @@ def output_and_gradient(block: Block) -> tuple[jax.Array, Any]:
     return output, gradient
 
 
+@pytest.mark.full
 def test_flat_products_are_the_products() -> None:
     """Outputs and gradients are the same within rounding, and the model itself stays as it is."""
     block = Block()

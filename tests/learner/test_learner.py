@@ -81,6 +81,7 @@ def test_one_update(tmp_path: Path) -> None:
     assert update_metrics(result)["update/seconds"] == result.seconds > 0
 
 
+@pytest.mark.full
 def test_histograms_are_of_the_first_gradient_and_the_parameters_before_it(tmp_path: Path) -> None:
     logging = {"histograms_every": 2, "tensorboard": True}
     config = make_config(tmp_path, {"logging": logging, "algorithm": {"iterations": 2}})
@@ -129,6 +130,7 @@ def updated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Learner, ScoredRo
     return learner, noisy, learner.update(noisy).metrics
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("algorithm", "tp"), [(MICRO, 1), ({}, 2)], ids=["micro-batches", "mesh"])
 def test_neither_micro_batches_nor_the_mesh_change_the_step(
     updated: Any, tmp_path: Path, algorithm: dict[str, Any], tp: int
@@ -141,6 +143,7 @@ def test_neither_micro_batches_nor_the_mesh_change_the_step(
         assert found[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
 
 
+@pytest.mark.full
 def test_the_second_iteration_still_compares_with_the_engine(tmp_path: Path) -> None:
     config = make_config(tmp_path, {"algorithm": {"iterations": 2, "clip_low": 0.01, "clip_high": 0.01}})
     learner = make_learner(config)
@@ -168,6 +171,7 @@ def test_the_second_iteration_still_compares_with_the_engine(tmp_path: Path) -> 
     assert metrics["agreement/logprob_abs_diff_max"] < 1e-5  # of the first pass only
 
 
+@pytest.mark.full
 def test_penalty_is_taken_against_the_initial_policy(tmp_path: Path) -> None:
     """The reference may be the model itself: it stays what it was when the model moves on."""
     config = make_config(tmp_path, {"algorithm": PENALTY})
@@ -185,6 +189,7 @@ def test_penalty_is_taken_against_the_initial_policy(tmp_path: Path) -> None:
     assert found > 1e-4
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "algorithm",
     [MINI, *(pytest.param(o, marks=pytest.mark.slow) for o in ({}, MICRO, PENALTY, {"old_policy": "trainer"}))],

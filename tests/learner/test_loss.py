@@ -121,6 +121,7 @@ def objective(case: dict[str, Any], aggregation: str, low: float, high: float, b
     return float(np.mean([line.sum() / 5 for line in losses]))  # token-scale: by rollout.max_new_tokens
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize(
     ("low", "high", "beta", "kl_kind"),
@@ -250,6 +251,7 @@ def pick(batch: TrainBatch, chosen: Any) -> TrainBatch:
     return jax.tree.map(lambda column: column[chosen], batch)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("sizes", [(12,), (4, 4, 4), (1,) * 12, (1, 5, 4, 2)], ids=str)
 def test_any_cut_into_micro_batches_adds_up_to_the_whole(bigram: Any, tmp_path: Path, sizes: tuple[int, ...]) -> None:
     model, batch, (loss, gradient) = bigram
@@ -272,6 +274,7 @@ def test_the_order_of_rows_does_not_matter(bigram: Any, tmp_path: Path) -> None:
         assert distance(slopes, {"lm_head.w": gradient}) < 1e-6
 
 
+@pytest.mark.full
 def test_rows_that_do_not_count_change_nothing_whatever_their_loss_is(bigram: Any, tmp_path: Path) -> None:
     """A gradient of 0 times infinity would be none: nothing of such a row may come into the sums."""
     model, batch, _ = bigram
@@ -320,6 +323,7 @@ def tunix_gradient(model: nnx.Module, case: dict[str, Any], fields: dict[str, An
     return float(loss), aux, by_name(slopes)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize(("name", "tunix_name"), [("grpo", "grpo"), ("dr_grpo", "drgrpo"), ("rloo", "rloo")])
 @pytest.mark.parametrize(

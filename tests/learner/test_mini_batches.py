@@ -26,6 +26,7 @@ SEED = 7
 MINI: dict[str, Any] = {"mini_batch_prompts": 2, "iterations": 2}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", [pytest.param("grpo", marks=pytest.mark.slow), "dapo"])
 def test_updates_are_those_of_the_mini_batches_one_after_the_other(tmp_path: Path, name: str) -> None:
     """GRPO's advantages are of a group, so that two prompts alone are a step of their own, with its denominators."""
@@ -65,6 +66,7 @@ def completions_of(batches: list[TrainBatch], name: str) -> Iterator[tuple[tuple
             yield tuple(ids[row][chosen].tolist()), values[row][chosen]
 
 
+@pytest.mark.full
 def test_all_updates_compare_with_the_policy_before_the_first(tmp_path: Path) -> None:
     """The old policy and the reference stay what they were; advantages, the KL in them too, are of the whole step."""
     compared = {"old_policy": "trainer", "beta": 0.1, "kl_in": "reward", "advantage": "scale_rl"}

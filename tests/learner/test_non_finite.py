@@ -28,6 +28,7 @@ BAD = [{"value": np.nan}, {"value": np.inf}, {"value": 1e30}, {"loss": np.nan}, 
 """What a parameter's gradient or the loss is; the square of 1e30 is more than float32 holds."""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "sections"), STATES)
 def test_nothing_of_such_an_update_arrives(tmp_path: Path, name: str, sections: dict[str, Any]) -> None:
     config = linear_config(tmp_path, **with_optimizer(sections, name=name), algorithm=ADAPTED)

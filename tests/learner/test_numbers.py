@@ -44,6 +44,7 @@ PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 MESH = Mesh(jax.devices()[:1], ("fsdp",))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("label", PAIRS)
 def test_one_program_serves_both(case: Case, label: str) -> None:  # noqa: F811
     first, second = (settings_of(mesh=MESH, **tree) for tree in PAIRS[label])

@@ -133,6 +133,7 @@ def newton_schulz(gradient: np.ndarray) -> np.ndarray:
     return x
 
 
+@pytest.mark.full
 def test_muon_makes_a_matrix_orthogonal_and_leaves_the_rest_to_adam(tmp_path: Path) -> None:
     shapes = {name: shape for name, (shape, _) in MATRICES.items()} | NO_MATRICES
     gradients = {name: RNG.normal(size=shape) for name, shape in shapes.items()}
@@ -207,6 +208,7 @@ def test_adamw_8bit_is_adamw_with_a_compact_state(tmp_path: Path) -> None:
     assert 1e-4 < np.abs(by_name[2]["w"] - full[2]["w"]).max() < 0.05
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name", ["muon", "lion", *(pytest.param(other, marks=pytest.mark.slow) for other in ("adamw", "adafactor", "sgd"))]
 )

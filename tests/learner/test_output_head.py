@@ -199,6 +199,7 @@ def assert_as_expected(case: Case, mesh: Mesh | None = None) -> None:
 # --- values and gradients --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "case",
     [
@@ -273,6 +274,7 @@ def test_the_gradient_of_the_weight_is_summed_in_float32() -> None:
 # --- meshes ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("fsdp", "tp", "vocab", "vocab_first"),
     [
@@ -346,6 +348,7 @@ def collectives(text: str) -> list[tuple[str, int]]:
     return [(name, max(map(math.prod, shapes(results)), default=1)) for results, name in found]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("vocab_first", [True, False])
 @pytest.mark.parametrize(("fsdp", "tp"), [(1, 1), (4, 1), (2, 2)])
 def test_no_logits_but_those_of_a_chunk_are_ever_alive(fsdp: int, tp: int, vocab_first: bool) -> None:

@@ -116,6 +116,7 @@ SLOW = ("llama", "mistral", "phi3", "qwen2", "penalty")
 """These differ least from the others: families by positions or biases, the penalty by one more forward pass."""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in (*FAMILIES, "lora", "penalty")]
 )

@@ -49,6 +49,7 @@ def assert_lowers_the_same(config: RunConfig, mesh: Mesh, model: nnx.Module, inp
     return programs
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("algorithm", "flash_block"),
     [

@@ -108,6 +108,7 @@ def test_rows_by_hand() -> None:
     assert found[1, :, 1].tolist() == experts[1].reshape(-1).tolist()  # the second token, layer by layer
 
 
+@pytest.mark.full
 def test_the_trainer_computes_what_the_reference_does_with_these_experts(checkpoint: Path, tmp_path: Path) -> None:
     config = make_config(tmp_path, {"algorithm": {"routing_replay": True}})
     learner = make_learner(config, make_mesh(1), model=load(checkpoint))
@@ -121,6 +122,7 @@ def test_the_trainer_computes_what_the_reference_does_with_these_experts(checkpo
     np.testing.assert_array_equal(learner.logprobs(PROMPTS, reversed_order), found)
 
 
+@pytest.mark.full
 def test_tokens_without_experts_are_routed_as_ever(checkpoint: Path) -> None:
     model = load(checkpoint)
     rows = packed(completions_with_planted_experts())
@@ -134,6 +136,7 @@ def test_tokens_without_experts_are_routed_as_ever(checkpoint: Path) -> None:
     assert own == pytest.approx(float(total(model, rows._replace(experts=None))), abs=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "remat", [*(pytest.param(remat, marks=pytest.mark.slow) for remat in ("none", "block")), "decoder"]
 )
@@ -183,6 +186,7 @@ def scored_with_planted_experts(checkpoint: Path, config: Any) -> ScoredRollout:
     return scored
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "algorithm",
     [
@@ -209,6 +213,7 @@ def test_an_update_agrees_with_the_engines_experts(checkpoint: Path, tmp_path: P
         assert metrics["update/kl"] > 1e-3
 
 
+@pytest.mark.full
 def test_a_described_learner_lowers_the_same_programs(checkpoint: Path, tmp_path: Path) -> None:
     """With what is replayed as an argument, which a plan counts."""
     config = make_config(tmp_path, {"algorithm": {"routing_replay": True, "group_size": 2, "old_policy": "trainer"}})

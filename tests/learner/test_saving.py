@@ -50,6 +50,7 @@ NONE = ("RLIMIT_NOFILE", 1, "Too many open files; have the limit on open files r
 """With so few files it is the main thread that fails."""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("limited", "limit"),
     [
@@ -78,6 +79,7 @@ def last_line(end: Ended) -> str:
     return end.errors.strip().splitlines()[-1]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("then", ["save(3)", pytest.param("manager.close()", marks=pytest.mark.slow)])
 def test_one_host_raises_it_at_its_next_save_or_at_the_end(tmp_path: Path, then: str) -> None:
     directory = tmp_path / "checkpoints"

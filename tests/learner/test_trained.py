@@ -48,6 +48,7 @@ def update(learner: Learner, config: RunConfig, base: nnx.Module, *steps: int) -
         learner.update(make_scored(base, config, step))  # type: ignore[arg-type]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", [pytest.param("lora", marks=pytest.mark.slow), "layers"])
 def test_only_what_is_trained_changes(tmp_path: Path, kind: str) -> None:
     learner, _, config = build(tmp_path, kind)
@@ -93,6 +94,7 @@ def test_optimizer_memory_is_that_of_what_is_trained(tmp_path: Path, kind: str, 
     assert sum(leaf.size for leaf in leaves if not leaf.ndim) < 10
 
 
+@pytest.mark.full
 def test_adapters_are_stepped_in_float32_beside_a_base_in_bfloat16(tmp_path: Path) -> None:
     config = make_config(tmp_path, {"model": {**KINDS["lora"], "dtype": "bfloat16"}})
     mesh = make_mesh()
@@ -105,6 +107,7 @@ def test_adapters_are_stepped_in_float32_beside_a_base_in_bfloat16(tmp_path: Pat
     assert {value.dtype.name for value in updater.state.kept.values()} == {"float32"}
 
 
+@pytest.mark.full
 def test_the_reference_of_adapters_is_the_base_in_the_same_arrays(tmp_path: Path) -> None:
     learner, base, config = build(tmp_path, "lora", algorithm={"beta": 0.1})
     result = learner.update(make_scored(base, config, 1))  # type: ignore[arg-type]
@@ -164,6 +167,7 @@ def values(model: Any) -> dict[str, np.ndarray]:
     return {name: np.asarray(leaf) for name, leaf in by_name(nnx.state(model, nnx.Param)).items()}
 
 
+@pytest.mark.full
 def test_only_what_is_trained_is_copied() -> None:
     policy = make_model(make_mesh(1))
     trained = {name for name in values(policy) if name.startswith("layers.1.")}

@@ -62,6 +62,7 @@ def bfloat16_run(directory: Path, sections: dict[str, Any]) -> Run:
     return run
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("sections", "ratio", "cosine"), [(MASTERS, 0.99, 0.99), (COMPACT, 0.9, 0.95)], ids=str)
 def test_fifty_small_steps_arrive_beside_a_bfloat16_model(
     tmp_path: Path, sections: dict[str, Any], ratio: float, cosine: float
@@ -89,6 +90,7 @@ def test_a_step_in_plain_bfloat16_would_be_lost(tmp_path: Path) -> None:
     assert kept == pytest.approx(1.0, abs=0.01)
 
 
+@pytest.mark.full
 def test_what_is_kept_beside_the_model(tmp_path: Path) -> None:
     for sections, model, kept in (
         (PLAIN, "float32", None),
@@ -168,6 +170,7 @@ def parts(state: Any) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
     }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("sections", [PLAIN, COMPACT], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_state_is_split_as_the_parameters_are(tmp_path: Path, name: str, sections: dict[str, Any]) -> None:
@@ -190,6 +193,7 @@ def test_the_state_is_split_as_the_parameters_are(tmp_path: Path, name: str, sec
     assert bool(found) == (name != "sgd")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("sections", [PLAIN, MASTERS, COMPACT], ids=str)
 def test_an_update_leaves_every_sharding_as_it_was_spelled(tmp_path: Path, sections: dict[str, Any]) -> None:
     """P("fsdp", "tp") on 4 x 1 devices means P("fsdp"), but jax traces a program again for the other spelling."""
@@ -211,6 +215,7 @@ STATES = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "sections"), STATES)
 def test_a_run_goes_on_to_the_bit(tmp_path: Path, name: str, sections: dict[str, Any]) -> None:
     config = linear_config(tmp_path, **with_optimizer(sections, name=name, schedule="cosine"))

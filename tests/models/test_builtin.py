@@ -164,6 +164,7 @@ def test_a_log_says_that_a_model_is_taught(
 # --- the files -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_tensors_have_hugging_faces_names_and_shapes(taught: Path) -> None:
     tensors = load_file(taught / "model.safetensors")
     expected = {"model.embed_tokens.weight": (264, 32), "model.norm.weight": (32,)}

@@ -98,6 +98,7 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expert_parallel, "TILE_ROWS", 8)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("routing", "devices"),
     [

@@ -128,6 +128,7 @@ PUBLISHED = [
 # --- accepted --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("config", "parameters"), PUBLISHED, ids=[f"{c['model_type']} {count}" for c, count in PUBLISHED]
 )
@@ -177,6 +178,7 @@ def test_a_head_width_of_null_is_derived(tmp_path: Path) -> None:
     assert read_checkpoint(directory).config.head_dim == 16
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "family", [pytest.param(family, marks=pytest.mark.slow if family == "qwen3" else ()) for family in FAMILIES]
 )  # test_tunix_model.py has qwen3's numbers
@@ -187,6 +189,7 @@ def test_loaded_on_four_devices_equals_the_reference(tmp_path: Path, tokens_BT: 
     assert difference <= 5e-5
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16_is_stored_and_computed(tmp_path: Path, tokens_BT: np.ndarray, family: str) -> None:
     directory = write_random(family, tmp_path, layers=1)
@@ -197,6 +200,7 @@ def test_bfloat16_is_stored_and_computed(tmp_path: Path, tokens_BT: np.ndarray, 
     assert 1e-4 < error.mean() < 0.02  # 8 bits of mantissa
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "gemma2"])
 def test_every_parameter_learns(tmp_path: Path, tokens_BT: np.ndarray, family: str) -> None:
     """Biases, the router, and every expert."""

@@ -55,6 +55,7 @@ def run(program: str, home: Path, **more: str) -> subprocess.CompletedProcess[st
     )
 
 
+@pytest.mark.full
 def test_a_model_is_fetched_once_and_its_size_is_said_before(hub: tuple[str, set[str]], tmp_path: Path) -> None:
     address, got = hub
     done = fetch("owner/model", tmp_path, HF_ENDPOINT=address)
@@ -116,6 +117,7 @@ def test_a_process_asks_the_hub_once(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert asked == ["owner/asked-once"]
 
 
+@pytest.mark.full
 def test_a_model_that_cannot_be_had(hub: tuple[str, set[str]], tmp_path: Path) -> None:
     address, _ = hub
     for name, more in (("owner/other", {"HF_ENDPOINT": address}), ("owner/model", {"HF_HUB_OFFLINE": "1"})):
@@ -136,6 +138,7 @@ def test_a_disk_without_room_is_told_before_anything_is_fetched(
 # --- pushing ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_model_is_pushed_and_fetched_again(tmp_path: Path) -> None:
     """To a repository that only its owner sees."""
     directory = tmp_path / "export"

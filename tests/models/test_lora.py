@@ -115,6 +115,7 @@ def test_projections_that_are_one_module_are_named_together(tmp_path: Path) -> N
 # --- what they are ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "family",
     ["gemma2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2", "qwen3", "qwen3_moe", "llama"))],
@@ -159,6 +160,7 @@ def test_adapters_depend_on_the_seed_and_not_on_the_mesh(tmp_path: Path) -> None
 # --- their files -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("family", "kv_heads"),
     [pytest.param("qwen2", 2, marks=pytest.mark.slow), ("qwen3", 2), ("gemma2", 2), ("gemma2", 4)],
@@ -185,6 +187,7 @@ def test_files_say_what_the_model_computes(tmp_path: Path, family: str, kv_heads
     assert np.abs(before - expected).max() > 0.1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", ["qwen3", pytest.param("gemma2", marks=pytest.mark.slow)])
 def test_written_adapters_are_read_back_exactly_on_another_mesh(tmp_path: Path, family: str) -> None:
     directory, section = write_random(family, tmp_path / "model"), LoraSection(rank=2)

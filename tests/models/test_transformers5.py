@@ -34,6 +34,7 @@ def test_every_family_was_saved() -> None:
     assert {json.loads((SAVED / name / "config.json").read_text())["model_type"] for name in NAMES} == set(FAMILIES)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", NAMES)
 def test_a_model_computes_what_transformers_5_does(name: str) -> None:
     model = load_model(read_checkpoint(SAVED / name), trainer_mesh(1, 1), dtype=jnp.float32, remat="none")

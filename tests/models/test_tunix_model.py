@@ -105,6 +105,7 @@ def leaves(model: nnx.Module) -> dict[str, tuple[Any, ...]]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("dtype", "family"),
     [

@@ -43,6 +43,7 @@ def directories(tmp_path: Path, family: str) -> list[Path]:
     return [write_random(family, tmp_path / str(i), layers=1, scale=0.2, **positions) for i, positions in variants]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("remat", ["none", "block", pytest.param("decoder", marks=pytest.mark.slow)])
 def test_models_of_different_positions_live_together(
     directories: list[Path], tokens_BT: np.ndarray, remat: Remat
@@ -75,6 +76,7 @@ def test_tunix_still_needs_the_repair_of_positions(
         np.testing.assert_array_equal(outputs[0], other)
 
 
+@pytest.mark.full
 def test_qwen2_scales_positions_and_tunix_does_not(
     tmp_path: Path, tokens_BT: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,6 +193,7 @@ def test_tunix_still_needs_the_repair_of_gemma_in_bfloat16(
     assert error() > 1.1 * repaired  # measured 1.12 times for scores, 1.9 for norms, 3.3 for logits
 
 
+@pytest.mark.full
 def test_a_call_with_a_cache_keeps_tunix_attention(tmp_path: Path, tokens_BT: np.ndarray) -> None:
     directory = write_random("gemma2", tmp_path, scale=0.3, **TUNIX_GEMMA)
     model, (rows, length) = gemma_model(directory), tokens_BT.shape

@@ -118,6 +118,7 @@ def test_compact_records_hold_what_the_records_did() -> None:
     assert ("a" in made[1], "digest" in made[1], made[1].get("digest"), len(made[2])) == (True, False, None, 2)
 
 
+@pytest.mark.full
 def test_a_page_holds_less_than_a_kilobyte_of_a_step() -> None:
     """100 metrics of 8 bytes; as a dict, a step takes more than five times as many."""
     records = ({"step": step} | {f"stage/metric_{name}": step / 7 for name in range(99)} for step in range(500))

@@ -86,6 +86,7 @@ def test_advantages_of_another_batch_are_refused() -> None:
         sample_rows(scored_rollout(), ADVANTAGES[:3])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("wandb", ["off", "offline"])
 def test_a_config_opens_the_sinks_it_asks_for(tmp_path: Path, capsys: pytest.CaptureFixture[str], wandb: str) -> None:
     run = {"name": "r", "dir": str(tmp_path / "run"), "max_steps": 5}

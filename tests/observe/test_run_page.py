@@ -234,6 +234,7 @@ def test_a_broken_file_is_named(tmp_path: Path, name: str, content: str, message
         write_report(tmp_path)
 
 
+@pytest.mark.full
 def test_a_page_of_2_000_steps_is_below_2_mb(tmp_path: Path) -> None:
     leave_run(tmp_path, 2_000, samples_every=500)
     assert write_report(tmp_path).stat().st_size < 2e6

@@ -120,6 +120,7 @@ def test_every_host_ends_with_all_values_of_rows_scored_once(file: Path) -> None
         assert fewer[-1] == "[1.0, 2.0]"
 
 
+@pytest.mark.full
 def test_a_reward_that_differs_on_one_host_is_named_with_the_values_and_the_text(file: Path) -> None:
     ended = run(BODY.format(file=file, compared=["length"], then=SHOWN), 3)
     for end in ended.values():

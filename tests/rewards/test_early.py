@@ -122,6 +122,7 @@ def same(found: Any, expected: Any) -> None:
     assert shown == {name: figure for name, figure in expected.figures.items() if not name.endswith("/seconds")}
 
 
+@pytest.mark.full
 def test_every_bit_is_that_of_a_rollout_scored_at_once() -> None:
     """Groups that come in any order, or only with the rollout; gates in both directions; twice in the same workers."""
     with open_rewards(ALL, ["answer"]) as rewards:
@@ -237,6 +238,7 @@ def test_the_config_can_have_a_group_scored_in_a_call_of_its_own() -> None:
 # --- time ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_what_is_done_during_the_rollout_takes_no_time_after_it() -> None:
     """20 rows of 0.05 s in two workers are 0.5 s; seconds of the reward are those in which it had something to do."""
     texts = [f"{n}" for n in range(20)]
@@ -285,6 +287,7 @@ def test_a_fault_costs_its_own_rows_and_the_others_go_on() -> None:
     assert figures == {"timeouts": Figure(1, "sum"), "errors": Figure(2, "sum")}
 
 
+@pytest.mark.full
 def test_the_first_problem_of_a_step_is_written_and_the_rest_counted(caplog: pytest.LogCaptureFixture) -> None:
     bad = spec("bad", timeout=1.0, on_error="skip")
     with open_rewards([bad], []) as rewards, rewards.begin(ROLLOUT.batch) as scoring:

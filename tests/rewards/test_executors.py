@@ -62,6 +62,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.full
 def test_others_are_unaffected_and_every_fault_is_counted_and_named():
     """All faults and one good reward, side by side, asked twice."""
     faults = [spec(f, timeout=1.0, on_error="skip") for f in FAULTS]
@@ -93,6 +94,7 @@ def test_a_fault_ends_the_run_with_its_name_where_that_is_wanted(function: Calla
         rewards.score(ROLLOUT)
 
 
+@pytest.mark.full
 def test_a_text_for_which_a_shipped_reward_takes_too_long_does_not_end_the_run():
     never = "```python\nwhile True: pass\n```"
     reward = RewardSpec(name="python_tests", options={"seconds": 30}, timeout=1.5, workers=1)
@@ -139,6 +141,7 @@ def test_a_thread_cannot_be_ended_but_does_not_hold_up_the_step():
         assert scores.figures["rewards/sleeps/timeouts"].value == 4
 
 
+@pytest.mark.full
 def test_workers_end_with_a_main_process_that_is_killed():
     script = """
         from tests.rewards.test_executors import ROLLOUT, spec
@@ -159,6 +162,7 @@ def test_workers_end_with_a_main_process_that_is_killed():
     assert left_after(before, 5.0) == set()
 
 
+@pytest.mark.full
 def test_workers_end_at_the_exit_of_a_main_process_that_forgot_them():
     script = """
         from tests.rewards.test_executors import ROLLOUT, spec

@@ -52,6 +52,7 @@ def test_a_closure_is_called_in_this_process() -> None:
     assert seen == [(os.getpid(), 2, 9)] * 4
 
 
+@pytest.mark.full
 def test_a_function_of_a_module_is_one_that_workers_import() -> None:
     """Another process gives its number; the test's own module is there by name, too."""
     config = given(faulty.good, {"name": process_number, "label": "process"})

@@ -21,6 +21,7 @@ def files(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.full
 def test_the_commands_of_the_guide(files: Path):
     commands = re.findall(r"^```sh\npython scripts/(.*?)\n```", GUIDE, re.MULTILINE)
     assert commands[-1] == "run.py my_reward.yaml"  # the training

@@ -183,6 +183,7 @@ ROWS = st.lists(
 )
 
 
+@pytest.mark.full
 @settings(max_examples=60, deadline=None)
 @given(ROWS, st.randoms(use_true_random=False))
 def test_permuting_prompts_permutes_rewards(rows: list[tuple[str, str, list[str]]], rng: random.Random):

@@ -414,6 +414,7 @@ def test_a_reward_of_another_trainer(reward_file: MakeFile, piece: Piece):
         assert given([piece], reward_file, 0) == [pytest.approx(piece.gives)]
 
 
+@pytest.mark.full
 def test_those_that_are_made_or_get_more_than_columns_run_in_workers(reward_file: MakeFile):
     marks = ("get_soft_overlong", "get_cosine", "XMLParser", "verl batch", "easydel, batch", "tunix agentic")
     pieces = [

@@ -42,6 +42,7 @@ def test_every_verifier_judges_answers() -> None:
     assert {*VERIFIERS, "regex", "integer_answer", "reasoning_gym"} <= {*OF_ANSWERS}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", OF_ANSWERS)
 def test_an_answer_follows_the_thinking(name: str) -> None:
     answer = {"exact_answer": "2", "multiple_choice": "So it is (B)"}.get(name, ANSWER)

@@ -68,6 +68,7 @@ def check(scores: Scores) -> None:
     assert scores.token_rewards == ("a", "another")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("workers", [0, 1])
 def test_by_hand_and_early(reward_file: MakeFile, workers: int) -> None:
     path = reward_file(REWARDS)

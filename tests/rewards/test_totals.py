@@ -166,6 +166,7 @@ rewards.score(make_rollout(["p0", "p1", "p2"], ["a", "b", "c", "d", "e", "f"], s
 """
 
 
+@pytest.mark.full
 def test_hosts_agree_on_rows_without_a_reward(tmp_path: Path) -> None:
     """Host 0 has the groups 0 and 2, host 1 the other one; then no row of any host has a reward."""
     for end in run(BODY, 2).values():

@@ -105,6 +105,7 @@ def test_files_that_cannot_be_used(tmp_path: Path, text: str, message: str):
         read_completions(tmp_path / "c.jsonl")
 
 
+@pytest.mark.full
 def test_the_command(tmp_path: Path):
     config = tmp_path / "config.yaml"
     config.write_text("rewards: [{name: gsm8k}, {name: format, weight: 0.5}]\n")

@@ -46,6 +46,7 @@ def policy_of(config: RunConfig, abstract: AbstractRun) -> nnx.Module:
     return model
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "settings",
     [

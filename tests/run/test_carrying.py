@@ -92,6 +92,7 @@ def test_a_completion_keeps_the_tokens_before_the_cut() -> None:
     assert whole.logprobs.tolist() == [-1, -2, -3, -1, -2, -3, -4, -5]
 
 
+@pytest.mark.full
 def test_tokens_are_those_of_a_rollout_that_waits(files: Path, tmp_path: Path) -> None:
     """With weights that do not change, several steps sample together what one rollout of the same prompts does."""
     parts = build_parts(open_inputs(carrying(files, tmp_path / "run")), Hosts())
@@ -129,6 +130,7 @@ def run(files: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str,
 SAME = ("rollout/tokens_digest", "rewards/mean", "update/loss", "carry/length", "carry/rows_age_1")
 
 
+@pytest.mark.full
 def test_groups_are_learnt_from_once_whole(run: list[dict[str, Any]]) -> None:
     assert all(line["agreement/logprob_abs_diff_max"] < 1e-5 for line in run)
     assert all(line["carry/length"] % 16 == 0 for line in run)
@@ -140,6 +142,7 @@ def test_groups_are_learnt_from_once_whole(run: list[dict[str, Any]]) -> None:
     assert all(line["agreement/older_logprob_abs_diff_max"] > 1e-4 for line in aged)  # other weights sampled these
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "rollout",
     [
@@ -157,6 +160,7 @@ def test_tokens_depend_on_no_setting_of_the_engine(
     assert [line["carry/length"] for line in found] == [line["carry/length"] for line in run[:3]]
 
 
+@pytest.mark.full
 def test_a_run_goes_on_with_the_groups_of_its_checkpoint(
     files: Path, tmp_path: Path, run: list[dict[str, Any]]
 ) -> None:

@@ -55,6 +55,7 @@ def live_bytes() -> int:
     return sum({shard.data.unsafe_buffer_pointer(): shard.data.nbytes for shard in shards}.values())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("fsdp", "tp", "tensor"),
     [(1, 1, 1), pytest.param(4, 1, 2, marks=pytest.mark.slow)],

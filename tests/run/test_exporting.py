@@ -133,6 +133,7 @@ def test_bfloat16_rounds_once_and_float32_keeps_what_bfloat16_held(
         np.testing.assert_array_equal(tensor, narrow[name].astype(np.float32))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "model",
     [

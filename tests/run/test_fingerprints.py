@@ -122,6 +122,7 @@ algorithm.iterations=2 algorithm.old_policy=trainer algorithm.clip_low=0.1 algor
 optimizer.learning_rate=0.5 optimizer.schedule=cosine meshes.trainer.tp=2 checkpoint.every=3 evaluation.prompts=3"""
 
 
+@pytest.mark.full
 def test_a_setting_that_differs_is_named(files: Path) -> None:
     (files / "run.yaml").write_text(config(files).to_yaml())
     before = fingerprints(config(files))

@@ -74,6 +74,7 @@ def not_updated(weights: Weights, before: Weights) -> Weights:
     return {name: before[name]}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("change", "at_sync", "name"),
     [
@@ -90,6 +91,7 @@ def test_a_planted_error_is_named(
         train(config)
 
 
+@pytest.mark.full
 def test_a_rule_that_is_wrong_is_found_by_the_tokens(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both sides of the leaf comparison then say the same; what is sampled does not."""
     original = plan.plan_move
@@ -107,6 +109,7 @@ def test_a_rule_that_is_wrong_is_found_by_the_tokens(config: RunConfig, monkeypa
         train(config)
 
 
+@pytest.mark.full
 def test_a_sound_run_is_probed_and_compiles_no_more(config: RunConfig) -> None:
     train(config)
     steps = lines(config.run_dir)

@@ -36,6 +36,7 @@ def leave_run(directory: Path, *steps: int) -> None:
     (directory / "end.json").write_text('{"outcome": "done", "message": ""}')
 
 
+@pytest.mark.full
 def test_a_host_with_a_directory_of_its_own_is_named_by_all(tmp_path: Path) -> None:
     ended = run(enter(f"f'{tmp_path}/{{index}}/run'"), 2)
     for end in ended.values():
@@ -47,6 +48,7 @@ def test_a_host_with_a_directory_of_its_own_is_named_by_all(tmp_path: Path) -> N
     assert [path.name for path in tmp_path.rglob("*")] == ["0"]  # the directory it would have lain in
 
 
+@pytest.mark.full
 def test_a_live_runs_directory_is_refused_on_every_host(tmp_path: Path) -> None:
     lock = RunLock.take(tmp_path)
     ended = run(enter(repr(str(tmp_path))), 2)
@@ -68,6 +70,7 @@ def test_an_earlier_run_is_moved_once_and_all_log_in_the_new_one(tmp_path: Path)
     assert not (tmp_path / "run.1" / "logs").exists()
 
 
+@pytest.mark.full
 def test_hosts_wait_until_they_see_the_same_checkpoints_and_log_in_one_place(tmp_path: Path) -> None:
     leave_run(tmp_path / "run", 2, 4)
     late = "real = sharing.saved_steps; seen = []; sharing.saved_steps = lambda path: (seen.append(0) or real(path))"

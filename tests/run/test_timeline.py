@@ -49,6 +49,7 @@ def xplane_spans(path: Path) -> dict[str, list[float]]:
     return found
 
 
+@pytest.mark.full
 def test_steps_that_follow_each_other_are_recorded_together(tmp_path: Path) -> None:
     notes = steps_of(6, tmp_path, [3, 4, 6, 7])  # ended early
     files = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
@@ -67,6 +68,7 @@ def test_steps_that_follow_each_other_are_recorded_together(tmp_path: Path) -> N
     assert min(spans["step"]) >= 0.02
 
 
+@pytest.mark.full
 def test_perfetto_finds_steps_and_stages_inside_of_them(tmp_path: Path) -> None:
     steps_of(2, tmp_path, [1, 2])
     spans = perfetto_spans(tmp_path / "steps_1-2_host_0.json.gz")
@@ -92,6 +94,7 @@ def test_a_step_that_fails_is_recorded_as_far_as_it_came(tmp_path: Path) -> None
     assert "update of step 3" in xplane_spans(tmp_path / "plugins/profile/steps_2-3/host_0.xplane.pb")
 
 
+@pytest.mark.full
 def test_a_timeline_that_cannot_be_written_ends_no_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

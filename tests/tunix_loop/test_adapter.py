@@ -47,6 +47,7 @@ def test_too_few_completions_are_refused() -> None:
         make_adapter(Short()).generate(["a", "b"], SETTINGS)
 
 
+@pytest.mark.full
 def test_logps_are_the_actors_at_the_temperature(tmp_path: Path) -> None:
     model = make_model(make_mesh(1))
     prompt, completion = [7, 8], [9, 10, EOS]

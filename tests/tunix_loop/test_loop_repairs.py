@@ -51,6 +51,7 @@ def test_tunix_takes_the_rows_of_a_host_for_its_own_and_we_do_not() -> None:
     np.testing.assert_array_equal(found, rows)
 
 
+@pytest.mark.full
 def test_tunix_copies_the_parameters_to_the_host_and_we_do_not() -> None:
     ours = make_cluster()
     ours.sync_weights()
@@ -61,6 +62,7 @@ def test_tunix_copies_the_parameters_to_the_host_and_we_do_not() -> None:
     assert jax.tree.leaves(ours._anchor_policy_state)[0].sharding.memory_kind == "pinned_host"
 
 
+@pytest.mark.full
 def test_tunix_keeps_log_probabilities_on_devices_and_we_bring_them_to_every_host() -> None:
     cluster, ids = make_cluster(), np.full((4, 5), 7)
     with make_mesh():
@@ -79,6 +81,7 @@ def learner(cluster: Any, seen: list[Any]) -> Any:
     return grpo_learner.GRPOLearner(cluster, grpo_learner.GRPOConfig(beta=0.0), reward)
 
 
+@pytest.mark.full
 def test_tunix_samples_on_another_thread_and_we_do_not() -> None:
     """Tunix's own learner, with nothing replaced but the engine, learns on the thread that called it."""
     engine, seen = RecordingEngine(), list[Any]()
@@ -95,6 +98,7 @@ def test_tunix_samples_on_another_thread_and_we_do_not() -> None:
     assert theirs.can_enable_async_rollout
 
 
+@pytest.mark.full
 def test_a_restored_policy_reaches_the_engine_before_it_samples() -> None:
     for wrapped, calls in ((True, ["install"]), (False, [])):
         engine = RecordingEngine()
@@ -106,6 +110,7 @@ def test_a_restored_policy_reaches_the_engine_before_it_samples() -> None:
         assert engine.calls == calls
 
 
+@pytest.mark.full
 def test_optax_sums_in_the_type_of_gradients_and_we_in_float32() -> None:
     """The mean of 1 and seven times 2^-9, which no bfloat16 number is."""
     parts = [jnp.asarray(value, jnp.bfloat16) for value in (1.0, *[2.0**-9] * 7)]

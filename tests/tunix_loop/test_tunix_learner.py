@@ -60,6 +60,7 @@ def gradients(learner: Learner) -> dict[Any, np.ndarray]:
     return {name: np.asarray(leaf) for name, leaf in trace.trace.items()}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("ours", "options", "old_policy"),
     [
@@ -105,6 +106,7 @@ def test_the_learner_is_generic_as_its_base_is() -> None:
     assert issubclass(types.new_class("Mine", (EngineGrpoLearner[GRPOConfig],)), EngineGrpoLearner)
 
 
+@pytest.mark.full
 def test_what_tunix_takes_by_itself(tmp_path: Path) -> None:
     """One iteration: the ratio is 1 whatever the engine says. Two: against a forward pass before the first."""
     config = tunix_config(tmp_path, algorithm={"old_policy": "tunix"}, optimizer=TRACED)
@@ -127,6 +129,7 @@ def test_what_tunix_takes_by_itself(tmp_path: Path) -> None:
     np.testing.assert_allclose(np.concatenate(found), np.concatenate(logps), atol=1e-5)
 
 
+@pytest.mark.full
 def test_later_updates_need_no_new_program_and_mini_batches_one_step_each(tmp_path: Path) -> None:
     section = {"mini_batch_prompts": 2, "micro_batch_prompts": 1}
     config = tunix_config(tmp_path, {"num_iterations": 2}, algorithm=section)
@@ -139,6 +142,7 @@ def test_later_updates_need_no_new_program_and_mini_batches_one_step_each(tmp_pa
     assert compiled == []
 
 
+@pytest.mark.full
 def test_what_is_planned_is_the_program_of_the_learner(tmp_path: Path) -> None:
     """Lowered of descriptions, to the letter; a reference, a second forward pass, and gradients that add up."""
     section = {"micro_batch_prompts": 1, "old_policy": "trainer"}
@@ -160,6 +164,7 @@ def test_what_is_planned_is_the_program_of_the_learner(tmp_path: Path) -> None:
     assert planned.lower_logprobs().compile().memory_analysis().output_size_in_bytes > 0
 
 
+@pytest.mark.full
 def test_no_parameters_are_kept_beside_those_of_the_policy(tmp_path: Path) -> None:
     config = tunix_config(tmp_path)
     learner = make_tunix(config, reference=None)
@@ -169,6 +174,7 @@ def test_no_parameters_are_kept_beside_those_of_the_policy(tmp_path: Path) -> No
     assert [ref() for ref in first] == [None] * len(first)
 
 
+@pytest.mark.full
 def test_continuing_is_the_same_to_the_bit(tmp_path: Path) -> None:
     config = tunix_config(tmp_path, {"beta": 0.1}, model={"dtype": "bfloat16"})
     whole = make_tunix(config)
@@ -192,6 +198,7 @@ def test_continuing_is_the_same_to_the_bit(tmp_path: Path) -> None:
     assert 0 < gap < 0.01
 
 
+@pytest.mark.full
 def test_what_did_not_come_from_the_policy_does_not_count(tmp_path: Path) -> None:
     """Tokens of an environment are masked: neither their log-probabilities nor what the engine says changes a thing."""
     config = tunix_config(tmp_path, optimizer=TRACED)
@@ -219,6 +226,7 @@ def mine() -> Iterator[dict[str, Any]]:
         registry[category].update(functions)
 
 
+@pytest.mark.full
 def test_a_loss_of_ones_own_file_is_trained_with(tmp_path: Path, mine: dict[str, Any]) -> None:
     """It imports Tunix's function by name and returns no metrics: the agreement is measured all the same."""
     (tmp_path / "losses.py").write_text(
@@ -252,6 +260,7 @@ def bad(answer: Any) -> Any:
     return function
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("category", "answer", "message"),
     [
@@ -277,6 +286,7 @@ def test_a_registered_function_that_is_wrong_is_named(
         make_tunix(tunix_config(tmp_path, options, algorithm=chosen))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("on_non_finite", ["stop", "skip"])
 def test_nothing_of_a_loss_that_is_not_finite_reaches_the_policy(
     tmp_path: Path, mine: dict[str, Any], on_non_finite: str
@@ -306,6 +316,7 @@ def test_nothing_of_a_loss_that_is_not_finite_reaches_the_policy(
     assert learner._updater.state.count == 0
 
 
+@pytest.mark.full
 def test_conversations_of_several_sequences_and_empty_completions_are_refused(tmp_path: Path) -> None:
     config = tunix_config(tmp_path)
     scored, learner = scored_of(config), make_tunix(config)

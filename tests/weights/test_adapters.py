@@ -54,6 +54,7 @@ CASES = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("layout", "fsdp", "tp", "tensor"), CASES)
 def test_merged_as_numpy_does(layout: str, fsdp: int, tp: int, tensor: int) -> None:
     devices = jax.devices()[: fsdp * tp]

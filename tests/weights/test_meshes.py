@@ -112,6 +112,7 @@ def whole(array: jax.Array) -> np.ndarray:
     return np.asarray(array if array.is_fully_addressable else multihost_utils.process_allgather(array, tiled=True))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("layout", "fsdp", "tp", "tensor", "kv_heads"), PAIRS)
 def test_a_round_trip_is_bit_equal(layout: str, fsdp: int, tp: int, tensor: int, kv_heads: int) -> None:
     check_round_trip(layout, fsdp, tp, tensor, kv_heads)
@@ -132,6 +133,7 @@ def test_casts_on_the_way_round_as_numpy_does(layout: str, given: str, wanted: s
         np.testing.assert_array_equal(back(name, np.asarray(array), 2), np.asarray(source[name]).astype(wanted))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["shared", "split"])
 def test_temporary_memory_stays_within_the_bound(layout: str) -> None:
     """The compiled programs themselves say what they need; equal layers share a program."""

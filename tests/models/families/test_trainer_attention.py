@@ -63,6 +63,7 @@ def test_flash_is_refused_elsewhere() -> None:
         flash_block("flash", "cpu", 1024)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("family", "head_dim", "fsdp", "tp"),
     [
@@ -109,6 +110,7 @@ def test_flash_gives_what_dot_does(tmp_path: Path, family: str, head_dim: int, f
 SEQUENCES = (0,) * 150 + (150,) * 130 + (280,) * 60 + tuple(range(340, 384))  # 3 blocks, the end is padding
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("tp", "width", "soft_cap", "window", "fused"),
     [
@@ -153,6 +155,7 @@ def test_packed_rows_attend_within_their_sequences(
         np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-6 * np.abs(wanted).max())
 
 
+@pytest.mark.full
 def test_blocks_of_other_sequences_are_not_computed() -> None:
     """A block of NaN in an earlier sequence would reach every query that multiplies its values by 0."""
     rows = np.zeros((1, 3 * BLOCK, 2, 128), np.float32)

@@ -83,6 +83,7 @@ def problems(name: str, completions: Sequence[str]) -> list[str]:
     return [f"{problem.text} for {completions[problem.row or 0]!r:.200}" for problem in answer.problems]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", sorted(set(SHIPPED) - {"environment"}))
 def test_any_text_has_a_number(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def ask(self: Judge, messages: Any) -> float:

@@ -102,6 +102,7 @@ def test_the_judge_reads_what_the_user_says_and_on_request_what_the_model_saw(en
         assert endpoint.questions[-1]["messages"] == [{"role": "user", "content": asked}]
 
 
+@pytest.mark.full
 def test_failures_of_the_server_are_tried_again(endpoint: Endpoint):
     endpoint.failures = [503, 429, 500]
     np.testing.assert_allclose(score(endpoint, concurrency=1).total, [0.1, 0.2, 0.3, 0.3])
@@ -127,6 +128,7 @@ def test_a_slow_server_meets_the_deadline(endpoint: Endpoint):
     assert scores.figures["rewards/judge/timeouts"].value == 4
 
 
+@pytest.mark.full
 def test_the_cache_outlives_the_process(endpoint: Endpoint, tmp_path: Any):
     path = str(tmp_path / "cache.jsonl")
     first = score(endpoint, cache=path, spec={"workers": 1})

@@ -207,6 +207,7 @@ def test_math_verify_alone_still_misses_some_of_them():
         assert math(completion, reference) == 1.0
 
 
+@pytest.mark.full
 def test_math_on_the_reference_solutions_of_gsm8k():
     for reference in gsm8k_references():
         value = int(reference.rpartition("#### ")[2].replace(",", ""))

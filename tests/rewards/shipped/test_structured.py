@@ -49,6 +49,7 @@ def test_json_schemas_of_the_rows():
     assert json_schema(["<answer>1</answer>", "1"], {"type": "number"}, tag="answer") == [1.0, 0.0]
 
 
+@pytest.mark.full
 def test_values_that_a_validator_cannot_take_do_not_fit():
     nested = {"items": {"$ref": "#"}, "type": "array"}
     assert json_schema(["[" * 400 + "]" * 400], nested, parsed=0.2) == [0.2]
@@ -90,6 +91,7 @@ def test_countdown_with_fewer_numbers_and_fractions():
     assert countdown(["2*3", "2*3"], ["6", " "], ["[2, 3]", "[2, 3]"], tag=None) == [1.0, None]  # as a CSV has them
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["chain_sum", "countdown", "leg_counting", "spell_backward", "simple_equations"])
 def test_puzzles_of_reasoning_gym(name: str):
     entries: list[dict[str, Any]] = list(gym.create_dataset(name, size=4, seed=3))
@@ -104,6 +106,7 @@ def test_puzzles_of_reasoning_gym(name: str):
         assert reasoning_gym(right, None, right) is None
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "answer"),
     [
