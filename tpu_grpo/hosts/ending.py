@@ -270,8 +270,8 @@ class StopRequest:
         """Raise StepAbandoned again: Python has dropped it, as of finalizers and the garbage collector's callbacks."""
         self._may_abandon = True
         signal.signal(signal.SIGVTALRM, lambda *_: self._abandon())
-        # half a second later, because an exception within this hook would be dropped, too
-        threading.Timer(0.5, signal.pthread_kill, [threading.get_ident(), signal.SIGVTALRM]).start()
+        later = 0.5  # seconds, because an exception within this hook would be dropped, too
+        threading.Timer(later, signal.pthread_kill, [threading.get_ident(), signal.SIGVTALRM]).start()
 
     def _abandon(self) -> None:
         """Raise StepAbandoned if the main thread is in a block of `abandoning`; for signal handlers."""
