@@ -267,10 +267,11 @@ class StopRequest:
             self._may_abandon, sys.unraisablehook = False, before
 
     def _abandon_again(self) -> None:
-        """Raise StepAbandoned soon: Python has dropped it, as of finalizers and the garbage collector's callbacks."""
+        """Raise StepAbandoned again: Python has dropped it, as of finalizers and the garbage collector's callbacks."""
         self._may_abandon = True
         signal.signal(signal.SIGVTALRM, lambda *_: self._abandon())
-        threading.Timer(0.01, signal.pthread_kill, [threading.get_ident(), signal.SIGVTALRM]).start()
+        later = 0.5  # seconds, because an exception within this hook would be dropped, too
+        threading.Timer(later, signal.pthread_kill, [threading.get_ident(), signal.SIGVTALRM]).start()
 
     def _abandon(self) -> None:
         """Raise StepAbandoned if the main thread is in a block of `abandoning`; for signal handlers."""

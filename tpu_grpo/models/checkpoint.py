@@ -237,9 +237,8 @@ def _decoder_config(hf_config: Mapping[str, Any], family: Family, path: Path) ->
 def _is_a(kind: str, value: Any) -> bool:
     if kind == "bool" or isinstance(value, bool):
         return kind == "bool" and isinstance(value, bool)
-    if kind == "int":
-        return isinstance(value, int) and 1 <= value < 2**31
-    return isinstance(value, int | float) and 0 < value < 1e38  # float32 holds no more
+    numbers, most = (int, 2**31) if kind == "int" else ((int, float), 1e38)  # as many as int32 and float32 hold
+    return isinstance(value, numbers) and 0 < value < most
 
 
 # --- safetensors -----------------------------------------------------------------------------------------------------

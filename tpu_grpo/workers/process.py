@@ -81,7 +81,7 @@ class WorkerProcess:
         code = self._process.wait()
         _kill_marked(self._mark)
         for thread in self._copying:
-            thread.join(1.0)  # seconds; longer only if nobody reads what it copies
+            thread.join(1.0)
         return how_it_ended(code)
 
 
