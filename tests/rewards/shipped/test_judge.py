@@ -115,8 +115,9 @@ def test_a_server_that_keeps_failing_and_one_that_is_wrong(endpoint: Endpoint):
         score(endpoint, retries=0)
     endpoint.failures = []
     endpoint.reply = "no grade"
-    with pytest.raises(RewardError, match="the judge must reply with a number from 0 to 10, got 'no grade'"):
-        score(endpoint)
+    scores = score(endpoint)  # a completion can bring the judge to that
+    assert np.isnan(scores.by_name["judge"]).all()
+    assert scores.figures["rewards/judge/ungraded"].value == 1.0
 
 
 def test_a_slow_server_meets_the_deadline(endpoint: Endpoint):

@@ -12,7 +12,7 @@ from typing import Any
 from openai import AsyncOpenAI
 
 from tpu_grpo.rewards.protocol import per_sample
-from tpu_grpo.rewards.shipped.correctness import number
+from tpu_grpo.rewards.shipped.correctness import LogMetric, number
 
 TEMPLATE = """Grade an answer to a question.
 
@@ -69,7 +69,7 @@ class Judge:
         self._pause = 0.0 if per_minute is None else 60.0 / per_minute
         self._next = 0.0
         self._path = None if cache is None else Path(cache)
-        self._known: dict[str, asyncio.Future[float]] = {}
+        self._known: dict[str, asyncio.Future[float | None]] = {}
 
     async def setup(self) -> None:
         """Create the client, and read the cache."""
@@ -86,8 +86,15 @@ class Judge:
         await self._client.close()
 
     @per_sample(concurrency=1024)  # the judge's own ``concurrency`` is the limit
-    async def __call__(self, prompt: str, completion: str, rendered_prompt: str, **columns: Any) -> float:
-        """Return the score of one completion."""
+    async def __call__(
+        self,
+        prompt: str,
+        completion: str,
+        rendered_prompt: str,
+        log_metric: LogMetric | None = None,
+        **columns: Any,
+    ) -> float | None:
+        """Return the score of one completion; None if the reply has no grade, which a completion can bring about."""
         texts = {"prompt": prompt, "completion": completion, "rendered_prompt": rendered_prompt}
         question = self._template.format(**columns, **texts)
         messages = [{"role": "system", "content": self._system}] if self._system else []
@@ -95,7 +102,10 @@ class Judge:
         asked = json.dumps([self._model, messages, self._parameters, self._out_of], sort_keys=True)
         key = hashlib.sha256(asked.encode()).hexdigest()
         if key in self._known:
-            return await asyncio.shield(self._known[key])
+            score = await asyncio.shield(self._known[key])
+            if log_metric is not None:
+                log_metric("ungraded", float(score is None))
+            return score
         asking = self._known[key] = asyncio.ensure_future(self._ask(messages))
         try:
             score = await asking
@@ -105,9 +115,11 @@ class Judge:
         if self._path is not None:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"key": key, "score": score}) + "\n")
+        if log_metric is not None:
+            log_metric("ungraded", float(score is None))
         return score
 
-    async def _ask(self, messages: list[dict[str, str]]) -> float:
+    async def _ask(self, messages: list[dict[str, str]]) -> float | None:
         async with self._places:
             now = time.monotonic()
             at = max(now, self._next)  # when ``per_minute`` allows the request
@@ -121,5 +133,5 @@ class Judge:
         text = reply.choices[0].message.content or ""
         numbers = _NUMBER.findall(text)
         if not numbers or not 0.0 <= float(numbers[-1]) <= self._out_of:
-            raise ValueError(f"the judge must reply with a number from 0 to {self._out_of:g}, got {text!r}")
+            return None
         return float(numbers[-1]) / self._out_of
