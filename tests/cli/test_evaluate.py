@@ -122,6 +122,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     reset_sessions()
 
 
+@pytest.mark.full
 def test_the_policy_leaves_at_the_end_as_the_command_exports_it(
     whole: Path, tmp_path: Path, hub: Hub, capsys: pytest.CaptureFixture[str]
 ) -> None:
