@@ -55,7 +55,8 @@ def test_logps_are_the_actors_at_the_temperature(tmp_path: Path) -> None:
         rows = np.array([[0] * 4 + prompt]), np.array([[*completion, 0, 0]])
         found = make_adapter(RecordingEngine(), model).get_per_token_logps(*rows)
     (expected,) = model_logps(model, [prompt], [completion], temperature=0.7)
-    np.testing.assert_allclose(np.asarray(found)[0, :3], expected, atol=2e-6)
+    # two programs of other shapes: float32 next to -17.5 has steps of 1.9e-6, and two of them were seen
+    np.testing.assert_array_max_ulp(np.asarray(found)[0, :3], np.asarray(expected, np.float32), maxulp=4)
 
 
 def test_all_parameters_are_installed_whatever_transfers_that_takes() -> None:
