@@ -45,6 +45,15 @@ QUICKLY_COMPILED = re.compile(
 that compare bits of several programs, that teach a model, and all commands compile as a run does."""
 
 
+EVERYTHING_ELSE = "(full or slices or several_hosts or browser) and not slow and not torch"
+"""What ``-m full`` selects: with the default tests, all that a change must pass."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.markexpr == "full":
+        config.option.markexpr = EVERYTHING_ELSE
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: LONG.match(item.nodeid) is None)
     gc.freeze()  # else every full collection looks through all that is imported by now

@@ -1,6 +1,6 @@
 """The pages in a browser: what its scripts do, on wide and narrow screens, light and dark.
 
-Chromium runs without a window, and looks at files of this machine only: ``uv run pytest -n 0 -m browser``.
+Chromium runs without a window, and looks at files of this machine only: ``uv run pytest -m browser``.
 """
 
 import html
