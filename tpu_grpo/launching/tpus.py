@@ -49,7 +49,8 @@ the compiler's cycles, the flag costs decode steps 0.1 % and prefills 0.7 %, and
 WHOLE_PRODUCTS = "--xla_tpu_enable_windowed_einsum_for_all_gather=false"
 """With this flag, a matrix product runs as a whole once its parameter shards are gathered; a product per shard takes
 more cycles. Products before a reduce-scatter stay split per shard; otherwise the compiler would all-reduce the whole
-gradients, and wait for the all-reduce. This was seen in programs for v5e (docs/planning.md)."""
+gradients, and wait for the all-reduce. This was seen in programs for v5e, where a layer of Qwen3-8B takes 22.6 instead
+of 26.5 ms by the compiler's estimate."""
 
 
 @dataclass(frozen=True)
