@@ -10,8 +10,8 @@ To show completions while they are sampled, ``stream`` yields the tokens of one 
         answers[0].token_ids            # the tokens of request 0 so far
         answers[0].completion           # and its completion, once it has ended
 
-A log-probability that is not finite or is above 0 means that the weights or the computation are broken. Such a rollout
-is a `BrokenRollout`, from which nothing is learnt.
+A log-probability that is not finite or is above 0 means that the weights or the computation are broken. Nothing is
+learnt from such a rollout.
 """
 
 import reprlib
@@ -21,7 +21,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
-from pathlib import Path
 
 import numpy as np
 from jaxtyping import Bool
@@ -67,38 +66,6 @@ def completion_text(tokenizer: PreTrainedTokenizerFast, completion: Completion) 
 
 
 @dataclass(frozen=True)
-class BrokenRollout:
-    """A rollout in which some log-probability is not finite, or above 0."""
-
-    step: int
-    """The training step for which it was sampled; 0 for an evaluation."""
-    prompts: tuple[Prompt, ...]
-    """The prompt of each completion."""
-    completions: tuple[Completion, ...]
-    texts: tuple[str, ...]
-
-    @property
-    def rows(self) -> list[int]:
-        """List the rows with a log-probability that is not finite or is above 0."""
-        return [row for row, completion in enumerate(self.completions) if impossible(completion).any()]
-
-    def error(self, kept_in: Path | None) -> NonFiniteError:
-        """Make the error. It names the first broken row with its prompt and completion, and the file with all rows."""
-        row, what = self.rows[0], f"step {self.step}" if self.step else "an evaluation"
-        bad_T = impossible(self.completions[row])
-        place = int(np.argmax(bad_T))
-        others = f", and {len(self.rows) - 1} more rows have such ones" if len(self.rows) > 1 else ""
-        kept = "" if kept_in is None else f". All rows are kept, with their tokens and log-probabilities: {kept_in}"
-        return NonFiniteError(
-            f"the engine's log-probabilities must be finite and at most 0, got "
-            f"{self.completions[row].logprobs[place]} for token {place} of row {row} of {what} (prompt "
-            f"{_SHORT.repr(self.prompts[row].text)}, completion {_SHORT.repr(self.texts[row])}){others}; nothing was "
-            f"learnt from them{kept}. Continue from the last checkpoint with a lower optimizer.learning_rate or "
-            "model.dtype=float32, which checkpoint.allow_changes must name; at a first step look at the model's weights"
-        )
-
-
-@dataclass(frozen=True)
 class CarriedGroups:
     """Groups after a partial rollout, which may have left some of them unfinished."""
 
@@ -112,10 +79,6 @@ class CarriedGroups:
     """Metrics of the engines of the first replica's host, by name."""
     told: tuple[int, ...] = ()
     """For each group the host that passed it to ``ended``; empty without that callback."""
-
-
-KeepBroken = Callable[[BrokenRollout], Path]
-"""Writes a broken rollout to a file, on every host, and returns the path."""
 
 
 def impossible(completion: Completion) -> Bool[np.ndarray, " T"]:
@@ -145,8 +108,6 @@ class Sampler:
         self._group_size = config.algorithm.group_size
         self._sampling = sampling_params(config.rollout)
         self._return_experts = config.algorithm.replays_routing
-        self.keep_broken: KeepBroken | None = None
-        """Called with a broken rollout before the error is raised."""
 
     def rollout(
         self, batch: PromptBatch, ended: GroupEnded | None = None, known: Sequence[float | None] | None = None
@@ -167,7 +128,7 @@ class Sampler:
 
         Raises:
             NonFiniteError: if a log-probability is not finite or is above 0, so that weights or computation must be
-                broken. ``keep_broken`` is called first.
+                broken.
         """
         size = self._group_size
         requests = [
@@ -321,9 +282,20 @@ class Sampler:
                 conversations.close()
 
     def _refuse_broken(self, step: int, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> None:
-        if any(impossible(completion).any() for completion in completions):
-            broken = BrokenRollout(step, tuple(prompts), tuple(completions), tuple(map(self._text, completions)))
-            raise broken.error(self.keep_broken(broken) if self.keep_broken else None)
+        """Raise NonFiniteError, with the first row whose log-probabilities are broken. ``step`` is 0 for an
+        evaluation."""
+        if not (rows := [row for row, completion in enumerate(completions) if impossible(completion).any()]):
+            return
+        row, completion, what = rows[0], completions[rows[0]], f"step {step}" if step else "an evaluation"
+        place = int(np.argmax(impossible(completion)))
+        others = f", and {len(rows) - 1} more rows have such ones" if len(rows) > 1 else ""
+        raise NonFiniteError(
+            f"the engine's log-probabilities must be finite and at most 0, got {completion.logprobs[place]} for token "
+            f"{place} of row {row} of {what} (prompt {_SHORT.repr(prompts[row].text)}, completion "
+            f"{_SHORT.repr(self._text(completion))}){others}; nothing was learnt from them. Continue from the last "
+            "checkpoint with a lower optimizer.learning_rate or model.dtype=float32, which checkpoint.allow_changes "
+            "must name; at a first step look at the model's weights"
+        )
 
     def _text(self, completion: Completion) -> str:
         return completion_text(self._tokenizer, completion)

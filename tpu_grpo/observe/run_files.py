@@ -21,9 +21,6 @@ CHECKPOINTS_DIR = "checkpoints"
 """Holds a directory per saved step with policy and optimizer state, as Orbax writes them."""
 RUN_FILE = "run_id"
 """Holds the id of the run, which its checkpoints also hold; checkpoints with another id are refused."""
-NON_FINITE_DIR = "non_finite"
-"""Holds the newest update or rollout whose numbers were not finite: the update's arrays, ``<step>.npz``; the samples,
-``<step>.jsonl``; and a checkpoint."""
 DAMAGED_DIR = "damaged_checkpoints"
 """Holds checkpoints that could not be read, by step; the run then continued from an older one."""
 DATA_FILE = "data.json"
@@ -72,7 +69,6 @@ DIRECTORIES = (
     LOGS_DIR,
     PROFILE_DIR,
     CHECKPOINTS_DIR,
-    NON_FINITE_DIR,
     DAMAGED_DIR,
     WANDB_DIR,
     TENSORBOARD_DIR,
