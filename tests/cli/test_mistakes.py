@@ -233,8 +233,6 @@ dry rollout.kv_tokens=10
     rollout.kv_tokens must hold one whole request: >= .. got 10 .. raise it or shorten prompts or completions
 dry logging.callbacks=[nosuch.py:C]
     callback file nosuch.py must be readable .. , got FileNotFoundError; correct the path
-dry logging.on_end=$NOT_SET_ANYWHERE
-    logging.on_end=$NOT_SET_ANYWHERE needs the variable .. set it to a URL or a command, or leave the
 dry export.every=best
     export.every=best needs held-out data, got none; set evaluation.path, or use last
 dry run.dir=train.jsonl

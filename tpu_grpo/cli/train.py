@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tpu_grpo.cli.on_end import PeopleTold
 from tpu_grpo.cli.starting import CommandParser, config_from_words, exit_code_of, joined_hosts, prepare
 from tpu_grpo.config import RunConfig, settings
 from tpu_grpo.config.run_config import known_names
@@ -145,9 +144,9 @@ def _dry_run_on(config: RunConfig, slice_name: str) -> int:
 def _train(config: RunConfig) -> int:
     prepare(config)
     with SignalledStop(meets_others=may_have_others(config.hosts.count)) as stop:
-        with PeopleTold() as told, joined_hosts(config) as (hosts, watch):
+        with joined_hosts(config) as (hosts, watch):
             stop.hosts_met(watch.report_end)
-            config, summary, was_done = train_together(config, hosts, watch, stop, told)
+            config, summary, was_done = train_together(config, hosts, watch, stop)
         if hosts.is_first and was_done:
             from tpu_grpo.run.directory import how_it_ended
 
@@ -171,7 +170,6 @@ def train_together(
     hosts: Hosts,
     watch: Watch,
     stop: StopRequest,
-    told: PeopleTold,
     on_step: "EventFunction | None" = None,
     on_evaluation: "EventFunction | None" = None,
 ) -> Trained:
@@ -187,7 +185,6 @@ def train_together(
     earlier = look(config, hosts)
     if earlier.summary is not None:
         return Trained(config, earlier.summary, was_done=True)
-    told.begin(config, hosts)
     earlier.refuse()
     callbacks = find_callbacks(config.logging.callbacks, on_step, on_evaluation)
     inputs = inputs or open_inputs(config, lambda: announce(hosts, "checking the data"))

@@ -25,7 +25,6 @@ from tpu_grpo.observe.step_metrics import MetricValue
 
 SHARE = 0.01
 """The share of a run's time that may go into writing its page."""
-NAME = "the report"
 WAIT_SECONDS = 2.0
 """How long a thread that ends the process waits for another thread to finish writing the page."""
 
@@ -83,17 +82,17 @@ class LiveReport(Sink):
         for left in directory.glob(f"{REPORT_FILE}.*.tmp"):  # left by a kill
             left.unlink(missing_ok=True)
         self._write_page(Standing("going", self._step, self._most, at=now()))
-        here.at_end = {NAME: self._end_in_time, **here.at_end}  # first, so that it is written before users are notified
+        here.at_end = self._end_in_time
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
-            here.at_end.pop(NAME, None)
+            here.at_end = None
             self._write_end(End.by(None))
             return
         self._end_in_time(End.by(error))
         if self._hosts.count == 1:  # on several hosts, another thread may find the cause later, and write it
-            here.at_end.pop(NAME, None)
+            here.at_end = None
 
     def _write_end(self, end: End) -> None:
         if end.outcome == "done":
