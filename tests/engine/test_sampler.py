@@ -3,7 +3,7 @@
 A stream gives the same tokens, and its engine goes on when the reader stops.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from tests.models.test_transformers5 import SAVED
 from tpu_grpo.config.config_files import parse_config
 from tpu_grpo.engine.engine import Engine
 from tpu_grpo.engine.generation import Finished
-from tpu_grpo.engine.sampler import Sampler, completion_text, impossible, stream
+from tpu_grpo.engine.sampler import Sampler, completion_text, impossible
 from tpu_grpo.models.tokenizers import build_byte_tokenizer, load_tokenizer
 from tpu_grpo.records.errors import NonFiniteError, RequestError
 from tpu_grpo.records.stages import AnswerMode, Completion, Prompt, PromptBatch, Request
@@ -190,63 +190,7 @@ def test_an_engine_whose_log_probabilities_cannot_be_ends_the_run(value: float) 
         sampler.answer(PROMPTS, [AnswerMode(0.0), AnswerMode(1.0)])
 
 
-# --- tokens as they come ----------------------------------------------------------------------------------------------
-
-
 QUESTION = tuple(range(5, 15))
-
-
-@pytest.fixture(scope="module")
-def built(checkpoint: Path, model: nnx.Module) -> Engine:
-    return build_engine(checkpoint, model, steps_per_launch=4)
-
-
-@pytest.fixture
-def engine(built: Engine) -> Iterator[Engine]:
-    yield built
-    built.forget_prefixes()  # asserts that nothing is left running
-
-
-@pytest.mark.full
-def test_tokens_come_as_they_are_sampled_and_are_those_of_a_rollout(engine: Engine) -> None:
-    asked = requests(group=2)
-    expected = tokens(engine.generate(asked))
-    engine.forget_prefixes()
-    so_far: list[list[int]] = [[] for _ in asked]
-    looks = 0
-    for answers in stream(engine, asked, lambda: False):
-        looks += 1
-        for row, answer in enumerate(answers):
-            assert list(answer.token_ids[: len(so_far[row])]) == so_far[row]
-            assert len(answer.token_ids) - len(so_far[row]) <= 8  # a launch, and one that was made ahead
-            so_far[row] = list(answer.token_ids)
-            assert (answer.completion is not None) == (len(answer.token_ids) == SAMPLED.max_new_tokens)
-    assert so_far == expected
-    assert looks >= 4
-
-
-def test_a_reader_who_cancels_or_leaves_gets_what_there_is_and_the_engine_goes_on(engine: Engine) -> None:
-    asked = requests(group=3)  # 12 requests for 8 rows: some have not been started
-    expected = tokens(engine.generate(asked))
-    engine.forget_prefixes()
-    looks: list[int] = []
-    ended = []
-    for answers in stream(engine, asked, lambda: len(looks) >= 3):
-        looks.append(sum(len(answer.token_ids) for answer in answers))
-        ended = answers
-    assert 0 < looks[-1] < 12 * SAMPLED.max_new_tokens
-    for answer, whole in zip(ended, expected, strict=True):
-        assert list(answer.token_ids) == whole[: len(answer.token_ids)]
-    engine.forget_prefixes()
-    for _ in stream(engine, asked, lambda: False):
-        break
-    engine.forget_prefixes()
-    assert tokens(engine.generate(asked)) == expected
-
-
-def test_a_reader_who_cancels_before_anything_ran_gets_nothing(engine: Engine) -> None:
-    asked = requests([QUESTION])
-    assert [len(answers[0].token_ids) for answers in stream(engine, asked, lambda: True)] == [0]
 
 
 @pytest.mark.full

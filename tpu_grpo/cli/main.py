@@ -19,7 +19,7 @@ COMMANDS = {
     "eval": ("evaluate", "evaluate a checkpoint of a run on held-out prompts, without training"),
     "export": ("export", "write the model of a checkpoint as a Hugging Face directory"),
     "report": ("report", "write a page that shows a run, or compares several; also while they go on"),
-    "sample": ("sample", "let the model of a run, an export or any other answer prompts, or talk"),
+    "sample": ("sample", "let the model of a run, an export or any other answer prompts"),
     "serve": ("serve", "answer HTTP requests with a model, in the forms of OpenAI, vLLM and SGLang"),
     "data": ("data", "show the first prompts of a config as the model will see them"),
     "environment": ("environment", "play an environment of a config, with tokens, masks and rewards"),

@@ -4,12 +4,6 @@
     rollout = sampler.rollout(batch)                        # for training
     rollouts = sampler.answer(prompts, modes)               # for an evaluation
 
-To show completions while they are sampled, ``stream`` yields the tokens of one engine's requests after every launch:
-
-    for answers in stream(engine, requests, cancelled=lambda: False):
-        answers[0].token_ids            # the tokens of request 0 so far
-        answers[0].completion           # and its completion, once it has ended
-
 A log-probability that is not finite or is above 0 means that the weights or the computation are broken. Nothing is
 learnt from such a rollout.
 """
@@ -17,7 +11,7 @@ learnt from such a rollout.
 import reprlib
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -28,8 +22,6 @@ from transformers import PreTrainedTokenizerFast
 
 from tpu_grpo.config import RolloutSection, RunConfig
 from tpu_grpo.engine.cutting import NEW, Cut, OpenGroup, continued
-from tpu_grpo.engine.engine import Engine
-from tpu_grpo.engine.generation import Partial
 from tpu_grpo.engine.replicas import Finished, Replicas
 from tpu_grpo.engine.waves import OpenConversations
 from tpu_grpo.models.tokenizers import decode
@@ -333,37 +325,3 @@ class _Groups:
         """Return the texts of all rows."""
         known = self._texts
         return tuple(known[row] if row in known else self._decode(c) for row, c in enumerate(completions))
-
-
-def stream(engine: Engine, requests: Sequence[Request], cancelled: Callable[[], bool]) -> Iterator[list[Partial]]:
-    """Sample completions; after every launch, yield the tokens of each request so far, in the order of the requests.
-
-    A caller who closes the iterator ends the requests; the engine can be used again afterwards.
-
-    Args:
-        engine: an idle engine that has weights.
-        requests: what to sample.
-        cancelled: called before every launch; once it returns True, requests end with the tokens sampled so far.
-
-    Raises:
-        RequestError: if the engine can never serve one of the requests. No request is started then.
-        NonFiniteError: if a log-probability is not finite or is above 0.
-    """
-    generation, going = engine.start(requests), True
-    try:
-        while going:
-            if cancelled():
-                generation.cancel()
-            going = generation.advance()
-            answers = [generation.partial(index) for index in range(len(requests))]
-            if any(answer.completion is not None and impossible(answer.completion).any() for answer in answers):
-                raise NonFiniteError(
-                    "the log-probabilities of an answer must be finite and at most 0, got others: the model's weights "
-                    "are broken, or their numbers too large for model.dtype; name another checkpoint"
-                )
-            yield answers
-    except GeneratorExit:
-        generation.cancel()
-        while generation.advance():
-            pass
-        raise

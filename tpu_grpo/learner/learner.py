@@ -351,9 +351,9 @@ class Learner:
         self._updater.add_over_slices()
         counted = self._updater.histograms() if histograms else {}
         # the host waits for the devices in this line only
-        sums, *others = jax.device_get((sums, self._updater.step(), counted, sampled_by))
+        sums, record, counted, sampled_by = jax.device_get((sums, self._updater.step(), counted, sampled_by))
         of_all = self._parts.slices.of_all("sums of the micro-batches", sums, self.trainers)
-        return MeasuredUpdate(of_all, *others, self._updater.broken)
+        return MeasuredUpdate(of_all, record, counted, sampled_by, self._updater.broken)
 
     def _agreement_with_previous(self, batches: Sequence[TrainBatch]) -> AgreementSums | None:
         """With algorithm.staleness, compare the engine with the policy that it sampled this step's completions with.
