@@ -36,9 +36,7 @@ NOT_HERE = {
     r"\bCONFIG|\[--|-> |\bNAME\b|wiki\.jsonl": "a stand-in for a name of the reader's own",
 }
 """What a command needs that the tests lack."""
-RUNS_BEFORE = {
-    "docs/report.md": ["uv run scripts/run.py run.max_steps=2", "uv run scripts/run.py run.max_steps=2 run.name=other"]
-}
+RUNS_BEFORE = {"docs/report.md": ["uv run scripts/run.py run.max_steps=2"]}
 """What readers of a page have run already."""
 
 

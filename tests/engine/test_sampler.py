@@ -15,7 +15,6 @@ from flax import nnx
 from tests.engine.building import SAMPLED, build_engine, requests, tokens
 from tests.models.test_transformers5 import SAVED
 from tpu_grpo.config.config_files import parse_config
-from tpu_grpo.engine.engine import Engine
 from tpu_grpo.engine.generation import Finished
 from tpu_grpo.engine.sampler import Sampler, completion_text, impossible
 from tpu_grpo.models.tokenizers import build_byte_tokenizer, load_tokenizer
@@ -194,16 +193,14 @@ QUESTION = tuple(range(5, 15))
 
 
 @pytest.mark.full
-def test_an_engine_for_one_short_answer_takes_the_whole_prompt(
-    checkpoint: Path, model: nnx.Module, engine: Engine
-) -> None:
+def test_an_engine_for_one_short_answer_takes_the_whole_prompt(checkpoint: Path, model: nnx.Module) -> None:
     """The library would put a single token in the place of a prompt that leaves it fewer than seven cache tokens."""
     sampling = replace(SAMPLED, max_new_tokens=2, temperature=0.0)
     asked = requests([QUESTION], sampling)
     small = build_engine(checkpoint, model, max_running_requests=1, context_tokens=len(QUESTION) + 2)
     assert small.options.cache_tokens == len(QUESTION) + 2 - 1 + 7
     [found] = tokens(small.generate(asked))
-    assert [found] == tokens(engine.generate(asked))
+    assert [found] == tokens(build_engine(checkpoint, model).generate(asked))
     assert len(found) == 2
     tight = build_engine(checkpoint, model, max_running_requests=1, kv_tokens=len(QUESTION) + 6)
     with pytest.raises(RequestError, match="need 17 cache tokens, the cache has 16; raise rollout.kv_tokens"):

@@ -200,14 +200,10 @@ def _write(directory: Path, model: str, done: "list[Done]", found: dict[str, Any
     page = directory / CHECK_PAGE
     write_page(
         page,
-        "comparison.html.jinja",
+        "check.html.jinja",
         title=title,
-        note="",
         again=0,
-        overview=table,
-        evaluation=None,
-        drawings=[],
-        tables=[],
+        table=table,
     )
     lines = [title, used, *(row.line for row in done if not works or row.finding.verdict != "works")]
     print("\n".join(["", "--- to paste ---", *lines, "--- end ---", f"{directory / CHECK_FILE}, {page}"]))

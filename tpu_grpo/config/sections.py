@@ -344,7 +344,7 @@ class LoggingSection(Section):
     """Call these classes of your own, path.py:Class or package.module:Class, with the metrics and samples of every step
     and evaluation, on host 0; see docs/logging.md."""
     against: str | None = None
-    """Compare the run, in console and report, with a published run: the name of a config under configs/reference, or a
+    """Compare the run, at its end, with a published run: the name of a config under configs/reference, or a
     file of your own in the format of the .json files there."""
     profile_steps: tuple[PositiveInt, ...] = ()
     """Record a timeline of these steps, e.g. [3, 4], in run.dir/profile, for Perfetto and TensorBoard."""

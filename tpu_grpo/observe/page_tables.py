@@ -36,8 +36,6 @@ class Column:
 
     label: str
     is_number: bool = False
-    colour: int | None = None
-    """The colour of the run that the column shows."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +54,6 @@ class Cell:
 
     text: str
     note: str = ""
-    is_best: bool = False
-    colour: int | None = None
-    """The colour of the run that the cell names."""
     said: Sequence[Said] = ()
     """A conversation in place of the text."""
 
@@ -97,17 +92,17 @@ def evaluation_table(run: RunRead) -> Table | None:
     for name in evaluation_names(records):
         known = [record for record in records if is_number(record.get(name))]
         chosen = [known[0], max(known, key=lambda record: record[name]), known[-1]] if several else known
-        rows.append([Cell(evaluation_label(name)), *(value_cell(record, name, say_step=several) for record in chosen)])
+        rows.append([Cell(evaluation_label(name)), *(_value(record, name, say_step=several) for record in chosen)])
     columns = [Column("held out"), *(Column(head, is_number=True) for head in heads)]
     return Table("Evaluation", "With 95 % intervals.", columns, rows)
 
 
-def value_cell(record: Record, name: str, *, say_step: bool, is_best: bool = False) -> Cell:
+def _value(record: Record, name: str, *, say_step: bool) -> Cell:
     """Return a cell with an evaluated metric's value and, below it, the interval and (with ``say_step``) the step."""
     low, high = interval_of(record, name)
     notes = [f"{low:.3f} to {high:.3f}"] if low <= high else []
     notes += [f"step {record['step']:,}"] if say_step else []
-    return Cell(decimal(record[name], ".3f"), ", ".join(notes), is_best)
+    return Cell(decimal(record[name], ".3f"), ", ".join(notes))
 
 
 def best_name(config: Mapping[str, Any], records: Lines) -> str:

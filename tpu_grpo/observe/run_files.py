@@ -61,8 +61,6 @@ PLAN_FILE = "plan.json"
 """Holds a plan, if the user has put one there (scripts/plan.py --json); the run compares its times with the plan's."""
 CHECK_FILE, CHECK_PAGE = "check.json", "check.html"
 """What `tpu-grpo check` found, in a directory beside run.dir; see `check_directory`."""
-COMPARISON_FILE = "comparison.html"
-"""Compares several runs; written to the working directory of the command."""
 FROM_WEIGHTS = "export its weights (scripts/export.py RUN --out DIR) for a run with model.path=DIR in another run.dir"
 """What to do with a run that cannot go on with other settings."""
 DIRECTORIES = (

@@ -25,6 +25,7 @@ from tpu_grpo.observe.json_lines import read_records, write_json
 from tpu_grpo.observe.live_report import LiveReport
 from tpu_grpo.observe.planned import beside_plan, read_planned
 from tpu_grpo.observe.process_metrics import CompilationCounter, memory_metrics
+from tpu_grpo.observe.published import read_published
 from tpu_grpo.observe.run_files import (
     ADAPTERS_DIR,
     CHANGES_FILE,
@@ -151,6 +152,10 @@ class Run:
         if step < self.config.run.max_steps:
             self.log.note(f"the run ends after step {step}: {self.draw.why_exhausted}")
         self.parts.learner.close(best=self._best_step)
+        if self.hosts.is_first and (against := self.config.logging.against) is not None:
+            lines = list(read_records(self.config.run_dir / METRICS_FILE))
+            for text in read_published(against).sentences(lines, self.config.model_dump(mode="json")):
+                self.log.note(text)
         if self.config.export.every is not None:
             with self.watch.stage("export"):
                 self.log.note(self._export(step))
