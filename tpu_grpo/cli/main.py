@@ -23,7 +23,7 @@ COMMANDS = {
     "serve": ("serve", "answer HTTP requests with a model, in the forms of OpenAI, vLLM and SGLang"),
     "data": ("data", "show the first prompts of a config as the model will see them"),
     "environment": ("environment", "play an environment of a config, with tokens, masks and rewards"),
-    "rewards": ("rewards", "try the rewards of a config on completions of a file"),
+    "rewards": ("rewards", "score completions of a file with the rewards of a config"),
     "launch": ("launch", "run on a Cloud TPU slice: create, setup, run, status, logs, stop, delete, babysit"),
 }
 """Command -> (module of this package whose ``main`` runs it, description)."""
