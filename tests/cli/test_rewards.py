@@ -9,7 +9,7 @@ import pytest
 
 from tpu_grpo.cli.rewards import main, read_completions
 from tpu_grpo.records.errors import DataError
-from tpu_grpo.observe.json_lines import encode_line
+from tpu_grpo.records.json_files import encode_line
 
 RECORDS = [
     {"prompt": "2+2?", "completion": "#### 4", "answer": "4"},

@@ -21,8 +21,8 @@ from tpu_grpo.checking.findings import Finding
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.hosts.joining import TPU_DEVICE_FILES
 from tpu_grpo.launching.tpus import GENERATIONS, GIB, parse_slice
-from tpu_grpo.observe.json_lines import read_steps
 from tpu_grpo.observe.run_files import CHECKPOINTS_DIR, METRICS_FILE, saved_steps
+from tpu_grpo.records.json_files import read_steps
 from tpu_grpo.run.fingerprints import fingerprints
 
 ACCELERATOR = ("TPU_ACCELERATOR_TYPE", "ACCELERATOR_TYPE")

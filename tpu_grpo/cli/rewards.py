@@ -15,6 +15,7 @@ from tpu_grpo.config import load_config
 from tpu_grpo.hosts import choose_platform
 from tpu_grpo.records.errors import DataError
 from tpu_grpo.records.outside import parse_json, read_file
+from tpu_grpo.records.short_texts import shortened
 from tpu_grpo.records.stages import Completion, Prompt, PromptBatch, Rollout, Scores
 from tpu_grpo.rewards import open_rewards
 
@@ -51,9 +52,8 @@ def scores_table(texts: Sequence[str], scores: Scores) -> Table:
     columns = {**scores.by_name, "total": np.where(scores.scored, scores.total, np.nan)}
     table = Table("row", *columns, "completion", show_footer=True)
     for row, text in enumerate(texts):
-        line = " ".join(text.split())
-        short = line if len(line) <= 60 else f"{line[:30]} ... {line[-30:]}"
-        table.add_row(str(row), *(_number(values[row]) for values in columns.values()), Text(short))
+        short = Text(shortened(" ".join(text.split()), 30, 30, " ... "))
+        table.add_row(str(row), *(_number(values[row]) for values in columns.values()), short)
     table.columns[0].footer = "mean"
     for column, values in zip(table.columns[1:], columns.values(), strict=False):
         known = values[~np.isnan(values)]

@@ -1,7 +1,6 @@
 """The command line of ``scripts/sample.py``: lets a model answer prompts, and shows answers and rewards."""
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -12,6 +11,7 @@ from tpu_grpo.cli.naming import NamedModel, named_model
 from tpu_grpo.cli.starting import command_parser, exit_code_of, prepare
 from tpu_grpo.config import parse_layers
 from tpu_grpo.records.errors import ConfigError, without_controls
+from tpu_grpo.records.outside import parse_json
 
 if TYPE_CHECKING:
     from tpu_grpo.records.stages import Completion, Scores
@@ -156,7 +156,7 @@ def _column(word: str) -> tuple[str, Any]:
     if not value.startswith(("[", "{")):
         return name, value
     try:
-        return name, json.loads(value)
+        return name, parse_json(value)
     except ValueError as error:
         raise ConfigError(
             f"--column must give a text, or JSON after [ or {{, got {value!r} ({error}); mend it"

@@ -8,7 +8,6 @@ A log-probability that is not finite or is above 0 means that the weights or the
 learnt from such a rollout.
 """
 
-import reprlib
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -26,6 +25,7 @@ from tpu_grpo.engine.replicas import Finished, Replicas
 from tpu_grpo.engine.waves import OpenConversations
 from tpu_grpo.models.tokenizers import decode
 from tpu_grpo.records.errors import NonFiniteError
+from tpu_grpo.records.short_texts import SHORT_REPR
 from tpu_grpo.records.stages import (
     AnswerMode,
     Completion,
@@ -44,7 +44,6 @@ TEXTS_SAMPLE = EVALUATION_SAMPLE - 2
 """The sample numbers of requests that belong to neither training nor evaluation."""
 GroupEnded = Callable[[int, Sequence[Completion], Sequence[str]], None]
 """Called with the index of a prompt, its completions and their texts; both are in the order of the samples."""
-_SHORT = reprlib.Repr(maxstring=120)
 
 
 def sampling_params(rollout: RolloutSection) -> SamplingParams:
@@ -283,8 +282,8 @@ class Sampler:
         others = f", and {len(rows) - 1} more rows have such ones" if len(rows) > 1 else ""
         raise NonFiniteError(
             f"the engine's log-probabilities must be finite and at most 0, got {completion.logprobs[place]} for token "
-            f"{place} of row {row} of {what} (prompt {_SHORT.repr(prompts[row].text)}, completion "
-            f"{_SHORT.repr(self._text(completion))}){others}; nothing was learnt from them. Continue from the last "
+            f"{place} of row {row} of {what} (prompt {SHORT_REPR.repr(prompts[row].text)}, completion "
+            f"{SHORT_REPR.repr(self._text(completion))}){others}; nothing was learnt from them. Continue from the last "
             "checkpoint with a lower optimizer.learning_rate or model.dtype=float32, which checkpoint.allow_changes "
             "must name; at a first step look at the model's weights"
         )

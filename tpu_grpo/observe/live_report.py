@@ -4,7 +4,6 @@ The page is written at the start, after the first step, and then so rarely that 
 time: if a write took 0.1 s, the next one comes at least 10 s later. A run of long steps writes it after every step.
 """
 
-import json
 import sys
 import threading
 import time
@@ -22,6 +21,8 @@ from tpu_grpo.observe.run_log import Sink
 from tpu_grpo.observe.run_page import write_report
 from tpu_grpo.observe.run_reader import Standing, now, write_end
 from tpu_grpo.observe.step_metrics import MetricValue
+from tpu_grpo.records.errors import DataError
+from tpu_grpo.records.json_files import read_json
 
 SHARE = 0.01
 """The share of a run's time that may go into writing its page."""
@@ -96,8 +97,8 @@ class LiveReport(Sink):
 
     def _write_end(self, end: End) -> None:
         if end.outcome == "done":
-            with suppress(OSError, ValueError):  # the summary is missing or incomplete
-                early = json.loads((self._config.run_dir / SUMMARY_FILE).read_bytes()).get("ended_early")
+            with suppress(DataError):  # the summary is missing or incomplete
+                early = read_json(self._config.run_dir / SUMMARY_FILE).get("ended_early")
                 end = replace(end, message=str(early or end.message))
         standing = Standing.after(end, self._step, self._most)
         write_end(self._config.run_dir, standing)

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from tpu_grpo.observe.charts import evaluation_label, evaluation_lines, evaluation_names
-from tpu_grpo.observe.json_lines import Lines, Record, interval_of, is_number, names_in, number_or_zero
+from tpu_grpo.observe.json_lines import Lines, interval_of, is_number, names_in, number_or_zero
 from tpu_grpo.observe.run_reader import Rows, RunRead, setting_of
 from tpu_grpo.observe.sample_rows import called_tools, shown_turns, without_marks
+from tpu_grpo.records.json_files import Record
+from tpu_grpo.records.short_texts import shortened
 
 HEAD_CHARACTERS, TAIL_CHARACTERS = 1400, 500
 """How many characters of a longer text are shown: of its beginning, and of its end."""
@@ -70,10 +72,7 @@ class Table:
 
 def shorten(text: str, head: int = HEAD_CHARACTERS, tail: int = TAIL_CHARACTERS) -> str:
     """Cut the middle out of a long text, and say how much was cut."""
-    left_out = len(text) - head - tail
-    if left_out <= 0:
-        return text
-    return f"{text[:head]}\n… {left_out:,} characters left out …\n{text[-tail:]}"
+    return shortened(text, head, tail, f"\n… {len(text) - head - tail:,} characters left out …\n")
 
 
 def decimal(value: Any, form: str = ".2f") -> str:

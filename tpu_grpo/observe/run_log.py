@@ -17,11 +17,11 @@ from tpu_grpo.config import RunConfig
 from tpu_grpo.observe.callbacks import Callback
 from tpu_grpo.observe.console import ConsoleSink
 from tpu_grpo.observe.evaluation import Evaluation, EvaluationSamples, sample_records
-from tpu_grpo.observe.json_lines import encode_line, keep_steps
 from tpu_grpo.observe.run_files import METRICS_FILE, SAMPLES_FILE
 from tpu_grpo.observe.sample_rows import SampleRow, sample_fields, sample_rows
 from tpu_grpo.observe.step_metrics import MetricValue
 from tpu_grpo.observe.trackers import TensorBoardSink, WandbSink
+from tpu_grpo.records.json_files import encode_line, keep_steps
 from tpu_grpo.records.stages import Histogram, ScoredRollout
 
 

@@ -21,7 +21,6 @@ from tpu_grpo.models.lora import write_adapters
 from tpu_grpo.models.tokenizers import padding_notes
 from tpu_grpo.observe.callbacks import Callback
 from tpu_grpo.observe.evaluation import EvaluationLog, describe, write_samples
-from tpu_grpo.observe.json_lines import read_records, write_json
 from tpu_grpo.observe.live_report import LiveReport
 from tpu_grpo.observe.planned import beside_plan, read_planned
 from tpu_grpo.observe.process_metrics import CompilationCounter, memory_metrics
@@ -40,6 +39,7 @@ from tpu_grpo.observe.run_log import RunLog, open_run_log
 from tpu_grpo.observe.step_metrics import rollout_metrics, sync_metrics, tokens_digest, update_metrics
 from tpu_grpo.observe.summary import build_summary, versions
 from tpu_grpo.records.errors import DiskError, Interrupted
+from tpu_grpo.records.json_files import read_records, write_json
 from tpu_grpo.records.stages import PromptBatch, Rollout, ScoredRollout, UpdateResult
 from tpu_grpo.rewards.distributed import DistributedScoring
 from tpu_grpo.run.carrying import Carry
