@@ -1,6 +1,6 @@
-"""Report: python scripts/report.py RUN [RUN ...] [--output FILE.html]
+"""Report: python scripts/report.py RUN [--output FILE.html]
 
-Writes a page that shows a run, also while it goes on, or one that compares several.
+Writes a page that shows a run, also while it goes on.
 """
 
 import beside

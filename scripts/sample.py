@@ -1,6 +1,6 @@
-"""Sample: python scripts/sample.py MODEL ["prompt" ...] [--with MODEL ...] [section.key=value ...]
+"""Sample: python scripts/sample.py MODEL "prompt" ... [section.key=value ...]
 
-Lets a model answer prompts, or chat: that of a run, an export, or any other checkpoint. --help lists the options.
+Lets a model answer prompts: that of a run, an export, or any other checkpoint. --help lists the options.
 """
 
 import beside

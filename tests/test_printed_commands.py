@@ -31,14 +31,12 @@ NOT_HERE = {
     r"torch|apt-get|uvx|--with |\bllama|vllm|sglang\.|lm_eval": "other software",
     r"uv venv|verifiers|atropos|demo_agent": "other software; tests/examples/test_agents.py types these",
     r"tpu-grpo serve": "a client; tests/cli/test_serve.py is one",
-    r"pytest|tests\.several|benchmarks|--replay|10\.0\.0\.1|MY_WEBHOOK": "hours, other hosts or a broken run",
+    r"pytest|tests\.several|benchmarks|10\.0\.0\.1": "hours, other hosts or a broken run",
     r"plan\.py": "minutes of a compiler; tests/planning compiles these configs",
     r"\bCONFIG|\[--|-> |\bNAME\b|wiki\.jsonl": "a stand-in for a name of the reader's own",
 }
 """What a command needs that the tests lack."""
-RUNS_BEFORE = {
-    "docs/report.md": ["uv run scripts/run.py run.max_steps=2", "uv run scripts/run.py run.max_steps=2 run.name=other"]
-}
+RUNS_BEFORE = {"docs/report.md": ["uv run scripts/run.py run.max_steps=2"]}
 """What readers of a page have run already."""
 
 

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from tpu_grpo.cli.on_end import PeopleTold
 from tpu_grpo.cli.starting import joined_hosts, prepare
 from tpu_grpo.cli.train import train_together
 from tpu_grpo.config import RunConfig
@@ -63,8 +62,8 @@ def train(
         from tpu_grpo.rewards import with_rewards
 
         config = with_rewards(config, rewards)
-    with PeopleTold() as told, start(config) as (hosts, watch), InterruptedStop(stop_requested) as stop:
-        return train_together(config, hosts, watch, stop, told, on_step, on_evaluation).summary
+    with start(config) as (hosts, watch), InterruptedStop(stop_requested) as stop:
+        return train_together(config, hosts, watch, stop, on_step, on_evaluation).summary
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from tpu_grpo.run.parts import open_engines, open_task
 from tpu_grpo.run.policies import load_inputs
 
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "demo_cpu.yaml"
-LEFT = r"run\.|hosts\.|model\.path|\[i\]|data\.(path|sources|options|split|subset)|logging\.on_end|compilation|secrets"
+LEFT = r"run\.|hosts\.|model\.path|\[i\]|data\.(path|sources|options|split|subset)|compilation|secrets"
 VALUES = {
     "int": ["0", "1", "2", "3", "4", "8", "30", "128", "4096"],
     "float": ["0", "0.1", "0.5", "1", "1.5", "3", "100"],

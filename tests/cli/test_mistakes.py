@@ -105,12 +105,6 @@ run rollout.max_new_tokens=1.5
     rollout.max_new_tokens must be a valid integer, got 1.5; `--help rollout.max_new_tokens` says more
 run --slice v5e-16
     --slice needs --dry-run, got --slice v5e-16 alone; a run finds its own devices
-run --replay nosuch.npz
-    --replay needs a file that a run has written, .. got nosuch.npz .. correct the path
-run --replay nosuch.npz --dry-run
-    --replay does an update of a run again and goes with no other option, got --dry-run; drop one
-run --replay nosuch.npz demo.yaml
-    --replay takes the config from its file, got demo.yaml; leave it out
 run run.seed=1 lr 1e-6
     a setting is written with an equals sign: optimizer.learning_rate=1e-6, got 'lr'
 run --learning_rate 1e-6
@@ -239,8 +233,6 @@ dry rollout.kv_tokens=10
     rollout.kv_tokens must hold one whole request: >= .. got 10 .. raise it or shorten prompts or completions
 dry logging.callbacks=[nosuch.py:C]
     callback file nosuch.py must be readable .. , got FileNotFoundError; correct the path
-dry logging.on_end=$NOT_SET_ANYWHERE
-    logging.on_end=$NOT_SET_ANYWHERE needs the variable .. set it to a URL or a command, or leave the
 dry export.every=best
     export.every=best needs held-out data, got none; set evaluation.path, or use last
 dry run.dir=train.jsonl

@@ -14,18 +14,15 @@ from tpu_grpo.run.lock import RunLock
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
-def test_one_run_gets_a_page_and_several_a_comparison(
+def test_a_page_is_written_into_the_run_or_to_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, second = (str(leave_run(tmp_path / name, 2, name=name)) for name in ("a", "b"))
     monkeypatch.chdir(tmp_path)
     assert main([first]) == 0
-    assert main([first, second]) == 0
-    assert main([first, second, "--output", "mine.html"]) == 0
     assert main([second, "--output", "b.html"]) == 0
-    assert capsys.readouterr().out.splitlines() == [f"{first}/report.html", "comparison.html", "mine.html", "b.html"]
+    assert capsys.readouterr().out.splitlines() == [f"{first}/report.html", "b.html"]
     assert "<h1>a</h1>" in Path(first, "report.html").read_text()
-    assert "<h1>Comparison of 2 runs</h1>" in Path("mine.html").read_text()
     assert "<h1>b</h1>" in Path("b.html").read_text()
     assert not Path(second, "report.html").exists()
 

@@ -1,17 +1,13 @@
 """The command that lets models answer: what it refuses, and whole answers of a small random model."""
 
-import os
 import re
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from tpu_grpo.cli.sample import main
-
-REPOSITORY = Path(__file__).parents[2]
+from tpu_grpo.cli.sample import answers_shown, main
+from tpu_grpo.records.stages import Completion, Scores
 
 
 @pytest.fixture(autouse=True)
@@ -24,16 +20,15 @@ def told(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().out
 
 
-@pytest.mark.slow  # six engines
+@pytest.mark.slow  # three engines
 def test_answers_are_the_same_alone_and_beside_others(capsys: pytest.CaptureFixture[str]) -> None:
     alone = told(capsys, "run@initial", "1+1=", "2+1=", "--n", "2")
     prompt = "=== {}\n"
     first, second = (re.escape(prompt.format(question)) for question in ("1+1=", "2+1="))
     answers = r"\[1\] .*\n\[2\] .*\n"
     assert re.fullmatch(first + answers + second + answers, alone, re.DOTALL)
-    beside = told(capsys, "run@initial", "--with", "model", "1+1=", "--n", "2", "--seed", "5")
     to_the_first = alone.split(prompt.format("2+1="))[0].removeprefix(prompt.format("1+1="))
-    assert beside == f"--- run@initial\n{to_the_first}--- model\n{to_the_first}"  # it is the same model
+    assert told(capsys, "run@initial", "1+1=", "--n", "2", "--seed", "5") == to_the_first
     assert told(capsys, "run@initial", "1+1=", "--n", "2", "--seed", "6") != to_the_first
 
 
@@ -50,6 +45,7 @@ def test_rewards_are_shown_for_columns_and_for_records_of_the_data(capsys: pytes
 
 def test_what_cannot_be_asked_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for words, expected in (
+        (["run@initial"], "there must be a prompt, or --data, got neither; name one, or serve the model to chat with"),
         (["nowhere", "1+1="], "a model must be the directory of a run"),
         (["run", "1+1="], "there must be a checkpoint in run/checkpoints, found none"),
         (["run@initial", "1+1=", "--column", "answer"], "--column must read name=value, got 'answer'"),
@@ -66,25 +62,13 @@ def test_what_cannot_be_asked_is_refused(capsys: pytest.CaptureFixture[str]) -> 
         assert expected in capsys.readouterr().err, words
 
 
-@pytest.mark.slow  # a process of its own
-def test_ctrl_c_ends_an_answer_and_not_the_chat(unstarted: Path) -> None:
-    command = [sys.executable, str(REPOSITORY / "scripts/sample.py"), "run@initial", "--temperature", "0"]
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
-    with subprocess.Popen(
-        [*command, "--max-new-tokens", "4000", "--context", "4096"],  # the greedy answer does not end by itself
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=environment,
-        cwd=unstarted,
-        bufsize=0,
-    ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.write(b"1+1=\n")
-        begun = os.read(process.stdout.fileno(), 1)
-        process.send_signal(signal.SIGINT)
-        out, errors = process.communicate(b"/reset\n/exit\n", timeout=120)
-    assert begun, errors
-    assert out.endswith(b" [interrupted]\n(a new conversation)\n"), (out[-200:], errors)
-    assert process.returncode == 0
+def test_answers_and_their_rewards_are_shown_by_name() -> None:
+    ids = np.arange(2, dtype=np.int32)
+    ended, cut = (Completion(ids, np.zeros(2, np.float32), reason, 0) for reason in ("stop", "length"))
+    by_name = {"right": np.array([1.0, 0.0]), "short": np.array([0.25, np.nan])}
+    scores = Scores(np.array([1.5, 0.0]), by_name, 0.0)
+    assert answers_shown([ended, cut], ["ab", "c"], scores) == (
+        "[1] ab\n[2] c [cut after 2 tokens]\n"
+        "[1] rewards: right 1, short 0.25; total 1.5\n[2] rewards: right 0, short -; total 0\n"
+    )
+    assert answers_shown([ended], ["ab"]) == "ab\n"

@@ -21,7 +21,7 @@ from typing import Any
 import openai
 import pytest
 
-from tpu_grpo.cli.naming import named_models
+from tpu_grpo.cli.naming import named_model
 from tpu_grpo.cli.serve import main
 from tpu_grpo.run.answering import Speaker
 from tpu_grpo.run.serving import Server
@@ -32,7 +32,7 @@ def server(unstarted: Path) -> Iterator[str]:
     """The address of a server that needs the key "k"; here another thread samples."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(unstarted)
-        [model] = named_models(["run@initial"], [])
+        model = named_model("run@initial", [])
         speaker = Speaker(model.config, model.which, samples=8, context=40)
         with Server(speaker, model.name, "127.0.0.1", 0, "k") as serving:
             speaker.start()

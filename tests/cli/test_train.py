@@ -68,7 +68,7 @@ def test_nothing_heavy_is_imported_to_answer(tmp_path: Path, arguments: list[str
     done = run_script(*arguments, cwd=tmp_path, python=("-X", "importtime"))
     assert done.returncode == code
     found = imported(done.stderr)
-    assert {"tpu_grpo.cli.on_end", "tpu_grpo.config", "pydantic"} <= found  # the list is of this command
+    assert {"tpu_grpo.cli.starting", "tpu_grpo.config", "pydantic"} <= found  # the list is of this command
     assert found & HEAVY == set()
 
 

@@ -131,10 +131,6 @@ def test_a_config_is_frozen() -> None:
         ("run.name=7", "run.name must be text, got 7; put a text in quotes of its own: run.name='\"...\"'"),
         ("environment.name={}", "environment.name must name an environment, got {}; leave it unset for none"),
         (
-            "logging.on_end=' '",
-            "logging.on_end must be a command or a URL, got ' '; leave it unset to tell nobody",
-        ),
-        (
             "data.path=[a.jsonl,https://me:word@example.org/d.jsonl]",
             "data.path must not hold a password, which logs and config.yaml would show, got one for "
             "example.org/d.jsonl; name a variable of the environment in its place: "

@@ -3,8 +3,7 @@
 A stream gives the same tokens, and its engine goes on when the reader stops.
 """
 
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,14 +15,11 @@ from flax import nnx
 from tests.engine.building import SAMPLED, build_engine, requests, tokens
 from tests.models.test_transformers5 import SAVED
 from tpu_grpo.config.config_files import parse_config
-from tpu_grpo.engine.engine import Engine
 from tpu_grpo.engine.generation import Finished
-from tpu_grpo.engine.sampler import Sampler, completion_text, impossible, stream
-from tpu_grpo.hosts import Hosts
+from tpu_grpo.engine.sampler import Sampler, completion_text, impossible
 from tpu_grpo.models.tokenizers import build_byte_tokenizer, load_tokenizer
 from tpu_grpo.records.errors import NonFiniteError, RequestError
 from tpu_grpo.records.stages import AnswerMode, Completion, Prompt, PromptBatch, Request
-from tpu_grpo.run.non_finite import FailureFiles
 
 
 def letter(row: int) -> Completion:
@@ -178,108 +174,33 @@ class BrokenEngine(ScriptedEngine):
 
 
 @pytest.mark.parametrize("value", [np.nan, -np.inf, np.inf, 0.5])
-def test_an_engine_whose_log_probabilities_cannot_be_ends_the_run_and_its_rollout_is_kept(
-    tmp_path: Path, value: float
-) -> None:
-    config = parse_config({"algorithm": {"group_size": 2}, "run": {"dir": str(tmp_path)}})
-    saved: list[tuple[Path, int]] = []
-    files = FailureFiles(config, Hosts(), lambda directory, step: saved.append((directory, step)))
+def test_an_engine_whose_log_probabilities_cannot_be_ends_the_run(value: float) -> None:
+    config = parse_config({"algorithm": {"group_size": 2}})
     sampler = Sampler(BrokenEngine(value), CountingTokenizer(), config)  # type: ignore[arg-type]
-    sampler.keep_broken = files.of_rollout
-    path = tmp_path / "non_finite" / "7.jsonl"
     with pytest.raises(NonFiniteError) as caught:
         sampler.rollout(PromptBatch(7, PROMPTS))
     assert str(caught.value).startswith(
         f"the engine's log-probabilities must be finite and at most 0, got {value} for token 1 of row 3 of step 7 "
-        "(prompt 'y', completion 'D!'), and 1 more rows have such ones; nothing was learnt from them. All rows are "
-        f"kept, with their tokens and log-probabilities: {path}. Continue from the last checkpoint with"
+        "(prompt 'y', completion 'D!'), and 1 more rows have such ones; nothing was learnt from them. "
+        "Continue from the last checkpoint with"
     )
     assert caught.value.exit_code == 1
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [(row["prompt"], row["completion"]) for row in rows] == [
-        (prompt, f"{text}!") for prompt, text in zip("xxyyzz", "ABCDEF", strict=True)
-    ]
-    assert rows[3]["token_ids"] == [68, 33]
-    assert rows[3]["logprobs"] == [-0.5, 0.5 if value == 0.5 else None]
-    assert rows[4]["logprobs"] == [-0.5, -0.25]
-    with pytest.raises(
-        NonFiniteError, match=r"row 3 of an evaluation \(prompt 'x', completion 'D!'\).*evaluation.jsonl"
-    ):
+    with pytest.raises(NonFiniteError, match=r"row 3 of an evaluation \(prompt 'x', completion 'D!'\)"):
         sampler.answer(PROMPTS, [AnswerMode(0.0), AnswerMode(1.0)])
-    assert saved == [(tmp_path / "non_finite" / "checkpoints", step) for step in (7, 0)]
-    assert [file.name for file in path.parent.iterdir()] == ["evaluation.jsonl"]  # the newest only
-
-
-# --- tokens as they come ----------------------------------------------------------------------------------------------
 
 
 QUESTION = tuple(range(5, 15))
 
 
-@pytest.fixture(scope="module")
-def built(checkpoint: Path, model: nnx.Module) -> Engine:
-    return build_engine(checkpoint, model, steps_per_launch=4)
-
-
-@pytest.fixture
-def engine(built: Engine) -> Iterator[Engine]:
-    yield built
-    built.forget_prefixes()  # asserts that nothing is left running
-
-
 @pytest.mark.full
-def test_tokens_come_as_they_are_sampled_and_are_those_of_a_rollout(engine: Engine) -> None:
-    asked = requests(group=2)
-    expected = tokens(engine.generate(asked))
-    engine.forget_prefixes()
-    so_far: list[list[int]] = [[] for _ in asked]
-    looks = 0
-    for answers in stream(engine, asked, lambda: False):
-        looks += 1
-        for row, answer in enumerate(answers):
-            assert list(answer.token_ids[: len(so_far[row])]) == so_far[row]
-            assert len(answer.token_ids) - len(so_far[row]) <= 8  # a launch, and one that was made ahead
-            so_far[row] = list(answer.token_ids)
-            assert (answer.completion is not None) == (len(answer.token_ids) == SAMPLED.max_new_tokens)
-    assert so_far == expected
-    assert looks >= 4
-
-
-def test_a_reader_who_cancels_or_leaves_gets_what_there_is_and_the_engine_goes_on(engine: Engine) -> None:
-    asked = requests(group=3)  # 12 requests for 8 rows: some have not been started
-    expected = tokens(engine.generate(asked))
-    engine.forget_prefixes()
-    looks: list[int] = []
-    ended = []
-    for answers in stream(engine, asked, lambda: len(looks) >= 3):
-        looks.append(sum(len(answer.token_ids) for answer in answers))
-        ended = answers
-    assert 0 < looks[-1] < 12 * SAMPLED.max_new_tokens
-    for answer, whole in zip(ended, expected, strict=True):
-        assert list(answer.token_ids) == whole[: len(answer.token_ids)]
-    engine.forget_prefixes()
-    for _ in stream(engine, asked, lambda: False):
-        break
-    engine.forget_prefixes()
-    assert tokens(engine.generate(asked)) == expected
-
-
-def test_a_reader_who_cancels_before_anything_ran_gets_nothing(engine: Engine) -> None:
-    asked = requests([QUESTION])
-    assert [len(answers[0].token_ids) for answers in stream(engine, asked, lambda: True)] == [0]
-
-
-@pytest.mark.full
-def test_an_engine_for_one_short_answer_takes_the_whole_prompt(
-    checkpoint: Path, model: nnx.Module, engine: Engine
-) -> None:
+def test_an_engine_for_one_short_answer_takes_the_whole_prompt(checkpoint: Path, model: nnx.Module) -> None:
     """The library would put a single token in the place of a prompt that leaves it fewer than seven cache tokens."""
     sampling = replace(SAMPLED, max_new_tokens=2, temperature=0.0)
     asked = requests([QUESTION], sampling)
     small = build_engine(checkpoint, model, max_running_requests=1, context_tokens=len(QUESTION) + 2)
     assert small.options.cache_tokens == len(QUESTION) + 2 - 1 + 7
     [found] = tokens(small.generate(asked))
-    assert [found] == tokens(engine.generate(asked))
+    assert [found] == tokens(build_engine(checkpoint, model).generate(asked))
     assert len(found) == 2
     tight = build_engine(checkpoint, model, max_running_requests=1, kv_tokens=len(QUESTION) + 6)
     with pytest.raises(RequestError, match="need 17 cache tokens, the cache has 16; raise rollout.kv_tokens"):

@@ -81,4 +81,3 @@ def test_a_reference_run_is_started_and_compared(stand_in: StandIn, hub: Hub, wo
     assert "the run is outside of what was published: look first at " in log
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [line["update/learning_rate"] for line in lines] == pytest.approx([4e-9, 1.2e-8])  # of updates 1 and 3
-    assert "Against mine" in (tmp_path / "run/report.html").read_text()

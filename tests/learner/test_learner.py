@@ -29,6 +29,7 @@ from tests.learner.toy import (
 from tpu_grpo.config import RunConfig
 from tpu_grpo.learner import Learner
 from tpu_grpo.learner.loss import agreement_metrics
+from tpu_grpo.learner.parameters import by_name
 from tpu_grpo.learner.update import update_metrics as update_metrics_of
 from tpu_grpo.observe.step_metrics import update_metrics
 from tpu_grpo.records.errors import CheckpointError, ConfigError, DataError, NonFiniteError, RewardError
@@ -267,8 +268,15 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
     (scored,) = scored_steps(config, 1)
     embedding = policy(learner).embedder.input_embedding
     embedding[...] = embedding[...] * jnp.nan
-    with pytest.raises(NonFiniteError, match="the loss of step 1 must be finite, got nan; nothing of it reached the"):
+    with pytest.raises(NonFiniteError) as caught:
         learner.update(scored)
+    gradients = len(by_name(learner.params()))
+    reward = f"{scored.scores.total[0]:g}"
+    assert str(caught.value).startswith(
+        f"the loss of step 1 must be finite, got nan; {gradients} gradients are not finite, the first that of "
+    )
+    assert f"; the policy's log-probability of token 0 is nan in row 0, whose reward is {reward} (" in str(caught.value)
+    assert "; nothing of it reached the policy. Continue from the last checkpoint" in str(caught.value)
 
 
 def test_a_penalty_needs_a_reference(tmp_path: Path) -> None:

@@ -14,9 +14,7 @@ from typing import Any
 import pytest
 
 from tests.observe.runs import CHARTS, leave_evaluation, leave_run, leave_talks
-from tpu_grpo.observe.comparison_page import write_comparison
 from tpu_grpo.observe.run_page import write_report
-from tpu_grpo.observe.run_reader import read_run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = [
@@ -53,15 +51,11 @@ def probed(page: Path, width: int, scheme: int, tmp_path: Path) -> dict[str, Any
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("runs")
-    names = ("first", "a_second_run_with_a_rather_long_name_that_must_wrap_somewhere")
-    for number, name in enumerate(names):
-        leave_run(root / name, 10 - 3 * number, name=name, optimizer={"learning_rate": 1e-6 * (1 + number)})
-        for step, values in ((0, [0.0, 1.0, 0.0]), (10 - 3 * number, [1.0, 1.0, 0.0])):
-            leave_evaluation(root / name, step, values)
-    runs = [read_run(root / name) for name in names]
+    leave_run(root / "first", 10, name="a_run_with_a_rather_long_name_that_must_wrap_somewhere")
+    for step, values in ((0, [0.0, 1.0, 0.0]), (10, [1.0, 1.0, 0.0])):
+        leave_evaluation(root / "first", step, values)
     return {
         "run": write_report(root / "first"),
-        "comparison": write_comparison(runs, root / "comparison.html"),
         "talks": write_report(leave_talks(root / "talks")),
         "going": write_report(root / "first", goes_on=True, path=root / "going.html"),
     }
@@ -79,7 +73,7 @@ def contrast(first: str, second: str) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
-@pytest.mark.parametrize("page", ["run", "comparison", "going", "talks"])
+@pytest.mark.parametrize("page", ["run", "going", "talks"])
 @pytest.mark.parametrize(("width", "columns"), [(1280, 2), (390, 1)])
 @pytest.mark.parametrize("scheme", [DARK, LIGHT])
 def test_a_page_fits_shows_values_and_loads_nothing(
@@ -96,7 +90,7 @@ def test_a_page_fits_shows_values_and_loads_nothing(
         turn, answer, by = seen["said"]
         assert (turn, by) == (ink, answer)
         assert 4.5 < contrast(background, answer) < contrast(background, turn) / 2
-    elif page != "comparison":
+    else:
         assert list(seen["tips"]) == CHARTS
 
 
@@ -114,13 +108,3 @@ def test_values_show_where_the_pointer_is(pages: dict[str, Path], tmp_path: Path
         ["rollout", "1"], ["rewards", "0.1"], ["update", "0.5"], ["weight sync", "0.1"]
     ]  # fmt: skip
     assert seen["keys"] == ["step 2"]  # from step 1 two to the right and one back
-
-
-def test_runs_of_different_lengths_name_the_step_of_each_value(pages: dict[str, Path], tmp_path: Path) -> None:
-    seen = probed(pages["comparison"], 1280, LIGHT, tmp_path)
-    # evaluated at steps 0 and 10, and at 0 and 7: of all, 7 is the nearest to the middle, 5
-    assert seen["tips"]["Held out: greedy exact_answer"] == [
-        ["step 7"],
-        ["first (step 10)", "0.6667"],
-        ["a_second_run_with_a_rather_long_name_that_must_wrap_somewhere", "0.6667"],
-    ]

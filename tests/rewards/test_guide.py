@@ -32,5 +32,6 @@ def test_the_commands_of_the_guide(files: Path):
         done = subprocess.run(program, cwd=files, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         said.append(done.stdout)
-    assert "right_sum and exact_answer disagree on 1 of 3" in said[0]
+    rows = [re.split(" *[┃│] *", line)[1:4] for line in said[0].splitlines() if re.match("│ [0-9]", line)]
+    assert rows == [["0", "1", "1"], ["1", "0.1", "0"], ["2", "0", "0"]]
     assert re.search(r"rewards +right_sum, exact_answer", said[1])

@@ -223,8 +223,8 @@ class Starts:
         from tpu_grpo.data.prompt_draw import PromptDraw
         from tpu_grpo.hosts import Hosts
         from tpu_grpo.observe.evaluation import EvaluationLog
-        from tpu_grpo.observe.json_lines import read_records
         from tpu_grpo.observe.run_log import open_run_log
+        from tpu_grpo.records.json_files import read_records
         from tpu_grpo.run.directory import RunDirectory, how_it_ended, look
 
         config, hosts = load_config(Path("c.yaml")), Hosts()

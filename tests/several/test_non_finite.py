@@ -1,14 +1,11 @@
-"""Whole runs with an update that is not finite: how they end, what they write, and that skipping it changes no bit."""
+"""Whole runs with an update that is not finite: how they end, and that skipping it changes no bit."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.several.runs import REPOSITORY, Ended, lines, outcome, run_hosts, settings
+from tests.several.runs import Ended, lines, outcome, run_hosts, settings
 
 pytestmark = [pytest.mark.several_hosts, pytest.mark.slow, pytest.mark.timeout(1500)]
 
@@ -28,40 +25,26 @@ def run(hosts: int, files: Path, run_dir: Path, update: dict[str, Any]) -> Ended
     return run_hosts(hosts, 4 // hosts, files, tree)
 
 
-def replayed(files: Path, path: Path, devices: int = 4) -> str:
-    flags = f"--xla_force_host_platform_device_count={devices}"
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "XLA_FLAGS": flags}
-    command = [sys.executable, str(REPOSITORY / "scripts" / "run.py"), "--replay", str(path)]
-    done = subprocess.run(command, cwd=files, env=environment, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_a_run_ends_is_replayed_and_goes_on(files: Path, tmp_path: Path) -> None:
+def test_a_run_ends_and_goes_on(files: Path, tmp_path: Path) -> None:
     (files / "bursts.py").write_text(REWARD)
     one, two = tmp_path / "one", tmp_path / "two"
-    path = two / "non_finite" / "2.npz"
     ended = run(2, files, two, {})
     assert ended.code == 1, ended.errors
     for host in range(2):
         own = ended.of_host(host)
-        assert "NonFiniteError: the gradient norm of step 2 must be finite, got inf; nothing of it" in own
-        assert f"--replay {path}`. Continue from the last checkpoint" in own
+        assert (
+            "NonFiniteError: the gradient norm of step 2 must be finite, got inf; the largest advantage, 1e+30" in own
+        )
+        assert "; nothing of it reached the policy. Continue from the last checkpoint" in own
     assert len(lines(two)) == 1
     report = (two / "report.html").read_text()
     assert "The run failed after step 1 of " in report
     assert "NonFiniteError: the gradient norm of step 2 must be finite, got inf" in report
 
-    shown = replayed(files, path)
-    assert "in the run the loss is " in shown
-    assert f"parameters  as they were before the update, {path.parent}/checkpoints/2: all finite" in shown
-    assert "arrays not finite" not in shown  # each gradient is finite; the sum of their squares is not
-    assert "the gradient norm inf: as in the run" in shown
-
     for hosts, run_dir in ((2, two), (1, one)):
         ended = run(hosts, files, run_dir, {"on_non_finite": "skip"})
         assert ended.code == 0, ended.errors
-        assert "the update was skipped, and nothing of it reached the policy; it is kept" in ended.out + ended.errors
+        assert "the update was skipped, and nothing of it reached the policy" in ended.out + ended.errors
         steps = lines(run_dir)
         assert [step["update/skipped"] for step in steps] == [0, 1, 0]
         assert steps[1]["update/grad_norm"] is None

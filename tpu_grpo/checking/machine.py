@@ -21,8 +21,8 @@ from tpu_grpo.checking.findings import Finding
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.hosts.joining import TPU_DEVICE_FILES
 from tpu_grpo.launching.tpus import GENERATIONS, GIB, parse_slice
-from tpu_grpo.observe.json_lines import read_steps
 from tpu_grpo.observe.run_files import CHECKPOINTS_DIR, METRICS_FILE, saved_steps
+from tpu_grpo.records.json_files import read_steps
 from tpu_grpo.run.fingerprints import fingerprints
 
 ACCELERATOR = ("TPU_ACCELERATOR_TYPE", "ACCELERATOR_TYPE")
@@ -233,7 +233,7 @@ def _start(words: Sequence[str], directory: Path, steps: int, log: Path) -> "sub
     """Start a run of ``steps`` steps that saves a checkpoint every second step; its output goes to ``log``."""
     settings = {"run.dir": directory, "run.max_steps": steps, "checkpoint.every": 2, "checkpoint.resume": "auto"}
     settings |= {"checkpoint.allow_changes": "[run]", "run.epochs": "null", "evaluation.prompts": 1}
-    settings |= {"export.every": "null", "logging.on_end": "null", "logging.callbacks": "[]", "logging.wandb": "off"}
+    settings |= {"export.every": "null", "logging.callbacks": "[]", "logging.wandb": "off"}
     settings |= {"logging.histograms_every": 0}  # histograms need a tracker
     own = [f"{name}={value}" for name, value in settings.items()]
     with log.open("ab") as output:

@@ -24,6 +24,8 @@ from tpu_grpo.cli.starting import command_parser, config_from_words, exit_code_o
 from tpu_grpo.config import RunConfig
 from tpu_grpo.hosts import Hosts, choose_platform, keep_programs
 from tpu_grpo.observe.run_files import CHECK_FILE, CHECK_PAGE, check_directory
+from tpu_grpo.records.json_files import write_json
+from tpu_grpo.records.outside import parse_json
 
 if TYPE_CHECKING:
     from tpu_grpo.checking.findings import Done, Row
@@ -164,7 +166,7 @@ def _other_process(settings: Path, done: "list[Done]") -> dict[str, Any]:
 
     file, started = settings.with_name("rows.jsonl"), time.monotonic()
     code = subprocess.run(**command("check", settings, "--rows", file)).returncode
-    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    lines = [parse_json(line) for line in file.read_text().splitlines()] if file.exists() else []
     of_rows = [line for line in lines if isinstance(line, dict) and "row" in line]
     done += [Done(**{**line, "finding": Finding(**line["finding"])}) for line in of_rows]
     if lines and "found" in (last := lines[-1]):
@@ -189,8 +191,7 @@ def _write(directory: Path, model: str, done: "list[Done]", found: dict[str, Any
     used = ", ".join(f"{name} {version}" for name, version in versions().items())
     planned = next((dict(row.finding.figures) for row in done if row.row == "plan"), {})
     record = {"works": works, "model": model, "versions": versions(), "rows": [asdict(row) for row in done]}
-    text = json.dumps({**record, "planned": planned, **found}, indent=1)
-    (directory / CHECK_FILE).write_text(text + "\n")
+    write_json(directory / CHECK_FILE, {**record, "planned": planned, **found})
     columns = [Column("row"), Column("verdict"), Column("seconds", is_number=True), Column("found"), Column("do")]
     cells = [
         [Cell(x) for x in (row.row, row.finding.verdict, f"{row.seconds:.1f}", row.finding.said, row.finding.remedy)]
@@ -200,14 +201,10 @@ def _write(directory: Path, model: str, done: "list[Done]", found: dict[str, Any
     page = directory / CHECK_PAGE
     write_page(
         page,
-        "comparison.html.jinja",
+        "check.html.jinja",
         title=title,
-        note="",
         again=0,
-        overview=table,
-        evaluation=None,
-        drawings=[],
-        tables=[],
+        table=table,
     )
     lines = [title, used, *(row.line for row in done if not works or row.finding.verdict != "works")]
     print("\n".join(["", "--- to paste ---", *lines, "--- end ---", f"{directory / CHECK_FILE}, {page}"]))

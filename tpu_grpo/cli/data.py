@@ -11,6 +11,7 @@ from rich.text import Text
 
 from tpu_grpo.cli.starting import command_parser, config_from_words, exit_code_of, prepare
 from tpu_grpo.config import RunConfig
+from tpu_grpo.records.short_texts import shortened
 
 if TYPE_CHECKING:
     from tpu_grpo.data.stream import PromptStream
@@ -71,8 +72,7 @@ def first(stream: "PromptStream", count: int, *, step: int = 1) -> "Iterator[Pro
 
 def shown_value(value: Any) -> str:
     """Show a column's value on one line of at most 200 characters."""
-    text = repr(value)
-    return text if len(text) <= 200 else f"{text[:197]}..."
+    return shortened(repr(value), 197)
 
 
 def lengths_of(prompts: "Sequence[Prompt]") -> list[int]:

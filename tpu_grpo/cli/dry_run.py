@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from tpu_grpo.algorithms import notices, objective_line
-from tpu_grpo.cli.on_end import receiver
 from tpu_grpo.engine.dealing import divided_places
 from tpu_grpo.environments.episodes import Environments
 from tpu_grpo.hosts import Hosts
@@ -28,7 +27,6 @@ def check(inputs: Inputs, devices: Sequence[Any] | None = None) -> list[str]:
     config = inputs.config
     algorithm = open_run_algorithm(config)
     find_callbacks(config.logging.callbacks)
-    receiver(config.logging.on_end)  # raises for a variable that is not set
     with open_abstract_checkpoint(config, inputs.checkpoint) as checkpoint:
         meshes = build_meshes(config, checkpoint, devices)
         check_trainer(config, checkpoint, meshes)

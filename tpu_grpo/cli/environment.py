@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tpu_grpo.cli.naming import NamedModel, named_models
+from tpu_grpo.cli.naming import NamedModel, named_model
 from tpu_grpo.cli.starting import command_parser, config_from_words, exit_code_of, prepare
 from tpu_grpo.records.errors import ConfigError, without_controls
 
@@ -53,8 +53,7 @@ def main(arguments: Sequence[str]) -> int:
 def _named(words: Sequence[str]) -> NamedModel:
     """Return the model and config that ``words`` name: a run or a model, or else a config file and its model.path."""
     if words and "=" not in words[0] and not words[0].endswith((".yaml", ".yml")):
-        [named] = named_models(words[:1], words[1:])
-        return named
+        return named_model(words[0], words[1:])
     config = config_from_words(words)
     return NamedModel(config.model.path, config, "initial")
 

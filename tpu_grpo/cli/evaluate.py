@@ -58,7 +58,7 @@ def evaluate_checkpoint(config: RunConfig, which: str, hosts: Hosts, watch: Watc
     from tpu_grpo.engine.sampler import Sampler
     from tpu_grpo.learner import parameters
     from tpu_grpo.observe.evaluation import record_of, write_samples
-    from tpu_grpo.observe.json_lines import write_json
+    from tpu_grpo.records.json_files import write_json
     from tpu_grpo.run.inputs import open_model
     from tpu_grpo.run.meshes import build_meshes
     from tpu_grpo.run.parts import evaluate_policy, open_engines, open_held_out_task

@@ -18,12 +18,12 @@ COMMANDS = {
     "check": ("check", "say row by row whether this machine, or every host of a slice, works, and how fast it is"),
     "eval": ("evaluate", "evaluate a checkpoint of a run on held-out prompts, without training"),
     "export": ("export", "write the model of a checkpoint as a Hugging Face directory"),
-    "report": ("report", "write a page that shows a run, or compares several; also while they go on"),
-    "sample": ("sample", "let the model of a run, an export or any other answer prompts, or talk"),
+    "report": ("report", "write a page that shows a run; also while it goes on"),
+    "sample": ("sample", "let the model of a run, an export or any other answer prompts"),
     "serve": ("serve", "answer HTTP requests with a model, in the forms of OpenAI, vLLM and SGLang"),
     "data": ("data", "show the first prompts of a config as the model will see them"),
     "environment": ("environment", "play an environment of a config, with tokens, masks and rewards"),
-    "rewards": ("rewards", "try the rewards of a config on completions of a file"),
+    "rewards": ("rewards", "score completions of a file with the rewards of a config"),
     "launch": ("launch", "run on a Cloud TPU slice: create, setup, run, status, logs, stop, delete, babysit"),
 }
 """Command -> (module of this package whose ``main`` runs it, description)."""

@@ -5,7 +5,7 @@
     Qwen3-0.6B             any other Hugging Face checkpoint directory
     builtin:addition       a built-in model
 
-A run and an export have their own config; any other model uses the config of the first model that has one.
+A run and an export have their own config; any other model uses the defaults.
 """
 
 import re
@@ -40,28 +40,23 @@ class NamedModel(NamedTuple):
     """The checkpoint: a step, latest, best, or initial for the model at ``model.path``."""
 
 
-def named_models(names: Sequence[str], words: Sequence[str]) -> list[NamedModel]:
-    """Find the named models and their configs, with overrides in ``words``; raises ConfigError for anything wrong."""
-    known = [_own_config(name) for name in names]
-    first = next((config for config, _ in known if config is not None), RunConfig())
-    models = []
-    for name, (config, which) in zip(names, known, strict=True):
-        config = config or _of_model(first, name)
-        here = {  # reset settings that depend on the run's slice
-            "meshes": MeshesSection(),
-            "hosts": HostsSection(),
-            "rollout": config.rollout.model_copy(update={"attention": "auto", "experts": "ragged", "kv_dtype": "auto"}),
-            "algorithm": config.algorithm.model_copy(update={"routing_replay": False, "staleness": 0}),
-        }
-        settings = config.model_copy(update=here).model_dump(mode="json")
-        models.append(NamedModel(name, changed_config(settings, words), which))
-    return models
+def named_model(name: str, words: Sequence[str]) -> NamedModel:
+    """Find the named model and its config, with overrides in ``words``; raises ConfigError for anything wrong."""
+    config, which = _own_config(name)
+    here = {  # reset settings that depend on the run's slice
+        "meshes": MeshesSection(),
+        "hosts": HostsSection(),
+        "rollout": config.rollout.model_copy(update={"attention": "auto", "experts": "ragged", "kv_dtype": "auto"}),
+        "algorithm": config.algorithm.model_copy(update={"routing_replay": False, "staleness": 0}),
+    }
+    settings = config.model_copy(update=here).model_dump(mode="json")
+    return NamedModel(name, changed_config(settings, words), which)
 
 
-def _own_config(name: str) -> tuple[RunConfig | None, str]:
-    """Return (the config that comes with a model, or None; the checkpoint that the name selects)."""
+def _own_config(name: str) -> tuple[RunConfig, str]:
+    """Return (the config that comes with a model, or the defaults; the checkpoint that the name selects)."""
     if name.startswith(BUILTIN):
-        return None, "initial"
+        return _of_model(RunConfig(), name), "initial"
     text, which = name, "latest"
     if not Path(name).exists() and (found := re.fullmatch(r"(.+)@(latest|best|initial|\d+)", name)):
         text, which = found[1], found[2]
@@ -79,7 +74,7 @@ def _own_config(name: str) -> tuple[RunConfig | None, str]:
         model = config.model.model_copy(update={"path": base, "lora": lora})
         return config.model_copy(update={"model": model}), "initial"
     if text == name and (directory / MODEL_FILE).is_file():
-        return None, "initial"
+        return _of_model(RunConfig(), name), "initial"
     raise ConfigError(
         f"a model must be the directory of a run, also as RUN@best or RUN@STEP, one that scripts/export.py wrote, a "
         f"Hugging Face checkpoint directory, or builtin:NAME, got {name}; correct the path"

@@ -1,25 +1,28 @@
-"""The command line of ``scripts/sample.py``: answers prompts, or holds a conversation; see chat.py."""
+"""The command line of ``scripts/sample.py``: lets a model answer prompts, and shows answers and rewards."""
 
 import argparse
-import json
+import math
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from typing import Any
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
 
-from tpu_grpo.cli.chat import Voice, chat, named_in_turn, typed_lines
-from tpu_grpo.cli.naming import NamedModel, named_models
+from tpu_grpo.cli.naming import NamedModel, named_model
 from tpu_grpo.cli.starting import command_parser, exit_code_of, prepare
 from tpu_grpo.config import parse_layers
 from tpu_grpo.records.errors import ConfigError, without_controls
+from tpu_grpo.records.outside import parse_json
 
-ABOUT = """Lets a model answer prompts, or talk: the policy of a run's checkpoint, an export, or any other model.
+if TYPE_CHECKING:
+    from tpu_grpo.records.stages import Completion, Scores
+
+ABOUT = """Lets a model answer prompts: the policy of a run's checkpoint, an export, or any other model.
 
 MODEL is the directory of a run (its newest checkpoint; RUN@best, RUN@40 and RUN@initial name others), what
 scripts/export.py wrote, another Hugging Face checkpoint directory, or builtin:addition. Prompts are written by the
-run's template and answered with its sampling settings. A model without a run takes those of the first one that has
-some. Without a prompt it is a chat; where nobody types, every line of stdin is a turn."""
-USAGE = """python scripts/sample.py MODEL ["prompt" ...] [--with MODEL ...] [--n 4] [--rewards] [section.key=value ...]
+run's template and answered with its sampling settings; a model without a run takes the defaults. To chat with a
+model, serve it (scripts/serve.py)."""
+USAGE = """python scripts/sample.py MODEL "prompt" ... [--n 4] [--rewards] [section.key=value ...]
        python scripts/sample.py RUN --data [FILE] --rows 0,2-4 [--rewards]"""
 AS_IN_THE_RUN = ("temperature", "top_p", "top_k", "min_p", "max_new_tokens", "seed")
 
@@ -48,7 +51,6 @@ def _parser() -> argparse.ArgumentParser:
     parser = command_parser(USAGE, ABOUT)
     parser.add_argument("model", metavar="MODEL", help="the model that answers")
     parser.add_argument("words", nargs="*", metavar="prompt", help="prompts; section.key=value changes a setting")
-    parser.add_argument("--with", dest="others", action="append", default=[], metavar="MODEL", help="another model")
     parser.add_argument("--n", type=number(int, 1), default=1, help="answers to each prompt")
     parser.add_argument("--temperature", type=number(float, 0, 100), help=unless)
     parser.add_argument("--top-p", type=number(float, 1e-6, 1), help=unless)
@@ -56,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--min-p", type=number(float, 0, 1), help=unless)
     parser.add_argument("--max-new-tokens", type=number(int, 1), help=f"the longest answer; {unless}")
     parser.add_argument("--seed", type=number(int, 0, 2**32 - 1), help=unless)
-    parser.add_argument("--context", type=number(int, 1), help="the most tokens of a conversation and its answer")
+    parser.add_argument("--context", type=number(int, 1), help="the most tokens of a prompt and its answer")
     parser.add_argument("--rewards", action="store_true", help="score answers by the run's rewards")
     parser.add_argument("--column", action="append", default=[], metavar="NAME=VALUE", help="a column of the prompts")
     parser.add_argument("--data", nargs="?", const="", metavar="FILE", help="take prompts from the run's data, or FILE")
@@ -67,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
 def _sample(options: argparse.Namespace) -> None:
     settings = [word for word in options.words if _is_setting(word)]
     texts = [word for word in options.words if word not in settings]
-    models = named_models([options.model, *options.others], settings)
+    model = named_model(options.model, settings)
     columns = dict(map(_column, options.column))
     try:
         rows = parse_layers(options.rows)
@@ -77,36 +79,54 @@ def _sample(options: argparse.Namespace) -> None:
         ) from None
     if options.data is not None and texts:
         raise ConfigError(f"prompts come from --data or from the command line, got --data and {texts[0]!r}; drop one")
-    for model in models:
-        if model.config.environment.is_on:
-            print(
-                f"note: {model.name} had conversations with an environment, which answers nothing here: its tools are "
-                f"not shown; python scripts/environment.py {model.name} --model plays it",
-                file=sys.stderr,
-            )
-    prepare(models[0].config)
+    if options.data is None and not texts:
+        raise ConfigError(
+            f"there must be a prompt, or --data, got neither; name one, or serve the model to chat with it: "
+            f"`python scripts/serve.py {model.name}`"
+        )
+    if model.config.environment.is_on:
+        print(
+            f"note: {model.name} had conversations with an environment, which answers nothing here: its tools are not "
+            f"shown; python scripts/environment.py {model.name} --model plays it",
+            file=sys.stderr,
+        )
+    prepare(model.config)
     from tpu_grpo.run.answering import Speaker
 
-    records = None if options.data is None else _records(models[0], options.data, rows)
     given = {name: getattr(options, name) for name in AS_IN_THE_RUN if getattr(options, name) is not None}
-    with ExitStack() as stack:
-        speakers = [Speaker(m.config, m.which, samples=options.n, context=options.context, **given) for m in models]
-        prompts = [[s.prompt(r) for r in records or [s.record(text, columns) for text in texts]] for s in speakers]
-        for model, speaker, of_model in zip(models, speakers, prompts, strict=True):
-            stack.callback(speaker.close)
-            print(f"loading {model.name}", file=sys.stderr)
-            speaker.start(of_model)
-        both = zip(models, speakers, strict=True)
-        voices = [Voice(m.name, s, columns, _write, rewards=options.rewards) for m, s in both]
-        if not prompts[0]:
-            if typed := sys.stdin.isatty():
-                print("/reset begins a new conversation, /exit ends it", file=sys.stderr)
-            chat(voices, typed_lines() if typed else iter(sys.stdin), _write)
-        for turn, heading in enumerate(prompts[0]):
-            if len(prompts[0]) > 1:
-                _write(f"=== {' '.join(heading.asked.split())}\n")
-            for voice, of_model in zip(named_in_turn(voices, _write), prompts, strict=True):
-                voice.answer(of_model[turn], turn)
+    speaker = Speaker(model.config, model.which, samples=options.n, context=options.context, **given)
+    with closing(speaker):
+        if options.data is None:
+            records = [speaker.record(text, columns) for text in texts]
+        else:
+            records = _records(model, options.data, rows)
+        prompts = [speaker.prompt(record) for record in records]
+        print(f"loading {model.name}", file=sys.stderr)
+        speaker.start(prompts)
+        for turn, prompt in enumerate(prompts):
+            if len(prompts) > 1:
+                _write(f"=== {' '.join(prompt.asked.split())}\n")
+            completions = speaker.answer(prompt, turn)
+            scores = speaker.score(prompt, completions) if options.rewards else None
+            _write(answers_shown(completions, [speaker.text(each) for each in completions], scores))
+
+
+def answers_shown(completions: "Sequence[Completion]", texts: Sequence[str], scores: "Scores | None" = None) -> str:
+    """Return the answers as lines, numbered if there are several; then a line per answer with its rewards by name, in
+    which "-" marks a reward that does not apply."""
+    heads = [f"[{number}] " if len(texts) > 1 else "" for number in range(1, len(texts) + 1)]
+    lines = []
+    for head, completion, text in zip(heads, completions, texts, strict=True):
+        cut = "" if completion.finish_reason == "stop" else f" [cut after {len(completion.token_ids)} tokens]"
+        lines.append(f"{head}{text}{cut}\n")
+    if scores is None:
+        return "".join(lines)
+    for row, head in enumerate(heads):
+        values = [(name, float(values[row])) for name, values in scores.by_name.items()]
+        shown = [f"{name} {'-' if math.isnan(value) else f'{value:g}'}" for name, value in values]
+        total = f"{float(scores.total[row]):g}" if scores.scored[row] else "-"
+        lines.append(f"{head}rewards: {', '.join(shown)}; total {total}\n")
+    return "".join(lines)
 
 
 def _records(model: NamedModel, file: str, rows: Sequence[int]) -> list[Any]:
@@ -136,7 +156,7 @@ def _column(word: str) -> tuple[str, Any]:
     if not value.startswith(("[", "{")):
         return name, value
     try:
-        return name, json.loads(value)
+        return name, parse_json(value)
     except ValueError as error:
         raise ConfigError(
             f"--column must give a text, or JSON after [ or {{, got {value!r} ({error}); mend it"

@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from tpu_grpo.cli.naming import named_models
+from tpu_grpo.cli.naming import named_model
 from tpu_grpo.cli.starting import command_parser, exit_code_of, prepare
 from tpu_grpo.records.errors import ConfigError
 
@@ -53,13 +53,13 @@ def _serve(options: argparse.Namespace) -> None:
     for name, value in (("--rows", options.rows), ("--context", options.context)):
         if value is not None and value < 1:
             raise ConfigError(f"{name} must be at least 1, got {value}")
-    [model] = named_models([options.model], options.words)
+    model = named_model(options.model, options.words)
     prepare(model.config)
     from tpu_grpo.run.answering import Speaker
     from tpu_grpo.run.serving import Server
 
     rows = options.rows or model.config.rollout.max_running_requests
-    speaker = Speaker(model.config, model.which, samples=rows, context=options.context, steps_per_launch=None)
+    speaker = Speaker(model.config, model.which, samples=rows, context=options.context)
     with Server(speaker, model.name, options.host, options.port, key) as server:
         print(f"loading {model.name}", file=sys.stderr)
         speaker.start()

@@ -1,4 +1,4 @@
-"""The command line of ``scripts/run.py``: parses arguments, trains, checks or replays, and returns an exit code.
+"""The command line of ``scripts/run.py``: parses arguments, trains or checks, and returns an exit code.
 
 Heavy modules are imported only when needed, so that help and error messages appear quickly.
 """
@@ -11,12 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tpu_grpo.cli.on_end import PeopleTold
 from tpu_grpo.cli.starting import CommandParser, config_from_words, exit_code_of, joined_hosts, prepare
-from tpu_grpo.config import RunConfig, changed_config, settings
+from tpu_grpo.config import RunConfig, settings
 from tpu_grpo.config.run_config import known_names
 from tpu_grpo.config.setting_names import COMMON, nearest
-from tpu_grpo.hosts import Hosts, SignalledStop, StopRequest, Watch, announce, choose_platform, may_have_others
+from tpu_grpo.hosts import Hosts, SignalledStop, StopRequest, Watch, announce, may_have_others
 from tpu_grpo.observe.run_files import REPORT_FILE
 from tpu_grpo.records.errors import ConfigError
 
@@ -27,11 +26,9 @@ ABOUT = """Trains a language model by GRPO with the rewards of the config.
 
 Without a config it runs configs/demo_cpu.yaml, which shows a small model learning on a CPU within minutes.
 --print-config shows the resolved config; --dry-run checks everything that can be checked without generating a token,
-with --slice also whether the run fits that TPU slice, which need not be there. --replay does an update of a run again
-whose loss or gradient was not finite, and says where that comes from."""
+with --slice also whether the run fits that TPU slice, which need not be there."""
 USAGE = """python scripts/run.py [CONFIG.yaml] [section.key=value ...] [--dry-run [--slice v5e-16] | --print-config]
-       python scripts/run.py --help [SECTION | all]
-       python scripts/run.py --replay runs/NAME/non_finite/STEP.npz [section.key=value ...]"""
+       python scripts/run.py --help [SECTION | all]"""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -44,8 +41,6 @@ def _command(options: argparse.Namespace) -> int:
     if options.help is not None:
         print(help_text(options.help))
         return 0
-    if options.replay:
-        return _replay(options)
     config = config_from_words(options.words)
     if options.print_config:
         print(config.to_yaml(), end="")
@@ -56,32 +51,6 @@ def _command(options: argparse.Namespace) -> int:
         return _train(config)
     _let_signals_come()
     return _dry_run_on(config, options.slice) if options.slice else _dry_run(config)
-
-
-def _replay(options: argparse.Namespace) -> int:
-    """Repeat an update that was not finite, with the config in its file and overrides from the command line.
-
-    ``hosts.coordinator``, ``hosts.count`` and ``hosts.index`` are taken from the command line only.
-    """
-    if others := [name for name in ("print_config", "dry_run", "slice") if getattr(options, name)]:
-        flag = f"--{others[0].replace('_', '-')}"
-        raise ConfigError(f"--replay does an update of a run again and goes with no other option, got {flag}; drop one")
-    if other := [word for word in options.words if "=" not in word]:
-        raise ConfigError(f"--replay takes the config from its file, got {other[0]}; leave it out")
-    _let_signals_come()
-    choose_platform()  # before the next line imports jax
-    from tpu_grpo.run.non_finite import read_update, replay
-
-    kept = read_update(options.replay)
-    of_this_start = ("coordinator", "count", "index")
-    own = {name: value for name, value in kept.settings["hosts"].items() if name not in of_this_start}
-    config = changed_config({**kept.settings, "hosts": own}, options.words)
-    prepare(config)
-    with joined_hosts(config) as (hosts, _):
-        for line in replay(kept, config, hosts):
-            if hosts.is_first:
-                print(line, flush=True)
-    return 0
 
 
 def _let_signals_come() -> None:
@@ -128,7 +97,6 @@ def _parser() -> argparse.ArgumentParser:
     for flag in ("--print-config", "--dry-run"):
         parser.add_argument(flag, action="store_true")
     parser.add_argument("--slice")
-    parser.add_argument("--replay", type=Path)
     return parser
 
 
@@ -176,9 +144,9 @@ def _dry_run_on(config: RunConfig, slice_name: str) -> int:
 def _train(config: RunConfig) -> int:
     prepare(config)
     with SignalledStop(meets_others=may_have_others(config.hosts.count)) as stop:
-        with PeopleTold() as told, joined_hosts(config) as (hosts, watch):
+        with joined_hosts(config) as (hosts, watch):
             stop.hosts_met(watch.report_end)
-            config, summary, was_done = train_together(config, hosts, watch, stop, told)
+            config, summary, was_done = train_together(config, hosts, watch, stop)
         if hosts.is_first and was_done:
             from tpu_grpo.run.directory import how_it_ended
 
@@ -202,7 +170,6 @@ def train_together(
     hosts: Hosts,
     watch: Watch,
     stop: StopRequest,
-    told: PeopleTold,
     on_step: "EventFunction | None" = None,
     on_evaluation: "EventFunction | None" = None,
 ) -> Trained:
@@ -218,7 +185,6 @@ def train_together(
     earlier = look(config, hosts)
     if earlier.summary is not None:
         return Trained(config, earlier.summary, was_done=True)
-    told.begin(config, hosts)
     earlier.refuse()
     callbacks = find_callbacks(config.logging.callbacks, on_step, on_evaluation)
     inputs = inputs or open_inputs(config, lambda: announce(hosts, "checking the data"))

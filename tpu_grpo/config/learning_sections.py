@@ -217,7 +217,7 @@ class UpdateSection(Section):
 
     on_non_finite: Literal["stop", "skip"] = "stop"
     """End the run (stop), or leave the update out and go on (skip). In both cases parameters and optimizer stay as they
-    were, and the update is kept for scripts/run.py --replay."""
+    were."""
     max_skipped: PositiveInt | None = None
     """Skip at most this many updates in a row, then end the run; 10 when unset. Only for on_non_finite=skip."""
 

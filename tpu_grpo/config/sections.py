@@ -1,6 +1,5 @@
 """The settings of the run itself, policy, sampling, environments, devices, checkpoints, exports and logs."""
 
-import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -323,10 +322,6 @@ class ExportSection(Section):
     """Write files of up to this many MiB of tensors each; a larger tensor gets a file of its own."""
 
 
-VARIABLE = re.compile(r"\$(\w+|\{\w+\})")
-"""Matches a setting whose value comes from an environment variable."""
-
-
 class LoggingSection(Section):
     """These settings say what is shown, and where."""
 
@@ -349,18 +344,7 @@ class LoggingSection(Section):
     """Call these classes of your own, path.py:Class or package.module:Class, with the metrics and samples of every step
     and evaluation, on host 0; see docs/logging.md."""
     against: str | None = None
-    """Compare the run, in console and report, with a published run: the name of a config under configs/reference, or a
+    """Compare the run, at its end, with a published run: the name of a config under configs/reference, or a
     file of your own in the format of the .json files there."""
     profile_steps: tuple[PositiveInt, ...] = ()
     """Record a timeline of these steps, e.g. [3, 4], in run.dir/profile, for Perfetto and TensorBoard."""
-    on_end: Annotated[
-        str | None,
-        AfterValidator(must("be a command or a URL, got {!r}; leave it unset to tell nobody", str.strip)),
-    ] = None
-    """Notify people how the run ended, however it ends: by a command, which gets a JSON object on stdin, or a URL,
-    https://..., to which the object is posted. $NAME takes command or URL from the environment. Only $NAME is written
-    to config.yaml, as anything else may hold a secret."""
-
-    @field_serializer("on_end", when_used="json")
-    def _without_secrets(self, on_end: str | None) -> str | None:
-        return on_end if on_end is not None and VARIABLE.fullmatch(on_end.strip()) else None

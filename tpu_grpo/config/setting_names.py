@@ -35,7 +35,7 @@ checkpoint.every checkpoint.keep checkpoint.keep_best checkpoint.resume checkpoi
 update.on_non_finite update.max_skipped
 export.every export.kind export.dtype export.shard_mib
 logging.samples_every logging.tensorboard logging.wandb logging.wandb_project logging.wandb_entity logging.wandb_group
-logging.histograms_every logging.callbacks logging.against logging.profile_steps logging.on_end
+logging.histograms_every logging.callbacks logging.against logging.profile_steps
 """
 _ROUNDING = """
 model.attention model.remat

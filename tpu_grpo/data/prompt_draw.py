@@ -38,9 +38,9 @@ from jaxtyping import Float
 from tpu_grpo.config import DataSection, RunConfig
 from tpu_grpo.data.stream import PromptStream
 from tpu_grpo.hosts import Hosts, packed, unpacked
-from tpu_grpo.observe.json_lines import encode_line, keep_steps, read_steps
 from tpu_grpo.observe.run_files import HISTORY_FILE
 from tpu_grpo.records.errors import DataError
+from tpu_grpo.records.json_files import encode_line, keep_steps, read_steps
 from tpu_grpo.records.stages import PromptBatch
 
 FATE = 1

@@ -161,18 +161,13 @@ class Engine:
         Raises:
             RequestError: if the engine can never serve one of the requests. No request is started then.
         """
-        generation = self.start(requests)
-        while generation.advance():
-            pass
-        return [generation.completions[index] for index in range(len(requests))]
-
-    def start(self, requests: Sequence[Request]) -> Generation:
-        """Start a generation of all requests. The caller must advance it. Raises the errors of ``generate``."""
         self.check(requests)
         expected = expected_tokens(requests)
         generation = self.begin(requests, expected, Waves(None, self.limits(requests, expected)))
         generation.hold(make_groups(requests, expected))
-        return generation
+        while generation.advance():
+            pass
+        return [generation.completions[index] for index in range(len(requests))]
 
     def begin(
         self,

@@ -11,7 +11,6 @@ If no row can be decoded, the clock jumps to the step at which the first environ
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 from tpu_grpo.engine.cutting import Cut
 from tpu_grpo.engine.dealing import Group, Load, places_for
@@ -23,14 +22,6 @@ Finished = Callable[[int, Completion], None]
 """Called once with a request's index and its completion, as soon as the request has ended, on the calling thread."""
 POLL_SECONDS = 0.0002
 """The seconds between two polls while no engine is ready."""
-
-
-class Partial(NamedTuple):
-    """The tokens of a completion so far."""
-
-    token_ids: Sequence[int]
-    completion: Completion | None
-    """The whole completion; None until the request has ended."""
 
 
 class Generation:
@@ -126,24 +117,6 @@ class Generation:
             self._scheduler.running.clear()
         self._tell()
         return going_on
-
-    def partial(self, index: int) -> Partial:
-        """Return a request's tokens so far; none if it has not been started."""
-        if (completion := self.completions.get(index)) is not None:
-            return Partial(completion.token_ids.tolist(), completion)
-        running = self._running.get(index)
-        return Partial(() if running is None else list(running.req.output_ids), None)
-
-    def cancel(self) -> None:
-        """End every request with the tokens that it has after the current launch, and start no other request.
-
-        The scheduler treats each request as if it had reached its token limit; ``advance`` must still be called.
-        Conversations cannot be cancelled.
-        """
-        assert not self._waves.converses
-        self._held.clear()
-        self._followers.clear()
-        self._limit(1)
 
     def _limit(self, tokens: int) -> None:
         """End requests with this many tokens, or after the current launch if they have more already."""

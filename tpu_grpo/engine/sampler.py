@@ -4,24 +4,16 @@
     rollout = sampler.rollout(batch)                        # for training
     rollouts = sampler.answer(prompts, modes)               # for an evaluation
 
-To show completions while they are sampled, ``stream`` yields the tokens of one engine's requests after every launch:
-
-    for answers in stream(engine, requests, cancelled=lambda: False):
-        answers[0].token_ids            # the tokens of request 0 so far
-        answers[0].completion           # and its completion, once it has ended
-
-A log-probability that is not finite or is above 0 means that the weights or the computation are broken. Such a rollout
-is a `BrokenRollout`, from which nothing is learnt.
+A log-probability that is not finite or is above 0 means that the weights or the computation are broken. Nothing is
+learnt from such a rollout.
 """
 
-import reprlib
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
-from pathlib import Path
 
 import numpy as np
 from jaxtyping import Bool
@@ -29,12 +21,11 @@ from transformers import PreTrainedTokenizerFast
 
 from tpu_grpo.config import RolloutSection, RunConfig
 from tpu_grpo.engine.cutting import NEW, Cut, OpenGroup, continued
-from tpu_grpo.engine.engine import Engine
-from tpu_grpo.engine.generation import Partial
 from tpu_grpo.engine.replicas import Finished, Replicas
 from tpu_grpo.engine.waves import OpenConversations
 from tpu_grpo.models.tokenizers import decode
 from tpu_grpo.records.errors import NonFiniteError
+from tpu_grpo.records.short_texts import SHORT_REPR
 from tpu_grpo.records.stages import (
     AnswerMode,
     Completion,
@@ -53,7 +44,6 @@ TEXTS_SAMPLE = EVALUATION_SAMPLE - 2
 """The sample numbers of requests that belong to neither training nor evaluation."""
 GroupEnded = Callable[[int, Sequence[Completion], Sequence[str]], None]
 """Called with the index of a prompt, its completions and their texts; both are in the order of the samples."""
-_SHORT = reprlib.Repr(maxstring=120)
 
 
 def sampling_params(rollout: RolloutSection) -> SamplingParams:
@@ -64,38 +54,6 @@ def sampling_params(rollout: RolloutSection) -> SamplingParams:
 def completion_text(tokenizer: PreTrainedTokenizerFast, completion: Completion) -> str:
     """Return the text of all tokens after the prompt, including an environment's answers, without special tokens."""
     return decode(tokenizer, completion.said_ids, skip_special_tokens=True)
-
-
-@dataclass(frozen=True)
-class BrokenRollout:
-    """A rollout in which some log-probability is not finite, or above 0."""
-
-    step: int
-    """The training step for which it was sampled; 0 for an evaluation."""
-    prompts: tuple[Prompt, ...]
-    """The prompt of each completion."""
-    completions: tuple[Completion, ...]
-    texts: tuple[str, ...]
-
-    @property
-    def rows(self) -> list[int]:
-        """List the rows with a log-probability that is not finite or is above 0."""
-        return [row for row, completion in enumerate(self.completions) if impossible(completion).any()]
-
-    def error(self, kept_in: Path | None) -> NonFiniteError:
-        """Make the error. It names the first broken row with its prompt and completion, and the file with all rows."""
-        row, what = self.rows[0], f"step {self.step}" if self.step else "an evaluation"
-        bad_T = impossible(self.completions[row])
-        place = int(np.argmax(bad_T))
-        others = f", and {len(self.rows) - 1} more rows have such ones" if len(self.rows) > 1 else ""
-        kept = "" if kept_in is None else f". All rows are kept, with their tokens and log-probabilities: {kept_in}"
-        return NonFiniteError(
-            f"the engine's log-probabilities must be finite and at most 0, got "
-            f"{self.completions[row].logprobs[place]} for token {place} of row {row} of {what} (prompt "
-            f"{_SHORT.repr(self.prompts[row].text)}, completion {_SHORT.repr(self.texts[row])}){others}; nothing was "
-            f"learnt from them{kept}. Continue from the last checkpoint with a lower optimizer.learning_rate or "
-            "model.dtype=float32, which checkpoint.allow_changes must name; at a first step look at the model's weights"
-        )
 
 
 @dataclass(frozen=True)
@@ -112,10 +70,6 @@ class CarriedGroups:
     """Metrics of the engines of the first replica's host, by name."""
     told: tuple[int, ...] = ()
     """For each group the host that passed it to ``ended``; empty without that callback."""
-
-
-KeepBroken = Callable[[BrokenRollout], Path]
-"""Writes a broken rollout to a file, on every host, and returns the path."""
 
 
 def impossible(completion: Completion) -> Bool[np.ndarray, " T"]:
@@ -145,8 +99,6 @@ class Sampler:
         self._group_size = config.algorithm.group_size
         self._sampling = sampling_params(config.rollout)
         self._return_experts = config.algorithm.replays_routing
-        self.keep_broken: KeepBroken | None = None
-        """Called with a broken rollout before the error is raised."""
 
     def rollout(
         self, batch: PromptBatch, ended: GroupEnded | None = None, known: Sequence[float | None] | None = None
@@ -167,7 +119,7 @@ class Sampler:
 
         Raises:
             NonFiniteError: if a log-probability is not finite or is above 0, so that weights or computation must be
-                broken. ``keep_broken`` is called first.
+                broken.
         """
         size = self._group_size
         requests = [
@@ -321,9 +273,20 @@ class Sampler:
                 conversations.close()
 
     def _refuse_broken(self, step: int, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> None:
-        if any(impossible(completion).any() for completion in completions):
-            broken = BrokenRollout(step, tuple(prompts), tuple(completions), tuple(map(self._text, completions)))
-            raise broken.error(self.keep_broken(broken) if self.keep_broken else None)
+        """Raise NonFiniteError, with the first row whose log-probabilities are broken. ``step`` is 0 for an
+        evaluation."""
+        if not (rows := [row for row, completion in enumerate(completions) if impossible(completion).any()]):
+            return
+        row, completion, what = rows[0], completions[rows[0]], f"step {step}" if step else "an evaluation"
+        place = int(np.argmax(impossible(completion)))
+        others = f", and {len(rows) - 1} more rows have such ones" if len(rows) > 1 else ""
+        raise NonFiniteError(
+            f"the engine's log-probabilities must be finite and at most 0, got {completion.logprobs[place]} for token "
+            f"{place} of row {row} of {what} (prompt {SHORT_REPR.repr(prompts[row].text)}, completion "
+            f"{SHORT_REPR.repr(self._text(completion))}){others}; nothing was learnt from them. Continue from the last "
+            "checkpoint with a lower optimizer.learning_rate or model.dtype=float32, which checkpoint.allow_changes "
+            "must name; at a first step look at the model's weights"
+        )
 
     def _text(self, completion: Completion) -> str:
         return completion_text(self._tokenizer, completion)
@@ -361,37 +324,3 @@ class _Groups:
         """Return the texts of all rows."""
         known = self._texts
         return tuple(known[row] if row in known else self._decode(c) for row, c in enumerate(completions))
-
-
-def stream(engine: Engine, requests: Sequence[Request], cancelled: Callable[[], bool]) -> Iterator[list[Partial]]:
-    """Sample completions; after every launch, yield the tokens of each request so far, in the order of the requests.
-
-    A caller who closes the iterator ends the requests; the engine can be used again afterwards.
-
-    Args:
-        engine: an idle engine that has weights.
-        requests: what to sample.
-        cancelled: called before every launch; once it returns True, requests end with the tokens sampled so far.
-
-    Raises:
-        RequestError: if the engine can never serve one of the requests. No request is started then.
-        NonFiniteError: if a log-probability is not finite or is above 0.
-    """
-    generation, going = engine.start(requests), True
-    try:
-        while going:
-            if cancelled():
-                generation.cancel()
-            going = generation.advance()
-            answers = [generation.partial(index) for index in range(len(requests))]
-            if any(answer.completion is not None and impossible(answer.completion).any() for answer in answers):
-                raise NonFiniteError(
-                    "the log-probabilities of an answer must be finite and at most 0, got others: the model's weights "
-                    "are broken, or their numbers too large for model.dtype; name another checkpoint"
-                )
-            yield answers
-    except GeneratorExit:
-        generation.cancel()
-        while generation.advance():
-            pass
-        raise

@@ -25,6 +25,7 @@ from tpu_grpo.environments.episode_record import EpisodeRecord, Replies, task_of
 from tpu_grpo.environments.tool_values import WrongError
 from tpu_grpo.records.episode import Failure
 from tpu_grpo.records.errors import EpisodeError, without_controls
+from tpu_grpo.records.short_texts import shortened
 from tpu_grpo.records.stages import Completion, Prompt, Request, SampleKey
 
 LOG = logging.getLogger("tpu_grpo.environments")
@@ -242,5 +243,5 @@ def seed_of(key: SampleKey) -> int:
 def _where(key: SampleKey, asked: str) -> str:
     """Describe a conversation by step or evaluation, prompt number and user message."""
     step = f"in step {key.step}" if key.step else "in an evaluation"
-    shown = asked if len(asked) <= 2 * _SHOWN else f"{asked[:_SHOWN]} [...] {asked[-_SHOWN:]}"
+    shown = shortened(asked, _SHOWN, _SHOWN, " [...] ")
     return f"{step} with its prompt {key.prompt} (from 0), which asks {shown!r}"

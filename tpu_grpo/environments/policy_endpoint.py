@@ -27,6 +27,7 @@ from aiohttp.typedefs import Handler
 from tpu_grpo.environments.actions import Action
 from tpu_grpo.environments.policy_requests import FORMS, Asked, RefusedError, streamed
 from tpu_grpo.records.errors import LARGEST_REWARD
+from tpu_grpo.records.outside import parse_json
 
 MOST_BYTES = 2**24
 """The largest body of a request, 16 MiB."""
@@ -243,8 +244,8 @@ class Endpoint:
 
     async def _reward(self, request: web.Request) -> web.Response:
         try:
-            reward = float(json.loads(await self._body(request))["reward"])
-        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+            reward = float(parse_json(await self._body(request))["reward"])
+        except (ValueError, TypeError, KeyError, OverflowError):
             reward = math.nan
         if not abs(reward) <= LARGEST_REWARD:
             raise RefusedError('the body must be {"reward": a finite number, at most 1e15}, got another')

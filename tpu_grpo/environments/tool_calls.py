@@ -22,6 +22,7 @@ from pydantic import TypeAdapter
 from tpu_grpo.config.sections import ToolFormat
 from tpu_grpo.environments.actions import BadCall, ToolCall
 from tpu_grpo.records.errors import ConfigError
+from tpu_grpo.records.short_texts import shortened
 
 MOST_DIGITS = 4000
 """About the most digits that a whole number may have; Python prints at most 4,300 digits."""
@@ -87,7 +88,7 @@ def read_hermes(text: str, *, ended: bool) -> tuple[str, Calls]:
         if closed < 0:
             return content, [*calls, *_unclosed(ended, CLOSE)]
         if (rest := text[behind:closed].strip()) and not isinstance(call, BadCall):
-            call = BadCall(f"the call is not JSON alone: {_short(rest)} follows it before {CLOSE}")
+            call = BadCall(f"the call is not JSON alone: {shortened(rest, 80)} follows it before {CLOSE}")
         calls.append(call)
         at = closed + len(CLOSE)
     return content + text[at:], calls
@@ -109,7 +110,10 @@ def read_llama3(text: str, *, ended: bool) -> tuple[str, Calls]:
         rest = calls_text[behind:].lstrip()
         calls.append(call)
         if rest and not rest.startswith(";"):
-            return content, [*calls, BadCall(f"calls must be separated by semicolons: {_short(rest)} follows a call")]
+            return content, [
+                *calls,
+                BadCall(f"calls must be separated by semicolons: {shortened(rest, 80)} follows a call"),
+            ]
         at = len(calls_text) - len(rest) + 1
     return content, calls
 
@@ -136,23 +140,21 @@ def _decode(text: str, begin: int) -> tuple[ToolCall | BadCall, int]:
 def _call_of_json(value: Any) -> ToolCall | BadCall:
     """Read a call from its JSON value: an object with a name, and with arguments as an object or as JSON text."""
     if not isinstance(value, dict):
-        return BadCall(f"the call must be a JSON object with a name and arguments, got {_short(json.dumps(value))}")
+        return BadCall(
+            f"the call must be a JSON object with a name and arguments, got {shortened(json.dumps(value), 80)}"
+        )
     name = value.get("name")
     if not isinstance(name, str) or not name:
         return BadCall(f"the call must name a tool, its keys are {', '.join(value) or 'none'}")
     if unknown := [key for key in value if key not in ("name", "arguments", "parameters", "type", "id")]:
-        return BadCall(f"the call must have a name and arguments, got {_short(', '.join(unknown))} beside them")
+        return BadCall(f"the call must have a name and arguments, got {shortened(', '.join(unknown), 80)} beside them")
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):
         with suppress(ValueError, RecursionError):
             arguments = _DECODER.decode(arguments)
     if not isinstance(arguments, dict):
-        return BadCall(f"the arguments must be a JSON object, got {_short(json.dumps(arguments))}")
+        return BadCall(f"the arguments must be a JSON object, got {shortened(json.dumps(arguments), 80)}")
     return ToolCall(name, arguments)
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 def _no_number(name: str) -> NoReturn:

@@ -14,6 +14,7 @@ from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
 from tpu_grpo.environments.actions import CUT, BadCall, Message, ToolCall
 from tpu_grpo.records.errors import LARGEST_REWARD
+from tpu_grpo.records.short_texts import shortened
 
 AT_THE_END = ("get_reward", "get_turn_rewards", "close")
 """Methods that are called at the end of a conversation; get_turn_rewards also after each turn."""
@@ -65,7 +66,7 @@ def described(error: BaseException) -> str:
         text = str(error)
     except Exception:  # user code can raise anything
         text = "its text cannot be had"
-    text = text if len(text) <= _LONGEST_ERROR else f"{text[:_LONGEST_ERROR]}..."
+    text = shortened(text, _LONGEST_ERROR)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
@@ -264,7 +265,7 @@ def _shown(value: Any) -> str:
         shown = repr(value)
     except Exception:  # user code can raise anything
         shown = "an object whose repr raises"
-    return f"{type(value).__name__} {shown if len(shown) <= 200 else shown[:200] + '...'}"
+    return f"{type(value).__name__} {shortened(shown, 200)}"
 
 
 def parameters_of(function: Any) -> Mapping[str, inspect.Parameter]:

@@ -1,4 +1,4 @@
-"""The end of a run: its message, notifications, and how a thread other than the main thread ends the process.
+"""The end of a run: its message, its report, and how a thread other than the main thread ends the process.
 
 A run ends in one of these ways, with the exit codes of tpu_grpo/records/errors.py:
 
@@ -37,13 +37,13 @@ from tpu_grpo.records.errors import Interrupted, LockstepError, TpuGrpoError, di
 
 Outcome = Literal["done", "stopped", "failed"]
 LEAVING_SECONDS = 15.0
-"""Time limit for the main thread to print its own error, notify users, and end."""
+"""Time limit for the main thread to print its own error, write the report, and end."""
 WRITING_SECONDS = 1.0
 """Time limit for writing the last message to stderr and the log."""
 TELLING_SECONDS = 12.0
-"""Time limit for writing the report and notifying users."""
+"""Time limit for writing the report."""
 HASTE_SECONDS = 3.0
-"""Time limit for the report and the notifications when a signal ends the process immediately."""
+"""Time limit for writing the report when a signal ends the process immediately."""
 TELLING_HOSTS_SECONDS = 12.0
 """Time limit for telling the other hosts of an end: two of their polls of the coordination service."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -55,7 +55,7 @@ AT_ONCE = "the run is ended at once; its newest checkpoint stays where it is"
 
 @dataclass(frozen=True)
 class End:
-    """How a run ended, for its report and for notifications."""
+    """How a run ended, for its report."""
 
     outcome: Outcome
     """``stopped`` means that a signal, or the user's code, asked the run to stop."""
@@ -99,14 +99,10 @@ class Here:
     """Whether this process has left: from then on, a lost coordination service is not an error."""
     cause: End | None = None
     """The end that another host reported, and that ends all hosts; it is the cause of all later errors."""
-    step: int | None = None
-    """The number of steps done; None until the run has locked its directory."""
     hosts_per_slice: int | None = None
     """The number of hosts of each slice, if there are several slices."""
-
-    def __init__(self) -> None:
-        self.at_end: dict[str, Callable[[End], None]] = {}
-        """Name -> callback, called with the `End` if a thread other than the main thread ends this process."""
+    at_end: Callable[[End], None] | None = None
+    """Writes the report; called with the `End` if a thread other than the main thread ends this process."""
 
 
 here = Here()
@@ -141,13 +137,13 @@ def end_after(
     outcome: Outcome = "failed",
     seconds: float = TELLING_SECONDS,
 ) -> NoReturn:
-    """Print a line and the stage of this process, tell the other hosts, notify users, and end the process immediately.
+    """Print a line and the stage of this process, tell the other hosts, write the report, and end the process.
 
     Only the first call acts; a later call blocks until the process ends. If the main thread is already ending with its
     own error, it gets ``LEAVING_SECONDS`` to print that error. The line is printed before the other hosts are told,
     because host 0 may end as soon as it is told, and the end of host 0 ends this process.
 
-    The callbacks of ``here.at_end`` (report, notifications) get ``seconds`` together.
+    The report of ``here.at_end`` gets ``seconds``.
     """
     with _ending:  # never released
         if here.leaving_with is not None:
@@ -162,11 +158,8 @@ def end_after(
         in_time(writes)
         tell_others()
 
-        def tell_people() -> None:
-            for call in list(here.at_end.values()):  # one after another, as many as the time allows
-                _quietly(lambda call=call: call(End(outcome, code, line)))
-
-        in_time([tell_people] if here.at_end else [], seconds)
+        if (report := here.at_end) is not None:
+            in_time([lambda: report(End(outcome, code, line))], seconds)
         _exit(code)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from tpu_grpo.launching.launch_options import Options
 from tpu_grpo.records.errors import ConfigError, LaunchError
+from tpu_grpo.records.outside import parse_json
 
 type Command = list[str]
 
@@ -208,7 +209,7 @@ class Gcloud:
         command = ["gcloud", "compute", "tpus", *words, *self.flags(), "--format=json"]
         try:
             text = self.run(command, repeated=True)
-            return json.loads(text) if text else None
+            return parse_json(text) if text else None
         except GcloudError as error:
             if error.kind != "missing":
                 raise

@@ -14,27 +14,24 @@ Suffixes: R training rows, S tokens of a row.
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float
 
 from tpu_grpo.learner.forward import ModelRows, PerToken, logprobs
 from tpu_grpo.learner.loss import AgreementSums, LossSettings, TrainBatch, agreement_sums
 from tpu_grpo.learner.parameters import placed
-from tpu_grpo.records.errors import DataError
 
 DATA_AXIS = "fsdp"
 """The axis of the trainer's mesh over which rows are split."""
 _agreement_sums = jax.jit(agreement_sums)
-PassArrays = dict[str, np.ndarray]
-"""The arrays of a `TrainBatch` by name; the names of arrays in its field ``rows`` begin with ``rows.``."""
 
 
 class Batches:
@@ -167,28 +164,3 @@ def _penalized(
 ) -> PerToken:
     penalty_RS = beta * (mean - (old_RS - reference_RS))
     return advantages_RS + jnp.where(weights_RS != 0.0, penalty_RS, 0.0)
-
-
-# --- a micro-batch's arrays, as a file holds them --------------------------------------------------------------------
-
-
-def pass_arrays(batch: TrainBatch) -> dict[str, Any]:
-    """Return the arrays of a micro-batch by name, without the fields that are None."""
-    leaves = jax.tree_util.tree_leaves_with_path(batch)
-    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
-
-
-def placed_pass(arrays: Mapping[str, np.ndarray], mesh: Mesh) -> TrainBatch:
-    """Put the arrays of a micro-batch on the trainer's devices, sharded as in the run. Raises DataError if the size of
-    the mesh's axis fsdp does not divide the number of rows."""
-    count, devices = len(arrays["weights"]), mesh.shape[DATA_AXIS]
-    if count % devices:
-        raise DataError(
-            f"a pass of {count} rows must be split over meshes.trainer.fsdp={devices} devices, which does not divide "
-            "it; use as many devices as the run had, or a divisor"
-        )
-    sharding = NamedSharding(mesh, PartitionSpec(DATA_AXIS))
-    found = {name: placed(value, sharding) for name, value in arrays.items()}
-    rows = ModelRows(**{name: found.get(f"rows.{name}") for name in ModelRows._fields})
-    others = {field.name: found.get(field.name) for field in fields(TrainBatch) if field.name != "rows"}
-    return jax.block_until_ready(TrainBatch(rows=rows, **others))

@@ -50,9 +50,9 @@ from tpu_grpo.hosts.leaf_numbers import from_shards
 from tpu_grpo.learner.compact import join_residual
 from tpu_grpo.learner.parameters import Values, by_name, checksums, trained_type
 from tpu_grpo.learner.update import Updater, UpdateState
-from tpu_grpo.observe.json_lines import replace_text
 from tpu_grpo.observe.run_files import DAMAGED_DIR, FROM_WEIGHTS, saved_steps
 from tpu_grpo.records.errors import CheckpointError, DiskError, disk_error, disk_errors_explained
+from tpu_grpo.records.json_files import replace_text
 from tpu_grpo.records.outside import parse_json, read_file
 
 Resume = Literal["auto", "never", "require"]

@@ -15,7 +15,6 @@ packed rows, the rows become micro-batches, and the micro-batches make one updat
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,14 +27,13 @@ from jaxtyping import Bool, Float
 from tpu_grpo.config import RunConfig, UpdateSection
 from tpu_grpo.hosts import Hosts, hosts_of, packed
 from tpu_grpo.hosts import unpacked as unpacked_numbers
-from tpu_grpo.learner.batches import PassArrays, pass_arrays, with_kl_in_advantages, with_top_entropy
+from tpu_grpo.learner.batches import with_kl_in_advantages, with_top_entropy
 from tpu_grpo.learner.building import LearnerInputs, LearnerParts, build_parts
 from tpu_grpo.learner.checkpoints import Checkpoints, read_groups, read_policy, sum_of_groups, unsound_explained
 from tpu_grpo.learner.loss import AgreementSums, TrainBatch
 from tpu_grpo.learner.parameters import by_name, copy_values, parameters, params_digest, trained_type, whole
-from tpu_grpo.learner.rows import train_rows, unpacked
+from tpu_grpo.learner.rows import sampled_mask, train_rows, unpacked
 from tpu_grpo.learner.signal import Signal, read_signal
-from tpu_grpo.learner.slices import ONE_SLICE, Slices
 from tpu_grpo.learner.update import MeasuredUpdate, update_metrics
 from tpu_grpo.observe.run_files import CHECKPOINTS_DIR, RUN_FILE
 from tpu_grpo.records.errors import CheckpointError, DataError, NonFiniteError
@@ -47,77 +45,30 @@ GROUPS = "the checksum of the groups that were restored"
 """Names of what the trainer's hosts broadcast to the hosts that only sample."""
 
 
-@dataclass(frozen=True)
-class FailedUpdate:
-    """An update that was not applied, because its loss or gradient was not finite.
-
-    It changed no parameter, so that the parameters saved with it are those before the update.
-    """
-
-    step: int
-    update: int
-    """The number of this update within the step, from 1."""
-    updates: int
-    """The number of updates in the step."""
-    loss: float
-    grad_norm: float
-    passes: tuple[TrainBatch, ...]
-    """The update's micro-batches of this host's slice, on the devices."""
-    scored: ScoredRollout
-    """The rollout of the whole step."""
-    advantages: Float[np.ndarray, " B"]
-    algorithm: str = "grpo"
-    """The name of the algorithm that computed the loss."""
-    slices: Slices = ONE_SLICE
-
-    @property
-    def what(self) -> str:
-        """A message that says which number was not finite, and its value."""
-        name, value = ("gradient norm", self.grad_norm) if math.isfinite(self.loss) else ("loss", self.loss)
-        of_several = f", update {self.update} of {self.updates}," if self.updates > 1 else ""
-        own = f" with algorithm.name={self.algorithm}" if ":" in self.algorithm else ""
-        return f"the {name} of step {self.step}{of_several}{own} must be finite, got {value:g}"
-
-    def arrays(self) -> list[PassArrays]:
-        """Gather the arrays of each micro-batch of all slices on every host; every host must call it."""
-        return self.slices.gathered(map(pass_arrays, self.passes))
-
-
 class SkippedUpdates:
-    """Counts consecutive skipped updates, and raises an error if no further update may be skipped.
-
-    The function ``keep``, if set, writes the first of consecutive skipped updates to a file, and returns the file's
-    path. Every host calls it.
-    """
+    """Counts consecutive skipped updates, and raises an error if no further update may be skipped."""
 
     def __init__(self, section: UpdateSection):
-        self._section = section
-        self.keep: Callable[[FailedUpdate], Path] | None = None
-        self._in_a_row, self._kept_in = 0, None
+        self._section, self._in_a_row = section, 0
 
     def interrupted(self) -> None:
         """Note that an update was applied, so that the count of consecutive skipped updates restarts from 0."""
         self._in_a_row = 0
 
-    def add(self, failed: FailedUpdate) -> str:
+    def add(self, what: str) -> str:
         """Skip an update, and return a note about it. Raises NonFiniteError if updates may not be skipped, or if too
-        many consecutive updates were skipped."""
-        if not self._in_a_row:
-            self._kept_in = self.keep(failed) if self.keep else None
+        many consecutive updates were skipped. ``what`` says which number was not finite."""
         self._in_a_row += 1
-        what, kept, section = failed.what, "", self._section
-        if self._kept_in is not None:
-            first = "it" if self._in_a_row == 1 else "the first of them"
-            kept = f"; {first} is kept: look at it with `python scripts/run.py --replay {self._kept_in}`"
+        section = self._section
         if section.on_non_finite == "stop":
             why, remedy = "nothing of it reached the policy", ", or set update.on_non_finite=skip"
         elif self._in_a_row > section.most_skipped:
             rule = f"update.max_skipped={section.most_skipped} may be skipped"
             why, remedy = f"that makes {self._in_a_row} updates in a row, and {rule}", ""
         else:
-            return f"{what}; the update was skipped, and nothing of it reached the policy{kept}"
+            return f"{what}; the update was skipped, and nothing of it reached the policy"
         raise NonFiniteError(
-            f"{what}; {why}{kept}. Continue from the last checkpoint with a lower optimizer.learning_rate or "
+            f"{what}; {why}. Continue from the last checkpoint with a lower optimizer.learning_rate or "
             f"model.dtype=float32, which checkpoint.allow_changes must name{remedy}"
         )
 
@@ -200,15 +151,12 @@ class Learner:
             failed: Any = signal.completions[0].episode  # the environment did, before the first turn
             why = f"in row 0 the environment {failed.environment} {failed.failure.text}"
             notes.append(f"step {signal.step}: nothing was learnt, because no conversation had a turn: {why}")
-        for update, batches in self._made_updates(signal, scored) if began else ():
+        for update in self._made_updates(signal, scored) if began else ():
             updates.append(update)
             if update.record.finite:
                 self._skipped.interrupted()
                 continue
-            place = (signal.step, len(updates), config.updates_per_step)
-            measured = (update.loss, float(update.record.grad_norm), tuple(batches))
-            of_step = (scored, signal.advantages_B, config.algorithm.name, parts.slices)
-            notes.append(self._skipped.add(FailedUpdate(*place, *measured, *of_step)))
+            notes.append(self._skipped.add(self._failure(update, len(updates), signal, scored)))
         every = config.algorithm.reference_reset_every
         if every is not None and parts.reference is not None and signal.step % every == 0:
             copy_values(parts.reference, self._updater.model, self._updater.trained)
@@ -218,19 +166,43 @@ class Learner:
         histograms = updates[0].histograms if began and updates[0].record.finite else {}
         return UpdateResult(metrics, signal.advantages_B, seconds, tuple(notes), histograms)
 
-    def _made_updates(
-        self, signal: Signal, scored: ScoredRollout
-    ) -> Iterator[tuple[MeasuredUpdate, Sequence[TrainBatch]]]:
-        """Make the step's updates; yields the measurements of each update with its micro-batches."""
+    def _made_updates(self, signal: Signal, scored: ScoredRollout) -> Iterator[MeasuredUpdate]:
+        """Make the step's updates; yields the measurements of each update."""
         every = self._config.logging.histograms_every
         due = every > 0 and signal.step % every == 0  # whether to make histograms of the step's first update
         for number, batches in enumerate(self._updates(signal)):
-            yield self._update(batches, histograms=due and number == 0, first=number == 0), batches
+            yield self._update(batches, histograms=due and number == 0, first=number == 0)
 
-    def keep_failed(self, keep: Callable[[FailedUpdate], Path]) -> None:
-        """Set the function that saves an update whose loss or gradient is not finite. Of consecutive such updates, only
-        the first is saved."""
-        self._skipped.keep = keep
+    def _failure(self, update: MeasuredUpdate, number: int, signal: Signal, scored: ScoredRollout) -> str:
+        """Say which number of an update is not finite, in which gradients, and which row of the step it may come from.
+
+        That row is the first with a log-probability of the current policy that is not finite, or else that of the
+        largest advantage. Every host with devices of a trainer must call this.
+        """
+        name, algorithm, several = "loss", self._config.algorithm.name, self._config.updates_per_step
+        value = update.loss
+        if math.isfinite(value):
+            name, value = "gradient norm", float(update.record.grad_norm)
+        of_several = f", update {number} of {several}," if several > 1 else ""
+        own = f" with algorithm.name={algorithm}" if ":" in algorithm else ""
+        rule = f"the {name} of step {signal.step}{of_several}{own} must be finite, got {value:g}"
+        logps_BT = self._per_token(
+            signal.prompts, signal.completions, lambda batch: {"policy": self._parts.batches.policy_logprobs(batch)}
+        )["policy"]
+        bad = np.argwhere(~np.isfinite(logps_BT))
+        largest_B = [
+            np.abs(values[sampled_mask(completion)]).max(initial=0.0)
+            for values, completion in zip(signal.token_advantages, signal.completions, strict=True)
+        ]
+        row, what = int(np.argmax(largest_B)), f"the largest advantage, {max(largest_B):g}, is"
+        if len(bad):
+            row, token = bad[0].tolist()
+            what = f"the policy's log-probability of token {token} is {logps_BT[row, token]}"
+        rewards = ", ".join(f"{name} {values[row]:g}" for name, values in scored.scores.by_name.items())
+        tensors = ""
+        if update.broken:
+            tensors = f"; {len(update.broken)} gradients are not finite, the first that of {update.broken[0]}"
+        return f"{rule}{tensors}; {what} in row {row}, whose reward is {scored.scores.total[row]:g} ({rewards})"
 
     def informative(self, scored: ScoredRollout) -> Bool[np.ndarray, " P"]:
         """Return which groups are informative (see signal.py); the rollout may have any number of prompts."""
@@ -379,8 +351,9 @@ class Learner:
         self._updater.add_over_slices()
         counted = self._updater.histograms() if histograms else {}
         # the host waits for the devices in this line only
-        sums, *others = jax.device_get((sums, self._updater.step(), counted, sampled_by))
-        return MeasuredUpdate(self._parts.slices.of_all("sums of the micro-batches", sums, self.trainers), *others)
+        sums, record, counted, sampled_by = jax.device_get((sums, self._updater.step(), counted, sampled_by))
+        of_all = self._parts.slices.of_all("sums of the micro-batches", sums, self.trainers)
+        return MeasuredUpdate(of_all, record, counted, sampled_by, self._updater.broken)
 
     def _agreement_with_previous(self, batches: Sequence[TrainBatch]) -> AgreementSums | None:
         """With algorithm.staleness, compare the engine with the policy that it sampled this step's completions with.

@@ -58,9 +58,15 @@ class Signal:
     @property
     def advantages(self) -> Float[np.ndarray, " B"] | TokenValues:
         """The advantage of each completion, or of each token if some tokens have terms of their own."""
-        if not self.added:
-            return self.advantages_B
-        return tuple(advantage + values for advantage, values in zip(self.advantages_B, self.added, strict=True))
+        return self.token_advantages if self.added else self.advantages_B
+
+    @property
+    def token_advantages(self) -> TokenValues:
+        """The advantage of each token."""
+        if self.added:
+            return tuple(advantage + values for advantage, values in zip(self.advantages_B, self.added, strict=True))
+        sizes = [len(completion.token_ids) for completion in self.completions]
+        return tuple(np.full(size, advantage) for advantage, size in zip(self.advantages_B, sizes, strict=True))
 
     def mini_batches(self, size: int, seed: int, iteration: int) -> Iterator[tuple["Signal", list[int]]]:
         """Shuffle the prompts, and yield for each mini-batch of ``size`` prompts its signal and its rows' indices.

@@ -111,6 +111,8 @@ class Updater:
         self._kind, self._settings, self._mesh = trained_type(model), settings, settings.mesh
         self._shared = frozenset(self.trained)
         self._sums: PassSums | None = None
+        self.broken: tuple[str, ...] = ()
+        """The names of the gradients that were not finite in the last step."""
         self._read: tuple[Values, nnx.State] | None = None  # the model's arrays, split once for all micro-batches
         self._layout = {name: leaf.sharding for name, leaf in stepped.items()}
         schedule = learning_rate_schedule(config)
@@ -192,7 +194,9 @@ class Updater:
         sums, self._sums, self._read = self._sums, None, None
         with self._mesh:
             record = self._measure(sums, self.state.count, self.state.entropy)
-            if not bool(record.finite):  # the first time that the host waits
+            finite = bool(record.finite)  # the first time that the host waits
+            self.broken = () if finite else tuple(n for n, g in sums.gradients.items() if not bool(_is_finite(g)))
+            if not finite:
                 return record
             changed, self.state, kept = self._step(*self._step_arguments(sums, self._shared), record.grad_norm)
         nnx.update(self.model, _as_state(self.model, self._kind, changed))
@@ -343,6 +347,11 @@ class _Functions:
         return cast, {name: value for name, value in values.items() if value.dtype != self.dtypes[name]}
 
 
+@jax.jit
+def _is_finite(values: Float[Array, "..."]) -> Bool[Array, ""]:
+    return jnp.isfinite(values).all()
+
+
 def histogram(values: Float[Array, "..."]) -> Histogram:
     """Count an array's elements in buckets, one edge at a time: this needs no extra memory, whatever the sharding."""
     values = values.astype(jnp.float32)
@@ -373,6 +382,8 @@ class MeasuredUpdate:
     """Histograms of the gradients, and of the parameters before the update; empty in steps that log none."""
     sampled_by: AgreementSums | None = None
     """With algorithm.staleness, the engine's agreement with the policy it sampled with; for a step's first update."""
+    broken: tuple[str, ...] = ()
+    """The names of the gradients that are not finite; also empty if each is, but the sum of their squares is not."""
 
     @property
     def loss(self) -> float:

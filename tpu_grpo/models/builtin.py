@@ -40,6 +40,7 @@ from tpu_grpo.models.tasks.lessons import Lesson, Task
 from tpu_grpo.models.tokenizers import ASSISTANT, END, builtin_tokenizer
 from tpu_grpo.models.tunix_model import by_name
 from tpu_grpo.records.errors import CheckpointError, NonFiniteError
+from tpu_grpo.records.outside import parse_json, read_file
 
 RECORD = "teaching.json"
 _SILENT_SECONDS = 30.0
@@ -213,7 +214,7 @@ def write_checkpoint(
 def is_whole(directory: Path) -> bool:
     """Whether the directory holds a record and every file that the record lists, unchanged."""
     try:
-        files = json.loads((directory / RECORD).read_text())["files"]
+        files = parse_json(read_file(directory / RECORD))["files"]
         return all(_digest(directory / name) == digest for name, digest in files.items())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False

@@ -8,7 +8,6 @@
 leaf and the tensors of files that are not complete yet.
 """
 
-import json
 import math
 import os
 import re
@@ -32,6 +31,7 @@ from tpu_grpo.models.checkpoint import (
     tokenizer_settings,
 )
 from tpu_grpo.records.errors import ConfigError
+from tpu_grpo.records.json_files import write_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -191,8 +191,3 @@ def save_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
             raise
         number = int(found[1] or found[2])
         raise OSError(number, os.strerror(number), str(path)) from error
-
-
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON file of a checkpoint directory."""
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -42,8 +42,9 @@ from safetensors.numpy import load_file
 from tpu_grpo.config import LoraSection, parse_layers
 from tpu_grpo.models.checkpoint import ADAPTER_SETTINGS_FILE, Checkpoint, listed, read_json
 from tpu_grpo.models.families.leaves import projections
-from tpu_grpo.models.hf_directory import save_tensors, write_json
+from tpu_grpo.models.hf_directory import save_tensors
 from tpu_grpo.records.errors import CheckpointError, ConfigError
+from tpu_grpo.records.json_files import write_json
 
 if TYPE_CHECKING:
     from flax import nnx

@@ -7,13 +7,14 @@ models with it. Parts that a checkpoint lacks are left out: biases (Qwen2), norm
 Arrays: B rows, T tokens, D hidden size, N query heads, K key and value heads, H head size, V vocabulary, E experts.
 """
 
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import load_file
+
+from tpu_grpo.records.json_files import read_json
 
 Weights = dict[str, np.ndarray]
 
@@ -29,7 +30,7 @@ def reference_logprobs(directory: Path, tokens_BT: np.ndarray, *, changed: Weigh
     Weights in ``changed`` replace those of the files. If ``changed`` contains the final norm, it must contain all
     weights, because no weights are then read from files.
     """
-    config = json.loads((directory / "config.json").read_text())
+    config = read_json(directory / "config.json")
     weights = dict(changed or {})
     if "model.norm.weight" not in weights:
         weights = read_weights(directory) | weights

@@ -19,7 +19,7 @@ A variant supports tools. Its chat template lists each tool in a message of its 
 
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
@@ -212,26 +212,6 @@ def decode(tokenizer: PreTrainedTokenizerFast, token_ids: Iterable[int], *, skip
         else:
             parts += run
     return core.decoder.decode(parts)
-
-
-class TextStream:
-    """Decodes a completion into text while its tokens come in; text that was returned never changes.
-
-    A character is held back until all of its bytes have come. The returned parts, joined, are the text of all tokens.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerFast):
-        self._tokenizer = tokenizer
-        self._told = ""
-
-    def more(self, token_ids: Sequence[int], *, ended: bool) -> str:
-        """Return the new text, given all tokens of the completion so far; ``ended`` says that no tokens will follow."""
-        text = decode(self._tokenizer, token_ids, skip_special_tokens=True)
-        if not ended:
-            text = text.rstrip(REPLACEMENT)
-        assert text.startswith(self._told), f"the tokenizer took back what it had told: {self._told!r}, now {text!r}"
-        new, self._told = text[len(self._told) :], text
-        return new
 
 
 def check_length(tokenizer: PreTrainedTokenizerFast, text: str, tokens: int) -> None:

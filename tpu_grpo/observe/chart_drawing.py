@@ -59,11 +59,10 @@ class Chart:
     lines: Sequence[Line]
     scale: Scale = "linear"
     is_stack: bool = False
+    """Whether the lines are layers on top of each other. The value axis then ends below unusual values, such as the
+    seconds of a step that compiles."""
     is_wide: bool = False
     """Whether the chart takes the whole width of the page."""
-    is_cut: bool = False
-    """Whether the value axis ends below unusual values, such as the seconds of a step that compiles. The axis of a
-    stacked chart always does."""
     is_named: bool = False
     """Whether there is a legend even for a single line."""
 
@@ -96,9 +95,9 @@ def draw(chart: Chart) -> Drawing:
         tops = lines = [line.thinned() for line in chart.lines]
         steps, values = (np.concatenate(part) for part in ([ln.steps for ln in lines], [ln.values for ln in lines]))
         bands = [band for line in lines for band in (line.low, line.high) if band is not None]
-        remark = _beyond(values, steps) if chart.is_cut else ""
-        reach = _usual(values) if chart.is_cut else np.concatenate([values, *bands])
-        x, y = steps_axis(steps.min(), steps.max()), values_axis(reach, chart.scale)
+        remark = ""
+        x = steps_axis(steps.min(), steps.max())
+        y = values_axis(np.concatenate([values, *bands]), chart.scale)
         marked = max(len(line.steps) for line in lines) <= MARKED_POINTS
         both = reversed(list(zip(lines, chart.lines, strict=True)))  # the first line is drawn last, on top
         paths = (path for line, whole in both for path in [*_line(line, x, y, marked), *_trend(whole, x, y)])

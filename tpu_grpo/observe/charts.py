@@ -1,8 +1,6 @@
-"""Selects the content of each chart, for the page of one run and for the comparison of several runs."""
+"""Selects the content of each chart of a run's page."""
 
-from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -18,8 +16,6 @@ STAGES = {
     "update/seconds": "update",
     "weights/sync_seconds": "weight sync",
 }
-Labelled = Sequence[tuple[str, RunRead]]
-"""Several runs with their labels; the index of a run is its colour."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +25,7 @@ class _Spec:
     title: str
     note: str
     labels: dict[str, str]
-    """Metric -> label. A comparison shows the first metric that the runs have; with the scale share, all metrics."""
+    """Metric -> label."""
     scale: Scale = "linear"
     unless_zero: bool = False
     """Whether the chart is left out if every value is 0, which means that its feature is switched off."""
@@ -122,9 +118,6 @@ SPECS = (
 """All charts but those of reward, evaluation and stages, in reading order."""
 
 
-# --- one run ---------------------------------------------------------------------------------------------------------
-
-
 def run_charts(run: RunRead) -> list[Chart]:
     """Return the charts that a run's metrics allow, in reading order."""
     found = [_reward(run.lines), _evaluation(run)]
@@ -179,46 +172,6 @@ def _stages(run: RunRead) -> Chart | None:
         note = "Seconds; from step 2 on, a rollout takes place during the update of the step before."
         return Chart("Time per stage", note, layers, "log")
     return Chart("Time per stage", "Seconds of each step, stacked.", layers, "zero", is_stack=True)
-
-
-# --- several runs ----------------------------------------------------------------------------------------------------
-
-
-def comparison_charts(runs: Labelled) -> list[Chart]:
-    """Return charts with a line for each run."""
-    rewards = [_line("rewards/mean", "", run.lines) for _, run in runs]
-    found = [_overlaid(runs, "Reward", "Mean over the completions of a step.", rewards, is_wide=True)]
-    names = dict.fromkeys(name for _, run in runs for name in evaluation_names(evaluation_lines(run)))
-    for number, name in enumerate(names):
-        values, title = [_evaluated(name, evaluation_lines(run)) for _, run in runs], evaluation_label(name)
-        found.append(_overlaid(runs, f"Held out: {title}", "With 95 % intervals.", values, is_wide=not number))
-    seconds = [_line("step/seconds", "", run.lines) for _, run in runs]
-    found.append(_overlaid(runs, "Seconds per step", "All stages.", seconds, scale="zero", is_cut=True))
-    for spec in SPECS:
-        found += _compared(spec, runs)
-    return [chart for chart in found if chart is not None]
-
-
-def _compared(spec: _Spec, runs: Labelled) -> Iterator[Chart | None]:
-    """Yield a chart that compares runs by the first metric that they have; for shares, a chart of each metric."""
-    lines = [line for _, run in runs for line in run.lines]
-    known = {name: label for name, label in spec.labels.items() if any(is_number(line.get(name)) for line in lines)}
-    for name, label in list(known.items())[: None if spec.scale == "share" else 1]:
-        of_several = label.capitalize() if spec.scale == "share" else f"{spec.title}: {label}"
-        title = spec.title if len(spec.labels) == 1 else of_several
-        if not replace(spec, labels={name: label}).is_off(lines):
-            values = [_line(name, label, run.lines) for _, run in runs]
-            yield _overlaid(runs, title, spec.note, values, scale=spec.scale)
-
-
-def _overlaid(runs: Labelled, title: str, note: str, lines: Iterable[Line | None], **options: Any) -> Chart | None:
-    """Make one chart of the runs' lines, each with the run's label and colour; None if no run has a line."""
-    found = [
-        replace(line, label=label, colour=number)
-        for number, ((label, _), line) in enumerate(zip(runs, lines, strict=True))
-        if line is not None
-    ]
-    return Chart(title, note, found, **options) if found else None
 
 
 # --- values ----------------------------------------------------------------------------------------------------------

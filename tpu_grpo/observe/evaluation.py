@@ -28,10 +28,10 @@ from jaxtyping import Float
 
 from tpu_grpo.config import EvaluationSection
 from tpu_grpo.hosts import Hosts
-from tpu_grpo.observe.json_lines import encode_line, jsonable, keep_steps, read_steps, replace_bytes, write_json
 from tpu_grpo.observe.run_files import BEST_FILE, EVALUATION_FILE, EVALUATIONS_DIR
 from tpu_grpo.observe.sample_rows import conversation_fields, none_if_nan
 from tpu_grpo.observe.step_metrics import tokens_digest
+from tpu_grpo.records.json_files import encode_line, jsonable, keep_steps, read_steps, replace_bytes, write_json
 from tpu_grpo.records.stages import AnswerMode, Completion, Prompt, PromptBatch, Rollout, Scores
 
 GREEDY, SAMPLED = "greedy", "sampled"

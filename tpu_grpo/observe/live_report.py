@@ -4,7 +4,6 @@ The page is written at the start, after the first step, and then so rarely that 
 time: if a write took 0.1 s, the next one comes at least 10 s later. A run of long steps writes it after every step.
 """
 
-import json
 import sys
 import threading
 import time
@@ -22,10 +21,11 @@ from tpu_grpo.observe.run_log import Sink
 from tpu_grpo.observe.run_page import write_report
 from tpu_grpo.observe.run_reader import Standing, now, write_end
 from tpu_grpo.observe.step_metrics import MetricValue
+from tpu_grpo.records.errors import DataError
+from tpu_grpo.records.json_files import read_json
 
 SHARE = 0.01
 """The share of a run's time that may go into writing its page."""
-NAME = "the report"
 WAIT_SECONDS = 2.0
 """How long a thread that ends the process waits for another thread to finish writing the page."""
 
@@ -83,22 +83,22 @@ class LiveReport(Sink):
         for left in directory.glob(f"{REPORT_FILE}.*.tmp"):  # left by a kill
             left.unlink(missing_ok=True)
         self._write_page(Standing("going", self._step, self._most, at=now()))
-        here.at_end = {NAME: self._end_in_time, **here.at_end}  # first, so that it is written before users are notified
+        here.at_end = self._end_in_time
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
-            here.at_end.pop(NAME, None)
+            here.at_end = None
             self._write_end(End.by(None))
             return
         self._end_in_time(End.by(error))
         if self._hosts.count == 1:  # on several hosts, another thread may find the cause later, and write it
-            here.at_end.pop(NAME, None)
+            here.at_end = None
 
     def _write_end(self, end: End) -> None:
         if end.outcome == "done":
-            with suppress(OSError, ValueError):  # the summary is missing or incomplete
-                early = json.loads((self._config.run_dir / SUMMARY_FILE).read_bytes()).get("ended_early")
+            with suppress(DataError):  # the summary is missing or incomplete
+                early = read_json(self._config.run_dir / SUMMARY_FILE).get("ended_early")
                 end = replace(end, message=str(early or end.message))
         standing = Standing.after(end, self._step, self._most)
         write_end(self._config.run_dir, standing)

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 import jinja2
 
-from tpu_grpo.observe.json_lines import Lines, Record, interval_of, is_number, numbers, read_steps
+from tpu_grpo.observe.json_lines import Lines, interval_of, is_number, numbers
 from tpu_grpo.observe.run_files import EVALUATION_FILE, METRICS_FILE
 from tpu_grpo.observe.summary import edge_means
+from tpu_grpo.records.json_files import Record, read_steps
 
 CARD_FILE = "README.md"
 TEMPLATE = "model_card.md.jinja"

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from tpu_grpo.observe.charts import evaluation_label, evaluation_lines, evaluation_names
-from tpu_grpo.observe.json_lines import Lines, Record, interval_of, is_number, names_in, number_or_zero
+from tpu_grpo.observe.json_lines import Lines, interval_of, is_number, names_in, number_or_zero
 from tpu_grpo.observe.run_reader import Rows, RunRead, setting_of
 from tpu_grpo.observe.sample_rows import called_tools, shown_turns, without_marks
+from tpu_grpo.records.json_files import Record
+from tpu_grpo.records.short_texts import shortened
 
 HEAD_CHARACTERS, TAIL_CHARACTERS = 1400, 500
 """How many characters of a longer text are shown: of its beginning, and of its end."""
@@ -36,8 +38,6 @@ class Column:
 
     label: str
     is_number: bool = False
-    colour: int | None = None
-    """The colour of the run that the column shows."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,6 @@ class Cell:
 
     text: str
     note: str = ""
-    is_best: bool = False
-    colour: int | None = None
-    """The colour of the run that the cell names."""
     said: Sequence[Said] = ()
     """A conversation in place of the text."""
 
@@ -75,10 +72,7 @@ class Table:
 
 def shorten(text: str, head: int = HEAD_CHARACTERS, tail: int = TAIL_CHARACTERS) -> str:
     """Cut the middle out of a long text, and say how much was cut."""
-    left_out = len(text) - head - tail
-    if left_out <= 0:
-        return text
-    return f"{text[:head]}\n… {left_out:,} characters left out …\n{text[-tail:]}"
+    return shortened(text, head, tail, f"\n… {len(text) - head - tail:,} characters left out …\n")
 
 
 def decimal(value: Any, form: str = ".2f") -> str:
@@ -97,17 +91,17 @@ def evaluation_table(run: RunRead) -> Table | None:
     for name in evaluation_names(records):
         known = [record for record in records if is_number(record.get(name))]
         chosen = [known[0], max(known, key=lambda record: record[name]), known[-1]] if several else known
-        rows.append([Cell(evaluation_label(name)), *(value_cell(record, name, say_step=several) for record in chosen)])
+        rows.append([Cell(evaluation_label(name)), *(_value(record, name, say_step=several) for record in chosen)])
     columns = [Column("held out"), *(Column(head, is_number=True) for head in heads)]
     return Table("Evaluation", "With 95 % intervals.", columns, rows)
 
 
-def value_cell(record: Record, name: str, *, say_step: bool, is_best: bool = False) -> Cell:
+def _value(record: Record, name: str, *, say_step: bool) -> Cell:
     """Return a cell with an evaluated metric's value and, below it, the interval and (with ``say_step``) the step."""
     low, high = interval_of(record, name)
     notes = [f"{low:.3f} to {high:.3f}"] if low <= high else []
     notes += [f"step {record['step']:,}"] if say_step else []
-    return Cell(decimal(record[name], ".3f"), ", ".join(notes), is_best)
+    return Cell(decimal(record[name], ".3f"), ", ".join(notes))
 
 
 def best_name(config: Mapping[str, Any], records: Lines) -> str:

@@ -1,27 +1,23 @@
 """Compares a run with published results of the same recipe, only at the points that were published.
 
     published = read_published("qwen3_1p7b_gsm8k")       # configs/reference/qwen3_1p7b_gsm8k.json; or a path
-    published.sentences(lines, config)
+    published.sentences(lines, config)                   # at the end of the run
 
 A point has a value, a range or both, and the first and last step over which the run's metric is averaged. With
 steps [100, 100] the metric at step 100 is compared, once step 100 is done.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Self
 
-import numpy as np
 from pydantic import Field, model_validator
 
 from tpu_grpo.config import SHIPPED_CONFIGS, load_config
 from tpu_grpo.config.section import PositiveInt, Section
 from tpu_grpo.config.setting_names import effect_of
-from tpu_grpo.observe.chart_drawing import Chart, Line
 from tpu_grpo.observe.json_lines import Lines, numbers
-from tpu_grpo.observe.page_tables import Cell, Column, Table, decimal
 from tpu_grpo.observe.run_reader import ABSENT, differences
 from tpu_grpo.records.errors import ConfigError
 from tpu_grpo.records.outside import parse_json, read_file
@@ -29,7 +25,6 @@ from tpu_grpo.records.outside import parse_json, read_file
 REFERENCES = SHIPPED_CONFIGS / "reference"
 """The directory with the points of each published run, NAME.json, beside its config, NAME.yaml."""
 SHOWN_SETTINGS = 6
-COLOUR = 7
 
 
 class Point(Section):
@@ -89,10 +84,10 @@ class Published(Section):
         values = numbers((line for line in lines if first <= line["step"] <= last), self.metric)
         return fmean(values) if values and lines[-1]["step"] >= last else None
 
-    def sentences(self, lines: Lines, config: Mapping[str, Any], step: int | None = None) -> list[str]:
-        """Compare the run with all points, or those that end at ``step``, in one sentence each. If the run is outside
-        all ranges of the last step, another sentence says which settings or metrics to look at first."""
-        owns = [(point, self.own(point, lines)) for point in self.points if step in (None, point.steps[1])]
+    def sentences(self, lines: Lines, config: Mapping[str, Any]) -> list[str]:
+        """Compare the run with the points that it has come to, in one sentence each. If the run is outside all ranges
+        of the last step, another sentence says which settings or metrics to look at first."""
+        owns = [(point, self.own(point, lines)) for point in self.points]
         known = [(point, own) for point, own in owns if own is not None]
         said = [
             f"{point.when}: {self.metric} {own:.4f}; {point.by}: {point.what}; {point.verdict(own)}"
@@ -117,33 +112,6 @@ class Published(Section):
         same = "its settings are the reference's, so " if reference.is_file() else ""
         return f"{same}look first at {', '.join([*figures, 'samples.jsonl'])}, then try another run.seed"
 
-    def beside(self, chart: Chart) -> Chart:
-        """Return the metric's chart with published values as dots and ranges as lines; return other charts as is."""
-        if chart.title != ("Evaluation" if self.metric.startswith("evaluation/") else "Reward"):
-            return chart
-        drawn = [
-            (point.steps[1], value) for point in self.points for value in (np.nan, point.low, point.high, point.value)
-        ]
-        known = [(step, value) for step, value in drawn if value is not None]
-        steps, values = np.array(known, np.float64).T
-        return replace(chart, lines=[*chart.lines, Line("published", steps, values, COLOUR, is_strong=True)])
-
-    def table(self, lines: Lines, config: Mapping[str, Any]) -> Table:
-        """Return a table that compares the run with every point."""
-        owns = [(point, self.own(point, lines)) for point in self.points]
-        rows = [
-            (point.when, point.by, point.what, decimal(own, ".4f"), "not yet" if own is None else point.verdict(own))
-            for point, own in owns
-        ]
-        columns = [
-            Column("of"),
-            Column("by"),
-            *(Column(name, is_number=True) for name in ("published", "this run", "")),
-        ]
-        said = [text for text in self.sentences(lines, config)[-1:] if text.startswith("the run is outside")]
-        note = " ".join([f"{self.metric}, published at {self.source}.", self.doubt, *(f"{text}." for text in said)])
-        return Table(f"Against {self.path.stem}", note, columns, [[Cell(text) for text in row] for row in rows])
-
 
 def _other_settings(reference: Path, config: Mapping[str, Any]) -> Iterator[str]:
     """Yield the settings that affect results and differ from the reference's config."""
@@ -167,7 +135,7 @@ def read_published(name: str) -> Published:
     except FileNotFoundError:
         known = ", ".join(sorted(each.stem for each in REFERENCES.glob("*.json")))
         raise ConfigError(
-            f"logging.against (--against) must be one of {known}, or a file NAME.json, got {name}; correct it"
+            f"logging.against must be one of {known}, or a file NAME.json, got {name}; correct it"
         ) from None
     except (OSError, ValueError, TypeError) as error:  # a ValidationError and an error of JSON are ValueErrors
         raise ConfigError(f"{path} must hold points as configs/reference has them ({error}); mend it") from error

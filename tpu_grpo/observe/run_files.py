@@ -21,9 +21,6 @@ CHECKPOINTS_DIR = "checkpoints"
 """Holds a directory per saved step with policy and optimizer state, as Orbax writes them."""
 RUN_FILE = "run_id"
 """Holds the id of the run, which its checkpoints also hold; checkpoints with another id are refused."""
-NON_FINITE_DIR = "non_finite"
-"""Holds the newest update or rollout whose numbers were not finite: the update's arrays, ``<step>.npz``; the samples,
-``<step>.jsonl``; and a checkpoint."""
 DAMAGED_DIR = "damaged_checkpoints"
 """Holds checkpoints that could not be read, by step; the run then continued from an older one."""
 DATA_FILE = "data.json"
@@ -64,15 +61,12 @@ PLAN_FILE = "plan.json"
 """Holds a plan, if the user has put one there (scripts/plan.py --json); the run compares its times with the plan's."""
 CHECK_FILE, CHECK_PAGE = "check.json", "check.html"
 """What `tpu-grpo check` found, in a directory beside run.dir; see `check_directory`."""
-COMPARISON_FILE = "comparison.html"
-"""Compares several runs; written to the working directory of the command."""
 FROM_WEIGHTS = "export its weights (scripts/export.py RUN --out DIR) for a run with model.path=DIR in another run.dir"
 """What to do with a run that cannot go on with other settings."""
 DIRECTORIES = (
     LOGS_DIR,
     PROFILE_DIR,
     CHECKPOINTS_DIR,
-    NON_FINITE_DIR,
     DAMAGED_DIR,
     WANDB_DIR,
     TENSORBOARD_DIR,

@@ -17,12 +17,11 @@ from tpu_grpo.config import RunConfig
 from tpu_grpo.observe.callbacks import Callback
 from tpu_grpo.observe.console import ConsoleSink
 from tpu_grpo.observe.evaluation import Evaluation, EvaluationSamples, sample_records
-from tpu_grpo.observe.json_lines import encode_line, keep_steps, read_steps
-from tpu_grpo.observe.published import Published, read_published
 from tpu_grpo.observe.run_files import METRICS_FILE, SAMPLES_FILE
 from tpu_grpo.observe.sample_rows import SampleRow, sample_fields, sample_rows
 from tpu_grpo.observe.step_metrics import MetricValue
 from tpu_grpo.observe.trackers import TensorBoardSink, WandbSink
+from tpu_grpo.records.json_files import encode_line, keep_steps
 from tpu_grpo.records.stages import Histogram, ScoredRollout
 
 
@@ -129,8 +128,6 @@ def open_run_log(config: RunConfig, start_step: int, *more: Sink, callbacks: Seq
     """
     every = config.evaluation.every if config.has_held_out else None
     console = ConsoleSink(start_step, config.run.max_steps, evaluation_every=every)
-    if (against := config.logging.against) is not None:
-        more = (PublishedSink(read_published(against), config, console.note), *more)
     try:
         files = JsonlSink(config.run_dir, start_step)
         for callback in callbacks:
@@ -190,21 +187,6 @@ class JsonlSink:
         """Close both files."""
         self._metrics.close()
         self._samples.close()
-
-
-class PublishedSink(Sink):
-    """Tells the user how the run compares with published results, after the last step of each published point."""
-
-    def __init__(self, published: Published, config: RunConfig, say: Callable[[str], None]) -> None:
-        self._published, self._say = published, say
-        self._path, self._config = config.run_dir / METRICS_FILE, config.model_dump(mode="json")
-
-    def write(self, metrics: Mapping[str, MetricValue]) -> None:
-        """Compare the run up to this step, whose line must already be in ``metrics.jsonl``."""
-        step = int(metrics["step"])
-        if any(point.steps[1] == step for point in self._published.points):
-            for text in self._published.sentences(list(read_steps(self._path)), self._config, step):
-                self._say(text)
 
 
 class OptionalSink:

@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 
 from tpu_grpo.observe.chart_drawing import SIDE, draw
 from tpu_grpo.observe.charts import evaluation_label, evaluation_lines, run_charts
-from tpu_grpo.observe.json_lines import Lines, is_number, numbers, replace_text
+from tpu_grpo.observe.json_lines import Lines, is_number, numbers
 from tpu_grpo.observe.model_card import rendered
 from tpu_grpo.observe.page_tables import Cell, Column, Table, best_name, evaluation_table, held_out_table, step_table
 from tpu_grpo.observe.planned import plan_table, read_planned
-from tpu_grpo.observe.published import Published, read_published
 from tpu_grpo.observe.run_files import REPORT_FILE
 from tpu_grpo.observe.run_reader import RunRead, Standing, read_run, setting_of
 from tpu_grpo.observe.summary import EDGE_STEPS
+from tpu_grpo.records.json_files import replace_text
 
 AGAIN_SECONDS = 20
 """The interval at which browsers reload the page of a run that goes on."""
@@ -32,13 +32,11 @@ def write_report(
     goes_on: bool = False,
     standing: Standing | None = None,
     path: Path | None = None,
-    published: Published | None = None,
 ) -> Path:
     """Write ``report.html`` atomically, and return its path.
 
     ``goes_on`` says whether a process uses the directory. ``standing`` is the state of the run, if the caller knows it;
-    otherwise it is taken from the files. The page is written to ``path``, by default into ``run_dir``. The run is
-    compared with ``published``, by default with the results that its setting logging.against names.
+    otherwise it is taken from the files. The page is written to ``path``, by default into ``run_dir``.
 
     Raises:
         DataError: for a directory that is not a run's, or a malformed file.
@@ -48,12 +46,6 @@ def write_report(
     best = best_name(run.config, run.evaluations).rpartition("/")[2]
     tables = [evaluation_table(run), held_out_table(run.held_out, best), *map(step_table, run.samples), _changes(run)]
     tables.append(plan_table(run.lines, read_planned(run_dir)))
-    charts = run_charts(run)
-    if published is None and isinstance(against := setting_of(run.config, "logging", "against"), str):
-        published = read_published(against)
-    if published is not None:
-        tables.insert(0, published.table(run.lines, run.config))
-        charts = [published.beside(chart) for chart in charts]
     write_page(
         path,
         "run.html.jinja",
@@ -62,7 +54,7 @@ def write_report(
         settings=_settings_line(run.config),
         standing=run.standing,
         figures=list(_figures(run)),
-        drawings=[draw(chart) for chart in charts],
+        drawings=[draw(chart) for chart in run_charts(run)],
         tables=[table for table in tables if table is not None],
         config=run.config_text,
         summary=run.summary_text,

@@ -17,7 +17,7 @@ import yaml
 
 from tpu_grpo.config.yaml_dialect import read_yaml
 from tpu_grpo.hosts import End
-from tpu_grpo.observe.json_lines import Lines, Record, compact, read_records, read_steps, write_json
+from tpu_grpo.observe.json_lines import Lines, compact
 from tpu_grpo.observe.run_files import (
     CHANGES_FILE,
     CONFIG_FILE,
@@ -29,6 +29,7 @@ from tpu_grpo.observe.run_files import (
     SUMMARY_FILE,
 )
 from tpu_grpo.records.errors import DataError
+from tpu_grpo.records.json_files import Record, read_records, read_steps, write_json
 from tpu_grpo.records.outside import parse_json, read_file
 
 MOST_ROWS = 256

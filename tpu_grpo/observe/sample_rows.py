@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
+from tpu_grpo.records.short_texts import shortened
 from tpu_grpo.records.stages import Completion, FinishReason, ScoredRollout
 
 
@@ -141,7 +142,7 @@ def visible(text: str, limit: int) -> str:
     '2 + 2 =\\\\n4'
     """
     head = limit * 2 // 3
-    shown = text if len(text) <= limit else f"{text[:head]} … {text[len(text) - (limit - head) :]}"
+    shown = shortened(text, head, limit - head, " … ")
     control = ("Cc", "Cf", "Cs", "Zl", "Zp")
     return "".join(c.encode("unicode_escape").decode() if unicodedata.category(c) in control else c for c in shown)
 

@@ -5,7 +5,6 @@ programs that cannot run here. Delete that directory to compile anew.
 """
 
 import hashlib
-import json
 import os
 import re
 import time
@@ -18,7 +17,7 @@ from typing import Any, Literal
 import jax
 
 from tpu_grpo.hosts.caching import cache_directory
-from tpu_grpo.observe.json_lines import replace_text
+from tpu_grpo.records.json_files import read_json, write_json
 from tpu_grpo.run.abstract import AbstractRun
 
 Stage = Literal["rollout", "logprobs", "update", "sync"]
@@ -79,12 +78,12 @@ def compile_all(
         lowered = lower()
         kept = _figures_file(lowered, list(mesh.devices.flat), options)
         if kept.exists():
-            figures = json.loads(kept.read_text())
+            figures = read_json(kept)
         else:
             say(f"compiling {name} ({run.checkpoint.config.num_hidden_layers} layers)")
             figures = compiled_figures(lowered, options)
             kept.parent.mkdir(parents=True, exist_ok=True)
-            replace_text(kept, json.dumps(figures), f".{os.getpid()}")
+            write_json(kept, figures, f".{os.getpid()}")
         compiled.append(CompiledProgram(name=name, stage=stage, **figures))
     return compiled
 

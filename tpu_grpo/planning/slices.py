@@ -22,7 +22,7 @@ from unittest import mock
 from tpu_grpo.launching.tpus import Chip, Generation, Rates, Slice, parse_slice
 from tpu_grpo.observe.json_lines import is_number
 from tpu_grpo.records.errors import ConfigError, DataError, PlanningError, say
-from tpu_grpo.run.directory import read_json
+from tpu_grpo.records.json_files import read_json
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 KILLED = (

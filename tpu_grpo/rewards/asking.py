@@ -30,8 +30,9 @@ from jaxtyping import Bool, Float
 from tpu_grpo.config import RewardSpec
 from tpu_grpo.records.episode import Failure
 from tpu_grpo.records.errors import LARGEST_REWARD, RewardError
+from tpu_grpo.records.short_texts import SHORT_REPR
 from tpu_grpo.records.stages import Conversation, Figure, Rollout
-from tpu_grpo.rewards.calling import NO_VALUES, SHORT_REPR, Answer, Call, Problem, RewardBatch, TokenValues
+from tpu_grpo.rewards.calling import NO_VALUES, Answer, Call, Problem, RewardBatch, TokenValues
 from tpu_grpo.rewards.executors import Executor
 from tpu_grpo.rewards.feed import Feed
 from tpu_grpo.rewards.protocol import OF_ROWS, TEXT_ARGUMENTS
@@ -205,8 +206,6 @@ class RewardResult:
     logged: dict[str, list[float]] = field(default_factory=dict)
     of_tokens: list[TokenValues] = field(default_factory=list)
     """For a per-token reward, the numbers of each row's tokens; empty for any other reward."""
-    failures: list[tuple[tuple[int, ...], str]] = field(default_factory=list)
-    """For each problem, the numbers of its rows and the error message."""
 
     @property
     def comparable(self) -> list[Any]:
@@ -248,7 +247,7 @@ def ask_reward(reward: OpenReward, table: Table, gate_B: Float[np.ndarray, " B"]
     if feed.cancelled:
         raise RewardError("every batch needs an answer, and the rewards were closed before they had given it")
     for number, batch in enumerate(batches):
-        _take_in(answers[number], batch, reward.spec, table, result, warn=not result.failures)
+        _take_in(answers[number], batch, reward.spec, table, result, warn=not result.timeouts + result.errors)
     result.seconds = time.perf_counter() - started
     return result
 
@@ -290,7 +289,6 @@ def _take_in(
         if warn:
             LOG.warning("step %d: %s", table.step, message)
             warn = False
-        result.failures.append((tuple(table.numbers[row] for row in rows), message))
         if problem.kind == "late":
             result.timeouts += len(rows)
         else:
@@ -408,7 +406,6 @@ class Groups:
             sum(part.errors for part in parts),
             logged,
             [values for part in parts for values in part.of_tokens],
-            [failure for part in parts for failure in part.failures],
         )
 
     def _take(self, key: tuple[Group, int], answer: Answer) -> None:

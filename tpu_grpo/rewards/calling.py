@@ -12,7 +12,6 @@ import base64
 import inspect
 import math
 import re
-import reprlib
 import time
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -27,6 +26,7 @@ from pydantic import PlainValidator
 
 from tpu_grpo.records.episode import KeptEnvironment
 from tpu_grpo.records.errors import RewardError
+from tpu_grpo.records.short_texts import SHORT_REPR, shortened
 from tpu_grpo.rewards.protocol import EXTRAS, OF_ROWS, RESERVED_METRICS, TEXT_ARGUMENTS, TrainerState
 from tpu_grpo.rewards.shipped import Thinking
 from tpu_grpo.rewards.shipped.correctness import boxed, inside
@@ -42,7 +42,6 @@ def _read_values(text: object) -> np.ndarray:
 TokenValues = Annotated[Float[np.ndarray, "_"], PlainValidator(_read_values)]
 """A float64 number per token; empty where the reward does not apply. Workers send the numbers as base64."""
 NO_VALUES: TokenValues = np.zeros(0)
-SHORT_REPR = reprlib.Repr(maxstring=120, maxother=120)
 """Shortens the texts and values that error messages show."""
 SEARCH_SECONDS = 2.0
 """The time limit of the search for the row that makes a batch raise."""
@@ -314,8 +313,7 @@ class Caller:
         return [dict(message) for message in value]
 
     def _raised(self, error: BaseException, failing_row: int | None = None) -> Problem:
-        message = str(error)
-        message = message if len(message) <= _LONGEST_MESSAGE else f"{message[:_LONGEST_MESSAGE]}..."
+        message = shortened(str(error), _LONGEST_MESSAGE)
         text = f"raised {type(error).__name__}: {message} ({self._source_line(error)}){hint(self._call, error)}"
         return Problem("raised", text, failing_row=failing_row, trace="".join(traceback.format_exception(error)))
 

@@ -124,18 +124,8 @@ class RewardSet:
         Raises RewardError for a reward with ``on_error: stop`` that raises, is late, dies, or does not return one
         finite number or None per row. The message names the reward and the row.
         """
-        return self.score_and_explain(rollout)[0]
-
-    def score_and_explain(
-        self, rollout: Rollout, numbers: Sequence[int] | None = None
-    ) -> tuple[Scores, dict[str, RewardResult]]:
-        """Return the scores, and the result of each reward with its failures. Raises the errors of ``score``.
-
-        If the rollout is part of a larger one, ``numbers`` are its rows' numbers there, which failures name.
-        """
-        started, table = time.perf_counter(), build_table(rollout, self.rewards, numbers=numbers)
-        results = self._ask_all(table, {})
-        return add_up(self, results, table, started), results
+        started, table = time.perf_counter(), build_table(rollout, self.rewards)
+        return add_up(self, self._ask_all(table, {}), table, started)
 
     def begin(self, batch: PromptBatch, rollouts: int = 1) -> "Scoring":
         """Begin to score rollouts of a batch's prompts, before they are sampled; use it in a ``with`` block."""

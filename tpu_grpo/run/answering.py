@@ -5,7 +5,7 @@ The engine's context is only as long as prompts and answers need, and it uses th
 
 import json
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -15,20 +15,20 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tpu_grpo.config import RunConfig
-from tpu_grpo.data.chat_messages import Message, record_of
+from tpu_grpo.data.chat_messages import record_of
 from tpu_grpo.data.rendering import PromptRenderer
 from tpu_grpo.engine.engine import Engine
 from tpu_grpo.engine.options import EngineOptions, choose_attention
 from tpu_grpo.engine.replicas import Replicas
-from tpu_grpo.engine.sampler import completion_text, sampling_params, stream
+from tpu_grpo.engine.sampler import completion_text, impossible, sampling_params
 from tpu_grpo.environments.actions import Action
 from tpu_grpo.environments.agent_conversation import read_turn
 from tpu_grpo.environments.chat_dialect import Dialect, check_ids
 from tpu_grpo.environments.policy_requests import Asked, RefusedError
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.learner import parameters
-from tpu_grpo.models.tokenizers import TextStream, check_length, decode, token_bytes
-from tpu_grpo.records.errors import ConfigError, DataError, RequestError
+from tpu_grpo.models.tokenizers import check_length, decode, token_bytes
+from tpu_grpo.records.errors import ConfigError, DataError, NonFiniteError, RequestError
 from tpu_grpo.records.stages import Completion, Prompt, PromptBatch, Request, Rollout, SampleKey, Scores
 from tpu_grpo.rewards import RewardSet, open_rewards
 from tpu_grpo.run.engines import SyncedEngines
@@ -37,11 +37,8 @@ from tpu_grpo.run.meshes import default_tensor
 from tpu_grpo.run.parts import stop_ids
 from tpu_grpo.run.policies import choose, load_policy
 
-STEPS_PER_LAUNCH = 4
-"""Tokens of an answer per launch of the engine, after which text is shown: fewer would be slower, more would make the
-text jump."""
-CHAT_TOKENS = 2048
-"""A chat has room for at least this many tokens, if the model supports that many."""
+ROOM_TOKENS = 2048
+"""Without prompts, there is room for at least this many tokens, if the model supports that many."""
 
 
 class Speaker:
@@ -50,16 +47,14 @@ class Speaker:
         speaker = Speaker(config, "latest")
         prompt = speaker.prompt({"question": "47+38="})
         speaker.start([prompt])                                 # builds the engine, for these prompts
-        for answers in speaker.answer(prompt, turn=0, cancelled=lambda: False):
-            ...
+        completions = speaker.answer(prompt, turn=0)
 
     Args:
         config: the config of the model's run, or of the run whose prompt format is used for the model.
         which: the checkpoint: a step, latest, best, or initial; its weights are loaded by ``start``.
         samples: the number of answers to each prompt.
-        context: the most tokens of a conversation and its answer; if None, as many as the prompts need.
+        context: the most tokens of a prompt and its answer; if None, as many as the prompts need.
         seed: the seed of sampling; if None, the run's seed.
-        steps_per_launch: the tokens of an answer per launch; if None, as many as suit the model's size.
         sampling: fields of `SamplingParams` that differ from the run's.
     """
 
@@ -71,11 +66,9 @@ class Speaker:
         samples: int = 1,
         context: int | None = None,
         seed: int | None = None,
-        steps_per_launch: int | None = STEPS_PER_LAUNCH,
         **sampling: Any,
     ):
         self._config, self.samples, self._context = config, samples, context
-        self._steps = steps_per_launch
         self._seed = config.run.seed if seed is None else seed
         self._sampling = replace(sampling_params(config.rollout), **sampling)
         self._chosen = choose(config.run_dir, which)
@@ -88,20 +81,14 @@ class Speaker:
         """Make a data record of a prompt's text, with further columns."""
         return record_of(text, columns, self._config.data)
 
-    def prompt(self, record: Mapping[str, Any], history: Sequence[Message] = ()) -> Prompt:
-        """Render a record as the run does, after the messages of ``history``."""
-        where = ["the prompt"]
-        [prompt] = self._renderer.prompts([record], where)
-        if not history:
-            return prompt
-        messages = [*history, prompt.conversation[-1]]
-        [text] = self._renderer.texts([messages], where)
-        [token_ids] = self._renderer.encoded([text], where)
-        return replace(prompt, text=text, token_ids=tuple(token_ids), messages=messages)
+    def prompt(self, record: Mapping[str, Any]) -> Prompt:
+        """Render a record as the run does."""
+        [prompt] = self._renderer.prompts([record], ["the prompt"])
+        return prompt
 
     def start(self, prompts: Sequence[Prompt] = ()) -> None:
-        """Load the weights, and build an engine for these prompts, or for a chat if there are none. Raises ConfigError
-        if prompt and answer may be longer than the model's context."""
+        """Load the weights, and build an engine for these prompts, or for any if there are none. Raises ConfigError if
+        prompt and answer may be longer than the model's context."""
         config, checkpoint, rollout = self._config, self._checkpoint, self._config.rollout
         devices = jax.devices()[: default_tensor(checkpoint, config.model.dtype, len(jax.devices()))]
         options = EngineOptions(
@@ -116,7 +103,6 @@ class Speaker:
             prefix_cache=True,
             batch_paddings=None,
             shard_vocab=None,
-            steps_per_launch=self._steps,
         )
         replicas = Replicas.build(checkpoint.directory, devices, len(devices), options, Hosts())
         engines = SyncedEngines(replicas, checkpoint.weight_rules, self._tokenizer, config, Hosts())
@@ -135,7 +121,7 @@ class Speaker:
         if (context := self._context) is None and prompts:
             context = max(len(prompt.token_ids) for prompt in prompts) + new
         elif context is None:
-            context = max(self._config.data.max_prompt_tokens + new, CHAT_TOKENS)
+            context = max(self._config.data.max_prompt_tokens + new, ROOM_TOKENS)
             context = context if longest is None else min(context, longest)
         if longest is not None and context > longest:
             raise ConfigError(
@@ -144,31 +130,26 @@ class Speaker:
             )
         return context
 
-    def answer(
-        self, prompt: Prompt, turn: int, cancelled: Callable[[], bool]
-    ) -> Iterator[list[tuple[str, Completion | None]]]:
-        """Sample answers; after every few tokens, yield (text so far, completion) per answer.
-
-        The completion is None until the answer ends. The random numbers depend only on the seed, ``turn``, and the
-        number of the answer.
+    def answer(self, prompt: Prompt, turn: int) -> list[Completion]:
+        """Sample the answers to a prompt. The random numbers depend only on the seed, ``turn``, and the number of the
+        answer.
 
         Raises:
-            RequestError: prompt and answer may be longer than the engine's context.
+            NonFiniteError: if a log-probability is not finite or is above 0.
         """
         assert self._engine is not None, "start comes first"
-        tokens, new, context = len(prompt.token_ids), self._sampling.max_new_tokens, self._engine.options.context_tokens
-        if tokens + new > context:
-            raise RequestError(
-                f"a conversation and its answer must have at most {context} tokens here, got {tokens} and up to "
-                f"{new} more; begin anew with /reset, allow fewer with --max-new-tokens, or more with --context"
-            )
         keys = [SampleKey(self._seed, 0, turn, sample) for sample in range(self.samples)]
-        streams, texts = [TextStream(self._tokenizer) for _ in keys], [""] * len(keys)
-        requests = [Request(prompt.token_ids, self._sampling, key) for key in keys]
-        for answers in stream(self._engine, requests, cancelled):
-            for row, answer in enumerate(answers):
-                texts[row] += streams[row].more(answer.token_ids, ended=answer.completion is not None)
-            yield [(text, answer.completion) for text, answer in zip(texts, answers, strict=True)]
+        completions = self._engine.generate([Request(prompt.token_ids, self._sampling, key) for key in keys])
+        if any(impossible(completion).any() for completion in completions):
+            raise NonFiniteError(
+                "the log-probabilities of an answer must be finite and at most 0, got others: the model's weights are "
+                "broken, or their numbers too large for model.dtype; name another checkpoint"
+            )
+        return completions
+
+    def text(self, completion: Completion) -> str:
+        """Return the text of an answer."""
+        return completion_text(self._tokenizer, completion)
 
     def complete(self, request: Request) -> Completion:
         """Sample one completion of a request."""
@@ -241,7 +222,7 @@ class Speaker:
             self._rewards = open_rewards(self._config.rewards, columns, self._config.run.max_steps)
         else:
             self._rewards = self._rewards.for_columns(columns)
-        texts = tuple(completion_text(self._tokenizer, c) for c in completions)
+        texts = tuple(map(self.text, completions))
         batch = PromptBatch(self._chosen.step or 0, (prompt,))
         return self._rewards.score(Rollout(batch, len(completions), tuple(completions), texts, seconds=0.0))
 

@@ -18,7 +18,6 @@ from typing import Any, Self
 
 from tpu_grpo.config import ARRAYS, EVERYTHING, RunConfig, load_config
 from tpu_grpo.hosts import Hosts, host_log
-from tpu_grpo.observe.json_lines import encode_line, read_steps, replace_text, write_json
 from tpu_grpo.observe.run_files import (
     CHANGES_FILE,
     CHECKPOINTS_DIR,
@@ -36,7 +35,7 @@ from tpu_grpo.observe.run_files import (
     saved_steps,
 )
 from tpu_grpo.records.errors import CheckpointError, ConfigError, DataError, LockstepError, TpuGrpoError
-from tpu_grpo.records.outside import parse_json, read_file
+from tpu_grpo.records.json_files import encode_line, read_json, read_steps, replace_text, write_json
 from tpu_grpo.run.fingerprints import Change, changed_settings, changed_sources, sources
 from tpu_grpo.run.lock import RunLock, holder, read_owner, taken
 
@@ -209,21 +208,6 @@ def _changes_since(config: RunConfig, steps: Sequence[int]) -> tuple[Change, ...
             f"with checkpoint.resume=never, {remedy}"
         )
     return tuple(changed)
-
-
-def read_json(path: Path, **types: type) -> dict[str, Any]:
-    """Read a JSON file of an earlier run: an object in which each name in ``types`` has a value of that type. Raises
-    DataError if the file holds anything else."""
-    try:
-        found = parse_json(read_file(path))
-    except (ValueError, OSError):  # invalid JSON or UTF-8, or not a file
-        found = None
-    if not isinstance(found, dict):
-        raise DataError(f"{path} must hold a JSON object, as a run writes it, and does not; restore or remove it")
-    for name, kind in types.items():
-        if type(value := found.get(name)) is not kind:
-            raise DataError(f"{path} must hold {name}, a value of {kind.__name__}, got {value!r}; restore or remove it")
-    return found
 
 
 def _sources_in(path: Path) -> dict[str, dict[str, str]]:

@@ -24,6 +24,7 @@ from tpu_grpo.data.record_files import is_address
 from tpu_grpo.models.fetching import fetched
 from tpu_grpo.models.lora import SETTINGS_FILE, TENSORS_FILE
 from tpu_grpo.observe.summary import versions
+from tpu_grpo.records.short_texts import shortened
 
 OWN_SETTINGS = {"hosts.index", "run.dir", "run.compilation_cache"}
 """Settings that may differ between hosts: the number of the host, and the directories of its files."""
@@ -113,7 +114,7 @@ class Change:
     effect: Effect
 
     def __str__(self) -> str:
-        old, new = (text if len(text) <= SHOWN else f"{text[:SHOWN]}..." for text in (self.old, self.new))
+        old, new = (shortened(text, SHOWN) for text in (self.old, self.new))
         return f"{self.name}: {self.old} -> {self.new}" if old == new else f"{self.name}: {old} -> {new}"
 
     @property

@@ -32,6 +32,7 @@ import psutil
 from tpu_grpo.hosts.ending import end_process
 from tpu_grpo.observe.run_files import LOCK_FILE
 from tpu_grpo.records.errors import ConfigError
+from tpu_grpo.records.outside import parse_json
 
 BEAT_SECONDS = 10.0
 SILENT_SECONDS = 60.0
@@ -102,8 +103,8 @@ def _open(path: Path, flags: int) -> int:
 
 def _parsed(record: bytes) -> Owner | None:
     try:
-        return Owner(**json.loads(record))
-    except (ValueError, TypeError, RecursionError):  # not JSON, or not these fields
+        return Owner(**parse_json(record))
+    except (ValueError, TypeError):  # not JSON, or not these fields
         return None
 
 

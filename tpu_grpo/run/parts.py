@@ -36,7 +36,6 @@ from tpu_grpo.run.carrying import Carry
 from tpu_grpo.run.engines import Probe, SyncedEngines
 from tpu_grpo.run.inputs import HeldOutInputs, Inputs, agreed_checkpoint, load_environments, open_held_out
 from tpu_grpo.run.meshes import Meshes, build_meshes, check_trainer
-from tpu_grpo.run.non_finite import FailureFiles
 from tpu_grpo.run.policies import load_inputs
 
 
@@ -79,8 +78,6 @@ def build_parts(inputs: Inputs, hosts: Hosts) -> Parts:
     trains = meshes.trainer.local_devices
     learner = make(config, given, hosts) if trains else DescribedLearner(config, make.build(config, given), hosts)
     sampler = Sampler(engines.replicas, inputs.tokenizer, config, task.environments)
-    learner.keep_failed(FailureFiles(config, learner.trainers, learner.save_apart))
-    sampler.keep_broken = FailureFiles(config, hosts, learner.save_apart).of_rollout
     announce(hosts, "compiling the weight sync, and moving the weights into the engine")
     engines.install(learner.params())
     assert engines.sync is not None

@@ -16,15 +16,15 @@ from typing import Any
 from tpu_grpo.algorithms import notices
 from tpu_grpo.config import RunConfig
 from tpu_grpo.data.prompt_draw import PromptDraw
-from tpu_grpo.hosts import Hosts, StepAbandoned, StopRequest, Watch, announce, here, with_reminders
+from tpu_grpo.hosts import Hosts, StepAbandoned, StopRequest, Watch, announce, with_reminders
 from tpu_grpo.models.lora import write_adapters
 from tpu_grpo.models.tokenizers import padding_notes
 from tpu_grpo.observe.callbacks import Callback
 from tpu_grpo.observe.evaluation import EvaluationLog, describe, write_samples
-from tpu_grpo.observe.json_lines import read_records, write_json
 from tpu_grpo.observe.live_report import LiveReport
 from tpu_grpo.observe.planned import beside_plan, read_planned
 from tpu_grpo.observe.process_metrics import CompilationCounter, memory_metrics
+from tpu_grpo.observe.published import read_published
 from tpu_grpo.observe.run_files import (
     ADAPTERS_DIR,
     CHANGES_FILE,
@@ -39,6 +39,7 @@ from tpu_grpo.observe.run_log import RunLog, open_run_log
 from tpu_grpo.observe.step_metrics import rollout_metrics, sync_metrics, tokens_digest, update_metrics
 from tpu_grpo.observe.summary import build_summary, versions
 from tpu_grpo.records.errors import DiskError, Interrupted
+from tpu_grpo.records.json_files import read_records, write_json
 from tpu_grpo.records.stages import PromptBatch, Rollout, ScoredRollout, UpdateResult
 from tpu_grpo.rewards.distributed import DistributedScoring
 from tpu_grpo.run.carrying import Carry
@@ -86,7 +87,6 @@ def train(
         parts = build_parts(inputs, hosts)
         start, prompts = parts.learner.restored_step, parts.task.prompts
         notes = [*directory.begin(start, prompts.describe()), *prompts.notes]
-        here.step = start
         with LiveReport(config, hosts, start, directory.is_ours) if hosts.is_first else nullcontext() as report:
             with (
                 open_run_log(config, start, report, callbacks=callbacks) if report else RunLog([]) as log,
@@ -132,6 +132,8 @@ class Run:
     warned_of_lost_steps: bool = False
     ahead: StepGroups | None = None
     """With algorithm.staleness, the groups of the next step, which were sampled during the update."""
+    done: int = 0
+    """The number of the last step done."""
     updating: bool = False
     """Whether a step is past the point from which it is always finished."""
 
@@ -146,16 +148,21 @@ class Run:
         try:
             step = self._train(start)
         except StepAbandoned:
-            raise self._stopped(here.step or 0) from None
+            raise self._stopped(self.done) from None
         if step < self.config.run.max_steps:
             self.log.note(f"the run ends after step {step}: {self.draw.why_exhausted}")
         self.parts.learner.close(best=self._best_step)
+        if self.hosts.is_first and (against := self.config.logging.against) is not None:
+            lines = list(read_records(self.config.run_dir / METRICS_FILE))
+            for text in read_published(against).sentences(lines, self.config.model_dump(mode="json")):
+                self.log.note(text)
         if self.config.export.every is not None:
             with self.watch.stage("export"):
                 self.log.note(self._export(step))
 
     def _train(self, step: int) -> int:
         """Do the steps after ``step``, and return the number of the last step done."""
+        self.done = step
         if not step:
             with self._may_be_abandoned(together=True):
                 self._evaluate_if_due(0)
@@ -165,7 +172,7 @@ class Run:
             while not self._is_last(step):
                 with timeline.step(step + 1):
                     self._step(step + 1)
-                    step = here.step = step + 1
+                    step = self.done = step + 1
                     self.compiled()
                     if self._any_host(self.stop.asked or self.log.asked_to_stop) and not self._is_last(step):
                         raise self._stopped(step)

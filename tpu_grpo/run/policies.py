@@ -16,7 +16,7 @@ from tpu_grpo.models.lora import adapted_modules, apply_lora, cast_adapters, loa
 from tpu_grpo.models.tunix_model import abstract_model, check_finite, is_abstract, load_model
 from tpu_grpo.observe.run_files import BEST_FILE, CHECKPOINTS_DIR, saved_steps
 from tpu_grpo.records.errors import CheckpointError, ConfigError
-from tpu_grpo.run.directory import read_json
+from tpu_grpo.records.json_files import read_json
 from tpu_grpo.run.meshes import Meshes
 
 INITIAL, LATEST, BEST = "initial", "latest", "best"

@@ -11,7 +11,6 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -30,8 +29,8 @@ from tunix.rl.rollout.base_rollout import RolloutConfig
 from tpu_grpo.config import RunConfig
 from tpu_grpo.learner.batches import DATA_AXIS, Batches
 from tpu_grpo.learner.building import LearnerInputs, row_shape
-from tpu_grpo.learner.learner import FailedUpdate, Learner
-from tpu_grpo.learner.loss import LossSettings, TrainBatch
+from tpu_grpo.learner.learner import Learner
+from tpu_grpo.learner.loss import LossSettings
 from tpu_grpo.learner.optimizers import build_optimizer, learning_rate_schedule, state_shardings
 from tpu_grpo.learner.parameters import Values, by_name, cast_to_compute, freeze_untrained, trained_type
 from tpu_grpo.learner.rows import RowShape, check_sequences
@@ -59,9 +58,7 @@ class TunixLearner(Learner):
         parts.try_loss()
         return parts
 
-    def _made_updates(
-        self, signal: Signal, scored: ScoredRollout
-    ) -> Iterator[tuple[MeasuredUpdate, Sequence[TrainBatch]]]:
+    def _made_updates(self, signal: Signal, scored: ScoredRollout) -> Iterator[MeasuredUpdate]:
         """Let Tunix's learner make all updates of a rollout, and then yield the measurements of each update."""
         config, parts, prompts = self._config, self._parts, scored.rollout.batch.prompts
         parts.feed.start(signal, scored)
@@ -75,10 +72,7 @@ class TunixLearner(Learner):
         passes = jax.device_get(parts.updater.take_passes())
         for at in range(0, len(passes), mini // micro):
             of_update = passes[at : at + mini // micro]
-            yield MeasuredUpdate([each["sums"] for each in of_update], of_update[-1]["record"], {}), ()
-
-    def keep_failed(self, keep: Callable[[FailedUpdate], Path]) -> None:
-        """Keep no files of failed updates: only this package's own learner can repeat an update from one."""
+            yield MeasuredUpdate([each["sums"] for each in of_update], of_update[-1]["record"], {})
 
 
 class _Feed:

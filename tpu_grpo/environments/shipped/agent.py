@@ -21,6 +21,8 @@ import signal
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from tpu_grpo.records.outside import parse_json
+
 if TYPE_CHECKING:
     from tpu_grpo.environments.actions import Action, Answered
 
@@ -188,9 +190,9 @@ class _Lasting:
 
     def _result(self, line: bytes) -> None:
         try:
-            result = json.loads(line)
+            result = parse_json(line)
             future = self._playing.get(result["session"])
-        except (ValueError, TypeError, KeyError, RecursionError):
+        except (ValueError, TypeError, KeyError):
             print(line.decode(errors="replace"), end="", flush=True)  # other output is shown to the user
             return
         if future is None or future.done():
@@ -242,9 +244,9 @@ async def _last_line(process: asyncio.subprocess.Process, asked: Mapping[str, An
 
 def _reward_in(line: str) -> float:
     try:
-        found = json.loads(line)
+        found = parse_json(line)
         return float(found["reward"] if isinstance(found, dict) else found)
-    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+    except (ValueError, TypeError, KeyError, OverflowError):
         raise AgentError(
             f'an agent\'s last line must be its reward, a number or {{"reward": number}}, got {line!r:.300}; or let it '
             "post its reward to /reward"

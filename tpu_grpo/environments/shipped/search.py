@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from tpu_grpo.hosts.caching import cache_directory, exclusive
+from tpu_grpo.records.outside import parse_json
+from tpu_grpo.records.short_texts import shortened
 
 _WORD = re.compile(r"\w+")
 BUILTIN = "builtin:search"
@@ -64,8 +66,7 @@ class Search:
             (" OR ".join(f'"{word}"' for word in words), self._top),
         ).fetchall()
         shown, most = (f"{title}: {text}" if title else text for title, text in found), self._max_characters
-        cut = (text if len(text) <= most else f"{text[:most]}..." for text in shown)
-        return "\n".join(f"[{n}] {text}" for n, text in enumerate(cut, start=1)) or "nothing found"
+        return "\n".join(f"[{n}] {shortened(text, most)}" for n, text in enumerate(shown, start=1)) or "nothing found"
 
 
 def passages(corpus: Path) -> Iterator[tuple[str, str]]:
@@ -106,7 +107,7 @@ def _builtin_passages() -> list[str]:
 
 def _record(line: str, where: str) -> tuple[str, str]:
     try:
-        record = json.loads(line)
+        record = parse_json(line)
     except ValueError as error:
         raise ValueError(f"{where} must be JSON, got {error}") from None
     if not isinstance(record, dict) or not isinstance(record.get("text"), str):

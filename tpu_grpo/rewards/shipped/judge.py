@@ -11,6 +11,7 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
+from tpu_grpo.records.outside import parse_json
 from tpu_grpo.rewards.protocol import per_sample
 from tpu_grpo.rewards.shipped.correctness import LogMetric, number
 
@@ -77,7 +78,7 @@ class Judge:
         self._places = asyncio.Semaphore(self._concurrency)
         if self._path is not None and self._path.exists():
             for line in self._path.read_text(encoding="utf-8").splitlines():
-                record = json.loads(line)
+                record = parse_json(line)
                 known = self._known[record["key"]] = asyncio.get_running_loop().create_future()
                 known.set_result(record["score"])
 
