@@ -108,9 +108,9 @@ class ModelSection(Section):
 class RolloutSection(Section):
     """These settings say how completions are sampled, and describe the engine that does it."""
 
-    attention: Literal["auto", "flash", "gather", "native"] = "auto"
+    attention: Literal["auto", "flash", "gather"] = "auto"
     """Choose the engine's attention. flash: sglang-jax's Pallas kernel, TPU only; gather: this package's, any device;
-    native: sglang-jax's reference, for comparison; auto: flash on TPU, gather elsewhere."""
+    auto: flash on TPU, gather elsewhere."""
     experts: Literal["ragged", "fused"] = "ragged"
     """Choose how the engine computes experts. ragged: this package's code, any device; fused: sglang-jax's Pallas
     kernel, TPU only."""

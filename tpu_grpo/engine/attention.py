@@ -1,10 +1,10 @@
-"""The interface of attention modes, sglang-jax's reference attention, and conversion to an 8-bit KV cache.
+"""The interface of attention modes, and conversion to an 8-bit KV cache.
 
 An attention mode makes a step's attention backend, and the backend's metadata: arrays that say where each row's keys
-and values are cached. ``GatherMode`` (gather_attention.py) runs on any device, ``FlashMode`` (flash_attention.py) runs
-on TPUs, and ``NativeMode`` is a reference. All decode steps of one launch (a call of a compiled program) share the
-result of ``launch_metadata``, built for the rows' greatest possible lengths. ``at_step`` derives each step's metadata
-from this result.
+and values are cached. ``GatherMode`` (gather_attention.py) runs on any device, and ``FlashMode``
+(flash_attention.py) runs on TPUs. All decode steps of one launch (a call of a compiled program) share the result of
+``launch_metadata``, built for the rows' greatest possible lengths. ``at_step`` derives each step's metadata from this
+result.
 
 ``encode`` and ``decode`` convert keys and values to and from the dtype of the KV cache, ``rollout.kv_dtype``:
 
@@ -18,29 +18,21 @@ from this result.
 
 NaN and infinite values become NaN in 8 bits.
 
-Suffixes: b rows of the batch, B rows (padded), L context, S cache slots of all rows, T new tokens of all rows, D
-head width, W head width in the cache.
+Suffixes: b rows of the batch, B rows (padded), L context, D head width, W head width in the cache.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, override
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, Shaped
-from sgl_jax.srt.layers.attention.native_backend import NativeAttention
-from sgl_jax.srt.layers.radix_attention import RadixAttention
-from sgl_jax.srt.managers.schedule_batch import ModelWorkerBatch
 from sgl_jax.srt.mem_cache.memory_pool import MHATokenToKVPool
-from sgl_jax.srt.model_executor.forward_batch_info import ForwardMode
 from sgl_jax.srt.model_executor.model_runner import ModelRunner
 
 from tpu_grpo.engine.options import KVDtype
-from tpu_grpo.records.errors import ConfigError
 
 Columns = Mapping[str, np.ndarray]
 """The padded per-row and per-token arrays of a prefill step, by their names in StepInputs."""
@@ -74,110 +66,23 @@ class AttentionMode(ABC):
         """
 
     @abstractmethod
-    def prefill_metadata(self, columns: Columns, slots_bL: Int[np.ndarray, "b L"]) -> tuple[Any, Int[np.ndarray, " S"]]:
-        """Return the backend's metadata for a prefill step, and the concatenated cache slots of all rows.
-
-        The second array is empty if the backend does not read it.
-        """
+    def prefill_metadata(self, columns: Columns, slots_bL: Int[np.ndarray, "b L"]) -> Any:
+        """Build the backend's metadata for a prefill step."""
 
     @abstractmethod
     def launch_metadata(self, slots_bL: Int[np.ndarray, "b L"], ends_B: Int[np.ndarray, " B"]) -> Any:
         """Build the metadata of a launch of decode steps, after which row b has at most ``ends_B[b]`` tokens."""
 
     @abstractmethod
-    def at_step(self, metadata: Any, seq_lens_B: Int[Array, " B"]) -> tuple[Any, Int[Array, " S"]]:
-        """Compute one decode step's metadata and concatenated slots inside a jax trace; padding rows have length 0."""
+    def at_step(self, metadata: Any, seq_lens_B: Int[Array, " B"]) -> Any:
+        """Compute one decode step's metadata inside a jax trace; padding rows have length 0."""
 
     @abstractmethod
     def backend(self, metadata: Any) -> Any:
         """Make the attention backend of a step inside the step's trace.
 
         The runner also holds a backend, which is made with ``metadata`` None.
-
-        Raises:
-            ConfigError: for a model that this attention cannot compute.
         """
-
-
-# --- sglang-jax's reference attention ---------------------------------------------------------------------------------
-
-
-class NativeMode(AttentionMode):
-    """The library's reference attention, which scores every query against every row's cache."""
-
-    @override
-    def cache_layer(self, pool: MHATokenToKVPool) -> jax.ShapeDtypeStruct:
-        """Describe a layer as the library does.
-
-        It pads the width of heads to a multiple of 128, and the number of heads to fill 32-bit words.
-        """
-        packing, tensor = 4 // np.dtype(pool.dtype).itemsize, pool.mesh.shape["tensor"]
-        pages = (pool.size + pool.page_size) // pool.page_size
-        words = tensor * -(-2 * pool.head_num // tensor // packing)
-        shape = (pages, pool.page_size, words, packing, pool.head_dim)
-        sharding = NamedSharding(pool.mesh, P("data", None, "tensor", None, None))
-        return jax.ShapeDtypeStruct(shape, pool.dtype, sharding=sharding)
-
-    def cache_loc(self, slots_bL: Int[np.ndarray, "b L"], seq_lens_B: Int[np.ndarray, " B"]) -> Int[np.ndarray, " S"]:
-        """Concatenate the slots of all rows. Zeros pad each row to whole pages, and the array to its fixed size."""
-        real_b, page = seq_lens_B[: len(slots_bL)], self._runner.page_size
-        position = np.arange(slots_bL.shape[1])
-        wanted = position < (-(-real_b // page) * page)[:, None]
-        values = np.where(position < real_b[:, None], slots_bL, 0)[wanted]
-        return padded(values, len(seq_lens_B) * slots_bL.shape[1])
-
-    @override
-    def prefill_metadata(self, columns: Columns, slots_bL: Int[np.ndarray, "b L"]) -> tuple[Any, Int[np.ndarray, " S"]]:
-        """Let the library compute its metadata from a ModelWorkerBatch with only the fields that the library reads."""
-        batch = ModelWorkerBatch.__new__(ModelWorkerBatch)
-        batch.forward_mode, batch.cache_loc = ForwardMode.EXTEND, self.cache_loc(slots_bL, columns["seq_lens"])
-        batch.seq_lens, batch.extend_seq_lens = columns["seq_lens"], columns["extend_lens"]
-        return self._runner.attn_backend.get_forward_metadata(batch), batch.cache_loc
-
-    @override
-    def launch_metadata(self, slots_bL: Int[np.ndarray, "b L"], ends_B: Int[np.ndarray, " B"]) -> Any:
-        """Return the cache slots [B, L] of all rows, with zeros for padding rows."""
-        return padded(slots_bL, len(ends_B))
-
-    @override
-    def at_step(self, metadata: Any, seq_lens_B: Int[Array, " B"]) -> tuple[Any, Int[Array, " S"]]:
-        """Concatenate the slots as ``cache_loc`` does. The backend needs no metadata: it finds a row's slots from the
-        lengths of the rows before."""
-        page, position_L = self._runner.page_size, jnp.arange(metadata.shape[1])
-        whole_B = -(-seq_lens_B // page) * page
-        starts_B = jnp.cumsum(whole_B) - whole_B
-        place_BL = jnp.where(position_L < whole_B[:, None], starts_B[:, None] + position_L, metadata.size)
-        values_BL = jnp.where(position_L < seq_lens_B[:, None], metadata, 0)
-        return None, jnp.zeros(metadata.size, jnp.int32).at[place_BL].set(values_BL, mode="drop")
-
-    @override
-    def backend(self, metadata: Any) -> Any:
-        """Make a new backend for every trace: in a trace, flax forbids changing modules that were made outside."""
-        cap = getattr(self._runner.model_config.hf_config, "attn_logit_softcapping", None)
-        if cap is not None:  # the library's native attention ignores it
-            raise ConfigError(
-                "rollout.attention=native needs a model without attn_logit_softcapping, got "
-                f"{cap:g}; use gather or auto"
-            )
-        return CutNativeAttention(self._runner.num_attn_heads, self._runner.num_kv_heads, self._runner.mesh)
-
-
-class CutNativeAttention(NativeAttention):
-    """NativeAttention that cuts its outputs, which are padded like the cache, to the width of the model's heads."""
-
-    def __call__(
-        self, q: Array, k: Array, v: Array, layer: RadixAttention, *args: Any, **kwargs: Any
-    ) -> tuple[Float[Array, "T heads"], Array]:
-        """Attend; returns the output and the updated cache, as the library's class does."""
-        attend: Any = super().__call__  # untyped in the library
-        output, cache = attend(q, k, v, layer, *args, **kwargs)
-        width = cache.shape[-1]
-
-        def cut(own_heads: Array) -> Array:  # keeps the first numbers of every head; heads stay sharded as they are
-            return own_heads.reshape(len(own_heads), -1, width)[..., : layer.head_dim].reshape(len(own_heads), -1)
-
-        by_head = P("data", "tensor")
-        return jax.shard_map(cut, in_specs=by_head, out_specs=by_head)(jax.sharding.reshard(output, by_head)), cache
 
 
 # --- numbers of the KV cache ------------------------------------------------------------------------------------------

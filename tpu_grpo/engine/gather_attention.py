@@ -1,9 +1,8 @@
 """Paged attention for any device, with sglang-jax's backend interface: each row gathers its own pages.
 
-The library's native attention scores every query against every row's cache (rows x rows x length) and is wrong for
-pages above one token. This attention costs rows x length, and is right for any page size. Each row's cache is
-read in chunks of CHUNK_TOKENS with a running softmax (Milakov and Gimelshein 2018, arXiv 1805.02867). The loop over
-chunks ends at the end of the longest row, so one program serves every length.
+This attention costs rows x length, and is right for any page size. Each row's cache is read in chunks of CHUNK_TOKENS
+with a running softmax (Milakov and Gimelshein 2018, arXiv 1805.02867). The loop over chunks ends at the end of the
+longest row, so one program serves every length.
 
 Queries of a prefill are split into blocks of QUERY_BLOCK tokens of one row. So a row's cost is proportional to its new
 tokens, even when a row with a whole prompt runs beside rows whose prompts are in the cache.
@@ -37,7 +36,6 @@ DECODE_GROUPS = 2
 MASKED = -1e30
 CACHE_PARTITION = P(None, None, "tensor")
 """Key-value heads are sharded over the devices of an engine."""
-NO_SLOTS = np.zeros(0, np.int32)
 
 
 class GatherMetadata(NamedTuple):
@@ -69,22 +67,20 @@ class GatherMode(AttentionMode):
         return jax.ShapeDtypeStruct(shape, bits_of(dtype), sharding=NamedSharding(pool.mesh, CACHE_PARTITION))
 
     @override
-    def prefill_metadata(
-        self, columns: Columns, slots_bL: Int[np.ndarray, "b L"]
-    ) -> tuple[GatherMetadata, Int[np.ndarray, " S"]]:
+    def prefill_metadata(self, columns: Columns, slots_bL: Int[np.ndarray, "b L"]) -> GatherMetadata:
         pages = self._pages(slots_bL, len(columns["seq_lens"]))
-        return block_metadata(pages, columns["extend_lens"], len(columns["input_ids"])), NO_SLOTS
+        return block_metadata(pages, columns["extend_lens"], len(columns["input_ids"]))
 
     @override
     def launch_metadata(self, slots_bL: Int[np.ndarray, "b L"], ends_B: Int[np.ndarray, " B"]) -> GatherMetadata:
         """List the pages of each row. There are no blocks, because each row has one query per step."""
-        pages, none = self._pages(slots_bL, len(ends_B)), NO_SLOTS
+        pages, none = self._pages(slots_bL, len(ends_B)), np.zeros(0, np.int32)
         return GatherMetadata(pages, none, none, none, np.zeros((0, QUERY_BLOCK), np.int32), none)
 
     @override
-    def at_step(self, metadata: Any, seq_lens_B: Int[Array, " B"]) -> tuple[Any, Int[Array, " S"]]:
+    def at_step(self, metadata: Any, seq_lens_B: Int[Array, " B"]) -> GatherMetadata:
         """Return the same pages at every step; the backend reads only as many as the longest row has."""
-        return metadata, jnp.zeros(0, jnp.int32)
+        return metadata
 
     def _pages(self, slots_bL: Int[np.ndarray, "b L"], rows: int) -> Int[np.ndarray, "{rows} N"]:
         page = self._runner.page_size

@@ -15,7 +15,7 @@ from typing import Literal
 from tpu_grpo.config import CACHE_MARGIN_TOKENS, PROMPT_MARGIN_TOKENS, RunConfig
 from tpu_grpo.records.errors import ConfigError
 
-AttentionName = Literal["flash", "gather", "native"]
+AttentionName = Literal["flash", "gather"]
 ExpertsName = Literal["ragged", "fused"]
 KVDtype = Literal["auto", "int8", "fp8"]
 SMALLEST_BATCH = 8
@@ -187,7 +187,7 @@ def rows_left(rungs: Sequence[int], rows: int, *, waiting: bool) -> int:
 # --- what devices and models cannot do --------------------------------------------------------------------------------
 
 
-def choose_attention(name: Literal["auto", "flash", "gather", "native"], platform: str) -> AttentionName:
+def choose_attention(name: Literal["auto", "flash", "gather"], platform: str) -> AttentionName:
     """Resolve ``auto``, and refuse an attention that the sampler's devices (tpu, cpu, gpu) cannot run.
 
     Raises:
@@ -208,13 +208,8 @@ def check_kv_dtype(name: KVDtype, attention: AttentionName) -> KVDtype:
     """Return ``name`` if this attention can read a cache of that type.
 
     Raises:
-        ConfigError: for 8 bits with native attention, and for int8 with flash.
+        ConfigError: for int8 with flash.
     """
-    if name != "auto" and attention == "native":
-        raise ConfigError(
-            f"rollout.kv_dtype={name} needs rollout.attention=flash or gather, got native, the library's reference, "
-            "which computes with the cache's numbers as they are; use gather, or rollout.kv_dtype=auto"
-        )
     if name == "int8" and attention == "flash":
         raise ConfigError(
             "rollout.kv_dtype=int8 needs rollout.attention=gather, got flash, whose kernel takes no whole numbers and "
