@@ -12,13 +12,10 @@ result.
     fp8     float8_e4m3fn (Micikevicius et al. 2022, arXiv 2209.05433), without scales. The error of a number from 2^-6
             to 448 is at most 1/16 of the number, the error of a smaller number is at most 2^-10, and larger numbers
             become 448
-    int8    integers from -127 to 127 times a scale. Each head of a token's key, and of its value, has its own scale, so
-            the error of a number is at most 1/254 of the head's largest number. The four bytes of the scale follow the
-            head's numbers
 
 NaN and infinite values become NaN in 8 bits.
 
-Suffixes: b rows of the batch, B rows (padded), L context, D head width, W head width in the cache.
+Suffixes: b rows of the batch, B rows (padded), L context, D head width.
 """
 
 from abc import ABC, abstractmethod
@@ -90,9 +87,6 @@ class AttentionMode(ABC):
 FP8 = jnp.dtype(jnp.float8_e4m3fn)
 FP8_LARGEST = 448.0
 """The largest float8_e4m3fn number. The type has no infinity, and ``astype`` turns larger numbers into NaN."""
-INT8 = jnp.dtype(jnp.int8)
-INT8_LARGEST = 127
-SCALE_BYTES = 4
 BITS = {jnp.dtype(jnp.uint16): jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.uint8): FP8}
 """The integer type in which the cache of gather attention stores the bits of each small float type. With float arrays,
 XLA on a CPU converted the whole cache at every write and every read: 0.3 s each time for a layer of 80 MB."""
@@ -100,7 +94,7 @@ XLA on a CPU converted the whole cache at every write and every read: 0.3 s each
 
 def cache_dtype(name: KVDtype, model_dtype: Any) -> jnp.dtype:
     """Return the type of the cache's numbers for a value of ``rollout.kv_dtype``."""
-    return {"auto": jnp.dtype(model_dtype), "fp8": FP8, "int8": INT8}[name]
+    return FP8 if name == "fp8" else jnp.dtype(model_dtype)
 
 
 def bits_of(dtype: jnp.dtype) -> jnp.dtype:
@@ -108,31 +102,17 @@ def bits_of(dtype: jnp.dtype) -> jnp.dtype:
     return next((bits for bits, small in BITS.items() if small == dtype), dtype)
 
 
-def cache_width(head_dim: int, dtype: jnp.dtype) -> int:
-    """Return W, the width in the cache of a head of ``head_dim`` numbers; int8 adds the four bytes of its scale."""
-    return head_dim + (SCALE_BYTES if dtype == INT8 else 0)
-
-
-def encode(numbers: Float[Array, "*heads D"], dtype: jnp.dtype) -> Shaped[Array, "*heads W"]:
+def encode(numbers: Float[Array, "*heads D"], dtype: jnp.dtype) -> Shaped[Array, "*heads D"]:
     """Convert keys or values to the dtype of the cache."""
     if dtype in BITS:
         return jax.lax.bitcast_convert_type(encode(numbers, BITS[dtype]), dtype)
-    if dtype == INT8:
-        numbers = numbers.astype(jnp.float32)
-        largest = jnp.max(jnp.abs(numbers), axis=-1)
-        scale = jnp.where(largest == 0, 1.0, largest / INT8_LARGEST)
-        whole = jnp.round(numbers / scale[..., None]).astype(INT8)
-        return jnp.concatenate([whole, jax.lax.bitcast_convert_type(scale, INT8)], axis=-1)
     if dtype == FP8:
         numbers = jnp.where(jnp.isinf(numbers), jnp.nan, jnp.clip(numbers, -FP8_LARGEST, FP8_LARGEST))
     return numbers.astype(dtype)
 
 
-def decode(kept: Shaped[Array, "*heads W"]) -> Float[Array, "*heads D"]:
+def decode(kept: Shaped[Array, "*heads D"]) -> Float[Array, "*heads D"]:
     """Convert cached keys or values back; 8-bit ones become float32."""
     if kept.dtype in BITS:
         return decode(jax.lax.bitcast_convert_type(kept, BITS[kept.dtype]))
-    if kept.dtype == INT8:
-        scale = jax.lax.bitcast_convert_type(kept[..., -SCALE_BYTES:], jnp.float32)
-        return kept[..., :-SCALE_BYTES].astype(jnp.float32) * scale[..., None]
     return kept.astype(jnp.float32) if kept.dtype == FP8 else kept

@@ -9,7 +9,7 @@ tokens, even when a row with a whole prompt runs beside rows whose prompts are i
 
 Suffixes: b rows of the batch, B rows (padded), L context, N pages of a row, T new tokens of all rows, R rows or blocks
 that attend together, Q queries of each, K key-value heads, G query heads per key-value head, H = K G query heads,
-D head width, W head width in the cache, C tokens of a chunk.
+D head width, C tokens of a chunk.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from sgl_jax.srt.layers.radix_attention import RadixAttention
 from sgl_jax.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sgl_jax.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
-from tpu_grpo.engine.attention import AttentionMode, Columns, bits_of, cache_width, decode, encode, padded
+from tpu_grpo.engine.attention import AttentionMode, Columns, bits_of, decode, encode, padded
 from tpu_grpo.engine.sampling import AnyArray
 
 QUERY_BLOCK = 16
@@ -58,13 +58,14 @@ class GatherMode(AttentionMode):
 
     @override
     def cache_layer(self, pool: MHATokenToKVPool) -> jax.ShapeDtypeStruct:
-        """Describe a layer [pages, page, K, 2, W]: keys and values alternate, and heads have the model's width.
+        """Describe a layer [pages, page, K, 2, D]: keys and values alternate, and heads have the model's width.
 
         The library would pad the width of heads to a multiple of 128.
         """
-        pages, dtype = (pool.size + pool.page_size) // pool.page_size, jnp.dtype(pool.dtype)
-        shape = (pages, pool.page_size, pool.head_num, 2, cache_width(self._runner.model_config.head_dim, dtype))
-        return jax.ShapeDtypeStruct(shape, bits_of(dtype), sharding=NamedSharding(pool.mesh, CACHE_PARTITION))
+        pages = (pool.size + pool.page_size) // pool.page_size
+        shape = (pages, pool.page_size, pool.head_num, 2, self._runner.model_config.head_dim)
+        sharding = NamedSharding(pool.mesh, CACHE_PARTITION)
+        return jax.ShapeDtypeStruct(shape, bits_of(jnp.dtype(pool.dtype)), sharding=sharding)
 
     @override
     def prefill_metadata(self, columns: Columns, slots_bL: Int[np.ndarray, "b L"]) -> GatherMetadata:
@@ -146,7 +147,7 @@ class GatherAttention:
         layer: RadixAttention,
         forward_batch: ForwardBatch,
         token_to_kv_pool: MHATokenToKVPool,
-    ) -> tuple[Float[Array, "T H*D"], Shaped[Array, "pages page K 2 W"]]:
+    ) -> tuple[Float[Array, "T H*D"], Shaped[Array, "pages page K 2 D"]]:
         """Write the new keys and values into the cache, attend, and return the output and the layer's new cache.
 
         Heads are sharded over the axis "tensor" of the mesh, and each device computes the attention of its own heads.
@@ -175,11 +176,11 @@ class GatherAttention:
 
 
 def write_cache(
-    paged: Shaped[Array, "pages page K 2 W"],
+    paged: Shaped[Array, "pages page K 2 D"],
     slots_T: Int[Array, " T"],
     k: Float[Array, "T K D"],
     v: Float[Array, "T K D"],
-) -> Shaped[Array, "pages page K 2 W"]:
+) -> Shaped[Array, "pages page K 2 D"]:
     """Write keys and values of new tokens into their cache slots; tokens with slot -1 are dropped.
 
     The cache is not reshaped: with pages of one token, XLA copied the whole cache for a reshape.
@@ -190,7 +191,7 @@ def write_cache(
 
 def decode_attention(
     q: Float[Array, "B K G D"],
-    paged: Shaped[Array, "pages page K 2 W"],
+    paged: Shaped[Array, "pages page K 2 D"],
     pages_BN: Int[Array, "B N"],
     seq_lens_B: Int[Array, " B"],
     scoring: Scoring,
@@ -204,7 +205,7 @@ def decode_attention(
 
 def prefill_attention(
     q: Float[Array, "T K G D"],
-    paged: Shaped[Array, "pages page K 2 W"],
+    paged: Shaped[Array, "pages page K 2 D"],
     metadata: GatherMetadata,
     prefix_lens_B: Int[Array, " B"],
     scoring: Scoring,
@@ -227,7 +228,7 @@ def paged_attention(
     q: Float[Array, "R Q K G D"],
     pages_RN: Int[Array, "R N"],
     visible_RQ: Int[Array, "R Q"],
-    paged: Shaped[Array, "pages page K 2 W"],
+    paged: Shaped[Array, "pages page K 2 D"],
     scoring: Scoring,
 ) -> Float[Array, "R Q K G D"]:
     """Attend with each query to the first ``visible`` tokens of its row's pages, with scores and softmax in float32.

@@ -46,7 +46,7 @@ from tpu_grpo.engine.decode_loop import (
     decode_loop,
     pack_rows,
 )
-from tpu_grpo.engine.experts import EXPERTS, ExpertLayout
+from tpu_grpo.engine.experts import ExpertLayout
 from tpu_grpo.engine.flash_attention import FlashMode
 from tpu_grpo.engine.gather_attention import GatherMode
 from tpu_grpo.engine.options import EngineOptions, Shapes, choose_steps, pad_to, splits_vocabulary
@@ -319,7 +319,6 @@ class Runner(ModelRunner):
             config.dtype,
             self.mesh,
             split_vocabulary=split,
-            experts=EXPERTS[self.options.experts],
         )
         repairs.rope_as_published(model, config.dtype, self._scaling)
         if not split:
