@@ -6,9 +6,6 @@ contender samples the same workload in turn, round after round in one process, a
 ``samplers``:
 
     ours          this package's engine as it runs off TPU
-    native 64     the library's scheduler with its native attention, 64 rows at a time (inside our step: the library's
-                  own sampler does not trace off TPU)
-    native 16     the same with 16 rows at a time, which suits its rows x rows attention better
     tunix         Tunix's own sampler: one compiled loop for the whole batch, up to the longest row
 
 ``launches``: our engine with 1, 4, 16 and 64 decode steps per launch, with all rows at once, and with 16 at a time, so
@@ -78,17 +75,12 @@ def report(workload: str, lengths: Sequence[int], speeds: dict[str, list[float]]
 
 
 def compare_samplers(directory: Path, model: nnx.Module, rounds: int, console: Console) -> None:
-    """Compare our engine with the library's scheduler and Tunix's sampler."""
-    engines = {
-        "ours": build_engines(directory, model),
-        "native 64": build_engines(directory, model, attention="native"),
-        "native 16": build_engines(directory, model, attention="native", max_running_requests=16),
-    }
+    """Compare our engine with Tunix's sampler."""
+    engines = build_engines(directory, model)
     for workload, lengths in WORKLOADS.items():
-        contenders = {name: engine_workload(engine, lengths) for name, engine in engines.items()}
-        contenders["tunix"] = tunix_workload(model, lengths)
+        contenders = {"ours": engine_workload(engines, lengths), "tunix": tunix_workload(model, lengths)}
         console.print(report(workload, lengths, measure(contenders, rounds)))
-        console.print(f"ours: {host_times(engines['ours'], contenders['ours'])}\n")
+        console.print(f"ours: {host_times(engines, contenders['ours'])}\n")
 
 
 def compare_launches(directory: Path, model: nnx.Module, rounds: int, console: Console) -> None:

@@ -51,7 +51,7 @@ def test_without_these_settings_steps_are_those_of_the_stream() -> None:
         step(draw, number, 1.0)
     assert draw.metrics() == {}
     late = PromptDraw(of, PromptHistory(50), settings(), seed=0, start=0)
-    late.history.position = None  # a run that was begun before positions were remembered
+    late.history.position = None  # its file lacks the last step
     assert PromptDraw(of, late.history, settings(), seed=0, start=7).batch(8) == of.batch(8)
 
 
@@ -111,9 +111,8 @@ def test_prompts_that_are_passed_often_enough_in_a_row_never_come_again() -> Non
 def test_when_all_are_retired_none_is_left() -> None:
     draw = draw_of(3, settings(retire={"at": 1.0, "times": 1}))
     step(draw, 1, {0: 1.0, 1: 1.0, 2: 0.0})
-    assert not draw.exhausted
+    assert draw.selection.exhausted is None
     assert step(draw, 2, 1.0) == [2, 2, 2]
-    assert draw.exhausted
     with pytest.raises(
         DataError, match=r"step 3 needs prompts, and none is left: 3 of 3 prompts are retired .*and 0 are"
     ):
@@ -211,14 +210,6 @@ def test_a_continued_run_knows_what_was_known_after_its_step(tmp_path: Path) -> 
     with closing(PromptHistory.open(tmp_path, 5, 0, ALONE)) as history:  # a run that starts over
         assert history.last("tokens", range(5)) == [None] * 5
         assert history.position == 0
-
-
-def test_lines_of_runs_that_remembered_less_still_tell_lengths(tmp_path: Path) -> None:
-    (tmp_path / HISTORY_FILE).write_text('{"step": 1, "prompts": [2, 0], "tokens": [7.5, 8.0]}\n')
-    with closing(PromptHistory.open(tmp_path, 3, 1, ALONE, passed_at=0.5)) as history:
-        assert history.last("tokens", range(3)) == [8.0, None, 7.5]
-        assert history.last("pass_rate", range(3)) == [None] * 3
-        assert history.position is None
 
 
 def test_a_broken_line_is_refused(tmp_path: Path) -> None:

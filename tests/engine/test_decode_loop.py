@@ -1,6 +1,5 @@
 """The loop of a launch, with a model whose next token is the last one plus one."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -8,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tpu_grpo.engine.attention import NativeMode
 from tpu_grpo.engine.decode_loop import (
     LaunchInputs,
     LaunchRows,
@@ -26,7 +24,7 @@ class Counting:
     """A decode step that writes each row's length into its slot, and samples token + 1 with log-probability -length."""
 
     def at_step(self, metadata: Any, seq_lens: Any) -> Any:
-        return metadata, jnp.zeros(0, jnp.int32)
+        return metadata
 
     def __call__(self, cache: list[jax.Array], inputs: StepInputs) -> tuple[StepOutput, list[jax.Array]]:
         np.testing.assert_array_equal(inputs.sampling.position, inputs.seq_lens)
@@ -133,14 +131,3 @@ def test_rows_survive_being_packed() -> None:
     ):
         np.testing.assert_array_equal(after, before)
         assert after.dtype == before.dtype
-
-
-def test_native_slots_of_a_step_are_those_of_the_host() -> None:
-    rng = np.random.default_rng(0)
-    runner: Any = SimpleNamespace(page_size=4)
-    mode, slots = NativeMode(runner), rng.integers(1, 99, (3, 16)).astype(np.int32)
-    metadata = mode.launch_metadata(slots, np.array([16, 16, 16, 0]))
-    assert metadata.shape == (4, 16)
-    for lengths in ([5, 1, 16, 0], [4, 0, 8, 0], [0, 0, 0, 0]):
-        _, found = mode.at_step(jnp.asarray(metadata), jnp.asarray(lengths, jnp.int32))
-        np.testing.assert_array_equal(found, mode.cache_loc(slots, np.array(lengths)))

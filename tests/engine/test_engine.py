@@ -100,7 +100,6 @@ def test_bfloat16_rotates_in_float32(tmp_path: Path) -> None:
         pytest.param({"prefill_tokens": 16}, marks=pytest.mark.slow),  # test_families.py cuts a prompt of 110
         pytest.param({"page_size": 4}, marks=pytest.mark.slow),
         pytest.param({"page_size": 16, "max_running_requests": 4}, marks=pytest.mark.slow),
-        pytest.param({"attention": "native", "page_size": 4}, marks=pytest.mark.slow),
         pytest.param({"tensor": 2}, marks=pytest.mark.slow),
         pytest.param({"tensor": 4}, marks=pytest.mark.slow),  # test_families.py compares such engines with a reference
     ],

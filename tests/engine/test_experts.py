@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -14,15 +13,12 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from sgl_jax.srt.kernels.fused_moe.v1 import tuned_block_configs
-from sgl_jax.srt.kernels.fused_moe.v1.kernel import FusedMoEBlockConfig
 
 from tests.engine.building import SAMPLED, build_engine, install, policy, requests
-from tests.engine.interpreter import interpreted_kernels
 from tests.models.forward import reference_experts
 from tests.models.random_checkpoint import write_random
 from tpu_grpo.engine.engine import engine_mesh
-from tpu_grpo.engine.experts import AXIS, Experts, FusedExperts
+from tpu_grpo.engine.experts import AXIS, Experts
 from tpu_grpo.records.errors import RequestError
 from tpu_grpo.records.stages import Completion, Request, routing_dtype
 
@@ -32,15 +28,15 @@ TOKENS, WIDTH, EXPERTS, PER_TOKEN, HIDDEN = 10, 6, 8, 3, 5
 Arrays = dict[str, np.ndarray]
 
 
-def drawn(tokens: int, width: int, hidden: int, scale: float = 1.0, crowded: bool = False) -> Arrays:
+def drawn(*, crowded: bool) -> Arrays:
     """Tokens, the weights and numbers of their experts, and what these multiply with."""
     rng = np.random.default_rng(1)
-    x, logits = rng.standard_normal((tokens, width)), rng.standard_normal((tokens, EXPERTS))
+    x, logits = rng.standard_normal((TOKENS, WIDTH)), rng.standard_normal((TOKENS, EXPERTS))
     if crowded:  # all tokens choose the same three, two of them on one device of four
         logits[:, [0, 1, 6]] += 10
-    chosen, weights = np.argsort(-logits, axis=1)[:, :PER_TOKEN], rng.random((tokens, PER_TOKEN))
-    gate, up = scale * rng.standard_normal((2, EXPERTS, width, hidden))
-    down = scale * rng.standard_normal((EXPERTS, hidden, width))
+    chosen, weights = np.argsort(-logits, axis=1)[:, :PER_TOKEN], rng.random((TOKENS, PER_TOKEN))
+    gate, up = rng.standard_normal((2, EXPERTS, WIDTH, HIDDEN))
+    down = rng.standard_normal((EXPERTS, HIDDEN, WIDTH))
     return {"x": x, "weights": weights, "chosen": chosen, "gate": gate, "up": up, "down": down}
 
 
@@ -55,12 +51,12 @@ def reference(
     return out
 
 
-def computed(kind: type[Experts], devices: int, given: Arrays, call: Any = nnx.jit) -> np.ndarray:
+def computed(devices: int, given: Arrays) -> np.ndarray:
     """What a layer of experts makes of them on so many devices."""
-    mesh, (_, width, hidden) = engine_mesh(jax.devices()[:devices]), given["gate"].shape
+    mesh = engine_mesh(jax.devices()[:devices])
     with jax.set_mesh(mesh):
-        layer = kind(
-            hidden_size=width, num_experts=EXPERTS, intermediate_dim=hidden, mesh=mesh, weight_dtype=jnp.float32
+        layer = Experts(
+            hidden_size=WIDTH, num_experts=EXPERTS, intermediate_dim=HIDDEN, mesh=mesh, weight_dtype=jnp.float32
         )
         for param, name in ((layer.wi_0, "gate"), (layer.wi_1, "up"), (layer.wo, "down")):
             param.set_value(jax.device_put(given[name].astype(np.float32), NamedSharding(mesh, P(AXIS))))
@@ -69,26 +65,14 @@ def computed(kind: type[Experts], devices: int, given: Arrays, call: Any = nnx.j
             {"x": "float32", "weights": "float32", "chosen": "int32"},
         )
         inputs = [jax.device_put(given[name].astype(dtype), by_token) for name, dtype in types.items()]
-        return call(lambda m, *inputs: m(*inputs, out_sharding=by_token))(layer, *inputs)
+        return nnx.jit(lambda m, *inputs: m(*inputs, out_sharding=by_token))(layer, *inputs)
 
 
 @pytest.mark.parametrize("crowded", [False, True], ids=["spread", "crowded"])
 @pytest.mark.parametrize("devices", [1, 2, 4])
 def test_every_token_gets_its_experts(devices: int, crowded: bool) -> None:
-    given = drawn(TOKENS, WIDTH, HIDDEN, crowded=crowded)
-    np.testing.assert_allclose(computed(Experts, devices, given), reference(**given), atol=1e-5)
-
-
-@pytest.mark.slow  # the kernel in the interpreter
-def test_the_fused_kernel_computes_the_same_on_one_device() -> None:
-    """Interpreted; on several devices the interpreter does not come to an end. Widths are whole tiles of a TPU."""
-    given = drawn(tokens=8, width=256, hidden=128, scale=0.1)
-    sizes = {"bt": 8, "btc": 8, "bts": 8, "bse": 128} | {"bf": 128, "bfc": 128}
-    blocks = FusedMoEBlockConfig(**sizes, bd1=256, bd1c=256, bd2=256, bd2c=256)
-    chooses = mock.patch.object(tuned_block_configs, "get_tuned_fused_moe_block_config", return_value=blocks)
-    with interpreted_kernels(), chooses:
-        got = computed(FusedExperts, 1, given, call=lambda function: function)
-    np.testing.assert_allclose(got, reference(**given), atol=1e-5)
+    given = drawn(crowded=crowded)
+    np.testing.assert_allclose(computed(devices, given), reference(**given), atol=1e-5)
 
 
 # --- the experts that served each token -------------------------------------------------------------------------------

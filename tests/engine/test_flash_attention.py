@@ -1,4 +1,4 @@
-"""The flash kernel's numbers, interpreted on a CPU: those of the library's native attention and of the trainer."""
+"""The flash kernel's numbers, interpreted on a CPU: those of gather attention and of the trainer."""
 
 import contextlib
 from pathlib import Path
@@ -42,7 +42,7 @@ BF16, E4M3 = jnp.dtype("bfloat16"), jnp.dtype("float8_e4m3fn")
     ],
     ids=str,
 )
-def test_flash_samples_what_native_and_gather_do(
+def test_flash_samples_what_gather_does(
     tmp_path: Path, model: dict[str, Any], options: dict[str, Any], cached: list[int] | None
 ) -> None:
     """The second of each group continues after a prefix that it finds in the cache.
@@ -55,7 +55,7 @@ def test_flash_samples_what_native_and_gather_do(
     prompts, new = ([tuple(range(100, 142))], 3) if windowed else (PROMPTS, 5)
     sizes = {"max_running_requests": 2, "prefill_tokens": 32} if windowed else SIZES
     trained, asked = policy(checkpoint), requests(prompts, SamplingParams(new, ignore_stop=True), group=2)
-    other: dict[str, Any] = FP8 if eight_bits else {} if windowed else {"attention": "native"}
+    other: dict[str, Any] = FP8 if eight_bits else {}
     expected = build_engine(checkpoint, trained, **other, **sizes).generate(asked)
     with interpreted_kernels():
         engine = build_engine(checkpoint, trained, attention="flash", **options, **sizes)
@@ -65,17 +65,6 @@ def test_flash_samples_what_native_and_gather_do(
     assert_alike(completions, expected, atol=1e-4)
     assert not eight_bits or engine.cache_specs[0].dtype == E4M3
     assert eight_bits or disagreement(trained, asked, completions) <= 1e-4  # measured 1e-6
-
-
-@pytest.mark.slow  # an engine of its own for a refusal
-def test_native_attention_refuses_soft_caps(tmp_path: Path) -> None:
-    checkpoint = write_random("gemma2", tmp_path / "model")
-    with pytest.raises(ConfigError, match="native needs a model without attn_logit_softcapping, got 3; use gather"):
-        build_engine(checkpoint, attention="native")
-    checkpoint = write_random("gemma2", tmp_path / "other", attn_logit_softcapping=None)
-    model, asked = policy(checkpoint), requests(PROMPTS)
-    completions = build_engine(checkpoint, model, attention="native").generate(asked)
-    assert disagreement(model, asked, completions) <= 1e-4  # windows it has
 
 
 @pytest.mark.parametrize(

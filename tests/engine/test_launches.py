@@ -54,7 +54,6 @@ def sampled_by(engine: Engine, asked: Sequence[Request]) -> list[tuple[list[int]
                 {"page_size": 16, "max_running_requests": 4, "batch_paddings": None},
                 {"max_running_requests": 32, "batch_paddings": None},  # rows that fit a smaller program get it
                 {"prefix_cache": False, "prefill_tokens": 16},
-                {"attention": "native", "page_size": 4},
                 {"tensor": 2},  # with the vocabulary split
                 {"tensor": 2, "shard_vocab": False},
                 {"dtype": "bfloat16"},

@@ -4,35 +4,6 @@ from types import SimpleNamespace
 from typing import Any
 
 
-class Skyrl:
-    """As SkyRL-Gym's: its data in ``extras``, and ``init`` in place of ``reset``."""
-
-    def __init__(self, env_config: Any, extras: dict[str, Any]):
-        self.turns, self.limit = 0, env_config.limit
-        assert env_config["limit"] == env_config.get("limit")
-        self.truth = extras["reward_spec"]["ground_truth"]
-
-    def init(self, prompt: list[dict[str, str]]) -> Any:
-        return [*prompt, {"role": "user", "content": f"You have {self.limit} turns."}], {}
-
-    def step(self, action: str) -> Any:
-        self.turns += 1
-        done = self.turns == self.limit or action == self.truth
-        told = [] if done else [{"role": "user", "content": "no"}, {"role": "user", "content": "go on"}]
-        return {"observations": told, "reward": float(action == self.truth), "done": done, "metadata": {}}
-
-    def close(self) -> None:
-        pass
-
-    def get_metrics(self) -> dict[str, Any]:
-        return {}
-
-
-class ChangesPrompt(Skyrl):
-    def init(self, prompt: list[dict[str, str]]) -> Any:
-        return prompt[1:], {}
-
-
 class _Action:
     """As OpenEnv's, of pydantic."""
 

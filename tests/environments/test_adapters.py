@@ -2,33 +2,13 @@
 
 import pytest
 
-from tests.environments.playing import acted, answer, begun, ended, failure, open_pool, says, told
+from tests.environments.playing import acted, answer, begun, open_pool, says, told
 from tpu_grpo.environments.actions import Answered
 from tpu_grpo.environments.adapter_classes import OpenenvAdapter, adapter_for
 from tpu_grpo.environments.environment_classes import find_environment, load_environment
 from tpu_grpo.environments.tool_values import WrongError, observed_text, step_of
 
 LIBRARIES = "tests.environments.libraries"
-
-
-# --- SkyRL-Gym -------------------------------------------------------------------------------------------------------
-
-
-def test_skyrl_gym():
-    prompt = [{"role": "user", "content": "What is it?"}]
-    with open_pool(f"{LIBRARIES}:Skyrl", options={"limit": 2}) as pool:
-        columns = {"prompt": prompt, "reward_spec": {"ground_truth": "a"}}
-        assert told(begun(pool, 0, columns)) == "You have 2 turns."
-        assert acted(pool, says("b")) == Answered(({"role": "user", "content": "no\ngo on"},), 0.0, False)
-        assert acted(pool, says("a")) == Answered((), 1.0, True)
-        assert ended(pool).reward is None
-
-
-def test_a_prompt_cannot_be_taken_away():
-    with open_pool(f"{LIBRARIES}:ChangesPrompt", options={"limit": 2}) as pool:
-        kind, text = failure(begun(pool, columns={"prompt": "What?", "reward_spec": {"ground_truth": "a"}}))
-    assert kind == "wrong"
-    assert text.startswith("must return the prompt that init got, with messages added at most")
 
 
 # --- OpenEnv ---------------------------------------------------------------------------------------------------------

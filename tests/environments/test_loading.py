@@ -114,7 +114,7 @@ def test_an_adapter_that_is_named(load):
         load(source)
     assert load(source, adapter="gym").takes == "texts"
     for wrong in ("jim", ["gym"]):
-        match = re.escape(f"must be one of agent, tunix, openenv, skyrl, gym, tools, got {wrong!r}")
+        match = re.escape(f"must be one of agent, tunix, openenv, gym, tools, got {wrong!r}")
         with pytest.raises(EpisodeError, match=match):
             load(source, adapter=wrong)
 

@@ -107,12 +107,9 @@ class ModelSection(Section):
 class RolloutSection(Section):
     """These settings say how completions are sampled, and describe the engine that does it."""
 
-    attention: Literal["auto", "flash", "gather", "native"] = "auto"
+    attention: Literal["auto", "flash", "gather"] = "auto"
     """Choose the engine's attention. flash: sglang-jax's Pallas kernel, TPU only; gather: this package's, any device;
-    native: sglang-jax's reference, for comparison; auto: flash on TPU, gather elsewhere."""
-    experts: Literal["ragged", "fused"] = "ragged"
-    """Choose how the engine computes experts. ragged: this package's code, any device; fused: sglang-jax's Pallas
-    kernel, TPU only."""
+    auto: flash on TPU, gather elsewhere."""
     temperature: float = Field(default=1.0, ge=0.0, le=100.0)
     """Divide the logits by this before sampling. 0 is greedy, which gives every sample of a group the same tokens and
     is refused for training."""
@@ -128,9 +125,9 @@ class RolloutSection(Section):
     """Decode up to this many rows concurrently in each engine."""
     kv_tokens: PositiveInt | None = None
     """Give each engine's KV cache this many tokens; enough for max_running_requests full-length rows when unset."""
-    kv_dtype: Literal["auto", "int8", "fp8"] = "auto"
-    """Keep keys and values in this type. auto: model.dtype; fp8: 8 bits each; int8: 8 bits and a scale for every head,
-    not with flash. 8 bits halve the cache of a bfloat16 model, but engine and trainer agree less."""
+    kv_dtype: Literal["auto", "fp8"] = "auto"
+    """Keep keys and values in this type. auto: model.dtype; fp8: 8 bits each, which halve the cache of a bfloat16
+    model, but engine and trainer agree less."""
     page_size: PositiveInt = 1
     """Divide the KV cache into pages of this many tokens."""
     prefill_tokens: PositiveInt = 2048
@@ -264,7 +261,7 @@ class MeshesSection(Section):
     this interval of syncs; 0 never compares."""
     probe_bound: float | None = Field(default=None, gt=0.0)
     """Stop the run when the compared log-probabilities differ by more than this on average; when unset, 1e-3 in float32
-    and 0.2 in bfloat16, but at least 0.2 with rollout.kv_dtype=int8 and 0.5 with fp8."""
+    and 0.2 in bfloat16, but at least 0.5 with rollout.kv_dtype=fp8."""
     trainer: TrainerMeshSection = TrainerMeshSection()
     sampler: SamplerMeshSection = SamplerMeshSection()
 

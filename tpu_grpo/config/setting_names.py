@@ -39,7 +39,7 @@ logging.histograms_every logging.callbacks logging.against logging.profile_steps
 """
 _ROUNDING = """
 model.attention model.remat
-rollout.attention rollout.experts rollout.max_running_requests rollout.kv_tokens rollout.page_size
+rollout.attention rollout.max_running_requests rollout.kv_tokens rollout.page_size
 rollout.prefill_tokens rollout.prefix_cache rollout.batch_paddings rollout.steps_per_launch
 environment.workers environment.tool_steps
 algorithm.row_tokens algorithm.micro_batch_prompts

@@ -5,9 +5,8 @@
         more = draw.batch(121, after=batch)          # the second, if dynamic sampling needs it
         draw.done(121, used, values)                 # step 122 begins after the last prompt of ``used``
 
-The stream assigns a prompt to each position. data.pools divides prompts by pass rate into pools. A pool's weight is the
-probability that a prompt of the pool is sampled when the draw reaches this prompt. Prompts without a pass rate have
-weight 1, and retired prompts have weight 0. For prompts a (weight 1), b (weight 0.2) and c (retired), a step of two
+The stream assigns a prompt to each position, and prompt_selection.py a weight to each prompt: the probability that it
+is sampled when the draw reaches it. For prompts a (weight 1), b (weight 0.2) and c (retired), a step of two
 from position 4 on could be:
 
     position     4  5  6  7  8
@@ -36,6 +35,7 @@ import numpy as np
 from jaxtyping import Float
 
 from tpu_grpo.config import DataSection, RunConfig
+from tpu_grpo.data.prompt_selection import Selection
 from tpu_grpo.data.stream import PromptStream
 from tpu_grpo.hosts import Hosts, packed, unpacked
 from tpu_grpo.observe.run_files import HISTORY_FILE
@@ -59,7 +59,7 @@ class PromptHistory:
 
     def __init__(self, prompts: int, passed_at: float | None = None):
         self.position: int | None = 0
-        """The position at which the next step begins; None if the file does not say."""
+        """The position at which the next step begins; None if the file lacks the last completed step."""
         self._passed_at = math.inf if passed_at is None else passed_at
         self._table = {name: np.full(prompts, np.nan) for name in COLUMNS} | {PASSES: np.zeros(prompts)}
         self._file: IO[bytes] | None = None
@@ -75,13 +75,12 @@ class PromptHistory:
             for record in read_steps(path):
                 try:
                     history._take_in(record["prompts"], record)
+                    history.position, done = int(record["position"]), record["step"]
                 except (KeyError, TypeError, ValueError, IndexError) as error:
                     raise DataError(
                         f"{path}: every line must be as a run writes it, got {error!r} in that of step "
                         f"{record['step']}; restore the file, or move it away"
                     ) from error
-                position, done = record.get("position"), record["step"]
-                history.position = position if isinstance(position, int) else None
             if done != start:
                 history.position = None
             history._file = path.open("ab")
@@ -111,11 +110,11 @@ class PromptHistory:
             os.fsync(self._file.fileno())
 
     def _take_in(self, records: Sequence[int], values: Mapping[str, Sequence[float | None]]) -> None:
-        for name in COLUMNS:
-            numbers = np.array(values.get(name), np.float64)  # null, or no entry at all, becomes NaN
+        columns = {name: np.array(values[name], np.float64) for name in COLUMNS}  # null becomes NaN
+        for name, numbers in columns.items():
             self._table[name][list(records)] = numbers
-        passes, rates = self._table[PASSES], np.broadcast_to(np.array(values.get("pass_rate"), float), len(records))
-        for record, rate in zip(records, rates, strict=True):
+        passes = self._table[PASSES]
+        for record, rate in zip(records, columns["pass_rate"], strict=True):
             passes[record] = passes[record] + 1 if rate >= self._passed_at else 0
 
     def _share(self, hosts: Hosts) -> None:
@@ -181,76 +180,37 @@ class PromptDraw:
         """Draw the next ``count`` prompts and move the position past them, for a run whose groups outlive a step;
         raises as ``batch``."""
         batch = self.stream.at(step, self._drawn(step, self._position, count))
-        end = batch.positions[-1] + 1 if count else self._position
-        self._passed_over = end - self._position - count
-        self._position = end
+        self._move_past(batch)
         return batch
 
     def done(self, step: int, used: PromptBatch, values: Mapping[str, Sequence[float]]) -> None:
         """Record a step: the prompts that it used, in order of position, and their results for each of ``COLUMNS``."""
-        if (end := used.positions[-1] + 1) > self._position:  # else ``next`` has moved past them
-            self._passed_over = end - self._position - len(used.positions)
-            self._position = end
+        if used.positions[-1] >= self._position:  # else ``next`` has moved past them
+            self._move_past(used)
         self.history.add(step, self._position, used.records, values)
 
-    @property
-    def exhausted(self) -> bool:
-        """Whether every prompt is retired, or in a pool of weight 0."""
-        return not self._weights().any()
-
-    @property
-    def why_exhausted(self) -> str:
-        """Return why no prompt is left, and what to do."""
-        retired, size = int(self._retired().sum()), self.stream.size
-        return (
-            f"{retired} of {size} prompts are retired (data.retire) and {size - retired} are in pools of weight 0 "
-            "(data.pools); add harder prompts, or raise data.retire.at or these weights"
-        )
+    def _move_past(self, batch: PromptBatch) -> None:
+        end = batch.positions[-1] + 1 if batch.positions else self._position
+        self._passed_over = end - self._position - len(batch.positions)
+        self._position = end
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of pools and retirement after a step; empty if neither is configured."""
-        if not self._data.pools.weights and self._data.retire.at is None:
-            return {}
-        rates, retired = self.history.known("pass_rate"), self._retired()
-        seen, pools = ~np.isnan(rates), self._pools(rates)
-        shares = {
-            f"prompts/pool_{number + 1}_fraction": float((seen & ~retired & (pools == number)).mean())
-            for number in range(len(self._data.pools.weights))
-        }
-        return {
-            "prompts/unseen_fraction": float((~seen).mean()),
-            **shares,
-            "prompts/retired": int(retired.sum()),
-            "prompts/passed_over": self._passed_over,
-        }
+        return self.selection.metrics(self._passed_over)
+
+    @property
+    def selection(self) -> Selection:
+        """What pools and retirement make of the history so far."""
+        return Selection(self._data, self.history.known("pass_rate"), self.history.known(PASSES))
 
     def _drawn(self, step: int, start: int, count: int) -> list[int]:
         """Return the first ``count`` positions, from ``start`` on, whose prompts are sampled; raises as ``batch``."""
-        if self.exhausted:
-            raise DataError(f"step {step} needs prompts, and none is left: {self.why_exhausted}")
-        weights, drawn, position = self._weights(), list[int](), start
+        if (why := self.selection.exhausted) is not None:
+            raise DataError(f"step {step} needs prompts, and none is left: {why}")
+        weights, drawn, position = self.selection.weights, list[int](), start
         while len(drawn) < count:
             weight = weights[self.stream.record(position)]
             if weight == 1.0 or (weight and np.random.default_rng([self._seed, FATE, position]).random() < weight):
                 drawn.append(position)
             position += 1
         return drawn
-
-    def _weights(self) -> Float[np.ndarray, " prompts"]:
-        """Return the probability with which each prompt is sampled when the draw reaches it."""
-        rates, weights = self.history.known("pass_rate"), np.ones(self.stream.size)
-        if self._data.pools.weights:
-            seen = ~np.isnan(rates)
-            weights[seen] = np.array(self._data.pools.weights)[self._pools(rates[seen])]
-        weights[self._retired()] = 0.0
-        return weights
-
-    def _pools(self, rates: Float[np.ndarray, " n"]) -> np.ndarray:
-        """Return the index of the pool of each pass rate; a rate equal to an edge belongs to the lower pool."""
-        return np.searchsorted(np.array(self._data.pools.edges), rates, side="left")
-
-    def _retired(self) -> np.ndarray:
-        """Return for every prompt whether it is retired."""
-        if self._data.retire.at is None:
-            return np.zeros(self.stream.size, np.bool_)
-        return self.history.known(PASSES) >= self._data.retire.times

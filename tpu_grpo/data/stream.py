@@ -15,10 +15,8 @@ The prompt at a position depends only on the data, the settings and the seed, so
 
 import hashlib
 import json
-import math
-import sys
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -29,6 +27,7 @@ import numpy as np
 from tpu_grpo.config import DataSection, EvaluationSection
 from tpu_grpo.data.chat_messages import Conversation
 from tpu_grpo.data.lazy_records import Mapped, Record, Records
+from tpu_grpo.data.prompt_selection import sorted_epochs
 from tpu_grpo.data.rendering import PromptRenderer, RenderedPrompts, ToolsOf, render_records
 from tpu_grpo.data.sources import Source, glance, read_records
 from tpu_grpo.records.errors import ConfigError, DataError
@@ -78,7 +77,7 @@ class PromptStream:
             if curriculum is None:
                 order = shuffled(len(part.rendered.prompts), own_seed, shuffle)
             else:
-                order = sorted_by(part.rendered.column(curriculum), curriculum, own_seed, shuffle)
+                order = sorted_epochs(part.rendered.column(curriculum), curriculum, own_seed, shuffle)
             orders.append(order.map(lambda index, start=start: start + index))
         self._order = orders[0] if len(orders) == 1 else grain.MapDataset.mix(orders, [part.weight for part in parts])
 
@@ -171,87 +170,6 @@ def shuffled(count: int, seed: int, shuffle: bool) -> "grain.MapDataset[int]":
     order = grain.MapDataset.source(range(count))
     # grain hashes the seed before it adds the epoch: runs with neighbouring seeds have no epoch in common.
     return (order.seed(seed).shuffle() if shuffle else order).repeat()
-
-
-def sorted_by(
-    values: Iterable[tuple[Any, Mapping[str, Any]]], column: str, seed: int, shuffle: bool
-) -> "grain.MapDataset[int]":
-    """Return an endless sequence of epochs, each of all indices sorted by a column's values, smallest first.
-
-    For a column with the values [2, 1, 1], two epochs could be as follows, with equal values shuffled in each:
-
-        position  0 1 2   3 4 5
-        index     2 1 0   1 2 0
-
-    ``values`` has a pair for each prompt: its value in the column (None if it lacks the column), and all its columns.
-    Equal values are shuffled by ``seed`` if ``shuffle`` is set; otherwise they stay in order.
-
-    Raises:
-        DataError: for values that are missing or cannot be compared.
-    """
-    import grain
-
-    return grain.MapDataset.source(_Sorted(_ranks(values, column), seed, shuffle))
-
-
-class _Sorted:
-    """The endless sequence of `sorted_by`, with the methods that grain needs of a source."""
-
-    def __init__(self, ranks: np.ndarray, seed: int, shuffle: bool):
-        self._ranks = ranks
-        self._seed = seed
-        self._shuffle = shuffle
-        self._epoch: tuple[int, np.ndarray] | None = None
-
-    def __len__(self) -> int:
-        return sys.maxsize
-
-    def __getitem__(self, index: int) -> int:
-        epoch, place = divmod(index, len(self._ranks))
-        if self._epoch is None or self._epoch[0] != epoch:
-            self._epoch = epoch, self._order(epoch)
-        return int(self._epoch[1][place])
-
-    def _order(self, epoch: int) -> np.ndarray:
-        if not self._shuffle:
-            return np.argsort(self._ranks, kind="stable")
-        draw = np.random.default_rng([self._seed, epoch]).permutation(len(self._ranks))
-        return np.lexsort((draw, self._ranks))  # lexsort's last key is the primary one
-
-
-def _ranks(found: Iterable[tuple[Any, Mapping[str, Any]]], column: str) -> np.ndarray:
-    """Rank the values: [0.5, 0.1, 0.5] -> [1, 0, 1]. Texts that are all numbers, as from CSV, count as numbers."""
-    values: list[Any] = []
-    for index, (value, columns) in enumerate(found):
-        if value is None:
-            raise DataError(
-                f"data.curriculum={column} must be a column with a value in every record, prompt {index} (from 0) has "
-                f"{dict(columns)!r:.200}; fill it, or name another column"
-            )
-        values.append(value)
-    if all(isinstance(value, str) for value in values):
-        values = _numbers(values)
-    nan = [index for index, value in enumerate(values) if isinstance(value, float) and math.isnan(value)]
-    if nan:  # it has no place in an order, and others beside it would lose theirs
-        raise DataError(
-            f"data.curriculum={column} must hold values that can be sorted, got NaN in prompt {nan[0]} (from 0); give "
-            "it a number"
-        )
-    try:
-        order = {value: rank for rank, value in enumerate(sorted(set(values)))}
-    except TypeError as error:
-        raise DataError(
-            f"data.curriculum={column} must hold values that can be sorted, numbers or texts, got {error}; make them "
-            "of one kind"
-        ) from error
-    return np.array([order[value] for value in values])
-
-
-def _numbers(texts: list[str]) -> list[Any]:
-    try:
-        return [float(text) for text in texts]
-    except ValueError:
-        return list(texts)
 
 
 # --- from the config -------------------------------------------------------------------------------------------------

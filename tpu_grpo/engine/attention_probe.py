@@ -65,14 +65,14 @@ def attend(
 
     new = [padded(x[row_T, place_T]) for x in (q_BLHD, k_BLKD, v_BLKD)]
     columns = {"seq_lens": before_B, "extend_lens": before_B, "input_ids": np.zeros(tokens, np.int32)}
-    found, cache_loc = runner.attention.prefill_metadata(columns, slots_BL)
+    found = runner.attention.prefill_metadata(columns, slots_BL)
     last = [x[np.arange(rows), before_B] for x in (q_BLHD, k_BLKD, v_BLKD)]
     launch = runner.attention.launch_metadata(slots_BL, lengths_B.astype(np.int32))
     with jax.set_mesh(engine.mesh):
         cache = jax.jit(lambda: jnp.zeros(shape, spec.dtype), out_shardings=spec.sharding)()
         prefill = jax.jit(partial(_attend, runner, ForwardMode.EXTEND))
         slots_T = padded(slots_BL[row_T, place_T], fill=-1)
-        prefilled, cache = prefill(*new, cache, (found, cache_loc), np.zeros(rows, np.int32), slots_T)
+        prefilled, cache = prefill(*new, cache, found, np.zeros(rows, np.int32), slots_T)
         step = jax.jit(partial(_attend, runner, ForwardMode.DECODE))
         decode = partial(step, *last, cache, launch, lengths_B.astype(np.int32), slots_BL[np.arange(rows), before_B])
         decoded, _ = decode()
@@ -99,10 +99,8 @@ def _attend(
 ) -> tuple[Array, Array]:
     """Write new keys and values into the cache, and attend; returns the replicated output [T, H D] and the cache."""
     decodes, dtype = mode == ForwardMode.DECODE, jnp.dtype(runner.dtype)
-    found, cache_loc = runner.attention.at_step(metadata, lengths_B) if decodes else metadata
-    batch = SimpleNamespace(
-        forward_mode=mode, seq_lens=lengths_B, extend_prefix_lens=lengths_B, out_cache_loc=slots_T, cache_loc=cache_loc
-    )
+    found = runner.attention.at_step(metadata, lengths_B) if decodes else metadata
+    batch = SimpleNamespace(forward_mode=mode, seq_lens=lengths_B, extend_prefix_lens=lengths_B, out_cache_loc=slots_T)
     layer: Any = SimpleNamespace(
         layer_id=0, scaling=q.shape[-1] ** -0.5, sliding_window_size=None, logit_cap=None, head_dim=q.shape[-1]
     )

@@ -41,8 +41,6 @@ class StepInputs(NamedTuple):
     """Tokens that each row has after this step, or 0 for padding."""
     prefix_lens: Int[AnyArray, " B"]
     extend_lens: Int[AnyArray, " B"]
-    cache_loc: Int[AnyArray, " S"]
-    """The concatenated cache slots of all rows; empty for attention that does not read it."""
     attention: Any
     """The attention backend's metadata."""
     sampling: SamplingColumns
@@ -248,7 +246,6 @@ def _step_inputs(carry: _Carry, rows: LaunchRows, metadata: Any, attention: Atte
     running = carry.running
     length = jnp.where(running, rows.length + carry.step, 0)
     before = jnp.maximum(length - 1, 0)
-    metadata, cache_loc = attention.at_step(metadata, length)
     return StepInputs(
         input_ids=jnp.where(running, carry.token, 0),
         positions=before,
@@ -256,8 +253,7 @@ def _step_inputs(carry: _Carry, rows: LaunchRows, metadata: Any, attention: Atte
         seq_lens=length,
         prefix_lens=before,
         extend_lens=running.astype(jnp.int32),
-        cache_loc=cache_loc,
-        attention=metadata,
+        attention=attention.at_step(metadata, length),
         sampling=rows.sampling._replace(position=length),
     )
 

@@ -32,7 +32,7 @@ from tpu_grpo.engine.dealing import expected_tokens, make_groups, rows_kept
 from tpu_grpo.engine.flash_attention import check_pages
 from tpu_grpo.engine.generation import Finished, Generation
 from tpu_grpo.engine.launches import Runner
-from tpu_grpo.engine.options import EngineOptions, check_tokens
+from tpu_grpo.engine.options import EngineOptions
 from tpu_grpo.engine.scheduler import EngineUse, SteppedScheduler
 from tpu_grpo.engine.waves import Limits, Waves
 from tpu_grpo.records.errors import RequestError
@@ -69,14 +69,11 @@ class Engine:
 
         Raises:
             ConfigError: if ``options.shard_vocab`` is set and the mesh's size does not divide the vocabulary; if flash
-                attention does not support the size or number of pages; or if experts are fused and the mesh's size does
-                not divide every batch and prefill size.
+                attention does not support the size or number of pages.
         """
         context, chunk = options.context_tokens + CONTEXT_MARGIN_TOKENS, options.shapes.prefill[-1]
         if options.attention == "flash":
             check_pages(rows=options.max_running_requests, context_tokens=context, page_size=options.page_size)
-        if options.experts == "fused":
-            check_tokens(options.shapes, mesh.size)
         repairs.require_repaired_version()
         repairs.count_instead_of_clock()
         arguments = ServerArgs(  # with these the library uses no port, thread or clock

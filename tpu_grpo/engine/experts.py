@@ -1,12 +1,8 @@
 """Mixture of experts in the sampler's model: the layer, and a record of the experts that served each token.
 
 The layer replaces sglang-jax's ``EPMoE``, and has the same constructor and weight names. Experts are sharded over the
-mesh, and no token is ever dropped. There are two implementations, with the same weights in the same layout:
-
-    Experts         every device has all tokens: it computes what its own experts contribute, and an all-reduce adds up
-                    the contributions
-    FusedExperts    tokens are spread over the devices, and sglang-jax's kernel for TPUs sends each token to its experts
-                    and meanwhile loads the experts' weights
+mesh, and no token is ever dropped: every device has all tokens, computes what its own experts contribute, and an
+all-reduce adds up the contributions.
 
 The trainer may replay the experts that the engine's routers chose (``algorithm.routing_replay``). A step computes only
 tokens that are not in the cache yet, so the chosen experts are stored by cache slot until the request ends. For a
@@ -21,7 +17,7 @@ Suffixes: T tokens, D width, E experts (e on this device), K experts per token, 
 """
 
 from dataclasses import dataclass
-from typing import Any, override
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +27,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, Integer
 
-from tpu_grpo.engine.options import ExpertsName
 from tpu_grpo.records.stages import routing_dtype
 
 AXIS = "tensor"
@@ -68,9 +63,6 @@ class Experts(nnx.Module):
         out_sharding: NamedSharding,
     ) -> Float[Array, "T D"]:
         """Add up the outputs of each token's experts, weighted by ``weights_TK``."""
-        return jax.sharding.reshard(self._mix(inputs, weights_TK, experts_TK), out_sharding)
-
-    def _mix(self, inputs: Array, weights_TK: Array, experts_TK: Array) -> Any:
         by_token, by_expert = P("data", None), P(AXIS, None, None)
         mixed: Any = jax.shard_map(
             _mix_own_experts,
@@ -79,24 +71,7 @@ class Experts(nnx.Module):
             out_specs=by_token,
         )
         weights = (param.get_value() for param in (self.wi_0, self.wi_1, self.wo))
-        return mixed(inputs, weights_TK.astype(inputs.dtype), experts_TK, *weights)
-
-
-class FusedExperts(Experts):
-    """``Experts`` as one Pallas kernel. The number of devices must divide a step's number of tokens."""
-
-    @override
-    def _mix(self, inputs: Array, weights_TK: Array, experts_TK: Array) -> Any:
-        from sgl_jax.srt.kernels.fused_moe.v1.kernel import fused_ep_moe
-
-        spread = ("data", AXIS)
-        token, expert = (NamedSharding(self.mesh, P(spread, *more)) for more in ((None,), (None, None)))
-        gate, up, down = (jax.sharding.reshard(param.get_value(), expert) for param in (self.wi_0, self.wi_1, self.wo))
-        x, weights, experts = (jax.sharding.reshard(value, token) for value in (inputs, weights_TK, experts_TK))
-        return fused_ep_moe(self.mesh, x, gate, down, up, weights, experts, experts_TK.shape[1])
-
-
-EXPERTS: dict[ExpertsName, type[Experts]] = {"ragged": Experts, "fused": FusedExperts}
+        return jax.sharding.reshard(mixed(inputs, weights_TK.astype(inputs.dtype), experts_TK, *weights), out_sharding)
 
 
 def _mix_own_experts(

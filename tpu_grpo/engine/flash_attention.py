@@ -15,8 +15,8 @@ of a block at a time, and skips parts beyond the row's end. The sizes for decode
 - Bundles for a page are also spent where the row has ended, so a block of more than 1,024 keys has at most 32 pages.
 - Buffers larger than half of the kernel's VMEM, such as 1,024 keys of 8 heads on v4, do not compile.
 
-Suffixes: b rows of the batch, B rows (padded), L context, S cache slots of all rows, T new tokens of all rows, H query
-heads, K key-value heads, D head width.
+Suffixes: b rows of the batch, B rows (padded), L context, T new tokens of all rows, H query heads, K
+key-value heads, D head width.
 """
 
 import functools
@@ -26,6 +26,7 @@ from typing import Any, override
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 from sgl_jax.srt.kernels.ragged_paged_attention.ragged_paged_attention_v3 import RpaCase
@@ -34,7 +35,7 @@ from sgl_jax.srt.layers.radix_attention import RadixAttention
 from sgl_jax.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sgl_jax.srt.model_executor.forward_batch_info import ForwardBatch
 
-from tpu_grpo.engine.attention import FP8, Columns, NativeMode, encode
+from tpu_grpo.engine.attention import FP8, AttentionMode, Columns, encode, padded
 from tpu_grpo.engine.repairs import attention_of
 from tpu_grpo.records.errors import ConfigError
 
@@ -65,23 +66,30 @@ DECODE_PAGES = 32
 PREFILL_QUERIES, PREFILL_KEYS, PREFILL_KEYS_AT_ONCE = 32, 512, 256
 
 
-class FlashMode(NativeMode):
+class FlashMode(AttentionMode):
     """sglang-jax's Pallas kernel, which runs on TPUs only. It writes new keys and values at the end of each row."""
 
     @override
     def cache_layer(self, pool: MHATokenToKVPool) -> jax.ShapeDtypeStruct:
+        """Describe a layer as the library does.
+
+        It pads the width of heads to a multiple of 128, and the number of heads to fill 32-bit words.
+        """
+        packing, tensor = 4 // np.dtype(pool.dtype).itemsize, pool.mesh.shape["tensor"]
         if pool.dtype == FP8:
-            own, device = pool.head_num // pool.mesh.shape["tensor"], pool.mesh.devices.flat[0]
-            check_fp8(own, jnp.dtype(self._runner.dtype), device.device_kind)
-        return super().cache_layer(pool)
+            device = pool.mesh.devices.flat[0]
+            check_fp8(pool.head_num // tensor, jnp.dtype(self._runner.dtype), device.device_kind)
+        pages = (pool.size + pool.page_size) // pool.page_size
+        words = tensor * -(-2 * pool.head_num // tensor // packing)
+        shape = (pages, pool.page_size, words, packing, pool.head_dim)
+        sharding = NamedSharding(pool.mesh, P("data", None, "tensor", None, None))
+        return jax.ShapeDtypeStruct(shape, pool.dtype, sharding=sharding)
 
     @override
-    def prefill_metadata(
-        self, columns: Columns, slots_bL: Int[np.ndarray, "b L"]
-    ) -> tuple[FlashAttentionMetadata, Int[np.ndarray, " S"]]:
+    def prefill_metadata(self, columns: Columns, slots_bL: Int[np.ndarray, "b L"]) -> FlashAttentionMetadata:
         """Compute the library's metadata on the host; it is transferred to the devices with the step's other inputs."""
-        rows, cache_loc = int(np.sum(columns["seq_lens"] > 0)), self.cache_loc(slots_bL, columns["seq_lens"])
-        return self._metadata(columns["seq_lens"], columns["extend_lens"], cache_loc, (0, rows, rows)), cache_loc
+        rows = int(np.sum(columns["seq_lens"] > 0))
+        return self._metadata(columns["seq_lens"], columns["extend_lens"], slots_bL, (0, rows, rows))
 
     @override
     def launch_metadata(self, slots_bL: Int[np.ndarray, "b L"], ends_B: Int[np.ndarray, " B"]) -> Any:
@@ -91,10 +99,10 @@ class FlashMode(NativeMode):
         """
         rows = int(np.max(np.nonzero(ends_B)[0], initial=-1)) + 1
         ends_B = np.where((np.arange(len(ends_B)) < rows) & (ends_B == 0), 1, ends_B).astype(np.int32)
-        return self._metadata(ends_B, np.ones_like(ends_B), self.cache_loc(slots_bL, ends_B), (rows, rows, rows))
+        return self._metadata(ends_B, np.ones_like(ends_B), slots_bL, (rows, rows, rows))
 
     @override
-    def at_step(self, metadata: Any, seq_lens_B: Int[Array, " B"]) -> tuple[Any, Int[Array, " S"]]:
+    def at_step(self, metadata: Any, seq_lens_B: Int[Array, " B"]) -> FlashAttentionMetadata:
         """Set the rows' lengths at this step. Ended rows become rows of one token in page 0, which no request owns.
 
         An ended row needs a token because the kernel writes a key and a value for every row in ``distribution``.
@@ -104,21 +112,27 @@ class FlashMode(NativeMode):
         first_B, nowhere = metadata.cu_kv_lens[:-1] // self._runner.page_size, metadata.page_indices.size
         pages = metadata.page_indices.at[jnp.where(ended_B, first_B, nowhere)].set(0, mode="drop")
         lengths = jnp.where(ended_B, 1, seq_lens_B)
-        return replace(metadata, page_indices=pages, seq_lens=lengths), jnp.zeros(0, jnp.int32)
+        return replace(metadata, page_indices=pages, seq_lens=lengths)
 
     def _metadata(
         self,
         seq_lens_B: Int[np.ndarray, " B"],
         new_B: Int[np.ndarray, " B"],
-        cache_loc: Int[np.ndarray, " S"],
+        slots_bL: Int[np.ndarray, "b L"],
         ends: tuple[int, int, int],
     ) -> FlashAttentionMetadata:
-        """Build the library's metadata; ``ends`` are the row indices at which decode, prefill and mixed rows end."""
+        """Build the library's metadata; ``ends`` are the row indices at which decode, prefill and mixed rows end.
+
+        The pages of all rows are concatenated, and padded with zeros to an array of fixed size.
+        """
         page = self._runner.page_size
+        pages_B = -(-seq_lens_B // page)
+        table_bN = slots_bL[:, ::page] // page
+        taken_bN = np.arange(table_bN.shape[1]) < pages_B[: len(table_bN), None]
         arrays: dict[str, Any] = {
             "cu_q_lens": _starts(new_B),
-            "cu_kv_lens": _starts(-(-seq_lens_B // page) * page),
-            "page_indices": cache_loc[::page] // page,
+            "cu_kv_lens": _starts(pages_B * page),
+            "page_indices": padded(table_bN[taken_bN], len(seq_lens_B) * table_bN.shape[1]),
             "seq_lens": seq_lens_B,
             "distribution": np.array(ends, np.int32),
         }

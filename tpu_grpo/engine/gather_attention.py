@@ -1,16 +1,15 @@
 """Paged attention for any device, with sglang-jax's backend interface: each row gathers its own pages.
 
-The library's native attention scores every query against every row's cache (rows x rows x length) and is wrong for
-pages above one token. This attention costs rows x length, and is right for any page size. Each row's cache is
-read in chunks of CHUNK_TOKENS with a running softmax (Milakov and Gimelshein 2018, arXiv 1805.02867). The loop over
-chunks ends at the end of the longest row, so one program serves every length.
+This attention costs rows x length, and is right for any page size. Each row's cache is read in chunks of CHUNK_TOKENS
+with a running softmax (Milakov and Gimelshein 2018, arXiv 1805.02867). The loop over chunks ends at the end of the
+longest row, so one program serves every length.
 
 Queries of a prefill are split into blocks of QUERY_BLOCK tokens of one row. So a row's cost is proportional to its new
 tokens, even when a row with a whole prompt runs beside rows whose prompts are in the cache.
 
 Suffixes: b rows of the batch, B rows (padded), L context, N pages of a row, T new tokens of all rows, R rows or blocks
 that attend together, Q queries of each, K key-value heads, G query heads per key-value head, H = K G query heads,
-D head width, W head width in the cache, C tokens of a chunk.
+D head width, C tokens of a chunk.
 """
 
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from sgl_jax.srt.layers.radix_attention import RadixAttention
 from sgl_jax.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sgl_jax.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
-from tpu_grpo.engine.attention import AttentionMode, Columns, bits_of, cache_width, decode, encode, padded
+from tpu_grpo.engine.attention import AttentionMode, Columns, bits_of, decode, encode, padded
 from tpu_grpo.engine.sampling import AnyArray
 
 QUERY_BLOCK = 16
@@ -37,7 +36,6 @@ DECODE_GROUPS = 2
 MASKED = -1e30
 CACHE_PARTITION = P(None, None, "tensor")
 """Key-value heads are sharded over the devices of an engine."""
-NO_SLOTS = np.zeros(0, np.int32)
 
 
 class GatherMetadata(NamedTuple):
@@ -60,31 +58,30 @@ class GatherMode(AttentionMode):
 
     @override
     def cache_layer(self, pool: MHATokenToKVPool) -> jax.ShapeDtypeStruct:
-        """Describe a layer [pages, page, K, 2, W]: keys and values alternate, and heads have the model's width.
+        """Describe a layer [pages, page, K, 2, D]: keys and values alternate, and heads have the model's width.
 
         The library would pad the width of heads to a multiple of 128.
         """
-        pages, dtype = (pool.size + pool.page_size) // pool.page_size, jnp.dtype(pool.dtype)
-        shape = (pages, pool.page_size, pool.head_num, 2, cache_width(self._runner.model_config.head_dim, dtype))
-        return jax.ShapeDtypeStruct(shape, bits_of(dtype), sharding=NamedSharding(pool.mesh, CACHE_PARTITION))
+        pages = (pool.size + pool.page_size) // pool.page_size
+        shape = (pages, pool.page_size, pool.head_num, 2, self._runner.model_config.head_dim)
+        sharding = NamedSharding(pool.mesh, CACHE_PARTITION)
+        return jax.ShapeDtypeStruct(shape, bits_of(jnp.dtype(pool.dtype)), sharding=sharding)
 
     @override
-    def prefill_metadata(
-        self, columns: Columns, slots_bL: Int[np.ndarray, "b L"]
-    ) -> tuple[GatherMetadata, Int[np.ndarray, " S"]]:
+    def prefill_metadata(self, columns: Columns, slots_bL: Int[np.ndarray, "b L"]) -> GatherMetadata:
         pages = self._pages(slots_bL, len(columns["seq_lens"]))
-        return block_metadata(pages, columns["extend_lens"], len(columns["input_ids"])), NO_SLOTS
+        return block_metadata(pages, columns["extend_lens"], len(columns["input_ids"]))
 
     @override
     def launch_metadata(self, slots_bL: Int[np.ndarray, "b L"], ends_B: Int[np.ndarray, " B"]) -> GatherMetadata:
         """List the pages of each row. There are no blocks, because each row has one query per step."""
-        pages, none = self._pages(slots_bL, len(ends_B)), NO_SLOTS
+        pages, none = self._pages(slots_bL, len(ends_B)), np.zeros(0, np.int32)
         return GatherMetadata(pages, none, none, none, np.zeros((0, QUERY_BLOCK), np.int32), none)
 
     @override
-    def at_step(self, metadata: Any, seq_lens_B: Int[Array, " B"]) -> tuple[Any, Int[Array, " S"]]:
+    def at_step(self, metadata: Any, seq_lens_B: Int[Array, " B"]) -> GatherMetadata:
         """Return the same pages at every step; the backend reads only as many as the longest row has."""
-        return metadata, jnp.zeros(0, jnp.int32)
+        return metadata
 
     def _pages(self, slots_bL: Int[np.ndarray, "b L"], rows: int) -> Int[np.ndarray, "{rows} N"]:
         page = self._runner.page_size
@@ -150,7 +147,7 @@ class GatherAttention:
         layer: RadixAttention,
         forward_batch: ForwardBatch,
         token_to_kv_pool: MHATokenToKVPool,
-    ) -> tuple[Float[Array, "T H*D"], Shaped[Array, "pages page K 2 W"]]:
+    ) -> tuple[Float[Array, "T H*D"], Shaped[Array, "pages page K 2 D"]]:
         """Write the new keys and values into the cache, attend, and return the output and the layer's new cache.
 
         Heads are sharded over the axis "tensor" of the mesh, and each device computes the attention of its own heads.
@@ -179,11 +176,11 @@ class GatherAttention:
 
 
 def write_cache(
-    paged: Shaped[Array, "pages page K 2 W"],
+    paged: Shaped[Array, "pages page K 2 D"],
     slots_T: Int[Array, " T"],
     k: Float[Array, "T K D"],
     v: Float[Array, "T K D"],
-) -> Shaped[Array, "pages page K 2 W"]:
+) -> Shaped[Array, "pages page K 2 D"]:
     """Write keys and values of new tokens into their cache slots; tokens with slot -1 are dropped.
 
     The cache is not reshaped: with pages of one token, XLA copied the whole cache for a reshape.
@@ -194,7 +191,7 @@ def write_cache(
 
 def decode_attention(
     q: Float[Array, "B K G D"],
-    paged: Shaped[Array, "pages page K 2 W"],
+    paged: Shaped[Array, "pages page K 2 D"],
     pages_BN: Int[Array, "B N"],
     seq_lens_B: Int[Array, " B"],
     scoring: Scoring,
@@ -208,7 +205,7 @@ def decode_attention(
 
 def prefill_attention(
     q: Float[Array, "T K G D"],
-    paged: Shaped[Array, "pages page K 2 W"],
+    paged: Shaped[Array, "pages page K 2 D"],
     metadata: GatherMetadata,
     prefix_lens_B: Int[Array, " B"],
     scoring: Scoring,
@@ -231,7 +228,7 @@ def paged_attention(
     q: Float[Array, "R Q K G D"],
     pages_RN: Int[Array, "R N"],
     visible_RQ: Int[Array, "R Q"],
-    paged: Shaped[Array, "pages page K 2 W"],
+    paged: Shaped[Array, "pages page K 2 D"],
     scoring: Scoring,
 ) -> Float[Array, "R Q K G D"]:
     """Attend with each query to the first ``visible`` tokens of its row's pages, with scores and softmax in float32.

@@ -36,7 +36,7 @@ from sgl_jax.srt.model_executor.model_runner import ModelRunner
 from sgl_jax.srt.model_loader.loader import get_model_architecture
 
 from tpu_grpo.engine import repairs
-from tpu_grpo.engine.attention import AttentionMode, NativeMode, cache_dtype, padded
+from tpu_grpo.engine.attention import AttentionMode, cache_dtype, padded
 from tpu_grpo.engine.decode_loop import (
     LaunchInputs,
     LaunchOutput,
@@ -46,7 +46,7 @@ from tpu_grpo.engine.decode_loop import (
     decode_loop,
     pack_rows,
 )
-from tpu_grpo.engine.experts import EXPERTS, ExpertLayout
+from tpu_grpo.engine.experts import ExpertLayout
 from tpu_grpo.engine.flash_attention import FlashMode
 from tpu_grpo.engine.gather_attention import GatherMode
 from tpu_grpo.engine.options import EngineOptions, Shapes, choose_steps, pad_to, splits_vocabulary
@@ -161,7 +161,6 @@ class Programs:
             out_cache_loc=inputs.out_cache_loc,
             positions=inputs.positions,
             attn_backend=runner.attention.backend(inputs.attention),
-            cache_loc=inputs.cache_loc,
             extend_prefix_lens=inputs.prefix_lens if extend else None,
             extend_seq_lens=inputs.extend_lens if extend else None,
         )
@@ -228,10 +227,10 @@ class InputBuilder:
             "prefix_lens": padded(batch.prefix_lens, rows),
             "extend_lens": padded(batch.extend_lens, rows),
         }
-        metadata, cache_loc = self._attention.prefill_metadata(columns, self._slots(batch))
+        metadata = self._attention.prefill_metadata(columns, self._slots(batch))
         sampling = self._sampling(padded(batch.req_pool_indices, rows, fill=rows + 1))
         sampling = sampling._replace(position=columns["seq_lens"])
-        return StepInputs(**columns, cache_loc=cache_loc, attention=metadata, sampling=sampling)
+        return StepInputs(**columns, attention=metadata, sampling=sampling)
 
     def launch(
         self, batch: ScheduleBatch, reservation: Reservation, before: Int[AnyArray, "2 B"] | None = None
@@ -320,7 +319,6 @@ class Runner(ModelRunner):
             config.dtype,
             self.mesh,
             split_vocabulary=split,
-            experts=EXPERTS[self.options.experts],
         )
         repairs.rope_as_published(model, config.dtype, self._scaling)
         if not split:
@@ -366,7 +364,7 @@ class Runner(ModelRunner):
 
     @override
     def _get_attention_backend(self) -> Any:
-        modes: dict[str, type[AttentionMode]] = {"gather": GatherMode, "native": NativeMode, "flash": FlashMode}
+        modes: dict[str, type[AttentionMode]] = {"gather": GatherMode, "flash": FlashMode}
         self.attention = modes[self.options.attention](self)
         return self.attention.backend(None)
 

@@ -15,9 +15,8 @@ from typing import Literal
 from tpu_grpo.config import CACHE_MARGIN_TOKENS, PROMPT_MARGIN_TOKENS, RunConfig
 from tpu_grpo.records.errors import ConfigError
 
-AttentionName = Literal["flash", "gather", "native"]
-ExpertsName = Literal["ragged", "fused"]
-KVDtype = Literal["auto", "int8", "fp8"]
+AttentionName = Literal["flash", "gather"]
+KVDtype = Literal["auto", "fp8"]
 SMALLEST_BATCH = 8
 SMALLEST_PREFILL = 64
 REFILL_SHARE = 16
@@ -69,7 +68,6 @@ class EngineOptions:
     devices divides the vocabulary's size."""
     return_experts: bool = False
     """Whether requests may ask for the experts that served their tokens; only for a model with experts."""
-    experts: ExpertsName = "ragged"
     steps_per_launch: int | None = None
     """The most decode steps of a launch; None chooses by the model's size and the devices."""
     kv_dtype: KVDtype = "auto"
@@ -88,12 +86,11 @@ class EngineOptions:
         rollout = config.rollout
         prompts = config.open_groups or config.data.prompts_per_round
         rows = -(-prompts // replicas) * config.algorithm.group_size
-        attention = choose_attention(rollout.attention, platform)
         options = cls(
             context_tokens=config.context_tokens,
             stop_token_ids=frozenset(stop_token_ids),
             dtype=config.model.dtype,
-            attention=attention,
+            attention=choose_attention(rollout.attention, platform),
             max_running_requests=min(rollout.max_running_requests, rows),
             kv_tokens=rollout.kv_tokens,
             page_size=rollout.page_size,
@@ -102,9 +99,8 @@ class EngineOptions:
             batch_paddings=rollout.batch_paddings,
             shard_vocab=config.meshes.sampler.shard_vocab,
             return_experts=config.algorithm.replays_routing,
-            experts=check_experts(rollout.experts, platform),
             steps_per_launch=None if rollout.steps_per_launch == "auto" else rollout.steps_per_launch,
-            kv_dtype=check_kv_dtype(rollout.kv_dtype, attention),
+            kv_dtype=rollout.kv_dtype,
             filtered=config.algorithm.filtered_ratio,
             tool_steps=config.environment.tool_steps,
         )
@@ -187,7 +183,7 @@ def rows_left(rungs: Sequence[int], rows: int, *, waiting: bool) -> int:
 # --- what devices and models cannot do --------------------------------------------------------------------------------
 
 
-def choose_attention(name: Literal["auto", "flash", "gather", "native"], platform: str) -> AttentionName:
+def choose_attention(name: Literal["auto", "flash", "gather"], platform: str) -> AttentionName:
     """Resolve ``auto``, and refuse an attention that the sampler's devices (tpu, cpu, gpu) cannot run.
 
     Raises:
@@ -202,52 +198,6 @@ def choose_attention(name: Literal["auto", "flash", "gather", "native"], platfor
             "use gather (any device) or auto"
         )
     return name
-
-
-def check_kv_dtype(name: KVDtype, attention: AttentionName) -> KVDtype:
-    """Return ``name`` if this attention can read a cache of that type.
-
-    Raises:
-        ConfigError: for 8 bits with native attention, and for int8 with flash.
-    """
-    if name != "auto" and attention == "native":
-        raise ConfigError(
-            f"rollout.kv_dtype={name} needs rollout.attention=flash or gather, got native, the library's reference, "
-            "which computes with the cache's numbers as they are; use gather, or rollout.kv_dtype=auto"
-        )
-    if name == "int8" and attention == "flash":
-        raise ConfigError(
-            "rollout.kv_dtype=int8 needs rollout.attention=gather, got flash, whose kernel takes no whole numbers and "
-            "no scale for each token; use rollout.kv_dtype=fp8, or auto"
-        )
-    return name
-
-
-def check_experts(name: ExpertsName, platform: str) -> ExpertsName:
-    """Return ``name`` if the sampler's devices (tpu, cpu, gpu) can run it.
-
-    Raises:
-        ConfigError: if fused is asked for without a TPU.
-    """
-    if name == "fused" and platform != "tpu":
-        raise ConfigError(
-            f"rollout.experts=fused needs a TPU, the sampler's devices are {platform}; use ragged (any device)"
-        )
-    return name
-
-
-def check_tokens(shapes: Shapes, devices: int) -> None:
-    """Check that `FusedExperts` can divide every step's tokens evenly among its devices.
-
-    Raises:
-        ConfigError: if a size in ``shapes.batch`` or ``shapes.prefill`` is not divisible by the number of devices.
-    """
-    for setting, sizes in (("rollout.batch_paddings", shapes.batch), ("rollout.prefill_tokens", shapes.prefill)):
-        if odd := [size for size in sizes if size % devices]:
-            raise ConfigError(
-                f"with rollout.experts=fused every step must divide over the {devices} devices of a replica, got "
-                f"{odd}; set {setting} to multiples of {devices}, or rollout.experts=ragged"
-            )
 
 
 def splits_vocabulary(asked: bool | None, vocabulary: int, tensor: int) -> bool:

@@ -92,7 +92,6 @@ def abstract_model(
     mesh: Mesh,
     *,
     split_vocabulary: bool,
-    experts: type[Experts] = Experts,
 ) -> Any:
     """Build the model with ``jax.ShapeDtypeStruct`` parameters, with our class for its mixture-of-experts layers.
 
@@ -109,7 +108,7 @@ def abstract_model(
 
     with (
         jax.set_mesh(mesh),
-        mock.patch.object(qwen3_moe, "EPMoE", experts),
+        mock.patch.object(qwen3_moe, "EPMoE", Experts),
         nullcontext() if split_vocabulary else mock.patch.object(Embed, "__init__", initialise_replicated),
     ):
         return nnx.eval_shape(lambda: model_class(hf_config, mesh=mesh, dtype=dtype))

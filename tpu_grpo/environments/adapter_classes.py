@@ -1,4 +1,4 @@
-"""Adapters for the classes of environments: with tools, of Gym, Tunix, SkyRL-Gym and OpenEnv, and agents.
+"""Adapters for the classes of environments: with tools, of Gym, Tunix and OpenEnv, and agents.
 
 Unless the option ``adapter`` names an adapter, the first one in ADAPTERS that fits the class is used.
 """
@@ -10,14 +10,14 @@ from collections.abc import Mapping
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, ClassVar
 
-from tpu_grpo.environments.tool_values import RESERVED, WrongError, parameters_of
+from tpu_grpo.environments.tool_values import RESERVED, parameters_of
 from tpu_grpo.records.errors import EpisodeError
 
 
 class Adapter:
     """Wraps one environment, so that environments of all libraries are called in the same way."""
 
-    called: ClassVar[tuple[str, ...]] = ("init", "reset", "step", "get_reward", "get_turn_rewards", "close")
+    called: ClassVar[tuple[str, ...]] = ("reset", "step", "get_reward", "get_turn_rewards", "close")
     """The methods that the adapter calls if the class has them; they may be async."""
     takes: ClassVar[str] = "texts"
     """With "texts", ``step`` gets the policy's turn as text. With "answers", ``step`` gets the whole `Action`, and
@@ -162,45 +162,6 @@ def _told(observation: Any) -> Any:
     return observation
 
 
-class SkyrlAdapter(Adapter):
-    """An environment of SkyRL-Gym."""
-
-    @staticmethod
-    def fits(target: Any) -> bool:
-        """Whether a class has ``init`` and ``step`` and no ``reset``."""
-        return all(callable(getattr(target, name, None)) for name in ("init", "step")) and not hasattr(target, "reset")
-
-    @staticmethod
-    def constructor(target: Any) -> Any:
-        """Return the class, whose parameters the options must fit; None if all options are passed as ``env_config``."""
-        return None if "env_config" in inspect.signature(target).parameters else target
-
-    def start(self, columns: Mapping[str, Any], seed: int) -> Any:
-        """Build the environment of a row, call ``init`` with the prompt, and return the messages that ``init`` adds."""
-        parameters = inspect.signature(self.target).parameters
-        extras = {"extras": dict(columns)} if "extras" in parameters else {}
-        options = {"env_config": Config(self.options)} if "env_config" in parameters else self.options
-        self.instance = self.target(**options, **extras)
-        asked = columns.get("prompt")
-        prompt = [{"role": "user", "content": asked}] if isinstance(asked, str) else list(asked or ())
-        returned = self.instance.init([dict(message) for message in prompt])
-        messages = list(returned[0] if isinstance(returned, tuple) else returned)
-        if messages[: len(prompt)] != prompt:
-            raise WrongError(
-                "must return the prompt that init got, with messages added at most; change the data instead"
-            )
-        return messages[len(prompt) :]
-
-
-class Config(dict[str, Any]):
-    """The options for SkyRL's environments, which read them by key or as attributes."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in self:
-            raise AttributeError(name)
-        return self[name]
-
-
 _BASES = ("EnvClient", "HTTPEnvClient", "SyncEnvClient")
 _BOOKKEEPING = ("reward", "done", "metadata")
 
@@ -255,7 +216,6 @@ ADAPTERS: Mapping[str, type[Adapter]] = MappingProxyType(
         "agent": AgentAdapter,
         "tunix": TunixAdapter,
         "openenv": OpenenvAdapter,
-        "skyrl": SkyrlAdapter,
         "gym": GymAdapter,
         "tools": ToolsAdapter,
     }

@@ -225,16 +225,15 @@ def step_of(value: Any) -> tuple[Any, float | None, bool]:
     """Split the result of a method ``step`` into the observation, the reward, and whether the episode is over.
 
     The result may be ``(observation, reward, done, info)``, ``(observation, reward, terminated, truncated, info)``, or
-    a mapping or an object with observation, reward and done. SkyRL-Gym's ``observations`` are a list of messages.
-    Raises WrongError for any other result.
+    a mapping or an object with observation, reward and done. Raises WrongError for any other result.
     """
     match value:
         case (observation, reward, done, Mapping() | None):
             pass
         case (observation, reward, terminated, truncated, Mapping() | None):
             done = terminated or truncated
-        case {"reward": reward, "done": done, **rest} if "observation" in rest or "observations" in rest:
-            observation = rest["observation"] if "observation" in rest else rest["observations"]
+        case {"observation": observation, "reward": reward, "done": done}:
+            pass
         case _ if all(hasattr(value, name) for name in ("observation", "reward", "done")):
             observation, reward, done = value.observation, value.reward, value.done
         case _:

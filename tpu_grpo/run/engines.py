@@ -28,9 +28,9 @@ PROBE_TOKENS = 16
 BOUNDS = {"float32": 1e-3, "bfloat16": 0.2}
 """For each model.dtype, the largest mean difference of log-probabilities that rounding can cause. We measured 1e-6 to
 2e-5 in float32 and 0.005 to 0.1 in bfloat16, the most in models with experts, where rounding can change routing."""
-CACHE_BOUNDS = {"auto": 0.0, "int8": 0.2, "fp8": 0.5}
-"""For each rollout.kv_dtype, the bound is at least this number. We measured 0.02 to 0.05 with int8 and 0.006 to 0.19
-with fp8, the most in random models with large weights."""
+FP8_BOUND = 0.5
+"""With rollout.kv_dtype=fp8 the bound is at least this number. We measured 0.006 to 0.19, the most in random models
+with large weights."""
 
 
 def build_weight_sync(
@@ -154,7 +154,7 @@ class SyncedEngines:
 
 def probe_bound(dtype: str, kv_dtype: str) -> float:
     """Return the probe's bound for model.dtype and rollout.kv_dtype, used when meshes.probe_bound is unset."""
-    return max(BOUNDS[dtype], CACHE_BOUNDS[kv_dtype])
+    return max(BOUNDS[dtype], FP8_BOUND) if kv_dtype == "fp8" else BOUNDS[dtype]
 
 
 @dataclass(frozen=True)

@@ -224,10 +224,11 @@ def check_model(config: RunConfig, checkpoint: Checkpoint) -> None:
             f"data.max_prompt_tokens + rollout.max_new_tokens must be <= {longest}, the model's context, got "
             f"{config.data.max_prompt_tokens} + {config.rollout.max_new_tokens}; shorten one of them"
         )
-    replayed, fused = config.algorithm.routing_replay, config.rollout.experts == "fused"
-    if not checkpoint.has_experts and (replayed or fused):
-        asked = "algorithm.routing_replay=true" if replayed else "rollout.experts=fused"
-        raise ConfigError(f"{asked} needs a model with experts, got a {checkpoint.family.model_type}; leave it out")
+    if config.algorithm.routing_replay and not checkpoint.has_experts:
+        raise ConfigError(
+            f"algorithm.routing_replay=true needs a model with experts, got a {checkpoint.family.model_type}; leave it "
+            "out"
+        )
     if config.model.lora.rank is not None:
         adapted_modules(checkpoint, config.model.lora)
         if checkpoint.family.is_fused and config.export.kind == "adapter":

@@ -150,7 +150,7 @@ class Run:
         except StepAbandoned:
             raise self._stopped(self.done) from None
         if step < self.config.run.max_steps:
-            self.log.note(f"the run ends after step {step}: {self.draw.why_exhausted}")
+            self.log.note(f"the run ends after step {step}: {self.draw.selection.exhausted}")
         self.parts.learner.close(best=self._best_step)
         if self.hosts.is_first and (against := self.config.logging.against) is not None:
             lines = list(read_records(self.config.run_dir / METRICS_FILE))
@@ -405,7 +405,7 @@ class Run:
 
     def _is_last(self, step: int) -> bool:
         """Return whether the step just done is the last: run.max_steps is reached, or no prompt is left."""
-        return step >= self.config.run.max_steps or self.draw.exhausted
+        return step >= self.config.run.max_steps or self.draw.selection.exhausted is not None
 
     def finish(self) -> dict[str, Any]:
         """Write summary.json, and check that all hosts end with the same parameters."""
@@ -414,14 +414,14 @@ class Run:
         if not self.hosts.is_first:
             return {"params_digest": digest}
         lines = list(read_records(self.config.run_dir / METRICS_FILE))
-        ended_early = self.draw.exhausted and lines and lines[-1]["step"] < self.config.run.max_steps
+        ended_early = lines and lines[-1]["step"] < self.config.run.max_steps
         summary = build_summary(
             lines,
             params_digest=digest,
             versions=versions(),
             evaluation=self.evaluations.summary(),
             changes=list(read_records(self.config.run_dir / CHANGES_FILE, missing_ok=True)),
-            ended_early=self.draw.why_exhausted if ended_early else None,
+            ended_early=self.draw.selection.exhausted if ended_early else None,
         )
         write_json(self.config.run_dir / SUMMARY_FILE, summary)
         return summary
