@@ -20,7 +20,7 @@ run list.yaml
 run twice.yaml --print-config
     config file twice.yaml is not readable YAML: 'run' is set .. correct it
 run flat.yaml
-    run must be a section, got 5; known in run: name, dir, seed, max_steps, epochs, compilation_cache
+    run must be a section, got 5; known in run: name, dir, seed, max_steps, epochs
 run latin.yaml
     config file latin.yaml is not readable YAML: 'utf-8' codec .. correct it
 run train.jsonl
@@ -100,7 +100,7 @@ run data.shuffle=maybe
 run run.seed=
     run.seed must be a valid integer, got ''; `--help run.seed` says more
 run run=5
-    run must be a section, got 5; known in run: name, dir, seed, max_steps, epochs, compilation_cache
+    run must be a section, got 5; known in run: name, dir, seed, max_steps, epochs
 run rollout.max_new_tokens=1.5
     rollout.max_new_tokens must be a valid integer, got 1.5; `--help rollout.max_new_tokens` says more
 run --slice v5e-16
@@ -213,8 +213,6 @@ dry optimizer.name=adam
     optimizer.name=adam is not a shipped optimizer; did you mean .. your own: path.py:function or
 dry optimizer.options='{nope: 1}'
     optimizer.options must be keyword arguments of adamw .. got {'nope': 1} .. correct them
-dry optimizer.rules='[{match: nosuchparameter, weight_decay: 0}]'
-    optimizer.rules.0.match must be found in the .. got 'nosuchparameter' .. there are embedder.input_embedding,
 dry algorithm.name=nosuch.py:A
     algorithm file nosuch.py must be readable .. , got FileNotFoundError; correct the path
 dry algorithm.options='{x: 1}'

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from tpu_grpo.config.section import Options, PositiveInt, Section, expression, must
+from tpu_grpo.config.section import Options, PositiveInt, Section, must
 
 LossAggregation = Literal[
     "sequence-mean-token-mean",
@@ -236,17 +236,6 @@ class UpdateSection(Section):
         return self
 
 
-class OptimizerRule(Section):
-    """These settings are for the parameters whose name matches an expression."""
-
-    match: Annotated[str, expression("norm|embedder")]
-    """Apply this rule to parameters in whose dotted name this regular expression is found, e.g. norm|embedder."""
-    weight_decay: float | None = Field(default=None, ge=0.0)
-    """Decay these parameters by this; by optimizer.weight_decay when unset."""
-    learning_rate: float = Field(default=1.0, ge=0.0)
-    """Multiply the learning rate of these parameters by this."""
-
-
 class OptimizerSection(Section):
     """These settings choose the optimizer, its schedule and gradient clipping."""
 
@@ -280,8 +269,6 @@ class OptimizerSection(Section):
     """Decay the weights by this, decoupled from the gradient."""
     max_grad_norm: float = Field(default=1.0, gt=0.0)
     """Scale gradients down to this global norm."""
-    rules: tuple[OptimizerRule, ...] = ()
-    """Give some parameters their own decay or learning rate; the first rule that matches counts."""
 
     @property
     def ends_with_run(self) -> bool:

@@ -34,9 +34,6 @@ class RunSection(Section):
     epochs: float | None = Field(default=None, gt=0.0, le=1e6)
     """Go through the prompts of the data this many times, in place of max_steps, which then follows from the number of
     prompts and data.prompts_per_step. A file may set only one of the two; among overrides, the last one counts."""
-    compilation_cache: Annotated[str, IsPath, IsDirectory] = "auto"
-    """Keep compiled programs in this directory, so that the next start compiles less. auto: below the user's cache
-    directory, or $TPU_GRPO_CACHE; off: nowhere. JAX_COMPILATION_CACHE_DIR takes precedence."""
 
     @model_validator(mode="before")
     @classmethod

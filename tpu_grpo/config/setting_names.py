@@ -23,7 +23,7 @@ ARRAYS = ("model.dtype", "model.param_dtype", "model.train_layers", "model.lora"
 Effect = Literal["none", "rounding", "results"]
 
 _NONE = """
-run.name run.dir run.max_steps run.epochs run.compilation_cache
+run.name run.dir run.max_steps run.epochs
 rollout.release_during_update
 rewards[i].workers rewards[i].early rewards[i].timeout rewards[i].recycle rewards[i].memory_gb rewards[i].deterministic
 rewards[i].secrets
