@@ -113,7 +113,7 @@ class DynamicSection(Section):
 
 
 class PoolsSection(Section):
-    """These settings sample prompts more or less often by their past pass rate."""
+    """These settings sample prompts more or less often by their past pass rate, the mean reward of their last group."""
 
     edges: tuple[float, ...] = ()
     """Divide prompts by pass rate into pools: [0.25, 0.75] makes three pools, for rates up to 0.25, above 0.25 up to
@@ -163,15 +163,8 @@ class DataSection(ReadingSection):
     replaces a missing question. If the template is one column that holds messages, these are the conversation."""
     messages: str | None = None
     """Take the conversation from this column, a list of {role, content}, instead of data.prompt_template."""
-    final_assistant: Literal["error", "drop", "continue"] = "error"
-    """If a column's conversation ends with an assistant message, refuse it (error), leave out the assistant's last
-    messages (drop), or let the completion continue the last message (continue)."""
     system_prompt: str = ""
     """Put this system message before the user's; none when empty."""
-    examples: tuple[dict[str, Any], ...] = ()
-    """Show these records with their answers before every prompt (few-shot)."""
-    example_template: str = "{answer}"
-    """Write an example's answer with this Python format string over its columns."""
     chat_template: bool = True
     """Render the messages through the tokenizer's chat template; otherwise the user's message alone is the prompt."""
     thinking: bool | None = None
@@ -193,9 +186,6 @@ class DataSection(ReadingSection):
     dynamic: DynamicSection = DynamicSection()
     pools: PoolsSection = PoolsSection()
     retire: RetireSection = RetireSection()
-    pass_rate: str | None = None
-    """Take the pass rate of a prompt from this reward, named as in metrics; from the total reward when unset. The pass
-    rate is the mean over the prompt's last group."""
 
     @property
     def builtin(self) -> str | None:
