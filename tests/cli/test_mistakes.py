@@ -221,8 +221,8 @@ dry environment.name=nosuch
     'nosuch' is not a shipped environment; did you mean search? .. your own: path.py:Class or
 dry evaluation.path=nosuch.jsonl
     evaluation.path: data file not found: nosuch.jsonl .. correct it
-dry evaluation.k=[3,100]
-    evaluation.k must be at most evaluation.samples=1, got [3, 100]; take more samples, or drop them
+dry evaluation.best=pass@3/exact_answer
+    evaluation.best must be MODE/REWARD with a mode of .. and a reward of .. got 'pass@3/exact_answer'
 dry model.pad_token=nosuch
     model.pad_token must be a token of the tokenizer .. got 'nosuch'
 dry model.lora.rank=4 model.lora.targets=lm_head

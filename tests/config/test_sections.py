@@ -19,7 +19,7 @@ algorithm.group_size=8 algorithm.beta=0.0 algorithm.iterations=1 algorithm.old_p
 optimizer.name=adamw optimizer.options={} optimizer.state=full optimizer.learning_rate=1.0e-06
 optimizer.schedule=constant optimizer.decay_steps=0 optimizer.b1=0.9 optimizer.b2=0.95
 meshes.layout=shared meshes.trainer.fsdp=unset meshes.trainer.tp=1 meshes.sampler.hosts=unset
-meshes.sampler.tensor=unset meshes.sampler.shard_vocab=unset hosts.coordinator=unset hosts.count=1 hosts.index=0
+meshes.sampler.tensor=unset hosts.coordinator=unset hosts.count=1 hosts.index=0
 hosts.check=rollout hosts.start_timeout_seconds=300.0 hosts.lost_timeout_seconds=40.0 checkpoint.every=0
 checkpoint.resume=auto evaluation.every=0 logging.wandb=off logging.profile_steps=[]
 """

@@ -56,7 +56,6 @@ def sampled_by(engine: Engine, asked: Sequence[Request]) -> list[tuple[list[int]
                 {"prefix_cache": False, "prefill_tokens": 16},
                 {"attention": "native", "page_size": 4},
                 {"tensor": 2},  # with the vocabulary split
-                {"tensor": 2, "shard_vocab": False},
                 {"dtype": "bfloat16"},
             )
         ),

@@ -16,11 +16,12 @@ from tests.learner.test_update import STATES, with_optimizer
 from tests.learner.toy import make_config, make_learner, make_mesh, make_model, make_scored
 from tpu_grpo.config import parse_config
 from tpu_grpo.hosts import Hosts
+from tpu_grpo.learner import learner as learner_module
 from tpu_grpo.learner.batches import pass_arrays, placed_pass
 from tpu_grpo.learner.checkpoints import Held
 from tpu_grpo.learner.learner import FailedUpdate
 from tpu_grpo.learner.parameters import checksums
-from tpu_grpo.records.errors import ConfigError, DataError, NonFiniteError
+from tpu_grpo.records.errors import DataError, NonFiniteError
 from tpu_grpo.records.stages import ScoredRollout
 from tpu_grpo.run.non_finite import FailureFiles, read_update
 
@@ -62,9 +63,12 @@ def with_tokens(scored: ScoredRollout, value: float, prompts: range) -> ScoredRo
 
 @pytest.mark.slow  # a run; the update itself is tested by default
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")
-def test_so_many_in_a_row_are_skipped_and_the_first_of_them_is_kept(tmp_path: Path) -> None:
+def test_so_many_in_a_row_are_skipped_and_the_first_of_them_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Four prompts, in two updates of two: some steps have one that is not finite, some two."""
-    section = {"on_non_finite": "skip", "max_skipped": 3}
+    monkeypatch.setattr(learner_module, "MOST_SKIPPED", 3)
+    section = {"on_non_finite": "skip"}
     config = make_config(tmp_path, {"algorithm": {"mini_batch_prompts": 2}, "update": section})
     learner, model = make_learner(config, make_mesh(1)), make_model(make_mesh(1))
     files, kept = FailureFiles(config, Hosts(), learner.save_apart), list[FailedUpdate]()
@@ -103,7 +107,7 @@ def test_so_many_in_a_row_are_skipped_and_the_first_of_them_is_kept(tmp_path: Pa
     assert learner.params_digest() != digest
     digest = learner.params_digest()
     learner.update(with_tokens(steps[3], 1e39, range(4)))
-    message = "update 2 of 2, must be finite, got .*; that makes 4 updates in a row, and update.max_skipped=3 may be"
+    message = "update 2 of 2, must be finite, got .*; that makes 4 updates in a row, and 3 may be skipped"
     with pytest.raises(NonFiniteError, match=message):
         learner.update(with_tokens(steps[4], 1e39, range(4)))
     assert learner.params_digest() == digest
@@ -136,5 +140,3 @@ def test_what_is_no_such_file_is_refused(tmp_path: Path) -> None:
             read_update(tmp_path / name)
     with pytest.raises(DataError, match="a pass of 3 rows must be split over meshes.trainer.fsdp=2 devices"):
         placed_pass({"weights": np.zeros((3, 4))}, make_mesh(2))
-    with pytest.raises(ConfigError, match="update max_skipped=3 needs on_non_finite=skip, got stop, which skips none"):
-        parse_config({"update": {"max_skipped": 3}})

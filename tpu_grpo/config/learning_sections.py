@@ -117,9 +117,6 @@ class AlgorithmSection(Section):
     """Reduce the token losses of a whole step to one number in this way. When unset, the algorithm decides:
     sequence-mean-token-mean for grpo, gspo and sapo, token-mean for dapo, cispo, dppo and vespo,
     sequence-mean-token-sum for luspo, sequence-mean-token-scale for dr_grpo, rloo and reinforce."""
-    count_empty: bool = False
-    """In means over completions or prompts, also count completions without a token in the loss, as TRL does: truncated
-    completions with truncated=mask, and conversations whose environment failed."""
     kl_estimator: Literal["k1", "k2", "k3", "kl", "mse_kl", "low_var_kl"] | None = None
     """Estimate the KL divergence by this: k1 (also kl), k2 (mse_kl) or k3 (low_var_kl). When unset, k1 with
     kl_in=reward, otherwise k3, as in the paper."""
@@ -216,24 +213,8 @@ class UpdateSection(Section):
     """These settings say what happens to an update whose loss or gradient is not finite."""
 
     on_non_finite: Literal["stop", "skip"] = "stop"
-    """End the run (stop), or leave the update out and go on (skip). In both cases parameters and optimizer stay as they
-    were, and the update is kept for scripts/run.py --replay."""
-    max_skipped: PositiveInt | None = None
-    """Skip at most this many updates in a row, then end the run; 10 when unset. Only for on_non_finite=skip."""
-
-    @property
-    def most_skipped(self) -> int:
-        """Return max_skipped, or 10 when that is unset."""
-        return 10 if self.max_skipped is None else self.max_skipped
-
-    @model_validator(mode="after")
-    def _skips_some(self) -> "UpdateSection":
-        if self.max_skipped is not None and self.on_non_finite == "stop":
-            raise ValueError(
-                f"max_skipped={self.max_skipped} needs on_non_finite=skip, got stop, which skips none; set it, or "
-                "leave max_skipped out"
-            )
-        return self
+    """End the run (stop), or leave the update out and go on (skip), for at most 10 updates in a row. In both cases
+    parameters and optimizer stay as they were, and the update is kept for scripts/run.py --replay."""
 
 
 class OptimizerSection(Section):

@@ -238,10 +238,6 @@ class SamplerMeshSection(Section):
     tensor: PositiveInt | None = None
     """Split the model's heads and hidden units over this many devices in each replica; when unset, over the fewest
     devices that hold at most 4 GiB of weights each."""
-    shard_vocab: bool | None = None
-    """Split the embedding and the output head over a replica's devices by vocabulary. true: refuse a number of devices
-    that does not divide the vocabulary; false: a copy on every device; unset: split if it divides. Sampled tokens do
-    not change."""
 
 
 class MeshesSection(Section):

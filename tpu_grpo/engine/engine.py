@@ -68,9 +68,8 @@ class Engine:
         ``checkpoint`` is a directory whose config.json describes the model; ``mesh`` comes from ``engine_mesh``.
 
         Raises:
-            ConfigError: if ``options.shard_vocab`` is set and the mesh's size does not divide the vocabulary; if flash
-                attention does not support the size or number of pages; or if experts are fused and the mesh's size does
-                not divide every batch and prefill size.
+            ConfigError: if flash attention does not support the size or number of pages; or if experts are fused and
+                the mesh's size does not divide every batch and prefill size.
         """
         context, chunk = options.context_tokens + CONTEXT_MARGIN_TOKENS, options.shapes.prefill[-1]
         if options.attention == "flash":

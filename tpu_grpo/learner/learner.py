@@ -83,6 +83,10 @@ class FailedUpdate:
         return self.slices.gathered(map(pass_arrays, self.passes))
 
 
+MOST_SKIPPED = 10
+"""With update.on_non_finite=skip, the run ends if more updates than this in a row are not finite."""
+
+
 class SkippedUpdates:
     """Counts consecutive skipped updates, and raises an error if no further update may be skipped.
 
@@ -111,9 +115,8 @@ class SkippedUpdates:
             kept = f"; {first} is kept: look at it with `python scripts/run.py --replay {self._kept_in}`"
         if section.on_non_finite == "stop":
             why, remedy = "nothing of it reached the policy", ", or set update.on_non_finite=skip"
-        elif self._in_a_row > section.most_skipped:
-            rule = f"update.max_skipped={section.most_skipped} may be skipped"
-            why, remedy = f"that makes {self._in_a_row} updates in a row, and {rule}", ""
+        elif self._in_a_row > MOST_SKIPPED:
+            why, remedy = f"that makes {self._in_a_row} updates in a row, and {MOST_SKIPPED} may be skipped", ""
         else:
             return f"{what}; the update was skipped, and nothing of it reached the policy{kept}"
         raise NonFiniteError(

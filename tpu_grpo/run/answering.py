@@ -115,7 +115,6 @@ class Speaker:
             prefill_tokens=rollout.prefill_tokens,
             prefix_cache=True,
             batch_paddings=None,
-            shard_vocab=None,
             steps_per_launch=self._steps,
         )
         replicas = Replicas.build(checkpoint.directory, devices, len(devices), options, Hosts())
