@@ -26,7 +26,7 @@ shapes.install()  # before the package is imported
 from tpu_grpo.hosts import start  # noqa: E402
 from tpu_grpo.hosts.caching import keep_programs  # noqa: E402
 
-keep_programs("auto", start(None, 1, 0))
+keep_programs(start(None, 1, 0))
 
 LONG = re.compile(
     r"tests/(tunix_loop/test_tunix_learner|learner/test_learner|engine/test_(families|launches|waves)|test_pipeline"

@@ -164,7 +164,6 @@ ABSURD = [
 ENTRIES = {
     "rewards": "name: exact_answer",
     "data.sources": "path: builtin:addition",
-    "optimizer.rules": "match: layers",
 }
 """What an entry of a list of sections needs, by the name of the list."""
 

@@ -20,7 +20,7 @@ run list.yaml
 run twice.yaml --print-config
     config file twice.yaml is not readable YAML: 'run' is set .. correct it
 run flat.yaml
-    run must be a section, got 5; known in run: name, dir, seed, max_steps, epochs, compilation_cache
+    run must be a section, got 5; known in run: name, dir, seed, max_steps, epochs
 run latin.yaml
     config file latin.yaml is not readable YAML: 'utf-8' codec .. correct it
 run train.jsonl
@@ -100,7 +100,7 @@ run data.shuffle=maybe
 run run.seed=
     run.seed must be a valid integer, got ''; `--help run.seed` says more
 run run=5
-    run must be a section, got 5; known in run: name, dir, seed, max_steps, epochs, compilation_cache
+    run must be a section, got 5; known in run: name, dir, seed, max_steps, epochs
 run rollout.max_new_tokens=1.5
     rollout.max_new_tokens must be a valid integer, got 1.5; `--help rollout.max_new_tokens` says more
 run --slice v5e-16
@@ -207,8 +207,6 @@ dry optimizer.name=adam
     optimizer.name=adam is not a shipped optimizer; did you mean .. your own: path.py:function or
 dry optimizer.options='{nope: 1}'
     optimizer.options must be keyword arguments of adamw .. got {'nope': 1} .. correct them
-dry optimizer.rules='[{match: nosuchparameter, weight_decay: 0}]'
-    optimizer.rules.0.match must be found in the .. got 'nosuchparameter' .. there are embedder.input_embedding,
 dry algorithm.name=nosuch.py:A
     algorithm file nosuch.py must be readable .. , got FileNotFoundError; correct the path
 dry algorithm.options='{x: 1}'
@@ -217,8 +215,8 @@ dry environment.name=nosuch
     'nosuch' is not a shipped environment; did you mean search? .. your own: path.py:Class or
 dry evaluation.path=nosuch.jsonl
     evaluation.path: data file not found: nosuch.jsonl .. correct it
-dry evaluation.k=[3,100]
-    evaluation.k must be at most evaluation.samples=1, got [3, 100]; take more samples, or drop them
+dry evaluation.best=pass@3/exact_answer
+    evaluation.best must be MODE/REWARD with a mode of .. and a reward of .. got 'pass@3/exact_answer'
 dry model.pad_token=nosuch
     model.pad_token must be a token of the tokenizer .. got 'nosuch'
 dry model.lora.rank=4 model.lora.targets=lm_head

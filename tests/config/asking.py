@@ -8,7 +8,6 @@ import pytest
 
 from tpu_grpo.config import load_config
 from tpu_grpo.config.data_sections import SourceSpec
-from tpu_grpo.config.learning_sections import OptimizerRule
 from tpu_grpo.records.errors import ConfigError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -43,9 +42,6 @@ def leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
         elif key == "sources":
             yield "data.sources", value
             yield from leaves(SourceSpec(path="required").model_dump(mode="json"), "data.sources[i].")
-        elif prefix + key == "optimizer.rules":
-            yield "optimizer.rules", value
-            yield from leaves(OptimizerRule(match="required").model_dump(mode="json"), "optimizer.rules[i].")
         elif isinstance(value, dict) and key not in ("options", "columns"):
             yield from leaves(value, f"{prefix}{key}.")
         else:

@@ -177,10 +177,6 @@ BF16 = "model.dtype=bfloat16 model.param_dtype=bfloat16"
             "environment.name needs data.chat_template=true, got false",
         ),
         (
-            "environment.name=calculator data.final_assistant=continue",
-            "environment.name does not go with data.final_assistant=continue",
-        ),
-        (
             "environment.name=calculator environment.error_value=-1",
             "environment.error_value=-1.0 needs environment.on_error=value, got stop",
         ),

@@ -33,8 +33,7 @@ def test_options_take_switches_and_texts_in_quotes() -> None:
 
 
 def test_a_bare_no_is_a_text_where_a_text_is_meant() -> None:
-    (example,) = load_config(None, ["data.examples=[{question: 1 is even, answer: no}]"]).data.examples
-    assert example == {"question": "1 is even", "answer": "no"}
+    assert load_config(None, ["data.columns={question: no}"]).data.columns == {"question": "no"}
 
 
 # --- ranges of layers ------------------------------------------------------------------------------------------------

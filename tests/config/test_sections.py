@@ -17,9 +17,9 @@ rewards=['exact_answer'] rewards[i].weight=1.0 rewards[i].options={}
 algorithm.name=grpo algorithm.options={} algorithm.advantage=unset algorithm.loss_aggregation=unset
 algorithm.group_size=8 algorithm.beta=0.0 algorithm.iterations=1 algorithm.old_policy=rollout
 optimizer.name=adamw optimizer.options={} optimizer.state=full optimizer.learning_rate=1.0e-06
-optimizer.schedule=constant optimizer.decay_steps=0 optimizer.b1=0.9 optimizer.b2=0.95 optimizer.rules=[]
+optimizer.schedule=constant optimizer.decay_steps=0 optimizer.b1=0.9 optimizer.b2=0.95
 meshes.layout=shared meshes.trainer.fsdp=unset meshes.trainer.tp=1 meshes.sampler.hosts=unset
-meshes.sampler.tensor=unset meshes.sampler.shard_vocab=unset hosts.coordinator=unset hosts.count=1 hosts.index=0
+meshes.sampler.tensor=unset hosts.coordinator=unset hosts.count=1 hosts.index=0
 hosts.check=rollout hosts.start_timeout_seconds=300.0 hosts.lost_timeout_seconds=40.0 checkpoint.every=0
 checkpoint.resume=auto evaluation.every=0 logging.wandb=off logging.profile_steps=[]
 """
@@ -78,24 +78,13 @@ def test_a_config_is_frozen() -> None:
             "`--help logging.profile_steps` says more",
         ),
         (
-            "optimizer.rules=[{match: '(norm'}]",
-            "optimizer.rules.0.match must be a regular expression, got '(norm' (missing ), unterminated subpattern at "
-            "position 0); an example: norm|embedder",
-        ),
-        (
             "model.lora.targets=(q",
             "model.lora.targets must be a regular expression, got '(q' (missing ), unterminated subpattern at position "
             "0); an example: attn.(q|v)_proj",
         ),
         (
-            "optimizer.rules=[norm]",
-            "optimizer.rules.0 must be a section, got 'norm'; known in optimizer.rules.0: match, weight_decay, "
-            "learning_rate",
-        ),
-        (
-            "optimizer.rules=[{match: x, learning_rate: -1}]",
-            "optimizer.rules.0.learning_rate must be greater than or equal to 0, got -1; "
-            "`--help optimizer.rules[i].learning_rate` says more",
+            "data.sources=[{path: x, weight: -1}]",
+            "data.sources.0.weight must be greater than 0, got -1; `--help data.sources[i].weight` says more",
         ),
         ("meshes.trainer=[]", "meshes.trainer must be a section, got []; known in meshes.trainer: fsdp, tp"),
         (
@@ -161,13 +150,8 @@ def test_a_compact_state_is_asked_for_by_the_state_or_by_the_name(overrides: lis
     assert load_config(None, overrides).optimizer.compact == compact
 
 
-def test_rules_of_parameters_keep_their_order_and_a_single_layer_needs_no_quotes(tmp_path: Path) -> None:
-    rules = "optimizer.rules=[{match: norm|embedder, weight_decay: 0}, {match: '.', learning_rate: 2}]"
-    config = load_config(None, [rules, "model.lora.rank=4", "model.lora.layers=3"])
-    assert [(rule.match, rule.weight_decay, rule.learning_rate) for rule in config.optimizer.rules] == [
-        ("norm|embedder", 0.0, 1.0),
-        (".", None, 2.0),
-    ]
+def test_a_single_layer_needs_no_quotes(tmp_path: Path) -> None:
+    config = load_config(None, ["model.lora.rank=4", "model.lora.layers=3"])
     assert config.model.lora.layers == "3"
     (tmp_path / "config.yaml").write_text(config.to_yaml())
     assert load_config(tmp_path / "config.yaml") == config

@@ -81,9 +81,7 @@ def test_names_of_entries() -> None:
     assert listed_name("rewards") == "rewards"
 
 
-@pytest.mark.parametrize(
-    "name", ["rewards", "rewards.0", "rewards.0.weight", "data", "data.dynamic", "optimizer.rules"]
-)
+@pytest.mark.parametrize("name", ["rewards", "rewards.0", "rewards.0.weight", "data", "data.dynamic", "data.sources"])
 def test_settings_sections_and_entries_may_be_allowed(name: str) -> None:
     config = load_config(None, [f"checkpoint.allow_changes=[{name}, run.seed]"])
     assert config.checkpoint.allow_changes == (name, "run.seed")

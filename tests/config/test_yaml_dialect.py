@@ -117,8 +117,8 @@ def test_what_no_setting_takes_is_refused_with_the_reason(tmp_path: Path, text: 
 @pytest.mark.parametrize(
     ("override", "value"),
     [
-        ("meshes.sampler.shard_vocab=false", False),
-        ("meshes.sampler.shard_vocab=null", None),
+        ("data.thinking=false", False),
+        ("data.thinking=null", None),
         ("optimizer.learning_rate=3e-4", 3e-4),
         ("optimizer.learning_rate=0", 0.0),
         ("run.max_steps=1e2", 100),

@@ -80,31 +80,6 @@ def test_tools_keep_what_templates_need(tokenizer: PreTrainedTokenizerFast) -> N
     assert render(tokenizer, {"chat": given}, messages="chat") == f"user:2+3?;assistant:add{arguments};tool:5;"
 
 
-def test_the_assistants_last_messages_are_dropped_or_continued_by_choice(tokenizer: PreTrainedTokenizerFast) -> None:
-    answers = [{"role": "assistant", "content": text} for text in ("Let me see", "It is")]
-    record = {"messages": [USER, *answers]}
-    with pytest.raises(
-        DataError, match="the last role is assistant in the column 'messages' of record 0; data.final_a"
-    ):
-        render(tokenizer, record, messages="messages")
-    dropped = render(tokenizer, record, messages="messages", final_assistant="drop")
-    assert dropped == "<s>user:2+3?</s><s>assistant:"
-    continued = render(tokenizer, record, messages="messages", final_assistant="continue")
-    assert continued == "<s>user:2+3?</s><s>assistant:Let me see</s><s>assistant:It is"
-    assert render(tokenizer, {"messages": [USER]}, messages="messages", final_assistant="continue") == dropped
-    with pytest.raises(DataError, match="the last role is none"):
-        render(tokenizer, {"messages": answers}, messages="messages", final_assistant="drop")
-
-
-def test_prompts_that_end_differently_are_rendered_together(tokenizer: PreTrainedTokenizerFast) -> None:
-    renderer = PromptRenderer(DataSection(messages="m", final_assistant="continue"), tokenizer)
-    prefix = {"role": "assistant", "content": "It is"}
-    records = [{"m": [USER]}, {"m": [USER, prefix]}, {"m": [USER]}]
-    texts = [prompt.text for prompt in renderer.prompts(records, ["a", "b", "c"])]
-    assert texts == [renderer.render(record, "x").text for record in records]
-    assert texts[1].endswith("<s>assistant:It is")
-
-
 @pytest.mark.parametrize(
     ("record", "said"),
     [
@@ -133,9 +108,9 @@ def test_layouts_of_other_trainers_are_recognised(record: dict[str, Any], said: 
 
 
 def test_sharegpts_conversations_have_roles_of_their_own() -> None:
-    names = ("system", "human", "gpt", "observation", "gpt")
+    names = ("system", "human", "gpt", "observation")
     turns = [{"from": name, "value": str(number)} for number, name in enumerate(names)]
-    found = Conversation(DataSection(final_assistant="drop")).messages({"conversations": turns}, "record 0")
+    found = Conversation(DataSection()).messages({"conversations": turns}, "record 0")
     assert [message["role"] for message in found] == ["system", "user", "assistant", "tool"]
     assert [message["content"] for message in found] == ["0", "1", "2", "3"]
     turns[2]["from"] = "function_call"

@@ -169,7 +169,6 @@ def test_a_history_that_lacks_the_last_step_is_refused_where_it_is_needed(tmp_pa
         ({"dynamic": {"extra": -0.5}}, r"greater than or equal to 0"),
         ({"dynamic": {"rounds": 0}}, r"greater than or equal to 1"),
         ({"retire": {"at": 0.9, "times": 0}}, r"greater than or equal to 1"),
-        ({"pass_rate": "gsm8k"}, r"data.pass_rate must name one of the rewards \['exact_answer'\], got 'gsm8k'"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(tmp_path: Path, data: dict[str, Any], message: str) -> None:

@@ -124,44 +124,17 @@ def test_the_limit_counts_prompts_that_fit(tokenizer: PreTrainedTokenizerFast):
 
 # --- conversations ---------------------------------------------------------------------------------------------------
 
-EXAMPLES = ({"question": "1+1=", "answer": 2}, {"question": "2+2=", "answer": 4})
-
-
-def test_examples_come_between_the_system_message_and_the_question(tokenizer: PreTrainedTokenizerFast):
-    prompt = render(tokenizer, system_prompt="Add.", examples=EXAMPLES, example_template="#### {answer}")
-    assert prompt.text == (
-        "<s>system:Add.</s><s>user:1+1=</s><s>assistant:#### 2</s><s>user:2+2=</s><s>assistant:#### 4</s>"
-        "<s>user:2+3=</s><s>assistant:"
-    )
-
-
-def test_examples_without_a_chat_template_are_blocks_of_text(tokenizer: PreTrainedTokenizerFast):
-    texts: dict[str, Any] = {"prompt_template": "Q: {question}\nA:", "example_template": " {answer}"}
-    prompt = render(tokenizer, chat_template=False, examples=EXAMPLES, **texts)
-    assert prompt.text == "Q: 1+1=\nA: 2\n\nQ: 2+2=\nA: 4\n\nQ: 2+3=\nA:"
-
-
-def test_an_example_that_lacks_a_column(tokenizer: PreTrainedTokenizerFast):
-    with pytest.raises(ConfigError, match="example_template uses the column 'answer', which data.examples.0 lacks"):
-        render(tokenizer, examples=({"question": "1+1="},))
-
 
 def test_a_prompt_knows_its_conversation_and_what_the_user_says(tokenizer: PreTrainedTokenizerFast):
-    """Neither the system message nor examples nor the template's tokens are what the user says."""
-    shown = {"system_prompt": "Add.", "examples": ({"question": "1+1=", "answer": 2},)}
-    system, *example = (
-        {"role": "system", "content": "Add."},
-        {"role": "user", "content": "1+1="},
-        {"role": "assistant", "content": "2"},
-    )
-    asked = {"role": "user", "content": "2+3="}
-    prompt = render(tokenizer, **shown)
-    assert (list(prompt.conversation), prompt.asked) == ([system, *example, asked], "2+3=")
+    """Neither the system message nor the template's tokens are what the user says."""
+    system, asked = {"role": "system", "content": "Add."}, {"role": "user", "content": "2+3="}
+    prompt = render(tokenizer, system_prompt="Add.")
+    assert (list(prompt.conversation), prompt.asked) == ([system, asked], "2+3=")
     talk = [asked, {"role": "assistant", "content": "5"}, {"role": "user", "content": "Sure?"}]
-    prompt = render(tokenizer, {"question": "x", "chat": talk}, messages="chat", **shown)
-    assert (list(prompt.conversation), prompt.asked) == ([system, *example, *talk], "2+3=\n\nSure?")
-    plain = render(tokenizer, chat_template=False, examples=shown["examples"])
-    assert (plain.text, plain.asked) == ("1+1=2\n\n2+3=", "2+3=")
+    prompt = render(tokenizer, {"question": "x", "chat": talk}, messages="chat", system_prompt="Add.")
+    assert (list(prompt.conversation), prompt.asked) == ([system, *talk], "2+3=\n\nSure?")
+    plain = render(tokenizer, {"prompt": talk}, chat_template=False)
+    assert (plain.text, plain.asked) == ("2+3=5\n\nSure?", "2+3=\n\nSure?")
 
 
 def test_messages_of_a_column_are_the_conversation(tokenizer: PreTrainedTokenizerFast):

@@ -55,7 +55,6 @@ def sampled_by(engine: Engine, asked: Sequence[Request]) -> list[tuple[list[int]
                 {"max_running_requests": 32, "batch_paddings": None},  # rows that fit a smaller program get it
                 {"prefix_cache": False, "prefill_tokens": 16},
                 {"tensor": 2},  # with the vocabulary split
-                {"tensor": 2, "shard_vocab": False},
                 {"dtype": "bfloat16"},
             )
         ),

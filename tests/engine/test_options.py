@@ -73,18 +73,16 @@ def test_a_launch_ends_when_rows_fit_a_smaller_program_or_places_are_free(rows: 
 
 
 @pytest.mark.parametrize(
-    ("asked", "vocabulary", "tensor", "split"),
+    ("vocabulary", "tensor", "split"),
     [
-        (None, 151_936, 8, True),
-        (None, 151_936, 3, False),
-        (True, 151_936, 64, True),
-        (False, 151_936, 8, False),
-        (None, 300, 1, False),
-        (True, 300, 1, False),  # nothing to split
+        (151_936, 8, True),
+        (151_936, 64, True),
+        (151_936, 3, False),
+        (300, 1, False),  # nothing to split
     ],
 )
-def test_a_vocabulary_is_split_where_it_divides(asked: bool | None, vocabulary: int, tensor: int, split: bool) -> None:
-    assert splits_vocabulary(asked, vocabulary, tensor) is split
+def test_a_vocabulary_is_split_where_it_divides(vocabulary: int, tensor: int, split: bool) -> None:
+    assert splits_vocabulary(vocabulary, tensor) is split
 
 
 def test_flash_on_a_cpu_is_refused() -> None:

@@ -16,15 +16,13 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from scipy import stats
 
-from tests.engine.building import build_engine, engine_options
+from tests.engine.building import build_engine
 from tests.models.random_checkpoint import write_random_qwen3
 from tpu_grpo.engine import sampling
-from tpu_grpo.engine.engine import Engine, engine_mesh
-from tpu_grpo.engine.options import splits_vocabulary
+from tpu_grpo.engine.engine import engine_mesh
 from tpu_grpo.engine.sampling import SamplingColumns, filter_logits, sample_rows, sample_tokens
 from tpu_grpo.models import thresholds
 from tpu_grpo.planning.slices import open_slice, replica_devices
-from tpu_grpo.records.errors import ConfigError
 
 
 def columns(rows: int = 1, **settings: Any) -> SamplingColumns:
@@ -361,15 +359,6 @@ VOCABULARY, WIDTH = 304, 64
 
 def write(directory: Path, **settings: Any) -> Path:
     return write_random_qwen3(directory / "model", layers=1, hidden=WIDTH, **{"vocab": VOCABULARY} | settings)
-
-
-def test_one_that_does_not_divide_is_refused_with_the_sizes_that_do(tmp_path: Path) -> None:
-    sizes = r"vocabulary of 303, got 2; use one of \[1, 3, 101\]"
-    with pytest.raises(ConfigError, match=r"shard_vocab=true needs meshes.sampler.tensor to divide .* " + sizes):
-        splits_vocabulary(True, 303, 2)
-    options = engine_options(shard_vocab=True)
-    with pytest.raises(ConfigError, match=sizes):
-        Engine.build(write(tmp_path, vocab=303), engine_mesh(jax.devices()[:2]), options)
 
 
 # --- the compiled step -----------------------------------------------------------------------------------------------

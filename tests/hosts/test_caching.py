@@ -23,7 +23,7 @@ from tpu_grpo.observe.process_metrics import CompilationCounter
 
 events = []
 jax.monitoring.register_event_listener(lambda name, **_: events.append(name))
-keep_programs("auto", Hosts())
+keep_programs(Hosts())
 with CompilationCounter() as counter:
     result = jax.jit(lambda x: (x @ x.T).sum(0))(jax.numpy.linspace(0, 1, 12).reshape(3, 4))
 print(counter.count, events.count("/jax/compilation_cache/cache_hits"), [float(x).hex() for x in result])
@@ -89,10 +89,9 @@ def test_a_directory_that_cannot_be_made_is_spoken_of_and_left_alone(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(caching, "_kind_of_device", lambda: "cpu")
-    keep_programs(str(tmp_path / "file"), Hosts())
-    assert f"cannot be kept in {tmp_path}/file/cpu: Not a directory" in capsys.readouterr().err
-    keep_programs("off", Hosts())
-    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("TPU_GRPO_CACHE", str(tmp_path / "file"))
+    keep_programs(Hosts())
+    assert f"cannot be kept in {tmp_path}/file/programs/cpu: Not a directory" in capsys.readouterr().err
 
 
 def test_programs_that_others_may_have_put_there_are_not_run(
@@ -118,15 +117,16 @@ def test_what_was_not_used_for_longest_makes_room(cache: ProgramCache, monkeypat
 
 
 def test_programs_of_other_threads_and_cpus_are_kept_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {programs_directory("/x")}
+    monkeypatch.setenv("TPU_GRPO_CACHE", "/x")
+    found = {programs_directory()}
     for name, value in (("NPROC", "17"), ("XLA_FLAGS", "--xla_force_host_platform_device_count=3")):
         monkeypatch.setenv(name, value)
-        found.add(programs_directory("/x"))
+        found.add(programs_directory())
     monkeypatch.setattr(caching, "_cpu", lambda: ["flags: avx1024"])
-    found.add(programs_directory("/x"))
+    found.add(programs_directory())
     assert len(found) == 4
     monkeypatch.setenv("JAX_PLATFORMS", "")
-    assert programs_directory("/x") == Path("/x/accelerator")
+    assert programs_directory() == Path("/x/programs/accelerator")
 
 
 @pytest.mark.parametrize(

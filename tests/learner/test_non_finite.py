@@ -13,10 +13,10 @@ from tests.learner.linear import linear_config, linear_run
 from tests.learner.test_entropy import ADAPTED
 from tests.learner.test_update import STATES, with_optimizer
 from tests.learner.toy import make_config, make_learner, make_mesh, make_model, make_scored
-from tpu_grpo.config import parse_config
+from tpu_grpo.learner import learner as learner_module
 from tpu_grpo.learner.checkpoints import Held
 from tpu_grpo.learner.parameters import checksums
-from tpu_grpo.records.errors import ConfigError, NonFiniteError
+from tpu_grpo.records.errors import NonFiniteError
 from tpu_grpo.records.stages import ScoredRollout
 
 BAD = [{"value": np.nan}, {"value": np.inf}, {"value": 1e30}, {"loss": np.nan}, {"loss": -np.inf}]
@@ -57,9 +57,10 @@ def with_tokens(scored: ScoredRollout, value: float, prompts: range) -> ScoredRo
 
 @pytest.mark.slow  # a run; the update itself is tested by default
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")
-def test_so_many_in_a_row_are_skipped_and_named(tmp_path: Path) -> None:
+def test_so_many_in_a_row_are_skipped_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four prompts, in two updates of two: some steps have one that is not finite, some two."""
-    section = {"on_non_finite": "skip", "max_skipped": 3}
+    monkeypatch.setattr(learner_module, "MOST_SKIPPED", 3)
+    section = {"on_non_finite": "skip"}
     config = make_config(tmp_path, {"algorithm": {"mini_batch_prompts": 2}, "update": section})
     learner, model = make_learner(config, make_mesh(1)), make_model(make_mesh(1))
     steps = [make_scored(model, config, step) for step in range(1, 6)]
@@ -89,13 +90,8 @@ def test_so_many_in_a_row_are_skipped_and_named(tmp_path: Path) -> None:
     assert learner.params_digest() != digest
     digest = learner.params_digest()
     learner.update(with_tokens(steps[3], 1e39, range(4)))
-    message = "update 2 of 2, must be finite, got .*; that makes 4 updates in a row, and update.max_skipped=3 may be"
+    message = "update 2 of 2, must be finite, got .*; that makes 4 updates in a row, and 3 may be skipped"
     with pytest.raises(NonFiniteError, match=message):
         learner.update(with_tokens(steps[4], 1e39, range(4)))
     assert learner.params_digest() == digest
     learner.close()
-
-
-def test_a_limit_of_skipped_updates_needs_updates_that_are_skipped() -> None:
-    with pytest.raises(ConfigError, match="update max_skipped=3 needs on_non_finite=skip, got stop, which skips none"):
-        parse_config({"update": {"max_skipped": 3}})

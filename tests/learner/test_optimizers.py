@@ -1,4 +1,4 @@
-"""Optimizers by name: their first steps by hand or by NumPy, rules, schedules, and what is refused."""
+"""Optimizers by name: their first steps by hand or by NumPy, schedules, and what is refused."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.learner.toy import make_config
-from tpu_grpo.learner.optimizers import build_optimizer, learning_rate_schedule, longer_side, matrix_axes, rule_values
+from tpu_grpo.learner.optimizers import build_optimizer, learning_rate_schedule, longer_side, matrix_axes
 from tpu_grpo.records.errors import ConfigError
 
 Arrays = dict[str, np.ndarray]
@@ -224,52 +224,10 @@ def test_every_optimizer_goes_in_eight_bits(tmp_path: Path, name: str) -> None:
         assert left @ right / np.linalg.norm(left) / np.linalg.norm(right) > 0.97, key
 
 
-# --- rules of parameters ---------------------------------------------------------------------------------------------
+# --- names, options, functions of the user ---------------------------------------------------------------------------
+
 
 PARAMS = {"layers.0.q_proj.w": np.ones(2), "layers.0.norm.w": np.ones(2), "embedder.w": np.ones(2)}
-
-
-def test_the_first_rule_that_matches_counts(tmp_path: Path) -> None:
-    rules = [
-        {"match": r"norm|embedder", "weight_decay": 0.0},
-        {"match": r"^layers\.0", "learning_rate": 3.0},
-    ]
-    section = make_config(tmp_path, {"optimizer": {"weight_decay": 0.5, "rules": rules}}).optimizer
-    decays, rates = rule_values(section, PARAMS)
-    assert decays == {"layers.0.q_proj.w": 0.5, "layers.0.norm.w": 0.0, "embedder.w": 0.0}
-    assert rates == {"layers.0.q_proj.w": 3.0, "layers.0.norm.w": 1.0, "embedder.w": 1.0}
-    gradients = {name: np.array([1.0, -2.0]) for name in PARAMS}
-    (found,) = steps(tmp_path, PARAMS, [gradients], name="sgd", weight_decay=0.5, rules=rules)
-    np.testing.assert_allclose(found["layers.0.q_proj.w"], [-0.3 * (1 + 0.5), -0.3 * (-2 + 0.5)], rtol=1e-6)
-    np.testing.assert_allclose(found["layers.0.norm.w"], [-0.1, 0.2], rtol=1e-6)
-    np.testing.assert_allclose(found["embedder.w"], [-0.1, 0.2], rtol=1e-6)
-
-
-def test_a_rate_of_zero_holds_a_parameter(tmp_path: Path) -> None:
-    rules = [{"match": "embedder", "learning_rate": 0.0}]
-    gradients = {name: np.ones(2) for name in PARAMS}
-    (found,) = steps(tmp_path, PARAMS, [gradients], weight_decay=0.5, rules=rules)
-    assert {name for name, step in found.items() if not step.any()} == {"embedder.w"}
-
-
-@pytest.mark.parametrize(
-    ("rules", "index", "match"),
-    [
-        ([{"match": "nosuch"}], 0, "nosuch"),
-        ([{"match": "layers"}, {"match": "norm"}], 1, "norm"),  # the first takes it
-    ],
-)
-def test_a_rule_that_counts_for_nothing_is_refused(tmp_path: Path, rules: Any, index: int, match: str) -> None:
-    section = make_config(tmp_path, {"optimizer": {"rules": rules}}).optimizer
-    with pytest.raises(ConfigError) as caught:
-        rule_values(section, PARAMS)
-    assert str(caught.value) == (
-        f"optimizer.rules.{index}.match must be found in the name of a trained parameter that no rule before it takes, "
-        f"got {match!r}; there are embedder.w, layers.0.norm.w, layers.0.q_proj.w, ..."
-    )
-
-
-# --- names, options, functions of the user ---------------------------------------------------------------------------
 
 
 def refused(directory: Path, **optimizer: Any) -> str:
@@ -307,10 +265,8 @@ def test_an_optimizer_of_ones_own(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
     own = f"{tmp_path}/own.py"
     gradients = [{name: np.ones(2) for name in PARAMS}] * 2
-    rules = [{"match": "norm", "learning_rate": 4.0}]
-    first, second = steps(tmp_path, PARAMS, gradients, name=f"{own}:half", options={"momentum": 0.5}, rules=rules)
-    np.testing.assert_allclose([first["embedder.w"], first["layers.0.norm.w"]], [[-0.05] * 2, [-0.2] * 2], rtol=1e-6)
-    np.testing.assert_allclose(second["embedder.w"], [-0.075] * 2, rtol=1e-6)
+    first, second = steps(tmp_path, PARAMS, gradients, name=f"{own}:half", options={"momentum": 0.5})
+    np.testing.assert_allclose([first["embedder.w"], second["embedder.w"]], [[-0.05] * 2, [-0.075] * 2], rtol=1e-6)
 
     assert refused(tmp_path, name=f"{own}:broken") == (
         f"optimizer {own}:broken: calling it with learning_rate and the options {{}} raised ZeroDivisionError: "
@@ -326,9 +282,6 @@ def test_an_optimizer_of_ones_own(tmp_path: Path) -> None:
     own_affair = "optimizer.weight_decay is the function's own affair with optimizer.name="
     assert refused(tmp_path, name=f"{own}:half", weight_decay=0.1) == (
         f"{own_affair}{own}:half, got 0.1; pass it in optimizer.options"
-    )
-    assert "got 0.3; pass it" in refused(
-        tmp_path, name=f"{own}:half", rules=[{"match": "norm"}, {"match": "layers", "weight_decay": 0.3}]
     )
     assert "nosuch" in refused(tmp_path, name=f"{own}:nosuch")
     assert "missing.py" in refused(tmp_path, name=f"{tmp_path}/missing.py:f")

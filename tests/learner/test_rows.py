@@ -104,20 +104,9 @@ def test_weights_by_hand(aggregation: Any) -> None:
     assert not token_weights(np.zeros(2, int), aggregation, 3).any()  # without any token nothing counts
 
 
-@pytest.mark.parametrize("aggregation", get_args(LossAggregation))
-def test_means_that_count_empty_completions_are_over_all(aggregation: Any) -> None:
-    """Four completions instead of three; TRL's masked sum over all rows of its batch."""
-    share = 3 / 4 if aggregation.startswith("sequence") else 1
-    by_hand = share * np.array(BY_HAND[aggregation])
-    np.testing.assert_allclose(token_weights(COUNTS, aggregation, 4, 2, count_empty=True), by_hand, rtol=1e-15)
-    assert not token_weights(np.zeros(2, int), aggregation, 3, count_empty=True).any()
-
-
 def test_prompts_without_tokens_are_none_to_the_mean_over_prompts() -> None:
     found = token_weights(np.array([0, 0, 3, 1]), "prompt-mean-token-mean", 4, 2)
     np.testing.assert_allclose(found, [0, 0, 1 / 4, 1 / 4], rtol=1e-15)
-    found = token_weights(np.array([0, 0, 3, 1]), "prompt-mean-token-mean", 4, 2, count_empty=True)
-    np.testing.assert_allclose(found, [0, 0, 1 / 8, 1 / 8], rtol=1e-15)
 
 
 def test_weighted_sums_are_the_means_that_they_are_named_after() -> None:

@@ -193,10 +193,6 @@ def test_a_baseline_of_the_whole_step_learns_from_every_group() -> None:
     with pytest.raises(ValueError, match=r"drop_uninformative=true does not go with algorithm.advantage=reinforce_pp,"):
         config(drop_uninformative=True, advantage="reinforce_pp")
     assert config(drop_uninformative=True, advantage="reinforce_pp_baseline").drops_uninformative
-    with pytest.raises(
-        ValueError, match=r"count_empty=true does not go with algorithm.drop_uninformative=true: no mean"
-    ):
-        config(drop_uninformative=True, count_empty=True)
 
 
 def test_what_is_selected_of_a_step() -> None:

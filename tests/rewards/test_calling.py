@@ -299,7 +299,7 @@ def test_a_text_goes_before_a_column_of_its_name(reward_file: MakeFile):
 
 # --- what a prompt is ------------------------------------------------------------------------------------------------
 
-SYSTEM, SHOWN = {"role": "system", "content": "Add."}, [{"role": "user", "content": "1+1"}]
+SYSTEM = {"role": "system", "content": "Add."}
 TALK = [
     {"role": "user", "content": "Hello"},
     {"role": "assistant", "content": "Hi"},
@@ -325,15 +325,14 @@ def h(prompt, completion, rendered_prompt):
 
 def test_prompts_are_what_the_user_says_or_the_conversation(reward_file: MakeFile):
     path = reward_file(AS_MESSAGES)
-    examples = [SYSTEM, *SHOWN, {"role": "assistant", "content": "2"}]
-    prompt = Prompt("<|system|>Add...", (1,), messages=[*examples, *TALK], examples=3)
+    prompt = Prompt("<|system|>Add...", (1,), messages=[SYSTEM, *TALK])
     rollout = replace(make_rollout(["p"], ["5", "6"]), batch=PromptBatch(1, (prompt,)))
     specs = [RewardSpec(name=f"{path}:{name}", workers=0, messages=name == "f") for name in "fgh"]
     with open_rewards(specs, []) as rewards:
         for _ in range(2):  # what a reward changes is its own
             scores = rewards.score(rollout)
             assert {name: values.tolist() for name, values in scores.by_name.items()} == {
-                "f": [6.0, 6.0],
+                "f": [4.0, 4.0],
                 "g": [1.0, 1.0],
                 "h": [5.0, 6.0],
             }

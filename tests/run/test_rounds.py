@@ -108,5 +108,3 @@ def test_mean_rewards_are_over_what_a_reward_applies_to() -> None:
     step = scored(0, 3, 0)
     step.scores.by_name["a"][[1, 4, 5]] = np.nan
     assert step.mean_rewards() == (0.5, 2.5, 4.5)
-    assert step.mean_rewards("a")[:2] == (0.0, 1.25)
-    assert np.isnan(step.mean_rewards("a")[2])

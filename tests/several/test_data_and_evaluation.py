@@ -27,7 +27,7 @@ SOURCES = [
     {"path": "levels.csv", "weight": 2, "columns": {"question": "problem"}},
     {"path": "made.py:sums", "options": {"size": 15}, "name": "made"},
 ]
-EVALUATION = {"path": "held.jsonl", "prompts": 5, "samples": 3, "k": [2], "every": 1}
+EVALUATION = {"path": "held.jsonl", "prompts": 5, "samples": 3, "every": 1}
 WORKERS = [
     {"name": "rewards.py:ascii_share", "workers": 1, "early": True},
     {"name": "exact_answer", "workers": 2},

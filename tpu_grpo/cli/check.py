@@ -105,7 +105,7 @@ def _check_rows(config: RunConfig, file: Path) -> None:
         def join() -> Hosts:
             hosts, _ = stack.enter_context(met_hosts(config.hosts, config.run.name))
             hosts.timeout_seconds = AGREE_SECONDS
-            keep_programs(config.run.compilation_cache, hosts)  # the killed run reads them
+            keep_programs(hosts)  # the killed run reads them
             return hosts
 
         def tell(what: "str | Done") -> None:

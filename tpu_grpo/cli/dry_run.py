@@ -32,7 +32,7 @@ def check(inputs: Inputs, devices: Sequence[Any] | None = None) -> list[str]:
         check_trainer(config, checkpoint, meshes)
         run = AbstractRun(config, checkpoint, meshes, [cast(int, inputs.tokenizer.eos_token_id)], algorithm=algorithm)
         task, options = open_task(inputs, algorithm, Hosts()), run.options
-        _ = run.learner  # builds optimizer, schedule, rules and loss from array specs
+        _ = run.learner  # builds optimizer, schedule and loss from array specs
         if config.model.lora.path is not None:
             read_adapters(run.policy, config.model.lora, checkpoint)
         if task.environments is not None:

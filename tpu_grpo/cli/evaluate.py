@@ -64,7 +64,7 @@ def evaluate_checkpoint(config: RunConfig, which: str, hosts: Hosts, watch: Watc
     from tpu_grpo.run.parts import evaluate_policy, open_engines, open_held_out_task
     from tpu_grpo.run.policies import choose, load_policy
 
-    keep_programs(config.run.compilation_cache, hosts)
+    keep_programs(hosts)
     chosen = choose(config.run_dir, which)
     hosts.agree("the checkpoint that is evaluated", chosen.name)
     checkpoint, tokenizer = open_model(config, hosts)

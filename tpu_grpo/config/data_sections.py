@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, model_validator
 
-from tpu_grpo.config.section import HAS_PASSWORD, Day, Options, PlainName, PositiveInt, Section, expression, must
+from tpu_grpo.config.section import HAS_PASSWORD, Day, Options, PlainName, PositiveInt, Section, must
 from tpu_grpo.records.errors import LARGEST_REWARD
 
 BUILTIN = "builtin:"
@@ -113,7 +113,7 @@ class DynamicSection(Section):
 
 
 class PoolsSection(Section):
-    """These settings sample prompts more or less often by their past pass rate."""
+    """These settings sample prompts more or less often by their past pass rate, the mean reward of their last group."""
 
     edges: tuple[float, ...] = ()
     """Divide prompts by pass rate into pools: [0.25, 0.75] makes three pools, for rates up to 0.25, above 0.25 up to
@@ -163,15 +163,8 @@ class DataSection(ReadingSection):
     replaces a missing question. If the template is one column that holds messages, these are the conversation."""
     messages: str | None = None
     """Take the conversation from this column, a list of {role, content}, instead of data.prompt_template."""
-    final_assistant: Literal["error", "drop", "continue"] = "error"
-    """If a column's conversation ends with an assistant message, refuse it (error), leave out the assistant's last
-    messages (drop), or let the completion continue the last message (continue)."""
     system_prompt: str = ""
     """Put this system message before the user's; none when empty."""
-    examples: tuple[dict[str, Any], ...] = ()
-    """Show these records with their answers before every prompt (few-shot)."""
-    example_template: str = "{answer}"
-    """Write an example's answer with this Python format string over its columns."""
     chat_template: bool = True
     """Render the messages through the tokenizer's chat template; otherwise the user's message alone is the prompt."""
     thinking: bool | None = None
@@ -193,9 +186,6 @@ class DataSection(ReadingSection):
     dynamic: DynamicSection = DynamicSection()
     pools: PoolsSection = PoolsSection()
     retire: RetireSection = RetireSection()
-    pass_rate: str | None = None
-    """Take the pass rate of a prompt from this reward, named as in metrics; from the total reward when unset. The pass
-    rate is the mean over the prompt's last group."""
 
     @property
     def builtin(self) -> str | None:
@@ -341,19 +331,9 @@ class EvaluationSection(ReadingSection):
     prompts: PositiveInt = 256
     """Evaluate this many prompts; each is answered once greedily, and evaluation.samples times by sampling."""
     samples: PositiveInt = 1
-    """Sample this many answers per prompt."""
+    """Sample this many answers per prompt. pass@k and maj@k are reported for the powers of 2 from 2 up to this."""
     temperature: float | None = Field(default=None, gt=0.0, le=100.0)
     """Sample the answers at this temperature, without top-k, top-p or min-p; rollout.temperature when unset."""
-    k: Annotated[
-        tuple[PositiveInt, ...] | None,
-        AfterValidator(must("name every k once, got {}; drop the double one", lambda k: len(set(k)) == len(k))),
-    ] = None
-    """Report pass@k and maj@k for these k; powers of 2 from 2 up to evaluation.samples when unset."""
-    correct_from: float = 1.0
-    """Count a sample as correct for pass@k and maj@k when the reward is at least this."""
-    answer_pattern: Annotated[str, expression("Answer: (.*)")] | None = None
-    """Take the last match of this regular expression (its first group, if it has one) as the answer for maj@k. When
-    unset: the text that is boxed (LaTeX), in an <answer> tag, or after ####, or else the last number."""
     rewards: tuple[RewardSpec, ...] | None = None
     """Score evaluations with this list of rewards; with the run's rewards when unset."""
     best: str | None = None
@@ -362,5 +342,5 @@ class EvaluationSection(ReadingSection):
 
     @property
     def every_k(self) -> tuple[int, ...]:
-        """The values of k for pass@k and maj@k: evaluation.k, or powers of two, such as 2 and 4 for 6 samples."""
-        return self.k if self.k is not None else tuple(2**n for n in range(1, self.samples.bit_length()))
+        """The values of k for pass@k and maj@k, powers of two, such as 2 and 4 for 6 samples."""
+        return tuple(2**n for n in range(1, self.samples.bit_length()))

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from tpu_grpo.config.section import Options, PositiveInt, Section, expression, must
+from tpu_grpo.config.section import Options, PositiveInt, Section, must
 
 LossAggregation = Literal[
     "sequence-mean-token-mean",
@@ -117,9 +117,6 @@ class AlgorithmSection(Section):
     """Reduce the token losses of a whole step to one number in this way. When unset, the algorithm decides:
     sequence-mean-token-mean for grpo, gspo and sapo, token-mean for dapo, cispo, dppo and vespo,
     sequence-mean-token-sum for luspo, sequence-mean-token-scale for dr_grpo, rloo and reinforce."""
-    count_empty: bool = False
-    """In means over completions or prompts, also count completions without a token in the loss, as TRL does: truncated
-    completions with truncated=mask, and conversations whose environment failed."""
     kl_estimator: Literal["k1", "k2", "k3", "kl", "mse_kl", "low_var_kl"] | None = None
     """Estimate the KL divergence by this: k1 (also kl), k2 (mse_kl) or k3 (low_var_kl). When unset, k1 with
     kl_in=reward, otherwise k3, as in the paper."""
@@ -216,35 +213,8 @@ class UpdateSection(Section):
     """These settings say what happens to an update whose loss or gradient is not finite."""
 
     on_non_finite: Literal["stop", "skip"] = "stop"
-    """End the run (stop), or leave the update out and go on (skip). In both cases parameters and optimizer stay as they
-    were."""
-    max_skipped: PositiveInt | None = None
-    """Skip at most this many updates in a row, then end the run; 10 when unset. Only for on_non_finite=skip."""
-
-    @property
-    def most_skipped(self) -> int:
-        """Return max_skipped, or 10 when that is unset."""
-        return 10 if self.max_skipped is None else self.max_skipped
-
-    @model_validator(mode="after")
-    def _skips_some(self) -> "UpdateSection":
-        if self.max_skipped is not None and self.on_non_finite == "stop":
-            raise ValueError(
-                f"max_skipped={self.max_skipped} needs on_non_finite=skip, got stop, which skips none; set it, or "
-                "leave max_skipped out"
-            )
-        return self
-
-
-class OptimizerRule(Section):
-    """These settings are for the parameters whose name matches an expression."""
-
-    match: Annotated[str, expression("norm|embedder")]
-    """Apply this rule to parameters in whose dotted name this regular expression is found, e.g. norm|embedder."""
-    weight_decay: float | None = Field(default=None, ge=0.0)
-    """Decay these parameters by this; by optimizer.weight_decay when unset."""
-    learning_rate: float = Field(default=1.0, ge=0.0)
-    """Multiply the learning rate of these parameters by this."""
+    """End the run (stop), or leave the update out and go on (skip), for at most 10 updates in a row. In both cases
+    parameters and optimizer stay as they were."""
 
 
 class OptimizerSection(Section):
@@ -280,8 +250,6 @@ class OptimizerSection(Section):
     """Decay the weights by this, decoupled from the gradient."""
     max_grad_norm: float = Field(default=1.0, gt=0.0)
     """Scale gradients down to this global norm."""
-    rules: tuple[OptimizerRule, ...] = ()
-    """Give some parameters their own decay or learning rate; the first rule that matches counts."""
 
     @property
     def ends_with_run(self) -> bool:

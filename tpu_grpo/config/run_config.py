@@ -80,7 +80,7 @@ class RunConfig(Section):
     def _fits_together(self) -> "RunConfig":
         _names_are_known(self.checkpoint.allow_changes)
         _step_is_divided(self)
-        _rewards_fit_together(self.rewards, self.data.pass_rate)
+        _rewards_fit_together(self.rewards)
         _engine_can_sample(self)
         _hosts_are_described(self.hosts)
         _parameters_are_stepped(self.model, self.optimizer)
@@ -300,15 +300,10 @@ def _step_is_divided(config: RunConfig) -> None:
         )
 
 
-def _rewards_fit_together(rewards: Sequence[RewardSpec], pass_rate: str | None) -> None:
+def _rewards_fit_together(rewards: Sequence[RewardSpec]) -> None:
     if not rewards:
         raise ValueError("rewards must name at least one reward, got none; add e.g. {name: exact_answer}")
     check_rewards(rewards)
-    names = [spec.shown for spec in rewards]
-    if pass_rate is not None and pass_rate not in names:
-        raise ValueError(
-            f"data.pass_rate must name one of the rewards {names}, got {pass_rate!r}; leave it unset for all"
-        )
 
 
 def _engine_can_sample(config: RunConfig) -> None:
@@ -422,11 +417,6 @@ def _one_kind_of_source(data: DataSection) -> None:
 
 
 def _evaluation_tells_something(section: EvaluationSection, specs: Sequence[RewardSpec]) -> None:
-    if section.k is not None and (above := [k for k in section.k if k > section.samples]):
-        raise ValueError(
-            f"evaluation.k must be at most evaluation.samples={section.samples}, got {above}; take more samples, or "
-            "drop them"
-        )
     if section.rewards is not None:
         if not section.rewards:
             raise ValueError("evaluation.rewards must name at least one reward, got none; leave it unset for the run's")
@@ -467,11 +457,6 @@ def _groups_fit(algorithm: AlgorithmSection) -> None:
             f"{setting} does not go with algorithm.advantage=reinforce_pp, whose baseline is the whole step's: groups "
             "of equal rewards teach something there; take reinforce_pp_baseline, or leave it out"
         )
-    if algorithm.count_empty:
-        raise ValueError(
-            f"algorithm.count_empty=true does not go with {setting}: no mean divides by groups of equal rewards then; "
-            "leave one of them out"
-        )
 
 
 def _steps_are_reached(run: RunSection, profile_steps: Sequence[int]) -> None:
@@ -506,11 +491,6 @@ def _conversations_have_a_template(environment: EnvironmentSection, data: DataSe
     if not data.chat_template:
         raise ValueError(
             "environment.name needs data.chat_template=true, got false; the template says how turns are told apart"
-        )
-    if data.final_assistant == "continue":
-        raise ValueError(
-            "environment.name does not go with data.final_assistant=continue: a conversation begins with the policy's "
-            "own turn; take drop, or leave it out"
         )
     if environment.on_error != "value" and environment.error_value:
         raise ValueError(

@@ -33,9 +33,6 @@ class RunSection(Section):
     epochs: float | None = Field(default=None, gt=0.0, le=1e6)
     """Go through the prompts of the data this many times, in place of max_steps, which then follows from the number of
     prompts and data.prompts_per_step. A file may set only one of the two; among overrides, the last one counts."""
-    compilation_cache: Annotated[str, IsPath, IsDirectory] = "auto"
-    """Keep compiled programs in this directory, so that the next start compiles less. auto: below the user's cache
-    directory, or $TPU_GRPO_CACHE; off: nowhere. JAX_COMPILATION_CACHE_DIR takes precedence."""
 
     @model_validator(mode="before")
     @classmethod
@@ -237,10 +234,6 @@ class SamplerMeshSection(Section):
     tensor: PositiveInt | None = None
     """Split the model's heads and hidden units over this many devices in each replica; when unset, over the fewest
     devices that hold at most 4 GiB of weights each."""
-    shard_vocab: bool | None = None
-    """Split the embedding and the output head over a replica's devices by vocabulary. true: refuse a number of devices
-    that does not divide the vocabulary; false: a copy on every device; unset: split if it divides. Sampled tokens do
-    not change."""
 
 
 class MeshesSection(Section):

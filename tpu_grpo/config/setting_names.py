@@ -23,16 +23,16 @@ ARRAYS = ("model.dtype", "model.param_dtype", "model.train_layers", "model.lora"
 Effect = Literal["none", "rounding", "results"]
 
 _NONE = """
-run.name run.dir run.max_steps run.epochs run.compilation_cache
+run.name run.dir run.max_steps run.epochs
 rollout.release_during_update
 rewards[i].workers rewards[i].early rewards[i].timeout rewards[i].recycle rewards[i].memory_gb rewards[i].deterministic
 rewards[i].secrets
 environment.timeout environment.memory_gb environment.recycle environment.secrets
 meshes.sync_temporary_mib meshes.probe_every meshes.probe_bound
-evaluation.every evaluation.k evaluation.best
+evaluation.every evaluation.best
 hosts.coordinator hosts.index hosts.check hosts.start_timeout_seconds hosts.lost_timeout_seconds
 checkpoint.every checkpoint.keep checkpoint.keep_best checkpoint.resume checkpoint.allow_changes
-update.on_non_finite update.max_skipped
+update.on_non_finite
 export.every export.kind export.dtype export.shard_mib
 logging.samples_every logging.tensorboard logging.wandb logging.wandb_project logging.wandb_entity logging.wandb_group
 logging.histograms_every logging.callbacks logging.against logging.profile_steps
@@ -57,8 +57,7 @@ environment.turn_credit
 rewards rewards[i].name rewards[i].label rewards[i].weight rewards[i].options rewards[i].only_if rewards[i].on_error
 rewards[i].error_value rewards[i].messages
 evaluation.path evaluation.split evaluation.subset evaluation.options evaluation.columns evaluation.prompt_template
-evaluation.prompts evaluation.samples evaluation.temperature evaluation.correct_from evaluation.answer_pattern
-evaluation.rewards
+evaluation.prompts evaluation.samples evaluation.temperature evaluation.rewards
 data algorithm optimizer
 """
 EFFECTS: Mapping[str, Effect] = {

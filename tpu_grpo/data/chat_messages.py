@@ -1,11 +1,9 @@
 """Turns a record into the conversation that the model gets, a list of {role, content}.
 
     system     data.system_prompt
-    user       each of data.examples, by data.prompt_template
-    assistant  the example's answer, by data.example_template
-    user       the record itself, by data.prompt_template
+    user       the record, by data.prompt_template
 
-If data.messages names a column, the messages in that column replace the last message above. The same happens if
+If data.messages names a column, the messages in that column replace the user's message above. The same happens if
 data.prompt_template is a single column that holds messages. Messages of a column are converted to what chat templates
 take, with contents as text, and the arguments of tool calls as an object:
 
@@ -39,30 +37,19 @@ SHAREGPT = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "observ
 
 
 class Conversation:
-    """Builds the messages of records by the templates of the data section. Raises ConfigError for a template that is
-    malformed, or examples that lack a column."""
+    """Builds the messages of records by the template of the data section. Raises ConfigError for a malformed one."""
 
     def __init__(self, data: DataSection):
         self._data = data
-        self._question = Template("data.prompt_template", data.prompt_template)
-        answer = Template("data.example_template", data.example_template)
+        self._question = Template(data.prompt_template)
         self._before: list[Message] = []
         if data.system_prompt:
             self._before.append({"role": "system", "content": data.system_prompt})
-        for index, example in enumerate(data.examples):
-            where = f"data.examples.{index}"
-            self._before.append({"role": "user", "content": self._question.fill(example, where)})
-            self._before.append({"role": "assistant", "content": answer.fill(example, where)})
-
-    @property
-    def before(self) -> int:
-        """Return the number of messages that come before a record's own messages: system prompt and examples."""
-        return len(self._before)
 
     def messages(self, record: Record, where: str) -> list[Message]:
         """Return the messages of a record; ``where`` names the record in errors.
 
-        The last message is the user's or a tool's, or with data.final_assistant=continue the assistant's.
+        The last message is the user's or a tool's.
 
         Raises:
             ConfigError: for a missing column, or a format that does not suit its value.
@@ -78,27 +65,22 @@ class Conversation:
         if question.only_column == QUESTION and QUESTION not in record:
             named = next((name for name in IN_ITS_PLACE if name in record), QUESTION)
             more = "\n\n{input}" if named == "instruction" and record.get("input") else ""
-            question = Template("data.prompt_template", f"{{{named}}}{more}")
+            question = Template(f"{{{named}}}{more}")
         if (column := question.only_column) is not None and looks_like_messages(record.get(column)):
             return [*self._before, *self._recorded(record, column, where)]
         return [*self._before, {"role": "user", "content": question.fill(record, where)}]
 
     def _recorded(self, record: Record, name: str, where: str) -> list[Message]:
         messages = read_messages(record[name], name, where)
-        final = self._data.final_assistant
-        while final == "drop" and messages and messages[-1]["role"] == "assistant":
-            messages.pop()
-        last = messages[-1]["role"] if messages else "none"
-        if last not in ("user", "tool") and not (last == "assistant" and final == "continue"):
+        if (last := messages[-1]["role"]) not in ("user", "tool"):
             raise DataError(
                 f"a conversation must end with the user's message or a tool's, the last role is {last} in the column "
-                f"{name!r} of {where}; data.final_assistant=drop leaves out the assistant's last messages, and "
-                "continue lets completions go on from the last"
+                f"{name!r} of {where}; leave out the messages after them"
             )
         if self._before and messages[0]["role"] == "system":
             raise DataError(
-                f"a conversation must have one system message, first; {where} brings one beside data.system_prompt or "
-                "data.examples: empty these"
+                f"a conversation must have one system message, first; {where} brings one beside data.system_prompt: "
+                "empty it"
             )
         return messages
 
@@ -108,7 +90,7 @@ def record_of(text: str, known: Record, data: DataSection) -> dict[str, Any]:
     template that ``known`` lacks. Raises ConfigError if it lacks none or several."""
     if data.messages is not None:
         return {**known, data.messages: [{"role": "user", "content": text}]}
-    left = [name for name in Template("data.prompt_template", data.prompt_template).fields if name not in known]
+    left = [name for name in Template(data.prompt_template).fields if name not in known]
     if len(left) != 1:
         raise ConfigError(
             f"a prompt must be what one column of data.prompt_template={data.prompt_template!r} is left for, got "
@@ -118,12 +100,12 @@ def record_of(text: str, known: Record, data: DataSection) -> dict[str, Any]:
 
 
 class Template:
-    """A Python format string over columns; raises ConfigError if it is malformed, or has fields without a name."""
+    """data.prompt_template, a Python format string over columns; raises ConfigError if it is malformed, or has fields
+    without a name."""
 
-    def __init__(self, setting: str, text: str):
-        self._setting = setting
+    def __init__(self, text: str):
         self._text = text
-        self.fields = _fields(setting, text)
+        self.fields = _fields(text)
         """The columns that the template uses."""
 
     @property
@@ -141,21 +123,21 @@ class Template:
         for name in self.fields:
             if name not in record:
                 raise ConfigError(
-                    f"{self._setting} uses the column {name!r}, which {where} lacks; available: {', '.join(record)}"
-                    f"{_hint(record)}"
+                    f"data.prompt_template uses the column {name!r}, which {where} lacks; available: "
+                    f"{', '.join(record)}{_hint(record)}"
                 )
             if looks_like_messages(record[name]):
                 raise ConfigError(
-                    f"{self._setting} {self._text!r} must be written of texts, and the column {name!r} holds a "
+                    f"data.prompt_template {self._text!r} must be written of texts, and the column {name!r} holds a "
                     f"conversation in {where}; set data.messages={name} instead"
                 )
             if record[name] is None:
-                raise DataError(f"the column {name!r} of {self._setting} must have a value, got null in {where}")
+                raise DataError(f"the column {name!r} of data.prompt_template must have a value, got null in {where}")
         try:
             return self._text.format_map(record)
         except (LookupError, AttributeError, TypeError, ValueError) as error:
             raise ConfigError(
-                f"{self._setting} {self._text!r} must suit the columns, on {where} it fails with "
+                f"data.prompt_template {self._text!r} must suit the columns, on {where} it fails with "
                 f"{type(error).__name__}: {error}"
             ) from error
 
@@ -171,19 +153,20 @@ def _hint(record: Record) -> str:
     return "; data.columns={question: NAME} takes the column NAME as the question"
 
 
-def _fields(setting: str, text: str) -> tuple[str, ...]:
+def _fields(text: str) -> tuple[str, ...]:
     """Return the columns that a template uses: ``"{a} {b.c} {d[0]}"`` -> a, b, d."""
     try:
         fields = [field for _, field, _, _ in string.Formatter().parse(text) if field is not None]
     except ValueError as error:
         raise ConfigError(
-            f"{setting} must be a Python format string, got {text!r} ({error}); write literal braces as {{{{ and }}}}"
+            f"data.prompt_template must be a Python format string, got {text!r} ({error}); write literal braces as "
+            "{{ and }}"
         ) from error
     names = [re.split(r"[.\[]", field, maxsplit=1)[0] for field in fields]
     if any(not name or name.isdigit() for name in names):
         raise ConfigError(
-            f"{setting} must name its columns, got {text!r} with a field that does not; write e.g. {{question}}, and "
-            "literal braces as {{ and }}"
+            f"data.prompt_template must name its columns, got {text!r} with a field that does not; write e.g. "
+            "{question}, and literal braces as {{ and }}"
         )
     return tuple(dict.fromkeys(names))
 

@@ -54,7 +54,7 @@ THINKING = ("enable_thinking", "thinking")
 
 
 class PromptRenderer:
-    """Renders records with the templates, system prompt, examples and chat template of the data section. Raises
+    """Renders records with the template, system prompt and chat template of the data section. Raises
     ConfigError for a malformed template, or settings that this tokenizer cannot follow."""
 
     def __init__(self, data: DataSection, tokenizer: "PreTrainedTokenizerFast", tools_of: ToolsOf | None = None):
@@ -92,10 +92,7 @@ class PromptRenderer:
         conversations = self.conversations(records, where)
         texts = self.texts(conversations, where, self.tools(records, where))
         parts = zip(texts, self.encoded(texts, where), records, conversations, strict=True)
-        return [
-            Prompt(text, tuple(ids), columns=record, messages=messages, examples=self._conversation.before)
-            for text, ids, record, messages in parts
-        ]
+        return [Prompt(text, tuple(ids), columns=record, messages=messages) for text, ids, record, messages in parts]
 
     def conversations(self, records: Sequence[Record], where: Sequence[str]) -> list[list[Message]]:
         """Return the messages of some records; raises as `render` does.
@@ -220,18 +217,17 @@ class PromptRenderer:
             ) from error
 
     def _templated(self, conversations: list[list[Message]], tools: Sequence[Tools]) -> list[str]:
-        """Render conversations by the chat template; completions continue a last message that is the assistant's."""
+        """Render conversations by the chat template, with the tools that each offers."""
         texts: list[str] = [""] * len(conversations)
-        alike: dict[tuple[bool, int], list[int]] = {}
-        for n, (messages, offered) in enumerate(zip(conversations, tools, strict=True)):
-            alike.setdefault((messages[-1]["role"] == "assistant", id(offered)), []).append(n)
-        for (goes_on, _), chosen in alike.items():
+        alike: dict[int, list[int]] = {}
+        for n, offered in enumerate(tools):
+            alike.setdefault(id(offered), []).append(n)
+        for chosen in alike.values():
             offered = [dict(tool) for tool in tools[chosen[0]]]
             written: Any = self._tokenizer.apply_chat_template(
                 [conversations[n] for n in chosen],
                 tokenize=False,
-                add_generation_prompt=not goes_on,
-                continue_final_message=goes_on,
+                add_generation_prompt=True,
                 **({"tools": offered} if offered else {}),
                 **self.switches,
             )
@@ -243,7 +239,7 @@ class PromptRenderer:
 def plain(messages: Sequence[Message]) -> str:
     """Join a conversation for a model without a chat template: each answer follows its question, then a blank line.
 
-    The example "Q: 1+1\\nA:" with answer " 2" and the question "Q: 2+3\\nA:" give "Q: 1+1\\nA: 2\\n\\nQ: 2+3\\nA:".
+    The messages "Q: 1+1\\nA:", " 2" and "Q: 2+3\\nA:" give "Q: 1+1\\nA: 2\\n\\nQ: 2+3\\nA:".
     """
     return "".join(m["content"] + ("\n\n" if m["role"] == "assistant" else "") for m in messages)
 

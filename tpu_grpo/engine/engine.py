@@ -68,8 +68,7 @@ class Engine:
         ``checkpoint`` is a directory whose config.json describes the model; ``mesh`` comes from ``engine_mesh``.
 
         Raises:
-            ConfigError: if ``options.shard_vocab`` is set and the mesh's size does not divide the vocabulary; if flash
-                attention does not support the size or number of pages.
+            ConfigError: if flash attention does not support the size or number of pages.
         """
         context, chunk = options.context_tokens + CONTEXT_MARGIN_TOKENS, options.shapes.prefill[-1]
         if options.attention == "flash":

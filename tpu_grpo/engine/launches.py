@@ -311,7 +311,7 @@ class Runner(ModelRunner):
         config.validate_tensor_parallel_config(self.tp_size)
         config.configure_for_tensor_parallel(self.tp_size)
         config.hf_config.ep_size, config.hf_config.moe_backend = 1, "epmoe"  # read by models with experts
-        split = splits_vocabulary(self.options.shard_vocab, config.vocab_size, self.tp_size)
+        split = splits_vocabulary(config.vocab_size, self.tp_size)
         model_class, _ = get_model_architecture(config)
         model = repairs.abstract_model(
             model_class,

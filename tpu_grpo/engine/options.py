@@ -63,9 +63,6 @@ class EngineOptions:
     prefill_tokens: int
     prefix_cache: bool
     batch_paddings: tuple[int, ...] | None
-    shard_vocab: bool | None
-    """Whether to shard embedding and output head by vocabulary. With None, they are sharded if the number of
-    devices divides the vocabulary's size."""
     return_experts: bool = False
     """Whether requests may ask for the experts that served their tokens; only for a model with experts."""
     steps_per_launch: int | None = None
@@ -97,7 +94,6 @@ class EngineOptions:
             prefill_tokens=rollout.prefill_tokens,
             prefix_cache=rollout.prefix_cache,
             batch_paddings=rollout.batch_paddings,
-            shard_vocab=config.meshes.sampler.shard_vocab,
             return_experts=config.algorithm.replays_routing,
             steps_per_launch=None if rollout.steps_per_launch == "auto" else rollout.steps_per_launch,
             kv_dtype=rollout.kv_dtype,
@@ -200,19 +196,6 @@ def choose_attention(name: Literal["auto", "flash", "gather"], platform: str) ->
     return name
 
 
-def splits_vocabulary(asked: bool | None, vocabulary: int, tensor: int) -> bool:
-    """Return whether to shard the vocabulary over ``tensor`` devices.
-
-    With ``asked`` None, return whether ``tensor`` divides the size of the vocabulary.
-
-    Raises:
-        ConfigError: if sharding was asked for and ``tensor`` does not divide the vocabulary.
-    """
-    divides = vocabulary % tensor == 0
-    if asked and not divides:
-        fitting = [t for t in range(1, 257) if vocabulary % t == 0]
-        raise ConfigError(
-            f"meshes.sampler.shard_vocab=true needs meshes.sampler.tensor to divide the model's vocabulary of "
-            f"{vocabulary}, got {tensor}; use one of {fitting}, or leave shard_vocab unset for a copy on every device"
-        )
-    return tensor > 1 and divides and asked is not False
+def splits_vocabulary(vocabulary: int, tensor: int) -> bool:
+    """Return whether embedding and output head are sharded by vocabulary over ``tensor`` devices: if they divide it."""
+    return tensor > 1 and vocabulary % tensor == 0

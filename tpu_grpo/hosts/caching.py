@@ -2,7 +2,7 @@
 
 The next run reads programs from the cache instead of compiling them:
 
-    keep_programs("auto", hosts)      # before anything large is compiled
+    keep_programs(hosts)      # before anything large is compiled
 
 jax 0.10.2 has a compilation cache. This file changes it in four ways:
 
@@ -71,14 +71,11 @@ def exclusive(path: Path) -> Iterator[None]:
         yield
 
 
-def keep_programs(where: str, hosts: Hosts) -> None:
-    """Make jax read compiled programs from disk and write new ones there; call it before much is compiled.
-
-    ``where`` is a directory, "auto" for a directory in `cache_directory`, or "off" to leave jax unchanged.
-    """
-    if where == "off" or os.environ.get(VARIABLE):
+def keep_programs(hosts: Hosts) -> None:
+    """Make jax read compiled programs from disk and write new ones there; call it before much is compiled."""
+    if os.environ.get(VARIABLE):
         return
-    cache = ProgramCache(programs_directory(where), speaks=hosts.is_first)
+    cache = ProgramCache(programs_directory(), speaks=hosts.is_first)
     if not cache.open():
         return
     import jax
@@ -91,10 +88,9 @@ def keep_programs(where: str, hosts: Hosts) -> None:
     setattr(compiler, "_cache_write", _write)  # noqa: B010
 
 
-def programs_directory(where: str) -> Path:
-    """Return the directory for programs of this kind of device; ``where`` as in `keep_programs`."""
-    base = cache_directory() / "programs" if where == "auto" else Path(where)
-    return base.expanduser().absolute() / _kind_of_device()
+def programs_directory() -> Path:
+    """Return the directory for programs of this kind of device, in `cache_directory`."""
+    return cache_directory() / "programs" / _kind_of_device()
 
 
 def _kind_of_device() -> str:
@@ -183,7 +179,7 @@ class ProgramCache:
         self._writes = False
         what = (
             f"compiled programs cannot be kept in {self.directory}: {error.strerror}; the run goes on, and the next "
-            "start compiles again. Make room there, or set run.compilation_cache to another directory, or to off"
+            f"start compiles again. Make room there, or set {CACHE_VARIABLE} to another directory"
         )
         logger.warning(what)
         if self._speaks:

@@ -134,7 +134,6 @@ def row_shape(config: RunConfig, model: nnx.Module, mesh: Mesh) -> RowShape:
         group_size=config.algorithm.group_size,
         filtered=config.algorithm.filtered_ratio,
         carries=config.has_older_tokens,
-        count_empty=config.algorithm.count_empty,
         chosen=config.algorithm.top_entropy_quantile < 1.0,
     )
 

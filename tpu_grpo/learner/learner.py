@@ -45,6 +45,10 @@ GROUPS = "the checksum of the groups that were restored"
 """Names of what the trainer's hosts broadcast to the hosts that only sample."""
 
 
+MOST_SKIPPED = 10
+"""With update.on_non_finite=skip, the run ends if more updates than this in a row are not finite."""
+
+
 class SkippedUpdates:
     """Counts consecutive skipped updates, and raises an error if no further update may be skipped."""
 
@@ -62,9 +66,8 @@ class SkippedUpdates:
         section = self._section
         if section.on_non_finite == "stop":
             why, remedy = "nothing of it reached the policy", ", or set update.on_non_finite=skip"
-        elif self._in_a_row > section.most_skipped:
-            rule = f"update.max_skipped={section.most_skipped} may be skipped"
-            why, remedy = f"that makes {self._in_a_row} updates in a row, and {rule}", ""
+        elif self._in_a_row > MOST_SKIPPED:
+            why, remedy = f"that makes {self._in_a_row} updates in a row, and {MOST_SKIPPED} may be skipped", ""
         else:
             return f"{what}; the update was skipped, and nothing of it reached the policy"
         raise NonFiniteError(

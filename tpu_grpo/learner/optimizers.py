@@ -9,7 +9,6 @@ Parameters are a flat dict by name. The optimizers are optax's. A new shipped op
 """
 
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -89,17 +88,14 @@ def build_optimizer(
 ) -> optax.GradientTransformation:
     """Build a run's optimizer for these parameters, arrays or their descriptions.
 
-    Raises ConfigError for an unknown name, options that the optimizer does not take, or a rule that applies to no
-    parameter.
+    Raises ConfigError for an unknown name, or options that the optimizer does not take.
     """
-    decays, rates = rule_values(section, params)
     if ":" in section.name:
         optimizer = _own(section, schedule)
     else:
-        rate = optax.scale_by_learning_rate(schedule)
-        optimizer = optax.chain(_shipped(section, params), _decayed(decays), rate)
-    if any(rate != 1.0 for rate in rates.values()):
-        optimizer = optax.chain(optimizer, _multiplied(rates))
+        decay = section.weight_decay
+        decayed = optax.add_decayed_weights(decay) if decay else optax.identity()
+        optimizer = optax.chain(_shipped(section, params), decayed, optax.scale_by_learning_rate(schedule))
     if section.compact:
         optimizer = compact(optimizer, {name: block_size(leaf) for name, leaf in params.items()})
     return optimizer
@@ -146,29 +142,6 @@ def learning_rate_schedule(config: RunConfig) -> optax.Schedule:
     }
     after = schedules[section.schedule]
     return optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), after], [warmup]) if warmup else after
-
-
-def rule_values(section: OptimizerSection, params: Params) -> tuple[dict[str, float], dict[str, float]]:
-    """Return every parameter's weight decay and learning-rate multiplier, by name.
-
-    The first rule whose expression matches a parameter's name applies to it. Raises ConfigError for a rule that applies
-    to no parameter.
-    """
-    decays, rates = {}, {}
-    unused = set(range(len(section.rules)))
-    for name in params:
-        found = next((i for i, rule in enumerate(section.rules) if re.search(rule.match, name)), None)
-        rule = None if found is None else section.rules[found]
-        unused -= {found}
-        decays[name] = section.weight_decay if rule is None or rule.weight_decay is None else rule.weight_decay
-        rates[name] = 1.0 if rule is None else rule.learning_rate
-    if unused:
-        index = min(unused)
-        raise ConfigError(
-            f"optimizer.rules.{index}.match must be found in the name of a trained parameter that no rule before it "
-            f"takes, got {section.rules[index].match!r}; there are {', '.join(sorted(params)[:8])}, ..."
-        )
-    return decays, rates
 
 
 def matrix_axes(name: str, shape: tuple[int, ...]) -> optax.contrib.MuonDimensionNumbers | None:
@@ -253,10 +226,10 @@ def _shipped(section: OptimizerSection, params: Params) -> optax.GradientTransfo
 
 def _own(section: OptimizerSection, schedule: optax.Schedule) -> optax.GradientTransformation:
     function = find_function(section.name, "optimizer", ConfigError)
-    if decay := section.weight_decay or next(filter(None, (rule.weight_decay for rule in section.rules)), 0.0):
+    if section.weight_decay:
         raise ConfigError(
-            f"optimizer.weight_decay is the function's own affair with optimizer.name={section.name}, got {decay}; "
-            "pass it in optimizer.options"
+            f"optimizer.weight_decay is the function's own affair with optimizer.name={section.name}, got "
+            f"{section.weight_decay}; pass it in optimizer.options"
         )
     try:
         made = function(learning_rate=schedule, **section.options)
@@ -271,15 +244,6 @@ def _own(section: OptimizerSection, schedule: optax.Schedule) -> optax.GradientT
             "return e.g. optax.adamw(learning_rate)"
         )
     return made
-
-
-def _decayed(decays: Mapping[str, float]) -> optax.GradientTransformation:
-    """Add decay * parameter to the update of every parameter; ``decays`` holds each parameter's decay by name."""
-
-    def decayed(updates: Any, params: Any) -> Any:
-        return {name: value + decays[name] * params[name] for name, value in updates.items()}
-
-    return optax.stateless(decayed) if any(decays.values()) else optax.identity()
 
 
 def _multiplied(rates: Mapping[str, float]) -> optax.GradientTransformation:

@@ -314,8 +314,6 @@ class RowShape:
     """Whether a token's probability is normalized over the tokens that it was drawn from, not over the vocabulary."""
     carries: bool = False
     """Whether some tokens may have been sampled by older weights."""
-    count_empty: bool = False
-    """Whether means over completions and prompts also count ones that have no token in the loss."""
     chosen: bool = False
     """Whether only some tokens are learnt from, which ``importance`` marks (algorithm.top_entropy_quantile)."""
 
@@ -351,9 +349,9 @@ def train_rows(
 ) -> tuple[TrainBatch, Packing]:
     """Check and pack all B prompts (token ids) and completions of an update into rows in host memory.
 
-    ``advantages`` are given per completion, or per token. Completions that are not ``counted`` have weight 0, and means
-    count them only with ``shape.count_empty``. ``known`` holds log-probabilities that are already computed, by their
-    field names in `TrainBatch`. Tokens that the policy did not sample are context only.
+    ``advantages`` are given per completion, or per token. Completions that are not ``counted`` have weight 0, and no
+    mean counts them. ``known`` holds log-probabilities that are already computed, by their field names in `TrainBatch`.
+    Tokens that the policy did not sample are context only.
 
     Raises:
         DataError: for a prompt or completion that does not fit, a completion without a sampled token, or
@@ -366,7 +364,7 @@ def train_rows(
     packing = pack(sequences, row_tokens=shape.tokens, multiple=shape.micro_batch)
     counts = np.array([completion.sampled_tokens for completion in completions])
     counting = counts if counted is None else counts * counted
-    weights = token_weights(counting, aggregation, shape.max_new_tokens, shape.group_size, shape.count_empty)
+    weights = token_weights(counting, aggregation, shape.max_new_tokens, shape.group_size)
     logps: dict[str, Any] = {
         name: np.zeros((packing.count, shape.tokens), values_BT.dtype) for name, values_BT in (known or {}).items()
     }
@@ -421,7 +419,6 @@ def token_weights(
     aggregation: LossAggregation,
     max_new_tokens: int,
     group_size: int = 1,
-    count_empty: bool = False,
 ) -> Float[np.ndarray, " B"]:
     """Compute the weight of each token in the loss, float64, for completions of ``counts_B`` tokens.
 
@@ -438,11 +435,10 @@ def token_weights(
         prompt-mean-token-mean       1 / (P n_p)      P prompts with tokens, n_p tokens in all completions of prompt p
 
     Only sampled tokens count; in a conversation these are the sampled tokens of all turns and branches. Each
-    ``group_size`` consecutive completions belong to one prompt. With ``count_empty``, B and P also count completions
-    and prompts without tokens.
+    ``group_size`` consecutive completions belong to one prompt.
     """
     counts_B = counts_B.astype(np.float64)
-    rows = len(counts_B) if count_empty else max((counts_B > 0).sum(), 1)
+    rows = max((counts_B > 0).sum(), 1)
     match aggregation:
         case "sequence-mean-token-mean":
             denominators_B = rows * counts_B
@@ -454,6 +450,6 @@ def token_weights(
             denominators_B = np.full_like(counts_B, float(rows * max_new_tokens))
         case "prompt-mean-token-mean":
             counts_P = counts_B.reshape(-1, group_size).sum(axis=1)
-            prompts = len(counts_P) if count_empty else max((counts_P > 0).sum(), 1)
+            prompts = max((counts_P > 0).sum(), 1)
             denominators_B = np.repeat(prompts * counts_P, group_size)
     return (counts_B > 0) / np.maximum(denominators_B, 1.0)

@@ -5,7 +5,7 @@ greedy, else n) in B = P*G rows. Each reward is averaged over the problems that 
 
     greedy   the mean of one greedy completion
     sampled  the mean over problems of the mean of n samples
-    pass@k   the chance that at least one of k samples is correct, which means reward >= correct_from
+    pass@k   the chance that at least one of k samples is correct, which means a reward of at least 1
     maj@k    whether the most frequent answer of the first k samples is correct
 
 Samples of one problem are not independent of each other. So averages and 95 % intervals are computed from one value
@@ -13,7 +13,6 @@ per problem (Miller 2024, arXiv 2411.00640, sections 2 and 3).
 """
 
 import math
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -65,8 +64,8 @@ class Scoring(Protocol):
 
 Begin = Callable[[PromptBatch, int], AbstractContextManager[Scoring]]
 """Takes prompts and the number of their rollouts; returns a context manager that yields the rollouts' `Scoring`."""
-FinalAnswer = Callable[[str, re.Pattern[str] | None, str], str | None]
-"""Takes a text, evaluation.answer_pattern and the prompt; returns the answer that maj@k counts, or None."""
+FinalAnswer = Callable[[str, str], str | None]
+"""Takes a text and the prompt; returns the answer that maj@k counts, or None."""
 
 
 # --- an evaluation ---------------------------------------------------------------------------------------------------
@@ -146,7 +145,6 @@ def evaluate(
 
     A reward that applies to no problem is left out. Returns the estimates, the greedy and the sampled completions.
     """
-    pattern = None if section.answer_pattern is None else re.compile(section.answer_pattern, re.DOTALL)
     modes = (AnswerMode(0.0), AnswerMode(temperature, section.samples))
     batch = PromptBatch(step, tuple(prompts))
     with begin(batch, len(modes)) as scoring:
@@ -160,7 +158,7 @@ def evaluate(
         said = zip(completions, rollout.texts, strict=True)
         texts = (text if c.episode is None else c.episode.last_words for c, text in said)
         prompts_B = (prompt.text for prompt in rollout.row_prompts)
-        answers = tuple(final_answer(text, pattern, p) for text, p in zip(texts, prompts_B, strict=True))
+        answers = tuple(final_answer(text, p) for text, p in zip(texts, prompts_B, strict=True))
         both.append(EvaluationSamples(mode, rollout, of_rollout, answers))
         tokens[mode] = float(np.mean([c.sampled_tokens for c in completions]))
         truncated[mode] = float(np.mean([c.finish_reason == "length" for c in completions]))
@@ -186,7 +184,7 @@ def _estimates(
                 if (applies_G := ~np.isnan(values_G)).any()
             ]
             by_mode = {samples.mode: [float(np.mean(values)) for values, _ in found]}
-            right = [(values >= section.correct_from, votes) for values, votes in found]
+            right = [(values >= 1.0, votes) for values, votes in found]
             every_k = section.every_k if samples.mode == SAMPLED else ()
             for k in every_k:
                 by_mode[f"pass@{k}"] = [pass_at_k(len(r), int(r.sum()), k) for r, _ in right if len(r) >= k]

@@ -242,8 +242,6 @@ def _update_changes(config: RunConfig) -> Iterator[tuple[str, object]]:
 
 def _rollout_changes(plan: Plan) -> Iterator[tuple[str, object]]:
     config, tokens = plan.config, plan.config.rollout.kv_tokens
-    if config.meshes.sampler.shard_vocab is False:
-        yield "meshes.sampler.shard_vocab", None
     if tokens is not None:  # the number that should fit, rounded down to two digits; then half
         excess = plan.excess + SPARE * plan.target.chip.memory_bytes
         fitting = int(tokens * (1 - excess / plan.resident.cache))

@@ -308,9 +308,7 @@ class StepWork:
                 run.checkpoint,
                 tensor=tensor,
                 itemsize=jnp.dtype(config.model.dtype).itemsize,
-                split_vocabulary=splits_vocabulary(
-                    config.meshes.sampler.shard_vocab, run.checkpoint.config.vocab_size, tensor
-                ),
+                split_vocabulary=splits_vocabulary(run.checkpoint.config.vocab_size, tensor),
                 cache_bytes=resident.cache / run.options.cache_tokens,  # the actual bytes per token
                 cache_itemsize=run.engine.cache_specs[0].dtype.itemsize,
             ),

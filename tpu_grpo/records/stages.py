@@ -32,9 +32,7 @@ class Prompt:
     token_ids: tuple[int, ...]
     columns: Mapping[str, Any] = field(default_factory=dict)
     messages: Conversation = ()
-    """The messages that the text was rendered from, with system message and examples; empty if there were none."""
-    examples: int = 0
-    """The number of messages at the beginning that come from the config, not from the record."""
+    """The messages that the text was rendered from, with the system message; empty if there were none."""
 
     @property
     def conversation(self) -> Conversation:
@@ -43,9 +41,10 @@ class Prompt:
 
     @property
     def asked(self) -> str:
-        """The texts of the record's user messages, joined by blank lines; without messages, the prompt's text."""
-        own = self.messages[self.examples :]
-        return "\n\n".join(m["content"] for m in own if m["role"] == "user") if own else self.text
+        """The texts of the user's messages, joined by blank lines; without messages, the prompt's text."""
+        if not self.messages:
+            return self.text
+        return "\n\n".join(m["content"] for m in self.messages if m["role"] == "user")
 
     @property
     def gold(self) -> str | None:
@@ -297,11 +296,9 @@ class ScoredRollout:
     rollout: Rollout
     scores: Scores
 
-    def mean_rewards(self, name: str | None = None) -> tuple[float, ...]:
-        """Return, for each prompt, the mean total reward of its completions, or their mean reward ``name``; NaN if no
-        completion has one."""
-        values_B = self.scores.total if name is None else self.scores.by_name[name]
-        means_P = np.ma.masked_invalid(values_B.reshape(-1, self.rollout.group_size)).mean(axis=1)
+    def mean_rewards(self) -> tuple[float, ...]:
+        """Return, for each prompt, the mean total reward of its completions; NaN if no completion has one."""
+        means_P = np.ma.masked_invalid(self.scores.total.reshape(-1, self.rollout.group_size)).mean(axis=1)
         return tuple(np.ma.filled(means_P, np.nan).tolist())
 
     def select(self, prompts: Sequence[int]) -> "ScoredRollout":

@@ -102,7 +102,6 @@ class Speaker:
             prefill_tokens=rollout.prefill_tokens,
             prefix_cache=True,
             batch_paddings=None,
-            shard_vocab=None,
         )
         replicas = Replicas.build(checkpoint.directory, devices, len(devices), options, Hosts())
         engines = SyncedEngines(replicas, checkpoint.weight_rules, self._tokenizer, config, Hosts())

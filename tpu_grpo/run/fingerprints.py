@@ -26,8 +26,8 @@ from tpu_grpo.models.lora import SETTINGS_FILE, TENSORS_FILE
 from tpu_grpo.observe.summary import versions
 from tpu_grpo.records.short_texts import shortened
 
-OWN_SETTINGS = {"hosts.index", "run.dir", "run.compilation_cache"}
-"""Settings that may differ between hosts: the number of the host, and the directories of its files."""
+OWN_SETTINGS = {"hosts.index", "run.dir"}
+"""Settings that may differ between hosts: the number of the host, and the directory of its files."""
 ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NPROC")
 """Variables that change what is compiled, or how sums are split, in addition to JAX_*."""
 OWN_ENVIRONMENT = {"JAX_COMPILATION_CACHE_DIR"}

@@ -18,7 +18,6 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tpu_grpo.config import RunConfig
-from tpu_grpo.engine.options import splits_vocabulary
 from tpu_grpo.engine.replicas import make_replicas
 from tpu_grpo.hosts import by_host, devices_per_host, hosts_of, own_slice, slices_of
 from tpu_grpo.models.checkpoint import Checkpoint, check_mesh, check_sampler_mesh, sampler_sizes
@@ -104,7 +103,6 @@ def build_meshes(config: RunConfig, checkpoint: Checkpoint, devices: Sequence[An
     check_sampler_mesh(checkpoint, tensor)
     platform = trainer_devices[0].platform
     block = flash_block(config.model.attention, platform, config.row_tokens, checkpoint.config.head_dim)
-    splits_vocabulary(section.sampler.shard_vocab, checkpoint.hf_config["vocab_size"], tensor)
     grids = np.asarray([training for training, _ in parts]).reshape(-1, fsdp, tp)
     joined = Mesh(grids, ("slice", "fsdp", "tp")) if len(slices) > 1 else None
     sampler = tuple(device for _, sampling in parts for device in sampling)

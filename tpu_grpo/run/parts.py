@@ -63,7 +63,7 @@ def build_parts(inputs: Inputs, hosts: Hosts) -> Parts:
         WeightsError: if the probe finds that engines and trainer do not hold the same policy.
     """
     config = inputs.config
-    keep_programs(config.run.compilation_cache, hosts)
+    keep_programs(hosts)
     algorithm = open_run_algorithm(config)  # first, to refuse a bad algorithm before anything is built
     announce(hosts, f"opening the model {config.model.path}")
     checkpoint = agreed_checkpoint(config, hosts, inputs.checkpoint)

@@ -201,9 +201,8 @@ class Run:
             seconds = time.perf_counter() - started
             probed = parts.probe.after_sync(step)
         self._check_directory(step)
-        rates = groups.used.mean_rewards(self.config.data.pass_rate)
         used = groups.used.rollout
-        self.draw.done(step, used.batch, {"tokens": used.mean_tokens, "pass_rate": rates})
+        self.draw.done(step, used.batch, {"tokens": used.mean_tokens, "pass_rate": groups.used.mean_rewards()})
         if _every(step, self.config.logging.samples_every):
             self.log.samples(step, groups.learnt, update.advantages)
         self.log.histograms(step, update.histograms)

@@ -1,7 +1,6 @@
 """Answers as text, final numbers and final answers are labelled by hand; the real GSM8K test set is read, too."""
 
 import json
-import re
 import time
 from decimal import Decimal
 from pathlib import Path
@@ -393,25 +392,11 @@ def test_thinking_has_no_vote() -> None:
     assert voted_answer("<think>3, or 4") is None
     assert voted_answer("3, or 4", prompt="<|assistant|><think>\n") is None
     assert voted_answer("3</think>4", prompt="<|assistant|><think>\n") == "4"
-    assert voted_answer("<think>3</think>4", re.compile(r"([0-9])</think>")) == "3"
 
 
 @pytest.mark.parametrize("text", ["18", "18.0", "$18.00", "#### 18.", r"\boxed{18}", "<answer>18</answer>"])
 def test_ways_to_write_one_number_are_one_answer(text: str) -> None:
     assert voted_answer(text) == "18"
-
-
-@pytest.mark.parametrize(
-    ("pattern", "text", "answer"),
-    [
-        (r"Answer: (\w+)", "Answer: a. Answer: b.", "b"),
-        (r"[A-D]$", "B or C", "C"),
-        (r"Answer: (\w+)", "no such thing 7", None),
-        (r"(x)|y", "x y", None),  # the last match has no group
-    ],
-)
-def test_a_pattern_says_where_the_answer_is(pattern: str, text: str, answer: str | None) -> None:
-    assert voted_answer(text, re.compile(pattern)) == answer
 
 
 @pytest.mark.parametrize("name", ["exact_answer", "normalised_match", "multiple_choice", "gsm8k", "math", "regex"])

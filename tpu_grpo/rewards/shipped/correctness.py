@@ -256,21 +256,14 @@ def _reference_number(answer: Any) -> Decimal | None:
 # --- the answer that a vote counts -----------------------------------------------------------------------------------
 
 
-def voted_answer(text: str, pattern: re.Pattern[str] | None = None, prompt: str = "") -> str | None:
+def voted_answer(text: str, prompt: str = "") -> str | None:
     r"""Return the last answer of a completion as a text that can be counted in a vote, None if it has none.
 
-    The answer follows the thinking that the rendered ``prompt`` or the text opens, unless the pattern names its tag.
-
-    With a pattern, the answer is the first group of the pattern's last match, or the whole match without groups.
-    Otherwise it is the last \boxed{...}, else the content of the last <answer> tag, else the number after ####, else
-    the last number, else the whole text. White space and a final full stop are removed, and numbers are normalised:
-    1,000, $1000 and 1000.0 are the same answer.
+    The answer follows the thinking that the rendered ``prompt`` or the text opens. It is the last \boxed{...}, else the
+    content of the last <answer> tag, else the number after ####, else the last number, else the whole text. White space
+    and a final full stop are removed, and numbers are normalised: 1,000, $1000 and 1000.0 are the same answer.
     """
-    if pattern is None or "think>" not in pattern.pattern:
-        text = as_read(text, prompt, "dropped if opened")
-    if pattern is not None:
-        matches = list(pattern.finditer(text))
-        return _canonical(matches[-1][1 if pattern.groups else 0] or "") if matches else None
+    text = as_read(text, prompt, "dropped if opened")
     for part in (boxed(text)[-1:] or [None])[0], inside(text, "answer"):
         if part is not None:
             return _canonical(part)
