@@ -7,12 +7,12 @@ import pytest
 
 from tests.environments.playing import begun, open_pool, told
 from tpu_grpo.environments.environment_classes import load_environment
-from tpu_grpo.environments.playing import PlayedEnvironment
+from tpu_grpo.environments.environment_worker import EnvironmentService
 from tpu_grpo.records.errors import EpisodeError
 from tpu_grpo.workers import supervisor
 from tpu_grpo.workers.supervisor import StartError, Starting
 
-SERVICE = PlayedEnvironment(load_environment("tests.environments.games:Counter", {}), keep=False)
+SERVICE = EnvironmentService(load_environment("tests.environments.games:Counter", {}), keep=False)
 
 
 @pytest.mark.full

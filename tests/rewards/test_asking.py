@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tpu_grpo.rewards.asking import split_rows
-from tpu_grpo.rewards.calling import Call
+from tpu_grpo.rewards.reward_call import Call
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from tests.rewards.conftest import make_rollout, scored
 from tpu_grpo.config import RewardSpec
 from tpu_grpo.records.errors import RewardError
 from tpu_grpo.rewards import open_rewards
-from tpu_grpo.rewards.calling import Answer, Problem, RewardBatch
+from tpu_grpo.rewards.reward_call import Answer, Problem, RewardBatch
 from tpu_grpo.workers.messages import decode, encode
 
 ROLLOUT = make_rollout(["p0", "p1"], ["a", "bb", "ccc", "dddd"])

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tpu_grpo.rewards.calling import Answer, Problem, RewardBatch
 from tpu_grpo.rewards.feed import Feed, Task
+from tpu_grpo.rewards.reward_call import Answer, Problem, RewardBatch
 
 
 def batch(*texts: str) -> RewardBatch:

@@ -15,8 +15,8 @@ from tpu_grpo.config import RewardSpec
 from tpu_grpo.records.errors import RewardError
 from tpu_grpo.records.stages import Figure
 from tpu_grpo.rewards import OpenReward, RewardSet, open_rewards
-from tpu_grpo.rewards.calling import Call
 from tpu_grpo.rewards.executors import ThreadExecutor
+from tpu_grpo.rewards.reward_call import Call
 
 ROLLOUT = make_rollout(["p0", "p1"], ["a", "b", "c", "d"], [{"answer": "a"}, {"answer": "d"}])
 

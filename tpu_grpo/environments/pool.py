@@ -21,7 +21,7 @@ from typing import Any
 
 from tpu_grpo.config import EnvironmentSection
 from tpu_grpo.environments.actions import Action, Answered, Ended, LoadedEnvironment, Reply
-from tpu_grpo.environments.playing import End, PlayedEnvironment, Request, Start, late
+from tpu_grpo.environments.environment_worker import End, EnvironmentService, Request, Start, late
 from tpu_grpo.records.episode import Failure
 from tpu_grpo.records.errors import EpisodeError
 from tpu_grpo.workers.channel import FOREIGN, BrokenChannelError
@@ -129,7 +129,7 @@ class EnvironmentPool:
         shared = 1 if section.workers == "auto" else section.workers
         self.crews = {
             name: self.supervisor.add(
-                PlayedEnvironment(each, keep, section.secrets),
+                EnvironmentService(each, keep, section.secrets),
                 memory_bytes=int(section.memory_gb * 2**30),
                 recycle=section.recycle,
                 count=shared if each.is_async else 0,

@@ -31,10 +31,10 @@ from tpu_grpo.config import RewardSpec
 from tpu_grpo.records.episode import Failure
 from tpu_grpo.records.errors import LARGEST_REWARD, RewardError
 from tpu_grpo.records.stages import Conversation, Figure, Rollout
-from tpu_grpo.rewards.calling import NO_VALUES, SHORT_REPR, Answer, Call, Problem, RewardBatch, TokenValues
 from tpu_grpo.rewards.executors import Executor
 from tpu_grpo.rewards.feed import Feed
 from tpu_grpo.rewards.protocol import OF_ROWS, TEXT_ARGUMENTS
+from tpu_grpo.rewards.reward_call import NO_VALUES, SHORT_REPR, Answer, Call, Problem, RewardBatch, TokenValues
 from tpu_grpo.rewards.reward_functions import workers_of
 from tpu_grpo.rewards.shipped import SHIPPED
 from tpu_grpo.rewards.shipped.correctness import as_read

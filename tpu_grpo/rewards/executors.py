@@ -16,8 +16,8 @@ from selectors import EVENT_READ
 from typing import Any
 
 from tpu_grpo.records.errors import RewardError
-from tpu_grpo.rewards.calling import Answer, Call, Caller, Problem, RewardBatch, failed_answer
 from tpu_grpo.rewards.feed import Feed, Task
+from tpu_grpo.rewards.reward_call import Answer, Call, Caller, Problem, RewardBatch, failed_answer
 from tpu_grpo.rewards.reward_functions import find_reward
 from tpu_grpo.workers.channel import FOREIGN, BrokenChannelError
 from tpu_grpo.workers.messages import Mode

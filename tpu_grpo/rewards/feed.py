@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from tpu_grpo.rewards.calling import Answer, Problem, RewardBatch, failed_answer
+from tpu_grpo.rewards.reward_call import Answer, Problem, RewardBatch, failed_answer
 
 
 @dataclass(frozen=True)

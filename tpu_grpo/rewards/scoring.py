@@ -38,8 +38,8 @@ from tpu_grpo.config import RewardSpec, check_rewards
 from tpu_grpo.records.errors import RewardError
 from tpu_grpo.records.stages import Completion, Figure, PromptBatch, Rollout, Scores
 from tpu_grpo.rewards.asking import Groups, OpenReward, RewardResult, Table, ask_reward, build_table
-from tpu_grpo.rewards.calling import TokenValues
 from tpu_grpo.rewards.executors import ThreadExecutor, WorkerPool
+from tpu_grpo.rewards.reward_call import TokenValues
 from tpu_grpo.rewards.reward_functions import load_reward, target_of, workers_of
 
 LOG = logging.getLogger("tpu_grpo.rewards")
