@@ -258,7 +258,7 @@ def test_what_was_to_go_to_a_server_that_died_leaves_no_files_open():
     before = _open_files()
     with open_pool(NAME) as pool:
         begun(pool)
-        server = pool.crews[""].servers[0]
+        server = pool.groups[""].servers[0]
         forks = psutil.Process(server.process._process.pid)
         (conversation,) = forks.children()
         for process in (forks, conversation):

@@ -22,7 +22,7 @@ def test_an_import_that_succeeds_once_and_never_again_ends_the_run(monkeypatch: 
     with open_pool(f"tests.environments.faulty:{name}") as pool:
         assert told(begun(pool)) == "begin"
         monkeypatch.setenv("FAULTY_IMPORT", "leaves")
-        (first,) = pool.crews[""].servers
+        (first,) = pool.groups[""].servers
         first.process._process.kill()
         with pytest.raises(EpisodeError, match=re.escape(f"{said}ended before, and the last exited with code 7; see")):
             while True:

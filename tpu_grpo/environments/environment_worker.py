@@ -79,7 +79,7 @@ class EnvironmentService:
         """``keep`` says whether ``Ended`` contains the attributes of the environment."""
         self.loaded, self.keep, self.secrets = loaded, keep, secrets
         self.name = f"environment {loaded.name}"
-        self.mode: Mode = "shared" if loaded.is_async else "alone"
+        self.mode: Mode = "shared" if loaded.is_async else "per_session"
 
     def set_up(self) -> None:
         """Import the environment's class, and the packages in ``_imported_before`` of a shipped class; otherwise each

@@ -16,7 +16,7 @@ from tpu_grpo.config import RewardSpec
 from tpu_grpo.records.errors import DataError
 from tpu_grpo.records.outside import parse_json, read_file
 from tpu_grpo.records.stages import Completion, Prompt, PromptBatch, Rollout, Scores
-from tpu_grpo.rewards.asking import RewardResult
+from tpu_grpo.rewards.reward_runner import RewardResult
 from tpu_grpo.rewards.scoring import RewardSet, open_rewards
 
 _RESERVED_KEYS = ("prompt", "completion", "completions", "completion_ids")

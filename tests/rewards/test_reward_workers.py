@@ -144,7 +144,7 @@ def test_a_thread_cannot_be_ended_but_does_not_hold_up_the_step():
 @pytest.mark.full
 def test_workers_end_with_a_main_process_that_is_killed():
     script = """
-        from tests.rewards.test_executors import ROLLOUT, spec
+        from tests.rewards.test_reward_workers import ROLLOUT, spec
         from tests.rewards import faulty
         from tpu_grpo.rewards import open_rewards
         busy = [spec(function, timeout=100) for function in (faulty.sleeps, faulty.hangs)]
@@ -165,7 +165,7 @@ def test_workers_end_with_a_main_process_that_is_killed():
 @pytest.mark.full
 def test_workers_end_at_the_exit_of_a_main_process_that_forgot_them():
     script = """
-        from tests.rewards.test_executors import ROLLOUT, spec
+        from tests.rewards.test_reward_workers import ROLLOUT, spec
         from tests.rewards import faulty
         from tpu_grpo.rewards import open_rewards
         open_rewards([spec(faulty.good)], []).score(ROLLOUT)
