@@ -22,7 +22,7 @@ from tests.marks import marked
 from tpu_grpo.environments import pool as pool_module
 from tpu_grpo.environments.actions import Answered, Reply
 from tpu_grpo.environments.environment_classes import load_environment
-from tpu_grpo.environments.playing import PlayedEnvironment
+from tpu_grpo.environments.environment_worker import EnvironmentService
 from tpu_grpo.environments.pool import EnvironmentPool
 from tpu_grpo.records.errors import EpisodeError
 from tpu_grpo.workers import fork_server, supervisor
@@ -258,7 +258,7 @@ def test_what_was_to_go_to_a_server_that_died_leaves_no_files_open():
     before = _open_files()
     with open_pool(NAME) as pool:
         begun(pool)
-        server = pool.crews[""].servers[0]
+        server = pool.groups[""].servers[0]
         forks = psutil.Process(server.process._process.pid)
         (conversation,) = forks.children()
         for process in (forks, conversation):
@@ -277,7 +277,7 @@ def test_a_process_that_cannot_be_forked_leaves_no_files_open(monkeypatch: pytes
     ours, theirs = socket.socketpair()
     channel, main = WorkerChannel(ours, (Exited,), 1000), MainChannel(theirs)
     lifeline, end = os.pipe()
-    server = fork_server._ForkServer(main, lifeline, PlayedEnvironment(load_environment(NAME, {}), keep=False))
+    server = fork_server._ForkServer(main, lifeline, EnvironmentService(load_environment(NAME, {}), keep=False))
 
     def refused() -> int:
         raise OSError(errno.EAGAIN, "no more processes")

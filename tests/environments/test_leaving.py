@@ -19,7 +19,7 @@ def test_a_conversation_that_ends_leaves_to_the_server_what_the_import_wants_don
         seen = [eval(told(acted(pool, call("look"), key))) for key in range(2)]
         assert [sorted(there) for there in seen] == [["own", "shared"]] * 2
         ended(pool, 0)
-        while len(pool.crews[""].servers[0].workers) == 2:
+        while len(pool.groups[""].servers[0].workers) == 2:
             pool._pump(0.01)
         assert not Path(seen[0]["own"]).exists()
         assert sorted(eval(told(acted(pool, call("look"), 1)))) == ["own", "shared"]

@@ -173,7 +173,7 @@ def test_the_time_until_a_process_is_forked_is_not_the_environment_s(
     """A server forks one at a time: of many conversations that begin at once the last would have had none left."""
     with open_pool(COUNTER, timeout=30.0) as pool:
         begun(pool, 0, {"target": 0})
-        server = psutil.Process(pool.crews[""].servers[0].process._process.pid)
+        server = psutil.Process(pool.groups[""].servers[0].process._process.pid)
         server.suspend()
         pool.start(1, "", {"target": 1}, seed=0)
         monkeypatch.setattr(supervisor, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + seconds))
@@ -203,29 +203,29 @@ def test_what_is_dropped_is_over_and_others_can_begin(pool: EnvironmentPool):
 @pytest.mark.full
 def test_a_server_is_replaced_after_so_many_conversations():
     with open_pool(COUNTER, recycle=2) as pool:
-        crew = pool.crews[""]
+        group = pool.groups[""]
         servers = set()
         for key in range(6):
             begun(pool, key, {"target": 1})
-            while len(crew.servers) > 1 and not crew.servers[-1].is_ready:
+            while len(group.servers) > 1 and not group.servers[-1].is_ready:
                 pool.ready(key)
-            servers |= {server.process._process.pid for server in crew.servers}
+            servers |= {server.process._process.pid for server in group.servers}
         assert told(acted(pool, call("increment", step=5), 0)) == "5"  # one of the first server goes on
         for key in range(6):
             pool.drop(key)
         assert len(servers) == 4
-        while len(crew.servers) > 1 or crew.ending:
+        while len(group.servers) > 1 or group.ending:
             pool._pump(0.01)
 
 
 @pytest.mark.full
 def test_environments_are_closed_before_their_server_or_the_pool_ends(tmp_path: Path):
     with open_pool("tests.environments.games:Closing", recycle=2) as pool:
-        crew = pool.crews[""]
+        group = pool.groups[""]
         for key in range(6):
             begun(pool, key, {"path": str(tmp_path / str(key))})
             ended(pool, key)
-            while len(crew.servers) > 1 and not crew.servers[-1].is_ready:
+            while len(group.servers) > 1 and not group.servers[-1].is_ready:
                 pool._pump(0.01)
         begun(pool, 6, {"path": str(tmp_path / "6")})  # it is not asked what it was worth
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "2", "3", "4", "5", "6"]
@@ -361,15 +361,15 @@ def test_an_async_process_is_replaced_after_so_many_conversations():
     with open_pool(ASYNC, recycle=2) as pool:
         for key in range(2):
             begun(pool, key)
-        first, crew = marked(), pool.crews[""]
-        while not crew.workers[-1].is_ready:
+        first, group = marked(), pool.groups[""]
+        while not group.workers[-1].is_ready:
             pool.ready(0)
         begun(pool, 2)
         assert told(acted(pool, call("wait", seconds=0.0), 0)) == "waited 0.0"
         for key in range(2):
             assert ended(pool, key).reward == 0.5
         deadline = time.monotonic() + 10.0
-        while len(crew.servers[0].workers) > 1 and time.monotonic() < deadline:
+        while len(group.servers[0].workers) > 1 and time.monotonic() < deadline:
             pool.ready(2)
         assert len(first - marked()) == 1
         assert ended(pool, 2).reward == 0.5

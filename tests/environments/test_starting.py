@@ -7,12 +7,12 @@ import pytest
 
 from tests.environments.playing import begun, open_pool, told
 from tpu_grpo.environments.environment_classes import load_environment
-from tpu_grpo.environments.playing import PlayedEnvironment
+from tpu_grpo.environments.environment_worker import EnvironmentService
 from tpu_grpo.records.errors import EpisodeError
 from tpu_grpo.workers import supervisor
 from tpu_grpo.workers.supervisor import StartError, Starting
 
-SERVICE = PlayedEnvironment(load_environment("tests.environments.games:Counter", {}), keep=False)
+SERVICE = EnvironmentService(load_environment("tests.environments.games:Counter", {}), keep=False)
 
 
 @pytest.mark.full
@@ -22,7 +22,7 @@ def test_an_import_that_succeeds_once_and_never_again_ends_the_run(monkeypatch: 
     with open_pool(f"tests.environments.faulty:{name}") as pool:
         assert told(begun(pool)) == "begin"
         monkeypatch.setenv("FAULTY_IMPORT", "leaves")
-        (first,) = pool.crews[""].servers
+        (first,) = pool.groups[""].servers
         first.process._process.kill()
         with pytest.raises(EpisodeError, match=re.escape(f"{said}ended before, and the last exited with code 7; see")):
             while True:

@@ -10,9 +10,9 @@ import pytest
 from tpu_grpo.config import RewardSpec
 from tpu_grpo.records.stages import Completion, Prompt, PromptBatch, Rollout, Scores
 from tpu_grpo.rewards import open_rewards
-from tpu_grpo.rewards.asking import build_table
-from tpu_grpo.rewards.calling import Answer, Caller
+from tpu_grpo.rewards.reward_call import Answer, Caller
 from tpu_grpo.rewards.reward_functions import target_of
+from tpu_grpo.rewards.reward_runner import build_table
 
 MakeFile = Callable[..., str]
 """(source, name="my_rewards.py") -> path."""

@@ -11,7 +11,7 @@ from tests.rewards.conftest import MakeFile
 from tpu_grpo.config import RewardSpec
 from tpu_grpo.records.errors import RewardError
 from tpu_grpo.rewards import SHIPPED, load_reward, open_rewards, repeats_itself, reward_functions
-from tpu_grpo.rewards.calling import Call, Caller, RewardBatch
+from tpu_grpo.rewards.reward_call import Call, Caller, RewardBatch
 
 COLUMNS = ("question", "answer")
 TABLE = {"prompts": ["p"], "completions": ["c"], "question": ["q"], "answer": ["a"]}

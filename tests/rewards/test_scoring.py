@@ -15,8 +15,8 @@ from tpu_grpo.config import RewardSpec
 from tpu_grpo.records.errors import RewardError
 from tpu_grpo.records.stages import Figure
 from tpu_grpo.rewards import OpenReward, RewardSet, open_rewards
-from tpu_grpo.rewards.calling import Call
-from tpu_grpo.rewards.executors import ThreadExecutor
+from tpu_grpo.rewards.reward_call import Call
+from tpu_grpo.rewards.reward_runner import RewardThread
 
 ROLLOUT = make_rollout(["p0", "p1"], ["a", "b", "c", "d"], [{"answer": "a"}, {"answer": "d"}])
 
@@ -33,7 +33,7 @@ def open_function(function: Callable[..., Any], *arguments: str, per_token: bool
     options = spec.get("options", {})
     call = Call(name, name, arguments or ("completions",), options, extras=extras, per_token=per_token)
     settings = RewardSpec(name=function.__name__, workers=0, **spec)
-    return OpenReward(settings, call, ThreadExecutor(call, function))
+    return OpenReward(settings, call, RewardThread(call, function))
 
 
 def constant(values: Any, name: str = "r") -> Callable[..., Any]:
@@ -166,7 +166,7 @@ def test_the_same_reward_twice_under_labels():
 def test_a_set_fits_other_data_in_the_same_processes():
     rewards = open_rewards([RewardSpec(name="exact_answer")], ["answer"])
     other = rewards.for_columns(["answer", "source"])
-    assert other.rewards[0].executor is rewards.rewards[0].executor
+    assert other.rewards[0].workers is rewards.rewards[0].workers
     with pytest.raises(RewardError, match="requires the parameter 'answer'"):
         rewards.for_columns(["question"])
 

@@ -17,7 +17,7 @@ from tpu_grpo.observe.step_metrics import rollout_metrics
 from tpu_grpo.records.errors import RewardError
 from tpu_grpo.records.stages import ScoredRollout
 from tpu_grpo.rewards import DistributedRewards, RewardSet
-from tpu_grpo.rewards.calling import check_token_values
+from tpu_grpo.rewards.reward_call import check_token_values
 
 ROLLOUT = make_rollout(["p0", "p1"], list("abcdef"), step=3)
 """Two groups of three."""

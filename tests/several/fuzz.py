@@ -103,7 +103,7 @@ def messages() -> dict[str, Message]:
     from tpu_grpo.records.episode import Branch, Episode, Failure, KeptEnvironment, Turn
     from tpu_grpo.records.errors import ConfigError, LockstepError
     from tpu_grpo.records.stages import Completion
-    from tpu_grpo.rewards.calling import Answer, Problem
+    from tpu_grpo.rewards.reward_call import Answer, Problem
     from tpu_grpo.workers.channel import BrokenChannelError, WorkerChannel
     from tpu_grpo.workers.messages import Ready, SetupFailed, WentOn, encode
 

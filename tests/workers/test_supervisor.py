@@ -83,21 +83,22 @@ FORGED = {
 }
 
 
-@pytest.mark.parametrize("mode", ["alone", "in turn", "shared"])
+@pytest.mark.parametrize("mode", ["per_session", "serial", "shared"])
 def test_what_a_worker_forges_ends_it_and_runs_nothing(mode: Mode, tmp_path: Path):
     before = marked()
     supervisor = Supervisor()
-    crew = supervisor.add(Writing(mode), memory_bytes=2**30, count=0 if mode == "alone" else 1)
+    group = supervisor.add(Writing(mode), memory_bytes=2**30, count=0 if mode == "per_session" else 1)
 
     def asked(forge: Callable[[Path, int], bytes] | None) -> Any:
-        while not crew.is_ready or (mode == "in turn" and any(worker.sessions for worker in crew.workers)):
+        while not group.is_ready:
             supervisor.advance(0.1)
         session = Asked()
-        crew.begin(session)
-        supervisor.ask(session, b"" if forge is None else forge(tmp_path / "touched", session.number), 60.0)
-        while session.said is None:
-            supervisor.advance(0.1)
-        supervisor.release(session, 5.0)
+        for make in (None, forge):  # the session has its number after the first request
+            session.said = None
+            group.call(session, b"" if make is None else make(tmp_path / "touched", session.number), 60.0)
+            while session.said is None:
+                supervisor.advance(0.1)
+        group.release(session, 5.0)
         return session.said
 
     for name, forge in FORGED.items():

@@ -17,7 +17,7 @@ from tpu_grpo.cli.starting import command_parser, config_from_words, exit_code_o
 from tpu_grpo.records.errors import ConfigError, without_controls
 
 if TYPE_CHECKING:
-    from tpu_grpo.cli.playing import Game, Model
+    from tpu_grpo.cli.environment_episode import EnvironmentEpisode, Model
     from tpu_grpo.data.stream import PromptStream
     from tpu_grpo.records.stages import Completion, Prompt
 
@@ -73,7 +73,7 @@ def _play(named: NamedModel, console: Console, options: argparse.Namespace) -> N
         both = " and ".join(name for name, is_given in given.items() if is_given)
         raise ConfigError(f"turns come from a file, from a function or from the model, got {both}; drop one")
     prepare(config)
-    from tpu_grpo.cli.playing import Game, policy_of_file, policy_of_function
+    from tpu_grpo.cli.environment_episode import EnvironmentEpisode, policy_of_file, policy_of_function
     from tpu_grpo.hosts import Hosts
     from tpu_grpo.run.inputs import open_inputs
     from tpu_grpo.run.parts import open_run_algorithm, open_task
@@ -83,7 +83,7 @@ def _play(named: NamedModel, console: Console, options: argparse.Namespace) -> N
     with closing(open_task(inputs, open_run_algorithm(config), Hosts())) as task:
         assert task.environments is not None
         prompt = _recorded(task.prompts, options.record)
-        with closing(Game(config, prompt, task.environments, tokenizer, options.record)) as game:
+        with closing(EnvironmentEpisode(config, prompt, task.environments, tokenizer, options.record)) as game:
             if options.model:
                 from tpu_grpo.run.answering import Speaker
 
@@ -123,7 +123,7 @@ def typed(console: Console) -> str | None:
     return "\n".join(lines) if lines else None
 
 
-def show(game: "Game", model: "Model", console: Console, *, tokens: bool) -> None:
+def show(game: "EnvironmentEpisode", model: "Model", console: Console, *, tokens: bool) -> None:
     """Play a conversation, and show the text that each request and each turn adds; with ``tokens``, also the tokens."""
     turn = 0
     for stretch in game.play(model):
@@ -136,7 +136,7 @@ def show(game: "Game", model: "Model", console: Console, *, tokens: bool) -> Non
             console.print(Text(" ".join(f"{token}/{mark}" for token in stretch.token_ids), style="dim"))
 
 
-def outcome(game: "Game", rewards: Any, prompt: Any, tokenizer: Any) -> Table:
+def outcome(game: "EnvironmentEpisode", rewards: Any, prompt: Any, tokenizer: Any) -> Table:
     """Return a table: how the conversation ended, which tokens are trained on, and the rewards."""
     completion = game.completion
     episode = completion.episode

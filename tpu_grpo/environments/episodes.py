@@ -126,8 +126,8 @@ class Episodes:
             self._pool.act(row, action)
 
     def stop(self, row: int) -> None:
-        """End a conversation before the policy's next turn; ``next`` then returns None. Only tpu_grpo/cli/playing.py
-        calls this."""
+        """End a conversation before the policy's next turn; ``next`` then returns None. Only
+        tpu_grpo/cli/environment_episode.py calls this."""
         self._open[row].stop()
         self._out_since[row] = time.perf_counter()
         self._pool.end(row)

@@ -21,13 +21,13 @@ from typing import Any
 
 from tpu_grpo.config import EnvironmentSection
 from tpu_grpo.environments.actions import Action, Answered, Ended, LoadedEnvironment, Reply
-from tpu_grpo.environments.playing import End, PlayedEnvironment, Request, Start, late
+from tpu_grpo.environments.environment_worker import End, EnvironmentService, Request, Start, late
 from tpu_grpo.records.episode import Failure
 from tpu_grpo.records.errors import EpisodeError
 from tpu_grpo.workers.channel import FOREIGN, BrokenChannelError
 from tpu_grpo.workers.inside import allow_many_files
 from tpu_grpo.workers.process import check_secrets
-from tpu_grpo.workers.supervisor import FORK_SECONDS, Crew, Session, StartError, Supervisor
+from tpu_grpo.workers.supervisor import FORK_SECONDS, Session, StartError, Supervisor, WorkerGroup
 
 _CLOSE_SECONDS = 5.0
 """The time that a process has to close its environment after the episode."""
@@ -40,8 +40,8 @@ environment.workers (see ``_place``)."""
 class _Conversation(Session):
     """One conversation: the current request to its environment, and the reply."""
 
-    def __init__(self, pool: "EnvironmentPool", key: int, loaded: LoadedEnvironment, crew: Crew):
-        self._pool, self.key, self.loaded, self.crew = pool, key, loaded, crew
+    def __init__(self, pool: "EnvironmentPool", key: int, loaded: LoadedEnvironment, group: WorkerGroup):
+        self._pool, self.key, self.loaded, self.group = pool, key, loaded, group
         self.request: Request | None = None
         """The request that is not answered yet."""
         self.reply: Reply | None = None
@@ -62,7 +62,7 @@ class _Conversation(Session):
         _check(reply, self.request)
         self._settle(reply)
         if isinstance(reply, Ended | Failure):
-            self._pool.supervisor.release(self, _CLOSE_SECONDS)
+            self.group.release(self, _CLOSE_SECONDS)
 
     def went_on(self) -> bool:
         """Count a finished call of the turn; return whether the turn has another call, which gets its own timeout."""
@@ -127,9 +127,9 @@ class EnvironmentPool:
         """The time.monotonic() at which the last request to, or reply from, an environment was handled."""
         self.supervisor = Supervisor()
         shared = 1 if section.workers == "auto" else section.workers
-        self.crews = {
+        self.groups = {
             name: self.supervisor.add(
-                PlayedEnvironment(each, keep, section.secrets),
+                EnvironmentService(each, keep, section.secrets),
                 memory_bytes=int(section.memory_gb * 2**30),
                 recycle=section.recycle,
                 count=shared if each.is_async else 0,
@@ -147,7 +147,7 @@ class EnvironmentPool:
             seed: seeds the random numbers of the process, and is passed to ``reset`` if it has a parameter ``seed``.
         """
         assert key not in self._by_key, f"conversation {key} is not over"
-        conversation = self._by_key[key] = _Conversation(self, key, self._loaded[name], self.crews[name])
+        conversation = self._by_key[key] = _Conversation(self, key, self._loaded[name], self.groups[name])
         conversation.ask(Start(columns, seed))
         self._waiting.append(conversation)
         self._pump(0.0)
@@ -186,7 +186,7 @@ class EnvironmentPool:
         conversation = self._by_key.get(key)
         if conversation is None:  # the conversation is over, or a signal came before ``start``
             return
-        self.supervisor.release(conversation, 0.0 if conversation.request else _CLOSE_SECONDS)
+        conversation.group.release(conversation, 0.0 if conversation.request else _CLOSE_SECONDS)
         self._forget(conversation)
 
     def close(self) -> None:
@@ -200,11 +200,7 @@ class EnvironmentPool:
         assert conversation.request is conversation.reply is None, f"conversation {key} has not been taken"
         conversation.ask(request)
         if conversation.worker is not None:
-            self._send(conversation)
-
-    def _send(self, conversation: _Conversation) -> None:
-        self.active_at = time.monotonic()
-        self.supervisor.ask(conversation, conversation.request, self._timeout)
+            self._call(conversation)
 
     def _forget(self, conversation: _Conversation) -> None:
         del self._by_key[conversation.key]
@@ -235,17 +231,17 @@ class EnvironmentPool:
             has_place = conversation.loaded.is_async or alone < self._places
             if not has_place and not (conversation is wanted and is_stuck):
                 continue
-            if not conversation.crew.is_ready:
-                conversation.crew.starting.waited_for()
+            if not conversation.group.is_ready:
+                conversation.group.starting.waited_for()
                 continue
             self._waiting.remove(conversation)
-            self._begin(conversation)
-            self._send(conversation)
+            self._call(conversation)
             alone += not conversation.loaded.is_async
 
-    def _begin(self, conversation: _Conversation) -> None:
+    def _call(self, conversation: _Conversation) -> None:
+        self.active_at = time.monotonic()
         try:
-            conversation.crew.begin(conversation)
+            conversation.group.call(conversation, conversation.request, self._timeout)
         except OSError as error:
             if error.errno not in (errno.EMFILE, errno.ENFILE):
                 raise

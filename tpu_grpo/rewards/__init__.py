@@ -3,10 +3,10 @@
 To write a reward, read tpu_grpo/rewards/protocol.py; the shipped rewards are in tpu_grpo/rewards/shipped/.
 """
 
-from tpu_grpo.rewards.asking import OpenReward
 from tpu_grpo.rewards.distributed import DistributedRewards
 from tpu_grpo.rewards.protocol import Reward, per_sample, per_token
 from tpu_grpo.rewards.reward_functions import GivenReward, load_reward, repeats_itself, with_rewards
+from tpu_grpo.rewards.reward_runner import OpenReward
 from tpu_grpo.rewards.scoring import RewardSet, open_rewards
 from tpu_grpo.rewards.shipped import SHIPPED
 

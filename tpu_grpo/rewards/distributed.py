@@ -16,7 +16,7 @@ from jaxtyping import Float
 from tpu_grpo.hosts import Hosts, packed, unpacked
 from tpu_grpo.records.errors import LockstepError
 from tpu_grpo.records.stages import Figure, PromptBatch, Rollout, Scores
-from tpu_grpo.rewards.calling import NO_VALUES, TokenValues
+from tpu_grpo.rewards.reward_call import NO_VALUES, TokenValues
 from tpu_grpo.rewards.scoring import RewardSet, Scoring, check_some_scored
 
 

@@ -24,16 +24,6 @@ from typing import Any
 from tpu_grpo.config import GIVEN, RewardSpec, RunConfig, parse_config
 from tpu_grpo.config.plugins import find_function, need, not_shipped
 from tpu_grpo.records.errors import ConfigError, RewardError
-from tpu_grpo.rewards.calling import (
-    VERL_COMPLETIONS,
-    VERL_INFO,
-    VERL_TRUTH,
-    VERL_TRUTH_COLUMN,
-    AnswerParser,
-    Call,
-    Caller,
-    RewardBatch,
-)
 from tpu_grpo.rewards.protocol import (
     BATCH_ARGUMENTS,
     BY_KWARGS,
@@ -45,6 +35,16 @@ from tpu_grpo.rewards.protocol import (
     TEXT_ARGUMENTS,
     gives_tokens,
     rows_at_a_time,
+)
+from tpu_grpo.rewards.reward_call import (
+    VERL_COMPLETIONS,
+    VERL_INFO,
+    VERL_TRUTH,
+    VERL_TRUTH_COLUMN,
+    AnswerParser,
+    Call,
+    Caller,
+    RewardBatch,
 )
 from tpu_grpo.rewards.shipped import SHIPPED, Shipped, Thinking
 from tpu_grpo.workers.process import check_secrets

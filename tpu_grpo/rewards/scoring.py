@@ -37,10 +37,18 @@ import numpy as np
 from tpu_grpo.config import RewardSpec, check_rewards
 from tpu_grpo.records.errors import RewardError
 from tpu_grpo.records.stages import Completion, Figure, PromptBatch, Rollout, Scores
-from tpu_grpo.rewards.asking import Groups, OpenReward, RewardResult, Table, ask_reward, build_table
-from tpu_grpo.rewards.calling import TokenValues
-from tpu_grpo.rewards.executors import ThreadExecutor, WorkerPool
+from tpu_grpo.rewards.reward_call import TokenValues
 from tpu_grpo.rewards.reward_functions import load_reward, target_of, workers_of
+from tpu_grpo.rewards.reward_runner import (
+    OpenReward,
+    RewardProcesses,
+    RewardResult,
+    RewardRunner,
+    RewardThread,
+    Table,
+    build_table,
+    score_table,
+)
 
 LOG = logging.getLogger("tpu_grpo.rewards")
 UNSCORED = "rewards/unscored"
@@ -64,8 +72,8 @@ def open_rewards(specs: Sequence[RewardSpec], columns: Collection[str], max_step
 def _open(spec: RewardSpec, columns: Collection[str], max_steps: int) -> OpenReward:
     call = load_reward(spec, columns, max_steps)
     if count := workers_of(spec):
-        return OpenReward(spec, call, WorkerPool(call, int(spec.memory_gb * 2**30), count, spec.recycle))
-    return OpenReward(spec, call, ThreadExecutor(call, target_of(spec)))
+        return OpenReward(spec, call, RewardProcesses(call, int(spec.memory_gb * 2**30), count, spec.recycle))
+    return OpenReward(spec, call, RewardThread(call, target_of(spec)))
 
 
 @dataclass(frozen=True)
@@ -134,7 +142,7 @@ class RewardSet:
     def close(self) -> None:
         """Close the rewards, and end their worker processes and threads."""
         for reward in self.rewards:
-            reward.executor.close()
+            reward.workers.close()
 
     def __enter__(self) -> Self:
         return self
@@ -152,7 +160,7 @@ class RewardSet:
             future = futures[name]
             try:
                 gate_B = None if gate is None else futures[gate].result().values
-                future.set_result(early[name]() if name in early else ask_reward(reward, table, gate_B))
+                future.set_result(early[name]() if name in early else score_table(reward, table, gate_B))
             except BaseException as error:  # raised again where the result is awaited
                 future.set_exception(error)
 
@@ -176,16 +184,16 @@ class Scoring:
         while late := [n for n, r in chosen.items() if r.spec.only_if is not None and r.spec.only_if not in chosen]:
             for name in late:
                 del chosen[name]
-        self.early = {name: Groups(r, rollouts * len(batch.prompts), rollouts) for name, r in chosen.items()}
-        """The groups of each reward that starts early, by the reward's name."""
+        self.early = {name: RewardRunner(r, rollouts * len(batch.prompts), rollouts) for name, r in chosen.items()}
+        """The runner of each reward that starts early, by the reward's name."""
         self._known: set[tuple[int, int]] = set()
         self._threads = ThreadPoolExecutor(max(1, len(self.early)), thread_name_prefix="early rewards")
-        self._first: list[Groups] = []
-        for groups in self.early.values():
-            gate = groups.reward.spec.only_if
-            (self._first if gate is None else self.early[gate].followers).append(groups)
-        for groups in self.early.values():
-            groups.start(self._threads)
+        self._first: list[RewardRunner] = []
+        for runner in self.early.values():
+            gate = runner.reward.spec.only_if
+            (self._first if gate is None else self.early[gate].followers).append(runner)
+        for runner in self.early.values():
+            runner.start(self._threads)
 
     def add(self, prompt: int, completions: Sequence[Completion], texts: Sequence[str], rollout: int = 0) -> None:
         """Queue a prompt's group for the rewards that start early; a group that was added before is ignored.
@@ -194,20 +202,19 @@ class Scoring:
         Raises RewardError for a row that lacks a column, or if a reward with ``on_error: stop`` had a problem with an
         earlier group.
         """
-        for groups in self.early.values():
-            if groups.served.done():
-                groups.served.result()  # raises: before ``finish``, only an error ends the thread
+        for runner in self.early.values():
+            runner.check()
         if not self.early or (rollout, prompt) in self._known:
             return
         self._known.add((rollout, prompt))
         batch, size = PromptBatch(self._batch.step, (self._batch.prompts[prompt],)), len(texts)
         table = build_table(
             Rollout(batch, size, tuple(completions), tuple(texts), seconds=0.0),
-            [groups.reward for groups in self.early.values()],
+            [runner.reward for runner in self.early.values()],
             numbers=range(prompt * size, (prompt + 1) * size),
         )
-        for groups in self._first:
-            groups.ask((rollout, prompt), table)
+        for runner in self._first:
+            runner.add((rollout, prompt), table)
 
     def finish(self, rollouts: Sequence[Rollout], prompts: Sequence[int] | None = None) -> list[Scores]:
         """Return each rollout's scores, for all prompts or for ``prompts``. Raises the errors of ``RewardSet.score``.
@@ -219,23 +226,21 @@ class Scoring:
             for prompt in own:
                 rows = slice(prompt * rollout.group_size, (prompt + 1) * rollout.group_size)
                 self.add(prompt, rollout.completions[rows], rollout.texts[rows], number)
-        for groups in self._first:
-            groups.end()
+        for runner in self._first:
+            runner.end()
         found = []
         for number, rollout in enumerate(rollouts):
             table = build_table(rollout.select(own), self._rewards.rewards, numbers=rollout.rows_of(own))
-            early = {name: partial(groups.result, number, own) for name, groups in self.early.items()}
+            early = {name: partial(runner.result, number, own) for name, runner in self.early.items()}
             found.append(add_up(self._rewards, self._rewards._ask_all(table, early), table, started))
             started = time.perf_counter()
         return found
 
     def close(self) -> None:
         """Cancel the scoring of groups that are not scored yet, and end the threads."""
-        for groups in self.early.values():
-            groups.feed.cancel()
+        for runner in self.early.values():
+            runner.cancel()
         self._threads.shutdown()
-        for groups in self.early.values():
-            groups.feed.close()
         self.early = {}
 
     def __enter__(self) -> Self:

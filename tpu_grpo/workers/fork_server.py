@@ -1,7 +1,7 @@
 """The program that forks a service's workers, and ends each worker with all processes that the worker started.
 
     main process                        fork server                     a worker
-    Job                         ->      sets up users' code, in mode "alone"
+    Job                         ->      sets up users' code, in mode "per_session"
                                 <-      Ready or SetupFailed
     Fork(7), with a socket      ->      forks                     ->    serving.py
     Finish(7, 5.0)              ->      kills worker 7 if it lives after 5 s
@@ -54,7 +54,7 @@ def main() -> None:
     with contextlib.suppress(EOFError):  # the main process closed its end
         job: Job = channel.wait()
         inside.limit_memory(job.memory_bytes)
-        if job.service.mode == "alone" and not set_up(channel, job.service):
+        if job.service.mode == "per_session" and not set_up(channel, job.service):
             return
         inside.adopt_orphans()
         warnings.filterwarnings("ignore", r"os\.fork\(\) was called")  # by jax, whose threads are not started here

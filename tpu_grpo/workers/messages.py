@@ -16,16 +16,16 @@ from typing import Any, Literal, Protocol
 
 from pydantic import TypeAdapter
 
-Mode = Literal["alone", "in turn", "shared"]
+Mode = Literal["per_session", "serial", "shared"]
 _adapter = cache(TypeAdapter)
 
 
 class Service(Protocol):
     """The code that workers run for their sessions. The service is sent to the workers as a pickle.
 
-    In ``mode`` "alone" each session (a conversation) has a worker of its own, forked after ``set_up``. In mode "in
-    turn" a worker has one session (a batch of a reward) after another. In mode "shared" a worker has many sessions at
-    a time, on an event loop.
+    In ``mode`` "per_session" each session (a conversation) has a worker of its own, forked after ``set_up``. In mode
+    "serial" a worker has one session (a batch of a reward) after another. In mode "shared" a worker has many sessions
+    at a time, on an event loop.
     """
 
     name: str

@@ -37,17 +37,17 @@ def set_up(channel: MainChannel, service: Service) -> bool:
 
 def serve(channel: MainChannel, service: Service) -> None:
     """Run a worker in its process, until the main process ends it."""
-    if service.mode != "alone" and not set_up(channel, service):
+    if service.mode != "per_session" and not set_up(channel, service):
         return
     if service.mode == "shared":
         allow_many_files()
         channel.say(Ready())
         asyncio.run(_Loop(channel, service).serve())
     else:
-        _serve_in_turn(channel, service)
+        _serve_serially(channel, service)
 
 
-def _serve_in_turn(channel: MainChannel, service: Service) -> None:
+def _serve_serially(channel: MainChannel, service: Service) -> None:
     process, number = os.getpid(), 0
 
     def say(record: Any) -> None:

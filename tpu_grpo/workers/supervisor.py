@@ -1,11 +1,10 @@
 """Starts the processes of users' code, sends them requests, enforces deadlines, and ends them.
 
     supervisor = Supervisor()
-    crew = supervisor.add(service, memory_bytes=2**30)      # a fork server, and the workers of one service
-    crew.begin(session)                                     # gives the session to a worker, see ``Session``
-    supervisor.ask(session, request, seconds)
+    group = supervisor.add(service, memory_bytes=2**30)     # a fork server, and the workers of one service
+    group.call(session, request, seconds)                   # a session that has no worker gets one, see ``Session``
     supervisor.advance(0.1)                                 # reads messages, and enforces the deadlines
-    supervisor.release(session, 5.0)                        # the session is over
+    group.release(session, 5.0)                             # the session is over
     supervisor.close(5.0)
 
 A supervisor has no thread of its own: it reads messages and checks deadlines when its only user calls a method. A
@@ -93,8 +92,8 @@ class Server:
 class Worker:
     """A process that was forked for sessions."""
 
-    def __init__(self, number: int, crew: "Crew", server: Server, channel: WorkerChannel):
-        self.number, self.crew, self.server, self.channel = number, crew, server, channel
+    def __init__(self, number: int, group: "WorkerGroup", server: Server, channel: WorkerChannel):
+        self.number, self.group, self.server, self.channel = number, group, server, channel
         self.sessions: dict[int, Session] = {}
         self.begun = 0.0
         """The sum of the ``weight`` of all sessions so far; a worker whose sum reaches ``recycle`` is replaced."""
@@ -104,7 +103,7 @@ class Worker:
 
 
 class Starting:
-    """The limits for starting a crew's processes: how long a start may take, and how many processes in a row may end
+    """The limits for starting a group's processes: how long a start may take, and how many processes in a row may end
     before they are ready."""
 
     def __init__(self, service: Service):
@@ -157,28 +156,30 @@ class Supervisor:
 
     def __init__(self) -> None:
         self.selector = DefaultSelector()
-        self.crews: list[Crew] = []
+        self.groups: list[WorkerGroup] = []
         self.numbers = itertools.count(1)
         self._asked: dict[int, Session] = {}
         self._deadlines: list[tuple[float, int]] = []
+        self._woken, self._waker = socket.socketpair()
+        self._woken.setblocking(False)
+        self._waker.setblocking(False)
+        self.selector.register(self._woken, EVENT_READ, partial(self._woken.recv, 2**16))
 
-    def add(self, service: Service, memory_bytes: int, recycle: float = float("inf"), count: int = 0) -> "Crew":
-        """Start a fork server for a service, without waiting for it; see ``Crew``."""
-        self.crews.append(crew := Crew(self, Job(service, memory_bytes), recycle, count))
-        return crew
+    def wake(self) -> None:
+        """Let the thread that waits in ``hear`` or ``advance`` go on; may be called on any thread."""
+        with contextlib.suppress(OSError):  # it is full, and wakes the thread anyway; or closed
+            self._waker.send(b"\0")
 
-    def ask(self, session: Session, request: Any, seconds: float) -> None:
-        """Send a request to the worker of a session; the worker has this many seconds to reply."""
-        assert session.worker is not None, "the session has no worker"
-        session.is_asked, session.seconds = True, seconds
-        self._asked[session.number] = session
-        self.expect(session)
-        session.worker.channel.send((session.number, request, seconds))
+    def add(self, service: Service, memory_bytes: int, recycle: float = float("inf"), count: int = 0) -> "WorkerGroup":
+        """Start a fork server for a service, without waiting for it; see ``WorkerGroup``."""
+        self.groups.append(group := WorkerGroup(self, Job(service, memory_bytes), recycle, count))
+        return group
 
     def expect(self, session: Session) -> None:
         """Start the time limit of a session's request or, if its worker is not ready, the limit for forking it."""
         assert session.worker is not None, "the session has no worker"
-        grace = _GRACE_SECONDS if session.worker.crew.service.mode == "shared" else 0.0
+        session.is_asked, self._asked[session.number] = True, session
+        grace = _GRACE_SECONDS if session.worker.group.service.mode == "shared" else 0.0
         session.asked_at = time.monotonic()
         session.deadline = session.asked_at + (session.seconds + grace if session.worker.is_ready else FORK_SECONDS)
         heapq.heappush(self._deadlines, (session.deadline, session.number))
@@ -188,29 +189,15 @@ class Supervisor:
         session.is_asked = False
         self._asked.pop(session.number, None)
 
-    def release(self, session: Session, seconds: float) -> None:
-        """End a session; if it has a worker of its own, that worker is killed unless it ends within ``seconds``."""
-        if (worker := session.worker) is None:
-            return
-        self.settled(session)
-        session.worker = None
-        del worker.sessions[session.number]
-        if worker.crew.service.mode == "alone":
-            worker.crew.end(worker, seconds)
-        elif worker.crew.service.mode == "shared":
-            worker.channel.send((session.number, None, 0.0))
-            if worker.begun >= worker.crew.recycle and not worker.sessions:
-                worker.crew.end(worker, _LOOP_SECONDS)
-
     def hear(self, seconds: float) -> bool:
         """Read the messages that arrive within ``seconds``, and return whether there were any. Raises StartError for
         users' code that cannot be set up in its process."""
         keys = self.selector.select(seconds)
         for key, _ in keys:
             key.data()
-        for crew in self.crews:
-            if (problem := crew.problem) is not None:
-                crew.problem = None
+        for group in self.groups:
+            if (problem := group.problem) is not None:
+                group.problem = None
                 raise problem
         return bool(keys)
 
@@ -222,7 +209,7 @@ class Supervisor:
         """
         if self._deadlines:
             seconds = min(seconds, max(self._deadlines[0][0] - time.monotonic(), 0.0))
-        channels = [each.channel for crew in self.crews for each in (*crew.servers, *crew.workers)]
+        channels = [each.channel for group in self.groups for each in (*group.servers, *group.workers)]
         full = [channel for channel in channels if channel.is_full]
         for channel in full:
             self.selector.modify(channel, EVENT_READ | EVENT_WRITE, self.selector.get_key(channel).data)
@@ -231,8 +218,8 @@ class Supervisor:
         finally:
             for channel in [channel for channel in full if channel.fileno() >= 0]:  # others are closed
                 self.selector.modify(channel, EVENT_READ, self.selector.get_key(channel).data)
-        for crew in self.crews:
-            crew.flush()
+        for group in self.groups:
+            group.flush()
         now = time.monotonic()
         while self._deadlines and self._deadlines[0][0] <= now:
             deadline, number = heapq.heappop(self._deadlines)
@@ -243,35 +230,37 @@ class Supervisor:
                 session.deadline = now + _POLL_SECONDS  # a part of the reply has arrived
                 heapq.heappush(self._deadlines, (session.deadline, number))
             else:
-                session.worker.crew.end_late(session)
+                session.worker.group.end_late(session)
 
     def close(self, seconds: float) -> None:
         """End all processes; idle workers have this many seconds to end by themselves."""
-        for crew in self.crews:
-            crew.count = 0
-            for worker in [*crew.workers]:
+        for group in self.groups:
+            group.count = 0
+            for worker in [*group.workers]:
                 is_busy = any(session.is_asked for session in worker.sessions.values())
-                crew.end(worker, seconds if worker.is_ready and not is_busy else 0.0)
+                group.end(worker, seconds if worker.is_ready and not is_busy else 0.0)
         deadline = time.monotonic() + seconds
-        while any(server.workers for crew in self.crews for server in crew.servers):
+        while any(server.workers for group in self.groups for server in group.servers):
             if (left := deadline - time.monotonic()) <= 0:
                 break
             with contextlib.suppress(StartError):  # a failed set-up no longer matters
                 self.hear(min(left, _POLL_SECONDS))
-            for crew in self.crews:
-                crew.flush()
-        for crew in self.crews:
-            crew.close()
-        self.crews.clear()
+            for group in self.groups:
+                group.flush()
+        for group in self.groups:
+            group.close()
+        self.groups.clear()
         self.selector.close()
+        self._woken.close()
+        self._waker.close()
 
 
-class Crew:
+class WorkerGroup:
     """The fork servers and workers of one service.
 
-    In mode "alone", a server that has forked ``recycle`` workers is replaced once the next server is ready, and ends
-    with its last worker. In the other modes ``count`` workers serve all sessions. A caller may change ``count``; then
-    ``fill`` starts missing workers. A worker of mode "shared" is replaced after ``recycle`` sessions.
+    In mode "per_session", a server that has forked ``recycle`` workers is replaced once the next server is ready, and
+    ends with its last worker. In the other modes ``count`` workers serve all sessions. A caller may change ``count``;
+    then ``fill`` starts missing workers. A worker of mode "shared" is replaced after ``recycle`` sessions.
     """
 
     def __init__(self, supervisor: Supervisor, job: Job, recycle: float, count: int):
@@ -292,7 +281,15 @@ class Crew:
     @property
     def is_ready(self) -> bool:
         """Whether a session can begin without waiting."""
-        return any(each.is_ready for each in (self.servers if self.service.mode == "alone" else self.workers))
+        if self.service.mode == "per_session":
+            return any(server.is_ready for server in self.servers)
+        return bool(self.free_workers)
+
+    @property
+    def free_workers(self) -> list[Worker]:
+        """Return the workers that can take one more session: in mode "serial", those that have none."""
+        is_serial = self.service.mode == "serial"
+        return [worker for worker in self.workers if worker.is_ready and not (is_serial and worker.sessions)]
 
     def flush(self) -> None:
         """Send waiting messages, and kill servers that do not end in time."""
@@ -308,20 +305,36 @@ class Crew:
         while sum(worker.begun < self.recycle for worker in self.workers) < self.count:
             self._add_worker()
 
-    def begin(self, session: Session, worker: Worker | None = None, weight: float = 1.0) -> None:
-        """Begin a session in ``worker``. If ``worker`` is None, mode "alone" uses a new worker; other modes use the
-        worker with the fewest sessions. ``weight`` is added to ``worker.begun``. Raises OSError if too many files are
-        open."""
-        if worker is None and self.service.mode == "alone":
-            worker = self._add_worker()
-        elif worker is None:
-            ready = [worker for worker in self.workers if worker.is_ready]
-            fresh = [worker for worker in ready if worker.begun < self.recycle] or ready
-            worker = min(fresh, key=lambda worker: len(worker.sessions))
-        session.number, session.worker = next(self._supervisor.numbers), worker
-        worker.sessions[session.number] = session
-        worker.begun += weight
-        self.fill()
+    def call(self, session: Session, request: Any, seconds: float, weight: float = 1.0) -> None:
+        """Send a request of a session to its worker, which has this many seconds to reply.
+
+        A session without a worker begins: in mode "per_session" in a new worker, in other modes in the ready worker
+        with the fewest sessions, so `is_ready` must be true. Then ``weight`` is added to ``Worker.begun``. Raises
+        OSError if too many files are open.
+        """
+        if session.worker is None:
+            worker = self._add_worker() if self.service.mode == "per_session" else self._chosen_worker()
+            session.number, session.worker = next(self._supervisor.numbers), worker
+            worker.sessions[session.number] = session
+            worker.begun += weight
+            self.fill()
+        session.seconds = seconds
+        self._supervisor.expect(session)
+        session.worker.channel.send((session.number, request, seconds))
+
+    def release(self, session: Session, seconds: float) -> None:
+        """End a session; if it has a worker of its own, that worker is killed unless it ends within ``seconds``."""
+        if (worker := session.worker) is None:
+            return
+        self._supervisor.settled(session)
+        session.worker = None
+        del worker.sessions[session.number]
+        if self.service.mode == "per_session":
+            self.end(worker, seconds)
+        elif self.service.mode == "shared":
+            worker.channel.send((session.number, None, 0.0))
+            if worker.begun >= self.recycle and not worker.sessions:
+                self.end(worker, _LOOP_SECONDS)
 
     def end(self, worker: Worker, seconds: float) -> None:
         """Let a worker end by itself; after ``seconds`` it is killed with all processes that it started."""
@@ -362,7 +375,7 @@ class Crew:
         if not self.servers:
             self._add_server()
         server = next((server for server in reversed(self.servers) if server.is_ready), self.servers[-1])
-        if self.service.mode == "alone" and server is self.servers[-1] and server.begun + 1 >= self.recycle:
+        if self.service.mode == "per_session" and server is self.servers[-1] and server.begun + 1 >= self.recycle:
             self._add_server()
         ours, theirs = socket.socketpair()
         types = (Ready, SetupFailed, WentOn, *self.service.replies)
@@ -374,6 +387,11 @@ class Crew:
         self._supervisor.selector.register(channel, EVENT_READ, partial(self._hear, worker))
         server.channel.send(Fork(worker.number), theirs.detach())
         return worker
+
+    def _chosen_worker(self) -> Worker:
+        free = self.free_workers
+        fresh = [worker for worker in free if worker.begun < self.recycle] or free
+        return min(fresh, key=lambda worker: len(worker.sessions))
 
     def _disconnect(self, worker: Worker) -> None:
         if worker in self.workers:
@@ -427,11 +445,12 @@ class Crew:
         match record:
             case Ready() if not worker.is_ready:
                 worker.is_ready = True
-                if self.service.mode != "alone":
+                if self.service.mode != "per_session":
                     self.starting.ready()
                 for each in worker.sessions.values():
-                    self._supervisor.expect(each)
-            case SetupFailed(text, trace) if not worker.is_ready and self.service.mode != "alone":
+                    if each.is_asked:  # otherwise it has replied before, with a message of its own making
+                        self._supervisor.expect(each)
+            case SetupFailed(text, trace) if not worker.is_ready and self.service.mode != "per_session":
                 self.end(worker, _DYING_SECONDS)
                 self.problem = self.starting.refused(text, trace)
             case Ready() | SetupFailed():
@@ -452,7 +471,7 @@ class Crew:
                 match message:
                     case Ready():
                         server.is_ready = True
-                        if self.service.mode == "alone":
+                        if self.service.mode == "per_session":
                             self.starting.ready()
                         self._retire()
                     case SetupFailed(text, trace):
@@ -474,7 +493,7 @@ class Crew:
             how = f"{worker.broke}, and was ended"
         for session in self._parted(worker):
             session.lost(how)
-        if is_wanted and not worker.is_ready and self.service.mode != "alone":
+        if is_wanted and not worker.is_ready and self.service.mode != "per_session":
             self.problem = self.problem or self.starting.failed(how)
         if self.problem is None:
             self.fill()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tpu_grpo.cli.playing import Game
+from tpu_grpo.cli.environment_episode import EnvironmentEpisode
 from tpu_grpo.config import RunConfig, load_config
 from tpu_grpo.models.tasks import calculator_task as calculator
 from tpu_grpo.models.tasks.lessons import Lesson
@@ -86,7 +86,7 @@ def told(config: RunConfig, lessons: Iterable[Lesson]) -> list[list[str]]:
             text, ids, _ = environments.dialects[""].first(lesson[:1], None)
             prompt = Prompt(text, tuple(ids), {}, lesson[:1])
             said = iter([message["content"] for message in lesson if message["role"] == "assistant"])
-            with closing(Game(config, prompt, environments, tokenizer, 0)) as game:
+            with closing(EnvironmentEpisode(config, prompt, environments, tokenizer, 0)) as game:
                 assert len(list(game.play(game.writing(lambda _, said=said: next(said))))) > 0
                 episode = game.completion.episode
             assert episode is not None

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
 from types import SimpleNamespace
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, Self, cast
 
 import numpy as np
 from jaxtyping import Float
@@ -113,6 +113,12 @@ class RewardBatch:
     step: int
     size: int
 
+    @classmethod
+    def joined(cls, batches: Sequence[Self]) -> Self:
+        """Join batches of one step."""
+        columns = {name: [value for b in batches for value in b.columns[name]] for name in batches[0].columns}
+        return cls(columns, batches[0].step, sum(batch.size for batch in batches))
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -155,6 +161,22 @@ class Answer:
                 for values_T, length in zip(self.of_tokens, lengths, strict=True)
             )
         )
+
+    def split(self, sizes: Sequence[int]) -> list["Answer"]:
+        """Divide the answer to joined batches into answers to batches of these sizes.
+
+        A problem of the whole becomes a problem of each batch. The first batch gets all logged values.
+        """
+        found, start = [], 0
+        for size in sizes:
+            rows, logged = slice(start, start + size), {} if start else self.logged
+            own = [
+                replace(p, row=p.row - start) for p in self.problems if p.row is not None and 0 <= p.row - start < size
+            ]
+            problems = [p for p in self.problems if p.row is None] + own
+            found.append(Answer(self.values[rows], problems, logged, self.of_tokens[rows]))
+            start += size
+        return found
 
 
 def failed_answer(size: int, problem: Problem) -> Answer:

@@ -1,12 +1,12 @@
 """Runs one environment in its process: builds and resets it, calls its tools or ``step``, and asks for its rewards.
 
-    service = PlayedEnvironment(loaded, keep=False)         # once in a process, for all conversations
+    service = EnvironmentService(loaded, keep=False)        # once in a process, for all conversations
     service.set_up()
-    playing = Playing(service)                              # one conversation
-    reply = await playing.reply(Start(columns, seed))       # Answered with the first observation
-    reply = await playing.reply(action)                     # Answered
-    reply = await playing.reply(End())                      # Ended
-    await playing.close()
+    session = EnvironmentSession(service)                   # one conversation
+    reply = await session.reply(Start(columns, seed))       # Answered with the first observation
+    reply = await session.reply(action)                     # Answered
+    reply = await session.reply(End())                      # Ended
+    await session.close()
 
 Every outcome of the user's code becomes a Reply. A tool's error is part of an Answered; other errors become a Failure.
 """
@@ -66,7 +66,7 @@ Request = Start | Action | End
 """An Action is the request to carry out the policy's turn."""
 
 
-class PlayedEnvironment:
+class EnvironmentService:
     """An environment's class as a `Service` (tpu_grpo/workers/messages.py); holds what all its conversations share."""
 
     start = "imported"
@@ -79,7 +79,7 @@ class PlayedEnvironment:
         """``keep`` says whether ``Ended`` contains the attributes of the environment."""
         self.loaded, self.keep, self.secrets = loaded, keep, secrets
         self.name = f"environment {loaded.name}"
-        self.mode: Mode = "shared" if loaded.is_async else "alone"
+        self.mode: Mode = "shared" if loaded.is_async else "per_session"
 
     def set_up(self) -> None:
         """Import the environment's class, and the packages in ``_imported_before`` of a shipped class; otherwise each
@@ -100,22 +100,22 @@ class PlayedEnvironment:
     @contextmanager
     def answering(self, went_on: Callable[[], None]) -> Iterator[Callable[[Request, float], Reply]]:
         """Yield a function that answers a conversation's requests in order; close the environment at the end."""
-        playing = Playing(self, went_on)
+        session = EnvironmentSession(self, went_on)
         with asyncio.Runner() if self.loaded.awaits else nullcontext() as runner:
             run = _now if runner is None else runner.run
 
             def answer(request: Request, _: float) -> Reply:
                 try:
-                    return run(playing.reply(request))
+                    return run(session.reply(request))
                 except WrongError as error:
                     return Failure("wrong", str(error))
 
             yield answer
-            run(playing.close())
+            run(session.close())
 
-    def session(self, went_on: Callable[[], None]) -> "Playing":
+    def session(self, went_on: Callable[[], None]) -> "EnvironmentSession":
         """Begin a conversation."""
-        return Playing(self, went_on)
+        return EnvironmentSession(self, went_on)
 
 
 def _now(coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -146,10 +146,10 @@ def late(request: Request, takes: str, seconds: float, made: int = 0) -> Failure
     return Failure("late", f"did not answer within its timeout of {seconds:g} s in {asked}")
 
 
-class Playing:
+class EnvironmentSession:
     """The environment of one conversation, and its state."""
 
-    def __init__(self, service: PlayedEnvironment, went_on: Callable[[], None] = lambda: None):
+    def __init__(self, service: EnvironmentService, went_on: Callable[[], None] = lambda: None):
         """Do not build the environment yet: the request `Start` does. ``went_on`` is called when a turn's next tool
         call begins, and restarts the timeout."""
         self._service, self._target = service, service.target

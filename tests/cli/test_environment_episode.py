@@ -3,7 +3,7 @@
 from contextlib import closing
 
 from tests.environments.template_families import ids, tokenizer
-from tpu_grpo.cli.playing import Game
+from tpu_grpo.cli.environment_episode import EnvironmentEpisode
 from tpu_grpo.config import parse_config
 from tpu_grpo.records.stages import Prompt
 from tpu_grpo.run.inputs import load_environments
@@ -27,7 +27,7 @@ def test_turns_end_as_the_chat_template_ends_them() -> None:
     messages = [{"role": "user", "content": "Guess."}]
     prompt = Prompt(asked, tuple(ids("gemma2", asked)), {"secret": 3}, messages)
     guesses = iter(["50", "3"])
-    with closing(environments), closing(Game(config, prompt, environments, gemma, 0)) as game:
+    with closing(environments), closing(EnvironmentEpisode(config, prompt, environments, gemma, 0)) as game:
         policy = game.writing(lambda said: next(guesses, None))
         shown = [stretch.text for stretch in game.play(policy)]
         episode = game.completion.episode

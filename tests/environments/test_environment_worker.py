@@ -9,7 +9,7 @@ import pytest
 from tests.environments.playing import call
 from tpu_grpo.environments.actions import Answered, Ended
 from tpu_grpo.environments.environment_classes import load_environment
-from tpu_grpo.environments.playing import End, PlayedEnvironment, Playing, Start
+from tpu_grpo.environments.environment_worker import End, EnvironmentService, EnvironmentSession, Start
 from tpu_grpo.records.errors import EpisodeError
 from tpu_grpo.workers.attributes import rebuilt
 
@@ -17,16 +17,16 @@ from tpu_grpo.workers.attributes import rebuilt
 def test_what_methods_take_is_worked_out_before_a_process_is_forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each process would need longer for it than for all else that it does."""
     loaded = load_environment("tests.environments.games:Counter", {})
-    service = PlayedEnvironment(loaded, keep=False)
+    service = EnvironmentService(loaded, keep=False)
     service.set_up()
 
     def refused(*_: object) -> None:
         raise AssertionError("worked out again")
 
     monkeypatch.setattr(inspect, "signature", refused)
-    playing = Playing(service)
+    session = EnvironmentSession(service)
     asked = (Start({"target": 2, "other": 1}, seed=1), call("increment", step=2), call("increment", by=2))
-    replies = [asyncio.run(playing.reply(each)) for each in asked]
+    replies = [asyncio.run(session.reply(each)) for each in asked]
     assert [reply.messages[0]["content"] for reply in replies if isinstance(reply, Answered)] == [
         "Count to 2.",
         "2",
@@ -53,17 +53,17 @@ class AnyName:
 def test_an_instance_that_answers_to_any_name_gives_no_rewards_of_its_own() -> None:
     loaded = load_environment(f"{__name__}:AnyName", {})
     assert not loaded.gives_reward
-    service = PlayedEnvironment(loaded, keep=True)
+    service = EnvironmentService(loaded, keep=True)
     service.set_up()
-    playing = Playing(service)
+    session = EnvironmentSession(service)
 
     async def play() -> Any:
-        await playing.reply(Start({}, seed=1))
-        await playing.reply(call("look"))
-        return await playing.reply(End())
+        await session.reply(Start({}, seed=1))
+        await session.reply(call("look"))
+        return await session.reply(End())
 
     reply = asyncio.run(play())
-    asyncio.run(playing.close())
+    asyncio.run(session.close())
     assert isinstance(reply, Ended)
     assert (reply.reward, reply.turn_rewards) == (None, None)
     assert reply.kept is not None

@@ -21,7 +21,7 @@ from tests.rewards.conftest import make_rollout, scored
 from tpu_grpo.config import RewardSpec
 from tpu_grpo.records.errors import RewardError
 from tpu_grpo.rewards import open_rewards
-from tpu_grpo.rewards.calling import Answer, Problem, RewardBatch
+from tpu_grpo.rewards.reward_call import Answer, Problem, RewardBatch
 from tpu_grpo.workers.messages import decode, encode
 
 ROLLOUT = make_rollout(["p0", "p1"], ["a", "bb", "ccc", "dddd"])
@@ -143,7 +143,7 @@ def test_a_thread_cannot_be_ended_but_does_not_hold_up_the_step():
 @pytest.mark.full
 def test_workers_end_with_a_main_process_that_is_killed():
     script = """
-        from tests.rewards.test_executors import ROLLOUT, spec
+        from tests.rewards.test_reward_workers import ROLLOUT, spec
         from tests.rewards import faulty
         from tpu_grpo.rewards import open_rewards
         busy = [spec(function, timeout=100) for function in (faulty.sleeps, faulty.hangs)]
@@ -164,7 +164,7 @@ def test_workers_end_with_a_main_process_that_is_killed():
 @pytest.mark.full
 def test_workers_end_at_the_exit_of_a_main_process_that_forgot_them():
     script = """
-        from tests.rewards.test_executors import ROLLOUT, spec
+        from tests.rewards.test_reward_workers import ROLLOUT, spec
         from tests.rewards import faulty
         from tpu_grpo.rewards import open_rewards
         open_rewards([spec(faulty.good)], []).score(ROLLOUT)

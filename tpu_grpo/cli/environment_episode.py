@@ -1,6 +1,6 @@
-"""Plays an environment without a model: a person, a file or a function writes the policy's turns.
+"""Runs one episode of an environment, in which a person, a file, a function or a model writes the policy's turns.
 
-    game = Game(config, prompt, environments, tokenizer, number)
+    game = EnvironmentEpisode(config, prompt, environments, tokenizer, number)
     for stretch in game.play(game.writing(policy)):      # the tokens that a request or a turn adds
         ...
     game.completion                          # the conversation, as in a run
@@ -100,7 +100,7 @@ def policy_of_function(name: str) -> Policy:
     return policy
 
 
-class Game:
+class EnvironmentEpisode:
     """One conversation with an environment, under the limits of a run.
 
     ``number`` is the index of the prompt in the data; the environment's seed depends on it.
