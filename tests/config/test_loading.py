@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.config.asking import REPOSITORY, file_message, message
+from tests.config.asking import REPOSITORY, file_message
 from tpu_grpo.config import load_config, parse_config
 from tpu_grpo.records.errors import ConfigError
 
@@ -41,56 +41,7 @@ def test_a_run_without_a_name_has_that_of_its_file(tmp_path: Path, file: str, na
     assert load_config(None).run.name == "run"
 
 
-# --- keys that are not settings ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("override", "expected"),
-    [
-        ("rollouts.temperature=1", "rollouts is not a setting (got {'temperature': 1}); did you mean rollout?"),
-        ("rollout.temprature=1", "rollout.temprature is not a setting (got 1); did you mean rollout.temperature?"),
-        ("temperature=1", "temperature is not a setting (got 1); did you mean rollout.temperature?"),
-        ("meshes.trainer.fsdb=1", "meshes.trainer.fsdb is not a setting (got 1); did you mean meshes.trainer.fsdp?"),
-        (
-            "rewards=[{name: gsm8k, wieght: 2}]",
-            "rewards.0.wieght is not a setting (got 2); did you mean rewards[i].weight?",
-        ),
-        ("num_generations=4", "num_generations is not a setting (got 4); did you mean algorithm.group_size?"),
-        (
-            "actor.rollout.response_length=9",
-            "actor is not a setting (got {'rollout': {'response_length': 9}}); did you mean rollout.max_new_tokens?",
-        ),
-        (
-            "training.per_device_train_batch_size=2",
-            "training is not a setting (got {'per_device_train_batch_size': 2}); did you mean data.prompts_per_step?",
-        ),
-        ("algorithm.lr=1", "algorithm.lr is not a setting (got 1); did you mean optimizer.learning_rate?"),
-        ("report_to=wandb", "report_to is not a setting (got 'wandb'); did you mean logging.wandb?"),
-        ("rollout.beta=0", "rollout.beta is not a setting (got 0); did you mean algorithm.beta?"),
-        (
-            "hub.push_to_hub=true",
-            "hub is not a setting (got {'push_to_hub': True}); a run uploads nothing; after it, scripts/export.py "
-            "--push OWNER/NAME does",
-        ),
-        (
-            "foo.bar=1",
-            "foo is not a setting (got {'bar': 1}); known sections: run, model, data, rollout, environment, algorithm, "
-            "optimizer, update, meshes, hosts, checkpoint, evaluation, export, logging, rewards",
-        ),
-        (
-            "hosts.zzzzzzzzz=1",
-            "hosts.zzzzzzzzz is not a setting (got 1); known in hosts: coordinator, count, index, "
-            "check, start_timeout_seconds, lost_timeout_seconds",
-        ),
-    ],
-)
-def test_an_unknown_key_is_refused_with_the_nearest_known_one(override: str, expected: str) -> None:
-    assert message(override) == expected
-
-
-def test_every_wrong_setting_is_reported_at_once() -> None:
-    lines = message("run.sed=1", "rollout.top_p=2", "algorithm.group_size=1").splitlines()
-    assert [line.split()[0] for line in lines] == ["run.sed", "rollout.top_p", "algorithm.group_size"]
+# --- files that cannot be read ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("text", ["{1: 2}", "run: {2: 3}", "null: 1"])
@@ -101,17 +52,6 @@ def test_a_key_that_is_not_text_is_a_config_error(tmp_path: Path, text: str) -> 
 @pytest.mark.parametrize("text", ['data: {path: "\\ud800"}', '{"run": {"name": "a\\udfff"}}', '"\\ud800": {}'])
 def test_half_of_a_surrogate_pair_is_a_config_error(tmp_path: Path, text: str) -> None:
     assert "a text must be Unicode, got" in file_message(tmp_path / "c.yaml", text)
-
-
-# --- overrides and files that cannot be read --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("override", "example"),
-    [("run.dir", "run.dir=VALUE"), ("=1", "run.seed=1"), ("configs/demo_cpu.yaml", "run.seed=1"), ("", "run.seed=1")],
-)
-def test_an_override_needs_a_name_and_a_value(override: str, example: str) -> None:
-    assert message(override) == f"an override must read section.key=value, got {override!r}; example: {example}"
 
 
 def test_of_steps_and_epochs_the_later_override_counts_and_a_file_sets_one(tmp_path: Path) -> None:
@@ -139,20 +79,6 @@ def test_a_step_that_the_epochs_do_not_reach_cannot_be_profiled() -> None:
     config = load_config(None, ["run.epochs=1", "logging.profile_steps=[5]", "data.prompts_per_step=8"])
     with pytest.raises(ConfigError, match=r"logging.profile_steps must be at most run.max_steps=4, got \[5\]"):
         config.counted(30)
-
-
-def test_an_override_must_be_yaml() -> None:
-    found = message("data.system_prompt=[a")
-    assert found.startswith(
-        "data.system_prompt: the value '[a' is not YAML (expected ',' or ']', but got '<stream end>', in "
-    )
-    assert found.endswith("put a text in quotes of its own: data.system_prompt='\"...\"'")
-
-
-def test_an_entry_of_a_list_cannot_be_overridden_alone() -> None:
-    assert message("rewards=[{name: gsm8k}]", "rewards.0.weight=2") == (
-        "rewards.0.weight: rewards is not a section; write lists whole, e.g. rewards='[{name: gsm8k}]'"
-    )
 
 
 def test_a_missing_file_lists_the_shipped_ones(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,0 +1,39 @@
+"""Golden files: what goes in, and below it, indented, all that comes of it. ``GOLDENS=write`` writes what comes now."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+INDENT = "    "
+
+
+def cases(path: Path) -> list[Any]:
+    """Give the rows to ``parametrize``, named by what goes in."""
+    return [pytest.param(given, told, id=given) for given, told in rows(path)]
+
+
+def rows(path: Path) -> list[tuple[str, str]]:
+    """Read what goes in and what comes of it."""
+    found: list[tuple[str, str]] = []
+    for line in path.read_text().splitlines():
+        if line.startswith(INDENT):
+            found[-1] = (found[-1][0], f"{found[-1][1]}\n{line.removeprefix(INDENT)}".lstrip("\n"))
+        else:
+            found.append((line, ""))
+    assert len(dict(found)) == len(found), f"{path} has a row twice"
+    return found
+
+
+def compare(path: Path, given: str, told: str, found: str) -> None:
+    """Compare what comes of a row with what the file says; with ``GOLDENS=write``, let the file say it."""
+    if os.environ.get("GOLDENS") == "write":
+        content = path.read_text()
+        path.write_text(content.replace(block(given, told), block(given, found)))
+    else:
+        assert found == told
+
+
+def block(given: str, told: str) -> str:
+    return "".join(f"{line}\n" for line in (given, *(INDENT + line for line in told.splitlines())))
