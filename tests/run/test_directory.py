@@ -10,6 +10,7 @@ import pytest
 
 from tpu_grpo.config import RunConfig, load_config, parse_config
 from tpu_grpo.hosts import Hosts
+from tpu_grpo.observe.run_files import REPLACED_FILES
 from tpu_grpo.records.errors import CheckpointError, ConfigError, DataError
 from tpu_grpo.run.directory import RunDirectory, how_it_ended, look
 from tpu_grpo.run.lock import RunLock
@@ -78,6 +79,15 @@ def test_steps_that_are_lost_are_named(tmp_path: Path, logged: Sequence[int], st
     path.write_text("".join(f'{{"step": {step}}}\n' for step in logged))
     found = [note for note in every_note(config, start) if not note.startswith("before, ")]
     assert found == ([] if note is None else [note.format(path=path)])
+
+
+def test_steps_without_metrics_and_checkpoints_are_named_too(tmp_path: Path) -> None:
+    config = run_of(tmp_path)
+    leave(config)
+    (tmp_path / "metrics.jsonl").write_text("")
+    (tmp_path / "history.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    note = "steps 1 to 2 were done, have no checkpoint that can be read, and are done again"
+    assert note in every_note(config, 0)
 
 
 def leave_files(directory: Path, text: str) -> None:
@@ -186,6 +196,15 @@ def test_something_else_in_the_place_of_a_directory_is_named(tmp_path: Path, nam
         case _:
             place.symlink_to(name)
     with pytest.raises(ConfigError, match=f"run/{name} must be a directory, as runs make it, got something else; mo"):
+        look(config, ALONE).refuse()
+
+
+@pytest.mark.parametrize("name", REPLACED_FILES)
+def test_a_directory_in_the_place_of_a_file_is_refused(tmp_path: Path, name: str) -> None:
+    config = config_for(tmp_path / "run")
+    leave(config, 4)
+    (config.run_dir / name).mkdir()
+    with pytest.raises(ConfigError, match=f"run/{name} must be a file, as runs write it, got a directory; move it"):
         look(config, ALONE).refuse()
 
 

@@ -21,7 +21,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidatorFun
 
 from tpu_grpo.environments.actions import Action, SampledTurn
 from tpu_grpo.environments.tool_calls import checked_value
-from tpu_grpo.records.outside import parse_json
 
 MOST_CHOICES = 64
 MOST_STOPS = 16
@@ -322,8 +321,8 @@ def _checked(value: dict[str, Any], where: str) -> dict[str, Any]:
 def _arguments(function: _Function) -> dict[str, Any]:
     try:
         given = function.arguments
-        found = given if isinstance(given, dict) else parse_json(given or "{}")
-    except ValueError:
+        found = given if isinstance(given, dict) else json.loads(given or "{}")
+    except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
         raise RefusedError(

@@ -63,6 +63,8 @@ CHECK_FILE, CHECK_PAGE = "check.json", "check.html"
 """What `tpu-grpo check` found, in a directory beside run.dir; see `check_directory`."""
 FROM_WEIGHTS = "export its weights (scripts/export.py RUN --out DIR) for a run with model.path=DIR in another run.dir"
 """What to do with a run that cannot go on with other settings."""
+REPLACED_FILES = (BEST_FILE, END_FILE, REPORT_FILE)
+"""The files that a run only writes, and replaces as a whole."""
 DIRECTORIES = (
     LOGS_DIR,
     PROFILE_DIR,

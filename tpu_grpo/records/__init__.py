@@ -1,1 +1,2 @@
-"""The frozen records that pass between the stages of a run, one per stage, and the errors with their exit codes."""
+"""The frozen records that pass between the stages of a run, one per stage, the errors with their exit codes, and the
+readers and writers of JSON files."""

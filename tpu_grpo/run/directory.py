@@ -30,6 +30,7 @@ from tpu_grpo.observe.run_files import (
     LOCK_FILE,
     LOGS_DIR,
     METRICS_FILE,
+    REPLACED_FILES,
     SOURCES_FILE,
     SUMMARY_FILE,
     saved_steps,
@@ -136,6 +137,8 @@ def _seen_in(config: RunConfig) -> Earlier:
         paths = map(directory.joinpath, DIRECTORIES)
         if others := [path for path in paths if os.path.lexists(path) and not path.is_dir()]:
             raise ConfigError(f"{others[0]} must be a directory, as runs make it, got something else; move it away")
+        if others := [path for path in map(directory.joinpath, REPLACED_FILES) if path.is_dir()]:
+            raise ConfigError(f"{others[0]} must be a file, as runs write it, got a directory; move it away")
         if config.checkpoint.resume == "require" and not steps:
             raise CheckpointError(
                 f"checkpoint.resume=require needs a checkpoint in {directory / CHECKPOINTS_DIR}, found none; check "
@@ -378,6 +381,8 @@ class RunDirectory:
         write_json(self.path / SOURCES_FILE, sources(self._config))
         write_json(self.path / DATA_FILE, data)
         last = max((record["step"] for record in read_steps(self.path / METRICS_FILE)), default=0)
+        if not last and not start:  # the metrics may be gone, together with the checkpoints
+            last = max((record["step"] for record in read_steps(history)), default=0)
         lost = []
         if last > start:
             lost = [f"steps {start + 1} to {last} were done, have no checkpoint that can be read, and are done again"]
