@@ -66,7 +66,7 @@ def main(overrides: Sequence[str]) -> None:
         checkpoint, tokenizer = open_model(config, hosts)
         meshes = build_meshes(config, checkpoint)
         model = load_model(checkpoint, meshes.trainer, dtype=jnp.dtype("float32"), remat="none")
-        engine = open_engines(config, hosts, checkpoint, tokenizer, meshes, environments=None)
+        engine = open_engines(config, hosts, checkpoint, tokenizer, meshes)
         engine.install(parameters(model))
         engine.replicas.compile_all()
         pad_id, eos_id = cast(int, tokenizer.pad_token_id), cast(int, tokenizer.eos_token_id)

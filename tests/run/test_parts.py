@@ -36,7 +36,7 @@ def test_engines_stop_where_turns_end(tmp_path: Path, monkeypatch: pytest.Monkey
     nowhere: Any = SimpleNamespace(replicas=1, platform="cpu")
     for each in (parse_config({}), config):
         with pytest.raises(Built):
-            parts.open_engines(each, Hosts(), checkpoint, base, nowhere, None)
+            parts.open_engines(each, Hosts(), checkpoint, base, nowhere)
     end_of_text, end_of_turn = base.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])
     assert asked == [[3, end_of_text], [3, end_of_text, end_of_turn]]
 

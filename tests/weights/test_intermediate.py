@@ -8,8 +8,8 @@ from jax.sharding import PartitionSpec as P
 
 from tests.weights.test_meshes import RULES, sampler_specs, trainer_leaves
 from tpu_grpo.engine.engine import engine_mesh
+from tpu_grpo.hosts.sharded_arrays import Spec
 from tpu_grpo.models.families.leaves import InputsFirst, Transform, flatten, flatten_kv, same, transpose
-from tpu_grpo.weights.plan import Spec
 from tpu_grpo.weights.sync import WeightSync
 from tpu_grpo.weights.transport import intermediate_sharding, result_dimension
 

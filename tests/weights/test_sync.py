@@ -10,10 +10,11 @@ from jax.sharding import PartitionSpec as P
 
 from tests.weights.test_meshes import HEADS, HIDDEN, LAYERS, RULES, VOCAB, WIDTH, sampler_specs, trainer_leaves
 from tpu_grpo.engine.engine import engine_mesh
+from tpu_grpo.hosts.sharded_arrays import Spec
 from tpu_grpo.models.families.leaves import InputsFirst, WeightRule
 from tpu_grpo.observe.process_metrics import CompilationCounter
 from tpu_grpo.records.errors import WeightsError
-from tpu_grpo.weights.plan import Spec, plan_sync
+from tpu_grpo.weights.plan import plan_sync
 from tpu_grpo.weights.sync import WeightSync
 
 KV_HEADS = 2

@@ -52,6 +52,7 @@ from tpu_grpo.records.stages import (
 from tpu_grpo.run.abstract import open_abstract_checkpoint
 from tpu_grpo.run.engines import SyncedEngines, probe_bound
 from tpu_grpo.run.meshes import Meshes, build_meshes
+from tpu_grpo.run.parts import open_engines
 from tpu_grpo.run.policies import load_inputs
 from tpu_grpo.weights.plan import named_leaves
 
@@ -210,9 +211,7 @@ class Build:
         learner = Learner(config, load_inputs(config, checkpoint, meshes), hosts)
         options = EngineOptions.from_config(config, (), replicas=meshes.replicas, platform=meshes.platform)
         tokenizer: Any = None  # no text is read or written
-        devices, slices = meshes.sampler_devices, (meshes.slices, meshes.own)
-        replicas = Replicas.build(checkpoint.directory, devices, tensor, options, hosts, slices)
-        engines = SyncedEngines(replicas, checkpoint.weight_rules, tokenizer, config, hosts)
+        engines = open_engines(config, hosts, checkpoint, tokenizer, meshes, options=options)
         engines.install(learner.params())
         assert engines.sync is not None
         learner.share(engines.sync.shared_leaves)

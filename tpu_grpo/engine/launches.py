@@ -14,7 +14,6 @@ Suffixes: B rows (padded), b rows of the batch, T tokens of the step (padded), L
 
 import copy
 import functools
-import math
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -52,6 +51,7 @@ from tpu_grpo.engine.gather_attention import GatherMode
 from tpu_grpo.engine.options import EngineOptions, Shapes, choose_steps, pad_to, splits_vocabulary
 from tpu_grpo.engine.reservation import Reservation
 from tpu_grpo.engine.sampling import VOCABULARY_LEAVES, AnyArray, SamplingColumns, WholeVocabularyLogits, sample_rows
+from tpu_grpo.hosts.sharded_arrays import bytes_per_device
 from tpu_grpo.models.checkpoint import abstract_checkpoint
 from tpu_grpo.models.families.qwen3_moe import MoeConfig
 from tpu_grpo.models.families.rope import Scaling
@@ -68,13 +68,9 @@ class Programs:
         self._mesh: Mesh = runner.mesh
         self.expert_layout = ExpertLayout.of(config.hf_config) if self._options.return_experts else None
         """The layout of the expert indices that a step returns; None if it returns none."""
-        per_device = (
-            math.prod(spec.sharding.shard_shape(spec.shape)) * spec.dtype.itemsize
-            for spec in runner.weight_specs.values()
-            if spec.sharding is not None
-        )
+        weight_bytes = sum(map(bytes_per_device, runner.weight_specs.values()))
         platform = self._mesh.devices.flat[0].platform
-        self.steps = self._options.steps_per_launch or choose_steps(sum(per_device), platform)
+        self.steps = self._options.steps_per_launch or choose_steps(weight_bytes, platform)
         """The most decode steps of a launch."""
         self.inputs = InputBuilder(self._options.shapes, runner.attention, self.steps)
         eos: set[int] = config.hf_eos_token_id or set()

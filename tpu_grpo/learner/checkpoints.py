@@ -46,7 +46,7 @@ from jax.sharding import Mesh, NamedSharding
 from orbax.checkpoint.checkpoint_managers import PreservationPolicy
 
 from tpu_grpo.hosts import Hosts, by_host, end_all_hosts
-from tpu_grpo.hosts.leaf_numbers import from_shards
+from tpu_grpo.hosts.sharded_arrays import from_shards
 from tpu_grpo.learner.compact import join_residual
 from tpu_grpo.learner.parameters import Values, by_name, checksums, trained_type
 from tpu_grpo.learner.update import Updater, UpdateState

@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tpu_grpo.config import OptimizerSection, RunConfig
 from tpu_grpo.config.plugins import find_function, not_shipped
+from tpu_grpo.hosts.sharded_arrays import mesh_axes
 from tpu_grpo.learner.compact import block_size, compact, parameter_name
 from tpu_grpo.records.errors import ConfigError
 
@@ -201,7 +202,7 @@ def state_shardings(state: Any, params: Params) -> Any:
 
 
 def _spec_of_part(shape: tuple[int, ...], param: Any) -> PartitionSpec:
-    spec = (*param.sharding.spec, *[None] * (len(param.shape) - len(param.sharding.spec)))
+    spec = mesh_axes(param)
     shards = param.shape[-1] // param.sharding.shard_shape(param.shape)[-1] if param.shape else 1
     same = len(shape) == len(param.shape) and shape[:-1] == param.shape[:-1]
     if shape == param.shape or (same and shape[-1] % shards == 0):  # itself, or the scales of its blocks

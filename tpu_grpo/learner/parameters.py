@@ -19,7 +19,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tpu_grpo.config import ModelSection, parse_layers
-from tpu_grpo.hosts.leaf_numbers import bit_sum, from_shards, leaf_numbers
+from tpu_grpo.hosts.sharded_arrays import bit_sum, from_shards, leaf_numbers
 from tpu_grpo.models.tunix_model import by_name, cast, dotted
 
 Values = dict[str, Any]

@@ -11,7 +11,6 @@ joins theirs. All slices then make the same step, so that their parameters stay 
 No other program of an update runs on several slices.
 """
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -22,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from tpu_grpo.hosts import Hosts, own_slice, packed, unpacked
-from tpu_grpo.hosts.leaf_numbers import alike, from_shards
+from tpu_grpo.hosts.sharded_arrays import alike, bytes_per_device, from_shards, mesh_axes
 from tpu_grpo.learner.parameters import whole
 
 AXIS = "slice"
@@ -85,7 +84,7 @@ class Slices:
         """Lower the program of `add` that adds the most bytes, for descriptions of arrays."""
         rows = [leaf for leaf in jax.tree.leaves(tree) if leaf.ndim]
         groups = [[self._across(rows[place]) for place in places] for places in alike(dict(enumerate(rows)))]
-        largest = max(groups, key=lambda group: len(group) * math.prod(group[0].sharding.shard_shape(group[0].shape)))
+        largest = max(groups, key=lambda group: len(group) * bytes_per_device(group[0]))
         return self._adding(largest).lower(largest)
 
     def gathered(self, own: Iterable[Mapping[str, Array]]) -> list[dict[str, np.ndarray]]:
@@ -114,9 +113,8 @@ class Slices:
 
     def _across(self, row: Any) -> jax.ShapeDtypeStruct:
         """Describe the arrays of all slices as one array, whose first dimension has those of the slices in order."""
-        first, *others = (*row.sharding.spec, *[None] * (row.ndim - len(row.sharding.spec)))
-        axes = (first,) if isinstance(first, str) else tuple(first or ())
-        sharding = NamedSharding(self._joined, P((AXIS, *axes), *others))
+        first, *others = mesh_axes(row)
+        sharding = NamedSharding(self._joined, P((AXIS, *first), *others))
         return jax.ShapeDtypeStruct((self.count * row.shape[0], *row.shape[1:]), row.dtype, sharding=sharding)
 
 

@@ -17,7 +17,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from tpu_grpo.hosts.leaf_numbers import leaf_numbers
+from tpu_grpo.hosts.sharded_arrays import leaf_numbers
 from tpu_grpo.models import tunix_repairs
 from tpu_grpo.models.checkpoint import Checkpoint, check_mesh, listed
 from tpu_grpo.models.families.family import Remat

@@ -19,10 +19,11 @@ import jax
 import jax.numpy as jnp
 
 from tpu_grpo.config import RunConfig
+from tpu_grpo.hosts.sharded_arrays import bytes_per_device
 from tpu_grpo.learner import frozen_leaves, parameters
 from tpu_grpo.planning.compiled_programs import OPTIMIZER_STEP, SUM, TRAIN_STEP, CompiledProgram, Stage
 from tpu_grpo.run.abstract import AbstractRun
-from tpu_grpo.weights.plan import bytes_per_device, named_leaves
+from tpu_grpo.weights.plan import named_leaves
 
 COLUMNS = ("parameters", "optimizer", "reference", "sampler", "cache", "work", "code")
 """The uses of a stage's memory; work means gradients, activations, results, inputs and other temporaries."""

@@ -22,13 +22,13 @@ import jax.numpy as jnp
 from tpu_grpo.config import RunConfig
 from tpu_grpo.engine.cutting import MULTIPLE
 from tpu_grpo.engine.options import splits_vocabulary
+from tpu_grpo.hosts.sharded_arrays import bytes_per_device
 from tpu_grpo.launching.tpus import Generation, Rates
 from tpu_grpo.models.families.trainer_attention import whole_blocks
 from tpu_grpo.planning import costs
 from tpu_grpo.planning.compiled_programs import GRADIENTS, OPTIMIZER_STEP, TRAIN_STEP, CompiledProgram
 from tpu_grpo.planning.stage_memory import ResidentBytes, gradient_bytes
 from tpu_grpo.run.abstract import AbstractRun
-from tpu_grpo.weights.plan import bytes_per_device
 
 SPREAD = 0.9
 """The standard deviation of the logarithm of completion lengths. With it, 6 % of completions reach a limit of 2,048

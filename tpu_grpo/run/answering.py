@@ -19,7 +19,6 @@ from tpu_grpo.data.chat_messages import record_of
 from tpu_grpo.data.rendering import PromptRenderer
 from tpu_grpo.engine.engine import Engine
 from tpu_grpo.engine.options import EngineOptions, choose_attention
-from tpu_grpo.engine.replicas import Replicas
 from tpu_grpo.engine.sampler import completion_text, impossible, sampling_params
 from tpu_grpo.environments.actions import Action
 from tpu_grpo.environments.agent_conversation import read_turn
@@ -31,10 +30,9 @@ from tpu_grpo.models.tokenizers import check_length, decode, token_bytes
 from tpu_grpo.records.errors import ConfigError, DataError, NonFiniteError, RequestError
 from tpu_grpo.records.stages import Completion, Prompt, PromptBatch, Request, Rollout, SampleKey, Scores
 from tpu_grpo.rewards import RewardSet, open_rewards
-from tpu_grpo.run.engines import SyncedEngines
 from tpu_grpo.run.inputs import open_model
-from tpu_grpo.run.meshes import default_tensor
-from tpu_grpo.run.parts import stop_ids
+from tpu_grpo.run.meshes import Meshes, default_tensor
+from tpu_grpo.run.parts import open_engines, stop_ids
 from tpu_grpo.run.policies import choose, load_policy
 
 ROOM_TOKENS = 2048
@@ -91,11 +89,13 @@ class Speaker:
         prompt and answer may be longer than the model's context."""
         config, checkpoint, rollout = self._config, self._checkpoint, self._config.rollout
         devices = jax.devices()[: default_tensor(checkpoint, config.model.dtype, len(jax.devices()))]
+        mesh = Mesh(np.asarray(devices).reshape(-1, 1), ("fsdp", "tp"))
+        meshes = Meshes(mesh, None, tuple(devices), own=0, tensor=len(devices), flash_block=None)
         options = EngineOptions(
             context_tokens=self.context_tokens(prompts),
             stop_token_ids=frozenset(stop_ids(config, self._tokenizer, checkpoint.directory)),
             dtype=config.model.dtype,
-            attention=choose_attention("auto", devices[0].platform),
+            attention=choose_attention("auto", meshes.platform),
             max_running_requests=min(self.samples, rollout.max_running_requests),
             kv_tokens=None,
             page_size=rollout.page_size,
@@ -103,11 +103,9 @@ class Speaker:
             prefix_cache=True,
             batch_paddings=None,
         )
-        replicas = Replicas.build(checkpoint.directory, devices, len(devices), options, Hosts())
-        engines = SyncedEngines(replicas, checkpoint.weight_rules, self._tokenizer, config, Hosts())
-        mesh = Mesh(np.asarray(devices).reshape(-1, 1), ("fsdp", "tp"))
+        engines = open_engines(config, Hosts(), checkpoint, self._tokenizer, meshes, options=options)
         engines.install(parameters(load_policy(config, checkpoint, mesh, self._chosen)))
-        [self._engine] = replicas.engines.values()
+        [self._engine] = engines.replicas.engines.values()
 
     def compile_all(self) -> None:
         """Compile the engine's programs, so that no answer waits for that."""

@@ -133,11 +133,13 @@ def open_engines(
     checkpoint: Checkpoint,
     tokenizer: PreTrainedTokenizerFast,
     meshes: Meshes,
-    environments: Environments | None,
+    environments: Environments | None = None,
+    options: EngineOptions | None = None,
 ) -> SyncedEngines:
-    """Build the engines on the sampler's devices, without weights."""
-    ids = stop_ids(config, tokenizer, checkpoint.directory)
-    options = EngineOptions.from_config(config, ids, replicas=meshes.replicas, platform=meshes.platform)
+    """Build the engines on the sampler's devices, without weights; ``options`` are the run's if None is given."""
+    if options is None:
+        ids = stop_ids(config, tokenizer, checkpoint.directory)
+        options = EngineOptions.from_config(config, ids, replicas=meshes.replicas, platform=meshes.platform)
     sizes = {"cache tokens": options.cache_tokens, "shapes": options.shapes}  # hosts that differ here would abort later
     hosts.agree_all({f"{name} of an engine": str(value) for name, value in sizes.items()})
     devices, tensor = meshes.sampler_devices, meshes.tensor

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.lax import Precision
-from jax.sharding import NamedSharding, Sharding
 from jaxtyping import Array, Float
 
+from tpu_grpo.hosts.sharded_arrays import Spec, bytes_per_device, named_sharding
 from tpu_grpo.models.families.leaves import Transform, WeightRule, same
 from tpu_grpo.records.errors import WeightsError
 
@@ -42,7 +42,6 @@ def merged(
 
 
 Leaves = Mapping[str, Array]
-Spec = jax.ShapeDtypeStruct
 
 
 @dataclass(frozen=True)
@@ -99,22 +98,10 @@ class LeafMove:
         return self.transform, self.scale, self.input_axis, *((s.shape, s.dtype, _places(s)) for s in specs)
 
 
-def named_sharding(leaf: Array | Spec) -> NamedSharding:
-    """Return the sharding of a leaf, which must be a NamedSharding."""
-    assert isinstance(leaf.sharding, NamedSharding)
-    return leaf.sharding
-
-
 def _places(spec: Spec) -> tuple[Any, ...]:
     """Return the index ranges of an array that each device holds."""
     places = named_sharding(spec).devices_indices_map(spec.shape)
     return tuple((device.id, *((part.start, part.stop) for part in parts)) for device, parts in places.items())
-
-
-def bytes_per_device(leaf: Array | Spec) -> int:
-    """Return the bytes that one device holds of a sharded leaf."""
-    assert isinstance(leaf.sharding, Sharding)
-    return int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize
 
 
 def named_leaves(params: nnx.State) -> dict[str, Array]:

@@ -25,12 +25,12 @@ from jaxtyping import Array, UInt32
 from pydantic import Field
 
 from tpu_grpo.hosts import Hosts, hosts_of
-from tpu_grpo.hosts.leaf_numbers import bit_sum
+from tpu_grpo.hosts.sharded_arrays import Spec, bit_sum, from_shards, named_sharding
 from tpu_grpo.models.families.leaves import WeightRule
 from tpu_grpo.records.errors import ConfigError, LockstepError
 from tpu_grpo.records.stages import SyncResult
-from tpu_grpo.weights.plan import LeafMove, Leaves, Spec, group_moves, named_sharding, plan_sync
-from tpu_grpo.weights.transport import Program, compile_moves, from_shards
+from tpu_grpo.weights.plan import LeafMove, Leaves, group_moves, plan_sync
+from tpu_grpo.weights.transport import Program, compile_moves
 
 U32 = Annotated[int, Field(ge=0, lt=2**32)]
 """A checksum, or the position of a device in the mesh."""

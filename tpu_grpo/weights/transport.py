@@ -28,11 +28,9 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from tpu_grpo.hosts import Hosts
-from tpu_grpo.hosts.leaf_numbers import from_shards
+from tpu_grpo.hosts.sharded_arrays import Spec, bytes_per_device, from_shards, mesh_axes, named_sharding
 from tpu_grpo.models.families.leaves import InputsFirst, Transform, transpose
-from tpu_grpo.weights.plan import LeafMove, Spec, bytes_per_device, named_sharding
-
-Axes = tuple[str, ...]
+from tpu_grpo.weights.plan import LeafMove
 
 # The intermediate sharding of a leaf whose target is replicated.
 #
@@ -55,12 +53,12 @@ def intermediate_sharding(transform: Transform, source: Spec, target: Spec) -> N
     Returns None if ``target`` is fully sharded already or no dimension can be divided.
     """
     given, wanted, shape = named_sharding(source), named_sharding(target), target.shape
-    entries = [_axes(entry) for entry in (*wanted.spec, *[None] * (len(shape) - len(wanted.spec)))]
+    entries = mesh_axes(target)
     used = set(chain.from_iterable(entries))
     replicated = tuple(name for name, size in wanted.mesh.shape.items() if size > 1 and name not in used)
     if not replicated:
         return None
-    sharded = [n for n, entry in enumerate(given.spec) if prod(given.mesh.shape[name] for name in _axes(entry)) > 1]
+    sharded = [n for n, axes in enumerate(mesh_axes(source)) if prod(given.mesh.shape[name] for name in axes) > 1]
     preferred = [result_dimension(transform, source.shape, shape, dimension) for dimension in sharded]
     for dimension in (*preferred, *range(len(shape))):
         axes = entries[dimension] + replicated
@@ -85,10 +83,6 @@ def result_dimension(
     merged_dimensions = len(source_shape) - len(target_shape)
     keeps_last = source_shape[-1] == target_shape[-1]
     return max(0, dimension - merged_dimensions) if keeps_last else min(dimension, len(target_shape) - 1)
-
-
-def _axes(entry: str | Axes | None) -> Axes:
-    return (entry,) if isinstance(entry, str) else tuple(entry or ())
 
 
 Program = Callable[[Sequence[Array]], tuple[Array, ...]]
@@ -174,7 +168,7 @@ def _compile_across(group: Sequence[LeafMove], hosts: Hosts) -> tuple[Program, i
 def _pieces(spec: Spec, unit: int) -> tuple[str | None, ...]:
     """Choose the dimension of a leaf that is divided into ``unit`` pieces: one that the sampler shards, or the first
     that ``unit`` divides; if there is none, every device gets the whole leaf."""
-    entries = (*named_sharding(spec).spec, *[None] * len(spec.shape))[: len(spec.shape)]
+    entries = mesh_axes(spec)
     dimensions = sorted(range(len(spec.shape)), key=lambda dimension: not entries[dimension])
     chosen = next((dimension for dimension in dimensions if spec.shape[dimension] % unit == 0), None)
     return tuple("unit" if dimension == chosen else None for dimension in range(len(spec.shape)))

@@ -1,10 +1,12 @@
-"""Computes one number for each of many arrays, such as a checksum that shows whether two copies are identical.
+"""Arrays that are sharded over devices: how they lie there, and programs that take many of them.
 
-Each number is computed on the devices that hold the array. `alike` and `from_shards` are also for other programs that
-take many arrays, or arrays on other meshes.
+`leaf_numbers` computes a number for each of many arrays, such as a checksum that shows whether two copies are
+identical, on the devices that hold the array. `alike` and `from_shards` are also for other programs that take many
+arrays, or arrays on other meshes.
 """
 
 import functools
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from itertools import batched
@@ -13,14 +15,35 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 from jaxtyping import Array, UInt32
 
 TOGETHER = 16
 """The most arrays per program: fewer would need more launches, more would compile slowly. A program that adds arrays
 also needs as much temporary memory as they take, and a MiB of code on TPUs."""
 
+Axes = tuple[str, ...]
+Spec = jax.ShapeDtypeStruct
 Number = Callable[[jax.Array], jax.Array]
 """A function from an array to a scalar."""
+
+
+def named_sharding(leaf: Array | Spec) -> NamedSharding:
+    """Return the sharding of a leaf, which must be a NamedSharding."""
+    assert isinstance(leaf.sharding, NamedSharding)
+    return leaf.sharding
+
+
+def mesh_axes(leaf: Array | Spec) -> list[Axes]:
+    """Return for each dimension of a leaf the axes of its mesh that shard it; () for one that is not sharded."""
+    entries = (*named_sharding(leaf).spec, *[None] * len(leaf.shape))[: len(leaf.shape)]
+    return [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in entries]
+
+
+def bytes_per_device(leaf: Array | Spec) -> int:
+    """Return the bytes that one device holds of a sharded leaf."""
+    assert leaf.sharding is not None
+    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
 
 
 def leaf_numbers(number: Number, leaves: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:
