@@ -22,7 +22,7 @@ from tpu_grpo.config import RewardSpec
 from tpu_grpo.records.errors import RewardError
 from tpu_grpo.rewards import open_rewards
 from tpu_grpo.rewards.reward_call import Answer, Problem, RewardBatch
-from tpu_grpo.workers.messages import decode, encode
+from tpu_grpo.workers.channel import decode, encode
 
 ROLLOUT = make_rollout(["p0", "p1"], ["a", "bb", "ccc", "dddd"])
 GOOD = [1.0, 2.0, 3.0, 4.0]

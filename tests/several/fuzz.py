@@ -104,8 +104,8 @@ def messages() -> dict[str, Message]:
     from tpu_grpo.records.errors import ConfigError, LockstepError
     from tpu_grpo.records.stages import Completion
     from tpu_grpo.rewards.reward_call import Answer, Problem
-    from tpu_grpo.workers.channel import BrokenChannelError, WorkerChannel
-    from tpu_grpo.workers.messages import Ready, SetupFailed, WentOn, encode
+    from tpu_grpo.workers.channel import BrokenChannelError, WorkerChannel, encode
+    from tpu_grpo.workers.messages import Ready, SetupFailed, WentOn
 
     me = meeting.Caller("run", 1, 2)
     key = session_key(b"", ["first", me.nonce])

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from tpu_grpo.workers.channel import BrokenChannelError, MainChannel, WorkerChannel
-from tpu_grpo.workers.messages import Ready, encode
+from tpu_grpo.workers.channel import BrokenChannelError, MainChannel, WorkerChannel, encode
+from tpu_grpo.workers.messages import Ready
 
 Ends = tuple[WorkerChannel, MainChannel, socket.socket]
 """The main process's end, the worker's, and the worker's without a form."""

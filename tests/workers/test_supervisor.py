@@ -14,8 +14,8 @@ import pytest
 
 from tests.marks import left_after, marked
 from tests.workers.test_channel import Touches, framed
-from tpu_grpo.workers.channel import FOREIGN, BrokenChannelError
-from tpu_grpo.workers.messages import Mode, encode
+from tpu_grpo.workers.channel import FOREIGN, BrokenChannelError, encode
+from tpu_grpo.workers.messages import Mode
 from tpu_grpo.workers.supervisor import Session, Supervisor
 
 

@@ -21,7 +21,7 @@ from tpu_grpo.environments.actions import Answered, Ended, LoadedEnvironment, Re
 from tpu_grpo.records.episode import Failure
 from tpu_grpo.records.errors import EpisodeError
 from tpu_grpo.records.stages import SampleKey
-from tpu_grpo.workers.messages import decode, encode
+from tpu_grpo.workers.channel import decode, encode
 
 Replies = list[tuple[str, Reply]]
 """An episode's replies in order, as pairs (digest of the tokens before the reply, reply)."""

@@ -147,7 +147,7 @@ class Answer:
     """For a per-token reward, each row's numbers, see `check_token_values`; empty for any other reward."""
 
     def fits(self, batch: RewardBatch) -> bool:
-        """Whether sizes, row numbers and values fit this batch; tpu_grpo/workers/messages.py checks the types."""
+        """Whether sizes, row numbers and values fit this batch; tpu_grpo/workers/channel.py checks the types."""
         rows = (*(p.row for p in self.problems), *(p.failing_row for p in self.problems))
         numbers = [*self.values, *(value for values in self.logged.values() for value in values)]
         lengths = [len(ids) for ids in batch.columns.get("completion_ids", ())] if self.of_tokens else []

@@ -238,8 +238,8 @@ class Task(Session):
         self.answers.append((self, failed_answer(self.asked.size, problem)))
 
 
-class _Exclusive:
-    """What calls a reward serves one `RewardRunner` at a time."""
+class _RewardBackend:
+    """Where a reward is called, for one `RewardRunner` at a time."""
 
     def __init__(self) -> None:
         self._busy = threading.Lock()
@@ -296,7 +296,7 @@ class RewardService:
         self._caller.close()
 
 
-class RewardProcesses(_Exclusive):
+class RewardProcesses(_RewardBackend):
     """Runs a reward in up to ``count`` worker processes, which the first runner starts.
 
     Workers are replaced when they die, miss a deadline, or have had ``recycle`` calls.
@@ -384,7 +384,7 @@ class RewardProcesses(_Exclusive):
             self._problem = Problem("died", text, trace=trace)
 
 
-class RewardThread(_Exclusive):
+class RewardThread(_RewardBackend):
     """Runs a quick reward on a thread of the main process. A call that misses its deadline is reported as late, but
     cannot be stopped; until it ends, all later batches are late as well."""
 
@@ -441,12 +441,13 @@ class RewardThread(_Exclusive):
         if task is None or future is None or not future.done():
             self._woken.wait(seconds if task is None else max(0.0, min(seconds, task.until - time.monotonic())))
             self._woken.clear()
-        if task is None or future is None or not (future.done() or time.monotonic() >= task.until):
+        if task is None or future is None:
             return
-        self.give_up()
         if future.done():
+            self._task = None
             task.answers.append((task, future.result()))
-        else:
+        elif time.monotonic() >= task.until:
+            self._task = None
             task.late(has_begun=True)
 
     def give_up(self) -> None:

@@ -8,25 +8,34 @@
     message = channel.wait()        # waits for the next message
     channel.say(Ready())            # waits until the message is sent
 
-A message is sent as its length (an unsigned 32-bit integer, big-endian), followed by its bytes
-(tpu_grpo/workers/messages.py).
+A message is sent as its length (an unsigned 32-bit integer, big-endian), followed by its bytes. The main process sends
+pickles, but unpickles nothing that it receives. A message to the main process is one line with a session's number and
+the name of a dataclass, then the dataclass's fields as JSON, whose types are checked. The JSON may hold NaN and
+integers beyond 64 bits. Arrays and bytes are base64 text, which the code that uses the field decodes; an unpaired
+surrogate becomes a question mark.
 """
 
+import base64
 import collections
 import contextlib
 import errno
+import json
 import os
 import pickle
 import select
 import socket
 import struct
 from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import is_dataclass
+from functools import cache
 from typing import Any
 
-from tpu_grpo.workers.messages import decode, encode
+from pydantic import TypeAdapter
 
 _LENGTH = struct.Struct("!I")
 _READ_BYTES = 2**18
+_adapter = cache(TypeAdapter)
 FOREIGN = "wrote something of its own into its connection"
 """The error text for a process that has written something other than a message."""
 
@@ -200,3 +209,32 @@ class MainChannel(Channel):
 
     def _message(self, data: bytes) -> Any:
         return pickle.loads(data)  # the main process wrote it
+
+
+# --- messages to the main process -------------------------------------------------------------------------------------
+
+
+def encode(number: int, record: Any) -> bytes:
+    """Encode a record and its session's number as bytes."""
+    fields = json.dumps(vars(record), ensure_ascii=False, default=_as_json)
+    return f"{number} {type(record).__name__}\n{fields}".encode("utf-8", "replace")
+
+
+def _as_json(value: Any) -> Any:
+    if hasattr(value, "tobytes"):  # numpy's, which not every worker has imported
+        return base64.b64encode(value.tobytes()).decode()
+    if isinstance(value, bytes):
+        return value.decode("ascii")
+    if is_dataclass(value) or isinstance(value, Mapping):
+        return dict(value if isinstance(value, Mapping) else vars(value))
+    raise TypeError(f"{type(value).__name__} has no form in a message")
+
+
+def decode(data: bytes, types: tuple[type, ...]) -> tuple[int, Any]:
+    """Decode a message: the number of a session, and a record of one of ``types``. Raises ValueError for other data."""
+    head, _, fields = data.partition(b"\n")
+    number, name = head.decode("ascii").split(" ")
+    of_name = [kind for kind in types if kind.__name__ == name]
+    if not of_name:
+        raise ValueError(f"a message must be one of {', '.join(kind.__name__ for kind in types)}, got {name!r}")
+    return int(number), _adapter(of_name[0]).validate_json(fields, strict=True)

@@ -1,23 +1,11 @@
-"""The messages between the main process, fork servers and workers.
+"""The service that workers run, and the messages between the main process, fork servers and workers."""
 
-The main process sends pickles, but unpickles nothing that it receives. A message to the main process is one line with a
-session's number and the name of a dataclass, then the dataclass's fields as JSON, whose types are checked. The JSON may
-hold NaN and integers beyond 64 bits. Arrays and bytes are base64 text, which the code that uses the field decodes; an
-unpaired surrogate becomes a question mark.
-"""
-
-import base64
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, is_dataclass
-from functools import cache
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from pydantic import TypeAdapter
-
 Mode = Literal["per_session", "serial", "shared"]
-_adapter = cache(TypeAdapter)
 
 
 class Service(Protocol):
@@ -109,29 +97,3 @@ class Exited:
 @dataclass(frozen=True)
 class WentOn:
     """The next part of a request begins; each part has its own time limit. The reply follows the last part."""
-
-
-def encode(number: int, record: Any) -> bytes:
-    """Encode a record and its session's number as bytes."""
-    fields = json.dumps(vars(record), ensure_ascii=False, default=_as_json)
-    return f"{number} {type(record).__name__}\n{fields}".encode("utf-8", "replace")
-
-
-def _as_json(value: Any) -> Any:
-    if hasattr(value, "tobytes"):  # numpy's, which not every worker has imported
-        return base64.b64encode(value.tobytes()).decode()
-    if isinstance(value, bytes):
-        return value.decode("ascii")
-    if is_dataclass(value) or isinstance(value, Mapping):
-        return dict(value if isinstance(value, Mapping) else vars(value))
-    raise TypeError(f"{type(value).__name__} has no form in a message")
-
-
-def decode(data: bytes, types: tuple[type, ...]) -> tuple[int, Any]:
-    """Decode a message: the number of a session, and a record of one of ``types``. Raises ValueError for other data."""
-    head, _, fields = data.partition(b"\n")
-    number, name = head.decode("ascii").split(" ")
-    of_name = [kind for kind in types if kind.__name__ == name]
-    if not of_name:
-        raise ValueError(f"a message must be one of {', '.join(kind.__name__ for kind in types)}, got {name!r}")
-    return int(number), _adapter(of_name[0]).validate_json(fields, strict=True)
