@@ -32,7 +32,7 @@ def compare(path: Path, given: str, told: str, found: str) -> None:
         content = path.read_text()
         path.write_text(content.replace(block(given, told), block(given, found)))
     else:
-        assert found == told
+        assert found == told, f"{path.name} has of\n{given}\nthis:\n{told}\nand what comes is:\n{found}"
 
 
 def block(given: str, told: str) -> str:
