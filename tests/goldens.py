@@ -26,13 +26,21 @@ def rows(path: Path) -> list[tuple[str, str]]:
     return found
 
 
+def compare_whole(path: Path, found: str) -> None:
+    """Compare a text with a whole file; with ``GOLDENS=write``, write it."""
+    if os.environ.get("GOLDENS") == "write":
+        path.write_text(found)
+    else:
+        assert found.splitlines() == path.read_text().splitlines(), f"{path.name} is another one"
+
+
 def compare(path: Path, given: str, told: str, found: str) -> None:
     """Compare what comes of a row with what the file says; with ``GOLDENS=write``, let the file say it."""
     if os.environ.get("GOLDENS") == "write":
         content = path.read_text()
         path.write_text(content.replace(block(given, told), block(given, found)))
     else:
-        assert found == told
+        assert found == told, f"{path.name} has of\n{given}\nthis:\n{told}\nand what comes is:\n{found}"
 
 
 def block(given: str, told: str) -> str:

@@ -23,6 +23,14 @@ def column(prompts, completions, difficulty): return [0.0] * len(completions)
 def nothing(): return []
 value = 3
 """
+ROWS = """
+def squares(count, start=0): return ({"question": f"{n}*{n}="} for n in range(start, start + count))
+def nothing(): return []
+def number(): return 7
+def texts(): return ["a"]
+def uneven(): return [{"a": 1}, {"b": 1}]
+def breaks(): raise KeyError("x")
+"""
 FILES = {
     "train.jsonl": "".join(json.dumps({"question": f"{a}+1=", "answer": str(a + 1)}) + "\n" for a in range(8)),
     "torn.jsonl": '{"question": "1+1=", "answer": "2"}\n{"question": "1+\n',
@@ -35,7 +43,10 @@ FILES = {
     "twice.yaml": "run: {seed: 1}\nrun: {seed: 2}\n",
     "flat.yaml": "run: 5\n",
     "latin.yaml": "run: {name: \xe9}\n",
+    "latin.jsonl": '{"q": "\xe9"}\n',
     "rewards.py": REWARDS,
+    "rows.py": ROWS,
+    "thesis/thesis.tex": "",
     "syntax.py": "def f(:\n",
     "missing_import.py": "import no_such_library\ndef f(completions, **k): return [0.0] * len(completions)\n",
 }
@@ -45,6 +56,8 @@ FILES = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("mistakes")
     shutil.copytree(SAVED / "qwen3", directory / "model")
+    for name in ("folder.jsonl", "thesis"):
+        (directory / name).mkdir()
     for name, text in FILES.items():
         (directory / name).write_text(text, encoding="latin-1")
     return directory

@@ -136,13 +136,6 @@ def test_patterns_and_lists_are_read_one_after_the_other(tmp_path: Path) -> None
         read(tmp_path / "*.jsonl")
 
 
-def test_a_list_holds_files_only() -> None:
-    with pytest.raises(
-        ConfigError, match=r"data.path must list files only, got \['hf:a/b'\]; mix them with data.sources"
-    ):
-        read("x.jsonl", "hf:a/b")
-
-
 def test_a_limit_on_open_files_is_not_an_error_of_a_file(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = len(list(Path("/proc/self/fd").iterdir())) + 20

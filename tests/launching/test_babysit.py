@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from tests.launching.conftest import git
-from tests.launching.driving import REPOSITORY, eventually
+from tests.launching.driving import eventually
 from tests.launching.stand_in import StandIn
 from tpu_grpo.cli.launch import main
 from tpu_grpo.launching import babysit
@@ -259,30 +259,6 @@ def test_a_mistake_on_one_worker_ends_it_with_its_code_and_last_lines(
     assert "worker 1 ended with exit code 2; not tried again" in err
     assert stand_in.load()["made"] == 1
     assert stand_in.processes() == []  # the other one was stopped
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            ["run.dir=runs/x", "checkpoint.every=1"],
-            "run.dir must outlive the machine, got runs/x, which lies in the checkout",
-        ),
-        (["run.dir=/home/me/x", "checkpoint.every=1"], "got /home/me/x, which lies on the worker's own disk"),
-        (
-            ["run.dir=gs://b/x", "checkpoint.every=1"],
-            "run.dir must be a directory, got the URL gs://b/x; mount",
-        ),
-        (["run.dir=/mnt/b/x"], "checkpoint.every must be >= 1 to go on after a preemption, got 0"),
-        (["--script", "scripts/eval.py"], "--script must be scripts/run.py for babysit"),
-    ],
-)
-def test_a_run_that_could_not_go_on_is_refused(
-    stand_in: StandIn, capsys: pytest.CaptureFixture[str], words: list[str], message: str
-) -> None:
-    assert main(["babysit", "--type", "v5e-16", str(REPOSITORY / "configs/gsm8k_cpu_check.yaml"), *words]) == 2
-    assert message in capsys.readouterr().err
-    assert stand_in.calls() == []
 
 
 def test_a_run_dir_on_the_workers_own_disk_is_found_there(

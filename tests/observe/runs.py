@@ -104,13 +104,6 @@ TALK_METRICS = {
     "episodes/wait_seconds_mean": 0.5,
     "episodes/wait_seconds_max": 2.0,
 }
-TALK_CHARTS = [
-    "Turns and calls",
-    "Tokens of conversations",
-    "How conversations end",
-    "Calls that failed",
-    "Wait for environments",
-]
 
 
 def sampled_turn(text: str, calls: Sequence[str] = (), answer: str = "", errors: int = 0) -> dict[str, Any]:

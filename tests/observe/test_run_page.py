@@ -2,12 +2,14 @@
 
 import json
 import re
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from tests.observe.runs import CHARTS, TALK_CHARTS, Page, leave_evaluation, leave_run, leave_talks, metrics
+from tests.goldens import compare_whole
+from tests.observe.runs import CHARTS, Page, leave_evaluation, leave_run, leave_talks, metrics
 from tpu_grpo.observe.run_log import JsonlSink
 from tpu_grpo.observe.run_page import write_report
 from tpu_grpo.records.errors import DataError
@@ -112,45 +114,25 @@ def test_everything_from_outside_is_escaped(tmp_path: Path) -> None:
     assert [line["l"] for line in page.charts["Reward"]["lines"]][1:] == ["$x_1$ <b>", "exact_answer"]
 
 
-def test_samples_of_the_first_a_middle_and_the_last_step_with_right_answers(tmp_path: Path) -> None:
-    leave_run(tmp_path, 9)
-    html = written(tmp_path)
-    assert re.findall(r"<h2>Samples of step (\d)</h2>", html) == ["1", "5", "9"]
-    first = Page(html).tables[1]
-    assert first[0] == ["prompt", "completion", "right answer", "e", "f", "total", "advantage", "tokens"]
-    cut = "cut at the longest length"
-    assert first[1] == [
-        "<b>prompt 1", f"<script>alert(5)</script>{cut}", "gold <1>", "5.00", "–", "5.00", "-1.00", "3"
-    ]  # fmt: skip
-    assert [row[5] for row in first[1:]] == ["5.00", "4.00", "1.00", "0.00"]  # the best two and the worst two of six
-    assert first[4][1] == "<script>alert(0)</script>"  # which was not cut
+def evaluated_run(run_dir: Path) -> None:
+    """Leave a run of nine steps with evaluations before, in the middle and at the end.
+
+    Of eight held-out prompts two got right (3, 4), one got wrong (6), one stayed wrong (7), and of the four that stayed
+    right two are shown (0, 1). Samples are of steps 1, 5 and 9, the best two and the worst two of six completions.
+    """
+    leave_run(run_dir, 9)
+    before = [1.0, 1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 0.0]
+    for step, values in ((0, before), (5, [1.0] * 8), (9, [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0])):
+        leave_evaluation(run_dir, step, values)
 
 
-def test_conversations_show_what_the_policy_wrote_and_what_it_was_answered(tmp_path: Path) -> None:
-    leave_talks(tmp_path)
-    html = written(tmp_path)
-    page = Page(html)
-    places = [list(page.charts).index(title) for title in TALK_CHARTS]
-    assert places == list(range(places[0], places[0] + len(TALK_CHARTS)))
-    assert list(page.charts)[places[-1] + 1 :][:3] == [
-        "Agreement of engine and trainer", "Time per stage", "Rollout speed"
-    ]  # fmt: skip
-    table = page.tables[1]
-    assert table[0] == ["prompt", "conversation", "success", "advantage", "tokens"]
-    assert table[1][0] == "system: # Tools\nadd(a: int, b: int)\nuser: What is 2 + 3?"  # without the template's marks
-    assert table[1][1].startswith("3 turns, ended with its answerI add the two numbers.\n<tool_call>\n")
-    assert '{"name": "add", "arguments": {"a": 2, "b": "<3>"}}' in table[1][1]
-    assert "addError: TypeError: b must be a number1 call failed<tool_call>" in table[1][1]
-    assert table[1][1].endswith("The answer is <b>5</b>.reward 0.50")
-    assert table[2][1].count("go on") == table[2][1].count("calculatoryes") == 12
-    assert "… 3 turns left out …go on" in table[2][1]
-    assert table[2][1].startswith("15 turns, cut at the most turnsgo on")
-    ended = "1 turn, ended because the environment failed: late: took 60 s?called add, reward 0.50"
-    assert table[3][1] == ended
-    parts = re.findall(r'<div class="(turn|answer)">(?:<small class="by">([^<]*)</small>)?', html)
-    assert parts[:5] == [
-        ("turn", ""), ("answer", "add"), ("turn", ""), ("answer", "add, a call that cannot be read"), ("turn", "")
-    ]  # fmt: skip
+@pytest.mark.parametrize("leave", [evaluated_run, leave_talks])
+def test_the_whole_page(tmp_path: Path, leave: Callable[[Path], object]) -> None:
+    """But for its script, its style, and drawings, whose data is there."""
+    leave(tmp_path / "run")
+    html = re.sub(r"<(script|style|svg)\b.*?</\1>", r"<\1/>", written(tmp_path / "run"), flags=re.DOTALL)
+    lines = re.sub(r"(?<!\n)(?=<(figure|table|tr|td|th|details|div|dt|li|h2)\b)", "\n", html).replace("&#34;", '"')
+    compare_whole(Path(__file__).with_name("pages") / f"{leave.__name__}.html", lines)
 
 
 def test_equal_completions_of_a_prompt_show_once(tmp_path: Path) -> None:
@@ -158,37 +140,6 @@ def test_equal_completions_of_a_prompt_show_once(tmp_path: Path) -> None:
     lines = (tmp_path / "samples.jsonl").read_text().splitlines()
     (tmp_path / "samples.jsonl").write_text("\n".join([lines[5]] * 4 + lines[:5]) + "\n")
     assert [row[5] for row in Page(written(tmp_path)).tables[1][1:]] == ["5.00", "4.00", "1.00", "0.00"]
-
-
-def test_held_out_prompts_before_and_after(tmp_path: Path) -> None:
-    leave_run(tmp_path, 4)
-    before = [1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 1.0, 0.0]
-    after_ = [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0]
-    for step, values in ((0, before), (2, before), (4, after_)):
-        leave_evaluation(tmp_path, step, values)
-    table = next(t for t in Page(written(tmp_path)).tables if "held out 0" in t[1])
-    assert table[0] == [
-        "prompt", "right answer", "completion, step 0", "completion, step 4", "exact_answer, step 0",
-        "exact_answer, step 4",
-    ]  # fmt: skip
-    # two that got right (3, 4), one that got wrong (6), one that stayed wrong (7), two that stayed right (0, 1)
-    assert [row[0] for row in table[1:]] == [f"held out {n}" for n in (0, 1, 3, 4, 6, 7)]
-    assert table[3] == ["held out 3", "gold 3", "greedy answer 3 after 0", "greedy answer 3 after 4", "0.00", "1.00"]
-
-
-def test_evaluations_as_a_table_with_their_intervals(tmp_path: Path) -> None:
-    leave_run(tmp_path, 4)
-    for step, values in ((0, [0.0, 1.0]), (2, [1.0, 1.0]), (4, [1.0, 0.5])):
-        leave_evaluation(tmp_path, step, values)
-    assert Page(written(tmp_path)).tables[0] == [
-        ["held out", "first", "highest", "last"],
-        [
-            "greedy exact_answer",
-            "0.5000.400 to 0.600, step 0",
-            "1.0000.900 to 1.100, step 2",
-            "0.7500.650 to 0.850, step 4",
-        ],
-    ]
 
 
 def test_long_texts_lose_their_middle(tmp_path: Path) -> None:
