@@ -28,7 +28,7 @@ CONTRACT = {
     "rollout/decode_step_seconds",
     "rollout/occupied_rows", "rollout/prefills", "rollout/accepted_rows", "agreement/logprob_abs_diff_max",
     "agreement/logprob_abs_diff_mean", "agreement/ratio_mean", "agreement/kl", "agreement/effective_sample_size",
-    "update/loss", "update/grad_norm", "update/step_kept", "update/kl", "update/entropy", "update/clip_fraction",
+    "update/loss", "update/grad_norm", "update/applied_fraction", "update/kl", "update/entropy", "update/clip_fraction",
     "update/ratio_mean", "update/learning_rate", "update/seconds", "weights/sync_seconds", "weights/bytes_moved",
     "step/seconds", "compile/count", "memory/host_gib",
 }  # fmt: skip

@@ -132,7 +132,8 @@ def test_a_continued_run_repeats_the_episodes_that_it_had_and_an_agent_is_told_t
     ],
 )
 def test_how_the_engine_works_changes_no_token(whole: Path, tmp_path: Path, rollout: dict[str, Any]) -> None:
-    """With little cache few conversations are begun at once; test_waves.py has some that are put back in a turn."""
+    """With little cache few conversations are begun at once; test_turn_scheduler.py has some that are put back in a
+    turn."""
     train(config(tmp_path / "other", run={"max_steps": 1}, rollout=rollout))
     [line] = lines(tmp_path / "other")
     assert line["rollout/tokens_digest"] == digests(whole)[1]

@@ -54,20 +54,20 @@ def test_steps_hold_the_first_informative_groups_and_begin_where_the_one_before_
     begin, last_rates = 0, dict[int, float]()
     for line, past in zip(steps, history, strict=True):
         assert line["groups/sampled"] == line["groups/rounds"] * PER_ROUND
-        assert line["groups/informative_fraction"] == pytest.approx(1 - line["groups/filled"] / PROMPTS)
+        assert line["groups/informative_fraction"] == pytest.approx(1 - line["groups/padded"] / PROMPTS)
         informative = [0 < rate < 1 for rate in past["pass_rate"]]
-        if line["groups/filled"]:
+        if line["groups/padded"]:
             assert line["groups/rounds"] == ROUNDS
             assert len(past["prompts"]) == line["groups/sampled"]
-            assert sum(informative) == PROMPTS - line["groups/filled"]
+            assert sum(informative) == PROMPTS - line["groups/padded"]
         else:
             assert sum(informative) == PROMPTS
             assert informative[-1]  # nothing is used up beyond the last that was needed
-        assert past["position"] - begin == len(past["prompts"]) + line["prompts/passed_over"]
+        assert past["position"] - begin == len(past["prompts"]) + line["prompts/skipped"]
         begin = past["position"]
         last_rates |= zip(past["prompts"], past["pass_rate"], strict=True)
     assert {line["groups/rounds"] for line in steps} == {1, 2}
-    assert any(line["prompts/passed_over"] for line in steps)
+    assert any(line["prompts/skipped"] for line in steps)
     assert steps[-1]["prompts/retired"] == sum(rate >= 0.5 for rate in last_rates.values())
     counts = [line["compile/count"] for line in steps]
     assert counts == [counts[0]] * STEPS  # fixed shapes

@@ -23,7 +23,7 @@ import pytest
 
 from tpu_grpo.cli.naming import named_model
 from tpu_grpo.cli.serve import main
-from tpu_grpo.run.answering import Speaker
+from tpu_grpo.run.answering import ServedPolicy
 from tpu_grpo.run.serving import Server
 
 
@@ -33,7 +33,7 @@ def server(unstarted: Path) -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(unstarted)
         model = named_model("run@initial", [])
-        speaker = Speaker(model.config, model.which, samples=8, context=40)
+        speaker = ServedPolicy(model.config, model.which, samples=8, context=40)
         with Server(speaker, model.name, "127.0.0.1", 0, "k") as serving:
             speaker.start()
             sampling = threading.Thread(target=serving.serve, args=[8])

@@ -13,7 +13,7 @@ from tpu_grpo.data import lazy_records
 from tpu_grpo.data.rendering import PromptRenderer
 from tpu_grpo.data.sources import Source, read_records
 from tpu_grpo.data.stream import open_prompts, prompts_digest
-from tpu_grpo.hosts.ending import here
+from tpu_grpo.hosts.ending import this_process
 from tpu_grpo.records.errors import DataError
 from tpu_grpo.records.stages import Prompt
 
@@ -158,7 +158,7 @@ def shown(total: int, capsys: pytest.CaptureFixture[str]) -> str:
 def test_a_bar_is_shown_for_much(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert shown(lazy_records.MUCH["bytes"] - 1, capsys) == ""
     assert "reading d.jsonl" in shown(lazy_records.MUCH["bytes"], capsys)
-    monkeypatch.setattr(here, "index", 1)
+    monkeypatch.setattr(this_process, "index", 1)
     assert shown(lazy_records.MUCH["bytes"], capsys) == ""
 
 

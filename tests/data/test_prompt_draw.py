@@ -101,11 +101,11 @@ def test_prompts_that_are_passed_often_enough_in_a_row_never_come_again() -> Non
     assert step(draw, 1, {0: 0.9, 1: 1.0, 2: 0.89}) == [0, 1, 2]
     assert step(draw, 2, {3: 1.0, 4: 1.0}) == [3, 4, 5]
     assert step(draw, 3, {0: 0.95, 1: 0.5, 2: 1.0}) == [0, 1, 2]  # 0 is retired, 1 failed again
-    assert draw.metrics() == {"prompts/unseen_fraction": 0.0, "prompts/retired": 1, "prompts/passed_over": 0}
+    assert draw.metrics() == {"prompts/unseen_fraction": 0.0, "prompts/retired": 1, "prompts/skipped": 0}
     assert step(draw, 4, {3: 1.0, 4: 0.0}) == [3, 4, 5]
     assert step(draw, 5, {1: 1.0, 2: 1.0, 4: 1.0}) == [1, 2, 4]
     assert draw.metrics()["prompts/retired"] == 3  # 0, 3 and 2
-    assert draw.metrics()["prompts/passed_over"] == 2
+    assert draw.metrics()["prompts/skipped"] == 2
 
 
 def test_when_all_are_retired_none_is_left() -> None:

@@ -24,7 +24,7 @@ from pyarrow import parquet
 from tpu_grpo.config import parse_config
 from tpu_grpo.data.sources import Source, glance, read_records
 from tpu_grpo.records.errors import ConfigError, DataError, DiskError, disk_errors_explained
-from tpu_grpo.records.outside import LONGEST
+from tpu_grpo.records.untrusted_input import LONGEST
 from tpu_grpo.run.fingerprints import fingerprints
 
 ROWS = [

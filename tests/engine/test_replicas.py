@@ -11,10 +11,10 @@ import pytest
 from flax import nnx
 
 from tests.engine.building import CONTEXT, PROMPTS, build_replicas, engine_options, requests, tokens
-from tpu_grpo.engine.dealing import Group
+from tpu_grpo.engine.load_balancing import Group
 from tpu_grpo.engine.replicas import Replica, Replicas, idle_share, make_replicas
 from tpu_grpo.engine.scheduler import EngineUse
-from tpu_grpo.engine.waves import Limits
+from tpu_grpo.engine.turn_scheduler import Limits
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.records.errors import ConfigError, RequestError
 from tpu_grpo.records.stages import Completion, Request, SamplingParams

@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.models.gpt2.tokenization_gpt2 import bytes_to_unicode
 
-from tpu_grpo.environments.chat_dialect import Dialect, Following
+from tpu_grpo.environments.chat_format import ChatFormat, Following
 from tpu_grpo.models.tokenizers import build_tool_tokenizer
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -94,9 +94,9 @@ def build(family: Family, chat_template: str | None) -> PreTrainedTokenizerFast:
     return result
 
 
-def dialect(name: str, tools: Sequence[Mapping[str, Any]] = (ADD, SAY), **switches: Any) -> Dialect:
+def chat_format(name: str, tools: Sequence[Mapping[str, Any]] = (ADD, SAY), **switches: Any) -> ChatFormat:
     """Open a family's dialect."""
-    return Dialect(tokenizer(name), tools, "auto", switches)
+    return ChatFormat(tokenizer(name), tools, "auto", switches)
 
 
 def ids(name: str, text: str) -> list[int]:
@@ -104,7 +104,7 @@ def ids(name: str, text: str) -> list[int]:
     return tokenizer(name)(text, add_special_tokens=False).input_ids
 
 
-def follow(opened: Dialect, prompt: list[int], turn: list[int], answers: Any, first: int | None = None) -> Following:
+def follow(opened: ChatFormat, prompt: list[int], turn: list[int], answers: Any, first: int | None = None) -> Following:
     """Return what follows the policy's turn behind a prompt; ``first`` of its tokens, or all, are the first prompt."""
     sampled = [False] * len(prompt) + [True] * len(turn)
     return opened.follow([*prompt, *turn], len(prompt) if first is None else first, sampled, answers)

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.environments.template_families import ADD, dialect, ids
+from tests.environments.template_families import ADD, chat_format, ids
 from tpu_grpo.config import EnvironmentSection
 from tpu_grpo.environments.actions import Answered, Ended, LoadedEnvironment, ToolCall
 from tpu_grpo.environments.agent_conversation import AgentConversation
 from tpu_grpo.environments.conversation import BRANCH_SAMPLES, Start
-from tpu_grpo.environments.policy_requests import Asked
+from tpu_grpo.environments.policy_requests import TurnRequest
 from tpu_grpo.environments.tool_values import WrongError
 from tpu_grpo.records.stages import Completion, Prompt, Request, SampleKey, SamplingParams
 
@@ -34,11 +34,11 @@ def written(text: str) -> str:
 
 
 def asked(*messages: dict[str, Any], **more: Any) -> Answered:
-    return Answered((), request=Asked(messages=messages, **more).for_one())
+    return Answered((), request=TurnRequest(messages=messages, **more).for_one())
 
 
 def tokens(*prompt: int, **more: Any) -> Answered:
-    return Answered((), request=Asked(token_ids=prompt, **more).for_one())
+    return Answered((), request=TurnRequest(token_ids=prompt, **more).for_one())
 
 
 def conversation(family: str = "qwen2_5", most: int = 400, **settings: Any) -> AgentConversation:
@@ -48,7 +48,7 @@ def conversation(family: str = "qwen2_5", most: int = 400, **settings: Any) -> A
         prompt,
         Request(prompt.token_ids, SamplingParams(most, temperature=0.5), KEY),
         LoadedEnvironment("Agent", "agent.py:Agent", "answers", gives_reward=True),
-        dialect(family, ()),
+        chat_format(family, ()),
         section,
         max_prompt_tokens=400,
     )
@@ -64,7 +64,7 @@ def test_a_request_that_adds_to_what_was_sampled_continues_its_tokens() -> None:
     """The turn is sampled as the two tokens 4 and 7, which the tokenizer would write as one."""
     talk = conversation()
     first = talk.first(asked(user("2+45=")))
-    assert (list(first.token_ids), first.key) == (talk._start.dialect.prompt([user("2+45=")]), KEY)
+    assert (list(first.token_ids), first.key) == (talk._start.chat_format.prompt([user("2+45=")]), KEY)
     turn = Completion(
         np.array([*map(ord, "47"), *ids("qwen2_5", "<|im_end|>")], np.int32),
         np.array([-1, -2, -3], np.float32),
@@ -134,10 +134,10 @@ def test_what_nobody_sampled_is_rendered_anew() -> None:
     talk.turn(said("47"))
     rewritten = (user("2+45="), assistant("46"), user("no"))
     changed = talk.answered(asked(*rewritten))
-    assert list(changed.token_ids) == talk._start.dialect.prompt(rewritten)
+    assert list(changed.token_ids) == talk._start.chat_format.prompt(rewritten)
     talk.turn(said("4", reason="length"))
     cut = (*rewritten, assistant("4"), user("go on"))
-    assert list(talk.answered(asked(*cut)).token_ids) == talk._start.dialect.prompt(cut)
+    assert list(talk.answered(asked(*cut)).token_ids) == talk._start.chat_format.prompt(cut)
 
 
 def test_a_template_that_drops_thinking_begins_a_branch() -> None:
@@ -159,7 +159,7 @@ def test_a_template_that_drops_thinking_begins_a_branch() -> None:
 def test_tools_are_those_of_the_request() -> None:
     talk = conversation()
     first = talk.first(asked(user("2+45="), tools=(ADD,)))
-    with_tool = dialect("qwen2_5", (ADD,))
+    with_tool = chat_format("qwen2_5", (ADD,))
     assert list(first.token_ids) == with_tool.prompt([user("2+45=")])
     action = talk.turn(said('<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 45}}\n</tool_call>'))
     assert [vars(call)["name"] for call in action.calls] == ["add"]
@@ -170,14 +170,14 @@ def test_tools_are_those_of_the_request() -> None:
     assert second.key == KEY
     talk.turn(said("47"))
     without = talk.answered(asked(user("2+45=")))
-    assert list(without.token_ids) == dialect("qwen2_5", ()).prompt([user("2+45=")])
+    assert list(without.token_ids) == chat_format("qwen2_5", ()).prompt([user("2+45=")])
 
 
 def test_texts_of_an_agent_cannot_spell_special_tokens() -> None:
     talk = conversation()
     request = talk.first(asked(user("x<|im_end|>y")))
     end = ids("qwen2_5", "<|im_end|>")[0]
-    assert request.token_ids.count(end) == dialect("qwen2_5", ()).prompt([user("xy")]).count(end)
+    assert request.token_ids.count(end) == chat_format("qwen2_5", ()).prompt([user("xy")]).count(end)
     talk.turn(said("z"))
     made = {
         "type": "function",
@@ -262,7 +262,7 @@ def test_a_stop_token_ends_the_turn_and_tokens_are_named_by_their_bytes() -> Non
         asked(user("a"), user(" x" * 100_000)),
         asked(user("a"), assistant("<|im_end|>" * 20_000)),
         asked(user("a"), tools=({**ADD, "function": {**ADD["function"], "description": "x" * 200_000}},)),
-        Answered((), request=Asked(text="x" * 200_000).for_one()),
+        Answered((), request=TurnRequest(text="x" * 200_000).for_one()),
     ],
     ids=["15 MiB", "added", "prompt", "markers", "tools", "text"],
 )

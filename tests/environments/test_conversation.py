@@ -25,7 +25,7 @@ class Following:
     new_prompt: tuple[int, ...] | None = None
 
 
-class Dialect:
+class ChatFormat:
     """Tokens of 100 and above call tools; an answer is written as 50, its length, 51."""
 
     def __init__(self, forgets: bool = False):
@@ -55,16 +55,18 @@ class Dialect:
         return f"{text[: most - 1]}~" if most else ""
 
 
-def conversation(dialect: Dialect | None = None, takes: str = "calls", most: int = 20, **settings: Any) -> Conversation:
+def conversation(
+    chat_format: ChatFormat | None = None, takes: str = "calls", most: int = 20, **settings: Any
+) -> Conversation:
     request = Request(PROMPT.token_ids, SamplingParams(most, temperature=0.5), KEY)
     section = EnvironmentSection(name="x", **settings)
     loaded = LoadedEnvironment("x", "x.py:X", takes)
-    return Conversation(Start(PROMPT, request, loaded, dialect or Dialect(), section, max_prompt_tokens=6))  # pyright: ignore[reportArgumentType]
+    return Conversation(Start(PROMPT, request, loaded, chat_format or ChatFormat(), section, max_prompt_tokens=6))  # pyright: ignore[reportArgumentType]
 
 
-def begun(dialect: Dialect | None = None, **settings: Any) -> Conversation:
+def begun(chat_format: ChatFormat | None = None, **settings: Any) -> Conversation:
     """A conversation whose reset gave nothing."""
-    talk = conversation(dialect, **settings)
+    talk = conversation(chat_format, **settings)
     talk.first(Answered(()))
     return talk
 
@@ -78,8 +80,8 @@ def tool(*texts: str, **more: Any) -> Answered:
 
 
 def test_three_turns_token_by_token() -> None:
-    dialect = Dialect()
-    talk = conversation(dialect)
+    chat_format = ChatFormat()
+    talk = conversation(chat_format)
     first = talk.first(Answered(()))
     assert first == Request((1, 2, 3), SamplingParams(20, temperature=0.5), KEY)
     assert talk.turn(sampled(10, 100)) == Action("10 100", "content", (ToolCall("t100", {"x": 100}),))
@@ -109,7 +111,7 @@ def test_three_turns_token_by_token() -> None:
         {"type": "function", "function": {"name": "t100", "arguments": {"x": 100}}}
     ]
     # what was followed is what there was, to the token
-    assert dialect.followed[1] == (
+    assert chat_format.followed[1] == (
         [1, 2, 3, 10, 100, 50, 4, 51, 101, 102],
         3,
         [False] * 3 + [True] * 2 + [False] * 3 + [True] * 2,
@@ -128,7 +130,7 @@ def test_what_reset_gives_is_a_part_of_the_prompt() -> None:
 
 
 def test_a_template_that_forgets_begins_another_branch() -> None:
-    talk = begun(Dialect(forgets=True), takes="texts", most=9)
+    talk = begun(ChatFormat(forgets=True), takes="texts", most=9)
     assert talk.turn(sampled(10, 11)) is not None
     second = talk.answered(Answered(({"role": "user", "content": "no"},), reward=0.25))
     assert second.token_ids == (1, 2, 3, 11, 50, 2, 51)  # 12 may follow the first prompt: 3 + 9
@@ -150,7 +152,7 @@ def test_a_template_that_forgets_begins_another_branch() -> None:
 
 def test_tokens_that_a_branch_forgot_count_for_the_limit_of_the_whole_conversation() -> None:
     """Of 8 tokens 6 are written in the first turn; the second branch sees 7 where 11 may stand, and still gets 2."""
-    talk = begun(Dialect(forgets=True), takes="texts", most=8)
+    talk = begun(ChatFormat(forgets=True), takes="texts", most=8)
     assert talk.turn(sampled(10, 11, 12, 13, 14, 15)) is not None
     second = talk.answered(Answered(({"role": "user", "content": "no"},)))
     assert (second.token_ids, second.sampling.max_new_tokens) == ((1, 2, 3, 15, 50, 2, 51), 2)

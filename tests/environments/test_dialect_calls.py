@@ -10,10 +10,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.environments.template_families import ADD, dialect, ids, tokenizer, tool
+from tests.environments.template_families import ADD, chat_format, ids, tokenizer, tool
 from tests.goldens import compare, rows
 from tpu_grpo.environments.actions import Action, BadCall, ToolCall
-from tpu_grpo.environments.chat_dialect import Dialect
+from tpu_grpo.environments.chat_format import ChatFormat
 from tpu_grpo.environments.tool_calls import PythonCalls, checked_call, read_hermes, read_qwen3_coder
 
 ENDS = {"llama3": "<|eot_id|>", "llama_pythonic": "<|eot_id|>"}
@@ -30,7 +30,7 @@ KINDS["function"]["parameters"]["properties"] |= {
 
 def read(name: str, text: str, *, ended: bool = True) -> Action:
     """Read a turn of a family; one that did not end lacks its last token."""
-    opened = dialect(name, (KINDS,)) if name == "qwen3_coder" else dialect(name)
+    opened = chat_format(name, (KINDS,)) if name == "qwen3_coder" else chat_format(name)
     return opened.read(ids(name, text + (ENDS.get(name, "<|im_end|>") if ended else "")))
 
 
@@ -91,9 +91,9 @@ def test_what_is_long_or_deep_is_bad() -> None:
 
 
 def test_a_set_format_is_read_whatever_the_template_shows() -> None:
-    opened = Dialect(tokenizer("llama3"), (ADD,), "python")
+    opened = ChatFormat(tokenizer("llama3"), (ADD,), "python")
     assert opened.read(ids("llama3", "[add(a=47, b=38)]<|eot_id|>")).calls == (CALL,)
-    opened = Dialect(tokenizer("llama3"), (ADD,), "hermes")
+    opened = ChatFormat(tokenizer("llama3"), (ADD,), "hermes")
     assert opened.read(ids("llama3", f"{ADDS}<|eot_id|>")).calls == (CALL,)
 
 
@@ -126,8 +126,8 @@ def test_any_text_is_read(pieces: list[str], ended: bool) -> None:
 
 
 @cache
-def with_text_and_number(name: str) -> Dialect:
-    return Dialect(tokenizer(name), (tool("f", s="string", i="integer"),))
+def with_text_and_number(name: str) -> ChatFormat:
+    return ChatFormat(tokenizer(name), (tool("f", s="string", i="integer"),))
 
 
 @given(st.text().filter(lambda text: "</think>" not in text), st.integers(min_value=-(10**20)))
@@ -159,7 +159,7 @@ def test_texts_of_a_turn() -> None:
     action = read("qwen3", f"<think>\nhm\n</think>\n\nhi {tags('x')}")
     assert action.text == "<think>\nhm\n</think>\n\nhi <tool_call>\nx\n</tool_call>"
     assert (action.content, action.thinking) == ("hi", "hm")
-    assert dialect("qwen3", tools=()).read([]) == Action("", "")
+    assert chat_format("qwen3", tools=()).read([]) == Action("", "")
     call = '{"name": "add", "parameters": {"a": 47, "b": 38}}'
     assert read("llama3", f"So: <|python_tag|>{call}").text == f"So: {call}"
     assert read("builtin", "so<|call|>add(47,38)<|end_call|>").text == "soadd(47,38)"

@@ -5,28 +5,28 @@ from typing import Any
 import pytest
 
 from tests.environments.template_families import ADD, FAMILIES, GEMMA, QWEN, QWEN_TAGS, TEMPLATES, Family, build
-from tpu_grpo.environments.chat_dialect import Dialect
+from tpu_grpo.environments.chat_format import ChatFormat
 from tpu_grpo.models.tokenizers import build_byte_tokenizer
 from tpu_grpo.records.errors import ConfigError, DataError
 
 
-def open_changed(family: str, *changes: tuple[str, str], tools: Any = (ADD,), **rest: Any) -> Dialect:
+def open_changed(family: str, *changes: tuple[str, str], tools: Any = (ADD,), **rest: Any) -> ChatFormat:
     template = (TEMPLATES / f"{family}.jinja").read_text()
     for old, new in changes:
         assert old in template
         template = template.replace(old, new)
-    return Dialect(build(FAMILIES[family], template), tools, **rest)
+    return ChatFormat(build(FAMILIES[family], template), tools, **rest)
 
 
 def test_no_chat_template() -> None:
     with pytest.raises(ConfigError, match="needs a tokenizer with a chat template, this one has none; use"):
-        Dialect(build(FAMILIES["qwen3"], None), ())
+        ChatFormat(build(FAMILIES["qwen3"], None), ())
 
 
 def test_tools_that_are_not_shown() -> None:
     with pytest.raises(ConfigError, match="needs a chat template that shows them.*writes the same without; take"):
-        Dialect(build_byte_tokenizer(), (ADD,))
-    Dialect(build_byte_tokenizer(), ())
+        ChatFormat(build_byte_tokenizer(), (ADD,))
+    ChatFormat(build_byte_tokenizer(), ())
 
 
 def test_a_role_that_is_refused() -> None:
@@ -68,7 +68,7 @@ def test_a_turn_without_a_special_token_at_its_end() -> None:
     family = Family(tuple(t for t in GEMMA if t != "<end_of_turn>"), (), "<bos>", "<eos>", "<pad>")
     plain = build(family, (TEMPLATES / "gemma2.jinja").read_text())
     with pytest.raises(ConfigError, match="must end the policy's turns with a special token"):
-        Dialect(plain, ())
+        ChatFormat(plain, ())
 
 
 def test_thinking_that_is_dropped_and_no_token() -> None:
@@ -76,8 +76,8 @@ def test_thinking_that_is_dropped_and_no_token() -> None:
         Family(QWEN, QWEN_TAGS[:4], None, "<|im_end|>", "<|endoftext|>"), (TEMPLATES / "qwen3.jinja").read_text()
     )
     with pytest.raises(ConfigError, match="whose </think> is one token, this one has 6; take"):
-        Dialect(plain, ())
-    Dialect(plain, (ADD,))  # a tool's answer leaves it
+        ChatFormat(plain, ())
+    ChatFormat(plain, (ADD,))  # a tool's answer leaves it
 
 
 def test_prompts_that_cannot_begin() -> None:

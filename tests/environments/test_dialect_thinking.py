@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from tests.environments.template_families import FAMILIES, TEMPLATES, build, dialect, follow, ids, tokenizer
-from tpu_grpo.environments.chat_dialect import Dialect
+from tests.environments.template_families import FAMILIES, TEMPLATES, build, chat_format, follow, ids, tokenizer
+from tpu_grpo.environments.chat_format import ChatFormat
 from tpu_grpo.environments.turn_tokens import Cutter
 
 FIRST = [{"role": "user", "content": "Guess."}]
@@ -23,7 +23,7 @@ def said(answer: str) -> list[dict[str, str]]:
 
 def test_thinking_is_cut_and_a_new_prompt_begins() -> None:
     """Three turns, two of them answered by the user: each answer begins a sequence of its own."""
-    opened = dialect("qwen3", tools=())
+    opened = chat_format("qwen3", tools=())
     prompt = opened.first(FIRST, None)[1]
     assert prompt == q(ASKED)
     # "47" sampled as two tokens, and three newlines behind the thinking as two
@@ -42,7 +42,7 @@ def test_thinking_is_cut_and_a_new_prompt_begins() -> None:
 
 
 def test_the_cut_past_is_what_the_template_writes() -> None:
-    opened = dialect("qwen3", tools=())
+    opened = chat_format("qwen3", tools=())
     messages = [*FIRST]
     past = opened.first(FIRST, None)[1]
     for number, answer in (("50", "low"), ("75", "high")):
@@ -56,14 +56,14 @@ def test_the_cut_past_is_what_the_template_writes() -> None:
 
 @pytest.mark.parametrize("turn", ["50<|im_end|>", "<think>\nnever closed<|im_end|>"])
 def test_a_turn_without_thinking_leaves_the_past_as_it_is(turn: str) -> None:
-    opened = dialect("qwen3", tools=())
+    opened = chat_format("qwen3", tools=())
     prompt = opened.first(FIRST, None)[1]
     assert follow(opened, prompt, q(turn), said("low")).new_prompt is None
 
 
 def test_with_thinking_off_the_empty_block_goes_before_the_user_speaks_and_stays_before_a_tool_does() -> None:
     empty = "<think>\n\n</think>\n\n"
-    opened = dialect("qwen3", tools=(), enable_thinking=False)
+    opened = chat_format("qwen3", tools=(), enable_thinking=False)
     prompt = opened.first(FIRST, None)[1]
     assert prompt == q(ASKED + empty)
     turn = q("50<|im_end|>")
@@ -71,19 +71,19 @@ def test_with_thinking_off_the_empty_block_goes_before_the_user_speaks_and_stays
     assert following.new_prompt == tuple(q(f"{ASKED}50<|im_end|>"))
     assert list(following.suffix) == q(f"\n<|im_start|>user\nlow<|im_end|>\n{OPENS}{empty}")
 
-    with_tools = dialect("qwen3", enable_thinking=False)
+    with_tools = chat_format("qwen3", enable_thinking=False)
     prompt = with_tools.first(FIRST, None)[1]
     answers = [{"role": "tool", "name": "add", "content": "85"}]
     assert follow(with_tools, prompt, turn, answers).new_prompt is None
 
 
-def variant(*changes: tuple[str, str], tools: Any = (), switches: Any = None) -> Dialect:
+def variant(*changes: tuple[str, str], tools: Any = (), switches: Any = None) -> ChatFormat:
     """Open Qwen3's template with changes."""
     template = (TEMPLATES / "qwen3.jinja").read_text()
     for old, new in changes:
         assert old in template
         template = template.replace(old, new)
-    return Dialect(build(FAMILIES["qwen3"], template), tools, "auto", switches)
+    return ChatFormat(build(FAMILIES["qwen3"], template), tools, "auto", switches)
 
 
 OPENED = (

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from tests.environments.template_families import ADD, FAMILIES, SAY, build, dialect, follow, ids, tokenizer
+from tests.environments.template_families import ADD, FAMILIES, SAY, build, chat_format, follow, ids, tokenizer
 from tpu_grpo.config import DataSection
 from tpu_grpo.data.rendering import PromptRenderer, template_switches
 from tpu_grpo.environments.actions import ToolCall
-from tpu_grpo.environments.chat_dialect import Dialect
+from tpu_grpo.environments.chat_format import ChatFormat
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ CALLS = (
 class Sequenced:
     """A conversation as it grows: ids, and which of them were sampled."""
 
-    dialect: Dialect
+    chat_format: ChatFormat
     prompt: list[int]
 
     def __post_init__(self) -> None:
@@ -119,7 +119,7 @@ class Sequenced:
         self.sampled += [True] * len(ids)
 
     def answer(self, answers: Sequence[Mapping[str, Any]]) -> None:
-        following = self.dialect.follow(self.ids, len(self.prompt), self.sampled, answers)
+        following = self.chat_format.follow(self.ids, len(self.prompt), self.sampled, answers)
         assert following.new_prompt is None
         self.ids += following.suffix
         self.sampled += [False] * len(following.suffix)
@@ -127,7 +127,7 @@ class Sequenced:
 
 def played(name: str, turns: Sequence[Sequence[int]]) -> Sequenced:
     """Three turns with a family's dialect; the second has one call where the template takes no more."""
-    opened = dialect(name)
+    opened = chat_format(name)
     played = Sequenced(opened, opened.first(FIRST, None)[1])
     for turn, answers in zip(turns, (ONE, TWO[:1] if name == "llama3" else TWO, None), strict=True):
         played.turn(turn)
@@ -152,7 +152,7 @@ def test_three_turns(name: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_template_writes_the_same_of_the_conversation_as_it_was_read(name: str) -> None:
-    opened, case = dialect(name), CASES[name]
+    opened, case = chat_format(name), CASES[name]
     turns = [ids(name, turn) for turn in case.turns]
     messages: list[Any] = list(FIRST)
     for turn, answers in zip(turns, (ONE, TWO[:1] if name == "llama3" else TWO, []), strict=True):
@@ -172,7 +172,7 @@ def test_the_template_writes_the_same_of_the_conversation_as_it_was_read(name: s
 
 @pytest.mark.parametrize("name", CASES)
 def test_turns_are_read(name: str) -> None:
-    opened, case = dialect(name), CASES[name]
+    opened, case = chat_format(name), CASES[name]
     actions = [opened.read(ids(name, turn)) for turn in case.turns]
     two = CALLS[1][:1] if name == "llama3" else CALLS[1]
     assert [action.calls for action in actions] == [CALLS[0], two, ()]
@@ -194,7 +194,7 @@ def test_what_was_sampled_is_never_rendered_or_encoded(name: str, monkeypatch: p
     turns = [[*own(secret[:1]).input_ids, *ids(name, secret[1:] + turn)] for turn in case.turns]
     if name != "builtin":
         assert turns[0] != ids(name, secret + case.turns[0])  # "47" would be one token
-    opened = dialect(name)
+    opened = chat_format(name)
     told: list[str] = []
     render, encode = PreTrainedTokenizerFast.apply_chat_template, PreTrainedTokenizerFast.__call__
 
@@ -228,7 +228,7 @@ def encoded_plain(told: list[str], self: Any, text: str) -> list[int]:
 @pytest.mark.parametrize("name", CASES)
 def test_what_a_tool_answers_is_no_special_token(name: str) -> None:
     """A tool that answers the end of a turn and a call gets the bytes that spell them."""
-    own, opened = tokenizer(name), dialect(name)
+    own, opened = tokenizer(name), chat_format(name)
     words = [token.content for token in own.added_tokens_decoder.values()]
     text = "a" + "b".join(words) + "c"
     turn = ids(name, CASES[name].turns[0])
@@ -241,7 +241,7 @@ def test_what_a_tool_answers_is_no_special_token(name: str) -> None:
 
 
 def test_a_reset_observation_goes_behind_the_last_user_message() -> None:
-    opened, own = dialect("qwen2_5"), tokenizer("qwen2_5")
+    opened, own = chat_format("qwen2_5"), tokenizer("qwen2_5")
     messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "Q"}]
     text, prompt, told = opened.first(messages, " O<|im_end|>")
     assert text.endswith("<|im_start|>user\nQ O<|im_end|><|im_end|>\n<|im_start|>assistant\n")
@@ -258,7 +258,7 @@ def test_the_date_in_a_prompt_is_the_configs() -> None:
     """A prompt that reset adds something to is rendered again, and must not be another one on another day."""
     own = build(FAMILIES["qwen2_5"], f"{{{{- strftime_now('%d %b %Y') }}}}{tokenizer('qwen2_5').chat_template}")
     for data, day in ((DataSection(), "26 Jul 2024"), (DataSection(date="2031-02-03"), "03 Feb 2031")):
-        opened = Dialect(own, (ADD,), "auto", template_switches(data, own))
+        opened = ChatFormat(own, (ADD,), "auto", template_switches(data, own))
         assert opened.first(FIRST, " O")[0].startswith(day)
         assert PromptRenderer(data, own).render({"question": "47+38="}, "").text.startswith(day)
 
@@ -267,14 +267,14 @@ def test_the_record_has_a_reset_observation_where_the_tokens_have_it() -> None:
     """The data may bring a conversation that goes on behind the user's last message."""
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 4, "b": 7}}}
     said: list[dict[str, Any]] = [{"role": "assistant", "content": "", "tool_calls": [call]}, ONE[0]]
-    text, _, told = dialect("qwen2_5").first([{"role": "user", "content": "Q"}, *said], " O")
+    text, _, told = chat_format("qwen2_5").first([{"role": "user", "content": "Q"}, *said], " O")
     assert "<|im_start|>user\nQ O<|im_end|>" in text
     assert told == [{"role": "user", "content": "Q O"}, *said]
 
 
 def test_gemma_converses_with_user_messages() -> None:
     """A step environment without tools: guesses, and what is said to them."""
-    opened = dialect("gemma2", tools=())
+    opened = chat_format("gemma2", tools=())
     prompt = opened.first([{"role": "user", "content": "Guess."}], " 1 to 9")[1]
     assert prompt == ids("gemma2", "<bos><start_of_turn>user\nGuess. 1 to 9<end_of_turn>\n<start_of_turn>model\n")
     played = Sequenced(opened, prompt)
@@ -300,7 +300,7 @@ def test_gemma_converses_with_user_messages() -> None:
     ],
 )
 def test_an_empty_answer_is_an_empty_message(name: str, empty: str) -> None:
-    opened = dialect(name, tools=())
+    opened = chat_format(name, tools=())
     ids_T = [*ids(name, "x"), opened.end_id]
     following = opened.follow(ids_T, 0, [True] * len(ids_T), [{"role": "user", "content": ""}])
     assert list(following.suffix) == ids(name, empty)
@@ -308,7 +308,7 @@ def test_an_empty_answer_is_an_empty_message(name: str, empty: str) -> None:
 
 @pytest.mark.parametrize(("name", "last"), [("qwen2_5", "<|endoftext|>"), ("llama3", "x"), ("qwen3", "5")])
 def test_nothing_follows_a_turn_that_was_cut(name: str, last: str) -> None:
-    opened = dialect(name)
+    opened = chat_format(name)
     cut = [1, 2, *ids(name, last)]
     assert not opened.ends(cut)
     with pytest.raises(ValueError, match="nothing follows a turn that was cut"):
@@ -316,7 +316,7 @@ def test_nothing_follows_a_turn_that_was_cut(name: str, last: str) -> None:
 
 
 def test_llama_may_end_a_call_with_its_own_token() -> None:
-    opened = dialect("llama3")
+    opened = chat_format("llama3")
     turn = ids("llama3", '<|python_tag|>{"name": "add", "parameters": {"a": 1, "b": 2}}<|eom_id|>')
     assert opened.ends(turn)
     assert opened.read(turn).calls == (ToolCall("add", {"a": 1, "b": 2}),)

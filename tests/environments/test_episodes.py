@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.environments.test_conversation import Dialect, sampled, tool
+from tests.environments.test_conversation import ChatFormat, sampled, tool
 from tpu_grpo.config import EnvironmentSection
 from tpu_grpo.environments.actions import Action, Answered, Ended, LoadedEnvironment, Reply
 from tpu_grpo.environments.episodes import Environments, Episodes, seed_of
@@ -49,7 +49,7 @@ class Pool:
 def environments(pool: Pool, names: tuple[str, ...] = ("",), most: int = 6, **settings: Any) -> Environments:
     loaded = {name: LoadedEnvironment(name or "Game", f"{name}.py:Game", "calls") for name in names}
     section = EnvironmentSection(name="x", **settings)
-    return Environments(loaded, dict.fromkeys(names, Dialect()), pool, section, most)  # pyright: ignore[reportArgumentType]
+    return Environments(loaded, dict.fromkeys(names, ChatFormat()), pool, section, most)  # pyright: ignore[reportArgumentType]
 
 
 def opened(pool: Pool, rows: int = 1, **more: Any) -> Episodes:

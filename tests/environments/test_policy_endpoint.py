@@ -14,7 +14,7 @@ import pytest
 
 from tpu_grpo.environments.actions import Action, SampledTurn
 from tpu_grpo.environments.policy_endpoint import MOST_BYTES, MOST_WAITING, Endpoint, Session, settle
-from tpu_grpo.environments.policy_requests import Asked, RefusedError
+from tpu_grpo.environments.policy_requests import RefusedError, TurnRequest
 
 MIB = 2**20
 LONG = tuple(range(100_000))
@@ -169,11 +169,11 @@ def test_what_waits_is_bounded_and_shared_by_the_turns_of_a_request() -> None:
     async def scene() -> None:
         session = Endpoint().open()
         text = "x" * (15 * MIB)
-        waiting = [asyncio.create_task(session.turns(Asked(text=text, n=14))) for _ in range(17)]
+        waiting = [asyncio.create_task(session.turns(TurnRequest(text=text, n=14))) for _ in range(17)]
         before = psutil.Process().memory_info().rss
         await asyncio.sleep(0)
         with pytest.raises(RefusedError, match="at most 256 turns of 268435456 bytes") as refused:
-            await session.turns(Asked(text=text))
+            await session.turns(TurnRequest(text=text))
         assert refused.value.status == 429
         assert psutil.Process().memory_info().rss - before < 100 * MIB  # 17 * 14 copies would be 3.5 GiB
         taken = await session.batch(2)

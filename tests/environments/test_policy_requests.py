@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tpu_grpo.environments.actions import Action, SampledTurn
-from tpu_grpo.environments.policy_requests import FORMS, Asked, RefusedError
+from tpu_grpo.environments.policy_requests import FORMS, RefusedError, TurnRequest
 
 NAMES = [
     *("messages", "role", "content", "name", "tool_calls", "function", "arguments", "id", "type", "tools", "n", "text"),
@@ -48,7 +48,7 @@ def test_a_request_is_read_or_refused(path: str, changed: dict[str, Any], cut: i
         except RefusedError as error:
             json.dumps(error.body).encode()
         else:
-            assert Asked.model_validate_json(asked.for_one()).for_one() == asked.for_one()
+            assert TurnRequest.model_validate_json(asked.for_one()).for_one() == asked.for_one()
 
 
 @pytest.mark.parametrize("data", [b"", b"null", b"[" * 100_000, b"\xff\xfe", b"1e999", b'{"messages": 1}'])
@@ -188,7 +188,7 @@ def test_several_prompts_are_asked_one_by_one_and_counted_once() -> None:
         ("b", 0),
         ("b", 1),
     ]
-    assert [Asked.model_validate_json(asked.for_one(n)).text for n in range(4)] == ["a", "a", "b", "b"]
+    assert [TurnRequest.model_validate_json(asked.for_one(n)).text for n in range(4)] == ["a", "a", "b", "b"]
     ids = FORMS[TEXT].read(json.dumps({"prompt": [[1, 2], [3]]}).encode())
     assert [one.token_ids for one in map(ids.one, range(ids.turns))] == [(1, 2), (3,)]
     turns = [
@@ -209,7 +209,7 @@ def test_tokens_are_named_by_text_and_bytes() -> None:
     """A part of a character is named by its bytes, as at OpenAI; the sampled token joins the likeliest of a text."""
     likeliest = (((7, b"x", -0.1), (8, b"y", -3.0)), ((9, b"\xc3", -0.2), (8, b"y", -2.0)))
     turn = Action("", "", sampled=SampledTurn((1,), (8, 9), (-3.0, -0.2), False, (b"y", b"\xc3"), likeliest))
-    asked = Asked(token_ids=(1,), logprobs=True, likeliest=2)
+    asked = TurnRequest(token_ids=(1,), logprobs=True, likeliest=2)
     content = FORMS[CHAT].write(asked, [turn], "m")["choices"][0]["logprobs"]["content"]
     assert content[1] == {
         "token": "bytes:\\xc3",

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tests.models.test_transformers5 import SAVED
-from tpu_grpo.environments.chat_dialect import refuse_padding
+from tpu_grpo.environments.chat_format import refuse_padding
 from tpu_grpo.models.tokenizers import (
     build_byte_tokenizer,
     build_tool_tokenizer,

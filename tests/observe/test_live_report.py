@@ -13,7 +13,7 @@ import pytest
 from tests.hosts.processes import REPOSITORY
 from tests.observe.runs import leave_run
 from tpu_grpo.config import RunConfig, parse_config
-from tpu_grpo.hosts import End, Hosts, here
+from tpu_grpo.hosts import End, Hosts, this_process
 from tpu_grpo.observe import live_report
 from tpu_grpo.observe.live_report import LiveReport
 from tpu_grpo.records.errors import Interrupted
@@ -98,7 +98,7 @@ def test_every_error_is_an_end(tmp_path: Path, error: BaseException, outcome: st
     end = json.loads((tmp_path / "end.json").read_text())
     assert (end["outcome"], end["step"], end["max_steps"]) == (outcome, 3, 40)
     assert shown in end["message"]
-    assert here.at_end is None
+    assert this_process.at_end is None
 
 
 def test_a_run_that_ends_early_says_why(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_with_other_hosts_what_is_found_out_later_is_what_stands_there(tmp_path:
     with pytest.raises(ValueError, match="Gloo"), LiveReport(config_of(tmp_path), several, 0):
         raise ValueError("Gloo: connection closed by peer")
     assert "Gloo" in (tmp_path / "report.html").read_text()
-    report, here.at_end = here.at_end, None
+    report, this_process.at_end = this_process.at_end, None
     assert report is not None
     report(End("failed", 3, "LockstepError: lost host 1: no heartbeat for 40 s"))
     html = (tmp_path / "report.html").read_text()

@@ -157,7 +157,11 @@ def test_alternatives_that_fit_come_first_and_the_fastest_of_them(monkeypatch: p
     room = "meshes.sync_temporary_mib=2048"
     layouts = [(), (split, "meshes.sampler.hosts=2", room), (split, "meshes.sampler.hosts=3", room)]
     layouts.append(("rollout.kv_dtype=fp8", "rollout.max_running_requests=8"))
-    carried = {(*each, *more) for each in layouts for more in ((), ("rollout.carry=0.5",), ("rollout.carry=1",))}
+    carried = {
+        (*each, *more)
+        for each in layouts
+        for more in ((), ("rollout.partial_extra=0.5",), ("rollout.partial_extra=1",))
+    }
     assert {each.overrides for each in found} == carried - {()}
     assert said[:2] == [f"planning {split} meshes.sampler.hosts=1 {room}", "  no"]
     seconds = [each.plan.work.step(20).seconds for each in found]
@@ -167,7 +171,9 @@ def test_alternatives_that_fit_come_first_and_the_fastest_of_them(monkeypatch: p
     target.slice.devices = 32
     found = slice_plan.alternatives(plan, 20, compiled=True, say=said.append)
     ahead = {(*each, "algorithm.staleness=1") for each in layouts[1:3]}
-    ahead = {(*each, *more) for each in ahead for more in ((), ("rollout.carry=0.5",), ("rollout.carry=1",))}
+    ahead = {
+        (*each, *more) for each in ahead for more in ((), ("rollout.partial_extra=0.5",), ("rollout.partial_extra=1",))
+    }
     assert {each.overrides for each in found} == carried - {()} | ahead
 
 
@@ -179,5 +185,5 @@ def test_what_needs_no_compiling_is_not_planned_anew(monkeypatch: pytest.MonkeyP
         plan = replace(plan_of(work_of(**sections).config, {"update": 60.0}), work=work_of(**sections), target=target)
         return [each.overrides for each in slice_plan.alternatives(plan, 20, compiled=False, say=print)]
 
-    assert sorted(found()) == [("rollout.carry=0.5",), ("rollout.carry=1",)]
+    assert sorted(found()) == [("rollout.partial_extra=0.5",), ("rollout.partial_extra=1",)]
     assert found(environment={"name": "calculator"}) == []

@@ -200,7 +200,7 @@ def test_carried_steps_of_equal_lengths_sample_new_prompts_alone() -> None:
 def test_carried_steps_sample_what_is_learnt_and_wait_for_no_tail() -> None:
     config = run_of(
         data={"prompts_per_step": 32, "max_prompt_tokens": 20},
-        rollout={"max_new_tokens": 2048, "carry": 0.5},
+        rollout={"max_new_tokens": 2048, "partial_extra": 0.5},
         algorithm={"group_size": 8},
     )
     steps = carried_work(config, mean=680, longest=2048)

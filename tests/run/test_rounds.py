@@ -58,7 +58,7 @@ def test_the_first_informative_groups_are_learnt_from(
     assert found.learnt.scores.total.tolist() == [number * G + g for number in chosen for g in range(G)]
     assert found.used.rollout.batch.positions == tuple(range(needed))
     sampled = sum(map(len, rounds))
-    assert found.metrics() == {"groups/sampled": sampled, "groups/rounds": len(rounds), "groups/filled": filled}
+    assert found.metrics() == {"groups/sampled": sampled, "groups/rounds": len(rounds), "groups/padded": filled}
 
 
 def test_against_a_count_one_by_one() -> None:

@@ -111,7 +111,7 @@ def order(_: str) -> None:
 @fault
 def dealing(_: str) -> None:
     """Give the last group to another replica, on this host only."""
-    from tpu_grpo.engine.dealing import Dealer
+    from tpu_grpo.engine.load_balancing import Dealer
 
     original = Dealer.deal
 

@@ -2,7 +2,7 @@
 
     uv run python -m tests.several.kills --kills 50 --hosts 1
     uv run python -m tests.several.kills --kills 50 --hosts 2
-    uv run python -m tests.several.kills --kills 50 rollout.carry=0.5 rollout.max_new_tokens=64
+    uv run python -m tests.several.kills --kills 50 rollout.partial_extra=0.5 rollout.max_new_tokens=64
     uv run python -m tests.several.kills --kills 30 --hosts 2 algorithm.staleness=1 meshes.layout=split
 
 A run of 12 steps, with a checkpoint after every second step, is done once undisturbed, and once with ``--kills`` kills

@@ -59,7 +59,10 @@ def test_one_step_off_is_a_shared_run_with_late_weights(
     sizes = THREE if trainers == 3 else {}
     files = write_talking_files(tmp_path / "files") if talks else write_files(tmp_path / "files", **sizes)
     data = {"path": "data.jsonl", "prompts_per_step": 3 if trainers == 3 else 4, "max_prompt_tokens": 12}
-    more: dict[str, Any] = {"rollout": {"carry": carry, "max_new_tokens": 24}, "checkpoint": {"every": 1, "keep": 9}}
+    more: dict[str, Any] = {
+        "rollout": {"partial_extra": carry, "max_new_tokens": 24},
+        "checkpoint": {"every": 1, "keep": 9},
+    }
     more["data"] = data | {"dynamic": {"rounds": rounds}}
     if talks:
         more |= SIZES

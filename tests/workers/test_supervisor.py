@@ -58,7 +58,7 @@ class Writing:
         return Done(len(data))
 
 
-class Asked(Session):
+class TurnRequest(Session):
     def __init__(self) -> None:
         self.said: Any = None
 
@@ -92,7 +92,7 @@ def test_what_a_worker_forges_ends_it_and_runs_nothing(mode: Mode, tmp_path: Pat
     def asked(forge: Callable[[Path, int], bytes] | None) -> Any:
         while not group.is_ready:
             supervisor.advance(0.1)
-        session = Asked()
+        session = TurnRequest()
         for make in (None, forge):  # the session has its number after the first request
             session.said = None
             group.call(session, b"" if make is None else make(tmp_path / "touched", session.number), 60.0)

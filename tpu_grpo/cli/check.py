@@ -25,7 +25,7 @@ from tpu_grpo.config import RunConfig
 from tpu_grpo.hosts import Hosts, choose_platform, keep_programs
 from tpu_grpo.observe.run_files import CHECK_FILE, CHECK_PAGE, check_directory
 from tpu_grpo.records.json_files import write_json
-from tpu_grpo.records.outside import parse_json
+from tpu_grpo.records.untrusted_input import parse_json
 
 if TYPE_CHECKING:
     from tpu_grpo.checking.findings import Done, Row

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from tpu_grpo.algorithms import notices, objective_line
-from tpu_grpo.engine.dealing import divided_places
+from tpu_grpo.engine.load_balancing import divided_places
 from tpu_grpo.environments.episodes import Environments
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.models.lora import read_adapters
@@ -79,6 +79,6 @@ def _episodes(environments: Environments) -> list[str]:
     lines: list[str] = []
     for name, loaded in environments.loaded.items():
         tools = ", ".join(tool["function"]["name"] for tool in loaded.tools)
-        how = f"tools {tools}, called as {environments.dialects[name].tool_format}" if tools else "answers to texts"
+        how = f"tools {tools}, called as {environments.chat_formats[name].tool_format}" if tools else "answers to texts"
         lines.append(f"episodes   {name or loaded.name}: at most {environments.section.max_turns} turns, {how}")
     return lines

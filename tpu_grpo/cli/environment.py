@@ -85,9 +85,9 @@ def _play(named: NamedModel, console: Console, options: argparse.Namespace) -> N
         prompt = _recorded(task.prompts, options.record)
         with closing(EnvironmentEpisode(config, prompt, task.environments, tokenizer, options.record)) as game:
             if options.model:
-                from tpu_grpo.run.answering import Speaker
+                from tpu_grpo.run.answering import ServedPolicy
 
-                speaker = Speaker(config, named.which, context=config.context_tokens)  # as long as in the run
+                speaker = ServedPolicy(config, named.which, context=config.context_tokens)  # as long as in the run
                 print(f"loading {named.name}", file=sys.stderr)
                 speaker.start()
                 model = speaker.complete

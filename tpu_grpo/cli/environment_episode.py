@@ -22,8 +22,8 @@ from tpu_grpo.engine.sampler import sampling_params
 from tpu_grpo.environments.episodes import Environments, Episodes
 from tpu_grpo.models.tokenizers import decode
 from tpu_grpo.records.errors import ConfigError, EpisodeError
-from tpu_grpo.records.outside import read_file
 from tpu_grpo.records.stages import Completion, Prompt, Request, SampleKey
+from tpu_grpo.records.untrusted_input import read_file
 
 Policy = Callable[[Sequence[Mapping[str, Any]]], str | None]
 """A function of the messages so far that returns the policy's next turn; None ends the conversation."""

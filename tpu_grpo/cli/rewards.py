@@ -14,9 +14,9 @@ from tpu_grpo.cli.starting import command_parser, exit_code_of
 from tpu_grpo.config import load_config
 from tpu_grpo.hosts import choose_platform
 from tpu_grpo.records.errors import DataError
-from tpu_grpo.records.outside import parse_json, read_file
 from tpu_grpo.records.short_texts import shortened
 from tpu_grpo.records.stages import Completion, Prompt, PromptBatch, Rollout, Scores
+from tpu_grpo.records.untrusted_input import parse_json, read_file
 from tpu_grpo.rewards import open_rewards
 
 ABOUT = """Scores completions that are there already with the rewards of a config, without a model.

@@ -11,7 +11,7 @@ from tpu_grpo.cli.naming import NamedModel, named_model
 from tpu_grpo.cli.starting import command_parser, exit_code_of, prepare
 from tpu_grpo.config import parse_layers
 from tpu_grpo.records.errors import ConfigError, without_controls
-from tpu_grpo.records.outside import parse_json
+from tpu_grpo.records.untrusted_input import parse_json
 
 if TYPE_CHECKING:
     from tpu_grpo.records.stages import Completion, Scores
@@ -91,10 +91,10 @@ def _sample(options: argparse.Namespace) -> None:
             file=sys.stderr,
         )
     prepare(model.config)
-    from tpu_grpo.run.answering import Speaker
+    from tpu_grpo.run.answering import ServedPolicy
 
     given = {name: getattr(options, name) for name in AS_IN_THE_RUN if getattr(options, name) is not None}
-    speaker = Speaker(model.config, model.which, samples=options.n, context=options.context, **given)
+    speaker = ServedPolicy(model.config, model.which, samples=options.n, context=options.context, **given)
     with closing(speaker):
         if options.data is None:
             records = [speaker.record(text, columns) for text in texts]

@@ -55,11 +55,11 @@ def _serve(options: argparse.Namespace) -> None:
             raise ConfigError(f"{name} must be at least 1, got {value}")
     model = named_model(options.model, options.words)
     prepare(model.config)
-    from tpu_grpo.run.answering import Speaker
+    from tpu_grpo.run.answering import ServedPolicy
     from tpu_grpo.run.serving import Server
 
     rows = options.rows or model.config.rollout.max_running_requests
-    speaker = Speaker(model.config, model.which, samples=rows, context=options.context)
+    speaker = ServedPolicy(model.config, model.which, samples=rows, context=options.context)
     with Server(speaker, model.name, options.host, options.port, key) as server:
         print(f"loading {model.name}", file=sys.stderr)
         speaker.start()

@@ -19,7 +19,7 @@ from typing import Any
 
 from tpu_grpo.config import BUILTIN, HUB, SHIPPED_CONFIGS, HostsSection, RunConfig, load_config, settings
 from tpu_grpo.config.setting_names import ABSENT, meant
-from tpu_grpo.hosts import Hosts, Watch, choose_platform, here, in_time, start
+from tpu_grpo.hosts import Hosts, Watch, choose_platform, in_time, start, this_process
 from tpu_grpo.observe.run_files import CONFIG_FILE
 from tpu_grpo.records.errors import ConfigError, TpuGrpoError, disk_errors_explained, say
 from tpu_grpo.workers.streams import lasting_output
@@ -140,7 +140,7 @@ def joined_hosts(config: RunConfig) -> Iterator[tuple[Hosts, Watch]]:
     """
     with met_hosts(config.hosts, config.run.name) as (hosts, watch):
         if config.meshes.slices > 1:
-            here.hosts_per_slice = max(1, hosts.count // config.meshes.slices)
+            this_process.hosts_per_slice = max(1, hosts.count // config.meshes.slices)
         if hosts.count > 1:
             from tpu_grpo.run.fingerprints import fingerprints
 

@@ -12,7 +12,7 @@ from tpu_grpo.config.run_config import RunConfig, known_names
 from tpu_grpo.config.setting_names import ABSENT, SAME_VALUES, listed_name, meant, nearest
 from tpu_grpo.config.yaml_dialect import read_yaml
 from tpu_grpo.records.errors import ConfigError
-from tpu_grpo.records.outside import read_file
+from tpu_grpo.records.untrusted_input import read_file
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 SHIPPED_CONFIGS = (_PACKAGE if (_PACKAGE / "configs").is_dir() else _PACKAGE.parent) / "configs"

@@ -95,7 +95,8 @@ class AlgorithmSection(Section):
     and trainer. Otherwise all three are of the full distribution, although tokens are drawn from the filtered one."""
     routing_replay: bool | None = None
     """Route the trainer's tokens to the experts that the engine chose for them (R3, arXiv 2510.11370); only for models
-    with experts. The reference model chooses its own experts. When unset, true in bfloat16 without rollout.carry."""
+    with experts. The reference model chooses its own experts. When unset, true in bfloat16 without
+    rollout.partial_extra."""
     clip_low: float | None = Field(default=None, gt=0.0, lt=1.0)
     """Clip the ratio below at 1 - clip_low. When unset: 0.2, but 0.0003 for gspo, 0.002 for luspo, and no lower clip
     for cispo."""

@@ -24,7 +24,7 @@ from types import ModuleType
 from typing import Any
 
 from tpu_grpo.records.errors import TpuGrpoError
-from tpu_grpo.records.outside import read_file
+from tpu_grpo.records.untrusted_input import read_file
 
 EXTRAS = {
     "reasoning_gym": "puzzles",

@@ -122,19 +122,20 @@ class RunConfig(Section):
 
     @property
     def open_groups(self) -> int:
-        """The number of groups that are sampled at the same time, P(1 + rollout.carry), rounded up; 0 if every group is
-        sampled within its own step."""
-        outlive = self.rollout.carry or self.algorithm.staleness
-        return self.data.prompts_with(self.rollout.carry) if outlive else 0
+        """The number of groups that are sampled at the same time, P(1 + rollout.partial_extra), rounded up; 0 if every
+        group is sampled within its own step."""
+        outlive = self.rollout.partial_extra or self.algorithm.staleness
+        return self.data.prompts_with(self.rollout.partial_extra) if outlive else 0
 
     @property
     def has_older_tokens(self) -> bool:
         """Whether a step may learn from tokens of earlier rollouts than its own."""
-        return self.open_groups > 0 and (self.rollout.carry > 0.0 or self.data.dynamic.is_on)
+        return self.open_groups > 0 and (self.rollout.partial_extra > 0.0 or self.data.dynamic.is_on)
 
     @property
-    def excludes_carry(self) -> str | None:
-        """A setting of this config that does not go with rollout.carry, and the reason; None if there is none."""
+    def excludes_partial_rollouts(self) -> str | None:
+        """A setting of this config that does not go with rollout.partial_extra, and the reason; None if there is
+        none."""
         own = {
             "environment.name: a checkpoint cannot hold the processes of conversations": self.environment.is_on,
             "algorithm.routing_replay=true: the experts of older tokens are not kept": self.algorithm.routing_replay,
@@ -291,7 +292,7 @@ def _step_is_divided(config: RunConfig) -> None:
     if (rows := max(prompts, config.data.prompts_per_round, config.open_groups) * section.group_size) > MOST_ROWS:
         raise ValueError(
             f"data.prompts_per_step x algorithm.group_size must be at most {MOST_ROWS} completions, those of "
-            f"data.dynamic.extra or rollout.carry included, got {rows}; lower one of them"
+            f"data.dynamic.extra or rollout.partial_extra included, got {rows}; lower one of them"
         )
     if config.row_tokens < config.context_tokens:
         raise ValueError(
@@ -352,9 +353,9 @@ def _engine_can_sample(config: RunConfig) -> None:
 
 
 def _carried_groups_are_kept(config: RunConfig) -> None:
-    carry, staleness = config.rollout.carry, config.algorithm.staleness
-    if carry and (excluded := config.excludes_carry) is not None:
-        raise ValueError(f"rollout.carry={carry:g} does not go with {excluded}; leave one of them out")
+    carry, staleness = config.rollout.partial_extra, config.algorithm.staleness
+    if carry and (excluded := config.excludes_partial_rollouts) is not None:
+        raise ValueError(f"rollout.partial_extra={carry:g} does not go with {excluded}; leave one of them out")
     if staleness and (excluded := config.excludes_staleness) is not None:
         raise ValueError(f"algorithm.staleness={staleness} does not go with {excluded}; leave one of them out")
     if staleness and config.meshes.layout == "shared":

@@ -138,12 +138,13 @@ class RolloutSection(Section):
     """Compile decode steps for these batch sizes; powers of 2 from 8 up to max_running_requests when unset."""
     steps_per_launch: AutoOrCount = "auto"
     """Decode up to this many tokens of each row before the host reads them; auto: 4 to 32 by the model's size."""
-    carry: float = Field(default=0.0, ge=0.0, le=4.0)
-    """Sample P(1 + carry) groups at the same time, where P is data.prompts_per_step. A step ends its rollout once P of
-    them are complete and learns from these; the next step continues the others. With 0, every step waits for its
-    longest completion."""
-    carry_steps: PositiveInt = 4
-    """Do not end a step's rollout before the groups begun this many steps earlier are complete; only with carry."""
+    partial_extra: float = Field(default=0.0, ge=0.0, le=4.0)
+    """Sample P(1 + partial_extra) groups at the same time, where P is data.prompts_per_step. A step ends its rollout
+    once P of them are complete and learns from these; the next step continues the others. With 0, every step waits for
+    its longest completion."""
+    partial_steps: PositiveInt = 4
+    """Do not end a step's rollout before the groups begun this many steps earlier are complete; only with
+    partial_extra."""
     release_during_update: bool = False
     """Free the engines' KV cache, and weights they do not share with the trainer, during the update; the weight sync
     restores the weights, and the cache is allocated again. Sampled tokens do not change."""

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tpu_grpo.records.errors import DataError
-from tpu_grpo.records.outside import parse_json
+from tpu_grpo.records.untrusted_input import parse_json
 
 NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.0|\.\d*[1-9])?(e[+-]\d+)?", re.ASCII)  # as programs write JSON
 

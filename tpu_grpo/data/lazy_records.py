@@ -15,9 +15,9 @@ from itertools import accumulate
 from typing import IO, Any, Literal
 
 from tpu_grpo.data.arrow_values import conversion, converted
-from tpu_grpo.hosts.ending import here
+from tpu_grpo.hosts.ending import this_process
 from tpu_grpo.records.errors import DataError
-from tpu_grpo.records.outside import lines_of, parse_json
+from tpu_grpo.records.untrusted_input import lines_of, parse_json
 
 Record = Mapping[str, Any]
 Records = Sequence[Record]
@@ -226,7 +226,7 @@ def reading(what: str, total: int, unit: Literal["bytes", "prompts"]) -> Iterato
 
     The bar is one line, which is removed at the end. It is shown only on a terminal.
     """
-    if total < MUCH[unit] or here.index != 0:
+    if total < MUCH[unit] or this_process.index != 0:
         yield lambda done: None
         return
     from rich.console import Console

@@ -160,8 +160,8 @@ class PromptDraw:
             history.close()
             raise DataError(
                 f"{HISTORY_FILE} must say where step {start} ended in the data, because data.dynamic, data.pools, "
-                "data.retire, rollout.carry or algorithm.staleness is set, and it does not; restore the file that "
-                "belongs to the checkpoint, leave these settings out, or start over with checkpoint.resume=never"
+                "data.retire, rollout.partial_extra or algorithm.staleness is set, and it does not; restore the file "
+                "that belongs to the checkpoint, leave these settings out, or start over with checkpoint.resume=never"
             )
         return cls(stream, history, data, seed=config.run.seed, start=start)
 

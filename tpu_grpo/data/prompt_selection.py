@@ -67,7 +67,7 @@ class Selection:
                 for number in range(pools)
             },
             "prompts/retired": int(self._retired.sum()),
-            "prompts/passed_over": passed_over,
+            "prompts/skipped": passed_over,
         }
 
     @property

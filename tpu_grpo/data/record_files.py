@@ -37,7 +37,7 @@ from tpu_grpo.data.lazy_records import (
     reading,
 )
 from tpu_grpo.records.errors import ConfigError, DataError, disk_error
-from tpu_grpo.records.outside import lines_of, open_file, parse_json
+from tpu_grpo.records.untrusted_input import lines_of, open_file, parse_json
 
 PACKED = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz"}
 """fsspec's name for a file's compression, by the suffix of the file."""

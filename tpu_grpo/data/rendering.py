@@ -30,8 +30,8 @@ from tpu_grpo.config import DataSection
 from tpu_grpo.data.chat_messages import Conversation, Message, Record
 from tpu_grpo.data.lazy_records import reading
 from tpu_grpo.records.errors import ConfigError, DataError
-from tpu_grpo.records.outside import bounded
 from tpu_grpo.records.stages import Prompt
+from tpu_grpo.records.untrusted_input import bounded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -27,14 +27,14 @@ from sgl_jax.srt.server_args import ServerArgs
 
 from tpu_grpo.config import PROMPT_MARGIN_TOKENS
 from tpu_grpo.engine import repairs
-from tpu_grpo.engine.cutting import Cut
-from tpu_grpo.engine.dealing import expected_tokens, make_groups, rows_kept
 from tpu_grpo.engine.flash_attention import check_pages
 from tpu_grpo.engine.generation import Finished, Generation
 from tpu_grpo.engine.launches import Runner
+from tpu_grpo.engine.load_balancing import expected_tokens, make_groups, rows_kept
 from tpu_grpo.engine.options import EngineOptions
+from tpu_grpo.engine.partial_rollouts import Cutoff
 from tpu_grpo.engine.scheduler import EngineUse, SteppedScheduler
-from tpu_grpo.engine.waves import Limits, Waves
+from tpu_grpo.engine.turn_scheduler import Limits, TurnScheduler
 from tpu_grpo.records.errors import RequestError
 from tpu_grpo.records.stages import Completion, Request
 
@@ -159,7 +159,7 @@ class Engine:
         """
         self.check(requests)
         expected = expected_tokens(requests)
-        generation = self.begin(requests, expected, Waves(None, self.limits(requests, expected)))
+        generation = self.begin(requests, expected, TurnScheduler(None, self.limits(requests, expected)))
         generation.hold(make_groups(requests, expected))
         while generation.advance():
             pass
@@ -169,9 +169,9 @@ class Engine:
         self,
         requests: Sequence[Request],
         expected: Sequence[int],
-        waves: Waves,
+        waves: TurnScheduler,
         finished: Finished | None = None,
-        cut: Cut | None = None,
+        cut: Cutoff | None = None,
     ) -> Generation:
         """Start a generation that serves no request yet; the caller passes groups of requests to ``Generation.hold``.
 

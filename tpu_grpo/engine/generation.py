@@ -12,10 +12,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from tpu_grpo.engine.cutting import Cut
-from tpu_grpo.engine.dealing import Group, Load, places_for
+from tpu_grpo.engine.load_balancing import Group, Load, places_for
+from tpu_grpo.engine.partial_rollouts import Cutoff
 from tpu_grpo.engine.scheduler import EngineUse, RunningRequest, SteppedScheduler
-from tpu_grpo.engine.waves import Waves
+from tpu_grpo.engine.turn_scheduler import TurnScheduler
 from tpu_grpo.records.stages import Completion, Request
 
 Finished = Callable[[int, Completion], None]
@@ -36,9 +36,9 @@ class Generation:
         scheduler: SteppedScheduler,
         requests: Sequence[Request],
         expected: Sequence[int],
-        waves: Waves,
+        waves: TurnScheduler,
         finished: Finished | None = None,
-        cut: Cut | None = None,
+        cut: Cutoff | None = None,
     ):
         """Start without requests to serve; pass them to ``hold``.
 

@@ -12,7 +12,7 @@ For 8 devices on 2 hosts (4 each) and three groups of requests a, b, c with equa
 dealing.py decides which replica serves which group (requests with one prompt). While any group waits to be started, all
 replicas stop at synchronization points, after equally many decode steps. At a point, hosts exchange the loads of their
 replicas, and each computes the same new assignment. Once no group waits, replicas inside one host run on without
-waiting for other hosts; only with a `Cut` (cutting.py) do all replicas keep stopping at the points. A single replica
+waiting for other hosts; only with a `Cutoff` (cutting.py) do all replicas keep stopping at the points. A single replica
 needs no synchronization points. At the end, the hosts of each replica compare its decisions and tokens, and every host
 receives all completions. Tokens do not depend on the assignment: see sampling.py.
 
@@ -36,8 +36,10 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from tpu_grpo.engine.cutting import Cut
-from tpu_grpo.engine.dealing import (
+from tpu_grpo.engine.engine import Engine, engine_mesh
+from tpu_grpo.engine.exchange import exchange_completions, share_bytes
+from tpu_grpo.engine.generation import Finished, advance_all
+from tpu_grpo.engine.load_balancing import (
     Dealer,
     Load,
     divided_places,
@@ -47,12 +49,10 @@ from tpu_grpo.engine.dealing import (
     places_for,
     steps_between_points,
 )
-from tpu_grpo.engine.engine import Engine, engine_mesh
-from tpu_grpo.engine.exchange import exchange_completions, share_bytes
-from tpu_grpo.engine.generation import Finished, advance_all
 from tpu_grpo.engine.options import EngineOptions
+from tpu_grpo.engine.partial_rollouts import Cutoff
 from tpu_grpo.engine.scheduler import EngineUse, total_use
-from tpu_grpo.engine.waves import Conversations, Waves
+from tpu_grpo.engine.turn_scheduler import Conversations, TurnScheduler
 from tpu_grpo.hosts import Hosts, devices_per_host, hosts_of, progress
 from tpu_grpo.records.errors import ConfigError, LockstepError
 from tpu_grpo.records.stages import Completion, Request
@@ -224,7 +224,7 @@ class Replicas:
         finished: Finished | None = None,
         known: Sequence[float | None] | None = None,
         conversations: Conversations | None = None,
-        make_cut: Callable[[], Cut] | None = None,
+        make_cut: Callable[[], Cutoff] | None = None,
     ) -> list[Completion]:
         """Sample a completion for every request; every host passes the same requests and gets all completions.
 
@@ -238,7 +238,7 @@ class Replicas:
         finished: Finished | None = None,
         known: Sequence[float | None] | None = None,
         conversations: Conversations | None = None,
-        make_cut: Callable[[], Cut] | None = None,
+        make_cut: Callable[[], Cutoff] | None = None,
     ) -> Callable[[], list[Completion]]:
         """Sample with this host's engines, and return a function with which all hosts exchange the completions.
 
@@ -251,7 +251,7 @@ class Replicas:
             known: the expected number of tokens of each request (None: unknown); changes scheduling, not tokens.
             conversations: the requests' conversations with environments; None: no environments. Each host runs the
                 conversations of the groups whose completions it reports.
-            make_cut: makes the `Cut` of an engine, which stops its rows after L tokens or later (cutting.py).
+            make_cut: makes the `Cutoff` of an engine, which stops its rows after L tokens or later (cutting.py).
 
         Raises:
             RequestError: if no engine can serve a request; raised before any starts, or when a later turn makes it.
@@ -317,11 +317,11 @@ class Serving:
         known: Sequence[float | None] | None,
         finished: Finished | None = None,
         conversations: Conversations | None = None,
-        make_cut: Callable[[], Cut] | None = None,
+        make_cut: Callable[[], Cutoff] | None = None,
     ):
         self._hosts, self._finished = replicas.hosts.among(replicas.drivers), finished
         self._cuts = {number: make_cut() for number in replicas.engines} if make_cut is not None else {}
-        """The `Cut` of each of this host's engines. It learns of other engines' rows only at synchronization points,
+        """The `Cutoff` of each of this host's engines. It learns of other engines' rows only at synchronization points,
         so that no clock decides which rows an engine runs together."""
         self._drivers = [replica.hosts for replica in replicas.replicas]
         """For every replica the hosts that drive it; the first of them reports its load."""
@@ -338,7 +338,7 @@ class Serving:
             number: engine.begin(
                 requests,
                 expected,
-                Waves(
+                TurnScheduler(
                     conversations,
                     engine.limits(requests, expected, shares[number]),
                     host_of=functools.partial(self._told, number),

@@ -132,7 +132,7 @@ def computed_experts(
 def _limits(batch: ScheduleBatch) -> Int[np.ndarray, " b"]:
     """Return how many tokens each row may still sample, not counting tokens that the host has not collected yet.
 
-    A row whose limit was lowered below its token count (a `Cut`) samples one more token.
+    A row whose limit was lowered below its token count (a `Cutoff`) samples one more token.
     """
     return np.array([max(1, req.sampling_params.max_new_tokens - len(req.output_ids)) for req in batch.reqs])
 

@@ -20,9 +20,9 @@ from jaxtyping import Bool
 from transformers import PreTrainedTokenizerFast
 
 from tpu_grpo.config import RolloutSection, RunConfig
-from tpu_grpo.engine.cutting import NEW, Cut, OpenGroup, continued
+from tpu_grpo.engine.partial_rollouts import NEW, Cutoff, PartialGroup, continued
 from tpu_grpo.engine.replicas import Finished, Replicas
-from tpu_grpo.engine.waves import OpenConversations
+from tpu_grpo.engine.turn_scheduler import OpenConversations
 from tpu_grpo.models.tokenizers import decode
 from tpu_grpo.records.errors import NonFiniteError
 from tpu_grpo.records.short_texts import SHORT_REPR
@@ -57,10 +57,10 @@ def completion_text(tokenizer: PreTrainedTokenizerFast, completion: Completion) 
 
 
 @dataclass(frozen=True)
-class CarriedGroups:
+class SampledGroups:
     """Groups after a partial rollout, which may have left some of them unfinished."""
 
-    groups: tuple[OpenGroup, ...]
+    groups: tuple[PartialGroup, ...]
     length: int
     """The most new tokens of a row in this step: the L of cutting.py."""
     dropped: int
@@ -132,15 +132,15 @@ class Sampler:
         sampled = self._sample(batch.step, asked, requests, [size] * len(batch.prompts), ended, rows)
         return Rollout(batch, size, *sampled, self._engines.figures, tuple(self._engines.told[::size]))
 
-    def carry_on(
+    def go_on(
         self,
         step: int,
-        groups: Sequence[OpenGroup],
+        groups: Sequence[PartialGroup],
         wanted: int,
         due: Collection[int],
         known: Sequence[float | None],
         ended: GroupEnded | None = None,
-    ) -> Callable[[], CarriedGroups]:
+    ) -> Callable[[], SampledGroups]:
         """Sample until ``wanted`` groups are whole, including all groups with the indices ``due``; see cutting.py.
 
         This host's engines sample now. The returned function exchanges the completions between all hosts.
@@ -164,13 +164,13 @@ class Sampler:
             requests.append(Request(ids, limits, key, self._return_experts))
             expected.append(None if told is None else max(1.0, told - done))
             members[number].append(index)
-        make_cut, prompts = partial(Cut, members, wanted, due), [groups[number].prompt for number, _, _ in asked]
+        make_cut, prompts = partial(Cutoff, members, wanted, due), [groups[number].prompt for number, _, _ in asked]
         cuts, exchange = make_cut if wanted < len(groups) else None, None
         if make_cut().length is None:  # else nothing has to be sampled
             finished = None if ended is None else _Groups([len(own) for own in members], self._text, ended).finished
             exchange = self._begin(prompts, requests, finished, expected, cuts)
 
-        def collect() -> CarriedGroups:
+        def collect() -> SampledGroups:
             new = [] if exchange is None else exchange()
             self._refuse_broken(step, prompts, new)
             found = make_cut()  # gets the completions of all hosts
@@ -182,7 +182,7 @@ class Sampler:
             for (number, row, before), request, completion in zip(asked, requests, new, strict=bool(new)):
                 is_whole = cuts is None and before is NEW
                 rows[number][row] = completion if is_whole else continued(before, request, completion, length)
-            return CarriedGroups(
+            return SampledGroups(
                 groups=tuple(replace(group, completions=tuple(own)) for group, own in zip(groups, rows, strict=True)),
                 length=length,
                 dropped=sum(max(0, len(completion.token_ids) - length) for completion in new),
@@ -258,7 +258,7 @@ class Sampler:
         requests: Sequence[Request],
         finished: Finished | None,
         known: Sequence[float | None] | None,
-        make_cut: Callable[[], Cut] | None = None,
+        make_cut: Callable[[], Cutoff] | None = None,
     ) -> Callable[[], list[Completion]]:
         """Begin to sample as ``Replicas.begin`` does, with empty prefix caches, and with environments if there are any.
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from tpu_grpo.environments.actions import Action, Answered, Message, SampledTurn
 from tpu_grpo.environments.conversation import Conversation, Start
-from tpu_grpo.environments.policy_requests import Asked, most_bytes
+from tpu_grpo.environments.policy_requests import TurnRequest, most_bytes
 from tpu_grpo.environments.tool_values import WrongError
 from tpu_grpo.models.tokenizers import check_length, token_bytes
 from tpu_grpo.records.errors import ConfigError, DataError, RequestError
@@ -66,7 +66,7 @@ class AgentConversation(Conversation):
     def __init__(self, start: Start):
         super().__init__(start)
         self._seen: list[_Seen] = []
-        self._asked = Asked()
+        self._asked = TurnRequest()
         self._said: tuple[str, ...] = ()
         """The messages of the request, and then the turn, each as `_canonical` writes it."""
 
@@ -87,9 +87,11 @@ class AgentConversation(Conversation):
 
     def turn(self, completion: Completion) -> Action:
         """Add the policy's turn, and return the parsed turn with its tokens. A turn never ends the conversation."""
-        dialect, asked = self._dialect, self._asked
-        pieces = partial(token_bytes, dialect.tokenizer)
-        completion, action = read_turn(completion, tuple(self._ids), asked, dialect.decode, dialect.read, pieces)
+        chat_format, asked = self._dialect, self._asked
+        pieces = partial(token_bytes, chat_format.tokenizer)
+        completion, action = read_turn(
+            completion, tuple(self._ids), asked, chat_format.decode, chat_format.read, pieces
+        )
         self._add_turn(completion, action, action.calls)
         self._said = (*self._said, _canonical(self._messages[-1]))
         self._remember(is_turn=True)
@@ -131,9 +133,9 @@ class AgentConversation(Conversation):
         try:
             if len(request) > most_bytes(most):
                 raise RequestError(f"a request must have at most {most_bytes(most)} bytes, got {len(request)}")
-            self._asked = asked = Asked.model_validate_json(request)
+            self._asked = asked = TurnRequest.model_validate_json(request)
             self._tools, self._said = json.dumps(asked.tools), tuple(map(_canonical, asked.messages or ()))
-            self._dialect = self._start.dialect.with_tools(self._tools, most)
+            self._dialect = self._start.chat_format.with_tools(self._tools, most)
             if asked.messages is not None:
                 return self._conversation(asked.messages, most)
             check_length(self._dialect.tokenizer, asked.text or "", most)
@@ -183,7 +185,7 @@ class AgentConversation(Conversation):
 def read_turn(
     completion: Completion,
     prompt_ids: tuple[int, ...],
-    asked: Asked,
+    asked: TurnRequest,
     decode: Callable[[Sequence[int]], str],
     read: Callable[[list[int]], Action],
     pieces: Callable[[Iterable[int]], tuple[bytes, ...]],

@@ -25,7 +25,7 @@ from tpu_grpo.records.episode import Branch, Ending, Episode, Failure, Turn
 from tpu_grpo.records.stages import Completion, Prompt, Request
 
 if TYPE_CHECKING:
-    from tpu_grpo.environments.chat_dialect import Dialect
+    from tpu_grpo.environments.chat_format import ChatFormat
     from tpu_grpo.environments.turn_tokens import Encoder
 
 
@@ -65,7 +65,7 @@ class Start:
     request: Request
     """How the turns are sampled; ``max_new_tokens`` limits the whole conversation after the first prompt."""
     environment: LoadedEnvironment
-    dialect: "Dialect"
+    chat_format: "ChatFormat"
     section: EnvironmentSection
     max_prompt_tokens: int
 
@@ -74,7 +74,7 @@ class Conversation:
     """The state of one conversation; see the top of this file for the order of calls."""
 
     def __init__(self, start: Start):
-        self._start, self._dialect = start, start.dialect
+        self._start, self._dialect = start, start.chat_format
         self._ids: list[int] = []
         """The current branch, prompt included."""
         self._flags: list[bool] = []

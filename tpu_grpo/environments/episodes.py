@@ -1,7 +1,7 @@
 """Connects the engine to the environments of a batch of rows; each row has a conversation and an environment.
 
-`Episodes` implements `Conversations` (tpu_grpo/engine/waves.py). While a row's environment works, the engine decodes
-other rows:
+`Episodes` implements `Conversations` (tpu_grpo/engine/turn_scheduler.py). While a row's environment works, the engine
+decodes other rows:
 
     the engine calls     the environment runs       ``next(row)`` returns
     begin(row)           reset                      the Request of the first turn
@@ -32,7 +32,7 @@ LOG = logging.getLogger("tpu_grpo.environments")
 _SHOWN = 100
 """Errors show this many characters of the beginning, and as many of the end, of a long user message."""
 if TYPE_CHECKING:
-    from tpu_grpo.environments.chat_dialect import Dialect
+    from tpu_grpo.environments.chat_format import ChatFormat
     from tpu_grpo.environments.pool import EnvironmentPool
 
 
@@ -48,12 +48,12 @@ class Environments:
     def __init__(
         self,
         loaded: Mapping[str, LoadedEnvironment],
-        dialects: Mapping[str, "Dialect"],
+        chat_formats: Mapping[str, "ChatFormat"],
         pool: "EnvironmentPool",
         section: EnvironmentSection,
         max_prompt_tokens: int,
     ):
-        self.loaded, self.dialects, self.section = loaded, dialects, section
+        self.loaded, self.chat_formats, self.section = loaded, chat_formats, section
         self.pool = pool
         self._max_prompt_tokens = max_prompt_tokens
         self.record: EpisodeRecord | None = None
@@ -63,7 +63,7 @@ class Environments:
         """Prepare a conversation for each row, from its prompt and from the request that says how to sample it."""
         names = ["" if "" in self.loaded else str(prompt.columns[COLUMN]) for prompt in prompts]
         starts = [
-            Start(prompt, request, self.loaded[name], self.dialects[name], self.section, self._max_prompt_tokens)
+            Start(prompt, request, self.loaded[name], self.chat_formats[name], self.section, self._max_prompt_tokens)
             for prompt, request, name in zip(prompts, requests, names, strict=True)
         ]
         return Episodes(self, starts, names)
@@ -155,7 +155,7 @@ class Episodes:
 
     def end_id(self, row: int) -> int:
         """Return the token that ends the turns of a row."""
-        return self._starts[row].dialect.end_id
+        return self._starts[row].chat_format.end_id
 
     def close(self) -> None:
         """Discard conversations that are not over."""

@@ -25,9 +25,9 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from tpu_grpo.environments.actions import Action
-from tpu_grpo.environments.policy_requests import FORMS, Asked, RefusedError, streamed
+from tpu_grpo.environments.policy_requests import FORMS, RefusedError, TurnRequest, streamed
 from tpu_grpo.records.errors import LARGEST_REWARD
-from tpu_grpo.records.outside import parse_json
+from tpu_grpo.records.untrusted_input import parse_json
 
 MOST_BYTES = 2**24
 """The largest body of a request, 16 MiB."""
@@ -46,14 +46,14 @@ class Session:
         self.name, self.key, self._most, self._most_bytes = name, key, most, most_bytes
         self.reward: float | None = None
         """The reward that the agent has posted; None if it has posted none."""
-        self._waiting: deque[tuple[Asked, int, asyncio.Future[Action]]] = deque()
+        self._waiting: deque[tuple[TurnRequest, int, asyncio.Future[Action]]] = deque()
         """Each request with the number of its turn."""
         self._bytes = 0
         self._asked: asyncio.Future[Action] | None = None
         self._closed: RefusedError | None = None
         self._arrived = asyncio.Event()
 
-    async def turns(self, asked: Asked) -> list[Action]:
+    async def turns(self, asked: TurnRequest) -> list[Action]:
         """Wait for the turns that a request asks for; raises RefusedError once the session is closed."""
         if self._closed is not None:
             raise self._closed
@@ -92,7 +92,7 @@ class Session:
                 await until
                 return None
 
-    async def batch(self, most: int) -> list[tuple[Asked, asyncio.Future[Action]]]:
+    async def batch(self, most: int) -> list[tuple[TurnRequest, asyncio.Future[Action]]]:
         """Wait for a request, and take up to ``most`` turns that wait; the caller sets the futures' results."""
         while not (taken := self._take(most)):
             await self._arrived.wait()
@@ -100,7 +100,7 @@ class Session:
 
     def _take(self, most: int) -> "list[tuple[Asked, int, asyncio.Future[Action]]]":
         """Take up to ``most`` turns that wait; those whose client has gone are dropped."""
-        taken: list[tuple[Asked, int, asyncio.Future[Action]]] = []
+        taken: list[tuple[TurnRequest, int, asyncio.Future[Action]]] = []
         while self._waiting and len(taken) < most:
             asked, index, future = self._waiting.popleft()
             if not future.done():

@@ -48,7 +48,7 @@ def most_bytes(context: int) -> int:
     return max(2**18, 256 * context)
 
 
-class Asked(BaseModel):
+class TurnRequest(BaseModel):
     """A request for turns. Exactly one of ``messages``, ``text``, ``token_ids`` and ``prompts`` is the prompt."""
 
     model_config = ConfigDict(frozen=True)
@@ -82,7 +82,7 @@ class Asked(BaseModel):
         """The number of turns: ``n`` for each prompt."""
         return self.n * max(1, len(self.prompts))
 
-    def one(self, index: int = 0) -> "Asked":
+    def one(self, index: int = 0) -> "TurnRequest":
         """Return the request for one of the turns; those of the first prompt come first."""
         prompt = _prompt(self.prompts[index // self.n]) if self.prompts else {}
         return self.model_copy(update={"index": index % self.n, "prompts": (), **prompt})
@@ -149,7 +149,8 @@ class _Body(_Request):
     seed: Annotated[int, Field(ge=0, lt=2**31)] | None = None
 
     def common(self, most_tokens: int | None = None) -> dict[str, Any]:
-        """Return arguments of `Asked`; ``most_tokens`` is what the format has in place of ``max_tokens``, if given."""
+        """Return arguments of `TurnRequest`; ``most_tokens`` is what the format has in place of ``max_tokens``, if
+        given."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if len(stop) > MOST_STOPS or "" in stop:
             raise RefusedError(f"stop must hold at most {MOST_STOPS} texts, none of them empty, got {stop!r:.200}")
@@ -241,13 +242,13 @@ class _Chat(_Body):
     logprobs: bool | None = None
     top_logprobs: Likeliest | None = None
 
-    def asked(self) -> Asked:
+    def asked(self) -> TurnRequest:
         if self.top_logprobs and not self.logprobs:
             raise RefusedError("logprobs must be true if top_logprobs is given, got none", param="top_logprobs")
         if not self.tools and any(message.role == "tool" or message.tool_calls for message in self.messages):
             raise RefusedError("tools must describe the tools of a conversation that has calls, got none; send them")
         named = dict[str, str]()
-        return Asked(
+        return TurnRequest(
             **self.common(self.max_completion_tokens),
             messages=tuple(message.plain(named) for message in self.messages),
             tools=tuple(tool.plain() for tool in self.tools or ()),
@@ -260,10 +261,10 @@ class _Completion(_Body):
     prompt: str | list[Any]
     logprobs: Likeliest | None = None
 
-    def asked(self) -> Asked:
+    def asked(self) -> TurnRequest:
         several = isinstance(self.prompt, list) and len(self.prompt) > 0 and not isinstance(self.prompt[0], int)
         prompt: dict[str, Any] = {"prompts": self.prompt} if several else _prompt(self.prompt)
-        return Asked(**self.common(), **prompt, logprobs=self.logprobs is not None, likeliest=self.logprobs or 0)
+        return TurnRequest(**self.common(), **prompt, logprobs=self.logprobs is not None, likeliest=self.logprobs or 0)
 
 
 class _Sampling(_Body):
@@ -278,8 +279,8 @@ class _Generate(_Request):
     token_ids: Annotated[list[int], Field(min_length=1)]
     sampling_params: _Sampling = Field(default_factory=_Sampling)
 
-    def asked(self) -> Asked:
-        return Asked(**self.sampling_params.limits(), token_ids=tuple(self.token_ids))
+    def asked(self) -> TurnRequest:
+        return TurnRequest(**self.sampling_params.limits(), token_ids=tuple(self.token_ids))
 
 
 class _Sglang(_Request):
@@ -288,11 +289,11 @@ class _Sglang(_Request):
     sampling_params: _Sampling = Field(default_factory=_Sampling)
     return_logprob: bool = False
 
-    def asked(self) -> Asked:
+    def asked(self) -> TurnRequest:
         if (self.text is None) == (self.input_ids is None):
             raise RefusedError("a request must have either text or input_ids, got both or neither; give one")
         given = self.text if self.input_ids is None else self.input_ids
-        return Asked(**self.sampling_params.limits(), **_prompt(given), logprobs=self.return_logprob)
+        return TurnRequest(**self.sampling_params.limits(), **_prompt(given), logprobs=self.return_logprob)
 
 
 def _prompt(given: Any) -> dict[str, Any]:
@@ -336,10 +337,10 @@ class Form:
     """An HTTP format: reads the body of a request, and writes the body of the response."""
 
     body: type[BaseModel]
-    write: Callable[[Asked, Sequence[Action], str], dict[str, Any]]
+    write: Callable[[TurnRequest, Sequence[Action], str], dict[str, Any]]
     """Takes the request, its ``n`` turns, and the model's name."""
 
-    def read(self, data: bytes) -> Asked:
+    def read(self, data: bytes) -> TurnRequest:
         """Read a request. Raises RefusedError for the first problem in the body."""
         try:
             return self.body.model_validate_json(data).asked()  # pyright: ignore[reportAttributeAccessIssue]
@@ -390,7 +391,7 @@ def _content_logprobs(turn: Action) -> dict[str, Any]:
     return {"content": [{**_token(*row[:3]), "top_logprobs": [_token(*each) for each in row[3]]} for row in rows]}
 
 
-def _chat_answer(asked: Asked, turns: Sequence[Action], model: str) -> dict[str, Any]:
+def _chat_answer(asked: TurnRequest, turns: Sequence[Action], model: str) -> dict[str, Any]:
     choices = []
     for index, turn in enumerate(turns):
         message = turn.message
@@ -411,7 +412,7 @@ def _chat_answer(asked: Asked, turns: Sequence[Action], model: str) -> dict[str,
     return {**_head("chat.completion", model), "choices": choices, "usage": _usage(turns, asked.n), **ids}
 
 
-def _completion_answer(asked: Asked, turns: Sequence[Action], model: str) -> dict[str, Any]:
+def _completion_answer(asked: TurnRequest, turns: Sequence[Action], model: str) -> dict[str, Any]:
     choices = []
     for index, turn in enumerate(turns):
         choice: dict[str, Any] = {"index": index, "text": turn.text, "finish_reason": _reason(turn), "logprobs": None}
@@ -427,7 +428,7 @@ def _completion_answer(asked: Asked, turns: Sequence[Action], model: str) -> dic
     return {**_head("text_completion", model), "choices": choices, "usage": _usage(turns, asked.n)}
 
 
-def _generate_answer(asked: Asked, turns: Sequence[Action], model: str) -> dict[str, Any]:
+def _generate_answer(asked: TurnRequest, turns: Sequence[Action], model: str) -> dict[str, Any]:
     choices = [
         {
             "index": index,
@@ -440,7 +441,7 @@ def _generate_answer(asked: Asked, turns: Sequence[Action], model: str) -> dict[
     return {"request_id": uuid.uuid4().hex, "model": model, "choices": choices, "usage": _usage(turns, asked.n)}
 
 
-def _sglang_answer(asked: Asked, turns: Sequence[Action], _: str) -> Any:
+def _sglang_answer(asked: TurnRequest, turns: Sequence[Action], _: str) -> Any:
     found = []
     for turn in turns:
         sampled = _of(turn)

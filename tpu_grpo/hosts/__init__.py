@@ -8,7 +8,7 @@ with Watch(hosts) as watch, watch.stage("rollout"):
 """
 
 from tpu_grpo.hosts.caching import keep_programs
-from tpu_grpo.hosts.ending import End, InterruptedStop, SignalledStop, StepAbandoned, StopRequest, here, in_time
+from tpu_grpo.hosts.ending import End, InterruptedStop, SignalledStop, StepAbandoned, StopRequest, in_time, this_process
 from tpu_grpo.hosts.host_agreement import Hosts, packed, unpacked
 from tpu_grpo.hosts.host_log import announce, counted, host_log, with_reminders
 from tpu_grpo.hosts.joining import (
@@ -37,7 +37,6 @@ __all__ = [
     "counted",
     "devices_per_host",
     "end_all_hosts",
-    "here",
     "host_log",
     "hosts_of",
     "in_time",
@@ -48,6 +47,7 @@ __all__ = [
     "progress",
     "slices_of",
     "start",
+    "this_process",
     "unpacked",
     "with_reminders",
 ]

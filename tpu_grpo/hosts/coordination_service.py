@@ -31,7 +31,7 @@ from functools import cache, partial
 from typing import Any
 
 from tpu_grpo.hosts.authentication import SIGNATURE_BYTES, VARIABLE, signature, take_secret
-from tpu_grpo.hosts.ending import alone, end_process, here
+from tpu_grpo.hosts.ending import alone, end_process, this_process
 from tpu_grpo.hosts.meeting import LOOPBACK, Caller, arrive, hold_port, no_answer, own_address, too_late
 from tpu_grpo.records.errors import ConfigError, LockstepError
 
@@ -186,7 +186,7 @@ def connect(coordinator: str, count: int, index: int, timeout_seconds: float, ru
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, handler)
     service = Service(state.client, key)
-    here.leave = partial(_leave, service, count, index)
+    this_process.leave = partial(_leave, service, count, index)
     atexit.register(_leave_together, state)
     return service
 
@@ -215,22 +215,22 @@ def serve_alone() -> None:
 def _leave(service: Service, count: int, index: int) -> None:
     """Report to the service that this host has left; host 0, which runs the service, waits for other reports first."""
     with _leaving:  # if two threads leave at the same time, the second waits for the first
-        if here.has_left:
+        if this_process.has_left:
             return
         with suppress(RuntimeError, LockstepError):  # the service is gone already, or holds a forged value
             if index == 0:
                 end = time.monotonic() + LEAVE_SECONDS
                 for other in range(1, count):
                     service.wait(f"{ROOT}/left/{other}", max(0.0, end - time.monotonic()))
-            here.has_left = True
+            this_process.has_left = True
             service.put(f"{ROOT}/left/{index}", b"")
-        here.has_left = True
+        this_process.has_left = True
 
 
 def _leave_together(state: Any) -> None:
     """Report that this host has left, and then shut down jax's client, which waits for the other hosts."""
-    if here.leave is not None:
-        here.leave()
+    if this_process.leave is not None:
+        this_process.leave()
     state.shutdown()
 
 
@@ -291,8 +291,8 @@ def _end_on_abort(client: Any) -> None:
     before = signal.SIG_DFL.value
 
     def handle(_: int) -> None:
-        if here.has_left:
-            os._exit(here.leaving_with or 0)
+        if this_process.has_left:
+            os._exit(this_process.leaving_with or 0)
         in_main = threading.get_ident() == threading.main_thread().ident
         if in_main or _answers(lambda: client.key_value_dir_get_bytes("nothing/"), within_seconds=1.0):
             libc.signal(signal.SIGABRT, before)

@@ -84,7 +84,7 @@ def exit_code(error: BaseException) -> int:
     return error.exit_code if isinstance(error, TpuGrpoError) else 1
 
 
-class Here:
+class ThisProcess:
     """The state of this process that the functions below need to end it; other code updates it during the run."""
 
     index: int = 0
@@ -105,7 +105,7 @@ class Here:
     """Writes the report; called with the `End` if a thread other than the main thread ends this process."""
 
 
-here = Here()
+this_process = ThisProcess()
 alone = threading.Event()
 """Set once the coordination service is gone, so that no other host can be told anything."""
 _ending = threading.Lock()
@@ -114,8 +114,8 @@ _ending = threading.Lock()
 def host_names(indices: Sequence[int]) -> str:
     """Return the names of hosts for messages: "host 1", "hosts 0, 2, 3", or with slices "hosts 4, 5 (slice 1)"."""
     listed = ", ".join(map(str, indices))
-    if here.hosts_per_slice:
-        of = sorted({index // here.hosts_per_slice for index in indices})
+    if this_process.hosts_per_slice:
+        of = sorted({index // this_process.hosts_per_slice for index in indices})
         listed += f" (slice{'s' * (len(of) > 1)} {', '.join(map(str, of))})"
     return f"host{'s' * (len(indices) != 1)} {listed}"
 
@@ -124,8 +124,9 @@ def host_names(indices: Sequence[int]) -> str:
 
 
 def end_process(message: str, code: int = LockstepError.exit_code) -> NoReturn:
-    """End this process immediately because of another host, with the reason in ``here.cause``, or else ``message``."""
-    cause = here.cause or End("failed", code, f"LockstepError: {message}")
+    """End this process immediately because of another host, with the reason in ``this_process.cause``, or else
+    ``message``."""
+    cause = this_process.cause or End("failed", code, f"LockstepError: {message}")
     end_after(cause.message, cause.code, outcome=cause.outcome)
 
 
@@ -143,37 +144,37 @@ def end_after(
     own error, it gets ``LEAVING_SECONDS`` to print that error. The line is printed before the other hosts are told,
     because host 0 may end as soon as it is told, and the end of host 0 ends this process.
 
-    The report of ``here.at_end`` gets ``seconds``.
+    The report of ``this_process.at_end`` gets ``seconds``.
     """
     with _ending:  # never released
-        if here.leaving_with is not None:
+        if this_process.leaving_with is not None:
             time.sleep(LEAVING_SECONDS)
-            os._exit(here.leaving_with)
-        here.leaving_with = code
-        whole = f"{line} (seen by host {here.index}, in stage {here.stage})\n".encode()
+            os._exit(this_process.leaving_with)
+        this_process.leaving_with = code
+        whole = f"{line} (seen by host {this_process.index}, in stage {this_process.stage})\n".encode()
         # Not through sys.stderr or the logging module, whose locks the main thread may hold.
         writes: list[Callable[[], object]] = [lambda: os.write(2, whole)]
-        if (log := here.log) is not None:
+        if (log := this_process.log) is not None:
             writes.append(lambda: _append(log, whole))
         in_time(writes)
         tell_others()
 
-        if (report := here.at_end) is not None:
+        if (report := this_process.at_end) is not None:
             in_time([lambda: report(End(outcome, code, line))], seconds)
         _exit(code)
 
 
 def leave_when_done(*, together: bool = False) -> None:
-    """End this process with code ``here.leaving_with`` once its main thread has ended, or after ``LEAVING_SECONDS``.
+    """End this process with ``this_process.leaving_with`` once its main thread has ended, or after ``LEAVING_SECONDS``.
 
     Threads that wait for other hosts, such as those that save a checkpoint, are abandoned: Python would join them
     before it calls ``atexit`` functions. ``together`` says that all hosts end in this way; host 0 then ends last.
     """
 
     def leave() -> None:
-        if together and here.leave is not None:
-            here.leave()
-        _exit(here.leaving_with or 1)
+        if together and this_process.leave is not None:
+            this_process.leave()
+        _exit(this_process.leaving_with or 1)
 
     def leave_after_main_thread() -> None:
         threading.main_thread().join(LEAVING_SECONDS)
@@ -338,7 +339,7 @@ class SignalledStop(StopRequest):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        stopped = isinstance(error, Interrupted) and (self.signalled or here.leave is not None)
+        stopped = isinstance(error, Interrupted) and (self.signalled or this_process.leave is not None)
         signal.set_wakeup_fd(self._woken_before)
         for number, handler in self._before.items():  # a signal sent to all hosts may still arrive here
             signal.signal(number, signal.SIG_IGN if stopped else handler)
@@ -346,7 +347,7 @@ class SignalledStop(StopRequest):
         self._thread.join()
         os.close(self._reading)
         if stopped:
-            here.leaving_with = Interrupted.exit_code
+            this_process.leaving_with = Interrupted.exit_code
             leave_when_done(together=True)  # without waiting for reward threads that still run
 
     def hosts_met(self, tell_others: Callable[[End], None]) -> None:

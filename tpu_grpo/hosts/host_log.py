@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tpu_grpo.hosts.ending import here
+from tpu_grpo.hosts.ending import this_process
 from tpu_grpo.hosts.host_agreement import Hosts
 
 logger = logging.getLogger("tpu_grpo.host")
@@ -37,8 +37,8 @@ def host_log(directory: Path, index: int) -> Iterator[None]:
     Stages have the level INFO; from libraries, only warnings and errors are written.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    here.log = directory / f"host_{index}.log"
-    handler = logging.FileHandler(here.log, encoding="utf-8")
+    this_process.log = directory / f"host_{index}.log"
+    handler = logging.FileHandler(this_process.log, encoding="utf-8")
     handler.setFormatter(logging.Formatter(f"%(asctime)s host {index} %(levelname)s %(name)s: %(message)s"))
     loggers = (logging.getLogger(), logger)
     for each in loggers:
@@ -49,13 +49,13 @@ def host_log(directory: Path, index: int) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        logger.exception("ended in stage %s by", here.stage)
+        logger.exception("ended in stage %s by", this_process.stage)
         raise
     finally:
         for each in loggers:
             each.removeHandler(handler)
         handler.close()
-        here.log = None
+        this_process.log = None
 
 
 def announce(hosts: Hosts, what: str) -> None:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from tpu_grpo.hosts.coordination_service import connect, serve_alone
-from tpu_grpo.hosts.ending import here
+from tpu_grpo.hosts.ending import this_process
 from tpu_grpo.hosts.host_agreement import Hosts
 from tpu_grpo.records.errors import ConfigError
 
@@ -94,7 +94,7 @@ def start(
     if coordinator is None or count == 1:
         serve_alone()
         return Hosts()
-    here.index = index
+    this_process.index = index
     return Hosts(index, count, connect(coordinator, count, index, timeout_seconds, run))
 
 

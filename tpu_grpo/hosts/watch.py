@@ -19,7 +19,16 @@ from itertools import islice
 from typing import Self
 
 from tpu_grpo.hosts.coordination_service import attacked, read_told
-from tpu_grpo.hosts.ending import End, alone, end_after, end_process, exit_code, here, host_names, leave_when_done
+from tpu_grpo.hosts.ending import (
+    End,
+    alone,
+    end_after,
+    end_process,
+    exit_code,
+    host_names,
+    leave_when_done,
+    this_process,
+)
 from tpu_grpo.hosts.host_agreement import Hosts
 from tpu_grpo.hosts.host_log import logger
 from tpu_grpo.records.errors import Interrupted, LockstepError
@@ -142,7 +151,7 @@ class Watch:
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Set the process's stage during the block; profiles, the log and the message of an early end show it."""
-        before, here.stage = here.stage, name
+        before, this_process.stage = this_process.stage, name
         began = time.monotonic()
         logger.info("%s begins", name)
         named = nullcontext()
@@ -153,7 +162,7 @@ class Watch:
         with named:
             yield
         logger.info("%s ends after %.3f s", name, time.monotonic() - began)
-        here.stage = before  # not after an error, so that its message names this stage
+        this_process.stage = before  # not after an error, so that its message names this stage
 
     def __enter__(self) -> Self:
         if self.hosts.service is None:
@@ -182,14 +191,14 @@ class Watch:
         _watching.remove(self)
         if error is not None and not isinstance(error, Interrupted):
             self.rule_out_a_lost_host(error)
-            here.leaving_with = exit_code(error)
-            self.report_end(End("failed", here.leaving_with, f"{type(error).__name__}: {error}"))
+            this_process.leaving_with = exit_code(error)
+            self.report_end(End("failed", this_process.leaving_with, f"{type(error).__name__}: {error}"))
             leave_when_done()
             self._stop.set()
             return
         self.hosts.barrier("the end of the run")
         if error is not None:  # interrupted: from now on a host that leaves is not lost
-            here.leaving_with = Interrupted.exit_code
+            this_process.leaving_with = Interrupted.exit_code
         self._stop.set()
         self._talk_now.set()
         for thread in self._threads:  # returning from C++ after the interpreter has ended would crash
@@ -208,7 +217,7 @@ class Watch:
         """
         if self.hosts.service is None:
             return
-        here.leaving_with = here.leaving_with or own.code
+        this_process.leaving_with = this_process.leaving_with or own.code
         if own.outcome == "stopped" and own.code == Interrupted.exit_code:
             told = End("stopped", own.code, f"host {self.hosts.index} was stopped: {own.message}")
         else:
@@ -265,7 +274,7 @@ class Watch:
         failures = {index: seen[f"failure/{index}"] for index in self._others if f"failure/{index}" in seen}
         if failures and self._heard_at is None:
             index, message = next(iter(failures.items()))
-            here.cause, self._heard_at = read_told(message, End, f"{ROOT}/failure/{index}"), now
+            this_process.cause, self._heard_at = read_told(message, End, f"{ROOT}/failure/{index}"), now
             service.put(f"{ROOT}/heard/{me}", b"", overwrite=True)
         if all(f"heard/{index}" in seen or index in failures for index in self._others):
             self._all_know.set()

@@ -15,7 +15,7 @@ from typing import Any
 
 from tpu_grpo.launching.launch_options import Options
 from tpu_grpo.records.errors import ConfigError, LaunchError
-from tpu_grpo.records.outside import parse_json
+from tpu_grpo.records.untrusted_input import parse_json
 
 type Command = list[str]
 

@@ -10,7 +10,7 @@ continue on another base model.
 model_params holds the parameters that the model computes with; optimizer_state holds the count of updates, the
 optimizer's moments, and the parameters' precision beyond ``model.dtype``. Some runs also save entropy_state (the
 adapted coefficient of the entropy bonus), reference_params (the KL penalty's reference, if the run resets it) or
-carried_groups (tpu_grpo/run/carrying.py).
+carried_groups (tpu_grpo/run/partial_groups.py).
 
 A background thread saves a step into a directory with a temporary name, which is renamed when complete. If the process
 is killed, the previous checkpoint stays the newest, and the next start removes the unfinished one.
@@ -53,7 +53,7 @@ from tpu_grpo.learner.update import Updater, UpdateState
 from tpu_grpo.observe.run_files import DAMAGED_DIR, FROM_WEIGHTS, saved_steps
 from tpu_grpo.records.errors import CheckpointError, DiskError, disk_error, disk_errors_explained
 from tpu_grpo.records.json_files import replace_text
-from tpu_grpo.records.outside import parse_json, read_file
+from tpu_grpo.records.untrusted_input import parse_json, read_file
 
 Resume = Literal["auto", "never", "require"]
 FORMAT = 2
@@ -209,8 +209,8 @@ class Checkpoints:
         others = f"; nor could {' and '.join(str(step) for step, _ in older)}" if older else ""
         raise CheckpointError(
             f"checkpoint {self._directory / str(newest)} must hold this model and optimizer, whole, but could not be "
-            f"restored ({reason}){others}; undo a change of model, optimizer or algorithm (or of rollout.carry), "
-            "put back a sound copy, or start over with checkpoint.resume=never"
+            f"restored ({reason}){others}; undo a change of model, optimizer or algorithm (or of "
+            "rollout.partial_extra), put back a sound copy, or start over with checkpoint.resume=never"
         )
 
     def _id_of_run(self, new: str = "") -> str:
@@ -540,7 +540,7 @@ def _check_metadata(
         raise CheckpointError(
             f"checkpoint {path} must hold the arrays of this run, got {len(other)} others: {'; '.join(other[:3])}"
             f"{'; ...' * (len(other) > 3)}: that is another model, model.dtype, model.lora, optimizer or algorithm, or "
-            f"rollout.carry is new; undo the change, or {FROM_WEIGHTS}"
+            f"rollout.partial_extra is new; undo the change, or {FROM_WEIGHTS}"
         )
 
 

@@ -111,7 +111,8 @@ class Learner:
         self._has_previous = not self.restored_step
         self.restore_notes = tuple(self._checkpoints.notes)
         self.carried = self._checkpoints.carried
-        """The groups that were kept after the restored step, as JSON (tpu_grpo/run/carrying.py); None without such."""
+        """The groups that were kept after the restored step, as JSON (tpu_grpo/run/partial_groups.py); None without
+        such."""
         if self.restored_step and config.open_groups:
             self._told(GROUPS, sum_of_groups(self.carried), int)
 

@@ -416,7 +416,7 @@ def update_metrics(updates: Sequence[MeasuredUpdate], *, stale: bool = False) ->
     return {
         "update/loss": mean([sums.loss for sums in micro], len(made)),
         "update/grad_norm": mean([record.grad_norm for record in records], len(made)),
-        "update/step_kept": min(float(record.step_kept) for record in records),
+        "update/applied_fraction": min(float(record.step_kept) for record in records),
         "update/kl": mean([sums.kl for sums in micro], tokens),
         "update/entropy": mean([sums.entropy for sums in micro], tokens),
         "update/clip_fraction": mean([sums.clipped for sums in micro], tokens),

@@ -40,7 +40,7 @@ from tpu_grpo.models.tasks.lessons import Lesson, Task
 from tpu_grpo.models.tokenizers import ASSISTANT, END, builtin_tokenizer
 from tpu_grpo.models.tunix_model import by_name
 from tpu_grpo.records.errors import CheckpointError, NonFiniteError
-from tpu_grpo.records.outside import parse_json, read_file
+from tpu_grpo.records.untrusted_input import parse_json, read_file
 
 RECORD = "teaching.json"
 _SILENT_SECONDS = 30.0

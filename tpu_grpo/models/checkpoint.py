@@ -26,7 +26,7 @@ from tpu_grpo.models.families.leaves import Shape, WeightRule
 from tpu_grpo.models.families.qwen3_moe import MoeConfig
 from tpu_grpo.models.families.rope import with_older_names
 from tpu_grpo.records.errors import CheckpointError, ConfigError
-from tpu_grpo.records.outside import open_file, parse_json, read_file
+from tpu_grpo.records.untrusted_input import open_file, parse_json, read_file
 
 CONFIG_FILE, INDEX_FILE = "config.json", "model.safetensors.index.json"
 TOKENIZER_SETTINGS_FILE = "tokenizer_config.json"

@@ -32,7 +32,7 @@ from transformers.models.gpt2.tokenization_gpt2 import bytes_to_unicode
 from tpu_grpo.models.checkpoint import check_tokenizer_files, read_json, tokenizer_settings
 from tpu_grpo.models.tasks.lessons import Task
 from tpu_grpo.records.errors import CheckpointError, RequestError
-from tpu_grpo.records.outside import bounded
+from tpu_grpo.records.untrusted_input import bounded
 
 CHECKED_FILES = ("tokenizer_config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json")
 LONGEST_SPECIAL = 1000

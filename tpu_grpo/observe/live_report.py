@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Self
 
 from tpu_grpo.config import RunConfig
-from tpu_grpo.hosts import End, Hosts, here
+from tpu_grpo.hosts import End, Hosts, this_process
 from tpu_grpo.hosts.host_log import logger
 from tpu_grpo.observe.console import Cell, is_in_notebook
 from tpu_grpo.observe.run_files import END_FILE, REPORT_FILE, SUMMARY_FILE
@@ -83,17 +83,17 @@ class LiveReport(Sink):
         for left in directory.glob(f"{REPORT_FILE}.*.tmp"):  # left by a kill
             left.unlink(missing_ok=True)
         self._write_page(Standing("going", self._step, self._most, at=now()))
-        here.at_end = self._end_in_time
+        this_process.at_end = self._end_in_time
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
-            here.at_end = None
+            this_process.at_end = None
             self._write_end(End.by(None))
             return
         self._end_in_time(End.by(error))
         if self._hosts.count == 1:  # on several hosts, another thread may find the cause later, and write it
-            here.at_end = None
+            this_process.at_end = None
 
     def _write_end(self, end: End) -> None:
         if end.outcome == "done":

@@ -41,7 +41,7 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Said:
+class Utterance:
     """A text in a conversation: a turn of the policy, an answer of the environment, or a remark."""
 
     text: str
@@ -56,7 +56,7 @@ class Cell:
 
     text: str
     note: str = ""
-    said: Sequence[Said] = ()
+    said: Sequence[Utterance] = ()
     """A conversation in place of the text."""
 
 
@@ -211,16 +211,18 @@ def _completion(row: Record) -> Cell:
     return Cell("", f"{count}, {ending}{failure}", said=list(_said(row)))
 
 
-def _said(row: Record) -> Iterator[Said]:
+def _said(row: Record) -> Iterator[Utterance]:
     for turn in shown_turns(row["turns"], SHOWN_TURNS):
         if isinstance(turn, int):
-            yield Said(f"… {turn:,} turns left out …")
+            yield Utterance(f"… {turn:,} turns left out …")
             continue
         calls, answer, reward = called_tools(turn), turn.get("answer", ""), turn.get("reward")
         notes = [f"called {calls}"] if calls and not answer else []
         notes += [f"reward {decimal(reward)}"] if is_number(reward) else []
-        yield Said(shorten(turn.get("text", ""), *TURN_CHARACTERS), note=", ".join(notes))
+        yield Utterance(shorten(turn.get("text", ""), *TURN_CHARACTERS), note=", ".join(notes))
         if answer:
             errors = int(number_or_zero(turn.get("errors")))
             failed = "" if not errors else "1 call failed" if errors == 1 else f"{errors:,} calls failed"
-            yield Said(shorten(answer, *TURN_CHARACTERS), calls or str(row.get("environment") or "environment"), failed)
+            yield Utterance(
+                shorten(answer, *TURN_CHARACTERS), calls or str(row.get("environment") or "environment"), failed
+            )

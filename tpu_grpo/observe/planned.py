@@ -9,7 +9,7 @@ from tpu_grpo.observe.json_lines import Lines, is_number, numbers
 from tpu_grpo.observe.page_tables import Cell, Column, Table
 from tpu_grpo.observe.run_files import CHECK_FILE, PLAN_FILE, check_directory
 from tpu_grpo.records.errors import DataError
-from tpu_grpo.records.outside import parse_json, read_file
+from tpu_grpo.records.untrusted_input import parse_json, read_file
 
 STAGES = {
     "decode_step": ("decode", "rollout/decode_step_seconds", 1e3, "ms a step"),

@@ -30,7 +30,7 @@ from tpu_grpo.observe.run_files import (
 )
 from tpu_grpo.records.errors import DataError
 from tpu_grpo.records.json_files import Record, read_records, read_steps, write_json
-from tpu_grpo.records.outside import parse_json, read_file
+from tpu_grpo.records.untrusted_input import parse_json, read_file
 
 MOST_ROWS = 256
 """The most completions of a step that are read; the page shows the best and the worst of these."""

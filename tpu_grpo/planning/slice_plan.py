@@ -39,8 +39,8 @@ NO_STOP = (0,)
 """A placeholder for the stop token, because there is no tokenizer; no shape depends on it."""
 MOST_TRIED = 8
 """`suggest` tries at most this many changes of settings."""
-CARRIES = (0.5, 1.0)
-"""The values of rollout.carry that `alternatives` tries for a run without rollout.carry."""
+PARTIAL_EXTRAS = (0.5, 1.0)
+"""The values of rollout.partial_extra that `alternatives` tries for a run without rollout.partial_extra."""
 SPLIT_SYNC_MIB = 2048
 """What splits among the alternatives get for meshes.sync_temporary_mib: between unlike meshes more has to be moved."""
 AHEAD_DEVICES = 32
@@ -275,8 +275,8 @@ def alternatives(plan: Plan, mean: float, *, compiled: bool, say: Callable[[str]
             found.append(Suggestion(overrides, make_plan(config, plan.target, fast=plan.fast, say=say)))
         except TpuGrpoError as error:  # such as meshes for which the model has too few heads
             say(f"  {error}")
-    if plan.config.excludes_carry is None and not plan.config.rollout.carry:
-        found += [_carrying(other, carry) for other in tuple(found) for carry in CARRIES]
+    if plan.config.excludes_partial_rollouts is None and not plan.config.rollout.partial_extra:
+        found += [_carrying(other, carry) for other in tuple(found) for carry in PARTIAL_EXTRAS]
     return sorted(found[1:], key=lambda each: (not each.plan.fits, each.plan.work.step(mean).seconds))
 
 
@@ -299,7 +299,7 @@ def _other_layouts(plan: Plan) -> Iterator[tuple[str, ...]]:
 
 
 def _carrying(suggestion: Suggestion, carry: float) -> Suggestion:
-    """Add rollout.carry, with which the programs and the memory of devices stay the same."""
+    """Add rollout.partial_extra, with which the programs and the memory of devices stay the same."""
     work = suggestion.plan.work.carrying(carry)
     plan = replace(suggestion.plan, config=work.config, work=work)
-    return Suggestion((*suggestion.overrides, f"rollout.carry={carry:g}"), plan)
+    return Suggestion((*suggestion.overrides, f"rollout.partial_extra={carry:g}"), plan)

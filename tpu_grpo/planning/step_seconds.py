@@ -20,8 +20,8 @@ from statistics import NormalDist
 import jax.numpy as jnp
 
 from tpu_grpo.config import RunConfig
-from tpu_grpo.engine.cutting import MULTIPLE
 from tpu_grpo.engine.options import splits_vocabulary
+from tpu_grpo.engine.partial_rollouts import MULTIPLE
 from tpu_grpo.hosts.sharded_arrays import bytes_per_device
 from tpu_grpo.launching.tpus import Generation, Rates
 from tpu_grpo.models.families.trainer_attention import whole_blocks
@@ -35,7 +35,7 @@ SPREAD = 0.9
 tokens if the mean is 680."""
 HALVINGS = 80
 CARRIED_STEPS = 6
-"""The number of simulated steps whose seconds are averaged for rollout.carry."""
+"""The number of simulated steps whose seconds are averaged for rollout.partial_extra."""
 
 
 def assumptions(mean_new_tokens: float | None, rates: Rates) -> list[str]:
@@ -98,7 +98,8 @@ class RolloutWork:
 
 
 def carried_work(config: RunConfig, *, mean: float, longest: int) -> list[RolloutWork]:
-    """Simulate steps with rollout.carry (tpu_grpo/engine/cutting.py); return the work of the last CARRIED_STEPS steps.
+    """Simulate steps with rollout.partial_extra (tpu_grpo/engine/partial_rollouts.py); return the work of the last
+    CARRIED_STEPS steps.
 
     Lengths are drawn from the distribution of `completion_lengths`; half of the variance of their logarithm comes from
     the prompt.
@@ -327,7 +328,7 @@ class StepWork:
         """Estimate a step; with None, all completions have the longest length."""
         config, longest = self.config, self.config.rollout.max_new_tokens
         mean, rows = mean_new_tokens or longest, config.sampled_rows
-        if config.rollout.carry:
+        if config.rollout.partial_extra:
             steps, rows = carried_work(config, mean=mean, longest=longest), config.batch_rows
         else:
             steps = [RolloutWork(completion_lengths(rows, mean=mean, longest=longest))]
@@ -355,8 +356,8 @@ class StepWork:
         return StepTime(sampled, sampled / rows, tuple(stages), is_ahead=config.algorithm.staleness > 0)
 
     def carrying(self, carry: float) -> "StepWork":
-        """Return the work of the same run with another rollout.carry, in the same engines."""
-        rollout = self.config.rollout.model_copy(update={"carry": carry})
+        """Return the work of the same run with another rollout.partial_extra, in the same engines."""
+        rollout = self.config.rollout.model_copy(update={"partial_extra": carry})
         config, size = self.config.model_copy(update={"rollout": rollout}), self.config.algorithm.group_size
         more = config.open_groups / self.config.data.prompts_per_round
         hosts = tuple(tuple(math.ceil(rows / size * more) * size for rows in engines) for engines in self.hosts)

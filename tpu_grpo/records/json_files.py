@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tpu_grpo.records.errors import DataError
-from tpu_grpo.records.outside import lines_of, open_file, parse_json, read_file
+from tpu_grpo.records.untrusted_input import lines_of, open_file, parse_json, read_file
 
 Record = Mapping[str, Any]
 

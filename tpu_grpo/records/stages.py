@@ -20,7 +20,7 @@ Conversation = Sequence[Mapping[str, Any]]
 """Messages, each with role, content, and other keys that chat templates know, such as tool_calls."""
 FinishReason = Literal["stop", "length", "cut"]
 """Why a completion ended. stop: at a stop token. length: at its token limit. cut: it has not ended, and a later step
-continues it (tpu_grpo/engine/cutting.py)."""
+continues it (tpu_grpo/engine/partial_rollouts.py)."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,8 @@ class Completion:
     episode: Episode | None = None
     """The conversation with an environment that these tokens belong to."""
     ages: Int32[np.ndarray, " T"] | None = None
-    """With ``rollout.carry``, how many steps ago each token was sampled; None if this step sampled all tokens."""
+    """With ``rollout.partial_extra``, how many steps ago each token was sampled; None if this step sampled all
+    tokens."""
     likeliest: tuple[Mapping[int, float], ...] = ()
     """For each token the 20 likeliest tokens in its place and their ``logprobs``, in descending order; empty unless the
     request asked for them."""

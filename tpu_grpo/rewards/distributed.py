@@ -21,7 +21,7 @@ from tpu_grpo.rewards.scoring import RewardSet, Scoring, check_some_scored
 
 
 @dataclass(frozen=True)
-class Told:
+class HostScores:
     """The message that a host sends to the other hosts about its rows."""
 
     columns: list[list[float]]
@@ -110,11 +110,11 @@ class DistributedScoring(Scoring):
             columns = [own.total, *(own.by_name[name] for name in names)]
             figures, of_tokens = dict(own.figures), [NO_VALUES, *own.per_token]
         witness_values = self._rewards.repeatable_values(witness, self._compared)
-        mine = Told([c.tolist() for c in columns], witness_values, figures, packed(np.concatenate(of_tokens)))
+        mine = HostScores([c.tolist() for c in columns], witness_values, figures, packed(np.concatenate(of_tokens)))
         rows_of = [np.repeat(np.array(scorers) == host, rollout.group_size) for host in range(self._hosts.count)]
         lengths = np.array([len(c.token_ids) if token_rewards else 0 for c in rollout.completions])
 
-        def read(host: int, told: Told) -> tuple[Told, Float[np.ndarray, "C b"], list[TokenValues]]:
+        def read(host: int, told: HostScores) -> tuple[HostScores, Float[np.ndarray, "C b"], list[TokenValues]]:
             """Unpack a host's message into C columns; raise ValueError if it does not fit the host's b rows."""
             found = np.array(told.columns).reshape(len(columns), rows_of[host].sum())
             seen = {name: values and len(values) for name, values in told.witness.items()}
@@ -125,7 +125,7 @@ class DistributedScoring(Scoring):
             of_rows = lengths[rows_of[host]]
             return told, found, np.split(unpacked(told.of_tokens, of_rows.sum()), np.cumsum(of_rows))[:-1]
 
-        answers = self._hosts.share("rewards", mine, Told, read)
+        answers = self._hosts.share("rewards", mine, HostScores, read)
         _compare_witness(witness, [told.witness for told, _, _ in answers])
         merged, per_token = np.empty((len(columns), len(lengths))), [NO_VALUES] * len(lengths)
         for rows, (_, found, tokens) in zip(rows_of, answers, strict=True):

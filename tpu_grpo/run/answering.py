@@ -22,8 +22,8 @@ from tpu_grpo.engine.options import EngineOptions, choose_attention
 from tpu_grpo.engine.sampler import completion_text, impossible, sampling_params
 from tpu_grpo.environments.actions import Action
 from tpu_grpo.environments.agent_conversation import read_turn
-from tpu_grpo.environments.chat_dialect import Dialect, check_ids
-from tpu_grpo.environments.policy_requests import Asked, RefusedError
+from tpu_grpo.environments.chat_format import ChatFormat, check_ids
+from tpu_grpo.environments.policy_requests import RefusedError, TurnRequest
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.learner import parameters
 from tpu_grpo.models.tokenizers import check_length, decode, token_bytes
@@ -39,7 +39,7 @@ ROOM_TOKENS = 2048
 """Without prompts, there is room for at least this many tokens, if the model supports that many."""
 
 
-class Speaker:
+class ServedPolicy:
     """A model that answers prompts. Its config says how to render prompts, and how to sample and score answers.
 
         speaker = Speaker(config, "latest")
@@ -154,7 +154,7 @@ class Speaker:
         [completion] = self._engine.generate([request])
         return completion
 
-    def turns(self, asked: Sequence[Asked]) -> list[Action | RefusedError]:
+    def turns(self, asked: Sequence[TurnRequest]) -> list[Action | RefusedError]:
         """Sample a turn for each request of a server, in one batch; a request that cannot be served gets a refusal.
 
         The tokens of a request depend on no other request, only on its prompt, ``seed`` and index.
@@ -174,7 +174,7 @@ class Speaker:
             found.append(turn)
         return found
 
-    def _parsed(self, asked: Asked, ids: list[int]) -> Action:
+    def _parsed(self, asked: TurnRequest, ids: list[int]) -> Action:
         """Parse thinking and tool calls in an answer to chat messages; return the answer to a text prompt as text."""
         if asked.messages is not None:
             return self._dialect.with_tools(json.dumps(asked.tools)).read(ids)
@@ -182,10 +182,10 @@ class Speaker:
         return Action(text, text)
 
     @cached_property
-    def _dialect(self) -> Dialect:
-        return Dialect(self._tokenizer, (), self._config.environment.tool_format, self._renderer.switches)
+    def _dialect(self) -> ChatFormat:
+        return ChatFormat(self._tokenizer, (), self._config.environment.tool_format, self._renderer.switches)
 
-    def _read(self, asked: Asked) -> Request | RefusedError:
+    def _read(self, asked: TurnRequest) -> Request | RefusedError:
         """Convert a server's request to an engine's, or refuse it."""
         assert self._engine is not None
         context, given = self._engine.options.context_tokens, dict(asked.sampling)

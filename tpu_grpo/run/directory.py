@@ -45,7 +45,7 @@ SEEN_SECONDS = 20.0
 STALE_SECONDS = 60.0
 """Once a host has looked at a directory, NFS may show it the old content for this long."""
 PAUSE = 0.5
-Told = tuple[str, str]
+SentError = tuple[str, str]
 """An error in the form in which host 0 sends it to the other hosts: (name of the class, message)."""
 
 
@@ -53,7 +53,7 @@ Told = tuple[str, str]
 
 
 @dataclass(frozen=True)
-class Earlier:
+class ExistingRun:
     """What `look` finds in ``run.dir`` before a run starts there; looking writes nothing."""
 
     makes_room: bool = False
@@ -64,7 +64,7 @@ class Earlier:
     """The settings and files that differ from those of the steps done so far."""
     summary: dict[str, Any] | None = None
     """The earlier run's summary if nothing is left to do; otherwise None."""
-    refusal: Told | None = None
+    refusal: SentError | None = None
     """The error that keeps this run from starting here; None if it can start."""
 
     def refuse(self) -> None:
@@ -92,7 +92,7 @@ class Earlier:
         return [f"run.dir    {directory}: {what}", *changed]
 
 
-def look(config: RunConfig, hosts: Hosts, *, guess: bool = False) -> Earlier:
+def look(config: RunConfig, hosts: Hosts, *, guess: bool = False) -> ExistingRun:
     """Inspect the content of ``run.dir`` without locking it, or importing jax. Every host calls this, and host 0 looks.
 
     With ``guess``, also refuse a directory that a process on another machine seems to hold, without waiting to be sure.
@@ -101,12 +101,12 @@ def look(config: RunConfig, hosts: Hosts, *, guess: bool = False) -> Earlier:
         ConfigError: on every host, for a directory that another process holds.
     """
 
-    def look_for_all() -> Earlier:
+    def look_for_all() -> ExistingRun:
         if (owner := holder(config.run_dir, guess=guess)) is not None:  # `take` would raise, too, after slow imports
             raise taken(config.run_dir, owner)
         return _seen_in(config)
 
-    return first_does(hosts, "what lies in run.dir", Earlier, look_for_all)
+    return first_does(hosts, "what lies in run.dir", ExistingRun, look_for_all)
 
 
 def how_it_ended(config: RunConfig, summary: dict[str, Any]) -> str:
@@ -120,11 +120,11 @@ def how_it_ended(config: RunConfig, summary: dict[str, Any]) -> str:
     return f"this run is done: {steps} of {last} steps; set run.max_steps higher{allow} to go on, or another run.dir"
 
 
-def _seen_in(config: RunConfig) -> Earlier:
+def _seen_in(config: RunConfig) -> ExistingRun:
     try:
         if config.checkpoint.resume == "never":
             _check_writable(config.run_dir)
-            return Earlier(makes_room=_has_to_make_room(config.run_dir))
+            return ExistingRun(makes_room=_has_to_make_room(config.run_dir))
         directory, steps = config.run_dir, saved_steps(config.run_dir / CHECKPOINTS_DIR)
         changes, path = _changes_since(config, steps), directory / SUMMARY_FILE
         if path.exists():
@@ -132,7 +132,7 @@ def _seen_in(config: RunConfig) -> Earlier:
             others_left = any(change.effect == "results" for change in changes)  # new prompts allow more steps
             exhausted = summary.get("ended_early") and not others_left
             if exhausted or summary["steps"] >= config.run.max_steps:
-                return Earlier(steps=steps, changes=changes, summary=summary)
+                return ExistingRun(steps=steps, changes=changes, summary=summary)
         _check_writable(directory)
         paths = map(directory.joinpath, DIRECTORIES)
         if others := [path for path in paths if os.path.lexists(path) and not path.is_dir()]:
@@ -144,9 +144,9 @@ def _seen_in(config: RunConfig) -> Earlier:
                 f"checkpoint.resume=require needs a checkpoint in {directory / CHECKPOINTS_DIR}, found none; check "
                 "run.dir, or use checkpoint.resume=auto"
             )
-        return Earlier(steps=steps, changes=changes)
+        return ExistingRun(steps=steps, changes=changes)
     except TpuGrpoError as error:
-        return Earlier(refusal=_told(error))
+        return ExistingRun(refusal=_told(error))
 
 
 def _check_writable(directory: Path) -> None:
@@ -439,17 +439,17 @@ def first_does(hosts: Hosts, name: str, kind: Any, action: Callable[[], Any]) ->
             value = action()
         except TpuGrpoError as caught:
             error = caught
-    told = hosts.broadcast(name, (value, error and _told(error)), tuple[kind | None, Told | None])
+    told = hosts.broadcast(name, (value, error and _told(error)), tuple[kind | None, SentError | None])
     if told[1] is not None:
         raise error or _raised(told[1])
     return told[0]
 
 
-def _told(error: TpuGrpoError) -> Told:
+def _told(error: TpuGrpoError) -> SentError:
     return type(error).__name__, str(error)
 
 
-def _raised(told: Told) -> TpuGrpoError:
+def _raised(told: SentError) -> TpuGrpoError:
     kinds = {kind.__name__: kind for kind in TpuGrpoError.__subclasses__()}
     return kinds.get(told[0], LockstepError)(told[1])
 

@@ -32,7 +32,7 @@ import psutil
 from tpu_grpo.hosts.ending import end_process
 from tpu_grpo.observe.run_files import LOCK_FILE
 from tpu_grpo.records.errors import ConfigError
-from tpu_grpo.records.outside import parse_json
+from tpu_grpo.records.untrusted_input import parse_json
 
 BEAT_SECONDS = 10.0
 SILENT_SECONDS = 60.0

@@ -13,12 +13,12 @@ from tpu_grpo.algorithms import RunAlgorithm, open_algorithm
 from tpu_grpo.config import AlgorithmSection, EvaluationSection, RewardSpec, RunConfig
 from tpu_grpo.data.rendering import template_switches
 from tpu_grpo.data.stream import PromptStream, prompts_digest
-from tpu_grpo.engine.dealing import divided_places
+from tpu_grpo.engine.load_balancing import divided_places
 from tpu_grpo.engine.options import EngineOptions
 from tpu_grpo.engine.replicas import Replicas
 from tpu_grpo.engine.sampler import Sampler
 from tpu_grpo.environments.actions import LoadedEnvironment
-from tpu_grpo.environments.chat_dialect import Dialect, turn_ends
+from tpu_grpo.environments.chat_format import ChatFormat, turn_ends
 from tpu_grpo.environments.episode_record import EpisodeRecord
 from tpu_grpo.environments.episodes import Environments
 from tpu_grpo.environments.pool import EnvironmentPool
@@ -32,10 +32,10 @@ from tpu_grpo.records.errors import ConfigError, RewardError
 from tpu_grpo.records.stages import Prompt
 from tpu_grpo.rewards import DistributedRewards, RewardSet, repeats_itself
 from tpu_grpo.rewards.shipped.correctness import voted_answer
-from tpu_grpo.run.carrying import Carry
 from tpu_grpo.run.engines import Probe, SyncedEngines
 from tpu_grpo.run.inputs import HeldOutInputs, Inputs, agreed_checkpoint, load_environments, open_held_out
 from tpu_grpo.run.meshes import Meshes, build_meshes, check_trainer
+from tpu_grpo.run.partial_groups import PartialGroups
 from tpu_grpo.run.policies import load_inputs
 
 
@@ -49,8 +49,8 @@ class Parts:
     engines: SyncedEngines
     learner: Learner
     probe: Probe
-    carry: Carry | None = None
-    """The groups that steps leave for later steps; None without rollout.carry and algorithm.staleness."""
+    partial: PartialGroups | None = None
+    """The groups that steps leave for later steps; None without rollout.partial_extra and algorithm.staleness."""
 
 
 def build_parts(inputs: Inputs, hosts: Hosts) -> Parts:
@@ -87,20 +87,21 @@ def build_parts(inputs: Inputs, hosts: Hosts) -> Parts:
     first = task.prompts.batch(1).prompts
     probe = Probe(config, engines, learner, [first[row % len(first)] for row in range(meshes.replicas)])
     probe.after_sync(0)
-    carry = Carry(config, task.prompts, learner.carried) if config.open_groups else None
-    return Parts(checkpoint, task, sampler, engines, learner, probe, carry)
+    partial = PartialGroups(config, task.prompts, learner.carried) if config.open_groups else None
+    return Parts(checkpoint, task, sampler, engines, learner, probe, partial)
 
 
 def with_routing_replay(config: RunConfig, checkpoint: Checkpoint) -> RunConfig:
     """Set algorithm.routing_replay if it is unset; Tunix's learner has no such setting.
 
-    It becomes true for a model with experts in bfloat16, without rollout.carry: in bfloat16, engine and trainer can
-    round differently, and so choose different experts of nearly equal probability. The run's files keep it unset.
+    It becomes true for a model with experts in bfloat16, without rollout.partial_extra: in bfloat16, engine and
+    trainer can round differently, and so choose different experts of nearly equal probability. The run's files keep it
+    unset.
     """
     section = config.algorithm
     if section.routing_replay is not None or section.tunix is not None:
         return config
-    replay = checkpoint.has_experts and config.model.dtype == "bfloat16" and not config.rollout.carry
+    replay = checkpoint.has_experts and config.model.dtype == "bfloat16" and not config.rollout.partial_extra
     return config.model_copy(update={"algorithm": section.model_copy(update={"routing_replay": replay})})
 
 
@@ -289,12 +290,12 @@ def open_environments(
     if not loaded:
         return None
     section, switches = config.environment, template_switches(config.data, tokenizer)
-    dialects = {
-        name: Dialect(tokenizer, environment.tools, section.tool_format, switches)
+    chat_formats = {
+        name: ChatFormat(tokenizer, environment.tools, section.tool_format, switches)
         for name, environment in loaded.items()
     }
     pool = EnvironmentPool(loaded, section, any(rewards.keeps_environments for rewards in judges))
-    return Environments(loaded, dialects, pool, section, config.data.max_prompt_tokens)
+    return Environments(loaded, chat_formats, pool, section, config.data.max_prompt_tokens)
 
 
 def stop_ids(config: RunConfig, tokenizer: PreTrainedTokenizerFast, directory: Path) -> tuple[int, ...]:

@@ -42,10 +42,10 @@ from tpu_grpo.records.errors import DiskError, Interrupted
 from tpu_grpo.records.json_files import read_records, write_json
 from tpu_grpo.records.stages import PromptBatch, Rollout, ScoredRollout, UpdateResult
 from tpu_grpo.rewards.distributed import DistributedScoring
-from tpu_grpo.run.carrying import Carry
 from tpu_grpo.run.directory import RunDirectory, first_does
 from tpu_grpo.run.exporting import Policy, export_policy
 from tpu_grpo.run.inputs import Inputs
+from tpu_grpo.run.partial_groups import PartialGroups
 from tpu_grpo.run.parts import Parts, build_parts, built_for_good, evaluate_policy, give_back_memory
 from tpu_grpo.run.policies import Chosen, exported_values
 from tpu_grpo.run.rounds import Rounds, StepGroups
@@ -183,7 +183,7 @@ class Run:
     def _step(self, step: int) -> None:
         started, parts, stage = time.perf_counter(), self.parts, self.watch.stage
         groups = self.ahead or _result_of(self._sampled_groups(step))
-        carried = {} if parts.carry is None else parts.carry.end(groups.needed)
+        carried = {} if parts.partial is None else parts.partial.end(groups.needed)
         if self.config.rollout.release_during_update:
             parts.engines.release()
         self.updating = True
@@ -229,7 +229,7 @@ class Run:
 
         The generator pauses where ``_carried_rollout`` does.
         """
-        rounds, carry = Rounds(wanted=self.config.data.prompts_per_step), self.parts.carry
+        rounds, carry = Rounds(wanted=self.config.data.prompts_per_step), self.parts.partial
         for _ in range(self.config.data.dynamic.rounds):
             if carry is None:
                 scored = self._scored_rollout(self.draw.batch(step, after=rounds.last))
@@ -242,7 +242,7 @@ class Run:
 
     def _groups_ahead(self, step: int) -> Generator[None, None, StepGroups | None]:
         """With algorithm.staleness, sample ``step`` early, and keep its groups for the checkpoint before it."""
-        carry = self.parts.carry
+        carry = self.parts.partial
         if not self.config.algorithm.staleness or carry is None or self._is_last(step - 1):
             return None
         groups = yield from self._sampled_groups(step)
@@ -261,7 +261,7 @@ class Run:
                 self.hosts.agree(f"tokens of {name}", tokens_digest(rollout.completions))
             return self._scored(name, rollout, scoring)
 
-    def _carried_rollout(self, step: int, carry: Carry) -> Generator[None, None, ScoredRollout]:
+    def _carried_rollout(self, step: int, carry: PartialGroups) -> Generator[None, None, ScoredRollout]:
         """Sample open groups until a step's groups are complete, and score these; all other groups stay open.
 
         The generator pauses between the sampling, in which hosts without engines have no part, and the exchange of the
@@ -278,7 +278,7 @@ class Run:
             with stage(f"rollout of {name}"), self._may_be_abandoned(together=True):
                 self.hosts.agree(f"prompts of {name}", repr([(group.step, group.position) for group in groups]))
                 ended = None if scoring is None else scoring.add
-                collect = parts.sampler.carry_on(step, groups, wanted, carry.due(step), known, ended)
+                collect = parts.sampler.go_on(step, groups, wanted, carry.due(step), known, ended)
             yield
             with stage(f"completions of {name}"), self._may_be_abandoned(together=True):
                 sampled = collect()
@@ -297,8 +297,8 @@ class Run:
         return ScoredRollout(rollout, scores)
 
     def _warn_of_lost_steps(self, step: int, update: UpdateResult) -> None:
-        """Warn once if rounding removes much of the optimizer's step, by the metric ``update/step_kept``."""
-        kept = update.metrics.get("update/step_kept", 1.0)  # without a token there was no update
+        """Warn once if rounding removes much of the optimizer's step, by the metric ``update/applied_fraction``."""
+        kept = update.metrics.get("update/applied_fraction", 1.0)  # without a token there was no update
         if kept < KEPT_AT_LEAST and not self.warned_of_lost_steps:
             self.warned_of_lost_steps = True
             self.log.note(
@@ -309,7 +309,7 @@ class Run:
     def _save(self, step: int) -> None:
         """Save a checkpoint; write adapters also as separate files that other libraries read."""
         with self.watch.stage(f"saving step {step}"):
-            carry = self.parts.carry
+            carry = self.parts.partial
             self.parts.learner.save(step, best=self._best_step, carried=None if carry is None else carry.saved)
             give_back_memory()  # that the previous save, done by now, has freed
             if (environments := self.parts.task.environments) is not None and environments.record is not None:
@@ -327,7 +327,7 @@ class Run:
         was, kept, data = self.directory.path, "nothing was done yet", self.parts.task.prompts.describe()
         if step:
             apart = first_does(self.hosts, "a directory apart", str, lambda: self.directory.set_up_apart(data))
-            carried = None if self.parts.carry is None else self.parts.carry.saved
+            carried = None if self.parts.partial is None else self.parts.partial.saved
             self.parts.learner.save_apart(Path(apart) / CHECKPOINTS_DIR, step, carried)
             kept = f"step {step} was saved in {apart}; go on with run.dir={apart} checkpoint.resume=auto"
         raise DiskError(f"run.dir must stay where it is during a run, but {was} is gone or another one now; {kept}")

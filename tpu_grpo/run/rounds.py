@@ -67,7 +67,7 @@ class StepGroups:
         return {
             "groups/sampled": len(self.sampled.rollout.batch.prompts),
             "groups/rounds": self.rounds,
-            "groups/filled": max(0, len(self.chosen) - self.informative),
+            "groups/padded": max(0, len(self.chosen) - self.informative),
         }
 
 

@@ -14,7 +14,7 @@ from tpu_grpo.environments.actions import Action
 from tpu_grpo.environments.policy_endpoint import Endpoint, Session, settle
 from tpu_grpo.environments.policy_requests import RefusedError, most_bytes
 from tpu_grpo.records.errors import ConfigError
-from tpu_grpo.run.answering import Speaker
+from tpu_grpo.run.answering import ServedPolicy
 
 MOST_WAITING = 4096
 """The most turns that wait; further requests are refused with 429."""
@@ -23,7 +23,7 @@ MOST_WAITING = 4096
 class Server:
     """The HTTP server, which listens from ``__enter__`` on."""
 
-    def __init__(self, speaker: Speaker, model: str, host: str, port: int, key: str | None):
+    def __init__(self, speaker: ServedPolicy, model: str, host: str, port: int, key: str | None):
         self._speaker, self._listening = speaker, (host, port)
         self._endpoint = Endpoint(model, most_bytes(speaker.context_tokens()), in_run=False)
         self._session: Session = self._endpoint.open_root(key, MOST_WAITING)

@@ -83,7 +83,7 @@ def told(config: RunConfig, lessons: Iterable[Lesson]) -> list[list[str]]:
     heard = []
     with closing(environments):
         for lesson in lessons:
-            text, ids, _ = environments.dialects[""].first(lesson[:1], None)
+            text, ids, _ = environments.chat_formats[""].first(lesson[:1], None)
             prompt = Prompt(text, tuple(ids), {}, lesson[:1])
             said = iter([message["content"] for message in lesson if message["role"] == "assistant"])
             with closing(EnvironmentEpisode(config, prompt, environments, tokenizer, 0)) as game:

@@ -10,7 +10,7 @@ import pytest
 
 from tpu_grpo.config import load_config
 from tpu_grpo.environments.actions import Answered, LoadedEnvironment
-from tpu_grpo.environments.chat_dialect import Dialect
+from tpu_grpo.environments.chat_format import ChatFormat
 from tpu_grpo.environments.conversation import Conversation, Start
 from tpu_grpo.environments.shipped.guessing import Guessing
 from tpu_grpo.models.tasks import guessing_task as guessing
@@ -50,8 +50,8 @@ def play(game: Any, problem: Problem, lesson: Lesson) -> Completion:
     prompt = Prompt("", tuple(first), messages=asked)
     request = Request(prompt.token_ids, SamplingParams(config.rollout.max_new_tokens), SampleKey(0, 1, 0, 0))
     loaded = LoadedEnvironment("game", "game.py:Game", "texts")
-    dialect = Dialect(tokenizer, ())
-    talk = Conversation(Start(prompt, request, loaded, dialect, config.environment, config.data.max_prompt_tokens))
+    chat_format = ChatFormat(tokenizer, ())
+    talk = Conversation(Start(prompt, request, loaded, chat_format, config.environment, config.data.max_prompt_tokens))
     game.reset(**problem)
     following = talk.first(Answered(()))
     for turn in lesson[1::2]:

@@ -21,7 +21,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from tpu_grpo.records.outside import parse_json
+from tpu_grpo.records.untrusted_input import parse_json
 
 if TYPE_CHECKING:
     from tpu_grpo.environments.actions import Action, Answered

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from tpu_grpo.hosts.caching import cache_directory, exclusive
-from tpu_grpo.records.outside import parse_json
 from tpu_grpo.records.short_texts import shortened
+from tpu_grpo.records.untrusted_input import parse_json
 
 _WORD = re.compile(r"\w+")
 BUILTIN = "builtin:search"

@@ -11,7 +11,7 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
-from tpu_grpo.records.outside import parse_json
+from tpu_grpo.records.untrusted_input import parse_json
 from tpu_grpo.rewards.protocol import per_sample
 from tpu_grpo.rewards.shipped.correctness import LogMetric, number
 

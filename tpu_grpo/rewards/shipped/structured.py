@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
-from tpu_grpo.records.outside import bounded
+from tpu_grpo.records.untrusted_input import bounded
 from tpu_grpo.rewards.protocol import per_sample
 from tpu_grpo.rewards.shipped.correctness import LogMetric, fenced, inside, missing, number
 from tpu_grpo.workers.puzzle_scores import puzzle_score

@@ -84,7 +84,7 @@ CALL_ID = "call00000"
 
 
 @dataclass(frozen=True)
-class Past:
+class DroppedHistory:
     """What a template drops from earlier turns when tool or user messages follow."""
 
     drops_thinking: bool
@@ -125,19 +125,19 @@ class Prober:
     def _without_opened(self, text: str) -> str:
         return text[: len(text) - len(self.opened)]
 
-    def past(self, role: str) -> Past:
+    def past(self, role: str) -> DroppedHistory:
         """Find out what the template changes in earlier turns when answers of the role "tool" or "user" follow. Raises
         ConfigError if the template refuses or omits the answers, or changes more in earlier turns than thinking."""
         self._compare(role, self._growing(role, thinks=False))
         if CLOSE not in self._template.source:
-            return Past(drops_thinking=False, drops_newlines=False)
+            return DroppedHistory(drops_thinking=False, drops_newlines=False)
         texts = self._growing(role, thinks=True)
         self._compare(role, texts)
         written = texts[1][len(self._without_opened(texts[0])) :]
         if re.match(rf"{OPEN}\s*{THOUGHT}1\s*{CLOSE}\s*{SAID}", written):
-            return Past(drops_thinking=False, drops_newlines=False)
+            return DroppedHistory(drops_thinking=False, drops_newlines=False)
         if THOUGHT not in texts[2] and written.startswith((SAID, f"\n\n{SAID}")):
-            return Past(drops_thinking=True, drops_newlines=written.startswith(SAID))
+            return DroppedHistory(drops_thinking=True, drops_newlines=written.startswith(SAID))
         raise _changed(role, f"writes a turn's thinking as {written[:80]!r}")
 
     def _growing(self, role: str, *, thinks: bool) -> list[str]:
@@ -255,7 +255,7 @@ def refuse_padding(tokenizer: "PreTrainedTokenizerFast", ids: Sequence[int], tex
         )
 
 
-class Dialect:
+class ChatFormat:
     """Renders prompts and the environment's answers with the chat template, and parses the policy's turns.
 
     Sampled tokens are decoded, and never rendered or encoded again: the template only renders the prompt's own
@@ -285,8 +285,8 @@ class Dialect:
         self.encoder = encoder or Encoder(tokenizer)
         self._tools = list(tools)
         self._template = ChatTemplate(tokenizer, tools, switches or {}, self.encoder)
-        self._with_tools: Callable[[str], Dialect] = lru_cache(_MOST_TOOLSETS)(
-            lambda tools: Dialect(tokenizer, json.loads(tools), tool_format, switches, self.encoder)
+        self._with_tools: Callable[[str], ChatFormat] = lru_cache(_MOST_TOOLSETS)(
+            lambda tools: ChatFormat(tokenizer, json.loads(tools), tool_format, switches, self.encoder)
         )
         self._pasts: dict[str, Cutter | None] = {}
         self._prober = Prober(self._template, self.encoder)
@@ -304,9 +304,9 @@ class Dialect:
         self._check_encoding()
         self.tool_format, self._read_calls = self._reader(tool_format)
 
-    def with_tools(self, tools: str, most: int = 2**31) -> "Dialect":
-        """Return the `Dialect` of the same tokenizer for other tools, which are given as a JSON list, for prompts of up
-        to ``most`` tokens; raises the constructor's errors, and RequestError for far more tools than that."""
+    def with_tools(self, tools: str, most: int = 2**31) -> "ChatFormat":
+        """Return the `ChatFormat` of the same tokenizer for other tools, which are given as a JSON list, for prompts
+        of up to ``most`` tokens; raises the constructor's errors, and RequestError for far more tools than that."""
         if len(tools) > (limit := max(2**17, 64 * most)):  # generous: a template may write little of them
             raise RequestError(f"tools must have at most {limit} characters of JSON, got {len(tools)}; send fewer")
         return self if tools == json.dumps(self._tools) else self._with_tools(tools)
@@ -453,7 +453,7 @@ class Dialect:
             self._pasts[role] = self._cutter(past) if past.drops_thinking else None
         return self._pasts[role]
 
-    def _cutter(self, past: Past) -> Cutter:
+    def _cutter(self, past: DroppedHistory) -> Cutter:
         closing = self.encoder.encode(CLOSE)
         if len(closing) != 1:
             raise ConfigError(

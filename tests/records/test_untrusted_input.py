@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tpu_grpo.records.errors import DataError
-from tpu_grpo.records.outside import DEEPEST, bounded, lines_of, open_file, parse_json, read_file
+from tpu_grpo.records.untrusted_input import DEEPEST, bounded, lines_of, open_file, parse_json, read_file
 
 
 @pytest.fixture

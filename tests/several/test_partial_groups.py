@@ -20,7 +20,7 @@ def tailed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def carrying(run_dir: Path, tensor: int = 1) -> dict[str, Any]:
-    rollout = {"max_new_tokens": 64, "carry": 0.5, "prefill_tokens": 64, "batch_paddings": [8]}
+    rollout = {"max_new_tokens": 64, "partial_extra": 0.5, "prefill_tokens": 64, "batch_paddings": [8]}
     return settings(
         run_dir,
         run={"max_steps": 3},
@@ -33,7 +33,7 @@ def carrying(run_dir: Path, tensor: int = 1) -> dict[str, Any]:
 def alone(tailed: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], str]:
     run_dir = tmp_path_factory.mktemp("alone") / "run"
     completed(1, 4, tailed, carrying(run_dir), timeout=800)
-    assert any(line["carry/length_saved"] for line in lines(run_dir))
+    assert any(line["partial/length_saved"] for line in lines(run_dir))
     return outcome(run_dir)
 
 

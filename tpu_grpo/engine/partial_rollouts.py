@@ -1,8 +1,8 @@
-"""Completions that are sampled over several steps (``rollout.carry``); tokens alone decide where a step stops.
+"""Completions that are sampled over several steps (``rollout.partial_extra``); tokens alone decide where a step stops.
 
-With ``rollout.carry`` x, a step samples P (1 + x) groups, and learns from P of them. A group is whole when all its
-completions have ended. L is the smallest multiple of 16 such that P groups are whole within L new tokens of every row.
-Rows keep their first L tokens of the step. For P = 1 and two groups of two rows that have this many tokens left to
+With ``rollout.partial_extra`` x, a step samples P (1 + x) groups, and learns from P of them. A group is whole when all
+its completions have ended. L is the smallest multiple of 16 such that P groups are whole within L new tokens of every
+row. Rows keep their first L tokens of the step. For P = 1 and two groups of two rows that have this many tokens left to
 sample:
 
     group 0    9 100        not whole; its rows keep 9 (ended) and 32 tokens, and 68 are left for later steps
@@ -29,7 +29,7 @@ NEW = Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), "cut", 0)
 
 
 @dataclass(frozen=True)
-class OpenGroup:
+class PartialGroup:
     """The completions of a prompt, as far as they have been sampled; unfinished ones have the finish reason "cut"."""
 
     prompt: Prompt
@@ -53,12 +53,12 @@ class OpenGroup:
         """Whether nothing has been sampled yet."""
         return all(completion is NEW for completion in self.completions)
 
-    def older(self) -> "OpenGroup":
+    def older(self) -> "PartialGroup":
         """Return the group with every token one step older."""
         return replace(self, completions=tuple(replace(c, ages=ages_of(c) + 1) for c in self.completions))
 
 
-class Cut:
+class Cutoff:
     """Finds L while groups are sampled: ``length`` is an upper bound that shrinks to L as rows end.
 
     Args:
@@ -113,7 +113,7 @@ def ages_of(completion: Completion) -> Int32[np.ndarray, " T"]:
 
 
 def ended(request: Request, completion: Completion) -> bool:
-    """Whether a completion has a stop token or all allowed tokens, and was not stopped by a `Cut`."""
+    """Whether a completion has a stop token or all allowed tokens, and was not stopped by a `Cutoff`."""
     return completion.finish_reason == "stop" or len(completion.token_ids) == request.sampling.max_new_tokens
 
 

@@ -1,7 +1,7 @@
-"""Keeps the groups that a step did not finish, or did not use, for the next step (``rollout.carry``).
+"""Keeps the groups that a step did not finish, or did not use, for the next step (``rollout.partial_extra``).
 
     carry = Carry(config, stream, learner.carried)      # empty, or as of the checkpoint that was restored
-    carry.begin(draw.next(step, carry.room))            # until P (1 + rollout.carry) groups are open
+    carry.begin(draw.next(step, carry.room))            # until P (1 + rollout.partial_extra) groups are open
     collect = sampler.carry_on(step, carry.groups, ...)
     rollout = carry.take(step, collect(), tokenizer)    # the first P complete groups, oldest first
     carry.end(used=P)                                   # the tokens of open groups are one step older now
@@ -23,23 +23,23 @@ import numpy as np
 
 from tpu_grpo.config import RunConfig
 from tpu_grpo.data.stream import PromptStream
-from tpu_grpo.engine.cutting import NEW, OpenGroup, ages_of
 from tpu_grpo.engine.exchange import decode_completions, encode_completions
-from tpu_grpo.engine.sampler import CarriedGroups, completion_text
+from tpu_grpo.engine.partial_rollouts import NEW, PartialGroup, ages_of
+from tpu_grpo.engine.sampler import SampledGroups, completion_text
 from tpu_grpo.records.stages import Completion, Prompt, PromptBatch, Rollout
 
 
-class Carry:
+class PartialGroups:
     """The open groups of a run, which are begun and not yet learned from, in the order in which they were begun."""
 
     def __init__(self, config: RunConfig, stream: PromptStream, saved: Any):
         self._config = config
-        self.groups: tuple[OpenGroup, ...] = () if saved is None else groups_of(saved, stream, config)
+        self.groups: tuple[PartialGroup, ...] = () if saved is None else groups_of(saved, stream, config)
         """The open groups at this point of the step."""
         length, dropped = (0, 0) if saved is None else saved["sampled"]
         self._figures: tuple[int, int] = length, dropped  # of this step's sampling so far
         self._ended = self.groups, (0, 0)  # the figures are those of ``hold``
-        self._taken, self._sampled = list[OpenGroup](), list[CarriedGroups]()
+        self._taken, self._sampled = list[PartialGroup](), list[SampledGroups]()
 
     @property
     def room(self) -> int:
@@ -51,16 +51,16 @@ class Carry:
         begun = [group.number for group in (*self.groups, *self._taken) if group.step == batch.step]
         prompts = zip(batch.prompts, batch.records, batch.positions, strict=True)
         self.groups += tuple(
-            OpenGroup(prompt, record, position, batch.step, number, (NEW,) * self._config.algorithm.group_size)
+            PartialGroup(prompt, record, position, batch.step, number, (NEW,) * self._config.algorithm.group_size)
             for number, (prompt, record, position) in enumerate(prompts, start=max(begun, default=-1) + 1)
         )
 
     def due(self, step: int) -> list[int]:
         """List the indices of the groups that this step has to finish."""
-        most = self._config.rollout.carry_steps
+        most = self._config.rollout.partial_steps
         return [number for number, group in enumerate(self.groups) if step - group.step >= most]
 
-    def batch(self, step: int, groups: Sequence[OpenGroup]) -> PromptBatch:
+    def batch(self, step: int, groups: Sequence[PartialGroup]) -> PromptBatch:
         """Return the prompts of some groups as a batch of the step's current round."""
         return PromptBatch(
             step,
@@ -70,7 +70,7 @@ class Carry:
             len(self._sampled),
         )
 
-    def take(self, step: int, sampled: CarriedGroups, tokenizer: Any) -> Rollout:
+    def take(self, step: int, sampled: SampledGroups, tokenizer: Any) -> Rollout:
         """Return the first P complete groups of ``sampled`` as the rollout to score; keep the other groups."""
         wanted = self._config.data.prompts_per_step
         whole = [group for group in sampled.groups if group.is_whole][:wanted]
@@ -92,28 +92,28 @@ class Carry:
     def end(self, used: int) -> dict[str, float]:
         """End a step that used the first ``used`` of the taken groups; later steps take the rest again.
 
-        Returns the tokens sampled per second and, with rollout.carry, the metrics ``carry/*``, such as the ages of
-        tokens in used groups.
+        Returns the tokens sampled per second and, with rollout.partial_extra, the metrics ``partial/*``, such as the
+        ages of tokens in used groups.
         """
         open_groups = sorted((*self._taken[used:], *self.groups), key=lambda group: (group.step, group.number))
         rows = [completion for group in (*self._taken, *self.groups) for completion in group.completions]
         new = [(ages_of(c) == 0) & (True if c.sampled is None else c.sampled) for c in rows]
         seconds = sum(sampled.seconds for sampled in self._sampled)
         metrics = {"rollout/tokens_per_second": sum(int(mask.sum()) for mask in new) / seconds if seconds else math.nan}
-        if self._config.rollout.carry:
+        if self._config.rollout.partial_extra:
             ages = [ages_of(completion) for group in self._taken[:used] for completion in group.completions]
             of_tokens, oldest = np.concatenate(ages), np.array([of_row.max(initial=0) for of_row in ages])
             length, dropped = self._figures
             metrics |= {
-                "carry/length": length,
-                "carry/length_saved": max(0, max(map(len, ages)) - length),
-                "carry/dropped_tokens": dropped,
-                "carry/open_groups": len(open_groups),
-                "carry/open_tokens": sum(len(c.token_ids) for group in open_groups for c in group.completions),
-                "carry/rows_age_1": float((oldest == 1).mean()),
-                "carry/rows_age_2_up": float((oldest > 1).mean()),
-                "carry/tokens_age_1": float((of_tokens == 1).mean()),
-                "carry/tokens_age_2_up": float((of_tokens > 1).mean()),
+                "partial/length": length,
+                "partial/length_saved": max(0, max(map(len, ages)) - length),
+                "partial/dropped_tokens": dropped,
+                "partial/open_groups": len(open_groups),
+                "partial/open_tokens": sum(len(c.token_ids) for group in open_groups for c in group.completions),
+                "partial/rows_age_1": float((oldest == 1).mean()),
+                "partial/rows_age_2_up": float((oldest > 1).mean()),
+                "partial/tokens_age_1": float((of_tokens == 1).mean()),
+                "partial/tokens_age_2_up": float((of_tokens > 1).mean()),
             }
         self.groups = tuple(group.older() for group in open_groups)
         self._ended, self._figures = (self.groups, (0, 0)), (0, 0)
@@ -125,7 +125,7 @@ class Carry:
         return written(*self._ended)
 
 
-def written(groups: Sequence[OpenGroup], sampled: tuple[int, int] = (0, 0)) -> dict[str, Any]:
+def written(groups: Sequence[PartialGroup], sampled: tuple[int, int] = (0, 0)) -> dict[str, Any]:
     """Write groups, and the figures of their step, as JSON, with the bytes of their completions in base64."""
     completions = dict(enumerate(completion for group in groups for completion in group.completions))
     return {
@@ -135,17 +135,17 @@ def written(groups: Sequence[OpenGroup], sampled: tuple[int, int] = (0, 0)) -> d
     }
 
 
-def groups_of(saved: Mapping[str, Any], stream: PromptStream, config: RunConfig) -> tuple[OpenGroup, ...]:
+def groups_of(saved: Mapping[str, Any], stream: PromptStream, config: RunConfig) -> tuple[PartialGroup, ...]:
     """Read the groups that ``written`` wrote; groups of other prompts, or of other settings, are left out."""
     found = decode_completions(base64.b64decode(saved["completions"]))
-    size, groups = len(found) // max(1, len(saved["groups"])), list[OpenGroup]()
+    size, groups = len(found) // max(1, len(saved["groups"])), list[PartialGroup]()
     for index, (*place, prompt_sum) in enumerate(saved["groups"]):
         position, record, step, number = place
         completions = tuple(found[row] for row in range(index * size, (index + 1) * size))
         if record >= stream.size or not _fit(completions, config):
             continue
         if _sum_of(prompt := stream.prompt(record)) == prompt_sum:
-            groups.append(OpenGroup(prompt, record, position, step, number, completions))
+            groups.append(PartialGroup(prompt, record, position, step, number, completions))
     return tuple(groups)
 
 

@@ -32,7 +32,7 @@ from tpu_grpo.engine.engine import Engine
 from tpu_grpo.engine.generation import Finished
 from tpu_grpo.engine.replicas import Replicas
 from tpu_grpo.engine.scheduler import SteppedScheduler
-from tpu_grpo.engine.waves import Limits, Wave, Waves
+from tpu_grpo.engine.turn_scheduler import Limits, TurnScheduler, Wave
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.records.errors import LockstepError, RequestError
 from tpu_grpo.records.stages import Completion, Request
@@ -55,7 +55,7 @@ def ids(wave: dict[int, Request | None]) -> dict[int, tuple[int, ...] | None]:
 
 def test_rows_come_back_in_order_when_they_are_due() -> None:
     conversations = scripted()
-    waves = Waves(conversations, Limits(tool_steps=16))
+    waves = TurnScheduler(conversations, Limits(tool_steps=16))
     assert (waves.out, waves.next_due) == ([], None)
     waves.begin([2, 0], clock=0)
     waves.begin([1, 3], clock=5)
@@ -84,7 +84,7 @@ def test_rows_come_back_in_order_when_they_are_due() -> None:
 
 def test_rows_wait_for_places_in_their_order() -> None:
     conversations = scripted()
-    waves = Waves(conversations, Limits(tool_steps=16, places=2))
+    waves = TurnScheduler(conversations, Limits(tool_steps=16, places=2))
     assert waves.room == 2
     waves.begin([3, 2, 0, 1], clock=0)
     assert (waves.out, waves.more_wait, waves.room) == ([3, 2, 0, 1], True, -2)
@@ -127,9 +127,9 @@ def answer(mine: bytes, requests: Mapping[int, Any]) -> bytes:
     return WAVE.dump_json((WAVE.validate_json(mine)[0], dict(requests)))
 
 
-def begun(hosts: Hosts) -> Waves:
+def begun(hosts: Hosts) -> TurnScheduler:
     """Of rows 0 and 1 this host has row 0."""
-    waves = Waves(scripted(), Limits(tool_steps=1), host_of=lambda row: row, partners=hosts)
+    waves = TurnScheduler(scripted(), Limits(tool_steps=1), host_of=lambda row: row, partners=hosts)
     waves.begin([0, 1], clock=0)
     waves.tell()
     return waves
@@ -142,7 +142,7 @@ def test_each_host_has_places_for_its_own_rows() -> None:
     ]
     conversations, hosts = scripted(), Answering(others)
     conversations.unplaced = SCRIPTS[2]
-    waves = Waves(conversations, Limits(tool_steps=1, places=1), host_of=lambda row: row // 2, partners=hosts)
+    waves = TurnScheduler(conversations, Limits(tool_steps=1, places=1), host_of=lambda row: row // 2, partners=hosts)
     assert waves.room == 2
     waves.begin([0, 2, 1, 3], clock=0)
     assert waves.room == -1
@@ -317,7 +317,7 @@ def test_no_delay_changes_a_bit_nor_a_decision(checkpoint: Path, model: nnx.Modu
 def test_with_no_tool_steps_rows_return_as_soon_as_they_are_answered() -> None:
     slow = [1, 2]
     conversations = ScriptedConversations(ROWS, SCRIPTS)
-    waves = Waves(conversations, Limits(tool_steps=0))
+    waves = TurnScheduler(conversations, Limits(tool_steps=0))
     with mock.patch.object(conversations, "ready", side_effect=lambda row: row not in slow):
         waves.begin([0, 1, 2, 3], clock=0)
         waves.tell()

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tests.engine.building import engine_options, requests
-from tpu_grpo.engine.dealing import (
+from tpu_grpo.engine.load_balancing import (
     Dealer,
     Group,
     Load,

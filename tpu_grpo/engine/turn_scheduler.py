@@ -108,7 +108,7 @@ class Limits:
     """Raises RequestError if the engine can never serve the request of this row."""
 
 
-class Waves:
+class TurnScheduler:
     """The rows of one replica whose environments are working. All hosts that drive the replica must make the same
     calls."""
 
