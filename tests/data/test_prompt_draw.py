@@ -217,6 +217,14 @@ def test_a_broken_line_is_refused(tmp_path: Path) -> None:
         PromptHistory.open(tmp_path, 5, 2, ALONE)
 
 
+@pytest.mark.parametrize("position", ["", '"position": null, ', '"position": 1e999, '])
+def test_a_line_that_no_run_writes_is_refused(tmp_path: Path, position: str) -> None:
+    line = '{"step": 1, POSITION"prompts": [2, 0], "tokens": [7.5, 8.0], "pass_rate": [null, 1.0]}\n'
+    (tmp_path / HISTORY_FILE).write_text(line.replace("POSITION", position))
+    with pytest.raises(DataError, match="every line must be as a run writes it, got .* in that of step 1; restore"):
+        PromptHistory.open(tmp_path, 3, 1, ALONE)
+
+
 def test_other_hosts_are_told_and_write_nothing(tmp_path: Path) -> None:
     two_steps(tmp_path)
     barrier, told = threading.Barrier(2), {}

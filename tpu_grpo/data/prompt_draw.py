@@ -76,7 +76,7 @@ class PromptHistory:
                 try:
                     history._take_in(record["prompts"], record)
                     history.position, done = int(record["position"]), record["step"]
-                except (KeyError, TypeError, ValueError, IndexError) as error:
+                except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
                     raise DataError(
                         f"{path}: every line must be as a run writes it, got {error!r} in that of step "
                         f"{record['step']}; restore the file, or move it away"

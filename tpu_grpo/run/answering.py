@@ -18,7 +18,7 @@ from tpu_grpo.config import RunConfig
 from tpu_grpo.data.chat_messages import record_of
 from tpu_grpo.data.rendering import PromptRenderer
 from tpu_grpo.engine.engine import Engine
-from tpu_grpo.engine.options import EngineOptions, choose_attention
+from tpu_grpo.engine.options import EngineOptions
 from tpu_grpo.engine.sampler import completion_text, impossible, sampling_params
 from tpu_grpo.environments.actions import Action
 from tpu_grpo.environments.agent_conversation import read_turn
@@ -87,21 +87,19 @@ class ServedPolicy:
     def start(self, prompts: Sequence[Prompt] = ()) -> None:
         """Load the weights, and build an engine for these prompts, or for any if there are none. Raises ConfigError if
         prompt and answer may be longer than the model's context."""
-        config, checkpoint, rollout = self._config, self._checkpoint, self._config.rollout
+        config, checkpoint = self._config, self._checkpoint
         devices = jax.devices()[: default_tensor(checkpoint, config.model.dtype, len(jax.devices()))]
         mesh = Mesh(np.asarray(devices).reshape(-1, 1), ("fsdp", "tp"))
         meshes = Meshes(mesh, None, tuple(devices), own=0, tensor=len(devices), flash_block=None)
-        options = EngineOptions(
+        ids = stop_ids(config, self._tokenizer, checkpoint.directory)
+        options = replace(
+            EngineOptions.from_config(config, ids, replicas=1, platform=meshes.platform),
             context_tokens=self.context_tokens(prompts),
-            stop_token_ids=frozenset(stop_ids(config, self._tokenizer, checkpoint.directory)),
-            dtype=config.model.dtype,
-            attention=choose_attention("auto", meshes.platform),
-            max_running_requests=min(self.samples, rollout.max_running_requests),
+            max_running_requests=min(self.samples, config.rollout.max_running_requests),
             kv_tokens=None,
-            page_size=rollout.page_size,
-            prefill_tokens=rollout.prefill_tokens,
             prefix_cache=True,
             batch_paddings=None,
+            filtered=False,
         )
         engines = open_engines(config, Hosts(), checkpoint, self._tokenizer, meshes, options=options)
         engines.install(parameters(load_policy(config, checkpoint, mesh, self._chosen)))
