@@ -67,7 +67,6 @@ BROAD_EXCEPTS = {
     "tpu_grpo/observe/run_log.py:open_run_log": "gives the terminal back whatever happens; re-raised",
     "tpu_grpo/observe/live_report.py:_write_page": "a mistake of the page's own must not end a run; told once",
     "tpu_grpo/models/tokenizers.py:_load": "tokenizers raises the bare Exception, transformers many types; re-raised",
-    "tpu_grpo/models/tokenizers.py:_sample": "runs the model's template; a refusal is told when it writes prompts",
     "tpu_grpo/data/rendering.py:_chats": "runs the model's template; what it raises is raised again for its prompt",
     "tpu_grpo/data/rendering.py:_try_chat": "runs the model's template; re-raised with the prompt",
     "tpu_grpo/tunix_loop/engine_grpo.py:loss": "runs the user's code; re-raised with its name",

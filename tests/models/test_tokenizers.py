@@ -1,7 +1,6 @@
 """The byte tokenizer, loading from a directory, and stop tokens."""
 
 import json
-import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -226,20 +225,6 @@ def test_a_token_beyond_the_embedding_is_refused_unless_it_is_padding(directory:
     set_token(directory, "eos_token", "[PAD]")  # which prompts may hold
     with pytest.raises(CheckpointError, match=r"must be below 264, .* got '\[PAD\]'"):
         load_tokenizer(directory, rows=264)
-
-
-def test_another_padding_token_is_taken(directory: Path) -> None:
-    set_token(directory, "pad_token", "<|im_end|>")
-    loaded = load_tokenizer(directory, "<|reserved_1|>")
-    assert (loaded.pad_token, loaded.eos_token_id) == ("<|reserved_1|>", END)
-    assert stop_token_ids(loaded, directory) == (END, loaded.convert_tokens_to_ids("<|reserved_1|>"))
-
-
-@pytest.mark.parametrize("token", ["<|nosuch|>", "<|im_start|>user", "<|im_end|>"])
-def test_a_padding_token_that_cannot_be(directory: Path, token: str) -> None:
-    told = f"with which no text begins or ends, got {token!r}; leave it out"
-    with pytest.raises(CheckpointError, match=re.escape(told)):
-        load_tokenizer(directory, token)
 
 
 def test_a_missing_end_is_refused(directory: Path) -> None:

@@ -70,9 +70,6 @@ class ModelSection(Section):
     """Train this model: a Hugging Face checkpoint directory; hf:OWNER/NAME or hf:OWNER/NAME@REVISION, which is fetched
     from the hub into its cache; or builtin:addition, builtin:calculator or builtin:guessing (small models that
     are trained on first use, then cached)."""
-    pad_token: str | None = None
-    """Pad with this token of the tokenizer, which must not occur in prompts or completions, e.g. <|endoftext|>; when
-    unset, with the tokenizer's padding token, or with its end token if it has none."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute in this type in engine and trainer, with the parameters cast to it; logits and log-probabilities are
     float32 throughout."""

@@ -48,7 +48,7 @@ hosts.count
 """
 _RESULTS = """
 run.seed
-model.path model.pad_token model.dtype model.param_dtype model.train_layers model.lora
+model.path model.dtype model.param_dtype model.train_layers model.lora
 rollout.temperature rollout.top_k rollout.top_p rollout.min_p rollout.max_new_tokens rollout.kv_dtype
 rollout.partial_extra rollout.partial_steps
 environment.name environment.options environment.max_turns environment.max_turn_tokens

@@ -20,7 +20,6 @@ A variant supports tools. Its chat template lists each tool in a message of its 
 import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
 from typing import Any, cast
@@ -32,7 +31,6 @@ from transformers.models.gpt2.tokenization_gpt2 import bytes_to_unicode
 from tpu_grpo.models.checkpoint import check_tokenizer_files, read_json, tokenizer_settings
 from tpu_grpo.models.tasks.lessons import Task
 from tpu_grpo.records.errors import CheckpointError, RequestError
-from tpu_grpo.records.untrusted_input import bounded
 
 CHECKED_FILES = ("tokenizer_config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json")
 LONGEST_SPECIAL = 1000
@@ -134,8 +132,8 @@ def _byte_tokenizer(markers: tuple[str, ...], chat_template: str) -> PreTrainedT
     return tokenizer
 
 
-def load_tokenizer(directory: Path, pad_token: str | None = None, rows: int | None = None) -> PreTrainedTokenizerFast:
-    """Load the tokenizer of a checkpoint directory, without a network; ``pad_token`` replaces its padding token.
+def load_tokenizer(directory: Path, rows: int | None = None) -> PreTrainedTokenizerFast:
+    """Load the tokenizer of a checkpoint directory, without a network.
 
     A tokenizer without a padding token gets its end token, because rows are masked by their lengths. ``rows`` are the
     rows of the model's embedding, if known.
@@ -150,8 +148,6 @@ def load_tokenizer(directory: Path, pad_token: str | None = None, rows: int | No
             _check_special_tokens(path, tree)
             _check_ids(path, tree)
     tokenizer = _load(directory)
-    if pad_token is not None:
-        _set_padding(tokenizer, pad_token)
     _check_end(tokenizer, directory)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -321,32 +317,3 @@ def _check_end(tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
             f"a tokenizer must have an end token, got eos_token={end!r}; set eos_token in "
             f"{directory / 'tokenizer_config.json'} to the token that ends the model's turns"
         )
-
-
-def _set_padding(tokenizer: PreTrainedTokenizerFast, token: str) -> None:
-    """Make a token the padding token; raises CheckpointError if it is unknown, or if prompts or answers may hold it."""
-    if token not in tokenizer.get_vocab() or token in _used(tokenizer):
-        raise CheckpointError(
-            "model.pad_token must be a token of the tokenizer that the chat template does not write, and with which no "
-            f"text begins or ends, got {token!r}; leave it out, which takes the tokenizer's own or its end token"
-        )
-    tokenizer.pad_token = token
-
-
-def _used(tokenizer: PreTrainedTokenizerFast) -> set[str]:
-    """Return the special tokens that the chat template writes, and those that begin or end a text."""
-    special = [token.content for token in tokenizer.added_tokens_decoder.values()]
-    written = f"{tokenizer.chat_template or ''}{_sample(tokenizer)}"  # a template may assemble tokens from parts
-    ends = {str(token) for token in (tokenizer.eos_token, tokenizer.bos_token) if token is not None}
-    return {token for token in special if token in written} | ends
-
-
-def _sample(tokenizer: PreTrainedTokenizerFast) -> str:
-    """Render some conversations by the chat template, skipping those that fail."""
-    written = ""
-    for roles in (["user"], ["system", "user"], ["user", "assistant", "user"]):
-        # a template may be missing, refuse system messages, or never end (reported when prompts are rendered)
-        with suppress(Exception), bounded(1.0, 2**30):
-            conversation = [{"role": role, "content": "x"} for role in roles]
-            written += str(tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True))
-    return written

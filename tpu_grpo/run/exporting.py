@@ -67,8 +67,6 @@ def export_policy(config: RunConfig, policy: Policy, directory: Path, hosts: Hos
         else:
             count = _write_model(target, config, policy, dtype)
         if target is not None:
-            if config.model.pad_token is not None:  # the model's own files name another padding token
-                policy.tokenizer.save_pretrained(str(target), save_jinja_files=False)
             facts = ModelFacts(
                 run=config.run.name,
                 step=policy.step,

@@ -194,11 +194,6 @@ def read_model(config: RunConfig) -> Checkpoint | None:
     """
     if config.model.builtin is not None:
         builtin_task(config.model)
-        if config.model.pad_token is not None:
-            raise ConfigError(
-                f"model.pad_token is for models of your own, got {config.model.pad_token!r} with a built-in one, which "
-                "has a padding token; leave it out"
-            )
         return None
     checkpoint = read_checkpoint(model_directory(config.model))
     check_model(config, checkpoint)
@@ -247,7 +242,7 @@ def open_tokenizer(model: ModelSection, checkpoint: Checkpoint | None) -> "PreTr
 
     if checkpoint is None:
         return builtin_tokenizer(TASKS[builtin_task(model)])
-    return load_tokenizer(checkpoint.directory, model.pad_token, checkpoint.config.vocab_size)
+    return load_tokenizer(checkpoint.directory, checkpoint.config.vocab_size)
 
 
 def open_model(config: RunConfig, hosts: Hosts) -> "tuple[Checkpoint, PreTrainedTokenizerFast]":
