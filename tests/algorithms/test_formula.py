@@ -6,14 +6,17 @@ Formulas are written as Python is. Here each is worked out token by token, in fl
 import ast
 import math
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import CodeType
 from typing import Any, get_args
 
 import numpy as np
 import pytest
+import yaml
 
 from tests.algorithms import test_correction, test_objectives
 from tests.algorithms.test_objectives import Case, case, completions_of, terms  # noqa: F401
+from tests.goldens import cases, compare
 from tpu_grpo.algorithms import ADVANTAGES, objective_line, open_algorithm
 from tpu_grpo.algorithms.formula import KL_ESTIMATES, MEANS, pieces, token_formula
 from tpu_grpo.config import AlgorithmSection, LossAggregation, parse_config
@@ -24,58 +27,12 @@ def line_of(rollout: dict[str, Any] | None = None, **algorithm: Any) -> str:
     return objective_line(config.algorithm, config.rollout, open_algorithm(config.algorithm))
 
 
-GRPO = "A = (R - mean_g(R)) / (std_g(R) + 1e-6); p = softmax(logits)"
+FORMULAS = Path(__file__).with_name("formulas.txt")
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "line"),
-    [
-        ({}, f"mean_i mean_t [ max(-r*A, -clip(r, 0.8, 1.2)*A) ]; r = p/p_engine; {GRPO}"),
-        (
-            {"name": "dapo", "dual_clip": 3.0, "beta": 0.01, "kl_unbiased": True, "advantage": "max_rl"},
-            "mean_it [ min(max(-r*A, -clip(r, 0.8, 1.28)*A), -3*A if A < 0 else inf) + 0.01*r*k ]; "
-            "k = p_ref/p - 1 - log(p_ref/p); r = p/p_engine; "
-            "A = (R - mean_g(R)) / mean_g(R) if mean_g(R) > 0 else 0; p = softmax(logits)",
-        ),
-        (
-            {"name": "gspo", "old_policy": "trainer", "correction": "sequence", "entropy_bonus": 0.01},
-            "mean_i mean_t [ sg(w)*(max(-s*A, -clip(s, 0.9997, 1.0004)*A)) - 0.01*H ]; s = exp(mean_t(log(r))); "
-            "w = q if 0 <= q <= 2 else 0; q = prod_t(rho); rho = p_old/p_engine; H = entropy of p; r = p/p_old; "
-            f"{GRPO}",
-        ),
-        (
-            {"name": "luspo", "top_entropy_quantile": 0.2},
-            "mean_i sum_t [ sg(h)*(max(-s*A, -clip(s, 0.998, 1.0025)*A)) ]; s = exp(mean_t(log(r))); "
-            f"h = 1 for the 20 % of the update's tokens with the highest entropy, else 0; r = p/p_engine; {GRPO}",
-        ),
-        (
-            {"name": "cispo", "old_policy": "trainer", "importance_cap": 1.5, "loss_aggregation": "token-mean"},
-            "mean_it [ sg(min(p_old/p_engine, 1.5))*(-sg(min(r, 5))*A*log(p)) ]; r = p/p_old; " + GRPO,
-        ),
-        (
-            {"name": "reinforce", "veto_low": 0.001, "opsm": 0.5, "beta": 0.1, "kl_estimator": "kl"},
-            "mean_i sum_t [ sg(w)*(-A*log(p)) + 0.1*k ] / 64; "
-            "w = 1 if all_t(0.001 <= rho <= inf) and (A >= 0 or mean_t(log(p_engine/p)) <= 0.5) else 0; "
-            "rho = p/p_engine; k = log(p/p_ref); A = R - mean_g(R); p = softmax(logits)",
-        ),
-        (
-            {"beta": 0.1, "kl_in": "reward", "entropy_target": 0.2, "old_policy": "trainer", "correction": "geometric"},
-            "mean_i mean_t [ sg(w)*(max(-r*A, -clip(r, 0.8, 1.2)*A)) - c*H ]; w = 1 if 0.99 <= q <= 1.01 else 0; "
-            "q = exp(mean_t(log(rho))); rho = p_old/p_engine; k = log(p_old/p_ref); H = entropy of p; "
-            "c = 0 at first, + 0.005 after an update of mean H <= 0.2, else - 0.005 (>= 0) and unused in the next "
-            "update; r = p/p_old; A = (R - mean_g(R)) / (std_g(R) + 1e-6) + 0.1*(mean_step(k) - k); "
-            "p = softmax(logits)",
-        ),
-        (
-            {"name": "dr_grpo", "beta": 0.1, "kl_estimator": "k2", "reference_reset_every": 50, "advantage": "max_rl"},
-            "mean_i sum_t [ max(-r*A, -clip(r, 0.8, 1.2)*A) + 0.1*k ] / 64; k = log(p/p_ref)**2 / 2; "
-            "p_ref = p after the last step that 50 divides; r = p/p_engine; "
-            "A = (R - mean_g(R)) / mean_g(R) if mean_g(R) > 0 else 0; p = softmax(logits)",
-        ),
-    ],
-)
-def test_the_line(algorithm: dict[str, Any], line: str) -> None:
-    assert line_of(**algorithm) == line
+@pytest.mark.parametrize(("algorithm", "line"), cases(FORMULAS))
+def test_the_line(algorithm: str, line: str) -> None:
+    compare(FORMULAS, algorithm, line, line_of(**yaml.safe_load(algorithm)))
 
 
 def test_the_temperature_is_that_of_the_rollout() -> None:

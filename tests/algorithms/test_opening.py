@@ -7,12 +7,17 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import yaml
 
+from tests.goldens import cases, compare
 from tests.learner.toy import make_config, make_learner, make_mesh, make_model, make_scored
 from tpu_grpo.algorithms import Sequences, notices, open_algorithm
 from tpu_grpo.config import AlgorithmSection, parse_config
 from tpu_grpo.records.errors import ConfigError, NonFiniteError
 
+MISTAKES = Path(__file__).with_name("mistakes.txt")
+CLASSES = Path(__file__).with_name("classes.txt")
+"""Changes of GOOD, or whole texts, and what is said about them."""
 GOOD = """\
 import jax.numpy as jnp
 from tpu_grpo.algorithms import TokenLosses
@@ -51,37 +56,12 @@ def replaced(old: str, new: str) -> str:
     return GOOD.replace(old, new)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("def Mine(): pass", "must be a class with the methods advantages and token_losses, got a function"),
-        ("class Mine: pass", r"must have a method advantages\(rewards_PG\), got a class without; add one"),
-        (
-            replaced("old_logprobs_BT, advantages_BT)", "old, advantages_BT)"),
-            r"token_losses must take \(logprobs_BT, old_logprobs_BT, advantages_BT\) by these names, got .*; rename",
-        ),
-        (replaced("token-mean", "mean"), "must have an attribute aggregation that is one of .*, got 'mean'"),
-        (replaced("strength=1.0", "strength"), r"requires \['strength'\], which are neither in algorithm.options"),
-        (replaced("= clip_high,", "= clip_high / 0,"), "Mine raised ZeroDivisionError: .*; repair it"),
-        (replaced("rewards_PG - ", "rewards_PG[0] - nothing + "), "advantages raised NameError: .*nothing"),
-        (replaced("return rewards_PG - ", "return "), r"advantages returns must have the shape \(2, 8\).*\(2, 1\)"),
-        (
-            replaced("keepdims=True)", "keepdims=True) + 0 / rewards_PG"),
-            "advantages returns must be finite, got .*a group of equal rewards has a standard deviation of 0",
-        ),
-        (replaced("TokenLosses(loss_BT, ", "(loss_BT, "), r"must return TokenLosses\(.*, got a tuple"),
-        (replaced("(loss_BT, jnp", "(loss_BT.mean(), jnp"), r"loss_BT of token_losses must have the shape \(3, 2"),
-        (replaced("* logprobs_BT", "* jnp.log(logprobs_BT)"), "loss_BT of token_losses must be finite, got"),
-        (
-            replaced("advantages_BT * logprobs_BT", "jnp.sqrt(0 * logprobs_BT)"),
-            "the gradient of loss_BT by logprobs_BT must be finite",
-        ),
-        (replaced("* logprobs_BT", "* old_logprobs_BT"), "must depend on logprobs_BT, got a gradient of zero"),
-    ],
-)
-def test_what_cannot_be_trained_with_is_refused(tmp_path: Path, text: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        open_algorithm(section(tmp_path, text))
+@pytest.mark.parametrize(("change", "told"), cases(CLASSES))
+def test_what_cannot_be_trained_with_is_refused(tmp_path: Path, change: str, told: str) -> None:
+    old, arrow, new = change.partition(" ⇒ ")
+    with pytest.raises(ConfigError) as caught:
+        open_algorithm(section(tmp_path, replaced(old, new) if arrow else change))
+    compare(CLASSES, change, told, str(caught.value).replace(str(tmp_path), "HERE"))
 
 
 def test_options_that_a_class_does_not_take_are_refused(tmp_path: Path) -> None:
@@ -91,63 +71,11 @@ def test_options_that_a_class_does_not_take_are_refused(tmp_path: Path) -> None:
         open_algorithm(section(tmp_path, GOOD, options={"clip_high": 1}))
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("drgrpo", r"algorithm.name=drgrpo is not a shipped algorithm; did you mean dr_grpo\? \(shipped: grpo"),
-        ("xyz", r"is not a shipped algorithm; \(shipped: .*your own: path.py:Class"),
-        ("missing.py:Mine", "algorithm file missing.py must be readable from the working directory"),
-    ],
-)
-def test_unknown_names(name: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        open_algorithm(AlgorithmSection(name=name))
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"options": {"cap": 1}}, r"algorithm grpo does not take the options \['cap'\]; it takes: none"),
-        ({"name": "cispo", "options": {"cup": 1}}, r"cispo does not take the options \['cup'\]; it takes: cap"),
-        ({"options": {"delta": 3}}, r"options must not hold \['delta'\], which are settings of algorithm; set"),
-        ({"name": "sapo", "clip_low": 0.1}, "algorithm.clip_low=0.1 needs an algorithm that bounds its ratio so, and"),
-        ({"name": "cispo", "dual_clip": 3.0}, "algorithm.dual_clip=3.0 needs an algorithm that .*, and cispo does not"),
-        ({"name": "reinforce", "delta": 3.0}, "algorithm.delta=3.0 needs an algorithm that .*; leave it out"),
-        ({"dual_clip": 3.0, "delta": 3.0}, "dual_clip=3.0 and algorithm.delta=3.0 exclude each other.*; set one"),
-        ({"delta": 1.25, "clip_high": 0.28}, r"delta must be > 1 \+ clip_high = 1.28, got 1.25; .*raise it"),
-        ({"name": "cispo", "clip_high": 4.0, "options": {"cap": 5.0}}, "cap=5.0 and algorithm.clip_high=4.0 exclude"),
-        ({"name": "cispo", "options": {"cap": 0.0}}, "options.cap must be > 0, got 0.0"),
-        ({"name": "dppo", "old_policy": "trainer"}, "dppo needs algorithm.old_policy=rollout, got trainer; .*leave"),
-        ({"name": "dppo", "options": {"mask_high": 2}}, r"mask_high must be a difference of probabilities in \(0, 1\]"),
-        ({"name": "dppo", "options": {"kl_weight": -1}}, "kl_weight must be >= 0, got -1"),
-        ({"name": "sapo", "options": {"temperature_negative": 0}}, "temperature_negative must be > 0, got 0"),
-        ({"name": "vespo", "options": {"k_negative": 0}}, "options of vespo must be > 0, got 0"),
-        ({"name": "reinforce", "iterations": 2}, "reinforce needs algorithm.iterations=1, got 2; .*importance_samp"),
-        ({"name": "reinforce", "mini_batch_prompts": 4}, "needs algorithm.mini_batch_prompts=null, got 4; .*or take"),
-        # the KL penalty and the entropy bonus
-        ({"kl_unbiased": True}, "kl_unbiased=true needs a KL penalty, got algorithm.beta=0; set beta"),
-        ({"kl_unbiased": True, "beta": 0.1, "kl_estimator": "mse_kl"}, "needs kl_estimator k3 or k1, got mse_kl"),
-        ({"reference_reset_every": 5}, "reference_reset_every=5 needs a KL penalty, got algorithm.beta=0; set beta"),
-        ({"kl_in": "reward"}, "kl_in=reward needs a KL penalty, got algorithm.beta=0; set beta"),
-        ({"kl_in": "reward", "beta": 0.1, "kl_unbiased": True}, "kl_unbiased=true needs algorithm.kl_in=loss, got rew"),
-        ({"kl_in": "reward", "beta": 0.1, "kl_estimator": "k3"}, "kl_in=reward needs kl_estimator k1, got k3; as a re"),
-        ({"entropy_step": 0.01}, "entropy_step=0.01 needs algorithm.entropy_target, got none; set it"),
-        # corrections
-        ({"importance_floor": 0.5}, "importance_floor=0.5 needs algorithm.correction, got none; set it to token"),
-        ({"correction": "token", "importance_floor": 3.0}, "importance_floor must be < importance_cap = 2.0, got 3.0"),
-        (
-            {"old_policy": "trainer", "correction": "geometric", "correction_mode": "truncate"},
-            "correction=geometric needs algorithm.correction_mode=mask, got truncate",
-        ),
-        (
-            {"correction": "token", "correction_mode": "truncate"},
-            "correction_mode=truncate needs algorithm.old_policy=trainer, got rollout; .*would count twice",
-        ),
-    ],
-)
-def test_settings_that_make_no_sense_together_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        open_algorithm(AlgorithmSection.model_validate(settings))
+@pytest.mark.parametrize(("settings", "told"), cases(MISTAKES))
+def test_settings_that_make_no_sense_together_are_refused(settings: str, told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        open_algorithm(AlgorithmSection.model_validate(yaml.safe_load(settings)))
+    compare(MISTAKES, settings, told, str(caught.value).replace(str(Path.cwd()), "HERE"))
 
 
 def test_a_class_of_ones_own_may_use_the_names_of_later_settings_for_its_options(tmp_path: Path) -> None:

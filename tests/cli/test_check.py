@@ -78,10 +78,6 @@ def test_it_leaves_a_file_and_a_page_and_exits_with_0(
     assert "packages                works" in printed
 
 
-def test_a_bad_setting_is_refused() -> None:
-    assert main(["model.dtype=float16"]) == 2
-
-
 def test_a_row_is_a_line() -> None:
     done = Done("links", 3, 1.25, Finding("works but slow", "0.1 GB/s", "look at it"))
     assert done.line == "links                   works but slow     1.2 of   3 s  0.1 GB/s; do: look at it"

@@ -47,6 +47,8 @@ FILES = {
     "rewards.py": REWARDS,
     "rows.py": ROWS,
     "thesis/thesis.tex": "",
+    "began/config.yaml": "run: {name: r, dir: elsewhere}\n",
+    "small.yaml": "model: {path: model}\nrollout: {max_new_tokens: 64}\ndata: {max_prompt_tokens: 64}\n",
     "syntax.py": "def f(:\n",
     "missing_import.py": "import no_such_library\ndef f(completions, **k): return [0.0] * len(completions)\n",
 }
@@ -56,7 +58,7 @@ FILES = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("mistakes")
     shutil.copytree(SAVED / "qwen3", directory / "model")
-    for name in ("folder.jsonl", "thesis"):
+    for name in ("folder.jsonl", "thesis", "began"):
         (directory / name).mkdir()
     for name, text in FILES.items():
         (directory / name).write_text(text, encoding="latin-1")

@@ -6,7 +6,6 @@ import gzip
 import http.server
 import json
 import lzma
-import re
 import resource
 import socket
 import threading
@@ -21,6 +20,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import _registry
 from pyarrow import parquet
 
+from tests.goldens import cases, compare
 from tpu_grpo.config import parse_config
 from tpu_grpo.data.sources import Source, glance, read_records
 from tpu_grpo.records.errors import ConfigError, DataError, DiskError, disk_errors_explained
@@ -73,52 +73,30 @@ def test_a_packed_table_keeps_its_types(tmp_path: Path) -> None:
     assert read(tmp_path / "d.parquet.gz") == rows
 
 
-GZIPPED, LINED, LISTED, TABLE = "d.jsonl.gz", "d.jsonl", "d.json", "d.csv"
+BROKEN = Path(__file__).with_name("broken_files.txt")
+
+
+@pytest.mark.parametrize(("file", "told"), cases(BROKEN))
+def test_what_does_not_fit_is_named(tmp_path: Path, file: str, told: str) -> None:
+    name, _, content = file.partition("=")
+    path = tmp_path / name
+    path.write_bytes(content.replace("↵", "\n").encode())
+    with pytest.raises(DataError) as caught:
+        read_records(Source(str(path)))
+    compare(BROKEN, file, told, str(caught.value).replace(str(tmp_path), "HERE"))
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("content", "said"),
     [
-        (GZIPPED, packed(LINES)[:-9], "data.path: {path} must be readable, got EOFError"),
-        (
-            GZIPPED,
-            b"plain",
-            "{path} must be readable, got BadGzipFile: Not a gzipped file (b'pl'); copy or pack it again",
-        ),
-        (LINED, b"", "{path} must hold at least one record, got none; write one JSON object a line"),
-        (LINED, b"\n\n", "{path} must hold at least one record, got none; write one JSON object a line"),
-        (LINED, b'{"q": 1}\n{"q": 1\n', "{path}:2 must be a JSON object, got Expecting ',' delimiter at column"),
-        (LINED, b'{"q": 1}\n\n{"q": 1}\n', "{path}:2 must be a JSON object, got an empty line"),
-        (LINED, b'\n{"q": 1}\n', "{path}:1 must be a JSON object, got an empty line"),
-        (LINED, b'{"q": 1}\n[1]\n', "{path}:2 must be a JSON object with a key per column, got a list"),
-        (LINED, b"{}\n", "{path}:1 must be a JSON object with a key per column, got an empty one"),
-        (
-            LINED,
-            b'{"q": 1, "a": 2}\n{"q": 1, "a": 2}\n{"q": 1, "b": 2}\n',
-            "{path}:3 must have the keys of line 1, ['q', 'a'], but lacks ['a'] and adds ['b']; write null",
-        ),
-        (LINED, b'{"q": 1, "a": 2}\n{"q": 1}\n', "{path}:2 must have the keys of line 1, ['q', 'a'], but lacks ['a'];"),
-        (LISTED, b"[]", "{path} must hold at least one record, got none"),
-        (LISTED, b'[{"a": 1}, {"b": 1}]', "record 1 (from 0) of {path} must have the keys of record 0"),
-        (
-            LISTED,
-            b'[{"a": 1}, 2]',
-            "record 1 (from 0) of {path} must be a JSON object with a key per column, got a int",
-        ),
-        (LISTED, b'[{"a": 1},\n {"a": ]', "{path}:2 must be JSON, got Expecting value at column 8"),
-        (LISTED, b'{"a":\n 1}', "{path}:1 must be a JSON object, got Expecting value"),
-        (TABLE, b"", "{path} must hold a header and at least one record, got 0 lines"),
-        (TABLE, b"a,b\n", "{path} must hold a header and at least one record, got 1 lines"),
-        (TABLE, b"a,a\n1,2\n", "{path}:1 must name every column once, got ['a'] in ['a', 'a']"),
-        (TABLE, b"a, \n1,2\n", "{path}:1 must name every column once, got [' ']"),
-        (TABLE, b"a,b\n1,2\n1\n", "{path}:3 must have a value for each of ['a', 'b'], got 1: ['1']"),
-        (TABLE, b'a,b\n1,"2\n', "{path}:2 must be CSV, got: unexpected end of data; check its quotes"),
+        (packed(LINES)[:-9], "EOFError"),
+        (b"plain", r"BadGzipFile: Not a gzipped file \(b'pl'\); copy or pack it again"),
     ],
 )
-def test_what_does_not_fit_is_named(tmp_path: Path, name: str, content: bytes, said: str) -> None:
-    path = tmp_path / name
+def test_a_file_that_cannot_be_unpacked_is_named(tmp_path: Path, content: bytes, said: str) -> None:
+    path = tmp_path / "d.jsonl.gz"
     path.write_bytes(content)
-    with pytest.raises(DataError, match=re.escape(said.replace("{path}", str(path)))):
+    with pytest.raises(DataError, match=rf"{path} must be readable, got {said}"):
         read_records(Source(str(path)))
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.goldens import cases, compare
 from tpu_grpo.environments import environment_classes
 from tpu_grpo.environments.actions import LoadedEnvironment
 from tpu_grpo.environments.environment_classes import load_environment
@@ -21,7 +22,7 @@ TOOL = '''
         return by
 '''
 RESET = "    def reset(self, **columns): pass\n"
-LOOK = f"class E:\n{RESET}    def look"
+CLASSES = Path(__file__).with_name("classes.txt")
 
 
 @pytest.fixture
@@ -125,29 +126,11 @@ def test_a_tool_may_be_called_step(load):
     assert [tool["function"]["name"] for tool in load(source, adapter="tools").tools] == ["step"]
 
 
-@pytest.mark.parametrize(
-    ("source", "said"),
-    [
-        (f"class E:\n{TOOL}", "environment E must have a method reset, which begins a conversation"),
-        (f"class E:\n{RESET}", "environment E must have tools, which are its public methods beside reset, get_reward"),
-        (f"{LOOK}(self) -> str: pass\n", "public method look is a tool, which must have a type hint"),
-        (
-            f'{LOOK}(self, at):\n        """Look.\n\n        Args:\n            at: x."""',
-            "says: Argument at is missing a type hint",
-        ),
-        (f'{LOOK}(self, at: int) -> str:\n        """Look."""', "docstring has no description for the argument 'at'"),
-        (
-            f"class E:\n    def __init__(self, size): pass\n{RESET}{TOOL}",
-            "its constructor requires 'size', which is no option",
-        ),
-        ("def E():\n    pass\n", "environment mine.py:E must be a class, of which each conversation gets an instance"),
-        ("class F: pass", "mine.py has no function 'E'"),
-        ("1 / 0", "environment file mine.py failed to import: ZeroDivisionError"),
-    ],
-)
-def test_what_does_not_fit_is_named(load, source: str, said: str):
-    with pytest.raises(EpisodeError, match=re.escape(said)):
-        load(source)
+@pytest.mark.parametrize(("source", "told"), cases(CLASSES))
+def test_what_does_not_fit_is_named(load, source: str, told: str):
+    with pytest.raises(EpisodeError) as caught:
+        load(source.replace("↵", "\n").replace("TOOL", TOOL).replace("RESET", RESET))
+    compare(CLASSES, source, told, str(caught.value).replace("\n", "↵").replace(str(Path.cwd()), "HERE"))
 
 
 TYPES = """

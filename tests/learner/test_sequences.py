@@ -168,6 +168,7 @@ BAD_LOGPROB = replace(TWO_TURNS, logprobs=np.array([-1, -1, 0, np.inf, 0, 0], np
         (with_branches(TWO_TURNS, {"end": 3}), r"in a branch of its .*, got \[\(0, 3\)\] for the 3 sampled"),
         (with_branches(TWO_TURNS, {}, {"start": 3}), r"follow each other within the 6 tokens .*\(3, 6\)\] in"),
         (with_branches(TWO_TURNS, {"end": 9}), r"within the 6 tokens of their .* got \[\(0, 9\)\] in row 1"),
+        (with_branches(TWO_TURNS, {"start": 3, "end": 2}), r"follow each other within .* got \[\(3, 2\)\] in row 1"),
         (with_branches(TWO_TURNS), r"must be in a branch .* got \[\] for the 3 sampled ones of row 1; add"),
         (BAD_LOGPROB, "log-probability of token 3 in row 1 must be finite, got inf"),
     ],

@@ -139,13 +139,12 @@ def test_no_reward_is_asked_about_a_failed_environment(reward_file: MakeFile) ->
     path = reward_file(
         "def f(completions):\n    assert 'bad' not in completions\n    return [1.0] * len(completions)\n"
     )
-    worth, nothing = Failure("late", "did not answer", reward=-0.5), Failure("died", "died")
-    found = scores(
-        [{"name": f"{path}:f"}], completion("bad", failure=worth), completion("bad", failure=nothing), completion("3")
-    )
-    assert found.by_name["f"].tolist() == [-0.5, pytest.approx(np.nan, nan_ok=True), 1.0]
-    np.testing.assert_array_equal(found.total, [-0.5, np.nan, 1.0])
-    assert found.scored.tolist() == [True, False, True]
+    failures = [Failure("late", "did not answer", reward=reward) for reward in (-0.5, None, 0.0)]
+    failed = [completion("bad", failure=failure) for failure in failures]
+    found = scores([{"name": f"{path}:f"}], *failed, completion("3"))
+    np.testing.assert_array_equal(found.by_name["f"], [-0.5, np.nan, 0.0, 1.0])
+    np.testing.assert_array_equal(found.total, [-0.5, np.nan, 0.0, 1.0])
+    assert found.scored.tolist() == [True, False, True, True]
 
 
 def test_all_may_have_failed() -> None:

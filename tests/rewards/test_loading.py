@@ -6,13 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from tests.goldens import cases, compare
 from tests.rewards.conftest import MakeFile
 from tpu_grpo.config import RewardSpec
 from tpu_grpo.records.errors import RewardError
 from tpu_grpo.rewards import SHIPPED, load_reward, open_rewards, repeats_itself, reward_functions
 from tpu_grpo.rewards.reward_call import Call, Caller, RewardBatch
 
+FUNCTIONS = Path(__file__).with_name("functions.txt")
+OPTIONS = Path(__file__).with_name("options.txt")
+"""A reward, the columns of the data, and its options."""
 COLUMNS = ("question", "answer")
 TABLE = {"prompts": ["p"], "completions": ["c"], "question": ["q"], "answer": ["a"]}
 RETURNS_ITS_ARGUMENTS = "def f({}):\n    return sorted(locals().items())\n"
@@ -158,23 +163,6 @@ def test_a_module_is_found_by_its_dotted_name(reward_file: MakeFile):
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("gsm8", r"'gsm8' is not a shipped reward; did you mean gsm8k\? \(shipped: .*gsm8k.*; your own: path"),
-        ("zzz", r"'zzz' is not a shipped reward; \(shipped: .*; your own: path\.py:function or package\.module:func"),
-        ("missing.py:f", r"reward file missing\.py must be readable from .*FileNotFoundError; correct the path"),
-        ("no.such.module:f", r"reward module no\.such\.module failed to import: ModuleNotFoundError: .*path\.py:func"),
-        ("my_rewards.py:", r"must read path\.py:function, got 'my_rewards\.py:'"),
-        (":f", r"must read path\.py:function, got ':f'"),
-        ("my_rewards.py:a b", r"must read path\.py:function"),
-    ],
-)
-def test_names_that_lead_nowhere(reward_file: MakeFile, name: str, message: str):
-    with pytest.raises(RewardError, match=message):
-        load(name)
-
-
-@pytest.mark.parametrize(
     ("source", "message"),
     [
         ("import no_such_package_here", "my_rewards.py failed to import: ModuleNotFoundError: No module named"),
@@ -192,73 +180,23 @@ def test_files_that_fail_to_import(reward_file: MakeFile, source: str, message: 
     assert not [m for m in set(sys.modules) - before if m.startswith("tpu_grpo_reward")]
 
 
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        (
-            "from math import sqrt\nfrom json import loads\ndef a(completions): ...\ndef b(completions): ...\nx = 1\n",
-            r"my_rewards\.py has no function 'f'; functions there: a, b$",
-        ),
-        ("x = 1", r"has no function 'f'; functions there: none"),
-        ("f = 1", r"my_rewards\.py:f must be a function of a batch, got a int; name a function"),
-        ("class f: ...", r"reward my_rewards\.py:f must have a method __call__ that scores, got a class without"),
-        (
-            "class f:\n    def __init__(self, url): ...\n    def __call__(self, completions): ...",
-            "requires the parameter 'url'",
-        ),
-        ("def f(prompts, /, completions): ...", r"must take its arguments by name, got positional-only \['prompts'\]"),
-        ("f = dict.fromkeys", "must (have a signature to check|take its arguments by name)"),
-        (
-            "def f(completions, solution): ...",
-            r"requires the parameter 'solution', which is neither a column of the data nor an option; available: "
-            "prompts, completions, question, answer. Add the column",
-        ),
-        ("def f(completions, solution, **rest): ...", "requires the parameter 'solution'"),
-    ],
-)
-def test_functions_that_do_not_fit(reward_file: MakeFile, source: str, message: str):
-    path = reward_file(source)
-    with pytest.raises(RewardError, match=message):
+@pytest.mark.parametrize(("source", "told"), cases(FUNCTIONS))
+def test_functions_that_do_not_fit(reward_file: MakeFile, source: str, told: str):
+    path = reward_file(source.replace("↵", "\n"))
+    with pytest.raises(RewardError) as caught:
         load(f"{path}:f")
+    compare(FUNCTIONS, source, told, str(caught.value))
 
 
 # --- options ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "columns", "options", "message"),
-    [
-        (
-            "gsm8k",
-            COLUMNS,
-            {"flexibel": True},
-            r"gsm8k does not take the options \['flexibel'\]; it takes: completions, ",
-        ),
-        ("gsm8k", COLUMNS, {"flexible": "no"}, "gsm8k, options .*flexible must be true or false, got 'no'"),
-        ("gsm8k", COLUMNS, {"completions": "x"}, r"options must not be called \['completions'\]"),
-        (
-            "gsm8k",
-            ("question",),
-            {},
-            "gsm8k requires the parameter 'answer'.*available: prompts, completions, question",
-        ),
-        ("format", COLUMNS, {"pattern": "("}, r"pattern must be a regular expression, got '\(' \(missing \)"),
-        ("math", COLUMNS, {"seconds": 0}, "math, options .*seconds must be >= 1, got 0"),
-        ("python_tests", ("tests",), {"memory_mb": "1"}, "memory_mb must be a number, got '1'"),
-        ("format", COLUMNS, {"pattern": 5}, "pattern must be a string, got a int"),
-        (
-            "regex",
-            ("answer", "pattern"),
-            {},
-            "pattern must be a string, got a list; where the data has a column",
-        ),
-        ("gsm8k", COLUMNS, {"after_thinking": "yes"}, "gsm8k: after_thinking must be true, false or null, got 'yes'"),
-        ("length", COLUMNS, {"after_thinking": True}, r"length does not take the options \['after_thinking'\]"),
-    ],
-)
-def test_options_are_judged_before_the_run(name: str, columns: tuple[str, ...], options: dict, message: str):
-    with pytest.raises(RewardError, match=message):
-        load(name, columns, **options)
+@pytest.mark.parametrize(("given", "told"), cases(OPTIONS))
+def test_names_and_options_are_judged_before_the_run(given: str, told: str):
+    name, columns, options = given.split(" | ")
+    with pytest.raises(RewardError) as caught:
+        load(name, tuple(columns.split(",")), **yaml.safe_load(options))
+    compare(OPTIONS, given, told, str(caught.value).replace(str(Path.cwd()), "HERE"))
 
 
 # --- the set ---------------------------------------------------------------------------------------------------------

@@ -42,6 +42,15 @@ def test_a_row_that_no_reward_applies_to_is_unscored(caplog: pytest.LogCaptureFi
     )
 
 
+def test_hosts_compare_the_values_of_rewards_without_a_problem():
+    first, second = [1.0, None, 3.0, 4.0, 5.0, 6.0], [1.0, "x", 1.0, 1.0, 1.0, 1.0]
+    found = rewards_of((first, {}), (second, {"on_error": "skip"})).repeatable_values(ROLLOUT, ["r0", "r1"])
+    assert (list(found), found["r1"]) == (["r0", "r1"], None)
+    np.testing.assert_array_equal(np.array(found["r0"]), [1.0, np.nan, 3.0, 4.0, 5.0, 6.0])
+    assert list(rewards_of((first, {}), (second, {})).repeatable_values(ROLLOUT, ["r0"])) == ["r0"]
+    assert rewards_of((second, {})).repeatable_values(ROLLOUT, []) == {}
+
+
 def test_a_reward_of_weight_0_scores_no_row_unless_all_have_it():
     """The watched reward applies to row 1; nothing rewards that row, so it must not count as worth 0."""
     scored, watched = [3.0, None, 5.0, 1.0, 1.0, 1.0], [1.0] * 6
@@ -54,8 +63,9 @@ def test_a_reward_of_weight_0_scores_no_row_unless_all_have_it():
     assert scores.figures["rewards/unscored"].value == 0
 
 
-def test_a_group_without_any_reward_has_no_part_in_the_means():
+def test_a_group_without_any_reward_has_no_part_in_the_means(caplog: pytest.LogCaptureFixture):
     scores = rewards_of(([None, None, None, 1.0, 3.0, None], {})).score(ROLLOUT)
+    assert "applies to row 0 (prompt 'p0', completion 'a'), and 3 more rows; such" in caplog.text
     np.testing.assert_array_equal(scores.total, [np.nan, np.nan, np.nan, 1.0, 3.0, np.nan])
     scored = ScoredRollout(ROLLOUT, scores)
     metrics = rollout_metrics(scored)
