@@ -113,7 +113,7 @@ def open_run_algorithm(config: RunConfig) -> RunAlgorithm:
     if section.tunix is not None:
         from tpu_grpo.tunix_loop.tunix_options import open_tunix  # takes seconds, only needed here
 
-        return open_tunix(config)
+        return open_tunix(section, config.data, config.optimizer)
     if section.old_policy == "tunix":
         raise ConfigError(
             f"algorithm.old_policy=tunix needs algorithm.name=tunix:NAME, got {section.name}; take rollout or trainer"
