@@ -196,6 +196,11 @@ class RunConfig(Section):
         return self.algorithm.passes * (self.data.prompts_per_step // self.mini_batch_prompts)
 
     @property
+    def updates(self) -> int:
+        """The number of optimizer updates of the run."""
+        return self.run.max_steps * self.updates_per_step
+
+    @property
     def update_rows(self) -> int:
         """The number of training rows in an update whose completions all have the longest length."""
         return self._full_rows(self.mini_batch_prompts * self.algorithm.group_size)

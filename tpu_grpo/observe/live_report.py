@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Self
 
-from tpu_grpo.config import RunConfig
 from tpu_grpo.hosts import End, Hosts, this_process
 from tpu_grpo.hosts.host_log import logger
 from tpu_grpo.observe.console import Cell, is_in_notebook
@@ -33,7 +33,7 @@ WAIT_SECONDS = 2.0
 class LiveReport(Sink):
     """Writes the page of a run on host 0, in a ``with`` block. It is a sink, but reads samples from ``samples.jsonl``.
 
-        with LiveReport(config, hosts, start, directory.is_ours) as report:
+        with LiveReport(run_dir, max_steps, hosts, start, directory.is_ours) as report:
             ...                                # report.write after every step
 
     Leaving the block writes how the run ended, to ``end.json`` and the page; so does a thread that ends the process.
@@ -45,14 +45,15 @@ class LiveReport(Sink):
 
     def __init__(
         self,
-        config: RunConfig,
+        run_dir: Path,
+        max_steps: int,
         hosts: Hosts,
         start: int,
         is_ours: Callable[[], bool] = lambda: True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._config, self._hosts, self._is_ours, self._clock = config, hosts, is_ours, clock
-        self._step, self._most = start, config.run.max_steps
+        self._run_dir, self._hosts, self._is_ours, self._clock = run_dir, hosts, is_ours, clock
+        self._step, self._most = start, max_steps
         self._lock = threading.Lock()
         self._next = 0.0
         self._began: tuple[int, float] | None = None
@@ -78,9 +79,8 @@ class LiveReport(Sink):
             self._next = ended + (ended - began) / SHARE
 
     def __enter__(self) -> Self:
-        directory = self._config.run_dir
-        (directory / END_FILE).unlink(missing_ok=True)
-        for left in directory.glob(f"{REPORT_FILE}.*.tmp"):  # left by a kill
+        (self._run_dir / END_FILE).unlink(missing_ok=True)
+        for left in self._run_dir.glob(f"{REPORT_FILE}.*.tmp"):  # left by a kill
             left.unlink(missing_ok=True)
         self._write_page(Standing("going", self._step, self._most, at=now()))
         this_process.at_end = self._end_in_time
@@ -98,10 +98,10 @@ class LiveReport(Sink):
     def _write_end(self, end: End) -> None:
         if end.outcome == "done":
             with suppress(DataError):  # the summary is missing or incomplete
-                early = read_json(self._config.run_dir / SUMMARY_FILE).get("ended_early")
+                early = read_json(self._run_dir / SUMMARY_FILE).get("ended_early")
                 end = replace(end, message=str(early or end.message))
         standing = Standing.after(end, self._step, self._most)
-        write_end(self._config.run_dir, standing)
+        write_end(self._run_dir, standing)
         self._write_page(standing)
 
     def _end_in_time(self, end: End) -> None:
@@ -116,9 +116,9 @@ class LiveReport(Sink):
 
     def _write_page(self, standing: Standing) -> None:
         try:
-            write_report(self._config.run_dir, standing=standing)
+            write_report(self._run_dir, standing=standing)
             if self._cell is not None:
-                self._cell.show_page((self._config.run_dir / REPORT_FILE).read_text())
+                self._cell.show_page((self._run_dir / REPORT_FILE).read_text())
         except OSError:
             raise
         except Exception as error:

@@ -77,7 +77,9 @@ def build_parts(inputs: Inputs, hosts: Hosts) -> Parts:
     make, given = learner_class(config.algorithm), load_inputs(config, checkpoint, meshes, algorithm)
     trains = meshes.trainer.local_devices
     learner = make(config, given, hosts) if trains else DescribedLearner(config, make.build(config, given), hosts)
-    sampler = Sampler(engines.replicas, inputs.tokenizer, config, task.environments)
+    sampler = Sampler(
+        engines.replicas, inputs.tokenizer, config.rollout, config.algorithm, config.run.seed, task.environments
+    )
     announce(hosts, "compiling the weight sync, and moving the weights into the engine")
     engines.install(learner.params())
     assert engines.sync is not None
@@ -111,7 +113,7 @@ def open_run_algorithm(config: RunConfig) -> RunAlgorithm:
     if section.tunix is not None:
         from tpu_grpo.tunix_loop.tunix_options import open_tunix  # takes seconds, only needed here
 
-        return open_tunix(config)
+        return open_tunix(section, config.data, config.optimizer)
     if section.old_policy == "tunix":
         raise ConfigError(
             f"algorithm.old_policy=tunix needs algorithm.name=tunix:NAME, got {section.name}; take rollout or trainer"
