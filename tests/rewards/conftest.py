@@ -12,7 +12,7 @@ from tpu_grpo.records.stages import Completion, Prompt, PromptBatch, Rollout, Sc
 from tpu_grpo.rewards import open_rewards
 from tpu_grpo.rewards.reward_call import Answer, Caller
 from tpu_grpo.rewards.reward_functions import target_of
-from tpu_grpo.rewards.reward_runner import build_table
+from tpu_grpo.rewards.reward_table import build_table
 
 MakeFile = Callable[..., str]
 """(source, name="my_rewards.py") -> path."""
@@ -40,7 +40,7 @@ def scored(rollout: Rollout, *specs: RewardSpec, max_steps: int = 0) -> Scores:
 def answered(rollout: Rollout, spec: RewardSpec) -> Answer:
     """Call one reward for a rollout as its worker would, but in this process."""
     with open_rewards([spec], list(rollout.batch.prompts[0].columns)) as rewards:
-        call, table = rewards.rewards[0].call, build_table(rollout, rewards.rewards)
+        call, table = rewards.rewards[0].call, build_table(rollout, rewards.calls)
     return Caller(call, target_of(spec)).answer(table.batch(call, range(table.size)), 3600.0)
 
 

@@ -16,11 +16,10 @@ from tpu_grpo.rewards.reward_runner import (
     RewardProcesses,
     RewardRunner,
     RewardThread,
-    Table,
-    build_table,
     most_batches,
     split_rows,
 )
+from tpu_grpo.rewards.reward_table import Table, build_table
 from tpu_grpo.workers.supervisor import Supervisor
 
 ROWS: dict[str, Any] = {"concurrency": 1}

@@ -37,7 +37,7 @@ import numpy as np
 from tpu_grpo.config import RewardSpec, check_rewards
 from tpu_grpo.records.errors import RewardError
 from tpu_grpo.records.stages import Completion, Figure, PromptBatch, Rollout, Scores
-from tpu_grpo.rewards.reward_call import TokenValues
+from tpu_grpo.rewards.reward_call import Call, TokenValues
 from tpu_grpo.rewards.reward_functions import load_reward, target_of, workers_of
 from tpu_grpo.rewards.reward_runner import (
     OpenReward,
@@ -45,10 +45,9 @@ from tpu_grpo.rewards.reward_runner import (
     RewardResult,
     RewardRunner,
     RewardThread,
-    Table,
-    build_table,
     score_table,
 )
+from tpu_grpo.rewards.reward_table import Table, build_table
 
 LOG = logging.getLogger("tpu_grpo.rewards")
 UNSCORED = "rewards/unscored"
@@ -88,6 +87,11 @@ class RewardSet:
         return tuple(reward.spec.shown for reward in self.rewards)
 
     @property
+    def calls(self) -> list[Call]:
+        """Return how each reward is called."""
+        return [reward.call for reward in self.rewards]
+
+    @property
     def token_rewards(self) -> tuple[str, ...]:
         """Return the names of the rewards that return a number per token."""
         return tuple(reward.spec.shown for reward in self.rewards if reward.call.per_token)
@@ -122,7 +126,7 @@ class RewardSet:
         chosen = RewardSet(tuple(reward for reward in self.rewards if reward.spec.shown in wanted))
         return {
             name: None if result.timeouts + result.errors else result.comparable
-            for name, result in chosen._ask_all(build_table(rollout, chosen.rewards), {}).items()
+            for name, result in chosen._ask_all(build_table(rollout, chosen.calls), {}).items()
             if name in names
         }
 
@@ -132,7 +136,7 @@ class RewardSet:
         Raises RewardError for a reward with ``on_error: stop`` that raises, is late, dies, or does not return one
         finite number or None per row. The message names the reward and the row.
         """
-        started, table = time.perf_counter(), build_table(rollout, self.rewards)
+        started, table = time.perf_counter(), build_table(rollout, self.calls)
         return add_up(self, self._ask_all(table, {}), table, started)
 
     def begin(self, batch: PromptBatch, rollouts: int = 1) -> "Scoring":
@@ -210,7 +214,7 @@ class Scoring:
         batch, size = PromptBatch(self._batch.step, (self._batch.prompts[prompt],)), len(texts)
         table = build_table(
             Rollout(batch, size, tuple(completions), tuple(texts), seconds=0.0),
-            [runner.reward for runner in self.early.values()],
+            [runner.reward.call for runner in self.early.values()],
             numbers=range(prompt * size, (prompt + 1) * size),
         )
         for runner in self._first:
@@ -230,7 +234,7 @@ class Scoring:
             runner.end()
         found = []
         for number, rollout in enumerate(rollouts):
-            table = build_table(rollout.select(own), self._rewards.rewards, numbers=rollout.rows_of(own))
+            table = build_table(rollout.select(own), self._rewards.calls, numbers=rollout.rows_of(own))
             early = {name: partial(runner.result, number, own) for name, runner in self.early.items()}
             found.append(add_up(self._rewards, self._rewards._ask_all(table, early), table, started))
             started = time.perf_counter()
