@@ -25,7 +25,7 @@ from tpu_grpo.models.tunix_model import load_model
 from tpu_grpo.run.inputs import open_model
 from tpu_grpo.run.meshes import build_meshes
 from tpu_grpo.run.parts import open_engines
-from tpu_grpo.tunix_loop.adapter import rollout_engine
+from tpu_grpo.tunix_loop.adapter import TextEngines, rollout_engine
 
 STEPS, PROMPTS, GROUP = 10, 32, 8
 """The numbers of optimizer steps, of prompts per step, and of completions per prompt."""
@@ -66,9 +66,9 @@ def main(overrides: Sequence[str]) -> None:
         checkpoint, tokenizer = open_model(config, hosts)
         meshes = build_meshes(config, checkpoint)
         model = load_model(checkpoint, meshes.trainer, dtype=jnp.dtype("float32"), remat="none")
-        engine = open_engines(config, hosts, checkpoint, tokenizer, meshes)
-        engine.install(parameters(model))
-        engine.replicas.compile_all()
+        engines = open_engines(config, hosts, checkpoint, tokenizer, meshes)
+        engines.install(parameters(model))
+        engines.replicas.compile_all()
         pad_id, eos_id = cast(int, tokenizer.pad_token_id), cast(int, tokenizer.eos_token_id)
         cluster = RLCluster(
             actor=model,
@@ -76,7 +76,7 @@ def main(overrides: Sequence[str]) -> None:
             tokenizer=tokenizer,
             cluster_config=ClusterConfig(
                 role_to_mesh=dict.fromkeys((Role.ACTOR, Role.REFERENCE, Role.ROLLOUT), meshes.trainer),
-                rollout_engine=rollout_engine(engine, pad_id=pad_id, eos_id=eos_id),
+                rollout_engine=rollout_engine(TextEngines(engines, tokenizer, config), pad_id=pad_id, eos_id=eos_id),
                 rollout_config=RolloutConfig(max_prompt_length=12, max_tokens_to_generate=4, temperature=1.0),
                 training_config=RLTrainingConfig(
                     actor_optimizer=optax.adamw(1e-4),

@@ -5,9 +5,8 @@ from contextlib import closing
 from tests.environments.template_families import ids, tokenizer
 from tpu_grpo.cli.environment_episode import EnvironmentEpisode
 from tpu_grpo.config import parse_config
+from tpu_grpo.environments.opening import load_environments
 from tpu_grpo.records.stages import Prompt
-from tpu_grpo.run.inputs import load_environments
-from tpu_grpo.run.parts import open_environments
 
 
 def test_turns_end_as_the_chat_template_ends_them() -> None:
@@ -21,8 +20,7 @@ def test_turns_end_as_the_chat_template_ends_them() -> None:
         }
     )
     gemma = tokenizer("gemma2")
-    environments = open_environments(config, gemma, load_environments(config))
-    assert environments is not None
+    environments = load_environments(config).open(config, gemma, {}, keep=False)
     asked = "<bos><start_of_turn>user\nGuess.<end_of_turn>\n<start_of_turn>model\n"
     messages = [{"role": "user", "content": "Guess."}]
     prompt = Prompt(asked, tuple(ids("gemma2", asked)), {"secret": 3}, messages)

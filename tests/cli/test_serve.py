@@ -23,8 +23,8 @@ import pytest
 
 from tpu_grpo.cli.naming import named_model
 from tpu_grpo.cli.serve import main
-from tpu_grpo.run.answering import ServedPolicy
-from tpu_grpo.run.serving import Server
+from tpu_grpo.serving.served_policy import ServedPolicy
+from tpu_grpo.serving.server import Server
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from tests.engine.building import CONTEXT, PROMPTS, build_replicas, engine_optio
 from tpu_grpo.engine.load_balancing import Group
 from tpu_grpo.engine.replicas import Replica, Replicas, idle_share, make_replicas
 from tpu_grpo.engine.scheduler import EngineUse
-from tpu_grpo.engine.turn_scheduler import Limits
+from tpu_grpo.engine.turns import Limits
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.records.errors import ConfigError, RequestError
 from tpu_grpo.records.stages import Completion, Request, SamplingParams

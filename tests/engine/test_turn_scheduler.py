@@ -32,7 +32,8 @@ from tpu_grpo.engine.engine import Engine
 from tpu_grpo.engine.generation import Finished
 from tpu_grpo.engine.replicas import Replicas
 from tpu_grpo.engine.scheduler import SteppedScheduler
-from tpu_grpo.engine.turn_scheduler import Limits, TurnScheduler, Wave
+from tpu_grpo.engine.turns import Limits
+from tpu_grpo.environments.turn_scheduler import TurnScheduler, Wave
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.records.errors import LockstepError, RequestError
 from tpu_grpo.records.stages import Completion, Request

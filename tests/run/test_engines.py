@@ -1,8 +1,6 @@
 """Engines with the trainer's parameters: what is freed between rollout and update, and that it comes back."""
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +15,8 @@ from tpu_grpo.config import RunConfig
 from tpu_grpo.engine.replicas import Replicas
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.models.checkpoint import read_checkpoint
-from tpu_grpo.models.tokenizers import build_byte_tokenizer
 from tpu_grpo.models.tunix_model import load_model
 from tpu_grpo.observe.process_metrics import CompilationCounter
-from tpu_grpo.records.stages import Completion, Request, SampleKey
 from tpu_grpo.run.engines import SyncedEngines
 from tpu_grpo.weights.plan import named_leaves
 
@@ -34,8 +30,7 @@ def build(directory: Path, fsdp: int, tp: int, tensor: int) -> tuple[SyncedEngin
     model = load_model(checkpoint, mesh, dtype=jnp.dtype("float32"), remat="none")
     options = engine_options(prefill_tokens=64)
     replicas = Replicas.build(checkpoint.directory, list(mesh.devices.flat), tensor, options, Hosts())
-    tokenizer: Any = None
-    engines = SyncedEngines(replicas, checkpoint.weight_rules, tokenizer, RunConfig(), Hosts())
+    engines = SyncedEngines(replicas, checkpoint.weight_rules, RunConfig(), Hosts())
     params = nnx.state(model, nnx.Param)
     engines.install(params)
     return engines, params
@@ -97,23 +92,3 @@ def test_what_is_released_is_free_and_comes_back(tmp_path: Path, fsdp: int, tp: 
         engines.install(params)
         assert tokens(engines.replicas.generate(requests(group=2))) == before
     assert compilations.count == 0
-
-
-class RecordingReplicas:
-    """Notes the keys of the requests, and answers each with one token."""
-
-    def __init__(self) -> None:
-        self.keys: list[list[SampleKey]] = []
-
-    def generate(self, asked: Sequence[Request]) -> list[Completion]:
-        self.keys.append([request.key for request in asked])
-        return [Completion(np.array([65], np.int32), np.zeros(1, np.float32), "stop", 0) for _ in asked]
-
-
-def test_no_two_rows_of_tunixs_loop_draw_the_same_numbers() -> None:
-    replicas: Any = RecordingReplicas()
-    engines = SyncedEngines(replicas, (), build_byte_tokenizer(), RunConfig(), Hosts())
-    for _ in range(3):
-        assert engines.generate_texts(["1+1=", "1+1="], None).texts == ("A", "A")
-    keys = [key for call in replicas.keys for key in call]
-    assert len(set(keys)) == len(keys) == 6

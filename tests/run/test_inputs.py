@@ -1,4 +1,4 @@
-"""What is wrong with inputs and environments is found before anything is built; tests/cli/mistakes.txt has more."""
+"""What is wrong with inputs is found before anything is built; tests/cli/mistakes.txt has more."""
 
 import json
 import shutil
@@ -9,11 +9,10 @@ import pytest
 
 from tests.models.test_transformers5 import SAVED
 from tpu_grpo.config import parse_config
-from tpu_grpo.environments.environment_classes import load_environment
 from tpu_grpo.hosts import Hosts
-from tpu_grpo.records.errors import CheckpointError, ConfigError, DataError, EpisodeError
+from tpu_grpo.records.errors import CheckpointError, ConfigError, DataError
 from tpu_grpo.run.directory import look
-from tpu_grpo.run.inputs import check_environment_columns, load_environments, open_inputs, tools_of
+from tpu_grpo.run.inputs import open_inputs
 
 ROWS = [{"problem": "1+1=", "answer": "2", "level": 1}, {"problem": "2+2=", "answer": "4", "level": 2}]
 
@@ -65,53 +64,3 @@ def test_where_the_run_cannot_be(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="run.dir must be a directory this process can write, got .*is no directory"):
         check(tmp_path, run={"dir": str(tmp_path / "file" / "run")})
     assert look(parse_config({"run": {"dir": str(tmp_path / "file" / "run")}}), Hosts()).summary is None  # asked before
-
-
-# --- environments ----------------------------------------------------------------------------------------------------
-
-SEVERAL = {"a": "calculator", "b": "guessing"}
-REWARDS = [{"name": "exact_answer"}]
-
-
-def found(name: Any, rewards: Any = None, **section: Any) -> Any:
-    tree: dict[str, Any] = {"environment": {"name": name, **section}}
-    tree |= {} if rewards is None else {"rewards": rewards}
-    return load_environments(parse_config(tree))
-
-
-def test_a_run_without() -> None:
-    assert load_environments(parse_config({})) == {}
-    assert tools_of({}) is None
-
-
-@pytest.mark.parametrize("name", ["calculator", {"a": "calculator", "b": "arithmetic"}])
-def test_an_environment_without_rewards_takes_others(name: Any) -> None:
-    assert found(name, rewards=REWARDS)
-
-
-def test_it_is_enough_that_one_environment_gives_a_reward() -> None:
-    assert sorted(found(SEVERAL)) == ["a", "b"]
-    assert list(found("guessing")) == [""]
-
-
-def test_turns_that_are_rewarded_are_credited() -> None:
-    assert found("guessing", turn_credit="turn")
-
-
-def test_columns_that_reset_requires() -> None:
-    counter = {"": load_environment("tests.environments.games:Counter", {}, "count")}
-    check_environment_columns(counter, ["target", "answer"])
-    said = "environment count: reset requires 'target', which is no column of the data"
-    with pytest.raises(EpisodeError, match=said):
-        check_environment_columns(counter, ["question", "answer"])
-
-
-def test_a_column_chooses_among_several() -> None:
-    loaded = found(SEVERAL)
-    check_environment_columns(loaded, ["question", "environment"])
-    tools = tools_of(loaded)
-    assert tools is not None
-    assert [tool["function"]["name"] for tool in tools({"environment": "a"}, "record 0")] == ["add"]
-    assert tools({"environment": "b"}, "record 0") == ()
-    with pytest.raises(DataError, match="must name one of the environments a, b, got 'c' in record 7"):
-        tools({"environment": "c"}, "record 7")

@@ -1,3 +1,4 @@
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,13 @@ from flax import nnx
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
 from tests.learner.toy import EOS, PAD, RecordingEngine, Tokenizer, make_mesh, make_model, model_logps
+from tpu_grpo.config import RunConfig
+from tpu_grpo.hosts import Hosts
+from tpu_grpo.models.tokenizers import build_byte_tokenizer
 from tpu_grpo.records.errors import DataError
-from tpu_grpo.tunix_loop.adapter import RolloutAdapter, SampledTexts, rollout_engine
+from tpu_grpo.records.stages import Completion, Request, SampleKey
+from tpu_grpo.run.engines import SyncedEngines
+from tpu_grpo.tunix_loop.adapter import RolloutAdapter, SampledTexts, TextEngines, rollout_engine
 
 SETTINGS = RolloutConfig(max_prompt_length=6, max_tokens_to_generate=5, temperature=0.7)
 
@@ -78,3 +84,24 @@ def test_tunix_finds_no_shared_weights() -> None:
     adapter = make_adapter(RecordingEngine())
     assert adapter.model() is None
     assert (adapter.pad_id(), adapter.eos_id()) == (PAD, EOS)
+
+
+class RecordingReplicas:
+    """Notes the keys of the requests, and answers each with one token."""
+
+    def __init__(self) -> None:
+        self.keys: list[list[SampleKey]] = []
+
+    def generate(self, asked: Sequence[Request]) -> list[Completion]:
+        self.keys.append([request.key for request in asked])
+        return [Completion(np.array([65], np.int32), np.zeros(1, np.float32), "stop", 0) for _ in asked]
+
+
+def test_no_two_rows_of_tunixs_loop_draw_the_same_numbers() -> None:
+    replicas: Any = RecordingReplicas()
+    config = RunConfig()
+    engines = TextEngines(SyncedEngines(replicas, (), config, Hosts()), build_byte_tokenizer(), config)
+    for _ in range(3):
+        assert engines.generate_texts(["1+1=", "1+1="], SETTINGS).texts == ("A", "A")
+    keys = [key for call in replicas.keys for key in call]
+    assert len(set(keys)) == len(keys) == 6

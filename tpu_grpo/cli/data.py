@@ -44,7 +44,8 @@ def show(config: RunConfig, console: Console, options: argparse.Namespace) -> No
     """
     prepare(config)
     from tpu_grpo.data.stream import open_evaluation_prompts, open_prompts
-    from tpu_grpo.run.inputs import load_environments, open_tokenizer, read_model, tools_of
+    from tpu_grpo.run.conversations import load_environments, tools_of
+    from tpu_grpo.run.inputs import open_tokenizer, read_model
 
     checkpoint, tools = read_model(config), tools_of(load_environments(config))
     tokenizer = open_tokenizer(config.model, checkpoint)

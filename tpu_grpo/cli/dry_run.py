@@ -5,7 +5,6 @@ from typing import Any, cast
 
 from tpu_grpo.algorithms import notices, objective_line
 from tpu_grpo.engine.load_balancing import divided_places
-from tpu_grpo.environments.episodes import Environments
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.models.lora import read_adapters
 from tpu_grpo.models.tokenizers import padding_notes
@@ -52,7 +51,7 @@ def check(inputs: Inputs, devices: Sequence[Any] | None = None) -> list[str]:
                 f"data       {p.name}: {len(p.rendered.prompts)} prompts, {p.rendered.dropped} dropped as too long"
                 for p in task.prompts.parts
             ),
-            *([] if task.environments is None else _episodes(task.environments)),
+            *(f"episodes   {line}" for line in (task.environments.describe() if task.environments else [])),
             f"rewards    {', '.join(inputs.rewards.names)}",
             f"algorithm  {config.algorithm.name}, {algorithm.aggregation}",
             f"objective  {objective}",
@@ -72,13 +71,3 @@ def check(inputs: Inputs, devices: Sequence[Any] | None = None) -> list[str]:
             f"sync       {moved}",
             *kinds,
         ]
-
-
-def _episodes(environments: Environments) -> list[str]:
-    """Describe what each environment offers the policy."""
-    lines: list[str] = []
-    for name, loaded in environments.loaded.items():
-        tools = ", ".join(tool["function"]["name"] for tool in loaded.tools)
-        how = f"tools {tools}, called as {environments.chat_formats[name].tool_format}" if tools else "answers to texts"
-        lines.append(f"episodes   {name or loaded.name}: at most {environments.section.max_turns} turns, {how}")
-    return lines

@@ -81,11 +81,11 @@ def _play(named: NamedModel, console: Console, options: argparse.Namespace) -> N
     inputs = open_inputs(config)
     tokenizer = inputs.tokenizer
     with closing(open_task(inputs, open_run_algorithm(config), Hosts())) as task:
-        assert task.environments is not None
+        environments: Any = task.environments
         prompt = _recorded(task.prompts, options.record)
-        with closing(EnvironmentEpisode(config, prompt, task.environments, tokenizer, options.record)) as game:
+        with closing(EnvironmentEpisode(config, prompt, environments, tokenizer, options.record)) as game:
             if options.model:
-                from tpu_grpo.run.answering import ServedPolicy
+                from tpu_grpo.serving.served_policy import ServedPolicy
 
                 speaker = ServedPolicy(config, named.which, context=config.context_tokens)  # as long as in the run
                 print(f"loading {named.name}", file=sys.stderr)

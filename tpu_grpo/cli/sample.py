@@ -91,7 +91,7 @@ def _sample(options: argparse.Namespace) -> None:
             file=sys.stderr,
         )
     prepare(model.config)
-    from tpu_grpo.run.answering import ServedPolicy
+    from tpu_grpo.serving.served_policy import ServedPolicy
 
     given = {name: getattr(options, name) for name in AS_IN_THE_RUN if getattr(options, name) is not None}
     speaker = ServedPolicy(model.config, model.which, samples=options.n, context=options.context, **given)

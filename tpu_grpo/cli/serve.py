@@ -55,8 +55,8 @@ def _serve(options: argparse.Namespace) -> None:
             raise ConfigError(f"{name} must be at least 1, got {value}")
     model = named_model(options.model, options.words)
     prepare(model.config)
-    from tpu_grpo.run.answering import ServedPolicy
-    from tpu_grpo.run.serving import Server
+    from tpu_grpo.serving.served_policy import ServedPolicy
+    from tpu_grpo.serving.server import Server
 
     rows = options.rows or model.config.rollout.max_running_requests
     speaker = ServedPolicy(model.config, model.which, samples=rows, context=options.context)

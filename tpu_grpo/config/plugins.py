@@ -1,4 +1,4 @@
-"""Imports the user's own functions that a config names, and checks that optional libraries are installed.
+"""Imports what a config asks for: functions of the user, optional libraries, and this package's additions.
 
 Functions are named in a config as ``path.py:function`` or ``package.module:function``:
 
@@ -9,6 +9,10 @@ A file may import modules in its own directory. Errors are raised as the caller'
 function. Each optional library is needed by a single feature, and is an extra of the package:
 
     need("textarena", "the environment textarena", EpisodeError)     # looks for the library, without importing it
+
+The core of this package imports none of its additions; it finds their modules here when a config asks for them:
+
+    addition("environments").load_environments(config)
 """
 
 import difflib
@@ -34,6 +38,18 @@ EXTRAS = {
     "gcsfs": "gcs",
 }
 """Module -> extra in pyproject.toml that installs it."""
+ADDITIONS = {
+    "environments": "tpu_grpo.environments.opening",
+    "chat_format": "tpu_grpo.environments.chat_format",
+    "turn_scheduler": "tpu_grpo.environments.turn_scheduler",
+    "report": "tpu_grpo.report.live_report",
+    "model_card": "tpu_grpo.report.model_card",
+    "planned": "tpu_grpo.report.planned",
+    "published": "tpu_grpo.report.published",
+    "tunix_options": "tpu_grpo.tunix_loop.tunix_options",
+    "tunix_learner": "tpu_grpo.tunix_loop.tunix_learner",
+}
+"""What stands on the core: name -> module."""
 
 
 def find_function(name: str, kind: str, error: type[TpuGrpoError]) -> Any:
@@ -175,6 +191,11 @@ def _search_first(directory: Path) -> Iterator[None]:
     finally:
         if str(directory) in sys.path:
             sys.path.remove(str(directory))
+
+
+def addition(name: str) -> Any:
+    """Import the module of ADDITIONS with this name, and return it."""
+    return importlib.import_module(ADDITIONS[name])
 
 
 def need(library: str, user: str, error: type[TpuGrpoError]) -> None:

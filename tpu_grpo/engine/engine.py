@@ -34,7 +34,7 @@ from tpu_grpo.engine.load_balancing import expected_tokens, make_groups, rows_ke
 from tpu_grpo.engine.options import EngineOptions
 from tpu_grpo.engine.partial_rollouts import Cutoff
 from tpu_grpo.engine.scheduler import EngineUse, SteppedScheduler
-from tpu_grpo.engine.turn_scheduler import Limits, TurnScheduler
+from tpu_grpo.engine.turns import Limits, Turns
 from tpu_grpo.records.errors import RequestError
 from tpu_grpo.records.stages import Completion, Request
 
@@ -159,7 +159,7 @@ class Engine:
         """
         self.check(requests)
         expected = expected_tokens(requests)
-        generation = self.begin(requests, expected, TurnScheduler(None, self.limits(requests, expected)))
+        generation = self.begin(requests, expected, Turns(self.limits(requests, expected)))
         generation.hold(make_groups(requests, expected))
         while generation.advance():
             pass
@@ -169,7 +169,7 @@ class Engine:
         self,
         requests: Sequence[Request],
         expected: Sequence[int],
-        waves: TurnScheduler,
+        waves: Turns,
         finished: Finished | None = None,
         cut: Cutoff | None = None,
     ) -> Generation:

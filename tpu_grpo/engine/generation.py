@@ -4,7 +4,7 @@ Requests with equal prompts form a group. The first request prefills the prompt;
 cached keys and values. ``Generation.hold`` takes the groups in the order in which to start them; a group starts when
 one of its rows (requests) can run. Time is counted in decode steps, not in seconds.
 
-If completions are conversations, a request is one turn, and a row is "out" while its environment works; see waves.py.
+If completions are conversations, a request is one turn, and a row is "out" while its environment works; see turns.py.
 If no row can be decoded, the clock jumps to the step at which the first environment's answer is due.
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from tpu_grpo.engine.load_balancing import Group, Load, places_for
 from tpu_grpo.engine.partial_rollouts import Cutoff
 from tpu_grpo.engine.scheduler import EngineUse, RunningRequest, SteppedScheduler
-from tpu_grpo.engine.turn_scheduler import TurnScheduler
+from tpu_grpo.engine.turns import Turns
 from tpu_grpo.records.stages import Completion, Request
 
 Finished = Callable[[int, Completion], None]
@@ -36,7 +36,7 @@ class Generation:
         scheduler: SteppedScheduler,
         requests: Sequence[Request],
         expected: Sequence[int],
-        waves: TurnScheduler,
+        waves: Turns,
         finished: Finished | None = None,
         cut: Cutoff | None = None,
     ):

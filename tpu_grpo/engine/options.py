@@ -73,7 +73,7 @@ class EngineOptions:
     """Whether log-probabilities are taken among the tokens that the filters keep, and the number kept is returned."""
     tool_steps: int = 16
     """Decode steps from a turn's end to the row's next turn, while its environment works; with 0, the next turn
-    starts once the environment has answered. See waves.py."""
+    starts once the environment has answered. See turns.py."""
 
     @classmethod
     def from_config(

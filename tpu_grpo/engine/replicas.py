@@ -9,11 +9,11 @@ For 8 devices on 2 hosts (4 each) and three groups of requests a, b, c with equa
     tensor 2    host 0: replicas 0 and 1 sample a and b     host 1: replica 2 samples c, replica 3 has nothing to do
     tensor 8    one replica over both hosts samples a, b and c, both hosts making the same decisions
 
-dealing.py decides which replica serves which group (requests with one prompt). While any group waits to be started, all
+A `Dealer` decides which replica serves which group (requests with one prompt). While any group waits to be started, all
 replicas stop at synchronization points, after equally many decode steps. At a point, hosts exchange the loads of their
 replicas, and each computes the same new assignment. Once no group waits, replicas inside one host run on without
-waiting for other hosts; only with a `Cutoff` (cutting.py) do all replicas keep stopping at the points. A single replica
-needs no synchronization points. At the end, the hosts of each replica compare its decisions and tokens, and every host
+waiting for other hosts; only with a `Cutoff` do all replicas keep stopping at the points. A single replica needs no
+synchronization points. At the end, the hosts of each replica compare its decisions and tokens, and every host
 receives all completions. Tokens do not depend on the assignment: see sampling.py.
 
 If trainer and sampler are on different hosts, the trainer's hosts drive no replica, and wait for the completions.
@@ -36,6 +36,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
+from tpu_grpo.config.plugins import addition
 from tpu_grpo.engine.engine import Engine, engine_mesh
 from tpu_grpo.engine.exchange import exchange_completions, share_bytes
 from tpu_grpo.engine.generation import Finished, advance_all
@@ -52,7 +53,7 @@ from tpu_grpo.engine.load_balancing import (
 from tpu_grpo.engine.options import EngineOptions
 from tpu_grpo.engine.partial_rollouts import Cutoff
 from tpu_grpo.engine.scheduler import EngineUse, total_use
-from tpu_grpo.engine.turn_scheduler import Conversations, TurnScheduler
+from tpu_grpo.engine.turns import Conversations, Limits, Turns
 from tpu_grpo.hosts import Hosts, devices_per_host, hosts_of, progress
 from tpu_grpo.records.errors import ConfigError, LockstepError
 from tpu_grpo.records.stages import Completion, Request
@@ -251,7 +252,7 @@ class Replicas:
             known: the expected number of tokens of each request (None: unknown); changes scheduling, not tokens.
             conversations: the requests' conversations with environments; None: no environments. Each host runs the
                 conversations of the groups whose completions it reports.
-            make_cut: makes the `Cutoff` of an engine, which stops its rows after L tokens or later (cutting.py).
+            make_cut: makes the `Cutoff` of an engine, which stops its rows after L tokens or later.
 
         Raises:
             RequestError: if no engine can serve a request; raised before any starts, or when a later turn makes it.
@@ -338,13 +339,7 @@ class Serving:
             number: engine.begin(
                 requests,
                 expected,
-                TurnScheduler(
-                    conversations,
-                    engine.limits(requests, expected, shares[number]),
-                    host_of=functools.partial(self._told, number),
-                    here=self._hosts.index,
-                    partners=replicas.partners.get(number),
-                ),
+                self._turns(number, conversations, engine.limits(requests, expected, shares[number]), replicas),
                 self._tell(number),
                 self._cuts.get(number),
             )
@@ -356,6 +351,13 @@ class Serving:
             Load(0, places if share is None else min(places, share * len(driven)))
             for share, driven in zip(shares, self._drivers, strict=True)
         ]
+
+    def _turns(self, number: int, conversations: Conversations | None, limits: Limits, replicas: Replicas) -> Turns:
+        if conversations is None:
+            return Turns(limits)
+        told, partners = functools.partial(self._told, number), replicas.partners.get(number)
+        scheduler = addition("turn_scheduler").TurnScheduler
+        return scheduler(conversations, limits, host_of=told, here=self._hosts.index, partners=partners)
 
     def run(self) -> EngineUse:
         """Sample all completions; returns the seconds in which no engine was ready, as `advance_all` does."""

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast
 from tpu_grpo.config import AlgorithmSection, RolloutSection
 from tpu_grpo.engine.partial_rollouts import NEW, Cutoff, PartialGroup, continued
 from tpu_grpo.engine.replicas import Finished, Replicas
-from tpu_grpo.engine.turn_scheduler import OpenConversations
+from tpu_grpo.engine.turns import OpenConversations
 from tpu_grpo.models.tokenizers import decode
 from tpu_grpo.records.errors import NonFiniteError
 from tpu_grpo.records.short_texts import SHORT_REPR
@@ -62,7 +62,7 @@ class SampledGroups:
 
     groups: tuple[PartialGroup, ...]
     length: int
-    """The most new tokens of a row in this step: the L of cutting.py."""
+    """The most new tokens of a row in this step: the L of partial_rollouts.py."""
     dropped: int
     """The number of tokens that were sampled beyond ``length``, and dropped."""
     seconds: float
@@ -143,7 +143,7 @@ class Sampler:
         known: Sequence[float | None],
         ended: GroupEnded | None = None,
     ) -> Callable[[], SampledGroups]:
-        """Sample until ``wanted`` groups are whole, including all groups with the indices ``due``; see cutting.py.
+        """Sample until ``wanted`` groups are whole, including all groups with the indices ``due``.
 
         This host's engines sample now. The returned function exchanges the completions between all hosts.
 

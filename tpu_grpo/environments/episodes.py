@@ -1,6 +1,6 @@
 """Connects the engine to the environments of a batch of rows; each row has a conversation and an environment.
 
-`Episodes` implements `Conversations` (tpu_grpo/engine/turn_scheduler.py). While a row's environment works, the engine
+`Episodes` implements `Conversations` (tpu_grpo/engine/turns.py). While a row's environment works, the engine
 decodes other rows:
 
     the engine calls     the environment runs       ``next(row)`` returns
@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -67,6 +68,24 @@ class Environments:
             for prompt, request, name in zip(prompts, requests, names, strict=True)
         ]
         return Episodes(self, starts, names)
+
+    def keep_record(self, directory: Path, host: int) -> None:
+        """Write the episodes of agents to files of ``directory``, and take those that are there."""
+        self.record = EpisodeRecord(directory, host)
+
+    def forget(self, step: int) -> None:
+        """Delete this host's records of ``step`` and of earlier steps."""
+        if self.record is not None:
+            self.record.forget(step)
+
+    def describe(self) -> list[str]:
+        """Say in a line for each environment what it offers the policy."""
+        lines: list[str] = []
+        for name, loaded in self.loaded.items():
+            tools = ", ".join(tool["function"]["name"] for tool in loaded.tools)
+            called = f"tools {tools}, called as {self.chat_formats[name].tool_format}" if tools else "answers to texts"
+            lines.append(f"{name or loaded.name}: at most {self.section.max_turns} turns, {called}")
+        return lines
 
     @property
     def places(self) -> int | None:

@@ -98,7 +98,7 @@ class Session:
             await self._arrived.wait()
         return [(asked.one(index), future) for asked, index, future in taken]
 
-    def _take(self, most: int) -> "list[tuple[Asked, int, asyncio.Future[Action]]]":
+    def _take(self, most: int) -> list[tuple[TurnRequest, int, asyncio.Future[Action]]]:
         """Take up to ``most`` turns that wait; those whose client has gone are dropped."""
         taken: list[tuple[TurnRequest, int, asyncio.Future[Action]]] = []
         while self._waiting and len(taken) < most:

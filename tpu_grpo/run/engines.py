@@ -1,25 +1,21 @@
 """Rollout engines, with the weight sync that moves the trainer's policy into them."""
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from transformers import PreTrainedTokenizerFast
 
 from tpu_grpo.config import RunConfig
 from tpu_grpo.engine.replicas import Replicas
-from tpu_grpo.engine.sampler import PROBE_SAMPLE, TEXTS_SAMPLE, completion_text, sampling_params
+from tpu_grpo.engine.sampler import PROBE_SAMPLE
 from tpu_grpo.hosts import Hosts, hosts_of
 from tpu_grpo.learner import Learner, checksums, frozen_leaves
 from tpu_grpo.models.families.leaves import WeightRule
 from tpu_grpo.records.errors import WeightsError
 from tpu_grpo.records.stages import Prompt, Request, SampleKey, SamplingParams, SyncResult
-from tpu_grpo.tunix_loop.adapter import SampledTexts
 from tpu_grpo.weights.plan import named_leaves
 from tpu_grpo.weights.sync import ALONE, CopyCheck, WeightSync
 
@@ -64,16 +60,13 @@ class SyncedEngines:
         self,
         replicas: Replicas,
         rules: Sequence[WeightRule],
-        tokenizer: PreTrainedTokenizerFast,
         config: RunConfig,
         hosts: Hosts,
     ):
         self.replicas = replicas
         self._rules = rules
-        self._tokenizer = tokenizer
         self._config = config
         self._hosts = hosts
-        self._calls = itertools.count(1)
         self.sync: WeightSync | None = None
         """The compiled weight sync; None before the first ``install``."""
         self._checks: tuple[CopyCheck, CopyCheck] | None = None
@@ -137,19 +130,6 @@ class SyncedEngines:
         members = [host for host in range(self._hosts.count) if host % share in places]
         if self._hosts.index in members:
             self._hosts.among(members).agree("parameters of the slices", repr(checksums(leaves)))
-
-    def generate_texts(self, prompts: Sequence[str], config: Any) -> SampledTexts:
-        """Sample completions of rendered prompts for Tunix's own loops; ``config`` is Tunix's RolloutConfig.
-
-        Every call counts as a step, so that a row draws different random numbers in every call.
-        """
-        del config  # the run's settings apply instead of Tunix's
-        encoded = [tuple(self._tokenizer.encode(prompt, add_special_tokens=False)) for prompt in prompts]
-        sampling, seed, step = sampling_params(self._config.rollout), self._config.run.seed, next(self._calls)
-        requests = [Request(ids, sampling, SampleKey(seed, step, row, TEXTS_SAMPLE)) for row, ids in enumerate(encoded)]
-        completions = tuple(self.replicas.generate(requests))
-        texts = tuple(completion_text(self._tokenizer, c) for c in completions)
-        return SampledTexts(tuple(encoded), completions, texts)
 
 
 def probe_bound(dtype: str, kv_dtype: str) -> float:

@@ -4,14 +4,12 @@ Quick checks come first, so that a typing error is reported quickly: the files o
 tokenizer library is imported.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tpu_grpo.config import ModelSection, RunConfig
-from tpu_grpo.data.rendering import ToolsOf
 from tpu_grpo.data.stream import PromptStream, columns_at_a_glance, open_evaluation_prompts, open_prompts
-from tpu_grpo.environments.actions import COLUMN, LoadedEnvironment
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.models.checkpoint import Checkpoint, check_tokenizer_files, read_checkpoint
 from tpu_grpo.models.families.rope import YarnScaling
@@ -20,9 +18,10 @@ from tpu_grpo.models.lora import adapted_modules, existing_layers
 from tpu_grpo.models.tasks import TASKS
 from tpu_grpo.observe.published import read_published
 from tpu_grpo.observe.trackers import check_trackers
-from tpu_grpo.records.errors import ConfigError, DataError, EpisodeError
+from tpu_grpo.records.errors import ConfigError
 from tpu_grpo.records.stages import Prompt
 from tpu_grpo.rewards import RewardSet, open_rewards
+from tpu_grpo.run.conversations import LoadedEnvironments, load_environments, tools_of
 from tpu_grpo.run.fingerprints import model_fingerprints
 
 if TYPE_CHECKING:
@@ -46,8 +45,8 @@ class Inputs:
     checkpoint: Checkpoint | None
     """None for a built-in model, which is trained on its task later, when the run's parts are built."""
     tokenizer: "PreTrainedTokenizerFast"
-    environments: Mapping[str, LoadedEnvironment]
-    """Environments by the names that the data uses for them; empty if completions are single answers."""
+    environments: LoadedEnvironments | None
+    """None if completions are single answers."""
     prompts: PromptStream
     rewards: RewardSet
     held_out: HeldOutInputs | None
@@ -87,7 +86,7 @@ def open_inputs(config: RunConfig, reading: Callable[[], None] = lambda: None) -
 def open_held_out(
     config: RunConfig,
     tokenizer: "PreTrainedTokenizerFast",
-    environments: Mapping[str, LoadedEnvironment],
+    environments: LoadedEnvironments | None,
     rewards: RewardSet | None = None,
     of_run: RewardSet | None = None,
 ) -> HeldOutInputs | None:
@@ -99,14 +98,14 @@ def open_held_out(
     if prompts is None:
         return None
     columns = tuple(prompts[0].columns)
-    check_environment_columns(environments, columns)
+    if environments is not None:
+        environments.check_columns(columns)
     return HeldOutInputs(prompts, rewards or _rewards_of_evaluation(config, columns, of_run))
 
 
-def _open_rewards(
-    config: RunConfig, environments: Mapping[str, LoadedEnvironment], columns: Collection[str]
-) -> RewardSet:
-    check_environment_columns(environments, columns)
+def _open_rewards(config: RunConfig, environments: LoadedEnvironments | None, columns: Collection[str]) -> RewardSet:
+    if environments is not None:
+        environments.check_columns(columns)
     return open_rewards(config.rewards, columns, config.run.max_steps)
 
 
@@ -115,71 +114,6 @@ def _rewards_of_evaluation(config: RunConfig, columns: Collection[str], of_run: 
     if config.evaluation.rewards is None and of_run is not None:
         return of_run.for_columns(columns)
     return open_rewards(config.evaluation_rewards, columns, config.run.max_steps)
-
-
-# --- environments ----------------------------------------------------------------------------------------------------
-
-
-def load_environments(config: RunConfig) -> dict[str, LoadedEnvironment]:
-    """Load the environments of a config, by their names in the data; a single environment has the name "".
-
-    Raises:
-        EpisodeError: for an environment that cannot be found or whose class is not an environment, and if no
-            environment gives the rewards that the config asks for.
-    """
-    if not config.environment.is_on:
-        return {}
-    from tpu_grpo.environments.environment_classes import load_environment  # a second to import
-
-    section = config.environment
-    loaded = {name: load_environment(source, section.options, name) for name, source in section.names.items()}
-    names = ", ".join(environment.name for environment in loaded.values())
-    specs = [*config.rewards, *(config.evaluation.rewards or ())]
-    if any(spec.name == "environment" for spec in specs) and not any(one.gives_reward for one in loaded.values()):
-        raise EpisodeError(
-            f"the reward environment, which is the only one unless rewards names others, needs an environment with "
-            f"get_reward, get_turn_rewards or step, got {names} without; add one of these methods, or set rewards"
-        )
-    if section.turn_credit == "turn" and not any(one.gives_turn_rewards for one in loaded.values()):
-        raise EpisodeError(
-            f"environment.turn_credit=turn needs an environment with get_turn_rewards or step, got {names} without; "
-            "add one of them, or leave it at episode"
-        )
-    return loaded
-
-
-def check_environment_columns(loaded: Mapping[str, LoadedEnvironment], columns: Collection[str]) -> None:
-    """Raise DataError if the data lacks the column that selects the environment, EpisodeError if it lacks one that
-    ``reset`` requires."""
-    if loaded and "" not in loaded and COLUMN not in columns:
-        raise DataError(
-            f"several environments need a column {COLUMN!r} that chooses among {', '.join(loaded)}, the data has "
-            f"{', '.join(columns)}; add it"
-        )
-    for key, environment in loaded.items():
-        given = [column for column in columns if not key or column != COLUMN]
-        if missing := [column for column in environment.requires if column not in given]:
-            raise EpisodeError(
-                f"environment {environment.name}: reset requires {missing[0]!r}, which is no column of the data; "
-                f"columns: {', '.join(given) or 'none'}. Add the column (data.columns gives one another name), or give "
-                "the parameter a default"
-            )
-
-
-def tools_of(loaded: Mapping[str, LoadedEnvironment]) -> ToolsOf | None:
-    """Return a function that maps a record to the tools its prompt offers; None for a run without environments."""
-    if not loaded:
-        return None
-
-    def tools(record: Mapping[str, Any], where: str) -> Sequence[Mapping[str, Any]]:
-        name = "" if "" in loaded else str(record.get(COLUMN))
-        if name not in loaded:
-            raise DataError(
-                f"the column {COLUMN!r} must name one of the environments {', '.join(loaded)}, got {name!r} in {where}"
-            )
-        return loaded[name].tools
-
-    return tools
 
 
 # --- the model -------------------------------------------------------------------------------------------------------

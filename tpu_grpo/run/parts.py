@@ -2,7 +2,7 @@
 
 import ctypes
 import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,17 +11,13 @@ from transformers import PreTrainedTokenizerFast
 
 from tpu_grpo.algorithms import RunAlgorithm, open_algorithm
 from tpu_grpo.config import AlgorithmSection, EvaluationSection, RewardSpec, RunConfig
+from tpu_grpo.config.plugins import addition
 from tpu_grpo.data.rendering import template_switches
 from tpu_grpo.data.stream import PromptStream, prompts_digest
 from tpu_grpo.engine.load_balancing import divided_places
 from tpu_grpo.engine.options import EngineOptions
 from tpu_grpo.engine.replicas import Replicas
 from tpu_grpo.engine.sampler import Sampler
-from tpu_grpo.environments.actions import LoadedEnvironment
-from tpu_grpo.environments.chat_format import ChatFormat, turn_ends
-from tpu_grpo.environments.episode_record import EpisodeRecord
-from tpu_grpo.environments.episodes import Environments
-from tpu_grpo.environments.pool import EnvironmentPool
 from tpu_grpo.hosts import Hosts, announce, counted, keep_programs
 from tpu_grpo.learner import DescribedLearner, Learner
 from tpu_grpo.models.checkpoint import Checkpoint
@@ -32,8 +28,9 @@ from tpu_grpo.records.errors import ConfigError, RewardError
 from tpu_grpo.records.stages import Prompt
 from tpu_grpo.rewards import DistributedRewards, RewardSet, repeats_itself
 from tpu_grpo.rewards.shipped.correctness import voted_answer
+from tpu_grpo.run.conversations import Environments, LoadedEnvironments, load_environments
 from tpu_grpo.run.engines import Probe, SyncedEngines
-from tpu_grpo.run.inputs import HeldOutInputs, Inputs, agreed_checkpoint, load_environments, open_held_out
+from tpu_grpo.run.inputs import HeldOutInputs, Inputs, agreed_checkpoint, open_held_out
 from tpu_grpo.run.meshes import Meshes, build_meshes, check_trainer
 from tpu_grpo.run.partial_groups import PartialGroups
 from tpu_grpo.run.policies import load_inputs
@@ -71,7 +68,7 @@ def build_parts(inputs: Inputs, hosts: Hosts) -> Parts:
     check_trainer(config, checkpoint, meshes)
     task = open_task(inputs, algorithm, hosts)
     if task.environments is not None:
-        task.environments.record = EpisodeRecord(config.run_dir / EPISODES_DIR, hosts.index)
+        task.environments.keep_record(config.run_dir / EPISODES_DIR, hosts.index)
     engines = open_engines(config, hosts, checkpoint, inputs.tokenizer, meshes, task.environments)
     announce(hosts, f"loading {checkpoint.parameter_count:,} parameters")
     make, given = learner_class(config.algorithm), load_inputs(config, checkpoint, meshes, algorithm)
@@ -111,9 +108,7 @@ def open_run_algorithm(config: RunConfig) -> RunAlgorithm:
     """Open the run's algorithm; raises ConfigError if it cannot be used for training."""
     section = config.algorithm
     if section.tunix is not None:
-        from tpu_grpo.tunix_loop.tunix_options import open_tunix  # takes seconds, only needed here
-
-        return open_tunix(section, config.data, config.optimizer)
+        return addition("tunix_options").open_tunix(section, config.data, config.optimizer)
     if section.old_policy == "tunix":
         raise ConfigError(
             f"algorithm.old_policy=tunix needs algorithm.name=tunix:NAME, got {section.name}; take rollout or trainer"
@@ -123,11 +118,7 @@ def open_run_algorithm(config: RunConfig) -> RunAlgorithm:
 
 def learner_class(section: AlgorithmSection) -> type[Learner]:
     """Return the class of the learner: this package's, or Tunix's with algorithm.name=tunix:NAME."""
-    if section.tunix is None:
-        return Learner
-    from tpu_grpo.tunix_loop.tunix_learner import TunixLearner
-
-    return TunixLearner
+    return Learner if section.tunix is None else addition("tunix_learner").TunixLearner
 
 
 def open_engines(
@@ -152,7 +143,7 @@ def open_engines(
         divided_places(environments.places, [replica.hosts for replica in replicas.replicas])  # raises for too few
     if config.hosts.check == "step":
         replicas.check_every_launch()
-    return SyncedEngines(replicas, checkpoint.weight_rules, tokenizer, config, hosts)
+    return SyncedEngines(replicas, checkpoint.weight_rules, config, hosts)
 
 
 # --- what the policy learns ------------------------------------------------------------------------------------------
@@ -272,7 +263,7 @@ def _compared(specs: Sequence[RewardSpec]) -> list[str]:
 def open_environments(
     config: RunConfig,
     tokenizer: PreTrainedTokenizerFast,
-    loaded: Mapping[str, LoadedEnvironment],
+    loaded: LoadedEnvironments | None,
     judges: Sequence[RewardSet] = (),
 ) -> Environments | None:
     """Open the environments of a run; None if the run has none.
@@ -284,20 +275,15 @@ def open_environments(
         ConfigError: for a chat template that cannot write tools or several turns.
     """
     asking = [name for rewards in judges for name in rewards.of_environments]
-    if asking and not loaded:
+    if asking and loaded is None:
         raise RewardError(
             f"{', '.join(asking)} must have conversations with environments, got environment.name unset; set it, or "
             "take other rewards"
         )
-    if not loaded:
+    if loaded is None:
         return None
-    section, switches = config.environment, template_switches(config.data, tokenizer)
-    chat_formats = {
-        name: ChatFormat(tokenizer, environment.tools, section.tool_format, switches)
-        for name, environment in loaded.items()
-    }
-    pool = EnvironmentPool(loaded, section, any(rewards.keeps_environments for rewards in judges))
-    return Environments(loaded, chat_formats, pool, section, config.data.max_prompt_tokens)
+    keep = any(rewards.keeps_environments for rewards in judges)
+    return loaded.open(config, tokenizer, template_switches(config.data, tokenizer), keep=keep)
 
 
 def stop_ids(config: RunConfig, tokenizer: PreTrainedTokenizerFast, directory: Path) -> tuple[int, ...]:
@@ -313,7 +299,7 @@ def stop_ids(config: RunConfig, tokenizer: PreTrainedTokenizerFast, directory: P
     """
     ids = {*stop_token_ids(tokenizer, directory)}
     if config.environment.is_on:
-        ids.update(turn_ends(tokenizer, template_switches(config.data, tokenizer)))
+        ids.update(addition("chat_format").turn_ends(tokenizer, template_switches(config.data, tokenizer)))
     return tuple(sorted(ids))
 
 

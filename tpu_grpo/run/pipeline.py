@@ -317,8 +317,8 @@ class Run:
             carry = self.parts.partial
             self.parts.learner.save(step, best=self._best_step, carried=None if carry is None else carry.saved)
             give_back_memory()  # that the previous save, done by now, has freed
-            if (environments := self.parts.task.environments) is not None and environments.record is not None:
-                environments.record.forget(min(saved_steps(self.config.run_dir / CHECKPOINTS_DIR), default=0))
+            if (environments := self.parts.task.environments) is not None:
+                environments.forget(min(saved_steps(self.config.run_dir / CHECKPOINTS_DIR), default=0))
             if adapters := self.parts.learner.adapters():
                 if self.hosts.is_first:
                     directory, model = self.config.run_dir / ADAPTERS_DIR / str(step), self.config.model

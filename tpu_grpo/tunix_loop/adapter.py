@@ -1,9 +1,11 @@
 """A sampling engine behind Tunix's rollout interface.
 
+engine = TextEngines(open_engines(config, ...), tokenizer, config)
 cluster_config = ClusterConfig(rollout_engine=rollout_engine(engine, pad_id=0, eos_id=2), ...)
 """
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -12,13 +14,17 @@ import jax
 import numpy as np
 from flax import nnx
 from jaxtyping import Float, Int
+from transformers import PreTrainedTokenizerFast
 from tunix.rl import common
 from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOutput
 from tunix.sft import sharding_utils
 
+from tpu_grpo.config import RunConfig
+from tpu_grpo.engine.sampler import TEXTS_SAMPLE, completion_text, sampling_params
 from tpu_grpo.learner import parameters
 from tpu_grpo.records.errors import DataError
-from tpu_grpo.records.stages import Completion
+from tpu_grpo.records.stages import Completion, Request, SampleKey
+from tpu_grpo.run.engines import SyncedEngines
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,27 @@ class SamplingEngine(Protocol):
     def install(self, params: nnx.State) -> object:
         """Install these parameters (the trainer's ``nnx.Param``), and drop caches computed with earlier parameters."""
         ...
+
+
+class TextEngines:
+    """The engines of a run as a `SamplingEngine`: they sample completions of rendered prompts."""
+
+    def __init__(self, engines: SyncedEngines, tokenizer: PreTrainedTokenizerFast, config: RunConfig):
+        self._engines, self._tokenizer, self._config = engines, tokenizer, config
+        self._calls = itertools.count(1)
+        self.install = engines.install
+
+    def generate_texts(self, prompts: Sequence[str], config: RolloutConfig) -> SampledTexts:
+        """Sample a completion for every prompt; the run's settings apply instead of Tunix's.
+
+        Every call counts as a step, so that a row draws different random numbers in every call.
+        """
+        encoded = [tuple(self._tokenizer.encode(prompt, add_special_tokens=False)) for prompt in prompts]
+        sampling, seed, step = sampling_params(self._config.rollout), self._config.run.seed, next(self._calls)
+        requests = [Request(ids, sampling, SampleKey(seed, step, row, TEXTS_SAMPLE)) for row, ids in enumerate(encoded)]
+        completions = tuple(self._engines.replicas.generate(requests))
+        texts = tuple(completion_text(self._tokenizer, c) for c in completions)
+        return SampledTexts(tuple(encoded), completions, texts)
 
 
 def rollout_engine(engine: SamplingEngine, *, pad_id: int, eos_id: int) -> Any:

@@ -9,12 +9,11 @@ import numpy as np
 
 from tpu_grpo.cli.environment_episode import EnvironmentEpisode
 from tpu_grpo.config import RunConfig, load_config
+from tpu_grpo.environments.opening import load_environments
 from tpu_grpo.models.tasks import calculator_task as calculator
 from tpu_grpo.models.tasks.lessons import Lesson
 from tpu_grpo.models.tokenizers import build_tool_tokenizer
 from tpu_grpo.records.stages import Prompt
-from tpu_grpo.run.inputs import load_environments
-from tpu_grpo.run.parts import open_environments
 
 DEMO = load_config(Path(__file__).parents[3] / "configs" / "demo_tools_cpu.yaml")
 
@@ -78,8 +77,7 @@ def test_teacher_calls_mostly_for_large_numbers_and_writes_calls_badly() -> None
 def told(config: RunConfig, lessons: Iterable[Lesson]) -> list[list[str]]:
     """What the environment of a config answers to what the assistant says in each lesson, to its end."""
     tokenizer = build_tool_tokenizer()
-    environments = open_environments(config, tokenizer, load_environments(config))
-    assert environments is not None
+    environments = load_environments(config).open(config, tokenizer, {}, keep=False)
     heard = []
     with closing(environments):
         for lesson in lessons:

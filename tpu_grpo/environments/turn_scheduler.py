@@ -24,14 +24,15 @@ import hashlib
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import replace
+from typing import override
 
 import numpy as np
 
+from tpu_grpo.engine.turns import Conversations, Limits, Turns
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.records.errors import LockstepError
-from tpu_grpo.records.stages import Completion, Prompt, Request
+from tpu_grpo.records.stages import Completion, Request
 
 _POLL_SECONDS = 0.005
 
@@ -41,80 +42,15 @@ of the prefix that the request shares with the row's past, and the request witho
 conversation is over."""
 
 
-class Conversations(Protocol):
-    """The conversations of a batch of rows, as the engine sees them: the interface to their environments.
-
-    A row's next request must not depend on other rows or on time. The methods are called on the thread that generates,
-    and only by the host that holds the row's environment.
-
-        conversations.begin(3)                  # starts the environment of row 3, without waiting
-        conversations.ready(3)                  # False, then True
-        conversations.next(3)                   # Request: its first turn
-        conversations.ended(3, completion)      # the environment gets the turn, which has been sampled
-        conversations.next(3)                   # Request of the next turn, or None: the conversation is over
-        conversations.result(3)                 # the Completion of the whole conversation
-    """
-
-    @property
-    def places(self) -> int | None:
-        """How many conversations of each host may have an environment at once; None for any number."""
-        ...
-
-    def needs_place(self, row: int) -> bool:
-        """Whether a row's conversation counts towards ``places``; every host knows this for every row."""
-        ...
-
-    def begin(self, row: int) -> None:
-        """Start the environment of a row, without waiting for it."""
-        ...
-
-    def ended(self, row: int, completion: Completion) -> None:
-        """Send a turn to the row's environment, without waiting for its answer."""
-        ...
-
-    def ready(self, row: int) -> bool:
-        """Whether ``next`` would return without waiting."""
-        ...
-
-    def next(self, row: int) -> Request | None:
-        """Wait for the environment, and return the request of the row's next turn; None if the conversation is over."""
-        ...
-
-    def result(self, row: int) -> Completion:
-        """Return the whole conversation of a row that is over."""
-        ...
-
-    def close(self) -> None:
-        """Discard conversations that are not over, without waiting."""
-        ...
-
-
-OpenConversations = Callable[[Sequence[Prompt], Sequence[Request]], Conversations]
-"""Opens the conversations of rows, given each row's prompt and the request that it would have without a conversation.
-The request says how to sample the row; its ``max_new_tokens`` limits the whole conversation after the prompt."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """The limits that an engine sets for conversations."""
-
-    tool_steps: int
-    """Decode steps after which a row is due."""
-    places: int | None = None
-    """How many conversations of each host may have an environment at once (None: any number). Further ones wait."""
-    kept: int = 2**31
-    """The most conversations to have open at once, including rows that are out: what the engine's cache can hold."""
-    check: Callable[[int, Request], None] = lambda row, request: None
-    """Raises RequestError if the engine can never serve the request of this row."""
-
-
-class TurnScheduler:
+class TurnScheduler(Turns):
     """The rows of one replica whose environments are working. All hosts that drive the replica must make the same
     calls."""
 
+    converses = True
+
     def __init__(
         self,
-        conversations: Conversations | None,
+        conversations: Conversations,
         limits: Limits,
         *,
         host_of: Callable[[int], int] = lambda row: 0,
@@ -125,19 +61,15 @@ class TurnScheduler:
 
         Args:
             conversations: the conversations of the whole batch; this host calls them only for rows whose environments
-                it has. None if completions are not conversations, so that no row is ever out.
+                it has.
             limits: the limits of the replica's engine.
             host_of: returns the host that has the environment of a row.
             here: the number of this host.
             partners: the hosts that drive the replica, if there are several.
         """
-        self.converses = conversations is not None
-        """Whether completions are conversations."""
-        if conversations is not None:
-            self._conversations = conversations
-        self.limits = limits
+        super().__init__(limits)
+        self._conversations = conversations
         self.as_answered = limits.tool_steps == 0
-        """Whether rows return once they are answered, and wait for no other row."""
         self._host_of, self._here = host_of, here
         self._partners = partners
         self._waiting: deque[int] = deque()
@@ -145,31 +77,25 @@ class TurnScheduler:
         """How many conversations have an environment on each host."""
         self._due: dict[int, int] = {}
         self._pasts: dict[int, tuple[int, ...]] = {}
-        self.sampled: Counter[int] = Counter()
-        """The number of tokens in each row's ended turns."""
         self._owed: list[tuple[int, Completion | None]] = []
         self._answered, self._ask_at = set[int](), 0.0
         """With 0 ``tool_steps``: the rows that had an answer when they were asked last, and when to ask again."""
 
+    @override
     def begin(self, rows: Sequence[int], clock: int) -> None:
-        """Add the rows of a group that starts; the next ``tell`` starts their environments.
-
-        Rows without a place begin, in order, when other conversations are over.
-        """
         self._waiting.extend(rows)
         self._fill(clock)
 
+    @override
     def ended(self, row: int, request: Request, turn: Completion, clock: int) -> bool:
-        """Note that a row's turn has ended; the next ``tell`` sends the turn to the row's environment. Returns whether
-        this was the row's first turn."""
         first = row not in self._pasts
         self.sampled[row] += len(turn.token_ids)
         self._pasts[row] = (*request.token_ids, *turn.token_ids.tolist())
         self._send(row, turn, clock)
         return first
 
+    @override
     def tell(self) -> None:
-        """Start new environments on this host, and send ended turns to environments, without waiting for answers."""
         owed, self._owed = self._owed, []
         for row, turn in owed:
             if turn is None:
@@ -178,42 +104,36 @@ class TurnScheduler:
                 self._conversations.ended(row, turn)
 
     @property
+    @override
     def next_due(self) -> int | None:
-        """The step at which the first row is due; None if no environment is working."""
         return min(self._due.values(), default=None)
 
     @property
+    @override
     def out(self) -> list[int]:
-        """The rows whose environments are working, and those that wait for a place."""
         return [*self._due, *self._waiting]
 
     @property
+    @override
     def room(self) -> int:
-        """The number of free places on the replica's hosts: those that no row has or waits for."""
         if self.limits.places is None:
             return 2**31
         hosts = 1 if self._partners is None else len(self._partners.members)
         return hosts * self.limits.places - self._placed.total() - len(self._waiting)
 
     @property
+    @override
     def more_wait(self) -> bool:
-        """Whether rows wait for a place."""
         return bool(self._waiting)
 
+    @override
     def ready(self, clock: int) -> bool:
-        """Whether every due row whose environment is on this host has its answer. With ``tool_steps`` 0: whether any
-        row has its answer."""
         if self.as_answered:
             return bool(self._at(clock))
         return all(self._conversations.ready(row) for row in self._at(clock) if self._holds(row))
 
-    def take(self, clock: int) -> dict[int, Request | None]:
-        """Wait for all rows that are due, and return their requests by row, ascending; None ends a conversation.
-
-        Raises:
-            LockstepError: if the hosts that drive the replica have different rows, or different tokens of a row.
-            RequestError: if the engine can never serve one of the requests.
-        """
+    @override
+    def take(self, clock: int) -> Mapping[int, Request | None]:
         while not (rows := self._at(clock)) and self.as_answered and self._due:
             time.sleep(_POLL_SECONDS)
         requests = {row: self._conversations.next(row) for row in rows if self._holds(row)}
@@ -229,8 +149,8 @@ class TurnScheduler:
         self._fill(clock)
         return {row: requests[row] for row in rows}
 
+    @override
     def result(self, row: int) -> Completion | None:
-        """Return the whole conversation of a row that is over; None on a host that does not hold it."""
         return self._conversations.result(row) if self._holds(row) else None
 
     def _holds(self, row: int) -> bool:

@@ -14,7 +14,7 @@ from tpu_grpo.environments.actions import Action
 from tpu_grpo.environments.policy_endpoint import Endpoint, Session, settle
 from tpu_grpo.environments.policy_requests import RefusedError, most_bytes
 from tpu_grpo.records.errors import ConfigError
-from tpu_grpo.run.answering import ServedPolicy
+from tpu_grpo.serving.served_policy import ServedPolicy
 
 MOST_WAITING = 4096
 """The most turns that wait; further requests are refused with 429."""
