@@ -152,21 +152,11 @@ class PromptDraw:
 
     @classmethod
     def open(
-        cls,
-        run_dir: Path,
-        data: DataSection,
-        stream: PromptStream,
-        start: int,
-        hosts: Hosts,
-        *,
-        seed: int,
-        carries: bool,
+        cls, run_dir: Path, data: DataSection, stream: PromptStream, start: int, hosts: Hosts, seed: int, carries: bool
     ) -> Self:
-        """Open the draw of a run after its completed steps, for a ``with`` block; every host calls this.
-
-        ``carries`` says that groups of prompts outlive a step. Raises DataError for a broken history, and for one
-        without the last completed step if the settings need that step.
-        """
+        """Open the draw of a run after its completed steps, for a ``with`` block; every host calls this. ``carries``
+        says that groups of prompts outlive a step. Raises DataError for a broken history, and for one without the last
+        completed step if the settings need that step."""
         history = PromptHistory.open(run_dir, stream.size, start, hosts, data.retire.at)
         if history.position is None and (data.remembers or carries):
             history.close()

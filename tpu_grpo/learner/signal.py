@@ -122,7 +122,7 @@ def read_signal(
     `ON_REQUEST` in tpu_grpo/algorithms/algorithm.py), each reward with a weight other than 0 is compared instead.
 
     Unscored rows, whose advantage is 0, are left out of all means and standard deviations of rewards. With
-    ``drops_uninformative``, so are uninformative groups.
+    ``drops_uninformative``, so are uninformative groups. With ``masks_truncated``, truncated completions do not count.
 
     Raises:
         RewardError: for missing rewards, or rewards that the advantages cannot take.

@@ -108,21 +108,20 @@ def stage_memory(
 
     ``sync_bytes`` is the temporary memory of the weight sync.
     """
-    keeps_old = updates_per_step > 1 and not rollout.release_during_update
+    split, released = meshes.layout == "split", rollout.release_during_update
+    keeps_old = updates_per_step > 1 and not released
     work: list[tuple[Stage, str, float]] = [(p.stage, p.name, _work(resident, p, keeps_old)) for p in programs]
     work.append(("sync", "largest group", sync_bytes))
     code, worst = sum(program.code_bytes for program in programs), dict[Stage, StageMemory]()
     for stage, name, size in work:
-        held = _resident_parts(meshes, rollout, resident, stage) | {"work": size, "code": code}
+        held = _resident_parts(resident, stage, split, released) | {"work": size, "code": code}
         memory = StageMemory(stage, name, held)
         if stage not in worst or memory.total > worst[stage].total:
             worst[stage] = memory
     return list(worst.values())
 
 
-def _resident_parts(
-    meshes: MeshesSection, rollout: RolloutSection, resident: ResidentBytes, stage: Stage
-) -> dict[str, float]:
+def _resident_parts(resident: ResidentBytes, stage: Stage, split: bool, released: bool) -> dict[str, float]:
     """Return what a device holds in a stage, besides the work of the stage's programs."""
     trainer: dict[str, float] = {
         "parameters": resident.parameters,
@@ -130,7 +129,6 @@ def _resident_parts(
         "reference": resident.reference,
     }
     sampler: dict[str, float] = {"sampler": resident.sampler, "cache": resident.cache}
-    split, released = meshes.layout == "split", rollout.release_during_update
     if split and stage == "sync":
         return dict(max(trainer, sampler, key=lambda parts: sum(parts.values())))
     if stage == "rollout":
@@ -141,10 +139,7 @@ def _resident_parts(
 
 
 def _work(resident: ResidentBytes, program: CompiledProgram, keeps_old: bool) -> float:
-    """Return the bytes that a program needs in addition to its resident arguments.
-
-    With ``keeps_old`` the sampler's arrays are extra ones from the second update of a step on.
-    """
+    """Return the bytes that a program needs in addition to its resident arguments."""
     arguments = resident.parameters
     if program.stage == "rollout":
         arguments = resident.sampler + resident.shared + resident.cache
@@ -162,5 +157,5 @@ def _work(resident: ResidentBytes, program: CompiledProgram, keeps_old: bool) ->
     if program.stage != "rollout":
         work += resident.batch
     if program.stage == "update" and keeps_old:
-        work += resident.shared
+        work += resident.shared  # from the second update on, the sampler's arrays are extra ones
     return work

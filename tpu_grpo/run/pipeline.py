@@ -87,16 +87,13 @@ def train(
         parts = build_parts(inputs, hosts)
         start, prompts = parts.learner.restored_step, parts.task.prompts
         notes = [*directory.begin(start, prompts.describe()), *prompts.notes]
+        carries = config.open_groups > 0
         live = LiveReport(config.run_dir, config.run.max_steps, hosts, start, directory.is_ours)
         with live if hosts.is_first else nullcontext() as report:
             with (
                 open_run_log(config, start, report, callbacks=callbacks) if report else RunLog([]) as log,
                 closing(parts.task),
-                PromptDraw.open(
-                    *(config.run_dir, config.data, prompts, start, hosts),
-                    seed=config.run.seed,
-                    carries=config.open_groups > 0,
-                ) as draw,
+                PromptDraw.open(config.run_dir, config.data, prompts, start, hosts, config.run.seed, carries) as draw,
             ):
                 best = "" if parts.task.held_out is None else parts.task.held_out.best
                 evaluations = EvaluationLog(config.run_dir, start, best, hosts)

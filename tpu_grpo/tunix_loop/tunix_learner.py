@@ -37,7 +37,6 @@ from tpu_grpo.learner.rows import RowShape, check_sequences
 from tpu_grpo.learner.signal import Signal
 from tpu_grpo.learner.slices import ONE_SLICE, Slices
 from tpu_grpo.learner.update import MeasuredUpdate, UpdateRecord, UpdateState
-from tpu_grpo.models.families.trainer_attention import whole_blocks
 from tpu_grpo.records.errors import DataError
 from tpu_grpo.records.stages import Completion, ScoredRollout
 from tpu_grpo.tunix_loop.adapter import SampledTexts, rollout_engine
@@ -68,8 +67,6 @@ class TunixLearner(Learner):
         dtypes = {name: leaf.dtype for name, leaf in by_name(nnx.state(model, trained_type(model))).items()}
         shape = row_shape(config, model, mesh)
         new, feed = shape.max_new_tokens, _Feed(shape)
-        sizes: Any = getattr(model, "config", None)
-        block = sizes.flash_attention_block_size if getattr(sizes, "use_flash_attention", False) else None
         mini, micro = config.mini_batch_prompts, config.micro_batch_prompts
         training = RLTrainingConfig(
             actor_optimizer=float32_steps(config.optimizer, config.updates, stepped, dtypes),
@@ -84,7 +81,7 @@ class TunixLearner(Learner):
             role_to_mesh=dict.fromkeys((Role.ACTOR, Role.REFERENCE, Role.ROLLOUT), mesh),
             rollout_engine=rollout_engine(feed, pad_id=NO_TOKEN, eos_id=NO_TOKEN),
             rollout_config=RolloutConfig(
-                max_prompt_length=whole_blocks(config.context_tokens, block) - new,
+                max_prompt_length=shape.tokens - new,
                 max_tokens_to_generate=new,
                 temperature=config.rollout.temperature,
             ),
