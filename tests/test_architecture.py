@@ -24,7 +24,7 @@ LEVELS = (
     {"models", "observe"},
     {"data", "engine", "rewards", "weights", "learner"},
     {"run"},
-    {"environments", "tunix_loop", "launching"},
+    {"environments", "tunix_loop", "launching", "report"},
     {"serving", "planning"},
     {"checking"},
     {"cli"},

@@ -1,4 +1,4 @@
-"""Writes a run's page while the run goes on, and at its end.
+"""Writes a run's page while the run goes on, and at its end (logging.report); and how the run ended, to end.json.
 
 The page is written at the start, after the first step, and then so rarely that it takes at most a hundredth of the
 time: if a write took 0.1 s, the next one comes at least 10 s later. A run of long steps writes it after every step.
@@ -13,13 +13,13 @@ from dataclasses import replace
 from typing import Self
 
 from tpu_grpo.config import RunConfig
+from tpu_grpo.config.plugins import addition
 from tpu_grpo.hosts import End, Hosts, this_process
 from tpu_grpo.hosts.host_log import logger
 from tpu_grpo.observe.console import Cell, is_in_notebook
 from tpu_grpo.observe.run_files import END_FILE, REPORT_FILE, SUMMARY_FILE
 from tpu_grpo.observe.run_log import Sink
-from tpu_grpo.observe.run_page import write_report
-from tpu_grpo.observe.run_reader import Standing, now, write_end
+from tpu_grpo.observe.standing import Standing, now, write_end
 from tpu_grpo.observe.step_metrics import MetricValue
 from tpu_grpo.records.errors import DataError
 from tpu_grpo.records.json_files import read_json
@@ -70,7 +70,7 @@ class LiveReport(Sink):
             (first, since), left = self._began, None
             if self._step > first:
                 left = (began - since) / (self._step - first) * (self._most - self._step)
-            if self._cell is None and is_in_notebook():
+            if self._cell is None and self._config.logging.report and is_in_notebook():
                 self._cell = Cell()  # created now, so that it is below the console's output
             with self._lock:
                 self._write_page(Standing("going", self._step, self._most, at=now(), seconds_left=left))
@@ -115,8 +115,10 @@ class LiveReport(Sink):
                 self._lock.release()
 
     def _write_page(self, standing: Standing) -> None:
+        if not self._config.logging.report:
+            return
         try:
-            write_report(self._config.run_dir, standing=standing)
+            addition("report").write_report(self._config.run_dir, standing=standing)
             if self._cell is not None:
                 self._cell.show_page((self._config.run_dir / REPORT_FILE).read_text())
         except OSError:
