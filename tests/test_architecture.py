@@ -33,8 +33,8 @@ LEVELS = (
     {""},
     {"scripts", "__main__"},
 )
-"""``""`` is tpu_grpo/__init__.py, which may name what lies below it, but imports nothing until it is asked to. The rooms
-up to run are the core, which finds those above it by the names of ADDITIONS (config/plugins.py)."""
+"""``""`` is tpu_grpo/__init__.py, which may name what lies below it, but imports nothing until it is asked to. The
+rooms up to run are the core, which finds those above it by the names of ADDITIONS (config/plugins.py)."""
 LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 
 ONLY_IN = {"sgl_jax": ("engine",), "tunix.rl": ("tunix_loop", "learner/forward.py")}
