@@ -1,6 +1,7 @@
 """The rules of the design that a reader of one file cannot see: who imports whom.
 
-Rooms may import rooms of lower levels, and nothing of their own level: the stages are joined in run.
+Rooms may import rooms of lower levels, and nothing of their own level: the stages are joined in run. So nothing of the
+core imports what stands on it, also not for its types.
 Everything is read from the source with ``ast``; imports inside functions count like those at the top.
 """
 
@@ -24,7 +25,7 @@ LEVELS = (
     {"models", "observe"},
     {"data", "engine", "rewards", "weights", "learner"},
     {"run"},
-    {"environments", "tunix_loop", "launching"},
+    {"environments", "tunix_loop", "launching", "report"},
     {"serving", "planning"},
     {"checking"},
     {"cli"},
@@ -32,7 +33,8 @@ LEVELS = (
     {""},
     {"scripts", "__main__"},
 )
-"""``""`` is tpu_grpo/__init__.py, which may name what lies below it, but imports nothing until it is asked to."""
+"""``""`` is tpu_grpo/__init__.py, which may name what lies below it, but imports nothing until it is asked to. The
+rooms up to run are the core, which finds those above it by the names of ADDITIONS (config/plugins.py)."""
 LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 
 ONLY_IN = {"sgl_jax": ("engine",), "tunix.rl": ("tunix_loop", "learner/forward.py")}

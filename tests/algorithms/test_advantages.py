@@ -11,7 +11,8 @@ from hypothesis.extra.numpy import arrays
 
 from tests.learner.test_signal import signal_of
 from tests.learner.toy import make_config
-from tpu_grpo.algorithms import ADVANTAGES, RunAlgorithm, open_algorithm
+from tpu_grpo.algorithms import RunAlgorithm, open_algorithm
+from tpu_grpo.algorithms.advantages import ADVANTAGES
 from tpu_grpo.config import AlgorithmSection, RunConfig, parse_config
 from tpu_grpo.config.learning_sections import AdvantageName
 from tpu_grpo.learner.signal import group_advantages

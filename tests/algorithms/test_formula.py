@@ -17,8 +17,9 @@ import yaml
 from tests.algorithms import test_correction, test_objectives
 from tests.algorithms.test_objectives import Case, case, completions_of, terms  # noqa: F401
 from tests.goldens import cases, compare
-from tpu_grpo.algorithms import ADVANTAGES, objective_line, open_algorithm
-from tpu_grpo.algorithms.formula import KL_ESTIMATES, MEANS, pieces, token_formula
+from tpu_grpo.algorithms import open_algorithm
+from tpu_grpo.algorithms.advantages import ADVANTAGES
+from tpu_grpo.algorithms.formula import KL_ESTIMATES, MEANS, objective_line, pieces, token_formula
 from tpu_grpo.config import AlgorithmSection, LossAggregation, parse_config
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.launching.driving import imported
-from tests.observe.runs import leave_run
+from tests.report.runs import leave_run
 from tpu_grpo.cli.report import main
 from tpu_grpo.run.lock import RunLock
 
@@ -47,7 +47,7 @@ def test_a_page_that_cannot_be_written_is_told_in_a_line(
 
     run = str(leave_run(tmp_path / "run", 2))
     assert main([run, "--output", "nosuch/x.html"]) == 2
-    monkeypatch.setattr("tpu_grpo.observe.run_page.replace_text", full)
+    monkeypatch.setattr("tpu_grpo.report.run_page.replace_text", full)
     assert main([run]) == 1
     first, second = capsys.readouterr().err.splitlines()
     assert first == "ConfigError: --output must lie in a directory that is there, got nosuch/x.html; make nosuch first"

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.config.asking import REPOSITORY
-from tpu_grpo.algorithms import objective_line, open_algorithm
+from tpu_grpo.algorithms import open_algorithm
+from tpu_grpo.algorithms.formula import objective_line
 from tpu_grpo.config import RunConfig, load_config, parse_config
 from tpu_grpo.learner.optimizers import learning_rate_schedule
 from tpu_grpo.models.checkpoint import abstract_checkpoint

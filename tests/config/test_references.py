@@ -18,8 +18,8 @@ from tpu_grpo.config.plugins import find_function
 from tpu_grpo.data.stream import open_prompts
 from tpu_grpo.learner.optimizers import learning_rate_schedule
 from tpu_grpo.models.checkpoint import abstract_checkpoint
-from tpu_grpo.observe.published import read_published
 from tpu_grpo.records.errors import RewardError
+from tpu_grpo.report.published import read_published
 from tpu_grpo.rewards import open_rewards
 from tpu_grpo.run.inputs import check_model
 

@@ -8,10 +8,10 @@ import pytest
 
 from tests.launching import gcloud_syntax
 from tests.launching.stand_in import StandIn
-from tests.observe.runs import leave_run
+from tests.report.runs import leave_run
 from tpu_grpo.cli.launch import main
-from tpu_grpo.observe.run_page import write_report
-from tpu_grpo.observe.run_reader import Standing, write_end
+from tpu_grpo.observe.standing import Standing, write_end
+from tpu_grpo.report.run_page import write_report
 
 
 def go_on(run_dir: Path) -> Callable[[float], None]:

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from tests.hosts.processes import REPOSITORY
-from tests.observe.runs import leave_run
+from tests.report.runs import leave_run
 from tpu_grpo.hosts import End, Hosts, this_process
-from tpu_grpo.observe import live_report
 from tpu_grpo.observe.live_report import LiveReport
 from tpu_grpo.records.errors import Interrupted
+from tpu_grpo.report import run_page
 
 
 class Clock:
@@ -24,14 +24,14 @@ class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
         self.pages: list[tuple[int, str]] = []
-        write = live_report.write_report
+        write = run_page.write_report
 
         def slow(run_dir: Path, *, standing: Any) -> None:
             self.pages.append((standing.step, standing.outcome))
             write(run_dir, standing=standing)
             self.now += 0.125
 
-        monkeypatch.setattr(live_report, "write_report", slow)
+        monkeypatch.setattr(run_page, "write_report", slow)
 
     def __call__(self) -> float:
         return self.now
@@ -112,7 +112,7 @@ def test_a_full_disk_ends_the_run_as_everywhere(tmp_path: Path, monkeypatch: pyt
         raise OSError(28, "No space left on device", "report.html")
 
     with pytest.raises(OSError, match="No space left"), report_of(tmp_path) as report:
-        monkeypatch.setattr(live_report, "write_report", full)
+        monkeypatch.setattr(run_page, "write_report", full)
         report.write({"step": 1})
 
 
@@ -125,7 +125,7 @@ def test_another_error_of_the_page_is_said_once_and_the_run_goes_on(
         calls.append(1)
         raise ZeroDivisionError("a mistake of the page's own")
 
-    monkeypatch.setattr(live_report, "write_report", broken)
+    monkeypatch.setattr(run_page, "write_report", broken)
     with report_of(tmp_path) as report:
         for step in (1, 2, 3):
             report.write({"step": step})
@@ -134,6 +134,13 @@ def test_another_error_of_the_page_is_said_once_and_the_run_goes_on(
             "it, and its other files are complete\n"
         )
     assert len(calls) == 2  # and once more at the end
+    assert json.loads((tmp_path / "end.json").read_text())["outcome"] == "done"
+
+
+def test_a_run_without_a_page_says_how_it_ended(tmp_path: Path) -> None:
+    with report_of(tmp_path, has_page=False) as report:
+        report.write({"step": 3})
+    assert not (tmp_path / "report.html").exists()
     assert json.loads((tmp_path / "end.json").read_text())["outcome"] == "done"
 
 

@@ -8,37 +8,30 @@ A new shipped algorithm is a file here, a line in `SHIPPED` and a test. The conf
 from collections.abc import Mapping
 from typing import Any
 
-from tpu_grpo.algorithms.advantages import ADVANTAGES
 from tpu_grpo.algorithms.algorithm import Algorithm, Sequences, TokenLosses, token_ratio
 from tpu_grpo.algorithms.checks import build, check_penalties, notices, try_out
-from tpu_grpo.algorithms.cispo import Cispo
 from tpu_grpo.algorithms.combined import RunAlgorithm
 from tpu_grpo.algorithms.correction import CorrectionSums, correction_metrics, open_correction
-from tpu_grpo.algorithms.dppo import Dppo
-from tpu_grpo.algorithms.formula import objective_line
-from tpu_grpo.algorithms.grpo import Dapo, DrGrpo, Grpo
-from tpu_grpo.algorithms.gspo import Gspo
-from tpu_grpo.algorithms.luspo import Luspo
-from tpu_grpo.algorithms.reinforce import Reinforce, Rloo
-from tpu_grpo.algorithms.sapo import Sapo
-from tpu_grpo.algorithms.vespo import Vespo
 from tpu_grpo.config import AlgorithmSection
-from tpu_grpo.config.plugins import find_function, not_shipped
+from tpu_grpo.config.plugins import Shipped, find_function, not_shipped
 from tpu_grpo.records.errors import ConfigError
 
-SHIPPED: Mapping[str, type] = {
-    "grpo": Grpo,
-    "dr_grpo": DrGrpo,
-    "rloo": Rloo,
-    "dapo": Dapo,
-    "gspo": Gspo,
-    "luspo": Luspo,
-    "cispo": Cispo,
-    "dppo": Dppo,
-    "sapo": Sapo,
-    "vespo": Vespo,
-    "reinforce": Reinforce,
-}
+SHIPPED: Mapping[str, type] = Shipped(
+    __name__,
+    {
+        "grpo": "grpo:Grpo",
+        "dr_grpo": "grpo:DrGrpo",
+        "rloo": "reinforce:Rloo",
+        "dapo": "grpo:Dapo",
+        "gspo": "gspo:Gspo",
+        "luspo": "luspo:Luspo",
+        "cispo": "cispo:Cispo",
+        "dppo": "dppo:Dppo",
+        "sapo": "sapo:Sapo",
+        "vespo": "vespo:Vespo",
+        "reinforce": "reinforce:Reinforce",
+    },
+)
 """The algorithms that ship, by ``algorithm.name``."""
 _PPO = "take grpo, which has PPO's clip, and the mean of a group in the place of a critic "
 _ELSEWHERE = {"ppo": _PPO, "gae": _PPO} | dict.fromkeys(
@@ -72,7 +65,11 @@ def open_algorithm(section: AlgorithmSection) -> RunAlgorithm:
     else:
         shown, instead = f"algorithm.name={name}", _ELSEWHERE.get(name.lower(), "")
         raise not_shipped(shown, name, "algorithm", SHIPPED, ConfigError, form="Class", instead=instead)
-    baseline = algorithm if section.advantage is None else ADVANTAGES[section.advantage]()
+    baseline = algorithm
+    if section.advantage is not None:
+        from tpu_grpo.algorithms.advantages import ADVANTAGES  # imports other algorithms
+
+        baseline = ADVANTAGES[section.advantage]()
     aggregation = section.loss_aggregation or algorithm.aggregation
     return RunAlgorithm(algorithm, baseline, aggregation, open_correction(section))
 
@@ -89,7 +86,6 @@ def _settings_of_ones_own(section: AlgorithmSection) -> dict[str, Any]:
 
 
 __all__ = [
-    "ADVANTAGES",
     "SHIPPED",
     "Algorithm",
     "CorrectionSums",
@@ -98,7 +94,6 @@ __all__ = [
     "TokenLosses",
     "correction_metrics",
     "notices",
-    "objective_line",
     "open_algorithm",
     "token_ratio",
 ]

@@ -181,9 +181,9 @@ def _other_process(settings: Path, done: "list[Done]") -> dict[str, Any]:
 
 def _write(directory: Path, model: str, done: "list[Done]", found: dict[str, Any], works: bool) -> None:
     """Write check.json and the page, and print a summary to paste into a report."""
-    from tpu_grpo.observe.page_tables import Cell, Column, Table
-    from tpu_grpo.observe.run_page import write_page
     from tpu_grpo.observe.summary import versions
+    from tpu_grpo.report.page_tables import Cell, Column, Table
+    from tpu_grpo.report.run_page import write_page
 
     counts = {verdict: sum(row.finding.verdict == verdict for row in done) for verdict in ("works", "works but slow")}
     rest = len(done) - sum(counts.values())

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import Any, cast
 
-from tpu_grpo.algorithms import notices, objective_line
+from tpu_grpo.algorithms import notices
+from tpu_grpo.algorithms.formula import objective_line
 from tpu_grpo.engine.load_balancing import divided_places
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.models.lora import read_adapters

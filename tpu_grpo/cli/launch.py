@@ -102,7 +102,8 @@ def _babysit(launcher: Launcher, options: Options) -> int:
 
 def _watch(launcher: Launcher, options: Options) -> None:
     from tpu_grpo.observe.json_lines import numbers  # imports NumPy
-    from tpu_grpo.observe.run_reader import Standing, read_run
+    from tpu_grpo.observe.standing import Standing
+    from tpu_grpo.report.run_reader import read_run
 
     into = options.to or Path("watched", PurePosixPath(options.run_dir).name)
     launcher.gcloud.say(

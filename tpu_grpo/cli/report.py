@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tpu_grpo.cli.starting import command_parser, exit_code_of
-from tpu_grpo.observe.run_page import write_report
 from tpu_grpo.records.errors import ConfigError
+from tpu_grpo.report.run_page import write_report
 from tpu_grpo.run.lock import holder
 
 ABOUT = """Writes a page that shows a run: report.html in its directory.

@@ -8,7 +8,6 @@ import re
 import signal
 import textwrap
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tpu_grpo.cli.starting import CommandParser, config_from_words, exit_code_of, joined_hosts, prepare
@@ -150,9 +149,9 @@ def _train(config: RunConfig) -> int:
         if hosts.is_first and was_done:
             from tpu_grpo.run.directory import how_it_ended
 
-            print(f"{how_it_ended(config, summary)}\nlook at {config.run_dir}/{REPORT_FILE}")
+            print("\n".join([how_it_ended(config, summary), *_look_at(config)]))
         elif hosts.is_first:
-            print(closing_lines(summary, config.run_dir))
+            print("\n".join([closing_lines(summary), *_look_at(config)]))
     return 0
 
 
@@ -194,8 +193,12 @@ def train_together(
     return Trained(config, train(inputs, hosts, watch, stop, callbacks), was_done=False)
 
 
-def closing_lines(summary: dict[str, Any], run_dir: Path) -> str:
-    """Return the last lines of the output: the results of the run, and the path of its report."""
+def _look_at(config: RunConfig) -> list[str]:
+    return [f"look at {config.run_dir}/{REPORT_FILE}"] if config.logging.report else []
+
+
+def closing_lines(summary: dict[str, Any]) -> str:
+    """Return the last lines of the output: the results of the run."""
     first, last = summary.get("rewards/first_mean"), summary.get("rewards/last_mean")
     lines = [f"done: {summary['steps']} steps"]
     if first is not None:
@@ -208,5 +211,4 @@ def closing_lines(summary: dict[str, Any], run_dir: Path) -> str:
             lines += [f"held out, {name}: {shown}"] if shown else []
     if best := summary.get("evaluation/best"):
         lines.append(f"best: step {best['step']}, {best['of']} {best['value']:.3f}")
-    lines.append(f"look at {run_dir}/{REPORT_FILE}")
     return "\n".join(lines)

@@ -21,9 +21,10 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from pkgutil import resolve_name
 from types import ModuleType
 from typing import Any
 
@@ -42,7 +43,7 @@ ADDITIONS = {
     "environments": "tpu_grpo.environments.opening",
     "chat_format": "tpu_grpo.environments.chat_format",
     "turn_scheduler": "tpu_grpo.environments.turn_scheduler",
-    "report": "tpu_grpo.report.live_report",
+    "report": "tpu_grpo.report.run_page",
     "model_card": "tpu_grpo.report.model_card",
     "planned": "tpu_grpo.report.planned",
     "published": "tpu_grpo.report.published",
@@ -196,6 +197,28 @@ def _search_first(directory: Path) -> Iterator[None]:
 def addition(name: str) -> Any:
     """Import the module of ADDITIONS with this name, and return it."""
     return importlib.import_module(ADDITIONS[name])
+
+
+class Shipped[T](Mapping[str, T]):
+    """What ships under a name; the module of an entry is imported when the entry is first taken.
+
+    ``places`` has each entry's place in ``package``, as module:object.
+    """
+
+    def __init__(self, package: str, places: Mapping[str, str]):
+        self._package, self._places = package, places
+
+    def __getitem__(self, name: str) -> T:
+        return resolve_name(f"{self._package}.{self._places[name]}")
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._places
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
 
 
 def need(library: str, user: str, error: type[TpuGrpoError]) -> None:

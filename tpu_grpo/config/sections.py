@@ -315,6 +315,8 @@ class LoggingSection(Section):
 
     samples_every: int = Field(default=10, ge=0, lt=2**31)
     """Show a table of samples at this interval of steps; 0 never shows one."""
+    report: bool = True
+    """Write the page report.html while the run goes on, and however it ends."""
     tensorboard: bool = False
     """Also write event files for TensorBoard, in run.dir/tensorboard."""
     wandb: Literal["off", "offline", "online"] = "off"

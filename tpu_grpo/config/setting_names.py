@@ -34,8 +34,8 @@ hosts.coordinator hosts.index hosts.check hosts.start_timeout_seconds hosts.lost
 checkpoint.every checkpoint.keep checkpoint.keep_best checkpoint.resume checkpoint.allow_changes
 update.on_non_finite
 export.every export.kind export.dtype export.shard_mib
-logging.samples_every logging.tensorboard logging.wandb logging.wandb_project logging.wandb_entity logging.wandb_group
-logging.histograms_every logging.callbacks logging.against logging.profile_steps
+logging.samples_every logging.report logging.tensorboard logging.wandb logging.wandb_project logging.wandb_entity
+logging.wandb_group logging.histograms_every logging.callbacks logging.against logging.profile_steps
 """
 _ROUNDING = """
 model.attention model.remat

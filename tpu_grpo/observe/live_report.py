@@ -1,4 +1,4 @@
-"""Writes a run's page while the run goes on, and at its end.
+"""Writes a run's page while the run goes on, and at its end (logging.report); and how the run ended, to end.json.
 
 The page is written at the start, after the first step, and then so rarely that it takes at most a hundredth of the
 time: if a write took 0.1 s, the next one comes at least 10 s later. A run of long steps writes it after every step.
@@ -13,13 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
+from tpu_grpo.config.plugins import addition
 from tpu_grpo.hosts import End, Hosts, this_process
 from tpu_grpo.hosts.host_log import logger
 from tpu_grpo.observe.console import Cell, is_in_notebook
 from tpu_grpo.observe.run_files import END_FILE, REPORT_FILE, SUMMARY_FILE
 from tpu_grpo.observe.run_log import Sink
-from tpu_grpo.observe.run_page import write_report
-from tpu_grpo.observe.run_reader import Standing, now, write_end
+from tpu_grpo.observe.standing import Standing, now, write_end
 from tpu_grpo.observe.step_metrics import MetricValue
 from tpu_grpo.records.errors import DataError
 from tpu_grpo.records.json_files import read_json
@@ -41,6 +41,7 @@ class LiveReport(Sink):
     until the run ends. In a notebook the page is also shown below the cell that trains.
 
     ``start`` is the number of completed steps. ``is_ours`` tells whether this process still owns the directory.
+    Without ``has_page`` only ``end.json`` is written.
     """
 
     def __init__(
@@ -51,9 +52,11 @@ class LiveReport(Sink):
         start: int,
         is_ours: Callable[[], bool] = lambda: True,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        has_page: bool = True,
     ) -> None:
         self._run_dir, self._hosts, self._is_ours, self._clock = run_dir, hosts, is_ours, clock
-        self._step, self._most = start, max_steps
+        self._step, self._most, self._has_page = start, max_steps, has_page
         self._lock = threading.Lock()
         self._next = 0.0
         self._began: tuple[int, float] | None = None
@@ -71,7 +74,7 @@ class LiveReport(Sink):
             (first, since), left = self._began, None
             if self._step > first:
                 left = (began - since) / (self._step - first) * (self._most - self._step)
-            if self._cell is None and is_in_notebook():
+            if self._cell is None and self._has_page and is_in_notebook():
                 self._cell = Cell()  # created now, so that it is below the console's output
             with self._lock:
                 self._write_page(Standing("going", self._step, self._most, at=now(), seconds_left=left))
@@ -115,8 +118,10 @@ class LiveReport(Sink):
                 self._lock.release()
 
     def _write_page(self, standing: Standing) -> None:
+        if not self._has_page:
+            return
         try:
-            write_report(self._run_dir, standing=standing)
+            addition("report").write_report(self._run_dir, standing=standing)
             if self._cell is not None:
                 self._cell.show_page((self._run_dir / REPORT_FILE).read_text())
         except OSError:

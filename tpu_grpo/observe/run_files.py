@@ -88,3 +88,8 @@ def saved_steps(directory: Path) -> tuple[int, ...]:
 def check_directory(run_dir: Path) -> Path:
     """Return the directory beside run.dir that a check of the run writes to; only the run itself writes to run.dir."""
     return run_dir.with_name(f"{run_dir.name}_check")
+
+
+def plan_of(run_dir: Path) -> Path | None:
+    """Return the file of a run's plan: plan.json in run.dir, or what `tpu-grpo check` found; None without a plan."""
+    return next((p for p in (run_dir / PLAN_FILE, check_directory(run_dir) / CHECK_FILE) if p.exists()), None)

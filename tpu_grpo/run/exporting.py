@@ -17,13 +17,13 @@ from flax import nnx
 from transformers import PreTrainedTokenizerFast
 
 from tpu_grpo.config import LoraSection, RolloutSection, RunConfig
+from tpu_grpo.config.plugins import addition
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.learner import parameters, whole
 from tpu_grpo.models.checkpoint import Checkpoint, read_checkpoint
 from tpu_grpo.models.hf_directory import Read, copy_tokenizer, new_directory, write_settings, write_tensors
 from tpu_grpo.models.lora import write_adapter_files
 from tpu_grpo.models.tunix_model import is_abstract
-from tpu_grpo.observe.model_card import ModelFacts, write_model_card
 from tpu_grpo.observe.run_files import EXPORTED_CONFIG_FILE
 from tpu_grpo.observe.summary import versions
 from tpu_grpo.run.parts import stop_ids
@@ -67,7 +67,8 @@ def export_policy(config: RunConfig, policy: Policy, directory: Path, hosts: Hos
         else:
             count = _write_model(target, config, policy, dtype)
         if target is not None:
-            facts = ModelFacts(
+            card = addition("model_card")
+            facts = card.ModelFacts(
                 run=config.run.name,
                 step=policy.step,
                 base=config.model.path,
@@ -77,7 +78,7 @@ def export_policy(config: RunConfig, policy: Policy, directory: Path, hosts: Hos
                 parameters=count,
                 merged=config.model.lora.rank is not None,
             )
-            write_model_card(target, config.run_dir, facts, config.to_yaml(), versions())
+            card.write_model_card(target, config.run_dir, facts, config.to_yaml(), versions())
             (target / EXPORTED_CONFIG_FILE).write_text(config.to_yaml(), encoding="utf-8")
     hosts.barrier(f"export of step {policy.step}")
 

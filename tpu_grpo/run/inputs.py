@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tpu_grpo.config import ModelSection, RunConfig
+from tpu_grpo.config.plugins import addition
 from tpu_grpo.data.stream import PromptStream, columns_at_a_glance, open_evaluation_prompts, open_prompts
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.models.checkpoint import Checkpoint, check_tokenizer_files, read_checkpoint
@@ -16,7 +17,6 @@ from tpu_grpo.models.families.rope import YarnScaling
 from tpu_grpo.models.fetching import model_directory
 from tpu_grpo.models.lora import adapted_modules, existing_layers
 from tpu_grpo.models.tasks import TASKS
-from tpu_grpo.observe.published import read_published
 from tpu_grpo.observe.trackers import check_trackers
 from tpu_grpo.records.errors import ConfigError
 from tpu_grpo.records.stages import Prompt
@@ -66,7 +66,7 @@ def open_inputs(config: RunConfig, reading: Callable[[], None] = lambda: None) -
     """
     check_trackers(config.logging)
     if config.logging.against is not None:
-        read_published(config.logging.against)
+        addition("published").read_published(config.logging.against)
     checkpoint = read_model(config)
     environments = load_environments(config)
     columns, held_columns = columns_at_a_glance(config.data, config.evaluation)

@@ -7,7 +7,7 @@ tpu_grpo/records/stages.py.
 """
 
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 
 from tpu_grpo.algorithms import notices
 from tpu_grpo.config import RunConfig
+from tpu_grpo.config.plugins import addition
 from tpu_grpo.data.prompt_draw import PromptDraw
 from tpu_grpo.hosts import Hosts, StepAbandoned, StopRequest, Watch, announce, with_reminders
 from tpu_grpo.models.lora import write_adapters
@@ -22,9 +23,7 @@ from tpu_grpo.models.tokenizers import padding_notes
 from tpu_grpo.observe.callbacks import Callback
 from tpu_grpo.observe.evaluation import EvaluationLog, describe, write_samples
 from tpu_grpo.observe.live_report import LiveReport
-from tpu_grpo.observe.planned import beside_plan, read_planned
 from tpu_grpo.observe.process_metrics import CompilationCounter, memory_metrics
-from tpu_grpo.observe.published import read_published
 from tpu_grpo.observe.run_files import (
     ADAPTERS_DIR,
     CHANGES_FILE,
@@ -33,6 +32,7 @@ from tpu_grpo.observe.run_files import (
     METRICS_FILE,
     PROFILE_DIR,
     SUMMARY_FILE,
+    plan_of,
     saved_steps,
 )
 from tpu_grpo.observe.run_log import RunLog, open_run_log
@@ -88,7 +88,8 @@ def train(
         start, prompts = parts.learner.restored_step, parts.task.prompts
         notes = [*directory.begin(start, prompts.describe()), *prompts.notes]
         carries = config.open_groups > 0
-        live = LiveReport(config.run_dir, config.run.max_steps, hosts, start, directory.is_ours)
+        steps, has_page = config.run.max_steps, config.logging.report
+        live = LiveReport(config.run_dir, steps, hosts, start, directory.is_ours, has_page=has_page)
         with live if hosts.is_first else nullcontext() as report:
             with (
                 open_run_log(config, start, report, callbacks=callbacks) if report else RunLog([]) as log,
@@ -98,10 +99,10 @@ def train(
                 best = "" if parts.task.held_out is None else parts.task.held_out.best
                 evaluations = EvaluationLog(config.run_dir, start, best, hosts)
                 watch, stop = watch or Watch(hosts), stop or StopRequest()
-                planned = read_planned(config.run_dir) if hosts.is_first else {}
+                has_plan = hosts.is_first and plan_of(config.run_dir) is not None
                 run = Run(
                     *(config, hosts, watch, stop, inputs, directory, parts, draw, log, evaluations, compilations),
-                    planned=planned,
+                    planned=addition("planned").note_of(config.run_dir) if has_plan else None,
                     planned_at=start + 3,
                     compiled=compiled,
                 )
@@ -125,10 +126,10 @@ class Run:
     log: RunLog
     evaluations: EvaluationLog
     compilations: CompilationCounter
-    planned: dict[str, float]
-    """The seconds that the run's plan predicts; empty without a plan."""
+    planned: Callable[[Mapping[str, Any]], str] | None
+    """Says how a step's times compare with the run's plan; None without a plan."""
     planned_at: int
-    """The step whose seconds are compared with the plan's; late enough that nothing is compiled in it."""
+    """The step that is compared with the plan; late enough that nothing is compiled in it."""
     compiled: Callable[[], None]
     """Is called after each step, because everything is compiled after the first."""
     warned_of_lost_steps: bool = False
@@ -156,7 +157,8 @@ class Run:
         self.parts.learner.close(best=self._best_step)
         if self.hosts.is_first and (against := self.config.logging.against) is not None:
             lines = list(read_records(self.config.run_dir / METRICS_FILE))
-            for text in read_published(against).sentences(lines, self.config.model_dump(mode="json")):
+            published = addition("published").read_published(against)
+            for text in published.sentences(lines, self.config.model_dump(mode="json")):
                 self.log.note(text)
         if self.config.export.every is not None:
             with self.watch.stage("export"):
@@ -223,8 +225,8 @@ class Run:
             **self._evaluate_if_due(step),
         }
         self.log.step(line, groups.learnt, update.advantages)
-        if step == self.planned_at and self.planned:
-            self.log.note("; ".join(map(str, beside_plan([line], self.planned))))
+        if step == self.planned_at and self.planned is not None:
+            self.log.note(self.planned(line))
 
     def _sampled_groups(self, step: int) -> Generator[None, None, StepGroups]:
         """Sample at most data.dynamic.rounds batches of prompts, until enough groups have a learning signal.

@@ -5,15 +5,21 @@ Nothing here imports jax until a model is configured or loaded.
 
 from collections.abc import Mapping
 
+from tpu_grpo.config.plugins import Shipped
 from tpu_grpo.models.families.family import Family
-from tpu_grpo.models.families.gemma2 import GEMMA2
-from tpu_grpo.models.families.llama import LLAMA3, MISTRAL, PHI3
-from tpu_grpo.models.families.qwen import QWEN2, QWEN3
-from tpu_grpo.models.families.qwen3_moe import QWEN3_MOE
 
-FAMILIES: Mapping[str, Family] = {
-    family.model_type: family for family in (QWEN2, QWEN3, QWEN3_MOE, LLAMA3, MISTRAL, PHI3, GEMMA2)
-}
+FAMILIES: Mapping[str, Family] = Shipped(
+    __name__,
+    {
+        "qwen2": "qwen:QWEN2",
+        "qwen3": "qwen:QWEN3",
+        "qwen3_moe": "qwen3_moe:QWEN3_MOE",
+        "llama": "llama:LLAMA3",
+        "mistral": "llama:MISTRAL",
+        "phi3": "llama:PHI3",
+        "gemma2": "gemma2:GEMMA2",
+    },
+)
 """Every supported family, by the ``model_type`` of its config.json."""
 
 _REASONS: tuple[tuple[str, str, str], ...] = (

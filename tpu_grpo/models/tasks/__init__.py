@@ -4,16 +4,16 @@ Each task provides the data ``builtin:NAME``, and example conversations (lessons
 """
 
 from collections.abc import Mapping
-from types import MappingProxyType
 
-from tpu_grpo.models.tasks import addition, calculator_task, guessing_task
+from tpu_grpo.config.plugins import Shipped
 from tpu_grpo.models.tasks.lessons import Task
 
-TASKS: Mapping[str, Task] = MappingProxyType(
+TASKS: Mapping[str, Task] = Shipped(
+    __name__,
     {
-        "addition": addition.TASK,
-        "wordy_addition": addition.WORDY_TASK,
-        "calculator": calculator_task.TASK,
-        "guessing": guessing_task.TASK,
-    }
+        "addition": "addition:TASK",
+        "wordy_addition": "addition:WORDY_TASK",
+        "calculator": "calculator_task:TASK",
+        "guessing": "guessing_task:TASK",
+    },
 )

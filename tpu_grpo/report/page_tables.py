@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tpu_grpo.observe.charts import evaluation_label, evaluation_lines, evaluation_names
 from tpu_grpo.observe.json_lines import Lines, interval_of, is_number, names_in, number_or_zero
-from tpu_grpo.observe.run_reader import Rows, RunRead, setting_of
 from tpu_grpo.observe.sample_rows import called_tools, shown_turns, without_marks
 from tpu_grpo.records.json_files import Record
 from tpu_grpo.records.short_texts import shortened
+from tpu_grpo.report.charts import evaluation_label, evaluation_lines, evaluation_names
+from tpu_grpo.report.run_reader import Rows, RunRead, setting_of
 
 HEAD_CHARACTERS, TAIL_CHARACTERS = 1400, 500
 """How many characters of a longer text are shown: of its beginning, and of its end."""

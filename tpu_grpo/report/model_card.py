@@ -58,7 +58,7 @@ def write_model_card(
 
 
 def rendered(template: str, *, autoescape: bool, **values: Any) -> str:
-    """Render a file of observe/templates. Without ``autoescape`` (Markdown), the indent of block tags is removed."""
+    """Render a file of report/templates. Without ``autoescape`` (Markdown), the indent of block tags is removed."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).with_name("templates")),
         autoescape=autoescape,

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from tests.observe.runs import leave_evaluation, leave_run
+from tests.report.runs import leave_evaluation, leave_run
 from tpu_grpo.hosts import End
-from tpu_grpo.observe import run_reader
-from tpu_grpo.observe.run_reader import Standing, read_run, read_samples, standing_of, write_end
+from tpu_grpo.observe.standing import Standing, write_end
 from tpu_grpo.records.errors import ConfigError, DataError, Interrupted
+from tpu_grpo.report import run_reader
+from tpu_grpo.report.run_reader import read_run, read_samples, standing_of
 
 # --- files ------------------------------------------------------------------------------------------------------------
 

@@ -11,16 +11,17 @@ from pathlib import Path
 from statistics import median_high
 from typing import Any, NamedTuple
 
-from tpu_grpo.observe.chart_drawing import SIDE, draw
-from tpu_grpo.observe.charts import evaluation_label, evaluation_lines, run_charts
 from tpu_grpo.observe.json_lines import Lines, is_number, numbers
-from tpu_grpo.observe.model_card import rendered
-from tpu_grpo.observe.page_tables import Cell, Column, Table, best_name, evaluation_table, held_out_table, step_table
-from tpu_grpo.observe.planned import plan_table, read_planned
 from tpu_grpo.observe.run_files import REPORT_FILE
-from tpu_grpo.observe.run_reader import RunRead, Standing, read_run, setting_of
+from tpu_grpo.observe.standing import Standing
 from tpu_grpo.observe.summary import EDGE_STEPS
 from tpu_grpo.records.json_files import replace_text
+from tpu_grpo.report.chart_drawing import SIDE, draw
+from tpu_grpo.report.charts import evaluation_label, evaluation_lines, run_charts
+from tpu_grpo.report.model_card import rendered
+from tpu_grpo.report.page_tables import Cell, Column, Table, best_name, evaluation_table, held_out_table, step_table
+from tpu_grpo.report.planned import plan_table, read_planned
+from tpu_grpo.report.run_reader import RunRead, read_run, setting_of
 
 AGAIN_SECONDS = 20
 """The interval at which browsers reload the page of a run that goes on."""

@@ -18,9 +18,9 @@ from tpu_grpo.config import SHIPPED_CONFIGS, load_config
 from tpu_grpo.config.section import PositiveInt, Section
 from tpu_grpo.config.setting_names import effect_of
 from tpu_grpo.observe.json_lines import Lines, numbers
-from tpu_grpo.observe.run_reader import ABSENT, differences
 from tpu_grpo.records.errors import ConfigError
 from tpu_grpo.records.untrusted_input import parse_json, read_file
+from tpu_grpo.report.run_reader import ABSENT, differences
 
 REFERENCES = SHIPPED_CONFIGS / "reference"
 """The directory with the points of each published run, NAME.json, beside its config, NAME.yaml."""

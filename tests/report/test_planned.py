@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tpu_grpo.observe.planned import beside_plan, plan_table, read_planned
 from tpu_grpo.records.errors import DataError
+from tpu_grpo.report.planned import beside_plan, plan_table, read_planned
 
 LINES: list[dict[str, Any]] = [
     {"step": 1, "update/seconds": 30.0, "rollout/decode_step_seconds": 0.9},  # which compiles

@@ -1,15 +1,15 @@
 """Compares the times of a run with a plan: plan.json in run.dir, or the plan that `tpu-grpo check` made for the run."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tpu_grpo.observe.json_lines import Lines, is_number, numbers
-from tpu_grpo.observe.page_tables import Cell, Column, Table
-from tpu_grpo.observe.run_files import CHECK_FILE, PLAN_FILE, check_directory
+from tpu_grpo.observe.run_files import plan_of
 from tpu_grpo.records.errors import DataError
 from tpu_grpo.records.untrusted_input import parse_json, read_file
+from tpu_grpo.report.page_tables import Cell, Column, Table
 
 STAGES = {
     "decode_step": ("decode", "rollout/decode_step_seconds", 1e3, "ms a step"),
@@ -39,8 +39,7 @@ def read_planned(run_dir: Path) -> dict[str, float]:
     Raises:
         DataError: the file does not hold planned seconds.
     """
-    path = next((p for p in (run_dir / PLAN_FILE, check_directory(run_dir) / CHECK_FILE) if p.exists()), None)
-    if path is None:
+    if (path := plan_of(run_dir)) is None:
         return {}
     try:
         planned = parse_json(read_file(path))["planned"]
@@ -55,6 +54,12 @@ def beside_plan(lines: Lines, planned: Mapping[str, float]) -> Iterator[Beside]:
         values = numbers(lines[1:] or lines, metric)
         if values and is_number(planned.get(name)):
             yield Beside(label, factor * median(values), factor * planned[name], unit)
+
+
+def note_of(run_dir: Path) -> Callable[[Mapping[str, Any]], str]:
+    """Read a run's plan, and return a function that says how a step's times, from its metrics, compare with it."""
+    planned = read_planned(run_dir)
+    return lambda line: "; ".join(map(str, beside_plan([line], planned)))
 
 
 def plan_table(lines: Lines, planned: Mapping[str, float]) -> Table | None:

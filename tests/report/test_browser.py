@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.observe.runs import CHARTS, leave_evaluation, leave_run, leave_talks
-from tpu_grpo.observe.run_page import write_report
+from tests.report.runs import CHARTS, leave_evaluation, leave_run, leave_talks
+from tpu_grpo.report.run_page import write_report
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = [

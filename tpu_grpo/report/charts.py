@@ -4,9 +4,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tpu_grpo.observe.chart_drawing import Chart, Line, Scale
 from tpu_grpo.observe.json_lines import Lines, interval_of, is_number, number_or_zero, series
-from tpu_grpo.observe.run_reader import RunRead, setting_of
+from tpu_grpo.report.chart_drawing import Chart, Line, Scale
+from tpu_grpo.report.run_reader import RunRead, setting_of
 
 EVALUATION_LENGTHS = ("evaluation/tokens/", "evaluation/truncated/", "evaluation/failed/")
 """Prefixes of evaluation metrics that are not rewards: token counts, and shares for which lower is better."""

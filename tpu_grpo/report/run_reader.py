@@ -7,16 +7,14 @@ import json
 import math
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
+from dataclasses import dataclass, replace
 from itertools import islice, takewhile
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any
 
 import yaml
 
 from tpu_grpo.config.yaml_dialect import read_yaml
-from tpu_grpo.hosts import End
 from tpu_grpo.observe.json_lines import Lines, compact
 from tpu_grpo.observe.run_files import (
     CHANGES_FILE,
@@ -28,8 +26,9 @@ from tpu_grpo.observe.run_files import (
     SAMPLES_FILE,
     SUMMARY_FILE,
 )
+from tpu_grpo.observe.standing import Standing, now
 from tpu_grpo.records.errors import DataError
-from tpu_grpo.records.json_files import Record, read_records, read_steps, write_json
+from tpu_grpo.records.json_files import Record, read_records, read_steps
 from tpu_grpo.records.untrusted_input import parse_json, read_file
 
 MOST_ROWS = 256
@@ -41,66 +40,6 @@ OWN_NAMES = ("run.name", "run.dir")
 """Settings that differ in any two runs."""
 ABSENT = "–"
 """The text for a missing value."""
-
-
-# --- how a run stands ------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Standing:
-    """The state of a run: its steps so far, and whether it goes on."""
-
-    outcome: Literal["going", "done", "stopped", "failed", "gone"]
-    """``gone`` means that the run neither goes on nor recorded how it ended."""
-    step: int = 0
-    max_steps: int | None = None
-    """The setting run.max_steps; None if it is not known."""
-    message: str = ""
-    exit_code: int | None = None
-    at: str = ""
-    """The time (UTC) when the run ended; for a run that goes on, the time of this state."""
-    seconds_left: float | None = None
-
-    @classmethod
-    def after(cls, end: End, step: int, max_steps: int) -> Self:
-        """Return the state of a run that has just ended."""
-        return cls(end.outcome, step, max_steps, end.message, end.code, now())
-
-    @property
-    def sentence(self) -> str:
-        """Describe the state in words."""
-        reached = f"step {self.step:,}" + ("" if self.max_steps is None else f" of {self.max_steps:,}")
-        match self.outcome:
-            case "going":
-                left = ""
-                if self.seconds_left is not None:
-                    minutes = round(self.seconds_left / 60)
-                    hours = f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
-                    left = f", about {f'{self.seconds_left:.0f} s' if minutes < 2 else hours} left"
-                return f"The run goes on: {reached}{left}; written {self.at}."
-            case "done":
-                early = f": {self.message}" if self.message else ""
-                return f"The run is done, after {reached}{early}." + (f" It ended {self.at}." if self.at else "")
-            case "stopped":
-                return f"The run was stopped after {reached}, {self.at}: {self.message}."
-            case "failed":
-                return f"The run failed after {reached}, {self.at}, with exit code {self.exit_code}."
-            case "gone":
-                return (
-                    f"The run ended after {reached} without saying why: it was killed, or its machine was lost; its "
-                    "log may say more."
-                )
-
-
-def now() -> str:
-    """Return the time as pages show it."""
-    return datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-
-
-def write_end(run_dir: Path, standing: Standing) -> None:
-    """Write how the run ended to ``end.json``."""
-    fields = {name: value for name, value in asdict(standing).items() if name != "seconds_left"}
-    write_json(run_dir / END_FILE, fields)
 
 
 def standing_of(
@@ -120,9 +59,6 @@ def standing_of(
     if summary and summary.get("steps") == step:
         return replace(going, outcome="done", message=str(summary.get("ended_early") or ""), at="")
     return replace(going, outcome="gone", at="")
-
-
-# --- the files of a run ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.goldens import compare_whole
-from tests.observe.runs import CHARTS, Page, leave_evaluation, leave_run, leave_talks, metrics
+from tests.report.runs import CHARTS, Page, leave_evaluation, leave_run, leave_talks, metrics
 from tpu_grpo.observe.run_log import JsonlSink
-from tpu_grpo.observe.run_page import write_report
 from tpu_grpo.records.errors import DataError
+from tpu_grpo.report.run_page import write_report
 
 
 def written(run_dir: Path, *, goes_on: bool = False) -> str:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tpu_grpo.config import parse_config
-from tpu_grpo.observe.published import read_published
 from tpu_grpo.records.errors import ConfigError
+from tpu_grpo.report.published import read_published
 
 
 def leave_points(directory: Path, *points: dict[str, Any], metric: str = "rewards/mean", **config: Any) -> str:

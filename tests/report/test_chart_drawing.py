@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from tpu_grpo.observe.chart_drawing import (
+from tpu_grpo.report.chart_drawing import (
     Axis,
     Chart,
     Line,
