@@ -50,7 +50,7 @@ def scripted() -> ScriptedConversations:
     return ScriptedConversations(ROWS, SCRIPTS)
 
 
-def ids(wave: dict[int, Request | None]) -> dict[int, tuple[int, ...] | None]:
+def ids(wave: Mapping[int, Request | None]) -> dict[int, tuple[int, ...] | None]:
     return {row: request and request.token_ids for row, request in wave.items()}
 
 
