@@ -172,9 +172,7 @@ class Steps:
         observation, reward = ("Yes." if done else "No."), float(done)
         if self.form == 4:
             return observation, reward, done, {}
-        if self.form == 5:
-            return observation, reward, False, done, {}
-        return {"observations": [{"role": "user", "content": observation}], "reward": reward, "done": done}
+        return observation, reward, False, done, {}
 
 
 class Closing:

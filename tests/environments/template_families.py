@@ -95,7 +95,7 @@ def build(family: Family, chat_template: str | None) -> PreTrainedTokenizerFast:
 
 
 def chat_format(name: str, tools: Sequence[Mapping[str, Any]] = (ADD, SAY), **switches: Any) -> ChatFormat:
-    """Open a family's dialect."""
+    """Open a family's chat format."""
     return ChatFormat(tokenizer(name), tools, "auto", switches)
 
 

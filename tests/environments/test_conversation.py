@@ -123,7 +123,7 @@ def test_what_reset_gives_is_a_part_of_the_prompt() -> None:
     first = talk.first(Answered(({"role": "user", "content": "12"},)))
     assert first.token_ids == (1, 2, 3, 4, 4)
     assert first.sampling.max_new_tokens == 20  # all of it is left
-    assert talk.messages == [{"role": "user", "content": "ask12"}]  # as the dialect put it
+    assert talk.messages == [{"role": "user", "content": "ask12"}]  # as the chat format put it
     assert PROMPT.messages[0]["content"] == "ask"
     with pytest.raises(WrongError, match="at most data.max_prompt_tokens=6 tokens, got 7"):
         conversation().first(Answered(({"role": "user", "content": "1234"},)))

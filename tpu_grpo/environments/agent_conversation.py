@@ -79,7 +79,7 @@ class AgentConversation(Conversation):
         most = self._start.max_prompt_tokens
         if not 0 < len(ids) <= most:
             raise WrongError(f"must begin with a prompt of 1 to data.max_prompt_tokens={most} tokens, got {len(ids)}")
-        self._first_text, self._first_tokens = self._dialect.decode(ids), len(ids)
+        self._first_text, self._first_tokens = self._chat_format.decode(ids), len(ids)
         self._messages = [dict(message) for message in self._asked.messages or ()]
         self._first_messages = len(self._messages)
         self._begin_branch(ids)
@@ -87,7 +87,7 @@ class AgentConversation(Conversation):
 
     def turn(self, completion: Completion) -> Action:
         """Add the policy's turn, and return the parsed turn with its tokens. A turn never ends the conversation."""
-        chat_format, asked = self._dialect, self._asked
+        chat_format, asked = self._chat_format, self._asked
         pieces = partial(token_bytes, chat_format.tokenizer)
         completion, action = read_turn(
             completion, tuple(self._ids), asked, chat_format.decode, chat_format.read, pieces
@@ -135,14 +135,14 @@ class AgentConversation(Conversation):
                 raise RequestError(f"a request must have at most {most_bytes(most)} bytes, got {len(request)}")
             self._asked = asked = TurnRequest.model_validate_json(request)
             self._tools, self._said = json.dumps(asked.tools), tuple(map(_canonical, asked.messages or ()))
-            self._dialect = self._start.chat_format.with_tools(self._tools, most)
+            self._chat_format = self._start.chat_format.with_tools(self._tools, most)
             if asked.messages is not None:
                 return self._conversation(asked.messages, most)
-            check_length(self._dialect.tokenizer, asked.text or "", most)
-            ids = list(asked.token_ids or ()) if asked.text is None else self._dialect.encoder.plain(asked.text)
+            check_length(self._chat_format.tokenizer, asked.text or "", most)
+            ids = list(asked.token_ids or ()) if asked.text is None else self._chat_format.encoder.plain(asked.text)
             fitting = [seen for seen in self._seen if tuple(ids[: len(seen.ids)]) == seen.ids]
             seen = max(fitting, key=lambda seen: len(seen.ids), default=None)
-            self._dialect.check_ids(ids)
+            self._chat_format.check_ids(ids)
             return _Prompt.of(ids, seen)
         except (ConfigError, DataError, RequestError) as error:
             raise WrongError(f"must ask with a prompt that the policy can read: {error}") from error
@@ -157,17 +157,17 @@ class AgentConversation(Conversation):
         ]
         for seen in sorted(fitting, key=lambda seen: len(seen.messages), reverse=True):
             added = messages[len(seen.messages) :]
-            check_length(self._dialect.tokenizer, "\n".join(str(message["content"]) for message in added), most)
+            check_length(self._chat_format.tokenizer, "\n".join(str(message["content"]) for message in added), most)
             if not seen.is_turn:
                 if not added:  # the agent wants another turn for the same prompt
                     return _Prompt.of(seen.ids, seen)
-            elif added and self._dialect.ends(seen.ids) and all(message["role"] != "assistant" for message in added):
-                following = self._dialect.follow(seen.ids, 0, seen.sampled, added)
+            elif added and self._chat_format.ends(seen.ids) and all(each["role"] != "assistant" for each in added):
+                following = self._chat_format.follow(seen.ids, 0, seen.sampled, added)
                 if following.new_prompt is None:
                     return _Prompt.of([*seen.ids, *following.suffix], seen)
                 ids = [*following.new_prompt, *following.suffix]  # the template drops earlier thinking
                 return _Prompt(ids, (), len(following.suffix))
-        return _Prompt(self._dialect.prompt(messages, most), (), 0)
+        return _Prompt(self._chat_format.prompt(messages, most), (), 0)
 
     def _remember(self, *, is_turn: bool) -> None:
         messages = () if self._asked.messages is None else self._said

@@ -207,7 +207,7 @@ def _guarded(value: Any, encoder: Encoder) -> Any:
 
 
 _MOST_TOOLSETS = 256
-"""The size of the cache that holds a dialect for each set of tools that agents send."""
+"""The size of the cache that holds a chat format for each set of tools that agents send."""
 ALSO_ENDS = ("<|eom_id|>",)
 """Llama 3 may end a turn that calls a tool with this token."""
 

@@ -74,7 +74,7 @@ class Conversation:
     """The state of one conversation; see the top of this file for the order of calls."""
 
     def __init__(self, start: Start):
-        self._start, self._dialect = start, start.chat_format
+        self._start, self._chat_format = start, start.chat_format
         self._ids: list[int] = []
         """The current branch, prompt included."""
         self._flags: list[bool] = []
@@ -127,7 +127,7 @@ class Conversation:
         messages: list[Message] = list(start.prompt.conversation)
         text, ids = start.prompt.text, list(start.prompt.token_ids)
         if observation is not None:
-            text, ids, messages = self._dialect.first(messages, observation)
+            text, ids, messages = self._chat_format.first(messages, observation)
         if len(ids) > start.max_prompt_tokens:
             raise WrongError(
                 f"must give a first prompt of at most data.max_prompt_tokens={start.max_prompt_tokens} tokens, got "
@@ -145,10 +145,10 @@ class Conversation:
         if the chat template writes no answers after the turn's end token.
         """
         ids = completion.token_ids.tolist()
-        action = self._dialect.read(ids)
+        action = self._chat_format.read(ids)
         if completion.finish_reason == "length":
             self._ending = "tokens"
-        elif not self._dialect.ends(ids) or (self._start.environment.takes == "calls" and not action.calls):
+        elif not self._chat_format.ends(ids) or (self._start.environment.takes == "calls" and not action.calls):
             self._ending = "answered"
         self._add_turn(completion, action, () if self._ending else action.calls)
         return None if self._ending else action
@@ -165,7 +165,7 @@ class Conversation:
         """Take the environment's answer to a turn, and return the request of the next turn; None if the conversation
         is over."""
         section = self._start.section
-        messages = cut_answers(reply.messages, section.max_observation_tokens, self._dialect.encoder)
+        messages = cut_answers(reply.messages, section.max_observation_tokens, self._chat_format.encoder)
         answer = "\n".join(str(message["content"]) for message in messages)
         self._turns[-1] = replace(self._turns[-1], answer=answer, reward=reply.reward, errors=reply.errors)
         self._messages += messages
@@ -174,7 +174,7 @@ class Conversation:
         elif len(self._turns) >= section.max_turns:
             self._ending = "turns"
         else:
-            following = self._dialect.follow(self._ids, self._first_tokens, self._flags, messages)
+            following = self._chat_format.follow(self._ids, self._first_tokens, self._flags, messages)
             branch, past = (None, self._ids) if following.new_prompt is None else ((), following.new_prompt)
             return self._continue([*past, *following.suffix], len(following.suffix), branch)
         return None

@@ -42,7 +42,7 @@ class Environments:
 
     Args:
         loaded: the environments by their names in the data column `environment`; by "" if there is only one.
-        dialects: the dialect of each environment, by the names in ``loaded``.
+        chat_formats: the chat format of each environment, by the names in ``loaded``.
         pool: runs the environments.
     """
 

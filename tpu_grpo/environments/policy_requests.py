@@ -1,7 +1,7 @@
 """The HTTP request and response formats for turns of the policy: OpenAI's, vLLM's and SGLang's.
 
     form = FORMS["/v1/chat/completions"]
-    asked = form.read(body)                     # Asked; raises RefusedError for a request that cannot be honoured
+    asked = form.read(body)                     # a TurnRequest; raises RefusedError for one that cannot be honoured
     body = form.write(asked, [turn], "policy")  # the response body, with asked.n turns
 
 In a run, the run's settings decide how tokens are sampled, and a request can only end a turn earlier: by

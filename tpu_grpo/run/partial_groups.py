@@ -1,10 +1,10 @@
 """Keeps the groups that a step did not finish, or did not use, for the next step (``rollout.partial_extra``).
 
-    carry = Carry(config, stream, learner.carried)      # empty, or as of the checkpoint that was restored
-    carry.begin(draw.next(step, carry.room))            # until P (1 + rollout.partial_extra) groups are open
-    collect = sampler.carry_on(step, carry.groups, ...)
-    rollout = carry.take(step, collect(), tokenizer)    # the first P complete groups, oldest first
-    carry.end(used=P)                                   # the tokens of open groups are one step older now
+    partial = PartialGroups(config, stream, learner.carried)      # empty, or as of the checkpoint that was restored
+    partial.begin(draw.next(step, partial.room))            # until P (1 + rollout.partial_extra) groups are open
+    collect = sampler.go_on(step, partial.groups, ...)
+    rollout = partial.take(step, collect(), tokenizer)    # the first P complete groups, oldest first
+    partial.end(used=P)                                   # the tokens of open groups are one step older now
 
 With ``algorithm.staleness`` 1, ``begin`` to ``take`` of step k + 1 run after ``end`` of step k, during its update.
 ``hold`` adds the groups of step k + 1 to checkpoint k, so that a run continued from it need not sample them again.

@@ -42,10 +42,10 @@ ROOM_TOKENS = 2048
 class ServedPolicy:
     """A model that answers prompts. Its config says how to render prompts, and how to sample and score answers.
 
-        speaker = Speaker(config, "latest")
-        prompt = speaker.prompt({"question": "47+38="})
-        speaker.start([prompt])                                 # builds the engine, for these prompts
-        completions = speaker.answer(prompt, turn=0)
+        policy = ServedPolicy(config, "latest")
+        prompt = policy.prompt({"question": "47+38="})
+        policy.start([prompt])                                 # builds the engine, for these prompts
+        completions = policy.answer(prompt, turn=0)
 
     Args:
         config: the config of the model's run, or of the run whose prompt format is used for the model.

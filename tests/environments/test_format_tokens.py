@@ -126,7 +126,7 @@ class Sequenced:
 
 
 def played(name: str, turns: Sequence[Sequence[int]]) -> Sequenced:
-    """Three turns with a family's dialect; the second has one call where the template takes no more."""
+    """Three turns with a family's chat format; the second has one call where the template takes no more."""
     opened = chat_format(name)
     played = Sequenced(opened, opened.first(FIRST, None)[1])
     for turn, answers in zip(turns, (ONE, TWO[:1] if name == "llama3" else TWO, None), strict=True):
