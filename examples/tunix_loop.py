@@ -69,6 +69,7 @@ def main(overrides: Sequence[str]) -> None:
         engines = open_engines(config, hosts, checkpoint, tokenizer, meshes)
         engines.install(parameters(model))
         engines.replicas.compile_all()
+        sampling = TextEngines(engines, tokenizer, config.rollout, config.run.seed)
         pad_id, eos_id = cast(int, tokenizer.pad_token_id), cast(int, tokenizer.eos_token_id)
         cluster = RLCluster(
             actor=model,
@@ -76,7 +77,7 @@ def main(overrides: Sequence[str]) -> None:
             tokenizer=tokenizer,
             cluster_config=ClusterConfig(
                 role_to_mesh=dict.fromkeys((Role.ACTOR, Role.REFERENCE, Role.ROLLOUT), meshes.trainer),
-                rollout_engine=rollout_engine(TextEngines(engines, tokenizer, config), pad_id=pad_id, eos_id=eos_id),
+                rollout_engine=rollout_engine(sampling, pad_id=pad_id, eos_id=eos_id),
                 rollout_config=RolloutConfig(max_prompt_length=12, max_tokens_to_generate=4, temperature=1.0),
                 training_config=RLTrainingConfig(
                     actor_optimizer=optax.adamw(1e-4),

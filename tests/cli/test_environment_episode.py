@@ -20,7 +20,7 @@ def test_turns_end_as_the_chat_template_ends_them() -> None:
         }
     )
     gemma = tokenizer("gemma2")
-    environments = load_environments(config).open(config, gemma, {}, keep=False)
+    environments = load_environments(config.environment, config.rewards).open(gemma, 100, {}, keep=False)
     asked = "<bos><start_of_turn>user\nGuess.<end_of_turn>\n<start_of_turn>model\n"
     messages = [{"role": "user", "content": "Guess."}]
     prompt = Prompt(asked, tuple(ids("gemma2", asked)), {"secret": 3}, messages)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tpu_grpo.config import parse_config
+from tpu_grpo.config import EnvironmentSection, parse_config
 from tpu_grpo.environments.environment_classes import load_environment
 from tpu_grpo.environments.opening import LoadedEnvironments, load_environments
 from tpu_grpo.records.errors import DataError, EpisodeError
@@ -16,7 +16,8 @@ REWARDS = [{"name": "exact_answer"}]
 def found(name: Any, rewards: Any = None, **section: Any) -> LoadedEnvironments:
     tree: dict[str, Any] = {"environment": {"name": name, **section}}
     tree |= {} if rewards is None else {"rewards": rewards}
-    return load_environments(parse_config(tree))
+    config = parse_config(tree)
+    return load_environments(config.environment, config.rewards)
 
 
 @pytest.mark.parametrize("name", ["calculator", {"a": "calculator", "b": "arithmetic"}])
@@ -34,7 +35,8 @@ def test_turns_that_are_rewarded_are_credited() -> None:
 
 
 def test_columns_that_reset_requires() -> None:
-    counter = LoadedEnvironments({"": load_environment("tests.environments.games:Counter", {}, "count")})
+    by_name = {"": load_environment("tests.environments.games:Counter", {}, "count")}
+    counter = LoadedEnvironments(by_name, EnvironmentSection())
     counter.check_columns(["target", "answer"])
     said = "environment count: reset requires 'target', which is no column of the data"
     with pytest.raises(EpisodeError, match=said):

@@ -12,7 +12,7 @@ function. Each optional library is needed by a single feature, and is an extra o
 
 The core of this package imports none of its additions; it finds their modules here when a config asks for them:
 
-    addition("environments").load_environments(config)
+    addition("environments").load_environments(config.environment, config.rewards)
 """
 
 import difflib

@@ -1,14 +1,14 @@
 """Opens the environments that a config names; the core of this package (config/plugins.py) enters this room here.
 
-loaded = load_environments(config)                  # finds and checks the classes, before jax is imported
-environments = loaded.open(config, tokenizer, [rewards])
+loaded = load_environments(config.environment, config.rewards)    # finds the classes, before jax is imported
+environments = loaded.open(tokenizer, config.data.max_prompt_tokens, {}, keep=False)
 """
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tpu_grpo.config import RunConfig
+from tpu_grpo.config import EnvironmentSection, RewardSpec
 from tpu_grpo.environments.actions import COLUMN, LoadedEnvironment
 from tpu_grpo.environments.environment_classes import load_environment
 from tpu_grpo.records.errors import DataError, EpisodeError
@@ -25,6 +25,7 @@ class LoadedEnvironments:
 
     by_name: Mapping[str, LoadedEnvironment]
     """By their names in the data column `environment`; by "" if there is only one."""
+    section: EnvironmentSection
 
     def check_columns(self, columns: Collection[str]) -> None:
         """Raise DataError if the data lacks the column that selects the environment, EpisodeError if it lacks one that
@@ -54,7 +55,7 @@ class LoadedEnvironments:
         return self.by_name[name].tools
 
     def open(
-        self, config: RunConfig, tokenizer: "PreTrainedTokenizerFast", switches: Mapping[str, Any], *, keep: bool
+        self, tokenizer: "PreTrainedTokenizerFast", max_prompt_tokens: int, switches: Mapping[str, Any], *, keep: bool
     ) -> "Environments":
         """Open the environments; ``switches`` are further arguments of the chat template.
 
@@ -65,26 +66,23 @@ class LoadedEnvironments:
         from tpu_grpo.environments.episodes import Environments
         from tpu_grpo.environments.pool import EnvironmentPool
 
-        section = config.environment
         chat_formats = {
-            name: ChatFormat(tokenizer, environment.tools, section.tool_format, switches)
+            name: ChatFormat(tokenizer, environment.tools, self.section.tool_format, switches)
             for name, environment in self.by_name.items()
         }
-        pool = EnvironmentPool(self.by_name, section, keep)
-        return Environments(self.by_name, chat_formats, pool, section, config.data.max_prompt_tokens)
+        pool = EnvironmentPool(self.by_name, self.section, keep)
+        return Environments(self.by_name, chat_formats, pool, self.section, max_prompt_tokens)
 
 
-def load_environments(config: RunConfig) -> LoadedEnvironments:
-    """Load the environments of a config.
+def load_environments(section: EnvironmentSection, specs: Sequence[RewardSpec]) -> LoadedEnvironments:
+    """Load the environments of a run; ``specs`` are its rewards, those of evaluations included.
 
     Raises:
         EpisodeError: for an environment that cannot be found or whose class is not an environment, and if no
             environment gives the rewards that the config asks for.
     """
-    section = config.environment
     loaded = {name: load_environment(source, section.options, name) for name, source in section.names.items()}
     names = ", ".join(environment.name for environment in loaded.values())
-    specs = [*config.rewards, *(config.evaluation.rewards or ())]
     if any(spec.name == "environment" for spec in specs) and not any(one.gives_reward for one in loaded.values()):
         raise EpisodeError(
             f"the reward environment, which is the only one unless rewards names others, needs an environment with "
@@ -95,4 +93,4 @@ def load_environments(config: RunConfig) -> LoadedEnvironments:
             f"environment.turn_credit=turn needs an environment with get_turn_rewards or step, got {names} without; "
             "add one of them, or leave it at episode"
         )
-    return LoadedEnvironments(loaded)
+    return LoadedEnvironments(loaded, section)

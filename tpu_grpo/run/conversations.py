@@ -56,7 +56,7 @@ class LoadedEnvironments(Protocol):
         ...
 
     def open(
-        self, config: RunConfig, tokenizer: "PreTrainedTokenizerFast", switches: Mapping[str, Any], *, keep: bool
+        self, tokenizer: "PreTrainedTokenizerFast", max_prompt_tokens: int, switches: Mapping[str, Any], *, keep: bool
     ) -> Environments:
         """Open the environments; with ``keep``, their attributes are kept after conversations."""
         ...
@@ -64,7 +64,8 @@ class LoadedEnvironments(Protocol):
 
 def load_environments(config: RunConfig) -> LoadedEnvironments | None:
     """Load the environments of a config; None if it has none. Raises EpisodeError for those that do not fit it."""
-    return addition("environments").load_environments(config) if config.environment.is_on else None
+    section, specs = config.environment, [*config.rewards, *(config.evaluation.rewards or ())]
+    return addition("environments").load_environments(section, specs) if section.is_on else None
 
 
 def tools_of(loaded: LoadedEnvironments | None) -> ToolsOf | None:

@@ -283,7 +283,7 @@ def open_environments(
     if loaded is None:
         return None
     keep = any(rewards.keeps_environments for rewards in judges)
-    return loaded.open(config, tokenizer, template_switches(config.data, tokenizer), keep=keep)
+    return loaded.open(tokenizer, config.data.max_prompt_tokens, template_switches(config.data, tokenizer), keep=keep)
 
 
 def stop_ids(config: RunConfig, tokenizer: PreTrainedTokenizerFast, directory: Path) -> tuple[int, ...]:

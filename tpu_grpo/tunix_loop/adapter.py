@@ -1,6 +1,6 @@
 """A sampling engine behind Tunix's rollout interface.
 
-engine = TextEngines(open_engines(config, ...), tokenizer, config)
+engine = TextEngines(open_engines(config, ...), tokenizer, config.rollout, config.run.seed)
 cluster_config = ClusterConfig(rollout_engine=rollout_engine(engine, pad_id=0, eos_id=2), ...)
 """
 
@@ -19,7 +19,7 @@ from tunix.rl import common
 from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOutput
 from tunix.sft import sharding_utils
 
-from tpu_grpo.config import RunConfig
+from tpu_grpo.config import RolloutSection
 from tpu_grpo.engine.sampler import TEXTS_SAMPLE, completion_text, sampling_params
 from tpu_grpo.learner import parameters
 from tpu_grpo.records.errors import DataError
@@ -51,8 +51,8 @@ class SamplingEngine(Protocol):
 class TextEngines:
     """The engines of a run as a `SamplingEngine`: they sample completions of rendered prompts."""
 
-    def __init__(self, engines: SyncedEngines, tokenizer: PreTrainedTokenizerFast, config: RunConfig):
-        self._engines, self._tokenizer, self._config = engines, tokenizer, config
+    def __init__(self, engines: SyncedEngines, tokenizer: PreTrainedTokenizerFast, rollout: RolloutSection, seed: int):
+        self._engines, self._tokenizer, self._sampling, self._seed = engines, tokenizer, sampling_params(rollout), seed
         self._calls = itertools.count(1)
         self.install = engines.install
 
@@ -62,7 +62,7 @@ class TextEngines:
         Every call counts as a step, so that a row draws different random numbers in every call.
         """
         encoded = [tuple(self._tokenizer.encode(prompt, add_special_tokens=False)) for prompt in prompts]
-        sampling, seed, step = sampling_params(self._config.rollout), self._config.run.seed, next(self._calls)
+        sampling, seed, step = self._sampling, self._seed, next(self._calls)
         requests = [Request(ids, sampling, SampleKey(seed, step, row, TEXTS_SAMPLE)) for row, ids in enumerate(encoded)]
         completions = tuple(self._engines.replicas.generate(requests))
         texts = tuple(completion_text(self._tokenizer, c) for c in completions)

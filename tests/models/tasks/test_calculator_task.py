@@ -77,7 +77,8 @@ def test_teacher_calls_mostly_for_large_numbers_and_writes_calls_badly() -> None
 def told(config: RunConfig, lessons: Iterable[Lesson]) -> list[list[str]]:
     """What the environment of a config answers to what the assistant says in each lesson, to its end."""
     tokenizer = build_tool_tokenizer()
-    environments = load_environments(config).open(config, tokenizer, {}, keep=False)
+    loaded = load_environments(config.environment, config.rewards)
+    environments = loaded.open(tokenizer, config.data.max_prompt_tokens, {}, keep=False)
     heard = []
     with closing(environments):
         for lesson in lessons:
