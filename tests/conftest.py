@@ -29,16 +29,16 @@ from tpu_grpo.hosts.caching import keep_programs  # noqa: E402
 keep_programs(start(None, 1, 0))
 
 LONG = re.compile(
-    r"tests/(tunix_loop/test_tunix_learner|learner/test_learner|engine/test_(families|launches|waves)|test_pipeline"
-    r"|cli/test_(evaluate|dry_run))"
+    r"tests/(several|tunix_loop/test_tunix_learner|learner/test_learner|engine/test_(families|launches|turn_scheduler)"
+    r"|test_pipeline|cli/test_(evaluate|dry_run)|run/test_partial_groups|examples/test_notebooks|planning/test_compiled)"
 )
 """Files of a minute and more. They begin first, so that no worker is left alone with one at the end."""
 QUICKLY_COMPILED = re.compile(
     r"tests/(algorithms/test_(correction|objectives|off_policy)|checking|cli/test_evaluate"
-    r"|engine/test_(engine|experts|families|sampler|waves)"
+    r"|engine/test_(engine|experts|families|sampler|turn_scheduler)"
     r"|learner/test_(conversations|flat_products|learner|loss|numbers|output_head|packed|routing|trained|update)"
     r"|models/(families/test_trainer_attention|test_(expert_parallel|families|lora|transformers5|tunix_model))"
-    r"|run/test_(carrying|exporting|probe)"
+    r"|run/test_(partial_groups|exporting|probe)"
     r"|test_pipeline(_conversations|_signal)?\.py|tunix_loop/test_tunix_learner)"
 )
 """Tests that compile more than they compute, and compare within a tolerance, or what one program gives twice. Those

@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.extra.numpy import arrays
 
+from tests.learner.test_signal import signal_of
 from tests.learner.toy import make_config
 from tpu_grpo.algorithms import RunAlgorithm, open_algorithm
 from tpu_grpo.algorithms.advantages import ADVANTAGES
 from tpu_grpo.config import AlgorithmSection, RunConfig, parse_config
 from tpu_grpo.config.learning_sections import AdvantageName
-from tpu_grpo.learner.signal import group_advantages, read_signal
+from tpu_grpo.learner.signal import group_advantages
 from tpu_grpo.records.errors import RewardError
 from tpu_grpo.records.stages import Completion, Prompt, PromptBatch, Rollout, ScoredRollout, Scores
 
@@ -173,7 +174,6 @@ def test_the_learner_gives_what_advantages_ask_for(tmp_path: Path, advantage: st
     ]
     config = make_config(tmp_path, {"algorithm": {"advantage": advantage}})
     config = RunConfig.model_validate(config.model_dump() | {"rewards": rewards})
-    algorithm = open_algorithm(config.algorithm)
     counts = np.array([3, 1, 2, 2, 4, 1, 1, 5])
     completions = tuple(Completion(np.zeros(n, np.int32), np.zeros(n, np.float32), "stop", 0) for n in counts)
     parts = np.random.default_rng(0).normal(size=(2, 8))
@@ -181,11 +181,11 @@ def test_the_learner_gives_what_advantages_ask_for(tmp_path: Path, advantage: st
     scores = Scores(parts[0], {"second": parts[1], "first": parts[0]}, 0.0)
     groups = parts.reshape(2, 4, 2)
     expected = REFERENCES[advantage](groups[0], counts.reshape(4, 2), groups, [2.0, 0.5])
-    found = read_signal(ScoredRollout(rollout, scores), config, algorithm).advantages_B
+    found = signal_of(ScoredRollout(rollout, scores), config).advantages_B
     np.testing.assert_allclose(found, expected.ravel(), rtol=1e-12)
     if advantage == "gdpo":
         with pytest.raises(RewardError, match=r"take rewards one by one, and \['second'\] are not scored"):
-            read_signal(ScoredRollout(rollout, Scores(parts[0], {"first": parts[0]}, 0.0)), config, algorithm)
+            signal_of(ScoredRollout(rollout, Scores(parts[0], {"first": parts[0]}, 0.0)), config)
 
 
 NAN = float("nan")
@@ -219,7 +219,7 @@ def advantages_of(advantage: str, parts: Any, group: int, weights: Any = (1.0, 0
     prompts = (Prompt("", (5,)),) * (len(total) // group)
     rollout = Rollout(PromptBatch(2, prompts), group, completions, ("",) * len(total), 0.0)
     scores = Scores(total, {str(n): values for n, values in enumerate(parts)}, 0.0)
-    signal = read_signal(ScoredRollout(rollout, scores), config, open_algorithm(config.algorithm))
+    signal = signal_of(ScoredRollout(rollout, scores), config)
     return signal.advantages_B, signal.informative_P.tolist()
 
 

@@ -21,6 +21,7 @@ from tpu_grpo.engine import gather_attention
 from tpu_grpo.engine.options import EngineOptions
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.launching.tpus import parse_slice
+from tpu_grpo.run.abstract import open_abstract_checkpoint
 from tpu_grpo.weights.sync import WeightSync
 
 V5E = parse_slice("v5e-4").generation
@@ -182,7 +183,8 @@ def test_noise_is_that_of_the_sampler() -> None:
 
 
 def test_the_models_directory_is_written_once(small: Shared, tmp_path: Path) -> None:
-    path = numerics.small_model(small.known, None)
-    before = (path / "model.safetensors").stat().st_mtime_ns
-    assert numerics.small_model(small.known, None) == path
+    with open_abstract_checkpoint(small.known) as whole:
+        path = numerics.small_model(small.known.model, whole, None)
+        before = (path / "model.safetensors").stat().st_mtime_ns
+        assert numerics.small_model(small.known.model, whole, None) == path
     assert (path / "model.safetensors").stat().st_mtime_ns == before

@@ -28,7 +28,7 @@ def test_a_recipe_passes_a_dry_run_and_says_what_it_takes_from_which_paper(path:
     assert config.run.name == path.stem
     algorithm = open_algorithm(config.algorithm)
     assert objective_line(config.algorithm, config.rollout, algorithm)
-    learning_rate_schedule(config)
+    learning_rate_schedule(config.optimizer, config.updates)
     check_model(config, abstract_checkpoint(MODELS / Path(config.model.path).name))
     with open_rewards(config.rewards, ("question", "answer")) as rewards:
         assert rewards.names[0] == "gsm8k"

@@ -148,7 +148,8 @@ def test_maxtexts_rewards_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_learning_rates_by_hand() -> None:
     """Two updates a step: 200 of a schedule of 500, p/2 (1 + cos(pi (u - 50) / 450)); and 934 of 934, 93 to warm up."""
-    small, large = (learning_rate_schedule(reference(name)) for name in ("qwen3_1p7b_gsm8k", "qwen3_4b_gsm8k"))
+    configs = [reference(name) for name in ("qwen3_1p7b_gsm8k", "qwen3_4b_gsm8k")]
+    small, large = (learning_rate_schedule(config.optimizer, config.updates) for config in configs)
     found = [float(np.asarray(small(update))) for update in (0, 25, 50, 199, 200, 275, 500)]
     late = 1e-7 * (1 + math.cos(math.pi * 149 / 450))
     np.testing.assert_allclose(found, [0, 1e-7, 2e-7, late, 1.5e-7, 1e-7, 0], rtol=1e-5, atol=1e-13)

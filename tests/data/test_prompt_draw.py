@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from tests.data.test_stream import stream
-from tpu_grpo.config import DataSection, RunConfig, parse_config
+from tpu_grpo.config import DataSection, parse_config
 from tpu_grpo.data.prompt_draw import FATE, PASSES, PromptDraw, PromptHistory
+from tpu_grpo.data.stream import PromptStream
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.hosts.coordination_service import read_told
 from tpu_grpo.observe.run_files import HISTORY_FILE
@@ -119,8 +120,9 @@ def test_when_all_are_retired_none_is_left() -> None:
         draw.batch(3)
 
 
-def config(run_dir: Path, **data: Any) -> RunConfig:
-    return parse_config({"run": {"dir": str(run_dir), "seed": 4}, "data": {"prompts_per_step": 3, **data}})
+def opened(run_dir: Path, stream: PromptStream, start: int, **data: Any) -> PromptDraw:
+    section = DataSection(prompts_per_step=3, **data)
+    return PromptDraw.open(run_dir, section, stream, start, ALONE, seed=4, carries=False)
 
 
 ALL = {"dynamic": {"extra": 0.7, "rounds": 3}, "pools": POOLS, "retire": {"at": 0.9, "times": 2}}
@@ -129,7 +131,7 @@ ALL = {"dynamic": {"extra": 0.7, "rounds": 3}, "pools": POOLS, "retire": {"at": 
 def take_steps(run_dir: Path, first: int, last: int) -> list[tuple[Sequence[int], Sequence[int]]]:
     """Sample two rounds a step, of which a part is needed, with pass rates that depend on step and prompt."""
     taken = []
-    with PromptDraw.open(config(run_dir, **ALL), stream(40, 3, shuffle=False), first - 1, ALONE) as draw:
+    with opened(run_dir, stream(40, 3, shuffle=False), first - 1, **ALL) as draw:
         for number in range(first, last + 1):
             batch = draw.batch(number)
             more = draw.batch(number, after=batch)
@@ -154,8 +156,8 @@ def test_a_continued_run_draws_what_an_uninterrupted_one_would(tmp_path: Path) -
 def test_a_history_that_lacks_the_last_step_is_refused_where_it_is_needed(tmp_path: Path) -> None:
     take_steps(tmp_path, 1, 5)
     with pytest.raises(DataError, match=r"history.jsonl must say where step 6 ended in the data, because data.dynamic"):
-        PromptDraw.open(config(tmp_path, **ALL), stream(40, 3), 6, ALONE)
-    with PromptDraw.open(config(tmp_path), stream(40, 3), 6, ALONE) as draw:
+        opened(tmp_path, stream(40, 3), 6, **ALL)
+    with opened(tmp_path, stream(40, 3), 6) as draw:
         assert draw.batch(7) == stream(40, 3).batch(7)
 
 
@@ -173,7 +175,7 @@ def test_a_history_that_lacks_the_last_step_is_refused_where_it_is_needed(tmp_pa
 )
 def test_settings_that_make_no_sense_are_refused(tmp_path: Path, data: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        config(tmp_path, **data)
+        parse_config({"data": data})
 
 
 def two_steps(run_dir: Path) -> None:

@@ -144,9 +144,9 @@ class RecordingEngine:
         del asked, expected
         return Limits(tool_steps=self.options.tool_steps, places=places)
 
-    def begin(self, asked: Sequence[Request], expected: Sequence[int], waves: Any, finished: Any, cut: Any) -> Any:
+    def begin(self, asked: Sequence[Request], expected: Sequence[int], turns: Any, finished: Any, cut: Any) -> Any:
         del asked, expected, finished, cut
-        assert not waves.converses
+        assert not turns.converses
         return RecordingGeneration(self._name, self._log, self._slow)
 
 

@@ -14,7 +14,7 @@ from flax import nnx
 
 from tests.engine.building import SAMPLED, build_engine, requests, tokens
 from tests.models.test_transformers5 import SAVED
-from tpu_grpo.config.config_files import parse_config
+from tpu_grpo.config import AlgorithmSection, RolloutSection
 from tpu_grpo.engine.generation import Finished
 from tpu_grpo.engine.sampler import Sampler, completion_text, impossible
 from tpu_grpo.models.tokenizers import build_byte_tokenizer, load_tokenizer
@@ -27,6 +27,7 @@ def letter(row: int) -> Completion:
 
 
 PROMPTS = (Prompt("x", (1,)), Prompt("y", (2,)), Prompt("z", (3,)))
+PAIRS = AlgorithmSection(group_size=2)
 
 
 class ScriptedEngine:
@@ -79,7 +80,7 @@ def test_groups_are_passed_on_when_they_are_whole_and_decoded_once() -> None:
     """Two completions each of prompts 0, 1, 2; this host hears of both of 2 and 0, and another host of 1."""
     tokenizer: Any = CountingTokenizer()
     engine: Any = ScriptedEngine([5, 1, 4, 0])
-    sampler = Sampler(engine, tokenizer, parse_config({"algorithm": {"group_size": 2}}))
+    sampler = Sampler(engine, tokenizer, RolloutSection(), PAIRS, 0)
     heard: list[tuple[int, list[int], Sequence[str]]] = []
 
     def ended(prompt: int, completions: Sequence[Completion], texts: Sequence[str]) -> None:
@@ -104,7 +105,7 @@ def test_answers_are_passed_on_by_mode() -> None:
     """Rows 0, 1, 2 are greedy answers, 3 and 4, 5 and 6, 7 and 8 the sampled ones; another host hears of prompt 1."""
     tokenizer: Any = CountingTokenizer()
     engine: Any = ScriptedEngine([2, 8, 3, 0, 7, 4])
-    sampler = Sampler(engine, tokenizer, parse_config({}))
+    sampler = Sampler(engine, tokenizer, RolloutSection(), PAIRS, 0)
     heard: list[tuple[str, int, Sequence[str]]] = []
     modes = [AnswerMode(0.0), AnswerMode(1.0, samples=2)]
     ended = [lambda p, _, texts, name=name: heard.append((name, p, texts)) for name in ("greedy", "sampled")]
@@ -136,7 +137,7 @@ def test_conversations_are_opened_for_the_rows_of_a_batch_and_closed_after_it() 
     tokenizer: Any = CountingTokenizer()
     engine: Any = ScriptedEngine([])
     opened = OpenedConversations()
-    sampler = Sampler(engine, tokenizer, parse_config({"algorithm": {"group_size": 2}}), opened)
+    sampler = Sampler(engine, tokenizer, RolloutSection(), PAIRS, 0, opened)
     sampler.rollout(PromptBatch(1, PROMPTS))
     prompts, rows = opened.opened[0]
     assert [prompt.text for prompt in prompts] == list("xxyyzz")
@@ -175,8 +176,7 @@ class BrokenEngine(ScriptedEngine):
 
 @pytest.mark.parametrize("value", [np.nan, -np.inf, np.inf, 0.5])
 def test_an_engine_whose_log_probabilities_cannot_be_ends_the_run(value: float) -> None:
-    config = parse_config({"algorithm": {"group_size": 2}})
-    sampler = Sampler(BrokenEngine(value), CountingTokenizer(), config)  # type: ignore[arg-type]
+    sampler = Sampler(BrokenEngine(value), CountingTokenizer(), RolloutSection(), PAIRS, 0)  # type: ignore[arg-type]
     with pytest.raises(NonFiniteError) as caught:
         sampler.rollout(PromptBatch(7, PROMPTS))
     assert str(caught.value).startswith(

@@ -67,4 +67,5 @@ def linear_run(
 ) -> Run:
     mesh = mesh or make_mesh(1)
     model = Linear(seed, shape, scale, mesh)
-    return Run(Updater(config, model, cast_to_compute(model, config.model), settings_of(config.algorithm, mesh=mesh)))
+    stepped, settings = cast_to_compute(model, config.model), settings_of(config.algorithm, mesh=mesh)
+    return Run(Updater(config.optimizer, config.updates, model, stepped, settings))

@@ -21,7 +21,7 @@ def steps(directory: Path, params: Arrays, gradients: Sequence[Arrays], **optimi
     """What is added to the parameters, which stay as they are, step by step."""
     config = make_config(directory, {"optimizer": {"learning_rate": 0.1, **optimizer}})
     held = {name: jnp.asarray(value, jnp.float32) for name, value in params.items()}
-    tx = build_optimizer(config.optimizer, learning_rate_schedule(config), held)
+    tx = build_optimizer(config.optimizer, learning_rate_schedule(config.optimizer, config.updates), held)
     update, state, found = jax.jit(tx.update), jax.jit(tx.init)(held), []
     for gradient in gradients:
         made, state = update({name: jnp.asarray(value, jnp.float32) for name, value in gradient.items()}, state, held)
@@ -292,7 +292,8 @@ def test_an_optimizer_of_ones_own(tmp_path: Path) -> None:
 
 def rates(directory: Path, max_steps: int, iterations: int, **optimizer: Any) -> list[float]:
     tree = {"run": {"max_steps": max_steps}, "algorithm": {"iterations": iterations}, "optimizer": optimizer}
-    schedule = learning_rate_schedule(make_config(directory, tree))
+    config = make_config(directory, tree)
+    schedule = learning_rate_schedule(config.optimizer, config.updates)
     return [float(np.asarray(schedule(update))) for update in range(max_steps * iterations + 1)]
 
 
@@ -312,7 +313,7 @@ def test_schedules_count_the_updates_of_mini_batches(tmp_path: Path) -> None:
     algorithm = {"iterations": 2, "mini_batch_prompts": 2}
     optimizer = {"learning_rate": 8.0, "schedule": "linear"}
     config = make_config(tmp_path, {"run": {"max_steps": 2}, "algorithm": algorithm, "optimizer": optimizer})
-    schedule = learning_rate_schedule(config)
+    schedule = learning_rate_schedule(config.optimizer, config.updates)
     assert [float(np.asarray(schedule(update))) for update in range(9)] == [8, 7, 6, 5, 4, 3, 2, 1, 0]
 
 

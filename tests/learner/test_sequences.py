@@ -45,6 +45,12 @@ def test_a_conversation_by_hand() -> None:
     known = train_rows([[9]], [TWO_TURNS], np.array([2.0]), SHAPE, known={"old_logps": taken})[0]
     assert known.old_logps.tolist() == [[0, 0, 11, 12, 0, 13, 0, 0, 0, 0]]
     assert known.reference_logps is None
+    counted = replace(TWO_TURNS, kept=np.array([5, 6, 1, 7, 1, 1]))
+    filtered = train_rows([[9]], [counted], np.array([2.0]), replace(SHAPE, filtered=True))[0]
+    assert filtered.rows.kept.tolist() == [[0, 0, 5, 6, 0, 7, 0, 0, 0, 0]]
+    aged = replace(TWO_TURNS, ages=np.array([1, 0, 1, 2, 0, 0]))
+    carried = train_rows([[9]], [aged], np.array([2.0]), replace(SHAPE, carries=True))[0]
+    assert (1 * carried.older).tolist() == [[0, 0, 1, 0, 0, 1, 0, 0, 0, 0]]
 
 
 @pytest.mark.parametrize("aggregation", get_args(LossAggregation))

@@ -50,7 +50,11 @@ def opened(advantage: Any) -> RunAlgorithm:
 
 
 def signal_of(scored: ScoredRollout, settings: RunConfig) -> Signal:
-    return read_signal(scored, settings, open_algorithm(settings.algorithm))
+    return read_signal(
+        *(scored, open_algorithm(settings.algorithm), settings.rewards, settings.environment),
+        masks_truncated=settings.algorithm.truncated == "mask",
+        drops_uninformative=settings.drops_uninformative,
+    )
 
 
 def informative(scored: ScoredRollout, settings: RunConfig) -> list[bool]:

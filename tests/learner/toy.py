@@ -21,7 +21,7 @@ from tpu_grpo.config import AlgorithmSection, RunConfig, parse_config
 from tpu_grpo.learner import Learner, LearnerInputs
 from tpu_grpo.learner.loss import LossSettings, TrainBatch
 from tpu_grpo.learner.parameters import by_name
-from tpu_grpo.learner.signal import Signal, read_signal
+from tpu_grpo.learner.signal import Signal
 from tpu_grpo.records.stages import Completion, Prompt, PromptBatch, Rollout, ScoredRollout, Scores
 from tpu_grpo.tunix_loop.adapter import SampledTexts
 
@@ -164,7 +164,7 @@ def make_learner(config: RunConfig, mesh: Mesh | None = None, seed: int = 0, **r
 
 
 def signal_of(learner: Learner, scored: ScoredRollout) -> Signal:
-    return read_signal(scored, learner._config, learner._parts.settings.algorithm)
+    return learner._signal(scored)
 
 
 def micro_batches(learner: Learner, scored: ScoredRollout) -> list[TrainBatch]:

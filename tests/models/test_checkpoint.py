@@ -12,7 +12,14 @@ import numpy as np
 import pytest
 
 from tests.goldens import cases, compare
-from tests.models.random_checkpoint import edit_config, edit_tensors, published_shapes, write_random_qwen3, write_sparse
+from tests.models.random_checkpoint import (
+    edit_config,
+    edit_tensors,
+    published_shapes,
+    write_random,
+    write_random_qwen3,
+    write_sparse,
+)
 from tpu_grpo.models.checkpoint import check_mesh, read_checkpoint
 from tpu_grpo.records.errors import CheckpointError, ConfigError
 
@@ -87,9 +94,11 @@ def test_broken_config(directory: Path, text: str, expected: str) -> None:
 
 
 @pytest.mark.parametrize(("settings", "told"), cases(MISTAKES))
-def test_refused_settings(directory: Path, settings: str, told: str) -> None:
-    """An ellipsis removes a setting."""
-    edit_config(directory, **ast.literal_eval(settings))
+def test_refused_settings(tmp_path: Path, settings: str, told: str) -> None:
+    """A family, and what is changed of its config; an ellipsis removes a setting."""
+    family, _, changes = settings.partition(" ")
+    directory = write_random(family, tmp_path)
+    edit_config(directory, **ast.literal_eval(changes))
     compare(MISTAKES, settings, told, refusal(directory).replace(str(directory), "HERE"))
 
 

@@ -12,7 +12,6 @@ import pytest
 
 from tests.hosts.processes import REPOSITORY
 from tests.report.runs import leave_run
-from tpu_grpo.config import RunConfig, parse_config
 from tpu_grpo.hosts import End, Hosts, this_process
 from tpu_grpo.observe.live_report import LiveReport
 from tpu_grpo.records.errors import Interrupted
@@ -43,9 +42,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return Clock(monkeypatch)
 
 
-def config_of(run_dir: Path, **logging: Any) -> RunConfig:
+def report_of(run_dir: Path, start: int = 0, hosts: Hosts | None = None, **given: Any) -> LiveReport:
     leave_run(run_dir, 3)
-    return parse_config({"run": {"dir": str(run_dir), "max_steps": 40}, "logging": logging})
+    return LiveReport(run_dir, 40, hosts or Hosts(), start, **given)
 
 
 def sentence(run_dir: Path) -> str:
@@ -53,7 +52,7 @@ def sentence(run_dir: Path) -> str:
 
 
 def test_writing_takes_at_most_a_hundredth_of_the_time(tmp_path: Path, clock: Clock) -> None:
-    with LiveReport(config_of(tmp_path), Hosts(), 0, clock=clock) as report:
+    with report_of(tmp_path, clock=clock) as report:
         for step in range(1, 41):
             clock.now += 1.0
             report.write({"step": step})
@@ -62,7 +61,7 @@ def test_writing_takes_at_most_a_hundredth_of_the_time(tmp_path: Path, clock: Cl
 
 
 def test_a_run_of_long_steps_writes_after_every_one(tmp_path: Path, clock: Clock) -> None:
-    with LiveReport(config_of(tmp_path), Hosts(), 0, clock=clock) as report:
+    with report_of(tmp_path, clock=clock) as report:
         for step in (1, 2, 3):
             clock.now += 20.0
             report.write({"step": step})
@@ -72,10 +71,10 @@ def test_a_run_of_long_steps_writes_after_every_one(tmp_path: Path, clock: Clock
 
 
 def test_a_run_that_goes_on_after_a_stop_takes_its_end_back(tmp_path: Path) -> None:
-    config = config_of(tmp_path)
+    report = report_of(tmp_path, 3)
     (tmp_path / "end.json").write_text('{"outcome": "stopped"}')
     (tmp_path / "report.html.123.tmp").write_text("of a kill")
-    with LiveReport(config, Hosts(), 3):
+    with report:
         assert not (tmp_path / "end.json").exists()
         assert not (tmp_path / "report.html.123.tmp").exists()
         assert "The run goes on: step 3 of 40" in sentence(tmp_path)
@@ -91,7 +90,7 @@ def test_a_run_that_goes_on_after_a_stop_takes_its_end_back(tmp_path: Path) -> N
     ],
 )
 def test_every_error_is_an_end(tmp_path: Path, error: BaseException, outcome: str, shown: str) -> None:
-    with pytest.raises(type(error)), LiveReport(config_of(tmp_path), Hosts(), 0) as report:
+    with pytest.raises(type(error)), report_of(tmp_path) as report:
         report.write({"step": 3})
         raise error
     assert shown in (tmp_path / "report.html").read_text()
@@ -102,7 +101,7 @@ def test_every_error_is_an_end(tmp_path: Path, error: BaseException, outcome: st
 
 
 def test_a_run_that_ends_early_says_why(tmp_path: Path) -> None:
-    with LiveReport(config_of(tmp_path), Hosts(), 0) as report:
+    with report_of(tmp_path) as report:
         report.write({"step": 3})
         (tmp_path / "summary.json").write_text('{"steps": 3, "ended_early": "every prompt is retired"}')
     assert "The run is done, after step 3 of 40: every prompt is retired." in sentence(tmp_path)
@@ -112,7 +111,7 @@ def test_a_full_disk_ends_the_run_as_everywhere(tmp_path: Path, monkeypatch: pyt
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device", "report.html")
 
-    with pytest.raises(OSError, match="No space left"), LiveReport(config_of(tmp_path), Hosts(), 0) as report:
+    with pytest.raises(OSError, match="No space left"), report_of(tmp_path) as report:
         monkeypatch.setattr(run_page, "write_report", full)
         report.write({"step": 1})
 
@@ -127,7 +126,7 @@ def test_another_error_of_the_page_is_said_once_and_the_run_goes_on(
         raise ZeroDivisionError("a mistake of the page's own")
 
     monkeypatch.setattr(run_page, "write_report", broken)
-    with LiveReport(config_of(tmp_path), Hosts(), 0) as report:
+    with report_of(tmp_path) as report:
         for step in (1, 2, 3):
             report.write({"step": step})
         assert capsys.readouterr().err == (
@@ -139,18 +138,14 @@ def test_another_error_of_the_page_is_said_once_and_the_run_goes_on(
 
 
 def test_a_run_without_a_page_says_how_it_ended(tmp_path: Path) -> None:
-    config = config_of(tmp_path, report=False)
-    with LiveReport(config, Hosts(), 0) as report:
+    with report_of(tmp_path, has_page=False) as report:
         report.write({"step": 3})
     assert not (tmp_path / "report.html").exists()
     assert json.loads((tmp_path / "end.json").read_text())["outcome"] == "done"
 
 
 def test_a_directory_that_another_run_has_by_now_is_left_alone(tmp_path: Path) -> None:
-    with (
-        pytest.raises(ZeroDivisionError),
-        LiveReport(config_of(tmp_path), Hosts(), 0, is_ours=lambda: False),
-    ):
+    with pytest.raises(ZeroDivisionError), report_of(tmp_path, is_ours=lambda: False):
         raise ZeroDivisionError
     assert not (tmp_path / "end.json").exists()
     assert "The run goes on" in sentence(tmp_path)
@@ -160,7 +155,7 @@ def test_with_other_hosts_what_is_found_out_later_is_what_stands_there(tmp_path:
     """A broken collective raises first; that a host was lost is known when its heartbeats have stayed away."""
     several = Hosts()
     several.count = 2
-    with pytest.raises(ValueError, match="Gloo"), LiveReport(config_of(tmp_path), several, 0):
+    with pytest.raises(ValueError, match="Gloo"), report_of(tmp_path, hosts=several):
         raise ValueError("Gloo: connection closed by peer")
     assert "Gloo" in (tmp_path / "report.html").read_text()
     report, this_process.at_end = this_process.at_end, None
@@ -184,7 +179,7 @@ def test_a_thread_that_ends_the_process_writes_the_end(tmp_path: Path, ends: str
     body = f"""
         import os, signal, threading, time
         from hashlib import pbkdf2_hmac
-        from tpu_grpo.config import parse_config
+        from pathlib import Path
         from tpu_grpo.hosts import Hosts, SignalledStop
         from tpu_grpo.hosts.ending import end_process
         from tpu_grpo.observe.live_report import LiveReport
@@ -192,8 +187,7 @@ def test_a_thread_that_ends_the_process_writes_the_end(tmp_path: Path, ends: str
         def interrupt():
             os.kill(os.getpid(), signal.SIGINT)
 
-        config = parse_config({{"run": {{"dir": {str(tmp_path)!r}, "max_steps": 40}}}})
-        with SignalledStop() as stop, LiveReport(config, Hosts(), 3):
+        with SignalledStop() as stop, LiveReport(Path({str(tmp_path)!r}), 40, Hosts(), 3):
             stop.begin()
             threading.Thread(target=lambda: ({ends}), daemon=True).start()
             pbkdf2_hmac("sha512", b"", b"", 3 * 10**7)

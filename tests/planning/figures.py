@@ -14,7 +14,7 @@ from tpu_grpo.planning.step_seconds import StepWork
 V6E = parse_slice("v6e-8").generation
 
 RESIDENT = ResidentBytes(
-    parameters=100, optimizer=200, trained=80, reference=30, sampler=40, shared=5, cache=50, batch=7
+    parameters=100, optimizer=200, trained=80, reference=30, sampler=40, shared=5, cache=50, batch=7, gradients=80
 )
 
 

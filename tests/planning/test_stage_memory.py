@@ -5,8 +5,16 @@ from dataclasses import replace
 import pytest
 
 from tests.planning.figures import RESIDENT, program, run_of
-from tpu_grpo.planning.compiled_programs import GRADIENTS, OPTIMIZER_STEP, SUM, TRAIN_STEP, refused_bytes
-from tpu_grpo.planning.stage_memory import stage_memory
+from tpu_grpo.config import RunConfig
+from tpu_grpo.planning.compiled_programs import (
+    GRADIENTS,
+    OPTIMIZER_STEP,
+    SUM,
+    TRAIN_STEP,
+    CompiledProgram,
+    refused_bytes,
+)
+from tpu_grpo.planning.stage_memory import ResidentBytes, StageMemory, stage_memory
 
 PROGRAMS = [
     program("rollout", name="decode", argument_bytes=96, temporary_bytes=9, code_bytes=1),  # 95 known, 1 of inputs
@@ -18,12 +26,16 @@ PROGRAMS = [
 TRAINER, SAMPLER = 100 + 200 + 30, 40 + 50
 
 
+def memory(config: RunConfig, resident: ResidentBytes, programs: list[CompiledProgram]) -> list[StageMemory]:
+    return stage_memory(config.meshes, config.rollout, config.updates_per_step, resident, programs, sync_bytes=13)
+
+
 def totals(**sections: object) -> dict[str, float]:
-    return {stage.stage: stage.total for stage in stage_memory(run_of(**sections), RESIDENT, PROGRAMS, sync_bytes=13)}
+    return {stage.stage: stage.total for stage in memory(run_of(**sections), RESIDENT, PROGRAMS)}
 
 
 def test_everything_is_there_in_every_stage() -> None:
-    found = stage_memory(run_of(), RESIDENT, PROGRAMS, sync_bytes=13)
+    found = memory(run_of(), RESIDENT, PROGRAMS)
     assert [stage.program for stage in found] == ["decode", "logprobs", GRADIENTS, "largest group"]
     both = TRAINER + SAMPLER + 5  # five programs
     assert totals() == {
@@ -58,7 +70,7 @@ def test_split_meshes_have_a_side_each() -> None:
 def test_the_optimizers_step_counts_where_it_needs_more() -> None:
     """Its arguments are the trained parameters, what the optimizer keeps, and the gradients."""
     large = program("update", name=OPTIMIZER_STEP, argument_bytes=80 + 200 + 40, output_bytes=5, temporary_bytes=90)
-    update = stage_memory(run_of(), RESIDENT, [*PROGRAMS[:4], large], sync_bytes=13)[2]
+    update = memory(run_of(), RESIDENT, [*PROGRAMS[:4], large])[2]
     assert update.program == OPTIMIZER_STEP
     assert update.total == TRAINER + SAMPLER + 40 + 5 + 90 + 7 + 4
 
@@ -66,20 +78,20 @@ def test_the_optimizers_step_counts_where_it_needs_more() -> None:
 def test_tunix_train_step_has_parameters_and_the_optimizers_state() -> None:
     """New parameters come beside the old ones."""
     one = program("update", name=TRAIN_STEP, argument_bytes=100 + 200 + 3, output_bytes=80, temporary_bytes=17)
-    update = stage_memory(run_of(), replace(RESIDENT, batch=0), [*PROGRAMS[:3], one], sync_bytes=13)[2]
+    update = memory(run_of(), replace(RESIDENT, batch=0), [*PROGRAMS[:3], one])[2]
     assert update.total == TRAINER + SAMPLER + 3 + 80 + 17 + 3
 
 
 def test_all_gradients_are_there_while_some_are_added_over_slices() -> None:
     """They are float32, as the 80 bytes of trained parameters are."""
     some = program("update", name=SUM, argument_bytes=50, temporary_bytes=50)
-    update = stage_memory(run_of(), RESIDENT, [*PROGRAMS[:3], some], sync_bytes=13)[2]
+    update = memory(run_of(), RESIDENT, [*PROGRAMS[:3], some])[2]
     assert update.total == TRAINER + SAMPLER + 80 + 50 + 7 + 3
 
 
 def test_a_refused_program_counts_as_the_compiler_says() -> None:
     refused = [*PROGRAMS[:3], program("update", name=GRADIENTS, temporary_bytes=1000, fits=False)]
-    update = stage_memory(run_of(), RESIDENT, refused, sync_bytes=13)[2]
+    update = memory(run_of(), RESIDENT, refused)[2]
     assert update.total == 1000 + 200 + 30 + SAMPLER + 7 + 3  # with what its arguments are not, and code of three
 
 

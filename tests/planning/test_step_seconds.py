@@ -191,19 +191,14 @@ def test_mini_batches_take_passes_and_steps_of_their_own() -> None:
 
 def test_carried_steps_of_equal_lengths_sample_new_prompts_alone() -> None:
     """By hand: 12 groups end in the first step, and 8 are learnt from; then 4 whole ones are there, and 8 are begun."""
-    config = work_of().carrying(0.5).config
-    for work in carried_work(config, mean=60, longest=60):
+    assert work_of().carrying(0.5).config.open_groups == 12
+    for work in carried_work(8, 2, 12, mean=60, longest=60):
         assert sorted(work.lengths) == [0] * 8 + [60] * 16
         assert (work.begun, work.resumed, work.done) == (8 / 12, 0, 0)
 
 
 def test_carried_steps_sample_what_is_learnt_and_wait_for_no_tail() -> None:
-    config = run_of(
-        data={"prompts_per_step": 32, "max_prompt_tokens": 20},
-        rollout={"max_new_tokens": 2048, "partial_extra": 0.5},
-        algorithm={"group_size": 8},
-    )
-    steps = carried_work(config, mean=680, longest=2048)
+    steps = carried_work(32, 8, 48, mean=680, longest=2048)
     assert sum(sum(work.lengths) for work in steps) / len(steps) == pytest.approx(32 * 8 * 680, rel=0.05)
     assert all(16 * 40 < max(work.lengths) < 16 * 100 and work.done > 16 * work.resumed > 0 for work in steps)
     work = work_of()

@@ -237,7 +237,8 @@ class Starts:
             step, notes = self._restore(config.run_dir / "checkpoints", config.run_dir / "run_id")
             notes = notes + directory.begin(step, prompts.describe())
             with open_run_log(config, step):
-                with PromptDraw.open(config, prompts, step, hosts):
+                place, seed = (config.run_dir, config.data, prompts, step, hosts), config.run.seed
+                with PromptDraw.open(*place, seed=seed, carries=config.open_groups > 0):
                     EvaluationLog(config.run_dir, step, "greedy/rewards.py:ascii_share", hosts)
                 list(read_records(config.run_dir / "changes.jsonl", missing_ok=True))
         return step, notes

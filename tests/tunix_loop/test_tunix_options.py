@@ -17,7 +17,8 @@ from tpu_grpo.tunix_loop.tunix_options import open_tunix
 
 def opened(directory: Path, name: str = "tunix:grpo", options: dict[str, Any] | None = None, **sections: Any) -> Any:
     algorithm = {"name": name, "options": options or {}} | sections.pop("algorithm", {})
-    return open_tunix(make_config(directory, {"algorithm": algorithm, **sections})).objective
+    config = make_config(directory, {"algorithm": algorithm, **sections})
+    return open_tunix(config.algorithm, config.data, config.optimizer).objective
 
 
 def test_options_are_tunix_own_with_its_defaults(tmp_path: Path) -> None:
@@ -89,7 +90,7 @@ def test_no_setting_of_the_section_is_silently_ignored(tmp_path: Path) -> None:
         config = make_config(tmp_path, {"algorithm": {"name": "tunix:grpo"}})
         section = config.algorithm.model_copy(update={name: others.get(name, 0.123)})
         with pytest.raises(ConfigError, match=f"algorithm.{name}="):
-            open_tunix(config.model_copy(update={"algorithm": section}))
+            open_tunix(section, config.data, config.optimizer)
 
 
 def test_tunix_old_policy_is_for_tunix(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ from tpu_grpo.models.hf_directory import copy_tokenizer, new_directory, save_ten
 from tpu_grpo.models.reference import read_weights, reference_logprobs
 from tpu_grpo.models.tasks import TASKS
 from tpu_grpo.models.tokenizers import builtin_tokenizer
-from tpu_grpo.planning.slice_plan import with_known_model, with_layers
+from tpu_grpo.planning.slice_plan import known_model, with_layers
 from tpu_grpo.records.stages import (
     Completion,
     Prompt,
@@ -90,14 +90,43 @@ class Shared:
     @cached_property
     def known(self) -> RunConfig:
         """The run's config. If the model is not on this machine, model.path is the shipped directory of the model."""
-        return with_known_model(self.config)
+        return self.config.model_copy(update={"model": known_model(self.config.model)})
 
     def build(self, dtype: str) -> "Build":
         """Return the engines and the learner for a model of few layers in ``dtype``; the first call builds them."""
         if dtype not in self.builds:
-            path = small_model(self.known, tokenizer_directory(self.config.model))
-            self.builds[dtype] = Build.make(self.known, path, dtype, self.hosts)
+            with open_abstract_checkpoint(self.known) as whole:
+                path = small_model(self.known.model, whole, tokenizer_directory(self.config.model))
+                tensor = build_meshes(self.known, whole).tensor
+            self.builds[dtype] = Build.make(self._checked_config(path, dtype, tensor), self.hosts)
         return self.builds[dtype]
+
+    def _checked_config(self, path: Path, dtype: str, tensor: int) -> RunConfig:
+        """Return the run's config with the small model, plain GRPO, all parameters trained, built-in data and reward.
+
+        If ``dtype`` is the run's model.dtype, engines have the run's sizes, otherwise few rows, to compile less.
+        """
+        config, keep = self.known, ("group_size", "micro_batch_prompts", "row_tokens")
+        filters = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+        model = {"path": str(path), "dtype": dtype, "attention": config.model.attention, "remat": config.model.remat}
+        sizes = {"prompts_per_step": config.data.prompts_per_step, "max_prompt_tokens": config.data.max_prompt_tokens}
+        few = {"max_running_requests": FEW_ROWS, "batch_paddings": None, "prefill_tokens": 64, "kv_tokens": None}
+        rollout = config.rollout.model_dump() | filters | (few if dtype != config.model.dtype else {})
+        meshes = config.meshes.model_dump()
+        meshes["sampler"]["tensor"] = tensor
+        return parse_config(
+            {
+                "run": {"name": config.run.name, "dir": str(cache_directory() / "check" / "no_run")},
+                "model": model,
+                "data": {"path": "builtin:addition", **sizes},
+                "rollout": rollout,
+                "rewards": [{"name": "exact_answer"}],
+                "algorithm": {name: getattr(config.algorithm, name) for name in keep},
+                "optimizer": {"learning_rate": 1e-3},
+                "meshes": meshes,
+                "checkpoint": {"resume": "never"},
+            }
+        )
 
 
 # --- the model -------------------------------------------------------------------------------------------------------
@@ -110,24 +139,21 @@ def tokenizer_directory(model: ModelSection) -> Path | None:
     return Path(model.path).expanduser() if model.hub is None else fetched(model.hub)
 
 
-def small_model(config: RunConfig, tokenizer: Path | None) -> Path:
-    """Write a random model with the config's family and widths and LAYERS layers, and its tokenizer if there is one.
+def small_model(section: ModelSection, whole: Checkpoint, tokenizer: Path | None) -> Path:
+    """Write a random model of LAYERS layers with the family and widths of ``whole``, and its tokenizer if there is one.
 
     Matrices are normal with a standard deviation of width^-1/2. Embedding and head have three times that, so that
     logits have a standard deviation of 3. All weights are exact in bfloat16, so that both dtypes have the same weights.
     """
-    with (
-        open_abstract_checkpoint(config) as whole,
-        with_layers(whole, min(LAYERS, whole.config.num_hidden_layers)) as few,
-    ):
-        text = json.dumps([config.model.path, str(tokenizer), few.hf_config], sort_keys=True)
+    with with_layers(whole, min(LAYERS, whole.config.num_hidden_layers)) as few:
+        text = json.dumps([section.path, str(tokenizer), few.hf_config], sort_keys=True)
         path = cache_directory() / "check" / hashlib.sha256(text.encode()).hexdigest()[:16]
         path.parent.mkdir(parents=True, exist_ok=True)
         with exclusive(path.with_suffix(".lock")):
             if not path.exists():
                 with new_directory(path) as directory:
                     _write_random(directory, few)
-                    _write_tokenizer(directory, config.model, tokenizer)
+                    _write_tokenizer(directory, section, tokenizer)
     return path
 
 
@@ -161,34 +187,6 @@ def _write_tokenizer(directory: Path, model: ModelSection, source: Path | None) 
         copy_tokenizer(source, directory)
 
 
-def checked_config(config: RunConfig, path: Path, dtype: str, tensor: int) -> RunConfig:
-    """Return the run's config with the small model, plain GRPO, all parameters trained, built-in data and reward.
-
-    If ``dtype`` is the run's model.dtype, engines have the run's sizes. Otherwise they have few rows, to compile less.
-    """
-    keep = ("group_size", "micro_batch_prompts", "row_tokens")
-    filters = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-    model = {"path": str(path), "dtype": dtype, "attention": config.model.attention, "remat": config.model.remat}
-    sizes = {"prompts_per_step": config.data.prompts_per_step, "max_prompt_tokens": config.data.max_prompt_tokens}
-    few = {"max_running_requests": FEW_ROWS, "batch_paddings": None, "prefill_tokens": 64, "kv_tokens": None}
-    rollout = config.rollout.model_dump() | filters | (few if dtype != config.model.dtype else {})
-    meshes = config.meshes.model_dump()
-    meshes["sampler"]["tensor"] = tensor
-    return parse_config(
-        {
-            "run": {"name": config.run.name, "dir": str(cache_directory() / "check" / "no_run")},
-            "model": model,
-            "data": {"path": "builtin:addition", **sizes},
-            "rollout": rollout,
-            "rewards": [{"name": "exact_answer"}],
-            "algorithm": {name: getattr(config.algorithm, name) for name in keep},
-            "optimizer": {"learning_rate": 1e-3},
-            "meshes": meshes,
-            "checkpoint": {"resume": "never"},
-        }
-    )
-
-
 @dataclass
 class Build:
     """A run's engines and learner with a small model."""
@@ -202,11 +200,9 @@ class Build:
     sampled: tuple[list[Request], list[Completion]] | None = None
 
     @classmethod
-    def make(cls, run: RunConfig, path: Path, dtype: str, hosts: Hosts) -> "Build":
-        """Build engines and learner for the small model at ``path``, and move the weights into the engines."""
-        with open_abstract_checkpoint(run) as whole:
-            tensor = build_meshes(run, whole).tensor
-        config, checkpoint = checked_config(run, path, dtype, tensor), read_checkpoint(path)
+    def make(cls, config: RunConfig, hosts: Hosts) -> "Build":
+        """Build engines and learner for a small model, and move the weights into the engines."""
+        checkpoint = read_checkpoint(Path(config.model.path))
         meshes = build_meshes(config, checkpoint)
         learner = Learner(config, load_inputs(config, checkpoint, meshes), hosts)
         options = EngineOptions.from_config(config, (), replicas=meshes.replicas, platform=meshes.platform)

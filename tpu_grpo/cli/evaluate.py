@@ -77,7 +77,9 @@ def evaluate_checkpoint(config: RunConfig, which: str, hosts: Hosts, watch: Watc
             engines = open_engines(config, hosts, checkpoint, tokenizer, meshes, held_out.environments)
             engines.install(parameters(load_policy(config, checkpoint, meshes.trainer, chosen, hosts.index)))
             engines.replicas.compile_all()
-        sampler = Sampler(engines.replicas, tokenizer, config, held_out.environments)
+        sampler = Sampler(
+            engines.replicas, tokenizer, config.rollout, config.algorithm, config.run.seed, held_out.environments
+        )
         with watch.stage(f"evaluation of {chosen.name}"):
             evaluation, samples = evaluate_policy(sampler, held_out, chosen.step or 0)
             hosts.agree(f"tokens of the evaluation of {chosen.name}", evaluation.digest)

@@ -91,7 +91,7 @@ def _babysit(launcher: Launcher, options: Options) -> int:
         raise ConfigError(
             f"--script must be {RUN_SCRIPT} for babysit, which relies on its exit codes, got {job.script}"
         )
-    require_resumable(config, survives=options.run_dir_survives)
+    require_resumable(config.run_dir, config.checkpoint.every, survives=options.run_dir_survives)
     run_dir = None if options.run_dir_survives else config.run_dir
     babysitter = Babysitter(launcher, job, options.poll, options.restarts, run_dir)
     if options.dry_run:

@@ -28,6 +28,7 @@ from tpu_grpo.config.sections import (
     ExportSection,
     HostsSection,
     LoggingSection,
+    LoraSection,
     MeshesSection,
     ModelSection,
     RolloutSection,
@@ -79,14 +80,15 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _fits_together(self) -> "RunConfig":
         _names_are_known(self.checkpoint.allow_changes)
-        _step_is_divided(self)
+        _step_is_divided(self.data, self.algorithm, self.open_groups, self.row_tokens, self.context_tokens)
         _rewards_fit_together(self.rewards)
-        _engine_can_sample(self)
+        _engine_can_sample(self.rollout, self.data, self.context_tokens, self.environment.is_on)
+        _sampler_and_learner_fit(self.meshes, self.rollout, self.algorithm)
         _hosts_are_described(self.hosts)
         _parameters_are_stepped(self.model, self.optimizer)
         _one_kind_of_source(self.data)
         _evaluation_tells_something(self.evaluation, self.evaluation_rewards)
-        _export_has_what_it_needs(self)
+        _export_has_what_it_needs(self.export, self.model.lora, self.checkpoint.keep_best, self.has_held_out)
         if self.drops_uninformative:
             _groups_fit(self.algorithm)
         _steps_are_reached(self.run, self.logging.profile_steps)
@@ -196,6 +198,11 @@ class RunConfig(Section):
         return self.algorithm.passes * (self.data.prompts_per_step // self.mini_batch_prompts)
 
     @property
+    def updates(self) -> int:
+        """The number of optimizer updates of the run."""
+        return self.run.max_steps * self.updates_per_step
+
+    @property
     def update_rows(self) -> int:
         """The number of training rows in an update whose completions all have the longest length."""
         return self._full_rows(self.mini_batch_prompts * self.algorithm.group_size)
@@ -277,9 +284,8 @@ def _names_are_known(allow_changes: Sequence[str]) -> None:
             )
 
 
-def _step_is_divided(config: RunConfig) -> None:
-    prompts, section = config.data.prompts_per_step, config.algorithm
-    mini, micro = section.mini_batch_prompts, section.micro_batch_prompts
+def _step_is_divided(data: DataSection, section: AlgorithmSection, open_groups: int, row: int, context: int) -> None:
+    prompts, mini, micro = data.prompts_per_step, section.mini_batch_prompts, section.micro_batch_prompts
     if mini is not None and prompts % mini:
         divisor = max(size for size in range(1, min(mini, prompts) + 1) if prompts % size == 0)
         raise ValueError(
@@ -289,15 +295,15 @@ def _step_is_divided(config: RunConfig) -> None:
     if micro is not None and micro > (mini or prompts):
         whole = f"data.prompts_per_step={prompts}" if mini is None else f"algorithm.mini_batch_prompts={mini}"
         raise ValueError(f"algorithm.micro_batch_prompts must be <= {whole}, got {micro}; lower it")
-    if (rows := max(prompts, config.data.prompts_per_round, config.open_groups) * section.group_size) > MOST_ROWS:
+    if (rows := max(prompts, data.prompts_per_round, open_groups) * section.group_size) > MOST_ROWS:
         raise ValueError(
             f"data.prompts_per_step x algorithm.group_size must be at most {MOST_ROWS} completions, those of "
             f"data.dynamic.extra or rollout.partial_extra included, got {rows}; lower one of them"
         )
-    if config.row_tokens < config.context_tokens:
+    if row < context:
         raise ValueError(
-            f"algorithm.row_tokens must be >= data.max_prompt_tokens + rollout.max_new_tokens = "
-            f"{config.context_tokens}, got {config.row_tokens}; raise it, or leave it out"
+            f"algorithm.row_tokens must be >= data.max_prompt_tokens + rollout.max_new_tokens = {context}, got {row}; "
+            "raise it, or leave it out"
         )
 
 
@@ -307,48 +313,50 @@ def _rewards_fit_together(rewards: Sequence[RewardSpec]) -> None:
     check_rewards(rewards)
 
 
-def _engine_can_sample(config: RunConfig) -> None:
-    rollout, page = config.rollout, config.rollout.page_size
-    prompt = config.context_tokens - 1 if config.environment.is_on else config.data.max_prompt_tokens  # for a last turn
-    tokens = max(config.context_tokens + CACHE_MARGIN_TOKENS, prompt + PROMPT_MARGIN_TOKENS)
+def _engine_can_sample(rollout: RolloutSection, data: DataSection, context: int, has_turns: bool) -> None:
+    page, prompt = rollout.page_size, context - 1 if has_turns else data.max_prompt_tokens  # for a last turn
+    tokens = max(context + CACHE_MARGIN_TOKENS, prompt + PROMPT_MARGIN_TOKENS)
     needed = -(-tokens // page) * page
     if rollout.kv_tokens is not None and rollout.kv_tokens < needed:
         raise ValueError(
             f"rollout.kv_tokens must hold one whole request: >= {needed} tokens (data.max_prompt_tokens="
-            f"{config.data.max_prompt_tokens} + rollout.max_new_tokens={rollout.max_new_tokens}, "
+            f"{data.max_prompt_tokens} + rollout.max_new_tokens={rollout.max_new_tokens}, "
             f"{CACHE_MARGIN_TOKENS} spare, and {PROMPT_MARGIN_TOKENS} beside a prompt, whole pages of {page}), got "
             f"{rollout.kv_tokens}; raise it or shorten prompts or completions"
         )
-    paddings, most = config.rollout.batch_paddings, config.rollout.max_running_requests
+    paddings, most = rollout.batch_paddings, rollout.max_running_requests
     if paddings and max(paddings) > most:
         raise ValueError(
             f"rollout.batch_paddings must be at most rollout.max_running_requests={most}, got {list(paddings)}; drop "
             "the larger ones, or raise the limit"
         )
-    if config.rollout.release_during_update and config.meshes.layout == "split":
+    if rollout.temperature == 0.0:
+        raise ValueError(
+            "rollout.temperature must be > 0 for training, got 0.0; greedy completions of a group are all the same, so "
+            "every advantage is zero. Try 1.0"
+        )
+
+
+def _sampler_and_learner_fit(meshes: MeshesSection, rollout: RolloutSection, algorithm: AlgorithmSection) -> None:
+    if rollout.release_during_update and meshes.layout == "split":
         raise ValueError(
             "rollout.release_during_update=true needs meshes.layout=shared, got split; the engines then hold nothing "
             "on the trainer's devices: leave it false"
         )
-    if config.meshes.sampler.hosts is not None and config.meshes.layout == "shared":
+    if meshes.sampler.hosts is not None and meshes.layout == "shared":
         raise ValueError(
-            f"meshes.sampler.hosts={config.meshes.sampler.hosts} needs meshes.layout=split, got shared, with which all "
+            f"meshes.sampler.hosts={meshes.sampler.hosts} needs meshes.layout=split, got shared, with which all "
             "hosts sample; set it, or leave meshes.sampler.hosts out"
         )
-    if config.meshes.slices > 1 and config.algorithm.tunix is not None:
+    if meshes.slices > 1 and algorithm.tunix is not None:
         raise ValueError(
-            f"meshes.slices={config.meshes.slices} needs this package's learner, got algorithm.name="
-            f"{config.algorithm.name}; use one slice, or take another algorithm.name"
+            f"meshes.slices={meshes.slices} needs this package's learner, got algorithm.name={algorithm.name}; use one "
+            "slice, or take another algorithm.name"
         )
-    if config.algorithm.filtered_ratio and not config.rollout.filters:
+    if algorithm.filtered_ratio and not rollout.filters:
         raise ValueError(
             "algorithm.filtered_ratio=true needs rollout.top_k, top_p or min_p, got none of them; without a filter the "
             "ratio is exact: set one, or leave filtered_ratio out"
-        )
-    if config.rollout.temperature == 0.0:
-        raise ValueError(
-            "rollout.temperature must be > 0 for training, got 0.0; greedy completions of a group are all the same, so "
-            "every advantage is zero. Try 1.0"
         )
 
 
@@ -433,18 +441,17 @@ def _evaluation_tells_something(section: EvaluationSection, specs: Sequence[Rewa
             )
 
 
-def _export_has_what_it_needs(config: RunConfig) -> None:
-    export = config.export
-    if export.kind == "adapter" and config.model.lora.rank is None:
+def _export_has_what_it_needs(export: ExportSection, lora: LoraSection, keeps_best: bool, has_held_out: bool) -> None:
+    if export.kind == "adapter" and lora.rank is None:
         raise ValueError(
             "export.kind=adapter needs a model with adapters, got model.lora.rank unset; use export.kind=model, which "
             "writes the whole model"
         )
     if export.every != "best":
         return
-    if not config.has_held_out:
+    if not has_held_out:
         raise ValueError("export.every=best needs held-out data, got none; set evaluation.path, or use last")
-    if not config.checkpoint.keep_best:
+    if not keeps_best:
         raise ValueError(
             "export.every=best needs checkpoint.keep_best=true, got false; without, the best step is not kept: set it, "
             "or use last"

@@ -1,6 +1,6 @@
 """Draws each step's prompts from the stream: in order, from where the step before ended, skipping some by pass rate.
 
-    with PromptDraw.open(config, stream, start=120, hosts=hosts) as draw:      # steps 1 to 120 are done
+    with PromptDraw.open(run_dir, data, stream, start=120, hosts=hosts, ...) as draw:      # steps 1 to 120 are done
         batch = draw.batch(121)                      # the first batch of step 121
         more = draw.batch(121, after=batch)          # the second, if dynamic sampling needs it
         draw.done(121, used, values)                 # step 122 begins after the last prompt of ``used``
@@ -34,7 +34,7 @@ from typing import IO, Self
 import numpy as np
 from jaxtyping import Float
 
-from tpu_grpo.config import DataSection, RunConfig
+from tpu_grpo.config import DataSection
 from tpu_grpo.data.prompt_selection import Selection
 from tpu_grpo.data.stream import PromptStream
 from tpu_grpo.hosts import Hosts, packed, unpacked
@@ -151,19 +151,21 @@ class PromptDraw:
         self._passed_over = 0
 
     @classmethod
-    def open(cls, config: RunConfig, stream: PromptStream, start: int, hosts: Hosts) -> Self:
-        """Open the draw of a run after its completed steps, for a ``with`` block; every host calls this. Raises
-        DataError for a broken history, and for one without the last completed step if the settings need that step."""
-        data = config.data
-        history = PromptHistory.open(config.run_dir, stream.size, start, hosts, data.retire.at)
-        if history.position is None and (data.remembers or config.open_groups):
+    def open(
+        cls, run_dir: Path, data: DataSection, stream: PromptStream, start: int, hosts: Hosts, seed: int, carries: bool
+    ) -> Self:
+        """Open the draw of a run after its completed steps, for a ``with`` block; every host calls this. ``carries``
+        says that groups of prompts outlive a step. Raises DataError for a broken history, and for one without the last
+        completed step if the settings need that step."""
+        history = PromptHistory.open(run_dir, stream.size, start, hosts, data.retire.at)
+        if history.position is None and (data.remembers or carries):
             history.close()
             raise DataError(
                 f"{HISTORY_FILE} must say where step {start} ended in the data, because data.dynamic, data.pools, "
                 "data.retire, rollout.partial_extra or algorithm.staleness is set, and it does not; restore the file "
                 "that belongs to the checkpoint, leave these settings out, or start over with checkpoint.resume=never"
             )
-        return cls(stream, history, data, seed=config.run.seed, start=start)
+        return cls(stream, history, data, seed=seed, start=start)
 
     def __enter__(self) -> Self:
         return self

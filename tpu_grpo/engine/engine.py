@@ -170,7 +170,7 @@ class Engine:
         self,
         requests: Sequence[Request],
         expected: Sequence[int],
-        waves: Turns,
+        turns: Turns,
         finished: Finished | None = None,
         cut: Cutoff | None = None,
     ) -> Generation:
@@ -179,7 +179,7 @@ class Engine:
         ``check`` must have accepted the requests. See `Generation` for the arguments.
         """
         assert self._runner.weights is not None, "install_weights comes before a generation"
-        return Generation(self._scheduler, requests, expected, waves, finished, cut)
+        return Generation(self._scheduler, requests, expected, turns, finished, cut)
 
     def limits(self, requests: Sequence[Request], expected: Sequence[int], places: int | None = None) -> Limits:
         """Return the limits of conversations that begin with these requests; see `Limits` for ``places``."""

@@ -36,7 +36,7 @@ class Generation:
         scheduler: SteppedScheduler,
         requests: Sequence[Request],
         expected: Sequence[int],
-        waves: Turns,
+        turns: Turns,
         finished: Finished | None = None,
         cut: Cutoff | None = None,
     ):
@@ -46,12 +46,12 @@ class Generation:
             scheduler: the engine's scheduler.
             requests: all requests of the batch, also those of other engines; indices refer to this sequence.
             expected: the expected number of tokens of each request.
-            waves: supplies the requests of all turns, if completions are conversations.
+            turns: supplies the requests of all turns, if completions are conversations.
             finished: called with every completion as it ends.
             cut: records every completion that ends; once ``cut.length`` is known, rows stop at that many tokens.
         """
         self._scheduler, self._requests, self._expected = scheduler, requests, expected
-        self._waves, self._finished, self._cut = waves, finished, cut
+        self._turns, self._finished, self._cut = turns, finished, cut
         self._places = places_for(requests, expected, scheduler.runner.options)
         """The number of rows to run at once. It grows group by group until requests wait, and then shrinks."""
         self._held: deque[Group] = deque()
@@ -70,7 +70,7 @@ class Generation:
     @property
     def ready(self) -> bool:
         """Whether ``advance`` can return without waiting for the devices or for an environment's answer that is due."""
-        return self._waves.ready(self.clock) if self._late else self._scheduler.ready
+        return self._turns.ready(self.clock) if self._late else self._scheduler.ready
 
     @property
     def computing(self) -> bool:
@@ -98,13 +98,13 @@ class Generation:
         for index in [index for index, row in self._running.items() if row.req.finished()]:
             row = self._running.pop(index)
             turn, use = row.completion(), self._scheduler.use
-            if not self._waves.converses:
+            if not self._turns.converses:
                 if self._cut is not None:
                     self._cut.add(index, row.request, turn)
                 self._keep(index, turn)
                 continue
             use.turns += 1
-            if not self._waves.ended(index, row.request, turn, self.clock):
+            if not self._turns.ended(index, row.request, turn, self.clock):
                 use.later_tokens += len(row.request.token_ids)
                 use.later_cached += turn.cached_tokens
         going_on = self._prepare(until, wait=wait)
@@ -137,24 +137,24 @@ class Generation:
     @property
     def _rows(self) -> int:
         """The number of requests (or conversations) that belong to started groups and have not ended."""
-        return self._inside + len(self._waves.out)
+        return self._inside + len(self._turns.out)
 
     @property
     def _free(self) -> int:
         """The number of rows that can be started now; below 0 if more rows run than there are places now."""
-        kept = max(self._waves.limits.kept, self._places)
-        return min(self._places - self._inside, kept - self._rows, self._waves.room)
+        kept = max(self._turns.limits.kept, self._places)
+        return min(self._places - self._inside, kept - self._rows, self._turns.room)
 
     @property
     def _left(self) -> int:
         """Tokens that are still expected of started rows."""
-        sampled = dict.fromkeys([*self._waves.out, *(i for rows in self._followers.values() for i, _ in rows)], 0)
+        sampled = dict.fromkeys([*self._turns.out, *(i for rows in self._followers.values() for i, _ in rows)], 0)
         sampled |= {i: len(row.req.output_ids) for i, row in self._running.items()}
-        return sum(max(1, self._expected[i] - tokens - self._waves.sampled[i]) for i, tokens in sampled.items())
+        return sum(max(1, self._expected[i] - tokens - self._turns.sampled[i]) for i, tokens in sampled.items())
 
     def _tell(self) -> None:
         """Send turns to environments, and completions to the caller."""
-        self._waves.tell()
+        self._turns.tell()
         untold, self._untold = self._untold, {}
         if self._finished is not None:
             for index, completion in untold.items():
@@ -168,7 +168,7 @@ class Generation:
         self._late = False
         while until is None or self.clock < until:
             self._fill()
-            if (due := self._waves.next_due) is None:
+            if (due := self._turns.next_due) is None:
                 return self._inside > 0
             if not self._inside:  # the clock jumps
                 self._idle_steps += max(0, (due if until is None else min(due, until)) - self.clock)
@@ -177,14 +177,14 @@ class Generation:
             if due > self.clock:
                 return True
             self._tell()  # environments get the turns that they wait for
-            decodes_on = self._waves.as_answered and self._inside > 0
-            if (decodes_on or not wait) and not self._waves.ready(self.clock):
+            decodes_on = self._turns.as_answered and self._inside > 0
+            if (decodes_on or not wait) and not self._turns.ready(self.clock):
                 self._late = not decodes_on
                 return True
             with self._scheduler.use.time("environments"):
-                wave = self._waves.take(self.clock)
+                wave = self._turns.take(self.clock)
             for index, request in wave.items():
-                if request is None and (whole := self._waves.result(index)) is not None:
+                if request is None and (whole := self._turns.result(index)) is not None:
                     self._keep(index, whole)
             self._admit([(index, request) for index, request in wave.items() if request is not None])
         return False
@@ -204,8 +204,8 @@ class Generation:
             self._places = min(max(self._places, self._inside + 1), self._scheduler.max_running_requests)
         while self._held and self._free > 0:
             members = self._held.popleft().members
-            if self._waves.converses:
-                self._waves.begin(members, self.clock)
+            if self._turns.converses:
+                self._turns.begin(members, self.clock)
             else:
                 self._admit([(index, self._requests[index]) for index in members])
 
@@ -224,10 +224,10 @@ class Generation:
         rows of this launch."""
         scheduler = self._scheduler
         ahead = most_steps is None and not self._held and not self._followers  # all requests are in the scheduler
-        if ahead and self._waves.converses:  # ahead only if no row returns before the next launch
-            due = self._waves.next_due
-            ahead = not self._waves.as_answered if due is None else due > self.clock + scheduler.programs.steps
-        scheduler.start(most_steps=most_steps, more_wait=bool(self._held) or self._waves.more_wait, ahead=ahead)
+        if ahead and self._turns.converses:  # ahead only if no row returns before the next launch
+            due = self._turns.next_due
+            ahead = not self._turns.as_answered if due is None else due > self.clock + scheduler.programs.steps
+        scheduler.start(most_steps=most_steps, more_wait=bool(self._held) or self._turns.more_wait, ahead=ahead)
         flight = scheduler.in_flight
         if flight is not None and flight.reservation is not None and scheduler.waiting_queue:
             self._places = len(flight.batch.reqs)

@@ -1,6 +1,6 @@
 """The rollout stage: it turns a batch of prompts into requests, then into completions and their decoded texts.
 
-    sampler = Sampler(replicas, tokenizer, config)
+    sampler = Sampler(replicas, tokenizer, config.rollout, config.algorithm, config.run.seed)
     rollout = sampler.rollout(batch)                        # for training
     rollouts = sampler.answer(prompts, modes)               # for an evaluation
 
@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Bool
 from transformers import PreTrainedTokenizerFast
 
-from tpu_grpo.config import RolloutSection, RunConfig
+from tpu_grpo.config import AlgorithmSection, RolloutSection
 from tpu_grpo.engine.partial_rollouts import NEW, Cutoff, PartialGroup, continued
 from tpu_grpo.engine.replicas import Finished, Replicas
 from tpu_grpo.engine.turns import OpenConversations
@@ -89,16 +89,18 @@ class Sampler:
         self,
         engines: Replicas,
         tokenizer: PreTrainedTokenizerFast,
-        config: RunConfig,
+        rollout: RolloutSection,
+        algorithm: AlgorithmSection,
+        seed: int,
         converse: OpenConversations | None = None,
     ):
         self._engines = engines
         self._tokenizer = tokenizer
         self._converse = converse
-        self._seed = config.run.seed
-        self._group_size = config.algorithm.group_size
-        self._sampling = sampling_params(config.rollout)
-        self._return_experts = config.algorithm.replays_routing
+        self._seed = seed
+        self._group_size = algorithm.group_size
+        self._sampling = sampling_params(rollout)
+        self._return_experts = algorithm.replays_routing
 
     def rollout(
         self, batch: PromptBatch, ended: GroupEnded | None = None, known: Sequence[float | None] | None = None

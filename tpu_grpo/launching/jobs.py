@@ -145,15 +145,16 @@ def lost_with_the_machine(directory: Path) -> str | None:
     return None
 
 
-def require_resumable(config: RunConfig, *, survives: bool) -> None:
-    """Raise ConfigError for a run that a new machine could not resume. ``survives`` says that run.dir is durable."""
-    why = None if survives else lost_with_the_machine(config.run_dir)
+def require_resumable(run_dir: Path, save_every: int, *, survives: bool) -> None:
+    """Raise ConfigError for a run that a new machine could not resume. ``survives`` says that run.dir is durable, and
+    ``save_every`` is checkpoint.every."""
+    why = None if survives else lost_with_the_machine(run_dir)
     if why:
         raise ConfigError(
-            f"run.dir must outlive the machine, got {config.run_dir}, which {why}; give a mounted bucket or share that "
+            f"run.dir must outlive the machine, got {run_dir}, which {why}; give a mounted bucket or share that "
             "--setup-script mounts, such as run.dir=/mnt/runs/mine, or vouch for it with --run-dir-survives"
         )
-    if config.checkpoint.every == 0:
+    if save_every == 0:
         raise ConfigError(
             "checkpoint.every must be >= 1 to go on after a preemption, got 0, which saves at the end only; try 20"
         )

@@ -15,7 +15,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from tpu_grpo.algorithms import RunAlgorithm, open_algorithm
-from tpu_grpo.config import RunConfig
+from tpu_grpo.config import AlgorithmSection, ModelSection, RunConfig
 from tpu_grpo.learner.batches import DATA_AXIS, Batches
 from tpu_grpo.learner.forward import logprobs
 from tpu_grpo.learner.loss import LossSettings, TrainBatch
@@ -114,9 +114,10 @@ def build_parts(config: RunConfig, inputs: LearnerInputs) -> LearnerParts:
         raise ConfigError(f"algorithm.beta={section.beta} needs a reference model, got none; pass one, or set it to 0")
     freeze_untrained(model, config.model)
     stepped = cast_to_compute(model, config.model)
-    reference = _reference(config, inputs, stepped) if section.beta > 0.0 else None
+    reference = _reference(section, config.model, inputs, stepped) if section.beta > 0.0 else None
     slices = Slices(inputs.joined)
-    updater, batches = Updater(config, model, stepped, settings, slices), Batches(model, reference, settings)
+    updater = Updater(config.optimizer, config.updates, model, stepped, settings, slices)
+    batches = Batches(model, reference, settings)
     previous, shape = own_copy(model, stepped) if section.staleness else None, row_shape(config, model, inputs.mesh)
     return LearnerParts(settings, shape, batches, updater, reference, previous, slices)
 
@@ -125,11 +126,12 @@ def row_shape(config: RunConfig, model: nnx.Module, mesh: Mesh) -> RowShape:
     """Return the shape of packed rows, whose length is a multiple of the block of flash attention, if that is used."""
     settings: Any = getattr(model, "config", None)
     block = settings.flash_attention_block_size if getattr(settings, "use_flash_attention", False) else None
+    rows = config.micro_batch_rows(mesh.shape[DATA_AXIS])
     return RowShape(
         max_prompt_tokens=config.data.max_prompt_tokens,
         max_new_tokens=config.rollout.max_new_tokens,
         tokens=whole_blocks(config.row_tokens, block),
-        micro_batch=_pass_rows(config, model, mesh),
+        micro_batch=rows if config.algorithm.micro_batch_prompts else _pass_rows(rows, config.row_tokens, model, mesh),
         replay=ReplayShape(model) if config.algorithm.replays_routing else None,
         group_size=config.algorithm.group_size,
         filtered=config.algorithm.filtered_ratio,
@@ -138,27 +140,27 @@ def row_shape(config: RunConfig, model: nnx.Module, mesh: Mesh) -> RowShape:
     )
 
 
-def _pass_rows(config: RunConfig, model: nnx.Module, mesh: Mesh) -> int:
-    """Return the number of rows in a micro-batch: the config's, or fewer for a small model on CPUs."""
-    devices = mesh.shape[DATA_AXIS]
-    rows = config.micro_batch_rows(devices)
-    if config.algorithm.micro_batch_prompts is not None or mesh.devices.flat[0].platform != "cpu":
+def _pass_rows(rows: int, row_tokens: int, model: nnx.Module, mesh: Mesh) -> int:
+    """Return the number of rows in a micro-batch: ``rows``, or fewer for a small model on CPUs."""
+    if mesh.devices.flat[0].platform != "cpu":
         return rows
     if sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))) > SMALL_MODEL_PARAMETERS:
         return rows
-    return min(rows, devices * max(1, SMALL_PASS_TOKENS // config.row_tokens))
+    return min(rows, mesh.shape[DATA_AXIS] * max(1, SMALL_PASS_TOKENS // row_tokens))
 
 
-def _reference(config: RunConfig, inputs: LearnerInputs, trained: Collection[str]) -> nnx.Module:
+def _reference(
+    algorithm: AlgorithmSection, section: ModelSection, inputs: LearnerInputs, trained: Collection[str]
+) -> nnx.Module:
     """Make the reference of the KL penalty: the initial policy, or a copy of the policy that the run resets regularly.
 
     Reference and policy share the arrays that no update changes. With adapters, the initial policy is the base model
     alone. A reference that is reset also has copies of the policy's adapters, so that its forward passes cost as much
     as the policy's.
     """
-    if config.algorithm.reference_reset_every is not None:
+    if algorithm.reference_reset_every is not None:
         return own_copy(inputs.model, trained)
     assert inputs.reference is not None
     copied = nnx.clone(inputs.reference)
-    cast_to_compute(copied, config.model)
+    cast_to_compute(copied, section)
     return own_copy(copied, () if trained_type(inputs.model) is nnx.LoRAParam else trained)

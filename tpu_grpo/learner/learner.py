@@ -124,10 +124,8 @@ class Learner:
                 f"{self._hosts.index}; give all slices the same files, or remove the damaged checkpoint"
             )
 
-    @staticmethod
-    def build(config: RunConfig, inputs: LearnerInputs) -> LearnerParts:
-        """Build the parts that update the policy; they are abstract if the model is (see building.py)."""
-        return build_parts(config, inputs)
+    build = staticmethod(build_parts)
+    """Builds the parts that update the policy; they are abstract if the model is."""
 
     def share(self, names: Collection[str]) -> None:
         """Name the parameters whose arrays the sampler also uses; an update donates the buffers of all other
@@ -148,7 +146,7 @@ class Learner:
                 f"a step must have data.prompts_per_step * algorithm.group_size = {config.batch_rows} rows, got "
                 f"{rows}; fill the batch up before it is sampled"
             )
-        signal = read_signal(scored, config, parts.settings.algorithm)
+        signal = self._signal(scored)
         updates, notes = [], []
         began = any(completion.sampled_tokens for completion in signal.completions)
         if not began:
@@ -169,6 +167,14 @@ class Learner:
         metrics = self._told(METRICS, measures | signal.metrics(), dict[str, float])  # waits for hosts that sample
         histograms = updates[0].histograms if began and updates[0].record.finite else {}
         return UpdateResult(metrics, signal.advantages_B, seconds, tuple(notes), histograms)
+
+    def _signal(self, scored: ScoredRollout) -> Signal:
+        config = self._config
+        return read_signal(
+            *(scored, self._parts.settings.algorithm, config.rewards, config.environment),
+            masks_truncated=config.algorithm.truncated == "mask",
+            drops_uninformative=config.drops_uninformative,
+        )
 
     def _made_updates(self, signal: Signal, scored: ScoredRollout) -> Iterator[MeasuredUpdate]:
         """Make the step's updates; yields the measurements of each update."""
@@ -210,7 +216,7 @@ class Learner:
 
     def informative(self, scored: ScoredRollout) -> Bool[np.ndarray, " P"]:
         """Return which groups are informative (see signal.py); the rollout may have any number of prompts."""
-        return read_signal(scored, self._config, self._parts.settings.algorithm).informative_P
+        return self._signal(scored).informative_P
 
     def logprobs(self, prompts: Sequence[Sequence[int]], completions: Sequence[Completion]) -> Float[np.ndarray, "B T"]:
         """Compute the policy's log-probability of every completion token, at the rollout's temperature, on every host.
@@ -226,7 +232,7 @@ class Learner:
     def gradients(self, scored: ScoredRollout) -> dict[str, np.ndarray]:
         """Compute the gradient of the first update's loss on a rollout: float32 arrays by dotted name, on every host.
         The policy is not changed. Raises the errors of `update` for a rollout that cannot be learnt from."""
-        for batch in next(self._updates(read_signal(scored, self._config, self._parts.settings.algorithm))):
+        for batch in next(self._updates(self._signal(scored))):
             self._updater.accumulate(batch)
         self._updater.add_over_slices()
         gradients = {name: whole(value) for name, value in self._updater.gradients().items()}
@@ -403,7 +409,7 @@ class DescribedLearner(Learner):
     def update(self, scored: ScoredRollout) -> UpdateResult:
         """Wait for the update on the trainer's hosts, where notes and histograms stay. Raises the
         errors of `read_signal`."""
-        started, signal = time.perf_counter(), read_signal(scored, self._config, self._parts.settings.algorithm)
+        started, signal = time.perf_counter(), self._signal(scored)
         metrics = self._told(METRICS, {}, dict[str, float])
         return UpdateResult(metrics, signal.advantages_B, time.perf_counter() - started)
 

@@ -1,6 +1,6 @@
 """The optimizers, by name, and the learning rate of every update.
 
-    optimizer = build_optimizer(config.optimizer, learning_rate_schedule(config), params)
+    optimizer = build_optimizer(config.optimizer, learning_rate_schedule(config.optimizer, config.updates), params)
     state = optimizer.init(params)
     updates, state = optimizer.update(gradients, state, params)      # params + updates is the step
 
@@ -16,7 +16,7 @@ import jax
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tpu_grpo.config import OptimizerSection, RunConfig
+from tpu_grpo.config import OptimizerSection
 from tpu_grpo.config.plugins import find_function, not_shipped
 from tpu_grpo.hosts.sharded_arrays import mesh_axes
 from tpu_grpo.learner.compact import block_size, compact, parameter_name
@@ -102,8 +102,8 @@ def build_optimizer(
     return optimizer
 
 
-def learning_rate_schedule(config: RunConfig) -> optax.Schedule:
-    """Return the learning rate as a function of the update u = 0, 1, ..., N - 1 of a run.
+def learning_rate_schedule(section: OptimizerSection, updates: int) -> optax.Schedule:
+    """Return the learning rate as a function of the update u = 0, 1, ..., N - 1 of a run with N = ``updates``.
 
     With W warm-up updates the rate is p * u / W for u < W, where p is the peak. For u >= W:
 
@@ -115,9 +115,8 @@ def learning_rate_schedule(config: RunConfig) -> optax.Schedule:
     than the run's number of updates. Raises ConfigError if N is smaller than this number, if N <= W with a schedule
     other than constant, or if N <= W + D with wsd.
     """
-    section = config.optimizer
     peak, warmup, decay = section.learning_rate, section.warmup_steps, section.decay_steps
-    total, counted = config.run.max_steps * config.updates_per_step, "run.max_steps * updates of a step"
+    total, counted = updates, "run.max_steps * updates of a step"
     if (steps := section.schedule_steps) is not None:
         if steps < total:
             raise ConfigError(

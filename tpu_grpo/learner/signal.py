@@ -28,7 +28,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from tpu_grpo.algorithms import RunAlgorithm
-from tpu_grpo.config import EnvironmentSection, RewardSpec, RunConfig
+from tpu_grpo.config import EnvironmentSection, RewardSpec
 from tpu_grpo.learner.rows import sampled_mask
 from tpu_grpo.records.errors import NonFiniteError, RewardError
 from tpu_grpo.records.stages import Completion, Rollout, ScoredRollout, differ
@@ -106,7 +106,15 @@ class Signal:
         return {"groups/informative_fraction": float(self.informative_P.mean()), **masked}
 
 
-def read_signal(scored: ScoredRollout, config: RunConfig, algorithm: RunAlgorithm) -> Signal:
+def read_signal(
+    scored: ScoredRollout,
+    algorithm: RunAlgorithm,
+    rewards: Sequence[RewardSpec],
+    environment: EnvironmentSection,
+    *,
+    masks_truncated: bool,
+    drops_uninformative: bool,
+) -> Signal:
     """Make the signal of a rollout of any number of prompts.
 
     A group is informative if at least one of its completions counts, and either its rewards differ or a sampled token
@@ -114,7 +122,7 @@ def read_signal(scored: ScoredRollout, config: RunConfig, algorithm: RunAlgorith
     `ON_REQUEST` in tpu_grpo/algorithms/algorithm.py), each reward with a weight other than 0 is compared instead.
 
     Unscored rows, whose advantage is 0, are left out of all means and standard deviations of rewards. With
-    algorithm.drop_uninformative, so are uninformative groups.
+    ``drops_uninformative``, so are uninformative groups. With ``masks_truncated``, truncated completions do not count.
 
     Raises:
         RewardError: for missing rewards, or rewards that the advantages cannot take.
@@ -127,13 +135,13 @@ def read_signal(scored: ScoredRollout, config: RunConfig, algorithm: RunAlgorith
         raise RewardError(
             f"every completion needs a reward, got {len(scores.total)} for {len(completions)}; score them all"
         )
-    asked, skips = _asked(scored, config.rewards, algorithm), config.environment.on_error == "skip"
+    asked, skips = _asked(scored, rewards, algorithm), environment.on_error == "skip"
     episodes = [completion.episode for completion in completions]
     skipped_B = np.array([skips and e is not None and e.failure is not None for e in episodes], np.bool_)
-    parts = [part for part in (_scored_tokens(scored), turn_credits(rollout, config.environment, skipped_B)) if part]
+    parts = [part for part in (_scored_tokens(scored), turn_credits(rollout, environment, skipped_B)) if part]
     added: TokenValues = tuple(sum(values) for values in zip(*parts, strict=True))  # type: ignore[misc]
     counted_B, masked_B = ~skipped_B, None
-    if config.algorithm.truncated == "mask":  # cut at rollout.max_new_tokens, or at a limit of conversations
+    if masks_truncated:  # cut at rollout.max_new_tokens, or at a limit of conversations
         masked_B = np.array([completion.finish_reason == "length" for completion in completions])
         counted_B &= ~masked_B
     informative_P = _differ(scored, asked)
@@ -143,7 +151,7 @@ def read_signal(scored: ScoredRollout, config: RunConfig, algorithm: RunAlgorith
         informative_P |= any_B.reshape(-1, size).any(axis=1)
     informative_P &= counted_B.reshape(-1, size).any(axis=1)
     taken_P = np.any(scores.scored.reshape(-1, size), axis=1)
-    if config.drops_uninformative:
+    if drops_uninformative:
         counted_B &= np.repeat(informative_P, size)
         taken_P = taken_P & informative_P
     advantages_B = group_advantages(scores.total, group_size=size, algorithm=algorithm, known=asked, taken_P=taken_P)

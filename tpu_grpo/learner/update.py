@@ -1,6 +1,6 @@
 """The update: gradients of micro-batches add up in float32, and the optimizer steps once.
 
-    updater = Updater(config, model, stepped, settings)
+    updater = Updater(config.optimizer, config.updates, model, stepped, settings)
     sums = [updater.accumulate(batch) for batch in micro_batches]      # any number of them
     record = updater.step()
 
@@ -29,7 +29,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from tpu_grpo.algorithms import correction_metrics
-from tpu_grpo.config import RunConfig
+from tpu_grpo.config import OptimizerSection
 from tpu_grpo.learner.compact import join_residual, split_residual
 from tpu_grpo.learner.loss import (
     AgreementSums,
@@ -91,7 +91,8 @@ class Updater:
     """Updates a model in place. Raises the ConfigErrors of `learning_rate_schedule` and `build_optimizer`.
 
     Args:
-        config: the run, for its optimizer.
+        section: the optimizer.
+        updates: the number of updates of the run, for the learning rate.
         model: its trained parameters are arrays, or descriptions of arrays if nothing is to be run.
         stepped: the trained parameters in the type in which the optimizer updates them, by name. Where this is also the
             model's type, they are the model's own arrays. Others are donated: the caller must not use them again.
@@ -101,7 +102,8 @@ class Updater:
 
     def __init__(
         self,
-        config: RunConfig,
+        section: OptimizerSection,
+        updates: int,
         model: nnx.Module,
         stepped: Values,
         settings: LossSettings,
@@ -115,16 +117,16 @@ class Updater:
         """The names of the gradients that were not finite in the last step."""
         self._read: tuple[Values, nnx.State] | None = None  # the model's arrays, split once for all micro-batches
         self._layout = {name: leaf.sharding for name, leaf in stepped.items()}
-        schedule = learning_rate_schedule(config)
+        schedule = learning_rate_schedule(section, updates)
         self._functions = functions = _Functions(
             model,
             nnx.split(model)[0],
-            build_optimizer(config.optimizer, schedule, stepped),
+            build_optimizer(section, schedule, stepped),
             schedule,
             settings,
             {name: leaf.dtype for name, leaf in self.trained.items()},
-            config.optimizer.max_grad_norm,
-            residual=config.model.param_dtype == "bfloat16",
+            section.max_grad_norm,
+            residual=any(leaf.dtype == jnp.bfloat16 for leaf in stepped.values()),
         )
         whole, kinds = settings.everywhere, self._described_sums
         sums_layout = jax.tree.map(lambda kind: kind.sharding, kinds)

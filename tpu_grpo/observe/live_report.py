@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Self
 
-from tpu_grpo.config import RunConfig
 from tpu_grpo.config.plugins import addition
 from tpu_grpo.hosts import End, Hosts, this_process
 from tpu_grpo.hosts.host_log import logger
@@ -33,7 +33,7 @@ WAIT_SECONDS = 2.0
 class LiveReport(Sink):
     """Writes the page of a run on host 0, in a ``with`` block. It is a sink, but reads samples from ``samples.jsonl``.
 
-        with LiveReport(config, hosts, start, directory.is_ours) as report:
+        with LiveReport(run_dir, max_steps, hosts, start, directory.is_ours) as report:
             ...                                # report.write after every step
 
     Leaving the block writes how the run ended, to ``end.json`` and the page; so does a thread that ends the process.
@@ -41,18 +41,22 @@ class LiveReport(Sink):
     until the run ends. In a notebook the page is also shown below the cell that trains.
 
     ``start`` is the number of completed steps. ``is_ours`` tells whether this process still owns the directory.
+    Without ``has_page`` only ``end.json`` is written.
     """
 
     def __init__(
         self,
-        config: RunConfig,
+        run_dir: Path,
+        max_steps: int,
         hosts: Hosts,
         start: int,
         is_ours: Callable[[], bool] = lambda: True,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        has_page: bool = True,
     ) -> None:
-        self._config, self._hosts, self._is_ours, self._clock = config, hosts, is_ours, clock
-        self._step, self._most = start, config.run.max_steps
+        self._run_dir, self._hosts, self._is_ours, self._clock = run_dir, hosts, is_ours, clock
+        self._step, self._most, self._has_page = start, max_steps, has_page
         self._lock = threading.Lock()
         self._next = 0.0
         self._began: tuple[int, float] | None = None
@@ -70,7 +74,7 @@ class LiveReport(Sink):
             (first, since), left = self._began, None
             if self._step > first:
                 left = (began - since) / (self._step - first) * (self._most - self._step)
-            if self._cell is None and self._config.logging.report and is_in_notebook():
+            if self._cell is None and self._has_page and is_in_notebook():
                 self._cell = Cell()  # created now, so that it is below the console's output
             with self._lock:
                 self._write_page(Standing("going", self._step, self._most, at=now(), seconds_left=left))
@@ -78,9 +82,8 @@ class LiveReport(Sink):
             self._next = ended + (ended - began) / SHARE
 
     def __enter__(self) -> Self:
-        directory = self._config.run_dir
-        (directory / END_FILE).unlink(missing_ok=True)
-        for left in directory.glob(f"{REPORT_FILE}.*.tmp"):  # left by a kill
+        (self._run_dir / END_FILE).unlink(missing_ok=True)
+        for left in self._run_dir.glob(f"{REPORT_FILE}.*.tmp"):  # left by a kill
             left.unlink(missing_ok=True)
         self._write_page(Standing("going", self._step, self._most, at=now()))
         this_process.at_end = self._end_in_time
@@ -98,10 +101,10 @@ class LiveReport(Sink):
     def _write_end(self, end: End) -> None:
         if end.outcome == "done":
             with suppress(DataError):  # the summary is missing or incomplete
-                early = read_json(self._config.run_dir / SUMMARY_FILE).get("ended_early")
+                early = read_json(self._run_dir / SUMMARY_FILE).get("ended_early")
                 end = replace(end, message=str(early or end.message))
         standing = Standing.after(end, self._step, self._most)
-        write_end(self._config.run_dir, standing)
+        write_end(self._run_dir, standing)
         self._write_page(standing)
 
     def _end_in_time(self, end: End) -> None:
@@ -115,12 +118,12 @@ class LiveReport(Sink):
                 self._lock.release()
 
     def _write_page(self, standing: Standing) -> None:
-        if not self._config.logging.report:
+        if not self._has_page:
             return
         try:
-            addition("report").write_report(self._config.run_dir, standing=standing)
+            addition("report").write_report(self._run_dir, standing=standing)
             if self._cell is not None:
-                self._cell.show_page((self._config.run_dir / REPORT_FILE).read_text())
+                self._cell.show_page((self._run_dir / REPORT_FILE).read_text())
         except OSError:
             raise
         except Exception as error:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tpu_grpo.config import BUILTIN, MICRO_BATCHES, SHIPPED_CONFIGS, RunConfig, changed_config
+from tpu_grpo.config import BUILTIN, MICRO_BATCHES, SHIPPED_CONFIGS, ModelSection, RunConfig, changed_config
 from tpu_grpo.models.checkpoint import Checkpoint, abstract_checkpoint
 from tpu_grpo.planning.compiled_programs import (
     FAST_COMPILE_OPTIONS,
@@ -88,7 +88,7 @@ class Plan:
 def make_plan(config: RunConfig, target: Target, *, fast: bool, say: Callable[[str], None]) -> Plan:
     """Compile the run's programs for a slice; ``say`` gets a line per compilation. Raises ConfigError for settings that
     are wrong whatever the memory."""
-    config = with_known_model(config)
+    config = config.model_copy(update={"model": known_model(config.model)})
     with target.as_jax_devices(), open_abstract_checkpoint(config) as checkpoint:
         config = with_routing_replay(config, checkpoint)
         meshes = build_meshes(config, checkpoint, target.devices)
@@ -110,24 +110,26 @@ def make_plan(config: RunConfig, target: Target, *, fast: bool, say: Callable[[s
             resident=resident,
             programs=tuple(programs),
             sync=tuple(run.sync.describe()),
-            memory=tuple(stage_memory(config, resident, programs, sync_bytes)),
+            memory=tuple(
+                stage_memory(config.meshes, config.rollout, config.updates_per_step, resident, programs, sync_bytes)
+            ),
             work=StepWork.of(run, target.slice.generation, resident, programs),
         )
 
 
-def with_known_model(config: RunConfig) -> RunConfig:
+def known_model(section: ModelSection) -> ModelSection:
     """If model.path is not on this machine, replace it with the published model of that name; raises ConfigError if
     there is none."""
-    path = Path(config.model.path).expanduser()
-    if config.model.path.startswith(BUILTIN) or (path / "config.json").exists():
-        return config
+    path = Path(section.path).expanduser()
+    if section.path.startswith(BUILTIN) or (path / "config.json").exists():
+        return section
     if not (PUBLISHED / path.name / "config.json").exists():
         known = sorted(directory.name for directory in PUBLISHED.iterdir())
         raise ConfigError(
             f"model.path must be a directory with a config.json, or end in the name of a published model that is known "
-            f"({', '.join(known)}), got {config.model.path}; correct it, or put the model's config.json there"
+            f"({', '.join(known)}), got {section.path}; correct it, or put the model's config.json there"
         )
-    return config.model_copy(update={"model": config.model.model_copy(update={"path": str(PUBLISHED / path.name)})})
+    return section.model_copy(update={"path": str(PUBLISHED / path.name)})
 
 
 def with_packed_learner(config: RunConfig) -> RunConfig:
@@ -223,12 +225,13 @@ def _changes(plan: Plan) -> Iterator[tuple[str, object]]:
     if stage == "rollout":
         yield from (*_rollout_changes(plan), *narrower)
     elif stage == "sync":
-        yield from (*narrower, *_update_changes(plan.config))
+        yield from (*narrower, *_update_changes(plan))
     else:
-        yield from (*_update_changes(plan.config), *narrower)
+        yield from (*_update_changes(plan), *narrower)
 
 
-def _update_changes(config: RunConfig) -> Iterator[tuple[str, object]]:
+def _update_changes(plan: Plan) -> Iterator[tuple[str, object]]:
+    config = plan.config
     if config.meshes.layout == "shared" and not config.rollout.release_during_update:
         yield "rollout.release_during_update", True
     if config.model.attention == "dot":

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tpu_grpo.config import RunConfig
+from tpu_grpo.config import MeshesSection, RolloutSection
 from tpu_grpo.hosts.sharded_arrays import bytes_per_device
 from tpu_grpo.learner import frozen_leaves, parameters
 from tpu_grpo.planning.compiled_programs import OPTIMIZER_STEP, SUM, TRAIN_STEP, CompiledProgram, Stage
@@ -31,7 +31,7 @@ COLUMNS = ("parameters", "optimizer", "reference", "sampler", "cache", "work", "
 
 @dataclass(frozen=True)
 class ResidentBytes:
-    """Bytes that stay on a device between programs, by what they hold."""
+    """Bytes on a device, by what they hold; all but ``gradients`` stay there between programs."""
 
     parameters: int
     optimizer: int
@@ -49,11 +49,8 @@ class ResidentBytes:
     """The KV cache of an engine."""
     batch: int
     """The waiting micro-batches of a step, while one is processed."""
-
-
-def gradient_bytes(config: RunConfig, resident: ResidentBytes) -> float:
-    """Return the bytes of a device's sums of gradients, which are float32."""
-    return resident.trained * 4 / jnp.dtype(config.model.dtype).itemsize
+    gradients: int
+    """The sums of gradients, which are float32; there only during an update."""
 
 
 def resident_bytes(run: AbstractRun) -> ResidentBytes:
@@ -79,6 +76,7 @@ def resident_bytes(run: AbstractRun) -> ResidentBytes:
         shared=per_device(move.spec for move in moves if move.aliased),
         cache=per_device(run.engine.cache_specs),
         batch=waiting * per_device(jax.tree.leaves(run.learner.batch)),
+        gradients=trained * 4 // jnp.dtype(config.model.dtype).itemsize,
     )
 
 
@@ -99,24 +97,31 @@ class StageMemory:
 
 
 def stage_memory(
-    config: RunConfig, resident: ResidentBytes, programs: Sequence[CompiledProgram], sync_bytes: float
+    meshes: MeshesSection,
+    rollout: RolloutSection,
+    updates_per_step: int,
+    resident: ResidentBytes,
+    programs: Sequence[CompiledProgram],
+    sync_bytes: float,
 ) -> list[StageMemory]:
     """Return the memory of each stage: what it holds, the work of its largest program, and the code of all programs.
 
     ``sync_bytes`` is the temporary memory of the weight sync.
     """
-    work: list[tuple[Stage, str, float]] = [(p.stage, p.name, _work(config, resident, p)) for p in programs]
+    split, released = meshes.layout == "split", rollout.release_during_update
+    keeps_old = updates_per_step > 1 and not released
+    work: list[tuple[Stage, str, float]] = [(p.stage, p.name, _work(resident, p, keeps_old)) for p in programs]
     work.append(("sync", "largest group", sync_bytes))
     code, worst = sum(program.code_bytes for program in programs), dict[Stage, StageMemory]()
     for stage, name, size in work:
-        held = _resident_parts(config, resident, stage) | {"work": size, "code": code}
+        held = _resident_parts(resident, stage, split, released) | {"work": size, "code": code}
         memory = StageMemory(stage, name, held)
         if stage not in worst or memory.total > worst[stage].total:
             worst[stage] = memory
     return list(worst.values())
 
 
-def _resident_parts(config: RunConfig, resident: ResidentBytes, stage: Stage) -> dict[str, float]:
+def _resident_parts(resident: ResidentBytes, stage: Stage, split: bool, released: bool) -> dict[str, float]:
     """Return what a device holds in a stage, besides the work of the stage's programs."""
     trainer: dict[str, float] = {
         "parameters": resident.parameters,
@@ -124,7 +129,6 @@ def _resident_parts(config: RunConfig, resident: ResidentBytes, stage: Stage) ->
         "reference": resident.reference,
     }
     sampler: dict[str, float] = {"sampler": resident.sampler, "cache": resident.cache}
-    split, released = config.meshes.layout == "split", config.rollout.release_during_update
     if split and stage == "sync":
         return dict(max(trainer, sampler, key=lambda parts: sum(parts.values())))
     if stage == "rollout":
@@ -134,7 +138,7 @@ def _resident_parts(config: RunConfig, resident: ResidentBytes, stage: Stage) ->
     return trainer | (sampler if stage != "sync" or not released else {"sampler": resident.sampler})
 
 
-def _work(config: RunConfig, resident: ResidentBytes, program: CompiledProgram) -> float:
+def _work(resident: ResidentBytes, program: CompiledProgram, keeps_old: bool) -> float:
     """Return the bytes that a program needs in addition to its resident arguments."""
     arguments = resident.parameters
     if program.stage == "rollout":
@@ -144,7 +148,7 @@ def _work(config: RunConfig, resident: ResidentBytes, program: CompiledProgram) 
     elif program.name == TRAIN_STEP:
         arguments = resident.parameters + resident.optimizer
     elif program.name == SUM:
-        arguments = program.argument_bytes - gradient_bytes(config, resident)  # all gradients are work
+        arguments = program.argument_bytes - resident.gradients  # all gradients are work
     if program.fits:
         inputs = max(0.0, program.argument_bytes - arguments)
         work = inputs + program.output_bytes + program.temporary_bytes
@@ -152,6 +156,6 @@ def _work(config: RunConfig, resident: ResidentBytes, program: CompiledProgram) 
         work = max(0.0, program.temporary_bytes - arguments)  # the figure of a refused program includes its arguments
     if program.stage != "rollout":
         work += resident.batch
-    if program.stage == "update" and not config.rollout.release_during_update and config.updates_per_step > 1:
+    if program.stage == "update" and keeps_old:
         work += resident.shared  # from the second update on, the sampler's arrays are extra ones
     return work

@@ -27,7 +27,7 @@ from tpu_grpo.launching.tpus import Generation, Rates
 from tpu_grpo.models.families.trainer_attention import whole_blocks
 from tpu_grpo.planning import costs
 from tpu_grpo.planning.compiled_programs import GRADIENTS, OPTIMIZER_STEP, TRAIN_STEP, CompiledProgram
-from tpu_grpo.planning.stage_memory import ResidentBytes, gradient_bytes
+from tpu_grpo.planning.stage_memory import ResidentBytes
 from tpu_grpo.run.abstract import AbstractRun
 
 SPREAD = 0.9
@@ -97,15 +97,16 @@ class RolloutWork:
     """The tokens that earlier steps sampled in these rows, which are prefilled again as well."""
 
 
-def carried_work(config: RunConfig, *, mean: float, longest: int) -> list[RolloutWork]:
+def carried_work(prompts: int, size: int, open_groups: int, *, mean: float, longest: int) -> list[RolloutWork]:
     """Simulate steps with rollout.partial_extra (tpu_grpo/engine/partial_rollouts.py); return the work of the last
     CARRIED_STEPS steps.
 
+    A step learns from ``prompts`` of the ``open_groups`` groups of ``size`` completions that are sampled together.
     Lengths are drawn from the distribution of `completion_lengths`; half of the variance of their logarithm comes from
     the prompt.
     """
-    chance, size, found = random.Random(0), config.algorithm.group_size, list[RolloutWork]()
-    median = _median(_spreads(config.batch_rows), mean, longest)
+    chance, found = random.Random(0), list[RolloutWork]()
+    median = _median(_spreads(prompts * size), mean, longest)
 
     def group() -> list[tuple[int, int]]:
         """Draw (tokens left, tokens sampled) of each completion; none is sampled yet."""
@@ -115,16 +116,16 @@ def carried_work(config: RunConfig, *, mean: float, longest: int) -> list[Rollou
 
     groups = list[list[tuple[int, int]]]()
     for _ in range(2 * CARRIED_STEPS):
-        begun = config.open_groups - len(groups)
+        begun = open_groups - len(groups)
         groups += [group() for _ in range(begun)]
         ends = sorted(max(left for left, _ in rows) for rows in groups)
-        length = -(-ends[config.data.prompts_per_step - 1] // MULTIPLE) * MULTIPLE
+        length = -(-ends[prompts - 1] // MULTIPLE) * MULTIPLE
         resumed = [done for rows in groups for left, done in rows if left and done]
         lengths = [min(left, length) for rows in groups for left, _ in rows]
-        found.append(RolloutWork(lengths, begun / config.open_groups, len(resumed), sum(resumed)))
+        found.append(RolloutWork(lengths, begun / open_groups, len(resumed), sum(resumed)))
         groups = [[(max(0, left - length), done + min(left, length)) for left, done in rows] for rows in groups]
         whole = [number for number, rows in enumerate(groups) if not any(left for left, _ in rows)]
-        learnt = whole[: config.data.prompts_per_step]
+        learnt = whole[:prompts]
         groups = [rows for number, rows in enumerate(groups) if number not in learnt]
     return found[CARRIED_STEPS:]
 
@@ -319,7 +320,7 @@ class StepWork:
             accessed_bytes={program.name: program.accessed_bytes for program in programs if program.stage != "rollout"},
             synced_bytes=sum(bytes_per_device(m.spec) for m in run.sync.moves if not m.frozen and not m.aliased),
             devices=len({*run.meshes.sampler_devices, *trainers.devices.flat}) // run.meshes.slices,
-            summed_bytes=gradient_bytes(config, resident),
+            summed_bytes=resident.gradients,
             forward_passes=run.learner.forward_passes,
             launch_steps=run.engine.steps_per_launch,
         )
@@ -329,7 +330,8 @@ class StepWork:
         config, longest = self.config, self.config.rollout.max_new_tokens
         mean, rows = mean_new_tokens or longest, config.sampled_rows
         if config.rollout.partial_extra:
-            steps, rows = carried_work(config, mean=mean, longest=longest), config.batch_rows
+            sizes = config.data.prompts_per_step, config.algorithm.group_size, config.open_groups
+            steps, rows = carried_work(*sizes, mean=mean, longest=longest), config.batch_rows
         else:
             steps = [RolloutWork(completion_lengths(rows, mean=mean, longest=longest))]
         sampled = round(sum(sum(work.lengths) for work in steps) / len(steps))

@@ -74,7 +74,9 @@ def build_parts(inputs: Inputs, hosts: Hosts) -> Parts:
     make, given = learner_class(config.algorithm), load_inputs(config, checkpoint, meshes, algorithm)
     trains = meshes.trainer.local_devices
     learner = make(config, given, hosts) if trains else DescribedLearner(config, make.build(config, given), hosts)
-    sampler = Sampler(engines.replicas, inputs.tokenizer, config, task.environments)
+    sampler = Sampler(
+        engines.replicas, inputs.tokenizer, config.rollout, config.algorithm, config.run.seed, task.environments
+    )
     announce(hosts, "compiling the weight sync, and moving the weights into the engine")
     engines.install(learner.params())
     assert engines.sync is not None
@@ -106,7 +108,7 @@ def open_run_algorithm(config: RunConfig) -> RunAlgorithm:
     """Open the run's algorithm; raises ConfigError if it cannot be used for training."""
     section = config.algorithm
     if section.tunix is not None:
-        return addition("tunix_options").open_tunix(config)
+        return addition("tunix_options").open_tunix(section, config.data, config.optimizer)
     if section.old_policy == "tunix":
         raise ConfigError(
             f"algorithm.old_policy=tunix needs algorithm.name=tunix:NAME, got {section.name}; take rollout or trainer"

@@ -86,11 +86,14 @@ def train(
         parts = build_parts(inputs, hosts)
         start, prompts = parts.learner.restored_step, parts.task.prompts
         notes = [*directory.begin(start, prompts.describe()), *prompts.notes]
-        with LiveReport(config, hosts, start, directory.is_ours) if hosts.is_first else nullcontext() as report:
+        carries = config.open_groups > 0
+        steps, has_page = config.run.max_steps, config.logging.report
+        live = LiveReport(config.run_dir, steps, hosts, start, directory.is_ours, has_page=has_page)
+        with live if hosts.is_first else nullcontext() as report:
             with (
                 open_run_log(config, start, report, callbacks=callbacks) if report else RunLog([]) as log,
                 closing(parts.task),
-                PromptDraw.open(config, prompts, start, hosts) as draw,
+                PromptDraw.open(config.run_dir, config.data, prompts, start, hosts, config.run.seed, carries) as draw,
             ):
                 best = "" if parts.task.held_out is None else parts.task.held_out.best
                 evaluations = EvaluationLog(config.run_dir, start, best, hosts)

@@ -26,7 +26,7 @@ from tunix.rl.grpo import dapo_learner
 from tunix.rl.rl_cluster import ClusterConfig, RLCluster, RLTrainingConfig, Role
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
-from tpu_grpo.config import RunConfig
+from tpu_grpo.config import OptimizerSection, RunConfig
 from tpu_grpo.learner.batches import DATA_AXIS, Batches
 from tpu_grpo.learner.building import LearnerInputs, row_shape
 from tpu_grpo.learner.learner import Learner
@@ -37,7 +37,6 @@ from tpu_grpo.learner.rows import RowShape, check_sequences
 from tpu_grpo.learner.signal import Signal
 from tpu_grpo.learner.slices import ONE_SLICE, Slices
 from tpu_grpo.learner.update import MeasuredUpdate, UpdateRecord, UpdateState
-from tpu_grpo.models.families.trainer_attention import whole_blocks
 from tpu_grpo.records.errors import DataError
 from tpu_grpo.records.stages import Completion, ScoredRollout
 from tpu_grpo.tunix_loop.adapter import SampledTexts, rollout_engine
@@ -53,8 +52,54 @@ class TunixLearner(Learner):
 
     @staticmethod
     def build(config: RunConfig, inputs: LearnerInputs) -> Any:
-        """Build the parts that update the policy (abstract if the model is), and trace the policy loss."""
-        parts = build_tunix_parts(config, inputs)
+        """Build Tunix's cluster and learner (abstract if the model is), and trace the policy loss. Raises the error of
+        `open_tunix`."""
+        section, model, mesh = config.algorithm, inputs.model, inputs.mesh
+        algorithm = inputs.algorithm or open_tunix(section, config.data, config.optimizer)
+        settings = LossSettings(algorithm, section, config.rollout.temperature, mesh)
+        options: Any = algorithm.objective
+        freeze_untrained(model, config.model)
+        stepped, reference = cast_to_compute(model, config.model), None
+        if options.beta:
+            assert inputs.reference is not None
+            reference = nnx.clone(inputs.reference)  # with variables of its own; no update writes to the arrays
+            cast_to_compute(reference, config.model)
+        dtypes = {name: leaf.dtype for name, leaf in by_name(nnx.state(model, trained_type(model))).items()}
+        shape = row_shape(config, model, mesh)
+        new, feed = shape.max_new_tokens, _Feed(shape)
+        mini, micro = config.mini_batch_prompts, config.micro_batch_prompts
+        training = RLTrainingConfig(
+            actor_optimizer=float32_steps(config.optimizer, config.updates, stepped, dtypes),
+            eval_every_n_steps=1,
+            data_sharding_axis=(DATA_AXIS,),
+            mini_batch_size=mini,
+            train_micro_batch_size=micro if micro != mini else None,
+            rollout_micro_batch_size=mini,
+            compute_logps_micro_batch_size=micro,
+        )
+        cluster_config = ClusterConfig(
+            role_to_mesh=dict.fromkeys((Role.ACTOR, Role.REFERENCE, Role.ROLLOUT), mesh),
+            rollout_engine=rollout_engine(feed, pad_id=NO_TOKEN, eos_id=NO_TOKEN),
+            rollout_config=RolloutConfig(
+                max_prompt_length=shape.tokens - new,
+                max_tokens_to_generate=new,
+                temperature=config.rollout.temperature,
+            ),
+            training_config=training,
+        )
+        loaded = mock.patch.object(RLCluster, "_load_model", lambda self, model, *_: model)  # the model is on the mesh
+        with mock.patch.object(rl_trainer, "Trainer", MeasuringTrainer), loaded:
+            cluster = RLCluster(actor=model, reference=reference, tokenizer=mock.Mock(), cluster_config=cluster_config)
+        cluster._anchor_policy_state = None  # for agentic learners; it would keep the first parameters in memory
+        rewards: list[Any] = [feed.rewards]
+        if (getattr(options, "overlong_buffer", None) or {}).get("enable"):
+            rewards.append(dapo_learner.reward_shaping)
+        learner = EngineGrpoLearner(
+            cluster, options, rewards, old_policy=section.old_policy, importance_cap=section.upper_importance
+        )
+        batches, trainer = Batches(model, None, settings), cluster.actor_trainer
+        assert isinstance(trainer, MeasuringTrainer)
+        parts = TunixParts(config, settings, shape, batches, feed, learner, trainer, reference)
         parts.try_loss()
         return parts
 
@@ -78,8 +123,8 @@ class TunixLearner(Learner):
 class _Feed:
     """Stands in for the engine and reward function of Tunix's learner: returns what the run sampled and scored."""
 
-    def __init__(self, config: RunConfig):
-        self._config = config
+    def __init__(self, shape: RowShape):
+        self._shape = shape
         self._rows: Iterator[tuple[Sequence[int], Completion, str, float]] = iter(())
         self._totals: tuple[float, ...] = ()
 
@@ -91,8 +136,8 @@ class _Feed:
         Raises:
             DataError, NonFiniteError: for rows that cannot be learnt from.
         """
-        config, prompts, completions = self._config, list(signal.prompts), list(signal.completions)
-        check_sequences(prompts, completions, config.data.max_prompt_tokens, config.rollout.max_new_tokens)
+        shape, prompts, completions = self._shape, list(signal.prompts), list(signal.completions)
+        check_sequences(prompts, completions, shape.max_prompt_tokens, shape.max_new_tokens)
         for row, completion in enumerate(completions):
             branches = [] if completion.episode is None else completion.episode.branches
             if len(branches) > 1:
@@ -201,56 +246,6 @@ class TunixParts:
             nnx.eval_shape(lambda m, batch: loss(m, batch, self.learner.algo_config)[0], self.updater.model, self.batch)
 
 
-def build_tunix_parts(config: RunConfig, inputs: LearnerInputs) -> TunixParts:
-    """Build Tunix's cluster and learner; they are abstract if the model is. Raises the error of `open_tunix`."""
-    section, model, mesh = config.algorithm, inputs.model, inputs.mesh
-    settings = LossSettings(inputs.algorithm or open_tunix(config), section, config.rollout.temperature, mesh)
-    options: Any = settings.algorithm.objective
-    freeze_untrained(model, config.model)
-    stepped, reference = cast_to_compute(model, config.model), None
-    if options.beta:
-        assert inputs.reference is not None
-        reference = nnx.clone(inputs.reference)  # with variables of its own; no update writes to the arrays
-        cast_to_compute(reference, config.model)
-    dtypes = {name: leaf.dtype for name, leaf in by_name(nnx.state(model, trained_type(model))).items()}
-    shape, new, feed = row_shape(config, model, mesh), config.rollout.max_new_tokens, _Feed(config)
-    sizes: Any = getattr(model, "config", None)
-    block = sizes.flash_attention_block_size if getattr(sizes, "use_flash_attention", False) else None
-    mini, micro = config.mini_batch_prompts, config.micro_batch_prompts
-    training = RLTrainingConfig(
-        actor_optimizer=float32_steps(config, stepped, dtypes),
-        eval_every_n_steps=1,
-        data_sharding_axis=(DATA_AXIS,),
-        mini_batch_size=mini,
-        train_micro_batch_size=micro if micro != mini else None,
-        rollout_micro_batch_size=mini,
-        compute_logps_micro_batch_size=micro,
-    )
-    cluster_config = ClusterConfig(
-        role_to_mesh=dict.fromkeys((Role.ACTOR, Role.REFERENCE, Role.ROLLOUT), mesh),
-        rollout_engine=rollout_engine(feed, pad_id=NO_TOKEN, eos_id=NO_TOKEN),
-        rollout_config=RolloutConfig(
-            max_prompt_length=whole_blocks(config.context_tokens, block) - new,
-            max_tokens_to_generate=new,
-            temperature=config.rollout.temperature,
-        ),
-        training_config=training,
-    )
-    loaded = mock.patch.object(RLCluster, "_load_model", lambda self, model, *_: model)  # the model is on the mesh
-    with mock.patch.object(rl_trainer, "Trainer", MeasuringTrainer), loaded:
-        cluster = RLCluster(actor=model, reference=reference, tokenizer=mock.Mock(), cluster_config=cluster_config)
-    cluster._anchor_policy_state = None  # for agentic learners; it would keep the first parameters in memory
-    rewards: list[Any] = [feed.rewards]
-    if (getattr(options, "overlong_buffer", None) or {}).get("enable"):
-        rewards.append(dapo_learner.reward_shaping)
-    learner = EngineGrpoLearner(
-        cluster, options, rewards, old_policy=section.old_policy, importance_cap=section.upper_importance
-    )
-    batches, trainer = Batches(model, None, settings), cluster.actor_trainer
-    assert isinstance(trainer, MeasuringTrainer)
-    return TunixParts(config, settings, shape, batches, feed, learner, trainer, reference)
-
-
 # --- the optimizer of Tunix's trainer --------------------------------------------------------------------------------
 
 
@@ -261,12 +256,14 @@ class StepState(NamedTuple):
     record: UpdateRecord
 
 
-def float32_steps(config: RunConfig, stepped: Values, dtypes: Mapping[str, Any]) -> optax.GradientTransformation:
-    """Build the config's optimizer, with gradient clipping, for Tunix's trainer. Raises ConfigError if this fails.
+def float32_steps(
+    section: OptimizerSection, updates: int, stepped: Values, dtypes: Mapping[str, Any]
+) -> optax.GradientTransformation:
+    """Build a run's optimizer, with gradient clipping, for Tunix's trainer. Raises ConfigError if this fails.
 
     The optimizer steps in float32, also for bfloat16 parameters. It skips a gradient whose norm is not finite.
 
-        optimizer = float32_steps(config, stepped, dtypes)      # RLTrainingConfig's actor_optimizer
+        optimizer = float32_steps(config.optimizer, config.updates, stepped, dtypes)  # the actor_optimizer
         record = optimizer_state.record                         # of the last step
 
     Tunix updates its model's own parameters, in their dtype. If that is not float32, the optimizer's state holds
@@ -274,12 +271,13 @@ def float32_steps(config: RunConfig, stepped: Values, dtypes: Mapping[str, Any])
     dicts by dotted name.
 
     Args:
-        config: the run.
+        section: the optimizer.
+        updates: the number of updates of the run, for the learning rate.
         stepped: the trained parameters in the type in which they are updated, arrays or descriptions, by dotted name.
         dtypes: the types in which the model computes with these parameters.
     """
-    schedule = learning_rate_schedule(config)
-    optimizer = build_optimizer(config.optimizer, schedule, stepped)
+    schedule = learning_rate_schedule(section, updates)
+    optimizer = build_optimizer(section, schedule, stepped)
 
     def first(values: Values) -> StepState:
         wide = {name: value.astype(jnp.float32) for name, value in values.items()}
@@ -305,7 +303,7 @@ def float32_steps(config: RunConfig, stepped: Values, dtypes: Mapping[str, Any])
         values = {name: updates.kept.get(name, value) for name, value in model.items()}
         wide = {name: gradient.astype(jnp.float32) for name, gradient in by_dotted_name(gradients).items()}
         norm: Any = optax.global_norm(wide)
-        limit = config.optimizer.max_grad_norm
+        limit = section.max_grad_norm
         scale = jnp.where(norm > limit, limit / norm, 1.0)
         meant, inner = optimizer.update({name: g * scale for name, g in wide.items()}, updates.optimizer, values)
         kept = {name: values[name] + meant[name] for name in updates.kept}  # type: ignore[index,call-overload]

@@ -21,7 +21,7 @@ from tunix.rl.grpo.grpo_learner import GRPOConfig
 
 from tpu_grpo.algorithms import RunAlgorithm
 from tpu_grpo.algorithms.checks import try_advantages
-from tpu_grpo.config import AlgorithmSection, RunConfig
+from tpu_grpo.config import AlgorithmSection, DataSection, OptimizerSection
 from tpu_grpo.config.plugins import did_you_mean, load_source
 from tpu_grpo.records.errors import ConfigError
 
@@ -74,21 +74,20 @@ def of_scored(function: Callable[..., Any]) -> Callable[..., Any]:
     return estimate
 
 
-def open_tunix(config: RunConfig) -> RunAlgorithm:
+def open_tunix(section: AlgorithmSection, data: DataSection, optimizer: OptimizerSection) -> RunAlgorithm:
     """Read the options of Tunix's learner into an algorithm, whose ``objective`` is Tunix's config object.
 
     Raises:
         ConfigError: for a loss or estimator that is not registered, an option that Tunix does not have or refuses, an
             estimator that raises or returns a wrong shape or NaN, and settings that only this package's learner uses.
     """
-    section = config.algorithm
     assert section.tunix is not None
     source, _, name = section.tunix.rpartition(":")
     if source:
         load_source(source, "algorithm", ConfigError)
     kind = _CONFIGS.get(name, GRPOConfig)
     _check_registered("algorithm.name=tunix:NAME", name, "policy_loss_fn", _CONFIGS)
-    _check_honoured(config)
+    _check_honoured(section, data, optimizer)
     settings = _settings(kind, name, section)
     estimator = settings.advantage_estimator
     _check_registered("algorithm.options.advantage_estimator", estimator, "advantage_estimator")
@@ -145,23 +144,22 @@ def _check_registered(setting: str, name: str, category: str, others: Collection
         )
 
 
-def _check_honoured(config: RunConfig) -> None:
-    section = config.algorithm
+def _check_honoured(section: AlgorithmSection, data: DataSection, optimizer: OptimizerSection) -> None:
     honoured = _HONOURED | ({"importance_cap"} if section.old_policy == "trainer" else set())
     refused = [
         (f"algorithm.{name}={getattr(section, name)}", _BY_TUNIX.get(name))
         for name, field in AlgorithmSection.model_fields.items()
         if name not in honoured and getattr(section, name) != field.default
     ]
-    refused += [("data.dynamic", None)] * config.data.dynamic.is_on
-    refused += [("optimizer.state=compact", None)] * config.optimizer.compact
+    refused += [("data.dynamic", None)] * data.dynamic.is_on
+    refused += [("optimizer.state=compact", None)] * optimizer.compact
     for setting, option in refused:
         remedy = "leave it out" if option is None else f"Tunix's name is algorithm.options.{option}"
         raise ConfigError(
             f"{setting} is honoured by this package's own learner alone, and algorithm.name={section.name} trains with "
             f"Tunix's; {remedy}, or take another algorithm.name"
         )
-    micro, whole = section.micro_batch_prompts, config.mini_batch_prompts
+    micro, whole = section.micro_batch_prompts, section.mini_batch_prompts or data.prompts_per_step
     if micro is not None and whole % micro:
         raise ConfigError(
             f"algorithm.micro_batch_prompts must divide the {whole} prompts of an update with Tunix's learner, got "
