@@ -12,8 +12,8 @@ from tests.rewards.conftest import make_rollout
 from tpu_grpo.config import RewardSpec
 from tpu_grpo.rewards import OpenReward
 from tpu_grpo.rewards.reward_call import Answer, Call, Problem, RewardBatch, failed_answer
+from tpu_grpo.rewards.reward_processes import RewardProcesses
 from tpu_grpo.rewards.reward_runner import (
-    RewardProcesses,
     RewardRunner,
     RewardThread,
     most_batches,

@@ -62,7 +62,7 @@ def test_the_sync_of_an_abstract_run_is_the_runs(tmp_path: Path, settings: dict[
     devices, tensor = abstract.meshes.sampler_devices, abstract.meshes.tensor
     replicas = Replicas.build(Path(config.model.path), devices, tensor, abstract.options, Hosts())
     params, rules = parameters(policy_of(config, abstract)), abstract.checkpoint.weight_rules
-    real = build_weight_sync(config, rules, params, replicas.weight_specs)
+    real = build_weight_sync(config.meshes, config.model.lora.alpha, rules, params, replicas.weight_specs)
     assert abstract.sync.describe() == real.describe()
     assert abstract.sync.moves == real.moves
     assert abstract.sync.temporary_bytes == real.temporary_bytes > 0

@@ -11,7 +11,7 @@ from flax import nnx
 from tests.engine.building import engine_options, requests, tokens
 from tests.models.forward import trainer_mesh
 from tests.models.random_checkpoint import write_random_qwen3
-from tpu_grpo.config import RunConfig
+from tpu_grpo.config import MeshesSection
 from tpu_grpo.engine.replicas import Replicas
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.models.checkpoint import read_checkpoint
@@ -30,7 +30,7 @@ def build(directory: Path, fsdp: int, tp: int, tensor: int) -> tuple[SyncedEngin
     model = load_model(checkpoint, mesh, dtype=jnp.dtype("float32"), remat="none")
     options = engine_options(prefill_tokens=64)
     replicas = Replicas.build(checkpoint.directory, list(mesh.devices.flat), tensor, options, Hosts())
-    engines = SyncedEngines(replicas, checkpoint.weight_rules, RunConfig(), Hosts())
+    engines = SyncedEngines(replicas, checkpoint.weight_rules, MeshesSection(), 16.0, Hosts())
     params = nnx.state(model, nnx.Param)
     engines.install(params)
     return engines, params

@@ -91,12 +91,12 @@ def test_experts_on_v5e_need_a_slice_of_at_most_16_chips(kind: str, hosts: int) 
     found, config = np.array(devices(hosts, 4, device_kind=kind)), parse_config({})
     meshes: Any = SimpleNamespace(trainer=SimpleNamespace(devices=found), sampler_devices=found)
     experts, dense = (abstract_checkpoint(PUBLISHED / name) for name in ("Qwen3-30B-A3B", "Qwen3-0.6B"))
-    check_trainer(config, dense, meshes)
+    check_trainer(config.algorithm, dense, meshes)
     if kind == "TPU v5 lite" and hosts == 8:
         with pytest.raises(ConfigError, match="at most 16 chips, .* got qwen3_moe on 32; use a slice of v5p or v6e"):
-            check_trainer(config, experts, meshes)
+            check_trainer(config.algorithm, experts, meshes)
     else:
-        check_trainer(config, experts, meshes)
+        check_trainer(config.algorithm, experts, meshes)
 
 
 def test_one_step_off_needs_hosts_of_both_roles() -> None:
@@ -107,9 +107,9 @@ def test_one_step_off_needs_hosts_of_both_roles() -> None:
         return SimpleNamespace(trainer=SimpleNamespace(devices=np.array(trainer)), sampler_devices=sampler)
 
     dense = abstract_checkpoint(PUBLISHED / "Qwen3-0.6B")
-    check_trainer(config, dense, meshes(2))
+    check_trainer(config.algorithm, dense, meshes(2))
     with pytest.raises(ConfigError, match="staleness=1 needs hosts that train and hosts that sample, got one host"):
-        check_trainer(config, dense, meshes(1))
+        check_trainer(config.algorithm, dense, meshes(1))
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,8 @@ class RecordingReplicas:
 def test_no_two_rows_of_tunixs_loop_draw_the_same_numbers() -> None:
     replicas: Any = RecordingReplicas()
     config = RunConfig()
-    engines = TextEngines(SyncedEngines(replicas, (), config, Hosts()), build_byte_tokenizer(), config.rollout, 0)
+    synced = SyncedEngines(replicas, (), config.meshes, 16.0, Hosts())
+    engines = TextEngines(synced, build_byte_tokenizer(), config.rollout, 0)
     for _ in range(3):
         assert engines.generate_texts(["1+1=", "1+1="], SETTINGS).texts == ("A", "A")
     keys = [key for call in replicas.keys for key in call]

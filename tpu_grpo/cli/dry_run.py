@@ -29,7 +29,7 @@ def check(inputs: Inputs, devices: Sequence[Any] | None = None) -> list[str]:
     find_callbacks(config.logging.callbacks)
     with open_abstract_checkpoint(config, inputs.checkpoint) as checkpoint:
         meshes = build_meshes(config, checkpoint, devices)
-        check_trainer(config, checkpoint, meshes)
+        check_trainer(config.algorithm, checkpoint, meshes)
         run = AbstractRun(config, checkpoint, meshes, [cast(int, inputs.tokenizer.eos_token_id)], algorithm=algorithm)
         task, options = open_task(inputs, algorithm, Hosts()), run.options
         _ = run.learner  # builds optimizer, schedule and loss from array specs

@@ -338,3 +338,8 @@ class LoggingSection(Section):
     file of your own in the format of the .json files there."""
     profile_steps: tuple[PositiveInt, ...] = ()
     """Record a timeline of these steps, e.g. [3, 4], in run.dir/profile, for Perfetto and TensorBoard."""
+
+    @property
+    def has_trackers(self) -> bool:
+        """Whether the run logs to TensorBoard or Weights & Biases."""
+        return self.tensorboard or self.wandb != "off"

@@ -27,7 +27,6 @@ from sgl_jax.srt.server_args import ServerArgs
 
 from tpu_grpo.config import PROMPT_MARGIN_TOKENS
 from tpu_grpo.engine import repairs
-from tpu_grpo.engine.flash_attention import check_pages
 from tpu_grpo.engine.generation import Finished, Generation
 from tpu_grpo.engine.launches import Runner
 from tpu_grpo.engine.load_balancing import expected_tokens, make_groups, rows_kept
@@ -72,6 +71,8 @@ class Engine:
         """
         context, chunk = options.context_tokens + CONTEXT_MARGIN_TOKENS, options.shapes.prefill[-1]
         if options.attention == "flash":
+            from tpu_grpo.engine.flash_attention import check_pages  # only needed here
+
             check_pages(rows=options.max_running_requests, context_tokens=context, page_size=options.page_size)
         repairs.require_repaired_version()
         repairs.count_instead_of_clock()

@@ -34,6 +34,7 @@ from sgl_jax.srt.model_executor.forward_batch_info import CaptureHiddenMode, For
 from sgl_jax.srt.model_executor.model_runner import ModelRunner
 from sgl_jax.srt.model_loader.loader import get_model_architecture
 
+from tpu_grpo.config.plugins import Shipped
 from tpu_grpo.engine import repairs
 from tpu_grpo.engine.attention import AttentionMode, cache_dtype, padded
 from tpu_grpo.engine.decode_loop import (
@@ -46,14 +47,12 @@ from tpu_grpo.engine.decode_loop import (
     pack_rows,
 )
 from tpu_grpo.engine.experts import ExpertLayout
-from tpu_grpo.engine.flash_attention import FlashMode
-from tpu_grpo.engine.gather_attention import GatherMode
 from tpu_grpo.engine.options import EngineOptions, Shapes, choose_steps, pad_to, splits_vocabulary
 from tpu_grpo.engine.reservation import Reservation
 from tpu_grpo.engine.sampling import VOCABULARY_LEAVES, AnyArray, SamplingColumns, WholeVocabularyLogits, sample_rows
 from tpu_grpo.hosts.sharded_arrays import bytes_per_device
 from tpu_grpo.models.checkpoint import abstract_checkpoint
-from tpu_grpo.models.families.qwen3_moe import MoeConfig
+from tpu_grpo.models.families.family import MoeConfig
 from tpu_grpo.models.families.rope import Scaling
 from tpu_grpo.records.errors import WeightsError
 from tpu_grpo.records.stages import Request
@@ -179,6 +178,9 @@ def _nothing_before(rows: int, mesh: Mesh) -> Int[Array, "2 B"]:
 
 
 NOTHING = np.zeros(0, np.int32)
+ATTENTION: Mapping[str, type[AttentionMode]] = Shipped(
+    "tpu_grpo.engine", {"gather": "gather_attention:GatherMode", "flash": "flash_attention:FlashMode"}
+)
 
 
 class InputBuilder:
@@ -360,8 +362,7 @@ class Runner(ModelRunner):
 
     @override
     def _get_attention_backend(self) -> Any:
-        modes: dict[str, type[AttentionMode]] = {"gather": GatherMode, "flash": FlashMode}
-        self.attention = modes[self.options.attention](self)
+        self.attention = ATTENTION[self.options.attention](self)
         return self.attention.backend(None)
 
     # --- weights and cache --------------------------------------------------------------------------------------------

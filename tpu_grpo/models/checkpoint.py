@@ -21,9 +21,8 @@ from safetensors import SafetensorError, safe_open
 
 from tpu_grpo.config import HUB
 from tpu_grpo.models.families import FAMILIES, REFUSED
-from tpu_grpo.models.families.family import DecoderConfig, Family
+from tpu_grpo.models.families.family import DecoderConfig, Family, MoeConfig
 from tpu_grpo.models.families.leaves import Shape, WeightRule
-from tpu_grpo.models.families.qwen3_moe import MoeConfig
 from tpu_grpo.models.families.rope import with_older_names
 from tpu_grpo.records.errors import CheckpointError, ConfigError
 from tpu_grpo.records.untrusted_input import open_file, parse_json, read_file

@@ -20,7 +20,6 @@ from tpu_grpo.observe.evaluation import Evaluation, EvaluationSamples, sample_re
 from tpu_grpo.observe.run_files import METRICS_FILE, SAMPLES_FILE
 from tpu_grpo.observe.sample_rows import SampleRow, sample_fields, sample_rows
 from tpu_grpo.observe.step_metrics import MetricValue
-from tpu_grpo.observe.trackers import TensorBoardSink, WandbSink
 from tpu_grpo.records.json_files import encode_line, keep_steps
 from tpu_grpo.records.stages import Histogram, ScoredRollout
 
@@ -140,6 +139,10 @@ def open_run_log(config: RunConfig, start_step: int, *more: Sink, callbacks: Seq
 
 def _trackers(config: RunConfig, start_step: int, say: Callable[[str], None]) -> Iterator["OptionalSink"]:
     section, run_dir = config.logging, config.run_dir
+    if not section.has_trackers:
+        return
+    from tpu_grpo.observe.trackers import TensorBoardSink, WandbSink
+
     if section.tensorboard:
         remedy = "Set logging.tensorboard=false to do without"
         yield OptionalSink("TensorBoard", remedy, lambda: TensorBoardSink(run_dir, start_step), say)

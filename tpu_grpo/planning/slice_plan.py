@@ -92,7 +92,7 @@ def make_plan(config: RunConfig, target: Target, *, fast: bool, say: Callable[[s
     with target.as_jax_devices(), open_abstract_checkpoint(config) as checkpoint:
         config = with_routing_replay(config, checkpoint)
         meshes = build_meshes(config, checkpoint, target.devices)
-        check_trainer(config, checkpoint, meshes)
+        check_trainer(config.algorithm, checkpoint, meshes)
         run = AbstractRun(config, checkpoint, meshes, NO_STOP, replica_devices(target, meshes.tensor))
         say("compiling the weight sync")
         sync_bytes = run.sync.temporary_bytes

@@ -6,14 +6,13 @@ The text is ``templates/model_card.md.jinja``; its figures are read here from th
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import jinja2
+from typing import NamedTuple
 
 from tpu_grpo.observe.json_lines import Lines, interval_of, is_number, numbers
 from tpu_grpo.observe.run_files import EVALUATION_FILE, METRICS_FILE
 from tpu_grpo.observe.summary import edge_means
 from tpu_grpo.records.json_files import Record, read_steps
+from tpu_grpo.report.run_page import rendered
 
 CARD_FILE = "README.md"
 TEMPLATE = "model_card.md.jinja"
@@ -55,19 +54,6 @@ def write_model_card(
     figures = list(_figures(run_dir, facts.step))
     text = rendered(TEMPLATE, autoescape=False, facts=facts, figures=figures, config=config, versions=versions)
     (directory / CARD_FILE).write_text(text, encoding="utf-8")
-
-
-def rendered(template: str, *, autoescape: bool, **values: Any) -> str:
-    """Render a file of report/templates. Without ``autoescape`` (Markdown), the indent of block tags is removed."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).with_name("templates")),
-        autoescape=autoescape,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=not autoescape,
-        keep_trailing_newline=True,
-    )
-    return environment.get_template(template).render(**values)
 
 
 def _figures(run_dir: Path, step: int) -> Iterator[Row]:

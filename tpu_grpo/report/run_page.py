@@ -11,6 +11,8 @@ from pathlib import Path
 from statistics import median_high
 from typing import Any, NamedTuple
 
+import jinja2
+
 from tpu_grpo.observe.json_lines import Lines, is_number, numbers
 from tpu_grpo.observe.run_files import REPORT_FILE
 from tpu_grpo.observe.standing import Standing
@@ -18,7 +20,6 @@ from tpu_grpo.observe.summary import EDGE_STEPS
 from tpu_grpo.records.json_files import replace_text
 from tpu_grpo.report.chart_drawing import SIDE, draw
 from tpu_grpo.report.charts import evaluation_label, evaluation_lines, run_charts
-from tpu_grpo.report.model_card import rendered
 from tpu_grpo.report.page_tables import Cell, Column, Table, best_name, evaluation_table, held_out_table, step_table
 from tpu_grpo.report.planned import plan_table, read_planned
 from tpu_grpo.report.run_reader import RunRead, read_run, setting_of
@@ -66,6 +67,19 @@ def write_report(
 def write_page(path: Path, template: str, **values: Any) -> None:
     """Render a template of this package to a page, atomically; other processes may write the page at the same time."""
     replace_text(path, rendered(template, autoescape=True, side=SIDE, **values), temporary=f".{os.getpid()}.tmp")
+
+
+def rendered(template: str, *, autoescape: bool, **values: Any) -> str:
+    """Render a file of report/templates. Without ``autoescape`` (Markdown), the indent of block tags is removed."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).with_name("templates")),
+        autoescape=autoescape,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=not autoescape,
+        keep_trailing_newline=True,
+    )
+    return environment.get_template(template).render(**values)
 
 
 class Figure(NamedTuple):

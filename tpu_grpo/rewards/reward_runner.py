@@ -25,11 +25,11 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, override
 
 import numpy as np
 from jaxtyping import Bool, Float
@@ -47,19 +47,16 @@ from tpu_grpo.rewards.reward_call import (
     TokenValues,
     failed_answer,
 )
-from tpu_grpo.rewards.reward_functions import find_reward, workers_of
+from tpu_grpo.rewards.reward_functions import workers_of
 from tpu_grpo.rewards.reward_table import Table
 from tpu_grpo.rewards.shipped import SHIPPED
-from tpu_grpo.workers.channel import FOREIGN, BrokenChannelError
-from tpu_grpo.workers.messages import Mode
-from tpu_grpo.workers.supervisor import Session, StartError, Supervisor
 
 LOG = logging.getLogger("tpu_grpo.rewards")
 _BATCHES_PER_WORKER = 4
 """With several batches per worker, other workers can take the remaining ones while one worker has a slow batch."""
-_CLOSE_SECONDS = 5.0
-_POLL_SECONDS = 0.5
-_LATE = Problem("late", "did not answer")
+CLOSE_SECONDS = 5.0
+POLL_SECONDS = 0.5
+LATE = Problem("late", "did not answer")
 _BUSY = Problem("late", "still works on an earlier batch; give it a worker process, which can be ended")
 Group = tuple[int, int]
 """(number of the rollout, number of the prompt in it)."""
@@ -71,7 +68,7 @@ class OpenReward:
 
     spec: RewardSpec
     call: Call
-    workers: "RewardProcesses | RewardThread"
+    workers: "RewardBackend"
 
     @property
     def may_start_early(self) -> bool:
@@ -115,8 +112,8 @@ def most_batches(workers: int, call: Call) -> int:
 
 
 @dataclass(eq=False)
-class Task(Session):
-    """The work that a worker gets in one request: one batch, or several joined batches."""
+class Task:
+    """The work that a worker or the thread gets in one request: one batch, or several joined batches."""
 
     batches: tuple["Batch", ...]
     asked: RewardBatch
@@ -125,27 +122,12 @@ class Task(Session):
     answers: list[tuple["Task", Answer]]
     """The list to which this task and its answer are appended."""
 
-    def replied(self, reply: Answer) -> None:
-        """Store the worker's answer; raises BrokenChannelError if the answer does not fit the batch."""
-        if not reply.fits(self.asked):
-            raise BrokenChannelError(FOREIGN)
-        self.answers.append((self, reply))
-        assert self.worker is not None, "it has replied"
-        self.worker.group.release(self, 0.0)
-
-    def late(self, *, has_begun: bool) -> None:
-        """Store an answer with the problem that the task is late."""
-        self._fail(_LATE)
-
-    def lost(self, how: str) -> None:
-        """Store an answer with the problem that the worker has ended; the batch is not retried."""
-        self._fail(Problem("died", f"lost its worker, which {how}"))
-
-    def _fail(self, problem: Problem) -> None:
+    def fail(self, problem: Problem) -> None:
+        """Store an answer with this problem for all rows."""
         self.answers.append((self, failed_answer(self.asked.size, problem)))
 
 
-class _RewardBackend:
+class RewardBackend:
     """Where a reward is called, for one `RewardRunner` at a time."""
 
     def __init__(self) -> None:
@@ -170,7 +152,7 @@ class _RewardBackend:
         """
         if (runner := self._runner) is not None:
             runner.cancel()
-            if self._busy.acquire(timeout=_CLOSE_SECONDS):  # gives the runner time to end busy processes
+            if self._busy.acquire(timeout=CLOSE_SECONDS):  # gives the runner time to end busy processes
                 self._busy.release()
         self._end()
 
@@ -180,118 +162,39 @@ class _RewardBackend:
     def _end(self) -> None:
         raise NotImplementedError
 
-
-class RewardService:
-    """A reward as a `Service` (tpu_grpo/workers/messages.py); each worker answers one batch at a time."""
-
-    mode: Mode = "serial"
-    start = "set up"
-    replies: tuple[type, ...] = (Answer,)
-    most_bytes = 2**30
-
-    def __init__(self, call: Call):
-        self.call, self.name, self.secrets = call, f"reward {call.name}", call.secrets
-
-    def set_up(self) -> None:
-        """Find the reward and set it up; raises whatever the reward's code raises."""
-        self._caller = Caller(self.call, find_reward(self.call.source))
-
-    @contextmanager
-    def answering(self, went_on: Callable[[], None]) -> Iterator[Callable[[RewardBatch, float], Answer]]:
-        """Yield the function that calls the reward on a batch; close the reward at the end."""
-        yield self._caller.answer
-        self._caller.close()
-
-
-class RewardProcesses(_RewardBackend):
-    """Runs a reward in up to ``count`` worker processes, which the first runner starts.
-
-    Workers are replaced when they die, miss a deadline, or have had ``recycle`` calls.
-    """
-
-    def __init__(self, call: Call, memory_bytes: int, count: int, recycle: int):
-        super().__init__()
-        self._service, self._memory_bytes = RewardService(call), memory_bytes
-        self._count, self._recycle = count, recycle
-        self._supervisor: Supervisor | None = None
-        self._problem: Problem | None = None
-
-    @contextmanager
-    def _opened(self, runner: "RewardRunner") -> Iterator[None]:
-        """Start the workers for a runner, and wait until they are set up. Raises RewardError if none ever was."""
-        if self._supervisor is None:
-            self._supervisor = Supervisor()
-            self._group = self._supervisor.add(self._service, self._memory_bytes)
-        wanted, group, self._problem = runner.left, self._group, None
-        try:
-            self.keep(wanted)
-            while not (self._problem or runner.cancelled or all(worker.is_ready for worker in group.workers)):
-                self.advance(_POLL_SECONDS, is_starting=True)
-            yield
-        finally:
-            self.give_up()
-            for worker in [worker for worker in group.workers if worker.begun >= self._recycle]:
-                group.end(worker, _CLOSE_SECONDS)
-        if not runner.cancelled:
-            self.keep(wanted)
-
-    def _end(self) -> None:
-        supervisor, self._supervisor = self._supervisor, None
-        if supervisor is not None:
-            supervisor.close(_CLOSE_SECONDS)
-
     def wake(self) -> None:
         """Let ``advance`` return; may be called on any thread."""
-        if (supervisor := self._supervisor) is not None:
-            supervisor.wake()
+        raise NotImplementedError
 
     @property
     def problem(self) -> Problem | None:
-        """Return why workers cannot be set up for the current runner; None if they can."""
-        return self._problem
+        """Why no task can be begun for the current runner; None if tasks can."""
+        raise NotImplementedError
 
     @property
     def idle(self) -> int:
-        """Return the number of workers without a task."""
-        return len(self._group.free_workers)
+        """The number of workers without a task."""
+        raise NotImplementedError
 
     def begin(self, task: Task, weight: float) -> None:
         """Send a task to an idle worker."""
-        self._group.call(task, task.asked, task.until - time.monotonic(), weight)
+        raise NotImplementedError
 
     def give_up(self) -> None:
-        """End the workers that have a task."""
-        for worker in [worker for worker in self._group.workers if worker.sessions]:
-            for session in [*worker.sessions.values()]:
-                self._group.release(session, 0.0)
-            self._group.end(worker, 0.0)
+        """Wait for current calls no longer, and end the processes that work on them."""
+        raise NotImplementedError
 
     def keep(self, wanted: int) -> None:
         """Start workers for ``wanted`` batches, up to the configured count; idle workers are not ended."""
-        if self._problem is None:
-            self._group.count = max(len(self._group.workers), min(self._count, wanted))
-            self._group.fill()
+        raise NotImplementedError
 
-    def advance(self, seconds: float, *, is_starting: bool = False) -> None:
-        """Wait up to ``seconds`` for answers, and enforce deadlines. If a worker cannot be set up, that becomes the
-        ``problem``; raises RewardError if no worker was ever set up."""
-        group, supervisor = self._group, self._supervisor
-        assert supervisor is not None, "only while a runner is served"
-        try:
-            if is_starting:
-                group.starting.waited_for()
-            supervisor.advance(0.0 if supervisor.hear(0.0) else seconds)
-        except StartError as error:
-            group.count = 0
-            for worker in [worker for worker in group.workers if not worker.is_ready]:
-                group.end(worker, 0.0)
-            if not group.starting.was_ready:
-                raise RewardError(str(error)) from None
-            text, _, trace = str(error).removeprefix(f"{self._service.name} ").partition("\n")
-            self._problem = Problem("died", text, trace=trace)
+    def advance(self, seconds: float) -> None:
+        """Wait up to ``seconds`` for answers, and enforce deadlines. Raises RewardError if the reward was never set up,
+        and on a thread KeyboardInterrupt."""
+        raise NotImplementedError
 
 
-class RewardThread(_RewardBackend):
+class RewardThread(RewardBackend):
     """Runs a quick reward on a thread of the main process. A call that misses its deadline is reported as late, but
     cannot be stopped; until it ends, all later batches are late as well."""
 
@@ -318,32 +221,31 @@ class RewardThread(_RewardBackend):
     def _end(self) -> None:
         if self._thread is not None and self.problem is None:
             self._requests.put(None)
-            self._thread.join(timeout=_CLOSE_SECONDS)
+            self._thread.join(timeout=CLOSE_SECONDS)
 
+    @override
     def wake(self) -> None:
-        """Let ``advance`` return; may be called on any thread."""
         self._woken.set()
 
     @property
+    @override
     def problem(self) -> Problem | None:
-        """Return the problem that a late call still runs; None if none does."""
         is_overdue = self._task is None and self._future is not None and not self._future.done()
         return _BUSY if is_overdue else None
 
     @property
+    @override
     def idle(self) -> int:
-        """Return 1, or 0 during a call."""
         return int(self._task is None)
 
+    @override
     def begin(self, task: Task, weight: float) -> None:
-        """Send a task to the thread."""
         self._task, self._future = task, Future()
         self._future.add_done_callback(lambda _: self.wake())
         self._requests.put((task.asked, task.until - time.monotonic(), self._future))
 
+    @override
     def advance(self, seconds: float) -> None:
-        """Wait up to ``seconds`` for the current call's answer, and enforce its deadline. Raises what the reward's
-        set-up raised, and KeyboardInterrupt."""
         task, future = self._task, self._future
         if task is None or future is None or not future.done():
             self._woken.wait(seconds if task is None else max(0.0, min(seconds, task.until - time.monotonic())))
@@ -355,14 +257,15 @@ class RewardThread(_RewardBackend):
             task.answers.append((task, future.result()))
         elif time.monotonic() >= task.until:
             self._task = None
-            task.late(has_begun=True)
+            task.fail(LATE)
 
+    @override
     def give_up(self) -> None:
-        """Wait for the current call no longer."""
         self._task = None
 
+    @override
     def keep(self, wanted: int) -> None:
-        """Start nothing: there is one thread, whatever is wanted."""
+        pass  # there is one thread, whatever is wanted
 
     def _serve(self) -> None:
         caller: Caller | None = None
@@ -596,14 +499,14 @@ class RewardRunner:
         with workers.serving(self):
             while not self.is_over:
                 left = self.deadline - time.monotonic()
-                if problem := workers.problem or (_LATE if left <= 0 else None):
+                if problem := workers.problem or (LATE if left <= 0 else None):
                     workers.give_up()
                     self._answers.clear()
                     self._fail_all(problem)
                 else:
                     while (places := workers.idle) and (task := self.take(places)) is not None:
                         workers.begin(task, self._weight * len(task.batches))
-                workers.advance(0.0 if self.is_over else min(max(left, 0.0), _POLL_SECONDS))
+                workers.advance(0.0 if self.is_over else min(max(left, 0.0), POLL_SECONDS))
                 while self._answers:
                     task, answer = self._answers.pop(0)
                     sizes = [batch.asked.size for batch in task.batches]

@@ -41,7 +41,6 @@ from tpu_grpo.rewards.reward_call import Call, TokenValues
 from tpu_grpo.rewards.reward_functions import load_reward, target_of, workers_of
 from tpu_grpo.rewards.reward_runner import (
     OpenReward,
-    RewardProcesses,
     RewardResult,
     RewardRunner,
     RewardThread,
@@ -71,6 +70,8 @@ def open_rewards(specs: Sequence[RewardSpec], columns: Collection[str], max_step
 def _open(spec: RewardSpec, columns: Collection[str], max_steps: int) -> OpenReward:
     call = load_reward(spec, columns, max_steps)
     if count := workers_of(spec):
+        from tpu_grpo.rewards.reward_processes import RewardProcesses  # most rewards need no processes
+
         return OpenReward(spec, call, RewardProcesses(call, int(spec.memory_gb * 2**30), count, spec.recycle))
     return OpenReward(spec, call, RewardThread(call, target_of(spec)))
 

@@ -121,4 +121,6 @@ class AbstractRun:
     @cached_property
     def sync(self) -> WeightSync:
         """The compiled sync of the weights from the policy to the engines."""
-        return build_weight_sync(self.config, self.checkpoint.weight_rules, parameters(self.policy), self.weight_specs)
+        config, params = self.config, parameters(self.policy)
+        rules, alpha = self.checkpoint.weight_rules, config.model.lora.alpha
+        return build_weight_sync(config.meshes, alpha, rules, params, self.weight_specs)

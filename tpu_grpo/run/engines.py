@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from tpu_grpo.config import RunConfig
+from tpu_grpo.config import MeshesSection, RunConfig
 from tpu_grpo.engine.replicas import Replicas
 from tpu_grpo.engine.sampler import PROBE_SAMPLE
 from tpu_grpo.hosts import Hosts, hosts_of
@@ -30,7 +30,8 @@ with large weights."""
 
 
 def build_weight_sync(
-    config: RunConfig,
+    section: MeshesSection,
+    lora_alpha: float,
     rules: Sequence[WeightRule],
     params: nnx.State,
     target: Mapping[str, jax.ShapeDtypeStruct],
@@ -46,8 +47,8 @@ def build_weight_sync(
         rules,
         named_leaves(params),
         target,
-        temporary_bytes=config.meshes.sync_temporary_mib * 2**20,
-        lora_alpha=config.model.lora.alpha,
+        temporary_bytes=section.sync_temporary_mib * 2**20,
+        lora_alpha=lora_alpha,
         frozen=frozen_leaves(params),
         hosts=hosts,
     )
@@ -60,12 +61,13 @@ class SyncedEngines:
         self,
         replicas: Replicas,
         rules: Sequence[WeightRule],
-        config: RunConfig,
+        section: MeshesSection,
+        lora_alpha: float,
         hosts: Hosts,
     ):
         self.replicas = replicas
         self._rules = rules
-        self._config = config
+        self._section, self._lora_alpha = section, lora_alpha
         self._hosts = hosts
         self.sync: WeightSync | None = None
         """The compiled weight sync; None before the first ``install``."""
@@ -84,7 +86,7 @@ class SyncedEngines:
             specs = self.replicas.weight_specs
             ends = (next(iter(side.values())).sharding.device_set for side in (leaves, specs))
             own = self._hosts.among(hosts_of(device for devices in ends for device in devices))
-            self.sync = build_weight_sync(self._config, self._rules, params, specs, own)
+            self.sync = build_weight_sync(self._section, self._lora_alpha, self._rules, params, specs, own)
         weights, result = self.sync(leaves)
         self._check_copies(leaves, weights)
         self.replicas.install_weights(weights)
@@ -120,12 +122,12 @@ class SyncedEngines:
             self._checks = CopyCheck("trainer", leaves), CopyCheck("sampler", weights)
         for check, held in zip(self._checks, (leaves, weights), strict=True):
             check(held, self._hosts)
-        if self._config.meshes.slices > 1:
+        if self._section.slices > 1:
             self._compare_slices(leaves)
 
     def _compare_slices(self, leaves: Mapping[str, jax.Array]) -> None:
         """Compare checksums of the trainer's parameters, which all slices hold on the same devices, between slices."""
-        share = self._hosts.count // self._config.meshes.slices  # hosts are numbered slice by slice
+        share = self._hosts.count // self._section.slices  # hosts are numbered slice by slice
         places = {host % share for host in hosts_of(next(iter(leaves.values())).sharding.device_set)}
         members = [host for host in range(self._hosts.count) if host % share in places]
         if self._hosts.index in members:

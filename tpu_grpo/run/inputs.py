@@ -17,7 +17,6 @@ from tpu_grpo.models.families.rope import YarnScaling
 from tpu_grpo.models.fetching import model_directory
 from tpu_grpo.models.lora import adapted_modules, existing_layers
 from tpu_grpo.models.tasks import TASKS
-from tpu_grpo.observe.trackers import check_trackers
 from tpu_grpo.records.errors import ConfigError
 from tpu_grpo.records.stages import Prompt
 from tpu_grpo.rewards import RewardSet, open_rewards
@@ -64,7 +63,10 @@ def open_inputs(config: RunConfig, reading: Callable[[], None] = lambda: None) -
         RewardError: for a reward that cannot be loaded, or does not fit the data.
         EpisodeError: for an environment that cannot be found, or whose class is not an environment.
     """
-    check_trackers(config.logging)
+    if config.logging.has_trackers:
+        from tpu_grpo.observe.trackers import check_trackers
+
+        check_trackers(config.logging)
     if config.logging.against is not None:
         addition("published").read_published(config.logging.against)
     checkpoint = read_model(config)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from tpu_grpo.config import RunConfig
+from tpu_grpo.config import AlgorithmSection, RunConfig
 from tpu_grpo.engine.replicas import make_replicas
 from tpu_grpo.hosts import by_host, devices_per_host, hosts_of, own_slice, slices_of
 from tpu_grpo.models.checkpoint import Checkpoint, check_mesh, check_sampler_mesh, sampler_sizes
@@ -109,7 +109,7 @@ def build_meshes(config: RunConfig, checkpoint: Checkpoint, devices: Sequence[An
     return Meshes(Mesh(grids[own], ("fsdp", "tp")), joined, sampler, own, tensor, block)
 
 
-def check_trainer(config: RunConfig, checkpoint: Checkpoint, meshes: Meshes) -> None:
+def check_trainer(section: AlgorithmSection, checkpoint: Checkpoint, meshes: Meshes) -> None:
     """Check that the run can be trained on its meshes.
 
     Raises:
@@ -117,9 +117,9 @@ def check_trainer(config: RunConfig, checkpoint: Checkpoint, meshes: Meshes) -> 
             refuses.
     """
     trainer, sampler = hosts_of(meshes.trainer.devices.flat), hosts_of(meshes.sampler_devices)
-    if config.algorithm.staleness and set(trainer) & set(sampler):
+    if section.staleness and set(trainer) & set(sampler):
         raise ConfigError(
-            f"algorithm.staleness={config.algorithm.staleness} needs hosts that train and hosts that sample, got one "
+            f"algorithm.staleness={section.staleness} needs hosts that train and hosts that sample, got one "
             "host; start more hosts, or leave it out"
         )
     check_experts(checkpoint, meshes)

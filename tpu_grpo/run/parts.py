@@ -65,7 +65,7 @@ def build_parts(inputs: Inputs, hosts: Hosts) -> Parts:
     announce(hosts, f"opening the model {config.model.path}")
     checkpoint = agreed_checkpoint(config, hosts, inputs.checkpoint)
     config, meshes = with_routing_replay(config, checkpoint), build_meshes(config, checkpoint)
-    check_trainer(config, checkpoint, meshes)
+    check_trainer(config.algorithm, checkpoint, meshes)
     task = open_task(inputs, algorithm, hosts)
     if task.environments is not None:
         task.environments.keep_record(config.run_dir / EPISODES_DIR, hosts.index)
@@ -143,7 +143,7 @@ def open_engines(
         divided_places(environments.places, [replica.hosts for replica in replicas.replicas])  # raises for too few
     if config.hosts.check == "step":
         replicas.check_every_launch()
-    return SyncedEngines(replicas, checkpoint.weight_rules, config, hosts)
+    return SyncedEngines(replicas, checkpoint.weight_rules, config.meshes, config.model.lora.alpha, hosts)
 
 
 # --- what the policy learns ------------------------------------------------------------------------------------------

@@ -43,7 +43,6 @@ from tpu_grpo.records.json_files import read_records, write_json
 from tpu_grpo.records.stages import PromptBatch, Rollout, ScoredRollout, UpdateResult
 from tpu_grpo.rewards.distributed import DistributedScoring
 from tpu_grpo.run.directory import RunDirectory, first_does
-from tpu_grpo.run.exporting import Policy, export_policy
 from tpu_grpo.run.inputs import Inputs
 from tpu_grpo.run.partial_groups import PartialGroups
 from tpu_grpo.run.parts import Parts, build_parts, built_for_good, evaluate_policy, give_back_memory
@@ -338,6 +337,8 @@ class Run:
 
     def _export(self, last: int) -> str:
         """Export the policy that ``export.every`` names, unless that was done before; returns a note about it."""
+        from tpu_grpo.run.exporting import Policy, export_policy  # only needed here
+
         config, parts = self.config, self.parts
         step = last if config.export.every == "last" else self.evaluations.best_step
         if not step:

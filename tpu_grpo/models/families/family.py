@@ -64,6 +64,21 @@ class DecoderConfig:
         return None
 
 
+@dataclass(frozen=True, kw_only=True)
+class MoeConfig(DecoderConfig):
+    """The settings of a decoder with experts; ``intermediate_size`` is unused, because there are no dense layers."""
+
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+
+    def contradiction(self) -> str | None:
+        """Describe contradicting settings, also fewer experts than a token needs."""
+        if self.num_experts_per_tok > self.num_experts:
+            return f"num_experts_per_tok must be <= num_experts={self.num_experts}, got {self.num_experts_per_tok}"
+        return super().contradiction()
+
+
 @dataclass(frozen=True)
 class SettingRule:
     """A rule for a setting that Tunix or sglang-jax ignores, although it changes what the model computes."""

@@ -7,27 +7,9 @@ their sum, are the weights of the experts picked.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from tpu_grpo.models.families.decoder import attention, decoder, gated_shapes, layer_leaf, norms, qk_norms
-from tpu_grpo.models.families.family import COMMON, NO_ATTENTION_BIAS, SCALING, DecoderConfig, Family, SettingRule, off
+from tpu_grpo.models.families.family import COMMON, NO_ATTENTION_BIAS, SCALING, Family, MoeConfig, SettingRule, off
 from tpu_grpo.models.families.leaves import Leaf, inputs_first, same
-
-
-@dataclass(frozen=True, kw_only=True)
-class MoeConfig(DecoderConfig):
-    """The settings of a decoder with experts; ``intermediate_size`` is unused, because there are no dense layers."""
-
-    num_experts: int
-    num_experts_per_tok: int
-    moe_intermediate_size: int
-
-    def contradiction(self) -> str | None:
-        """Describe contradicting settings, also fewer experts than a token needs."""
-        if self.num_experts_per_tok > self.num_experts:
-            return f"num_experts_per_tok must be <= num_experts={self.num_experts}, got {self.num_experts_per_tok}"
-        return super().contradiction()
-
 
 _EXPERTS_EVERYWHERE = "Tunix's model has experts in every layer or in none"
 _RULES = (
