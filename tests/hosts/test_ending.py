@@ -79,6 +79,24 @@ def test_a_process_ends_whatever_takes_its_last_line(tmp_path: Path, stderr: str
         f"{prepare}\nthis_process.log = Path({str(path)!r})\n{stderr or 'pass'}\n"
         "from_a_thread(end_process, 'lost host 1')"
     )
+    assert code == 3
+    assert errors == ("" if stderr else LINE)
+    assert seconds < 10
+    if log == "host.log":
+        assert path.read_text() == f"earlier\n{LINE}"
+
+
+def test_a_full_stdout_and_a_lock_of_the_main_thread_hinder_no_end() -> None:
+    code, errors, seconds = ended(
+        """
+        import logging
+        full(1)
+        logging.getLogger().addHandler(handler := logging.StreamHandler())
+        handler.acquire()
+        sys.stdout.write("x")
+        from_a_thread(end_process, "lost host 1")
+        """
+    )
     assert (code, errors) == (3, LINE)
     assert seconds < 10
 
