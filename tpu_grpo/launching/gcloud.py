@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from tpu_grpo.launching.launch_options import Options
@@ -24,10 +25,12 @@ SHOWN_LINES = 20
 # --- what is wrong ---------------------------------------------------------------------------------------------------
 
 
+type Explanations = tuple[tuple[str, str, str], ...]
+
 UNKNOWN = "unknown", "look at what gcloud printed above; `gcloud info --show-log` has the details"
 WORKER = "worker", "see what the workers said; mend that, then give the command again"
 """(kind, remedy) if gcloud itself worked, but the command that it ran on a worker failed."""
-EXPLANATIONS = (
+EXPLANATIONS: Explanations = (
     (
         "login",
         r"do not currently have an active account|Reauthentication|invalid_grant|refreshing your current auth tokens",
@@ -121,12 +124,14 @@ class GcloudError(LaunchError):
         workers: the output of the workers.
     """
 
+    explanations, unknown = EXPLANATIONS, UNKNOWN
+
     def __init__(self, command: Sequence[str], code: int, output: str, workers: str = ""):
         self.command, self.code, self.output = command, code, output
         explained = (
-            (kind, remedy) for kind, pattern, remedy in EXPLANATIONS if re.search(pattern, output, re.I | re.S)
+            (kind, remedy) for kind, pattern, remedy in self.explanations if re.search(pattern, output, re.I | re.S)
         )
-        self.kind, remedy = next(explained, WORKER if workers else UNKNOWN)
+        self.kind, remedy = next(explained, WORKER if workers else self.unknown)
         self.is_retriable = self.kind in RETRIABLE
         *first, last = (word for word in command if not word.startswith("-"))
         what = " ".join([*first[:6], last])  # the name of the TPU is last
@@ -144,6 +149,9 @@ class Gcloud:
 
     In a dry run, commands are only printed, and succeed with empty output.
     """
+
+    error: type[GcloudError] = GcloudError
+    absent = "gcloud must be on the PATH, got no such program; install the Google Cloud CLI, then `gcloud init`"
 
     def __init__(self, options: Options):
         self._options, self.dry_run = options, options.dry_run
@@ -170,13 +178,14 @@ class Gcloud:
             self.say(line)
         self._printed.add(line)
 
-    def run(self, command: Sequence[str], *, show: bool = False, repeated: bool = False) -> str:
+    def run(self, command: Sequence[str], *, show: bool = False, repeated: bool = False, given: str = "") -> str:
         """Run a command to its end and return its stdout.
 
         Args:
             command: the words of the command, the first is gcloud.
             show: whether to print its stderr while it runs.
             repeated: whether the command is run regularly, and thus printed only the first time.
+            given: what the command gets as its stdin, which is not printed.
 
         Raises:
             ConfigError: gcloud is not installed.
@@ -185,8 +194,11 @@ class Gcloud:
         self.announce(command, repeated=repeated)
         if self.dry_run:
             return ""
-        with self.start(command) as process:
+        with self.start(command, reads=bool(given)) as process:
             assert process.stdout is not None
+            if process.stdin is not None:
+                with suppress(BrokenPipeError), process.stdin as stdin:  # it failed before it read
+                    stdin.write(given)
             stderr: list[str] = []
 
             def read() -> None:
@@ -200,7 +212,7 @@ class Gcloud:
             stdout = process.stdout.read()
             reader.join()
         if process.returncode:
-            raise GcloudError(command, process.returncode, stdout + "".join(stderr))
+            raise self.error(command, process.returncode, stdout + "".join(stderr))
         return stdout
 
     def describe(self, *words: str) -> Any:
@@ -217,14 +229,14 @@ class Gcloud:
         except json.JSONDecodeError as error:
             raise LaunchError(f"`{shlex.join(command)}` must print JSON, got {text[:200]!r}; update gcloud") from error
 
-    def start(self, command: Sequence[str]) -> subprocess.Popen[str]:
-        """Start a command with stdout and stderr as pipes, and without stdin, so that it cannot wait for input."""
-        pipe, no_input = subprocess.PIPE, subprocess.DEVNULL
+    def start(self, command: Sequence[str], *, reads: bool = False) -> subprocess.Popen[str]:
+        """Start a command with stdout and stderr as pipes, and without stdin, so that it cannot wait for input, unless
+        it ``reads`` its stdin."""
+        pipe = subprocess.PIPE
+        given = pipe if reads else subprocess.DEVNULL
         try:
             return subprocess.Popen(
-                command, stdin=no_input, stdout=pipe, stderr=pipe, text=True, encoding="utf-8", errors="replace"
+                command, stdin=given, stdout=pipe, stderr=pipe, text=True, encoding="utf-8", errors="replace"
             )
         except FileNotFoundError:
-            raise ConfigError(
-                "gcloud must be on the PATH, got no such program; install the Google Cloud CLI, then `gcloud init`"
-            ) from None
+            raise ConfigError(self.absent) from None
