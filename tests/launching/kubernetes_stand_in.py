@@ -126,6 +126,47 @@ class Kubernetes:
                 found[variable["name"]] = expanded(variable["value"], found)
         return found
 
+    def start(self, python: str, extra: dict[str, list[str]], name: str = "grpo", *, restart: int = 0) -> None:
+        """Run the pods of a JobSet as processes: ``python scripts/run.py`` with the container's arguments, the config's
+        file and ``extra`` words for each pod, and the variables of its container."""
+        self.pods(name, restart=restart)
+        template = self.jobset(name)["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]
+        config = self.root / "config.yaml"
+        config.write_text(self.load()["objects"][f"configmap/{name}-config"]["data"]["config.yaml"])
+        for pod in self.load()["pods"]:
+            pod_name = pod["metadata"]["name"]
+            words = [expanded(word, {}) for word in template["spec"]["containers"][0]["args"][2:]]
+            command = [python, "scripts/run.py", str(config), *words, *extra[pod_name]]
+            (self.root / "logs").mkdir(exist_ok=True)
+            with open(self.root / "logs" / pod_name, "wb") as log:
+                self.processes[pod_name] = subprocess.Popen(
+                    command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | self.variables(pod, name)
+                )
+
+    def settle(self, name: str = "grpo", seconds: float = 200) -> str:
+        """Wait until the pods have ended, and do what Job and JobSet then do: "completed", "failed" or "restarts"."""
+        codes = {pod: process.wait(seconds) for pod, process in self.processes.items()}
+        self.processes = {}
+        spec = self.jobset(name)["spec"]
+        final = spec["replicatedJobs"][0]["template"]["spec"]["podFailurePolicy"]["rules"][1]["onExitCodes"]["values"]
+        restarts = self.jobset(name).get("status", {}).get("restarts", 0)
+        if not any(codes.values()):
+            self.status({"terminalState": "Completed", "restarts": restarts})
+            return "completed"
+        if any(code in final for code in codes.values()):
+            self.fail("FailJobSetFailurePolicyAction", f"codes {codes}", restarts)
+            return "failed"
+        if restarts == spec["failurePolicy"]["maxRestarts"]:
+            self.fail("ReachedMaxRestarts", f"codes {codes}", restarts)
+            return "failed"
+        self.status({"restarts": restarts + 1})
+        return "restarts"
+
+    def kill(self) -> None:
+        for process in self.processes.values():
+            process.kill()
+            process.wait()
+
     # --- the program -------------------------------------------------------------------------------------------------
 
     def main(self, words: list[str]) -> int:
@@ -143,7 +184,7 @@ class Kubernetes:
         return getattr(self, f"_{verb}")(state, names, flags)
 
     def _apply(self, state: dict[str, Any], names: list[str], flags: dict[str, str]) -> int:
-        for item in json.load(sys.stdin)["items"]:
+        for item in json.loads(Path(flags["filename"]).read_text())["items"]:
             item["metadata"]["uid"] = "u-1"
             state["objects"][f"{item['kind'].lower()}/{item['metadata']['name']}"] = item
         self.save(state)

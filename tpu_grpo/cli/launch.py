@@ -3,12 +3,10 @@
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
 from tpu_grpo.launching.babysit import Babysitter
-from tpu_grpo.launching.gcloud import Gcloud
 from tpu_grpo.launching.jobs import (
     RUN_SCRIPT,
     Job,
@@ -18,10 +16,9 @@ from tpu_grpo.launching.jobs import (
     secrets_here,
     variables_from,
 )
-from tpu_grpo.launching.jobset import MOUNT
 from tpu_grpo.launching.kubectl import Cluster
 from tpu_grpo.launching.launch_options import Options, parse
-from tpu_grpo.launching.launcher import Launcher, bring_from_bucket, status_lines
+from tpu_grpo.launching.launcher import Launcher, status_lines
 from tpu_grpo.launching.tpu_slice import SliceState
 from tpu_grpo.observe.run_files import CONFIG_FILE, END_FILE, EVALUATION_FILE, METRICS_FILE, REPORT_FILE
 from tpu_grpo.records.errors import ConfigError, TpuGrpoError
@@ -42,8 +39,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _launch(options: Options) -> int | None:
-    if options.on == "gke":
-        return _on_gke(options)
+    if options.on == "gke" and options.verb != "watch":  # which needs a bucket only
+        return _on_gke(Cluster(options), options)
     with tempfile.TemporaryDirectory(prefix="tpu_grpo_launch_") as scratch:
         launcher = Launcher(options, Path(scratch))
         tpu = launcher.tpu
@@ -66,7 +63,7 @@ def _launch(options: Options) -> int | None:
                 if text := launcher.logs(options.lines):
                     print(text)
             case "watch":
-                _watch(launcher.gcloud, launcher.bring, options)
+                _watch(launcher, options)
             case "stop":
                 after = launcher.stop(options.grace)
                 print("\n".join(status_lines(SliceState("ready", "stopped"), after)))
@@ -77,27 +74,17 @@ def _launch(options: Options) -> int | None:
     return None
 
 
-def _on_gke(options: Options) -> None:
-    cluster = Cluster(options)
+def _on_gke(cluster: Cluster, options: Options) -> None:
     match options.verb:
         case "run":
             job = _job(options, "checkpoint.resume=auto")
-            config = checked_config(job, options.slices)
-            if config is not None and not (options.bucket and config.run_dir.is_relative_to(MOUNT)):
-                cluster.gcloud.say(
-                    f"careful: run.dir={config.run_dir} is lost with its pod, and every restart begins anew; give "
-                    f"--bucket NAME and run.dir={MOUNT}/mine"
-                )
-            cluster.run(job)
+            cluster.run(job, checked_config(job, options.slices))
         case "status":
             print("\n".join(cluster.status()))
         case "logs" if options.follow:
             cluster.follow(options.lines)
         case "logs":
             print(cluster.logs(options.lines))
-        case "watch":
-            gcloud = Gcloud(options)
-            _watch(gcloud, partial(bring_from_bucket, gcloud), options)
         case "stop":
             print("\n".join(cluster.stop(options.grace)))
         case "delete":
@@ -133,17 +120,19 @@ def _babysit(launcher: Launcher, options: Options) -> int:
     return babysitter.run()
 
 
-def _watch(gcloud: Gcloud, bring: Callable[[Sequence[str], str, Path], None], options: Options) -> None:
+def _watch(launcher: Launcher, options: Options) -> None:
     from tpu_grpo.observe.json_lines import numbers  # imports NumPy
     from tpu_grpo.observe.run_reader import Standing, read_run
 
     into = options.to or Path("watched", PurePosixPath(options.run_dir).name)
-    gcloud.say(f"look at {into / REPORT_FILE}, which a browser loads again by itself; Ctrl-C ends the looking only")
+    launcher.gcloud.say(
+        f"look at {into / REPORT_FILE}, which a browser loads again by itself; Ctrl-C ends the looking only"
+    )
     standing = Standing("going")
     while standing.outcome == "going":
         (into / END_FILE).unlink(missing_ok=True)  # outdated if the run has been resumed
-        bring(WATCHED, options.run_dir, into)
-        if gcloud.dry_run:
+        launcher.bring(WATCHED, options.run_dir, into)
+        if launcher.gcloud.dry_run:
             return
         run = read_run(into, goes_on=not (into / END_FILE).exists())
         rewards, before, standing = numbers(run.lines, "rewards/mean"), standing, run.standing

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 
 from tpu_grpo.launching.launch_options import Options
@@ -178,14 +177,13 @@ class Gcloud:
             self.say(line)
         self._printed.add(line)
 
-    def run(self, command: Sequence[str], *, show: bool = False, repeated: bool = False, given: str = "") -> str:
+    def run(self, command: Sequence[str], *, show: bool = False, repeated: bool = False) -> str:
         """Run a command to its end and return its stdout.
 
         Args:
             command: the words of the command, the first is gcloud.
             show: whether to print its stderr while it runs.
             repeated: whether the command is run regularly, and thus printed only the first time.
-            given: what the command gets as its stdin, which is not printed.
 
         Raises:
             ConfigError: gcloud is not installed.
@@ -194,11 +192,8 @@ class Gcloud:
         self.announce(command, repeated=repeated)
         if self.dry_run:
             return ""
-        with self.start(command, reads=bool(given)) as process:
+        with self.start(command) as process:
             assert process.stdout is not None
-            if process.stdin is not None:
-                with suppress(BrokenPipeError), process.stdin as stdin:  # it failed before it read
-                    stdin.write(given)
             stderr: list[str] = []
 
             def read() -> None:
@@ -229,14 +224,12 @@ class Gcloud:
         except json.JSONDecodeError as error:
             raise LaunchError(f"`{shlex.join(command)}` must print JSON, got {text[:200]!r}; update gcloud") from error
 
-    def start(self, command: Sequence[str], *, reads: bool = False) -> subprocess.Popen[str]:
-        """Start a command with stdout and stderr as pipes, and without stdin, so that it cannot wait for input, unless
-        it ``reads`` its stdin."""
-        pipe = subprocess.PIPE
-        given = pipe if reads else subprocess.DEVNULL
+    def start(self, command: Sequence[str]) -> subprocess.Popen[str]:
+        """Start a command with stdout and stderr as pipes, and without stdin, so that it cannot wait for input."""
+        pipe, no_input = subprocess.PIPE, subprocess.DEVNULL
         try:
             return subprocess.Popen(
-                command, stdin=given, stdout=pipe, stderr=pipe, text=True, encoding="utf-8", errors="replace"
+                command, stdin=no_input, stdout=pipe, stderr=pipe, text=True, encoding="utf-8", errors="replace"
             )
         except FileNotFoundError:
             raise ConfigError(self.absent) from None

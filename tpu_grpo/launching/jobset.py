@@ -28,16 +28,14 @@ CONTAINER = "tpu-grpo"
 MOUNT = "/mnt/run"
 """Where pods have the bucket."""
 CONFIG_DIRECTORY = "/etc/tpu_grpo"
-PORTS = (8482, 8471, 8080)
-"""Where jax's coordinator, libtpu, and libtpu between slices listen."""
 BUCKET_OPTIONS = (
     "implicit-dirs,uid=1000,gid=1000,"  # the image's user
     # Hosts wait for each other's files, and watch the lock of run.dir for 60 s: they must see those of now.
     "metadata-cache:ttl-secs:5,metadata-cache:negative-ttl-secs:0"
 )
 LONGEST_NAME = 63
-KEY, STOPPED = "tpu-grpo/run", "tpu-grpo/stopped"
-"""Annotations: the digest of the job; whether `stop` suspended the JobSet."""
+STOPPED = "tpu-grpo/stopped"
+"""The annotation of a JobSet that `stop` has suspended."""
 
 
 def manifests(job: Job, options: Options) -> tuple[Manifest, Manifest, Manifest]:
@@ -50,7 +48,8 @@ def manifests(job: Job, options: Options) -> tuple[Manifest, Manifest, Manifest]
     kind, name = _checked(job, options), options.name
     secret = {"metadata": {"name": f"{name}-secrets"}, "stringData": dict(job.secrets)}
     config = {"metadata": {"name": f"{name}-config"}, "data": {"config.yaml": job.content.decode()}}
-    annotations, labels = {KEY: job.key}, {}
+    annotations: dict[str, str] = {}
+    labels: dict[str, str] = {}
     if kind.hosts > 1:
         annotations["alpha.jobset.sigs.k8s.io/exclusive-topology"] = "cloud.google.com/gke-nodepool"
     if options.queue:
@@ -138,7 +137,6 @@ def _pod(job: Job, options: Options, kind: Slice) -> Manifest:
             *({"name": name, "value": _literal(value)} for name, value in shown.items()),
         ],
         "envFrom": [{"secretRef": {"name": f"{options.name}-secrets"}}],
-        "ports": [{"containerPort": port} for port in PORTS],
         "resources": {"limits": {"google.com/tpu": kind.chips // kind.hosts}},
         "volumeMounts": [{"name": name, "mountPath": path} for name, (path, _) in volumes.items()],
     }

@@ -3,13 +3,15 @@
 import json
 import re
 from dataclasses import dataclass
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import yaml
 
+from tpu_grpo.config import RunConfig
 from tpu_grpo.launching.gcloud import Command, Explanations, Gcloud, GcloudError
 from tpu_grpo.launching.jobs import Job
-from tpu_grpo.launching.jobset import CONTAINER, STOPPED, manifests
+from tpu_grpo.launching.jobset import CONTAINER, MOUNT, STOPPED, manifests
 from tpu_grpo.launching.launch_options import Options
 from tpu_grpo.launching.launcher import follow, merged
 from tpu_grpo.records.errors import LaunchError
@@ -113,7 +115,7 @@ class Cluster:
         self._pods_of_it = f"--selector=jobset.sigs.k8s.io/jobset-name={options.name}"
         self.gcloud = Kubectl(options)
 
-    def run(self, job: Job) -> None:
+    def run(self, job: Job, config: RunConfig | None) -> None:
         """Apply the JobSet, in place of one that has ended or was stopped.
 
         Raises:
@@ -121,6 +123,11 @@ class Cluster:
             LaunchError: the JobSet goes on, or kubectl failed.
         """
         *shown, secret = manifests(job, self._options)
+        if config is not None and not (self._options.bucket and config.run_dir.is_relative_to(MOUNT)):
+            self.gcloud.say(
+                f"careful: run.dir={config.run_dir} is lost with its pod, and every restart begins anew; give --bucket "
+                f"NAME and run.dir={MOUNT}/mine"
+            )
         found = self.gcloud.get("jobset", self._name)
         if found and (state := _state(found)) not in ("completed", "failed", "stopped"):
             raise LaunchError(
@@ -130,8 +137,12 @@ class Cluster:
         self.gcloud.say(f"passing on {', '.join(job.secrets)}, by the secret {self._name}-secrets")
         if self.gcloud.dry_run:
             print(yaml.safe_dump_all(shown, sort_keys=False, width=120), end="")
-        everything = json.dumps({"apiVersion": "v1", "kind": "List", "items": [*shown, secret]})
-        self.gcloud.run(self.gcloud.command("apply", "--server-side", "--filename=-"), given=everything)
+        with NamedTemporaryFile(
+            "w", prefix="tpu_grpo_launch_", suffix=".json"
+        ) as file:  # which only its owner can read
+            json.dump({"apiVersion": "v1", "kind": "List", "items": [*shown, secret]}, file)
+            file.flush()
+            self.gcloud.run(self.gcloud.command("apply", "--server-side", f"--filename={file.name}"))
         self.gcloud.say(f"started {self._name}; `logs --follow` shows it, `status` says how it stands")
 
     def status(self) -> list[str]:
@@ -146,11 +157,11 @@ class Cluster:
             code = "" if pod.exit_code is None else f", exit code {pod.exit_code}"
             lines.append(f"[{host}] {pod.name}: {pod.state}{code}  ({pod.node})")
         failed = (each.get("reason", "") for each in status.get("conditions", []) if each["type"] == "Failed")
-        said = {"": " ".join(failed), **{str(host): pod.said for host, pod in pods.items()}}
+        said = {"": " ".join(failed), **{f"[{host}]": pod.said for host, pod in pods.items()}}
         for what, pattern, remedy in WRONG:
             if hits := [host for host, text in said.items() if re.search(pattern, text, re.I)]:
                 said = {host: text for host, text in said.items() if host not in hits}
-                lines.append(" ".join([what, *filter(None, [", ".join(filter(None, hits))])]) + f": {remedy}")
+                lines.append(f"{what}{' on ' * any(hits)}{', '.join(hits)}: {remedy}")
         return lines
 
     def logs(self, lines: int) -> str:

@@ -50,7 +50,7 @@ class Options(argparse.Namespace):
     slice: Slice | None
     """The slice that --type names; None without --type. Only creating a slice needs it."""
     slices: int
-    how: Literal["queued", "vm"]
+    how: Literal["queued", "vm"] = "queued"
     dry_run: bool
     user: str | None
     internal_ip: bool
@@ -159,9 +159,9 @@ def _check(options: Options) -> None:
         raise ConfigError(
             f"--name must be lower-case letters, digits and dashes, beginning with a letter, got {options.name!r}"
         )
+    if options.on == "gke" and options.verb == "watch":
+        raise ConfigError(f"RUN_DIR must be in the bucket on GKE, {BUCKET}NAME/DIR, got {options.run_dir}")
     if options.on == "gke":
-        if options.verb == "watch":
-            raise ConfigError(f"RUN_DIR must be in the bucket on GKE, {BUCKET}NAME/DIR, got {options.run_dir}")
         return
     if options.how == "vm" and options.slices > 1:
         raise ConfigError(

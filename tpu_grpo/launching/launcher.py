@@ -183,7 +183,9 @@ class Launcher:
         """
         into.mkdir(parents=True, exist_ok=True)
         if run_dir.startswith(BUCKET):
-            bring_from_bucket(self.gcloud, names, run_dir, into)
+            others = rf"^(?!({'|'.join(map(re.escape, names))})$).*"
+            sync = ["gcloud", "storage", "rsync", run_dir, str(into), f"--exclude={others}", "--quiet"]
+            self.gcloud.run(sync, repeated=True)
             return
         place = shlex.quote(f"{REMOTE_ROOT}/code/{run_dir}" if not run_dir.startswith("/") else run_dir)
         packed = f"cd {place} && tar -cz {shlex.join(names)} 2>/dev/null | base64"  # ssh passes text
@@ -239,14 +241,6 @@ class Launcher:
         track = ["alpha"] if self._options.tunnel_through_iap else []
         flags = self.gcloud.flags("ssh_key_file", "internal_ip", "tunnel_through_iap")
         return ["gcloud", *track, "compute", "tpus", "tpu-vm", *words, *flags]
-
-
-def bring_from_bucket(gcloud: Gcloud, names: Sequence[str], run_dir: str, into: Path) -> None:
-    """Copy files from a run's directory in a bucket; missing files are skipped."""
-    into.mkdir(parents=True, exist_ok=True)
-    others = rf"^(?!({'|'.join(map(re.escape, names))})$).*"
-    sync = ["gcloud", "storage", "rsync", run_dir, str(into), f"--exclude={others}", "--quiet"]
-    gcloud.run(sync, repeated=True)
 
 
 def follow(gcloud: Gcloud, commands: Mapping[int, Command]) -> None:
