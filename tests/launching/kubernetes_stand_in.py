@@ -25,7 +25,7 @@ FLAGS = {
     "get": {"ignore-not-found", "output", "selector", "field-selector", "watch", "context", "namespace"},
     "logs": {"container", "tail", "follow", "context", "namespace"},
     "patch": {"type", "patch", "context", "namespace"},
-    "wait": {"selector", "for", "timeout", "context", "namespace"},
+    "wait": {"selector", "field-selector", "for", "timeout", "context", "namespace"},
 }
 """The verbs and flags that are used; each is in the help of kubectl 1.32."""
 
@@ -128,7 +128,7 @@ class Kubernetes:
 
     def start(self, python: str, extra: dict[str, list[str]], name: str = "grpo", *, restart: int = 0) -> None:
         """Run the pods of a JobSet as processes: ``python scripts/run.py`` with the container's arguments, the config's
-        file and ``extra`` words for each pod, and the variables of its container."""
+        file and ``extra`` words for each host, and the variables of its container."""
         self.pods(name, restart=restart)
         template = self.jobset(name)["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]
         config = self.root / "config.yaml"
@@ -136,14 +136,14 @@ class Kubernetes:
         for pod in self.load()["pods"]:
             pod_name = pod["metadata"]["name"]
             words = [expanded(word, {}) for word in template["spec"]["containers"][0]["args"][2:]]
-            command = [python, "scripts/run.py", str(config), *words, *extra[pod_name]]
+            command = [python, "scripts/run.py", str(config), *words, *extra[pod_name.rpartition("-r")[0]]]
             (self.root / "logs").mkdir(exist_ok=True)
             with open(self.root / "logs" / pod_name, "wb") as log:
                 self.processes[pod_name] = subprocess.Popen(
                     command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | self.variables(pod, name)
                 )
 
-    def settle(self, name: str = "grpo", seconds: float = 200) -> str:
+    def settle(self, name: str = "grpo", seconds: float = 500) -> str:
         """Wait until the pods have ended, and do what Job and JobSet then do: "completed", "failed" or "restarts"."""
         codes = {pod: process.wait(seconds) for pod, process in self.processes.items()}
         self.processes = {}
@@ -161,6 +161,9 @@ class Kubernetes:
             return "failed"
         self.status({"restarts": restarts + 1})
         return "restarts"
+
+    def log(self, pod: str) -> str:
+        return (self.root / "logs" / pod).read_text()
 
     def kill(self) -> None:
         for process in self.processes.values():

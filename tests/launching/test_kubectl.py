@@ -74,7 +74,7 @@ def test_a_dry_run_runs_nothing(verb: str, kubernetes: Kubernetes, gke: Gke) -> 
 def test_a_run_is_not_replaced_while_it_goes_on(running: Kubernetes, gke: Gke) -> None:
     code, _, err = gke("run", *RUN)
     assert code == 1
-    assert "LaunchError: grpo must be free for this run, got one running; `stop` it, or wait for its end" in err
+    assert "LaunchError: grpo must be free for a run, got one running; `stop` it, or wait for its end" in err
     running.fail("ReachedMaxRestarts", "jobset failed due to reaching max number of restarts", 10)
     assert gke("run", *RUN)[0] == 0
     assert "status" not in running.jobset()
@@ -84,6 +84,10 @@ def test_logs_of_four_hosts_are_told_apart(running: Kubernetes, gke: Gke) -> Non
     (running.root / "logs").mkdir()
     for host in range(4):
         (running.root / f"logs/grpo-slice-0-{host}-r0").write_text("".join(f"line {n} of {host}\n" for n in range(30)))
+    running.say((1,), waiting("ContainerCreating", ""))
+    code, out, _ = gke("logs", "--lines", "1")
+    assert (code, out.splitlines()) == (0, [f"[{host}] line 29 of {host}" for host in (0, 2, 3)])
+    running.pods()
     code, out, _ = gke("logs", "--lines", "2")
     assert (code, out.splitlines()) == (0, [f"[{host}] line {n} of {host}" for host in range(4) for n in (28, 29)])
     code, out, _ = gke("logs", "--follow", "--lines", "30")

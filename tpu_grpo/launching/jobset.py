@@ -46,15 +46,8 @@ def manifests(job: Job, options: Options) -> tuple[Manifest, Manifest, Manifest]
         ConfigError: an option is missing or impossible on GKE, or a pod's name would be too long for Kubernetes.
     """
     kind, name = _checked(job, options), options.name
-    secret = {"metadata": {"name": f"{name}-secrets"}, "stringData": dict(job.secrets)}
-    config = {"metadata": {"name": f"{name}-config"}, "data": {"config.yaml": job.content.decode()}}
-    annotations: dict[str, str] = {}
-    labels: dict[str, str] = {}
-    if kind.hosts > 1:
-        annotations["alpha.jobset.sigs.k8s.io/exclusive-topology"] = "cloud.google.com/gke-nodepool"
-    if options.queue:
-        labels["kueue.x-k8s.io/queue-name"] = options.queue
-        labels |= {"kueue.x-k8s.io/priority-class": options.priority} if options.priority else {}
+    each_on_a_node_pool = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
+    queue = {"queue-name": options.queue, "priority-class": options.priority} if options.queue else {}
     lost = [{"type": "DisruptionTarget", "status": "True"}]
     final = {"containerName": CONTAINER, "operator": "In", "values": list(FINAL_CODES)}
     one_slice = {
@@ -76,7 +69,13 @@ def manifests(job: Job, options: Options) -> tuple[Manifest, Manifest, Manifest]
         },
         "replicatedJobs": [{"name": "slice", "replicas": options.slices, "template": {"spec": one_slice}}],
     }
-    metadata = {"name": name, "labels": labels, "annotations": annotations}
+    metadata = {
+        "name": name,
+        "labels": {f"kueue.x-k8s.io/{key}": value for key, value in queue.items() if value},
+        "annotations": each_on_a_node_pool if kind.hosts > 1 else {},
+    }
+    config = {"metadata": {"name": f"{name}-config"}, "data": {"config.yaml": job.content.decode()}}
+    secret = {"metadata": {"name": f"{name}-secrets"}, "stringData": dict(job.secrets)}
     return (
         {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": metadata, "spec": spec},
         {"apiVersion": "v1", "kind": "ConfigMap", **config},

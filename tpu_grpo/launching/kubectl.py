@@ -130,16 +130,12 @@ class Cluster:
             )
         found = self.gcloud.get("jobset", self._name)
         if found and (state := _state(found)) not in ("completed", "failed", "stopped"):
-            raise LaunchError(
-                f"{self._name} must be free for this run, got one {state}; `stop` it, or wait for its end"
-            )
+            raise LaunchError(f"{self._name} must be free for a run, got one {state}; `stop` it, or wait for its end")
         self.delete()  # much of a JobSet cannot be changed
         self.gcloud.say(f"passing on {', '.join(job.secrets)}, by the secret {self._name}-secrets")
         if self.gcloud.dry_run:
             print(yaml.safe_dump_all(shown, sort_keys=False, width=120), end="")
-        with NamedTemporaryFile(
-            "w", prefix="tpu_grpo_launch_", suffix=".json"
-        ) as file:  # which only its owner can read
+        with NamedTemporaryFile("w", suffix=".json") as file:  # which only its owner can read
             json.dump({"apiVersion": "v1", "kind": "List", "items": [*shown, secret]}, file)
             file.flush()
             self.gcloud.run(self.gcloud.command("apply", "--server-side", f"--filename={file.name}"))
@@ -190,7 +186,8 @@ class Cluster:
             self._take_from_queue(jobset)
             change = json.dumps({"metadata": {"annotations": {STOPPED: "true"}}, "spec": {"suspend": True}})
             self.gcloud.run(self.gcloud.command("patch", "jobset", self._name, "--type=merge", f"--patch={change}"))
-            self.gcloud.run(self.gcloud.command("wait", "pods", pods_of_it, "--for=delete", f"--timeout={seconds}s"))
+            waiting = "--field-selector=status.phase=Running", "--for=delete", f"--timeout={seconds}s"
+            self.gcloud.run(self.gcloud.command("wait", "pods", pods_of_it, *waiting))
         finally:
             if watch is not None:
                 watch.terminate()
@@ -222,5 +219,7 @@ class Cluster:
 
     def _logs(self, lines: int) -> dict[int, Command]:
         words = f"--container={CONTAINER}", f"--tail={lines}"
-        _, pods = self._look()
-        return {host: self.gcloud.command("logs", pod.name, *words) for host, pod in pods.items()}
+        begun = {
+            host: pod for host, pod in self._look()[1].items() if pod.state == "Running" or pod.exit_code is not None
+        }
+        return {host: self.gcloud.command("logs", pod.name, *words) for host, pod in begun.items()}
