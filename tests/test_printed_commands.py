@@ -138,7 +138,8 @@ def help_of(script: str) -> str:
         return (REPOSITORY / "scripts" / "local_hosts.py").read_text()
     module = import_module(f"tpu_grpo.cli.{import_module('tpu_grpo.cli.main').COMMANDS[script][0]}")
     shown = io.StringIO()
-    for words in (["--help"], *([[name, "--help"] for name in LAUNCH] if script == "launch" else [])):
+    verbs = [*([name] for name in LAUNCH), ["run", "--on", "gke"]] if script == "launch" else []
+    for words in (["--help"], *([*verb, "--help"] for verb in verbs)):
         with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
             module.main(words)
     return f"--help {shown.getvalue()}"

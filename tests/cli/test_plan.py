@@ -60,7 +60,8 @@ def test_a_run_that_fits_as_text_and_as_json(directory: Path) -> None:
     """On v7x, where 4 chips are 8 devices. Its flags keep launches of decode steps from copying all weights."""
     text = plan(directory, "--slice", "v7x-8", "--fast")
     assert text.returncode == 0, text.stderr
-    assert text.stdout.startswith("slice      v7x-8: 4 chips, 1 hosts, 8 devices of 94.75 GiB\n")
+    first = "slice      v7x-8: 4 chips, 1 hosts, 8 devices of 94.75 GiB; on GKE: launch.py run --on gke\n"
+    assert text.stdout.startswith(first)
     assert "kernels    rollout flash attention, trainer flash attention in blocks of 128 tokens" in text.stdout
     assert "\nfits: the " in text.stdout
     assert "compiling gradients of a micro-batch (4 layers)" in text.stderr

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.launching.driving import Launch
+from tests.launching.kubernetes_stand_in import Kubernetes
 from tests.launching.stand_in import StandIn
 from tpu_grpo.cli.launch import main
 
@@ -34,6 +35,20 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandI
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TPU_NAME", "grpo")
     monkeypatch.setattr("tpu_grpo.launching.tpu_slice.POLL_SECONDS", 0.01)
+    yield made
+    made.kill()
+
+
+@pytest.fixture
+def kubernetes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kubernetes]:
+    """kubectl on the PATH, with a cluster that has nothing; no process of it outlives the test."""
+    made = Kubernetes.install(tmp_path / "cluster")
+    for name, value in made.environment().items():
+        monkeypatch.setenv(name, value)
+    for name in ("TPU_SLICES", "WANDB_API_KEY", "HF_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"TPU_NAME": "grpo", "TPU_TYPE": "v5e-16", "TPU_IMAGE": "i:1"}.items():
+        monkeypatch.setenv(name, value)
     yield made
     made.kill()
 

@@ -1,14 +1,18 @@
 """Real training runs on the workers of the stand-in: two processes of two CPU devices that find each other."""
 
 import json
+import socket
+import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+from jax._src.clusters.cloud_tpu_cluster import GkeTpuCluster
 
 from tests.launching import gcloud_syntax
 from tests.launching.driving import REPOSITORY, eventually
+from tests.launching.kubernetes_stand_in import Kubernetes
 from tests.launching.stand_in import StandIn
 from tests.models.random_checkpoint import edit_config, write_random_qwen3
 from tpu_grpo.cli.launch import main
@@ -128,3 +132,45 @@ def test_stopping_saves_a_checkpoint_on_all_workers(
         job = stand_in.home(worker) / ".tpu_grpo/job"
         assert (job / "exit_code").read_text() == "4\n", (job / "log").read_text()
     assert [path for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name.isdigit()]
+
+
+def in_pods(cluster: Kubernetes) -> dict[str, list[str]]:
+    """What processes here need instead of a slice's devices: who they are, as jax finds it in the pods' variables."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    found = {}
+    cluster.pods()
+    for pod in cluster.load()["pods"]:
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in cluster.variables(pod).items():
+                patch.setenv(name, value)
+            count, index = GkeTpuCluster.get_process_count(), GkeTpuCluster.get_process_id()
+        host = pod["metadata"]["name"].rpartition("-r")[0]
+        found[host] = [f"hosts.coordinator=127.0.0.1:{port}", f"hosts.count={count}", f"hosts.index={index}"]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_run_goes_on_after_a_pod_was_evicted_and_ends_as_one_that_was_not(
+    kubernetes: Kubernetes, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two pods of two CPU devices; the one that is left ends with 3, and the JobSet starts both again."""
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    monkeypatch.chdir(REPOSITORY)
+    for name in ("calm", "run"):
+        words = ["run", "--on", "gke", "--type", "v4-16", str(config), f"run.dir={tmp_path}/{name}"]
+        assert main(words) == 0
+        kubernetes.start(sys.executable, in_pods(kubernetes))
+        if name == "run":
+            metrics = tmp_path / "run" / "metrics.jsonl"
+            eventually(lambda path=metrics: path.exists() and len(path.read_text().splitlines()) >= 2, seconds=500)
+            kubernetes.processes["grpo-slice-0-1-r0"].kill()
+            codes = {pod: process.wait(100) for pod, process in kubernetes.processes.items()}
+            assert codes == {"grpo-slice-0-0-r0": 3, "grpo-slice-0-1-r0": -9}, kubernetes.log("grpo-slice-0-0-r0")
+            assert kubernetes.settle() == "restarts"
+            kubernetes.start(sys.executable, in_pods(kubernetes), restart=1)
+        assert kubernetes.settle() == "completed", kubernetes.log(f"grpo-slice-0-0-r{int(name == 'run')}")
+    assert outcome(tmp_path / "run") == outcome(tmp_path / "calm")

@@ -67,8 +67,8 @@ def test_a_run_is_watched_until_it_ends(
         gcloud_syntax.check(command)
 
 
-@pytest.mark.parametrize("place", ["runs/none", "gs://bucket/none"])
-def test_a_run_that_is_not_there(place: str, ready: StandIn, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["watch", "--how", "vm", place, "--to", str(ready.root / "here")]) == 1
+@pytest.mark.parametrize("words", ["--how vm runs/none", "--how vm gs://bucket/none", "--on gke gs://bucket/none"])
+def test_a_run_that_is_not_there(words: str, ready: StandIn, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["watch", *words.split(), "--to", str(ready.root / "here")]) == 1
     told = capsys.readouterr().err
     assert "No such file or directory" in told or "Did not find existing container at: gs://bucket/none" in told

@@ -166,7 +166,7 @@ CHIP = Chip(
     link_bytes_per_second=8 / RATES.links,  # two of four links lead to others of four chips: 4 bytes a second
     network_bytes_per_second=2 / RATES.links,
 )
-FOUR_LINKS = Generation("v0", "v0", "", 1, 2, (), CHIP)
+FOUR_LINKS = Generation("v0", "v0", "", 1, 2, (), "", "", CHIP)
 
 
 def sizes(**changes: Any) -> TrainerSizes:

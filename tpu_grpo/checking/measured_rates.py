@@ -58,7 +58,7 @@ def generation_of(shared: Shared) -> Generation:
     if shared.generation is not None:
         return shared.generation
     flops, memory = (shared.rates[f"{name}_per_second"] for name in ("flops", "memory_bytes"))
-    return Generation("cpu", "cpu", "", 1, 2, (), Chip(0, flops, memory, 1e9, 1e9))
+    return Generation("cpu", "cpu", "", 1, 2, (), "", "", Chip(0, flops, memory, 1e9, 1e9))
 
 
 def _timed(said: str, figures: dict[str, float], *, slow: bool = False, remedy: str = "") -> Finding:

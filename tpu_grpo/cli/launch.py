@@ -16,6 +16,7 @@ from tpu_grpo.launching.jobs import (
     secrets_here,
     variables_from,
 )
+from tpu_grpo.launching.kubectl import Cluster
 from tpu_grpo.launching.launch_options import Options, parse
 from tpu_grpo.launching.launcher import Launcher, status_lines
 from tpu_grpo.launching.tpu_slice import SliceState
@@ -38,6 +39,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _launch(options: Options) -> int | None:
+    if options.on == "gke" and options.verb != "watch":  # which needs a bucket only
+        return _on_gke(Cluster(options), options)
     with tempfile.TemporaryDirectory(prefix="tpu_grpo_launch_") as scratch:
         launcher = Launcher(options, Path(scratch))
         tpu = launcher.tpu
@@ -69,6 +72,23 @@ def _launch(options: Options) -> int | None:
             case "babysit":
                 return _babysit(launcher, options)
     return None
+
+
+def _on_gke(cluster: Cluster, options: Options) -> None:
+    match options.verb:
+        case "run":
+            job = _job(options, "checkpoint.resume=auto")
+            cluster.run(job, checked_config(job, options.slices))
+        case "status":
+            print("\n".join(cluster.status()))
+        case "logs" if options.follow:
+            cluster.follow(options.lines)
+        case "logs":
+            print(cluster.logs(options.lines))
+        case "stop":
+            print("\n".join(cluster.stop(options.grace)))
+        case "delete":
+            cluster.delete()
 
 
 def _run(launcher: Launcher, options: Options) -> None:

@@ -56,6 +56,10 @@ GRACE_SECONDS = 2.0
 REMEDY = "start the same command on every host, each with its own hosts.index"
 
 
+class MeetingOverError(ConfigError):
+    """Something else than host 0 answers at the coordinator's port: a run that has all its hosts, or a program."""
+
+
 @dataclass(frozen=True)
 class Caller:
     """A host of a run, as it introduced itself."""
@@ -390,7 +394,7 @@ def arrive(coordinator: str, me: Caller, timeout_seconds: float, secret: bytes =
         except _StrangerError:
             strange_until = strange_until or time.monotonic() + min(PATIENCE_SECONDS, timeout_seconds)
             if time.monotonic() > strange_until:
-                raise ConfigError(
+                raise MeetingOverError(
                     f"hosts.coordinator must be where host 0 of this run waits, got {coordinator}, where something "
                     "else answers: a run that has all its hosts, which goes on, or another program; choose another port"
                 ) from None

@@ -24,10 +24,12 @@ SHOWN_LINES = 20
 # --- what is wrong ---------------------------------------------------------------------------------------------------
 
 
+type Explanations = tuple[tuple[str, str, str], ...]
+
 UNKNOWN = "unknown", "look at what gcloud printed above; `gcloud info --show-log` has the details"
 WORKER = "worker", "see what the workers said; mend that, then give the command again"
 """(kind, remedy) if gcloud itself worked, but the command that it ran on a worker failed."""
-EXPLANATIONS = (
+EXPLANATIONS: Explanations = (
     (
         "login",
         r"do not currently have an active account|Reauthentication|invalid_grant|refreshing your current auth tokens",
@@ -121,12 +123,14 @@ class GcloudError(LaunchError):
         workers: the output of the workers.
     """
 
+    explanations, unknown = EXPLANATIONS, UNKNOWN
+
     def __init__(self, command: Sequence[str], code: int, output: str, workers: str = ""):
         self.command, self.code, self.output = command, code, output
         explained = (
-            (kind, remedy) for kind, pattern, remedy in EXPLANATIONS if re.search(pattern, output, re.I | re.S)
+            (kind, remedy) for kind, pattern, remedy in self.explanations if re.search(pattern, output, re.I | re.S)
         )
-        self.kind, remedy = next(explained, WORKER if workers else UNKNOWN)
+        self.kind, remedy = next(explained, WORKER if workers else self.unknown)
         self.is_retriable = self.kind in RETRIABLE
         *first, last = (word for word in command if not word.startswith("-"))
         what = " ".join([*first[:6], last])  # the name of the TPU is last
@@ -144,6 +148,9 @@ class Gcloud:
 
     In a dry run, commands are only printed, and succeed with empty output.
     """
+
+    error: type[GcloudError] = GcloudError
+    absent = "gcloud must be on the PATH, got no such program; install the Google Cloud CLI, then `gcloud init`"
 
     def __init__(self, options: Options):
         self._options, self.dry_run = options, options.dry_run
@@ -200,7 +207,7 @@ class Gcloud:
             stdout = process.stdout.read()
             reader.join()
         if process.returncode:
-            raise GcloudError(command, process.returncode, stdout + "".join(stderr))
+            raise self.error(command, process.returncode, stdout + "".join(stderr))
         return stdout
 
     def describe(self, *words: str) -> Any:
@@ -225,6 +232,4 @@ class Gcloud:
                 command, stdin=no_input, stdout=pipe, stderr=pipe, text=True, encoding="utf-8", errors="replace"
             )
         except FileNotFoundError:
-            raise ConfigError(
-                "gcloud must be on the PATH, got no such program; install the Google Cloud CLI, then `gcloud init`"
-            ) from None
+            raise ConfigError(self.absent) from None

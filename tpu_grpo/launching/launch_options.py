@@ -18,6 +18,7 @@ VARIABLES = {
     "project": "TPU_PROJECT",
     "type": "TPU_TYPE",
     "slices": "TPU_SLICES",
+    "image": "TPU_IMAGE",
 }
 """Flag -> environment variable that is read if the flag is missing. Without either, gcloud's settings give zone
 and project."""
@@ -30,8 +31,9 @@ ABOUT = f"""Runs training on a Cloud TPU slice with gcloud: every command is pri
   {PROGRAM} watch   --name grpo --zone us-west4-a RUN_DIR                 metrics and report of a run, here
   {PROGRAM} babysit --name grpo --type v5e-16 --zone us-west4-a --spot CONFIG ...    all of it, again after preemptions
 
---name, --zone, --project, --type and --slices may come from {", ".join(VARIABLES.values())}; zone and project also
-from `gcloud config`. --dry-run prints the commands and runs none. What follows -- goes to the run as it is.
+--name, --zone, --project, --type, --slices and --image may come from {", ".join(VARIABLES.values())};
+zone and project also from `gcloud config`. --on gke runs on Kubernetes Engine instead; `VERB --on gke --help` shows its
+flags. --dry-run prints the commands and runs none. What follows -- goes to the run as it is.
 docs/launching.md tells the whole way, and what to do when something goes wrong."""
 BUCKET = "gs://"
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
@@ -41,13 +43,14 @@ class Options(argparse.Namespace):
     """The parsed flags, which their help texts describe. A flag that the verb does not have is no attribute."""
 
     verb: str
+    on: Literal["gcloud", "gke"]
     name: str
     zone: str | None
     project: str | None
     slice: Slice | None
     """The slice that --type names; None without --type. Only creating a slice needs it."""
     slices: int
-    how: Literal["queued", "vm"]
+    how: Literal["queued", "vm"] = "queued"
     dry_run: bool
     user: str | None
     internal_ip: bool
@@ -87,6 +90,14 @@ class Options(argparse.Namespace):
     run_dir: str
     to: Path | None
 
+    context: str | None
+    namespace: str | None
+    image: str | None
+    bucket: str | None
+    queue: str | None
+    priority: str | None
+    privileged: bool
+
 
 class Verb(NamedTuple):
     """One verb: its help, and its flags in addition to the common ones."""
@@ -113,7 +124,15 @@ def parse(arguments: Sequence[str]) -> Options:
     )
     top.add_argument("verb", choices=VERBS, metavar="VERB", help="below; `VERB --help` shows its flags")
     verb = top.parse_args(before[:1]).verb
-    options = _verb_parser(verb).parse_intermixed_args(before[1:], Options(verb=verb))
+    where = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    _on_flag(where)
+    on = where.parse_known_args(before[1:])[0].on
+    if verb not in VERBS_ON[on]:
+        raise ConfigError(
+            f"{verb} needs --on gcloud, got gke, where `run` is enough: node pools are made before, pods run an image, "
+            "and the JobSet restarts them"
+        )
+    options = _verb_parser(verb, on).parse_intermixed_args(before[1:], Options(verb=verb))
     if after:
         if not hasattr(options, "words"):
             top.error(f"{verb} takes no words after --, got {after}")
@@ -140,6 +159,10 @@ def _check(options: Options) -> None:
         raise ConfigError(
             f"--name must be lower-case letters, digits and dashes, beginning with a letter, got {options.name!r}"
         )
+    if options.on == "gke" and options.verb == "watch":
+        raise ConfigError(f"RUN_DIR must be in the bucket on GKE, {BUCKET}NAME/DIR, got {options.run_dir}")
+    if options.on == "gke":
+        return
     if options.how == "vm" and options.slices > 1:
         raise ConfigError(
             f"--slices must be 1 with --how vm, got {options.slices}; leave out --how vm: only queued resources make "
@@ -155,28 +178,58 @@ def _check(options: Options) -> None:
         raise ConfigError(f"--valid-until needs --how queued, got {limit}; a TPU VM does not wait")
 
 
-def _verb_parser(name: str) -> argparse.ArgumentParser:
-    words = " CONFIG [section.key=value ...]" if _job_flags in VERBS[name].flags else ""
+def _verb_parser(name: str, on: str) -> argparse.ArgumentParser:
+    verb = VERBS_ON[on][name]
+    words = " CONFIG [section.key=value ...]" if _job_flags in verb.flags else ""
     usage = f"{PROGRAM} {name} [FLAGS]{words}"
-    parser = argparse.ArgumentParser(usage=usage, description=VERBS[name].about, allow_abbrev=False)
-    for add_flags in (_common_flags, *VERBS[name].flags):
+    parser = argparse.ArgumentParser(usage=usage, description=verb.about, allow_abbrev=False)
+    for add_flags in (_common_flags, _gke_flags if on == "gke" else _gcloud_flags, *verb.flags):
         add_flags(parser)
     defaults = {name: os.environ.get(variable) or parser.get_default(name) for name, variable in VARIABLES.items()}
     parser.set_defaults(**defaults)
     return parser
 
 
+def _on_flag(parser: argparse.ArgumentParser) -> None:
+    on = "TPU VMs, or pods of Kubernetes Engine (default: gcloud)"
+    parser.add_argument("--on", choices=("gcloud", "gke"), default="gcloud", help=on)
+
+
+def _gke_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("how the cluster is reached").add_argument
+    add("--context", help="kubectl's, which names the cluster (default: kubectl's current one)")
+    add("--namespace", help="of the JobSet (default: the context's)")
+
+
+def _jobset_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("what pods are").add_argument
+    add("--type", help=f"v7x-8, v5e-16, v6e-8, v5p-8 ... ({VARIABLES['type']})")
+    add("--image", help=f"made of our Dockerfile ({VARIABLES['image']})")
+    add("--bucket", metavar="NAME", help="a bucket, which pods have as /mnt/run")
+    add("--service-account", help="of Kubernetes, with Workload Identity; it needs access to the bucket")
+    add("--spot", action="store_true", help="on spot nodes: cheaper, and may be taken away at any time")
+    add("--queue", help="the local queue of Kueue in which the JobSet waits")
+    add("--priority", help="a priority class, of Kueue if --queue is given")
+    add("--privileged", action="store_true", help="run as root with all rights, where nodes limit locked memory")
+    add("--restarts", type=int, default=10, help="of all pods, after which the run has failed (default: %(default)s)")
+    _stop_flags(parser)
+
+
 def _common_flags(parser: argparse.ArgumentParser) -> None:
+    _on_flag(parser)
     add = parser.add_argument_group("which TPU").add_argument
-    add("--name", help=f"of the TPU ({VARIABLES['name']})")
-    add("--zone", help=f"({VARIABLES['zone']}, else gcloud's compute/zone)")
-    add("--project", help=f"({VARIABLES['project']}, else gcloud's core/project)")
+    add("--name", help=f"of the TPU, or of the JobSet ({VARIABLES['name']})")
     slices = f"how many, joined by the data-centre network ({VARIABLES['slices']}, default: 1)"
     add("--slices", default="1", metavar="N", help=slices)
+    add("--dry-run", action="store_true", help="print the commands, run none")
+
+
+def _gcloud_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("how workers are reached").add_argument
+    add("--zone", help=f"({VARIABLES['zone']}, else gcloud's compute/zone)")
+    add("--project", help=f"({VARIABLES['project']}, else gcloud's core/project)")
     how = "a queued resource, or a TPU VM at once (default: queued)"
     add("--how", choices=("queued", "vm"), default="queued", help=how)
-    add("--dry-run", action="store_true", help="print the commands, run none")
-    add = parser.add_argument_group("how workers are reached").add_argument
     add("--user", help="log in as this user (default: gcloud's choice)")
     add("--internal-ip", action="store_true", help="by the internal address, from a machine in the same network")
     add("--tunnel-through-iap", action="store_true", help="through Identity-Aware Proxy, with gcloud's alpha commands")
@@ -267,3 +320,8 @@ VERBS = {
         (_slice_flags, _setup_flags, _job_flags, _retry_flags),
     ),
 }
+GKE_VERBS = {name: VERBS[name] for name in ("status", "logs", "watch", "stop", "delete")}
+GKE_VERBS["run"] = Verb(
+    "start a JobSet, which restarts the run: it goes on when this machine is off", (_jobset_flags, _job_flags)
+)
+VERBS_ON = {"gcloud": VERBS, "gke": GKE_VERBS}

@@ -166,28 +166,14 @@ class Launcher:
 
     def logs(self, lines: int) -> str:
         """Return the end of every worker's log."""
-        return _merged(self._call("logs", str(lines)))
+        return merged(self._call("logs", str(lines)))
 
     def follow(self, lines: int, workers: int) -> None:
         """Print logs as they grow, with the worker's number before every line, until the run has ended everywhere."""
         line = _remote_line(["logs", str(lines), "follow"])
         each = range(workers // len(self.tpu.nodes))
         commands = [self._ssh(node, line, f"--worker={worker}") for node in self.tpu.nodes for worker in each]
-        for command in commands:
-            self.gcloud.announce(command)
-        if self.gcloud.dry_run:
-            return
-        processes = [self.gcloud.start(command) for command in commands]
-        readers = [threading.Thread(target=_show, args=pair) for pair in enumerate(processes)]
-        try:
-            for reader in readers:
-                reader.start()
-            for reader in readers:
-                reader.join()
-        finally:
-            for process in processes:
-                if process.poll() is None:
-                    process.terminate()
+        follow(self.gcloud, dict(enumerate(commands)))
 
     def bring(self, names: Sequence[str], run_dir: str, into: Path) -> None:
         """Copy files from a run's directory, on worker 0 of all or in a bucket; missing files are skipped.
@@ -225,7 +211,7 @@ class Launcher:
             self._run_together(commands, repeated=repeated)
         except GcloudError as error:
             ends = {worker: "\n".join(text.splitlines()[-SHOWN_LINES:]) for worker, text in _read(outputs).items()}
-            if said := _merged(ends):
+            if said := merged(ends):
                 raise GcloudError(error.command, error.code, error.output, said) from error
             raise
         return _read(outputs)
@@ -257,6 +243,25 @@ class Launcher:
         return ["gcloud", *track, "compute", "tpus", "tpu-vm", *words, *flags]
 
 
+def follow(gcloud: Gcloud, commands: Mapping[int, Command]) -> None:
+    """Print what commands for workers print, with the worker's number before every line, until all have ended."""
+    for command in commands.values():
+        gcloud.announce(command)
+    if gcloud.dry_run:
+        return
+    processes = {worker: gcloud.start(command) for worker, command in commands.items()}
+    readers = [threading.Thread(target=_show, args=pair) for pair in processes.items()]
+    try:
+        for reader in readers:
+            reader.start()
+        for reader in readers:
+            reader.join()
+    finally:
+        for process in processes.values():
+            if process.poll() is None:
+                process.terminate()
+
+
 def status_lines(state: SliceState, workers: Mapping[int, WorkerStatus]) -> list[str]:
     """Return the status of the workers as lines of a table."""
     count = f"{state.workers} worker{'s' * (state.workers != 1)}"
@@ -280,7 +285,7 @@ def _answers(text: str) -> dict[str, str]:
     return {match[1]: match[2] for match in re.finditer(r"^@(\w+) ?(.*)$", text, re.MULTILINE)}
 
 
-def _merged(texts: Mapping[int, str]) -> str:
+def merged(texts: Mapping[int, str]) -> str:
     """Concatenate the outputs of workers, with the worker's number before every line."""
     return "\n".join(f"[{worker}] {line}" for worker, text in sorted(texts.items()) for line in text.splitlines())
 

@@ -5,6 +5,9 @@
 The number in a name counts TensorCores: one per chip of v5e and v6e, two per chip of v4, v5p and v7x. jax shows a chip
 as one device, but a v7x chip as two, each with its own half of the memory. Runtime versions are those that the Cloud
 TPU documentation lists for JAX; the version for v7x is that of Google's accelerator-microbenchmarks.
+
+Topologies, machine types, chips a host and hosts a slice are those of "Plan TPUs in GKE" (Google Kubernetes Engine
+documentation) and of xpk 1.9, as of June 2026. The planner and both launchers read them from here.
 """
 
 import math
@@ -112,6 +115,10 @@ class Generation:
     torus_dimensions: int
     single_host_chips: tuple[int, ...]
     """The sizes, in chips, of slices with a single host."""
+    gke_accelerator: str
+    """The label cloud.google.com/gke-tpu-accelerator of its nodes."""
+    machine: str
+    """Its machine types without the number of chips, such as ct5lp-hightpu for ct5lp-hightpu-4t."""
     chip: Chip
     device_kinds: tuple[str, ...] = ()
     """jax's names of its devices; libtpu also knows the first name."""
@@ -121,6 +128,8 @@ class Generation:
     """Options with which libtpu's description of a slice has the same devices as jax (tpu_grpo/planning/slices.py)."""
     rates: Rates = Rates()
     devices_per_chip: int = 1
+    only_on_gke: bool = False
+    """Whether gcloud's TPU VMs do not list it."""
 
     @property
     def topologies(self) -> Mapping[int, tuple[int, ...]]:
@@ -149,39 +158,40 @@ class Generation:
 
 GENERATIONS = (
     Generation(
-        *("v4", "v4", "tpu-ubuntu2204-base", 2, 3, (4,)),
+        *("v4", "v4", "tpu-ubuntu2204-base", 2, 3, (4,), "tpu-v4-podslice", "ct4p-hightpu"),
         Chip(int(30.75 * GIB), 275e12, 1228e9, 300e9, 3.125e9),
         ("TPU v4",),
         libtpu_description={"chip_config_name": "megacore"},
         rates=Rates(products=0.7),
     ),
     Generation(
-        *("v5p", "v5p", "v2-alpha-tpuv5", 2, 3, (4,)),
+        *("v5p", "v5p", "v2-alpha-tpuv5", 2, 3, (4,), "tpu-v5p-slice", "ct5p-hightpu"),
         Chip(int(95.74 * GIB), 459e12, 2765e9, 600e9, 6.25e9),
         ("TPU v5", "TPU v5p"),
         rates=Rates(products=0.75, cache_bytes_per_second=1.31e12),
     ),
     Generation(
-        *("v5e", "v5litepod", "v2-alpha-tpuv5-lite", 1, 2, (1, 4, 8)),
+        *("v5e", "v5litepod", "v2-alpha-tpuv5-lite", 1, 2, (1, 4, 8), "tpu-v5-lite-podslice", "ct5lp-hightpu"),
         Chip(int(15.75 * GIB), 197e12, 819e9, 200e9, 3.125e9),
         ("TPU v5 lite", "TPU v5e"),
         libtpu_args=(*OVERLAP_COLLECTIVES, WHOLE_PRODUCTS),
         rates=Rates(products=0.68, cache_bytes_per_second=1.12e12),
     ),
     Generation(
-        *("v6e", "v6e", "v2-alpha-tpuv6e", 1, 2, (1, 4, 8)),
+        *("v6e", "v6e", "v2-alpha-tpuv6e", 1, 2, (1, 4, 8), "tpu-v6e-slice", "ct6e-standard"),
         Chip(int(31.25 * GIB), 918e12, 1640e9, 448e9, 12.5e9),
         ("TPU v6 lite", "TPU v6e"),
         libtpu_args=(*OVERLAP_COLLECTIVES, "--xla_tpu_scoped_vmem_limit_kib=98304"),  # of 128 MiB; default 16 MiB
         rates=Rates(products=0.55, cache_bytes_per_second=1.31e12),
     ),
     Generation(
-        *("v7x", "tpu7x", "v2-alpha-tpu7-ubuntu2404", 2, 3, (4,)),
+        *("v7x", "tpu7x", "v2-alpha-tpu7-ubuntu2404", 2, 3, (4,), "tpu7x", "tpu7x-standard"),
         Chip(int(94.75 * GIB), 1153.5e12, 3690e9, 300e9, 6.25e9),  # a device; the chip has twice that
         ("TPU7x",),
         libtpu_args=(*SPARSE_CORES, LAYOUT_OF_ARGUMENTS),
         rates=Rates(products=0.7, cache_bytes_per_second=1.31e12),  # the cache's is v6e's, not fitted
         devices_per_chip=2,
+        only_on_gke=True,
     ),
 )
 
@@ -212,6 +222,19 @@ class Slice:
     def hosts(self) -> int:
         """The number of hosts, which gcloud calls workers."""
         return 1 if self.chips in self.generation.single_host_chips else self.chips // CHIPS_PER_HOST
+
+    @property
+    def machine_type(self) -> str:
+        """The machine type of a host, such as ct5lp-hightpu-4t."""
+        return f"{self.generation.machine}-{self.chips // self.hosts}t"
+
+    @property
+    def topology(self) -> str:
+        """The label cloud.google.com/gke-tpu-topology, such as 4x4; raises ConfigError if none is known."""
+        if (sides := self.generation.topologies.get(self.chips)) is None:
+            known = ", ".join(Slice(self.generation, chips).name for chips in self.generation.topologies)
+            raise ConfigError(f"--type must be a slice of a known topology on GKE, one of {known}, got {self.name}")
+        return "x".join(map(str, sides))
 
 
 def parse_slice(name: str, flag: str = "--type") -> Slice:

@@ -19,7 +19,8 @@ def plan_lines(plan: Plan, mean_new_tokens: float | None = None, price: float | 
     config, target, chip = plan.config, plan.target, plan.target.chip
     lines = [
         f"slice      {target.name}: {target.chips} chips, {target.slices * target.slice.hosts} hosts, "
-        f"{len(target.devices)} devices of {chip.memory_bytes / GIB:.2f} GiB",
+        f"{len(target.devices)} devices of {chip.memory_bytes / GIB:.2f} GiB"
+        + ("; on GKE: launch.py run --on gke" if target.slice.generation.only_on_gke else ""),
         f"model      {config.model.path}: {plan.model}, {config.model.dtype}",
         f"meshes     {plan.meshes}",
         f"step       {config.step_text}, {config.data.max_prompt_tokens} + {config.rollout.max_new_tokens} tokens",

@@ -1,0 +1,191 @@
+"""The JobSet of a job, as a whole, and against the schemas of Kubernetes; how its pods find each other."""
+
+import os
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+from jax._src.clusters import cloud_tpu_cluster
+
+from tests.goldens import cases, compare, rows
+from tests.launching.driving import REPOSITORY
+from tests.launching.kubernetes_stand_in import expanded
+from tpu_grpo.cli.launch import main
+from tpu_grpo.hosts.coordination_service import Service
+from tpu_grpo.hosts.joining import start
+from tpu_grpo.launching.jobset import BUCKET_OPTIONS, meeting_variables
+from tpu_grpo.launching.tpus import GENERATIONS, Slice, parse_slice
+
+MANIFESTS = Path(__file__).with_name("manifests.txt")
+SCHEMA = yaml.safe_load(Path(__file__).with_name("jobset_schema.yaml").read_text())
+"""The parts of the API that are used, and nothing else; written from the documentation of Kubernetes and JobSet."""
+PUBLISHED = os.environ.get("JOBSET_CRD")
+"""The file jobset.x-k8s.io_jobsets.yaml of a release of kubernetes-sigs/jobset, in config/components/crd/bases."""
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TPU_TYPE", "TPU_SLICES", "TPU_IMAGE", "WANDB_API_KEY", "HF_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TPU_NAME", "grpo")
+    monkeypatch.setenv("TPU_GRPO_SECRET", "s3cret" * 8)
+    monkeypatch.chdir(REPOSITORY)
+
+
+@pytest.mark.parametrize(("words", "told"), cases(MANIFESTS))
+def test_a_dry_run_prints_the_manifest(words: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--on", "gke", *shlex.split(words), "--dry-run"]) == 0
+    out, err = capsys.readouterr()
+    assert "s3cret" not in out + err
+    manifest, config = yaml.safe_load_all(out)
+    assert config["data"]["config.yaml"] == (REPOSITORY / re.search(r"configs/\S+", words)[0]).read_text()  # type: ignore[index]
+    compare(MANIFESTS, words, told, out.partition("---\n")[0].rstrip("\n"))
+    assert {item["kind"] for item in (manifest, config)} == {"JobSet", "ConfigMap"}
+
+
+@pytest.mark.parametrize(("words", "told"), rows(MANIFESTS), ids=[words for words, _ in rows(MANIFESTS)])
+def test_manifests_have_what_the_api_has(words: str, told: str) -> None:
+    jsonschema.validate(yaml.safe_load(told), SCHEMA)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda spec: spec.update(replicas=2),
+        lambda spec: spec["replicatedJobs"][0].update(replicas="2"),
+        lambda spec: spec["failurePolicy"].update(maxRestart=1),
+        lambda spec: spec["failurePolicy"]["rules"][0].update(action="Fail"),
+        lambda spec: spec["replicatedJobs"][0]["template"]["spec"].pop("template"),
+        lambda spec: spec["replicatedJobs"][0]["template"]["spec"]["template"]["spec"].update(
+            restartPolicy="Sometimes"
+        ),
+        lambda spec: spec["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]["env"].append(
+            {}
+        ),
+        lambda spec: spec["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["nodeSelector"].update(
+            spot=True
+        ),
+    ],
+)
+def test_other_manifests_are_refused(change: Any) -> None:
+    manifest = yaml.safe_load(rows(MANIFESTS)[0][1])
+    change(manifest["spec"])
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(manifest, SCHEMA)
+
+
+# --- the schema that JobSet publishes ---------------------------------------------------------------------------------
+
+
+def strict(schema: Any) -> Any:
+    """The schema of a CRD, with properties that it does not name refused: the API server drops those."""
+    if not isinstance(schema, dict):
+        return schema
+    made = {key: [*map(strict, value)] if isinstance(value, list) else strict(value) for key, value in schema.items()}
+    if isinstance(made.get("properties"), dict):
+        made["properties"] = {key: strict(value) for key, value in schema["properties"].items()}
+        made.setdefault("additionalProperties", False)
+    if made.pop("x-kubernetes-int-or-string", False):
+        made["type"] = ["integer", "string"]
+    return made
+
+
+@pytest.fixture(scope="module")
+def published() -> Any:
+    if PUBLISHED is None:
+        pytest.skip("JOBSET_CRD names no file; it is kubernetes-sigs/jobset's, under the Apache License 2.0")
+    crd = yaml.load(Path(PUBLISHED).read_text(), yaml.CSafeLoader)
+    found = next(each for each in crd["spec"]["versions"] if each["name"] == "v1alpha2")
+    made = strict(found["schema"]["openAPIV3Schema"])
+    made["properties"]["metadata"] = {"type": "object"}  # of every object, and not in a CRD
+    return made
+
+
+@pytest.mark.parametrize(("words", "told"), rows(MANIFESTS), ids=[words for words, _ in rows(MANIFESTS)])
+def test_manifests_have_what_jobset_publishes(words: str, told: str, published: Any) -> None:
+    manifest = yaml.safe_load(told)
+    jsonschema.validate(manifest, published)
+    manifest["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]["envs"] = []
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(manifest, published)
+
+
+# --- how pods find each other -----------------------------------------------------------------------------------------
+
+
+def in_pod(monkeypatch: pytest.MonkeyPatch, name: str, kind: Slice, slices: int, at: int, host: int) -> None:
+    """Set the variables of a pod; there is no metadata server."""
+    annotations = {"jobset.sigs.k8s.io/job-index": str(at), "batch.kubernetes.io/job-completion-index": str(host)}
+    found: dict[str, str] = {}
+    for variable in meeting_variables(name, kind, slices):
+        path = variable.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath", "['']")
+        value = variable.get("value", annotations.get(path.split("'")[1], ""))
+        found[variable["name"]] = expanded(value, found)
+        monkeypatch.setenv(variable["name"], found[variable["name"]])
+    monkeypatch.setattr(cloud_tpu_cluster, "running_in_cloud_tpu_vm", True)
+    monkeypatch.setattr(cloud_tpu_cluster, "get_metadata", lambda key: pytest.fail(f"{key} is asked for"))
+    monkeypatch.setattr("socket.gethostbyname", lambda host: host)
+
+
+@pytest.mark.parametrize(
+    ("name", "slices", "at", "host", "met"),
+    [
+        ("v5e-1", 1, 0, 0, None),
+        ("v7x-8", 1, 0, 0, None),
+        ("v5e-16", 1, 0, 3, ("grpo-slice-0-0.grpo:8482", 4, 3)),
+        ("v5e-16", 2, 0, 0, ("grpo-slice-0-0.grpo:8482", 8, 0)),
+        ("v5e-16", 2, 1, 2, ("grpo-slice-0-0.grpo:8482", 8, 6)),
+        ("v7x-32", 3, 2, 3, ("grpo-slice-0-0.grpo:8482", 12, 11)),
+    ],
+)
+def test_pods_find_each_other_without_a_metadata_server(
+    name: str, slices: int, at: int, host: int, met: tuple | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_pod(monkeypatch, "grpo", parse_slice(name), slices, at, host)
+    seen: list[tuple] = []
+    monkeypatch.setattr("tpu_grpo.hosts.joining.connect", lambda *words: seen.append(words[:3]) or Service(None))
+    monkeypatch.setattr("tpu_grpo.hosts.ending.this_process.index", 0)
+    hosts = start(None, 1, 0, environment={"JAX_PLATFORMS": ""})
+    assert seen == ([] if met is None else [met])
+    assert (hosts.index, hosts.count) == ((0, 1) if met is None else (met[2], met[1]))
+
+
+def test_what_is_absent_would_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Why one slice has the variables of several, empty."""
+    in_pod(monkeypatch, "grpo", parse_slice("v5e-16"), 1, 0, 3)
+    monkeypatch.delenv("MEGASCALE_NUM_SLICES")
+    with pytest.raises(pytest.fail.Exception, match="tpu-env is asked for"):
+        start(None, 1, 0, environment={"JAX_PLATFORMS": ""})
+
+
+# --- the table of slices ----------------------------------------------------------------------------------------------
+
+
+def test_the_documented_table_is_the_one_that_is_used() -> None:
+    text = (REPOSITORY / "docs/launching.md").read_text()
+    found: dict[tuple[str, str, int], list[str]] = {}
+    for generation in GENERATIONS:
+        for kind in (Slice(generation, chips) for chips in generation.topologies):
+            if generation.torus_dimensions == 2 or kind.chips >= 4:
+                key = generation.gke_accelerator, kind.machine_type, kind.chips // kind.hosts
+                found.setdefault(key, []).append(f"{kind.name} {kind.topology} {kind.hosts}")
+    lines = [
+        f"| `{label}` | `{machine}` | {chips} | {', '.join(all_)} |" for (label, machine, chips), all_ in found.items()
+    ]
+    print("\n".join(lines))
+    assert "\n".join(lines) in text
+
+
+def test_the_image_is_pinned_and_not_root() -> None:
+    lines = (REPOSITORY / "Dockerfile").read_text().splitlines()
+    images = [line.split()[1] for line in lines if line.startswith("FROM ")]
+    assert images
+    assert all(re.fullmatch(r"python:3\.12\.\d+-slim-\w+", image) for image in images)
+    assert all("==" in line for line in lines if "pip install" in line)
+    assert [line for line in lines if line.startswith("USER ")] == ["USER 1000"]
+    assert f"uid={lines[lines.index('USER 1000')].split()[1]}" in BUCKET_OPTIONS
+    assert 'ENTRYPOINT ["tpu-grpo"]' in lines  # without a shell, which would keep SIGTERM to itself
