@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from transformers import Gemma2Config
+from transformers import AutoConfig
 
 from tests.models.forward import compiled_logprobs, logprobs, trainer_mesh
-from tests.models.random_checkpoint import LLAMA3_SCALING, YARN_SCALING, edit_config, write_random, write_sparse
+from tests.models.random_checkpoint import GEMMA, LLAMA3_SCALING, YARN_SCALING, edit_config, write_random, write_sparse
 from tpu_grpo.models.checkpoint import check_mesh, check_sampler_mesh, read_checkpoint
 from tpu_grpo.models.families import FAMILIES
 from tpu_grpo.models.families import gemma2 as families_gemma2
@@ -138,7 +138,7 @@ def test_published_checkpoints_are_accepted(tmp_path: Path, config: dict[str, An
     assert checkpoint.config.head_dim == config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"gemma2"}))
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - set(GEMMA)))
 def test_settings_left_out_take_hugging_faces_values(tmp_path: Path, family: str) -> None:
     directory = write_random(family, tmp_path, tied=False, hidden=512, head_dim=128)
     edit_config(directory, head_dim=..., tie_word_embeddings=..., rope_scaling=..., hidden_act=...)
@@ -147,18 +147,19 @@ def test_settings_left_out_take_hugging_faces_values(tmp_path: Path, family: str
     assert (config.head_dim, config.tie_word_embeddings) == (128, False)
 
 
-def test_gemma2s_settings_left_out_take_hugging_faces_values(tmp_path: Path) -> None:
-    directory = write_random("gemma2", tmp_path, head_dim=256)
-    names = ("head_dim", "tie_word_embeddings", "query_pre_attn_scalar", "sliding_window", "rms_norm_eps", "rope_theta")
-    edit_config(directory, **dict.fromkeys((*names, "attn_logit_softcapping", "final_logit_softcapping"), ...))
+@pytest.mark.parametrize("family", GEMMA)
+def test_gemmas_settings_left_out_take_hugging_faces_values(tmp_path: Path, family: str) -> None:
+    directory = write_random(family, tmp_path, layers=13, head_dim=256)
+    names = ["head_dim", "tie_word_embeddings", "query_pre_attn_scalar", "sliding_window", "rms_norm_eps", "rope_theta"]
+    names += ["attn_logit_softcapping", "final_logit_softcapping"]
+    names += ["rope_local_base_freq", "rope_scaling"] if family == "gemma3_text" else []
+    edit_config(directory, **dict.fromkeys((*names, "layer_types"), ...))
     edit_config(directory, hidden_activation=..., hidden_act="silu")  # the older setting, which no one reads
-    config, theirs = read_checkpoint(directory).config, Gemma2Config()
+    config, theirs = read_checkpoint(directory).config, AutoConfig.for_model(family)
     assert isinstance(config, families_gemma2.Gemma2Config)
-    for name in (*names, "attn_logit_softcapping", "final_logit_softcapping"):
+    for name in names:
         assert getattr(config, name) == getattr(theirs, name), name
-    types = theirs.layer_types
-    assert types is not None
-    assert config.has_window == tuple(kind == "sliding_attention" for kind in types[:2])
+    assert config.has_window == tuple(kind == "sliding_attention" for kind in theirs.layer_types[:13])
 
 
 def test_gemma2s_layers_may_be_of_any_kind_and_without_caps(tmp_path: Path, tokens_BT: np.ndarray) -> None:
@@ -201,7 +202,7 @@ def test_bfloat16_is_stored_and_computed(tmp_path: Path, tokens_BT: np.ndarray, 
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "gemma2"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "gemma2", "gemma3_text"])
 def test_every_parameter_learns(tmp_path: Path, tokens_BT: np.ndarray, family: str) -> None:
     """Biases, the router, and every expert."""
     directory = write_random(family, tmp_path, layers=1, scale=0.2)
@@ -267,9 +268,9 @@ def test_refused_settings(tmp_path: Path, family: str, settings: dict[str, Any],
 
 def test_other_families_are_refused_with_a_reason(tmp_path: Path) -> None:
     directory = write_random("gemma2", tmp_path)
-    edit_config(directory, model_type="gemma3")
-    told = r"got 'gemma3' \(sglang-jax has no model of Gemma 3\); choose a checkpoint of .*, such as Gemma 2 or Qwen3$"
-    with pytest.raises(CheckpointError, match=rf"\(qwen2, .*gemma2\), {told}"):
+    edit_config(directory, model_type="gemma3n")
+    told = r"got 'gemma3n' \(neither library has its .*\); choose a checkpoint of .*, such as Gemma 3$"
+    with pytest.raises(CheckpointError, match=rf"\(qwen2, .*gemma3_text\), {told}"):
         read_checkpoint(directory)
 
 

@@ -34,7 +34,7 @@ from sgl_jax.srt.model_executor.forward_batch_info import CaptureHiddenMode, For
 from sgl_jax.srt.model_executor.model_runner import ModelRunner
 from sgl_jax.srt.model_loader.loader import get_model_architecture
 
-from tpu_grpo.engine import repairs
+from tpu_grpo.engine import gemma3, repairs
 from tpu_grpo.engine.attention import AttentionMode, cache_dtype, padded
 from tpu_grpo.engine.decode_loop import (
     LaunchInputs,
@@ -53,6 +53,7 @@ from tpu_grpo.engine.reservation import Reservation
 from tpu_grpo.engine.sampling import VOCABULARY_LEAVES, AnyArray, SamplingColumns, WholeVocabularyLogits, sample_rows
 from tpu_grpo.hosts.sharded_arrays import bytes_per_device
 from tpu_grpo.models.checkpoint import abstract_checkpoint
+from tpu_grpo.models.families.gemma3 import GEMMA3, Gemma3Config
 from tpu_grpo.models.families.qwen3_moe import MoeConfig
 from tpu_grpo.models.families.rope import Scaling
 from tpu_grpo.records.errors import WeightsError
@@ -272,15 +273,18 @@ class InputBuilder:
 
 
 def _read_settings(config: Any) -> Scaling | None:
-    """Add to sglang-jax's ModelConfig what transformers 4 does not read; return the RoPE scaling, if any."""
+    """Add to sglang-jax's ModelConfig what transformers 4 does not read; return the scaling of all layers, if any."""
     checkpoint = abstract_checkpoint(Path(config.model_path))
     family, sizes = checkpoint.family, checkpoint.config
     read = {"rope_theta": sizes.rope_theta, "rope_scaling": None, "head_dim": sizes.head_dim}
     if isinstance(sizes, MoeConfig):
         read["num_experts"] = sizes.num_experts
+    if is_gemma3 := isinstance(sizes, Gemma3Config):
+        config.hf_config = config.hf_text_config
+        read |= gemma3.settings(sizes)
     config.hf_config.update(read | {"architectures": [family.sampler or family.architecture]})
     config.head_dim = config.v_head_dim = sizes.head_dim
-    return sizes.scaling
+    return None if is_gemma3 else sizes.scaling
 
 
 class Runner(ModelRunner):
@@ -308,7 +312,10 @@ class Runner(ModelRunner):
         config.configure_for_tensor_parallel(self.tp_size)
         config.hf_config.ep_size, config.hf_config.moe_backend = 1, "epmoe"  # read by models with experts
         split = splits_vocabulary(config.vocab_size, self.tp_size)
-        model_class, _ = get_model_architecture(config)
+        if config.hf_config.architectures == [GEMMA3.architecture]:
+            model_class: Any = gemma3.Gemma3ForCausalLM
+        else:
+            model_class, _ = get_model_architecture(config)
         model = repairs.abstract_model(
             model_class,
             config.hf_config,

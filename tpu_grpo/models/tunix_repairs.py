@@ -45,9 +45,11 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from importlib import metadata
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.interpreters import pxla
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
@@ -83,6 +85,7 @@ def apply() -> None:
 @functools.cache
 def _repair_models() -> None:
     from tunix.models.gemma import model as gemma
+    from tunix.models.gemma3 import model as gemma3
     from tunix.models.llama3 import model as llama3
     from tunix.models.qwen2 import model as qwen2
     from tunix.models.qwen3 import model as qwen3
@@ -96,10 +99,13 @@ def _repair_models() -> None:
     wrap(llama3.Llama3, "__call__", _float32_logits)
     wrap(qwen2, "_generate_pos_embeddings", _scaled_sines)
     wrap(qwen2.Qwen2, "__call__", _with_config_in_context)
-    wrap(gemma.Gemma, "__call__", _with_config_in_context)
-    wrap(gemma.Attention, "block", functools.partial(_published_attention, gemma))
-    wrap(gemma.RMSNorm, "__call__", _published_norm)
-    wrap(gemma.Embedder, "decode", _float32_head)
+    for module, model in ((gemma, gemma.Gemma), (gemma3, gemma3.Gemma3)):
+        wrap(model, "__call__", _with_config_in_context)
+        wrap(module.Attention, "block", functools.partial(_published_attention, module))
+        wrap(module.RMSNorm, "__call__", _published_norm)
+        wrap(module.Embedder, "decode", _float32_head)
+    wrap(gemma3.Gemma3, "__init__", functools.partial(_published_layers, gemma3))
+    wrap(gemma3.Gemma3, "__call__", _with_own_head)
 
 
 def wrap(holder: Any, name: str, repair: Callable[..., Any]) -> None:
@@ -237,19 +243,27 @@ def _published_attention(
     config = _config.get()
     if cache is not None or not hasattr(config, "query_pre_attn_scalar"):
         return original(self, x, segment_pos, cache, attn_mask)
+    shard = gemma.shard if hasattr(gemma, "shard") else gemma.sharding_utils.shard
     projected = self.qkv_einsum(x) if self.use_qkv_einsum else (self.q_einsum(x), *self.kv_einsum(x))
-    q, k, v = (gemma.shard(heads, self.shd_config.act_btnh) for heads in projected)
-    sin, cos = _sines(segment_pos[..., None], self.head_dim, config.rope_theta, None)
+    q, k, v = (shard(heads, self.shd_config.act_btnh) for heads in projected)
+    if hasattr(self, "_query_norm"):
+        q, k = self._query_norm(q), self._key_norm(k)
+    is_sliding = self.attn_type == gemma.AttentionType.LOCAL_SLIDING
+    theta, scaling = (
+        getattr(self, "rope_base_frequency", config.rope_theta),
+        None if is_sliding else config.rope_scaling,
+    )
+    sin, cos = _sines(segment_pos[..., None], self.head_dim, theta, scaling)
     q, k = _rotate(q, sin, cos), _rotate(k, sin, cos)
-    window = self.sliding_window_size if self.attn_type == gemma.AttentionType.LOCAL_SLIDING else None
-    scale, soft_cap = config.query_pre_attn_scalar**-0.5, self.attn_logits_soft_cap
+    window = self.sliding_window_size if is_sliding else None
+    scale, soft_cap = config.query_pre_attn_scalar**-0.5, getattr(self, "attn_logits_soft_cap", None)
     if _takes_flash(config, x):
         settings = {"scale": scale, "soft_cap": soft_cap, "window": window}
         mixed = _flash(q, k, v, _starts(segment_pos), self.shd_config, config, **settings)
     else:
         seen = attn_mask if window is None else attn_mask & in_window(segment_pos, window)
         mixed = _attend(q, k, v, seen, scale, soft_cap)
-    return None, gemma.shard(self.attn_vec_einsum(mixed), self.shd_config.act_btd)
+    return None, shard(self.attn_vec_einsum(mixed), self.shd_config.act_btd)
 
 
 def in_window(positions_BT: Int[Array, "B T"], window: int) -> Bool[Array, "B T T"]:
@@ -284,4 +298,21 @@ def _published_norm(original: Any, self: Any, x: Any) -> Any:
 
 
 def _float32_head(original: Any, self: Any, x: Any) -> Any:
+    if not getattr(_config.get(), "use_tied_embedding", True):
+        return x  # to which `_with_own_head` applies the head
     return original(self, x).astype(jnp.float32)  # the caller then applies the soft cap
+
+
+def _published_layers(gemma3: Any, original: Any, self: Any, config: Any, *, rngs: nnx.Rngs) -> None:
+    kinds = getattr(config, "attention_types", gemma3.GEMMA3_ATTENTION_PATTERN)
+    with mock.patch.object(gemma3, "GEMMA3_ATTENTION_PATTERN", kinds):
+        original(self, config, rngs=rngs)
+    if not getattr(config, "use_tied_embedding", True):
+        shape, axes = (config.embed_dim, config.num_embed), config.shd_config.emb_vd[::-1]
+        settings = {"rngs": rngs, "sharding": axes, "param_dtype": config.param_dtype}
+        self.lm_head = gemma3.Einsum("BTD,DV->BTV", shape, **settings)
+
+
+def _with_own_head(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    x, cache = original(self, *args, **kwargs)
+    return (self.lm_head(x).astype(jnp.float32) if hasattr(self, "lm_head") else x), cache

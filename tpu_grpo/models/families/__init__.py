@@ -7,23 +7,30 @@ from collections.abc import Mapping
 
 from tpu_grpo.models.families.family import Family
 from tpu_grpo.models.families.gemma2 import GEMMA2
+from tpu_grpo.models.families.gemma3 import GEMMA3
 from tpu_grpo.models.families.llama import LLAMA3, MISTRAL, PHI3
 from tpu_grpo.models.families.qwen import QWEN2, QWEN3
 from tpu_grpo.models.families.qwen3_moe import QWEN3_MOE
 
 FAMILIES: Mapping[str, Family] = {
-    family.model_type: family for family in (QWEN2, QWEN3, QWEN3_MOE, LLAMA3, MISTRAL, PHI3, GEMMA2)
+    family.model_type: family for family in (QWEN2, QWEN3, QWEN3_MOE, LLAMA3, MISTRAL, PHI3, GEMMA2, GEMMA3)
 }
 """Every supported family, by the ``model_type`` of its config.json."""
 
 _REASONS: tuple[tuple[str, str, str], ...] = (
-    ("gemma", "sglang-jax has no model of Gemma 1", "Gemma 2"),
-    ("gemma3 gemma3_text gemma3n gemma3n_text", "sglang-jax has no model of Gemma 3", "Gemma 2 or Qwen3"),
+    ("gemma", "sglang-jax has no model of Gemma 1", "Gemma 3"),
+    ("gemma3", "its config.json has no text_config, which holds its text model's settings", "Gemma 3 as published"),
+    (
+        "gemma3n gemma3n_text",
+        "neither library has its embeddings per layer, nor its layers that share keys and values",
+        "Gemma 3",
+    ),
+    ("siglip_vision_model", "it is a vision tower without a text model", "Gemma 3"),
     (
         "gemma4 gemma4_text",
         "the sampler's cache has layers of one shape, and those of Gemma 4 differ: its global layers have fewer and "
         "wider heads than its sliding ones",
-        "Gemma 2 or Qwen3",
+        "Gemma 3 or Qwen3",
     ),
     ("qwen2_moe", "Tunix has no model of Qwen2 with experts", "Qwen3-30B-A3B"),
     ("qwen2_vl qwen2_5_vl qwen3_vl", "its images have no place in a prompt here", "Qwen3"),
