@@ -51,23 +51,32 @@ _PREFIXES = {
 }
 """The first parts of tensors' names in checkpoints that also see images (transformers 4, then 5), and what the text
 model's names have instead; None for parts that are left out."""
-_OF_BOTH = ("bos_token_id", "eos_token_id", "pad_token_id", "torch_dtype", "dtype", "transformers_version")
+_OF_BOTH = (
+    *("bos_token_id", "eos_token_id", "pad_token_id"),
+    *("torch_dtype", "dtype", "quantization_config", "transformers_version"),
+)
+"""The settings of a whole checkpoint that are also those of its text model."""
 
 
 def text_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a text model, from a config.json of ``model_type`` gemma3 or gemma3_text.
 
-    Settings in ``text_config`` come to the top, as those of a text model. Bases and scaling that transformers 5 writes
-    under ``rope_parameters`` for each kind of layer get their older names, unless they have another form.
+    Of gemma3, they are those of ``text_config``, which leaves out what has transformers' values; these are added.
     """
     text = settings.get("text_config")
-    if settings["model_type"] == "gemma3" and isinstance(text, Mapping):
-        shared = {name: settings[name] for name in (*_OF_BOTH, "quantization_config") if name in settings}
-        tied = {"tie_word_embeddings": settings.get("tie_word_embeddings", True)}
-        architectures = settings.get("architectures")
-        if architectures == ["Gemma3ForConditionalGeneration"]:
-            architectures = [GEMMA3.architecture]
-        settings = {**tied, **text, **shared, "architectures": architectures, "model_type": GEMMA3.model_type}
+    if settings["model_type"] != "gemma3" or not isinstance(text, Mapping):
+        return _with_older_names(settings)
+    own = {name: settings[name] for name in _OF_BOTH if name in settings} | {"model_type": GEMMA3.model_type}
+    own["architectures"] = settings.get("architectures")
+    if own["architectures"] == ["Gemma3ForConditionalGeneration"]:
+        own["architectures"] = [GEMMA3.architecture]
+    tied = {"tie_word_embeddings": settings.get("tie_word_embeddings", True)}
+    return {**GEMMA3.defaults, "max_position_embeddings": 131_072, **_with_older_names({**tied, **text, **own})}
+
+
+def _with_older_names(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Rename also what transformers 5 writes under ``rope_parameters`` for each kind of layer, unless it contradicts
+    other settings or has another form."""
     match settings.get("rope_parameters"):
         case {
             "sliding_attention": {"rope_theta": local, "rope_type": "default", **local_rest},
