@@ -79,6 +79,24 @@ GEMMA2_27B = GEMMA2_2B | {
     "num_key_value_heads": 16,
     "query_pre_attn_scalar": 144,
 }
+GEMMA3_270M = shipped(
+    "gemma-3-1b-it",
+    hidden_size=640,
+    intermediate_size=2048,
+    num_hidden_layers=18,
+    layer_types=(["sliding_attention"] * 5 + ["full_attention"]) * 3,
+)
+GEMMA3_4B = shipped(
+    "gemma-3-1b-it",
+    hidden_size=2560,
+    intermediate_size=10240,
+    num_attention_heads=8,
+    num_hidden_layers=34,
+    num_key_value_heads=4,
+    rope_scaling={"factor": 8.0, "rope_type": "linear"},
+    sliding_window=1024,
+    vocab_size=262208,
+)
 MISTRAL_7B_V03 = {
     "architectures": ["MistralForCausalLM"],
     "attention_dropout": 0.0,
@@ -121,6 +139,8 @@ PUBLISHED = [
     (shipped("Qwen3-30B-A3B"), 30_532_122_624),
     (GEMMA2_2B, 2_614_341_888),
     (GEMMA2_27B, 27_227_128_320),
+    (GEMMA3_270M, 268_098_176),
+    (GEMMA3_4B, 3_880_263_168),
 ]
 """config.json, and the number of parameters that was published with it."""
 
