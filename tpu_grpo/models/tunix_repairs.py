@@ -19,9 +19,10 @@ the log-probabilities need. The repair casts the logits of ``Llama3``.
 of 128. It also gathers over an axis ``tp`` of one device, and libtpu 0.0.42.1 aborts when it compiles this gather. The
 repair keeps the layer's router and shardings, and replaces the rest by tpu_grpo/models/expert_parallel.py.
 
-**Flash attention.** Tunix has none for ``Llama3`` and ``Gemma``. In ``Qwen2`` and ``Qwen3``, it computes all earlier
-blocks of a packed row, even those of other sequences. Where a config sets ``use_flash_attention``, the repair makes all
-four models use `trainer_attention.flash_attention`, in calls without a cache and with more than one token.
+**Flash attention.** Tunix has none for ``Llama3``, ``Gemma`` and ``Gemma3``. In ``Qwen2`` and ``Qwen3``, it computes
+all earlier blocks of a packed row, even those of other sequences. Where a config sets ``use_flash_attention``, the
+repair makes all these models use `trainer_attention.flash_attention`, in calls without a cache and with more than one
+token.
 
 **Gemma's windows.** ``_create_sliding_mask`` compares the keys' indices in the row with the queries' positions. Rows of
 prompts are padded on the left, and positions do not count padding. With P tokens of padding, a query's window therefore
@@ -37,6 +38,11 @@ softmax in float32. The sampler computes all of them in float32.
 
 One repair covers Gemma's three problems: it replaces attention, norms and the output head. Calls with a cache, which
 only Tunix's own sampler makes, keep Tunix's attention.
+
+**Gemma 3.** It has the same problems, except those of windows and rotary bases, and the same repair. In addition,
+``Gemma3`` always has five layers with a window before one without, whatever ``layer_types`` say, and its embedding is
+its head. The repair gives its layers the kinds in ``attention_types`` of its config, and a head of its own if
+``use_tied_embedding`` is false.
 """
 
 import functools
@@ -63,7 +69,7 @@ TUNIX_VERSION = "0.1.7"
 """The version of google-tunix that this package was reviewed for."""
 
 _config: ContextVar[Any] = ContextVar("config", default=None)
-"""The config of the Tunix module (attention, Qwen2 or Gemma) that runs or is traced in this context; None outside."""
+"""The config of the Tunix module (attention, Qwen2, Gemma, Gemma3) that runs or is traced here; None outside."""
 
 
 def require_reviewed_tunix() -> None:
@@ -249,11 +255,8 @@ def _published_attention(
     if hasattr(self, "_query_norm"):
         q, k = self._query_norm(q), self._key_norm(k)
     is_sliding = self.attn_type == gemma.AttentionType.LOCAL_SLIDING
-    theta, scaling = (
-        getattr(self, "rope_base_frequency", config.rope_theta),
-        None if is_sliding else config.rope_scaling,
-    )
-    sin, cos = _sines(segment_pos[..., None], self.head_dim, theta, scaling)
+    theta = getattr(self, "rope_base_frequency", config.rope_theta)
+    sin, cos = _sines(segment_pos[..., None], self.head_dim, theta, None if is_sliding else config.rope_scaling)
     q, k = _rotate(q, sin, cos), _rotate(k, sin, cos)
     window = self.sliding_window_size if is_sliding else None
     scale, soft_cap = config.query_pre_attn_scalar**-0.5, getattr(self, "attn_logits_soft_cap", None)
