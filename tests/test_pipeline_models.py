@@ -151,16 +151,18 @@ def test_experts_reach_the_trainer_of_every_host(experts: Path, tmp_path: Path) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "model", [{}, {"lora": {"rank": 2}}, {"train_layers": "1"}], ids=["all parameters", "adapters", "a layer"]
+    ("family", "model"),
+    [("gemma2", {}), ("gemma2", {"lora": {"rank": 2}}), ("gemma2", {"train_layers": "1"}), ("gemma3_text", {})],
+    ids=["all parameters", "adapters", "a layer", "gemma 3"],
 )
 def test_engines_and_trainer_agree_at_every_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: dict[str, Any]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, model: dict[str, Any]
 ) -> None:
-    """Gemma 2, with rows longer than its window and padded on the left.
+    """Gemma, with rows longer than its window and padded on the left.
 
     The trainer is sharded in both directions, and the sampler repeats key-value heads.
     """
-    monkeypatch.chdir(write_files(tmp_path / "files", kv_heads=2, model_type="gemma2"))
+    monkeypatch.chdir(write_files(tmp_path / "files", kv_heads=2, model_type=family))
     meshes = {"trainer": {"fsdp": 2, "tp": 2}, "sampler": {"tensor": 4}, "probe_every": 1}
     model = {"path": str(tmp_path / "files/model"), "remat": "decoder", **model}
     train(parse_config(settings(tmp_path / "run", model=model, meshes=meshes)))

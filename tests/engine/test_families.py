@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.engine.building import PROMPTS, build_engine, disagreement, install, policy, requests, trainer_logprobs
-from tests.models.random_checkpoint import LLAMA3_SCALING, YARN_SCALING, write_random
+from tests.models.random_checkpoint import GEMMA, LLAMA3_SCALING, YARN_SCALING, write_random
 from tests.models.test_lora import randomize, with_lora
 from tests.models.test_transformers5 import SAVED
 from tpu_grpo.config import LoraSection
@@ -31,6 +31,7 @@ CASES: list[tuple[str, dict[str, Any], int]] = [
     ("mistral", {"tied": False}, 2),
     ("phi3", {"tied": False}, 2),
     ("gemma2", {"tied": True}, 4),
+    ("gemma3_text", {"tied": True}, 4),
 ]
 MORE_CASES: list[tuple[str, dict[str, Any], int]] = [
     ("qwen2", {"tied": True}, 1),
@@ -40,6 +41,8 @@ MORE_CASES: list[tuple[str, dict[str, Any], int]] = [
     ("llama", {"tied": False}, 1),
     ("gemma2", {"tied": True, "kv_heads": 1}, 1),
     ("gemma2", {"tied": True, "kv_heads": 4}, 2),  # queries, keys and values are one weight in Tunix
+    ("gemma3_text", {"tied": False, "kv_heads": 1}, 1),
+    ("gemma3_text", {"tied": False, "kv_heads": 4}, 2),
 ]
 """Of families that are in CASES already."""
 
@@ -118,10 +121,11 @@ MERGED_AGAINST_ADAPTED = 1e-4
         pytest.param("llama", 1, marks=pytest.mark.slow),
         pytest.param("qwen3_moe", 2, marks=pytest.mark.slow),
         pytest.param("gemma2", 4, marks=pytest.mark.slow),  # keys and values have one adapter, and are repeated
+        pytest.param("gemma3_text", 2, marks=pytest.mark.slow),
     ],
 )
 def test_merged_sampler_and_adapted_model_agree(tmp_path: Path, family: str, tensor: int) -> None:
-    directory = write_random(family, tmp_path / "model", scale=0.3, tied=family == "gemma2")
+    directory = write_random(family, tmp_path / "model", scale=0.3, tied=family in GEMMA)
     section = LoraSection(rank=4, alpha=8.0)
     base, model = with_lora(directory, section)
     engine = build_engine(directory, base, tensor, **SIZES)

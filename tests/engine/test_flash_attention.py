@@ -18,6 +18,7 @@ from tpu_grpo.records.stages import SamplingParams
 PROMPTS = [tuple(range(5, 15)), tuple(range(20, 57))]
 SIZES = {"max_running_requests": 4, "prefill_tokens": 64}
 GEMMA: dict[str, Any] = {"model_type": "gemma2", "head_dim": 64}
+GEMMA3: dict[str, Any] = {"model_type": "gemma3_text", "head_dim": 64, "layers": 2}
 FP8 = {"kv_dtype": "fp8"}
 BF16, E4M3 = jnp.dtype("bfloat16"), jnp.dtype("float8_e4m3fn")
 
@@ -35,6 +36,7 @@ BF16, E4M3 = jnp.dtype("bfloat16"), jnp.dtype("float8_e4m3fn")
         (GEMMA | {"sliding_window": 20}, {"page_size": 4}, None),
         (GEMMA | {"sliding_window": 1}, {"page_size": 16}, None),
         (GEMMA | {"sliding_window": 13, "kv_heads": 1}, {"page_size": 16, "tensor": 2}, None),  # a repeated head
+        (GEMMA3 | {"sliding_window": 13, "kv_heads": 1}, {"page_size": 16}, None),
         ({"head_dim": 64, "heads": 4, "kv_heads": 2}, {"page_size": 16} | FP8, None),
         ({"head_dim": 128, "heads": 6, "kv_heads": 3}, {"page_size": 1} | FP8, None),  # the last word is half empty
         ({"head_dim": 128, "heads": 8, "kv_heads": 4}, {"page_size": 16, "tensor": 2} | FP8, None),
@@ -49,7 +51,7 @@ def test_flash_samples_what_gather_does(
 
     Gemma has windows and soft caps, and its prompt is prefilled in two chunks.
     """
-    windowed, eight_bits = model.get("model_type") == "gemma2", options.get("kv_dtype") == "fp8"
+    windowed, eight_bits = "sliding_window" in model, options.get("kv_dtype") == "fp8"
     settings: dict[str, Any] = {"model_type": "qwen3", "layers": 1} | model
     checkpoint = write_random(directory=tmp_path / "model", **settings)
     prompts, new = ([tuple(range(100, 142))], 3) if windowed else (PROMPTS, 5)

@@ -47,6 +47,7 @@ FAMILIES: Mapping[str, Family] = {
     "llama3": Family(LLAMA, (), "<|begin_of_text|>", "<|eot_id|>", "<|finetune_right_pad_id|>"),
     "llama_pythonic": Family(LLAMA, (), "<|begin_of_text|>", "<|eot_id|>", "<|finetune_right_pad_id|>"),
     "gemma2": Family(GEMMA, (), "<bos>", "<eos>", "<pad>"),
+    "gemma3": Family(GEMMA, (), "<bos>", "<eos>", "<pad>"),
 }
 
 

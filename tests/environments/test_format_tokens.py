@@ -291,6 +291,20 @@ def test_gemma_converses_with_user_messages() -> None:
     assert opened.read(ids("gemma2", "[add(a=1)]<end_of_turn>")).calls == ()
 
 
+def test_gemma_3s_system_message_opens_the_users_first_turn() -> None:
+    opened = chat_format("gemma3", tools=())
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Guess."}]
+    prompt = opened.first(messages, " 1 to 9")[1]
+    first = "<bos><start_of_turn>user\nBe brief.\n\nGuess. 1 to 9<end_of_turn>\n<start_of_turn>model\n"
+    assert prompt == ids("gemma3", first)
+    assert opened.end_id == tokenizer("gemma3").convert_tokens_to_ids("<end_of_turn>")
+    played = Sequenced(opened, prompt)
+    played.turn(ids("gemma3", "5<end_of_turn>"))
+    played.answer([{"role": "user", "content": "low"}])
+    said = "5<end_of_turn>\n<start_of_turn>user\nlow<end_of_turn>\n<start_of_turn>model\n"
+    assert played.ids == [*prompt, *ids("gemma3", said)]
+
+
 @pytest.mark.parametrize(
     ("name", "empty"),
     [

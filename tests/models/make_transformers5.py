@@ -55,6 +55,16 @@ LLAMA3 = {
     "original_max_position_embeddings": 16,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+GEMMA3: dict[str, Any] = {
+    "num_hidden_layers": 7,
+    "sliding_window": 8,
+    "query_pre_attn_scalar": 12,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}
+VISION = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "image_size": 28}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("qwen3", {"tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 5e6}}),
@@ -64,10 +74,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {"sliding_window": None}),
     "phi3": ("phi3", {}),
     "gemma2": ("gemma2", {"sliding_window": 8, "query_pre_attn_scalar": 8}),
+    "gemma3_text": ("gemma3_text", {**GEMMA3, "tie_word_embeddings": False}),
+    "gemma3": (
+        "gemma3",
+        {"text_config": SIZES | GEMMA3, "vision_config": VISION, "mm_tokens_per_image": 4, "eos_token_id": [257]},
+    ),
 }
 """What is saved: (model_type, settings besides SIZES)."""
 OTHERS = (
-    *("olmo2", "olmo3", "smollm3", "gemma", "gemma3_text", "gemma4_text", "qwen2_moe", "qwen3_next", "qwen3_5_text"),
+    *("olmo2", "olmo3", "smollm3", "gemma", "gemma4_text", "qwen2_moe", "qwen3_next", "qwen3_5_text"),
     *(
         "gpt_oss",
         "deepseek_v3",
@@ -90,11 +105,12 @@ def tokenizer(name: str) -> TokenizersBackend:
         "eos_token": "<|im_end|>",
         "additional_special_tokens": ["<|im_start|>", "<|end|>"],
     }
-    if name in ("llama", "mistral", "gemma2"):
-        pieces = ["<pad>", "<|im_end|>", "<bos>" if name == "gemma2" else "<s>", "<unk>"]
+    is_gemma = name.startswith("gemma")
+    if is_gemma or name in ("llama", "mistral"):
+        pieces = ["<pad>", "<|im_end|>", "<bos>" if is_gemma else "<s>", "<unk>"]
         pieces += [f"<0x{byte:02X}>" for byte in range(256)] + ["\u2581", "<|im_start|>", "<|end|>", "e"]
         vocabulary: Any = {piece: i for i, piece in enumerate(pieces)}
-        kind = transformers.GemmaTokenizer if name == "gemma2" else transformers.LlamaTokenizer
+        kind = transformers.GemmaTokenizer if is_gemma else transformers.LlamaTokenizer
         made: Any = kind(vocab=vocabulary, merges=[], bos_token=pieces[2], unk_token="<unk>", **added)
     else:
         printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -112,10 +128,12 @@ def save(name: str, model_type: str, settings: dict[str, Any]) -> None:
     directory = OUT / name
     torch.manual_seed(0)
     wanted = {k: v for k, v in SIZES.items() if model_type != "phi3" or k != "head_dim"}
+    if "text_config" in settings:
+        wanted = {}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **(wanted | settings)))
     for parameter_name, parameter in model.named_parameters():
         if "norm" in parameter_name or parameter_name.endswith("bias"):
-            torch.nn.init.normal_(parameter, 0.0 if model_type == "gemma2" else 1.0, 0.3)
+            torch.nn.init.normal_(parameter, 0.0 if model_type.startswith("gemma") else 1.0, 0.3)
     model.to(torch.bfloat16).save_pretrained(directory)
     tokenizer(name).save_pretrained(directory)
     again = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")

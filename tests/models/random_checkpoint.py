@@ -84,13 +84,30 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "sliding_window": 13,
         "tie_word_embeddings": ...,
     },
+    "gemma3_text": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "attention_bias": False,
+        "attn_logit_softcapping": None,
+        "cache_implementation": "hybrid",
+        "final_logit_softcapping": None,
+        "hidden_act": ...,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "layer_types": ["sliding_attention", "full_attention"],
+        "query_pre_attn_scalar": 24,
+        "rms_norm_eps": 1e-2,
+        "rope_local_base_freq": 5000.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+        "rope_theta": 20000.0,
+        "sliding_window": 13,
+    },
 }
 """What a config.json of each family says besides the sizes; an ellipsis leaves a setting out.
 
-Gemma 2 has other numbers here than published, so that its window, its soft caps, its scale, its epsilon and its base of
-positions each change what tests compare.
+Gemma 2 and 3 have other numbers here than published, so that windows, soft caps, the scale, the epsilon, and the bases
+and scaling of positions each change what tests compare. Gemma 3's ``layer_types`` are repeated for all its layers.
 """
 
+GEMMA = ("gemma2", "gemma3_text")
 LLAMA3_SCALING = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -129,7 +146,7 @@ def write_random(
     """Write config.json and safetensors of a random model; the same arguments write the same numbers.
 
     Matrices are normal with standard deviation ``scale``, biases too. Norms multiply by numbers that are uniform in
-    [0.7, 1.3]: their weights, or 1 + their weights in Gemma 2, whose head is always tied. With
+    [0.7, 1.3]: their weights, or 1 + their weights in Gemma. Gemma 2's head is always tied. With
     ``shards`` > 1 the tensors are dealt over that many files with an index. ``settings`` are added to config.json.
     Returns ``directory``, created if need be.
     """
@@ -155,8 +172,10 @@ def write_random(
         "eos_token_id": 1,
     } | PUBLISHED[model_type]
     config = {name: value for name, value in (config | settings).items() if value is not ...}
+    if model_type == "gemma3_text" and "layer_types" not in settings:
+        config["layer_types"] = (config["layer_types"] * layers)[:layers]
     (directory / "config.json").write_text(json.dumps(config, indent=2))
-    offset = 1.0 if model_type == "gemma2" else 0.0
+    offset = 1.0 if model_type in GEMMA else 0.0
     write_tensors(directory, _random_tensors(published_shapes(config), seed, scale, dtype, offset), shards)
     return directory
 
@@ -209,7 +228,7 @@ def published_shapes(config: dict[str, Any]) -> Shapes:
     norm = (config["hidden_size"],)
     layer = {"input_layernorm.weight": norm} | _attention_shapes(config)
     layer |= {"post_attention_layernorm.weight": norm} | _mlp_shapes(config)
-    if config["model_type"] == "gemma2":
+    if config["model_type"] in GEMMA:
         layer |= {"pre_feedforward_layernorm.weight": norm, "post_feedforward_layernorm.weight": norm}
     shapes: Shapes = {"model.embed_tokens.weight": (config["vocab_size"], config["hidden_size"])}
     for i in range(config["num_hidden_layers"]):
@@ -230,7 +249,7 @@ def _attention_shapes(config: dict[str, Any]) -> Shapes:
     shapes["self_attn.o_proj.weight"] = (hidden, heads * head_dim)
     if config["model_type"] == "qwen2":
         shapes |= {f"self_attn.{name}.bias": (size,) for name, size in outputs.items()}
-    if config["model_type"] in ("qwen3", "qwen3_moe"):
+    if config["model_type"] in ("qwen3", "qwen3_moe", "gemma3_text"):
         shapes |= {"self_attn.q_norm.weight": (head_dim,), "self_attn.k_norm.weight": (head_dim,)}
     return shapes
 

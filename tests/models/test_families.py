@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from transformers import Gemma2Config
+from transformers import AutoConfig
 
 from tests.models.forward import compiled_logprobs, logprobs, trainer_mesh
-from tests.models.random_checkpoint import LLAMA3_SCALING, edit_config, write_random, write_sparse
+from tests.models.random_checkpoint import GEMMA, LLAMA3_SCALING, edit_config, write_random, write_sparse
 from tpu_grpo.models.checkpoint import check_mesh, check_sampler_mesh, read_checkpoint
 from tpu_grpo.models.families import FAMILIES
 from tpu_grpo.models.families import gemma2 as families_gemma2
@@ -78,6 +78,24 @@ GEMMA2_27B = GEMMA2_2B | {
     "num_key_value_heads": 16,
     "query_pre_attn_scalar": 144,
 }
+GEMMA3_270M = shipped(
+    "gemma-3-1b-it",
+    hidden_size=640,
+    intermediate_size=2048,
+    num_hidden_layers=18,
+    layer_types=(["sliding_attention"] * 5 + ["full_attention"]) * 3,
+)
+GEMMA3_4B = shipped(
+    "gemma-3-1b-it",
+    hidden_size=2560,
+    intermediate_size=10240,
+    num_attention_heads=8,
+    num_hidden_layers=34,
+    num_key_value_heads=4,
+    rope_scaling={"factor": 8.0, "rope_type": "linear"},
+    sliding_window=1024,
+    vocab_size=262208,
+)
 MISTRAL_7B_V03 = {
     "architectures": ["MistralForCausalLM"],
     "attention_dropout": 0.0,
@@ -120,6 +138,8 @@ PUBLISHED = [
     (shipped("Qwen3-30B-A3B"), 30_532_122_624),
     (GEMMA2_2B, 2_614_341_888),
     (GEMMA2_27B, 27_227_128_320),
+    (GEMMA3_270M, 268_098_176),
+    (GEMMA3_4B, 3_880_263_168),
 ]
 """config.json, and the number of parameters that was published with it."""
 
@@ -137,7 +157,7 @@ def test_published_checkpoints_are_accepted(tmp_path: Path, config: dict[str, An
     assert checkpoint.config.head_dim == config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"gemma2"}))
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - set(GEMMA)))
 def test_settings_left_out_take_hugging_faces_values(tmp_path: Path, family: str) -> None:
     directory = write_random(family, tmp_path, tied=False, hidden=512, head_dim=128)
     edit_config(directory, head_dim=..., tie_word_embeddings=..., rope_scaling=..., hidden_act=...)
@@ -146,18 +166,19 @@ def test_settings_left_out_take_hugging_faces_values(tmp_path: Path, family: str
     assert (config.head_dim, config.tie_word_embeddings) == (128, False)
 
 
-def test_gemma2s_settings_left_out_take_hugging_faces_values(tmp_path: Path) -> None:
-    directory = write_random("gemma2", tmp_path, head_dim=256)
-    names = ("head_dim", "tie_word_embeddings", "query_pre_attn_scalar", "sliding_window", "rms_norm_eps", "rope_theta")
-    edit_config(directory, **dict.fromkeys((*names, "attn_logit_softcapping", "final_logit_softcapping"), ...))
+@pytest.mark.parametrize("family", GEMMA)
+def test_gemmas_settings_left_out_take_hugging_faces_values(tmp_path: Path, family: str) -> None:
+    directory = write_random(family, tmp_path, layers=13, head_dim=256)
+    names = ["head_dim", "tie_word_embeddings", "query_pre_attn_scalar", "sliding_window", "rms_norm_eps", "rope_theta"]
+    names += ["attn_logit_softcapping", "final_logit_softcapping"]
+    names += ["rope_local_base_freq", "rope_scaling"] if family == "gemma3_text" else []
+    edit_config(directory, **dict.fromkeys((*names, "layer_types"), ...))
     edit_config(directory, hidden_activation=..., hidden_act="silu")  # the older setting, which no one reads
-    config, theirs = read_checkpoint(directory).config, Gemma2Config()
+    config, theirs = read_checkpoint(directory).config, AutoConfig.for_model(family)
     assert isinstance(config, families_gemma2.Gemma2Config)
-    for name in (*names, "attn_logit_softcapping", "final_logit_softcapping"):
+    for name in names:
         assert getattr(config, name) == getattr(theirs, name), name
-    types = theirs.layer_types
-    assert types is not None
-    assert config.has_window == tuple(kind == "sliding_attention" for kind in types[:2])
+    assert config.has_window == tuple(kind == "sliding_attention" for kind in theirs.layer_types[:13])
 
 
 def test_gemma2s_layers_may_be_of_any_kind_and_without_caps(tmp_path: Path, tokens_BT: np.ndarray) -> None:
@@ -200,7 +221,7 @@ def test_bfloat16_is_stored_and_computed(tmp_path: Path, tokens_BT: np.ndarray, 
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "gemma2"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "gemma2", "gemma3_text"])
 def test_every_parameter_learns(tmp_path: Path, tokens_BT: np.ndarray, family: str) -> None:
     """Biases, the router, and every expert."""
     directory = write_random(family, tmp_path, layers=1, scale=0.2)

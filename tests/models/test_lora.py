@@ -64,7 +64,10 @@ def randomize(model: nnx.Module, scale: float = 0.2) -> None:
 
 @pytest.mark.parametrize(
     ("family", "kinds"),
-    [("qwen2", DENSE), ("qwen3", DENSE), ("llama", DENSE), ("qwen3_moe", DENSE[:4]), ("gemma2", GEMMA)],
+    [
+        *(("qwen2", DENSE), ("qwen3", DENSE), ("llama", DENSE), ("qwen3_moe", DENSE[:4])),
+        *(("gemma2", GEMMA), ("gemma3_text", GEMMA)),
+    ],
 )
 def test_all_projections_of_every_family_by_default(tmp_path: Path, family: str, kinds: list[str]) -> None:
     checkpoint = read_checkpoint(write_random(family, tmp_path / "model"))
@@ -118,7 +121,13 @@ def test_projections_that_are_one_module_are_named_together(tmp_path: Path) -> N
 @pytest.mark.full
 @pytest.mark.parametrize(
     "family",
-    ["gemma2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2", "qwen3", "qwen3_moe", "llama"))],
+    [
+        "gemma2",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("gemma3_text", "qwen2", "qwen3", "qwen3_moe", "llama")
+        ),
+    ],
 )
 def test_the_model_is_the_base_at_first_and_shares_its_arrays(tmp_path: Path, family: str) -> None:
     base, model = with_lora(write_random(family, tmp_path / "model", scale=0.3), LoraSection(rank=3))
@@ -163,7 +172,7 @@ def test_adapters_depend_on_the_seed_and_not_on_the_mesh(tmp_path: Path) -> None
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("family", "kv_heads"),
-    [pytest.param("qwen2", 2, marks=pytest.mark.slow), ("qwen3", 2), ("gemma2", 2), ("gemma2", 4)],
+    [pytest.param("qwen2", 2, marks=pytest.mark.slow), ("qwen3", 2), ("gemma2", 2), ("gemma2", 4), ("gemma3_text", 1)],
 )  # with four, Tunix's queries, keys and values are one module
 def test_files_say_what_the_model_computes(tmp_path: Path, family: str, kv_heads: int) -> None:
     """W + B A alpha / rank with the published names, put into the base's own checkpoint, is the adapted model."""

@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from tests.models.test_transformers5 import SAVED
 from tpu_grpo.environments.chat_format import refuse_padding
 from tpu_grpo.models.tokenizers import (
+    IMAGE_TOKEN,
     build_byte_tokenizer,
     build_tool_tokenizer,
     check_length,
@@ -225,6 +226,17 @@ def test_a_token_beyond_the_embedding_is_refused_unless_it_is_padding(directory:
     set_token(directory, "eos_token", "[PAD]")  # which prompts may hold
     with pytest.raises(CheckpointError, match=r"must be below 264, .* got '\[PAD\]'"):
         load_tokenizer(directory, rows=264)
+
+
+def test_gemma_3s_token_for_images_is_a_text_where_the_model_has_no_row_for_it(directory: Path) -> None:
+    """As in the checkpoints of 270M and 1B, which share the tokenizer of the models that see images."""
+    add_token(directory, 264, IMAGE_TOKEN)
+    assert load_tokenizer(directory, rows=265)(IMAGE_TOKEN).input_ids == [264]
+    tokenizer = load_tokenizer(directory, rows=264)
+    ids = tokenizer(f"a{IMAGE_TOKEN}<|im_end|>").input_ids
+    assert ids == [*b"a" + IMAGE_TOKEN.encode(), tokenizer.eos_token_id]
+    assert len(tokenizer) == 264
+    assert decode(tokenizer, ids) == f"a{IMAGE_TOKEN}<|im_end|>"
 
 
 def test_a_missing_end_is_refused(directory: Path) -> None:

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 from flax import nnx
 from tunix.models.gemma import model as gemma
+from tunix.models.gemma3 import model as gemma3
 from tunix.models.llama3 import model as llama3
 from tunix.models.qwen2 import model as qwen2
 from tunix.models.qwen3 import model as qwen3
 
 from tests.models.forward import compiled_logprobs, trainer_mesh
-from tests.models.random_checkpoint import LLAMA3_SCALING, YARN_SCALING, write_random
+from tests.models.random_checkpoint import LLAMA3_SCALING, YARN_SCALING, edit_config, write_random
 from tpu_grpo.models import tunix_repairs as repairs
 from tpu_grpo.models.checkpoint import read_checkpoint
 from tpu_grpo.models.families.family import Remat
@@ -103,7 +104,14 @@ def test_tunix_still_needs_the_repair_of_logits(tmp_path: Path, monkeypatch: pyt
 
 TUNIX_GEMMA: dict[str, Any] = {"query_pre_attn_scalar": 16, "rope_theta": 1e4, "rms_norm_eps": 1e-6}
 """What Tunix's model computes whatever the checkpoint says: 16 is the width of a head."""
-GEMMA_REPAIRS = [(gemma.Attention, "block"), (gemma.RMSNorm, "__call__"), (gemma.Embedder, "decode")]
+TUNIX_GEMMA3: dict[str, Any] = {"query_pre_attn_scalar": 16, "rms_norm_eps": 1e-6}
+GEMMA_REPAIRS: dict[str, tuple[str, Any, str]] = {
+    "scores": ("gemma2", gemma.Attention, "block"),
+    "norms": ("gemma2", gemma.RMSNorm, "__call__"),
+    "logits": ("gemma2", gemma.Embedder, "decode"),
+    "norms of Gemma 3": ("gemma3_text", gemma3.RMSNorm, "__call__"),
+    "logits of Gemma 3": ("gemma3_text", gemma3.Embedder, "decode"),
+}
 
 
 def without_repair(monkeypatch: pytest.MonkeyPatch, holder: Any, name: str) -> None:
@@ -176,12 +184,15 @@ def test_tunix_still_needs_the_repair_of_gemmas_settings(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("holder", "name"), GEMMA_REPAIRS, ids=["scores", "norms", "logits"])
+@pytest.mark.parametrize(("family", "holder", "name"), GEMMA_REPAIRS.values(), ids=GEMMA_REPAIRS)
 def test_tunix_still_needs_the_repair_of_gemma_in_bfloat16(
-    tmp_path: Path, tokens_BT: np.ndarray, monkeypatch: pytest.MonkeyPatch, holder: Any, name: str
+    tmp_path: Path, tokens_BT: np.ndarray, monkeypatch: pytest.MonkeyPatch, family: str, holder: Any, name: str
 ) -> None:
-    caps: dict[str, Any] = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
-    directory = write_random("gemma2", tmp_path, layers=1, scale=0.3, **TUNIX_GEMMA, **caps)
+    """When a case fails, Tunix computes that part in float32 itself: remove its repair."""
+    settings: dict[str, Any] = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, **TUNIX_GEMMA}
+    if family == "gemma3_text":
+        settings = TUNIX_GEMMA3
+    directory = write_random(family, tmp_path, layers=1, scale=0.3, **settings)
     expected = reference_logprobs(directory, tokens_BT)
 
     def error() -> float:
@@ -191,6 +202,35 @@ def test_tunix_still_needs_the_repair_of_gemma_in_bfloat16(
     assert repaired < 0.015  # measured 0.012
     without_repair(monkeypatch, holder, name)
     assert error() > 1.1 * repaired  # measured 1.12 times for scores, 1.9 for norms, 3.3 for logits
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("setting", "holder", "name"),
+    [
+        ({"query_pre_attn_scalar": 24}, gemma3.Attention, "block"),
+        ({"rms_norm_eps": 1e-1}, gemma3.RMSNorm, "__call__"),
+        ({"layer_types": ["full_attention"] * 2}, gemma3.Gemma3, "__init__"),
+    ],
+    ids=["scale", "epsilon", "kinds of layers"],
+)
+def test_tunix_still_needs_the_repair_of_gemma_3s_settings(
+    tmp_path: Path,
+    tokens_BT: np.ndarray,
+    monkeypatch: pytest.MonkeyPatch,
+    setting: dict[str, Any],
+    holder: Any,
+    name: str,
+) -> None:
+    plain = {**TUNIX_GEMMA3, "layer_types": ["sliding_attention"] * 2}
+    directory = write_random("gemma3_text", tmp_path, scale=0.3, **plain | setting)
+    expected = reference_logprobs(directory, tokens_BT)
+    assert np.abs(compiled_logprobs(gemma_model(directory), tokens_BT) - expected).max() <= 5e-5
+    without_repair(monkeypatch, holder, name)
+    found = compiled_logprobs(gemma_model(directory), tokens_BT)
+    edit_config(directory, **plain)
+    assert np.abs(found - reference_logprobs(directory, tokens_BT)).max() <= 5e-5
+    assert np.abs(found - expected).max() > 0.02
 
 
 @pytest.mark.full

@@ -78,6 +78,7 @@ def test_what_a_token_meets_among_experts() -> None:
         ("Llama-3.1-8B-Instruct", 8_030_261_248),
         ("Qwen2.5-7B-Instruct", 7_615_616_512),
         ("gemma-2-9b-it", 9_241_705_984),
+        ("gemma-3-1b-it", 999_885_952),
     ],
 )
 def test_published_models_have_as_many_parameters_as_published(name: str, parameters: int) -> None:

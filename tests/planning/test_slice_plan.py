@@ -38,6 +38,13 @@ def test_few_layers_are_the_first_ones_where_they_differ(tmp_path: Path) -> None
         assert fewer.config.has_window == (False, True)
 
 
+def test_few_layers_are_of_every_kind_if_the_model_has_one_that_comes_later(tmp_path: Path) -> None:
+    directory = write_random("gemma3_text", tmp_path, layers=7, layer_types=None)
+    with with_layers(abstract_checkpoint(directory), 2) as fewer:
+        assert isinstance(fewer.config, Gemma2Config)
+        assert fewer.config.has_window == (True, False)
+
+
 def test_a_run_of_tunix_is_compared_with_what_ours_would_do() -> None:
     options = {"num_iterations": 2, "epsilon": 0.3}
     section = {

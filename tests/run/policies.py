@@ -27,8 +27,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {"tied": False},
     "phi3": {"tied": False},
     "gemma2": {},
+    "gemma3_text": {"tied": False},
 }
-"""Every family, one of them with a head of its own."""
+"""Every family, some of them with a head of its own."""
 
 
 def run_config(files: Path, **sections: Any) -> RunConfig:

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -18,7 +19,9 @@ from safetensors.numpy import load_file
 from tests.environments.template_families import tokenizer
 from tests.learner.linear import Run
 from tests.models.forward import compiled_logprobs, trainer_mesh
+from tests.models.gemma3 import as_seen_with_images
 from tests.run.policies import FAMILIES, LORA, TOKENS_BT, change, run_config, trained, write_model
+from tpu_grpo.cli.dry_run import check
 from tpu_grpo.cli.export import export_checkpoint
 from tpu_grpo.config import LoraSection, RunConfig
 from tpu_grpo.learner import Learner
@@ -30,6 +33,7 @@ from tpu_grpo.models.tokenizers import load_tokenizer, stop_token_ids
 from tpu_grpo.models.tunix_model import load_model
 from tpu_grpo.records.errors import ConfigError
 from tpu_grpo.run.exporting import Policy, export_policy
+from tpu_grpo.run.inputs import open_inputs
 from tpu_grpo.run.policies import choose, exported_values, load_inputs, load_policy
 from tpu_grpo.weights.plan import named_leaves
 
@@ -65,6 +69,28 @@ def test_a_model_that_is_loaded_leaves_as_the_tensors_it_came_from(
         np.testing.assert_array_equal(tensor, was[name], name)
     before, after = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("model", "out"))
     assert after == before | {"torch_dtype": "float32"}
+
+
+def test_of_a_model_that_sees_images_the_text_model_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Gemma3ForCausalLM, with the tensors that it came from, and what transformers needs to know."""
+    monkeypatch.chdir(tmp_path)
+    config = run_config(write_model(tmp_path, "gemma3_text", layers=7))
+    was, text = tensors_of(tmp_path / "model"), json.loads((tmp_path / "model/config.json").read_text())
+    as_seen_with_images(tmp_path / "model")
+    policy = loaded(config, 2, 2)
+    export_policy(config, policy, tmp_path / "out")
+    found, settings = tensors_of(tmp_path / "out"), json.loads((tmp_path / "out/config.json").read_text())
+    assert found.keys() == was.keys()
+    for name, tensor in found.items():
+        np.testing.assert_array_equal(tensor, was[name], name)
+    assert settings == settings | text | {"torch_dtype": "float32"}
+    assert read_checkpoint(tmp_path / "out").notes == []
+    with pytest.raises(ConfigError, match="export.kind must be model, got adapter: adapters of the text model do not"):
+        open_inputs(run_config(tmp_path, model={"lora": LORA}, export={"kind": "adapter"}))
+    (note,) = (line for line in check(open_inputs(config), jax.devices()[:1]) if "images" in line)
+    assert note.startswith(
+        "note       2 tensors for images are left out (multi_modal_projector.w and 1 more): the text"
+    )
 
 
 QUICK = ("llama full", "gemma2 full", "qwen3 merged")

@@ -162,7 +162,7 @@ def _write_random(directory: Path, few: Checkpoint) -> None:
     tensors: dict[str, np.ndarray] = {}
     for name, shape in few.shapes.items():
         if len(shape) == 1:
-            norms = rng.uniform(0.7, 1.3, shape) - (family.model_type == "gemma2")  # gemma2 adds 1 itself
+            norms = rng.uniform(0.7, 1.3, shape) - family.model_type.startswith("gemma")  # Gemma adds 1 itself
             value = norms if name.endswith("norm.weight") else 0.02 * rng.standard_normal(shape)
         else:
             scale = shape[-1] ** -0.5 if ".layers." in name else 3 * width**-0.5

@@ -56,7 +56,7 @@ def check(inputs: Inputs, devices: Sequence[Any] | None = None) -> list[str]:
             f"rewards    {', '.join(inputs.rewards.names)}",
             f"algorithm  {config.algorithm.name}, {algorithm.aggregation}",
             f"objective  {objective}",
-            *(f"note       {note}" for note in padding_notes(inputs.tokenizer)),
+            *(f"note       {note}" for note in (*checkpoint.notes, *padding_notes(inputs.tokenizer))),
             *(f"note       {notice}" for notice in notices(config.algorithm, config.rollout)),
             *(
                 f"note       {p.name}: prompts end with <think>, which think_answer and xml_count count as written, "

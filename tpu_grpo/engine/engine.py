@@ -14,6 +14,7 @@ Everything happens on the calling thread. A call passes through these layers (he
 
 import dataclasses
 import functools
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -34,6 +35,7 @@ from tpu_grpo.engine.options import EngineOptions
 from tpu_grpo.engine.partial_rollouts import Cutoff
 from tpu_grpo.engine.scheduler import EngineUse, SteppedScheduler
 from tpu_grpo.engine.turns import Limits, Turns
+from tpu_grpo.models.checkpoint import abstract_checkpoint
 from tpu_grpo.records.errors import RequestError
 from tpu_grpo.records.stages import Completion, Request
 
@@ -76,8 +78,10 @@ class Engine:
             check_pages(rows=options.max_running_requests, context_tokens=context, page_size=options.page_size)
         repairs.require_repaired_version()
         repairs.count_instead_of_clock()
+        architectures = abstract_checkpoint(checkpoint).hf_config["architectures"]  # of Gemma 3, the text model's
         arguments = ServerArgs(  # with these the library uses no port, thread or clock
             model_path=str(checkpoint),
+            json_model_override_args=json.dumps({"architectures": architectures}),
             device=jax.default_backend(),
             dtype=options.dtype,
             tp_size=mesh.size,

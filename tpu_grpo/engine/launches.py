@@ -273,16 +273,25 @@ class InputBuilder:
         return jax.tree.map(lambda column: column[table_rows_B], self._table)._replace(likeliest=asked)
 
 
+GEMMA3 = "Gemma3ForCausalLM"
+"""The architecture of which sglang-jax has no model."""
+
+
 def _read_settings(config: Any) -> Scaling | None:
-    """Add to sglang-jax's ModelConfig what transformers 4 does not read; return the RoPE scaling, if any."""
+    """Add to sglang-jax's ModelConfig what transformers 4 does not read; return the scaling of all layers, if any."""
     checkpoint = abstract_checkpoint(Path(config.model_path))
     family, sizes = checkpoint.family, checkpoint.config
     read = {"rope_theta": sizes.rope_theta, "rope_scaling": None, "head_dim": sizes.head_dim}
     if isinstance(sizes, MoeConfig):
         read["num_experts"] = sizes.num_experts
+    if is_gemma3 := family.architecture == GEMMA3:
+        from tpu_grpo.engine import gemma3  # no other model imports this family
+
+        config.hf_config = config.hf_text_config
+        read |= gemma3.settings(sizes)
     config.hf_config.update(read | {"architectures": [family.sampler or family.architecture]})
     config.head_dim = config.v_head_dim = sizes.head_dim
-    return sizes.scaling
+    return None if is_gemma3 else sizes.scaling
 
 
 class Runner(ModelRunner):
@@ -310,7 +319,12 @@ class Runner(ModelRunner):
         config.configure_for_tensor_parallel(self.tp_size)
         config.hf_config.ep_size, config.hf_config.moe_backend = 1, "epmoe"  # read by models with experts
         split = splits_vocabulary(config.vocab_size, self.tp_size)
-        model_class, _ = get_model_architecture(config)
+        if config.hf_config.architectures == [GEMMA3]:
+            from tpu_grpo.engine.gemma3 import Gemma3ForCausalLM
+
+            model_class: Any = Gemma3ForCausalLM
+        else:
+            model_class, _ = get_model_architecture(config)
         model = repairs.abstract_model(
             model_class,
             config.hf_config,

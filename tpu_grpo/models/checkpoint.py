@@ -48,11 +48,24 @@ class Checkpoint:
 
     directory: Path
     hf_config: Mapping[str, Any]
-    """The content of config.json, under the names of transformers 4."""
+    """The content of config.json, under the names of transformers 4; of a model that also sees images, what its text
+    model's own would be."""
     family: Family
     config: DecoderConfig
     tensors: Mapping[str, "StoredTensor"]
     """The stored tensors by name; fused tensors are split into their parts. Empty after `abstract_checkpoint`."""
+    left_out: tuple[str, ...] = ()
+    """The names of stored tensors that are not the text model's, such as a vision tower's."""
+
+    @property
+    def notes(self) -> list[str]:
+        """What a user should know of the checkpoint, in sentences."""
+        if not self.left_out:
+            return []
+        return [
+            f"{len(self.left_out)} tensors for images are left out ({listed(sorted(self.left_out), 1)}): the text "
+            "model is trained alone, and exported as such"
+        ]
 
     @property
     def has_experts(self) -> bool:
@@ -110,8 +123,8 @@ def read_checkpoint(directory: Path) -> Checkpoint:
         raise CheckpointError(
             f"model.path must be a checkpoint directory on this machine, got {directory}, which is not one; {hint}"
         )
-    checkpoint = abstract_checkpoint(directory)
-    checkpoint = replace(checkpoint, tensors=_apart(_read_headers(_safetensors_files(directory)), checkpoint))
+    checkpoint = _of_text(abstract_checkpoint(directory), _read_headers(_safetensors_files(directory)))
+    checkpoint = replace(checkpoint, tensors=_apart(dict(checkpoint.tensors), checkpoint))
     _verify_tensors(checkpoint)
     return checkpoint
 
@@ -177,7 +190,13 @@ def abstract_checkpoint(directory: Path) -> Checkpoint:
             f"model.path must be a whole model, got {directory}, which holds adapters alone; merge them into their "
             "model (PEFT's merge_and_unload) and save that, or set model.path to the base and model.lora.path to this"
         )
-    hf_config = with_older_names(read_json(path))
+    hf_config = read_json(path)
+    if hf_config.get("model_type") in ("gemma3", "gemma3_text"):
+        from tpu_grpo.models.families.gemma3 import text_settings  # no other model imports this family
+
+        hf_config = text_settings(hf_config)
+    else:
+        hf_config = with_older_names(hf_config)
     family = _family_of(hf_config, path)
     for rule in family.rules:
         if rule.setting not in hf_config:
@@ -280,6 +299,18 @@ def _read_headers(files: Iterable[Path]) -> dict[str, StoredTensor]:
             )
         tensors |= header
     return tensors
+
+
+def _of_text(checkpoint: Checkpoint, tensors: dict[str, StoredTensor]) -> Checkpoint:
+    """Add the stored tensors that are the text model's, under its names; raises CheckpointError if there are none."""
+    own = {stored: name for stored in tensors if (name := checkpoint.family.renamed(stored)) is not None}
+    left_out = tuple(tensors.keys() - own.keys())
+    if not own:
+        raise CheckpointError(
+            f"{checkpoint.directory} must hold the tensors of a text model, got {len(tensors)} for images alone: "
+            f"{listed(sorted(left_out), 3)}; copy all *.safetensors files of the model"
+        )
+    return replace(checkpoint, tensors={name: tensors[stored] for stored, name in own.items()}, left_out=left_out)
 
 
 def _apart(tensors: dict[str, StoredTensor], checkpoint: Checkpoint) -> dict[str, StoredTensor]:

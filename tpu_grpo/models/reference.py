@@ -1,8 +1,8 @@
 """Computes reference forward passes of the model families in float64 NumPy, from their published definitions.
 
 The module shares no code with the models of the trainer and the sampler. `tpu-grpo check` and the tests compare these
-models with it. Parts that a checkpoint lacks are left out: biases (Qwen2), norms of queries and keys (Qwen3), experts
-(Qwen3-MoE), scaled positions (Llama 3.1, YaRN). Phi-3's fused projections are split.
+models with it. Parts that a checkpoint lacks are left out: biases (Qwen2), norms of queries and keys (Qwen3, Gemma 3),
+experts (Qwen3-MoE), scaled positions (Llama 3.1, YaRN, Gemma 3). Phi-3's fused projections are split.
 
 Arrays: B rows, T tokens, D hidden size, N query heads, K key and value heads, H head size, V vocabulary, E experts.
 """
@@ -34,8 +34,8 @@ def reference_logprobs(directory: Path, tokens_BT: np.ndarray, *, changed: Weigh
     weights = dict(changed or {})
     if "model.norm.weight" not in weights:
         weights = read_weights(directory) | weights
-    if config["model_type"] == "gemma2":
-        return _gemma2(config, weights, tokens_BT)
+    if config["model_type"] in ("gemma2", "gemma3_text"):
+        return _gemma(config, weights, tokens_BT)
     eps = config["rms_norm_eps"]
     x = weights["model.embed_tokens.weight"][tokens_BT]
     for i in range(config["num_hidden_layers"]):
@@ -91,15 +91,19 @@ def _attention(
     rows, length, _ = x_BTD.shape
     query_count, key_count = config["num_attention_heads"], config["num_key_value_heads"]
     size = config.get("head_dim", config["hidden_size"] // query_count)
-    scaling = config.get("rope_scaling")
-    turns = _frequencies(size, config["rope_theta"], scaling)
+    scaling, theta = config.get("rope_scaling"), config["rope_theta"]
+    if window is not None and "rope_local_base_freq" in config:  # Gemma 3
+        scaling, theta = None, config["rope_local_base_freq"]
+    turns = _frequencies(size, theta, scaling)
     larger = 0.1 * math.log(scaling["factor"]) + 1 if scaling and scaling["rope_type"] == "yarn" else 1.0
 
     def heads(part: str, count: int) -> np.ndarray:
         projected = x_BTD @ w[f"self_attn.{part}_proj.weight"].T + w.get(f"self_attn.{part}_proj.bias", 0.0)
         split = projected.reshape(rows, length, count, size)
         norm = w.get(f"self_attn.{part}_norm.weight")
-        return split if norm is None else _rms_norm(split, norm, config["rms_norm_eps"])
+        if norm is None:
+            return split
+        return _rms_norm(split, norm + (config["model_type"] == "gemma3_text"), config["rms_norm_eps"])
 
     q_BTNH, k_BTKH = _rotate(heads("q", query_count), turns), _rotate(heads("k", key_count), turns)
     v_BTKH = heads("v", key_count)
@@ -120,6 +124,8 @@ def _frequencies(size: int, theta: float, scaling: dict | None) -> list[float]:
     frequencies = [theta ** (-2 * i / size) for i in range(size // 2)]
     if scaling is None:
         return frequencies
+    if scaling["rope_type"] == "linear":
+        return [frequency / scaling["factor"] for frequency in frequencies]
     if scaling["rope_type"] == "yarn":
         return _yarn(frequencies, theta, scaling)
     assert scaling["rope_type"] == "llama3"
@@ -190,12 +196,13 @@ def _experts(x_BTD: np.ndarray, w: Weights, config: dict) -> np.ndarray:
     return out_BTD
 
 
-# --- Gemma 2 ---------------------------------------------------------------------------------------------------------
-# Gemma Team 2024, arXiv 2408.00118, section 2, and the published implementation
+# --- Gemma 2 and 3 ---------------------------------------------------------------------------------------------------
+# Gemma Team 2024, arXiv 2408.00118, section 2; 2025, arXiv 2503.19786, section 2; and the published implementations
 
 
-def _gemma2(config: dict, weights: Weights, tokens_BT: np.ndarray) -> np.ndarray:
-    """Compute Gemma 2: norms before and after both attention and MLP, a tied output head, and soft-capped logits."""
+def _gemma(config: dict, weights: Weights, tokens_BT: np.ndarray) -> np.ndarray:
+    """Compute Gemma: norms before and after both attention and MLP; in Gemma 2 soft caps, in Gemma 3 norms of queries
+    and keys, and other positions in layers with a window."""
     embedding_VD = weights["model.embed_tokens.weight"]
     x = embedding_VD[tokens_BT] * math.sqrt(config["hidden_size"])
 
@@ -204,6 +211,9 @@ def _gemma2(config: dict, weights: Weights, tokens_BT: np.ndarray) -> np.ndarray
 
     scores = {"scalar": config["query_pre_attn_scalar"], "cap": config["attn_logit_softcapping"]}
     types = config.get("layer_types") or ["sliding_attention", "full_attention"] * config["num_hidden_layers"]
+    if config["model_type"] == "gemma3_text" and not config.get("layer_types"):
+        period = ["sliding_attention"] * (config.get("sliding_window_pattern", 6) - 1) + ["full_attention"]
+        types = period * config["num_hidden_layers"]
     for i in range(config["num_hidden_layers"]):
         layer, w = f"layers.{i}", _layer(weights, i)
         window = config["sliding_window"] if types[i] == "sliding_attention" else None
@@ -211,7 +221,8 @@ def _gemma2(config: dict, weights: Weights, tokens_BT: np.ndarray) -> np.ndarray
         x = x + norm(attended, f"{layer}.post_attention_layernorm")
         mixed = _mlp(norm(x, f"{layer}.pre_feedforward_layernorm"), w, "mlp", _gelu)
         x = x + norm(mixed, f"{layer}.post_feedforward_layernorm")
-    return _log_softmax(_soft_cap(norm(x, "norm") @ embedding_VD.T, config["final_logit_softcapping"]))
+    head_VD = embedding_VD if config.get("tie_word_embeddings", True) else weights["lm_head.weight"]
+    return _log_softmax(_soft_cap(norm(x, "norm") @ head_VD.T, config["final_logit_softcapping"]))
 
 
 def _soft_cap(x: np.ndarray, cap: float | None) -> np.ndarray:

@@ -17,6 +17,7 @@ A variant supports tools. Its chat template lists each tool in a message of its 
     then come "<|im_start|>tool85<|im_start|>assistant" and "85<|im_end|>"     4 and 3 tokens
 """
 
+import json
 import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -37,6 +38,8 @@ LONGEST_SPECIAL = 1000
 MOST_GAPS = 100_000
 """The most ids that a vocabulary may leave out."""
 PAD, END = "<pad>", "<|im_end|>"
+IMAGE_TOKEN = "<image_soft_token>"
+"""Gemma 3's token for a part of an image."""
 ROLES = ("system", "user", "assistant")
 REPLACEMENT = "\ufffd"
 """Stands in decoded text for bytes that are no character, or an incomplete character."""
@@ -136,7 +139,7 @@ def load_tokenizer(directory: Path, rows: int | None = None) -> PreTrainedTokeni
     """Load the tokenizer of a checkpoint directory, without a network.
 
     A tokenizer without a padding token gets its end token, because rows are masked by their lengths. ``rows`` are the
-    rows of the model's embedding, if known.
+    rows of the model's embedding, if known. Without a row, Gemma 3's token for images becomes a text like any other.
 
     Raises:
         CheckpointError: for a missing or broken file, a tokenizer without an end token, or tokens beyond ``rows``.
@@ -152,6 +155,9 @@ def load_tokenizer(directory: Path, rows: int | None = None) -> PreTrainedTokeni
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     vocabulary = tokenizer.get_vocab()
+    if rows is not None and vocabulary.get(IMAGE_TOKEN, 0) >= rows:
+        _take_out(tokenizer, IMAGE_TOKEN)
+        del vocabulary[IMAGE_TOKEN]
     if tokenizer.pad_token_id != tokenizer.eos_token_id:  # no prompt may hold it, so that its row is never read
         del vocabulary[str(tokenizer.pad_token)]
     last = max(vocabulary, key=vocabulary.__getitem__)
@@ -308,6 +314,13 @@ def _load(directory: Path) -> PreTrainedTokenizerFast:
             "transformers and save it beside the weights"
         )
     return loaded
+
+
+def _take_out(tokenizer: PreTrainedTokenizerFast, token: str) -> None:
+    """Let an added token be a text like any other."""
+    tree = json.loads(tokenizer.backend_tokenizer.to_str())
+    tree["added_tokens"] = [each for each in tree["added_tokens"] if each["content"] != token]
+    tokenizer._tokenizer = Tokenizer.from_str(json.dumps(tree))
 
 
 def _check_end(tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:

@@ -19,9 +19,10 @@ the log-probabilities need. The repair casts the logits of ``Llama3``.
 of 128. It also gathers over an axis ``tp`` of one device, and libtpu 0.0.42.1 aborts when it compiles this gather. The
 repair keeps the layer's router and shardings, and replaces the rest by tpu_grpo/models/expert_parallel.py.
 
-**Flash attention.** Tunix has none for ``Llama3`` and ``Gemma``. In ``Qwen2`` and ``Qwen3``, it computes all earlier
-blocks of a packed row, even those of other sequences. Where a config sets ``use_flash_attention``, the repair makes all
-four models use `trainer_attention.flash_attention`, in calls without a cache and with more than one token.
+**Flash attention.** Tunix has none for ``Llama3``, ``Gemma`` and ``Gemma3``. In ``Qwen2`` and ``Qwen3``, it computes
+all earlier blocks of a packed row, even those of other sequences. Where a config sets ``use_flash_attention``, the
+repair makes all these models use `trainer_attention.flash_attention`, in calls without a cache and with more than one
+token.
 
 **Gemma's windows.** ``_create_sliding_mask`` compares the keys' indices in the row with the queries' positions. Rows of
 prompts are padded on the left, and positions do not count padding. With P tokens of padding, a query's window therefore
@@ -37,6 +38,11 @@ softmax in float32. The sampler computes all of them in float32.
 
 One repair covers Gemma's three problems: it replaces attention, norms and the output head. Calls with a cache, which
 only Tunix's own sampler makes, keep Tunix's attention.
+
+**Gemma 3.** It has the same problems, except those of windows and rotary bases, and the same repair. In addition,
+``Gemma3`` always has five layers with a window before one without, whatever ``layer_types`` say, and its embedding is
+its head. The repair gives its layers the kinds in ``attention_types`` of its config, and a head of its own if
+``use_tied_embedding`` is false.
 """
 
 import functools
@@ -45,9 +51,11 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from importlib import metadata
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.interpreters import pxla
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
@@ -61,7 +69,7 @@ TUNIX_VERSION = "0.1.7"
 """The version of google-tunix that this package was reviewed for."""
 
 _config: ContextVar[Any] = ContextVar("config", default=None)
-"""The config of the Tunix module (attention, Qwen2 or Gemma) that runs or is traced in this context; None outside."""
+"""The config of the Tunix module (attention, Qwen2, Gemma, Gemma3) that runs or is traced here; None outside."""
 
 
 def require_reviewed_tunix() -> None:
@@ -83,6 +91,7 @@ def apply() -> None:
 @functools.cache
 def _repair_models() -> None:
     from tunix.models.gemma import model as gemma
+    from tunix.models.gemma3 import model as gemma3
     from tunix.models.llama3 import model as llama3
     from tunix.models.qwen2 import model as qwen2
     from tunix.models.qwen3 import model as qwen3
@@ -96,10 +105,13 @@ def _repair_models() -> None:
     wrap(llama3.Llama3, "__call__", _float32_logits)
     wrap(qwen2, "_generate_pos_embeddings", _scaled_sines)
     wrap(qwen2.Qwen2, "__call__", _with_config_in_context)
-    wrap(gemma.Gemma, "__call__", _with_config_in_context)
-    wrap(gemma.Attention, "block", functools.partial(_published_attention, gemma))
-    wrap(gemma.RMSNorm, "__call__", _published_norm)
-    wrap(gemma.Embedder, "decode", _float32_head)
+    for module, model in ((gemma, gemma.Gemma), (gemma3, gemma3.Gemma3)):
+        wrap(model, "__call__", _with_config_in_context)
+        wrap(module.Attention, "block", functools.partial(_published_attention, module))
+        wrap(module.RMSNorm, "__call__", _published_norm)
+        wrap(module.Embedder, "decode", _float32_head)
+    wrap(gemma3.Gemma3, "__init__", functools.partial(_published_layers, gemma3))
+    wrap(gemma3.Gemma3, "__call__", _with_own_head)
 
 
 def wrap(holder: Any, name: str, repair: Callable[..., Any]) -> None:
@@ -237,19 +249,24 @@ def _published_attention(
     config = _config.get()
     if cache is not None or not hasattr(config, "query_pre_attn_scalar"):
         return original(self, x, segment_pos, cache, attn_mask)
+    shard = gemma.shard if hasattr(gemma, "shard") else gemma.sharding_utils.shard
     projected = self.qkv_einsum(x) if self.use_qkv_einsum else (self.q_einsum(x), *self.kv_einsum(x))
-    q, k, v = (gemma.shard(heads, self.shd_config.act_btnh) for heads in projected)
-    sin, cos = _sines(segment_pos[..., None], self.head_dim, config.rope_theta, None)
+    q, k, v = (shard(heads, self.shd_config.act_btnh) for heads in projected)
+    if hasattr(self, "_query_norm"):
+        q, k = self._query_norm(q), self._key_norm(k)
+    is_sliding = self.attn_type == gemma.AttentionType.LOCAL_SLIDING
+    theta = getattr(self, "rope_base_frequency", config.rope_theta)
+    sin, cos = _sines(segment_pos[..., None], self.head_dim, theta, None if is_sliding else config.rope_scaling)
     q, k = _rotate(q, sin, cos), _rotate(k, sin, cos)
-    window = self.sliding_window_size if self.attn_type == gemma.AttentionType.LOCAL_SLIDING else None
-    scale, soft_cap = config.query_pre_attn_scalar**-0.5, self.attn_logits_soft_cap
+    window = self.sliding_window_size if is_sliding else None
+    scale, soft_cap = config.query_pre_attn_scalar**-0.5, getattr(self, "attn_logits_soft_cap", None)
     if _takes_flash(config, x):
         settings = {"scale": scale, "soft_cap": soft_cap, "window": window}
         mixed = _flash(q, k, v, _starts(segment_pos), self.shd_config, config, **settings)
     else:
         seen = attn_mask if window is None else attn_mask & in_window(segment_pos, window)
         mixed = _attend(q, k, v, seen, scale, soft_cap)
-    return None, gemma.shard(self.attn_vec_einsum(mixed), self.shd_config.act_btd)
+    return None, shard(self.attn_vec_einsum(mixed), self.shd_config.act_btd)
 
 
 def in_window(positions_BT: Int[Array, "B T"], window: int) -> Bool[Array, "B T T"]:
@@ -284,4 +301,21 @@ def _published_norm(original: Any, self: Any, x: Any) -> Any:
 
 
 def _float32_head(original: Any, self: Any, x: Any) -> Any:
+    if not getattr(_config.get(), "use_tied_embedding", True):
+        return x  # to which `_with_own_head` applies the head
     return original(self, x).astype(jnp.float32)  # the caller then applies the soft cap
+
+
+def _published_layers(gemma3: Any, original: Any, self: Any, config: Any, *, rngs: nnx.Rngs) -> None:
+    kinds = getattr(config, "attention_types", gemma3.GEMMA3_ATTENTION_PATTERN)
+    with mock.patch.object(gemma3, "GEMMA3_ATTENTION_PATTERN", kinds):
+        original(self, config, rngs=rngs)
+    if not getattr(config, "use_tied_embedding", True):
+        shape, axes = (config.embed_dim, config.num_embed), config.shd_config.emb_vd[::-1]
+        settings = {"rngs": rngs, "sharding": axes, "param_dtype": config.param_dtype}
+        self.lm_head = gemma3.Einsum("BTD,DV->BTV", shape, **settings)
+
+
+def _with_own_head(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    x, cache = original(self, *args, **kwargs)
+    return (self.lm_head(x).astype(jnp.float32) if hasattr(self, "lm_head") else x), cache

@@ -16,6 +16,7 @@ from typing import Any
 
 from tpu_grpo.config import BUILTIN, MICRO_BATCHES, SHIPPED_CONFIGS, ModelSection, RunConfig, changed_config
 from tpu_grpo.models.checkpoint import Checkpoint, abstract_checkpoint
+from tpu_grpo.models.families.gemma2 import FULL, SLIDING, Gemma2Config
 from tpu_grpo.planning.compiled_programs import (
     FAST_COMPILE_OPTIONS,
     SUM,
@@ -158,9 +159,17 @@ def _extrapolated_programs(run: AbstractRun, say: Callable[[str], None]) -> list
 
 @contextmanager
 def with_layers(checkpoint: Checkpoint, count: int) -> Iterator[Checkpoint]:
-    """Yield an abstract checkpoint of the model with only its first ``count`` layers."""
+    """Yield an abstract checkpoint of the model with only its first ``count`` layers.
+
+    If these have no layer that attends to everything, and the model has, the last of them becomes one.
+    """
     changed: dict[str, Any] = {"num_hidden_layers": count}
-    if types := checkpoint.hf_config.get("layer_types"):
+    if isinstance(checkpoint.config, Gemma2Config):
+        windows = checkpoint.config.has_window[:count]
+        if all(windows) and not all(checkpoint.config.has_window):
+            windows = (*windows[:-1], False)
+        changed["layer_types"] = [SLIDING if window else FULL for window in windows]
+    elif types := checkpoint.hf_config.get("layer_types"):
         changed["layer_types"] = types[:count]
     with tempfile.TemporaryDirectory() as directory:
         text = json.dumps({**checkpoint.hf_config, **changed})

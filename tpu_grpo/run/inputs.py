@@ -167,6 +167,11 @@ def check_model(config: RunConfig, checkpoint: Checkpoint) -> None:
                 f"export.kind must be model for {checkpoint.family.model_type}, got adapter; its checkpoints hold "
                 "projections as one, to which PEFT cannot give the adapters of each"
             )
+        if checkpoint.left_out and config.export.kind == "adapter":
+            raise ConfigError(
+                "export.kind must be model, got adapter: adapters of the text model do not fit the checkpoint, whose "
+                "modules have other names because it also sees images; an exported model is a text model"
+            )
     if config.model.train_layers is not None:
         existing_layers(checkpoint, "model.train_layers", config.model.train_layers)
 

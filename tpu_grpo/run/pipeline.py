@@ -141,7 +141,9 @@ class Run:
 
     def train(self, start: int, notes: Sequence[str] = ()) -> None:
         """Run steps ``start + 1`` to ``run.max_steps``, or until no prompt is left; show ``notes`` first."""
-        notes = *notes, *padding_notes(self.inputs.tokenizer), *notices(self.config.algorithm, self.config.rollout)
+        checkpoint = self.inputs.checkpoint
+        notes = *notes, *(() if checkpoint is None else checkpoint.notes), *padding_notes(self.inputs.tokenizer)
+        notes = *notes, *notices(self.config.algorithm, self.config.rollout)
         for note in (*notes, *self.parts.learner.restore_notes):
             self.log.note(note)
         if start:

@@ -74,6 +74,7 @@ def test_flash_is_refused_elsewhere() -> None:
         pytest.param("qwen2", 64, 4, 1, marks=pytest.mark.slow),
         pytest.param("llama", 64, 1, 2, marks=pytest.mark.slow),
         pytest.param("gemma2", 256, 2, 1, marks=pytest.mark.slow),
+        pytest.param("gemma3_text", 128, 1, 2, marks=pytest.mark.slow),
     ],
 )
 def test_flash_gives_what_dot_does(tmp_path: Path, family: str, head_dim: int, fsdp: int, tp: int) -> None:

@@ -18,18 +18,25 @@ FAMILIES: Mapping[str, Family] = Shipped(
         "mistral": "llama:MISTRAL",
         "phi3": "llama:PHI3",
         "gemma2": "gemma2:GEMMA2",
+        "gemma3_text": "gemma3:GEMMA3",
     },
 )
 """Every supported family, by the ``model_type`` of its config.json."""
 
 _REASONS: tuple[tuple[str, str, str], ...] = (
-    ("gemma", "sglang-jax has no model of Gemma 1", "Gemma 2"),
-    ("gemma3 gemma3_text gemma3n gemma3n_text", "sglang-jax has no model of Gemma 3", "Gemma 2 or Qwen3"),
+    ("gemma", "sglang-jax has no model of Gemma 1", "Gemma 3"),
+    ("gemma3", "its config.json has no text_config, which holds its text model's settings", "Gemma 3 as published"),
+    (
+        "gemma3n gemma3n_text",
+        "neither library has its embeddings per layer, nor its layers that share keys and values",
+        "Gemma 3",
+    ),
+    ("siglip_vision_model", "it is a vision tower without a text model", "Gemma 3"),
     (
         "gemma4 gemma4_text",
         "the sampler's cache has layers of one shape, and those of Gemma 4 differ: its global layers have fewer and "
         "wider heads than its sliding ones",
-        "Gemma 2 or Qwen3",
+        "Gemma 3 or Qwen3",
     ),
     ("qwen2_moe", "Tunix has no model of Qwen2 with experts", "Qwen3-30B-A3B"),
     ("qwen2_vl qwen2_5_vl qwen3_vl", "its images have no place in a prompt here", "Qwen3"),

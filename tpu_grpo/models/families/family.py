@@ -119,6 +119,8 @@ class Family:
     ``*`` stands for the layer's number."""
     own_fields: Callable[[Any], dict[str, Any]] = lambda _: {}
     """Takes a config and returns fields of Tunix's config to add or to override."""
+    renamed: Callable[[str], str | None] = lambda name: name
+    """Takes the name of a stored tensor, and returns its name in ``leaves``; None for a tensor to leave out."""
     is_fused: bool = False
     """Whether the published checkpoints hold the fused tensors."""
 

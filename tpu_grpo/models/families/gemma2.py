@@ -39,10 +39,15 @@ class Gemma2Config(DecoderConfig):
     final_logit_softcapping: float | None
 
     @property
+    def period(self) -> int:
+        """Without ``layer_types``, layers period, 2 * period etc. (counted from 1) attend to everything."""
+        return 2
+
+    @property
     def has_window(self) -> tuple[bool, ...]:
-        """Whether each layer has a window; without ``layer_types``, the first, third, fifth etc. layers have one."""
-        types = self.layer_types
-        return tuple(i % 2 == 0 if types is None else types[i] == SLIDING for i in range(self.num_hidden_layers))
+        """Whether each layer has a window; the others attend to everything."""
+        types, layers = self.layer_types, range(self.num_hidden_layers)
+        return tuple((i + 1) % self.period != 0 if types is None else types[i] == SLIDING for i in layers)
 
     def contradiction(self) -> str | None:
         """Describe contradicting settings, also a ``layer_types`` that does not have one entry for each layer."""
@@ -60,15 +65,14 @@ def _soft_cap(setting: str) -> SettingRule:
     )
 
 
-_RULES = (
+GEMMA_RULES = (
+    *PLAIN,
+    NO_ATTENTION_BIAS,
     SettingRule(
         "hidden_activation",
         "gelu_pytorch_tanh",
         lambda value: value == "gelu_pytorch_tanh",
         "the libraries always compute the tanh approximation of gelu",
-    ),
-    SettingRule(
-        "tie_word_embeddings", "true", lambda value: value is True, "the libraries take the embedding as output head"
     ),
     SettingRule(
         "layer_types",
@@ -77,29 +81,27 @@ _RULES = (
         "the libraries have no other attention",
     ),
     off("use_bidirectional_attention", "the libraries attend to earlier tokens only"),
-    _soft_cap("attn_logit_softcapping"),
-    _soft_cap("final_logit_softcapping"),
 )
+"""The rules of Gemma 2 and Gemma 3."""
 
-_NORMS = {
-    "pre_attention_norm": "input_layernorm",
-    "post_attn_norm": "post_attention_layernorm",
-    "pre_ffw_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-"""The norms of a layer: Tunix's names, and the names in checkpoints."""
+_MLP_NORMS = {"pre_ffw_norm": "pre_feedforward_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+"""The norms before and after a layer's MLP: Tunix's names, and the names in checkpoints."""
 
 
-def _leaves(config: Gemma2Config) -> tuple[Leaf, ...]:
-    """Return the leaves. Tunix stacks q, k and v if they have equally many heads, otherwise only k and v."""
+def gemma_leaves(config: Gemma2Config, *more: Leaf, second_norm: str = "post_attn_norm") -> tuple[Leaf, ...]:
+    """Return the leaves, with ``more`` in each layer; ``second_norm`` is Tunix's name for the norm after attention.
+
+    Tunix stacks q, k and v if they have equally many heads, otherwise only k and v.
+    """
     hidden, all_stacked = config.hidden_size, config.num_attention_heads == config.num_key_value_heads
-    norms = (layer_leaf(f"{own}.scale", f"{name}.weight", (hidden,)) for own, name in _NORMS.items())
+    names = {"pre_attention_norm": "input_layernorm", second_norm: "post_attention_layernorm", **_MLP_NORMS}
+    norms = (layer_leaf(f"{own}.scale", f"{name}.weight", (hidden,)) for own, name in names.items())
     widths = {"qkv": config.query_width} if all_stacked else {"q": config.query_width, "kv": config.kv_width}
     stacked = (_stacked_leaf(parts, (width, hidden)) for parts, width in widths.items())
     output = layer_leaf(
         "attn.attn_vec_einsum.w", "self_attn.o_proj.weight", (hidden, config.query_width), outputs_last, flatten
     )
-    layer = (*norms, *stacked, output, *mlp(config))
+    layer = (*norms, *stacked, output, *more, *mlp(config))
     return decoder(config, layer, final_norm=("final_norm.scale", "model.norm.weight"))
 
 
@@ -131,7 +133,18 @@ GEMMA2 = Family(
     model_type="gemma2",
     architecture="Gemma2ForCausalLM",
     config=Gemma2Config,
-    rules=(*PLAIN, NO_ROPE_SCALING, NO_ATTENTION_BIAS, *_RULES),
+    rules=(
+        *GEMMA_RULES,
+        NO_ROPE_SCALING,
+        SettingRule(
+            "tie_word_embeddings",
+            "true",
+            lambda value: value is True,
+            "the libraries take the embedding as output head",
+        ),
+        _soft_cap("attn_logit_softcapping"),
+        _soft_cap("final_logit_softcapping"),
+    ),
     defaults={
         "head_dim": 256,
         "rms_norm_eps": 1e-6,
@@ -143,7 +156,7 @@ GEMMA2 = Family(
         "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0,
     },
-    leaves=_leaves,
+    leaves=gemma_leaves,
     divisible=DIVISIBLE,
     package="tunix.models.gemma",
     model="Gemma",

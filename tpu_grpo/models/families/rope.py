@@ -75,11 +75,24 @@ class YarnScaling:
         return frequencies * (kept + (1 - kept) / self.factor)
 
 
-Scaling = Llama3Scaling | YarnScaling
+@dataclass(frozen=True)
+class LinearScaling:
+    """The scaling of Gemma 3's global layers, which divides all positions."""
+
+    factor: float
+    amplitude: ClassVar[float] = 1.0
+
+    def __call__(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
+        """Scale frequencies in radians per position."""
+        del theta
+        return frequencies / self.factor
 
 
-def scaling_of(rope_scaling: Mapping[str, Any] | None) -> Scaling | None:
-    """Return the scaling that the ``rope_scaling`` of a config.json asks for.
+Scaling = Llama3Scaling | YarnScaling | LinearScaling
+
+
+def scaling_of(rope_scaling: Mapping[str, Any] | None) -> Llama3Scaling | YarnScaling | None:
+    """Return the scaling that the ``rope_scaling`` of a config.json asks for, in families with one kind of attention.
 
     Raises:
         TypeError: for an unknown type of scaling, or missing or unknown settings.

@@ -1,0 +1,65 @@
+"""Gemma 3 in the engine, against the trainer and float64, over more layers than its pattern is long."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.engine.building import GREEDY, PROMPTS, SAMPLED, build_engine, policy, requests, tokens, trainer_logprobs
+from tests.models.gemma3 import as_seen_with_images, write_shape
+from tests.models.test_transformers5 import SAVED
+from tpu_grpo.models.reference import reference_logprobs
+
+AGAINST_TRAINER, AGAINST_FLOAT64 = 3e-5, 6e-5
+SIZES: dict[str, Any] = {"batch_paddings": (8,), "prefill_tokens": 64}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("shape", "tensor"),
+    [pytest.param("1b", 1, marks=pytest.mark.slow), ("4b", 4), pytest.param("27b", 2, marks=pytest.mark.slow)],
+)
+def test_engine_trainer_and_float64_agree(tmp_path: Path, shape: str, tensor: int) -> None:
+    """Sampled log-probabilities, and the greedy tokens of every prompt."""
+    directory = write_shape(tmp_path, shape)
+    model = policy(directory)
+    engine = build_engine(directory, model, tensor, **SIZES)
+    for sampling in (SAMPLED, GREEDY):
+        asked = requests(PROMPTS, sampling)
+        completions = engine.generate(asked)
+        for request, completion, trainer_TV in zip(
+            asked, completions, trainer_logprobs(model, asked, completions), strict=True
+        ):
+            ids, first = [*request.token_ids, *completion.token_ids], len(request.token_ids) - 1
+            float64_TV = reference_logprobs(directory, np.array([ids]))[0, first:-1]
+            sampled = np.arange(len(completion.token_ids)), completion.token_ids
+            assert np.abs(completion.logprobs - trainer_TV[sampled]).max() <= AGAINST_TRAINER
+            assert np.abs(completion.logprobs - float64_TV[sampled]).max() <= AGAINST_FLOAT64
+            assert np.abs(trainer_TV - float64_TV).max() <= AGAINST_FLOAT64
+            if sampling is GREEDY:
+                assert completion.token_ids.tolist() == float64_TV.argmax(-1).tolist()
+
+
+@pytest.mark.slow
+def test_the_text_model_of_one_that_sees_images_samples_the_same(tmp_path: Path) -> None:
+    """sglang-jax would serve such a checkpoint without its prefix cache and without chunks."""
+    shape = {"layers": 7, "layer_types": None}
+    plain, seeing = (write_shape(tmp_path / name, "1b", **shape) for name in ("text", "images"))
+    found = []
+    for directory in (plain, as_seen_with_images(seeing)):
+        engine = build_engine(directory, **SIZES)
+        first = engine.generate(requests())
+        again = engine.generate(requests())
+        found.append((tokens(first), tokens(again), [completion.cached_tokens for completion in again]))
+    assert found[0] == found[1]
+    assert max(found[1][2]) > 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["gemma3", pytest.param("gemma3_text", marks=pytest.mark.slow)])
+def test_greedy_tokens_are_those_of_transformers_5(name: str) -> None:
+    theirs = np.load(SAVED / name / "expected.npz")
+    prompts = [tuple(theirs["tokens"][0, : place + 1].tolist()) for place in range(4, 40, 5)]
+    completions = build_engine(SAVED / name, **SIZES).generate(requests(prompts, GREEDY))
+    assert [completion.token_ids[0] for completion in completions] == theirs["logits"][0].argmax(-1).tolist()
