@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, override
+from typing import Any, cast, override
 
 import jax
 import jax.numpy as jnp
@@ -288,7 +288,7 @@ def _read_settings(config: Any) -> Scaling | None:
         from tpu_grpo.engine import gemma3  # no other model imports this family
 
         config.hf_config = config.hf_text_config
-        read |= gemma3.settings(sizes)
+        read |= gemma3.settings(cast(Any, sizes))
     config.hf_config.update(read | {"architectures": [family.sampler or family.architecture]})
     config.head_dim = config.v_head_dim = sizes.head_dim
     return None if is_gemma3 else sizes.scaling
