@@ -96,6 +96,17 @@ def test_its_gradients_are_the_slopes_of_float64(tmp_path: Path, tokens_BT: np.n
 
 
 @pytest.mark.full
+def test_embeddings_are_scaled_as_transformers_does(tmp_path: Path) -> None:
+    """By the square root of the width, rounded to the dtype of the computation: of 48, 6.9375 in bfloat16."""
+    directory, number = write_shape(tmp_path, "1b"), np.array([[7]])
+    row = read_weights(directory)["model.embed_tokens.weight"][7]
+    for dtype, scale in ((jnp.dtype(jnp.bfloat16), 6.9375), (jnp.dtype(jnp.float32), np.float32(48**0.5))):
+        model: Any = load_model(read_checkpoint(directory), trainer_mesh(1, 1), dtype=dtype, remat="none")
+        expected = row.astype(dtype) * np.array(scale, dtype)
+        np.testing.assert_array_equal(np.asarray(model.embedder.encode(number))[0, 0], expected)
+
+
+@pytest.mark.full
 def test_layers_are_of_the_kinds_that_the_checkpoint_says(tmp_path: Path) -> None:
     """Tunix repeats its own pattern."""
     assert [layer.attn.attn_type.name == "GLOBAL" for layer in loaded(write_shape(tmp_path / "a", "27b")).layers] == [

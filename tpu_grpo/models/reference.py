@@ -92,8 +92,8 @@ def _attention(
     query_count, key_count = config["num_attention_heads"], config["num_key_value_heads"]
     size = config.get("head_dim", config["hidden_size"] // query_count)
     scaling, theta = config.get("rope_scaling"), config["rope_theta"]
-    if window is not None and "rope_local_base_freq" in config:  # Gemma 3
-        scaling, theta = None, config["rope_local_base_freq"]
+    if window is not None and config["model_type"] == "gemma3_text":
+        scaling, theta = None, config.get("rope_local_base_freq", 1e4)
     turns = _frequencies(size, theta, scaling)
     larger = 0.1 * math.log(scaling["factor"]) + 1 if scaling and scaling["rope_type"] == "yarn" else 1.0
 
