@@ -36,6 +36,7 @@ def rooms(modules: set[str]) -> set[str]:
     return {name.partition(".")[0] for name in modules}
 
 
+@pytest.mark.full
 def test_the_loop_imports_nothing_that_stands_on_it(tmp_path: Path) -> None:
     found = rooms(imported("import tpu_grpo.cli.train, tpu_grpo.api, tpu_grpo.run.pipeline", cwd=tmp_path))
     assert found >= {"run", "learner", "engine", "rewards"}

@@ -148,6 +148,7 @@ def test_the_engine_samples_from_an_export_what_it_sampled_from_the_policy(whole
     assert found.digest == lines(whole)[2]["digest"]
 
 
+@pytest.mark.full
 def test_a_damaged_checkpoint_is_not_exported(whole: Path, tmp_path: Path) -> None:
     damaged = tmp_path / "run"
     shutil.copytree(whole, damaged)
