@@ -113,15 +113,21 @@ def _stacked_leaf(parts: str, shape: Shape) -> Leaf:
     return Leaf(f"layers.*.attn.{parts}_einsum.w", names, shape, heads_first, targets, input_axis=-2)
 
 
-def _own_fields(config: Gemma2Config) -> dict[str, Any]:
-    from tunix.models.gemma.model import AttentionType
-
-    kinds = {True: AttentionType.LOCAL_SLIDING, False: AttentionType.GLOBAL}
+def gemma_fields(config: Gemma2Config, kinds: Any) -> dict[str, Any]:
+    """Return the fields of Tunix's config that every Gemma has; ``kinds`` is the AttentionType of Tunix's model."""
     return {
         "num_embed": config.vocab_size,
         "query_pre_attn_scalar": config.query_pre_attn_scalar,
-        "attention_types": tuple(kinds[window] for window in config.has_window),
+        "attention_types": tuple(kinds.LOCAL_SLIDING if window else kinds.GLOBAL for window in config.has_window),
         "sliding_window_size": config.sliding_window,
+    }
+
+
+def _own_fields(config: Gemma2Config) -> dict[str, Any]:
+    from tunix.models.gemma.model import AttentionType
+
+    return {
+        **gemma_fields(config, AttentionType),
         "attn_logits_soft_cap": config.attn_logit_softcapping,
         "final_logit_softcap": config.final_logit_softcapping,
         "use_post_attn_norm": True,

@@ -13,7 +13,7 @@ from typing import Any
 
 from tpu_grpo.models.families.decoder import DIVISIBLE, layer_leaf
 from tpu_grpo.models.families.family import Family, SettingRule, null
-from tpu_grpo.models.families.gemma2 import FULL, GEMMA_RULES, SLIDING, Gemma2Config, gemma_leaves
+from tpu_grpo.models.families.gemma2 import FULL, GEMMA_RULES, SLIDING, Gemma2Config, gemma_fields, gemma_leaves
 from tpu_grpo.models.families.leaves import Leaf
 from tpu_grpo.models.families.rope import LinearScaling, with_older_names
 
@@ -141,12 +141,8 @@ def _leaves(config: Gemma3Config) -> tuple[Leaf, ...]:
 def _own_fields(config: Gemma3Config) -> dict[str, Any]:
     from tunix.models.gemma3.model import AttentionType
 
-    kinds = {True: AttentionType.LOCAL_SLIDING, False: AttentionType.GLOBAL}
     return {
-        "num_embed": config.vocab_size,
-        "query_pre_attn_scalar": config.query_pre_attn_scalar,
-        "attention_types": tuple(kinds[window] for window in config.has_window),
-        "sliding_window_size": config.sliding_window,
+        **gemma_fields(config, AttentionType),
         "local_base_frequency": config.rope_local_base_freq,
         "global_base_frequency": config.rope_theta,
         "global_scale_factor": 1.0 if config.scaling is None else config.scaling.factor,
