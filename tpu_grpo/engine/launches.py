@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast, override
+from typing import Any, override
 
 import jax
 import jax.numpy as jnp
@@ -273,8 +273,8 @@ class InputBuilder:
         return jax.tree.map(lambda column: column[table_rows_B], self._table)._replace(likeliest=asked)
 
 
-GEMMA3 = "Gemma3ForCausalLM"
-"""The architecture of which sglang-jax has no model."""
+OWN_MODELS: Mapping[str, Any] = Shipped("tpu_grpo.engine", {"Gemma3ForCausalLM": "gemma3"})
+"""Architectures of which sglang-jax has no model -> the module that has it, and `settings` for it."""
 
 
 def _read_settings(config: Any) -> Scaling | None:
@@ -284,14 +284,12 @@ def _read_settings(config: Any) -> Scaling | None:
     read = {"rope_theta": sizes.rope_theta, "rope_scaling": None, "head_dim": sizes.head_dim}
     if isinstance(sizes, MoeConfig):
         read["num_experts"] = sizes.num_experts
-    if is_gemma3 := family.architecture == GEMMA3:
-        from tpu_grpo.engine import gemma3  # no other model imports this family
-
+    if is_own := family.architecture in OWN_MODELS:
         config.hf_config = config.hf_text_config
-        read |= gemma3.settings(cast(Any, sizes))
+        read |= OWN_MODELS[family.architecture].settings(sizes)
     config.hf_config.update(read | {"architectures": [family.sampler or family.architecture]})
     config.head_dim = config.v_head_dim = sizes.head_dim
-    return None if is_gemma3 else sizes.scaling
+    return None if is_own else sizes.scaling
 
 
 class Runner(ModelRunner):
@@ -319,10 +317,9 @@ class Runner(ModelRunner):
         config.configure_for_tensor_parallel(self.tp_size)
         config.hf_config.ep_size, config.hf_config.moe_backend = 1, "epmoe"  # read by models with experts
         split = splits_vocabulary(config.vocab_size, self.tp_size)
-        if config.hf_config.architectures == [GEMMA3]:
-            from tpu_grpo.engine.gemma3 import Gemma3ForCausalLM
-
-            model_class: Any = Gemma3ForCausalLM
+        architectures: Any = config.hf_config.architectures  # the one that _read_settings has set
+        if (architecture := architectures[0]) in OWN_MODELS:
+            model_class: Any = getattr(OWN_MODELS[architecture], architecture)
         else:
             model_class, _ = get_model_architecture(config)
         model = repairs.abstract_model(
