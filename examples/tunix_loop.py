@@ -20,11 +20,12 @@ from tunix.rl.rl_cluster import ClusterConfig, RLCluster, RLTrainingConfig, Role
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
 import tpu_grpo
+from tpu_grpo.engine.options import EngineOptions
 from tpu_grpo.learner import parameters
 from tpu_grpo.models.tunix_model import load_model
 from tpu_grpo.run.inputs import open_model
 from tpu_grpo.run.meshes import build_meshes
-from tpu_grpo.run.parts import open_engines
+from tpu_grpo.run.parts import open_engines, stop_ids
 from tpu_grpo.tunix_loop.adapter import TextEngines, rollout_engine
 
 STEPS, PROMPTS, GROUP = 10, 32, 8
@@ -63,10 +64,12 @@ def main(overrides: Sequence[str]) -> None:
     """Build Tunix's cluster around the engine, and let Tunix train."""
     config = tpu_grpo.load_config(None, [*SETTINGS, *overrides])
     with tpu_grpo.start(config) as (hosts, _):  # before jax uses a device
-        checkpoint, tokenizer = open_model(config, hosts)
-        meshes = build_meshes(config, checkpoint)
+        checkpoint, tokenizer = open_model(config.model, config.run.seed, hosts)
+        meshes = build_meshes(config.meshes, config.model, config.row_tokens, checkpoint)
         model = load_model(checkpoint, meshes.trainer, dtype=jnp.dtype("float32"), remat="none")
-        engines = open_engines(config, hosts, checkpoint, tokenizer, meshes)
+        ids = stop_ids(config.environment, config.data, tokenizer, checkpoint.directory)
+        options = EngineOptions.from_config(config, ids, replicas=meshes.replicas, platform=meshes.platform)
+        engines = open_engines(options, hosts, checkpoint, meshes, config.meshes, config.model.lora)
         engines.install(parameters(model))
         engines.replicas.compile_all()
         sampling = TextEngines(engines, tokenizer, config.rollout, config.run.seed)

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 import tpu_grpo
-from tpu_grpo import api
-from tpu_grpo.config import RunConfig
+from tpu_grpo.cli import starting
+from tpu_grpo.config import HostsSection
 from tpu_grpo.hosts import Hosts, StopRequest, Watch
 from tpu_grpo.records import errors, stages
 from tpu_grpo.run.inputs import Inputs
@@ -99,13 +99,13 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     events: list[str] = []
 
     @contextmanager
-    def joined_hosts(config: RunConfig) -> Iterator[tuple[Hosts, Watch]]:
+    def met_hosts(ours: HostsSection, run: str) -> Iterator[tuple[Hosts, Watch]]:
         events.append("hosts")
         yield Hosts(), Watch(Hosts())
         events.append("left")
 
-    monkeypatch.setattr(api, "prepare", lambda config: events.append("prepare"))
-    monkeypatch.setattr(api, "joined_hosts", joined_hosts)
+    monkeypatch.setattr(starting, "prepare", lambda *, needs_hub: events.append("prepare"))
+    monkeypatch.setattr(starting, "met_hosts", met_hosts)
     return events
 
 

@@ -18,7 +18,7 @@ from tpu_grpo.observe.evaluation import record_of
 from tpu_grpo.records.errors import ConfigError
 from tpu_grpo.run.abstract import open_abstract_checkpoint
 from tpu_grpo.run.fingerprints import fingerprints
-from tpu_grpo.run.inputs import open_inputs
+from tpu_grpo.run.inputs import check_model, open_inputs
 
 DEMO = Path(__file__).parents[1] / "configs" / "demo_cpu.yaml"
 LORA = {"rank": 2, "layers": "1"}
@@ -116,8 +116,8 @@ def test_what_the_model_lacks_is_refused_before_anything_is_built(tmp_path: Path
 def test_a_replay_of_experts_is_refused_for_other_models() -> None:
     config = parse_config({"algorithm": {"routing_replay": True}})
     refused = pytest.raises(ConfigError, match="routing_replay=true needs a model with experts, got a qwen3; leave it")
-    with refused, open_abstract_checkpoint(config):
-        pass
+    with open_abstract_checkpoint(config.model) as checkpoint, refused:
+        check_model(config, checkpoint)
 
 
 @pytest.mark.slow

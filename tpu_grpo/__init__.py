@@ -13,7 +13,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tpu_grpo.api import start, train
+    from tpu_grpo.api import train
+    from tpu_grpo.cli.starting import start
     from tpu_grpo.config import RunConfig, load_config, parse_config
     from tpu_grpo.records.episode import Episode, Turn
     from tpu_grpo.records.errors import (
@@ -92,7 +93,8 @@ __all__ = [
 ]
 
 _HOMES = {
-    **dict.fromkeys(("train", "start"), "api"),
+    "train": "api",
+    "start": "cli.starting",
     **dict.fromkeys(("RunConfig", "load_config", "parse_config"), "config"),
     **dict.fromkeys(("Episode", "Turn"), "records.episode"),
 }

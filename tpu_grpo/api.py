@@ -12,14 +12,13 @@ Your own training loop builds the parts of a run inside ``start``, as examples/o
         parts = build_parts(open_inputs(config), hosts)
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tpu_grpo.cli.starting import joined_hosts, prepare
+from tpu_grpo.cli.starting import start
 from tpu_grpo.cli.train import train_together
-from tpu_grpo.config import RunConfig
-from tpu_grpo.hosts import Hosts, InterruptedStop, Watch
+from tpu_grpo.config import RunConfig, parse_config
+from tpu_grpo.hosts import InterruptedStop
 
 if TYPE_CHECKING:
     from tpu_grpo.observe.callbacks import EventFunction
@@ -59,21 +58,8 @@ def train(
         TpuGrpoError: for anything wrong with the config, the model, the data, a reward or a number.
     """
     if rewards is not None:
-        from tpu_grpo.rewards import with_rewards
+        from tpu_grpo.rewards import reward_specs
 
-        config = with_rewards(config, rewards)
+        config = parse_config({**dict(config), "rewards": reward_specs(rewards)})
     with start(config) as (hosts, watch), InterruptedStop(stop_requested) as stop:
         return train_together(config, hosts, watch, stop, on_step, on_evaluation).summary
-
-
-@contextmanager
-def start(config: RunConfig) -> Iterator[tuple[Hosts, Watch]]:
-    """Choose jax's platform, meet the other hosts of the run, and watch them for as long as the block lasts.
-
-    Raises:
-        ConfigError: if the run has several hosts, and jax has created its devices already.
-        LockstepError: if a host does not join in time, or was started with other settings or files.
-    """
-    prepare(config)
-    with joined_hosts(config) as joined:
-        yield joined

@@ -183,7 +183,7 @@ def test_noise_is_that_of_the_sampler() -> None:
 
 
 def test_the_models_directory_is_written_once(small: Shared, tmp_path: Path) -> None:
-    with open_abstract_checkpoint(small.known) as whole:
+    with open_abstract_checkpoint(small.known.model) as whole:
         path = numerics.small_model(small.known.model, whole, None)
         before = (path / "model.safetensors").stat().st_mtime_ns
         assert numerics.small_model(small.known.model, whole, None) == path

@@ -38,12 +38,12 @@ def test_a_value_is_one_short_line() -> None:
 def test_what_the_command_prints(tmp_path: Path) -> None:
     path = tmp_path / "d.csv"
     path.write_text("question,answer\n1+1=,2\n" + "9" * 30 + ",3\n")
-    tree = {"data": {"path": str(path), "max_prompt_tokens": 10, "too_long": "drop", "prompts_per_step": 1}}
+    words = [f"data.path={path}", "data.max_prompt_tokens=10", "data.too_long=drop", "data.prompts_per_step=1"]
+    words += [f"evaluation.path={path}", "evaluation.prompts=1"]
     out = io.StringIO()
-    tree["evaluation"] = {"path": str(path), "prompts": 1}
     for evaluation in (False, True):
-        shown = Namespace(preview=1, step=1, evaluation=evaluation)
-        data.show(parse_config(tree), Console(file=out, width=200, highlight=False), shown)
+        shown = Namespace(words=words, preview=1, step=1, evaluation=evaluation)
+        data.show(Console(file=out, width=200, highlight=False), shown)
     text = out.getvalue()
     assert text.count("prompt 1: 6 tokens") == 2
     assert " │ 1       │ 1       │ 1      │ 6        │ 6      │ 6 " in text  # one prompt, one dropped, six tokens
@@ -62,6 +62,6 @@ def test_a_look_needs_no_reward(tmp_path: Path) -> None:
     ):
         path, out = tmp_path / f"{number}.jsonl", io.StringIO()
         path.write_text(json.dumps(record) + "\n")
-        config = parse_config({"data": {"path": str(path), "prompts_per_step": 1}})
-        data.show(config, Console(file=out), Namespace(preview=1, step=1, evaluation=False))
+        words = [f"data.path={path}", "data.prompts_per_step=1"]
+        data.show(Console(file=out), Namespace(words=words, preview=1, step=1, evaluation=False))
         assert "<|im_start|>user2+3?<|im_start|>assistant" in out.getvalue()

@@ -12,6 +12,7 @@ from tpu_grpo.algorithms import SHIPPED as ALGORITHMS
 from tpu_grpo.algorithms import open_algorithm
 from tpu_grpo.cli.dry_run import check
 from tpu_grpo.config import RunConfig, load_config, settings
+from tpu_grpo.engine.options import EngineOptions
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.learner import Learner
 from tpu_grpo.observe.run_log import open_run_log
@@ -25,9 +26,9 @@ from tpu_grpo.records.errors import (
     TpuGrpoError,
 )
 from tpu_grpo.rewards.shipped import SHIPPED
-from tpu_grpo.run.inputs import agreed_checkpoint, open_inputs
-from tpu_grpo.run.meshes import build_meshes
-from tpu_grpo.run.parts import open_engines, open_task
+from tpu_grpo.run.inputs import agreed_checkpoint, check_model, open_inputs
+from tpu_grpo.run.meshes import build_meshes, check_turns
+from tpu_grpo.run.parts import open_engines, open_task, stop_ids
 from tpu_grpo.run.policies import load_inputs
 
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "demo_cpu.yaml"
@@ -91,13 +92,18 @@ def build(config: RunConfig) -> None:
     """Build what a run builds before its first step, but for what is compiled."""
     hosts, algorithm, inputs = Hosts(), open_algorithm(config.algorithm), open_inputs(config)
     config = inputs.config
-    checkpoint = agreed_checkpoint(config, hosts, inputs.checkpoint)
-    meshes = build_meshes(config, checkpoint)
+    checkpoint = agreed_checkpoint(config.model, config.run.seed, hosts, inputs.checkpoint)
+    check_model(config, checkpoint)
+    meshes = build_meshes(config.meshes, config.model, config.row_tokens, checkpoint)
+    check_turns(config.environment, meshes)
+    ids = stop_ids(config.environment, config.data, inputs.tokenizer, checkpoint.directory)
+    options = EngineOptions.from_config(config, ids, replicas=meshes.replicas, platform=meshes.platform)
     task = open_task(inputs, algorithm, hosts)
     try:
-        open_engines(config, hosts, checkpoint, inputs.tokenizer, meshes, task.environments)
-        Learner(config, load_inputs(config, checkpoint, meshes, algorithm), hosts).close()
-        open_run_log(config, 0).close()
+        open_engines(options, hosts, checkpoint, meshes, config.meshes, config.model.lora, task.environments)
+        given = load_inputs(config.model, config.run.seed, checkpoint, meshes, algorithm)
+        Learner(config, given, hosts).close()
+        open_run_log(config.run_dir, config.run, config.logging, {}, 0).close()
     finally:
         task.close()
 

@@ -5,8 +5,9 @@ from contextlib import closing
 from tests.environments.template_families import ids, tokenizer
 from tpu_grpo.cli.environment_episode import EnvironmentEpisode
 from tpu_grpo.config import parse_config
+from tpu_grpo.engine.sampler import sampling_params
 from tpu_grpo.environments.opening import load_environments
-from tpu_grpo.records.stages import Prompt
+from tpu_grpo.records.stages import Prompt, Request, SampleKey
 
 
 def test_turns_end_as_the_chat_template_ends_them() -> None:
@@ -25,7 +26,8 @@ def test_turns_end_as_the_chat_template_ends_them() -> None:
     messages = [{"role": "user", "content": "Guess."}]
     prompt = Prompt(asked, tuple(ids("gemma2", asked)), {"secret": 3}, messages)
     guesses = iter(["50", "3"])
-    with closing(environments), closing(EnvironmentEpisode(config, prompt, environments, gemma, 0)) as game:
+    request = Request(prompt.token_ids, sampling_params(config.rollout), SampleKey(0, 1, 0, 0))
+    with closing(environments), closing(EnvironmentEpisode(prompt, request, environments, gemma)) as game:
         policy = game.writing(lambda said: next(guesses, None))
         shown = [stretch.text for stretch in game.play(policy)]
         episode = game.completion.episode

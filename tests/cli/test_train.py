@@ -245,7 +245,7 @@ def test_training_gets_the_config_and_ends_with_what_it_came_to(
 
 def test_what_the_user_set_for_the_platform_is_kept(pipeline: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAX_PLATFORMS", "tpu")
-    monkeypatch.setattr(starting, "start", lambda *_, **__: Hosts())  # would look for the slice
+    monkeypatch.setattr(starting, "join", lambda *_, **__: Hosts())  # would look for the slice
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     seen: dict[str, str] = {}
 

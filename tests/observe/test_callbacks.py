@@ -1,5 +1,6 @@
 """Callbacks: what they are given, how they stop a run, and what is said of those that fail."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 
 from tests.observe.samples import scored_rollout
 from tpu_grpo.config import RunConfig, parse_config
-from tpu_grpo.observe.callbacks import find_callbacks
+from tpu_grpo.observe.callbacks import Callback, find_callbacks
 from tpu_grpo.observe.run_log import RunLog, open_run_log
 from tpu_grpo.records.errors import CallbackError, ConfigError
 
@@ -53,6 +54,11 @@ def config(tmp_path: Path, *names: str) -> RunConfig:
     return parse_config({"run": run, "logging": {"callbacks": [f"{tmp_path}/mine.py:{name}" for name in names]}})
 
 
+def open_log(config: RunConfig, callbacks: Sequence[Callback]) -> RunLog:
+    settings = config.model_dump(mode="json")
+    return open_run_log(config.run_dir, config.run, config.logging, settings, 0, callbacks=callbacks)
+
+
 def test_a_class_gets_the_config_then_every_step_with_its_samples_and_asks_to_stop(
     tmp_path: Path, watched: Path
 ) -> None:
@@ -60,7 +66,7 @@ def test_a_class_gets_the_config_then_every_step_with_its_samples_and_asks_to_st
     found = find_callbacks(settings.logging.callbacks)
     [(callback, calls)] = [(one, one._make.__init__.__globals__["CALLS"]) for one in found]  # pyright: ignore
     assert (callback.name, calls) == (f"{watched}:Watcher", [])
-    with open_run_log(settings, 0, callbacks=found) as log:
+    with open_log(settings, found) as log:
         log.step({"step": 1, "rewards/mean": 0.5}, scored_rollout(), ADVANTAGES)
         assert not log.asked_to_stop
         log.step({"step": 2, "rewards/mean": 1.0})
@@ -75,7 +81,7 @@ def test_a_class_is_closed_if_another_cannot_be_made(tmp_path: Path, watched: Pa
     settings = config(tmp_path, "Watcher", "Unmade")
     found = find_callbacks(settings.logging.callbacks)
     with pytest.raises(CallbackError, match="Unmade failed in its constructor"):
-        open_run_log(settings, 0, callbacks=found)
+        open_log(settings, found)
     assert found[0]._make.__init__.__globals__["CALLS"] == [("made", 7), "closed"]  # pyright: ignore
 
 

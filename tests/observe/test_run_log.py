@@ -91,10 +91,10 @@ def test_advantages_of_another_batch_are_refused() -> None:
 def test_a_config_opens_the_sinks_it_asks_for(tmp_path: Path, capsys: pytest.CaptureFixture[str], wandb: str) -> None:
     run = {"name": "r", "dir": str(tmp_path / "run"), "max_steps": 5}
     config = parse_config({"run": run, "logging": {"wandb": wandb}})
-    with open_run_log(config, 0) as log:
+    with open_run_log(config.run_dir, config.run, config.logging, {}, 0) as log:
         log.step({"step": 1, "rewards/mean": 0.5})
         log.samples(1, scored_rollout(), ADVANTAGES)
-    with open_run_log(config, 1) as log:
+    with open_run_log(config.run_dir, config.run, config.logging, {}, 1) as log:
         log.step({"step": 2, "rewards/mean": 0.75})
     steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert steps == [1, 2]
@@ -250,7 +250,7 @@ def test_a_run_with_both_goes_on_with_one(
 ) -> None:
     breaks(monkeypatch)
     config = parse_config({"run": {"dir": str(tmp_path)}, "logging": {"wandb": "offline", "tensorboard": True}})
-    with open_run_log(config, 0) as log:
+    with open_run_log(config.run_dir, config.run, config.logging, {}, 0) as log:
         for step in (1, 2):
             log.step({"step": step, "rewards/mean": 0.5})
     shown = capsys.readouterr().out

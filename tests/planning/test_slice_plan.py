@@ -54,7 +54,8 @@ def test_a_run_of_tunix_is_compared_with_what_ours_would_do() -> None:
         "old_policy": "tunix",
         "micro_batch_prompts": 4,
     }
-    found = slice_plan.with_packed_learner(run_of(algorithm=section)).algorithm
+    config = run_of(algorithm=section)
+    found = slice_plan.packed_algorithm(config.algorithm, config.data, config.optimizer)
     assert (found.name, found.beta, found.iterations, found.old_policy) == ("grpo", 0.04, 2, "rollout")
     assert (found.micro_batch_prompts, found.options) == (4, {})
 

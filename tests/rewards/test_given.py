@@ -14,13 +14,17 @@ from tests.rewards.conftest import make_rollout, scored
 from tpu_grpo.config import RewardSpec, RunConfig, load_config, parse_config
 from tpu_grpo.records.errors import ConfigError, RewardError
 from tpu_grpo.records.stages import Scores
-from tpu_grpo.rewards import GivenReward, open_rewards, with_rewards
+from tpu_grpo.rewards import GivenReward, open_rewards, reward_specs
 
 ROLLOUT = make_rollout(["p0", "p1"], ["a", "bb", "ccc", "dddd"], [{"answer": "a"}, {"answer": "dddd"}], step=2)
 
 
 def given(*rewards: GivenReward, **tree: Any) -> RunConfig:
     return with_rewards(parse_config(tree), rewards)
+
+
+def with_rewards(config: RunConfig, rewards: Any) -> RunConfig:
+    return parse_config({**dict(config), "rewards": reward_specs(rewards)})
 
 
 def score(config: RunConfig) -> Scores:

@@ -33,8 +33,9 @@ def run_of(directory: Path, **settings: Any) -> RunConfig:
 
 
 def abstract_run_of(config: RunConfig) -> AbstractRun:
-    with open_abstract_checkpoint(config) as checkpoint:
-        return AbstractRun(config, checkpoint, build_meshes(config, checkpoint), [2])
+    with open_abstract_checkpoint(config.model) as checkpoint:
+        meshes = build_meshes(config.meshes, config.model, config.row_tokens, checkpoint)
+        return AbstractRun(config, checkpoint, meshes, [2])
 
 
 def policy_of(config: RunConfig, abstract: AbstractRun) -> nnx.Module:

@@ -12,7 +12,7 @@ from tpu_grpo.config import RunConfig, load_config, parse_config
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.observe.run_files import REPLACED_FILES
 from tpu_grpo.records.errors import CheckpointError, ConfigError, DataError
-from tpu_grpo.run.directory import RunDirectory, how_it_ended, look
+from tpu_grpo.run.directory import RunDirectory, how_it_ended
 from tpu_grpo.run.lock import RunLock
 
 ALONE = Hosts()
@@ -196,7 +196,7 @@ def test_something_else_in_the_place_of_a_directory_is_named(tmp_path: Path, nam
         case _:
             place.symlink_to(name)
     with pytest.raises(ConfigError, match=f"run/{name} must be a directory, as runs make it, got something else; mo"):
-        look(config, ALONE).refuse()
+        RunDirectory(config, ALONE).look().refuse()
 
 
 @pytest.mark.parametrize("name", REPLACED_FILES)
@@ -205,7 +205,7 @@ def test_a_directory_in_the_place_of_a_file_is_refused(tmp_path: Path, name: str
     leave(config, 4)
     (config.run_dir / name).mkdir()
     with pytest.raises(ConfigError, match=f"run/{name} must be a file, as runs write it, got a directory; move it"):
-        look(config, ALONE).refuse()
+        RunDirectory(config, ALONE).look().refuse()
 
 
 def test_files_that_are_no_runs_are_never_moved(tmp_path: Path) -> None:
@@ -430,13 +430,13 @@ def test_the_steps_to_go_on_from_are_those_that_were_saved(tmp_path: Path) -> No
 
 
 def finished(config: RunConfig) -> dict[str, Any] | None:
-    earlier = look(config, ALONE)
+    earlier = RunDirectory(config, ALONE).look()
     earlier.refuse()
     return earlier.summary
 
 
 def describe(config: RunConfig) -> list[str]:
-    return look(config, ALONE, guess=True).describe(config)
+    return RunDirectory(config, ALONE).look(guess=True).describe(config.run_dir, config.run, config.optimizer)
 
 
 def state(directory: Path) -> dict[str, int]:
@@ -448,10 +448,11 @@ def test_a_finished_run_is_left_as_it_is(tmp_path: Path) -> None:
     leave(config, 4, steps=4)
     before = state(tmp_path)
     assert finished(config) == {"steps": 4}
-    assert how_it_ended(config, {"steps": 4}) == (
+    assert how_it_ended(config.run, config.optimizer, {"steps": 4}) == (
         "this run is done: 4 of 4 steps; set run.max_steps higher to go on, or another run.dir"
     )
-    assert describe(config) == [f"run.dir    {tmp_path}/run: {how_it_ended(config, {'steps': 4})}"]
+    ended = how_it_ended(config.run, config.optimizer, {"steps": 4})
+    assert describe(config) == [f"run.dir    {tmp_path}/run: {ended}"]
     assert state(tmp_path) == before
 
 
@@ -471,7 +472,7 @@ def test_more_steps_of_a_falling_learning_rate_have_to_be_allowed(tmp_path: Path
     cosine: Any = {"optimizer": {"schedule": "cosine"}}
     config = run_of(tmp_path / "run", **cosine)
     leave(config, 4, steps=4)
-    assert how_it_ended(config, {"steps": 4}) == (
+    assert how_it_ended(config.run, config.optimizer, {"steps": 4}) == (
         "this run is done: 4 of 4 steps; set run.max_steps higher with checkpoint.allow_changes=[run.max_steps], "
         "because the cosine schedule ends there, to go on, or another run.dir"
     )
@@ -486,7 +487,7 @@ def test_a_run_without_prompts_left_is_finished_too(tmp_path: Path) -> None:
     leave(run_of(tmp_path / "run"), 3, **summary)
     longer = run_of(tmp_path / "run", 9)
     assert finished(longer) == summary
-    assert how_it_ended(longer, summary) == (
+    assert how_it_ended(longer.run, longer.optimizer, summary) == (
         "this run is done, after step 3 of 9: 8 of 8 prompts are retired (data.retire); add harder prompts"
     )
     changed = run_of(

@@ -178,7 +178,7 @@ def test_a_run_in_bfloat16_leaves_as_what_was_trained(tmp_path: Path, model: dic
     config = run_config(write_model(tmp_path, "qwen3", layers=1), **more, export={"dtype": "float32"})
     checkpoint, mesh = read_checkpoint(Path(config.model.path)), trainer_mesh(1, 1)
     meshes: Any = SimpleNamespace(trainer=mesh, joined=None, flash_block=None)
-    learner = Learner(config, load_inputs(config, checkpoint, meshes))
+    learner = Learner(config, load_inputs(config.model, config.run.seed, checkpoint, meshes))
     before = {name: np.asarray(value) for name, value in learner._updater.stepped().items()}
     for _ in range(5):
         Run(learner._updater).step()
@@ -189,8 +189,8 @@ def test_a_run_in_bfloat16_leaves_as_what_was_trained(tmp_path: Path, model: dic
     assert 1e-6 < moved.mean() < 6e-6
 
     chosen = choose(config.run_dir, "latest")
-    policy = load_policy(config, checkpoint, mesh, chosen)
-    found = exported_values(config, policy, chosen)
+    policy = load_policy(config.model, config.run.seed, checkpoint, mesh, chosen)
+    found = exported_values(config.export, config.model, policy, chosen)
     assert found.keys() == trained.keys()
     for name, value in trained.items():
         np.testing.assert_array_equal(np.asarray(found[name]), value, name)

@@ -166,8 +166,12 @@ def test_a_file_that_is_missing_is_a_value_too(files: Path) -> None:
 # --- between one start and the next ----------------------------------------------------------------------------------
 
 
+def sources_of(config: RunConfig) -> dict[str, dict[str, str]]:
+    return sources(config.plugins, config.model, config.algorithm)
+
+
 def shown(before: RunConfig, now: RunConfig) -> list[str]:
-    return [str(change) for change in changed_settings(before, now)]
+    return [str(change) for change in changed_settings(before.values(), now.values())]
 
 
 @pytest.mark.parametrize(
@@ -210,7 +214,7 @@ def test_equal_configs_do_not_differ() -> None:
 
 def test_an_entry_that_was_added_shows_all_of_it() -> None:
     before, now = (load_config(None, [f"rewards=[{{name: gsm8k}}{more}]"]) for more in ("", ", {name: format}"))
-    changed = changed_settings(before, now)
+    changed = changed_settings(before.values(), now.values())
     assert str(changed[0]) == "rewards.1.name: absent -> format"
     assert {change.name.rpartition(".")[0] for change in changed} == {"rewards.1"}
     assert all(change.is_in(["rewards"]) and not change.is_in(["rewards.0", "reward"]) for change in changed)
@@ -227,12 +231,12 @@ def test_long_values_are_cut_where_they_still_differ() -> None:
 
 def test_the_content_of_files_counts(files: Path) -> None:
     given = config(files, evaluation={"rewards": [{"name": f"{files}/mine.py:score"}]})
-    before = sources(given)
+    before = sources_of(given)
     assert set(before) == {"rewards.0.name", "rewards.1.name", "evaluation.rewards.0.name", "model.path"}
-    assert changed_sources(before, sources(given)) == []
+    assert changed_sources(before, sources_of(given)) == []
     (files / "mine.py").write_text("def score(completions): return 0")
     (files / "model" / "added.txt").write_text("x")
-    changed = changed_sources(before, sources(given))
+    changed = changed_sources(before, sources_of(given))
     assert [change.name for change in changed] == ["rewards.0.name", "evaluation.rewards.0.name", "model.path"]
     assert all(change.effect == "results" for change in changed)
     assert str(changed[0]).startswith("rewards.0.name: mine.py sha256 ")
@@ -242,10 +246,12 @@ def test_the_content_of_files_counts(files: Path) -> None:
 def test_weights_are_read_whole_only_for_a_reference(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tpu_grpo.run.fingerprints.WEIGHTS_BYTES", 50)
     size = (files / "model" / "model.safetensors").stat().st_size
-    assert sources(config(files))["model.path"]["model.safetensors"] == f"{size} bytes"
-    found = sources(config(files, algorithm={"beta": 0.1}))["model.path"]["model.safetensors"]
+    assert sources_of(config(files))["model.path"]["model.safetensors"] == f"{size} bytes"
+    found = sources_of(config(files, algorithm={"beta": 0.1}))["model.path"]["model.safetensors"]
     assert found.startswith("sha256 ")
 
 
 def test_a_setting_that_names_another_file_now_is_no_changed_file(files: Path) -> None:
-    assert changed_sources(sources(config(files)), sources(config(files, rewards=[{"name": "exact_answer"}]))) == []
+    assert (
+        changed_sources(sources_of(config(files)), sources_of(config(files, rewards=[{"name": "exact_answer"}]))) == []
+    )

@@ -11,7 +11,7 @@ from tests.models.test_transformers5 import SAVED
 from tpu_grpo.config import parse_config
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.records.errors import CheckpointError, ConfigError, DataError
-from tpu_grpo.run.directory import look
+from tpu_grpo.run.directory import RunDirectory
 from tpu_grpo.run.inputs import open_inputs
 
 ROWS = [{"problem": "1+1=", "answer": "2", "level": 1}, {"problem": "2+2=", "answer": "4", "level": 2}]
@@ -27,7 +27,7 @@ def data(tmp_path: Path) -> str:
 def check(tmp_path: Path, **sections: Any) -> None:
     """Look where the run would write, and open all that it reads."""
     config = parse_config({"run": {"dir": str(tmp_path / "run")}} | sections)
-    look(config, Hosts()).refuse()
+    RunDirectory(config, Hosts()).look().refuse()
     open_inputs(config)
 
 
@@ -63,4 +63,5 @@ def test_where_the_run_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="run.dir must be a directory this process can write, got .*is no directory"):
         check(tmp_path, run={"dir": str(tmp_path / "file" / "run")})
-    assert look(parse_config({"run": {"dir": str(tmp_path / "file" / "run")}}), Hosts()).summary is None  # asked before
+    config = parse_config({"run": {"dir": str(tmp_path / "file" / "run")}})
+    assert RunDirectory(config, Hosts()).look().summary is None  # asked before

@@ -62,7 +62,7 @@ def test_a_split_that_leaves_a_side_without_hosts_is_refused(
     checkpoint: Any = None  # comes after the devices
     config = parse_config({"meshes": {"layout": "split", "sampler": {"hosts": asked}}})
     with pytest.raises(ConfigError, match=message):
-        build_meshes(config, checkpoint, devices(hosts, per_host))
+        build_meshes(config.meshes, config.model, config.row_tokens, checkpoint, devices(hosts, per_host))
 
 
 @pytest.mark.parametrize(

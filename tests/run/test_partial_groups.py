@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -73,9 +73,13 @@ def test_a_step_ends_with_the_length_at_which_enough_groups_are_whole() -> None:
     assert cut.length == 112
 
 
+def opened(config: RunConfig, stream: Any, saved: Any) -> PartialGroups:
+    return PartialGroups(config.data, config.rollout, config.algorithm, config.environment, stream, saved)
+
+
 def test_groups_of_a_step_have_numbers_of_their_own() -> None:
     """A continued run may have dropped group 0 of a step whose group 1 it has kept: its settings were changed."""
-    carry = PartialGroups(parse_config({"rollout": {"partial_extra": 0.5}}), cast(Any, None), None)
+    carry = opened(parse_config({"rollout": {"partial_extra": 0.5}}), None, None)
     prompt = Prompt("", (1,))
     carry.groups = (PartialGroup(prompt, 7, 7, step=2, number=1, completions=(NEW,)),)
     carry.begin(PromptBatch(2, (prompt, prompt), (8, 9), (8, 9)))
@@ -190,7 +194,7 @@ def test_a_checkpoint_holds_every_bit_of_a_group(files: Path, tmp_path: Path) ->
 
     stream: Any = Stream()
     saved = json.loads(json.dumps(written([group])))
-    [found] = PartialGroups(config, stream, saved).groups
+    [found] = opened(config, stream, saved).groups
     assert written([found]) == saved
     assert found.completions[0].token_ids.tolist() == [5, 6]
     assert found.completions[0].logprobs.tobytes() == completion.logprobs.tobytes()
@@ -198,12 +202,12 @@ def test_a_checkpoint_holds_every_bit_of_a_group(files: Path, tmp_path: Path) ->
     assert (found.position, found.step, found.number, found.prompt) == (11, 7, 1, group.prompt)
     assert [c.finish_reason for c in found.completions] == ["cut", "stop", "cut", "cut"]
     group = replace(group, prompt=Prompt("a", (1, 3)))  # the data has changed
-    assert PartialGroups(config, stream, saved).groups == ()
+    assert opened(config, stream, saved).groups == ()
     group = replace(group, prompt=Prompt("a", (1, 2)))
     stream.size = 3  # there are fewer prompts now
-    assert PartialGroups(config, stream, saved).groups == ()
+    assert opened(config, stream, saved).groups == ()
     stream.size = 4
-    assert len(PartialGroups(config, stream, saved).groups) == 1
+    assert len(opened(config, stream, saved).groups) == 1
     talking = parse_config(
         {
             "environment": {"name": "guessing"},
@@ -214,11 +218,11 @@ def test_a_checkpoint_holds_every_bit_of_a_group(files: Path, tmp_path: Path) ->
     branch = Branch((), 0, 2, np.zeros((3, 1, 2), np.uint8))
     conversation = replace(whole, episode=Episode("a", (branch,), (), "done", (), "guessing"))
     told = written([replace(group, completions=(conversation,) * 4)])
-    assert len(PartialGroups(talking, stream, told).groups) == 1  # the experts of a conversation are in its branches
-    assert PartialGroups(config, stream, told).groups == ()
+    assert len(opened(talking, stream, told).groups) == 1  # the experts of a conversation are in its branches
+    assert opened(config, stream, told).groups == ()
     changes: list[dict[str, Any]] = [{"rollout": {"max_new_tokens": 1}}, {"algorithm": {"group_size": 2}}]
     for changed in changes:
-        assert PartialGroups(carrying(files, tmp_path / "run", **changed), stream, saved).groups == ()
+        assert opened(carrying(files, tmp_path / "run", **changed), stream, saved).groups == ()
 
 
 def test_a_continued_step_that_was_sampled_ahead_has_the_figures_of_its_sampling(files: Path, tmp_path: Path) -> None:
@@ -229,13 +233,13 @@ def test_a_continued_step_that_was_sampled_ahead_has_the_figures_of_its_sampling
     stream: Any = SimpleNamespace(size=4, prompt=lambda record: group.prompt)
     tokenizer: Any = SimpleNamespace(decode=lambda ids, **_: "")
     sampled = SampledGroups(groups=(group,), length=1, dropped=3, seconds=2.0, figures={})
-    carry = PartialGroups(config, stream, None)
+    carry = opened(config, stream, None)
     carry.take(2, sampled, tokenizer)
     carry.hold()
     saved = json.loads(json.dumps(carry.saved()))
     whole = carry.end(used=1)
     assert (whole["partial/length"], whole["partial/length_saved"], whole["partial/dropped_tokens"]) == (1, 1, 3)
-    again = PartialGroups(config, stream, saved)
+    again = opened(config, stream, saved)
     again.take(2, replace(sampled, groups=again.groups, length=0, dropped=0, seconds=0.0), tokenizer)
     continued = again.end(used=1)
     assert {name: value for name, value in continued.items() if "partial/" in name}.items() <= whole.items()

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,33 +9,17 @@ import pytest
 from tests.environments.template_families import tokenizer
 from tests.models.random_checkpoint import write_random
 from tpu_grpo.config import parse_config
-from tpu_grpo.hosts import Hosts
 from tpu_grpo.models.checkpoint import read_checkpoint
-from tpu_grpo.run import parts
-
-
-class Built(Exception):
-    """Engines would be built now."""
+from tpu_grpo.run.parts import stop_ids, with_routing_replay
 
 
 def test_engines_stop_where_turns_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A base model of Qwen's ends its texts with <|endoftext|>, and the chat template its turns with <|im_end|>."""
-    asked: list[Any] = []
-
-    def options(config: Any, stop_ids: Any, **_: Any) -> None:
-        asked.append(list(stop_ids))
-        raise Built
-
-    monkeypatch.setattr(parts.EngineOptions, "from_config", options)
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 3}))
-    checkpoint: Any = SimpleNamespace(directory=tmp_path)
     base: Any = tokenizer("qwen2_5")
     monkeypatch.setitem(base._special_tokens_map, "eos_token", "<|endoftext|>")
     config = parse_config({"environment": {"name": "guessing"}, "rewards": [{"name": "environment"}]})
-    nowhere: Any = SimpleNamespace(replicas=1, platform="cpu")
-    for each in (parse_config({}), config):
-        with pytest.raises(Built):
-            parts.open_engines(each, Hosts(), checkpoint, base, nowhere)
+    asked = [list(stop_ids(each.environment, each.data, base, tmp_path)) for each in (parse_config({}), config)]
     end_of_text, end_of_turn = base.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])
     assert asked == [[3, end_of_text], [3, end_of_text, end_of_turn]]
 
@@ -57,4 +40,5 @@ def test_routing_is_replayed_by_default_where_experts_round(
 ) -> None:
     config = parse_config({"model": {"dtype": dtype}, "algorithm": algorithm})
     checkpoint = read_checkpoint(write_random(model_type, tmp_path, layers=1))
-    assert parts.with_routing_replay(config, checkpoint).algorithm.routing_replay is replayed
+    found = with_routing_replay(config.algorithm, config.model, config.rollout, checkpoint)
+    assert found.routing_replay is replayed

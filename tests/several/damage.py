@@ -152,21 +152,22 @@ class Starts:
     """Starts the run in one directory after the other, with one model; used in a child process, which imports jax."""
 
     def __init__(self, sound: Path):
-        from tpu_grpo.cli.starting import prepare as choose_platform
+        from tpu_grpo.cli.starting import prepare
         from tpu_grpo.config import load_config
         from tpu_grpo.hosts import Hosts
 
         os.chdir(sound)
         config, hosts = load_config(Path("c.yaml")), Hosts()
-        choose_platform(config)
+        prepare(needs_hub=config.needs_hub)
         from tpu_grpo.learner import Learner
         from tpu_grpo.run.inputs import agreed_checkpoint, open_inputs
         from tpu_grpo.run.meshes import build_meshes
         from tpu_grpo.run.policies import load_inputs
 
         self._inputs = open_inputs(config)
-        checkpoint = agreed_checkpoint(config, hosts, self._inputs.checkpoint)
-        learner = Learner(config, load_inputs(config, checkpoint, build_meshes(config, checkpoint)), hosts)
+        checkpoint = agreed_checkpoint(config.model, config.run.seed, hosts, self._inputs.checkpoint)
+        meshes = build_meshes(config.meshes, config.model, config.row_tokens, checkpoint)
+        learner = Learner(config, load_inputs(config.model, config.run.seed, checkpoint, meshes), hosts)
         self._updater = learner._updater
         self._sums: dict[int, Any] = {}
         self._newest = learner.restored_step
@@ -225,18 +226,18 @@ class Starts:
         from tpu_grpo.observe.evaluation import EvaluationLog
         from tpu_grpo.observe.run_log import open_run_log
         from tpu_grpo.records.json_files import read_records
-        from tpu_grpo.run.directory import RunDirectory, how_it_ended, look
+        from tpu_grpo.run.directory import RunDirectory, how_it_ended
 
         config, hosts = load_config(Path("c.yaml")), Hosts()
-        earlier = look(config, hosts)
+        earlier = RunDirectory(config, hosts).look()
         if earlier.summary is not None:
-            return None, [how_it_ended(config, earlier.summary)]
+            return None, [how_it_ended(config.run, config.optimizer, earlier.summary)]
         earlier.refuse()
         prompts = self._inputs.prompts
         with RunDirectory(config, hosts) as directory:
             step, notes = self._restore(config.run_dir / "checkpoints", config.run_dir / "run_id")
             notes = notes + directory.begin(step, prompts.describe())
-            with open_run_log(config, step):
+            with open_run_log(config.run_dir, config.run, config.logging, {}, step):
                 place, seed = (config.run_dir, config.data, prompts, step, hosts), config.run.seed
                 with PromptDraw.open(*place, seed=seed, carries=config.open_groups > 0):
                     EvaluationLog(config.run_dir, step, "greedy/rewards.py:ascii_share", hosts)

@@ -29,7 +29,8 @@ def test_options_are_tunix_own_with_its_defaults(tmp_path: Path) -> None:
     found = opened(tmp_path, options=given)
     assert {name: getattr(found, name) for name in given} == given
     assert make_config(tmp_path, {"algorithm": {"name": "tunix:grpo", "options": given}}).updates_per_step == 3
-    algorithm = open_run_algorithm(make_config(tmp_path, {"algorithm": {"name": "tunix:grpo", "options": given}}))
+    config = make_config(tmp_path, {"algorithm": {"name": "tunix:grpo", "options": given}})
+    algorithm = open_run_algorithm(config.algorithm, config.data, config.optimizer)
     assert "'epsilon_c': 4.0" in str(vars(algorithm.objective))
 
 
@@ -94,5 +95,6 @@ def test_no_setting_of_the_section_is_silently_ignored(tmp_path: Path) -> None:
 
 
 def test_tunix_old_policy_is_for_tunix(tmp_path: Path) -> None:
+    config = make_config(tmp_path, {"algorithm": {"old_policy": "tunix"}})
     with pytest.raises(ConfigError, match="old_policy=tunix needs algorithm.name=tunix:NAME, got grpo"):
-        open_run_algorithm(make_config(tmp_path, {"algorithm": {"old_policy": "tunix"}}))
+        open_run_algorithm(config.algorithm, config.data, config.optimizer)

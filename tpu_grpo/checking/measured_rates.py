@@ -28,6 +28,7 @@ from tpu_grpo.planning.stage_memory import resident_bytes
 from tpu_grpo.planning.step_seconds import StepWork
 from tpu_grpo.records.stages import Completion, Request, SampleKey, SamplingParams
 from tpu_grpo.run.abstract import AbstractRun, open_abstract_checkpoint
+from tpu_grpo.run.inputs import check_model
 from tpu_grpo.run.meshes import build_meshes
 
 SLOW = 0.7
@@ -204,8 +205,11 @@ def learner(shared: Shared) -> Finding:
 def plan(shared: Shared) -> Finding:
     """Estimate a step of the whole model with the measured rates; only the weight sync is compiled."""
     rates = Rates(**{name: value for name, value in shared.rates.items() if name in Rates.__dataclass_fields__})
-    with open_abstract_checkpoint(shared.known) as whole:
-        run = AbstractRun(shared.known, whole, build_meshes(shared.known, whole), NO_STOP)
+    known = shared.known
+    with open_abstract_checkpoint(known.model) as whole:
+        check_model(known, whole)
+        meshes = build_meshes(known.meshes, known.model, known.row_tokens, whole)
+        run = AbstractRun(known, whole, meshes, NO_STOP)
         work = StepWork.of(run, replace(generation_of(shared), rates=rates), resident_bytes(run), ())
         planned = work.planned()
     said = f"a step of the whole model: decode {planned['decode_step'] * 1e3:.3g} ms a step, rollout "

@@ -51,6 +51,7 @@ from tpu_grpo.records.stages import (
 )
 from tpu_grpo.run.abstract import open_abstract_checkpoint
 from tpu_grpo.run.engines import SyncedEngines, probe_bound
+from tpu_grpo.run.inputs import check_model
 from tpu_grpo.run.meshes import Meshes, build_meshes
 from tpu_grpo.run.parts import open_engines
 from tpu_grpo.run.policies import load_inputs
@@ -95,9 +96,10 @@ class Shared:
     def build(self, dtype: str) -> "Build":
         """Return the engines and the learner for a model of few layers in ``dtype``; the first call builds them."""
         if dtype not in self.builds:
-            with open_abstract_checkpoint(self.known) as whole:
+            with open_abstract_checkpoint(self.known.model) as whole:
+                check_model(self.known, whole)
                 path = small_model(self.known.model, whole, tokenizer_directory(self.config.model))
-                tensor = build_meshes(self.known, whole).tensor
+                tensor = build_meshes(self.known.meshes, self.known.model, self.known.row_tokens, whole).tensor
             self.builds[dtype] = Build.make(self._checked_config(path, dtype, tensor), self.hosts)
         return self.builds[dtype]
 
@@ -203,11 +205,10 @@ class Build:
     def make(cls, config: RunConfig, hosts: Hosts) -> "Build":
         """Build engines and learner for a small model, and move the weights into the engines."""
         checkpoint = read_checkpoint(Path(config.model.path))
-        meshes = build_meshes(config, checkpoint)
-        learner = Learner(config, load_inputs(config, checkpoint, meshes), hosts)
+        meshes = build_meshes(config.meshes, config.model, config.row_tokens, checkpoint)
+        learner = Learner(config, load_inputs(config.model, config.run.seed, checkpoint, meshes), hosts)
         options = EngineOptions.from_config(config, (), replicas=meshes.replicas, platform=meshes.platform)
-        tokenizer: Any = None  # no text is read or written
-        engines = open_engines(config, hosts, checkpoint, tokenizer, meshes, options=options)
+        engines = open_engines(options, hosts, checkpoint, meshes, config.meshes, config.model.lora)
         engines.install(learner.params())
         assert engines.sync is not None
         learner.share(engines.sync.shared_leaves)
@@ -322,7 +323,7 @@ def filters(shared: Shared) -> Finding:
 
 def _logits(shared: Shared) -> tuple[Float[np.ndarray, "B V"], SamplingColumns]:
     """Return eight rows of random logits over the vocabulary, and their sampling settings and keys."""
-    with open_abstract_checkpoint(shared.known) as whole:
+    with open_abstract_checkpoint(shared.known.model) as whole:
         vocabulary = whole.config.vocab_size
     rows, rng = 8, np.random.default_rng(3)
     columns = SamplingColumns(

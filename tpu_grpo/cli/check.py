@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpu_grpo.cli.starting import command_parser, config_from_words, exit_code_of, met_hosts, prepare
-from tpu_grpo.config import RunConfig
 from tpu_grpo.hosts import Hosts, choose_platform, keep_programs
 from tpu_grpo.observe.run_files import CHECK_FILE, CHECK_PAGE, check_directory
 from tpu_grpo.records.json_files import write_json
@@ -52,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_intermixed_args(arguments)
     with tempfile.TemporaryDirectory() as scratch:
         check = partial(_check_rows, file=options.rows) if options.rows else partial(_check, scratch=Path(scratch))
-        return exit_code_of(lambda: check(config_from_words(options.words)))
+        return exit_code_of(lambda: check(options.words))
 
 
 def rows() -> "list[Row]":
@@ -94,9 +93,10 @@ def _budgets() -> float:
 # --- the child, which has the devices --------------------------------------------------------------------------------
 
 
-def _check_rows(config: RunConfig, file: Path) -> None:
+def _check_rows(words: Sequence[str], file: Path) -> None:
     """Check the rows; write the name of each row at its start, and the findings, to ``file`` as lines of JSON."""
-    prepare(config)
+    config = config_from_words(words)
+    prepare(needs_hub=config.needs_hub)
     from tpu_grpo.checking.findings import run_rows
     from tpu_grpo.checking.numerics import Shared
 
@@ -125,10 +125,11 @@ def _check_rows(config: RunConfig, file: Path) -> None:
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
-def _check(config: RunConfig, scratch: Path) -> int:
+def _check(words: Sequence[str], scratch: Path) -> int:
     from tpu_grpo.checking import machine
     from tpu_grpo.checking.findings import Finding, Row, run_rows
 
+    config = config_from_words(words)
     directory = check_directory(config.run_dir)
     directory.mkdir(parents=True, exist_ok=True)
     done: list[Done] = []

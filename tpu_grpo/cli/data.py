@@ -10,7 +10,6 @@ from rich.table import Table
 from rich.text import Text
 
 from tpu_grpo.cli.starting import command_parser, config_from_words, exit_code_of, prepare
-from tpu_grpo.config import RunConfig
 from tpu_grpo.records.short_texts import shortened
 
 if TYPE_CHECKING:
@@ -33,21 +32,24 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--step", type=int, default=1, help="the step whose prompts come first (default: 1)")
     parser.add_argument("--evaluation", action="store_true", help="show the held-out prompts instead")
     options = parser.parse_intermixed_args(arguments)
-    return exit_code_of(lambda: show(config_from_words(options.words), Console(highlight=False), options))
+    return exit_code_of(lambda: show(Console(highlight=False), options))
 
 
-def show(config: RunConfig, console: Console, options: argparse.Namespace) -> None:
+def show(console: Console, options: argparse.Namespace) -> None:
     """Print the table of sources and the first prompts. Rewards are not opened, so the data may lack their columns.
 
     Raises:
         TpuGrpoError: for data, templates or a tokenizer that do not fit the config.
     """
-    prepare(config)
+    config = config_from_words(options.words)
+    prepare(needs_hub=config.needs_hub)
     from tpu_grpo.data.stream import open_evaluation_prompts, open_prompts
     from tpu_grpo.run.conversations import load_environments, tools_of
-    from tpu_grpo.run.inputs import open_tokenizer, read_model
+    from tpu_grpo.run.inputs import check_model, open_tokenizer, read_model
 
-    checkpoint, tools = read_model(config), tools_of(load_environments(config))
+    if (checkpoint := read_model(config.model)) is not None:
+        check_model(config, checkpoint)
+    tools = tools_of(load_environments(config.environment, config.every_reward))
     tokenizer = open_tokenizer(config.model, checkpoint)
     prompts = open_prompts(config.data, config.run.seed, tokenizer, tools)
     held_out = open_evaluation_prompts(config.evaluation, config.data, tokenizer, tools) or ()

@@ -11,8 +11,8 @@ from tpu_grpo.models.lora import read_adapters
 from tpu_grpo.models.tokenizers import padding_notes
 from tpu_grpo.observe.callbacks import find_callbacks
 from tpu_grpo.run.abstract import AbstractRun, open_abstract_checkpoint
-from tpu_grpo.run.inputs import Inputs
-from tpu_grpo.run.meshes import build_meshes, check_trainer
+from tpu_grpo.run.inputs import Inputs, check_model
+from tpu_grpo.run.meshes import build_meshes, check_trainer, check_turns
 from tpu_grpo.run.parts import open_run_algorithm, open_task
 
 
@@ -25,11 +25,13 @@ def check(inputs: Inputs, devices: Sequence[Any] | None = None) -> list[str]:
         TpuGrpoError: for the first problem found.
     """
     config = inputs.config
-    algorithm = open_run_algorithm(config)
+    algorithm = open_run_algorithm(config.algorithm, config.data, config.optimizer)
     find_callbacks(config.logging.callbacks)
-    with open_abstract_checkpoint(config, inputs.checkpoint) as checkpoint:
-        meshes = build_meshes(config, checkpoint, devices)
+    with open_abstract_checkpoint(config.model, inputs.checkpoint) as checkpoint:
+        check_model(config, checkpoint)
+        meshes = build_meshes(config.meshes, config.model, config.row_tokens, checkpoint, devices)
         check_trainer(config.algorithm, checkpoint, meshes)
+        check_turns(config.environment, meshes)
         run = AbstractRun(config, checkpoint, meshes, [cast(int, inputs.tokenizer.eos_token_id)], algorithm=algorithm)
         task, options = open_task(inputs, algorithm, Hosts()), run.options
         _ = run.learner  # builds optimizer, schedule and loss from array specs

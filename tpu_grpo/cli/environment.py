@@ -72,18 +72,24 @@ def _play(named: NamedModel, console: Console, options: argparse.Namespace) -> N
     if sum(given.values()) > 1:
         both = " and ".join(name for name, is_given in given.items() if is_given)
         raise ConfigError(f"turns come from a file, from a function or from the model, got {both}; drop one")
-    prepare(config)
+    prepare(needs_hub=config.needs_hub)
     from tpu_grpo.cli.environment_episode import EnvironmentEpisode, policy_of_file, policy_of_function
+    from tpu_grpo.engine.sampler import sampling_params
     from tpu_grpo.hosts import Hosts
+    from tpu_grpo.records.stages import Request, SampleKey
     from tpu_grpo.run.inputs import open_inputs
     from tpu_grpo.run.parts import open_run_algorithm, open_task
 
     inputs = open_inputs(config)
     tokenizer = inputs.tokenizer
-    with closing(open_task(inputs, open_run_algorithm(config), Hosts())) as task:
+    algorithm = open_run_algorithm(config.algorithm, config.data, config.optimizer)
+    with closing(open_task(inputs, algorithm, Hosts())) as task:
         environments: Any = task.environments
         prompt = _recorded(task.prompts, options.record)
-        with closing(EnvironmentEpisode(config, prompt, environments, tokenizer, options.record)) as game:
+        request = Request(
+            prompt.token_ids, sampling_params(config.rollout), SampleKey(config.run.seed, 1, options.record, 0)
+        )
+        with closing(EnvironmentEpisode(prompt, request, environments, tokenizer)) as game:
             if options.model:
                 from tpu_grpo.serving.served_policy import ServedPolicy
 

@@ -1,6 +1,6 @@
 """Runs one episode of an environment, in which a person, a file, a function or a model writes the policy's turns.
 
-    game = EnvironmentEpisode(config, prompt, environments, tokenizer, number)
+    game = EnvironmentEpisode(prompt, request, environments, tokenizer)
     for stretch in game.play(game.writing(policy)):      # the tokens that a request or a turn adds
         ...
     game.completion                          # the conversation, as in a run
@@ -16,13 +16,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from tpu_grpo.config import RunConfig
 from tpu_grpo.config.plugins import find_function
-from tpu_grpo.engine.sampler import sampling_params
 from tpu_grpo.environments.episodes import Environments, Episodes
 from tpu_grpo.models.tokenizers import decode
 from tpu_grpo.records.errors import ConfigError, EpisodeError
-from tpu_grpo.records.stages import Completion, Prompt, Request, SampleKey
+from tpu_grpo.records.stages import Completion, Prompt, Request
 from tpu_grpo.records.untrusted_input import read_file
 
 Policy = Callable[[Sequence[Mapping[str, Any]]], str | None]
@@ -101,21 +99,17 @@ def policy_of_function(name: str) -> Policy:
 
 
 class EnvironmentEpisode:
-    """One conversation with an environment, under the limits of a run.
-
-    ``number`` is the index of the prompt in the data; the environment's seed depends on it.
-    """
+    """One conversation with an environment; ``request`` holds its limits, and the key that the environment's seed
+    depends on."""
 
     def __init__(
         self,
-        config: RunConfig,
         prompt: Prompt,
+        request: Request,
         environments: Environments,
         tokenizer: PreTrainedTokenizerFast,
-        number: int,
     ):
         self._tokenizer = tokenizer
-        request = Request(prompt.token_ids, sampling_params(config.rollout), SampleKey(config.run.seed, 1, number, 0))
         self._episodes: Episodes = environments([prompt], [request])
         self._seen: tuple[int, ...] = ()
         self.was_stopped = False

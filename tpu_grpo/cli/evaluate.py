@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from tpu_grpo.cli.starting import command_parser, config_from_words, exit_code_of, joined_hosts, prepare
+from tpu_grpo.cli.starting import command_parser, config_from_words, exit_code_of, start
 from tpu_grpo.config import RunConfig
 from tpu_grpo.hosts import Hosts, Watch, keep_programs
 from tpu_grpo.observe.run_files import EVALUATIONS_DIR
@@ -37,12 +37,12 @@ def main(arguments: Sequence[str]) -> int:
     parser = command_parser(USAGE, ABOUT, words="the config, and settings")
     parser.add_argument("--checkpoint", required=True, help="a step, latest, best, initial, or a directory")
     options = parser.parse_intermixed_args(arguments)
-    return exit_code_of(lambda: _evaluate(config_from_words(options.words), options.checkpoint))
+    return exit_code_of(lambda: _evaluate(options.words, options.checkpoint))
 
 
-def _evaluate(config: RunConfig, which: str) -> None:
-    prepare(config)
-    with joined_hosts(config) as (hosts, watch):
+def _evaluate(words: Sequence[str], which: str) -> None:
+    config = config_from_words(words)
+    with start(config) as (hosts, watch):
         chosen, evaluation = evaluate_checkpoint(config, which, hosts, watch)
         if hosts.is_first:
             show(evaluation, f"{config.run.name}, {chosen.name}", Console(highlight=False))
@@ -55,27 +55,34 @@ def evaluate_checkpoint(config: RunConfig, which: str, hosts: Hosts, watch: Watc
     Raises:
         TpuGrpoError: for anything wrong with the config, the checkpoint, the data or a reward.
     """
+    from tpu_grpo.engine.options import EngineOptions
     from tpu_grpo.engine.sampler import Sampler
     from tpu_grpo.learner import parameters
     from tpu_grpo.observe.evaluation import record_of, write_samples
     from tpu_grpo.records.json_files import write_json
-    from tpu_grpo.run.inputs import open_model
-    from tpu_grpo.run.meshes import build_meshes
-    from tpu_grpo.run.parts import evaluate_policy, open_engines, open_held_out_task
+    from tpu_grpo.run.inputs import check_model, open_model
+    from tpu_grpo.run.meshes import build_meshes, check_turns
+    from tpu_grpo.run.parts import evaluate_policy, open_engines, open_held_out_task, stop_ids
     from tpu_grpo.run.policies import choose, load_policy
 
     keep_programs(hosts)
     chosen = choose(config.run_dir, which)
     hosts.agree("the checkpoint that is evaluated", chosen.name)
-    checkpoint, tokenizer = open_model(config, hosts)
+    checkpoint, tokenizer = open_model(config.model, config.run.seed, hosts)
+    check_model(config, checkpoint)
     held_out = open_held_out_task(config, tokenizer, hosts)
     if held_out is None:
         raise ConfigError("an evaluation needs held-out data, got none; set evaluation.path")
     with closing(held_out):
-        meshes = build_meshes(config, checkpoint)
+        meshes = build_meshes(config.meshes, config.model, config.row_tokens, checkpoint)
+        check_turns(config.environment, meshes)
+        ids = stop_ids(config.environment, config.data, tokenizer, checkpoint.directory)
+        options = EngineOptions.from_config(config, ids, replicas=meshes.replicas, platform=meshes.platform)
         with watch.stage(f"loading {chosen.name}"):
-            engines = open_engines(config, hosts, checkpoint, tokenizer, meshes, held_out.environments)
-            engines.install(parameters(load_policy(config, checkpoint, meshes.trainer, chosen, hosts.index)))
+            sections = config.meshes, config.model.lora
+            engines = open_engines(options, hosts, checkpoint, meshes, *sections, held_out.environments)
+            policy = load_policy(config.model, config.run.seed, checkpoint, meshes.trainer, chosen, hosts.index)
+            engines.install(parameters(policy))
             engines.replicas.compile_all()
         sampler = Sampler(
             engines.replicas, tokenizer, config.rollout, config.algorithm, config.run.seed, held_out.environments

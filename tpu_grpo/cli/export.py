@@ -52,7 +52,7 @@ def _export(options: argparse.Namespace) -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"  # leave a TPU to the run
     if options.push is not None:
         os.environ.setdefault("HF_HUB_OFFLINE", "0")
-    prepare(config)
+    prepare(needs_hub=config.needs_hub)
     which = "best" if options.best else "latest" if options.step is None else str(options.step)
     print(export_checkpoint(config, which, options.out))
     if options.push is not None:
@@ -72,7 +72,7 @@ def export_checkpoint(config: RunConfig, which: str, directory: Path) -> str:
     from jax.sharding import Mesh
 
     from tpu_grpo.run.exporting import Policy, export_policy
-    from tpu_grpo.run.inputs import open_model
+    from tpu_grpo.run.inputs import check_model, open_model
     from tpu_grpo.run.policies import choose, exported_values, load_policy
 
     directory = directory.expanduser().absolute()
@@ -82,10 +82,11 @@ def export_checkpoint(config: RunConfig, which: str, directory: Path) -> str:
             "the best step of this run must be a checkpoint, and is 0: no evaluation was better than that before the "
             f"first step; use {config.model.path}, the model that the run started from, or name --step or --last"
         )
-    checkpoint, tokenizer = open_model(config, Hosts())
+    checkpoint, tokenizer = open_model(config.model, config.run.seed, Hosts())
+    check_model(config, checkpoint)
     one_device = Mesh(np.array(jax.devices("cpu")[:1]).reshape(1, 1), ("fsdp", "tp"))
-    model = load_policy(config, checkpoint, one_device, chosen)
-    stepped = exported_values(config, model, chosen)
+    model = load_policy(config.model, config.run.seed, checkpoint, one_device, chosen)
+    stepped = exported_values(config.export, config.model, model, chosen)
     export_policy(config, Policy(model, chosen.step, checkpoint, tokenizer, stepped), directory)
     files = [file.stat().st_size for file in directory.glob("*.safetensors")]
     return (

@@ -78,7 +78,8 @@ def _on_gke(cluster: Cluster, options: Options) -> None:
     match options.verb:
         case "run":
             job = _job(options, "checkpoint.resume=auto")
-            cluster.run(job, checked_config(job, options.slices))
+            config = checked_config(job, options.slices)
+            cluster.run(job, config and config.run_dir)
         case "status":
             print("\n".join(cluster.status()))
         case "logs" if options.follow:

@@ -20,7 +20,9 @@ from tpu_grpo.config import (
     HostsSection,
     LoraSection,
     MeshesSection,
+    ModelSection,
     RunConfig,
+    Section,
     changed_config,
     load_config,
 )
@@ -56,7 +58,7 @@ def named_model(name: str, words: Sequence[str]) -> NamedModel:
 def _own_config(name: str) -> tuple[RunConfig, str]:
     """Return (the config that comes with a model, or the defaults; the checkpoint that the name selects)."""
     if name.startswith(BUILTIN):
-        return _of_model(RunConfig(), name), "initial"
+        return RunConfig().model_copy(update=_model_at(name, ModelSection())), "initial"
     text, which = name, "latest"
     if not Path(name).exists() and (found := re.fullmatch(r"(.+)@(latest|best|initial|\d+)", name)):
         text, which = found[1], found[2]
@@ -66,7 +68,7 @@ def _own_config(name: str) -> tuple[RunConfig, str]:
     if text == name and (directory / EXPORTED_CONFIG_FILE).is_file():
         config, adapters = load_config(directory / EXPORTED_CONFIG_FILE), directory / ADAPTER_SETTINGS_FILE
         if not adapters.is_file():
-            return _of_model(config, str(directory)), "initial"
+            return config.model_copy(update=_model_at(str(directory), config.model)), "initial"
         base = read_json(adapters).get("base_model_name_or_path")
         if not isinstance(base, str):
             raise ConfigError(f"{adapters} must name its base_model_name_or_path, got {base!r}; export it again")
@@ -74,14 +76,14 @@ def _own_config(name: str) -> tuple[RunConfig, str]:
         model = config.model.model_copy(update={"path": base, "lora": lora})
         return config.model_copy(update={"model": model}), "initial"
     if text == name and (directory / MODEL_FILE).is_file():
-        return _of_model(RunConfig(), name), "initial"
+        return RunConfig().model_copy(update=_model_at(name, ModelSection())), "initial"
     raise ConfigError(
         f"a model must be the directory of a run, also as RUN@best or RUN@STEP, one that scripts/export.py wrote, a "
         f"Hugging Face checkpoint directory, or builtin:NAME, got {name}; correct the path"
     )
 
 
-def _of_model(config: RunConfig, path: str) -> RunConfig:
-    """Return the config with the model at ``path`` in place of the run's, without adapters."""
-    model = config.model.model_copy(update={"path": path, "lora": LoraSection(), "train_layers": None})
-    return config.model_copy(update={"model": model, "export": ExportSection()})
+def _model_at(path: str, section: ModelSection) -> dict[str, Section]:
+    """Return the sections of a config with the model at ``path`` in place of the section's, without adapters."""
+    changed = {"path": path, "lora": LoraSection(), "train_layers": None}
+    return {"model": section.model_copy(update=changed), "export": ExportSection()}

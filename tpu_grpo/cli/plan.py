@@ -58,7 +58,7 @@ def _plan(options: argparse.Namespace) -> int:
     if (code := run_in_child()) is not None:
         return code
     prepare_slice(options.slice)
-    prepare(config)
+    prepare(needs_hub=config.needs_hub)
     target = open_slice(options.slice, config.meshes.slices)
     return plan_and_print(
         config,
@@ -98,14 +98,16 @@ def plan_and_print(
         plan_lines,
         suggestion_line,
     )
-    from tpu_grpo.planning.slice_plan import alternatives, make_plan, suggest, with_packed_learner
+    from tpu_grpo.planning.slice_plan import alternatives, make_plan, packed_algorithm, suggest
 
     tell = (lambda line: None) if as_json else print
     plan = make_plan(config, target, fast=fast, say=report_progress)
     shown = plan_as_json(plan, mean_new_tokens, price)
     tell("\n".join(plan_lines(plan, mean_new_tokens, price)))
     if config.algorithm.tunix is not None:
-        packed = make_plan(with_packed_learner(config), target, fast=fast, say=report_progress)
+        section = packed_algorithm(config.algorithm, config.data, config.optimizer)
+        packed_config = config.model_copy(update={"algorithm": section})
+        packed = make_plan(packed_config, target, fast=fast, say=report_progress)
         shown["packed"] = plan_as_json(packed, mean_new_tokens, price)
         tell(packed_line(plan, packed))
     if mean_new_tokens is not None:

@@ -90,7 +90,7 @@ def _sample(options: argparse.Namespace) -> None:
             f"shown; python scripts/environment.py {model.name} --model plays it",
             file=sys.stderr,
         )
-    prepare(model.config)
+    prepare(needs_hub=model.config.needs_hub)
     from tpu_grpo.serving.served_policy import ServedPolicy
 
     given = {name: getattr(options, name) for name in AS_IN_THE_RUN if getattr(options, name) is not None}

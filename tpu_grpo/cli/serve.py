@@ -54,7 +54,7 @@ def _serve(options: argparse.Namespace) -> None:
         if value is not None and value < 1:
             raise ConfigError(f"{name} must be at least 1, got {value}")
     model = named_model(options.model, options.words)
-    prepare(model.config)
+    prepare(needs_hub=model.config.needs_hub)
     from tpu_grpo.serving.served_policy import ServedPolicy
     from tpu_grpo.serving.server import Server
 

@@ -17,9 +17,10 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from tpu_grpo.config import BUILTIN, HUB, SHIPPED_CONFIGS, HostsSection, RunConfig, load_config, settings
+from tpu_grpo.config import BUILTIN, SHIPPED_CONFIGS, HostsSection, RunConfig, load_config, settings
 from tpu_grpo.config.setting_names import ABSENT, meant
-from tpu_grpo.hosts import Hosts, Watch, choose_platform, in_time, start, this_process
+from tpu_grpo.hosts import Hosts, Watch, choose_platform, in_time, this_process
+from tpu_grpo.hosts import start as join
 from tpu_grpo.observe.run_files import CONFIG_FILE
 from tpu_grpo.records.errors import ConfigError, TpuGrpoError, disk_errors_explained, say
 from tpu_grpo.workers.streams import lasting_output
@@ -114,8 +115,9 @@ def exit_code_of(command: Callable[[], int | None]) -> int:
             return 1
 
 
-def prepare(config: RunConfig) -> None:
-    """Choose jax's platform and silence libraries; call this before jax is used."""
+def prepare(*, needs_hub: bool) -> None:
+    """Choose jax's platform and silence libraries; call this before jax is used. ``needs_hub`` says whether models or
+    data may be fetched from the hub."""
     choose_platform()
     platform = os.environ.get("JAX_PLATFORMS")
     if platform and "jax" in sys.modules:  # a jax that was imported before would look for a TPU
@@ -124,20 +126,22 @@ def prepare(config: RunConfig) -> None:
         if not jax.config.jax_platforms:  # pyright: ignore[reportAttributeAccessIssue]
             jax.config.update("jax_platforms", platform)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # only errors of the compiler are shown
-    if not any(path.startswith(HUB) for path in (config.model.path, *config.data_paths.values())):
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the config needs nothing from the hub
+    if not needs_hub:
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
     logging.getLogger("absl").setLevel(logging.ERROR)
     logging.raiseExceptions = False  # else an unwritable log prints a traceback for every line
     warnings.filterwarnings("ignore", category=DeprecationWarning)
 
 
 @contextmanager
-def joined_hosts(config: RunConfig) -> Iterator[tuple[Hosts, Watch]]:
-    """Join the hosts of the run, check that their settings and files agree, and watch them.
+def start(config: RunConfig) -> Iterator[tuple[Hosts, Watch]]:
+    """Choose jax's platform, meet the other hosts of the run, and watch them for as long as the block lasts.
 
     Raises:
-        LockstepError: if hosts do not join in time, or were started with other settings or files.
+        ConfigError: if the run has several hosts, and jax has created its devices already.
+        LockstepError: if a host does not join in time, or was started with other settings or files.
     """
+    prepare(needs_hub=config.needs_hub)
     with met_hosts(config.hosts, config.run.name) as (hosts, watch):
         if config.meshes.slices > 1:
             this_process.hosts_per_slice = max(1, hosts.count // config.meshes.slices)
@@ -151,7 +155,7 @@ def joined_hosts(config: RunConfig) -> Iterator[tuple[Hosts, Watch]]:
 @contextmanager
 def met_hosts(ours: HostsSection, run: str) -> Iterator[tuple[Hosts, Watch]]:
     """Join the hosts of the named run, and watch them; raises LockstepError if some do not join in time."""
-    hosts = start(ours.coordinator, ours.count, ours.index, run=run, timeout_seconds=ours.start_timeout_seconds)
+    hosts = join(ours.coordinator, ours.count, ours.index, run=run, timeout_seconds=ours.start_timeout_seconds)
     silence = ours.lost_timeout_seconds
     with Watch(hosts, silence, every=min(5.0, silence / 4)) as watch, _errors_printed_first(), disk_errors_explained():
         yield hosts, watch

@@ -10,11 +10,11 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tpu_grpo.cli.starting import CommandParser, config_from_words, exit_code_of, joined_hosts, prepare
+from tpu_grpo.cli.starting import CommandParser, config_from_words, exit_code_of, prepare, start
 from tpu_grpo.config import RunConfig, settings
 from tpu_grpo.config.run_config import known_names
 from tpu_grpo.config.setting_names import COMMON, nearest
-from tpu_grpo.hosts import Hosts, SignalledStop, StopRequest, Watch, announce, may_have_others
+from tpu_grpo.hosts import Hosts, SignalledStop, StopRequest, Watch, announce, choose_platform, may_have_others
 from tpu_grpo.observe.run_files import REPORT_FILE
 from tpu_grpo.records.errors import ConfigError
 
@@ -100,12 +100,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _dry_run(config: RunConfig) -> int:
-    prepare(config)
-    with joined_hosts(config) as (hosts, _):
-        from tpu_grpo.run.directory import look
+    with start(config) as (hosts, _):
+        from tpu_grpo.run.directory import RunDirectory
         from tpu_grpo.run.inputs import open_inputs
 
-        there = look(config, hosts, guess=True).describe(config)
+        earlier = RunDirectory(config, hosts).look(guess=True)
+        there = earlier.describe(config.run_dir, config.run, config.optimizer)
         inputs = open_inputs(config)
         from tpu_grpo.cli.dry_run import check
 
@@ -124,7 +124,7 @@ def _dry_run_on(config: RunConfig, slice_name: str) -> int:
     if (code := run_in_child()) is not None:
         return code
     prepare_slice(slice_name)
-    prepare(config)
+    prepare(needs_hub=config.needs_hub)
     target = open_slice(slice_name, config.meshes.slices)
     from tpu_grpo.cli.dry_run import check
     from tpu_grpo.run.inputs import open_inputs
@@ -141,17 +141,19 @@ def _dry_run_on(config: RunConfig, slice_name: str) -> int:
 
 
 def _train(config: RunConfig) -> int:
-    prepare(config)
+    choose_platform()
     with SignalledStop(meets_others=may_have_others(config.hosts.count)) as stop:
-        with joined_hosts(config) as (hosts, watch):
+        with start(config) as (hosts, watch):
             stop.hosts_met(watch.report_end)
             config, summary, was_done = train_together(config, hosts, watch, stop)
         if hosts.is_first and was_done:
             from tpu_grpo.run.directory import how_it_ended
 
-            print("\n".join([how_it_ended(config, summary), *_look_at(config)]))
+            print(how_it_ended(config.run, config.optimizer, summary))
         elif hosts.is_first:
-            print("\n".join([closing_lines(summary), *_look_at(config)]))
+            print(closing_lines(summary))
+        if hosts.is_first and config.logging.report:
+            print(f"look at {config.run_dir}/{REPORT_FILE}")
     return 0
 
 
@@ -174,14 +176,14 @@ def train_together(
 ) -> Trained:
     """Train on joined hosts; used by the command and `tpu_grpo.train`. A run that is done is left unchanged."""
     from tpu_grpo.observe.callbacks import find_callbacks
-    from tpu_grpo.run.directory import look
+    from tpu_grpo.run.directory import RunDirectory
     from tpu_grpo.run.inputs import open_inputs
 
     inputs = None
     if config.run.epochs is not None:  # whether the run is done depends on the size of the data
         inputs = open_inputs(config, lambda: announce(hosts, "checking the data"))
         config = inputs.config
-    earlier = look(config, hosts)
+    earlier = RunDirectory(config, hosts).look()
     if earlier.summary is not None:
         return Trained(config, earlier.summary, was_done=True)
     earlier.refuse()
@@ -191,10 +193,6 @@ def train_together(
     from tpu_grpo.run.pipeline import train
 
     return Trained(config, train(inputs, hosts, watch, stop, callbacks), was_done=False)
-
-
-def _look_at(config: RunConfig) -> list[str]:
-    return [f"look at {config.run_dir}/{REPORT_FILE}"] if config.logging.report else []
 
 
 def closing_lines(summary: dict[str, Any]) -> str:

@@ -25,15 +25,17 @@ from tpu_grpo.config.learning_sections import (
     UpdateSection,
 )
 from tpu_grpo.config.run_config import CACHE_MARGIN_TOKENS, MICRO_BATCHES, PROMPT_MARGIN_TOKENS, RunConfig, settings
-from tpu_grpo.config.section import parse_layers
+from tpu_grpo.config.section import Section, parse_layers
 from tpu_grpo.config.sections import (
     EnvironmentSection,
     ExportSection,
     HostsSection,
+    LoggingSection,
     LoraSection,
     MeshesSection,
     ModelSection,
     RolloutSection,
+    RunSection,
 )
 from tpu_grpo.config.setting_names import ARRAYS, EVERYTHING, Effect, effect_of, listed_name
 
@@ -56,6 +58,7 @@ __all__ = [
     "EvaluationSection",
     "ExportSection",
     "HostsSection",
+    "LoggingSection",
     "LoraSection",
     "LossAggregation",
     "MeshesSection",
@@ -65,6 +68,8 @@ __all__ = [
     "RewardSpec",
     "RolloutSection",
     "RunConfig",
+    "RunSection",
+    "Section",
     "UpdateSection",
     "changed_config",
     "check_rewards",

@@ -4,7 +4,7 @@ Each rule raises a ValueError that names the rule, the value, and a remedy.
 """
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from pydantic import model_validator
 
 from tpu_grpo.config.data_sections import (
     BUILTIN_TASK,
+    HUB,
     NO_DATA,
     DataSection,
     EvaluationSection,
@@ -94,8 +95,20 @@ class RunConfig(Section):
         _steps_are_reached(self.run, self.logging.profile_steps)
         _histograms_are_shown(self.logging, self.algorithm)
         _conversations_have_a_template(self.environment, self.data, self.data_paths.values())
-        _carried_groups_are_kept(self)
+        self._older_groups_are_kept()
         return self
+
+    def _older_groups_are_kept(self) -> None:
+        carry, staleness = self.rollout.partial_extra, self.algorithm.staleness
+        if carry and (excluded := self.excludes_partial_rollouts) is not None:
+            raise ValueError(f"rollout.partial_extra={carry:g} does not go with {excluded}; leave one of them out")
+        if staleness and (excluded := self.excludes_staleness) is not None:
+            raise ValueError(f"algorithm.staleness={staleness} does not go with {excluded}; leave one of them out")
+        if staleness and self.meshes.layout == "shared":
+            raise ValueError(
+                f"algorithm.staleness={staleness} needs meshes.layout=split, got shared, with which trainer and "
+                "sampler use the same devices; set it, or leave algorithm.staleness out"
+            )
 
     @property
     def run_dir(self) -> Path:
@@ -242,6 +255,33 @@ class RunConfig(Section):
             found |= {f"{name}.{n}": path for n, path in enumerate(given)} if several else {name: str(given)}
         return found
 
+    @property
+    def needs_hub(self) -> bool:
+        """Whether the model or data may have to be fetched from the hub."""
+        return any(path.startswith(HUB) for path in (self.model.path, *self.data_paths.values()))
+
+    @property
+    def every_reward(self) -> tuple[RewardSpec, ...]:
+        """The rewards of the run, and those that only evaluations have."""
+        return (*self.rewards, *(self.evaluation.rewards or ()))
+
+    @property
+    def plugins(self) -> list[tuple[str, str, str]]:
+        """(setting, kind, name) of each algorithm, optimizer, environment and reward, which may be the user's code."""
+        found = [
+            ("algorithm.name", "algorithm", self.algorithm.tunix or self.algorithm.name),
+            ("optimizer.name", "optimizer", self.optimizer.name),
+        ]
+        found += [("environment.name", "environment", name) for name in self.environment.names.values()]
+        for where, rewards in (("rewards", self.rewards), ("evaluation.rewards", self.evaluation.rewards or ())):
+            found += [(f"{where}.{index}.name", "reward", reward.name) for index, reward in enumerate(rewards)]
+        return found
+
+    def values(self) -> dict[str, Any]:
+        """Return the value of each setting, as JSON can hold it; entries of lists are numbered, as in
+        rewards.0.weight."""
+        return dict(_leaves(self.model_dump(mode="json"), [name for name, *_ in settings()]))
+
     def counted(self, prompts: int) -> "RunConfig":
         """Return the config with ``run.epochs`` converted to ``run.max_steps``, given the number of prompts. Raises
         ConfigError if a setting needs more steps than that."""
@@ -263,6 +303,18 @@ class RunConfig(Section):
 def settings() -> Iterator[tuple[str, str, str, str]]:
     """Yield every setting of a run as (name, type, default, meaning), in the order of the sections."""
     yield from settings_of(RunConfig)
+
+
+def _leaves(tree: Mapping[str, Any], listed: Sequence[str], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if listed_name(name) not in listed:  # a section
+            yield from _leaves(value, listed, f"{name}.")
+        elif value and any(setting.startswith(listed_name(f"{name}.0.")) for setting in listed):  # a list of sections
+            for index, entry in enumerate(value):
+                yield from _leaves(entry, listed, f"{name}.{index}.")
+        else:
+            yield name, value
 
 
 def known_names() -> list[str]:
@@ -357,19 +409,6 @@ def _sampler_and_learner_fit(meshes: MeshesSection, rollout: RolloutSection, alg
         raise ValueError(
             "algorithm.filtered_ratio=true needs rollout.top_k, top_p or min_p, got none of them; without a filter the "
             "ratio is exact: set one, or leave filtered_ratio out"
-        )
-
-
-def _carried_groups_are_kept(config: RunConfig) -> None:
-    carry, staleness = config.rollout.partial_extra, config.algorithm.staleness
-    if carry and (excluded := config.excludes_partial_rollouts) is not None:
-        raise ValueError(f"rollout.partial_extra={carry:g} does not go with {excluded}; leave one of them out")
-    if staleness and (excluded := config.excludes_staleness) is not None:
-        raise ValueError(f"algorithm.staleness={staleness} does not go with {excluded}; leave one of them out")
-    if staleness and config.meshes.layout == "shared":
-        raise ValueError(
-            f"algorithm.staleness={staleness} needs meshes.layout=split, got shared, with which trainer and sampler "
-            "use the same devices; set it, or leave algorithm.staleness out"
         )
 
 

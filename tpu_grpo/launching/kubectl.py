@@ -3,12 +3,12 @@
 import json
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
 
 import yaml
 
-from tpu_grpo.config import RunConfig
 from tpu_grpo.launching.gcloud import Command, Explanations, Gcloud, GcloudError
 from tpu_grpo.launching.jobs import Job
 from tpu_grpo.launching.jobset import CONTAINER, MOUNT, STOPPED, manifests
@@ -115,17 +115,17 @@ class Cluster:
         self._pods_of_it = f"--selector=jobset.sigs.k8s.io/jobset-name={options.name}"
         self.gcloud = Kubectl(options)
 
-    def run(self, job: Job, config: RunConfig | None) -> None:
-        """Apply the JobSet, in place of one that has ended or was stopped.
+    def run(self, job: Job, run_dir: Path | None) -> None:
+        """Apply the JobSet, in place of one that has ended or was stopped. ``run_dir`` is that of the job's config.
 
         Raises:
             ConfigError: the job or the options do not fit GKE.
             LaunchError: the JobSet goes on, or kubectl failed.
         """
         *shown, secret = manifests(job, self._options)
-        if config is not None and not (self._options.bucket and config.run_dir.is_relative_to(MOUNT)):
+        if run_dir is not None and not (self._options.bucket and run_dir.is_relative_to(MOUNT)):
             self.gcloud.say(
-                f"careful: run.dir={config.run_dir} is lost with its pod, and every restart begins anew; give --bucket "
+                f"careful: run.dir={run_dir} is lost with its pod, and every restart begins anew; give --bucket "
                 f"NAME and run.dir={MOUNT}/mine"
             )
         found = self.gcloud.get("jobset", self._name)

@@ -1,6 +1,6 @@
 """The ``RunLog``, through which a run logs metrics and samples, and its sinks: files, the console, trackers.
 
-with open_run_log(config, start_step=0) as log:          # on host 0; RunLog([]) on the other hosts
+with open_run_log(run_dir, config.run, config.logging, settings, 0) as log:    # on host 0; RunLog([]) on other hosts
     log.step({"step": 1, **rollout_metrics(scored), ...})
     log.samples(1, scored, update.advantages)
 """
@@ -13,7 +13,7 @@ from typing import IO, Any, Protocol
 import numpy as np
 from jaxtyping import Float
 
-from tpu_grpo.config import RunConfig
+from tpu_grpo.config import LoggingSection, RunSection
 from tpu_grpo.observe.callbacks import Callback
 from tpu_grpo.observe.console import ConsoleSink
 from tpu_grpo.observe.evaluation import Evaluation, EvaluationSamples, sample_records
@@ -116,29 +116,45 @@ class RunLog:
         self.close()
 
 
-def open_run_log(config: RunConfig, start_step: int, *more: Sink, callbacks: Sequence[Callback] = ()) -> RunLog:
-    """Open the sinks of a config. ``start_step`` is the number of steps already done, 0 for a new run.
+def open_run_log(
+    run_dir: Path,
+    run: RunSection,
+    section: LoggingSection,
+    settings: Mapping[str, Any],
+    start_step: int,
+    *more: Sink,
+    evaluation_every: int | None = None,
+    callbacks: Sequence[Callback] = (),
+) -> RunLog:
+    """Open the sinks of a run. ``start_step`` is the number of steps already done, 0 for a new run.
 
-    ``more`` are further sinks, which get every step once it is on disk.
+    ``settings`` are the settings that callbacks and trackers get, by section. ``more`` are further sinks, which get
+    every step once it is on disk. ``evaluation_every`` is None for a run without evaluations.
 
     Raises:
         DataError: for broken metrics or samples of an earlier part of the run.
         CallbackError: for a callback whose constructor fails.
     """
-    every = config.evaluation.every if config.has_held_out else None
-    console = ConsoleSink(start_step, config.run.max_steps, evaluation_every=every)
+    console = ConsoleSink(start_step, run.max_steps, evaluation_every=evaluation_every)
     try:
-        files = JsonlSink(config.run_dir, start_step)
+        files = JsonlSink(run_dir, start_step)
         for callback in callbacks:
-            callback.begin(config.model_dump(mode="json"))
-        return RunLog([files, console, *more, *_trackers(config, start_step, console.note)], callbacks)
+            callback.begin(settings)
+        trackers = _trackers(run_dir, run.name, section, settings, start_step, console.note)
+        return RunLog([files, console, *more, *trackers], callbacks)
     except BaseException:
         RunLog([console], callbacks).close()  # stops the progress bar; a callback's ``close`` is called in any case
         raise
 
 
-def _trackers(config: RunConfig, start_step: int, say: Callable[[str], None]) -> Iterator["OptionalSink"]:
-    section, run_dir = config.logging, config.run_dir
+def _trackers(
+    run_dir: Path,
+    name: str,
+    section: LoggingSection,
+    settings: Mapping[str, Any],
+    start_step: int,
+    say: Callable[[str], None],
+) -> Iterator["OptionalSink"]:
     if not section.has_trackers:
         return
     from tpu_grpo.observe.trackers import TensorBoardSink, WandbSink
@@ -147,10 +163,8 @@ def _trackers(config: RunConfig, start_step: int, say: Callable[[str], None]) ->
         remedy = "Set logging.tensorboard=false to do without"
         yield OptionalSink("TensorBoard", remedy, lambda: TensorBoardSink(run_dir, start_step), say)
     if (mode := section.wandb) != "off":
-        remedy, settings = "Set logging.wandb=offline or off to do without the server", config.model_dump(mode="json")
-        yield OptionalSink(
-            "wandb", remedy, lambda: WandbSink(run_dir, config.run.name, section, mode, settings, say), say
-        )
+        remedy = "Set logging.wandb=offline or off to do without the server"
+        yield OptionalSink("wandb", remedy, lambda: WandbSink(run_dir, name, section, mode, settings, say), say)
 
 
 class JsonlSink:

@@ -14,7 +14,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tpu_grpo.config import BUILTIN, MICRO_BATCHES, SHIPPED_CONFIGS, ModelSection, RunConfig, changed_config
+from tpu_grpo.config import (
+    BUILTIN,
+    MICRO_BATCHES,
+    SHIPPED_CONFIGS,
+    AlgorithmSection,
+    DataSection,
+    ModelSection,
+    OptimizerSection,
+    RunConfig,
+    changed_config,
+)
 from tpu_grpo.models.checkpoint import Checkpoint, abstract_checkpoint
 from tpu_grpo.models.families.gemma2 import FULL, SLIDING, Gemma2Config
 from tpu_grpo.planning.compiled_programs import (
@@ -29,7 +39,8 @@ from tpu_grpo.planning.stage_memory import ResidentBytes, StageMemory, resident_
 from tpu_grpo.planning.step_seconds import StepWork
 from tpu_grpo.records.errors import ConfigError, TpuGrpoError
 from tpu_grpo.run.abstract import AbstractRun, open_abstract_checkpoint
-from tpu_grpo.run.meshes import build_meshes, check_trainer
+from tpu_grpo.run.inputs import check_model
+from tpu_grpo.run.meshes import build_meshes, check_trainer, check_turns
 from tpu_grpo.run.parts import open_run_algorithm, with_routing_replay
 
 FEW_LAYERS = (2, 4)
@@ -90,10 +101,13 @@ def make_plan(config: RunConfig, target: Target, *, fast: bool, say: Callable[[s
     """Compile the run's programs for a slice; ``say`` gets a line per compilation. Raises ConfigError for settings that
     are wrong whatever the memory."""
     config = config.model_copy(update={"model": known_model(config.model)})
-    with target.as_jax_devices(), open_abstract_checkpoint(config) as checkpoint:
-        config = with_routing_replay(config, checkpoint)
-        meshes = build_meshes(config, checkpoint, target.devices)
-        check_trainer(config.algorithm, checkpoint, meshes)
+    with target.as_jax_devices(), open_abstract_checkpoint(config.model) as checkpoint:
+        check_model(config, checkpoint)
+        section = with_routing_replay(config.algorithm, config.model, config.rollout, checkpoint)
+        config = config.model_copy(update={"algorithm": section})
+        meshes = build_meshes(config.meshes, config.model, config.row_tokens, checkpoint, target.devices)
+        check_trainer(section, checkpoint, meshes)
+        check_turns(config.environment, meshes)
         run = AbstractRun(config, checkpoint, meshes, NO_STOP, replica_devices(target, meshes.tensor))
         say("compiling the weight sync")
         sync_bytes = run.sync.temporary_bytes
@@ -133,13 +147,12 @@ def known_model(section: ModelSection) -> ModelSection:
     return section.model_copy(update={"path": str(PUBLISHED / path.name)})
 
 
-def with_packed_learner(config: RunConfig) -> RunConfig:
-    """Convert a config with Tunix's learner to this package's learner, with equal passes, mini-batches and beta."""
-    options: Any = open_run_algorithm(config).objective
-    section = config.algorithm
+def packed_algorithm(section: AlgorithmSection, data: DataSection, optimizer: OptimizerSection) -> AlgorithmSection:
+    """Convert the section of Tunix's learner to this package's learner, with equal passes, mini-batches and beta."""
+    options: Any = open_run_algorithm(section, data, optimizer).objective
     changed: dict[str, Any] = {"name": "grpo", "options": {}, "beta": options.beta}
     changed |= {"iterations": options.num_iterations, "old_policy": section.old_policy.replace("tunix", "rollout")}
-    return config.model_copy(update={"algorithm": section.model_copy(update=changed)})
+    return section.model_copy(update=changed)
 
 
 # --- fast plans ------------------------------------------------------------------------------------------------------

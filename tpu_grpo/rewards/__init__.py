@@ -5,7 +5,7 @@ To write a reward, read tpu_grpo/rewards/protocol.py; the shipped rewards are in
 
 from tpu_grpo.rewards.distributed import DistributedRewards
 from tpu_grpo.rewards.protocol import Reward, per_sample, per_token
-from tpu_grpo.rewards.reward_functions import GivenReward, load_reward, repeats_itself, with_rewards
+from tpu_grpo.rewards.reward_functions import GivenReward, load_reward, repeats_itself, reward_specs
 from tpu_grpo.rewards.reward_runner import OpenReward
 from tpu_grpo.rewards.scoring import RewardSet, open_rewards
 from tpu_grpo.rewards.shipped import SHIPPED
@@ -22,5 +22,5 @@ __all__ = [
     "per_sample",
     "per_token",
     "repeats_itself",
-    "with_rewards",
+    "reward_specs",
 ]

@@ -7,7 +7,7 @@
     find_reward("my_rewards.py:short")         # a file, relative to the working directory
     find_reward("my_package.rewards:short")    # a module
 
-    with_rewards(config, [*config.rewards, function])    # functions that are passed to train become entries
+    reward_specs([*config.rewards, function])            # functions that are passed to train become entries
 
 All checks that need no completion are made here: whether the name, file and function exist, whether the signature fits
 the data's columns and the options, and whether the options of shipped rewards have valid values.
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any
 
-from tpu_grpo.config import GIVEN, RewardSpec, RunConfig, parse_config
+from tpu_grpo.config import GIVEN, RewardSpec, parse_config
 from tpu_grpo.config.plugins import find_function, need, not_shipped
 from tpu_grpo.records.errors import ConfigError, RewardError
 from tpu_grpo.rewards.protocol import (
@@ -380,8 +380,8 @@ def form_of(function: Any, signature: Signature) -> Form:
 # --- functions that are passed to train become entries of the config -------------------------------------------------
 
 
-def with_rewards(config: RunConfig, rewards: Sequence[GivenReward]) -> RunConfig:
-    """Return the config with these rewards in place of its own.
+def reward_specs(rewards: Sequence[GivenReward]) -> list[RewardSpec]:
+    """Convert rewards to entries of a config.
 
     A function that a worker process can import by the name of its module becomes an entry named
     ``package.module:function``. Any other reward (a lambda, a closure, a function of a notebook or of the script
@@ -391,10 +391,8 @@ def with_rewards(config: RunConfig, rewards: Sequence[GivenReward]) -> RunConfig
     if not isinstance(rewards, Sequence) or isinstance(rewards, str) or not rewards:
         raise ConfigError(f"rewards must be a list of at least one function, got {rewards!r}; put it in a list")
     entries, functions = zip(*(_entry(given, position) for position, given in enumerate(rewards)), strict=True)
-    found = parse_config({**dict(config), "rewards": entries})
-    pairs = zip(found.rewards, functions, strict=True)
-    specs = [spec if function is None else spec.calling(function) for spec, function in pairs]
-    return parse_config({**dict(config), "rewards": specs})
+    pairs = zip(parse_config({"rewards": entries}).rewards, functions, strict=True)
+    return [spec if function is None else spec.calling(function) for spec, function in pairs]
 
 
 def _entry(given: GivenReward, position: int) -> tuple[RewardSpec | dict[str, Any], Any]:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from tpu_grpo.algorithms import RunAlgorithm
-from tpu_grpo.config import RunConfig
+from tpu_grpo.config import ModelSection, RunConfig
 from tpu_grpo.engine.engine import Engine, engine_mesh
 from tpu_grpo.engine.options import EngineOptions
 from tpu_grpo.engine.replicas import Replica, make_replicas, of_slice, replicated_specs
@@ -27,7 +27,7 @@ from tpu_grpo.models.checkpoint import Checkpoint, abstract_checkpoint
 from tpu_grpo.models.fetching import model_directory
 from tpu_grpo.models.tunix_model import abstract_model
 from tpu_grpo.run.engines import build_weight_sync
-from tpu_grpo.run.inputs import builtin_task, check_model
+from tpu_grpo.run.inputs import builtin_task
 from tpu_grpo.run.meshes import Meshes
 from tpu_grpo.run.parts import learner_class
 from tpu_grpo.run.policies import with_adapters
@@ -35,23 +35,23 @@ from tpu_grpo.weights.sync import WeightSync
 
 
 @contextmanager
-def open_abstract_checkpoint(config: RunConfig, read: Checkpoint | None = None) -> Iterator[Checkpoint]:
+def open_abstract_checkpoint(model: ModelSection, read: Checkpoint | None = None) -> Iterator[Checkpoint]:
     """Yield the checkpoint that the model's config.json describes; a built-in model's file exists during the block.
 
-    ``read`` is the checkpoint of a model that is not built in, if it has been read and checked already.
+    ``read`` is the checkpoint of a model that is not built in, if it has been read already. `check_model` checks
+    whether it fits a config.
 
     Raises:
-        CheckpointError, ConfigError: for a broken or unsupported config.json, or a model that does not fit the config.
+        CheckpointError, ConfigError: for a broken or unsupported config.json.
     """
     with tempfile.TemporaryDirectory() as directory:
         if read is None:
             described = Path(directory)
-            if config.model.builtin is not None:
-                write_builtin_config(builtin_task(config.model), described)
+            if model.builtin is not None:
+                write_builtin_config(builtin_task(model), described)
             else:
-                described = model_directory(config.model)
+                described = model_directory(model)
             read = abstract_checkpoint(described)
-            check_model(config, read)
         yield read
 
 

@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from tpu_grpo.config import RunConfig
+from tpu_grpo.config import EnvironmentSection, RewardSpec
 from tpu_grpo.config.plugins import addition
 from tpu_grpo.data.rendering import ToolsOf
 
@@ -62,10 +62,10 @@ class LoadedEnvironments(Protocol):
         ...
 
 
-def load_environments(config: RunConfig) -> LoadedEnvironments | None:
-    """Load the environments of a config; None if it has none. Raises EpisodeError for those that do not fit it."""
-    section, specs = config.environment, [*config.rewards, *(config.evaluation.rewards or ())]
-    return addition("environments").load_environments(section, specs) if section.is_on else None
+def load_environments(section: EnvironmentSection, rewards: Sequence[RewardSpec]) -> LoadedEnvironments | None:
+    """Load the environments of a run with these rewards; None if it has none. Raises EpisodeError for those that do not
+    fit them."""
+    return addition("environments").load_environments(section, rewards) if section.is_on else None
 
 
 def tools_of(loaded: LoadedEnvironments | None) -> ToolsOf | None:

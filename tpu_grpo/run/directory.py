@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from tpu_grpo.config import ARRAYS, EVERYTHING, RunConfig, load_config
+from tpu_grpo.config import ARRAYS, EVERYTHING, OptimizerSection, RunConfig, RunSection, load_config
 from tpu_grpo.hosts import Hosts, host_log
 from tpu_grpo.observe.run_files import (
     CHANGES_FILE,
@@ -54,7 +54,7 @@ SentError = tuple[str, str]
 
 @dataclass(frozen=True)
 class ExistingRun:
-    """What `look` finds in ``run.dir`` before a run starts there; looking writes nothing."""
+    """What `RunDirectory.look` finds in ``run.dir`` before a run starts there; looking writes nothing."""
 
     makes_room: bool = False
     """Whether the files of an earlier run must be moved aside."""
@@ -79,74 +79,27 @@ class ExistingRun:
         if self.refusal is not None:
             raise _raised(self.refusal)
 
-    def describe(self, config: RunConfig) -> list[str]:
-        """Describe what a start would do with the directory, as lines of text; raises as `refuse` does."""
+    def describe(self, directory: Path, run: RunSection, optimizer: OptimizerSection) -> list[str]:
+        """Describe what a start would do with ``run.dir``, as lines of text; raises as `refuse` does."""
         self.refuse()
-        directory = config.run_dir
         if self.makes_room:
             return [f"run.dir    {directory}: an earlier run's files will be moved to {_free_name(directory)}"]
         if self.summary is not None:
-            return [f"run.dir    {directory}: {how_it_ended(config, self.summary)}"]
+            return [f"run.dir    {directory}: {how_it_ended(run, optimizer, self.summary)}"]
         what = f"the run there goes on after step {self.steps[-1]}" if self.steps else "a run that starts at step 1"
         changed = [f"changed    {change} ({change.meaning})" for change in self.changes]
         return [f"run.dir    {directory}: {what}", *changed]
 
 
-def look(config: RunConfig, hosts: Hosts, *, guess: bool = False) -> ExistingRun:
-    """Inspect the content of ``run.dir`` without locking it, or importing jax. Every host calls this, and host 0 looks.
-
-    With ``guess``, also refuse a directory that a process on another machine seems to hold, without waiting to be sure.
-
-    Raises:
-        ConfigError: on every host, for a directory that another process holds.
-    """
-
-    def look_for_all() -> ExistingRun:
-        if (owner := holder(config.run_dir, guess=guess)) is not None:  # `take` would raise, too, after slow imports
-            raise taken(config.run_dir, owner)
-        return _seen_in(config)
-
-    return first_does(hosts, "what lies in run.dir", ExistingRun, look_for_all)
-
-
-def how_it_ended(config: RunConfig, summary: dict[str, Any]) -> str:
+def how_it_ended(run: RunSection, optimizer: OptimizerSection, summary: dict[str, Any]) -> str:
     """Return a text saying that a run is done, and how to continue it."""
-    last, steps, allow = config.run.max_steps, summary["steps"], ""
+    last, steps, allow = run.max_steps, summary["steps"], ""
     if (why := summary.get("ended_early")) and steps < last:
         return f"this run is done, after step {steps} of {last}: {why}"
-    if config.optimizer.ends_with_run:
-        schedule = config.optimizer.schedule
+    if optimizer.ends_with_run:
+        schedule = optimizer.schedule
         allow = f" with checkpoint.allow_changes=[run.max_steps], because the {schedule} schedule ends there,"
     return f"this run is done: {steps} of {last} steps; set run.max_steps higher{allow} to go on, or another run.dir"
-
-
-def _seen_in(config: RunConfig) -> ExistingRun:
-    try:
-        if config.checkpoint.resume == "never":
-            _check_writable(config.run_dir)
-            return ExistingRun(makes_room=_has_to_make_room(config.run_dir))
-        directory, steps = config.run_dir, saved_steps(config.run_dir / CHECKPOINTS_DIR)
-        changes, path = _changes_since(config, steps), directory / SUMMARY_FILE
-        if path.exists():
-            summary = read_json(path, steps=int)
-            others_left = any(change.effect == "results" for change in changes)  # new prompts allow more steps
-            exhausted = summary.get("ended_early") and not others_left
-            if exhausted or summary["steps"] >= config.run.max_steps:
-                return ExistingRun(steps=steps, changes=changes, summary=summary)
-        _check_writable(directory)
-        paths = map(directory.joinpath, DIRECTORIES)
-        if others := [path for path in paths if os.path.lexists(path) and not path.is_dir()]:
-            raise ConfigError(f"{others[0]} must be a directory, as runs make it, got something else; move it away")
-        if others := [path for path in map(directory.joinpath, REPLACED_FILES) if path.is_dir()]:
-            raise ConfigError(f"{others[0]} must be a file, as runs write it, got a directory; move it away")
-        if config.checkpoint.resume == "require" and not steps:
-            raise CheckpointError(
-                f"checkpoint.resume=require needs a checkpoint in {directory / CHECKPOINTS_DIR}, found none; check "
-                "run.dir, or use checkpoint.resume=auto"
-            )
-        return ExistingRun(steps=steps, changes=changes)
-    except TpuGrpoError as error:
-        return ExistingRun(refusal=_told(error))
 
 
 def _check_writable(directory: Path) -> None:
@@ -175,23 +128,37 @@ def _has_to_make_room(directory: Path) -> bool:
     return True
 
 
-def _changes_since(config: RunConfig, steps: Sequence[int]) -> tuple[Change, ...]:
-    """List the settings and files that differ from the earlier run's, of which ``steps`` have checkpoints; refuse
-    changes that make results incomparable."""
-    directory, allowed = config.run_dir, config.checkpoint.allow_changes
-    path, metrics, known = directory / CONFIG_FILE, directory / METRICS_FILE, directory / SOURCES_FILE
-    if not steps and not (path.exists() and metrics.exists() and metrics.stat().st_size > 0):
-        return ()
-    changed = list[Change]()
+def _has_begun(directory: Path) -> bool:
+    """Whether a run in the directory has done a step."""
+    metrics = directory / METRICS_FILE
+    return (directory / CONFIG_FILE).exists() and metrics.exists() and metrics.stat().st_size > 0
+
+
+def _earlier_config(directory: Path) -> RunConfig | None:
+    """Read the config of the run in the directory; None if it has none."""
+    path = directory / CONFIG_FILE
     try:
-        if path.exists():
-            changed = changed_settings(load_config(path), config)
+        return load_config(path) if path.exists() else None
     except ConfigError as error:
         raise ConfigError(
             f"{path} must be the config of the run that lies there, as this version reads it, got: {error}; give this "
             "run another run.name or run.dir, or start over with checkpoint.resume=never"
         ) from error
-    names, here = {change.name for change in changed}, sources(config)
+
+
+def _checked_changes(
+    directory: Path,
+    steps: Sequence[int],
+    changed: Sequence[Change],
+    here: Mapping[str, Mapping[str, str]],
+    allowed: Sequence[str],
+) -> tuple[Change, ...]:
+    """Add to the ``changed`` settings the files that differ from the earlier run's, of which ``steps`` have
+    checkpoints; refuse changes that make results incomparable.
+
+    ``here`` are the `sources` of this run, and ``allowed`` the names in checkpoint.allow_changes.
+    """
+    known, changed, names = directory / SOURCES_FILE, [*changed], {change.name for change in changed}
     files = changed_sources(_sources_in(known) if known.exists() else {}, here)
     changed += [change for change in files if change.name not in names]
     records = {CONFIG_FILE: [EVERYTHING], SOURCES_FILE: list(here), DATA_FILE: ["data"]} if steps else {}
@@ -297,6 +264,60 @@ class RunDirectory:
     def __exit__(self, *error: Any) -> None:
         self._stack.__exit__(*error)
 
+    def look(self, *, guess: bool = False) -> ExistingRun:
+        """Inspect the content of ``run.dir`` without locking it, or importing jax. Every host calls this, outside of
+        the ``with`` block, and host 0 looks.
+
+        With ``guess``, also refuse a directory that a process on another machine seems to hold, without waiting to be
+        sure.
+
+        Raises:
+            ConfigError: on every host, for a directory that another process holds.
+        """
+
+        def look_for_all() -> ExistingRun:
+            if (owner := holder(self.path, guess=guess)) is not None:  # `take` would raise, too, after slow imports
+                raise taken(self.path, owner)
+            return self._existing_run()
+
+        return first_does(self._hosts, "what lies in run.dir", ExistingRun, look_for_all)
+
+    def _existing_run(self) -> ExistingRun:
+        config, directory = self._config, self.path
+        try:
+            if config.checkpoint.resume == "never":
+                _check_writable(directory)
+                return ExistingRun(makes_room=_has_to_make_room(directory))
+            steps, changes = saved_steps(directory / CHECKPOINTS_DIR), ()
+            if steps or _has_begun(directory):
+                before, ends = _earlier_config(directory), config.optimizer.ends_with_run
+                changed = before and changed_settings(before.values(), config.values(), rate_ends_with_run=ends)
+                here, allowed = self._sources(), config.checkpoint.allow_changes
+                changes = _checked_changes(directory, steps, changed or (), here, allowed)
+            if (path := directory / SUMMARY_FILE).exists():
+                summary = read_json(path, steps=int)
+                others_left = any(change.effect == "results" for change in changes)  # new prompts allow more steps
+                exhausted = summary.get("ended_early") and not others_left
+                if exhausted or summary["steps"] >= config.run.max_steps:
+                    return ExistingRun(steps=steps, changes=changes, summary=summary)
+            _check_writable(directory)
+            paths = map(directory.joinpath, DIRECTORIES)
+            if others := [path for path in paths if os.path.lexists(path) and not path.is_dir()]:
+                raise ConfigError(f"{others[0]} must be a directory, as runs make it, got something else; move it away")
+            if others := [path for path in map(directory.joinpath, REPLACED_FILES) if path.is_dir()]:
+                raise ConfigError(f"{others[0]} must be a file, as runs write it, got a directory; move it away")
+            if config.checkpoint.resume == "require" and not steps:
+                raise CheckpointError(
+                    f"checkpoint.resume=require needs a checkpoint in {directory / CHECKPOINTS_DIR}, found none; check "
+                    "run.dir, or use checkpoint.resume=auto"
+                )
+            return ExistingRun(steps=steps, changes=changes)
+        except TpuGrpoError as error:
+            return ExistingRun(refusal=_told(error))
+
+    def _sources(self) -> dict[str, dict[str, str]]:
+        return sources(self._config.plugins, self._config.model, self._config.algorithm)
+
     def begin(self, start: int, data: Mapping[str, Any]) -> list[str]:
         """Move an earlier run aside if necessary, and record this run's config and data; call this after all checks.
 
@@ -346,7 +367,7 @@ class RunDirectory:
 
         The second look is needed because another run may have used the directory before this process had the lock.
         """
-        seen = _seen_in(self._config)
+        seen = self._existing_run()
         seen.refuse()
         self._changes = seen.changes
         if not seen.makes_room and not (self.path / CONFIG_FILE).exists():
@@ -378,7 +399,7 @@ class RunDirectory:
             with (self.path / CHANGES_FILE).open("ab") as file:
                 file.writelines(encode_line({"step": start, **asdict(change)}) for change in changed)
         self._write_config()
-        write_json(self.path / SOURCES_FILE, sources(self._config))
+        write_json(self.path / SOURCES_FILE, self._sources())
         write_json(self.path / DATA_FILE, data)
         last = max((record["step"] for record in read_steps(self.path / METRICS_FILE)), default=0)
         if not last and not start:  # the metrics may be gone, together with the checkpoints

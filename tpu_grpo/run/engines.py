@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from tpu_grpo.config import MeshesSection, RunConfig
+from tpu_grpo.config import MeshesSection, ModelSection, RolloutSection
 from tpu_grpo.engine.replicas import Replicas
 from tpu_grpo.engine.sampler import PROBE_SAMPLE
 from tpu_grpo.hosts import Hosts, hosts_of
@@ -148,7 +148,12 @@ class Probe:
     values that a separate program computes: a few tokens would not reveal a weight that one sync left out.
     """
 
-    config: RunConfig
+    section: MeshesSection
+    model: ModelSection
+    rollout: RolloutSection
+    seed: int
+    return_experts: bool
+    """Whether the trainer replays the routing of the engines' experts."""
     engines: SyncedEngines
     learner: Learner
     prompts: Sequence[Prompt]
@@ -162,12 +167,12 @@ class Probe:
             WeightsError: if engines and trainer hold different policies; the message names the parameter that differs
                 most, if any.
         """
-        config, every = self.config, self.config.meshes.probe_every
+        every = self.section.probe_every
         if every == 0 or number % every:
             return None
         worst, gap = self.engines.worst_leaf(self.learner.params())
         difference = self._difference()
-        bound = config.meshes.probe_bound or probe_bound(config.model.dtype, config.rollout.kv_dtype)
+        bound = self.section.probe_bound or probe_bound(self.model.dtype, self.rollout.kv_dtype)
         if gap == 0.0 and difference <= bound:
             return difference
         where = (
@@ -183,10 +188,10 @@ class Probe:
 
     def _difference(self) -> float:
         """Return the mean of |engine - trainer| over the log-probabilities of the probe's tokens."""
-        rollout, seed, return_experts = self.config.rollout, self.config.run.seed, self.config.algorithm.replays_routing
+        rollout = self.rollout
         sampling = SamplingParams(min(rollout.max_new_tokens, PROBE_TOKENS), rollout.temperature, ignore_stop=False)
         requests = [
-            Request(prompt.token_ids, sampling, SampleKey(seed, 0, row, PROBE_SAMPLE), return_experts)
+            Request(prompt.token_ids, sampling, SampleKey(self.seed, 0, row, PROBE_SAMPLE), self.return_experts)
             for row, prompt in enumerate(self.prompts)
         ]
         completions = self.engines.replicas.generate(requests)

@@ -65,7 +65,9 @@ def export_policy(config: RunConfig, policy: Policy, directory: Path, hosts: Hos
         if kind == "adapter":
             count = _write_adapters(target, config.model.lora, policy, dtype)
         else:
-            count = _write_model(target, config, policy, dtype)
+            ends = stop_ids(config.environment, config.data, policy.tokenizer, policy.checkpoint.directory)
+            defaults = {"eos_token_id": list(ends), **_sampling(config.rollout)}
+            count = _write_model(target, policy, dtype, config.model.lora.alpha, config.export.shard_mib, defaults)
         if target is not None:
             card = addition("model_card")
             facts = card.ModelFacts(
@@ -83,12 +85,13 @@ def export_policy(config: RunConfig, policy: Policy, directory: Path, hosts: Hos
     hosts.barrier(f"export of step {policy.step}")
 
 
-def _write_model(target: Path | None, config: RunConfig, policy: Policy, dtype: np.dtype[Any]) -> int:
+def _write_model(
+    target: Path | None, policy: Policy, dtype: np.dtype[Any], alpha: float, shard_mib: int, defaults: dict[str, Any]
+) -> int:
+    """Write tensors and tokenizer, with ``defaults`` as settings of generation; returns the number of parameters."""
     checkpoint = policy.checkpoint
-    write_tensors(target, checkpoint, _reader(policy, config.model.lora.alpha), dtype, config.export.shard_mib * MIB)
+    write_tensors(target, checkpoint, _reader(policy, alpha), dtype, shard_mib * MIB)
     if target is not None:
-        ends = stop_ids(config, policy.tokenizer, checkpoint.directory)
-        defaults = {"eos_token_id": list(ends), **_sampling(config.rollout)}
         write_settings(target, checkpoint, policy.tokenizer, dtype, defaults)
         read_checkpoint(target)  # check it by loading it, as users will
     return checkpoint.parameter_count

@@ -2,7 +2,7 @@
 
     hosts.agree_all(fingerprints(config))             # before anything is built
     hosts.agree_all(model_fingerprints(directory))    # for a built-in model, after it was trained
-    changed_settings(before, config)                  # "optimizer.learning_rate: 1e-06 -> 0.0001"
+    changed_settings(before, config.values())                  # "optimizer.learning_rate: 1e-06 -> 0.0001"
 
 tpu_grpo/config/setting_names.py says how a change of each setting affects results.
 """
@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tpu_grpo.config import BUILTIN, EVERYTHING, GYM, HUB, Effect, RunConfig, effect_of, listed_name, settings
+from tpu_grpo.config import BUILTIN, EVERYTHING, GYM, HUB, AlgorithmSection, Effect, ModelSection, RunConfig, effect_of
 from tpu_grpo.config.plugins import source_file
 from tpu_grpo.data.record_files import is_address
 from tpu_grpo.models.fetching import fetched
@@ -31,7 +31,6 @@ OWN_SETTINGS = {"hosts.index", "run.dir"}
 ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NPROC")
 """Variables that change what is compiled, or how sums are split, in addition to JAX_*."""
 OWN_ENVIRONMENT = {"JAX_COMPILATION_CACHE_DIR"}
-LISTED = tuple(name for name, *_ in settings())
 SHOWN = 60
 """Messages show this many characters of a value at most."""
 ABSENT = "absent"
@@ -42,12 +41,11 @@ is compared if the run has a reference model, else only their size."""
 
 def fingerprints(config: RunConfig) -> dict[str, str]:
     """Return what hosts must agree on, as text by name: settings, versions, environment, digests of all files read."""
-    values = _leaves(config.model_dump(mode="json"))
-    found = {f"setting {name}": repr(value) for name, value in values if name not in OWN_SETTINGS}
+    found = {f"setting {name}": repr(value) for name, value in config.values().items() if name not in OWN_SETTINGS}
     found |= {f"version of {name}": value for name, value in versions().items()}
     variables = (name for name in os.environ if name.startswith("JAX_") or name in ENVIRONMENT)
     found |= {f"environment variable {n}": os.environ[n] for n in sorted(variables) if n not in OWN_ENVIRONMENT}
-    return found | _digests(_files(config))
+    return found | _digests(_files(config.model, config.data_paths, config.plugins))
 
 
 def model_fingerprints(directory: Path) -> dict[str, str]:
@@ -69,16 +67,18 @@ def _digests(files: Iterable[tuple[str, Path]]) -> dict[str, str]:
         return dict(pool.map(digest, files))
 
 
-def _files(config: RunConfig) -> Iterator[tuple[str, Path]]:
-    model = Path(config.model.path).expanduser()
-    if config.model.builtin is None and model.is_dir():
-        yield from _model_files(model)
-    if (adapters := config.model.lora.path) is not None:
+def _files(
+    model: ModelSection, data: Mapping[str, str], plugins: Iterable[tuple[str, str, str]]
+) -> Iterator[tuple[str, Path]]:
+    directory = Path(model.path).expanduser()
+    if model.builtin is None and directory.is_dir():
+        yield from _model_files(directory)
+    if (adapters := model.lora.path) is not None:
         for name in (SETTINGS_FILE, TENSORS_FILE):
             yield f"adapter file {name}", adapters.expanduser() / name
-    for setting, given in config.data_paths.items():
+    for setting, given in data.items():
         yield from _data_files(setting, given)
-    for _, kind, name, source in _code(config):
+    for _, kind, name, source in _code(plugins):
         yield f"source of {kind} {name}", source
 
 
@@ -131,13 +131,20 @@ class Change:
         return any(name in (self.name, EVERYTHING) or self.name.startswith(f"{name}.") for name in names)
 
 
-def changed_settings(before: RunConfig, now: RunConfig) -> list[Change]:
-    """List the settings that differ, in the order of the config."""
-    old, new = (dict(_leaves(config.model_dump(mode="json"))) for config in (before, now))
-    names = [*new, *(name for name in old if name not in new)]
-    texts = {name: (_text(old, name), _text(new, name)) for name in names}
-    ends = now.optimizer.ends_with_run
-    return [Change(name, a, b, effect_of(name, rate_ends_with_run=ends)) for name, (a, b) in texts.items() if a != b]
+def changed_settings(
+    before: Mapping[str, Any], now: Mapping[str, Any], *, rate_ends_with_run: bool = False
+) -> list[Change]:
+    """List the settings that differ, in the order of the config, between the values of two configs.
+
+    ``rate_ends_with_run`` says whether the learning rate now depends on the last step of the run.
+    """
+    names = [*now, *(name for name in before if name not in now)]
+    texts = {name: (_text(before, name), _text(now, name)) for name in names}
+    return [
+        Change(name, a, b, effect_of(name, rate_ends_with_run=rate_ends_with_run))
+        for name, (a, b) in texts.items()
+        if a != b
+    ]
 
 
 def changed_sources(before: Mapping[str, Mapping[str, str]], now: Mapping[str, Mapping[str, str]]) -> list[Change]:
@@ -151,17 +158,18 @@ def changed_sources(before: Mapping[str, Mapping[str, str]], now: Mapping[str, M
     ]
 
 
-def sources(config: RunConfig) -> dict[str, dict[str, str]]:
+def sources(
+    plugins: Iterable[tuple[str, str, str]], section: ModelSection, algorithm: AlgorithmSection
+) -> dict[str, dict[str, str]]:
     """Map each setting that names the user's code, and model.path, to the digests of its files by file name.
 
     Modules that the user's files import are left out. Data is compared elsewhere, by a digest of the sampled prompts.
     """
     found = {
-        setting: {path.name: f"sha256 {_sha256(path)[:16]}"} for setting, _, _, path in _code(config) if path.is_file()
+        setting: {path.name: f"sha256 {_sha256(path)[:16]}"} for setting, _, _, path in _code(plugins) if path.is_file()
     }
-    section = config.model
     model = Path(section.path).expanduser() if section.hub is None else fetched(section.hub)
-    no_reference = config.algorithm.beta == 0.0 and config.algorithm.tunix is None
+    no_reference = algorithm.beta == 0.0 and algorithm.tunix is None
     if model is not None and section.builtin is None and model.is_dir():
         found["model.path"] = {
             path.name: f"{size} bytes"
@@ -173,18 +181,6 @@ def sources(config: RunConfig) -> dict[str, dict[str, str]]:
     return found
 
 
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        name = f"{prefix}{key}"
-        if listed_name(name) not in LISTED:  # a section
-            yield from _leaves(value, f"{name}.")
-        elif value and any(setting.startswith(listed_name(f"{name}.0.")) for setting in LISTED):  # a list of sections
-            for index, entry in enumerate(value):
-                yield from _leaves(entry, f"{name}.{index}.")
-        else:
-            yield name, value
-
-
 def _text(values: Mapping[str, Any], name: str) -> str:
     value = values.get(name, ABSENT)
     if value is None:
@@ -192,16 +188,9 @@ def _text(values: Mapping[str, Any], name: str) -> str:
     return value if isinstance(value, str) and value else json.dumps(value, ensure_ascii=False)
 
 
-def _code(config: RunConfig) -> Iterator[tuple[str, str, str, Path]]:
-    """Yield (setting, kind, name, file) of each algorithm, optimizer, environment and reward that the user wrote."""
-    named = [
-        ("algorithm.name", "algorithm", config.algorithm.tunix or config.algorithm.name),
-        ("optimizer.name", "optimizer", config.optimizer.name),
-    ]
-    named += [("environment.name", "environment", name) for name in config.environment.names.values()]
-    for where, rewards in (("rewards", config.rewards), ("evaluation.rewards", config.evaluation.rewards or ())):
-        named += [(f"{where}.{index}.name", "reward", reward.name) for index, reward in enumerate(rewards)]
-    for setting, kind, name in named:
+def _code(plugins: Iterable[tuple[str, str, str]]) -> Iterator[tuple[str, str, str, Path]]:
+    """Yield (setting, kind, name, file) of each plugin that the user wrote."""
+    for setting, kind, name in plugins:
         if (source := source_file(name)) is not None:
             yield setting, kind, name, source
 

@@ -4,11 +4,11 @@ Quick checks come first, so that a typing error is reported quickly: the files o
 tokenizer library is imported.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tpu_grpo.config import ModelSection, RunConfig
+from tpu_grpo.config import DataSection, EvaluationSection, ModelSection, RewardSpec, RunConfig
 from tpu_grpo.config.plugins import addition
 from tpu_grpo.data.stream import PromptStream, columns_at_a_glance, open_evaluation_prompts, open_prompts
 from tpu_grpo.hosts import Hosts
@@ -69,70 +69,72 @@ def open_inputs(config: RunConfig, reading: Callable[[], None] = lambda: None) -
         check_trackers(config.logging)
     if config.logging.against is not None:
         addition("published").read_published(config.logging.against)
-    checkpoint = read_model(config)
-    environments = load_environments(config)
+    if (checkpoint := read_model(config.model)) is not None:
+        check_model(config, checkpoint)
+    environments = load_environments(config.environment, config.every_reward)
     columns, held_columns = columns_at_a_glance(config.data, config.evaluation)
     if config.run.epochs is not None:  # rewards may need the number of steps, which depends on the data
         columns = held_columns = None
-    rewards = None if columns is None else _open_rewards(config, environments, columns)
-    held_rewards = None if held_columns is None else _rewards_of_evaluation(config, held_columns, rewards)
+    rewards = None if columns is None else _open_rewards(config.rewards, environments, columns, config.run.max_steps)
+
+    def held_rewards_for(columns: Collection[str]) -> RewardSet:
+        if config.evaluation.rewards is None and rewards is not None:  # share the processes of the run's rewards
+            return rewards.for_columns(columns)
+        return open_rewards(config.evaluation_rewards, columns, config.run.max_steps)
+
+    held_rewards = None if held_columns is None else held_rewards_for(held_columns)
     reading()
     tokenizer, tools = open_tokenizer(config.model, checkpoint), tools_of(environments)
     prompts = open_prompts(config.data, config.run.seed, tokenizer, tools)
     config = config.counted(prompts.size)
-    rewards = rewards or _open_rewards(config, environments, prompts.columns)
-    held_out = open_held_out(config, tokenizer, environments, held_rewards, rewards)
+    rewards = rewards or _open_rewards(config.rewards, environments, prompts.columns, config.run.max_steps)
+    opened = held_rewards_for if held_rewards is None else lambda _: held_rewards
+    held_out = open_held_out(config.evaluation, config.data, tokenizer, environments, opened)
     return Inputs(config, checkpoint, tokenizer, environments, prompts, rewards, held_out)
 
 
 def open_held_out(
-    config: RunConfig,
+    section: EvaluationSection,
+    data: DataSection,
     tokenizer: "PreTrainedTokenizerFast",
     environments: LoadedEnvironments | None,
-    rewards: RewardSet | None = None,
-    of_run: RewardSet | None = None,
+    rewards_for: Callable[[Collection[str]], RewardSet],
 ) -> HeldOutInputs | None:
     """Open the held-out prompts and their rewards; None if the config has none. Raises as `open_inputs` does.
 
-    ``rewards`` are the rewards of the held-out prompts, and ``of_run`` the run's; each is None if it is not open yet.
+    ``rewards_for`` returns the rewards of held-out prompts that have these columns.
     """
-    prompts = open_evaluation_prompts(config.evaluation, config.data, tokenizer, tools_of(environments))
+    prompts = open_evaluation_prompts(section, data, tokenizer, tools_of(environments))
     if prompts is None:
         return None
     columns = tuple(prompts[0].columns)
     if environments is not None:
         environments.check_columns(columns)
-    return HeldOutInputs(prompts, rewards or _rewards_of_evaluation(config, columns, of_run))
+    return HeldOutInputs(prompts, rewards_for(columns))
 
 
-def _open_rewards(config: RunConfig, environments: LoadedEnvironments | None, columns: Collection[str]) -> RewardSet:
+def _open_rewards(
+    specs: Sequence[RewardSpec], environments: LoadedEnvironments | None, columns: Collection[str], steps: int
+) -> RewardSet:
     if environments is not None:
         environments.check_columns(columns)
-    return open_rewards(config.rewards, columns, config.run.max_steps)
-
-
-def _rewards_of_evaluation(config: RunConfig, columns: Collection[str], of_run: RewardSet | None) -> RewardSet:
-    """Open the rewards for held-out prompts; if they are the run's own, share its reward processes."""
-    if config.evaluation.rewards is None and of_run is not None:
-        return of_run.for_columns(columns)
-    return open_rewards(config.evaluation_rewards, columns, config.run.max_steps)
+    return open_rewards(specs, columns, steps)
 
 
 # --- the model -------------------------------------------------------------------------------------------------------
 
 
-def read_model(config: RunConfig) -> Checkpoint | None:
+def read_model(model: ModelSection) -> Checkpoint | None:
     """Check from file headers that the model is complete and supported; of a built-in model, only check its name.
 
     Raises:
         CheckpointError: for files that are missing or broken, and for a model that is not supported.
-        ConfigError: for a built-in model that does not exist, and settings that the model does not support.
+        ConfigError: for a built-in model that does not exist.
     """
-    if config.model.builtin is not None:
-        builtin_task(config.model)
+    if model.builtin is not None:
+        builtin_task(model)
         return None
-    checkpoint = read_checkpoint(model_directory(config.model))
-    check_model(config, checkpoint)
+    checkpoint = read_checkpoint(model_directory(model))
     check_tokenizer_files(checkpoint.directory)
     return checkpoint
 
@@ -186,14 +188,16 @@ def open_tokenizer(model: ModelSection, checkpoint: Checkpoint | None) -> "PreTr
     return load_tokenizer(checkpoint.directory, checkpoint.config.vocab_size)
 
 
-def open_model(config: RunConfig, hosts: Hosts) -> "tuple[Checkpoint, PreTrainedTokenizerFast]":
-    """Open the checkpoint and its tokenizer; raises as `read_model` and `open_tokenizer` do. Every host calls this."""
-    read = read_model(config)
-    return agreed_checkpoint(config, hosts, read), open_tokenizer(config.model, read)
+def open_model(model: ModelSection, seed: int, hosts: Hosts) -> "tuple[Checkpoint, PreTrainedTokenizerFast]":
+    """Open the checkpoint and its tokenizer; raises as `read_model` and `open_tokenizer` do. Every host calls this, and
+    `check_model`."""
+    read = read_model(model)
+    return agreed_checkpoint(model, seed, hosts, read), open_tokenizer(model, read)
 
 
-def agreed_checkpoint(config: RunConfig, hosts: Hosts, read: Checkpoint | None) -> Checkpoint:
-    """Return the checkpoint, after a check that all hosts have the same model; a missing built-in model is trained now.
+def agreed_checkpoint(model: ModelSection, seed: int, hosts: Hosts, read: Checkpoint | None) -> Checkpoint:
+    """Return the checkpoint, after a check that all hosts have the same model; a missing built-in model is trained now,
+    with the run's ``seed``.
 
     Every host calls this; ``read`` is the result of `read_model`.
 
@@ -201,14 +205,12 @@ def agreed_checkpoint(config: RunConfig, hosts: Hosts, read: Checkpoint | None) 
         LockstepError: hosts have different models.
     """
     if read is not None:
-        if config.model.hub is not None:
+        if model.hub is not None:
             hosts.agree("the revision of the model", read.directory.name)
         return read
     from tpu_grpo.models.builtin import builtin_checkpoint  # imports jax
 
-    directory = builtin_checkpoint(builtin_task(config.model), config.run.seed, progress=True)
+    directory = builtin_checkpoint(builtin_task(model), seed, progress=True)
     if hosts.count > 1:
         hosts.agree_all(model_fingerprints(directory))
-    checkpoint = read_checkpoint(directory)
-    check_model(config, checkpoint)
-    return checkpoint
+    return read_checkpoint(directory)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from tpu_grpo.config import AlgorithmSection, RunConfig
+from tpu_grpo.config import AlgorithmSection, EnvironmentSection, MeshesSection, ModelSection
 from tpu_grpo.engine.replicas import make_replicas
 from tpu_grpo.hosts import by_host, devices_per_host, hosts_of, own_slice, slices_of
 from tpu_grpo.models.checkpoint import Checkpoint, check_mesh, check_sampler_mesh, sampler_sizes
@@ -67,8 +67,15 @@ class Meshes:
         return "dot attention" if block is None else f"flash attention in blocks of {block} tokens"
 
 
-def build_meshes(config: RunConfig, checkpoint: Checkpoint, devices: Sequence[Any] | None = None) -> Meshes:
-    """Place trainer and sampler on ``devices``; if None, on the devices of all hosts.
+def build_meshes(
+    section: MeshesSection,
+    model: ModelSection,
+    row_tokens: int,
+    checkpoint: Checkpoint,
+    devices: Sequence[Any] | None = None,
+) -> Meshes:
+    """Place trainer and sampler on ``devices``; if None, on the devices of all hosts. ``row_tokens`` is the length of a
+    training row.
 
     With layout "shared" both are colocated on all devices of a slice and use them in turn. With layout "split" the
     sampler has a slice's last ``meshes.sampler.hosts`` hosts and the trainer has the rest, because the TPU compiler
@@ -79,7 +86,6 @@ def build_meshes(config: RunConfig, checkpoint: Checkpoint, devices: Sequence[An
             if a split leaves the trainer or the sampler without devices, or if the trainer's devices cannot run its
             attention.
     """
-    section = config.meshes
     slices = slices_of(jax.devices() if devices is None else devices, section.slices)
     own, both = own_slice(slices), section.layout == "shared"
     parts = [(each, each) if both else split_devices(section.sampler.hosts, each) for each in slices]
@@ -92,21 +98,26 @@ def build_meshes(config: RunConfig, checkpoint: Checkpoint, devices: Sequence[An
             f"meshes.trainer.fsdp x tp must be the number of the trainer's devices, {count}, got {fsdp} x {tp}; "
             f"use one of {fitting}"
         )
-    tensor = section.sampler.tensor or default_tensor(checkpoint, config.model.dtype, len(own_sampler))
-    replicas = make_replicas(own_sampler, tensor)  # raises for sizes that do not fit the hosts
-    if config.environment.is_on and not config.environment.tool_steps and len(replicas[0].hosts) > 1:
-        raise ConfigError(
-            "environment.tool_steps must be at least 1 for a replica over several hosts, got 0; or set "
-            "meshes.sampler.tensor to at most a host's devices"
-        )
+    tensor = section.sampler.tensor or default_tensor(checkpoint, model.dtype, len(own_sampler))
+    make_replicas(own_sampler, tensor)  # raises for sizes that do not fit the hosts
     check_mesh(checkpoint, fsdp, tp)
     check_sampler_mesh(checkpoint, tensor)
     platform = trainer_devices[0].platform
-    block = flash_block(config.model.attention, platform, config.row_tokens, checkpoint.config.head_dim)
+    block = flash_block(model.attention, platform, row_tokens, checkpoint.config.head_dim)
     grids = np.asarray([training for training, _ in parts]).reshape(-1, fsdp, tp)
     joined = Mesh(grids, ("slice", "fsdp", "tp")) if len(slices) > 1 else None
     sampler = tuple(device for _, sampling in parts for device in sampling)
     return Meshes(Mesh(grids[own], ("fsdp", "tp")), joined, sampler, own, tensor, block)
+
+
+def check_turns(section: EnvironmentSection, meshes: Meshes) -> None:
+    """Raise ConfigError if the hosts of a replica may not know at the same step that an environment has answered."""
+    replicas = make_replicas(meshes.sampler_devices[: len(meshes.sampler_devices) // meshes.slices], meshes.tensor)
+    if section.is_on and not section.tool_steps and len(replicas[0].hosts) > 1:
+        raise ConfigError(
+            "environment.tool_steps must be at least 1 for a replica over several hosts, got 0; or set "
+            "meshes.sampler.tensor to at most a host's devices"
+        )
 
 
 def check_trainer(section: AlgorithmSection, checkpoint: Checkpoint, meshes: Meshes) -> None:

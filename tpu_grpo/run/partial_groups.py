@@ -1,6 +1,6 @@
 """Keeps the groups that a step did not finish, or did not use, for the next step (``rollout.partial_extra``).
 
-    partial = PartialGroups(config, stream, learner.carried)      # empty, or as of the checkpoint that was restored
+    partial = PartialGroups(..., stream, learner.carried)   # empty, or as of the checkpoint that was restored
     partial.begin(draw.next(step, partial.room))            # until P (1 + rollout.partial_extra) groups are open
     collect = sampler.go_on(step, partial.groups, ...)
     rollout = partial.take(step, collect(), tokenizer)    # the first P complete groups, oldest first
@@ -16,12 +16,12 @@ settings were changed (checkpoint.allow_changes), is dropped.
 import base64
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from tpu_grpo.config import RunConfig
+from tpu_grpo.config import AlgorithmSection, DataSection, EnvironmentSection, RolloutSection
 from tpu_grpo.data.stream import PromptStream
 from tpu_grpo.engine.exchange import decode_completions, encode_completions
 from tpu_grpo.engine.partial_rollouts import NEW, PartialGroup, ages_of
@@ -32,9 +32,17 @@ from tpu_grpo.records.stages import Completion, Prompt, PromptBatch, Rollout
 class PartialGroups:
     """The open groups of a run, which are begun and not yet learned from, in the order in which they were begun."""
 
-    def __init__(self, config: RunConfig, stream: PromptStream, saved: Any):
-        self._config = config
-        self.groups: tuple[PartialGroup, ...] = () if saved is None else groups_of(saved, stream, config)
+    def __init__(
+        self,
+        data: DataSection,
+        rollout: RolloutSection,
+        algorithm: AlgorithmSection,
+        environment: EnvironmentSection,
+        stream: PromptStream,
+        saved: Any,
+    ):
+        self._data, self._rollout, self._algorithm, self._environment = data, rollout, algorithm, environment
+        self.groups: tuple[PartialGroup, ...] = () if saved is None else groups_of(saved, stream, self._fit)
         """The open groups at this point of the step."""
         length, dropped = (0, 0) if saved is None else saved["sampled"]
         self._figures: tuple[int, int] = length, dropped  # of this step's sampling so far
@@ -43,21 +51,21 @@ class PartialGroups:
 
     @property
     def room(self) -> int:
-        """The number of groups to begin, so that ``config.open_groups`` groups are open."""
-        return max(0, self._config.open_groups - len(self.groups))
+        """The number of groups to begin, so that P(1 + rollout.partial_extra) groups are open."""
+        return max(0, self._data.prompts_with(self._rollout.partial_extra) - len(self.groups))
 
     def begin(self, batch: PromptBatch) -> None:
         """Open a group for each prompt of a batch."""
         begun = [group.number for group in (*self.groups, *self._taken) if group.step == batch.step]
         prompts = zip(batch.prompts, batch.records, batch.positions, strict=True)
         self.groups += tuple(
-            PartialGroup(prompt, record, position, batch.step, number, (NEW,) * self._config.algorithm.group_size)
+            PartialGroup(prompt, record, position, batch.step, number, (NEW,) * self._algorithm.group_size)
             for number, (prompt, record, position) in enumerate(prompts, start=max(begun, default=-1) + 1)
         )
 
     def due(self, step: int) -> list[int]:
         """List the indices of the groups that this step has to finish."""
-        most = self._config.rollout.partial_steps
+        most = self._rollout.partial_steps
         return [number for number, group in enumerate(self.groups) if step - group.step >= most]
 
     def batch(self, step: int, groups: Sequence[PartialGroup]) -> PromptBatch:
@@ -72,7 +80,7 @@ class PartialGroups:
 
     def take(self, step: int, sampled: SampledGroups, tokenizer: Any) -> Rollout:
         """Return the first P complete groups of ``sampled`` as the rollout to score; keep the other groups."""
-        wanted = self._config.data.prompts_per_step
+        wanted = self._data.prompts_per_step
         whole = [group for group in sampled.groups if group.is_whole][:wanted]
         taken = {(group.step, group.number) for group in whole}
         self.groups = tuple(group for group in sampled.groups if (group.step, group.number) not in taken)
@@ -82,7 +90,7 @@ class PartialGroups:
         self._figures = self._figures[0] + sampled.length, self._figures[1] + sampled.dropped
         completions = tuple(completion for group in whole for completion in group.completions)
         texts = tuple(completion_text(tokenizer, completion) for completion in completions)
-        size = self._config.algorithm.group_size
+        size = self._algorithm.group_size
         return Rollout(batch, size, completions, texts, sampled.seconds, sampled.figures, sampled.told)
 
     def hold(self) -> None:
@@ -100,7 +108,7 @@ class PartialGroups:
         new = [(ages_of(c) == 0) & (True if c.sampled is None else c.sampled) for c in rows]
         seconds = sum(sampled.seconds for sampled in self._sampled)
         metrics = {"rollout/tokens_per_second": sum(int(mask.sum()) for mask in new) / seconds if seconds else math.nan}
-        if self._config.rollout.partial_extra:
+        if self._rollout.partial_extra:
             ages = [ages_of(completion) for group in self._taken[:used] for completion in group.completions]
             of_tokens, oldest = np.concatenate(ages), np.array([of_row.max(initial=0) for of_row in ages])
             length, dropped = self._figures
@@ -124,6 +132,16 @@ class PartialGroups:
         """Return the groups as they were when the last finished step ended, as JSON for a checkpoint."""
         return written(*self._ended)
 
+    def _fit(self, completions: Sequence[Completion]) -> bool:
+        """Whether a run with these settings can have sampled the completions of a group."""
+        talks, replays = self._environment.is_on, self._algorithm.replays_routing
+        return len(completions) == self._algorithm.group_size and all(
+            len(c.token_ids) <= self._rollout.max_new_tokens
+            and (c.episode is not None) == talks
+            and (talks or (c.experts is not None) == replays)  # those of a conversation are in its branches
+            for c in completions
+        )
+
 
 def written(groups: Sequence[PartialGroup], sampled: tuple[int, int] = (0, 0)) -> dict[str, Any]:
     """Write groups, and the figures of their step, as JSON, with the bytes of their completions in base64."""
@@ -135,29 +153,21 @@ def written(groups: Sequence[PartialGroup], sampled: tuple[int, int] = (0, 0)) -
     }
 
 
-def groups_of(saved: Mapping[str, Any], stream: PromptStream, config: RunConfig) -> tuple[PartialGroup, ...]:
-    """Read the groups that ``written`` wrote; groups of other prompts, or of other settings, are left out."""
+def groups_of(
+    saved: Mapping[str, Any], stream: PromptStream, fit: Callable[[Sequence[Completion]], bool]
+) -> tuple[PartialGroup, ...]:
+    """Read the groups that ``written`` wrote; groups of other prompts, or whose completions do not ``fit`` the run, are
+    left out."""
     found = decode_completions(base64.b64decode(saved["completions"]))
     size, groups = len(found) // max(1, len(saved["groups"])), list[PartialGroup]()
     for index, (*place, prompt_sum) in enumerate(saved["groups"]):
         position, record, step, number = place
         completions = tuple(found[row] for row in range(index * size, (index + 1) * size))
-        if record >= stream.size or not _fit(completions, config):
+        if record >= stream.size or not fit(completions):
             continue
         if _sum_of(prompt := stream.prompt(record)) == prompt_sum:
             groups.append(PartialGroup(prompt, record, position, step, number, completions))
     return tuple(groups)
-
-
-def _fit(completions: Sequence[Completion], config: RunConfig) -> bool:
-    """Whether a run with these settings can have sampled the completions of a group."""
-    talks, replays = config.environment.is_on, config.algorithm.replays_routing
-    return len(completions) == config.algorithm.group_size and all(
-        len(c.token_ids) <= config.rollout.max_new_tokens
-        and (c.episode is not None) == talks
-        and (talks or (c.experts is not None) == replays)  # those of a conversation are in its branches
-        for c in completions
-    )
 
 
 def _sum_of(prompt: Prompt) -> int:

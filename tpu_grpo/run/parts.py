@@ -5,12 +5,25 @@ import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
 from tpu_grpo.algorithms import RunAlgorithm, open_algorithm
-from tpu_grpo.config import AlgorithmSection, EvaluationSection, RewardSpec, RunConfig
+from tpu_grpo.config import (
+    AlgorithmSection,
+    DataSection,
+    EnvironmentSection,
+    EvaluationSection,
+    LoraSection,
+    MeshesSection,
+    ModelSection,
+    OptimizerSection,
+    RewardSpec,
+    RolloutSection,
+    RunConfig,
+)
 from tpu_grpo.config.plugins import addition
 from tpu_grpo.data.rendering import template_switches
 from tpu_grpo.data.stream import PromptStream, prompts_digest
@@ -26,12 +39,12 @@ from tpu_grpo.observe.evaluation import GREEDY, Evaluation, EvaluationSamples, e
 from tpu_grpo.observe.run_files import EPISODES_DIR
 from tpu_grpo.records.errors import ConfigError, RewardError
 from tpu_grpo.records.stages import Prompt
-from tpu_grpo.rewards import DistributedRewards, RewardSet, repeats_itself
+from tpu_grpo.rewards import DistributedRewards, RewardSet, open_rewards, repeats_itself
 from tpu_grpo.rewards.shipped.correctness import voted_answer
 from tpu_grpo.run.conversations import Environments, LoadedEnvironments, load_environments
 from tpu_grpo.run.engines import Probe, SyncedEngines
-from tpu_grpo.run.inputs import HeldOutInputs, Inputs, agreed_checkpoint, open_held_out
-from tpu_grpo.run.meshes import Meshes, build_meshes, check_trainer
+from tpu_grpo.run.inputs import HeldOutInputs, Inputs, agreed_checkpoint, check_model, open_held_out
+from tpu_grpo.run.meshes import Meshes, build_meshes, check_trainer, check_turns
 from tpu_grpo.run.partial_groups import PartialGroups
 from tpu_grpo.run.policies import load_inputs
 
@@ -61,22 +74,31 @@ def build_parts(inputs: Inputs, hosts: Hosts) -> Parts:
     """
     config = inputs.config
     keep_programs(hosts)
-    algorithm = open_run_algorithm(config)  # first, to refuse a bad algorithm before anything is built
+    algorithm = open_run_algorithm(
+        config.algorithm, config.data, config.optimizer
+    )  # first, to refuse a bad algorithm before anything is built
     announce(hosts, f"opening the model {config.model.path}")
-    checkpoint = agreed_checkpoint(config, hosts, inputs.checkpoint)
-    config, meshes = with_routing_replay(config, checkpoint), build_meshes(config, checkpoint)
-    check_trainer(config.algorithm, checkpoint, meshes)
+    checkpoint = agreed_checkpoint(config.model, config.run.seed, hosts, inputs.checkpoint)
+    check_model(config, checkpoint)
+    section = with_routing_replay(config.algorithm, config.model, config.rollout, checkpoint)
+    config = config.model_copy(update={"algorithm": section})
+    meshes = build_meshes(config.meshes, config.model, config.row_tokens, checkpoint)
+    check_trainer(section, checkpoint, meshes)
+    check_turns(config.environment, meshes)
     task = open_task(inputs, algorithm, hosts)
     if task.environments is not None:
         task.environments.keep_record(config.run_dir / EPISODES_DIR, hosts.index)
-    engines = open_engines(config, hosts, checkpoint, inputs.tokenizer, meshes, task.environments)
+    ids = stop_ids(config.environment, config.data, inputs.tokenizer, checkpoint.directory)
+    options = EngineOptions.from_config(config, ids, replicas=meshes.replicas, platform=meshes.platform)
+    engines = open_engines(options, hosts, checkpoint, meshes, config.meshes, config.model.lora, task.environments)
+    if config.hosts.check == "step":
+        engines.replicas.check_every_launch()
     announce(hosts, f"loading {checkpoint.parameter_count:,} parameters")
-    make, given = learner_class(config.algorithm), load_inputs(config, checkpoint, meshes, algorithm)
+    make = learner_class(section)
+    given = load_inputs(config.model, config.run.seed, checkpoint, meshes, algorithm)
     trains = meshes.trainer.local_devices
     learner = make(config, given, hosts) if trains else DescribedLearner(config, make.build(config, given), hosts)
-    sampler = Sampler(
-        engines.replicas, inputs.tokenizer, config.rollout, config.algorithm, config.run.seed, task.environments
-    )
+    sampler = Sampler(engines.replicas, inputs.tokenizer, config.rollout, section, config.run.seed, task.environments)
     announce(hosts, "compiling the weight sync, and moving the weights into the engine")
     engines.install(learner.params())
     assert engines.sync is not None
@@ -84,31 +106,37 @@ def build_parts(inputs: Inputs, hosts: Hosts) -> Parts:
     with counted(hosts, "compiling the engine's programs") as tell:
         engines.replicas.compile_all(tell)
     first = task.prompts.batch(1).prompts
-    probe = Probe(config, engines, learner, [first[row % len(first)] for row in range(meshes.replicas)])
+    probe = Probe(
+        *(config.meshes, config.model, config.rollout, config.run.seed, section.replays_routing),
+        *(engines, learner, [first[row % len(first)] for row in range(meshes.replicas)]),
+    )
     probe.after_sync(0)
-    partial = PartialGroups(config, task.prompts, learner.carried) if config.open_groups else None
-    return Parts(checkpoint, task, sampler, engines, learner, probe, partial)
+    groups = None
+    if config.open_groups:
+        sections = config.data, config.rollout, section, config.environment
+        groups = PartialGroups(*sections, task.prompts, learner.carried)
+    return Parts(checkpoint, task, sampler, engines, learner, probe, groups)
 
 
-def with_routing_replay(config: RunConfig, checkpoint: Checkpoint) -> RunConfig:
+def with_routing_replay(
+    section: AlgorithmSection, model: ModelSection, rollout: RolloutSection, checkpoint: Checkpoint
+) -> AlgorithmSection:
     """Set algorithm.routing_replay if it is unset; Tunix's learner has no such setting.
 
     It becomes true for a model with experts in bfloat16, without rollout.partial_extra: in bfloat16, engine and
     trainer can round differently, and so choose different experts of nearly equal probability. The run's files keep it
     unset.
     """
-    section = config.algorithm
     if section.routing_replay is not None or section.tunix is not None:
-        return config
-    replay = checkpoint.has_experts and config.model.dtype == "bfloat16" and not config.rollout.partial_extra
-    return config.model_copy(update={"algorithm": section.model_copy(update={"routing_replay": replay})})
+        return section
+    replay = checkpoint.has_experts and model.dtype == "bfloat16" and not rollout.partial_extra
+    return section.model_copy(update={"routing_replay": replay})
 
 
-def open_run_algorithm(config: RunConfig) -> RunAlgorithm:
+def open_run_algorithm(section: AlgorithmSection, data: DataSection, optimizer: OptimizerSection) -> RunAlgorithm:
     """Open the run's algorithm; raises ConfigError if it cannot be used for training."""
-    section = config.algorithm
     if section.tunix is not None:
-        return addition("tunix_options").open_tunix(section, config.data, config.optimizer)
+        return addition("tunix_options").open_tunix(section, data, optimizer)
     if section.old_policy == "tunix":
         raise ConfigError(
             f"algorithm.old_policy=tunix needs algorithm.name=tunix:NAME, got {section.name}; take rollout or trainer"
@@ -122,18 +150,15 @@ def learner_class(section: AlgorithmSection) -> type[Learner]:
 
 
 def open_engines(
-    config: RunConfig,
+    options: EngineOptions,
     hosts: Hosts,
     checkpoint: Checkpoint,
-    tokenizer: PreTrainedTokenizerFast,
     meshes: Meshes,
+    section: MeshesSection,
+    lora: LoraSection,
     environments: Environments | None = None,
-    options: EngineOptions | None = None,
 ) -> SyncedEngines:
-    """Build the engines on the sampler's devices, without weights; ``options`` are the run's if None is given."""
-    if options is None:
-        ids = stop_ids(config, tokenizer, checkpoint.directory)
-        options = EngineOptions.from_config(config, ids, replicas=meshes.replicas, platform=meshes.platform)
+    """Build the engines on the sampler's devices, without weights."""
     sizes = {"cache tokens": options.cache_tokens, "shapes": options.shapes}  # hosts that differ here would abort later
     hosts.agree_all({f"{name} of an engine": str(value) for name, value in sizes.items()})
     devices, tensor = meshes.sampler_devices, meshes.tensor
@@ -141,9 +166,7 @@ def open_engines(
     replicas = Replicas.build(checkpoint.directory, devices, tensor, options, hosts, slices)
     if environments is not None:
         divided_places(environments.places, [replica.hosts for replica in replicas.replicas])  # raises for too few
-    if config.hosts.check == "step":
-        replicas.check_every_launch()
-    return SyncedEngines(replicas, checkpoint.weight_rules, config.meshes, config.model.lora.alpha, hosts)
+    return SyncedEngines(replicas, checkpoint.weight_rules, section, lora.alpha, hosts)
 
 
 # --- what the policy learns ------------------------------------------------------------------------------------------
@@ -201,55 +224,61 @@ def open_task(inputs: Inputs, algorithm: RunAlgorithm, hosts: Hosts) -> Task:
     config, prompts, rewards, held_out = inputs.config, inputs.prompts, inputs.rewards, inputs.held_out
     if hosts.count > 1:
         hosts.agree_all({f"prompts of {part.name}": part.rendered.digest for part in prompts.parts})
-    _check_token_rewards(config, rewards, algorithm)
+    _check_token_rewards(config.environment, config.algorithm, rewards, algorithm)
     judges = [rewards] if held_out is None else [rewards, held_out.rewards]
-    environments = open_environments(config, inputs.tokenizer, inputs.environments, judges)
-    return Task(
-        prompts,
-        DistributedRewards(rewards, hosts, _compared(config.rewards)),
-        None if held_out is None else _distributed(config, held_out, environments, hosts),
-        environments,
-    )
+    environments = open_environments(config.data, inputs.tokenizer, inputs.environments, judges)
+    judged = None
+    if held_out is not None:
+        specs, temperature = config.evaluation_rewards, config.rollout.temperature
+        judged = _distributed(config.evaluation, specs, temperature, held_out, environments, hosts)
+    return Task(prompts, DistributedRewards(rewards, hosts, _compared(config.rewards)), judged, environments)
 
 
 def open_held_out_task(config: RunConfig, tokenizer: PreTrainedTokenizerFast, hosts: Hosts) -> HeldOut | None:
     """Open only the held-out prompts, with their rewards and environments; None if the config has no such prompts."""
-    loaded = load_environments(config)
-    if (held_out := open_held_out(config, tokenizer, loaded)) is None:
+    loaded, specs = load_environments(config.environment, config.every_reward), config.evaluation_rewards
+    rewards_for = partial(open_rewards, specs, max_steps=config.run.max_steps)
+    if (held_out := open_held_out(config.evaluation, config.data, tokenizer, loaded, rewards_for)) is None:
         return None
-    environments = open_environments(config, tokenizer, loaded, [held_out.rewards])
-    return _distributed(config, held_out, environments, hosts)
+    environments = open_environments(config.data, tokenizer, loaded, [held_out.rewards])
+    return _distributed(config.evaluation, specs, config.rollout.temperature, held_out, environments, hosts)
 
 
 def _distributed(
-    config: RunConfig, held_out: HeldOutInputs, environments: Environments | None, hosts: Hosts
+    section: EvaluationSection,
+    specs: Sequence[RewardSpec],
+    temperature: float,
+    held_out: HeldOutInputs,
+    environments: Environments | None,
+    hosts: Hosts,
 ) -> HeldOut:
-    section, specs = config.evaluation, config.evaluation_rewards
     if hosts.count > 1:
         hosts.agree_all({"prompts of the evaluation": prompts_digest(held_out.prompts)})
     return HeldOut(
         held_out.prompts,
         DistributedRewards(held_out.rewards, hosts, _compared(specs)),
         section,
-        config.rollout.temperature if section.temperature is None else section.temperature,
+        temperature if section.temperature is None else section.temperature,
         section.best or f"{GREEDY}/{specs[0].shown}",
         environments,
     )
 
 
-def _check_token_rewards(config: RunConfig, rewards: RewardSet, algorithm: RunAlgorithm) -> None:
+def _check_token_rewards(
+    environment: EnvironmentSection, section: AlgorithmSection, rewards: RewardSet, algorithm: RunAlgorithm
+) -> None:
     """Raise ConfigError for per-token advantages if the algorithm would spread them over all tokens."""
     credits = [f"{list(rewards.token_rewards)} give single ones"] if rewards.token_rewards else []
-    if config.environment.is_on and config.environment.turn_credit == "turn":
+    if environment.is_on and environment.turn_credit == "turn":
         credits.append("environment.turn_credit=turn gives those of a turn")
-    if credits and config.algorithm.tunix is not None:
+    if credits and section.tunix is not None:
         raise ConfigError(
-            f"algorithm.name={config.algorithm.name} gives all tokens of a completion one advantage, and "
+            f"algorithm.name={section.name} gives all tokens of a completion one advantage, and "
             f"{' and '.join(credits)}; leave that out, or take another algorithm"
         )
     if credits and not getattr(algorithm.objective, "credits_tokens", True):
         raise ConfigError(
-            f"algorithm.name={config.algorithm.name} spreads over all tokens of a completion what "
+            f"algorithm.name={section.name} spreads over all tokens of a completion what "
             f"{' and what '.join(credits)}, because its ratio is of the whole completion; set "
             "algorithm.options={per_token: true}, or take another algorithm"
         )
@@ -261,7 +290,7 @@ def _compared(specs: Sequence[RewardSpec]) -> list[str]:
 
 
 def open_environments(
-    config: RunConfig,
+    data: DataSection,
     tokenizer: PreTrainedTokenizerFast,
     loaded: LoadedEnvironments | None,
     judges: Sequence[RewardSet] = (),
@@ -283,10 +312,12 @@ def open_environments(
     if loaded is None:
         return None
     keep = any(rewards.keeps_environments for rewards in judges)
-    return loaded.open(tokenizer, config.data.max_prompt_tokens, template_switches(config.data, tokenizer), keep=keep)
+    return loaded.open(tokenizer, data.max_prompt_tokens, template_switches(data, tokenizer), keep=keep)
 
 
-def stop_ids(config: RunConfig, tokenizer: PreTrainedTokenizerFast, directory: Path) -> tuple[int, ...]:
+def stop_ids(
+    environment: EnvironmentSection, data: DataSection, tokenizer: PreTrainedTokenizerFast, directory: Path
+) -> tuple[int, ...]:
     """Return the ids that end a completion or a turn of the run's policy, ascending.
 
     They are the pad token and the end tokens of the model's tokenizer, config.json and generation_config.json in
@@ -298,8 +329,8 @@ def stop_ids(config: RunConfig, tokenizer: PreTrainedTokenizerFast, directory: P
         ConfigError: for conversations with a chat template that does not end turns.
     """
     ids = {*stop_token_ids(tokenizer, directory)}
-    if config.environment.is_on:
-        ids.update(addition("chat_format").turn_ends(tokenizer, template_switches(config.data, tokenizer)))
+    if environment.is_on:
+        ids.update(addition("chat_format").turn_ends(tokenizer, template_switches(data, tokenizer)))
     return tuple(sorted(ids))
 
 

@@ -88,10 +88,14 @@ def train(
         notes = [*directory.begin(start, prompts.describe()), *prompts.notes]
         carries = config.open_groups > 0
         steps, has_page = config.run.max_steps, config.logging.report
+        every = config.evaluation.every if config.has_held_out else None
+        logged = config.run_dir, config.run, config.logging, config.model_dump(mode="json")
         live = LiveReport(config.run_dir, steps, hosts, start, directory.is_ours, has_page=has_page)
         with live if hosts.is_first else nullcontext() as report:
             with (
-                open_run_log(config, start, report, callbacks=callbacks) if report else RunLog([]) as log,
+                open_run_log(*logged, start, report, evaluation_every=every, callbacks=callbacks)
+                if report
+                else RunLog([]) as log,
                 closing(parts.task),
                 PromptDraw.open(config.run_dir, config.data, prompts, start, hosts, config.run.seed, carries) as draw,
             ):
@@ -351,7 +355,8 @@ class Run:
         if step != last:
             parts.engines.release()  # the engines are not used again
         model = parts.learner.policy(None if step == last else step)
-        saved = exported_values(config, model, Chosen(config.run_dir / CHECKPOINTS_DIR, step), self.hosts.index)
+        chosen = Chosen(config.run_dir / CHECKPOINTS_DIR, step)
+        saved = exported_values(config.export, config.model, model, chosen, self.hosts.index)
         policy = Policy(model, step, parts.checkpoint, self.inputs.tokenizer, saved)
         export_policy(config, policy, directory, self.hosts)
         return f"the model of step {step} was exported to {directory}"

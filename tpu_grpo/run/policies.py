@@ -8,7 +8,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from tpu_grpo.algorithms import RunAlgorithm
-from tpu_grpo.config import ModelSection, RunConfig
+from tpu_grpo.config import ExportSection, ModelSection
 from tpu_grpo.learner import LearnerInputs, cast_to_compute, freeze_untrained, read_policy, read_stepped
 from tpu_grpo.learner.parameters import Values
 from tpu_grpo.models.checkpoint import Checkpoint
@@ -69,7 +69,9 @@ def choose(run_dir: Path, which: str) -> Chosen:
     return Chosen(path.parent, int(path.name))
 
 
-def load_policy(config: RunConfig, checkpoint: Checkpoint, mesh: Mesh, chosen: Chosen, host: int = 0) -> nnx.Module:
+def load_policy(
+    section: ModelSection, seed: int, checkpoint: Checkpoint, mesh: Mesh, chosen: Chosen, host: int = 0
+) -> nnx.Module:
     """Load a policy, in the dtype in which the run computes, onto a trainer's mesh; every host reads its own part.
 
     If a checkpoint holds the whole model, the original tensors are not loaded first. On a host without devices of the
@@ -78,20 +80,22 @@ def load_policy(config: RunConfig, checkpoint: Checkpoint, mesh: Mesh, chosen: C
     Raises:
         CheckpointError: if the checkpoint is missing, damaged, or of another model.
     """
-    dtype = jnp.dtype(config.model.dtype)
-    if chosen.step is None or config.model.lora.rank is not None:
+    dtype = jnp.dtype(section.dtype)
+    if chosen.step is None or section.lora.rank is not None:
         base = load_model(checkpoint, mesh, dtype=dtype, remat="none")
-        model = with_adapters(base, checkpoint, config.model, config.run.seed)
+        model = with_adapters(base, checkpoint, section, seed)
     else:
         model = abstract_model(checkpoint, mesh, dtype=dtype, remat="none")
-    freeze_untrained(model, config.model)
-    cast_to_compute(model, config.model)
+    freeze_untrained(model, section)
+    cast_to_compute(model, section)
     if chosen.step is not None and mesh.local_devices:
         read_policy(chosen.directory, chosen.step, model, host)
     return model
 
 
-def exported_values(config: RunConfig, model: nnx.Module, chosen: Chosen, host: int = 0) -> Values:
+def exported_values(
+    export: ExportSection, section: ModelSection, model: nnx.Module, chosen: Chosen, host: int = 0
+) -> Values:
     """Read the trained parameters in float32, by name, for a float32 export of a run that computes in bfloat16.
 
     ``model`` is the policy of ``chosen``. The result is empty for any other export, which needs only ``model``, and on
@@ -100,29 +104,29 @@ def exported_values(config: RunConfig, model: nnx.Module, chosen: Chosen, host: 
     Raises:
         CheckpointError: as in `load_policy`.
     """
-    if chosen.step is None or config.export.dtype != "float32" or config.model.dtype == "float32":
+    if chosen.step is None or export.dtype != "float32" or section.dtype == "float32":
         return {}
     if is_abstract(nnx.state(model)):
         return {}
-    residual = config.model.param_dtype == "bfloat16"
+    residual = section.param_dtype == "bfloat16"
     return read_stepped(chosen.directory, chosen.step, model, residual=residual, host=host)
 
 
 def load_inputs(
-    config: RunConfig, checkpoint: Checkpoint, meshes: Meshes, algorithm: RunAlgorithm | None = None
+    section: ModelSection, seed: int, checkpoint: Checkpoint, meshes: Meshes, algorithm: RunAlgorithm | None = None
 ) -> LearnerInputs:
     """Load the policy, and the reference if there is one, onto the trainer's devices; other hosts get abstract ones.
     ``algorithm`` is the run's, if it is open already."""
     base = load_model(
         checkpoint,
         meshes.trainer,
-        dtype=jnp.dtype(config.model.dtype),
-        remat=config.model.remat,
+        dtype=jnp.dtype(section.dtype),
+        remat=section.remat,
         flash_block=meshes.flash_block,
-        param_dtype=jnp.dtype(config.model.dtype if config.model.lora.rank else config.model.param_dtype),
+        param_dtype=jnp.dtype(section.dtype if section.lora.rank else section.param_dtype),
     )
     check_finite(base, checkpoint.directory)
-    model = with_adapters(base, checkpoint, config.model, config.run.seed)
+    model = with_adapters(base, checkpoint, section, seed)
     return LearnerInputs(model, base, meshes.trainer, meshes.joined, algorithm)
 
 

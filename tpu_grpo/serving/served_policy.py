@@ -30,7 +30,7 @@ from tpu_grpo.models.tokenizers import check_length, decode, token_bytes
 from tpu_grpo.records.errors import ConfigError, DataError, NonFiniteError, RequestError
 from tpu_grpo.records.stages import Completion, Prompt, PromptBatch, Request, Rollout, SampleKey, Scores
 from tpu_grpo.rewards import RewardSet, open_rewards
-from tpu_grpo.run.inputs import open_model
+from tpu_grpo.run.inputs import check_model, open_model
 from tpu_grpo.run.meshes import Meshes, default_tensor
 from tpu_grpo.run.parts import open_engines, stop_ids
 from tpu_grpo.run.policies import choose, load_policy
@@ -70,7 +70,8 @@ class ServedPolicy:
         self._seed = config.run.seed if seed is None else seed
         self._sampling = replace(sampling_params(config.rollout), **sampling)
         self._chosen = choose(config.run_dir, which)
-        self._checkpoint, self._tokenizer = open_model(config, Hosts())
+        self._checkpoint, self._tokenizer = open_model(config.model, config.run.seed, Hosts())
+        check_model(config, self._checkpoint)
         self._renderer = PromptRenderer(config.data, self._tokenizer)
         self._engine: Engine | None = None
         self._rewards: RewardSet | None = None
@@ -91,7 +92,7 @@ class ServedPolicy:
         devices = jax.devices()[: default_tensor(checkpoint, config.model.dtype, len(jax.devices()))]
         mesh = Mesh(np.asarray(devices).reshape(-1, 1), ("fsdp", "tp"))
         meshes = Meshes(mesh, None, tuple(devices), own=0, tensor=len(devices), flash_block=None)
-        ids = stop_ids(config, self._tokenizer, checkpoint.directory)
+        ids = stop_ids(config.environment, config.data, self._tokenizer, checkpoint.directory)
         options = replace(
             EngineOptions.from_config(config, ids, replicas=1, platform=meshes.platform),
             context_tokens=self.context_tokens(prompts),
@@ -101,8 +102,8 @@ class ServedPolicy:
             batch_paddings=None,
             filtered=False,
         )
-        engines = open_engines(config, Hosts(), checkpoint, self._tokenizer, meshes, options=options)
-        engines.install(parameters(load_policy(config, checkpoint, mesh, self._chosen)))
+        engines = open_engines(options, Hosts(), checkpoint, meshes, config.meshes, config.model.lora)
+        engines.install(parameters(load_policy(config.model, config.run.seed, checkpoint, mesh, self._chosen)))
         [self._engine] = engines.replicas.engines.values()
 
     def compile_all(self) -> None:

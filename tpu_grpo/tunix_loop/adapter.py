@@ -1,6 +1,6 @@
 """A sampling engine behind Tunix's rollout interface.
 
-engine = TextEngines(open_engines(config, ...), tokenizer, config.rollout, config.run.seed)
+engine = TextEngines(open_engines(options, ...), tokenizer, config.rollout, config.run.seed)
 cluster_config = ClusterConfig(rollout_engine=rollout_engine(engine, pad_id=0, eos_id=2), ...)
 """
 

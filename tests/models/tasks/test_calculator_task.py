@@ -9,11 +9,12 @@ import numpy as np
 
 from tpu_grpo.cli.environment_episode import EnvironmentEpisode
 from tpu_grpo.config import RunConfig, load_config
+from tpu_grpo.engine.sampler import sampling_params
 from tpu_grpo.environments.opening import load_environments
 from tpu_grpo.models.tasks import calculator_task as calculator
 from tpu_grpo.models.tasks.lessons import Lesson
 from tpu_grpo.models.tokenizers import build_tool_tokenizer
-from tpu_grpo.records.stages import Prompt
+from tpu_grpo.records.stages import Prompt, Request, SampleKey
 
 DEMO = load_config(Path(__file__).parents[3] / "configs" / "demo_tools_cpu.yaml")
 
@@ -85,7 +86,8 @@ def told(config: RunConfig, lessons: Iterable[Lesson]) -> list[list[str]]:
             text, ids, _ = environments.chat_formats[""].first(lesson[:1], None)
             prompt = Prompt(text, tuple(ids), {}, lesson[:1])
             said = iter([message["content"] for message in lesson if message["role"] == "assistant"])
-            with closing(EnvironmentEpisode(config, prompt, environments, tokenizer, 0)) as game:
+            request = Request(prompt.token_ids, sampling_params(config.rollout), SampleKey(config.run.seed, 1, 0, 0))
+            with closing(EnvironmentEpisode(prompt, request, environments, tokenizer)) as game:
                 assert len(list(game.play(game.writing(lambda _, said=said: next(said))))) > 0
                 episode = game.completion.episode
             assert episode is not None
