@@ -12,8 +12,7 @@ from tests.hosts.processes import run
 from tpu_grpo.hosts import choose_platform, joining, start
 from tpu_grpo.hosts.coordination_service import Service
 from tpu_grpo.hosts.joining import choose_threads
-from tpu_grpo.hosts.meeting import MeetingOverError
-from tpu_grpo.records.errors import ConfigError, LockstepError, TpuGrpoError
+from tpu_grpo.records.errors import ConfigError
 
 
 @pytest.mark.full
@@ -109,26 +108,6 @@ def test_a_tpu_slice_gives_the_processes(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (hosts.index, hosts.count, met) == (3, 4, [("10.0.0.1:8476", 4, 3, 7, "demo")])
     monkeypatch.setattr(GceTpuCluster, "get_process_count", classmethod(lambda _: 1))
     assert start(None, 1, 0, environment={}).service is None
-
-
-@pytest.mark.parametrize("met", [MeetingOverError("another run answers"), LockstepError("host 1 did not come")])
-def test_a_pod_that_restarts_alone_says_so_and_ends_with_the_code_that_restarts_all(
-    met: TpuGrpoError, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def connect(*_: object) -> None:
-        raise met
-
-    monkeypatch.setattr(joining, "connect", connect)
-    monkeypatch.setattr("tpu_grpo.hosts.ending.this_process.index", 0)
-    words = {"JAX_PLATFORMS": "cpu"}
-    with pytest.raises(
-        LockstepError, match=f"{met}; a pod that restarts alone joins no running run: all pods"
-    ) as caught:
-        start("127.0.0.1:8476", 2, 1, environment={**words, "TPU_GRPO_JOBSET": "grpo"})
-    assert caught.value.exit_code == 3
-    with pytest.raises(type(met)) as caught:
-        start("127.0.0.1:8476", 2, 1, environment=words)
-    assert str(caught.value) == str(met)
 
 
 # --- backend and threads --------------------------------------------------------------------------------------------

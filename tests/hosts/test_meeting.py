@@ -325,8 +325,10 @@ def test_a_port_of_another_program_is_named(address: str) -> None:
 def test_a_host_that_finds_another_program_says_so(address: str, answer: bytes) -> None:
     with program(address, answer):
         error = Host(address, caller(1)).join()
-    assert isinstance(error, ConfigError)
-    assert f"got {address}, where something else answers: a run that has all its hosts, which goes on" in str(error)
+    assert isinstance(error, LockstepError)
+    assert f"got {address}, where something else answers: a run that has all its hosts, which no host joins" in str(
+        error
+    )
 
 
 def test_a_port_that_is_left_in_time_is_taken(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -384,7 +386,7 @@ def test_a_second_run_on_the_port_of_a_live_one_is_refused_and_the_first_goes_on
         second = run("print('started')", 2, address=address, name="another run", timeout=1)
         stop.touch()
         codes = [process.wait(30) for process in first]
-    assert {index: (end.code, end.out) for index, end in second.items()} == {0: (2, ""), 1: (2, "")}, second
+    assert {index: (end.code, end.out) for index, end in second.items()} == {0: (2, ""), 1: (3, "")}, second
     assert re.search(
         rf"ConfigError: hosts.coordinator must name a port that is free on host 0, got {address}, where process "
         rf"{first[0].pid} \(.*\) listens; if that is another run, it goes on",

@@ -22,7 +22,7 @@ STATE = "KUBERNETES_STATE"
 FLAGS = {
     "apply": {"server-side", "filename", "context", "namespace"},
     "delete": {"ignore-not-found", "cascade", "context", "namespace"},
-    "get": {"ignore-not-found", "output", "selector", "field-selector", "watch", "context", "namespace"},
+    "get": {"ignore-not-found", "output", "selector", "sort-by", "field-selector", "watch", "context", "namespace"},
     "logs": {"container", "tail", "follow", "context", "namespace"},
     "patch": {"type", "patch", "context", "namespace"},
     "wait": {"selector", "field-selector", "for", "timeout", "context", "namespace"},
@@ -198,7 +198,8 @@ class Kubernetes:
             return self._watch(flags["output"])
         match names:
             case ["pods"]:
-                found: Any = {"items": state["pods"]}
+                assert flags["sort-by"] == ".metadata.creationTimestamp"
+                found: Any = {"items": sorted(state["pods"], key=lambda pod: pod["metadata"]["creationTimestamp"])}
             case ["events"]:
                 found = {"items": state["events"]}
             case ["workload"]:
@@ -214,7 +215,8 @@ class Kubernetes:
     def _watch(self, output: str) -> int:
         """Print a line for every pod, and again when its container ends."""
         assert output == (
-            "jsonpath={.metadata.name} {.status.containerStatuses[*].state.terminated.exitCode}{'\\n'}"
+            "jsonpath={.metadata.name} {.status.containerStatuses[?(@.name=='tpu-grpo')].state.terminated.exitCode}"
+            "{'\\n'}"
         ), output
         seen: dict[str, str] = {}
         (self.root / "watching").touch()
@@ -237,7 +239,7 @@ class Kubernetes:
         found = state["objects"].get(f"{kind}/{name}")
         if found is None:
             return complain(f'Error from server (NotFound): jobsets.jobset.x-k8s.io "{name}" not found')
-        found["metadata"]["annotations"] |= change["metadata"]["annotations"]
+        found["metadata"]["annotations"] = found["metadata"].get("annotations", {}) | change["metadata"]["annotations"]
         found["spec"] |= change["spec"]
         self.save(state)
         return 0

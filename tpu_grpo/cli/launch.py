@@ -77,19 +77,13 @@ def _launch(options: Options) -> int | None:
 def _on_gke(cluster: Cluster, options: Options) -> None:
     match options.verb:
         case "run":
-            job = _job(options, "checkpoint.resume=auto")
-            config = checked_config(job, options.slices)
-            cluster.run(job, config and config.run_dir)
-        case "status":
-            print("\n".join(cluster.status()))
-        case "logs" if options.follow:
-            cluster.follow(options.lines)
+            cluster.apply(_job(options, "checkpoint.resume=auto"))
         case "logs":
-            print(cluster.logs(options.lines))
-        case "stop":
-            print("\n".join(cluster.stop(options.grace)))
+            cluster.logs(options.lines, follow=options.follow)
         case "delete":
             cluster.delete()
+        case verb:
+            print("\n".join(cluster.status() if verb == "status" else cluster.stop(options.grace)))
 
 
 def _run(launcher: Launcher, options: Options) -> None:
@@ -145,12 +139,6 @@ def _watch(launcher: Launcher, options: Options) -> None:
 
 
 def _job(options: Options, *more: str) -> Job:
-    return Job(
-        options.config,
-        (*options.words, *more),
-        options.script,
-        variables_from(options.env),
-        secrets_here(options.secret),
-        options.compilation_cache,
-        options.libtpu_args,
-    )
+    words, variables = (*options.words, *more), variables_from(options.env)
+    secrets, cache = secrets_here(options.secret), options.compilation_cache
+    return Job(options.config, words, options.script, variables, secrets, cache, options.libtpu_args)

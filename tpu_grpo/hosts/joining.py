@@ -25,12 +25,9 @@ from typing import Any
 from tpu_grpo.hosts.coordination_service import connect, serve_alone
 from tpu_grpo.hosts.ending import this_process
 from tpu_grpo.hosts.host_agreement import Hosts
-from tpu_grpo.hosts.meeting import MeetingOverError
-from tpu_grpo.records.errors import ConfigError, LockstepError
+from tpu_grpo.records.errors import ConfigError
 
 DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
-JOBSET = "TPU_GRPO_JOBSET"
-"""The variable with the name of the JobSet in whose pod the process runs."""
 TPU_DEVICE_FILES = ("accel*", "vfio/[0-9]*")
 """Device files of TPUs below /dev: the first with the drivers of v4 and older, the second with newer ones."""
 
@@ -98,14 +95,7 @@ def start(
         serve_alone()
         return Hosts()
     this_process.index = index
-    try:
-        return Hosts(index, count, connect(coordinator, count, index, timeout_seconds, run))
-    except (MeetingOverError, LockstepError) as error:
-        if JOBSET not in environment:
-            raise
-        raise LockstepError(  # whose exit code lets the JobSet restart all pods
-            f"{error}; a pod that restarts alone joins no running run: all pods of the JobSet must start together"
-        ) from error
+    return Hosts(index, count, connect(coordinator, count, index, timeout_seconds, run))
 
 
 def _tpu_slice(timeout_seconds: float) -> tuple[str | None, int, int]:

@@ -56,10 +56,6 @@ GRACE_SECONDS = 2.0
 REMEDY = "start the same command on every host, each with its own hosts.index"
 
 
-class MeetingOverError(ConfigError):
-    """Something else than host 0 answers at the coordinator's port: a run that has all its hosts, or a program."""
-
-
 @dataclass(frozen=True)
 class Caller:
     """A host of a run, as it introduced itself."""
@@ -370,8 +366,9 @@ def arrive(coordinator: str, me: Caller, timeout_seconds: float, secret: bytes =
     Returns the key of this run; empty without a secret.
 
     Raises:
-        ConfigError: another run or program has the port, host 0 has another secret, or another host has this index.
-        LockstepError: host 0 or other hosts did not join in time, or were started with another count.
+        ConfigError: host 0 has another secret, or another host has this index.
+        LockstepError: another run or program has the port, host 0 or other hosts did not join in time, or were started
+            with another count.
     """
     end = time.monotonic() + timeout_seconds + GRACE_SECONDS
     missing: list[int] = []
@@ -394,9 +391,10 @@ def arrive(coordinator: str, me: Caller, timeout_seconds: float, secret: bytes =
         except _StrangerError:
             strange_until = strange_until or time.monotonic() + min(PATIENCE_SECONDS, timeout_seconds)
             if time.monotonic() > strange_until:
-                raise MeetingOverError(
+                raise LockstepError(
                     f"hosts.coordinator must be where host 0 of this run waits, got {coordinator}, where something "
-                    "else answers: a run that has all its hosts, which goes on, or another program; choose another port"
+                    "else answers: a run that has all its hosts, which no host joins alone, or another program; start "
+                    "all hosts again, or choose another port"
                 ) from None
         except OSError as error:
             why = error.strerror or str(error)

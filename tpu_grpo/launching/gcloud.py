@@ -9,9 +9,9 @@ import re
 import shlex
 import subprocess
 import sys
-import threading
 from collections.abc import Sequence
-from typing import Any
+from tempfile import TemporaryFile
+from typing import IO, Any
 
 from tpu_grpo.launching.launch_options import Options
 from tpu_grpo.records.errors import ConfigError, LaunchError
@@ -20,16 +20,10 @@ from tpu_grpo.records.untrusted_input import parse_json
 type Command = list[str]
 
 SHOWN_LINES = 20
-
-# --- what is wrong ---------------------------------------------------------------------------------------------------
-
-
-type Explanations = tuple[tuple[str, str, str], ...]
-
 UNKNOWN = "unknown", "look at what gcloud printed above; `gcloud info --show-log` has the details"
 WORKER = "worker", "see what the workers said; mend that, then give the command again"
 """(kind, remedy) if gcloud itself worked, but the command that it ran on a worker failed."""
-EXPLANATIONS: Explanations = (
+EXPLANATIONS = (
     (
         "login",
         r"do not currently have an active account|Reauthentication|invalid_grant|refreshing your current auth tokens",
@@ -123,7 +117,8 @@ class GcloudError(LaunchError):
         workers: the output of the workers.
     """
 
-    explanations, unknown = EXPLANATIONS, UNKNOWN
+    explanations: tuple[tuple[str, str, str], ...] = EXPLANATIONS
+    unknown = UNKNOWN
 
     def __init__(self, command: Sequence[str], code: int, output: str, workers: str = ""):
         self.command, self.code, self.output = command, code, output
@@ -140,9 +135,6 @@ class GcloudError(LaunchError):
         super().__init__("\n".join([*lines, remedy]))
 
 
-# --- running ---------------------------------------------------------------------------------------------------------
-
-
 class Gcloud:
     """Runs gcloud and prints every command to stderr.
 
@@ -150,6 +142,9 @@ class Gcloud:
     """
 
     error: type[GcloudError] = GcloudError
+    common: tuple[str, ...] = ("zone", "project")
+    """The options that every command has as flags."""
+    always: tuple[str, ...] = ("--quiet",)
     absent = "gcloud must be on the PATH, got no such program; install the Google Cloud CLI, then `gcloud init`"
 
     def __init__(self, options: Options):
@@ -157,14 +152,14 @@ class Gcloud:
         self._printed: set[str] = set()
 
     def flags(self, *names: str) -> Command:
-        """Return --quiet, and gcloud's flags for the named options, zone and project, as far as they were given."""
-        given = {name: getattr(self._options, name) for name in (*names, "zone", "project")}
+        """Return the program's flags for the named options and those in ``common``, as far as they were given."""
+        given = {name: getattr(self._options, name) for name in (*names, *self.common)}
         flags = [
             f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}")
             for name, value in given.items()
             if value is not None and value is not False
         ]
-        return [*flags, "--quiet"]
+        return [*flags, *self.always]
 
     def say(self, text: str) -> None:
         """Print a line for the user."""
@@ -192,44 +187,44 @@ class Gcloud:
         self.announce(command, repeated=repeated)
         if self.dry_run:
             return ""
-        with self.start(command) as process:
-            assert process.stdout is not None
-            stderr: list[str] = []
-
-            def read() -> None:
+        stderr: list[str] = []
+        with TemporaryFile("w+", encoding="utf-8", errors="replace") as stdout:
+            with self.start(command, stdout) as process:
                 for line in process.stderr or ():
                     stderr.append(line)
                     if show:
                         self.say(f"  {line.rstrip()}")
-
-            reader = threading.Thread(target=read)
-            reader.start()
-            stdout = process.stdout.read()
-            reader.join()
+            stdout.seek(0)
+            text = stdout.read()
         if process.returncode:
-            raise self.error(command, process.returncode, stdout + "".join(stderr))
-        return stdout
+            raise self.error(command, process.returncode, text + "".join(stderr))
+        return text
+
+    def read(self, command: Sequence[str]) -> Any:
+        """Run a command regularly, and return its output as JSON; None if it prints nothing, or in a dry run."""
+        text = self.run(command, repeated=True)
+        try:
+            return parse_json(text) if text.strip() else None
+        except json.JSONDecodeError as error:
+            told = f"`{shlex.join(command)}` must print JSON, got {text[:200]!r}; update {command[0]}"
+            raise LaunchError(told) from error
 
     def describe(self, *words: str) -> Any:
         """Return the parsed output of ``gcloud compute tpus WORDS``; None if the resource does not exist, or in a dry
         run."""
-        command = ["gcloud", "compute", "tpus", *words, *self.flags(), "--format=json"]
         try:
-            text = self.run(command, repeated=True)
-            return parse_json(text) if text else None
+            return self.read(["gcloud", "compute", "tpus", *words, *self.flags(), "--format=json"])
         except GcloudError as error:
             if error.kind != "missing":
                 raise
             return None
-        except json.JSONDecodeError as error:
-            raise LaunchError(f"`{shlex.join(command)}` must print JSON, got {text[:200]!r}; update gcloud") from error
 
-    def start(self, command: Sequence[str]) -> subprocess.Popen[str]:
-        """Start a command with stdout and stderr as pipes, and without stdin, so that it cannot wait for input."""
+    def start(self, command: Sequence[str], stdout: IO[str] | int = subprocess.PIPE) -> "subprocess.Popen[str]":
+        """Start a command with stderr as a pipe, and without stdin, so that it cannot wait for input."""
         pipe, no_input = subprocess.PIPE, subprocess.DEVNULL
         try:
             return subprocess.Popen(
-                command, stdin=no_input, stdout=pipe, stderr=pipe, text=True, encoding="utf-8", errors="replace"
+                command, stdin=no_input, stdout=stdout, stderr=pipe, text=True, encoding="utf-8", errors="replace"
             )
         except FileNotFoundError:
             raise ConfigError(self.absent) from None

@@ -1,17 +1,9 @@
 """The JobSet (Kubernetes) that runs a job on TPU slices of Google Kubernetes Engine (GKE), as data.
 
-A slice is an indexed Job, whose pods are the slice's hosts:
-
-    JobSet grpo                     headless service grpo
-      Job grpo-slice-0              on the node pool of one slice
-        pod grpo-slice-0-0-x4k2p    host 0, at grpo-slice-0-0.grpo
-        pod grpo-slice-0-1-9dkw1    host 1
-      Job grpo-slice-1
-        pod grpo-slice-1-0-p2m7c    host 2
-
-A pod never restarts alone (restartPolicy Never, backoffLimit 0): its Job fails, for the reason PodFailurePolicy if the
-run's error is final (exit codes 1 and 2), and for another reason if it is not: exit codes 3 and 4, kills, lost nodes.
-The JobSet then fails, or creates all pods anew.
+A slice is an indexed Job, whose pods are the slice's hosts: the pod grpo-slice-1-0-p2m7c is host 0 of the second slice,
+at grpo-slice-1-0.grpo. A pod never restarts alone (restartPolicy Never, backoffLimit 0): its Job fails, for the reason
+PodFailurePolicy if the run's error is final (exit codes 1 and 2), and for another reason if it is not: exit codes 3 and
+4, kills, lost nodes. The JobSet then fails, or creates all pods anew.
 """
 
 from typing import Any
@@ -34,6 +26,9 @@ BUCKET_OPTIONS = (
     "metadata-cache:ttl-secs:5,metadata-cache:negative-ttl-secs:0"
 )
 LONGEST_NAME = 63
+SLICE, HOST = "jobset.sigs.k8s.io/job-index", "batch.kubernetes.io/job-completion-index"
+"""Labels and annotations of a pod: the number of its slice, and of its host in the slice."""
+QUEUE = "kueue.x-k8s.io/queue-name"
 STOPPED = "tpu-grpo/stopped"
 """The annotation of a JobSet that `stop` has suspended."""
 
@@ -46,18 +41,15 @@ def manifests(job: Job, options: Options) -> tuple[Manifest, Manifest, Manifest]
         ConfigError: an option is missing or impossible on GKE, or a pod's name would be too long for Kubernetes.
     """
     kind, name = _checked(job, options), options.name
-    each_on_a_node_pool = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
-    queue = {"queue-name": options.queue, "priority-class": options.priority} if options.queue else {}
     lost = [{"type": "DisruptionTarget", "status": "True"}]
     final = {"containerName": CONTAINER, "operator": "In", "values": list(FINAL_CODES)}
+    rules = [{"action": "Count", "onPodConditions": lost}, {"action": "FailJob", "onExitCodes": final}]
     one_slice = {
         "completionMode": "Indexed",
         "completions": kind.hosts,
         "parallelism": kind.hosts,
         "backoffLimit": 0,
-        "podFailurePolicy": {
-            "rules": [{"action": "Count", "onPodConditions": lost}, {"action": "FailJob", "onExitCodes": final}]
-        },
+        "podFailurePolicy": {"rules": rules},
         "template": _pod(job, options, kind),
     }
     spec = {
@@ -69,11 +61,9 @@ def manifests(job: Job, options: Options) -> tuple[Manifest, Manifest, Manifest]
         },
         "replicatedJobs": [{"name": "slice", "replicas": options.slices, "template": {"spec": one_slice}}],
     }
-    metadata = {
-        "name": name,
-        "labels": {f"kueue.x-k8s.io/{key}": value for key, value in queue.items() if value},
-        "annotations": each_on_a_node_pool if kind.hosts > 1 else {},
-    }
+    queue = {QUEUE: options.queue, "kueue.x-k8s.io/priority-class": options.queue and options.priority}
+    each_on_a_node_pool = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
+    metadata = _given(name=name, labels=_given(**queue), annotations=each_on_a_node_pool if kind.hosts > 1 else {})
     config = {"metadata": {"name": f"{name}-config"}, "data": {"config.yaml": job.content.decode()}}
     secret = {"metadata": {"name": f"{name}-secrets"}, "stringData": dict(job.secrets)}
     return (
@@ -108,52 +98,49 @@ def _checked(job: Job, options: Options) -> Slice:
 
 
 def _pod(job: Job, options: Options, kind: Slice) -> Manifest:
-    nodes = {
-        "cloud.google.com/gke-tpu-accelerator": kind.generation.gke_accelerator,
-        "cloud.google.com/gke-tpu-topology": kind.topology,
+    spot = ["cloud.google.com/gke-spot"] if options.spot else []
+    volumes: dict[str, Manifest] = {
+        CONFIG_DIRECTORY: {"name": "config", "configMap": {"name": f"{options.name}-config"}},
+        "/dev/shm": {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
     }
-    tolerations = [{"key": "google.com/tpu", "operator": "Exists", "effect": "NoSchedule"}]
-    if options.spot:
-        nodes["cloud.google.com/gke-spot"] = "true"
-        tolerations.append({"key": "cloud.google.com/gke-spot", "operator": "Exists", "effect": "NoSchedule"})
-    volumes: dict[str, tuple[str, Manifest]] = {
-        "config": (CONFIG_DIRECTORY, {"configMap": {"name": f"{options.name}-config"}}),
-        "shared-memory": ("/dev/shm", {"emptyDir": {"medium": "Memory"}}),
-    }
-    annotations = {}
     if options.bucket:
-        annotations["gke-gcsfuse/volumes"] = "true"
         attributes = {"bucketName": options.bucket.removeprefix(BUCKET), "mountOptions": BUCKET_OPTIONS}
         csi = {"driver": "gcsfuse.csi.storage.gke.io", "volumeAttributes": attributes}
-        volumes["bucket"] = MOUNT, {"csi": csi}
+        volumes[MOUNT] = {"name": "bucket", "csi": csi}
     shown = {**chip_environment(kind, job.cache, job.libtpu_args), **job.environment}
-    container = {
-        "name": CONTAINER,
-        "image": options.image,
-        "args": ["run", f"{CONFIG_DIRECTORY}/config.yaml", *map(_literal, job.words)],
-        "env": [
+    container = _given(
+        name=CONTAINER,
+        image=options.image,
+        args=["run", f"{CONFIG_DIRECTORY}/config.yaml", *map(_literal, job.words)],
+        env=[
             *meeting_variables(options.name, kind, options.slices),
             *({"name": name, "value": _literal(value)} for name, value in shown.items()),
         ],
-        "envFrom": [{"secretRef": {"name": f"{options.name}-secrets"}}],
-        "resources": {"limits": {"google.com/tpu": kind.chips // kind.hosts}},
-        "volumeMounts": [{"name": name, "mountPath": path} for name, (path, _) in volumes.items()],
-    }
-    if options.privileged:
-        container["securityContext"] = {"privileged": True, "runAsUser": 0}
-    spec: Manifest = {
-        "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": options.grace,
-        "nodeSelector": nodes,
-        "tolerations": tolerations,
-        "containers": [container],
-        "volumes": [{"name": name, **volume} for name, (_, volume) in volumes.items()],
-    }
-    if options.service_account:
-        spec["serviceAccountName"] = options.service_account
-    if options.priority and not options.queue:
-        spec["priorityClassName"] = options.priority
-    return {"metadata": {"annotations": annotations}, "spec": spec}
+        envFrom=[{"secretRef": {"name": f"{options.name}-secrets"}}],
+        resources={"limits": {"google.com/tpu": kind.chips // kind.hosts}},
+        volumeMounts=[{"name": volume["name"], "mountPath": path} for path, volume in volumes.items()],
+        securityContext={"privileged": True, "runAsUser": 0} if options.privileged else {},
+    )
+    spec = _given(
+        restartPolicy="Never",
+        terminationGracePeriodSeconds=options.grace,
+        nodeSelector={
+            "cloud.google.com/gke-tpu-accelerator": kind.generation.gke_accelerator,
+            "cloud.google.com/gke-tpu-topology": kind.topology(),
+            **dict.fromkeys(spot, "true"),
+        },
+        tolerations=[{"key": key, "operator": "Exists", "effect": "NoSchedule"} for key in ("google.com/tpu", *spot)],
+        containers=[container],
+        volumes=[*volumes.values()],
+        serviceAccountName=options.service_account,
+        priorityClassName=None if options.queue else options.priority,
+    )
+    return _given(metadata={"annotations": {"gke-gcsfuse/volumes": "true"}} if options.bucket else {}, spec=spec)
+
+
+def _given(**values: Any) -> Manifest:
+    """Return the fields that have a value."""
+    return {name: value for name, value in values.items() if value not in (None, "", {})}
 
 
 def _literal(text: str) -> str:
@@ -165,18 +152,17 @@ def meeting_variables(name: str, kind: Slice, slices: int) -> list[Manifest]:
     """Return the variables by which pods find each other; jax and libtpu read them. In every pod, Kubernetes replaces
     $(TPU_GRPO_SLICE). jax 0.10.2 asks the metadata server six times for each MEGASCALE variable that is absent, so one
     slice has them, empty."""
-    given = {
-        "TPU_GRPO_SLICE": "metadata.annotations['jobset.sigs.k8s.io/job-index']",
-        "TPU_WORKER_ID": "metadata.annotations['batch.kubernetes.io/job-completion-index']",
-    }
+    given = {"TPU_GRPO_SLICE": SLICE, "TPU_WORKER_ID": HOST}
     hosts = [f"{name}-slice-$(TPU_GRPO_SLICE)-{host}.{name}" for host in range(kind.hosts)]
-    several = slices > 1
-    fixed = {
-        "TPU_GRPO_JOBSET": name,
-        "TPU_WORKER_HOSTNAMES": ",".join(hosts) if kind.hosts > 1 else "localhost",
-        "MEGASCALE_COORDINATOR_ADDRESS": f"{name}-slice-0-0.{name}" if several else "",
-        "MEGASCALE_NUM_SLICES": str(slices) if several else "",
-        "MEGASCALE_SLICE_ID": "$(TPU_GRPO_SLICE)" if several else "",
+    several = {
+        "MEGASCALE_COORDINATOR_ADDRESS": f"{name}-slice-0-0.{name}",
+        "MEGASCALE_NUM_SLICES": str(slices),
+        "MEGASCALE_SLICE_ID": "$(TPU_GRPO_SLICE)",
     }
-    references = [{"name": key, "valueFrom": {"fieldRef": {"fieldPath": path}}} for key, path in given.items()]
+    fixed = {
+        "TPU_WORKER_HOSTNAMES": ",".join(hosts) if kind.hosts > 1 else "localhost",
+        **(several if slices > 1 else dict.fromkeys(several, "")),
+    }
+    paths = {variable: {"fieldPath": f"metadata.annotations['{label}']"} for variable, label in given.items()}
+    references = [{"name": variable, "valueFrom": {"fieldRef": path}} for variable, path in paths.items()]
     return [*references, *({"name": key, "value": value} for key, value in fixed.items())]

@@ -12,14 +12,7 @@ from tpu_grpo.launching.tpus import Slice, parse_slice
 from tpu_grpo.records.errors import ConfigError
 
 PROGRAM = "python scripts/launch.py"
-VARIABLES = {
-    "name": "TPU_NAME",
-    "zone": "TPU_ZONE",
-    "project": "TPU_PROJECT",
-    "type": "TPU_TYPE",
-    "slices": "TPU_SLICES",
-    "image": "TPU_IMAGE",
-}
+VARIABLES = {name: f"TPU_{name.upper()}" for name in ("name", "zone", "project", "type", "slices", "image")}
 """Flag -> environment variable that is read if the flag is missing. Without either, gcloud's settings give zone
 and project."""
 ABOUT = f"""Runs training on a Cloud TPU slice with gcloud: every command is printed before it is run.
@@ -99,6 +92,11 @@ class Options(argparse.Namespace):
     privileged: bool
 
 
+ON = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+WHERE = "TPU VMs, or pods of Kubernetes Engine (default: gcloud)"
+ON.add_argument("--on", choices=("gcloud", "gke"), default="gcloud", help=WHERE)
+
+
 class Verb(NamedTuple):
     """One verb: its help, and its flags in addition to the common ones."""
 
@@ -124,9 +122,7 @@ def parse(arguments: Sequence[str]) -> Options:
     )
     top.add_argument("verb", choices=VERBS, metavar="VERB", help="below; `VERB --help` shows its flags")
     verb = top.parse_args(before[:1]).verb
-    where = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    _on_flag(where)
-    on = where.parse_known_args(before[1:])[0].on
+    on = ON.parse_known_args(before[1:])[0].on
     if verb not in VERBS_ON[on]:
         raise ConfigError(
             f"{verb} needs --on gcloud, got gke, where `run` is enough: node pools are made before, pods run an image, "
@@ -159,9 +155,9 @@ def _check(options: Options) -> None:
         raise ConfigError(
             f"--name must be lower-case letters, digits and dashes, beginning with a letter, got {options.name!r}"
         )
-    if options.on == "gke" and options.verb == "watch":
-        raise ConfigError(f"RUN_DIR must be in the bucket on GKE, {BUCKET}NAME/DIR, got {options.run_dir}")
     if options.on == "gke":
+        if options.verb == "watch":
+            raise ConfigError(f"RUN_DIR must be in the bucket on GKE, {BUCKET}NAME/DIR, got {options.run_dir}")
         return
     if options.how == "vm" and options.slices > 1:
         raise ConfigError(
@@ -182,17 +178,12 @@ def _verb_parser(name: str, on: str) -> argparse.ArgumentParser:
     verb = VERBS_ON[on][name]
     words = " CONFIG [section.key=value ...]" if _job_flags in verb.flags else ""
     usage = f"{PROGRAM} {name} [FLAGS]{words}"
-    parser = argparse.ArgumentParser(usage=usage, description=verb.about, allow_abbrev=False)
+    parser = argparse.ArgumentParser(usage=usage, description=verb.about, allow_abbrev=False, parents=[ON])
     for add_flags in (_common_flags, _gke_flags if on == "gke" else _gcloud_flags, *verb.flags):
         add_flags(parser)
     defaults = {name: os.environ.get(variable) or parser.get_default(name) for name, variable in VARIABLES.items()}
     parser.set_defaults(**defaults)
     return parser
-
-
-def _on_flag(parser: argparse.ArgumentParser) -> None:
-    on = "TPU VMs, or pods of Kubernetes Engine (default: gcloud)"
-    parser.add_argument("--on", choices=("gcloud", "gke"), default="gcloud", help=on)
 
 
 def _gke_flags(parser: argparse.ArgumentParser) -> None:
@@ -216,7 +207,6 @@ def _jobset_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _common_flags(parser: argparse.ArgumentParser) -> None:
-    _on_flag(parser)
     add = parser.add_argument_group("which TPU").add_argument
     add("--name", help=f"of the TPU, or of the JobSet ({VARIABLES['name']})")
     slices = f"how many, joined by the data-centre network ({VARIABLES['slices']}, default: 1)"

@@ -173,7 +173,7 @@ class Launcher:
         line = _remote_line(["logs", str(lines), "follow"])
         each = range(workers // len(self.tpu.nodes))
         commands = [self._ssh(node, line, f"--worker={worker}") for node in self.tpu.nodes for worker in each]
-        follow(self.gcloud, dict(enumerate(commands)))
+        show(self.gcloud, dict(enumerate(commands)))
 
     def bring(self, names: Sequence[str], run_dir: str, into: Path) -> None:
         """Copy files from a run's directory, on worker 0 of all or in a bucket; missing files are skipped.
@@ -243,13 +243,11 @@ class Launcher:
         return ["gcloud", *track, "compute", "tpus", "tpu-vm", *words, *flags]
 
 
-def follow(gcloud: Gcloud, commands: Mapping[int, Command]) -> None:
+def show(gcloud: Gcloud, commands: Mapping[int, Command]) -> None:
     """Print what commands for workers print, with the worker's number before every line, until all have ended."""
     for command in commands.values():
         gcloud.announce(command)
-    if gcloud.dry_run:
-        return
-    processes = {worker: gcloud.start(command) for worker, command in commands.items()}
+    processes = {} if gcloud.dry_run else {worker: gcloud.start(command) for worker, command in commands.items()}
     readers = [threading.Thread(target=_show, args=pair) for pair in processes.items()]
     try:
         for reader in readers:
@@ -258,8 +256,7 @@ def follow(gcloud: Gcloud, commands: Mapping[int, Command]) -> None:
             reader.join()
     finally:
         for process in processes.values():
-            if process.poll() is None:
-                process.terminate()
+            process.terminate()  # which does nothing to one that has ended
 
 
 def status_lines(state: SliceState, workers: Mapping[int, WorkerStatus]) -> list[str]:

@@ -12,10 +12,7 @@ type Condition = Literal["missing", "waiting", "ready", "gone"]
 
 REQUEST_GONE = ("FAILED", "SUSPENDING", "SUSPENDED")
 NODE_GONE = ("PREEMPTED", "TERMINATED", "STOPPING", "STOPPED", "HIDING", "HIDDEN")
-CREATION_FLAGS = (
-    *("service_account", "network", "subnetwork", "valid_until_duration"),
-    *("spot", "reserved", "internal_ips"),
-)
+CREATE_FLAGS = ("service_account", "network", "subnetwork", "valid_until_duration", "spot", "reserved", "internal_ips")
 POLL_SECONDS = 20.0
 
 
@@ -102,7 +99,7 @@ class TpuSlice:
         several = [f"--node-count={len(self.nodes)}", f"--node-prefix={self._name}"]
         named = several if len(self.nodes) > 1 else [f"--node-id={self._name}"]
         words += [*named, f"--runtime-version={runtime}"] if self._queued else [f"--version={runtime}"]
-        self._gcloud.run(["gcloud", "compute", "tpus", *words, *self._gcloud.flags(*CREATION_FLAGS)], show=True)
+        self._gcloud.run(["gcloud", "compute", "tpus", *words, *self._gcloud.flags(*CREATE_FLAGS)], show=True)
 
     def delete(self) -> None:
         """Delete the slice and wait until it is deleted; if it does not exist, only print a line."""

@@ -228,13 +228,13 @@ class Slice:
         """The machine type of a host, such as ct5lp-hightpu-4t."""
         return f"{self.generation.machine}-{self.chips // self.hosts}t"
 
-    @property
-    def topology(self) -> str:
-        """The label cloud.google.com/gke-tpu-topology, such as 4x4; raises ConfigError if none is known."""
-        if (sides := self.generation.topologies.get(self.chips)) is None:
-            known = ", ".join(Slice(self.generation, chips).name for chips in self.generation.topologies)
-            raise ConfigError(f"--type must be a slice of a known topology on GKE, one of {known}, got {self.name}")
-        return "x".join(map(str, sides))
+    def topology(self, flag: str = "--type") -> str:
+        """Return the chips along its sides, such as 4x4; raises ConfigError, about this flag, if they are not known."""
+        known = {chips: "x".join(map(str, sides)) for chips, sides in self.generation.topologies.items()}
+        if self.chips not in known:
+            names = ", ".join(Slice(self.generation, chips).name for chips in known)
+            raise ConfigError(f"{flag} must be of a known topology, {names}, got {self.name}; choose the next larger")
+        return known[self.chips]
 
 
 def parse_slice(name: str, flag: str = "--type") -> Slice:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from tpu_grpo.launching.tpus import Chip, Generation, Rates, Slice, parse_slice
+from tpu_grpo.launching.tpus import Chip, Rates, Slice, parse_slice
 from tpu_grpo.observe.json_lines import is_number
 from tpu_grpo.records.errors import ConfigError, DataError, PlanningError, say
 from tpu_grpo.records.json_files import read_json
@@ -125,11 +125,7 @@ def prepare(name: str, environment: MutableMapping[str, str] = os.environ) -> No
 def open_slice(name: str, slices: int = 1) -> Target:
     """Ask libtpu for the devices of so many equal slices; raises ConfigError if there is no slice of that name."""
     found = parse_slice(name, flag="--slice")
-    generation = found.generation
-    if found.chips not in generation.topologies:
-        known = [chips * generation.cores_per_chip for chips in generation.topologies]
-        raise ConfigError(f"--slice {generation.name}-N must have N in {known}, got {name}; choose the next larger")
-    return Target(found, _devices(generation, found.chips, slices, one_host=found.hosts == 1), slices)
+    return Target(found, _devices(found, slices, one_host=found.hosts == 1), slices)
 
 
 def with_rates(target: Target, path: Path) -> Target:
@@ -163,11 +159,13 @@ def replica_devices(target: Target, tensor: int) -> tuple[Any, ...]:
         return target.devices[:whole]
     generation = target.slice.generation
     chips = min(chips for chips in generation.topologies if chips * generation.devices_per_chip >= tensor)
-    found = _devices(generation, chips, 1, one_host=tensor <= whole // target.slice.hosts)
+    found = _devices(Slice(generation, chips), 1, one_host=tensor <= whole // target.slice.hosts)
     return tuple(sorted(found, key=lambda device: device.id)[:tensor])
 
 
-def _devices(generation: Generation, chips: int, slices: int, *, one_host: bool) -> tuple[Any, ...]:
+def _devices(kind: Slice, slices: int, *, one_host: bool) -> tuple[Any, ...]:
+    generation = kind.generation
+    name = f"{generation.device_kinds[0]}:{kind.topology('--slice')}"
     os.environ.update(  # libtpu reads these instead of a TPU machine's metadata
         TPU_SKIP_MDS_QUERY="1",
         TPU_ACCELERATOR_TYPE="v5litepod-16",
@@ -176,9 +174,7 @@ def _devices(generation: Generation, chips: int, slices: int, *, one_host: bool)
     )
     from jax.experimental import topologies
 
-    sides = generation.topologies[chips]
     described: dict[str, Any] = {**generation.libtpu_description, **({"num_slices": slices} if slices > 1 else {})}
     if one_host:
-        described["chips_per_host_bounds"] = [*sides, 1][:3]
-    name = f"{generation.device_kinds[0]}:{'x'.join(map(str, sides))}"
+        described["chips_per_host_bounds"] = [*generation.topologies[kind.chips], 1][:3]
     return tuple(topologies.get_topology_desc(platform="tpu", topology_name=name, **described).devices)
