@@ -182,6 +182,12 @@ def quota(cluster: Kubernetes) -> None:
     cluster.save({**cluster.load(), "events": [event(host, "FailedScaleUp", message) for host in range(4)]})
 
 
+def nodes_came(cluster: Kubernetes) -> None:
+    """Events of an hour ago are still there."""
+    said = "0/3 nodes are available: 3 Insufficient google.com/tpu."
+    cluster.save({**cluster.load(), "events": [event(0, "FailedScheduling", said)]})
+
+
 def bucket(cluster: Kubernetes) -> None:
     cluster.say((0,), waiting("ContainerCreating", ""))
     said = (
@@ -225,6 +231,7 @@ def final(cluster: Kubernetes) -> None:
 SCENES: dict[str, Callable[[Kubernetes], None]] = {
     "all is well": lambda _: None,
     "pods pending for quota": quota,
+    "nodes came": nodes_came,
     "no node pool": lambda cluster: cluster.say((0, 1), {**PENDING, "conditions": [UNSCHEDULABLE]}, node=False),
     "no image": lambda cluster: cluster.say((0, 3), waiting("ImagePullBackOff", 'Back-off pulling image "i:1"')),
     "no bucket": bucket,
@@ -261,11 +268,12 @@ ERRORS = [
     ("The connection to the server 10.0.0.1 was refused", "cluster", "log in to the cluster"),
     ('error: context "c" does not exist', "cluster", "log in to the cluster"),
     ('admission webhook "vjobset.kb.io" denied the request: too long', "invalid", "for the reason above"),
+    (".spec.failurePolicy.maxRestart: field not declared in schema", "invalid", "for the reason above"),
     ("error: something new", "unknown", "look at what kubectl printed above"),
 ]
 
 
-@pytest.mark.parametrize(("said", "kind", "remedy"), ERRORS, ids=[kind for _, kind, _ in ERRORS])
+@pytest.mark.parametrize(("said", "kind", "remedy"), ERRORS, ids=[said for said, _, _ in ERRORS])
 def test_errors_of_kubectl_are_shown_with_what_to_do(
     said: str, kind: str, remedy: str, kubernetes: Kubernetes, gke: Gke
 ) -> None:

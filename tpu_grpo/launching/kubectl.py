@@ -39,7 +39,7 @@ class KubectlError(GcloudError):
         ("cluster", r"refused|no such host|Unable to connect|context", "log in to the cluster (docs/pod_guide.md)"),
         ("time", r"timed out waiting", "some pods have not ended yet; `status` shows them"),
         ("missing", r"\(NotFound\)", "check --name, --namespace and --context"),
-        ("invalid", r"is invalid|admission webhook", "Kubernetes refuses it for the reason above; correct that flag"),
+        ("invalid", r"is invalid|webhook|not declared", "Kubernetes refuses it for the reason above; correct it"),
     )
     unknown = "unknown", "look at what kubectl printed above"
 
