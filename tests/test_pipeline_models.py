@@ -172,6 +172,16 @@ def test_engines_and_trainer_agree_at_every_step(
     assert max(step["agreement/probe"] for step in steps) <= 1e-5
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_taught_gemma_3_learns_the_demos_task(tmp_path: Path) -> None:
+    train(load_config(DEMO, ["model.path=builtin:gemma_addition", "run.max_steps=30", f"run.dir={tmp_path}"]))
+    steps = lines(tmp_path)
+    means = [step["rewards/mean"] for step in steps]
+    assert np.mean(means[-5:]) - np.mean(means[:5]) >= 0.3
+    assert max(step["agreement/logprob_abs_diff_max"] for step in steps) <= 1e-4
+
+
 @pytest.mark.slow  # the demo's engine and learner are compiled
 @pytest.mark.parametrize("filters", [{"top_k": 3}, {"top_p": 0.9, "min_p": 0.02}, {"min_p": 0.2}], ids=str)
 def test_engine_and_trainer_agree_among_the_tokens_that_filters_keep(tmp_path: Path, filters: dict[str, float]) -> None:

@@ -1,16 +1,21 @@
 """The recipes under configs/recipes, and the presets that give defaults."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
 from tests.config.asking import REPOSITORY
+from tests.environments.template_families import tokenizer
+from tests.rewards.conftest import make_rollout, scored
 from tpu_grpo.algorithms import open_algorithm
 from tpu_grpo.algorithms.formula import objective_line
 from tpu_grpo.config import RunConfig, load_config, parse_config
+from tpu_grpo.data.stream import open_prompts
 from tpu_grpo.learner.optimizers import learning_rate_schedule
 from tpu_grpo.models.checkpoint import abstract_checkpoint
+from tpu_grpo.records.errors import ConfigError
 from tpu_grpo.rewards import open_rewards
 from tpu_grpo.run.inputs import check_model
 
@@ -19,7 +24,7 @@ MODELS = REPOSITORY / "configs" / "models"
 
 
 def test_there_is_a_recipe_for_each() -> None:
-    assert {path.stem for path in RECIPES} == {"grpo", "dr_grpo", "dapo", "gspo", "scalerl", "lora"}
+    assert {path.stem for path in RECIPES} == {"grpo", "dr_grpo", "dapo", "gspo", "scalerl", "lora", "tunix_gemma"}
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -36,6 +41,39 @@ def test_a_recipe_passes_a_dry_run_and_says_what_it_takes_from_which_paper(path:
     assert re.search(r"From (the paper \(.+ et al\. 20\d\d, arXiv \d{4}\.\d{5}\)|\".+\" \(.+ 20\d\d\)): ", header)
     assert "What departs: " in header
     assert f"scripts/plan.py configs/recipes/{path.name} --slice v5e-8" in header
+
+
+TUNIX = load_config(REPOSITORY / "configs/recipes/tunix_gemma.yaml")
+
+
+def test_prompts_of_tunixs_hackathon_by_hand(tmp_path: Path) -> None:
+    """Gemma 3's chat template puts the system prompt before the question; Gemma 2's refuses it."""
+    (tmp_path / "one.jsonl").write_text(json.dumps({"question": "2+3?", "answer": "2+3=5\n#### 5"}))
+    data = TUNIX.data.model_copy(update={"path": str(tmp_path / "one.jsonl"), "max_prompt_tokens": 500})
+    prompt = open_prompts(data, 0, tokenizer("gemma3")).batch(1).prompts[0]
+    assert prompt.text == (
+        "<bos><start_of_turn>user\nYou are given a problem. First, think about the problem and provide your reasoning. "
+        "Place it between <reasoning> and </reasoning>. Then, provide the final answer (i.e., just one numerical "
+        "value) between <answer> and </answer>.\n\n2+3?<end_of_turn>\n<start_of_turn>model\n"
+    )
+    with pytest.raises(ConfigError, match=r"accept the roles \['system', 'user'\] of .*; empty data.system_prompt or"):
+        open_prompts(data, 0, tokenizer("gemma2")).batch(1)
+
+
+def test_rewards_of_tunixs_hackathon_by_hand() -> None:
+    """Tunix gives 10, 4.5, 3, 3, -0.5, 0.5 and -2.5, by its functions' conditions: a constant of 2.5 less."""
+    whole = "<reasoning>2+3</reasoning>"
+    expected = {
+        f"{whole}<answer>5</answer>": 12.5,
+        f"{whole}<answer>50</answer>": 7.0,
+        f"It is {whole}<answer>5</answer>": 5.5,  # not at the beginning of a line
+        f"{whole}\n<answer>5": 5.5,
+        f"<answer>{whole}5</answer> {whole}": 2.0,
+        f"{whole}5": 3.0,
+        "#### 5": 0.0,
+    }
+    found = scored(make_rollout(["2+3?"], [*expected], [{"answer": "#### 5"}]), *TUNIX.rewards).total
+    assert dict(zip(expected, found.tolist(), strict=True)) == expected
 
 
 def test_a_preset_gives_defaults() -> None:

@@ -42,6 +42,23 @@ def test_engine_trainer_and_float64_agree(tmp_path: Path, shape: str, tensor: in
                 assert completion.token_ids.tolist() == float64_TV.argmax(-1).tolist()
 
 
+@pytest.mark.full
+def test_a_window_longer_than_any_row_is_none(tmp_path: Path) -> None:
+    """The longest that a config.json may have; the trainer's and the engine's comparisons do not overflow."""
+    directory = write_shape(tmp_path, "1b", layers=2, sliding_window=2**31 - 1, layer_types=["sliding_attention"] * 2)
+    model = policy(directory)
+    asked = requests(PROMPTS[:2])
+    completions = build_engine(directory, model, **SIZES).generate(asked)
+    for request, completion, trainer_TV in zip(
+        asked, completions, trainer_logprobs(model, asked, completions), strict=True
+    ):
+        ids, first = [*request.token_ids, *completion.token_ids], len(request.token_ids) - 1
+        float64_TV = reference_logprobs(directory, np.array([ids]))[0, first:-1]
+        sampled = np.arange(len(completion.token_ids)), completion.token_ids
+        assert np.abs(completion.logprobs - float64_TV[sampled]).max() <= AGAINST_FLOAT64
+        assert np.abs(trainer_TV - float64_TV).max() <= AGAINST_FLOAT64
+
+
 def test_sglang_jax_still_has_no_gemma_3() -> None:
     """When this fails, take its model and remove engine/gemma3.py, if the other tests hold."""
     assert "Gemma2ForCausalLM" in ModelRegistry.get_supported_archs()

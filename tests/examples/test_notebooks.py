@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -57,14 +58,18 @@ def shown(client: NotebookClient, tag: str) -> str:
     return "".join(str(output.get("text", "")) + str(output.get("data", "")) for output in outputs)
 
 
-@pytest.mark.parametrize("name", ["colab_tpu", "kaggle_tpu"])
-def test_its_own_settings_train_a_model_of_the_hub_on_gsm8k(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "model"), [("colab_tpu", "hf:Qwen/Qwen3-0.6B"), ("kaggle_tpu", "hf:google/gemma-3-1b-it")]
+)
+def test_its_own_settings_train_a_model_of_the_hub_on_gsm8k(name: str, model: str) -> None:
     notebook = nbformat.read(REPOSITORY / "examples" / "notebooks" / f"{name}.ipynb", as_version=4)
     cells = [c for c in notebook.cells if {"parameters", "rewards"} & set(c.metadata.get("tags", []))]
     said: dict[str, Any] = {}
     exec("\n".join(cell.source for cell in cells), said)
     config = tpu_grpo.load_config(REPOSITORY / said["CONFIG"], said["SETTINGS"])
-    assert config.model.path.startswith("hf:Qwen/Qwen3-")
+    assert config.model.path == model
+    others = re.findall(r"configs/[\w/]+\.yaml", "\n".join(cell.source for cell in notebook.cells))
+    assert all((REPOSITORY / other).is_file() for other in others)
     assert "/grade_school_math/data/train.jsonl" in str(config.data.path)
     assert [reward.name for reward in config.rewards] == ["gsm8k", "my_rewards.py:short"]
 

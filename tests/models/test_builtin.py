@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import cast
 from unittest import mock
@@ -80,7 +80,7 @@ def tiny(seed: int = 0, recipe: Recipe = TINY) -> Path:
 
 
 def shapes_of(recipe: Recipe) -> nnx.State:
-    return nnx.state(nnx.eval_shape(lambda: Qwen3(recipe.model_config(264), rngs=nnx.Rngs(0))))
+    return nnx.state(nnx.eval_shape(lambda: recipe.model(TOKENIZER)))
 
 
 # --- the cache -------------------------------------------------------------------------------------------------------
@@ -101,7 +101,8 @@ def test_seed_and_recipe_name_the_entry(cache: Path, lessons: list[int]) -> None
 
 
 def test_each_task_has_a_model_with_an_entry_and_a_tokenizer_of_its_own(cache: Path, lessons: list[int]) -> None:
-    entries = {name: builtin_checkpoint(name, 0, progress=False, recipe=TINY) for name in TASKS}
+    recipes = {name: replace(recipe, **asdict(TINY)) for name, recipe in RECIPES.items()}
+    entries = {name: builtin_checkpoint(name, 0, progress=False, recipe=recipes[name]) for name in TASKS}
     assert [entry.name.split("-")[0] for entry in entries.values()] == list(TASKS) == list(RECIPES)
     digests = {name: entry.name.split("-")[-1] for name, entry in entries.items()}
     assert len(set(digests.values())) == len(TASKS)

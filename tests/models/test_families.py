@@ -46,29 +46,7 @@ LLAMA32_1B = shipped(
     rope_scaling=shipped("Llama-3.1-8B-Instruct")["rope_scaling"] | {"factor": 32.0},
     tie_word_embeddings=True,
 )
-GEMMA2_2B = {
-    "architectures": ["Gemma2ForCausalLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "attn_logit_softcapping": 50.0,
-    "cache_implementation": "hybrid",
-    "final_logit_softcapping": 30.0,
-    "head_dim": 256,
-    "hidden_act": "gelu_pytorch_tanh",
-    "hidden_activation": "gelu_pytorch_tanh",
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "max_position_embeddings": 8192,
-    "model_type": "gemma2",
-    "num_attention_heads": 8,
-    "num_hidden_layers": 26,
-    "num_key_value_heads": 4,
-    "query_pre_attn_scalar": 256,
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 10000.0,
-    "sliding_window": 4096,
-    "vocab_size": 256000,
-}
+GEMMA2_2B = shipped("gemma-2-2b-it", cache_implementation="hybrid", hidden_act="gelu_pytorch_tanh")
 GEMMA2_27B = GEMMA2_2B | {
     "head_dim": 128,
     "hidden_size": 4608,
@@ -78,13 +56,6 @@ GEMMA2_27B = GEMMA2_2B | {
     "num_key_value_heads": 16,
     "query_pre_attn_scalar": 144,
 }
-GEMMA3_270M = shipped(
-    "gemma-3-1b-it",
-    hidden_size=640,
-    intermediate_size=2048,
-    num_hidden_layers=18,
-    layer_types=(["sliding_attention"] * 5 + ["full_attention"]) * 3,
-)
 GEMMA3_4B = shipped(
     "gemma-3-1b-it",
     hidden_size=2560,
@@ -138,7 +109,7 @@ PUBLISHED = [
     (shipped("Qwen3-30B-A3B"), 30_532_122_624),
     (GEMMA2_2B, 2_614_341_888),
     (GEMMA2_27B, 27_227_128_320),
-    (GEMMA3_270M, 268_098_176),
+    (shipped("gemma-3-270m-it"), 268_098_176),
     (GEMMA3_4B, 3_880_263_168),
 ]
 """config.json, and the number of parameters that was published with it."""

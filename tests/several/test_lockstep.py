@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.several.runs import completed, outcome, settings
+from tests.several.runs import completed, outcome, settings, write_files
 
 pytestmark = [pytest.mark.several_hosts, pytest.mark.timeout(600)]
 
@@ -125,6 +125,21 @@ def test_trainer_and_sampler_on_halves_of_one_host(
     meshes = {"layout": "split", "sampler": {"tensor": 2}}
     completed(1, 4, files, settings(tmp_path, meshes=meshes), "hosts.check=step")
     assert outcome(tmp_path)[0][0] == one_process[0][0]
+
+
+@pytest.mark.slow
+def test_gemma_3_is_the_same_on_1_2_and_4_processes_and_on_halves_of_the_devices(tmp_path: Path) -> None:
+    """Of more layers than its pattern, with windows shorter than the rows. Halves sum gradients in another order."""
+    files = write_files(tmp_path / "files", kv_heads=1, model_type="gemma3_text", layers=7, sliding_window=7)
+    found: dict[str, list[tuple[list[str], str]]] = {"shared": [], "split": []}
+    for layout, hosts in (("shared", 1), ("shared", 2), ("shared", 4), ("split", 2), ("split", 4)):
+        run_dir = tmp_path / f"{layout}{hosts}"
+        meshes = {"layout": layout, "sampler": {"tensor": 2}, "probe_every": 1}
+        completed(hosts, 4 // hosts, files, settings(run_dir, meshes=meshes))
+        found[layout].append(outcome(run_dir))
+    for each in found.values():
+        assert all(outcome == each[0] for outcome in each)
+    assert found["split"][0][0][0] == found["shared"][0][0][0]
 
 
 @pytest.mark.parametrize("tensor", [4, pytest.param(2, marks=pytest.mark.slow)])

@@ -1,11 +1,12 @@
-"""The built-in models: small Qwen3 models that are taught on first use to imitate a task's teacher, then cached.
+"""The built-in models: small models that are taught on first use to imitate a task's teacher, then cached.
 
     directory = builtin_checkpoint("addition", seed=0, progress=True)     # a Hugging Face checkpoint directory
 
-Each model learns the built-in task of the same name, by a loss on the assistant's tokens only. Models are cached in
-``$TPU_GRPO_CACHE``, or in the user's cache directory. A model's directory is named by task, seed and a digest of the
-recipe, so that a changed recipe gets a new directory. The directory appears complete or not at all. Its file
-``teaching.json`` lists the digests of all other files, so that a damaged directory is detected and made again.
+Each model is a Qwen3 or a Gemma 3, and learns the built-in task of the same name, by a loss on the assistant's tokens
+only. Models are cached in ``$TPU_GRPO_CACHE``, or in the user's cache directory. A model's directory is named by task,
+seed and a digest of the recipe, so that a changed recipe gets a new directory. The directory appears complete or not at
+all. Its file ``teaching.json`` lists the digests of all other files, so that a damaged directory is detected and made
+again.
 
 Array suffixes: B rows of a batch, T tokens, L = T - 1 predicted tokens, V vocabulary.
 """
@@ -15,11 +16,11 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +34,9 @@ from transformers import BatchEncoding, PreTrainedTokenizerFast
 from tunix.models.qwen3.model import ModelConfig, Qwen3
 
 from tpu_grpo.hosts.caching import CACHE_VARIABLE, cache_directory, exclusive
+from tpu_grpo.models import tunix_repairs
 from tpu_grpo.models.checkpoint import CONFIG_FILE, abstract_checkpoint
+from tpu_grpo.models.families import FAMILIES
 from tpu_grpo.models.hf_directory import new_directory, write_tensors
 from tpu_grpo.models.tasks import TASKS
 from tpu_grpo.models.tasks.lessons import Lesson, Task
@@ -49,7 +52,7 @@ _FORMAT = 1  # the version of the written files, which is part of the digest
 
 @dataclass(frozen=True)
 class Recipe:
-    """The size of a built-in model and how it is taught; recipe, task and seed determine its parameters."""
+    """The size of a built-in Qwen3 and how it is taught; recipe, task and seed determine its parameters."""
 
     layers: int = 3
     width: int = 192
@@ -70,6 +73,17 @@ class Recipe:
     b2: float = 0.95
     max_grad_norm: float = 1.0
     """The norm that gradients are clipped to; without clipping, learning to carry digits takes twice as long."""
+    first_norm: ClassVar[float] = 1.0
+    """The weights of norms at the start."""
+
+    @property
+    def own_settings(self) -> Mapping[str, Any]:
+        """The settings of the model's ``config.json`` that are other than those of a Qwen3."""
+        return {}
+
+    def model(self, tokenizer: PreTrainedTokenizerFast) -> Any:
+        """Build Tunix's model, in float32."""
+        return Qwen3(self.model_config(len(tokenizer)), rngs=nnx.Rngs(0))
 
     def model_config(self, vocab_size: int) -> ModelConfig:
         """Return Tunix's config of the model, in float32."""
@@ -95,9 +109,42 @@ class Recipe:
         return optax.chain(clip, optax.adam(rate, b2=self.b2))
 
 
+@dataclass(frozen=True)
+class GemmaRecipe(Recipe):
+    """The size of a built-in Gemma 3, all of whose layers but the last have a window, and how it is taught."""
+
+    window: int = 6
+    """Shorter than any prompt of addition, so that the windows matter."""
+    first_norm: ClassVar[float] = 0.0
+    """Gemma's norms multiply by 1 + weight."""
+
+    @property
+    def own_settings(self) -> Mapping[str, Any]:
+        """See `Recipe`."""
+        family = FAMILIES["gemma3_text"]
+        return {
+            "architectures": [family.architecture],
+            "model_type": family.model_type,
+            "hidden_act": "gelu_pytorch_tanh",
+            "hidden_activation": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": self.head_dim,
+            "sliding_window": self.window,
+            "sliding_window_pattern": self.layers,
+        }
+
+    def model(self, tokenizer: PreTrainedTokenizerFast) -> Any:
+        """See `Recipe`."""
+        tunix_repairs.apply()
+        family = FAMILIES["gemma3_text"]
+        settings = {**family.defaults, **hugging_face_config(self, tokenizer)}
+        config = family.config(**{each.name: settings[each.name] for each in fields(family.config)})
+        return family.model_class()(family.model_config(config, np.float32, "none", None), rngs=nnx.Rngs(0))
+
+
 RECIPES: Mapping[str, Recipe] = MappingProxyType(
     {
         "addition": Recipe(),
+        "gemma_addition": GemmaRecipe(width=128, mlp_width=384, heads=4, kv_heads=2, steps=300),
         "wordy_addition": Recipe(batch=64),  # lessons five times as long as addition's
         "calculator": Recipe(steps=300, batch=64, warmup_steps=40),  # lessons four times as long as addition's
         "guessing": Recipe(width=128, mlp_width=384, heads=4, kv_heads=2, steps=250, batch=64, warmup_steps=40),
@@ -245,6 +292,7 @@ def hugging_face_config(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> d
         "bos_token_id": None,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
+        **recipe.own_settings,
     }
 
 
@@ -276,8 +324,7 @@ def teach(
         NonFiniteError: when the loss is not finite.
     """
     tokenizer = builtin_tokenizer(task)
-    skeleton = nnx.eval_shape(lambda: Qwen3(recipe.model_config(len(tokenizer)), rngs=nnx.Rngs(0)))
-    graph, shapes = nnx.split(skeleton)
+    graph, shapes = nnx.split(nnx.eval_shape(lambda: recipe.model(tokenizer)))
     params = initial_params(recipe, shapes, np.random.default_rng([seed, 0]))
     optimizer = recipe.optimizer()
     moments = optimizer.init(params)  # pyright: ignore[reportArgumentType]  # a State is a pytree
@@ -298,7 +345,7 @@ def teach(
 
 
 def initial_params(recipe: Recipe, shapes: nnx.State, rng: np.random.Generator) -> nnx.State:
-    """Draw random matrices in float32, and set norms to 1; Tunix would start MLPs at zero, where they get no gradient.
+    """Draw random matrices in float32, and set norms to ``first_norm``; Tunix's MLPs of zeros would get no gradient.
 
     The standard deviation is ``embedding_std`` for the embedding, and width^-1/2 for other matrices. It is divided by
     sqrt(2 * layers) for o_proj and down_proj, because 2 * layers such matrices add to the residual stream.
@@ -307,7 +354,7 @@ def initial_params(recipe: Recipe, shapes: nnx.State, rng: np.random.Generator) 
     def initial(path: tuple[object, ...], leaf: jax.ShapeDtypeStruct) -> Array:
         name = jax.tree_util.keystr(path)
         if len(leaf.shape) == 1:
-            return jnp.ones(leaf.shape, jnp.float32)
+            return jnp.full(leaf.shape, recipe.first_norm, jnp.float32)
         std = recipe.embedding_std if "input_embedding" in name else recipe.width**-0.5
         if "o_proj" in name or "down_proj" in name:
             std /= (2 * recipe.layers) ** 0.5
@@ -316,7 +363,7 @@ def initial_params(recipe: Recipe, shapes: nnx.State, rng: np.random.Generator) 
     return jax.tree_util.tree_map_with_path(initial, shapes)
 
 
-def taught_loss(model: Qwen3, batch: TeachingBatch) -> Float[Array, ""]:
+def taught_loss(model: Any, batch: TeachingBatch) -> Float[Array, ""]:
     """Return the cross-entropy in nats, averaged over the taught tokens of the batch."""
     tokens_BT = jnp.asarray(batch.tokens_BT)
     inputs_BL, targets_BL = tokens_BT[:, :-1], tokens_BT[:, 1:]

@@ -12,6 +12,7 @@ TASKS: Mapping[str, Task] = Shipped(
     __name__,
     {
         "addition": "addition:TASK",
+        "gemma_addition": "addition:TASK",
         "wordy_addition": "addition:WORDY_TASK",
         "calculator": "calculator_task:TASK",
         "guessing": "guessing_task:TASK",
