@@ -128,6 +128,22 @@ def test_every_program_compiles_and_holds_what_it_is_given(run: AbstractRun) -> 
     assert run.sync.temporary_bytes <= run.config.meshes.sync_temporary_mib * 2**20
 
 
+@pytest.mark.slow
+def test_gemma_3s_logits_exist_for_a_chunk_or_for_the_rows_that_are_sampled(tmp_path: Path) -> None:
+    """On one chip, where the vocabulary is not split. Adapters leave out the gradient of the head."""
+    shipped, rows, width = ("gemma3_1b_v5e_1.yaml", "gemma-3-1b-it"), 262_144, 1152
+    with open_run("v5e-1", tmp_path, shipped=shipped) as run:
+        programs: dict[str, Any] = {name.split()[0]: Compiled(lower()) for name, _, lower in programs_to_lower(run)}
+        most = {"gradients": CHUNK_BYTES // 4, "decode": run.options.max_running_requests * rows}
+        most["prefill"] = most["decode"]
+        for name, size in most.items():
+            compiled_figures(programs[name], FAST_COMPILE_OPTIONS)
+            found = set(arrays_with(rows, programs[name].text))
+            assert max(found - {rows * width}) == size, name
+        assert f"f32[{rows},{width}]" not in programs["gradients"].text
+        assert CHUNK_BYTES // 4 < run.learner.batch.weights.size * rows
+
+
 @pytest.mark.parametrize(("name", "slices"), [("v5e-16", 2), ("v6e-16", 4)])
 def test_gradients_of_slices_are_added_in_their_buffers(name: str, slices: int, tmp_path: Path) -> None:
     """By a program on all slices; the others of an update are those of one slice."""
