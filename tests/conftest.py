@@ -4,7 +4,13 @@ that meshes are real, and the user's cache of compiled programs and taught model
 import gc
 import os
 import re
+import sys
 from collections.abc import Iterator
+from pathlib import Path
+
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):  # as in containers: every process would compile all sources anew
+    sys.dont_write_bytecode, sys.pycache_prefix = False, str(Path(__file__).parents[1] / ".pytest_cache" / "bytecode")
+    os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
 
 import pytest
 from hypothesis import HealthCheck, settings
