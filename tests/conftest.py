@@ -37,7 +37,7 @@ keep_programs(start(None, 1, 0))
 
 LONG = re.compile(
     r"tests/(several|tunix_loop/test_tunix_learner|learner/test_learner|engine/test_(families|launches|turn_scheduler)"
-    r"|test_pipeline|cli/test_(evaluate|dry_run)|run/test_partial_groups|examples/test_notebooks|planning/test_compiled)"
+    r"|test_pipeline|cli/test_(evaluate|dry_run|plan)|run/test_partial_groups|examples/test_notebooks|planning/test_compiled)"
 )
 """Files of a minute and more. They begin first, so that no worker is left alone with one at the end."""
 QUICKLY_COMPILED = re.compile(
