@@ -53,8 +53,8 @@ that compare bits of several programs, that teach a model, and all commands comp
 
 
 FAMILIES = re.compile(
-    r"tests/(algorithms/test_(objectives|penalties)|cli/test_environment|engine/test_(experts|sampling)"
-    r"|learner/test_(checkpoints|compact|conversations|optimizers|output_head|update)"
+    r"tests/(algorithms/test_(objectives|penalties)|cli/test_environment|engine/test_(engine|experts|sampling)"
+    r"|launching/test_(gcloud|kubectl|watching)|learner/test_(checkpoints|compact|conversations|optimizers|output_head|update)"
     r"|models/test_(builtin|families|lora|peft|tunix_model)|run/test_exporting|weights/test_(adapters|meshes|sync))"
 )
 """Files in which every case of a parametrized test compiles, or starts processes, anew."""

@@ -33,6 +33,7 @@ def test_the_counter_with_data():
             assert ended(pool).reward == reward
 
 
+@pytest.mark.full
 def test_several_environments_with_tools_of_their_own():
     names = {"coding": f"{FILE}:CodingEnv", "game": f"{FILE}:GameEnv"}
     with open_pool(names) as pool:

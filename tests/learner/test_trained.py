@@ -141,6 +141,7 @@ def test_training_goes_on_bit_for_bit(tmp_path: Path, kind: str) -> None:
     second.close()
 
 
+@pytest.mark.full
 def test_adapters_are_not_continued_on_another_base(tmp_path: Path) -> None:
     learner, *_ = build(tmp_path, "lora")
     learner.save(1)
