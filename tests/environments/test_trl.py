@@ -2,6 +2,8 @@
 
 import random
 
+import pytest
+
 from tests.environments.playing import acted, answer, begun, call, ended, open_pool, told
 from tpu_grpo.environments.environment_classes import load_environment
 from tpu_grpo.records.errors import EpisodeError
