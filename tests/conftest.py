@@ -4,7 +4,14 @@ that meshes are real, and the user's cache of compiled programs and taught model
 import gc
 import os
 import re
+import sys
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
+
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):  # as in containers: every process would compile all sources anew
+    sys.dont_write_bytecode, sys.pycache_prefix = False, str(Path(__file__).parents[1] / ".pytest_cache" / "bytecode")
+    os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -30,11 +37,11 @@ keep_programs(start(None, 1, 0))
 
 LONG = re.compile(
     r"tests/(several|tunix_loop/test_tunix_learner|learner/test_learner|engine/test_(families|launches|turn_scheduler)"
-    r"|test_pipeline|cli/test_(evaluate|dry_run)|run/test_partial_groups|examples/test_notebooks|planning/test_compiled)"
+    r"|test_pipeline|cli/test_(evaluate|dry_run|plan)|run/test_partial_groups|examples/test_notebooks|planning/test_compiled)"
 )
 """Files of a minute and more. They begin first, so that no worker is left alone with one at the end."""
 QUICKLY_COMPILED = re.compile(
-    r"tests/(algorithms/test_(correction|objectives|off_policy)|checking|cli/test_evaluate"
+    r"tests/(algorithms/test_(correction|objectives|off_policy|penalties)|checking|cli/test_(evaluate|sample|serve)"
     r"|engine/test_(engine|experts|families|sampler|turn_scheduler)"
     r"|learner/test_(conversations|flat_products|learner|loss|numbers|output_head|packed|routing|trained|update)"
     r"|models/(families/test_trainer_attention|test_(expert_parallel|families|lora|transformers5|tunix_model))"
@@ -45,6 +52,16 @@ QUICKLY_COMPILED = re.compile(
 that compare bits of several programs, that teach a model, and all commands compile as a run does."""
 
 
+FAMILIES = re.compile(
+    r"tests/(algorithms/test_(objectives|penalties)|cli/test_environment|engine/test_(engine|experts|sampling)"
+    r"|launching/test_(gcloud|kubectl|watching)|learner/test_(checkpoints|compact|conversations|optimizers|output_head|update)"
+    r"|models/test_(builtin|families|lora|peft|tunix_model)|run/test_exporting|weights/test_(adapters|meshes|sync))"
+)
+"""Files in which every case of a parametrized test compiles, or starts processes, anew."""
+CASES = 2
+"""So many cases of each such test are among the default tests, and the others are ``full``."""
+LEFT_OUT = ("full", "slow", "several_hosts", "slices", "torch", "browser")
+"""Tests with one of these marks are no default tests, see ``addopts`` in pyproject.toml."""
 EVERYTHING_ELSE = "(full or slices or several_hosts or browser) and not slow and not torch"
 """What ``-m full`` selects: with the default tests, all that a change must pass."""
 
@@ -54,7 +71,14 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.markexpr = EVERYTHING_ELSE
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    cases: Counter[str] = Counter()
+    for item in items:
+        if FAMILIES.match(item.nodeid) and not any(map(item.get_closest_marker, LEFT_OUT)):
+            cases[item.nodeid.partition("[")[0]] += 1
+            if cases[item.nodeid.partition("[")[0]] > CASES:
+                item.add_marker("full")
     items.sort(key=lambda item: LONG.match(item.nodeid) is None)
     gc.freeze()  # else every full collection looks through all that is imported by now
 

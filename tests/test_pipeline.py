@@ -233,6 +233,7 @@ def _saved(run_dir: Path, step: int) -> bool:
     return any(path.name == str(step) for path in run_dir.glob("checkpoints/**/*"))
 
 
+@pytest.mark.full
 def test_asked_to_stop_by_its_caller_or_a_callback_a_run_saves_and_says_so(
     files: Path, whole: Path, tmp_path: Path
 ) -> None:

@@ -116,6 +116,7 @@ def test_a_wrong_type_is_named(small: Shared, monkeypatch: pytest.MonkeyPatch) -
     assert finding.said.startswith("all numbers must be float32, got the engine's ")
 
 
+@pytest.mark.full
 def test_a_sync_that_forgets_a_leaf_is_named(small: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
     numerics.update(small)
     right = WeightSync._is_done

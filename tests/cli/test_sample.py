@@ -32,6 +32,7 @@ def test_answers_are_the_same_alone_and_beside_others(capsys: pytest.CaptureFixt
     assert told(capsys, "run@initial", "1+1=", "--n", "2", "--seed", "6") != to_the_first
 
 
+@pytest.mark.full
 def test_rewards_are_shown_for_columns_and_for_records_of_the_data(capsys: pytest.CaptureFixture[str]) -> None:
     given = told(capsys, "run@initial", "3+1=", "--rewards", "--column", "answer=4", "--temperature", "0")
     assert re.search(r"\nrewards: ascii_share [\d.]+, exact_answer 0; total [\d.]+\n$", given)

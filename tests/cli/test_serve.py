@@ -98,6 +98,7 @@ def test_what_a_server_refuses(server: str) -> None:
     assert ask(server, path, chat("1+1=", temperature=0.0))["choices"]  # and goes on
 
 
+@pytest.mark.full
 def test_what_openais_client_gets(server: str) -> None:
     """The usage chunk, the likeliest tokens by text and bytes, several prompts, and the model by its name."""
     client = openai.OpenAI(base_url=f"{server}/v1", api_key="k", max_retries=0)

@@ -91,6 +91,7 @@ def test_bfloat16_rotates_in_float32(tmp_path: Path) -> None:
     assert disagreement(model, far, engine.generate(far)) <= 0.05
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "options",
     [
@@ -197,6 +198,7 @@ def test_stop_tokens_end_a_completion_and_limits_cut_it(
     assert {c.finish_reason for c in cut} == {"length"}
 
 
+@pytest.mark.full
 def test_new_weights_forget_stale_prefixes(checkpoint: Path, tmp_path: Path, model: nnx.Module) -> None:
     other = policy(write_random_qwen3(tmp_path / "other", layers=1, seed=5))
     engine = build_engine(checkpoint, model)

@@ -138,6 +138,7 @@ def test_one_program_serves_all_settings() -> None:
 # --- noise -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_noise_is_gumbel_distributed() -> None:
     """2 million values in cells of equal probability, and the largest 2,000 in cells of 100, against exact theory."""
     count = 2**21

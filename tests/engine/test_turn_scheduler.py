@@ -459,6 +459,7 @@ def test_no_more_conversations_are_begun_at_once_than_have_places(
     assert [row[0] for row in seen[0][0]] == tokens(told)
 
 
+@pytest.mark.full
 def test_a_turn_that_no_engine_can_serve_is_refused(plain: Engine) -> None:
     rows = asked()[:1]
     conversations = ScriptedConversations(rows, [Script((5, 6), (3, 120), ((7,),))])

@@ -263,6 +263,7 @@ LASTING = """
 """
 
 
+@pytest.mark.full
 def test_a_lasting_agent_plays_all_episodes_and_is_started_again(tmp_path: Path) -> None:
     program, started = tmp_path / "agent.py", tmp_path / "started"
     program.write_text(textwrap.dedent(LASTING.replace("STARTED", str(started))))

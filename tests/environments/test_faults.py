@@ -210,6 +210,7 @@ def test_an_import_that_never_ends_in_the_process_ends_the_run(monkeypatch: pyte
         begun(pool)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("was_ready", [False, True])
 def test_the_time_for_the_import_begins_when_somebody_waits_for_it(monkeypatch: pytest.MonkeyPatch, was_ready: bool):
     """The first step's models are loaded and compiled between the pool's opening and the first conversation."""

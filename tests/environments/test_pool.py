@@ -246,6 +246,7 @@ def test_processes_know_nothing_of_the_accelerator_and_order_sets_alike(monkeypa
         }
 
 
+@pytest.mark.full
 def test_what_a_shipped_class_wants_imported_is_there_before_conversations_are_forked():
     with open_pool("tests.environments.games:Prepared") as pool:
         assert eval(told(begun(pool))) == {"imported": ["wave"]}
@@ -285,6 +286,7 @@ def test_what_blocks_a_loop_has_a_process_of_its_own():
         assert [ended(pool, key).reward for key in range(3)] == [0.5] * 3
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", [MIXED, ASYNC])
 def test_each_call_of_a_turn_has_its_own_time(name: str):
     with open_pool(name, timeout=1.6) as pool:
@@ -357,6 +359,7 @@ def test_a_blocked_loop_is_ended_with_all_that_share_it(monkeypatch: pytest.Monk
         assert begun(pool, 2) == Answered(())
 
 
+@pytest.mark.full
 def test_an_async_process_is_replaced_after_so_many_conversations():
     with open_pool(ASYNC, recycle=2) as pool:
         for key in range(2):

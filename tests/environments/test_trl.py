@@ -2,6 +2,8 @@
 
 import random
 
+import pytest
+
 from tests.environments.playing import acted, answer, begun, call, ended, open_pool, told
 from tpu_grpo.environments.environment_classes import load_environment
 from tpu_grpo.records.errors import EpisodeError
@@ -33,6 +35,7 @@ def test_the_counter_with_data():
             assert ended(pool).reward == reward
 
 
+@pytest.mark.full
 def test_several_environments_with_tools_of_their_own():
     names = {"coding": f"{FILE}:CodingEnv", "game": f"{FILE}:GameEnv"}
     with open_pool(names) as pool:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +14,20 @@ import pytest
 from jax._src import compiler, lru_cache
 
 from tpu_grpo.hosts import Hosts, caching, keep_programs
-from tpu_grpo.hosts.caching import ProgramCache, exclusive, programs_directory
+from tpu_grpo.hosts.caching import CHECKSUM_BYTES, ProgramCache, exclusive, programs_directory
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import jax, jax.monitoring
+from jax._src import distributed
 from tpu_grpo.hosts import Hosts, keep_programs
 from tpu_grpo.observe.process_metrics import CompilationCounter
 
 events = []
 jax.monitoring.register_event_listener(lambda name, **_: events.append(name))
 keep_programs(Hosts())
+jax.devices()
+distributed.global_state.process_id = 1  # of which jax alone would keep nothing
 with CompilationCounter() as counter:
     result = jax.jit(lambda x: (x @ x.T).sum(0))(jax.numpy.linspace(0, 1, 12).reshape(3, 4))
 print(counter.count, events.count("/jax/compilation_cache/cache_hits"), [float(x).hex() for x in result])
@@ -50,6 +54,9 @@ def test_the_second_process_compiles_nothing_counts_the_same_and_computes_the_sa
     (count, hits, result), (count_again, hits_again, result_again) = outputs
     assert (hits, hits_again) == ("0", count)
     assert (count_again, result_again) == (count, result)
+    kept = [path.read_bytes() for path in tmp_path.glob("programs/*/*")]
+    assert len(kept) >= int(count) > 0
+    assert [found[:CHECKSUM_BYTES] for found in kept] == [sha256(found[CHECKSUM_BYTES:]).digest() for found in kept]
 
 
 def test_entries_are_found_again_and_leave_nothing_unfinished(cache: ProgramCache) -> None:

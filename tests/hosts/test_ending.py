@@ -235,6 +235,7 @@ with Watch(Hosts(1, 2, service), timeout_seconds=20, every=0.3), _errors_printed
     assert (done.returncode, done.stdout) == (2, "LockstepError: host 1 failed: DataError: a.jsonl:7 is no JSON\n")
 
 
+@pytest.mark.full
 def test_a_host_that_cannot_watch_any_more_ends() -> None:
     done = watched(
         """

@@ -8,6 +8,7 @@ from tpu_grpo.hosts import Hosts, packed, unpacked
 from tpu_grpo.records.errors import LockstepError
 
 
+@pytest.mark.full
 def test_values_of_all_hosts_reach_all_hosts() -> None:
     ended = run(
         """

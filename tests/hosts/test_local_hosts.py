@@ -199,6 +199,7 @@ def test_the_others_may_end_by_themselves() -> None:
     assert time.monotonic() - started < 20
 
 
+@pytest.mark.full
 def test_the_others_are_asked_to_end_after_the_grace() -> None:
     text = """
         if i == 1:
@@ -229,6 +230,7 @@ def test_a_host_that_ignores_sigterm_is_killed(monkeypatch: pytest.MonkeyPatch) 
     ]
 
 
+@pytest.mark.full
 def test_a_second_failure_does_not_prolong_the_grace() -> None:
     text = "i < 2 and (time.sleep(0.2 + 0.8 * i), sys.exit(i + 2)); time.sleep(100)"
     started = time.monotonic()
@@ -325,6 +327,7 @@ def test_a_second_interrupt_kills() -> None:
     assert "[hosts] SIGKILL to host 0, 1\n" in err
 
 
+@pytest.mark.full
 def test_signals_that_come_together_leave_time_to_save() -> None:
     # Ctrl-C on ``... | tee log`` also ends tee; a closing terminal and its shell both send SIGHUP
     text = "signal.signal(signal.SIGTERM, lambda *_: (print('saving'), time.sleep(1), os._exit(4)))\n" + FOREVER

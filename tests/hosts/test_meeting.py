@@ -97,6 +97,7 @@ def test_missing_hosts_are_named_to_all_that_came(address: str) -> None:
         )
 
 
+@pytest.mark.full
 def test_a_host_that_waits_shorter_than_host_0_names_the_missing_ones_too(address: str) -> None:
     first, other = Host(address, caller(0), 5.0), Host(address, caller(1), 0.5)
     assert "all 3 hosts must start within 0.5 s; host 2 did not come (this is host 1)" in str(other.join())
@@ -105,6 +106,7 @@ def test_a_host_that_waits_shorter_than_host_0_names_the_missing_ones_too(addres
     assert first.join() is None
 
 
+@pytest.mark.full
 def test_without_host_0_its_address_is_named(address: str) -> None:
     error = Host(address, caller(1), 0.5).join()
     assert isinstance(error, LockstepError)

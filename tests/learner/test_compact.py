@@ -62,6 +62,7 @@ def test_a_block_of_zeros_stays_zero(signed: bool) -> None:
     assert not np.asarray(decode(found)).any()
 
 
+@pytest.mark.full
 def test_what_is_positive_never_becomes_zero_as_a_second_moment() -> None:
     values = 10.0 ** RNG.uniform(-30, 0, (16, 64))
     found = encode(jnp.asarray(values, jnp.float32), 64, signed=False)
@@ -144,6 +145,7 @@ def test_codes_are_the_same_on_every_mesh(signed: bool) -> None:
         assert [part.tobytes() for part in one] == [part.tobytes() for part in other]
 
 
+@pytest.mark.full
 def test_residuals_are_the_same_on_every_mesh() -> None:
     one, *others = on_meshes(lambda values: split_residual(values, jax.random.key(3)), drawn(signed=True))
     for other in others:
@@ -256,6 +258,7 @@ def test_what_bfloat16_holds_comes_back_exactly() -> None:
         np.testing.assert_array_equal(back, held)
 
 
+@pytest.mark.full
 def test_numbers_below_the_normal_ones_stay_as_small_and_nothing_becomes_nan() -> None:
     values = np.array([0.0, -0.0, 1e-45, -1e-40, 1e-38, 2.0**-126, -(2.0**-126), 3e-38], np.float32)
     back, *_ = joined(values)

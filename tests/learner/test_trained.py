@@ -120,6 +120,7 @@ def test_the_reference_of_adapters_is_the_base_in_the_same_arrays(tmp_path: Path
     assert all(held[path][...] is leaf[...] for path, leaf in reference)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["lora", pytest.param("layers", marks=pytest.mark.slow)])
 def test_training_goes_on_bit_for_bit(tmp_path: Path, kind: str) -> None:
     whole, _, config = build(tmp_path / "whole", kind)
@@ -140,6 +141,7 @@ def test_training_goes_on_bit_for_bit(tmp_path: Path, kind: str) -> None:
     second.close()
 
 
+@pytest.mark.full
 def test_adapters_are_not_continued_on_another_base(tmp_path: Path) -> None:
     learner, *_ = build(tmp_path, "lora")
     learner.save(1)

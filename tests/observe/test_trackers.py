@@ -87,6 +87,7 @@ def test_online_without_a_key_falls_to_offline_and_says_so(tmp_path: Path) -> No
     assert b"rewards/mean" in recorded(tmp_path, b"rewards/mean")
 
 
+@pytest.mark.full
 def test_a_server_that_does_not_answer_is_told_once_and_the_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

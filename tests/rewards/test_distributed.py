@@ -91,6 +91,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.full
 def test_every_host_ends_with_all_values_of_rows_scored_once(file: Path) -> None:
     body = BODY.format(file=file, compared=["length", "seldom", "letters"], then=SHOWN + EARLY + SHOWN + FEWER)
     ended = run(body, 2)

@@ -103,6 +103,7 @@ def test_a_text_for_which_a_shipped_reward_takes_too_long_does_not_end_the_run()
     assert np.isnan(scores.total).all()
 
 
+@pytest.mark.full
 def test_a_hang_costs_its_deadline_and_the_next_step_starts_afresh():
     with open_rewards([spec(faulty.late, timeout=1.0, on_error="value", error_value=-1)], []) as r:
         by_step = []
