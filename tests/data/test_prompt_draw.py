@@ -17,7 +17,7 @@ from tpu_grpo.config import DataSection, parse_config
 from tpu_grpo.data.prompt_draw import FATE, PASSES, PromptDraw, PromptHistory
 from tpu_grpo.data.stream import PromptStream
 from tpu_grpo.hosts import Hosts
-from tpu_grpo.hosts.coordination_service import read_told
+from tpu_grpo.hosts.host_agreement import read_told
 from tpu_grpo.observe.run_files import HISTORY_FILE
 from tpu_grpo.records.errors import DataError
 

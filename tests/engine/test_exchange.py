@@ -15,7 +15,7 @@ from tests.engine.building import requests
 from tpu_grpo.engine import exchange
 from tpu_grpo.engine.exchange import decode_completions, encode_completions, exchange_completions, share_bytes
 from tpu_grpo.engine.experts import ExpertLayout
-from tpu_grpo.hosts.coordination_service import read_told
+from tpu_grpo.hosts.host_agreement import read_told
 from tpu_grpo.records.episode import Branch, Episode, Failure, KeptEnvironment, Turn
 from tpu_grpo.records.errors import LockstepError
 from tpu_grpo.records.stages import Completion, routing_dtype

@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from tests.hosts.processes import run
-from tpu_grpo.hosts import choose_platform, joining, start
+from tpu_grpo.hosts import choose_platform, coordination_service, start
 from tpu_grpo.hosts.coordination_service import Service
 from tpu_grpo.hosts.joining import choose_threads
 from tpu_grpo.records.errors import ConfigError
@@ -102,7 +102,7 @@ def test_a_tpu_slice_gives_the_processes(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(GceTpuCluster, "get_process_count", classmethod(lambda _: 4))
     monkeypatch.setattr(GceTpuCluster, "get_process_id", classmethod(lambda _: 3))
     monkeypatch.setattr(GceTpuCluster, "get_coordinator_address", classmethod(lambda *_: "10.0.0.1:8476"))
-    monkeypatch.setattr(joining, "connect", lambda *arguments: met.append(arguments) or Service(None))
+    monkeypatch.setattr(coordination_service, "connect", lambda *arguments: met.append(arguments) or Service(None))
     monkeypatch.setattr("tpu_grpo.hosts.ending.this_process.index", 0)
     hosts = start(None, 1, 0, run="demo", timeout_seconds=7, environment={"JAX_PLATFORMS": ""})
     assert (hosts.index, hosts.count, met) == (3, 4, [("10.0.0.1:8476", 4, 3, 7, "demo")])

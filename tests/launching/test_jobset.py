@@ -150,7 +150,8 @@ def test_pods_find_each_other_without_a_metadata_server(
 ) -> None:
     in_pod(monkeypatch, "grpo", parse_slice(name), slices, at, host)
     seen: list[tuple] = []
-    monkeypatch.setattr("tpu_grpo.hosts.joining.connect", lambda *words: seen.append(words[:3]) or Service(None))
+    connect = "tpu_grpo.hosts.coordination_service.connect"
+    monkeypatch.setattr(connect, lambda *words: seen.append(words[:3]) or Service(None))
     monkeypatch.setattr("tpu_grpo.hosts.ending.this_process.index", 0)
     hosts = start(None, 1, 0, environment={"JAX_PLATFORMS": ""})
     assert seen == ([] if met is None else [met])

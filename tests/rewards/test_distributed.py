@@ -17,7 +17,7 @@ from tests.hosts.processes import run
 from tests.rewards.conftest import make_rollout
 from tpu_grpo.config import RewardSpec
 from tpu_grpo.hosts import packed
-from tpu_grpo.hosts.coordination_service import read_told
+from tpu_grpo.hosts.host_agreement import read_told
 from tpu_grpo.records.errors import LockstepError
 from tpu_grpo.records.stages import Figure, Scores
 from tpu_grpo.rewards import DistributedRewards, open_rewards

@@ -61,7 +61,7 @@ def test_one_ratio_for_a_whole_completion_does_not_go_with_advantages_of_turns()
         config = parse_config({"environment": environment, "algorithm": algorithm})
         message = "over all tokens of a completion what environment.turn_credit=turn gives those of a turn, because"
         with pytest.raises(ConfigError, match=message) if refused else nullcontext():
-            _check_token_rewards(config, rewards, open_algorithm(config.algorithm))
+            _check_token_rewards(config.environment, config.algorithm, rewards, open_algorithm(config.algorithm))
 
 
 def test_advantages_take_rewards_of_completions_one_by_one_without_those_of_tokens(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def messages() -> dict[str, Message]:
     from tpu_grpo.environments.actions import Answered, Ended
     from tpu_grpo.hosts import meeting
     from tpu_grpo.hosts.authentication import session_key, signature
-    from tpu_grpo.hosts.coordination_service import read_told
+    from tpu_grpo.hosts.host_agreement import read_told
     from tpu_grpo.records.episode import Branch, Episode, Failure, KeptEnvironment, Turn
     from tpu_grpo.records.errors import ConfigError, LockstepError
     from tpu_grpo.records.stages import Completion

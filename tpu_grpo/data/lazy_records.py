@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from itertools import accumulate
 from typing import IO, Any, Literal
 
-from tpu_grpo.data.arrow_values import conversion, converted
 from tpu_grpo.hosts.ending import this_process
 from tpu_grpo.records.errors import DataError
 from tpu_grpo.records.untrusted_input import lines_of, parse_json
@@ -140,32 +139,6 @@ def kept(records: Iterable[Record], name: str, setting: str) -> JsonLines:
     file.flush()
     file.seek(0)
     return JsonLines(file, name, setting)
-
-
-class ArrowRows(Lazy):
-    """The rows of an Arrow table, with the values that they would have as lines of JSON. Errors show its ``name``."""
-
-    def __init__(self, table: Any, name: str):
-        if not table.num_rows:
-            raise DataError(f"{name} must hold at least one record, got none")
-        self._table = table.drop_columns([c for c in table.column_names if c.startswith("__index_level_")])  # of pandas
-        self._maps = "lossy" if "map<" in str(table.schema.types) else None  # mappings take ten times as long
-        self._conversions = {f.name: conversion(f.type, f"{name}: the column {f.name!r}") for f in self._table.schema}
-
-    def __len__(self) -> int:
-        return self._table.num_rows
-
-    def at(self, index: int) -> Record:
-        """Read one row."""
-        return next(self._between(index, 1))
-
-    def __iter__(self) -> Iterator[Record]:
-        for start in range(0, len(self), ROWS):
-            yield from self._between(start, ROWS)
-
-    def _between(self, first: int, count: int) -> Iterator[Record]:
-        for row in self._table.slice(first, count).to_pylist(maps_as_pydicts=self._maps):
-            yield {column: converted(value, self._conversions[column]) for column, value in row.items()}
 
 
 class Mapped(Lazy):

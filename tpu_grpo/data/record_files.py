@@ -25,7 +25,6 @@ from typing import IO, Any
 
 from tpu_grpo.config.plugins import EXTRAS, need
 from tpu_grpo.data.lazy_records import (
-    ArrowRows,
     Joined,
     JsonLines,
     Record,
@@ -295,6 +294,8 @@ def _arrow(file: IO[bytes], place: Location) -> Records:
         opened = pa.ipc.open_file if mapped.read(6) == b"ARROW1" else pa.ipc.open_stream
         mapped.seek(0)
         table = opened(mapped).read_all()
+    from tpu_grpo.data.arrow_rows import ArrowRows  # only needed here
+
     return ArrowRows(table, f"{place.setting}: {place.name}")
 
 

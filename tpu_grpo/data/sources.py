@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from tpu_grpo.config import BUILTIN, GYM, HUB, NO_DATA, ReadingSection
 from tpu_grpo.config.plugins import did_you_mean, find_function, need, source_file
-from tpu_grpo.data.lazy_records import ArrowRows, Mapped, Record, Records, check_keys
+from tpu_grpo.data.lazy_records import Mapped, Record, Records, check_keys
 from tpu_grpo.data.record_files import first_record, is_address, is_file_name, read_files
 from tpu_grpo.models.tasks import TASKS
 from tpu_grpo.records.errors import ConfigError, DataError
@@ -211,6 +211,8 @@ def call_function(name: str, options: Mapping[str, Any], setting: str) -> Record
     try:
         records = function(**options)
         if (type(records).__module__, type(records).__name__) == ("datasets.arrow_dataset", "Dataset"):
+            from tpu_grpo.data.arrow_rows import ArrowRows  # only needed here
+
             return ArrowRows(records.with_format("arrow")[:], f"{setting}={name}")
         records = list(records) if isinstance(records, Iterable) else records
     except Exception as error:  # user code may raise anything
@@ -299,6 +301,8 @@ def read_dataset(path: str, split: str, reading: ReadingSection, setting: str) -
         ) from error
     if isinstance(found, list):
         return read_files(found, setting)
+    from tpu_grpo.data.arrow_rows import ArrowRows  # only needed here
+
     return ArrowRows(found.with_format("arrow")[:], f"{setting}={path}: the split {split!r}")  # decodes no images
 
 

@@ -20,7 +20,7 @@ from pydantic import ConfigDict, Field, TypeAdapter
 
 from tpu_grpo.engine.experts import ExpertLayout
 from tpu_grpo.hosts import Hosts
-from tpu_grpo.hosts.coordination_service import attacked
+from tpu_grpo.hosts.host_agreement import attacked
 from tpu_grpo.records.errors import LockstepError
 from tpu_grpo.records.stages import Completion, Request
 

@@ -218,7 +218,7 @@ class EnvironmentSession:
 
     async def _step(self, action: Action) -> Answered:
         self._asked = "step"
-        text = action.content if getattr(self._target, "_reads_answers", False) else action.text
+        text = action.content if getattr(self._target, "_strips_thinking", False) else action.text
         returned = await resolved(self._adapter.step(action if self._adapter.takes == "answers" else text))
         if isinstance(returned, Answered):
             return returned

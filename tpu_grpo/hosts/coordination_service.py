@@ -27,11 +27,12 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 from tpu_grpo.hosts.authentication import SIGNATURE_BYTES, VARIABLE, signature, take_secret
 from tpu_grpo.hosts.ending import alone, end_process, this_process
+from tpu_grpo.hosts.host_agreement import attacked
 from tpu_grpo.hosts.meeting import LOOPBACK, Caller, arrive, hold_port, no_answer, own_address, too_late
 from tpu_grpo.records.errors import ConfigError, LockstepError
 
@@ -102,31 +103,6 @@ class Service:
     def delete(self, key: str) -> None:
         """Remove a value."""
         self._client.key_value_delete(key)
-
-
-def attacked(where: str, got: str) -> LockstepError:
-    """Return the error for a value at ``where`` that no host of the run can have written; ``got`` describes it."""
-    return LockstepError(
-        f"only the hosts of a run may write what they tell each other, got {got[:300]} at {where[:100]!r}: somebody "
-        "else has written in their place, through the coordinator's port or from a host with damaged memory; see who "
-        "can reach them"
-    )
-
-
-def read_told(value: bytes, kind: object, where: str, read: Callable[[Any], Any] = lambda told: told) -> Any:
-    """Parse the JSON that a host sent, check that it has the type ``kind``, and return ``read(parsed)``. Raises
-    LockstepError if the value has another type, or ``read`` raises ValueError: no host can have sent it."""
-    try:
-        return read(_adapter(kind).validate_json(value))
-    except ValueError as error:
-        raise attacked(where, "what no host tells") from error
-
-
-@cache
-def _adapter(kind: object) -> Any:
-    from pydantic import TypeAdapter  # takes 0.1 s; the supervisor of local hosts does not need it
-
-    return TypeAdapter(kind)
 
 
 def connect(coordinator: str, count: int, index: int, timeout_seconds: float, run: str = "") -> Service:

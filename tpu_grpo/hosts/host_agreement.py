@@ -10,10 +10,9 @@ import json
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
-from tpu_grpo.hosts.coordination_service import Service, attacked, read_told
 from tpu_grpo.hosts.ending import host_names
 from tpu_grpo.records.errors import LockstepError
 
@@ -21,10 +20,37 @@ if TYPE_CHECKING:
     import numpy as np
     from jaxtyping import Float, Shaped
 
+    from tpu_grpo.hosts.coordination_service import Service  # only several hosts have one
+
 ROOT = "tpu_grpo/exchange"
 SHOWN = 60
 """Messages show values of up to this many characters; longer values are replaced by a digest."""
 ABSENT = "no value"
+
+
+def attacked(where: str, got: str) -> LockstepError:
+    """Return the error for a value at ``where`` that no host of the run can have written; ``got`` describes it."""
+    return LockstepError(
+        f"only the hosts of a run may write what they tell each other, got {got[:300]} at {where[:100]!r}: somebody "
+        "else has written in their place, through the coordinator's port or from a host with damaged memory; see who "
+        "can reach them"
+    )
+
+
+def read_told(value: bytes, kind: object, where: str, read: Callable[[Any], Any] = lambda told: told) -> Any:
+    """Parse the JSON that a host sent, check that it has the type ``kind``, and return ``read(parsed)``. Raises
+    LockstepError if the value has another type, or ``read`` raises ValueError: no host can have sent it."""
+    try:
+        return read(_adapter(kind).validate_json(value))
+    except ValueError as error:
+        raise attacked(where, "what no host tells") from error
+
+
+@cache
+def _adapter(kind: object) -> Any:
+    from pydantic import TypeAdapter  # takes 0.1 s; the supervisor of local hosts does not need it
+
+    return TypeAdapter(kind)
 
 
 def packed(numbers: "Float[np.ndarray, ' N']") -> str:
@@ -62,7 +88,7 @@ class Hosts:
         self,
         index: int = 0,
         count: int = 1,
-        service: Service | None = None,
+        service: "Service | None" = None,
         *,
         timeout_seconds: float = 1800.0,
         members: Sequence[int] | None = None,
@@ -152,7 +178,7 @@ class Hosts:
         self.agree(f"the shape of {name}", f"{array.dtype} {list(array.shape)}")
         return np.asarray(multihost_utils.process_allgather(array))
 
-    def _collect(self, service: Service, name: str, number: int) -> dict[int, bytes]:
+    def _collect(self, service: "Service", name: str, number: int) -> dict[int, bytes]:
         directory = f"{self._root}/{number}"
         deadline = time.monotonic() + self.timeout_seconds
         while True:

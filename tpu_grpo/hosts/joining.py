@@ -22,7 +22,6 @@ from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tpu_grpo.hosts.coordination_service import connect, serve_alone
 from tpu_grpo.hosts.ending import this_process
 from tpu_grpo.hosts.host_agreement import Hosts
 from tpu_grpo.records.errors import ConfigError
@@ -91,6 +90,8 @@ def start(
     choose_threads(count, environment)
     if count == 1 and cpu_devices(environment) <= 1:
         return Hosts()
+    from tpu_grpo.hosts.coordination_service import connect, serve_alone  # with the hosts' meeting
+
     if coordinator is None or count == 1:
         serve_alone()
         return Hosts()

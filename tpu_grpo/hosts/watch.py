@@ -18,7 +18,6 @@ from dataclasses import asdict
 from itertools import islice
 from typing import Self
 
-from tpu_grpo.hosts.coordination_service import attacked, read_told
 from tpu_grpo.hosts.ending import (
     End,
     alone,
@@ -29,7 +28,7 @@ from tpu_grpo.hosts.ending import (
     leave_when_done,
     this_process,
 )
-from tpu_grpo.hosts.host_agreement import Hosts
+from tpu_grpo.hosts.host_agreement import Hosts, attacked, read_told
 from tpu_grpo.hosts.host_log import logger
 from tpu_grpo.records.errors import Interrupted, LockstepError
 

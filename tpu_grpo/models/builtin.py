@@ -37,7 +37,6 @@ from tpu_grpo.hosts.caching import CACHE_VARIABLE, cache_directory, exclusive
 from tpu_grpo.models import tunix_repairs
 from tpu_grpo.models.checkpoint import CONFIG_FILE, abstract_checkpoint
 from tpu_grpo.models.families import FAMILIES
-from tpu_grpo.models.hf_directory import new_directory, write_tensors
 from tpu_grpo.models.tasks import TASKS
 from tpu_grpo.models.tasks.lessons import Lesson, Task
 from tpu_grpo.models.tokenizers import ASSISTANT, END, builtin_tokenizer
@@ -237,6 +236,8 @@ def _teach_into(entry: Path, recipe: Recipe, task: Task, seed: int, progress: bo
     }
     if entry.exists():  # but is damaged
         shutil.rmtree(entry)
+    from tpu_grpo.models.hf_directory import new_directory  # only needed here
+
     with new_directory(entry) as unfinished:
         write_checkpoint(unfinished, recipe, builtin_tokenizer(task), params, record)
 
@@ -249,6 +250,8 @@ def write_checkpoint(
 ) -> None:
     """Write weights, config and tokenizer into an empty directory, and ``record`` with the digests of these files."""
     (directory / CONFIG_FILE).write_text(json.dumps(hugging_face_config(recipe, tokenizer), indent=1) + "\n")
+    from tpu_grpo.models.hf_directory import write_tensors  # only needed here
+
     leaves = by_name(params)
     write_tensors(
         directory, abstract_checkpoint(directory), lambda name: np.asarray(leaves[name]), np.dtype(np.float32)

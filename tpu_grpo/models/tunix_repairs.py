@@ -60,7 +60,6 @@ from jax.interpreters import pxla
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from tpu_grpo.models.expert_parallel import Weights, mixture
 from tpu_grpo.models.families.rope import Scaling, inverse_timescales
 from tpu_grpo.models.families.trainer_attention import flash_attention
 from tpu_grpo.records.errors import ConfigError
@@ -179,6 +178,8 @@ def _experts_in_fitting_buffers(original: Any, self: Any, x: Any, use_megablox: 
     mesh = pxla.thread_resources.env.physical_mesh
     if not use_megablox or not has_ragged_exchange(mesh):
         return original(self, x, use_megablox)
+    from tpu_grpo.models.expert_parallel import Weights, mixture  # only needed here
+
     scores = self.router(x).astype(jnp.float32)
     shares, chosen = jax.lax.top_k(jax.nn.softmax(scores, axis=-1), self.experts_per_tok)
     shares = (shares / jnp.sum(shares, axis=-1, keepdims=True)).astype(self.dtype)

@@ -30,7 +30,6 @@ from tpu_grpo.records.short_texts import SHORT_REPR, shortened
 from tpu_grpo.rewards.protocol import EXTRAS, OF_ROWS, RESERVED_METRICS, TEXT_ARGUMENTS, TrainerState
 from tpu_grpo.rewards.shipped import Thinking
 from tpu_grpo.rewards.shipped.correctness import boxed, inside
-from tpu_grpo.workers.attributes import rebuilt
 
 
 def _read_values(text: object) -> np.ndarray:
@@ -327,6 +326,8 @@ class Caller:
         if name == "completion_ids" and name in self._call.extras:
             return list(value)
         if isinstance(value, KeptEnvironment):
+            from tpu_grpo.workers.attributes import rebuilt  # only needed here
+
             return rebuilt(value, RewardError)
         if not self._call.messages or name not in TEXT_ARGUMENTS:
             return verl_argument(name, value) if self._call.verl else value

@@ -21,8 +21,6 @@ from typing import Any
 from tpu_grpo.config import BUILTIN, EVERYTHING, GYM, HUB, AlgorithmSection, Effect, ModelSection, RunConfig, effect_of
 from tpu_grpo.config.plugins import source_file
 from tpu_grpo.data.record_files import is_address
-from tpu_grpo.models.fetching import fetched
-from tpu_grpo.models.lora import SETTINGS_FILE, TENSORS_FILE
 from tpu_grpo.observe.summary import versions
 from tpu_grpo.records.short_texts import shortened
 
@@ -74,6 +72,8 @@ def _files(
     if model.builtin is None and directory.is_dir():
         yield from _model_files(directory)
     if (adapters := model.lora.path) is not None:
+        from tpu_grpo.models.lora import SETTINGS_FILE, TENSORS_FILE  # only needed here
+
         for name in (SETTINGS_FILE, TENSORS_FILE):
             yield f"adapter file {name}", adapters.expanduser() / name
     for setting, given in data.items():
@@ -168,7 +168,11 @@ def sources(
     found = {
         setting: {path.name: f"sha256 {_sha256(path)[:16]}"} for setting, _, _, path in _code(plugins) if path.is_file()
     }
-    model = Path(section.path).expanduser() if section.hub is None else fetched(section.hub)
+    model: Path | None = Path(section.path).expanduser()
+    if section.hub is not None:
+        from tpu_grpo.models.fetching import fetched  # only needed here
+
+        model = fetched(section.hub)
     no_reference = algorithm.beta == 0.0 and algorithm.tunix is None
     if model is not None and section.builtin is None and model.is_dir():
         found["model.path"] = {

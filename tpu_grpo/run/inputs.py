@@ -14,8 +14,6 @@ from tpu_grpo.data.stream import PromptStream, columns_at_a_glance, open_evaluat
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.models.checkpoint import Checkpoint, check_tokenizer_files, read_checkpoint
 from tpu_grpo.models.families.rope import YarnScaling
-from tpu_grpo.models.fetching import model_directory
-from tpu_grpo.models.lora import adapted_modules, existing_layers
 from tpu_grpo.models.tasks import TASKS
 from tpu_grpo.records.errors import ConfigError
 from tpu_grpo.records.stages import Prompt
@@ -134,6 +132,8 @@ def read_model(model: ModelSection) -> Checkpoint | None:
     if model.builtin is not None:
         builtin_task(model)
         return None
+    from tpu_grpo.models.fetching import model_directory  # only needed here
+
     checkpoint = read_checkpoint(model_directory(model))
     check_tokenizer_files(checkpoint.directory)
     return checkpoint
@@ -162,6 +162,10 @@ def check_model(config: RunConfig, checkpoint: Checkpoint) -> None:
             f"algorithm.routing_replay=true needs a model with experts, got a {checkpoint.family.model_type}; leave it "
             "out"
         )
+    if config.model.lora.rank is None and config.model.train_layers is None:
+        return
+    from tpu_grpo.models.lora import adapted_modules, existing_layers  # only needed here
+
     if config.model.lora.rank is not None:
         adapted_modules(checkpoint, config.model.lora)
         if checkpoint.family.is_fused and config.export.kind == "adapter":

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerFast
 
@@ -45,7 +46,9 @@ from tpu_grpo.run.conversations import Environments, LoadedEnvironments, load_en
 from tpu_grpo.run.engines import Probe, SyncedEngines
 from tpu_grpo.run.inputs import HeldOutInputs, Inputs, agreed_checkpoint, check_model, open_held_out
 from tpu_grpo.run.meshes import Meshes, build_meshes, check_trainer, check_turns
-from tpu_grpo.run.partial_groups import PartialGroups
+
+if TYPE_CHECKING:
+    from tpu_grpo.run.partial_groups import PartialGroups
 from tpu_grpo.run.policies import load_inputs
 
 
@@ -59,7 +62,7 @@ class Parts:
     engines: SyncedEngines
     learner: Learner
     probe: Probe
-    partial: PartialGroups | None = None
+    partial: "PartialGroups | None" = None
     """The groups that steps leave for later steps; None without rollout.partial_extra and algorithm.staleness."""
 
 
@@ -113,6 +116,8 @@ def build_parts(inputs: Inputs, hosts: Hosts) -> Parts:
     probe.after_sync(0)
     groups = None
     if config.open_groups:
+        from tpu_grpo.run.partial_groups import PartialGroups  # only needed here
+
         sections = config.data, config.rollout, section, config.environment
         groups = PartialGroups(*sections, task.prompts, learner.carried)
     return Parts(checkpoint, task, sampler, engines, learner, probe, groups)

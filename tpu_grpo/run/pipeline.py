@@ -11,14 +11,13 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tpu_grpo.algorithms import notices
 from tpu_grpo.config import RunConfig
 from tpu_grpo.config.plugins import addition
 from tpu_grpo.data.prompt_draw import PromptDraw
 from tpu_grpo.hosts import Hosts, StepAbandoned, StopRequest, Watch, announce, with_reminders
-from tpu_grpo.models.lora import write_adapters
 from tpu_grpo.models.tokenizers import padding_notes
 from tpu_grpo.observe.callbacks import Callback
 from tpu_grpo.observe.evaluation import EvaluationLog, describe, write_samples
@@ -44,11 +43,13 @@ from tpu_grpo.records.stages import PromptBatch, Rollout, ScoredRollout, UpdateR
 from tpu_grpo.rewards.distributed import DistributedScoring
 from tpu_grpo.run.directory import RunDirectory, first_does
 from tpu_grpo.run.inputs import Inputs
-from tpu_grpo.run.partial_groups import PartialGroups
 from tpu_grpo.run.parts import Parts, build_parts, built_for_good, evaluate_policy, give_back_memory
 from tpu_grpo.run.policies import Chosen, exported_values
 from tpu_grpo.run.rounds import Rounds, StepGroups
 from tpu_grpo.run.timeline import Timeline
+
+if TYPE_CHECKING:
+    from tpu_grpo.run.partial_groups import PartialGroups
 
 ALONE = Hosts()
 KEPT_AT_LEAST = 0.9
@@ -270,7 +271,7 @@ class Run:
                 self.hosts.agree(f"tokens of {name}", tokens_digest(rollout.completions))
             return self._scored(name, rollout, scoring)
 
-    def _carried_rollout(self, step: int, carry: PartialGroups) -> Generator[None, None, ScoredRollout]:
+    def _carried_rollout(self, step: int, carry: "PartialGroups") -> Generator[None, None, ScoredRollout]:
         """Sample open groups until a step's groups are complete, and score these; all other groups stay open.
 
         The generator pauses between the sampling, in which hosts without engines have no part, and the exchange of the
@@ -325,6 +326,8 @@ class Run:
                 environments.forget(min(saved_steps(self.config.run_dir / CHECKPOINTS_DIR), default=0))
             if adapters := self.parts.learner.adapters():
                 if self.hosts.is_first:
+                    from tpu_grpo.models.lora import write_adapters  # only needed here
+
                     directory, model = self.config.run_dir / ADAPTERS_DIR / str(step), self.config.model
                     write_adapters(directory, adapters, model.lora, model.hub or model.path)
                 self.hosts.barrier(f"adapters of step {step}")

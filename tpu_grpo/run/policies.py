@@ -12,7 +12,6 @@ from tpu_grpo.config import ExportSection, ModelSection
 from tpu_grpo.learner import LearnerInputs, cast_to_compute, freeze_untrained, read_policy, read_stepped
 from tpu_grpo.learner.parameters import Values
 from tpu_grpo.models.checkpoint import Checkpoint
-from tpu_grpo.models.lora import adapted_modules, apply_lora, cast_adapters, load_adapters
 from tpu_grpo.models.tunix_model import abstract_model, check_finite, is_abstract, load_model
 from tpu_grpo.observe.run_files import BEST_FILE, CHECKPOINTS_DIR, saved_steps
 from tpu_grpo.records.errors import CheckpointError, ConfigError
@@ -135,6 +134,8 @@ def with_adapters(base: nnx.Module, checkpoint: Checkpoint, section: ModelSectio
     lora = section.lora
     if lora.rank is None:
         return base
+    from tpu_grpo.models.lora import adapted_modules, apply_lora, cast_adapters, load_adapters  # only needed here
+
     model = apply_lora(base, adapted_modules(checkpoint, lora), lora, seed=seed)
     cast_adapters(model, section.param_dtype)
     if lora.path is not None and not is_abstract(nnx.state(base)):

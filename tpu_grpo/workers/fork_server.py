@@ -31,7 +31,6 @@ from tpu_grpo.workers.messages import Exited, Finish, Fork, Job, Ready, Service
 from tpu_grpo.workers.process import how_it_ended
 from tpu_grpo.workers.serving import serve, set_up
 
-PROGRAM = "from tpu_grpo.workers.fork_server import main; main()"
 _POLL_SECONDS = 1.0
 _FULL_SECONDS = 0.02
 

@@ -23,10 +23,10 @@ from selectors import EVENT_READ, EVENT_WRITE, DefaultSelector
 from typing import Any
 
 from tpu_grpo.workers.channel import FOREIGN, BrokenChannelError, WorkerChannel
-from tpu_grpo.workers.fork_server import PROGRAM
 from tpu_grpo.workers.messages import Exited, Finish, Fork, Job, Ready, Service, SetupFailed, WentOn
 from tpu_grpo.workers.process import WorkerProcess
 
+_PROGRAM = "from tpu_grpo.workers.fork_server import main; main()"  # in a process of its own
 START_SECONDS = 120.0
 """The limit for setting up users' code, counted from when a session begins to wait. No other limit runs meanwhile."""
 FORK_SECONDS = 120.0
@@ -80,7 +80,7 @@ class Server:
 
     def __init__(self, job: Job, directory: Path):
         ours, theirs = socket.socketpair()
-        self.process = WorkerProcess(PROGRAM, theirs, directory, job.service.secrets)
+        self.process = WorkerProcess(_PROGRAM, theirs, directory, job.service.secrets)
         self.channel = WorkerChannel(ours, (Ready, SetupFailed, Exited), _SERVER_BYTES)
         self.channel.send(job)
         self.workers: dict[int, Worker] = {}

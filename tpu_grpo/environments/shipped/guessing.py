@@ -29,7 +29,7 @@ class Guessing:
         greets: whether ``reset`` returns the instructions; set it to false if the prompt contains them.
     """
 
-    _reads_answers = True  # without thinking
+    _strips_thinking = True  # `step` gets what follows it
 
     def __init__(
         self, lowest: int = 1, highest: int = 100, guesses: int = 8, last: float = 0.3, greets: bool = True

@@ -29,7 +29,7 @@ class Puzzle:
     """
 
     _imported_before = ("reasoning_gym",)
-    _reads_answers = True  # without thinking
+    _strips_thinking = True  # `step` gets what follows it
 
     def __init__(self, tries: int = 3, tag: str | None = "answer") -> None:
         if tries < 1:

@@ -19,7 +19,7 @@ textarena: Any = import_module("textarena")
 class TextArena:
     """A game of textarena."""
 
-    _reads_answers = True  # without thinking
+    _strips_thinking = True  # `step` gets what follows it
 
     def __init__(self, game: str = "GuessTheNumber-v0"):
         self.game = game

@@ -1,18 +1,45 @@
-"""Converts the values of Arrow tables to those that the same records have as lines of JSON. A time becomes a text, and
-midnight a date, because datasets reads the text 2024-01-05 as a time. A null in a list's mapping is left out, because
-Arrow gives all mappings of a list the same keys."""
+"""Reads the rows of Arrow tables, with the values that the same records have as lines of JSON. A time becomes a text,
+and midnight a date, because datasets reads the text 2024-01-05 as a time. A null in a list's mapping is left out,
+because Arrow gives all mappings of a list the same keys."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import numpy as np
 
+from tpu_grpo.data.lazy_records import ROWS, Lazy, Record
 from tpu_grpo.records.errors import DataError
 from tpu_grpo.records.untrusted_input import parse_json
 
 NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.0|\.\d*[1-9])?(e[+-]\d+)?", re.ASCII)  # as programs write JSON
+
+
+class ArrowRows(Lazy):
+    """The rows of an Arrow table, with the values that they would have as lines of JSON. Errors show its ``name``."""
+
+    def __init__(self, table: Any, name: str):
+        if not table.num_rows:
+            raise DataError(f"{name} must hold at least one record, got none")
+        self._table = table.drop_columns([c for c in table.column_names if c.startswith("__index_level_")])  # of pandas
+        self._maps = "lossy" if "map<" in str(table.schema.types) else None  # mappings take ten times as long
+        self._conversions = {f.name: conversion(f.type, f"{name}: the column {f.name!r}") for f in self._table.schema}
+
+    def __len__(self) -> int:
+        return self._table.num_rows
+
+    def at(self, index: int) -> Record:
+        """Read one row."""
+        return next(self._between(index, 1))
+
+    def __iter__(self) -> Iterator[Record]:
+        for start in range(0, len(self), ROWS):
+            yield from self._between(start, ROWS)
+
+    def _between(self, first: int, count: int) -> Iterator[Record]:
+        for row in self._table.slice(first, count).to_pylist(maps_as_pydicts=self._maps):
+            yield {column: converted(value, self._conversions[column]) for column, value in row.items()}
 
 
 def conversion(kind: Any, where: str, *, in_list: bool = False) -> Callable[[Any], Any] | None:

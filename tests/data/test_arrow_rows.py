@@ -14,7 +14,7 @@ from pyarrow import feather, parquet
 from transformers import PreTrainedTokenizerFast
 
 from tpu_grpo.config import DataSection, ReadingSection
-from tpu_grpo.data.lazy_records import ArrowRows
+from tpu_grpo.data.arrow_rows import ArrowRows
 from tpu_grpo.data.sources import Source, glance, read_records
 from tpu_grpo.data.stream import open_prompts
 from tpu_grpo.records.errors import DataError
