@@ -16,7 +16,7 @@ HAS_TPU = any(any(Path("/dev").glob(pattern)) for pattern in TPU_DEVICE_FILES)
 SHOW_DEVICES = """
 from tpu_grpo.cli.starting import config_from_words, prepare
 
-prepare(config_from_words([]))
+prepare(needs_hub=config_from_words([]).needs_hub)
 import jax
 
 print(jax.devices()[0].platform)
