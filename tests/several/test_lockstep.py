@@ -128,9 +128,10 @@ def test_trainer_and_sampler_on_halves_of_one_host(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_gemma_3_is_the_same_on_1_2_and_4_processes_and_on_halves_of_the_devices(tmp_path: Path) -> None:
-    """Of more layers than its pattern, with windows shorter than the rows. Halves sum gradients in another order."""
-    files = write_files(tmp_path / "files", kv_heads=1, model_type="gemma3_text", layers=7, sliding_window=7)
+    """With windows shorter than the rows. Halves sum gradients in another order."""
+    files = write_files(tmp_path / "files", kv_heads=1, model_type="gemma3_text", layers=3, sliding_window=7)
     found: dict[str, list[tuple[list[str], str]]] = {"shared": [], "split": []}
     for layout, hosts in (("shared", 1), ("shared", 2), ("shared", 4), ("split", 2), ("split", 4)):
         run_dir = tmp_path / f"{layout}{hosts}"
