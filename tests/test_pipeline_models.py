@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from tests.several.runs import completed, lines, outcome, settings, train, write_files
+from tests.several.runs import completed, lines, one_process, outcome, settings, train, write_files
 from tpu_grpo.cli.dry_run import check
 from tpu_grpo.cli.evaluate import evaluate_checkpoint
 from tpu_grpo.config import EvaluationSection, RunConfig, load_config, parse_config
@@ -140,13 +140,12 @@ def test_a_run_that_replays_routing_goes_on_where_it_was_left(
 @pytest.mark.timeout(600)
 def test_experts_reach_the_trainer_of_every_host(experts: Path, tmp_path: Path) -> None:
     """Two replicas, of one host or of two, bring the trainer the same experts."""
-    found = []
-    for hosts, devices in ((1, 4), (2, 2)):
-        run_dir = tmp_path / str(hosts)
-        completed(hosts, devices, experts, replaying(experts, run_dir))
-        found.append(outcome(run_dir))
+    one, two = tmp_path / "one", tmp_path / "two"
+    one_process(experts, replaying(experts, one))
+    completed(2, 2, experts, replaying(experts, two))
+    for run_dir in (one, two):
         assert max(m["agreement/logprob_abs_diff_max"] for m in lines(run_dir)) <= 1e-4
-    assert found[0] == found[1]
+    assert outcome(one) == outcome(two)
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Whole runs of several processes on a small random model; a test may add a fault on one host (faulty_host.py)."""
 
+import contextlib
 import json
 import os
 import shlex
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.models.random_checkpoint import edit_config, write_random
-from tpu_grpo.config import RunConfig
+from tpu_grpo.config import RunConfig, load_config
 from tpu_grpo.models.tokenizers import build_byte_tokenizer
 
 REPOSITORY = Path(__file__).parents[2]
@@ -31,6 +32,8 @@ def odd_on_host_1(completions):
 """
 
 
+QUICKLY_COMPILED = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "true"}
+"""The variable that makes commands compile as runs of this file do, which compare bits of such programs only."""
 SOON = {"hosts": {"lost_timeout_seconds": 12, "start_timeout_seconds": 300}}
 """Settings with which a lost host is noticed within seconds."""
 
@@ -101,18 +104,38 @@ def run_hosts(
     ``fault`` names a function of faulty_host.py, which is called before the command: on the last host, or on the host
     whose number follows, as in ``lost@1:SIGKILL,rollout of step 2``.
     """
-    run_dir = Path(tree["run"]["dir"])
-    run_dir.mkdir(parents=True, exist_ok=True)
-    config = run_dir / "as_given.yaml"
-    config.write_text(json.dumps(tree))
+    config = written(tree)
     options = ["--hosts", str(hosts), "--devices-per-host", str(devices), "--grace", str(grace)]
     options += ["--command", shlex.join([sys.executable, str(FAULTY_HOST), fault or "none"])]
     command = [sys.executable, str(REPOSITORY / "scripts" / "local_hosts.py"), *options, "--", str(config), *words]
     dropped = ("XLA_FLAGS", "NPROC")
-    environment = {k: v for k, v in os.environ.items() if k not in dropped} | {"PYTHONPATH": str(REPOSITORY)}
+    environment = {k: v for k, v in os.environ.items() if k not in dropped}
+    environment |= {"PYTHONPATH": str(REPOSITORY), **QUICKLY_COMPILED}
     began = time.monotonic()
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment, cwd=files)
     return Ended(done.returncode, done.stdout, done.stderr, time.monotonic() - began)
+
+
+def written(tree: dict[str, Any]) -> Path:
+    """Write the config into the directory of its run."""
+    run_dir = Path(tree["run"]["dir"])
+    run_dir.mkdir(parents=True, exist_ok=True)
+    config = run_dir / "as_given.yaml"
+    config.write_text(json.dumps(tree))
+    return config
+
+
+def one_process(files: Path, tree: dict[str, Any], *words: str) -> None:
+    """Do what ``completed(1, 4, ...)`` does, in this process, which has as many devices and imports nothing anew."""
+    import jax  # commands that import this file fork before jax is there
+
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    try:
+        with contextlib.chdir(files):
+            train(load_config(written(tree), words))
+    finally:
+        jax.config.update("jax_disable_most_optimizations", before)
 
 
 def completed(hosts: int, devices: int, files: Path, tree: dict[str, Any], *words: str, **options: Any) -> Ended:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.several.runs import SOON, completed, lines, outcome, run_hosts, settings
+from tests.several.runs import SOON, completed, lines, one_process, outcome, run_hosts, settings
 from tests.talking import AGENT_SETTINGS, SIZES, write_talking_files
 
 pytestmark = [pytest.mark.several_hosts, pytest.mark.timeout(900)]
@@ -24,11 +24,11 @@ def tree(run_dir: Path, **sections: Any) -> dict[str, Any]:
 def alone(talking: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run of one process with four replicas."""
     run_dir = tmp_path_factory.mktemp("alone") / "run"
-    completed(1, 4, talking, tree(run_dir))
+    one_process(talking, tree(run_dir))
     return run_dir
 
 
-@pytest.mark.parametrize(("hosts", "devices"), [pytest.param(2, 2, marks=pytest.mark.slow), (4, 1)])
+@pytest.mark.parametrize(("hosts", "devices"), [(2, 2), pytest.param(4, 1, marks=pytest.mark.slow)])
 def test_replicas_within_hosts_say_what_those_of_one_process_do(
     talking: Path, alone: Path, tmp_path: Path, hosts: int, devices: int
 ) -> None:
@@ -45,8 +45,8 @@ def test_replicas_within_hosts_say_what_those_of_one_process_do(
 def test_a_replica_over_hosts_says_the_same(talking: Path, tmp_path: Path) -> None:
     """Each host has the environments of some rows, and sends their next turns to the other host."""
     one, two = tmp_path / "one", tmp_path / "two"
-    for hosts, run_dir in ((1, one), (2, two)):
-        completed(hosts, 4 // hosts, talking, tree(run_dir, meshes={"sampler": {"tensor": 4}}))
+    one_process(talking, tree(one, meshes={"sampler": {"tensor": 4}}))
+    completed(2, 2, talking, tree(two, meshes={"sampler": {"tensor": 4}}))
     assert outcome(one)[0] == outcome(two)[0]
 
 

@@ -1,6 +1,7 @@
 """Several processes: the same rewards from worker processes, the same prompts of a mixture, the same evaluations."""
 
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.several.runs import REPOSITORY, Ended, completed, lines, run_hosts, settings
+from tests.several.runs import QUICKLY_COMPILED, REPOSITORY, Ended, completed, lines, one_process, run_hosts, settings
 
 pytestmark = [pytest.mark.several_hosts, pytest.mark.timeout(600)]
 
@@ -54,12 +55,9 @@ def tree(run_dir: Path, **sections: Any) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def runs(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     """The same run by one process and by two."""
-    found = {}
-    for hosts in (1, 2):
-        run_dir = tmp_path_factory.mktemp("run") / str(hosts)
-        steps = {1: 1, 2: 3}[hosts]  # of a launch, which change nothing
-        completed(hosts, 2 // hosts, sources, tree(run_dir), f"rollout.steps_per_launch={steps}")
-        found[hosts] = run_dir
+    found = {hosts: tmp_path_factory.mktemp("run") / str(hosts) for hosts in (1, 2)}
+    one_process(sources, tree(found[1]), "rollout.steps_per_launch=1")
+    completed(2, 2, sources, tree(found[2]), "rollout.steps_per_launch=3")  # which changes nothing
     return found
 
 
@@ -92,7 +90,9 @@ def evaluate_on_two(files: Path, run_dir: Path, *words: str) -> Ended:
         "1",
     ]
     command += ["--command", script, "--", str(run_dir / "as_given.yaml"), *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=580, cwd=files)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=580, cwd=files, env=os.environ | QUICKLY_COMPILED
+    )
     return Ended(done.returncode, done.stdout, done.stderr, 0.0)
 
 

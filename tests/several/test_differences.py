@@ -60,7 +60,7 @@ IN_THE_RUN = [
     ("schedule", 4, "cache tokens of an engine differs: host 0 has "),
     ("gathered_token", 1, "tokens of step 1 differs: host 0 has "),
     ("prompts", 1, "prompts of step 1 differs: host 0 has "),
-    ("sampler_parameter:model.layers.1.mlp.up_proj.weight", 1, "sampler's model.layers.1.mlp.up_proj.wei"),
+    ("sampler_parameter:model.layers.0.mlp.up_proj.weight", 1, "sampler's model.layers.0.mlp.up_proj.wei"),
     ("trainer_parameter:layers.0.attn.q_norm.w", 1, "trainer's layers.0.attn.q_norm.w must be the same"),
 ]
 

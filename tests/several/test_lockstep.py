@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.several.runs import completed, outcome, settings, write_files
+from tests.several.runs import completed, one_process, outcome, settings, write_files
 
 pytestmark = [pytest.mark.several_hosts, pytest.mark.timeout(600)]
 
@@ -16,24 +16,24 @@ def one_run(files: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of one process with four devices, and one decode step per launch."""
     run_dir = tmp_path_factory.mktemp("one") / "run"
     options = ("run.max_steps=3", "rollout.steps_per_launch=1", "export.every=last")
-    completed(1, 4, files, settings(run_dir), *options)
+    one_process(files, settings(run_dir), *options)
     return run_dir
 
 
 @pytest.fixture(scope="module")
-def one_process(one_run: Path) -> tuple[list[str], str]:
+def expected(one_run: Path) -> tuple[list[str], str]:
     """The digests of the tokens and of the last parameters of ``one_run``."""
     return outcome(one_run)
 
 
 @pytest.mark.parametrize(("hosts", "devices"), [pytest.param(2, 2, marks=pytest.mark.slow), (4, 1)])
 def test_tokens_and_parameters_are_those_of_one_process(
-    files: Path, tmp_path: Path, one_run: Path, one_process: tuple[list[str], str], hosts: int, devices: int
+    files: Path, tmp_path: Path, one_run: Path, expected: tuple[list[str], str], hosts: int, devices: int
 ) -> None:
     """Results are equal bit for bit, with a learning rate at which any difference would change tokens."""
     options = ("run.max_steps=3", "export.every=last")
     ended = completed(hosts, devices, files, settings(tmp_path), *options, fault="shapes")
-    assert outcome(tmp_path) == one_process
+    assert outcome(tmp_path) == expected
     exports = [directory / "exports/3/model.safetensors" for directory in (tmp_path, one_run)]
     assert exports[0].read_bytes() == exports[1].read_bytes()
     assert [path.name for path in exports[0].parents[1].iterdir()] == ["3"]  # nothing unfinished beside it
@@ -85,9 +85,9 @@ ADAPTERS: dict[str, Any] = {"model": {"lora": {"rank": 2}}, "checkpoint": {"ever
     ],
 )
 def test_two_processes_learn_what_one_does(files: Path, tmp_path: Path, sections: dict[str, Any]) -> None:
-    for hosts in (1, 2):
-        run_dir = tmp_path / str(hosts)
-        completed(hosts, 4 // hosts, files, settings(run_dir, **sections), "run.max_steps=3")
+    one_process(files, settings(tmp_path / "1", **sections), "run.max_steps=3")
+    completed(2, 2, files, settings(tmp_path / "2", **sections), "run.max_steps=3")
+    for run_dir in (tmp_path / "1", tmp_path / "2"):
         if "checkpoint" in sections:
             assert sorted(path.name for path in (run_dir / "adapters").iterdir()) == ["2", "3"]
     assert outcome(tmp_path / "2") == outcome(tmp_path / "1")
@@ -106,7 +106,7 @@ def mesh(fsdp: int, tp: int, tensor: int) -> dict[str, Any]:
     ],
 )
 def test_every_pair_of_meshes_samples_the_same_tokens(
-    files: Path, tmp_path: Path, one_process: tuple[list[str], str], fsdp: int, tp: int, tensor: int
+    files: Path, tmp_path: Path, expected: tuple[list[str], str], fsdp: int, tp: int, tensor: int
 ) -> None:
     """With tensor 4 one replica spans both hosts. Other trainer meshes sum gradients in another order.
 
@@ -114,17 +114,17 @@ def test_every_pair_of_meshes_samples_the_same_tokens(
     """
     options = ("hosts.check=step", "rollout.release_during_update=true")
     completed(2, 2, files, settings(tmp_path, meshes=mesh(fsdp, tp, tensor)), *options)
-    assert outcome(tmp_path)[0][0] == one_process[0][0]
+    assert outcome(tmp_path)[0][0] == expected[0][0]
 
 
 @pytest.mark.slow
 def test_trainer_and_sampler_on_halves_of_one_host(
-    files: Path, tmp_path: Path, one_process: tuple[list[str], str]
+    files: Path, tmp_path: Path, expected: tuple[list[str], str]
 ) -> None:
     """Trainer and sampler have two devices each; in test_split.py they have hosts of their own."""
     meshes = {"layout": "split", "sampler": {"tensor": 2}}
     completed(1, 4, files, settings(tmp_path, meshes=meshes), "hosts.check=step")
-    assert outcome(tmp_path)[0][0] == one_process[0][0]
+    assert outcome(tmp_path)[0][0] == expected[0][0]
 
 
 @pytest.mark.slow
@@ -145,13 +145,13 @@ def test_gemma_3_is_the_same_on_1_2_and_4_processes_and_on_halves_of_the_devices
 
 @pytest.mark.parametrize("tensor", [4, pytest.param(2, marks=pytest.mark.slow)])
 def test_in_step_when_the_cache_is_so_small_that_prefixes_are_evicted_and_requests_put_back(
-    files: Path, tmp_path: Path, one_process: tuple[list[str], str], tensor: int
+    files: Path, tmp_path: Path, expected: tuple[list[str], str], tensor: int
 ) -> None:
     cache = {4: 44, 2: 28}[tensor]  # two replicas have half as many requests each
     rollout = {"kv_tokens": cache, "max_new_tokens": 6, "prefill_tokens": 16, "batch_paddings": [16]}
     tree = settings(tmp_path, meshes=mesh(4, 1, tensor), rollout=rollout)
     ended = completed(2, 2, files, tree, "hosts.check=step", fault="pressure")
-    assert outcome(tmp_path)[0][0] == one_process[0][0]
+    assert outcome(tmp_path)[0][0] == expected[0][0]
     for what in ("put back", "evicted"):
         counts = re.findall(rf"{what} (\d+)", ended.out)
         assert len(counts) == 2

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.models.random_checkpoint import edit_config
-from tests.several.runs import completed, lines, outcome, settings, write_files
+from tests.several.runs import completed, lines, one_process, outcome, settings, write_files
 
 pytestmark = [pytest.mark.several_hosts, pytest.mark.timeout(900)]
 
@@ -32,7 +32,7 @@ def carrying(run_dir: Path, tensor: int = 1) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def alone(tailed: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], str]:
     run_dir = tmp_path_factory.mktemp("alone") / "run"
-    completed(1, 4, tailed, carrying(run_dir), timeout=800)
+    one_process(tailed, carrying(run_dir))
     assert any(line["partial/length_saved"] for line in lines(run_dir))
     return outcome(run_dir)
 
