@@ -123,6 +123,13 @@ def test_a_step_of_many_tokens_takes_as_long_as_its_products() -> None:
     )
 
 
+def test_int8_weights_of_layers_are_read_faster() -> None:
+    """Qwen3-0.6B: 15,728,640 numbers of matrices in each of 28 layers take 1.24 bytes for 2."""
+    given = {"tensor": 1, "itemsize": 2, "split_vocabulary": False, "cache_bytes": 1.0}
+    found = EngineSizes.of(checkpoint("Qwen3-0.6B"), **given, int8=True)
+    assert found.weight_bytes == pytest.approx(596_049_920 * 2 - 28 * 15_728_640 * 0.76)
+
+
 def test_few_tokens_read_few_experts() -> None:
     sizes = engine("Qwen3-30B-A3B", 4)
     experts = 48 * 128 * 3 * 2048 * 768 * 2 / 4

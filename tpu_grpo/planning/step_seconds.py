@@ -331,6 +331,7 @@ class StepWork:
                 split_vocabulary=splits_vocabulary(run.checkpoint.config.vocab_size, tensor),
                 cache_bytes=resident.cache / run.options.cache_tokens,  # the actual bytes per token
                 cache_itemsize=run.engine.cache_specs[0].dtype.itemsize,
+                int8=config.rollout.weights_dtype == "int8",
             ),
             hosts=tuple(map(tuple, rows.values())),
             rungs=run.options.shapes.batch,
