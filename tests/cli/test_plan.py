@@ -75,7 +75,10 @@ def test_a_run_that_fits_as_text_and_as_json(directory: Path) -> None:
     assert decode - prefill < found["held"]["sampler"] / 2
     assert {stage["stage"] for stage in found["stages"]} == {"rollout", "update", "sync"}
     assert found["step_seconds"] == pytest.approx(sum(stage["seconds"] for stage in found["time"]))
-    assert found["step_seconds_range"] == pytest.approx([0.75 * found["step_seconds"], 1.25 * found["step_seconds"]])
+    rollout = found["rollout_seconds"]
+    assert found["rollout_seconds_range"] == pytest.approx([0.75 * rollout, 2.5 * rollout])
+    most = 2.5 * rollout + 1.3 * (found["step_seconds"] - rollout)
+    assert found["step_seconds_range"] == pytest.approx([0.75 * found["step_seconds"], most])
     assert found["chip_hours"] == pytest.approx(found["step_seconds"] * 100 * 4 / 3600)
     assert found["cost"] == pytest.approx(found["chip_hours"] * 1.2)
 

@@ -1,12 +1,13 @@
 """The whole config: what follows from settings, which of them exclude each other, and how all are written out."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from tests.config.asking import SHIPPED, leaves, message
-from tpu_grpo.config import RunConfig, load_config
+from tpu_grpo.config import AlgorithmSection, RolloutSection, RunConfig, load_config, parse_config
 
 LENGTHS = ["data.max_prompt_tokens=100", "rollout.max_new_tokens=28"]
 SIZES = [*LENGTHS, "data.prompts_per_step=6", "algorithm.group_size=5"]
@@ -133,3 +134,19 @@ def test_every_shipped_config_loads_and_round_trips(path: Path, tmp_path: Path) 
 
 def test_there_are_shipped_configs() -> None:
     assert {"demo_cpu.yaml", "gsm8k_cpu_check.yaml"} <= {path.name for path in SHIPPED}
+
+
+@pytest.mark.parametrize(
+    ("given", "policy"),
+    [
+        ({}, "rollout"),
+        ({"rollout": {"weights_dtype": "int8"}}, "trainer"),
+        ({"rollout": {"weights_dtype": "int8"}, "algorithm": {"group_size": 4}}, "trainer"),
+        ({"rollout": {"weights_dtype": "int8"}, "algorithm": {"old_policy": "rollout"}}, "rollout"),
+        ({"rollout": RolloutSection(weights_dtype="int8"), "algorithm": AlgorithmSection(group_size=4)}, "trainer"),
+    ],
+)
+def test_rounded_weights_are_corrected_unless_the_old_policy_is_set(given: dict[str, Any], policy: str) -> None:
+    config = parse_config(given)
+    assert config.algorithm.old_policy == policy
+    assert config.algorithm.group_size == getattr(given.get("algorithm"), "group_size", config.algorithm.group_size)

@@ -10,7 +10,8 @@ from tpu_grpo.config import RunConfig, load_config, settings
 DEFAULTS = """
 run.name=run run.dir=unset run.seed=0 model.path=builtin:addition model.dtype=float32 model.param_dtype=float32
 model.attention=auto rollout.attention=auto rollout.temperature=1.0 rollout.max_new_tokens=256
-rollout.batch_paddings=unset rollout.steps_per_launch=auto rollout.kv_dtype=auto rollout.release_during_update=false
+rollout.batch_paddings=unset rollout.steps_per_launch=auto rollout.kv_dtype=auto rollout.weights_dtype=auto
+rollout.release_during_update=false
 rewards=['exact_answer'] rewards[i].weight=1.0 rewards[i].options={}
 algorithm.name=grpo algorithm.options={} algorithm.advantage=unset algorithm.loss_aggregation=unset
 algorithm.group_size=8 algorithm.beta=0.0 algorithm.iterations=1 algorithm.old_policy=rollout

@@ -55,6 +55,7 @@ def test_every_setting_is_decided_and_nothing_else() -> None:
         ("data.sources.2.weight", "results"),
         ("rollout.temperature", "results"),
         ("rollout.kv_dtype", "results"),
+        ("rollout.weights_dtype", "results"),
         ("rollout.batch_paddings", "rounding"),
         ("logging.wandb", "none"),
         ("checkpoint.every", "none"),

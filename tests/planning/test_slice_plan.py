@@ -142,7 +142,8 @@ def test_nothing_is_suggested_that_does_not_fit(monkeypatch: pytest.MonkeyPatch)
 
 def test_alternatives_that_fit_come_first_and_the_fastest_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four hosts are split 1 + 3, 2 + 2 and 3 + 1, whose engines have 4, 2 and 1 times the rows each; what waits for
-    slots gets an 8-bit cache of twice the rows. The split by 3 hosts does not fit, with carry or without."""
+    slots gets int8 weights, and an 8-bit cache of twice the rows. The split by 3 hosts does not fit, with or without
+    carry."""
     said: list[str] = []
 
     def make_plan(config: RunConfig, target: Any, *, fast: bool, say: Any) -> Plan:
@@ -164,6 +165,7 @@ def test_alternatives_that_fit_come_first_and_the_fastest_of_them(monkeypatch: p
     split = "meshes.layout=split"
     room = "meshes.sync_temporary_mib=2048"
     layouts = [(), (split, "meshes.sampler.hosts=2", room), (split, "meshes.sampler.hosts=3", room)]
+    layouts.append(("rollout.weights_dtype=int8", "algorithm.old_policy=trainer"))
     layouts.append(("rollout.kv_dtype=fp8", "rollout.max_running_requests=8"))
     carried = {
         (*each, *more)
@@ -173,9 +175,9 @@ def test_alternatives_that_fit_come_first_and_the_fastest_of_them(monkeypatch: p
     assert {each.overrides for each in found} == carried - {()}
     assert said[:2] == [f"planning {split} meshes.sampler.hosts=1 {room}", "  no"]
     seconds = [each.plan.work.step(20).seconds for each in found]
-    assert [each.plan.fits for each in found] == [True] * 8 + [False] * 3
-    assert (seconds[:8], seconds[8:]) == (sorted(seconds[:8]), sorted(seconds[8:]))
-    assert [each.overrides[1] for each in found[8:]] == ["meshes.sampler.hosts=3"] * 3
+    assert [each.plan.fits for each in found] == [True] * 11 + [False] * 3
+    assert (seconds[:11], seconds[11:]) == (sorted(seconds[:11]), sorted(seconds[11:]))
+    assert [each.overrides[1] for each in found[11:]] == ["meshes.sampler.hosts=3"] * 3
     target.slice.devices = 32
     found = slice_plan.alternatives(plan, 20, compiled=True, say=said.append)
     ahead = {(*each, "algorithm.staleness=1") for each in layouts[1:3]}
@@ -183,6 +185,15 @@ def test_alternatives_that_fit_come_first_and_the_fastest_of_them(monkeypatch: p
         (*each, *more) for each in ahead for more in ((), ("rollout.partial_extra=0.5",), ("rollout.partial_extra=1",))
     }
     assert {each.overrides for each in found} == carried - {()} | ahead
+
+
+def test_memory_that_int8_weights_free_is_offered_as_rows() -> None:
+    """Half of 100 bytes of weights, where each of 4 rows has 80 / 4 bytes of cache: 2 more rows, unless none waits."""
+    plan = plan_of(run_of(rollout={"kv_tokens": 4000}), {})
+    plan = replace(plan, resident=replace(RESIDENT, sampler=100, cache=80))
+    more = ("rollout.max_running_requests=6", "rollout.kv_tokens=6000")
+    assert slice_plan._more_rows(plan, 4, 8) == more
+    assert slice_plan._more_rows(plan, 4, 4) == ()
 
 
 def test_what_needs_no_compiling_is_not_planned_anew(monkeypatch: pytest.MonkeyPatch) -> None:

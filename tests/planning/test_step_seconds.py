@@ -15,7 +15,7 @@ from tpu_grpo.planning.costs import (
     pass_seconds,
     round_seconds,
 )
-from tpu_grpo.planning.step_seconds import carried_work, completion_lengths, decode
+from tpu_grpo.planning.step_seconds import StageTime, StepTime, carried_work, completion_lengths, decode
 
 RATES = V6E.rates
 
@@ -231,3 +231,12 @@ def test_the_efficiency_of_carried_steps_counts_the_tokens_of_their_seconds() ->
     token, tokens = work.trainer.token, 16 * (20 + mean)
     least = 3 * (tokens * 2 * token.layers + 16 * mean * 2 * token.head)  # without attention
     assert 1 < work.efficiency(20)["update_mfu"] * 8 * 918e12 * step.of("update") / least < 1.01
+
+
+def test_the_range_of_a_step_is_wider_for_its_rollout() -> None:
+    """4 s of rollout and 6 of the rest: 0.75 times both, and 2.5 times 4 plus 1.3 times 6."""
+    stages = [StageTime("prefill", {"products": 1.0}), StageTime("decode", {"weights": 2.0, "links": 1.0})]
+    rest = [StageTime("update", {"products": 5.0}), StageTime("sync", {"links": 1.0})]
+    assert StepTime(1, 1.0, (*stages, *rest)).seconds_range == pytest.approx((7.5, 17.8))
+    ahead = StepTime(1, 1.0, (*stages, *rest), is_ahead=True)  # the update takes longer at least, the rollout at most
+    assert ahead.seconds_range == pytest.approx((0.75 * 6, 10 + 1.3))

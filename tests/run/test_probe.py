@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.several.runs import lines, settings, train, write_files
-from tpu_grpo.config import RunConfig, parse_config
+from tpu_grpo.config import RolloutSection, RunConfig, parse_config
 from tpu_grpo.models.families.leaves import WeightRule
 from tpu_grpo.records.errors import WeightsError
 from tpu_grpo.run.engines import probe_bound
@@ -21,10 +21,15 @@ from tpu_grpo.weights.sync import WeightSync
 LAYER = "model.layers.1"
 
 
-@pytest.mark.parametrize(("kv_dtype", "float32", "bfloat16"), [("auto", 1e-3, 0.2), ("fp8", 0.5, 0.5)])
-def test_the_bound_follows_the_types_of_model_and_cache(kv_dtype: str, float32: float, bfloat16: float) -> None:
+@pytest.mark.parametrize(
+    ("settings", "float32", "bfloat16"),
+    [({}, 1e-3, 0.2), ({"kv_dtype": "fp8"}, 0.5, 0.5), ({"weights_dtype": "int8"}, 0.5, 0.5)],
+)
+def test_the_bound_follows_the_types_of_model_and_engine(
+    settings: dict[str, Any], float32: float, bfloat16: float
+) -> None:
     for dtype, bound in (("float32", float32), ("bfloat16", bfloat16)):
-        assert probe_bound(dtype, kv_dtype) == bound
+        assert probe_bound(dtype, RolloutSection(**settings)) == bound
 
 
 Weights = dict[str, jax.Array]

@@ -22,7 +22,7 @@ from tpu_grpo.checking.numerics import Shared, scored_rollout
 from tpu_grpo.engine.attention_probe import attend, head_counts
 from tpu_grpo.hosts import own_slice, slices_of
 from tpu_grpo.launching.tpus import Chip, Generation, Rates
-from tpu_grpo.planning.costs import EngineSizes, TokenCost, host_seconds
+from tpu_grpo.planning.costs import WIDE, EngineSizes, TokenCost, host_seconds
 from tpu_grpo.planning.slice_plan import NO_STOP
 from tpu_grpo.planning.stage_memory import resident_bytes
 from tpu_grpo.planning.step_seconds import StepWork
@@ -198,7 +198,8 @@ def learner(shared: Shared) -> Finding:
     [stage] = [stage for stage in work.step().stages if stage.stage == "update"]
     least = {**stage.beside, **stage.by_cause}["products"]
     shared.rates["products"] = least / seconds
-    said = f"an update of {build.config.batch_rows} rows, {least / seconds:.1%} of the devices' products"
+    said = f"an update of {build.config.batch_rows} rows"
+    said += f"; a model {WIDE:,} wide would reach {least / seconds:.1%} of the devices' products"
     return _timed(f"{seconds:.3g} s for {said}", {"seconds": seconds})
 
 

@@ -55,7 +55,7 @@ from tpu_grpo.run.inputs import check_model
 from tpu_grpo.run.meshes import Meshes, build_meshes
 from tpu_grpo.run.parts import open_engines
 from tpu_grpo.run.policies import load_inputs
-from tpu_grpo.weights.plan import named_leaves
+from tpu_grpo.weights.plan import QUANTIZED, SCALE, named_leaves
 
 LAYERS = 2
 PROMPT_TOKENS, NEW_TOKENS = 40, 12
@@ -411,7 +411,7 @@ def log_probabilities(dtype: str) -> Callable[[Shared], Finding]:
             gaps["trainer"] += np.abs(trainer_RT[row, : len(exact)] - exact).tolist()
         measure, kind = (max, "the largest") if dtype == "float32" else (np.mean, "the mean")
         found = {side: float(measure(values)) for side, values in gaps.items()}
-        bound = EXACT[build.platform] if dtype == "float32" else probe_bound(dtype, build.config.rollout.kv_dtype)
+        bound = EXACT[build.platform] if dtype == "float32" else probe_bound(dtype, build.config.rollout)
         worst = max(found, key=lambda side: found[side] if found[side] == found[side] else math.inf)
         said = f"the {worst}'s log-probabilities in {dtype}, {kind} of {len(gaps[worst])},"
         finding = within(found[worst], bound, said, f"see the rows above; else {REPORT}")
@@ -424,7 +424,9 @@ def _wrong_types(build: Build, dtype: str) -> str:
     """Name the first array of trainer, engine or cache whose type is not ``dtype``; empty if there is none."""
     cache = dtype if build.config.rollout.kv_dtype == "auto" else None
     found = {f"the trainer's {name}": leaf.dtype for name, leaf in named_leaves(build.learner.params()).items()}
-    found |= {f"the engine's {name}": spec.dtype for name, spec in build.engine.weight_specs.items()}
+    rounded = (QUANTIZED, SCALE) if build.config.rollout.weights_dtype == "int8" else ()
+    specs = build.engine.weight_specs.items()
+    found |= {f"the engine's {name}": spec.dtype for name, spec in specs if not name.endswith(rounded)}
     if cache is not None and build.engine.options.attention != "gather":  # gather keeps bfloat16's bits as integers
         found["the engine's cache"] = build.engine.cache_specs[0].dtype
     return next((f"{name} in {kind}" for name, kind in found.items() if kind != jnp.dtype(dtype)), "")

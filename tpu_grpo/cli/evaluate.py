@@ -45,7 +45,8 @@ def _evaluate(words: Sequence[str], which: str) -> None:
     with start(config) as (hosts, watch):
         chosen, evaluation = evaluate_checkpoint(config, which, hosts, watch)
         if hosts.is_first:
-            show(evaluation, f"{config.run.name}, {chosen.name}", Console(highlight=False))
+            title = f"{config.run.name}, {chosen.name}{config.rollout.rounding_text}"
+            show(evaluation, title, Console(highlight=False))
             print(f"samples: {config.run_dir}/{EVALUATIONS_DIR}/{chosen.name}.jsonl")
 
 

@@ -48,7 +48,7 @@ def named_model(name: str, words: Sequence[str]) -> NamedModel:
     here = {  # reset settings that depend on the run's slice
         "meshes": MeshesSection(),
         "hosts": HostsSection(),
-        "rollout": config.rollout.model_copy(update={"attention": "auto", "kv_dtype": "auto"}),
+        "rollout": config.rollout.model_copy(update=dict.fromkeys(("attention", "kv_dtype", "weights_dtype"), "auto")),
         "algorithm": config.algorithm.model_copy(update={"routing_replay": False, "staleness": 0}),
     }
     settings = config.model_copy(update=here).model_dump(mode="json")

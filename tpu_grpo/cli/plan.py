@@ -35,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--price-per-chip-hour", type=float, metavar="X", help=price)
     parser.add_argument("--rates", type=Path, metavar="check.json", help="plan with rates that tpu-grpo check measured")
     parser.add_argument("--fast", action="store_true", help="compile models of 2 and 4 layers and extrapolate")
-    also = "also plan splits by whole hosts and a cache of 8 bits, the fastest first; needs --mean-new-tokens"
+    also = "also plan splits by whole hosts, weights and a cache of 8 bits, the fastest first; needs --mean-new-tokens"
     parser.add_argument("--alternatives", action="store_true", help=also)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--no-suggestion", action="store_true", help="do not look for what would fit")

@@ -70,7 +70,8 @@ class AlgorithmSection(Section):
     old_policy: Literal["rollout", "trainer", "tunix"] = "rollout"
     """Compute the ratio to the old policy from these log-probabilities: the engine's (rollout), or the trainer's,
     recomputed before the update and corrected towards the engine by truncated importance weights (trainer), or those
-    that Tunix's learner chooses (tunix, only with name=tunix:...)."""
+    that Tunix's learner chooses (tunix, only with name=tunix:...). When unset, trainer with
+    rollout.weights_dtype=int8."""
     importance_cap: float | None = Field(default=None, gt=0.0)
     """Truncate the importance weights of old_policy=trainer at this, or use it as the upper bound of the ratios of
     algorithm.correction. Unset: 1.01 for correction=geometric, otherwise 2."""

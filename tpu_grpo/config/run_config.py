@@ -74,9 +74,18 @@ class RunConfig(Section):
     @classmethod
     def _environments_give_rewards(cls, given: Any) -> Any:
         """If there is an environment, and no rewards are set, use the environment's reward as the only one."""
-        section = given.get("environment") if isinstance(given, dict) else None
-        named = section.get("name") if isinstance(section, dict) else getattr(section, "name", None)
+        named = _given(given, "environment", "name")
         return {**given, "rewards": [{"name": "environment"}]} if named and "rewards" not in given else given
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rounded_weights_are_corrected(cls, given: Any) -> Any:
+        """With int8 weights in rollouts, use the trainer's old policy and truncated importance weights, unless set."""
+        if _given(given, "rollout", "weights_dtype") != "int8" or _given(given, "algorithm", "old_policy"):
+            return given
+        section = given.get("algorithm", {})
+        fields = section if isinstance(section, dict) else section.model_dump(exclude_unset=True)
+        return {**given, "algorithm": {**fields, "old_policy": "trainer"}}
 
     @model_validator(mode="after")
     def _fits_together(self) -> "RunConfig":
@@ -298,6 +307,14 @@ class RunConfig(Section):
     def to_yaml(self) -> str:
         """Return the resolved config as YAML, with every setting."""
         return yaml.dump(self.model_dump(mode="json"), Dumper=Dumper, sort_keys=False, width=120)
+
+
+def _given(given: Any, section: str, name: str) -> Any:
+    """Return a setting as it was given, before validation; None if it was not."""
+    found = given.get(section) if isinstance(given, dict) else None
+    if isinstance(found, Section):
+        found = found.model_dump(exclude_unset=True)
+    return found.get(name) if isinstance(found, dict) else None
 
 
 def settings() -> Iterator[tuple[str, str, str, str]]:

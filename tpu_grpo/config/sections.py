@@ -122,6 +122,10 @@ class RolloutSection(Section):
     kv_dtype: Literal["auto", "fp8"] = "auto"
     """Keep keys and values in this type. auto: model.dtype; fp8: 8 bits each, which halve the cache of a bfloat16
     model, but engine and trainer agree less."""
+    weights_dtype: Literal["auto", "int8"] = "auto"
+    """Sample with weights of this type. auto: model.dtype; int8: the layers' matrices in 8 bits with a scale for each
+    output, rounded to nearest at every weight sync, for models without experts. Engine and trainer agree less;
+    algorithm.old_policy is then trainer unless set, whose importance weights correct for that."""
     page_size: PositiveInt = 1
     """Divide the KV cache into pages of this many tokens."""
     prefill_tokens: PositiveInt = 2048
@@ -151,6 +155,11 @@ class RolloutSection(Section):
         """Name -> value of the active filters among top_k, top_p and min_p."""
         neutral = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
         return {name: value for name, off in neutral.items() if (value := getattr(self, name)) != off}
+
+    @property
+    def rounding_text(self) -> str:
+        """What evaluations by these engines add to their titles, if the engines sample another policy than exported."""
+        return ", sampled with int8 weights" if self.weights_dtype == "int8" else ""
 
 
 class EnvironmentSection(Section):
@@ -252,7 +261,7 @@ class MeshesSection(Section):
     this interval of syncs; 0 never compares."""
     probe_bound: float | None = Field(default=None, gt=0.0)
     """Stop the run when the compared log-probabilities differ by more than this on average; when unset, 1e-3 in float32
-    and 0.2 in bfloat16, but at least 0.5 with rollout.kv_dtype=fp8."""
+    and 0.2 in bfloat16, but at least 0.5 with rollout.kv_dtype=fp8 or rollout.weights_dtype=int8."""
     trainer: TrainerMeshSection = TrainerMeshSection()
     sampler: SamplerMeshSection = SamplerMeshSection()
 

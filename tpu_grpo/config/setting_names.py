@@ -50,7 +50,7 @@ _RESULTS = """
 run.seed
 model.path model.dtype model.param_dtype model.train_layers model.lora
 rollout.temperature rollout.top_k rollout.top_p rollout.min_p rollout.max_new_tokens rollout.kv_dtype
-rollout.partial_extra rollout.partial_steps
+rollout.weights_dtype rollout.partial_extra rollout.partial_steps
 environment.name environment.options environment.max_turns environment.max_turn_tokens
 environment.max_observation_tokens environment.tool_format environment.on_error environment.error_value
 environment.turn_credit

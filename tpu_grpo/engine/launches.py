@@ -27,6 +27,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
+from sgl_jax.srt.layers.linear import LinearBase, QuantizedLinear
 from sgl_jax.srt.layers.logits_processor import LogitsMetadata
 from sgl_jax.srt.managers.schedule_batch import ScheduleBatch
 from sgl_jax.srt.mem_cache.memory_pool import MemoryPools, MHATokenToKVPool
@@ -46,7 +47,7 @@ from tpu_grpo.engine.decode_loop import (
     decode_loop,
     pack_rows,
 )
-from tpu_grpo.engine.experts import ExpertLayout
+from tpu_grpo.engine.experts import ExpertLayout, Experts
 from tpu_grpo.engine.options import EngineOptions, Shapes, choose_steps, pad_to, splits_vocabulary
 from tpu_grpo.engine.reservation import Reservation
 from tpu_grpo.engine.sampling import VOCABULARY_LEAVES, AnyArray, SamplingColumns, WholeVocabularyLogits, sample_rows
@@ -54,7 +55,7 @@ from tpu_grpo.hosts.sharded_arrays import bytes_per_device
 from tpu_grpo.models.checkpoint import abstract_checkpoint
 from tpu_grpo.models.families.family import MoeConfig
 from tpu_grpo.models.families.rope import Scaling
-from tpu_grpo.records.errors import WeightsError
+from tpu_grpo.records.errors import ConfigError, WeightsError
 from tpu_grpo.records.stages import Request
 
 
@@ -292,6 +293,25 @@ def _read_settings(config: Any) -> Scaling | None:
     return None if is_own else sizes.scaling
 
 
+def _quantize_layers(model: nnx.Module) -> None:
+    """Replace the linear layers of an abstract model by sglang-jax's with int8 weights [outputs, inputs] and a scale
+    for each output; activations stay as they are.
+
+    Raises:
+        ConfigError: for a model with experts.
+    """
+    modules = [node for _, node in nnx.iter_modules(model)]
+    if any(isinstance(node, Experts) for node in modules):
+        raise ConfigError(
+            "rollout.weights_dtype=int8 needs a model without experts, got one with experts; use rollout.weights_dtype="
+            "auto"
+        )
+    for node in modules:
+        for name, value in list(vars(node).items()):
+            if isinstance(value, LinearBase):
+                setattr(node, name, QuantizedLinear.from_linear(value, jnp.int8, is_static_input=True))
+
+
 class Runner(ModelRunner):
     """sglang-jax's ModelRunner with our own step around its model and cache."""
 
@@ -330,6 +350,8 @@ class Runner(ModelRunner):
             split_vocabulary=split,
         )
         repairs.rope_as_published(model, config.dtype, self._scaling)
+        if self.options.weights_dtype == "int8":
+            _quantize_layers(model)
         if not split:
             soft_cap = model.logits_processor.soft_cap
             model.logits_processor = WholeVocabularyLogits(config.vocab_size, self.mesh, soft_cap)

@@ -17,6 +17,7 @@ from tpu_grpo.records.errors import ConfigError
 
 AttentionName = Literal["flash", "gather"]
 KVDtype = Literal["auto", "fp8"]
+WeightsDtype = Literal["auto", "int8"]
 SMALLEST_BATCH = 8
 SMALLEST_PREFILL = 64
 REFILL_SHARE = 16
@@ -69,6 +70,8 @@ class EngineOptions:
     """The most decode steps of a launch; None chooses by the model's size and the devices."""
     kv_dtype: KVDtype = "auto"
     """The type of the numbers in the KV cache; auto is ``dtype``."""
+    weights_dtype: WeightsDtype = "auto"
+    """The type of the layers' matrices; auto is ``dtype``."""
     filtered: bool = False
     """Whether log-probabilities are taken among the tokens that the filters keep, and the number kept is returned."""
     tool_steps: int = 16
@@ -97,6 +100,7 @@ class EngineOptions:
             return_experts=config.algorithm.replays_routing,
             steps_per_launch=None if rollout.steps_per_launch == "auto" else rollout.steps_per_launch,
             kv_dtype=rollout.kv_dtype,
+            weights_dtype=rollout.weights_dtype,
             filtered=config.algorithm.filtered_ratio,
             tool_steps=config.environment.tool_steps,
         )

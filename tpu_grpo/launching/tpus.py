@@ -92,11 +92,13 @@ class Rates:
     prefill: float = 0.25
     """Share of a chip's FLOP/s in a prefill. It is fitted; published times to first tokens alone give 14 to 28 %."""
     products: float = 0.5
-    """Share of a chip's FLOP/s in the learner's programs, recomputation included."""
+    """Share of a chip's FLOP/s in the learner's programs for a model that is 4,096 wide, recomputation included."""
     links: float = 0.8
     """Share of the links' speed: 90 of 112 GB/s per link on v6e ("How to scale your model", chapter 2)."""
-    allreduce_seconds: float = 2e-6
-    """The minimum time of one all-reduce: two hops of a microsecond each ("How to scale your model", chapter 2)."""
+    allreduce_seconds: float = 13e-6
+    """The minimum time of one all-reduce. It is v7x's: Google's table of all-gathers (accelerator-microbenchmarks,
+    Ironwood/guides/collectives/all_gather.md) fits bytes / 180 GB/s plus 13 us. No table of another generation is
+    published, so the others have it too; two hops alone take 2 us ("How to scale your model", chapter 2)."""
     host: float = 1.0
     """The host's time for a launch of an engine, as a multiple of the time that tpu_grpo/planning/costs.py computes."""
 
@@ -189,7 +191,7 @@ GENERATIONS = (
         Chip(int(94.75 * GIB), 1153.5e12, 3690e9, 300e9, 6.25e9),  # a device; the chip has twice that
         ("TPU7x",),
         libtpu_args=(*SPARSE_CORES, LAYOUT_OF_ARGUMENTS),
-        rates=Rates(products=0.7, cache_bytes_per_second=1.31e12),  # the cache's is v6e's, not fitted
+        rates=Rates(products=0.65, cache_bytes_per_second=1.31e12),  # the cache's is v6e's, not fitted
         devices_per_chip=2,
         only_on_gke=True,
     ),

@@ -3,7 +3,7 @@
 The sizes follow from a model's config.json and the tensors of its checkpoint; nothing is compiled for them. An engine's
 step takes the time of its matrix products or of reading its weights, whichever is longer. Added to that are:
 
-    decode    reading the cache, the all-reduces, and the host's time
+    decode    reading the cache, sampling, the all-reduces, and the host's time
     prefill   the all-reduces, and the host's time
 
 The FLOPs of a learner's pass are computed, too, because the compiler counts the body of a loop once and kernels not at
@@ -18,7 +18,8 @@ Published speeds of decoding come from sglang-jax's cookbook (Qwen3-8B and Qwen3
 with an earlier kernel: a cache speed of 0.74 TB/s and `Rates.prefill` are fitted to these seven points, within 7 %.
 `Rates.products` is fitted by generation to published trainings: 61 and 67 % MFU of models of 16B and 32B on v5e-256,
 64.6 % of Llama2-70B on v5p, 57 % of 22B on v4, 52.3 % of Llama-3.1-70B on v7x-128, and 7,139 tokens a second and chip
-of Llama-3.1-8B on v6e-8. No other rate of v7x is fitted. The sources of other constants are stated with them.
+of Llama-3.1-8B on v6e-8; a wider model reaches more, and a narrower one less (NARROW). No other rate of v7x is fitted.
+The sources of other constants are stated with them.
 tests/planning/test_costs.py checks this.
 """
 
@@ -39,6 +40,22 @@ STEP_INPUTS = 7
 """Arrays that a launch of decode steps takes besides weights and cache: rows, limits, and five for attention."""
 FILL = 0.95
 """The share of the tokens in packed training rows that is not padding."""
+WIDE, NARROW = 4096, 683
+"""Rates of the learner's products are those of models ``WIDE`` wide. What is not a product takes as long as a product
+with a width of ``NARROW`` would: libtpu's cycles for an update's layer on v5e are 22.6 ms for Qwen3-8B and 2,048 tokens
+(73 % of the peak), and 8.5 ms for Qwen3-0.6B, whose width is 1,024, and 6,144 tokens (51 %)."""
+HEAD_BYTES = 37
+"""Bytes of memory that a micro-batch takes per parameter of the head to clear, cast and add the head's gradient: the
+cycles of Qwen3-0.6B on v5e are 8.8 ms."""
+SAMPLING_PASSES = 18
+"""How often a decode step passes over its float32 logits. For 64 rows of Qwen3-8B on four chips of v5e, sampling takes
+0.26 ms by the cycles."""
+HEAD_READ = 1.18
+"""How much longer the head takes in a decode step than other weights of its size, by the same program: 0.56 ms."""
+
+INT8_BYTES = 1.24
+"""Bytes of bfloat16 that are read as fast as an int8 weight is read and converted: products of 64 rows take 0.62 of the
+cycles that they take with bfloat16 on v5e."""
 
 EMBEDDING = "model.embed_tokens.weight"
 VOCABULARY = (EMBEDDING, "lm_head.weight")
@@ -86,6 +103,13 @@ class TokenCost:
     """The number of parameters in the output head."""
     attention: float
     """FLOPs per token of context, in all layers."""
+    width: int = WIDE
+    """The numbers of a token between layers."""
+
+    @property
+    def slowdown(self) -> float:
+        """How much longer a FLOP of the learner takes than in a model that is WIDE wide."""
+        return (1 + NARROW / self.width) / (1 + NARROW / WIDE)
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> "TokenCost":
@@ -97,7 +121,8 @@ class TokenCost:
             if ".layers." in name and len(shape) == 2:
                 met += shape[0] * shape[1] * (used if ".experts." in name else 1.0)
         heads = config.num_attention_heads * config.head_dim
-        return cls(met, config.vocab_size * config.hidden_size, 4.0 * heads * config.num_hidden_layers)
+        attention = 4.0 * heads * config.num_hidden_layers
+        return cls(met, config.vocab_size * config.hidden_size, attention, config.hidden_size)
 
     def forward(self, tokens: float, context: float, predicted: float) -> float:
         """FLOPs of a forward pass over ``tokens`` tokens, of which ``predicted`` get logits."""
@@ -129,6 +154,10 @@ class EngineSizes:
     """The activations of one token between layers, which every device holds completely."""
     arrays: int
     """The number of arrays that are passed to the program of a step."""
+    head_bytes: float
+    """The bytes of the output head, which are among the weights."""
+    logits: float
+    """The logits of a token on a device."""
     cache_itemsize: int = 2
     """Bytes per number in the cache."""
 
@@ -142,12 +171,15 @@ class EngineSizes:
         split_vocabulary: bool,
         cache_bytes: float,
         cache_itemsize: int = 2,
+        int8: bool = False,
     ) -> "EngineSizes":
-        """Compute the sizes of an engine of ``tensor`` devices whose weights have ``itemsize`` bytes per number."""
+        """Compute the sizes of an engine of ``tensor`` devices whose weights have ``itemsize`` bytes per number, but
+        with ``int8`` the layers' matrices INT8_BYTES."""
         config, shapes = checkpoint.config, checkpoint.shapes
         weights = experts = 0.0
         for name, shape in shapes.items():
-            size = math.prod(shape) * itemsize
+            is_small = int8 and ".layers." in name and len(shape) == 2
+            size = math.prod(shape) * (INT8_BYTES if is_small else itemsize)
             if ".experts." in name:
                 experts += size / tensor
             elif name != EMBEDDING or config.tie_word_embeddings:
@@ -164,6 +196,8 @@ class EngineSizes:
             cache_bytes=cache_bytes,
             state_bytes=config.hidden_size * itemsize,
             arrays=len(names) + config.num_hidden_layers + STEP_INPUTS,
+            head_bytes=config.vocab_size * config.hidden_size * itemsize / (tensor if split_vocabulary else 1),
+            logits=config.vocab_size / (tensor if split_vocabulary else 1),
             cache_itemsize=cache_itemsize,
         )
 
@@ -174,12 +208,16 @@ class EngineSizes:
 
 
 def decode_step(sizes: EngineSizes, generation: Generation, rows: int, cached_tokens: float) -> dict[str, float]:
-    """Return the device seconds of a decode step of ``rows`` rows, which have ``cached_tokens`` tokens together."""
+    """Return the device seconds of a decode step of ``rows`` rows, which have ``cached_tokens`` tokens together.
+
+    "sampling" includes what the output head takes in addition to reading it as fast as other weights.
+    """
     flops = sizes.token.forward(rows, cached_tokens / rows, rows) / sizes.tensor
     read = memory_seconds(generation, sizes.cache_bytes)
     computed = sizes.cache_bytes * max(1, 2 / sizes.cache_itemsize) / generation.rates.cache_bytes_per_second
     step = _engine_step(sizes, generation, rows, flops, generation.rates.products)
-    return step | {"cache": cached_tokens * max(read, computed)}
+    passed = (HEAD_READ - 1) * sizes.head_bytes + SAMPLING_PASSES * 4 * rows * sizes.logits
+    return step | {"cache": cached_tokens * max(read, computed), "sampling": memory_seconds(generation, passed)}
 
 
 def prefill_step(sizes: EngineSizes, generation: Generation, tokens: float, context: float) -> dict[str, float]:
@@ -290,8 +328,9 @@ def pass_seconds(
     Over fsdp devices, parameters are gathered in the forward pass and again in the backward pass, and gradients are
     reduce-scattered, in every micro-batch. The compiler gathers a layer's parameters while the previous layer computes,
     so only the longest of products, memory and these transfers counts. Two other transfers do not overlap, and are
-    added. With tp, each pass all-reduces activations twice per layer. With experts, the forward pass sends tokens to
-    the experts and back, and the backward pass sends inputs, gradients and the gradients of inputs.
+    added, as is the memory traffic of the head's gradient (HEAD_BYTES). With tp, each pass all-reduces activations
+    twice per layer. With experts, the forward pass sends tokens to the experts and back, and the backward pass sends
+    inputs, gradients and the gradients of inputs.
 
     ``head_tokens`` counts completion tokens on all devices, ``accessed_bytes`` is the compiler's count for the program
     per device, and ``updates`` says whether there is a backward pass.
@@ -304,8 +343,9 @@ def pass_seconds(
     flops = layers + head_passes * sizes.token.forward(0, 0, head_tokens)
     others = sizes.fsdp - 1
     moved = others * (sizes.gathered_bytes + updates * (sizes.gathered_bytes + sizes.reduced_bytes))
+    reached = generation.rates.products * generation.chip.flops_per_second / sizes.token.slowdown
     beside = {
-        "products": flops / devices / (generation.rates.products * generation.chip.flops_per_second),
+        "products": flops / devices / reached,
         "memory": memory_seconds(generation, accessed_bytes),
         "links": link_seconds(generation, devices, moved),
     }
@@ -315,4 +355,6 @@ def pass_seconds(
     copies = sizes.layers * sizes.experts_of_token * sizes.pass_tokens / sizes.fsdp * others / sizes.fsdp
     exchanged = (5 if updates else 2) * copies * sizes.state_bytes
     waits = layer_passes * 2 * sizes.layers * each + link_seconds(generation, devices, exchanged)
-    return PassSeconds(parts | {"links": parts.get("links", 0.0) + waits}, beside)
+    added = HEAD_BYTES * sizes.token.head / devices if updates and not sizes.trains_adapters else 0.0
+    head = {"head": memory_seconds(generation, added)} if added else {}
+    return PassSeconds(parts | {"links": parts.get("links", 0.0) + waits} | head, beside)

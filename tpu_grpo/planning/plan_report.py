@@ -7,10 +7,7 @@ from typing import Any
 from tpu_grpo.launching.tpus import GIB
 from tpu_grpo.planning.slice_plan import FEW_LAYERS, Plan, Suggestion
 from tpu_grpo.planning.stage_memory import COLUMNS
-from tpu_grpo.planning.step_seconds import StepTime, assumptions
-
-UNCERTAINTY = 0.25
-"""Plans meet published speeds within this share, with one exception; docs/planning.md lists them."""
+from tpu_grpo.planning.step_seconds import ROLLOUT, ROLLOUT_RANGE, StepTime, assumptions
 
 
 def plan_lines(plan: Plan, mean_new_tokens: float | None = None, price: float | None = None) -> list[str]:
@@ -67,10 +64,10 @@ def _time(plan: Plan, mean_new_tokens: float | None, price: float | None) -> lis
     for name, step in steps:
         figures = _speed(plan, step, price)
         cost = f", which cost {figures['cost']:,.2f}" if "cost" in figures else ""
-        low, high = figures["step_seconds_range"]
+        low, high, least, most = *figures["step_seconds_range"], *figures["rollout_seconds_range"]
         lines.append(
             f"{name}: a step of {step.seconds:.1f} s ({low:.1f} to {high:.1f}), rollout "
-            f"{figures['rollout_seconds']:.1f} and update {figures['update_seconds']:.1f}; "
+            f"{figures['rollout_seconds']:.1f} ({least:.1f} to {most:.1f}) and update {figures['update_seconds']:.1f}; "
             f"{figures['completion_tokens_per_second']:,.0f} completion tokens/s, "
             f"{figures['chip_hours']:,.1f} chip-hours for {plan.config.run.max_steps} steps{cost}"
         )
@@ -91,8 +88,9 @@ def _speed(plan: Plan, step: StepTime, price: float | None) -> dict[str, Any]:
     hours = step.seconds * plan.config.run.max_steps * plan.target.chips / 3600
     return {
         "step_seconds": step.seconds,
-        "step_seconds_range": [(1 - UNCERTAINTY) * step.seconds, (1 + UNCERTAINTY) * step.seconds],
-        "rollout_seconds": step.of("prefill", "decode"),
+        "step_seconds_range": list(step.seconds_range),
+        "rollout_seconds": step.of(*ROLLOUT),
+        "rollout_seconds_range": [factor * step.of(*ROLLOUT) for factor in ROLLOUT_RANGE],
         "update_seconds": step.of("logprobs", "update"),
         "completion_tokens_per_second": step.tokens_per_second,
         "chip_hours": hours,
@@ -145,7 +143,7 @@ def alternative_lines(plan: Plan, found: Sequence[Suggestion], mean_new_tokens: 
     lines = [f"{f'mean {mean_new_tokens:g}':14}{'step, s':>9}{'rollout':>9}{'GiB':>8}  settings"]
     for overrides, each in ((("as configured",), plan), *((one.overrides, one.plan) for one in found)):
         step, fits = each.work.step(mean_new_tokens), "" if each.fits else "does not fit"
-        seconds = f"{step.seconds:9.1f}{step.of('prefill', 'decode'):9.1f}"
+        seconds = f"{step.seconds:9.1f}{step.of(*ROLLOUT):9.1f}"
         lines.append(f"{fits:14}{seconds}{each.worst.total / GIB:8.2f}  {' '.join(overrides)}")
     return lines
 

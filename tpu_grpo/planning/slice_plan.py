@@ -289,8 +289,8 @@ def alternatives(plan: Plan, mean: float, *, compiled: bool, say: Callable[[str]
     """Plan the run with other settings that may make a step faster, where completions have this mean length.
 
     The settings are the CARRIES, which need no compiling, and with ``compiled`` also splits that give the sampler a
-    quarter, half and three quarters of the hosts (from AHEAD_DEVICES devices on, also with algorithm.staleness), and an
-    8-bit cache with more rows. Plans that fit come first, the fastest first.
+    quarter, half and three quarters of the hosts (from AHEAD_DEVICES devices on, also with algorithm.staleness), int8
+    weights, and an 8-bit cache; the latter two with more rows. Plans that fit come first, the fastest first.
     """
     found = [Suggestion((), plan)]
     for overrides in _other_layouts(plan) if compiled else ():
@@ -317,10 +317,27 @@ def _other_layouts(plan: Plan) -> Iterator[tuple[str, ...]]:
             if config.excludes_staleness is None and plan.target.slice.devices >= AHEAD_DEVICES:
                 yield (*split, "algorithm.staleness=1")
     slots, wanted = plan.work.rungs[-1], max(rows for host in plan.work.hosts for rows in host)
+    if config.rollout.weights_dtype == "auto" and plan.work.engine.experts == 1:
+        yield ("rollout.weights_dtype=int8", *_corrected(config), *_more_rows(plan, slots, wanted))
     if wanted > slots and config.rollout.kv_dtype == "auto" and config.rollout.batch_paddings is None:
         tokens = config.rollout.kv_tokens
         more = () if tokens is None else (f"rollout.kv_tokens={2 * tokens}",)
         yield ("rollout.kv_dtype=fp8", f"rollout.max_running_requests={min(2 * slots, wanted)}", *more)
+
+
+def _corrected(config: RunConfig) -> tuple[str, ...]:
+    """Return the override without which a config that names its old policy would not correct for int8 weights."""
+    return ("algorithm.old_policy=trainer",) * (config.algorithm.old_policy == "rollout")
+
+
+def _more_rows(plan: Plan, slots: int, wanted: int) -> tuple[str, ...]:
+    """Return overrides that give the memory that int8 weights free, half of the engine's weights, to waiting rows."""
+    rollout, resident = plan.config.rollout, plan.resident
+    rows = min(wanted, slots + int(resident.sampler / 2 / (resident.cache / slots)))
+    if rows == slots or rollout.batch_paddings is not None:
+        return ()
+    tokens = () if rollout.kv_tokens is None else (f"rollout.kv_tokens={rollout.kv_tokens * rows // slots}",)
+    return (f"rollout.max_running_requests={rows}", *tokens)
 
 
 def _carrying(suggestion: Suggestion, carry: float) -> Suggestion:

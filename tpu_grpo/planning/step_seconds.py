@@ -34,6 +34,10 @@ SPREAD = 0.9
 """The standard deviation of the logarithm of completion lengths. With it, 6 % of completions reach a limit of 2,048
 tokens if the mean is 680."""
 HALVINGS = 80
+ROLLOUT = ("prefill", "decode")
+"""The stages of a rollout."""
+ROLLOUT_RANGE, UPDATE_RANGE = (0.75, 2.5), (0.75, 1.3)
+"""Published seconds are these multiples of planned ones, for rollouts and for all else; docs/planning.md lists them."""
 CARRIED_STEPS = 6
 """The number of simulated steps whose seconds are averaged for rollout.partial_extra."""
 
@@ -42,7 +46,8 @@ def assumptions(mean_new_tokens: float | None, rates: Rates) -> list[str]:
     """Describe a plan's assumptions about seconds and, if a mean length is given, its assumptions about lengths."""
     times = "" if rates.host == 1.0 else f", {rates.host:.2g} times as long as elsewhere"
     assumed = [
-        f"of a chip's products {rates.products:.0%} are reached by the learner and {rates.prefill:.0%} by prefills, of "
+        f"of a chip's products {rates.products:.0%} are reached by the learner with a model {costs.WIDE:,} wide, less "
+        f"with a narrower one, and {rates.prefill:.0%} by prefills, of "
         f"its memory's speed {rates.memory:.0%}, of its usable links' {rates.links:.0%}; attention gets through at "
         f"most {rates.cache_bytes_per_second / 1e9:.0f} GB/s of keys and values, and in 8 bits at half as many",
         f"a launch of an engine takes its host half a millisecond, and more for arrays, devices and rows{times}; one "
@@ -237,6 +242,10 @@ class StageTime:
         """The stage's duration."""
         return sum(self.by_cause.values())
 
+    def scaled(self, factor: float) -> "StageTime":
+        """Return the stage with a duration ``factor`` times as long."""
+        return replace(self, by_cause={cause: factor * seconds for cause, seconds in self.by_cause.items()})
+
 
 @dataclass(frozen=True)
 class StepTime:
@@ -254,8 +263,17 @@ class StepTime:
     def seconds(self) -> float:
         """The step's duration."""
         if self.is_ahead:
-            return max(self.of("prefill", "decode"), self.of("logprobs", "update")) + self.of("sync")
+            return max(self.of(*ROLLOUT), self.of("logprobs", "update")) + self.of("sync")
         return sum(stage.seconds for stage in self.stages)
+
+    @property
+    def seconds_range(self) -> tuple[float, float]:
+        """The least and the most that the step may take, as far as plans were off published seconds."""
+        low, high = (
+            replace(self, stages=tuple(stage.scaled(each[stage.stage in ROLLOUT]) for stage in self.stages)).seconds
+            for each in zip(UPDATE_RANGE, ROLLOUT_RANGE, strict=True)
+        )
+        return low, high
 
     @property
     def tokens_per_second(self) -> float:
@@ -313,6 +331,7 @@ class StepWork:
                 split_vocabulary=splits_vocabulary(run.checkpoint.config.vocab_size, tensor),
                 cache_bytes=resident.cache / run.options.cache_tokens,  # the actual bytes per token
                 cache_itemsize=run.engine.cache_specs[0].dtype.itemsize,
+                int8=config.rollout.weights_dtype == "int8",
             ),
             hosts=tuple(map(tuple, rows.values())),
             rungs=run.options.shapes.batch,
@@ -371,7 +390,7 @@ class StepWork:
         step = self.step(mean_new_tokens)
         return {
             "decode_step": self._full_step(mean_new_tokens)[0],
-            "rollout": step.of("prefill", "decode"),
+            "rollout": step.of(*ROLLOUT),
             "update": step.of("logprobs", "update"),
             "sync": step.of("sync"),
         }

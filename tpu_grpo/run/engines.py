@@ -24,9 +24,9 @@ PROBE_TOKENS = 16
 BOUNDS = {"float32": 1e-3, "bfloat16": 0.2}
 """For each model.dtype, the largest mean difference of log-probabilities that rounding can cause. We measured 1e-6 to
 2e-5 in float32 and 0.005 to 0.1 in bfloat16, the most in models with experts, where rounding can change routing."""
-FP8_BOUND = 0.5
-"""With rollout.kv_dtype=fp8 the bound is at least this number. We measured 0.006 to 0.19, the most in random models
-with large weights."""
+EIGHT_BITS_BOUND = 0.5
+"""With rollout.kv_dtype=fp8 or rollout.weights_dtype=int8 the bound is at least this number. We measured 0.006 to 0.19,
+the most in random models with large weights."""
 
 
 def build_weight_sync(
@@ -110,7 +110,8 @@ class SyncedEngines:
         gaps = {}
         for move, leaf in self.sync.expected(named_leaves(params)):
             gap = self.replicas.differs_by(move.target, leaf)
-            allowed = float(jnp.finfo(leaf.dtype).eps * jnp.abs(leaf).max()) if gap and move.merges else 0.0
+            last_bit = 1 if leaf.dtype == jnp.int8 else jnp.finfo(leaf.dtype).eps * jnp.abs(leaf).max()
+            allowed = float(last_bit) if gap and move.merges else 0.0
             gaps[move.target] = gap if gap > allowed else 0.0
         worst = max(gaps, key=lambda name: gaps[name])
         return worst, gaps[worst]
@@ -134,9 +135,10 @@ class SyncedEngines:
             self._hosts.among(members).agree("parameters of the slices", repr(checksums(leaves)))
 
 
-def probe_bound(dtype: str, kv_dtype: str) -> float:
-    """Return the probe's bound for model.dtype and rollout.kv_dtype, used when meshes.probe_bound is unset."""
-    return max(BOUNDS[dtype], FP8_BOUND) if kv_dtype == "fp8" else BOUNDS[dtype]
+def probe_bound(dtype: str, rollout: RolloutSection) -> float:
+    """Return the probe's bound for model.dtype and the engines' types, used when meshes.probe_bound is unset."""
+    eight_bits = rollout.kv_dtype == "fp8" or rollout.weights_dtype == "int8"
+    return max(BOUNDS[dtype], EIGHT_BITS_BOUND) if eight_bits else BOUNDS[dtype]
 
 
 @dataclass(frozen=True)
@@ -172,7 +174,7 @@ class Probe:
             return None
         worst, gap = self.engines.worst_leaf(self.learner.params())
         difference = self._difference()
-        bound = self.section.probe_bound or probe_bound(self.model.dtype, self.rollout.kv_dtype)
+        bound = self.section.probe_bound or probe_bound(self.model.dtype, self.rollout)
         if gap == 0.0 and difference <= bound:
             return difference
         where = (

@@ -405,7 +405,7 @@ class Run:
         self.log.evaluation(evaluation, samples)
         if self.hosts.is_first:
             write_samples(self.config.run_dir, str(step), samples)
-        self.log.note(describe(evaluation, len(held_out.prompts)))
+        self.log.note(describe(evaluation, len(held_out.prompts)) + self.config.rollout.rounding_text)
         return evaluation.metrics()
 
     @property

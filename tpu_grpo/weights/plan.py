@@ -10,8 +10,8 @@ with a LoRA adapter is merged with the adapter during the move.
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,39 @@ from jaxtyping import Array, Float
 from tpu_grpo.hosts.sharded_arrays import Spec, bytes_per_device, named_sharding
 from tpu_grpo.models.families.leaves import Transform, WeightRule, same
 from tpu_grpo.records.errors import WeightsError
+
+WEIGHT, QUANTIZED, SCALE = ".weight", ".weight_q", ".weight_scale"
+"""The suffixes of a matrix of the sampler, and of the two leaves that it has in its place with int8 weights."""
+LARGEST = 127
+"""The largest magnitude of an int8 weight; -128 has no counterpart."""
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """Makes the sampler's matrix [inputs, outputs] by ``dense``, and returns it in 8 bits, or its scales.
+
+    An output's scale is its largest magnitude / 127, in float32. Weights are divided by it, and rounded to the nearest
+    integer, halves to even, which has no bias; sglang-jax's `quantize_tensor` would truncate towards zero.
+    """
+
+    dense: Transform
+    shape: tuple[int, ...]
+    """The shape of the matrix."""
+    part: Literal[".weight_q", ".weight_scale"]
+
+    def __call__(self, leaf: Array, shape: tuple[int, ...]) -> Array:
+        """Return int8 [outputs, inputs], or float32 [outputs]; see `Transform`."""
+        del shape
+        matrix = self.dense(leaf, self.shape).astype(jnp.float32)
+        scales = jnp.abs(matrix).max(axis=0) / LARGEST
+        if self.part == SCALE:
+            return scales
+        return jnp.round(matrix / jnp.where(scales > 0, scales, 1.0)).astype(jnp.int8).T
+
+    def __str__(self) -> str:
+        """Name the transform, for a plan."""
+        return f"{getattr(self.dense, '__name__', str(self.dense))}, in 8 bits"
+
 
 A, B = "_lora_a", "_lora_b"
 """The suffixes that qwix appends to a weight's name for the two matrices of its adapter."""
@@ -132,7 +165,8 @@ def plan_sync(
     adapters = adapters_of(source)
     parts = {part for pair in adapters.values() for part in pair}
     found = {name: _matches(name, rules) for name in source if name not in parts}
-    filled_by = {target: (name, rule) for name, matches in found.items() for target, rule in matches}
+    pairs = [(target, (name, rule)) for name, matches in found.items() for target, rule in matches]
+    filled_by = {filled: by for each, by in pairs for filled, by in _quantized(each, by, target)}
     unknown = sorted(name for name, matches in found.items() if not matches)
     missing, extra = sorted(target.keys() - filled_by.keys()), sorted(filled_by.keys() - target.keys())
     if unknown or missing or extra:
@@ -146,6 +180,19 @@ def plan_sync(
         sources = {part: source[part] for part in (leaf, *adapters.get(leaf, ()))}
         moves.append(plan_move(sources, rule, name, spec, lora_alpha, leaf in frozen and leaf not in adapters))
     return tuple(moves)
+
+
+def _quantized(
+    name: str, by: tuple[str, WeightRule], target: Mapping[str, Spec]
+) -> Iterable[tuple[str, tuple[str, WeightRule]]]:
+    """Yield (sampler leaf, (trainer leaf, rule)): the pair itself, or the pairs of a matrix that is in 8 bits."""
+    matrix = target.get(name.removesuffix(WEIGHT) + QUANTIZED)
+    if matrix is None:
+        yield name, by
+        return
+    for part in (QUANTIZED, SCALE):
+        transform = Quantized(by[1].transform, matrix.shape[::-1], part)
+        yield name.removesuffix(WEIGHT) + part, (by[0], replace(by[1], transform=transform))
 
 
 def group_moves(moves: Sequence[LeafMove], limit_bytes: int) -> list[tuple[LeafMove, ...]]:

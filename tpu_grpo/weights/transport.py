@@ -30,7 +30,7 @@ from jaxtyping import Array
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.hosts.sharded_arrays import Spec, bytes_per_device, from_shards, mesh_axes, named_sharding
 from tpu_grpo.models.families.leaves import InputsFirst, Transform, transpose
-from tpu_grpo.weights.plan import LeafMove
+from tpu_grpo.weights.plan import LeafMove, Quantized
 
 # The intermediate sharding of a leaf whose target is replicated.
 #
@@ -76,6 +76,9 @@ def result_dimension(
 
     A reshape keeps the order of the elements: leading dimensions merge into the first, trailing ones into the last.
     """
+    if isinstance(transform, Quantized):
+        dense = result_dimension(transform.dense, source_shape, transform.shape, dimension)
+        return 1 - dense if len(target_shape) == 2 else 0  # [inputs, outputs] -> [outputs, inputs], or [outputs]
     if transform is transpose:
         return len(target_shape) - 1 - dimension
     if isinstance(transform, InputsFirst):
