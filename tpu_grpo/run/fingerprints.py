@@ -18,7 +18,18 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tpu_grpo.config import BUILTIN, EVERYTHING, GYM, HUB, AlgorithmSection, Effect, ModelSection, RunConfig, effect_of
+from tpu_grpo.config import (
+    BUILTIN,
+    EVERYTHING,
+    GYM,
+    HUB,
+    AlgorithmSection,
+    Effect,
+    ModelSection,
+    RunConfig,
+    TeacherSpec,
+    effect_of,
+)
 from tpu_grpo.config.plugins import source_file
 from tpu_grpo.data.record_files import is_address
 from tpu_grpo.observe.summary import versions
