@@ -21,13 +21,12 @@ from tpu_grpo.learner.checkpoints import REFERENCE
 from tpu_grpo.learner.forward import likeliest, logprobs, vocabulary
 from tpu_grpo.learner.frozen import FrozenModel, in_float32
 from tpu_grpo.learner.loss import LossSettings, TrainBatch
-from tpu_grpo.learner.parameters import cast_to_compute, freeze_untrained, own_copy, parameters, trained_type
+from tpu_grpo.learner.parameters import cast_to_compute, freeze_untrained, own_copy, trained_type
 from tpu_grpo.learner.rows import ReplayShape, RowShape
 from tpu_grpo.learner.slices import ONE_SLICE, Slices
 from tpu_grpo.learner.teachers import Teacher, TeacherInputs, Teachers
 from tpu_grpo.learner.update import Updater
 from tpu_grpo.models.families.trainer_attention import whole_blocks
-from tpu_grpo.models.tunix_model import by_name
 from tpu_grpo.records.errors import ConfigError
 
 SMALL_MODEL_PARAMETERS, SMALL_PASS_TOKENS = 4 * 2**20, 192
@@ -135,28 +134,28 @@ def build_parts(config: RunConfig, inputs: LearnerInputs) -> LearnerParts:
     freeze_untrained(model, config.model)
     stepped = cast_to_compute(model, config.model)
     reference = _reference(section, config.model, inputs, stepped) if section.beta > 0.0 else None
-    shape = row_shape(config, model, inputs.mesh, algorithm.top_k)
-    made = [
-        Teacher(
-            spec,
-            given.model or _teacher_of_the_start(config, spec, model, stepped),
-            _teacher_shape(shape, spec, config.data.max_prompt_tokens, inputs.mesh, given.model),
-            given.hinted,
-        )
-        for spec, given in zip(config.teachers, inputs.teachers, strict=True)
-    ]
+    pairs = list(zip(config.teachers, inputs.teachers, strict=True))
+    frozen = [given.model or _teacher_of_the_start(config, spec, model, stepped) for spec, given in pairs]
+    below = min(map(vocabulary, (model, *(each.model for each in frozen)))) if frozen else 0
+    shape, prompt = (
+        row_shape(config, model, inputs.mesh, min(algorithm.top_k or 0, below)),
+        config.data.max_prompt_tokens,
+    )
+    made = tuple(
+        Teacher(spec, each, _teacher_shape(shape, spec, prompt, inputs.mesh, each), given.hinted)
+        for (spec, given), each in zip(pairs, frozen, strict=True)
+    )
     slices = Slices(inputs.joined)
     updater = Updater(config.optimizer, config.updates, model, stepped, settings, slices)
     batches = Batches(model, reference, settings)
-    below = min([vocabulary(model), *(vocabulary(teacher.frozen.model) for teacher in made)])
-    teachers = Teachers(tuple(made), batches, settings.forward, shape.top_k, below)
+    teachers = Teachers(made, batches, settings.forward, shape.top_k, below)
     previous = own_copy(model, stepped) if section.staleness else None
     return LearnerParts(settings, shape, batches, updater, reference, teachers, previous, slices)
 
 
-def row_shape(config: RunConfig, model: nnx.Module, mesh: Mesh, top_k: int | None = None) -> RowShape:
+def row_shape(config: RunConfig, model: nnx.Module, mesh: Mesh, top_k: int = 0) -> RowShape:
     """Return the shape of packed rows, whose length is a multiple of the block of flash attention, if that is used.
-    ``top_k`` is that of the objective, of which the vocabulary may have fewer."""
+    ``top_k`` is the number of a teacher's likeliest tokens that are compared."""
     block = _flash_block(model)
     rows = config.micro_batch_rows(mesh.shape[DATA_AXIS])
     return RowShape(
@@ -170,7 +169,7 @@ def row_shape(config: RunConfig, model: nnx.Module, mesh: Mesh, top_k: int | Non
         carries=config.has_older_tokens,
         chosen=config.algorithm.top_entropy_quantile < 1.0,
         teachers=len(config.teachers),
-        top_k=0 if top_k is None else min(top_k, vocabulary(model)),
+        top_k=top_k,
     )
 
 
@@ -180,11 +179,11 @@ def _flash_block(model: nnx.Module) -> int | None:
 
 
 def _teacher_shape(
-    policy: RowShape, spec: TeacherSpec, max_prompt_tokens: int, mesh: Mesh, given: FrozenModel | None
+    policy: RowShape, spec: TeacherSpec, max_prompt_tokens: int, mesh: Mesh, frozen: FrozenModel
 ) -> RowShape:
     """Return the shape of a teacher's rows: the policy's, with room for longer prompts, in equally large passes."""
     most = spec.max_prompt_tokens or max_prompt_tokens
-    tokens = whole_blocks(policy.tokens + most - max_prompt_tokens, given and _flash_block(given.model))
+    tokens = whole_blocks(policy.tokens + most - max_prompt_tokens, _flash_block(frozen.model))
     devices = mesh.shape[DATA_AXIS]
     rows = max(1, policy.micro_batch * policy.tokens // tokens // devices) * devices
     return RowShape(most, policy.max_new_tokens, tokens, rows, group_size=policy.group_size)
@@ -206,10 +205,7 @@ def _teacher_of_the_start(
     copied = own_copy(policy, stepped)
     if spec.update_rate:
         return FrozenModel(in_float32(copied, stepped))
-    dtype = spec.dtype or config.model.dtype
-    if dtype != config.model.dtype or spec.offload:  # it shares no array with the policy then
-        copied = own_copy(policy, by_name(parameters(policy)))
-        cast_to_compute(copied, config.model.model_copy(update={"dtype": dtype}))
+    cast_to_compute(copied, config.model.model_copy(update={"dtype": spec.dtype or config.model.dtype}))
     return FrozenModel(copied, offload=spec.offload)
 
 
