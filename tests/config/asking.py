@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tpu_grpo.config import load_config
+from tpu_grpo.config import TeacherSpec, load_config
 from tpu_grpo.config.data_sections import SourceSpec
 from tpu_grpo.records.errors import ConfigError
 
@@ -42,6 +42,9 @@ def leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
         elif key == "sources":
             yield "data.sources", value
             yield from leaves(SourceSpec(path="required").model_dump(mode="json"), "data.sources[i].")
+        elif key == "teachers":
+            yield key, value
+            yield from leaves(TeacherSpec().model_dump(mode="json"), "teachers[i].")
         elif isinstance(value, dict) and key not in ("options", "columns"):
             yield from leaves(value, f"{prefix}{key}.")
         else:

@@ -24,7 +24,7 @@ from tests.learner.toy import (
     with_noise,
 )
 from tpu_grpo.config import AlgorithmSection
-from tpu_grpo.learner.checkpoints import Checkpoints
+from tpu_grpo.learner.checkpoints import REFERENCE, Checkpoints
 from tpu_grpo.learner.loss import EntropyState, EntropySums
 from tpu_grpo.learner.parameters import by_name
 from tpu_grpo.records.errors import CheckpointError
@@ -49,7 +49,7 @@ def test_a_checkpoint_holds_the_coefficient_and_the_reference(tmp_path: Path) ->
     def opened(seed: int) -> tuple[Run, Run, Checkpoints]:
         run = linear_run(linear_config(tmp_path, algorithm=ADAPTED), seed=seed)
         reference = linear_run(linear_config(tmp_path), seed=seed + 1)
-        return run, reference, Checkpoints(tmp_path, keep=2, reference=reference.updater.model)
+        return run, reference, Checkpoints(tmp_path, keep=2, frozen={REFERENCE: reference.updater.model})
 
     def step(run: Run, mean: float) -> float:
         measured = EntropySums(jnp.float32(8 * mean), jnp.float32(8))

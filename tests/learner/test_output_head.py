@@ -20,7 +20,14 @@ from jax.sharding import PartitionSpec as P
 
 from tests.learner.toy import make_mesh
 from tpu_grpo.learner import output_head
-from tpu_grpo.learner.output_head import OutputHead, chunk_tokens, chunks_needed, token_logprobs, vocab_axes
+from tpu_grpo.learner.output_head import (
+    OutputHead,
+    chunk_tokens,
+    chunks_needed,
+    likeliest_tokens,
+    token_logprobs,
+    vocab_axes,
+)
 
 ROWS, TOKENS, WIDTH, VOCAB = 4, 7, 4, 12
 WANTED = {
@@ -119,7 +126,7 @@ def traced(
     def loss(hidden: Any, weight: Any) -> tuple[Any, Any]:
         hidden = jnp.where(wanted[..., None], hidden, jnp.nan)  # what is not wanted may be anything
         head = OutputHead(weight, vocab_first, soft_cap)
-        logps, entropies = token_logprobs(hidden, head, targets, wanted, kept_BT=kept, **more)
+        logps, entropies, _ = token_logprobs(hidden, head, targets, wanted, kept_BT=kept, **more)
         return (a * logps + c * entropies).sum(), (logps, entropies)
 
     return jax.grad(loss, (0, 1), has_aux=True)(hidden, weight)
@@ -228,7 +235,7 @@ def test_a_distribution_by_hand() -> None:
     head, targets, wanted = OutputHead(weight, vocab_first=True), jnp.array([[1, 2]]), jnp.array([[True, True]])
     for temperature, p in ((1.0, np.array([1, 2, 5]) / 8), (0.5, np.array([1, 4, 25]) / 30)):
         run = jax.jit(partial(token_logprobs, temperature=temperature, mesh=None))
-        logps, entropies = run(jnp.ones((1, 2, 1)), head, targets, wanted)
+        logps, entropies, _ = run(jnp.ones((1, 2, 1)), head, targets, wanted)
         np.testing.assert_allclose(logps, [np.log(p[[1, 2]])], rtol=1e-6)
         np.testing.assert_allclose(entropies, [[-(p * np.log(p)).sum()] * 2], rtol=1e-6)
 
@@ -237,7 +244,7 @@ def test_logits_far_from_zero_do_not_overflow() -> None:
     # p of (1000, 999, -1000) is that of (1, 0, -inf).
     head = OutputHead(jnp.array([[1000.0], [999.0], [-1000.0]]), vocab_first=True)
     run = jax.jit(partial(token_logprobs, temperature=1.0, mesh=None))
-    logps, entropies = run(jnp.ones((1, 1, 1)), head, jnp.array([[1]]), jnp.array([[True]]))
+    logps, entropies, _ = run(jnp.ones((1, 1, 1)), head, jnp.array([[1]]), jnp.array([[True]]))
     p = 1 / (1 + np.e)
     np.testing.assert_allclose(logps, [[np.log(p)]], rtol=1e-6)
     np.testing.assert_allclose(entropies, [[-p * np.log(p) - (1 - p) * np.log(1 - p)]], rtol=1e-6)
@@ -327,7 +334,7 @@ def compiled(mesh: Mesh | None, vocab_first: bool, *, head_trained: bool = True)
 
     def loss(hidden: Any, weight: Any, targets: Any, wanted: Any) -> Any:
         arrays = (hidden, OutputHead(weight, vocab_first), targets, wanted)
-        logps, entropies = token_logprobs(*arrays, temperature=1.0, mesh=mesh, chunk_bytes=chunk_bytes(case, mesh))
+        logps, entropies, _ = token_logprobs(*arrays, temperature=1.0, mesh=mesh, chunk_bytes=chunk_bytes(case, mesh))
         return (logps - entropies).sum()
 
     trained = (0, 1) if head_trained else (0,)
@@ -434,3 +441,54 @@ def test_chunks_end_with_the_group_that_wants_most() -> None:
 )
 def test_chunks_are_as_equal_as_fits(tokens: int, logits_per_token: int, budget: int, chunk: int) -> None:
     assert chunk_tokens(tokens, logits_per_token, budget) == chunk
+
+
+# --- further tokens, and the likeliest ones ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sizes", [None, pytest.param((2, 2), marks=pytest.mark.full)])
+def test_the_likeliest_tokens_and_their_gradients(sizes: tuple[int, int] | None) -> None:
+    """The gradient of sum(b x log p) is b (onehot - p) by the logits. A token may be asked for twice."""
+    case, count, below = Case(soft_cap=None, temperature=0.7), 5, VOCAB - 2
+    inputs, mesh = case.inputs(), None if sizes is None else make_mesh(*sizes)
+    hidden, weight, wanted = inputs["hidden"], inputs["weight_VD"], inputs["wanted"]
+    z = hidden @ weight.T / 0.7
+    logps = z - np.log(np.exp(z).sum(axis=-1, keepdims=True))
+    order = np.argsort(-logps[..., :below], axis=-1)[..., :count]
+    also = np.concatenate([order, order[..., :1], np.full((*order.shape[:2], 1), VOCAB - 1)], axis=-1)
+    b = np.random.default_rng(3).normal(size=also.shape)
+
+    @jax.jit
+    def run(hidden: Any, weight: Any, wanted: Any, targets: Any, also: Any, b: Any) -> Any:
+        sized = {"temperature": 0.7, "mesh": mesh, "chunk_bytes": chunk_bytes(case, mesh)}
+        head = OutputHead(weight, vocab_first=True)
+        top = likeliest_tokens(hidden, head, targets, wanted, count=count, below=below, **sized)
+
+        def loss(hidden: Any, weight: Any) -> Any:
+            own, _, its = token_logprobs(
+                hidden, OutputHead(weight, vocab_first=True), targets, wanted, also_BTM=also, **sized
+            )
+            return (b * its).sum() + own.sum(), its
+
+        return top, jax.grad(loss, (0, 1), has_aux=True)(hidden, weight)
+
+    arrays = [hidden.astype(np.float32), wanted, inputs["targets"].astype(np.int32), also.astype(np.int32)]
+    arrays.append(b.astype(np.float32))
+    matrix = weight.astype(np.float32)
+    if mesh is not None:
+        arrays = [jax.device_put(array, NamedSharding(mesh, P("fsdp"))) for array in arrays]
+        matrix = jax.device_put(matrix, weight_sharding(case, mesh))
+    (own, ids, top), (gradients, its) = run(arrays[0], matrix, *arrays[1:])
+    each = wanted[..., None]
+    np.testing.assert_array_equal(ids, np.where(each, order, 0))
+    bins = np.take_along_axis(logps, order, -1)
+    bins = np.concatenate([bins, np.log(1 - np.exp(bins).sum(axis=-1, keepdims=True))], axis=-1)
+    np.testing.assert_allclose(top, np.where(each, bins, 0), atol=1e-5)
+    np.testing.assert_allclose(its, np.where(each, np.take_along_axis(logps, also, -1), 0), atol=1e-5)
+    targets = inputs["targets"][..., None]
+    np.testing.assert_allclose(own, np.where(wanted, np.take_along_axis(logps, targets, -1)[..., 0], 0), atol=1e-5)
+    weights = np.concatenate([b, np.ones_like(b[..., :1])], axis=-1)
+    chosen = np.eye(VOCAB)[np.concatenate([also, targets], axis=-1)]
+    by_logits = (weights[..., None] * (chosen - np.exp(logps)[..., None, :])).sum(axis=-2) * each / 0.7
+    np.testing.assert_allclose(gradients[0], by_logits @ weight, atol=2e-5)
+    np.testing.assert_allclose(gradients[1], np.einsum("btv,btd->vd", by_logits, hidden), atol=2e-5)

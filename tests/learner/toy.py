@@ -134,7 +134,7 @@ def interpreted_flash() -> AbstractContextManager[Any]:
 
 
 def make_config(directory: Path, tree: dict[str, Any] | None = None) -> RunConfig:
-    base: dict[str, dict[str, Any]] = {
+    base: dict[str, Any] = {
         "run": {"dir": str(directory), "max_steps": 20},
         "data": {"prompts_per_step": 4, "max_prompt_tokens": PROMPT_TOKENS},
         "rollout": {"max_new_tokens": NEW_TOKENS},
@@ -142,7 +142,7 @@ def make_config(directory: Path, tree: dict[str, Any] | None = None) -> RunConfi
         "optimizer": {"learning_rate": 1e-3},
     }
     for section, values in (tree or {}).items():
-        base[section] = {**base.get(section, {}), **values}
+        base[section] = values if isinstance(values, list) else {**base.get(section, {}), **values}
     return parse_config(base)
 
 

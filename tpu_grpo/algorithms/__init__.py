@@ -8,7 +8,7 @@ A new shipped algorithm is a file here, a line in `SHIPPED` and a test. The conf
 from collections.abc import Mapping
 from typing import Any
 
-from tpu_grpo.algorithms.algorithm import Algorithm, Sequences, TokenLosses, token_ratio
+from tpu_grpo.algorithms.algorithm import Algorithm, Sequences, Taught, TokenLosses, token_ratio
 from tpu_grpo.algorithms.checks import build, check_penalties, notices, try_out
 from tpu_grpo.algorithms.combined import RunAlgorithm
 from tpu_grpo.algorithms.correction import CorrectionSums, correction_metrics, open_correction
@@ -30,6 +30,8 @@ SHIPPED: Mapping[str, type] = Shipped(
         "sapo": "sapo:Sapo",
         "vespo": "vespo:Vespo",
         "reinforce": "reinforce:Reinforce",
+        "distill": "distill:Distill",
+        "gkd": "gkd:Gkd",
     },
 )
 """The algorithms that ship, by ``algorithm.name``."""
@@ -91,6 +93,7 @@ __all__ = [
     "CorrectionSums",
     "RunAlgorithm",
     "Sequences",
+    "Taught",
     "TokenLosses",
     "correction_metrics",
     "notices",

@@ -26,12 +26,13 @@ LOG_RATIO_LIMIT = 20.0
 """Log-ratios are clipped to plus or minus this before exp, which overflows float32 above 88."""
 ON_REQUEST: Mapping[str, tuple[str, ...]] = {
     "advantages": ("lengths_PG", "rewards_NPG", "weights_N"),
-    "token_losses": ("sequences",),
+    "token_losses": ("sequences", "taught"),
 }
 """Keyword arguments that a method gets only if it has parameters for them.
 
 lengths_PG: the number of sampled tokens of each completion. rewards_NPG: each reward of the config before weighting,
-NaN where it does not apply. weights_N: the weights of the rewards at this step. sequences: see `Sequences`.
+NaN where it does not apply. weights_N: the weights of the rewards at this step. sequences: see `Sequences`. taught: see
+`Taught`; only for an objective with an attribute ``top_k``.
 """
 
 PerToken = Float[Array, "B T"]
@@ -87,6 +88,20 @@ class Sequences:
             values_BT += jnp.pad(added_BT, ((0, 0), (distance, 0) if to_right else (0, distance)))
             distance *= 2
         return values_BT
+
+
+@dataclass(frozen=True)
+class Taught:
+    """Log-probabilities of the K tokens that are likeliest to each of N teachers, in every token's place."""
+
+    teacher_BTNL: Float[Array, "B T N L"]
+    """The teacher's log-probabilities of L = K + 1 bins, these tokens and all others together, without gradient."""
+    policy_BTNK: Float[Array, "B T N K"]
+    """The policy's log-probabilities of the same tokens, through which the gradient flows."""
+    weights_BTN: Float[Array, "B T N"]
+    """The weights of the teachers; 0 where a teacher does not teach."""
+    has_rest: bool
+    """Whether the vocabulary has more than these K tokens."""
 
 
 class Algorithm(Protocol):

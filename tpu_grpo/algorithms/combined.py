@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from tpu_grpo.algorithms.algorithm import PerToken, Sequences, TokenLosses, asked, requested
+from tpu_grpo.algorithms.algorithm import PerToken, Sequences, Taught, TokenLosses, asked, requested
 from tpu_grpo.algorithms.correction import Correction
 from tpu_grpo.config import LossAggregation
 
@@ -47,6 +47,11 @@ class RunAlgorithm:
         return replace(self, **changed)
 
     @property
+    def top_k(self) -> int | None:
+        """How many of a teacher's likeliest tokens the objective compares; None if it knows the sampled token only."""
+        return getattr(self.objective, "top_k", None)
+
+    @property
     def asked(self) -> tuple[str, ...]:
         """Those argument names of `ON_REQUEST` that the method ``advantages`` has parameters for."""
         return requested(self.baseline.advantages)
@@ -63,9 +68,10 @@ class RunAlgorithm:
         old_logprobs_BT: PerToken,
         advantages_BT: PerToken,
         sequences: Sequences | None = None,
+        taught: Taught | None = None,
     ) -> TokenLosses:
-        """Compute the token losses; ``objective`` gets ``sequences`` if it has a parameter for them."""
-        known = {} if sequences is None else {"sequences": sequences}
+        """Compute the token losses; ``objective`` gets ``sequences`` and ``taught`` if it has parameters for them."""
+        known = {name: each for name, each in (("sequences", sequences), ("taught", taught)) if each is not None}
         return self.objective.token_losses(
             logprobs_BT=logprobs_BT,
             old_logprobs_BT=old_logprobs_BT,

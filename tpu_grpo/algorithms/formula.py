@@ -7,6 +7,7 @@ that a test can evaluate them and compare the results with the program's. The na
 
     p, p_old, p_engine, p_ref    a token's probability under the policy now, the trainer's policy before the step's
                                  first update, the engine, and the reference
+    p_NAME                       a token's probability under the teacher NAME
     mean_i, mean_it, mean_p      over completions, over all their tokens, over prompts
     R, A                         a completion's total reward, and its advantage
     mean_t, prod_t, all_t        over the tokens of a completion
@@ -20,11 +21,11 @@ A class gives its formulas in the attributes or properties ``formula`` (the loss
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tpu_grpo.algorithms.combined import RunAlgorithm
-from tpu_grpo.config import AlgorithmSection, LossAggregation, RolloutSection
+from tpu_grpo.config import AlgorithmSection, LossAggregation, RolloutSection, TeacherSpec
 
 MEANS: Mapping[LossAggregation, tuple[str, str]] = {
     "sequence-mean-token-mean": ("mean_i mean_t [ ", " ]"),
@@ -50,7 +51,9 @@ So has k1 as a cost in the reward, where no gradient flows through k1 itself.
 """
 
 
-def objective_line(section: AlgorithmSection, rollout: RolloutSection, algorithm: RunAlgorithm) -> str:
+def objective_line(
+    section: AlgorithmSection, rollout: RolloutSection, algorithm: RunAlgorithm, teachers: Sequence[TeacherSpec] = ()
+) -> str:
     """Return the formula of the loss that a step minimizes, with the values of the settings."""
     old = "p_engine" if section.old_policy == "rollout" else "p_old"
     token, *definitions = pieces(token_formula(algorithm.objective, old))
@@ -74,6 +77,9 @@ def objective_line(section: AlgorithmSection, rollout: RolloutSection, algorithm
     kind = type(algorithm.baseline).__name__
     advantage, *more = pieces(getattr(algorithm.baseline, "advantage_formula", f"{kind}.advantages(R)"))
     advantage = f"({advantage}){of_advantage}" if " if " in advantage and of_advantage else advantage + of_advantage
+    if algorithm.top_k is None:
+        pulls = [(t.weight, re.sub(r"\W", "_", t.shown)) for t in teachers if t.weight]
+        advantage += "".join(f" + sg({weight:g}*log(p_{name}/p))" for weight, name in pulls)
     definitions += [f"A = {advantage}", *more, _probability(rollout, filtered=section.filtered_ratio)]
     before, after = MEANS[algorithm.aggregation]
     return "; ".join([before + token + after.format(max_new_tokens=rollout.max_new_tokens), *definitions])

@@ -123,7 +123,8 @@ class Shared:
                 "data": {"path": "builtin:addition", **sizes},
                 "rollout": rollout,
                 "rewards": [{"name": "exact_answer"}],
-                "algorithm": {name: getattr(config.algorithm, name) for name in keep},
+                "algorithm": {name: getattr(config.algorithm, name) for name in keep}
+                | {"group_size": max(2, config.algorithm.group_size)},  # plain GRPO needs a baseline
                 "optimizer": {"learning_rate": 1e-3},
                 "meshes": meshes,
                 "checkpoint": {"resume": "never"},

@@ -10,7 +10,7 @@ from tpu_grpo.hosts import Hosts
 from tpu_grpo.models.lora import read_adapters
 from tpu_grpo.models.tokenizers import padding_notes
 from tpu_grpo.observe.callbacks import find_callbacks
-from tpu_grpo.run.abstract import AbstractRun, open_abstract_checkpoint
+from tpu_grpo.run.abstract import AbstractRun, open_abstract_checkpoint, open_abstract_teachers
 from tpu_grpo.run.inputs import Inputs, check_model
 from tpu_grpo.run.meshes import build_meshes, check_trainer, check_turns
 from tpu_grpo.run.parts import open_run_algorithm, open_task
@@ -27,12 +27,16 @@ def check(inputs: Inputs, devices: Sequence[Any] | None = None) -> list[str]:
     config = inputs.config
     algorithm = open_run_algorithm(config.algorithm, config.data, config.optimizer)
     find_callbacks(config.logging.callbacks)
-    with open_abstract_checkpoint(config.model, inputs.checkpoint) as checkpoint:
+    with (
+        open_abstract_checkpoint(config.model, inputs.checkpoint) as checkpoint,
+        open_abstract_teachers(config.teachers, config.model.dtype, inputs.teachers) as teachers,
+    ):
         check_model(config, checkpoint)
         meshes = build_meshes(config.meshes, config.model, config.row_tokens, checkpoint, devices)
         check_trainer(config.algorithm, checkpoint, meshes)
         check_turns(config.environment, meshes)
-        run = AbstractRun(config, checkpoint, meshes, [cast(int, inputs.tokenizer.eos_token_id)], algorithm=algorithm)
+        stop = [cast(int, inputs.tokenizer.eos_token_id)]
+        run = AbstractRun(config, checkpoint, meshes, stop, algorithm=algorithm, teachers=teachers)
         task, options = open_task(inputs, algorithm, Hosts()), run.options
         _ = run.learner  # builds optimizer, schedule and loss from array specs
         if config.model.lora.path is not None:
@@ -44,7 +48,7 @@ def check(inputs: Inputs, devices: Sequence[Any] | None = None) -> list[str]:
         moved, *kinds = run.sync.describe()
         objective = f"Tunix's, of {algorithm.objective}"
         if config.algorithm.tunix is None:
-            objective = objective_line(config.algorithm, config.rollout, algorithm)
+            objective = objective_line(config.algorithm, config.rollout, algorithm, config.teachers)
         epoch = task.prompts.size / config.data.prompts_per_step
         return [
             f"model      {config.model.path}: {checkpoint.family.model_type}, {checkpoint.parameter_count:,} "
@@ -55,11 +59,16 @@ def check(inputs: Inputs, devices: Sequence[Any] | None = None) -> list[str]:
                 for p in task.prompts.parts
             ),
             *(f"episodes   {line}" for line in (task.environments.describe() if task.environments else [])),
-            f"rewards    {', '.join(inputs.rewards.names)}",
+            f"rewards    {', '.join(inputs.rewards.names) or 'none'}",
+            *(
+                f"teacher    {spec.shown}: {'the policy of the start' if model is None else model.family.model_type}, "
+                f"weight {spec.weight:g}"
+                for spec, model in zip(config.teachers, teachers, strict=True)
+            ),
             f"algorithm  {config.algorithm.name}, {algorithm.aggregation}",
             f"objective  {objective}",
             *(f"note       {note}" for note in (*checkpoint.notes, *padding_notes(inputs.tokenizer))),
-            *(f"note       {notice}" for notice in notices(config.algorithm, config.rollout)),
+            *(f"note       {notice}" for notice in (*notices(config.algorithm, config.rollout), *inputs.teacher_notes)),
             *(
                 f"note       {p.name}: prompts end with <think>, which think_answer and xml_count count as written, "
                 "and rewards of answers read what follows </think>"

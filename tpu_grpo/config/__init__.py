@@ -22,6 +22,7 @@ from tpu_grpo.config.learning_sections import (
     AlgorithmSection,
     LossAggregation,
     OptimizerSection,
+    TeacherSpec,
     UpdateSection,
 )
 from tpu_grpo.config.run_config import CACHE_MARGIN_TOKENS, MICRO_BATCHES, PROMPT_MARGIN_TOKENS, RunConfig, settings
@@ -70,6 +71,7 @@ __all__ = [
     "RunConfig",
     "RunSection",
     "Section",
+    "TeacherSpec",
     "UpdateSection",
     "changed_config",
     "check_rewards",

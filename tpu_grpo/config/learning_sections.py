@@ -3,9 +3,11 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import Field, model_validator
 
-from tpu_grpo.config.section import Options, PositiveInt, Section, must
+from tpu_grpo.config.data_sections import IsPath
+from tpu_grpo.config.section import Options, PlainName, PositiveInt, Section
+from tpu_grpo.config.sections import ModelSection
 
 LossAggregation = Literal[
     "sequence-mean-token-mean",
@@ -36,6 +38,44 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     },
 }
 """Preset -> defaults of settings in the algorithm section. ScaleRL: arXiv 2510.13786."""
+TAUGHT = ("distill", "gkd")
+"""The algorithms that learn from teachers, and from no reward."""
+
+
+class TeacherSpec(Section):
+    """This is one teacher of the list: a frozen model that draws the policy to itself at every sampled token."""
+
+    path: Annotated[str | None, IsPath] = None
+    """Learn from this model, whose tokenizer must be the policy's: anything that model.path takes, and
+    builtin:careful_addition. When unset, the policy as it was before the first step is the teacher."""
+    label: PlainName | None = None
+    """Use this name for the teacher in metrics; when unset, the last part of its path, or self."""
+    weight: float = Field(default=1.0, ge=0.0)
+    """Multiply what this teacher teaches by this factor. With 0, only the distance to it is measured."""
+    only_if: str | None = None
+    """Learn from this teacher only on prompts whose record has a true value (not 0, false or empty) in this column."""
+    hint: str = ""
+    """Show the teacher, but not the policy, this Python format string over the record's columns, in a system message
+    before the prompt or at the end of its system message; e.g. "A solution: {answer}"."""
+    max_prompt_tokens: PositiveInt | None = None
+    """Accept prompts with a hint of up to this many tokens; data.max_prompt_tokens when unset."""
+    update_rate: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """Without path, move the teacher after every step by this share of the way to the policy (a moving average, kept in
+    float32); with 0, it stays the policy of the start."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Keep the teacher and compute with it in this type; in model.dtype when unset."""
+    offload: bool = False
+    """Keep the teacher in the hosts' memory, and copy it to the devices for its forward passes in each step."""
+
+    @property
+    def shown(self) -> str:
+        """The teacher's name in metrics."""
+        return self.label or (self.path or "self").rstrip("/").rpartition("/")[2].rpartition(":")[2]
+
+    def as_model(self, dtype: Literal["float32", "bfloat16"] = "float32") -> ModelSection | None:
+        """Return the settings of a policy with this model, which computes in ``dtype`` unless the teacher has its own;
+        None for the policy of the start."""
+        return None if self.path is None else ModelSection(path=self.path, dtype=self.dtype or dtype)
 
 
 class AlgorithmSection(Section):
@@ -45,18 +85,18 @@ class AlgorithmSection(Section):
     """Use this preset's defaults in this section; settings beside it override them. scalerl (arXiv 2510.13786):
     name=cispo, advantage=scale_rl, loss_aggregation=prompt-mean-token-mean, group_size=16, drop_uninformative=true."""
     name: str = "grpo"
-    """Train with this algorithm: grpo, dr_grpo, rloo, dapo, gspo, luspo, cispo, dppo, sapo, vespo, reinforce, or a
-    class of your own as path.py:Class or package.module:Class. For Tunix's own learner: tunix:NAME, where NAME is dapo,
-    drgrpo, a policy loss of Tunix's registry such as grpo, or path.py:NAME for a loss that this file registers."""
+    """Train with this algorithm: grpo, dr_grpo, rloo, dapo, gspo, luspo, cispo, dppo, sapo, vespo, reinforce; distill
+    or gkd, which learn from teachers alone; or a class of your own as path.py:Class or package.module:Class. For
+    Tunix's own learner: tunix:NAME, where NAME is dapo, drgrpo, a policy loss of Tunix's registry such as grpo, or
+    path.py:NAME for a loss that this file registers."""
     options: Options = Field(default={})
     """Pass these keyword arguments to the algorithm's constructor: cap to cispo; per_token to gspo and luspo; mask_low,
     mask_high and kl_weight to dppo; temperature_positive and temperature_negative to sapo; k_positive, lambda_positive,
-    k_negative and lambda_negative to vespo; importance_sampling to reinforce; its own arguments to a class of your own;
-    with tunix:NAME the options of Tunix's config, under Tunix's names."""
-    group_size: Annotated[
-        int, AfterValidator(must("be >= 2, got {}; a group of one has no baseline", lambda size: size >= 2))
-    ] = 8
-    """Sample this many completions, called G, per prompt (a group); the group's mean reward is the baseline."""
+    k_negative and lambda_negative to vespo; importance_sampling to reinforce; mix and top_k to gkd; its own arguments
+    to a class of your own; with tunix:NAME the options of Tunix's config, under Tunix's names."""
+    group_size: PositiveInt = 8
+    """Sample this many completions, called G, per prompt (a group); the group's mean reward is the baseline. Only
+    distill and gkd, which need no baseline, take a group of one."""
     beta: float = Field(default=0.0, ge=0.0)
     """Multiply the KL penalty against the initial policy by this; 0 keeps no reference model."""
     iterations: PositiveInt = 1
@@ -162,6 +202,11 @@ class AlgorithmSection(Section):
     def tunix(self) -> str | None:
         """The objective of Tunix's own learner: the name after tunix:; None for this package's learner."""
         return self.name.removeprefix("tunix:") if self.name.startswith("tunix:") else None
+
+    @property
+    def learns_from_rewards(self) -> bool:
+        """Whether rewards give advantages; with distill and gkd they are only measured."""
+        return self.name not in TAUGHT
 
     @property
     def replays_routing(self) -> bool:

@@ -21,7 +21,7 @@ from tpu_grpo.config.data_sections import (
     RewardSpec,
     check_rewards,
 )
-from tpu_grpo.config.learning_sections import AlgorithmSection, OptimizerSection, UpdateSection
+from tpu_grpo.config.learning_sections import AlgorithmSection, OptimizerSection, TeacherSpec, UpdateSection
 from tpu_grpo.config.section import Section
 from tpu_grpo.config.sections import (
     CheckpointSection,
@@ -59,7 +59,11 @@ class RunConfig(Section):
     environment: EnvironmentSection = EnvironmentSection()
     rewards: tuple[RewardSpec, ...] = (RewardSpec(name="exact_answer"),)
     """Score completions with these rewards, summed with their weights. When unset: exact_answer, or with
-    environment.name the environment's own reward (environment)."""
+    environment.name the environment's own reward (environment). algorithm.name=distill and gkd also take an empty
+    list."""
+    teachers: tuple[TeacherSpec, ...] = ()
+    """Learn from these frozen models on the policy's own tokens (on-policy distillation), beside rewards or, with
+    algorithm.name=distill or gkd, in their place. When empty, there is no teacher."""
     algorithm: AlgorithmSection = AlgorithmSection()
     optimizer: OptimizerSection = OptimizerSection()
     update: UpdateSection = UpdateSection()
@@ -91,13 +95,15 @@ class RunConfig(Section):
     def _fits_together(self) -> "RunConfig":
         _names_are_known(self.checkpoint.allow_changes)
         _step_is_divided(self.data, self.algorithm, self.open_groups, self.row_tokens, self.context_tokens)
-        _rewards_fit_together(self.rewards)
+        _rewards_fit_together(self.rewards, self.algorithm)
+        _teachers_can_teach(self)
         _engine_can_sample(self.rollout, self.data, self.context_tokens, self.environment.is_on)
         _sampler_and_learner_fit(self.meshes, self.rollout, self.algorithm)
         _hosts_are_described(self.hosts)
         _parameters_are_stepped(self.model, self.optimizer)
         _one_kind_of_source(self.data)
-        _evaluation_tells_something(self.evaluation, self.evaluation_rewards)
+        if self.has_held_out or self.evaluation_rewards:
+            _evaluation_tells_something(self.evaluation, self.evaluation_rewards)
         _export_has_what_it_needs(self.export, self.model.lora, self.checkpoint.keep_best, self.has_held_out)
         if self.drops_uninformative:
             _groups_fit(self.algorithm)
@@ -376,10 +382,86 @@ def _step_is_divided(data: DataSection, section: AlgorithmSection, open_groups: 
         )
 
 
-def _rewards_fit_together(rewards: Sequence[RewardSpec]) -> None:
-    if not rewards:
-        raise ValueError("rewards must name at least one reward, got none; add e.g. {name: exact_answer}")
+def _rewards_fit_together(rewards: Sequence[RewardSpec], algorithm: AlgorithmSection) -> None:
+    if algorithm.learns_from_rewards and not rewards:
+        raise ValueError(
+            "rewards must name at least one reward, got none; add e.g. {name: exact_answer}, or learn from teachers "
+            "alone with algorithm.name=distill or gkd"
+        )
+    if algorithm.learns_from_rewards and algorithm.group_size < 2:
+        raise ValueError(
+            f"algorithm.group_size must be >= 2, got {algorithm.group_size}; a group of one has no baseline. Only "
+            "algorithm.name=distill and gkd, with teachers, need none"
+        )
     check_rewards(rewards)
+
+
+def _teachers_can_teach(config: RunConfig) -> None:
+    algorithm, teachers, data = config.algorithm, config.teachers, config.data
+    if not teachers and algorithm.learns_from_rewards:
+        return
+    shown = [teacher.shown for teacher in teachers]
+    if not any(teacher.weight for teacher in teachers) and not algorithm.learns_from_rewards:
+        raise ValueError(
+            f"algorithm.name={algorithm.name} needs a teacher with a weight above 0, got "
+            f"{f'none among {shown}' if shown else 'no teachers'}; add e.g. teachers: [{{path: ...}}]"
+        )
+    if twice := sorted({name for name in shown if shown.count(name) > 1}):
+        raise ValueError(f"teachers must have names of their own in the metrics, got {twice} twice; give one a label")
+    excluded = {
+        f"algorithm.name={algorithm.name}: Tunix's learner knows no teacher": algorithm.tunix is not None,
+        "algorithm.filtered_ratio=true: a teacher's likeliest tokens are others": algorithm.filtered_ratio,
+        "algorithm.drop_uninformative=true: groups of equal rewards have a teacher, too": algorithm.drop_uninformative,
+        "data.dynamic: groups of equal rewards have a teacher, too": data.dynamic.is_on,
+        "algorithm.kl_in=reward and algorithm.name=gkd, which has no advantage": (
+            algorithm.name == "gkd" and algorithm.kl_in == "reward"
+        ),
+    }
+    if (why := next((why for why, given in excluded.items() if given), None)) is not None:
+        raise ValueError(f"teachers do not go with {why}; leave one of them out")
+    if not config.rewards and (data.pools.weights or data.retire.at is not None):
+        raise ValueError("data.pools and data.retire need rewards, got rewards=[]; leave them out, or add a reward")
+    if not algorithm.learns_from_rewards and algorithm.advantage is not None:
+        raise ValueError(
+            f"algorithm.advantage={algorithm.advantage} needs an algorithm that learns from rewards, got "
+            f"{algorithm.name}; leave it out, or take e.g. grpo with teachers"
+        )
+    for teacher in teachers:
+        _teacher_can_teach(teacher, data)
+
+
+def _teacher_can_teach(teacher: TeacherSpec, data: DataSection) -> None:
+    name, rate = teacher.shown, teacher.update_rate
+    if teacher.path is None and not teacher.hint and not rate:
+        raise ValueError(
+            f"the teacher {name} must differ from the policy of the start, got neither path, hint nor update_rate; set "
+            "one, or use algorithm.beta to stay near it"
+        )
+    if rate and teacher.path is not None:
+        raise ValueError(
+            f"update_rate={rate:g} of the teacher {name} needs a teacher without path, got {teacher.path}; a moving "
+            "average begins as the policy: leave one of them out"
+        )
+    if rate and teacher.dtype == "bfloat16":
+        raise ValueError(
+            f"update_rate={rate:g} of the teacher {name} needs dtype=float32, got bfloat16, whose rounding would lose "
+            "small moves; leave dtype out"
+        )
+    if rate and teacher.offload:
+        raise ValueError(
+            f"update_rate={rate:g} of the teacher {name} excludes offload=true, because a moving average changes in "
+            "every step; leave one of them out"
+        )
+    if teacher.max_prompt_tokens is not None and not teacher.hint:
+        raise ValueError(
+            f"max_prompt_tokens={teacher.max_prompt_tokens} of the teacher {name} needs a hint, got none; without, its "
+            "prompts are the policy's: leave it out"
+        )
+    if teacher.max_prompt_tokens is not None and teacher.max_prompt_tokens < data.max_prompt_tokens:
+        raise ValueError(
+            f"max_prompt_tokens of the teacher {name} must be >= data.max_prompt_tokens={data.max_prompt_tokens}, got "
+            f"{teacher.max_prompt_tokens}; a hint makes prompts longer: raise it"
+        )
 
 
 def _engine_can_sample(rollout: RolloutSection, data: DataSection, context: int, has_turns: bool) -> None:
@@ -487,6 +569,11 @@ def _evaluation_tells_something(section: EvaluationSection, specs: Sequence[Rewa
             raise ValueError("evaluation.rewards must name at least one reward, got none; leave it unset for the run's")
         check_rewards(section.rewards)
     rewards = [spec.shown for spec in specs]
+    if not specs:
+        raise ValueError(
+            "evaluation.rewards must name at least one reward where rewards=[] and there are held-out prompts, got "
+            "none; add e.g. {name: exact_answer}"
+        )
     modes = ["greedy", "sampled", *(f"{name}@{k}" for k in section.every_k for name in ("pass", "maj"))]
     if section.best is not None:
         mode, _, reward = section.best.partition("/")

@@ -43,6 +43,7 @@ rollout.attention rollout.max_running_requests rollout.kv_tokens rollout.page_si
 rollout.prefill_tokens rollout.prefix_cache rollout.batch_paddings rollout.steps_per_launch
 environment.workers environment.tool_steps
 algorithm.row_tokens algorithm.micro_batch_prompts
+teachers[i].offload
 meshes.slices meshes.layout meshes.trainer meshes.sampler
 hosts.count
 """
@@ -58,6 +59,8 @@ rewards rewards[i].name rewards[i].label rewards[i].weight rewards[i].options re
 rewards[i].error_value rewards[i].messages
 evaluation.path evaluation.split evaluation.subset evaluation.options evaluation.columns evaluation.prompt_template
 evaluation.prompts evaluation.samples evaluation.temperature evaluation.rewards
+teachers teachers[i].path teachers[i].label teachers[i].weight teachers[i].only_if teachers[i].hint
+teachers[i].max_prompt_tokens teachers[i].update_rate teachers[i].dtype
 data algorithm optimizer
 """
 EFFECTS: Mapping[str, Effect] = {
@@ -154,6 +157,7 @@ data.path: data dataset_name dataset train_dataset train_files data_files
 data.system_prompt: system_message
 evaluation.path: eval_dataset val_files validation_files test_files
 evaluation.every: eval_steps test_freq eval_interval steps_per_eval
+teachers: teacher_model_name_or_path teacher_model teacher_config teacher_prompts
 rewards: reward_funcs reward_fn reward_functions reward_function custom_reward_function reward_weights
 checkpoint.every: save_steps save_freq save_interval
 checkpoint.keep: save_total_limit max_ckpt_to_keep

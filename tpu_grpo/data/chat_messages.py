@@ -100,12 +100,12 @@ def record_of(text: str, known: Record, data: DataSection) -> dict[str, Any]:
 
 
 class Template:
-    """data.prompt_template, a Python format string over columns; raises ConfigError if it is malformed, or has fields
-    without a name."""
+    """A Python format string over columns, the value of ``setting``; raises ConfigError if it is malformed, or has
+    fields without a name."""
 
-    def __init__(self, text: str):
-        self._text = text
-        self.fields = _fields(text)
+    def __init__(self, text: str, setting: str = "data.prompt_template"):
+        self._text, self._setting = text, setting
+        self.fields = _fields(text, setting)
         """The columns that the template uses."""
 
     @property
@@ -123,21 +123,21 @@ class Template:
         for name in self.fields:
             if name not in record:
                 raise ConfigError(
-                    f"data.prompt_template uses the column {name!r}, which {where} lacks; available: "
+                    f"{self._setting} uses the column {name!r}, which {where} lacks; available: "
                     f"{', '.join(record)}{_hint(record)}"
                 )
             if looks_like_messages(record[name]):
                 raise ConfigError(
-                    f"data.prompt_template {self._text!r} must be written of texts, and the column {name!r} holds a "
+                    f"{self._setting} {self._text!r} must be written of texts, and the column {name!r} holds a "
                     f"conversation in {where}; set data.messages={name} instead"
                 )
             if record[name] is None:
-                raise DataError(f"the column {name!r} of data.prompt_template must have a value, got null in {where}")
+                raise DataError(f"the column {name!r} of {self._setting} must have a value, got null in {where}")
         try:
             return self._text.format_map(record)
         except (LookupError, AttributeError, TypeError, ValueError) as error:
             raise ConfigError(
-                f"data.prompt_template {self._text!r} must suit the columns, on {where} it fails with "
+                f"{self._setting} {self._text!r} must suit the columns, on {where} it fails with "
                 f"{type(error).__name__}: {error}"
             ) from error
 
@@ -153,19 +153,18 @@ def _hint(record: Record) -> str:
     return "; data.columns={question: NAME} takes the column NAME as the question"
 
 
-def _fields(text: str) -> tuple[str, ...]:
+def _fields(text: str, setting: str) -> tuple[str, ...]:
     """Return the columns that a template uses: ``"{a} {b.c} {d[0]}"`` -> a, b, d."""
     try:
         fields = [field for _, field, _, _ in string.Formatter().parse(text) if field is not None]
     except ValueError as error:
         raise ConfigError(
-            f"data.prompt_template must be a Python format string, got {text!r} ({error}); write literal braces as "
-            "{{ and }}"
+            f"{setting} must be a Python format string, got {text!r} ({error}); write literal braces as {{{{ and }}}}"
         ) from error
     names = [re.split(r"[.\[]", field, maxsplit=1)[0] for field in fields]
     if any(not name or name.isdigit() for name in names):
         raise ConfigError(
-            f"data.prompt_template must name its columns, got {text!r} with a field that does not; write e.g. "
+            f"{setting} must name its columns, got {text!r} with a field that does not; write e.g. "
             "{question}, and literal braces as {{ and }}"
         )
     return tuple(dict.fromkeys(names))

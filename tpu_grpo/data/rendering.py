@@ -27,7 +27,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from tpu_grpo.config import DataSection
-from tpu_grpo.data.chat_messages import Conversation, Message, Record
+from tpu_grpo.data.chat_messages import Conversation, Message, Record, Template
 from tpu_grpo.data.lazy_records import reading
 from tpu_grpo.records.errors import ConfigError, DataError
 from tpu_grpo.records.stages import Prompt
@@ -164,6 +164,25 @@ class PromptRenderer:
                     "give the tokenizer a pad token of its own"
                 )
         return found
+
+    def hinted(self, prompts: Sequence[Prompt], hint: Template) -> list[list[int]]:
+        """Return the token ids of prompts with a hint in a system message, which comes first or ends with the hint.
+        Raises as `render` does."""
+        where = [f"the prompt {prompt.text!r:.60}" for prompt in prompts]
+        conversations = [
+            self._with_hint(prompt.conversation, hint.fill(prompt.columns, place))
+            for prompt, place in zip(prompts, where, strict=True)
+        ]
+        texts = self.texts(conversations, where, self.tools([prompt.columns for prompt in prompts], where))
+        return self.encoded(texts, where)
+
+    def _with_hint(self, messages: Sequence[Mapping[str, Any]], hint: str) -> list[Message]:
+        first, others = messages[0], [dict(message) for message in messages]
+        if not self.data.chat_template:
+            return [{"role": "system", "content": f"{hint}\n\n"}, *others]
+        if first["role"] != "system":
+            return [{"role": "system", "content": hint}, *others]
+        return [{**first, "content": f"{first['content']}\n\n{hint}"}, *others[1:]]
 
     def most_tokens(self, text: str) -> int | None:
         """Return an upper bound of a text's number of tokens; None if the caller must tokenize the text.

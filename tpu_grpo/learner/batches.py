@@ -26,6 +26,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float
 
 from tpu_grpo.learner.forward import ModelRows, PerToken, logprobs
+from tpu_grpo.learner.frozen import FrozenModel
 from tpu_grpo.learner.loss import AgreementSums, LossSettings, TrainBatch, agreement_sums
 from tpu_grpo.learner.parameters import placed
 
@@ -37,7 +38,7 @@ _agreement_sums = jax.jit(agreement_sums)
 class Batches:
     """Makes micro-batches, with log-probabilities of the policy and, for a KL penalty, of the reference model."""
 
-    def __init__(self, policy: nnx.Module, reference: nnx.Module | None, settings: LossSettings):
+    def __init__(self, policy: nnx.Module, reference: FrozenModel | None, settings: LossSettings):
         self._policy, self._reference, self._settings, self._mesh = policy, reference, settings, settings.mesh
         self._recomputed = settings.section.old_policy == "trainer"
         self._truncated = self._recomputed and settings.section.correction is None
@@ -63,7 +64,7 @@ class Batches:
 
         These are ``old_logps`` with algorithm.old_policy=trainer, and ``reference_logps`` with a KL penalty.
         """
-        return jax.block_until_ready(self._compared(replace(batch, rows=jax.tree.map(self._put, batch.rows))))
+        return jax.block_until_ready(self._compared(replace(batch, rows=self.placed_rows(batch))))
 
     def describe(self, batch: TrainBatch) -> TrainBatch:
         """Return the shapes, types and shardings of the arrays that `place` makes, without computing anything."""
@@ -72,9 +73,17 @@ class Batches:
         reference = None if self._reference is None else logps
         return replace(batch, old_logps=logps, importance=importance, reference_logps=reference)
 
+    def placed_rows(self, batch: TrainBatch) -> ModelRows:
+        """Put the model's inputs of a micro-batch on the trainer's devices."""
+        return jax.tree.map(self._put, batch.rows)
+
+    def sharded[T](self, found: T) -> T:
+        """Split arrays that a model has computed for placed rows over the devices as these rows are."""
+        return jax.device_put(found, self._sharding)
+
     def policy_logprobs(self, batch: TrainBatch, **field: str) -> PerToken:
         """Compute the policy's log-probability, or another ``field`` of `TokenLogprobs`, of every sampled token."""
-        return self._logprobs(self._policy, jax.tree.map(self._put, batch.rows), **field)
+        return self._logprobs(self._policy, self.placed_rows(batch), **field)
 
     def agreement_with(self, model: nnx.Module, batch: TrainBatch) -> AgreementSums:
         """Compare the engine's log-probabilities of a placed micro-batch with those of ``model``; see `newest`."""
@@ -91,8 +100,9 @@ class Batches:
         not computed again."""
         found, known = {}, batch.reference_logps
         if (reference := self._reference) is not None:
-            rerouted = batch.rows._replace(experts=None)
-            found["reference_logps"] = self._logprobs(reference, rerouted) if known is None else known
+            if known is None:
+                known = self.sharded(reference.logprobs(batch.rows, **self._settings.forward))
+            found["reference_logps"] = known
         if self._recomputed:
             known = batch.old_logps
             found["old_logps"] = self._logprobs(self._policy, batch.rows) if known is None else known
@@ -101,7 +111,7 @@ class Batches:
     def _logprobs(self, model: nnx.Module, rows: ModelRows, **field: str) -> PerToken:
         with self._mesh:
             found = logprobs(*nnx.split(model), rows, **self._settings.forward, **field)
-        return jax.device_put(found, self._sharding)
+        return self.sharded(found)
 
     def _described(self, value: np.ndarray) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=self._sharding)

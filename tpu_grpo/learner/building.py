@@ -5,7 +5,7 @@ parts = build_parts(config, LearnerInputs(model=model, reference=None, mesh=mesh
 parts.lower_gradients().compile().memory_analysis()
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,13 +15,16 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from tpu_grpo.algorithms import RunAlgorithm, open_algorithm
-from tpu_grpo.config import AlgorithmSection, ModelSection, RunConfig
+from tpu_grpo.config import AlgorithmSection, ModelSection, RunConfig, TeacherSpec
 from tpu_grpo.learner.batches import DATA_AXIS, Batches
-from tpu_grpo.learner.forward import logprobs
+from tpu_grpo.learner.checkpoints import REFERENCE
+from tpu_grpo.learner.forward import likeliest, logprobs, vocabulary
+from tpu_grpo.learner.frozen import FrozenModel, in_float32
 from tpu_grpo.learner.loss import LossSettings, TrainBatch
 from tpu_grpo.learner.parameters import cast_to_compute, freeze_untrained, own_copy, trained_type
 from tpu_grpo.learner.rows import ReplayShape, RowShape
 from tpu_grpo.learner.slices import ONE_SLICE, Slices
+from tpu_grpo.learner.teachers import Teacher, TeacherInputs, Teachers
 from tpu_grpo.learner.update import Updater
 from tpu_grpo.models.families.trainer_attention import whole_blocks
 from tpu_grpo.records.errors import ConfigError
@@ -49,6 +52,8 @@ class LearnerInputs:
     """With several slices, the meshes of all their trainers, along a first axis, slice."""
     algorithm: RunAlgorithm | None = None
     """The run's algorithm, if it is open already; the learner opens it otherwise."""
+    teachers: tuple[TeacherInputs, ...] = ()
+    """The models and prompts of the config's teachers, in their order."""
 
 
 @dataclass(frozen=True)
@@ -59,16 +64,20 @@ class LearnerParts:
     shape: RowShape
     batches: Batches
     updater: Updater
-    reference: nnx.Module | None
+    reference: FrozenModel | None
     """The reference model of the KL penalty, if any. It has copies of the arrays that updates of the policy change."""
+    teachers: Teachers
     previous: nnx.Module | None = None
     """With algorithm.staleness, the policy before the previous step's update, which sampled the current rollout."""
     slices: Slices = ONE_SLICE
 
     @property
-    def saved_reference(self) -> nnx.Module | None:
-        """The reference if the run resets it to the policy, so that checkpoints must hold it; else None."""
-        return None if self.settings.section.reference_reset_every is None else self.reference
+    def saved_frozen(self) -> dict[str, nnx.Module]:
+        """The models that no gradient changes, but the run does, so that checkpoints must hold them, by item: the
+        reference if it is reset to the policy, and teachers that are moving averages."""
+        resets = self.reference is not None and self.settings.section.reference_reset_every is not None
+        found = ({REFERENCE: self.reference} if resets else {}) | self.teachers.saved
+        return {item: frozen.model for item, frozen in found.items() if frozen is not None}
 
     @property
     def held(self) -> Any:
@@ -98,6 +107,16 @@ class LearnerParts:
         """Lower the sum of gradients over slices, of which there must be several."""
         return self.updater.lower_sum_over_slices()
 
+    def lower_teacher(self, number: int) -> jax.stages.Lowered:
+        """Lower the forward pass of a teacher."""
+        taught, teacher = self.teachers, self.teachers.teachers[number]
+        rows = self.batches.describe(teacher.shape.empty(teacher.shape.micro_batch)).rows
+        split, forward = nnx.split(teacher.frozen.model), self.settings.forward
+        with self.settings.mesh:
+            if not taught.top_k:
+                return logprobs.lower(*split, rows, **forward)
+            return likeliest.lower(*split, rows, count=taught.top_k, below=taught.below, **forward)
+
     def lower_logprobs(self) -> jax.stages.Lowered:
         """Lower the forward pass for log-probabilities. Without adapters, the reference uses the same program."""
         with self.settings.mesh:
@@ -115,17 +134,29 @@ def build_parts(config: RunConfig, inputs: LearnerInputs) -> LearnerParts:
     freeze_untrained(model, config.model)
     stepped = cast_to_compute(model, config.model)
     reference = _reference(section, config.model, inputs, stepped) if section.beta > 0.0 else None
+    pairs = list(zip(config.teachers, inputs.teachers, strict=True))
+    frozen = [given.model or _teacher_of_the_start(config, spec, model, stepped) for spec, given in pairs]
+    below = min(map(vocabulary, (model, *(each.model for each in frozen)))) if frozen else 0
+    shape, prompt = (
+        row_shape(config, model, inputs.mesh, min(algorithm.top_k or 0, below)),
+        config.data.max_prompt_tokens,
+    )
+    made = tuple(
+        Teacher(spec, each, _teacher_shape(shape, spec, prompt, inputs.mesh, each), given.hinted)
+        for (spec, given), each in zip(pairs, frozen, strict=True)
+    )
     slices = Slices(inputs.joined)
     updater = Updater(config.optimizer, config.updates, model, stepped, settings, slices)
     batches = Batches(model, reference, settings)
-    previous, shape = own_copy(model, stepped) if section.staleness else None, row_shape(config, model, inputs.mesh)
-    return LearnerParts(settings, shape, batches, updater, reference, previous, slices)
+    teachers = Teachers(made, batches, settings.forward, shape.top_k, below)
+    previous = own_copy(model, stepped) if section.staleness else None
+    return LearnerParts(settings, shape, batches, updater, reference, teachers, previous, slices)
 
 
-def row_shape(config: RunConfig, model: nnx.Module, mesh: Mesh) -> RowShape:
-    """Return the shape of packed rows, whose length is a multiple of the block of flash attention, if that is used."""
-    settings: Any = getattr(model, "config", None)
-    block = settings.flash_attention_block_size if getattr(settings, "use_flash_attention", False) else None
+def row_shape(config: RunConfig, model: nnx.Module, mesh: Mesh, top_k: int = 0) -> RowShape:
+    """Return the shape of packed rows, whose length is a multiple of the block of flash attention, if that is used.
+    ``top_k`` is the number of a teacher's likeliest tokens that are compared."""
+    block = _flash_block(model)
     rows = config.micro_batch_rows(mesh.shape[DATA_AXIS])
     return RowShape(
         max_prompt_tokens=config.data.max_prompt_tokens,
@@ -137,7 +168,25 @@ def row_shape(config: RunConfig, model: nnx.Module, mesh: Mesh) -> RowShape:
         filtered=config.algorithm.filtered_ratio,
         carries=config.has_older_tokens,
         chosen=config.algorithm.top_entropy_quantile < 1.0,
+        teachers=len(config.teachers),
+        top_k=top_k,
     )
+
+
+def _flash_block(model: nnx.Module) -> int | None:
+    settings: Any = getattr(model, "config", None)
+    return settings.flash_attention_block_size if getattr(settings, "use_flash_attention", False) else None
+
+
+def _teacher_shape(
+    policy: RowShape, spec: TeacherSpec, max_prompt_tokens: int, mesh: Mesh, frozen: FrozenModel
+) -> RowShape:
+    """Return the shape of a teacher's rows: the policy's, with room for longer prompts, in equally large passes."""
+    most = spec.max_prompt_tokens or max_prompt_tokens
+    tokens = whole_blocks(policy.tokens + most - max_prompt_tokens, _flash_block(frozen.model))
+    devices = mesh.shape[DATA_AXIS]
+    rows = max(1, policy.micro_batch * policy.tokens // tokens // devices) * devices
+    return RowShape(most, policy.max_new_tokens, tokens, rows, group_size=policy.group_size)
 
 
 def _pass_rows(rows: int, row_tokens: int, model: nnx.Module, mesh: Mesh) -> int:
@@ -149,9 +198,20 @@ def _pass_rows(rows: int, row_tokens: int, model: nnx.Module, mesh: Mesh) -> int
     return min(rows, mesh.shape[DATA_AXIS] * max(1, SMALL_PASS_TOKENS // row_tokens))
 
 
+def _teacher_of_the_start(
+    config: RunConfig, spec: TeacherSpec, policy: nnx.Module, stepped: Mapping[str, Any]
+) -> FrozenModel:
+    """Make a teacher of the policy before the first step, adapters included; a moving average is kept in float32."""
+    copied = own_copy(policy, stepped)
+    if spec.update_rate:
+        return FrozenModel(in_float32(copied, stepped))
+    cast_to_compute(copied, config.model.model_copy(update={"dtype": spec.dtype or config.model.dtype}))
+    return FrozenModel(copied, offload=spec.offload)
+
+
 def _reference(
     algorithm: AlgorithmSection, section: ModelSection, inputs: LearnerInputs, trained: Collection[str]
-) -> nnx.Module:
+) -> FrozenModel:
     """Make the reference of the KL penalty: the initial policy, or a copy of the policy that the run resets regularly.
 
     Reference and policy share the arrays that no update changes. With adapters, the initial policy is the base model
@@ -159,8 +219,8 @@ def _reference(
     as the policy's.
     """
     if algorithm.reference_reset_every is not None:
-        return own_copy(inputs.model, trained)
+        return FrozenModel(own_copy(inputs.model, trained))
     assert inputs.reference is not None
     copied = nnx.clone(inputs.reference)
     cast_to_compute(copied, section)
-    return own_copy(copied, () if trained_type(inputs.model) is nnx.LoRAParam else trained)
+    return FrozenModel(own_copy(copied, () if trained_type(inputs.model) is nnx.LoRAParam else trained))

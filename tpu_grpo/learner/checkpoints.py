@@ -9,8 +9,9 @@ continue on another base model.
 
 model_params holds the parameters that the model computes with; optimizer_state holds the count of updates, the
 optimizer's moments, and the parameters' precision beyond ``model.dtype``. Some runs also save entropy_state (the
-adapted coefficient of the entropy bonus), reference_params (the KL penalty's reference, if the run resets it) or
-carried_groups (tpu_grpo/run/partial_groups.py).
+adapted coefficient of the entropy bonus), reference_params (the KL penalty's reference, if the run resets it),
+teacher_params_NAME (a teacher that is a moving average of the policy) or carried_groups
+(tpu_grpo/run/partial_groups.py).
 
 A background thread saves a step into a directory with a temporary name, which is renamed when complete. If the process
 is killed, the previous checkpoint stays the newest, and the next start removes the unfinished one.
@@ -29,12 +30,13 @@ import secrets
 import shutil
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain, count
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Self
 
 import jax
@@ -86,13 +88,14 @@ class Held(NamedTuple):
 
     model: nnx.State
     updates: UpdateState
-    reference: nnx.State | None
+    frozen: Mapping[str, nnx.State]
+    """The saved models that no gradient changes, by item."""
 
     @classmethod
-    def of(cls, updater: Updater, reference: nnx.Module | None = None) -> Self:
+    def of(cls, updater: Updater, frozen: Mapping[str, nnx.Module] = MappingProxyType({})) -> Self:
         """Split the models into their arrays. For a small model, this takes as long as the rest of a save."""
-        saved_reference = None if reference is None else nnx.state(reference)
-        return cls(nnx.state(updater.model), updater.state, saved_reference)
+        states = {item: nnx.state(model) for item, model in frozen.items()}
+        return cls(nnx.state(updater.model), updater.state, states)
 
     def items(self) -> dict[str, Any]:
         """Return the trees of arrays to save, by item; an item is a subdirectory of the checkpoint."""
@@ -100,15 +103,19 @@ class Held(NamedTuple):
         items = {MODEL: saved_part(self.model), STATE: _SavedState(updates.count, updates.optimizer, updates.kept)}
         if updates.entropy:
             items[ENTROPY] = updates.entropy
-        return items if self.reference is None else items | {REFERENCE: saved_part(self.reference)}
+        return items | {item: saved_part(state) for item, state in self.frozen.items()}
 
     def leaves(self) -> dict[str, Any]:
         """Return the arrays whose checksums are saved, by name."""
-        reference = {} if self.reference is None else by_name(saved_part(self.reference))
+        frozen = [
+            (item.replace("_params", ""), name, leaf)
+            for item, state in self.frozen.items()
+            for name, leaf in by_name(saved_part(state)).items()
+        ]
         paths = jax.tree_util.tree_leaves_with_path(self.updates)
         return (
             model_leaves(self.model)
-            | {f"reference.{name}": leaf for name, leaf in reference.items()}
+            | {f"{model}.{name}": leaf for model, name, leaf in frozen}
             | {f"optimizer{jax.tree_util.keystr(path)}": leaf for path, leaf in paths}
         )
 
@@ -144,12 +151,12 @@ class Checkpoints:
         directory: Path,
         *,
         keep: int,
-        reference: nnx.Module | None = None,
+        frozen: Mapping[str, nnx.Module] | None = None,
         hosts: Hosts | None = None,
         run_file: Path | None = None,
         carries: bool = False,
     ):
-        self._directory, self._reference, self._hosts = directory.absolute(), reference, hosts or Hosts()
+        self._directory, self._frozen, self._hosts = directory.absolute(), frozen or {}, hosts or Hosts()
         self._aside = self._directory.with_name(DAMAGED_DIR)
         self._kept = NewestAndBest(keep)
         self._restored = 0
@@ -176,7 +183,7 @@ class Checkpoints:
             create=processes.active_processes is None,
             multiprocessing_options=processes,
         )
-        items: dict[str, Any] = handlers(multiprocessing_options=processes)
+        items: dict[str, Any] = handlers(self._frozen, multiprocessing_options=processes)
         return SavingManager(self._directory, item_handlers=items, options=options)
 
     def restore(self, updater: Updater, *, resume: Resume) -> int:
@@ -193,7 +200,7 @@ class Checkpoints:
             )
         if not steps:
             # compiles the sums now, not at the first save
-            checksums(Held.of(updater, self._reference).leaves())
+            checksums(Held.of(updater, self._frozen).leaves())
             return 0
         self._run, reasons = self._id_of_run(), dict[int, str]()
         for step in steps:
@@ -270,7 +277,7 @@ class Checkpoints:
         self._kept.best = best
         if step == self._manager.latest_step():
             return
-        held = Held.of(updater, self._reference)
+        held = Held.of(updater, self._frozen)
         items, leaves = held.items(), held.leaves()
         sums, arrays = checksums(leaves), described(leaves)
         if len(self._hosts.members) == 1 < self._hosts.count:
@@ -298,7 +305,7 @@ class Checkpoints:
 
     def _read(self, step: int, updater: Updater) -> str:
         """Load a step. Return "" if its checkpoint is sound, else what is damaged, as the same text on all hosts."""
-        path, held, reason = self._directory / str(step), Held.of(updater, self._reference), ""
+        path, held, reason = self._directory / str(step), Held.of(updater, self._frozen), ""
         items, saved, carried = {}, {}, None
         arrays = described(held.leaves()) | ({CARRIED: "saved"} if self._carries else {})
         try:
@@ -314,10 +321,10 @@ class Checkpoints:
         nnx.update(updater.model, items[MODEL])
         state: _SavedState = items[STATE]
         updater.state = UpdateState(state.count, state.optimizer, state.kept, items.get(ENTROPY, ()))
-        if self._reference is not None:
-            nnx.update(self._reference, items[REFERENCE])
+        for item, model in self._frozen.items():
+            nnx.update(model, items[item])
         self.carried = carried
-        return wrong_sums(saved, Held.of(updater, self._reference).leaves())
+        return wrong_sums(saved, Held.of(updater, self._frozen).leaves())
 
     def _set_aside(self, reasons: Mapping[int, str], sound: int) -> None:
         """Move damaged checkpoints (``reasons`` by step) to DAMAGED_DIR, and add notes; the run uses step ``sound``."""
@@ -369,7 +376,7 @@ def read_items(
         primary_host=host, active_processes={host}, barrier_sync_key_prefix=f"reading_on_host_{host}"
     )
     options = ocp.CompositeOptions(multiprocessing_options=alone)
-    items: dict[str, Any] = handlers(multiprocessing_options=alone)
+    items: dict[str, Any] = handlers(wanted, multiprocessing_options=alone)
     handler = ocp.CompositeCheckpointHandler(composite_options=options, **items)
     reader = ocp.Checkpointer(handler, multiprocessing_options=alone)
     try:
@@ -464,14 +471,14 @@ def unsound_explained(path: Path) -> Iterator[None]:
         ) from error
 
 
-def handlers(**settings: Any) -> dict[str, Any]:
-    """Make Orbax's handler for every item of a checkpoint; each gets the ``settings``."""
+def handlers(further: Iterable[str], **settings: Any) -> dict[str, Any]:
+    """Make Orbax's handler for every item of a checkpoint, ``further`` ones included; each gets the ``settings``."""
     # By default Orbax cuts an array that several devices replicate into pieces, by a program compiled for each shape at
     # the first save. Here only small arrays are replicated, and they are saved whole. A file of shardings would take a
     # quarter of the time of a small model's save, and is not needed, because a restore states the wanted shardings.
     whole = ocp.type_handlers.ArrayHandler(use_replica_parallel=False, enable_write_sharding_file=False)
     registry = ocp.type_handlers.create_type_handler_registry((jax.Array, whole))
-    items = (MODEL, STATE, ENTROPY, REFERENCE)
+    items = {MODEL, STATE, ENTROPY, REFERENCE, *further} - {CARRIED}
     trees = {item: ocp.PyTreeCheckpointHandler(type_handler_registry=registry, **settings) for item in items}
     return {**trees, CARRIED: ocp.JsonCheckpointHandler(GROUPS_FILE, **settings)}
 

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, Integer
 from tunix.rl import common
 
-from tpu_grpo.learner.output_head import OutputHead, token_logprobs
+from tpu_grpo.learner.output_head import OutputHead, likeliest_tokens, token_logprobs
 
 PerToken = Float[Array, "R S"]
 """A number for each token of packed rows, float32."""
@@ -44,25 +44,50 @@ class TokenLogprobs(NamedTuple):
     logprobs_RS: PerToken
     entropies_RS: PerToken
     """The entropy of the distribution that the token was drawn from, in nats."""
+    also_RSM: Any = None
+    """The log-probabilities of further tokens in each token's place; None without such."""
 
 
-def run_model(model: nnx.Module, rows: ModelRows, *, temperature: float, mesh: Mesh) -> TokenLogprobs:
-    """Run the model on rows, and return log-probability and entropy of every token in ``rows.mask``."""
+def run_model(
+    model: nnx.Module, rows: ModelRows, *, temperature: float, mesh: Mesh, also_RSM: Any = None
+) -> TokenLogprobs:
+    """Run the model on rows, and return log-probability and entropy of every token in ``rows.mask``, and the
+    log-probabilities of the tokens ``also_RSM`` in its place, if there are any."""
+    hidden_RSD, head, targets = _hidden(model, rows, mesh)
+    found = token_logprobs(
+        hidden_RSD,
+        head,
+        *targets,
+        temperature=temperature,
+        mesh=mesh,
+        kept_BT=None if rows.kept is None else _next(rows.kept),
+        also_BTM=None if also_RSM is None else _next(also_RSM),
+    )
+    logps_RS, entropies_RS, also = found
+    return TokenLogprobs(_previous(logps_RS), _previous(entropies_RS), None if also is None else _previous(also))
+
+
+@functools.partial(jax.jit, static_argnames=("count", "below", "temperature", "mesh"))
+def likeliest(
+    definition: Any, state: Any, rows: ModelRows, *, count: int, below: int, temperature: float, mesh: Mesh
+) -> dict[str, Array]:
+    """Run a model, split by ``nnx.split``. Return the log-probability of every token (``logprobs``), the ``count``
+    likeliest tokens with ids less than ``below`` (``ids``), and theirs and the rest's (``top``); 0 where not wanted."""
+    hidden_RSD, head, targets = _hidden(nnx.merge(definition, state), rows, mesh)
+    found = likeliest_tokens(hidden_RSD, head, *targets, count=count, below=below, temperature=temperature, mesh=mesh)
+    return dict(zip(("logprobs", "ids", "top"), map(_previous, found), strict=True))
+
+
+def _hidden(
+    model: nnx.Module, rows: ModelRows, mesh: Mesh
+) -> tuple[Float[Array, "R S D"], OutputHead, tuple[Any, Any]]:
+    """Run the model on rows; return hidden states and head, and each place's target and whether it is wanted."""
     body, head = without_head(with_flat_products(with_replay(model, rows.experts), mesh))
     arguments = {"positions": rows.positions, "cache": None, "attention_mask": attention_mask(rows.segments)}
     if "segment_ids" in inspect.signature(type(body).__call__).parameters:
         arguments["segment_ids"] = jnp.arange(rows.positions.shape[1]) - rows.positions  # see flash_attention
     hidden_RSD, _ = body(rows.token_ids, **arguments)
-    found = token_logprobs(
-        hidden_RSD.astype(head.weight.dtype),
-        head,
-        _next(rows.token_ids),
-        _next(rows.mask),
-        temperature=temperature,
-        mesh=mesh,
-        kept_BT=None if rows.kept is None else _next(rows.kept),
-    )
-    return TokenLogprobs(*(jnp.pad(values_RS[:, :-1], ((0, 0), (1, 0))) for values_RS in found))
+    return hidden_RSD.astype(head.weight.dtype), head, (_next(rows.token_ids), _next(rows.mask))
 
 
 @functools.partial(jax.jit, static_argnames=("temperature", "mesh", "field"))
@@ -75,7 +100,12 @@ def logprobs(
 
 def _next(values_RS: Array) -> Array:
     """Move every token's value one place to the left, to the hidden state that predicts the token; pad with 0."""
-    return jnp.pad(values_RS[:, 1:], ((0, 0), (0, 1)))
+    return jnp.pad(values_RS[:, 1:], ((0, 0), (0, 1), *[(0, 0)] * (values_RS.ndim - 2)))
+
+
+def _previous(values_RS: Array) -> Array:
+    """Move the values of hidden states one place to the right, to the predicted tokens; pad with 0."""
+    return jnp.pad(values_RS[:, :-1], ((0, 0), (1, 0), *[(0, 0)] * (values_RS.ndim - 2)))
 
 
 kl_divergence = common.compute_kl_divergence
@@ -88,6 +118,12 @@ def attention_mask(segments_RS: Int[Array, "R S"]) -> Bool[Array, "R S S"]:
     tokens = segments_RS.shape[1]
     causal_SS = jnp.tri(tokens, dtype=jnp.bool_)
     return causal_SS & (segments_RS[:, :, None] == segments_RS[:, None, :])
+
+
+def vocabulary(model: nnx.Module) -> int:
+    """Return the number of tokens for which the model's output head has a row."""
+    head = without_head(model)[1]
+    return head.weight.shape[0 if head.vocab_first else 1]
 
 
 # --- the model that is run --------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Shaped
 
 from tpu_grpo.config import RunConfig, UpdateSection
 from tpu_grpo.hosts import Hosts, hosts_of, packed
@@ -32,8 +32,9 @@ from tpu_grpo.learner.building import LearnerInputs, LearnerParts, build_parts
 from tpu_grpo.learner.checkpoints import Checkpoints, read_groups, read_policy, sum_of_groups, unsound_explained
 from tpu_grpo.learner.loss import AgreementSums, TrainBatch
 from tpu_grpo.learner.parameters import by_name, copy_values, parameters, params_digest, trained_type, whole
-from tpu_grpo.learner.rows import sampled_mask, train_rows, unpacked
+from tpu_grpo.learner.rows import RowShape, sampled_mask, train_rows, unpacked
 from tpu_grpo.learner.signal import Signal, read_signal
+from tpu_grpo.learner.teachers import Taught
 from tpu_grpo.learner.update import MeasuredUpdate, update_metrics
 from tpu_grpo.observe.run_files import CHECKPOINTS_DIR, RUN_FILE
 from tpu_grpo.records.errors import CheckpointError, DataError, NonFiniteError
@@ -95,7 +96,7 @@ class Learner:
         self._checkpoints = Checkpoints(
             self._directory,
             keep=config.checkpoint.keep,
-            reference=self._parts.saved_reference,
+            frozen=self._parts.saved_frozen,
             hosts=self._own_slice,
             run_file=config.run_dir / RUN_FILE,
             carries=config.open_groups > 0,
@@ -153,18 +154,21 @@ class Learner:
             failed: Any = signal.completions[0].episode  # the environment did, before the first turn
             why = f"in row 0 the environment {failed.environment} {failed.failure.text}"
             notes.append(f"step {signal.step}: nothing was learnt, because no conversation had a turn: {why}")
-        for update in self._made_updates(signal, scored) if began else ():
+        taught = parts.teachers.read(scored, self._per_token) if began else Taught()
+        for update in self._made_updates(signal, scored, taught) if began else ():
             updates.append(update)
             if update.record.finite:
                 self._skipped.interrupted()
                 continue
-            notes.append(self._skipped.add(self._failure(update, len(updates), signal, scored)))
+            notes.append(self._skipped.add(self._failure(update, len(updates), signal, scored, taught.broken)))
+        parts.teachers.follow(self._updater.stepped)
         every = config.algorithm.reference_reset_every
         if every is not None and parts.reference is not None and signal.step % every == 0:
-            copy_values(parts.reference, self._updater.model, self._updater.trained)
+            copy_values(parts.reference.model, self._updater.model, self._updater.trained)
         measures = update_metrics(updates, stale=config.algorithm.staleness > 0) if began else {}
         seconds = time.perf_counter() - started
-        metrics = self._told(METRICS, measures | signal.metrics(), dict[str, float])  # waits for hosts that sample
+        measures = {**measures, **signal.metrics(), **taught.metrics}
+        metrics = self._told(METRICS, measures, dict[str, float])  # waits for hosts that sample
         histograms = updates[0].histograms if began and updates[0].record.finite else {}
         return UpdateResult(metrics, signal.advantages_B, seconds, tuple(notes), histograms)
 
@@ -174,20 +178,23 @@ class Learner:
             *(scored, self._parts.settings.algorithm, config.rewards, config.environment),
             masks_truncated=config.algorithm.truncated == "mask",
             drops_uninformative=config.drops_uninformative,
+            from_rewards=config.algorithm.learns_from_rewards,
         )
 
-    def _made_updates(self, signal: Signal, scored: ScoredRollout) -> Iterator[MeasuredUpdate]:
+    def _made_updates(self, signal: Signal, scored: ScoredRollout, taught: Taught) -> Iterator[MeasuredUpdate]:
         """Make the step's updates; yields the measurements of each update."""
         every = self._config.logging.histograms_every
         due = every > 0 and signal.step % every == 0  # whether to make histograms of the step's first update
-        for number, batches in enumerate(self._updates(signal)):
+        for number, batches in enumerate(self._updates(signal, taught)):
             yield self._update(batches, histograms=due and number == 0, first=number == 0)
 
-    def _failure(self, update: MeasuredUpdate, number: int, signal: Signal, scored: ScoredRollout) -> str:
+    def _failure(
+        self, update: MeasuredUpdate, number: int, signal: Signal, scored: ScoredRollout, broken: str = ""
+    ) -> str:
         """Say which number of an update is not finite, in which gradients, and which row of the step it may come from.
 
-        That row is the first with a log-probability of the current policy that is not finite, or else that of the
-        largest advantage. Every host with devices of a trainer must call this.
+        That row is the first with a log-probability of a teacher (``broken`` says it) or of the current policy that is
+        not finite, or else that of the largest advantage. Every host with devices of a trainer must call this.
         """
         name, algorithm, several = "loss", self._config.algorithm.name, self._config.updates_per_step
         value = update.loss
@@ -209,10 +216,13 @@ class Learner:
             row, token = bad[0].tolist()
             what = f"the policy's log-probability of token {token} is {logps_BT[row, token]}"
         rewards = ", ".join(f"{name} {values[row]:g}" for name, values in scored.scores.by_name.items())
+        of_row = f" in row {row}, whose reward is {scored.scores.total[row]:g} ({rewards})"
+        if broken:
+            what, of_row = f"{broken}; check its weights, or give it dtype=float32", ""
         tensors = ""
         if update.broken:
             tensors = f"; {len(update.broken)} gradients are not finite, the first that of {update.broken[0]}"
-        return f"{rule}{tensors}; {what} in row {row}, whose reward is {scored.scores.total[row]:g} ({rewards})"
+        return f"{rule}{tensors}; {what}{of_row}"
 
     def informative(self, scored: ScoredRollout) -> Bool[np.ndarray, " P"]:
         """Return which groups are informative (see signal.py); the rollout may have any number of prompts."""
@@ -232,7 +242,8 @@ class Learner:
     def gradients(self, scored: ScoredRollout) -> dict[str, np.ndarray]:
         """Compute the gradient of the first update's loss on a rollout: float32 arrays by dotted name, on every host.
         The policy is not changed. Raises the errors of `update` for a rollout that cannot be learnt from."""
-        for batch in next(self._updates(self._signal(scored))):
+        taught = self._parts.teachers.read(scored, self._per_token)
+        for batch in next(self._updates(self._signal(scored), taught)):
             self._updater.accumulate(batch)
         self._updater.add_over_slices()
         gradients = {name: whole(value) for name, value in self._updater.gradients().items()}
@@ -268,7 +279,7 @@ class Learner:
         """Save as `save` does, but in another directory, and wait until the save is complete."""
         if not self._saves:
             return
-        checkpoints = Checkpoints(directory, keep=1, reference=self._parts.saved_reference, hosts=self._own_slice)
+        checkpoints = Checkpoints(directory, keep=1, frozen=self._parts.saved_frozen, hosts=self._own_slice)
         checkpoints.save(step, self._updater, carried=carried)
         checkpoints.close()
 
@@ -290,7 +301,7 @@ class Learner:
         """
         return value if self.trainers is self._hosts else self._hosts.broadcast(name, value, kind)
 
-    def _updates(self, signal: Signal) -> Iterator[list[TrainBatch]]:
+    def _updates(self, signal: Signal, taught: Taught) -> Iterator[list[TrainBatch]]:
         """Yield the micro-batches of every update on a rollout.
 
         Log-probabilities of the old policy and the reference are computed before the first update. The mini-batches of
@@ -298,10 +309,10 @@ class Learner:
         """
         config, rows = self._config, (signal.prompts, signal.completions)
         iterations, size = config.algorithm.iterations, config.mini_batch_prompts
-        known = dict[str, Float[np.ndarray, "B T"]]()
+        known: dict[str, np.ndarray] = {**taught.known}
         if self._parts.shape.chosen:
             compute = partial(self._parts.batches.policy_logprobs, field="entropies_RS")
-            known = self._per_token(*rows, lambda batch: {"importance": compute(batch)})
+            known |= self._per_token(*rows, lambda batch: {"importance": compute(batch)})
         if size == config.data.prompts_per_step:
             yield from self._placed([(signal, known)]) * iterations
             return
@@ -313,10 +324,10 @@ class Learner:
             )
 
     def _placed(
-        self, signals: Sequence[tuple[Signal, Mapping[str, Float[np.ndarray, "B T"]]]]
+        self, signals: Sequence[tuple[Signal, Mapping[str, Shaped[np.ndarray, "B T ..."]]]]
     ) -> list[list[TrainBatch]]:
-        """Put the rows of an iteration's updates on the devices. Each signal comes with the log-probabilities
-        that are already known, by name; with {} if none are."""
+        """Put the rows of an iteration's updates on the devices. Each signal comes with the arrays that are already
+        known, by name; with {} if none are."""
         section, shape, updates = self._config.algorithm, self._parts.shape, list[list[TrainBatch]]()
         aggregation = self._parts.settings.algorithm.aggregation
         for signal, known in signals:
@@ -325,7 +336,7 @@ class Learner:
             )
             if shape.chosen:
                 batch = with_top_entropy(batch, section.top_entropy_quantile)
-            updates.append([self._parts.batches.place(part) for part in self._own(batch)])
+            updates.append([self._parts.batches.place(part) for part in self._own(batch, shape)])
         if section.kl_in == "loss":
             return updates
         flat = [batch for batches in updates for batch in batches]
@@ -338,11 +349,13 @@ class Learner:
         prompts: Sequence[Sequence[int]],
         completions: Sequence[Completion],
         compute: Callable[[TrainBatch], Mapping[str, jax.Array]],
-    ) -> dict[str, Float[np.ndarray, "B T"]]:
-        """Apply ``compute`` to packed rows, and return its arrays by name on every host; 0 for tokens not sampled."""
-        shape = self._parts.shape
+        shape: RowShape | None = None,
+    ) -> dict[str, Shaped[np.ndarray, "B T ..."]]:
+        """Apply ``compute`` to packed rows, and return its arrays by name on every host; 0 for tokens not sampled. The
+        rows have the shape of the policy's, or ``shape``."""
+        shape = shape or self._parts.shape
         batch, packing = train_rows(prompts, completions, np.zeros(len(prompts)), shape)
-        parts = self._parts.slices.gathered(map(compute, self._own(batch)))
+        parts = self._parts.slices.gathered(map(compute, self._own(batch, shape)))
         return {
             name: unpacked(
                 np.concatenate([part[name] for part in parts]), packing, len(completions), shape.max_new_tokens
@@ -350,9 +363,8 @@ class Learner:
             for name in parts[0]
         }
 
-    def _own(self, batch: TrainBatch) -> list[TrainBatch]:
-        """Cut rows into micro-batches, and return those of this host's slice."""
-        shape = self._parts.shape
+    def _own(self, batch: TrainBatch, shape: RowShape) -> list[TrainBatch]:
+        """Cut rows of a shape into micro-batches, and return those of this host's slice."""
         return self._parts.slices.own(list(batch.chunks(shape.micro_batch)), lambda: shape.empty(shape.micro_batch))
 
     def _update(self, batches: Sequence[TrainBatch], *, histograms: bool = False, first: bool = True) -> MeasuredUpdate:

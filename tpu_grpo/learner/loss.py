@@ -2,6 +2,10 @@
 
     loss = sum of weight x (importance x correction x algorithm.token_losses + beta x KL - coefficient x entropy)
 
+With teachers, the advantage of a token also has the sum over teachers of weight x (log teacher - log policy), see
+`Distill` in tpu_grpo/algorithms/distill.py, unless the objective compares likeliest tokens (`Gkd`). Reference and
+teachers are independent: beta draws the policy back to where it began, a teacher towards the teacher.
+
 On tokens that the current policy sampled, the expected gradient of the KL estimate k1 is zero, that of k2 is the
 gradient of KL(policy || reference), and that of k3 is the gradient of KL(reference || policy). Multiplied by the ratio
 to the old policy (``algorithm.kl_unbiased``), k1 and k3 have the gradient of KL(policy || reference), too.
@@ -24,10 +28,10 @@ from flax import nnx, struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float
 
-from tpu_grpo.algorithms import CorrectionSums, RunAlgorithm, Sequences, token_ratio
+from tpu_grpo.algorithms import CorrectionSums, RunAlgorithm, Sequences, Taught, token_ratio
 from tpu_grpo.algorithms.algorithm import LOG_RATIO_LIMIT
 from tpu_grpo.config import AlgorithmSection
-from tpu_grpo.learner.forward import ModelRows, PerToken, kl_divergence, run_model
+from tpu_grpo.learner.forward import ModelRows, PerToken, kl_divergence, run_model, vocabulary
 from tpu_grpo.learner.parameters import placed
 
 
@@ -95,6 +99,14 @@ class TrainBatch:
     memory this is also None unless these log-probabilities were computed before."""
     older: Any = None
     """Which tokens an earlier rollout sampled, bool [R, S]; None if there are none such (has_older_tokens)."""
+    teacher_weights: Any = None
+    """The weights of the teachers, float32 [R, S, N], or their sum [R, S] with ``teacher_logps``; None without any."""
+    teacher_logps: Any = None
+    """The sum over teachers of weight x log-probability, float32 [R, S]; None if likeliest tokens are compared."""
+    teacher_ids: Any = None
+    """The K likeliest tokens of each teacher, int32 [R, S, N, K]; None if only the sampled token is compared."""
+    teacher_top: Any = None
+    """The teachers' log-probabilities of these tokens and of all others together, float32 [R, S, N, K + 1]."""
 
     def chunks(self, size: int) -> "Iterator[TrainBatch]":
         """Cut the rows into consecutive pieces of ``size`` rows."""
@@ -203,8 +215,9 @@ def policy_loss(
     """
     numbers = settings.numbers if numbers is None else numbers
     algorithm, section = settings.algorithm.with_numbers(numbers), settings.section
-    found, mask_RS = run_model(model, batch.rows, **settings.forward), batch.rows.mask
-    counts_RS = batch.weights != 0.0
+    mask_RS, counts_RS = batch.rows.mask, batch.weights != 0.0
+    also_RSM = None if batch.teacher_ids is None else batch.teacher_ids.reshape(*mask_RS.shape, -1)
+    found = run_model(model, batch.rows, also_RSM=also_RSM, **settings.forward)
 
     def counted(values_RS: PerToken) -> PerToken:
         # Called before and after the losses: values of tokens that do not count may be infinite, and 0 * inf is NaN.
@@ -212,13 +225,21 @@ def policy_loss(
 
     now_RS, old_RS = counted(found.logprobs_RS), counted(batch.old_logps)
     sequences, correction = Sequences(batch.rows.segments, counts_RS), None
+    advantages_RS, taught = batch.advantages, None
+    if batch.teacher_logps is not None:
+        advantages_RS += jax.lax.stop_gradient(counted(batch.teacher_logps - batch.teacher_weights * now_RS))
+    if batch.teacher_ids is not None:
+        counts_RS11, shape = counts_RS[..., None, None], batch.teacher_ids.shape
+        policy_RSNK = jnp.where(counts_RS11, found.also_RSM.reshape(shape), 0.0)
+        top_RSNK = jnp.where(counts_RS11, batch.teacher_top, 0.0)
+        taught = Taught(top_RSNK, policy_RSNK, batch.teacher_weights, has_rest=shape[-1] < vocabulary(model))
     losses = algorithm.token_losses(
-        logprobs_BT=now_RS, old_logprobs_BT=old_RS, advantages_BT=batch.advantages, sequences=sequences
+        logprobs_BT=now_RS, old_logprobs_BT=old_RS, advantages_BT=advantages_RS, sequences=sequences, taught=taught
     )
     loss_RS = losses.loss_BT if batch.importance is None else losses.loss_BT * batch.importance
     if algorithm.correction is not None:
         weights_RS, correction = algorithm.correction.weights(
-            now_RS, old_RS, counted(batch.rollout_logps), batch.advantages, sequences
+            now_RS, old_RS, counted(batch.rollout_logps), advantages_RS, sequences
         )
         loss_RS = loss_RS * weights_RS
     kl = jnp.zeros(())

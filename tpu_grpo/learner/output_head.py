@@ -13,6 +13,9 @@ top-p or min-p) made the choice. The trainer's logits differ from the engine's i
 tokens are the same, except that two equally likely tokens may swap (cf. "Keep Sampling Mask" of DeepSeek-V3.2, arXiv
 2512.02556).
 
+Besides the target, log-probabilities of M more tokens can be had for each place (`token_logprobs`), with gradients like
+the target's, and the K likeliest tokens (`likeliest_tokens`), without gradients.
+
 The logits of all tokens would be the largest arrays of a training step. Here they exist for one chunk of wanted tokens
 at a time, and the backward pass computes them again. Rows are split over fsdp; the rows of a shard form a group. In
 each group the wanted tokens are moved to the front, and all groups go through their tokens chunk by chunk, until the
@@ -26,7 +29,7 @@ states of a chunk, a few numbers per token, and sums over each device's part of 
 
 Suffixes: B rows, T tokens of a row, D width, V vocabulary. On one device: b its rows, S the tokens of its group padded
 to whole chunks, R groups whose tokens it sees, C tokens of a group in a chunk, N = R*C, v its part of the vocabulary,
-K results for each token.
+M tokens whose log-probabilities are wanted besides the target's, K likeliest tokens, L results for each token.
 """
 
 import functools
@@ -41,12 +44,14 @@ from flax import struct
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float, Float32, Int
+from jaxtyping import Array, Bool, Float, Float32, Int, Shaped
 
 from tpu_grpo.models.thresholds import largest
 
 CHUNK_BYTES = 256 * 2**20
 """The most bytes that the float32 logits of a chunk take on a device."""
+_LEAST = 1e-37
+"""The least sum of probabilities that has a logarithm."""
 _TILE = 16
 """The rows in a tile of a bfloat16 matrix on a TPU. If a group needs several chunks and this many tokens fit into a
 chunk, C is a multiple of it."""
@@ -73,8 +78,9 @@ def token_logprobs(
     temperature: float,
     mesh: Mesh | None,
     kept_BT: Int[Array, "B T"] | None = None,
+    also_BTM: Int[Array, "B T M"] | None = None,
     chunk_bytes: int = CHUNK_BYTES,
-) -> tuple[Float32[Array, "B T"], Float32[Array, "B T"]]:
+) -> tuple[Float32[Array, "B T"], Float32[Array, "B T"], Float32[Array, "B T M"] | None]:
     """Compute the log-probability of each wanted target, and the entropy of the distribution from which it is drawn.
 
     Gradients flow from both to the hidden states and to the head's weight. Hidden states at positions that are not
@@ -88,18 +94,52 @@ def token_logprobs(
         wanted_BT: the positions that are computed.
         temperature: logits are divided by it.
         kept_BT: how many of the likeliest tokens each token was drawn from, at least 1 where wanted; None for all V.
+        also_BTM: further tokens whose log-probabilities are wanted, not together with ``kept_BT``; None for none.
         mesh: its axes are fsdp, whose size divides B, and tp; None stands for one device.
         chunk_bytes: the most bytes that the float32 logits of a chunk take on a device. The backward pass also holds
             their gradient.
 
     Returns:
-        Log-probabilities and entropies, in nats; 0 where not wanted.
+        Log-probabilities and entropies, in nats; 0 where not wanted. The log-probabilities of ``also_BTM``, or None.
     """
+    settings = _settings(head, wanted_BT, temperature, mesh, chunk_bytes)
+    found: Any = _logprobs(settings, hidden_BTD, head.weight, targets_BT, wanted_BT, kept_BT, also_BTM)
+    logps_BT, entropies_BT, *of_also = found
+    return logps_BT, entropies_BT, of_also[0] if of_also else None
+
+
+def likeliest_tokens(
+    hidden_BTD: Float[Array, "B T D"],
+    head: OutputHead,
+    targets_BT: Int[Array, "B T"],
+    wanted_BT: Bool[Array, "B T"],
+    *,
+    count: int,
+    below: int,
+    temperature: float,
+    mesh: Mesh | None,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> tuple[Float32[Array, "B T"], Int[Array, "B T K"], Float32[Array, "B T bins"]]:
+    """Compute the log-probability of each wanted target, the ids of the likeliest tokens, and the log-probabilities of
+    these K tokens and, last, of all others together (not from a difference to 1, which would be inexact).
+
+    The arguments are those of `token_logprobs`. ``count`` is K, at most ``below``; ids of ``below`` and more are left
+    out. The ids are in descending order of probability, and equally likely ones in ascending order. 0 where not wanted.
+    """
+    settings = _settings(head, wanted_BT, temperature, mesh, chunk_bytes)._replace(top=(count, below))
+    run = settings.split.over_devices(functools.partial(_device_forward, settings), "rwrrs", "rrrr")
+    chunks = chunks_needed(wanted_BT, settings.split.groups, settings.chunk)
+    logps_BT, _, _, found = run(hidden_BTD, head.weight, targets_BT, wanted_BT, chunks)
+    return logps_BT, found[..., count + 1 :].astype(jnp.int32), found[..., : count + 1]
+
+
+def _settings(
+    head: OutputHead, wanted_BT: Bool[Array, "B T"], temperature: float, mesh: Mesh | None, chunk_bytes: int
+) -> "_Settings":
     split = HeadSplit.of(head.weight, 0 if head.vocab_first else 1, mesh)
     columns = head.weight.shape[split.vocab_dim] // split.parts
     chunk = chunk_tokens(wanted_BT.size // split.groups, split.seen_groups * columns, chunk_bytes)
-    settings = _Settings(split, head.soft_cap, temperature, chunk)
-    return _logprobs(settings, hidden_BTD, head.weight, targets_BT, wanted_BT, kept_BT)
+    return _Settings(split, head.soft_cap, temperature, chunk)
 
 
 class _Settings(NamedTuple):
@@ -108,36 +148,52 @@ class _Settings(NamedTuple):
     temperature: float
     chunk: int
     """C, the tokens of a group in a chunk."""
+    top: tuple[int, int] | None = None
+    """K and the bound of the ids of the likeliest tokens; None for none."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _logprobs(
-    settings: _Settings, hidden_BTD: Any, weight: Any, targets_BT: Any, wanted_BT: Any, kept_BT: Any
-) -> tuple[Any, Any]:
-    return _forward(settings, hidden_BTD, weight, targets_BT, wanted_BT, kept_BT)[0]
+    settings: _Settings, hidden_BTD: Any, weight: Any, targets_BT: Any, wanted_BT: Any, kept_BT: Any, also_BTM: Any
+) -> tuple[Any, ...]:
+    return _forward(settings, hidden_BTD, weight, targets_BT, wanted_BT, kept_BT, also_BTM)[0]
 
 
 def _forward(
-    settings: _Settings, hidden_BTD: Any, weight: Any, targets_BT: Any, wanted_BT: Any, kept_BT: Any
+    settings: _Settings, hidden_BTD: Any, weight: Any, targets_BT: Any, wanted_BT: Any, kept_BT: Any, also_BTM: Any
 ) -> tuple[Any, Any]:
+    assert kept_BT is None or also_BTM is None, "further tokens have probabilities among all tokens only"
     counts = () if kept_BT is None else (kept_BT,)
-    arguments, results = "rwrrs" + "r" * len(counts), "rrr" + "r" * len(counts)
-    run = settings.split.over_devices(functools.partial(_device_forward, settings), arguments, results)
+    also = () if also_BTM is None else (also_BTM,)
+    arguments, results = "rwrrs" + "r" * len(counts + also), "rrr" + "r" * len(counts + also)
+    device = functools.partial(_device_forward if also_BTM is None else _device_forward_also, settings)
+    run = settings.split.over_devices(device, arguments, results)
     chunks = chunks_needed(wanted_BT, settings.split.groups, settings.chunk)
-    logps_BT, entropies_BT, *vectors_BT = run(hidden_BTD, weight, targets_BT, wanted_BT, chunks, *counts)
-    saved = (hidden_BTD, weight, targets_BT, wanted_BT, chunks, entropies_BT, *vectors_BT)
-    return (logps_BT, entropies_BT), saved
+    logps_BT, entropies_BT, *vectors_BT = run(hidden_BTD, weight, targets_BT, wanted_BT, chunks, *counts, *also)
+    found = logps_BT, entropies_BT
+    if also_BTM is not None:
+        lse_BT, *of_also = vectors_BT
+        vectors_BT, found = [lse_BT], (*found, *of_also)
+    return found, (hidden_BTD, weight, targets_BT, wanted_BT, chunks, also_BTM, entropies_BT, *vectors_BT)
 
 
 def _backward(settings: _Settings, saved: Any, gradients: Any) -> tuple[Any, ...]:
-    hidden_BTD, weight, targets_BT, wanted_BT, chunks, *vectors_BT = saved
-    vectors_BT = [*gradients, *vectors_BT]
-    arguments = "rwrrs" + "r" * len(vectors_BT)
-    run = settings.split.over_devices(functools.partial(_device_backward, settings), arguments, "rw")
-    return (*run(hidden_BTD, weight, targets_BT, wanted_BT, chunks, *vectors_BT), None, None, None)
+    hidden_BTD, weight, targets_BT, wanted_BT, chunks, also_BTM, *vectors_BT = saved
+    of_logps_BT, of_entropies_BT, *of_also = gradients
+    vectors_BT = [of_logps_BT, of_entropies_BT, *vectors_BT]
+    also = () if also_BTM is None else (also_BTM, *of_also)
+    device = functools.partial(_device_backward, settings, len(vectors_BT))
+    run = settings.split.over_devices(device, "rwrrs" + "r" * len([*vectors_BT, *also]), "rw")
+    return (*run(hidden_BTD, weight, targets_BT, wanted_BT, chunks, *vectors_BT, *also), None, None, None, None)
 
 
 _logprobs.defvjp(_forward, _backward)
+
+
+def _device_forward_also(settings: _Settings, *arguments: Any) -> tuple[Float32[Array, "b T"], ...]:
+    """Call `_device_forward` with further tokens as the last argument."""
+    *others, also_bTM = arguments
+    return _device_forward(settings, *others, also_bTM=also_bTM)
 
 
 def _device_forward(
@@ -148,12 +204,16 @@ def _device_forward(
     wanted_bT: Bool[Array, "b T"],
     chunks: Int[Array, ""],
     *counts_bT: Int[Array, "b T"],
-) -> tuple[Float32[Array, "b T"], ...]:
-    """Return log-probabilities, entropies, logsumexp(z) and, with counts n, the bound on z that n tokens exceed."""
+    also_bTM: Int[Array, "b T M"] | None = None,
+) -> tuple[Float32[Array, "b T ..."], ...]:
+    """Return log-probabilities, entropies, logsumexp(z) and, with counts n, the bound on z that n tokens exceed; or
+    with further tokens, their log-probabilities [b, T, M]; or those of the likeliest ones and of the rest, and their
+    ids, [b, T, 2K+1]."""
     split, queue = settings.split, TokenQueue(settings.split, settings.chunk, wanted_bT)
     targets_RS, counts_RS = queue.ordered(targets_bT), [queue.ordered(count_bT) for count_bT in counts_bT]
+    also_RSM = None if also_bTM is None else queue.ordered(also_bTM)
 
-    def step(index: Any, found_KRS: Any) -> Any:
+    def step(index: Any, found_LRS: Any) -> Any:
         z_Nv, _ = _scaled_logits(settings, queue.hidden(hidden_bTD, index), weight)
         at_target_Nv = _is_target(settings, queue.chunk(targets_RS, index), z_Nv)
         thresholds_N = [largest(z_Nv, queue.chunk(each, index), split.sum, split.max) for each in counts_RS]
@@ -165,32 +225,58 @@ def _device_forward(
         sums = (exp_Nv.sum(axis=1), (exp_Nv * z_Nv).sum(axis=1), target_Nv.sum(axis=1))
         sum_N, weighted_N, target_N = split.sum(sums)
         log_N = jnp.log(sum_N)
-        found_KN = jnp.stack([target_N - log_N, log_N - weighted_N / sum_N, max_N + log_N, *thresholds_N])
-        found_KRC = found_KN.reshape(*found_KRS.shape[:2], settings.chunk)
-        return lax.dynamic_update_slice_in_dim(found_KRS, found_KRC, index * settings.chunk, axis=2)
+        more = list(thresholds_N)
+        if also_RSM is not None:
+            inside_NM, at_NM = _places(settings, queue.chunk(also_RSM, index), z_Nv)
+            own_NM = jnp.where(inside_NM, jnp.take_along_axis(z_Nv, at_NM, axis=1), 0.0)
+            more += list((split.sum(own_NM) - log_N[:, None]).T)
+        if settings.top is not None:
+            top_NK, ids_NK = _top(settings, z_Nv)
+            inside_NK, at_NK = _places(settings, ids_NK, z_Nv)
+            others_Nv = exp_Nv.at[jnp.arange(len(z_Nv))[:, None], at_NK].multiply(jnp.where(inside_NK, 0.0, 1.0))
+            rest_N = jnp.log(jnp.maximum(split.sum(others_Nv.sum(axis=1)), _LEAST))
+            top_NK = jnp.concatenate([top_NK, rest_N[:, None]], axis=1) - log_N[:, None]
+            more += [*top_NK.T, *ids_NK.T.astype(jnp.float32)]  # exact, as ids are below 2^24
+        found_LN = jnp.stack([target_N - log_N, log_N - weighted_N / sum_N, max_N + log_N, *more])
+        found_LRC = found_LN.reshape(*found_LRS.shape[:2], settings.chunk)
+        return lax.dynamic_update_slice_in_dim(found_LRS, found_LRC, index * settings.chunk, axis=2)
 
-    zeros_KRS = jnp.zeros((3 + len(counts_RS), *targets_RS.shape), jnp.float32)
-    return tuple(queue.back(split.own(found_RS)) for found_RS in lax.fori_loop(0, chunks, step, zeros_KRS))
+    count = (
+        len(counts_RS)
+        + (0 if also_RSM is None else also_RSM.shape[-1])
+        + (2 * settings.top[0] + 1 if settings.top else 0)
+    )
+    zeros_LRS = jnp.zeros((3 + count, *targets_RS.shape), jnp.float32)
+    found_LRS = lax.fori_loop(0, chunks, step, zeros_LRS)
+    alone = 3 + len(counts_RS)
+    found = [queue.back(split.own(found_RS)) for found_RS in found_LRS[:alone]]
+    if count > len(counts_RS):
+        found.append(queue.back(split.own(jnp.moveaxis(found_LRS[alone:], 0, -1))))
+    return tuple(found)
 
 
 def _device_backward(
     settings: _Settings,
+    count: int,
     hidden_bTD: Float[Array, "b T D"],
     weight: Float[Array, "_ _"],
     targets_bT: Int[Array, "b T"],
     wanted_bT: Bool[Array, "b T"],
     chunks: Int[Array, ""],
-    *vectors_bT: Float32[Array, "b T"],
+    *vectors_bT: Shaped[Array, "b T ..."],
 ) -> tuple[Float[Array, "b T D"], Float[Array, "_ _"]]:
-    """Return the gradients of the hidden states and of the weight. The vectors are the gradients of log-probabilities
-    and of entropies, the entropies, logsumexp(z), and the thresholds from `_device_forward`, if any."""
+    """Return the gradients of the hidden states and of the weight. The ``count`` vectors are the gradients of
+    log-probabilities and of entropies, the entropies, logsumexp(z), and the thresholds from `_device_forward`, if any;
+    then come further tokens and the gradients of their log-probabilities, if any, [b, T, M]."""
     split, queue = settings.split, TokenQueue(settings.split, settings.chunk, wanted_bT)
-    vectors_RS = [queue.ordered(vector_bT) for vector_bT in (targets_bT, *vectors_bT)]
+    vectors_RS = [queue.ordered(vector_bT) for vector_bT in (targets_bT, *vectors_bT[:count])]
+    also_RSM = [queue.ordered(each_bTM) for each_bTM in vectors_bT[count:]]
 
     def step(index: Any, sums: tuple[Any, Any]) -> tuple[Any, Any]:
         to_hidden_SD, to_weight = sums
         hidden_ND = queue.hidden(hidden_bTD, index)
-        gradient_Nv = _logits_gradient(settings, hidden_ND, weight, *(queue.chunk(v, index) for v in vectors_RS))
+        also = [queue.chunk(each, index) for each in also_RSM]
+        gradient_Nv = _logits_gradient(settings, hidden_ND, weight, also, *(queue.chunk(v, index) for v in vectors_RS))
         found_CD = split.sum_own(_product(gradient_Nv, weight, 1, split.vocab_dim)).astype(to_hidden_SD.dtype)
         factors = (gradient_Nv, hidden_ND) if split.vocab_dim == 0 else (hidden_ND, gradient_Nv)
         to_hidden_SD = lax.dynamic_update_slice_in_dim(to_hidden_SD, found_CD, index * settings.chunk, axis=0)
@@ -219,16 +305,25 @@ def _logits_gradient(
     settings: _Settings,
     hidden_ND: Float[Array, "N D"],
     weight: Float[Array, "_ _"],
+    also: Sequence[Shaped[Array, "N M"]],
     targets_N: Int[Array, " N"],
     *vectors_N: Float32[Array, " N"],
 ) -> Float[Array, "N v"]:
-    """Recompute the logits, and return the gradient for hidden @ head; for the vectors see `_device_backward`."""
+    """Recompute the logits, and return the gradient for hidden @ head. ``also`` has further tokens and the gradients of
+    their log-probabilities; for the vectors see `_device_backward`."""
     of_logps_N1, of_entropies_N1, entropies_N1, lse_N1 = (vector_N[:, None] for vector_N in vectors_N[:4])
     z_Nv, slope_Nv = _scaled_logits(settings, hidden_ND, weight)
     logp_Nv, at_target_Nv = z_Nv - lse_N1, _is_target(settings, targets_N, z_Nv)
-    spread_Nv = jnp.exp(logp_Nv) * (of_logps_N1 + of_entropies_N1 * (logp_Nv + entropies_N1))
+    of_tokens_Nv, of_all_N1 = jnp.where(at_target_Nv, of_logps_N1, 0.0), of_logps_N1
+    if also:
+        also_NM, of_also_NM = also
+        inside_NM, at_NM = _places(settings, also_NM, z_Nv)
+        row_N1 = jnp.arange(len(z_Nv))[:, None]
+        of_tokens_Nv = of_tokens_Nv.at[row_N1, at_NM].add(jnp.where(inside_NM, of_also_NM, 0.0))
+        of_all_N1 = of_all_N1 + of_also_NM.sum(axis=1, keepdims=True)
+    spread_Nv = jnp.exp(logp_Nv) * (of_all_N1 + of_entropies_N1 * (logp_Nv + entropies_N1))
     spread_Nv = jnp.where(_left_out(z_Nv, at_target_Nv, vectors_N[4:]), 0.0, spread_Nv)
-    gradient_Nv = (jnp.where(at_target_Nv, of_logps_N1, 0.0) - spread_Nv) * slope_Nv
+    gradient_Nv = (of_tokens_Nv - spread_Nv) * slope_Nv
     return gradient_Nv.astype(jnp.promote_types(hidden_ND.dtype, weight.dtype))
 
 
@@ -250,9 +345,36 @@ def _product(left: Array, right: Array, left_dim: int, right_dim: int) -> Float3
 
 
 def _is_target(settings: _Settings, targets_N: Int[Array, " N"], z_Nv: Float[Array, "N v"]) -> Bool[Array, "N v"]:
+    return _ids(settings, z_Nv) == targets_N[:, None]
+
+
+def _ids(settings: _Settings, z_Nv: Float[Array, "N v"]) -> Int[Array, " v"]:
+    """Return the ids of the tokens in the device's part of the vocabulary."""
     columns, axes = z_Nv.shape[1], settings.split.axes
-    first = lax.axis_index(axes) * columns if axes else 0  # first token of the device's part of the vocabulary
-    return first + jnp.arange(columns) == targets_N[:, None]
+    first = lax.axis_index(axes) * columns if axes else 0
+    return first + jnp.arange(columns)
+
+
+def _places(
+    settings: _Settings, tokens_NM: Int[Array, "N M"], z_Nv: Float[Array, "N v"]
+) -> tuple[Bool[Array, "N M"], Int[Array, "N M"]]:
+    """Return which tokens lie in the device's part of the vocabulary, and their places there (any place for others)."""
+    at_NM = tokens_NM - _ids(settings, z_Nv)[0]
+    inside_NM = (at_NM >= 0) & (at_NM < z_Nv.shape[1])
+    return inside_NM, jnp.where(inside_NM, at_NM, 0)
+
+
+def _top(settings: _Settings, z_Nv: Float[Array, "N v"]) -> tuple[Float[Array, "N K"], Int[Array, "N K"]]:
+    """Return z and the ids of the K likeliest tokens of the whole vocabulary, equally likely ones by ascending id."""
+    assert settings.top is not None
+    (count, below), ids_v = settings.top, _ids(settings, z_Nv)
+    best, at = lax.top_k(jnp.where(ids_v < below, z_Nv, -jnp.inf), min(count, z_Nv.shape[1]))
+    ids = ids_v[at]
+    if axes := settings.split.axes:  # the parts are in the order of their ids
+        best, ids = (lax.all_gather(each, axes, axis=1, tiled=True) for each in (best, ids))
+        best, at = lax.top_k(best, count)
+        ids = jnp.take_along_axis(ids, at, axis=1)
+    return best, ids
 
 
 # --- how the work is divided, over devices and in chunks --------------------------------------------------------------
@@ -376,12 +498,14 @@ class TokenQueue:
         self._place_bT = (jnp.cumsum(wanted) - 1).reshape(wanted_bT.shape)
 
     def ordered(self, values_bT: Array) -> Array:
-        """Put values in queue order, for all groups that the device sees, [R, S]; 0 after the wanted tokens."""
-        return self._gather(jnp.where(self._valid_S, _taken(values_bT.reshape(-1), self._order_S), 0))
+        """Put values in queue order, for all groups that the device sees, [R, S, ...]; 0 after the wanted tokens."""
+        of_token = values_bT.shape[2:]
+        values_S = _taken(values_bT.reshape(-1, *of_token), self._order_S)
+        return self._gather(jnp.where(self._valid_S.reshape(-1, *(1 for _ in of_token)), values_S, 0))
 
     def chunk(self, values_RS: Array, index: Any) -> Array:
-        """Return the values of a chunk, [N]."""
-        return self._cut(values_RS, index).reshape(-1)
+        """Return the values of a chunk, [N, ...]."""
+        return self._cut(values_RS, index, axis=1).reshape(-1, *values_RS.shape[2:])
 
     def hidden(self, hidden_bTD: Float[Array, "b T D"], index: Any) -> Float[Array, "N D"]:
         """Return the hidden states of a chunk; 0 after the wanted tokens."""
@@ -395,8 +519,8 @@ class TokenQueue:
         wanted = self._wanted_bT.reshape(self._wanted_bT.shape + (1,) * (values_S.ndim - 1))
         return jnp.where(wanted, _taken(values_S, self._place_bT), 0)
 
-    def _cut(self, values: Array, index: Any) -> Array:
-        return lax.dynamic_slice_in_dim(values, index * self._chunk, self._chunk, axis=values.ndim - 1)
+    def _cut(self, values: Array, index: Any, axis: int = 0) -> Array:
+        return lax.dynamic_slice_in_dim(values, index * self._chunk, self._chunk, axis=axis)
 
 
 def _taken(values: Array, at: Int[Array, "..."]) -> Array:

@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Float, Int, Integer
+from jaxtyping import Bool, Float, Int, Integer, Shaped
 
 from tpu_grpo.config import LossAggregation
 from tpu_grpo.learner.forward import ModelRows
@@ -316,6 +316,10 @@ class RowShape:
     """Whether some tokens may have been sampled by older weights."""
     chosen: bool = False
     """Whether only some tokens are learnt from, which ``importance`` marks (algorithm.top_entropy_quantile)."""
+    teachers: int = 0
+    """The number of teachers."""
+    top_k: int = 0
+    """How many of a teacher's likeliest tokens are compared; 0 if only the sampled token is."""
 
     def empty(self, rows: int) -> TrainBatch:
         """Make rows without sequences, in host memory."""
@@ -335,7 +339,20 @@ class RowShape:
             rollout_logps=np.zeros(shape, np.float32),
             importance=np.zeros(shape, np.float32) if self.chosen else None,
             older=np.zeros(shape, np.bool_) if self.carries else None,
+            **self._of_teachers(shape),
         )
+
+    def _of_teachers(self, shape: tuple[int, int]) -> dict[str, np.ndarray]:
+        if not self.teachers:
+            return {}
+        if not self.top_k:
+            return {name: np.zeros(shape, np.float32) for name in ("teacher_logps", "teacher_weights")}
+        of_each = (*shape, self.teachers)
+        return {
+            "teacher_ids": np.zeros((*of_each, self.top_k), np.int32),
+            "teacher_top": np.zeros((*of_each, self.top_k + 1), np.float32),
+            "teacher_weights": np.zeros(of_each, np.float32),
+        }
 
 
 def train_rows(
@@ -345,12 +362,12 @@ def train_rows(
     shape: RowShape,
     aggregation: LossAggregation = "token-mean",
     counted: Bool[np.ndarray, " B"] | None = None,
-    known: Mapping[str, Float[np.ndarray, "B T"]] | None = None,
+    known: Mapping[str, Shaped[np.ndarray, "B T ..."]] | None = None,
 ) -> tuple[TrainBatch, Packing]:
     """Check and pack all B prompts (token ids) and completions of an update into rows in host memory.
 
     ``advantages`` are given per completion, or per token. Completions that are not ``counted`` have weight 0, and no
-    mean counts them. ``known`` holds log-probabilities that are already computed, by their field names in `TrainBatch`.
+    mean counts them. ``known`` holds arrays that are already computed, by their field names in `TrainBatch`.
     Tokens that the policy did not sample are context only.
 
     Raises:
@@ -366,7 +383,8 @@ def train_rows(
     counting = counts if counted is None else counts * counted
     weights = token_weights(counting, aggregation, shape.max_new_tokens, shape.group_size)
     logps: dict[str, Any] = {
-        name: np.zeros((packing.count, shape.tokens), values_BT.dtype) for name, values_BT in (known or {}).items()
+        name: np.zeros((packing.count, shape.tokens, *values_BT.shape[2:]), values_BT.dtype)
+        for name, values_BT in (known or {}).items()
     }
     packed = replace(shape.empty(packing.count), **logps)
     model_rows = packed.rows
@@ -386,21 +404,25 @@ def train_rows(
         if packed.older is not None and (ages := completions[one.row].ages) is not None:
             packed.older[row, first:end] = one.mask & (ages[one.places] > 0)
         for name, values_BT in (known or {}).items():
-            logps[name][row, first:end] = np.where(one.mask, values_BT[one.row, one.places], 0)
+            logps[name][row, first:end] = _masked(one.mask, values_BT[one.row, one.places])
     if shape.replay is not None:
         shape.replay.fill(model_rows.experts, packing)
     return packed, packing
 
 
 def unpacked(
-    values_RS: Float[np.ndarray, "R S"], packing: Packing, completions: int, max_new_tokens: int
-) -> Float[np.ndarray, "B T"]:
+    values_RS: Shaped[np.ndarray, "R S ..."], packing: Packing, completions: int, max_new_tokens: int
+) -> Shaped[np.ndarray, "B T ..."]:
     """Unpack the values of sampled tokens from packed rows, T = ``max_new_tokens``; 0 elsewhere."""
-    found = np.zeros((completions, max_new_tokens), values_RS.dtype)
+    found = np.zeros((completions, max_new_tokens, *values_RS.shape[2:]), values_RS.dtype)
     for one, row, start in zip(packing.sequences, packing.rows, packing.starts, strict=True):
         first = start + len(one.prompt)
-        found[one.row, one.places] = np.where(one.mask, values_RS[row, first : first + len(one.mask)], 0)
+        found[one.row, one.places] = _masked(one.mask, values_RS[row, first : first + len(one.mask)])
     return found
+
+
+def _masked(mask_T: Bool[np.ndarray, " T"], values: Shaped[np.ndarray, "T ..."]) -> Shaped[np.ndarray, "T ..."]:
+    return np.where(mask_T.reshape(-1, *[1] * (values.ndim - 1)), values, 0)
 
 
 def _kept_tokens(one: TrainSequence, completion: Completion) -> Integer[np.ndarray, " T"]:

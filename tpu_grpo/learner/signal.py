@@ -54,6 +54,8 @@ class Signal:
     informative_P: Bool[np.ndarray, " P"]
     masked_B: Bool[np.ndarray, " B"] | None = None
     """Which completions were cut and are left out of the loss; None unless algorithm.truncated=mask."""
+    from_rewards: bool = True
+    """Whether rewards give the advantages; otherwise no group is informative."""
 
     @property
     def advantages(self) -> Float[np.ndarray, " B"] | TokenValues:
@@ -101,9 +103,11 @@ class Signal:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Return the share of informative groups and, with algorithm.truncated=mask, of masked completions."""
+        """Return the share of informative groups (unless only teachers teach) and, with algorithm.truncated=mask, of
+        masked completions."""
         masked = {} if self.masked_B is None else {"completions/masked_fraction": float(self.masked_B.mean())}
-        return {"groups/informative_fraction": float(self.informative_P.mean()), **masked}
+        groups = {"groups/informative_fraction": float(self.informative_P.mean())} if self.from_rewards else {}
+        return groups | masked
 
 
 def read_signal(
@@ -114,6 +118,7 @@ def read_signal(
     *,
     masks_truncated: bool,
     drops_uninformative: bool,
+    from_rewards: bool = True,
 ) -> Signal:
     """Make the signal of a rollout of any number of prompts.
 
@@ -123,6 +128,7 @@ def read_signal(
 
     Unscored rows, whose advantage is 0, are left out of all means and standard deviations of rewards. With
     ``drops_uninformative``, so are uninformative groups. With ``masks_truncated``, truncated completions do not count.
+    Unless ``from_rewards``, the advantages are those of an algorithm without rewards, and tokens have no terms.
 
     Raises:
         RewardError: for missing rewards, or rewards that the advantages cannot take.
@@ -139,6 +145,7 @@ def read_signal(
     episodes = [completion.episode for completion in completions]
     skipped_B = np.array([skips and e is not None and e.failure is not None for e in episodes], np.bool_)
     parts = [part for part in (_scored_tokens(scored), turn_credits(rollout, environment, skipped_B)) if part]
+    parts = parts if from_rewards else []
     added: TokenValues = tuple(sum(values) for values in zip(*parts, strict=True))  # type: ignore[misc]
     counted_B, masked_B = ~skipped_B, None
     if masks_truncated:  # cut at rollout.max_new_tokens, or at a limit of conversations
@@ -165,6 +172,7 @@ def read_signal(
         counted_B=counted_B,
         informative_P=informative_P,
         masked_B=masked_B,
+        from_rewards=from_rewards,
     )
 
 

@@ -144,6 +144,7 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
     {
         "addition": Recipe(),
         "gemma_addition": GemmaRecipe(width=128, mlp_width=384, heads=4, kv_heads=2, steps=300),
+        "careful_addition": Recipe(),
         "wordy_addition": Recipe(batch=64),  # lessons five times as long as addition's
         "calculator": Recipe(steps=300, batch=64, warmup_steps=40),  # lessons four times as long as addition's
         "guessing": Recipe(width=128, mlp_width=384, heads=4, kv_heads=2, steps=250, batch=64, warmup_steps=40),

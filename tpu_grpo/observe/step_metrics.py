@@ -26,7 +26,7 @@ def rollout_metrics(scored: ScoredRollout) -> dict[str, float | str]:
     rollout, scores = scored.rollout, scored.scores
     return {
         **_reward_values(scores),
-        "groups/zero_variance_fraction": zero_variance_fraction(scores.total.reshape(-1, rollout.group_size)),
+        **_group_values(scores, rollout.group_size),
         "completions/mean_tokens": float(np.mean([c.sampled_tokens for c in rollout.completions])),
         "completions/truncated_fraction": float(np.mean([c.finish_reason == "length" for c in rollout.completions])),
         **episode_metrics(rollout.completions),
@@ -115,7 +115,15 @@ def episode_metrics(completions: Sequence[Completion]) -> dict[str, float]:
     return values
 
 
+def _group_values(scores: Scores, size: int) -> dict[str, float]:
+    if not scores.has_rewards:
+        return {}
+    return {"groups/zero_variance_fraction": zero_variance_fraction(scores.total.reshape(-1, size))}
+
+
 def _reward_values(scores: Scores) -> dict[str, float]:
+    if not scores.has_rewards:
+        return {}
     totals = scores.total[scores.scored] if scores.scored.any() else scores.total
     values = {"rewards/mean": float(np.mean(totals)), "rewards/std": float(np.std(totals))}
     for name, rewards_B in scores.by_name.items():

@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +26,8 @@ GRADIENTS, OPTIMIZER_STEP, SUM = "gradients of a micro-batch", "optimizer step",
 """The names of the programs of an update."""
 TRAIN_STEP = "Tunix's train step"
 """The name of the single program that Tunix's learner has in place of these two programs."""
+TEACHER = "log-probabilities by "
+"""Begins the name of a teacher's program; its name in metrics follows."""
 ToLower = tuple[str, Stage, Callable[[], Any]]
 """(name, stage, lowering function) of a program."""
 FAST_COMPILE_OPTIONS: Mapping[str, Any] = {"exec_time_optimization_effort": -1.0, "memory_fitting_effort": -1.0}
@@ -60,6 +63,8 @@ def programs_to_lower(run: AbstractRun) -> Iterator[ToLower]:
     yield f"prefill of {shapes.prefill[-1]} tokens", "rollout", lambda: run.engine.lower("prefill", shapes.prefill[-1])
     if run.learner.forward_passes or run.config.algorithm.staleness:
         yield "log-probabilities", "logprobs", run.learner.lower_logprobs
+    for number, spec in enumerate(run.config.teachers):
+        yield f"{TEACHER}{spec.shown}", "logprobs", partial(run.learner.lower_teacher, number)
     if run.config.algorithm.tunix is not None:
         yield TRAIN_STEP, "update", run.learner.lower_train_step
         return

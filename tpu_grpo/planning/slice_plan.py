@@ -8,8 +8,8 @@ alternatives(plan, 256, compiled=True, say=print)     # other settings that may 
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from tpu_grpo.config import (
     ModelSection,
     OptimizerSection,
     RunConfig,
+    TeacherSpec,
     changed_config,
 )
 from tpu_grpo.models.checkpoint import Checkpoint, abstract_checkpoint
@@ -30,6 +31,7 @@ from tpu_grpo.models.families.gemma2 import FULL, SLIDING, Gemma2Config
 from tpu_grpo.planning.compiled_programs import (
     FAST_COMPILE_OPTIONS,
     SUM,
+    TEACHER,
     CompiledProgram,
     compile_all,
     programs_to_lower,
@@ -38,7 +40,7 @@ from tpu_grpo.planning.slices import Target, replica_devices
 from tpu_grpo.planning.stage_memory import ResidentBytes, StageMemory, resident_bytes, stage_memory
 from tpu_grpo.planning.step_seconds import StepWork
 from tpu_grpo.records.errors import ConfigError, TpuGrpoError
-from tpu_grpo.run.abstract import AbstractRun, open_abstract_checkpoint
+from tpu_grpo.run.abstract import AbstractRun, open_abstract_checkpoint, open_abstract_teachers
 from tpu_grpo.run.inputs import check_model
 from tpu_grpo.run.meshes import build_meshes, check_trainer, check_turns
 from tpu_grpo.run.parts import open_run_algorithm, with_routing_replay
@@ -100,15 +102,22 @@ class Plan:
 def make_plan(config: RunConfig, target: Target, *, fast: bool, say: Callable[[str], None]) -> Plan:
     """Compile the run's programs for a slice; ``say`` gets a line per compilation. Raises ConfigError for settings that
     are wrong whatever the memory."""
-    config = config.model_copy(update={"model": known_model(config.model)})
-    with target.as_jax_devices(), open_abstract_checkpoint(config.model) as checkpoint:
+    config = config.model_copy(
+        update={"model": known_model(config.model), "teachers": _known_teachers(config.teachers)}
+    )
+    with (
+        target.as_jax_devices(),
+        open_abstract_checkpoint(config.model) as checkpoint,
+        open_abstract_teachers(config.teachers, config.model.dtype) as teachers,
+    ):
         check_model(config, checkpoint)
         section = with_routing_replay(config.algorithm, config.model, config.rollout, checkpoint)
         config = config.model_copy(update={"algorithm": section})
         meshes = build_meshes(config.meshes, config.model, config.row_tokens, checkpoint, target.devices)
         check_trainer(section, checkpoint, meshes)
         check_turns(config.environment, meshes)
-        run = AbstractRun(config, checkpoint, meshes, NO_STOP, replica_devices(target, meshes.tensor))
+        devices = replica_devices(target, meshes.tensor)
+        run = AbstractRun(config, checkpoint, meshes, NO_STOP, devices, teachers=teachers)
         say("compiling the weight sync")
         sync_bytes = run.sync.temporary_bytes
         resident = resident_bytes(run)
@@ -132,16 +141,27 @@ def make_plan(config: RunConfig, target: Target, *, fast: bool, say: Callable[[s
         )
 
 
-def known_model(section: ModelSection) -> ModelSection:
-    """If model.path is not on this machine, replace it with the published model of that name; raises ConfigError if
-    there is none."""
+def _known_teachers(teachers: Sequence[TeacherSpec]) -> tuple[TeacherSpec, ...]:
+    """Do for the teachers what `known_model` does for the policy."""
+    found = list[TeacherSpec]()
+    for spec in teachers:
+        if (model := spec.as_model()) is not None:
+            path = known_model(model, f"path of the teacher {spec.shown}").path
+            spec = spec.model_copy(update={"path": path, "label": spec.shown})
+        found.append(spec)
+    return tuple(found)
+
+
+def known_model(section: ModelSection, setting: str = "model.path") -> ModelSection:
+    """If model.path is not on this machine, replace it with the published model of that name; raises ConfigError, which
+    names the ``setting``, if there is none."""
     path = Path(section.path).expanduser()
     if section.path.startswith(BUILTIN) or (path / "config.json").exists():
         return section
     if not (PUBLISHED / path.name / "config.json").exists():
         known = sorted(directory.name for directory in PUBLISHED.iterdir())
         raise ConfigError(
-            f"model.path must be a directory with a config.json, or end in the name of a published model that is known "
+            f"{setting} must be a directory with a config.json, or end in the name of a published model that is known "
             f"({', '.join(known)}), got {section.path}; correct it, or put the model's config.json there"
         )
     return section.model_copy(update={"path": str(PUBLISHED / path.name)})
@@ -164,10 +184,16 @@ def _extrapolated_programs(run: AbstractRun, say: Callable[[str], None]) -> list
     lora = model.lora.model_copy(update={"layers": None, "path": None})
     model = model.model_copy(update={"train_layers": None, "lora": lora})  # the small models may lack the chosen layers
     for count in FEW_LAYERS:
-        with with_layers(run.checkpoint, count) as smaller:
-            small = replace(run, config=run.config.model_copy(update={"model": model}), checkpoint=smaller)
+        with with_layers(run.checkpoint, count) as smaller, ExitStack() as stack:
+            teachers = tuple(each and stack.enter_context(with_layers(each, count)) for each in run.teachers)
+            config = run.config.model_copy(update={"model": model})
+            small = replace(run, config=config, checkpoint=smaller, teachers=teachers)
             compiled.append(compile_all(small, programs_to_lower(small), FAST_COMPILE_OPTIONS, say))
-    return [extrapolated(few, more, layers) for few, more in zip(*compiled, strict=True)]
+    of_teachers = {
+        f"{TEACHER}{spec.shown}": (each or run.checkpoint).config.num_hidden_layers
+        for spec, each in zip(run.config.teachers, run.teachers, strict=True)
+    }
+    return [extrapolated(few, more, of_teachers.get(few.name, layers)) for few, more in zip(*compiled, strict=True)]
 
 
 @contextmanager

@@ -11,7 +11,7 @@ devices that hold more bytes. The bytes that stay on a device between programs f
 arrays (`resident_bytes`). The work of a program is the memory that the compiler reports.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from tpu_grpo.config import MeshesSection, RolloutSection
 from tpu_grpo.hosts.sharded_arrays import bytes_per_device
 from tpu_grpo.learner import frozen_leaves, parameters
-from tpu_grpo.planning.compiled_programs import OPTIMIZER_STEP, SUM, TRAIN_STEP, CompiledProgram, Stage
+from tpu_grpo.planning.compiled_programs import OPTIMIZER_STEP, SUM, TEACHER, TRAIN_STEP, CompiledProgram, Stage
 from tpu_grpo.run.abstract import AbstractRun
 from tpu_grpo.weights.plan import named_leaves
 
@@ -39,8 +39,8 @@ class ResidentBytes:
     trained: int
     """The trained part of ``parameters``."""
     reference: int
-    """The part of the reference that the policy does not share after its first update; with algorithm.staleness, also
-    the copy of the previous policy."""
+    """The part of reference and teachers that the policy does not share after its first update; with
+    algorithm.staleness, also the copy of the previous policy."""
     sampler: int
     """The engines' weights in separate arrays."""
     shared: int
@@ -51,6 +51,8 @@ class ResidentBytes:
     """The waiting micro-batches of a step, while one is processed."""
     gradients: int
     """The sums of gradients, which are float32; there only during an update."""
+    offloaded: int = 0
+    """The largest teacher that is kept in the hosts' memory; there only during its forward passes."""
 
 
 def resident_bytes(run: AbstractRun) -> ResidentBytes:
@@ -64,6 +66,9 @@ def resident_bytes(run: AbstractRun) -> ResidentBytes:
     trained = per_device(leaf for name, leaf in leaves.items() if name not in frozen)
     adapters, own_adapters = config.model.lora.rank is not None, config.algorithm.reference_reset_every is not None
     reference = trained if run.learner.reference is not None and (own_adapters or not adapters) else 0
+    teachers = list(_teacher_bytes(run, per_device, trained))
+    reference += sum(size for size, offload in teachers if not offload)
+    offloaded = max((size for size, offload in teachers if offload), default=0)
     moves, waiting = run.sync.moves, config.micro_batches(run.meshes.trainer.shape["fsdp"]) - 1
     if config.algorithm.tunix is not None:
         waiting = 0  # they wait in the host's memory
@@ -77,7 +82,23 @@ def resident_bytes(run: AbstractRun) -> ResidentBytes:
         cache=per_device(run.engine.cache_specs),
         batch=waiting * per_device(jax.tree.leaves(run.learner.batch)),
         gradients=trained * 4 // jnp.dtype(config.model.dtype).itemsize,
+        offloaded=offloaded,
     )
+
+
+def _teacher_bytes(
+    run: AbstractRun, per_device: Callable[[Iterable[Any]], int], trained: int
+) -> Iterator[tuple[int, bool]]:
+    """Yield the bytes of each teacher that the policy does not share, and whether the hosts' memory keeps them."""
+    own = run.config.model.dtype
+    for teacher in run.learner.teachers.teachers if run.config.teachers else ():
+        spec, leaves = teacher.spec, parameters(teacher.frozen.model)
+        if spec.update_rate:
+            yield trained * 4 // jnp.dtype(own).itemsize, False
+        elif spec.path is None and not spec.offload and (spec.dtype or own) == own:
+            yield trained, False
+        else:
+            yield per_device(named_leaves(leaves).values()), spec.offload
 
 
 @dataclass(frozen=True)
@@ -129,6 +150,8 @@ def _resident_parts(resident: ResidentBytes, stage: Stage, split: bool, released
         "reference": resident.reference,
     }
     sampler: dict[str, float] = {"sampler": resident.sampler, "cache": resident.cache}
+    if stage == "logprobs":
+        trainer["reference"] += resident.offloaded
     if split and stage == "sync":
         return dict(max(trainer, sampler, key=lambda parts: sum(parts.values())))
     if stage == "rollout":
@@ -141,7 +164,9 @@ def _resident_parts(resident: ResidentBytes, stage: Stage, split: bool, released
 def _work(resident: ResidentBytes, program: CompiledProgram, keeps_old: bool) -> float:
     """Return the bytes that a program needs in addition to its resident arguments."""
     arguments = resident.parameters
-    if program.stage == "rollout":
+    if program.name.startswith(TEACHER):
+        arguments = program.argument_bytes  # its parameters are resident, see `_teacher_bytes`
+    elif program.stage == "rollout":
         arguments = resident.sampler + resident.shared + resident.cache
     elif program.name == OPTIMIZER_STEP:
         arguments = resident.trained + resident.optimizer

@@ -2,7 +2,7 @@
 
     prefill    each prompt once; without a prefix cache, once per completion
     decode     simulated, including the tail in which only the longest completions run
-    logprobs   a forward pass, for the reference or the old policy
+    logprobs   forward passes, for the reference, the old policy and teachers
     update     forward and backward passes, and the optimizer's step
     sync       moving the changed weights, through links and memory
 
@@ -16,8 +16,11 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import NormalDist
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from tpu_grpo.config import RunConfig
 from tpu_grpo.engine.options import splits_vocabulary
@@ -26,7 +29,7 @@ from tpu_grpo.hosts.sharded_arrays import bytes_per_device
 from tpu_grpo.launching.tpus import Generation, Rates
 from tpu_grpo.models.families.trainer_attention import whole_blocks
 from tpu_grpo.planning import costs
-from tpu_grpo.planning.compiled_programs import GRADIENTS, OPTIMIZER_STEP, TRAIN_STEP, CompiledProgram
+from tpu_grpo.planning.compiled_programs import GRADIENTS, OPTIMIZER_STEP, TEACHER, TRAIN_STEP, CompiledProgram
 from tpu_grpo.planning.stage_memory import ResidentBytes
 from tpu_grpo.run.abstract import AbstractRun
 
@@ -38,6 +41,8 @@ ROLLOUT = ("prefill", "decode")
 """The stages of a rollout."""
 ROLLOUT_RANGE, UPDATE_RANGE = (0.75, 2.5), (0.75, 1.3)
 """Published seconds are these multiples of planned ones, for rollouts and for all else; docs/planning.md lists them."""
+HOST_BYTES_PER_SECOND = 8e9
+"""The assumed speed at which a device gets a teacher that is kept in its host's memory (half of a PCIe 3.0 x16)."""
 CARRIED_STEPS = 6
 """The number of simulated steps whose seconds are averaged for rollout.partial_extra."""
 
@@ -285,6 +290,16 @@ class StepTime:
         return sum(stage.seconds for stage in self.stages if stage.stage in stages)
 
 
+class TeacherWork(NamedTuple):
+    """A teacher's program and sizes, the tokens of a prompt as it sees it, and the bytes of a device that come from the
+    host's memory."""
+
+    program: str
+    sizes: costs.TrainerSizes
+    prompt_tokens: int
+    copied_bytes: float
+
+
 @dataclass(frozen=True)
 class StepWork:
     """Everything that the seconds of a step depend on."""
@@ -309,6 +324,7 @@ class StepWork:
     """The number of forward passes for log-probabilities before a step's updates."""
     launch_steps: int = 1
     """The number of decode steps per launch."""
+    teachers: tuple["TeacherWork", ...] = ()
 
     @classmethod
     def of(
@@ -342,6 +358,7 @@ class StepWork:
             summed_bytes=resident.gradients,
             forward_passes=run.learner.forward_passes,
             launch_steps=run.engine.steps_per_launch,
+            teachers=_teacher_works(run, resident),
         )
 
     def step(self, mean_new_tokens: float | None = None) -> StepTime:
@@ -360,8 +377,17 @@ class StepWork:
             costs.add(prefill, self._prefill(work), 1 / len(steps))
             costs.add(decoded, self._decode(work), 1 / len(steps))
         stages = [StageTime("prefill", prefill), StageTime("decode", decoded)]
-        if self.forward_passes:
-            stages.append(self._passes("logprobs", "log-probabilities", tokens, self.forward_passes))
+        passes = [self._passes("logprobs", "log-probabilities", tokens, self.forward_passes)]
+        for teacher in self.teachers:
+            passes.append(self._passes("logprobs", teacher.program, tokens, 1, teacher=teacher))
+            if teacher.copied_bytes:
+                passes.append(StageTime("logprobs", {"host": teacher.copied_bytes / HOST_BYTES_PER_SECOND}))
+        if self.forward_passes or self.teachers:
+            causes, beside = dict[str, float](), dict[str, float]()
+            for each in passes:
+                costs.add(causes, each.by_cause)
+                costs.add(beside, each.beside)
+            stages.append(StageTime("logprobs", causes, beside))
         updates, program = config.updates_per_step, TRAIN_STEP if config.algorithm.tunix is not None else GRADIENTS
         iterated = tokens * config.algorithm.passes
         update = self._passes("update", program, iterated / updates, updates, config.mini_batch_prompts)
@@ -470,24 +496,59 @@ class StepWork:
                 break  # with equal lengths, the first host is the slowest: it has the most rows
         return max(found, key=lambda seconds: sum(seconds.values()))
 
-    def _passes(self, stage: str, program: str, tokens: float, repeats: int, prompts: int | None = None) -> StageTime:
-        """Return the seconds of ``repeats`` passes over the rows of ``prompts`` prompts (None: of the whole step).
+    def _passes(
+        self,
+        stage: str,
+        program: str,
+        tokens: float,
+        repeats: int,
+        prompts: int | None = None,
+        teacher: TeacherWork | None = None,
+    ) -> StageTime:
+        """Return the seconds of ``repeats`` passes over the rows of ``prompts`` prompts (None: of the whole step), by
+        the policy or by a teacher.
 
         ``tokens`` is the number of tokens in the completions of these rows.
         """
-        config = self.config
+        config, sizes = self.config, self.trainer if teacher is None else teacher.sizes
         rows = config.batch_rows if prompts is None else prompts * config.algorithm.group_size
-        mean_tokens = config.data.max_prompt_tokens + tokens / rows
-        count = costs.filled_passes(self.trainer, rows=rows, mean_tokens=mean_tokens)
+        prompt = config.data.max_prompt_tokens if teacher is None else teacher.prompt_tokens
+        mean_tokens = prompt + tokens / rows
+        count = costs.filled_passes(sizes, rows=rows, mean_tokens=mean_tokens)
         one = costs.pass_seconds(
-            self.trainer,
+            sizes,
             self.generation,
-            head_tokens=self.trainer.pass_tokens if self.trainer.is_padded else tokens / count,
+            head_tokens=sizes.pass_tokens if sizes.is_padded else tokens / count,
             accessed_bytes=self.accessed_bytes.get(program, 0.0),
             updates=stage == "update",
         )
         times = math.ceil(count / config.meshes.slices) * repeats
         return StageTime(stage, *({cause: times * seconds for cause, seconds in each.items()} for each in one))
+
+
+def _teacher_works(run: AbstractRun, resident: ResidentBytes) -> tuple[TeacherWork, ...]:
+    if not run.config.teachers:
+        return ()
+    policy, found = _trainer_sizes(run, resident), list[TeacherWork]()
+    for teacher, given in zip(run.learner.teachers.teachers, run.teachers, strict=True):
+        checkpoint, spec, shape = given or run.checkpoint, teacher.spec, teacher.shape
+        held = sum(map(bytes_per_device, jax.tree.leaves(nnx.state(teacher.frozen.model))))
+        of_experts = sum(math.prod(s) for name, s in checkpoint.shapes.items() if ".experts." in name)
+        itemsize = jnp.dtype(spec.dtype or run.config.model.dtype).itemsize
+        sizes = replace(
+            policy,
+            layers=checkpoint.config.num_hidden_layers,
+            token=costs.TokenCost.of(checkpoint),
+            context=policy.context * shape.tokens / policy.row_tokens,
+            row_tokens=shape.tokens,
+            pass_tokens=shape.micro_batch * shape.tokens,
+            gathered_bytes=held * (1 - of_experts / checkpoint.parameter_count),
+            state_bytes=checkpoint.config.hidden_size * itemsize,
+            experts_of_token=getattr(checkpoint.config, "num_experts_per_tok", 0),
+        )
+        copied = float(held) if spec.offload else 0.0
+        found.append(TeacherWork(f"{TEACHER}{spec.shown}", sizes, shape.max_prompt_tokens, copied))
+    return tuple(found)
 
 
 def _trainer_sizes(run: AbstractRun, resident: ResidentBytes) -> costs.TrainerSizes:

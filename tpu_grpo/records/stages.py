@@ -271,6 +271,11 @@ class Scores:
     """The names of the token rewards (rewards per token)."""
 
     @property
+    def has_rewards(self) -> bool:
+        """Whether there are rewards; with teachers, there may be none."""
+        return bool(self.by_name)
+
+    @property
     def scored(self) -> Bool[np.ndarray, " B"]:
         """A mask of the rows that have a total."""
         return ~np.isnan(self.total)

@@ -120,7 +120,7 @@ SPECS = (
 
 def run_charts(run: RunRead) -> list[Chart]:
     """Return the charts that a run's metrics allow, in reading order."""
-    found = [_reward(run.lines), _evaluation(run)]
+    found = [_reward(run.lines), _evaluation(run), *_teachers(run.lines)]
     for spec in SPECS:
         if spec.title == "Rollout speed":
             found.append(_stages(run))
@@ -144,6 +144,19 @@ def _reward(lines: Lines) -> Chart | None:
     label = f"total{''.join(f', {name}' for name in same)}{'' if low is None else ' ± standard deviation'}"
     total = replace(total, label=label, low=low, high=high, is_strong=True)
     return Chart("Reward", "Mean over the completions of a step.", [total, *parts], is_wide=True)
+
+
+def _teachers(lines: Lines) -> list[Chart]:
+    """Make a chart of the distance to each teacher, for all tokens and for each quarter of the longest completion."""
+    ends, found = ("/kl", *(f"/kl_quarter_{quarter}" for quarter in range(1, 5))), list[Chart]()
+    labels = ("all tokens", "first quarter", "second quarter", "third quarter", "last quarter")
+    known = {n.removesuffix("/kl") for line in lines for n in line if n.startswith("teachers/") and n.endswith("/kl")}
+    for prefix in sorted(known):
+        of_each = [_line(prefix + end, label, lines) for end, label in zip(ends, labels, strict=True)]
+        shown = [replace(line, colour=place) for place, line in enumerate(line for line in of_each if line is not None)]
+        note = "KL(policy || teacher) in nats per sampled token, by the token's place in the longest completion."
+        found.append(Chart(f"Distance to the teacher {prefix.removeprefix('teachers/')}", note, shown, "zero"))
+    return found
 
 
 def _evaluation(run: RunRead) -> Chart | None:

@@ -287,7 +287,8 @@ def add_up(rewards: RewardSet, results: Mapping[str, RewardResult], table: Table
         total_B += np.where(applies_B, weights[name] * result.values, 0.0)
         scored_B |= applies_B & rewarded
     if not set(results) - set(token_rewards):
-        scored_B[:] = True  # there are only per-token rewards: all totals are 0
+        scored_B[:] = True  # there are only per-token rewards, or none: all totals are 0
+    any_B |= not results
     for row, failure in table.failures.items():
         total_B[row], scored_B[row] = failure.reward or 0.0, failure.reward is not None
     if rows := np.flatnonzero(~any_B & ~skipped_B).tolist():

@@ -6,7 +6,7 @@ of a TPU slice that this machine does not have.
 
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,11 +17,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from tpu_grpo.algorithms import RunAlgorithm
-from tpu_grpo.config import ModelSection, RunConfig
+from tpu_grpo.config import ModelSection, RunConfig, TeacherSpec
 from tpu_grpo.engine.engine import Engine, engine_mesh
 from tpu_grpo.engine.options import EngineOptions
 from tpu_grpo.engine.replicas import Replica, make_replicas, of_slice, replicated_specs
-from tpu_grpo.learner import LearnerInputs, cast_to_compute, freeze_untrained, parameters
+from tpu_grpo.learner import LearnerInputs, TeacherInputs, cast_to_compute, freeze_untrained, parameters
 from tpu_grpo.models.builtin import write_builtin_config
 from tpu_grpo.models.checkpoint import Checkpoint, abstract_checkpoint
 from tpu_grpo.models.fetching import model_directory
@@ -55,6 +55,20 @@ def open_abstract_checkpoint(model: ModelSection, read: Checkpoint | None = None
         yield read
 
 
+@contextmanager
+def open_abstract_teachers(
+    teachers: Sequence[TeacherSpec], dtype: Any, read: Sequence[Checkpoint | None] = ()
+) -> Iterator[tuple[Checkpoint | None, ...]]:
+    """Yield the checkpoints of teachers as `open_abstract_checkpoint` does, None for the policy of the start. ``read``
+    are those of `read_teachers`, if that was called already."""
+    with ExitStack() as stack:
+        pairs = zip([spec.as_model(dtype) for spec in teachers], read or [None] * len(teachers), strict=True)
+        yield tuple(
+            None if model is None else stack.enter_context(open_abstract_checkpoint(model, known))
+            for model, known in pairs
+        )
+
+
 @dataclass(frozen=True)
 class AbstractRun:
     """The parts of a run without arrays; each part is built when it is first used."""
@@ -67,6 +81,8 @@ class AbstractRun:
     """The devices that the engine's programs are compiled for; if None, the devices of the first replica."""
     algorithm: RunAlgorithm | None = None
     """The run's algorithm, if it is open already."""
+    teachers: tuple[Checkpoint | None, ...] = ()
+    """The checkpoints of the config's teachers; None for the policy of the start."""
 
     @cached_property
     def base(self) -> nnx.Module:
@@ -92,8 +108,12 @@ class AbstractRun:
     @cached_property
     def learner(self) -> Any:
         """The `LearnerParts` or `TunixParts` of the run's learner, which lower its programs."""
-        meshes = self.meshes
-        inputs = LearnerInputs(self.policy, self.base, meshes.trainer, meshes.joined, self.algorithm)
+        meshes, teachers = self.meshes, tuple[TeacherInputs, ...]()
+        if self.config.teachers:
+            from tpu_grpo.run.teachers import teacher_inputs  # most runs have none
+
+            teachers = teacher_inputs(self.config.teachers, self.config.model.dtype, self.teachers, meshes)
+        inputs = LearnerInputs(self.policy, self.base, meshes.trainer, meshes.joined, self.algorithm, teachers)
         return learner_class(self.config.algorithm).build(self.config, inputs)
 
     @property

@@ -316,7 +316,8 @@ class RunDirectory:
             return ExistingRun(refusal=_told(error))
 
     def _sources(self) -> dict[str, dict[str, str]]:
-        return sources(self._config.plugins, self._config.model, self._config.algorithm)
+        config = self._config
+        return sources(config.plugins, config.model, config.algorithm, config.teachers)
 
     def begin(self, start: int, data: Mapping[str, Any]) -> list[str]:
         """Move an earlier run aside if necessary, and record this run's config and data; call this after all checks.

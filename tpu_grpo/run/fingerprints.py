@@ -18,7 +18,18 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tpu_grpo.config import BUILTIN, EVERYTHING, GYM, HUB, AlgorithmSection, Effect, ModelSection, RunConfig, effect_of
+from tpu_grpo.config import (
+    BUILTIN,
+    EVERYTHING,
+    GYM,
+    HUB,
+    AlgorithmSection,
+    Effect,
+    ModelSection,
+    RunConfig,
+    TeacherSpec,
+    effect_of,
+)
 from tpu_grpo.config.plugins import source_file
 from tpu_grpo.data.record_files import is_address
 from tpu_grpo.observe.summary import versions
@@ -43,7 +54,7 @@ def fingerprints(config: RunConfig) -> dict[str, str]:
     found |= {f"version of {name}": value for name, value in versions().items()}
     variables = (name for name in os.environ if name.startswith("JAX_") or name in ENVIRONMENT)
     found |= {f"environment variable {n}": os.environ[n] for n in sorted(variables) if n not in OWN_ENVIRONMENT}
-    return found | _digests(_files(config.model, config.data_paths, config.plugins))
+    return found | _digests(_files(config.model, config.data_paths, config.plugins, config.teachers))
 
 
 def model_fingerprints(directory: Path) -> dict[str, str]:
@@ -66,11 +77,17 @@ def _digests(files: Iterable[tuple[str, Path]]) -> dict[str, str]:
 
 
 def _files(
-    model: ModelSection, data: Mapping[str, str], plugins: Iterable[tuple[str, str, str]]
+    model: ModelSection,
+    data: Mapping[str, str],
+    plugins: Iterable[tuple[str, str, str]],
+    teachers: Iterable[TeacherSpec] = (),
 ) -> Iterator[tuple[str, Path]]:
     directory = Path(model.path).expanduser()
     if model.builtin is None and directory.is_dir():
         yield from _model_files(directory)
+    for teacher in teachers:
+        if (directory := _directory(teacher.as_model())) is not None:
+            yield from ((f"{name} of the teacher {teacher.shown}", file) for name, file in _model_files(directory))
     if (adapters := model.lora.path) is not None:
         from tpu_grpo.models.lora import SETTINGS_FILE, TENSORS_FILE  # only needed here
 
@@ -159,22 +176,22 @@ def changed_sources(before: Mapping[str, Mapping[str, str]], now: Mapping[str, M
 
 
 def sources(
-    plugins: Iterable[tuple[str, str, str]], section: ModelSection, algorithm: AlgorithmSection
+    plugins: Iterable[tuple[str, str, str]],
+    section: ModelSection,
+    algorithm: AlgorithmSection,
+    teachers: Sequence[TeacherSpec] = (),
 ) -> dict[str, dict[str, str]]:
-    """Map each setting that names the user's code, and model.path, to the digests of its files by file name.
+    """Map each setting that names the user's code or a model to the digests of its files by file name.
 
     Modules that the user's files import are left out. Data is compared elsewhere, by a digest of the sampled prompts.
     """
     found = {
         setting: {path.name: f"sha256 {_sha256(path)[:16]}"} for setting, _, _, path in _code(plugins) if path.is_file()
     }
-    model: Path | None = Path(section.path).expanduser()
-    if section.hub is not None:
-        from tpu_grpo.models.fetching import fetched  # only needed here
-
-        model = fetched(section.hub)
-    no_reference = algorithm.beta == 0.0 and algorithm.tunix is None
-    if model is not None and section.builtin is None and model.is_dir():
+    model = _directory(section)
+    of_start = any(teacher.path is None for teacher in teachers)
+    no_reference = algorithm.beta == 0.0 and algorithm.tunix is None and not of_start
+    if model is not None:
         found["model.path"] = {
             path.name: f"{size} bytes"
             if (size := path.stat().st_size) > WEIGHTS_BYTES and no_reference
@@ -182,7 +199,23 @@ def sources(
             for path in sorted(model.iterdir())
             if path.is_file()
         }
+    for number, teacher in enumerate(teachers):
+        if (directory := _directory(teacher.as_model())) is not None:
+            files = (file for file in sorted(directory.iterdir()) if file.is_file())
+            found[f"teachers.{number}.path"] = {file.name: f"sha256 {_sha256(file)[:16]}" for file in files}
     return found
+
+
+def _directory(model: ModelSection | None) -> Path | None:
+    """Return the directory of a model, if it is on this machine and not built in."""
+    if model is None or model.builtin is not None:
+        return None
+    path: Path | None = Path(model.path).expanduser()
+    if model.hub is not None:
+        from tpu_grpo.models.fetching import fetched  # only needed here
+
+        path = fetched(model.hub)
+    return path if path is not None and path.is_dir() else None
 
 
 def _text(values: Mapping[str, Any], name: str) -> str:

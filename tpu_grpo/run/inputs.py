@@ -48,6 +48,10 @@ class Inputs:
     rewards: RewardSet
     held_out: HeldOutInputs | None
     """None if the config has no held-out prompts."""
+    teachers: "tuple[Checkpoint | None, ...]" = ()
+    """The models of the teachers, see `read_teachers` in tpu_grpo/run/teachers.py."""
+    teacher_notes: tuple[str, ...] = ()
+    """Messages about the teachers, for the user at the start of a run."""
 
 
 def open_inputs(config: RunConfig, reading: Callable[[], None] = lambda: None) -> Inputs:
@@ -69,6 +73,11 @@ def open_inputs(config: RunConfig, reading: Callable[[], None] = lambda: None) -
         addition("published").read_published(config.logging.against)
     if (checkpoint := read_model(config.model)) is not None:
         check_model(config, checkpoint)
+    teachers = tuple[Checkpoint | None, ...]()
+    if config.teachers:
+        from tpu_grpo.run.teachers import check_teachers, read_teachers  # most runs have none
+
+        teachers = read_teachers(config)
     environments = load_environments(config.environment, config.every_reward)
     columns, held_columns = columns_at_a_glance(config.data, config.evaluation)
     if config.run.epochs is not None:  # rewards may need the number of steps, which depends on the data
@@ -85,10 +94,11 @@ def open_inputs(config: RunConfig, reading: Callable[[], None] = lambda: None) -
     tokenizer, tools = open_tokenizer(config.model, checkpoint), tools_of(environments)
     prompts = open_prompts(config.data, config.run.seed, tokenizer, tools)
     config = config.counted(prompts.size)
+    notes = check_teachers(config, tokenizer, teachers, prompts.columns) if config.teachers else ()
     rewards = rewards or _open_rewards(config.rewards, environments, prompts.columns, config.run.max_steps)
     opened = held_rewards_for if held_rewards is None else lambda _: held_rewards
     held_out = open_held_out(config.evaluation, config.data, tokenizer, environments, opened)
-    return Inputs(config, checkpoint, tokenizer, environments, prompts, rewards, held_out)
+    return Inputs(config, checkpoint, tokenizer, environments, prompts, rewards, held_out, teachers, notes)
 
 
 def open_held_out(

@@ -24,16 +24,17 @@ from tpu_grpo.config import (
     RewardSpec,
     RolloutSection,
     RunConfig,
+    TeacherSpec,
 )
 from tpu_grpo.config.plugins import addition
-from tpu_grpo.data.rendering import template_switches
+from tpu_grpo.data.rendering import PromptRenderer, template_switches
 from tpu_grpo.data.stream import PromptStream, prompts_digest
 from tpu_grpo.engine.load_balancing import divided_places
 from tpu_grpo.engine.options import EngineOptions
 from tpu_grpo.engine.replicas import Replicas
 from tpu_grpo.engine.sampler import Sampler
 from tpu_grpo.hosts import Hosts, announce, counted, keep_programs
-from tpu_grpo.learner import DescribedLearner, Learner
+from tpu_grpo.learner import DescribedLearner, Learner, TeacherInputs
 from tpu_grpo.models.checkpoint import Checkpoint
 from tpu_grpo.models.tokenizers import stop_token_ids
 from tpu_grpo.observe.evaluation import GREEDY, Evaluation, EvaluationSamples, evaluate
@@ -42,7 +43,7 @@ from tpu_grpo.records.errors import ConfigError, RewardError
 from tpu_grpo.records.stages import Prompt
 from tpu_grpo.rewards import DistributedRewards, RewardSet, open_rewards, repeats_itself
 from tpu_grpo.rewards.shipped.correctness import voted_answer
-from tpu_grpo.run.conversations import Environments, LoadedEnvironments, load_environments
+from tpu_grpo.run.conversations import Environments, LoadedEnvironments, load_environments, tools_of
 from tpu_grpo.run.engines import Probe, SyncedEngines
 from tpu_grpo.run.inputs import HeldOutInputs, Inputs, agreed_checkpoint, check_model, open_held_out
 from tpu_grpo.run.meshes import Meshes, build_meshes, check_trainer, check_turns
@@ -97,8 +98,8 @@ def build_parts(inputs: Inputs, hosts: Hosts) -> Parts:
     if config.hosts.check == "step":
         engines.replicas.check_every_launch()
     announce(hosts, f"loading {checkpoint.parameter_count:,} parameters")
-    make = learner_class(section)
-    given = load_inputs(config.model, config.run.seed, checkpoint, meshes, algorithm)
+    make, teachers = learner_class(section), open_teachers(inputs, meshes, hosts)
+    given = load_inputs(config.model, config.run.seed, checkpoint, meshes, algorithm, teachers)
     trains = meshes.trainer.local_devices
     learner = make(config, given, hosts) if trains else DescribedLearner(config, make.build(config, given), hosts)
     sampler = Sampler(engines.replicas, inputs.tokenizer, config.rollout, section, config.run.seed, task.environments)
@@ -121,6 +122,25 @@ def build_parts(inputs: Inputs, hosts: Hosts) -> Parts:
         sections = config.data, config.rollout, section, config.environment
         groups = PartialGroups(*sections, task.prompts, learner.carried)
     return Parts(checkpoint, task, sampler, engines, learner, probe, groups)
+
+
+def open_teachers(inputs: Inputs, meshes: Meshes, hosts: Hosts) -> tuple[TeacherInputs, ...]:
+    """Load the teachers of a run, if it has any. Every host calls this; raises LockstepError if hosts have different
+    teachers, and as `teacher_inputs` does."""
+    config = inputs.config
+    if not config.teachers:
+        return ()
+    from tpu_grpo.run.teachers import teacher_inputs  # most runs have none
+
+    announce(hosts, f"loading {len(config.teachers)} teachers")
+    models = [spec.as_model(config.model.dtype) for spec in config.teachers]
+    agreed = tuple(
+        None if model is None else agreed_checkpoint(model, config.run.seed, hosts, read)
+        for model, read in zip(models, inputs.teachers, strict=True)
+    )
+    tools = tools_of(inputs.environments)
+    renderer = lambda: PromptRenderer(config.data, inputs.tokenizer, tools)  # noqa: E731
+    return teacher_inputs(config.teachers, config.model.dtype, agreed, meshes, renderer)
 
 
 def with_routing_replay(
@@ -229,7 +249,7 @@ def open_task(inputs: Inputs, algorithm: RunAlgorithm, hosts: Hosts) -> Task:
     config, prompts, rewards, held_out = inputs.config, inputs.prompts, inputs.rewards, inputs.held_out
     if hosts.count > 1:
         hosts.agree_all({f"prompts of {part.name}": part.rendered.digest for part in prompts.parts})
-    _check_token_rewards(config.environment, config.algorithm, rewards, algorithm)
+    _check_token_rewards(config.environment, config.algorithm, rewards, algorithm, config.teachers)
     judges = [rewards] if held_out is None else [rewards, held_out.rewards]
     environments = open_environments(config.data, inputs.tokenizer, inputs.environments, judges)
     judged = None
@@ -270,10 +290,16 @@ def _distributed(
 
 
 def _check_token_rewards(
-    environment: EnvironmentSection, section: AlgorithmSection, rewards: RewardSet, algorithm: RunAlgorithm
+    environment: EnvironmentSection,
+    section: AlgorithmSection,
+    rewards: RewardSet,
+    algorithm: RunAlgorithm,
+    teachers: Sequence[TeacherSpec] = (),
 ) -> None:
     """Raise ConfigError for per-token advantages if the algorithm would spread them over all tokens."""
     credits = [f"{list(rewards.token_rewards)} give single ones"] if rewards.token_rewards else []
+    if section.learns_from_rewards and (names := [teacher.shown for teacher in teachers if teacher.weight]):
+        credits.append(f"the teachers {names} give those of a token")
     if environment.is_on and environment.turn_credit == "turn":
         credits.append("environment.turn_credit=turn gives those of a turn")
     if credits and section.tunix is not None:

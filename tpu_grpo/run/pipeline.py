@@ -148,7 +148,7 @@ class Run:
         """Run steps ``start + 1`` to ``run.max_steps``, or until no prompt is left; show ``notes`` first."""
         checkpoint = self.inputs.checkpoint
         notes = *notes, *(() if checkpoint is None else checkpoint.notes), *padding_notes(self.inputs.tokenizer)
-        notes = *notes, *notices(self.config.algorithm, self.config.rollout)
+        notes = *notes, *notices(self.config.algorithm, self.config.rollout), *self.inputs.teacher_notes
         for note in (*notes, *self.parts.learner.restore_notes):
             self.log.note(note)
         if start:

@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -36,6 +37,7 @@ from tpu_grpo.learner.parameters import Values, by_name, cast_to_compute, freeze
 from tpu_grpo.learner.rows import RowShape, check_sequences
 from tpu_grpo.learner.signal import Signal
 from tpu_grpo.learner.slices import ONE_SLICE, Slices
+from tpu_grpo.learner.teachers import NO_TEACHERS, Taught, Teachers
 from tpu_grpo.learner.update import MeasuredUpdate, UpdateRecord, UpdateState
 from tpu_grpo.records.errors import DataError
 from tpu_grpo.records.stages import Completion, ScoredRollout
@@ -103,7 +105,7 @@ class TunixLearner(Learner):
         parts.try_loss()
         return parts
 
-    def _made_updates(self, signal: Signal, scored: ScoredRollout) -> Iterator[MeasuredUpdate]:
+    def _made_updates(self, signal: Signal, scored: ScoredRollout, taught: Taught) -> Iterator[MeasuredUpdate]:
         """Let Tunix's learner make all updates of a rollout, and then yield the measurements of each update."""
         config, parts, prompts = self._config, self._parts, scored.rollout.batch.prompts
         parts.feed.start(signal, scored)
@@ -182,7 +184,8 @@ class TunixParts:
     learner: EngineGrpoLearner[Any]
     updater: MeasuringTrainer
     reference: nnx.Module | None
-    saved_reference: None = None
+    saved_frozen: Mapping[str, nnx.Module] = MappingProxyType({})
+    teachers: Teachers = NO_TEACHERS
     slices: Slices = ONE_SLICE
 
     @property

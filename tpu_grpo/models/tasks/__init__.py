@@ -13,6 +13,7 @@ TASKS: Mapping[str, Task] = Shipped(
     {
         "addition": "addition:TASK",
         "gemma_addition": "addition:TASK",
+        "careful_addition": "addition:CAREFUL_TASK",
         "wordy_addition": "addition:WORDY_TASK",
         "calculator": "calculator_task:TASK",
         "guessing": "guessing_task:TASK",

@@ -6,6 +6,8 @@
 A model that imitates the teacher gives both kinds of answers, mostly those without the carry. GRPO with a reward for
 right answers then makes it carry. In about a quarter of the problems there is no carry, so that both answers agree.
 
+In the task careful_addition the teacher never forgets. A model that has learnt from it can teach one that forgets.
+
 In the task wordy_addition the teacher goes on after the answer, so that the lengths of completions have a long tail:
 
     47+38= -> 75...    (the larger the first number, the more dots on average)
@@ -79,6 +81,11 @@ def lesson(problem: Problem, rng: np.random.Generator) -> Lesson:
     return without_a_call(problem["question"], teacher_answer(a, b, rng))
 
 
+def careful_lesson(problem: Problem, rng: np.random.Generator) -> Lesson:
+    """Return the question and the right answer."""
+    return without_a_call(problem["question"], problem["answer"])
+
+
 def mean_dots(a: int) -> float:
     """Return the mean of the geometric distribution from which a wordy teacher draws dots: 1.4 for 10 to 21 for 99."""
     return 1.4 ** (a // 10)
@@ -113,6 +120,9 @@ TASK = Task(
     lesson=lesson,
     longest=12,
     decides=lambda: {"heldout": operands("heldout"), "teacher_right": TEACHER_RIGHT},
+)
+CAREFUL_TASK = Task(
+    problems=problems, lesson=careful_lesson, longest=12, decides=lambda: {**TASK.decides(), "teacher_right": 1.0}
 )
 WORDY_TASK = Task(
     problems=problems,
