@@ -29,6 +29,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
 from sgl_jax.srt.layers.linear import LinearBase, QuantizedLinear
 from sgl_jax.srt.layers.logits_processor import LogitsMetadata
+from sgl_jax.srt.layers.radix_attention import RadixAttention
 from sgl_jax.srt.managers.schedule_batch import ScheduleBatch
 from sgl_jax.srt.mem_cache.memory_pool import MemoryPools, MHATokenToKVPool
 from sgl_jax.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
@@ -317,6 +318,8 @@ class Runner(ModelRunner):
 
     attention: AttentionMode
     weights: list[Array] | None = None
+    layers: list[RadixAttention]
+    """The attention of each layer, which says how many heads it caches, and how wide."""
     cache_specs: list[jax.ShapeDtypeStruct]
     token_to_kv_pool: MHATokenToKVPool
 
@@ -359,6 +362,8 @@ class Runner(ModelRunner):
         self.dtype = config.dtype
         self.sliding_window_size = None
         self._splits_vocabulary = split
+        attention = (each for _, each in nnx.iter_modules(model) if isinstance(each, RadixAttention))
+        self.layers = sorted(attention, key=lambda each: each.layer_id)
         self.graph, self.abstract_state = nnx.split(model)
 
     @override
@@ -368,7 +373,7 @@ class Runner(ModelRunner):
     @override
     def init_memory_pool(self, *args: Any, **kwargs: Any) -> None:
         """Describe the cache; ``install_weights`` allocates it."""
-        with repairs.cache_without_arrays(self.attention.cache_layer):
+        with repairs.cache_without_arrays(lambda pool: [self.attention.cache_layer(pool, of) for of in self.layers]):
             super().init_memory_pool(*args, **kwargs)
         self.cache_specs = self.token_to_kv_pool.kv_buffer
 
@@ -431,7 +436,7 @@ class Runner(ModelRunner):
                 )
         self.weights, pool = [weights[name] for name in specs], self.token_to_kv_pool
         if pool.kv_buffer is self.cache_specs:
-            pool.kv_buffer = [self._empty_layer() for _ in pool.kv_buffer]
+            pool.kv_buffer = [_empty(layer.shape, layer.dtype, layer.sharding)() for layer in self.cache_specs]
 
     def release(self) -> None:
         """Delete the cache and drop the references to the parameters, until ``install_weights``."""
@@ -440,8 +445,8 @@ class Runner(ModelRunner):
             layer.delete()
         pool.kv_buffer = self.cache_specs
 
-    @cached_property
-    def _empty_layer(self) -> Any:
-        """A function that allocates the empty cache of one layer; it is compiled at the first call."""
-        layer = self.cache_specs[0]
-        return jax.jit(lambda: jnp.zeros(layer.shape, layer.dtype), out_shardings=layer.sharding)
+
+@functools.cache
+def _empty(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Callable[[], Array]:
+    """Make a function that allocates zeros; it is compiled at the first call."""
+    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)

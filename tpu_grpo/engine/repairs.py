@@ -115,16 +115,16 @@ def abstract_model(
 
 
 @contextmanager
-def cache_without_arrays(layer: Callable[[Any], jax.ShapeDtypeStruct]) -> Iterator[None]:
-    """Let the library build a cache that has the spec ``layer(pool)`` in place of each layer's array.
+def cache_without_arrays(layers: Callable[[Any], list[jax.ShapeDtypeStruct]]) -> Iterator[None]:
+    """Let the library build a cache that has the specs ``layers(pool)`` in place of the layers' arrays.
 
-    Reason: ``MHATokenToKVPool`` allocates its layers when it is built. We allocate them with the weights, and never for
-    an engine that is only compiled.
+    Reason: ``MHATokenToKVPool`` allocates its layers when it is built, and all in one shape. We allocate them with the
+    weights, and never for an engine that is only compiled.
     """
 
     def describe(pool: Any) -> None:
-        spec = layer(pool)
-        pool.kv_sharding, pool.kv_buffer = spec.sharding, [spec] * pool.layer_num
+        pool.kv_buffer = layers(pool)
+        pool.kv_sharding = pool.kv_buffer[0].sharding
 
     with mock.patch.object(MHATokenToKVPool, "_create_buffers", describe):
         yield
