@@ -54,7 +54,6 @@ from tpu_grpo.engine.reservation import Reservation
 from tpu_grpo.engine.sampling import VOCABULARY_LEAVES, AnyArray, SamplingColumns, WholeVocabularyLogits, sample_rows
 from tpu_grpo.hosts.sharded_arrays import bytes_per_device
 from tpu_grpo.models.checkpoint import abstract_checkpoint
-from tpu_grpo.models.families.family import MoeConfig
 from tpu_grpo.models.families.rope import Scaling
 from tpu_grpo.records.errors import ConfigError, WeightsError
 from tpu_grpo.records.stages import Request
@@ -284,14 +283,16 @@ def _read_settings(config: Any) -> Scaling | None:
     checkpoint = abstract_checkpoint(Path(config.model_path))
     family, sizes = checkpoint.family, checkpoint.config
     read = {"rope_theta": sizes.rope_theta, "rope_scaling": None, "head_dim": sizes.head_dim}
-    if isinstance(sizes, MoeConfig):
-        read["num_experts"] = sizes.num_experts
-    if is_own := family.architecture in OWN_MODELS:
+    if sizes.experts[1]:
+        read |= dict(zip(("num_experts", "num_experts_per_tok"), sizes.experts, strict=True))
+    if family.architecture in OWN_MODELS:
         config.hf_config = config.hf_text_config
         read |= OWN_MODELS[family.architecture].settings(sizes)
+    read |= family.sampler_fields(sizes)
     config.hf_config.update(read | {"architectures": [family.sampler or family.architecture]})
-    config.head_dim = config.v_head_dim = sizes.head_dim
-    return None if is_own else sizes.scaling
+    config.head_dim = config.v_head_dim = read["head_dim"]
+    config.num_key_value_heads = read.get("num_key_value_heads", config.num_key_value_heads)
+    return None if "layer_types" in read else sizes.scaling  # then the model scales its kinds of layers itself
 
 
 def _quantize_layers(model: nnx.Module) -> None:

@@ -14,7 +14,7 @@ import itertools
 import os
 import random
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from importlib.metadata import version
 from typing import Any
@@ -27,12 +27,14 @@ from flax import nnx
 from jax.experimental import pallas
 from jax.experimental.pallas import tpu
 from jax.sharding import Mesh
+from sgl_jax.srt.configs import model_config
 from sgl_jax.srt.kernels.ragged_paged_attention import ragged_paged_attention_v3 as library_attention
 from sgl_jax.srt.layers.embeddings import Embed, RotaryEmbedding
 from sgl_jax.srt.managers import schedule_batch, scheduler, tp_worker
 from sgl_jax.srt.mem_cache import radix_cache
 from sgl_jax.srt.mem_cache.memory_pool import MHATokenToKVPool
-from sgl_jax.srt.models import qwen3_moe
+from sgl_jax.srt.models import gemma4, qwen3_moe
+from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from tpu_grpo.engine.experts import Experts
 from tpu_grpo.models.families.rope import Scaling, inverse_timescales
@@ -85,6 +87,18 @@ def in_process(build_runner: Callable[..., Any]) -> Iterator[None]:
             np.random.set_state(states[1])
 
 
+@contextmanager
+def config_of(settings: Mapping[str, Any]) -> Iterator[None]:
+    """Let the library take these settings as those of the model, if transformers does not know its type.
+
+    Reason: transformers 4 has no Gemma 4, so the library cannot read the config.json of its text model.
+    """
+    config = PretrainedConfig.from_dict(dict(settings))
+    unknown = settings["model_type"] not in CONFIG_MAPPING
+    with mock.patch.object(model_config, "get_config", lambda *_, **__: config) if unknown else nullcontext():
+        yield
+
+
 def abstract_model(
     model_class: type,
     hf_config: Any,
@@ -109,6 +123,7 @@ def abstract_model(
     with (
         jax.set_mesh(mesh),
         mock.patch.object(qwen3_moe, "EPMoE", Experts),
+        mock.patch.object(gemma4, "EPMoE", Experts),
         nullcontext() if split_vocabulary else mock.patch.object(Embed, "__init__", initialise_replicated),
     ):
         return nnx.eval_shape(lambda: model_class(hf_config, mesh=mesh, dtype=dtype))
