@@ -42,5 +42,5 @@ def test_engine_trainer_and_float64_agree(tmp_path: Path, shape: str, tensor: in
 
 def test_layers_are_cached_in_the_shapes_of_their_own_heads(tmp_path: Path) -> None:
     """Of 8 layers two have no window: 1 head of 32 numbers, and not 2 of 16; pages of one token, keys and values."""
-    specs = build_engine(write_shape(tmp_path, "26b", **{"layers": 8}), **SIZES).cache_specs
+    specs = build_engine(write_shape(tmp_path, "26b", layers=8), **SIZES).cache_specs
     assert [spec.shape[2:] for spec in specs] == [(2, 2, 16), (1, 2, 32), *[(2, 2, 16)] * 5, (1, 2, 32)]

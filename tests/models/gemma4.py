@@ -17,10 +17,10 @@ PUBLISHED: dict[str, Any] = {
 }
 SHAPES: dict[str, dict[str, Any]] = {
     "31b": PUBLISHED | {"heads": 8, "kv_heads": 4, "num_global_key_value_heads": 2, "sliding_window": 7},
-    "26b": PUBLISHED | GEMMA4_EXPERTS | {"hidden": 48, "sliding_window": 10},
+    "26b": PUBLISHED | GEMMA4_EXPERTS | {"hidden": 48, "sliding_window": 10, "num_global_key_value_heads": 1},
     "values": PUBLISHED | {"attention_k_eq_v": False, "num_global_key_value_heads": None, "sliding_window": 5},
 }
-"""Options of `write_random`, after the published sizes of these names; the last one has values of its own everywhere."""
+"""Options of `write_random`, after the published sizes of these names; the last one has values everywhere."""
 
 
 def write_shape(directory: Path, shape: str, **changed: Any) -> Path:

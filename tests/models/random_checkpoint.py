@@ -111,7 +111,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "hidden_activation": "gelu_pytorch_tanh",
         "hidden_size_per_layer_input": 0,
         "layer_types": ["sliding_attention", "full_attention"],
-        "num_global_key_value_heads": 1,
+        "num_global_key_value_heads": 2,
         "num_kv_shared_layers": 0,
         "rms_norm_eps": 1e-2,
         "rope_parameters": {

@@ -93,9 +93,8 @@ def config_of(settings: Mapping[str, Any]) -> Iterator[None]:
 
     Reason: transformers 4 has no Gemma 4, so the library cannot read the config.json of its text model.
     """
-    config = PretrainedConfig.from_dict(dict(settings))
-    unknown = settings["model_type"] not in CONFIG_MAPPING
-    with mock.patch.object(model_config, "get_config", lambda *_, **__: config) if unknown else nullcontext():
+    config, unknown = PretrainedConfig.from_dict(dict(settings)), settings["model_type"] not in CONFIG_MAPPING
+    with mock.patch.object(model_config, "get_config", return_value=config) if unknown else nullcontext():
         yield
 
 

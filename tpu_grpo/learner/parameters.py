@@ -27,7 +27,7 @@ Values = dict[str, Any]
 
 
 BUFFERS = ("skip_scale",)
-"""Parameters of Tunix's modules that are none in transformers, which trains no buffers: the factor of Gemma 4's layers."""
+"""Parameters in Tunix's models that are buffers in transformers, which are not trained: Gemma 4's layers."""
 
 
 class Frozen(nnx.Variable[Any]):

@@ -264,7 +264,9 @@ def _gemma4_experts(x_BTD: np.ndarray, inputs_BTD: np.ndarray, w: Weights, confi
     experts: Weights = {"mlp.gate.weight": w["router.proj.weight"]}
     for e, (gate_up, down) in enumerate(zip(w["experts.gate_up_proj"], w["experts.down_proj"], strict=True)):
         parts = *np.split(gate_up, 2), w["router.per_expert_scale"][e] * down
-        experts |= {f"mlp.experts.{e}.{n}_proj.weight": part for n, part in zip(("gate", "up", "down"), parts, strict=True)}
+        experts |= {
+            f"mlp.experts.{e}.{n}_proj.weight": part for n, part in zip(("gate", "up", "down"), parts, strict=True)
+        }
     return _experts(inputs_BTD, experts, config, routed_by=seen_BTD, activation=_gelu)
 
 

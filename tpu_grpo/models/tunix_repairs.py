@@ -19,8 +19,8 @@ the log-probabilities need. The repair casts the logits of ``Llama3``.
 of 128. It also gathers over an axis ``tp`` of one device, and libtpu 0.0.42.1 aborts when it compiles this gather. The
 repair keeps the layer's router and shardings, and replaces the rest by tpu_grpo/models/expert_parallel.py.
 
-**Flash attention.** Tunix has none for ``Llama3``, ``Gemma`` and ``Gemma3``. In ``Qwen2`` and ``Qwen3``, it computes
-all earlier blocks of a packed row, even those of other sequences. Where a config sets ``use_flash_attention``, the
+**Flash attention.** Tunix has none for ``Llama3``, ``Gemma`` and ``Gemma3``. In the others, it computes all
+earlier blocks of a packed row, even those of other sequences. Where a config sets ``use_flash_attention``, the
 repair makes all these models use `trainer_attention.flash_attention`, in calls without a cache and with more than one
 token.
 
@@ -43,6 +43,12 @@ only Tunix's own sampler makes, keep Tunix's attention.
 ``Gemma3`` always has five layers with a window before one without, whatever ``layer_types`` say, and its embedding is
 its head. The repair gives its layers the kinds in ``attention_types`` of its config, and a head of its own if
 ``use_tied_embedding`` is false.
+
+**Gemma 4.** Its router sees what the experts' own norm has changed, not the layer's hidden state; and on TPUs it picks
+experts with ``approx_max_k``, which finds 95% of the likeliest. Values are normalized in the dtype of the computation,
+with an epsilon of 1e-6, as all norms are. Windows count indices in the row. Its rematerialization passes an argument
+that flax 0.12 does not have. It multiplies the experts of all devices on every device. The repair replaces attention,
+norms, layers with experts and their router, and moves the soft cap of logits to where ``Gemma`` has it.
 """
 
 import functools
@@ -50,6 +56,7 @@ import inspect
 from collections.abc import Callable
 from contextvars import ContextVar
 from importlib import metadata
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -68,7 +75,7 @@ TUNIX_VERSION = "0.1.7"
 """The version of google-tunix that this package was reviewed for."""
 
 _config: ContextVar[Any] = ContextVar("config", default=None)
-"""The config of the Tunix module (attention, Qwen2, Gemma, Gemma3) that runs or is traced here; None outside."""
+"""The config of the Tunix module (attention, Qwen2, a Gemma) that runs or is traced here; None outside."""
 
 
 def require_reviewed_tunix() -> None:
@@ -106,13 +113,18 @@ def _repair_models() -> None:
     wrap(llama3.Llama3, "__call__", _float32_logits)
     wrap(qwen2, "_generate_pos_embeddings", _scaled_sines)
     wrap(qwen2.Qwen2, "__call__", _with_config_in_context)
-    for module, model, offset in ((gemma, gemma.Gemma, 1.0), (gemma3, gemma3.Gemma3, 1.0), (gemma4, gemma4.Gemma4, 0.0)):
+    for module, model, offset in (
+        (gemma, gemma.Gemma, 1.0),
+        (gemma3, gemma3.Gemma3, 1.0),
+        (gemma4, gemma4.Gemma4, 0.0),
+    ):
         wrap(model, "__call__", _with_config_in_context)
         wrap(module.Attention, "block", functools.partial(_published_attention, module))
         wrap(module.RMSNorm, "__call__", functools.partial(_published_norm, offset))
         wrap(module.Embedder, "decode", _float32_head)
     wrap(gemma3.Gemma3, "__init__", functools.partial(_published_layers, gemma3))
     wrap(gemma3.Gemma3, "__call__", _with_own_head)
+    gemma4.nnx = SimpleNamespace(**vars(nnx) | {"remat": _remat})
     wrap(gemma4.Gemma4, "__init__", _with_soft_cap_outside)
     wrap(gemma4.Gemma4, "__call__", _soft_capped)
     wrap(gemma4.DecoderLayer, "block", _published_layer)
@@ -257,7 +269,15 @@ def _flash(q: Any, k: Any, v: Any, sequences: Any, shardings: Any, config: Any, 
 
 
 def _published_attention(
-    gemma: Any, original: Any, self: Any, x: Any, segment_pos: Any, cache: Any, attn_mask: Any, *shared: Any, **named: Any
+    gemma: Any,
+    original: Any,
+    self: Any,
+    x: Any,
+    segment_pos: Any,
+    cache: Any,
+    attn_mask: Any,
+    *shared: Any,
+    **named: Any,
 ) -> Any:
     config = _config.get()
     if cache is not None or not hasattr(config, "query_pre_attn_scalar"):
@@ -345,6 +365,11 @@ def _published_layers(gemma3: Any, original: Any, self: Any, config: Any, *, rng
 def _with_own_head(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     x, cache = original(self, *args, **kwargs)
     return (self.lm_head(x).astype(jnp.float32) if hasattr(self, "lm_head") else x), cache
+
+
+def _remat(block: Callable[..., Any], *, graph_updates: bool) -> Callable[..., Any]:
+    del graph_updates
+    return nnx.remat(block)
 
 
 def _with_soft_cap_outside(original: Any, self: Any, config: Any, *, rngs: nnx.Rngs) -> None:

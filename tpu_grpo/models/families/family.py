@@ -156,9 +156,7 @@ class Family:
         found: list[Leaf] = []
         for in_layers, group in groupby(self.leaves(config), lambda leaf: "*" in leaf.source):
             leaves, layers = list(group), range(config.num_hidden_layers)
-            there = (
-                leaf.of_layer(i) for i in layers for leaf in leaves if leaf.layers is None or i in leaf.layers
-            )
+            there = (leaf.of_layer(i) for i in layers for leaf in leaves if leaf.layers is None or i in leaf.layers)
             found += there if in_layers else leaves
         return found
 

@@ -30,7 +30,7 @@ from tpu_grpo.models.families.gemma2 import (
     stacked_leaf,
 )
 from tpu_grpo.models.families.gemma3 import text_of, text_tensor
-from tpu_grpo.models.families.leaves import Layout, Leaf, flatten, inputs_first, outputs_last, same, unchanged
+from tpu_grpo.models.families.leaves import Layout, Leaf, flatten, inputs_first, outputs_last
 from tpu_grpo.models.families.rope import PartialRotation
 
 if TYPE_CHECKING:
@@ -101,7 +101,8 @@ class Gemma4Config(Gemma2Config):
             )
         sizes = {name: getattr(self, name) for name in ("num_experts", "top_k_experts", "moe_intermediate_size")}
         if self.enable_moe_block and not (
-            all(type(size) is int and size > 0 for size in sizes.values()) and sizes["top_k_experts"] <= sizes["num_experts"]
+            all(type(size) is int and size > 0 for size in sizes.values())
+            and sizes["top_k_experts"] <= sizes["num_experts"]
         ):
             return f"with enable_moe_block, sizes must be numbers >= 1, and top_k_experts <= num_experts, got {sizes}"
         return super().contradiction()
@@ -123,8 +124,8 @@ def text_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 def _with_published_names(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Rename what transformers 5.24 writes as ``per_layer_config``, unless it is not the same for all global layers.
 
-        "per_layer_config": {"5": {"head_dim": 512, "num_key_value_heads": 4}, "11": ...}
-        "global_head_dim": 512, "num_global_key_value_heads": 4
+    "per_layer_config": {"5": {"head_dim": 512, "num_key_value_heads": 4}, "11": ...}
+    "global_head_dim": 512, "num_global_key_value_heads": 4
     """
     found, kinds = dict(settings), settings.get("layer_types")
     if found.get("rope_parameters") is None:
@@ -192,7 +193,9 @@ _RULES = (
     null("per_layer_config", "layers without a window must have heads of one number and width, and the others none"),
     SettingRule("tie_word_embeddings", "true", lambda value: value is True, "the libraries' head is the embedding"),
     null("rope_scaling", "Gemma 4 does not scale positions"),
-    null("query_pre_attn_scalar", "Gemma 4 does not scale scores"),
+    SettingRule(
+        "query_pre_attn_scalar", "null or 1", lambda value: value in (None, 1), "Gemma 4 does not scale scores"
+    ),
     null("attn_logit_softcapping", "Gemma 4 does not cap scores"),
     soft_cap("final_logit_softcapping"),
 )
