@@ -33,6 +33,7 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
         "Gemma 3",
     ),
     ("siglip_vision_model", "it is a vision tower without a text model", "Gemma 3"),
+    ("gemma4_unified gemma4_unified_text", "neither library has a model of it", "Gemma 4 31B or 26B-A4B"),
     ("gemma4", "its config.json has no text_config, which holds its text model's settings", "Gemma 4 as published"),
     ("qwen2_moe", "Tunix has no model of Qwen2 with experts", "Qwen3-30B-A3B"),
     ("qwen2_vl qwen2_5_vl qwen3_vl", "its images have no place in a prompt here", "Qwen3"),
