@@ -48,7 +48,8 @@ its head. The repair gives its layers the kinds in ``attention_types`` of its co
 experts with ``approx_max_k``, which finds 95% of the likeliest. Values are normalized in the dtype of the computation,
 with an epsilon of 1e-6, as all norms are. Windows count indices in the row. Its rematerialization passes an argument
 that flax 0.12 does not have. It multiplies the experts of all devices on every device. The repair replaces attention,
-norms, layers with experts and their router, and moves the soft cap of logits to where ``Gemma`` has it.
+norms, layers with experts and their router, and moves the soft cap of logits to where ``Gemma`` has it. The inputs with
+which qwix creates adapters get one token, as those of the other models have.
 """
 
 import functools
@@ -127,6 +128,7 @@ def _repair_models() -> None:
     gemma4.nnx = SimpleNamespace(**vars(nnx) | {"remat": _remat})
     wrap(gemma4.Gemma4, "__init__", _with_soft_cap_outside)
     wrap(gemma4.Gemma4, "__call__", _soft_capped)
+    wrap(gemma4.Gemma4, "get_model_input", _one_token)
     wrap(gemma4.DecoderLayer, "block", _published_layer)
     wrap(moe.MoERagged, "__init__", _with_router)
 
@@ -381,6 +383,10 @@ def _soft_capped(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     logits, cache = original(self, *args, **kwargs)
     cap = self.final_logits_softcap
     return logits if cap is None else cap * jnp.tanh(logits / cap), cache
+
+
+def _one_token(original: Any, self: Any) -> Any:
+    return jax.tree.map(lambda each: each[..., :1], original(self))
 
 
 class _Scores(nnx.Module):
