@@ -239,8 +239,9 @@ def _decoder_config(hf_config: Mapping[str, Any], family: Family, path: Path) ->
         raise CheckpointError(f"{path} must give {', '.join(missing)}, which it lacks; copy the model's own again")
     longest = {} if values.get("max_position_embeddings") is None else {"max_position_embeddings": "int"}
     kinds = {field.name: str(field.type) for field in wanted} | longest
-    for name, kind in kinds.items():
-        if kind in _KINDS and not _is_a(kind, value := values[name]):
+    for name, given in kinds.items():
+        value, kind = values[name], given.removesuffix(" | None")
+        if kind in _KINDS and (value is not None or kind == given) and not _is_a(kind, value):
             raise CheckpointError(f"{path}: {name} must be {_KINDS[kind]}, got {value!r}; copy the model's own again")
     for name in ("num_hidden_layers", "num_experts"):
         if name in kinds and (values[name] or 0) > MOST:

@@ -99,12 +99,9 @@ class Gemma4Config(Gemma2Config):
                 f"num_global_key_value_heads must divide num_attention_heads={self.num_attention_heads}, and "
                 f"global_head_dim be even, got {self.global_kv_heads} and {self.global_head_dim}"
             )
-        sizes = {name: getattr(self, name) for name in ("num_experts", "top_k_experts", "moe_intermediate_size")}
-        if self.enable_moe_block and not (
-            all(type(size) is int and size > 0 for size in sizes.values())
-            and sizes["top_k_experts"] <= sizes["num_experts"]
-        ):
-            return f"with enable_moe_block, sizes must be numbers >= 1, and top_k_experts <= num_experts, got {sizes}"
+        sizes = {name: getattr(self, name) for name in ("top_k_experts", "num_experts", "moe_intermediate_size")}
+        if self.enable_moe_block and (None in sizes.values() or self.experts[1] > self.experts[0]):
+            return f"with enable_moe_block, sizes must be given, and top_k_experts be <= num_experts, got {sizes}"
         return super().contradiction()
 
 
@@ -145,21 +142,14 @@ def _with_published_names(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_rope(value: Any) -> bool:
-    def positive(*numbers: Any) -> bool:
-        return all(type(number) in (int, float) and 0 < number < 1e38 for number in numbers)
-
+    """Whether ``rope_parameters`` have this form and no more."""
     match value:
         case {
             "sliding_attention": {"rope_type": "default", "rope_theta": local, **local_rest},
-            "full_attention": {
-                "rope_type": "proportional",
-                "rope_theta": base,
-                "partial_rotary_factor": part,
-                **rest,
-            },
+            "full_attention": {"rope_type": "proportional", "rope_theta": base, "partial_rotary_factor": part, **rest},
             **others,
-        }:
-            return not (local_rest or rest or others) and positive(local, base, part) and part <= 1
+        } if not (local_rest or rest or others):
+            return all(type(n) in (int, float) and 0 < n < 1e38 for n in (local, base, part)) and part <= 1
     return False
 
 
@@ -186,10 +176,7 @@ _RULES = (
         f"sglang-jax has no embeddings per layer, as E2B and E4B have: {_LARGE}",
         required=True,
     ),
-    off(
-        "num_kv_shared_layers",
-        f"sglang-jax has no layers that share keys and values, as E2B and E4B have: {_LARGE}",
-    ),
+    off("num_kv_shared_layers", f"sglang-jax has no layers that share keys and values, as E2B and E4B have: {_LARGE}"),
     null("per_layer_config", "layers without a window must have heads of one number and width, and the others none"),
     SettingRule("tie_word_embeddings", "true", lambda value: value is True, "the libraries' head is the embedding"),
     null("rope_scaling", "Gemma 4 does not scale positions"),
