@@ -198,6 +198,8 @@ def write_random(
     config = {name: value for name, value in (config | settings).items() if value is not ...}
     if model_type in GEMMA[1:] and "layer_types" not in settings:
         config["layer_types"] = (config["layer_types"] * layers)[:layers]
+        if model_type == "gemma4_text":
+            config["layer_types"][-1] = "full_attention"  # of Gemma 4, whatever the checkpoint says
     (directory / "config.json").write_text(json.dumps(config, indent=2))
     offset = 1.0 if model_type in GEMMA[:2] else 0.0
     write_tensors(directory, _random_tensors(published_shapes(config), seed, scale, dtype, offset), shards)
