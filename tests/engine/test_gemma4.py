@@ -3,11 +3,22 @@
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
-from tests.engine.building import GREEDY, PROMPTS, SAMPLED, build_engine, policy, requests, trainer_logprobs
+from tests.engine.building import (
+    GREEDY,
+    PROMPTS,
+    SAMPLED,
+    build_engine,
+    engine_options,
+    policy,
+    requests,
+    trainer_logprobs,
+)
 from tests.models.gemma4 import write_shape
+from tpu_grpo.engine.engine import Engine, engine_mesh
 from tpu_grpo.models.reference import reference_logprobs
 
 AGAINST_TRAINER, AGAINST_FLOAT64 = 3e-5, 6e-5
@@ -41,6 +52,7 @@ def test_engine_trainer_and_float64_agree(tmp_path: Path, shape: str, tensor: in
 
 
 def test_layers_are_cached_in_the_shapes_of_their_own_heads(tmp_path: Path) -> None:
-    """Of 8 layers two have no window: 1 head of 32 numbers, and not 2 of 16; pages of one token, keys and values."""
-    specs = build_engine(write_shape(tmp_path, "26b", layers=8), **SIZES).cache_specs
+    """Of 8 layers two have no window: 1 head of 32 numbers, and not 2 of 16; keys and values alternate."""
+    directory = write_shape(tmp_path, "26b")
+    specs = Engine.build(directory, engine_mesh(jax.devices()[:1]), engine_options(**SIZES)).cache_specs
     assert [spec.shape[2:] for spec in specs] == [(2, 2, 16), (1, 2, 32), *[(2, 2, 16)] * 5, (1, 2, 32)]
