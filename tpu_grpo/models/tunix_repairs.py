@@ -44,8 +44,8 @@ only Tunix's own sampler makes, keep Tunix's attention.
 its head. The repair gives its layers the kinds in ``attention_types`` of its config, and a head of its own if
 ``use_tied_embedding`` is false.
 
-**Gemma 4.** Its router sees what the experts' own norm has changed, not the layer's hidden state; and on TPUs it picks
-experts with ``approx_max_k``, which finds 95% of the likeliest. Values are normalized in the dtype of the computation,
+**Gemma 4.** Its router sees what the experts' own norm has changed, not the layer's hidden state (3.9 nats at most, 0.27
+in the mean, in two random layers); and on TPUs it picks experts with ``approx_max_k``, which finds 95% of the likeliest. Values are normalized in the dtype of the computation,
 with an epsilon of 1e-6, as all norms are. Windows count indices in the row. Its rematerialization passes an argument
 that flax 0.12 does not have. It multiplies the experts of all devices on every device. The repair replaces attention,
 norms, layers with experts and their router, and moves the soft cap of logits to where ``Gemma`` has it. The inputs with
@@ -225,7 +225,8 @@ def _spread(
         out = out.reshape(rows, length, width)
         return out if tp is None else jax.lax.psum_scatter(out, tp, scatter_dimension=2, tiled=True)
 
-    given = (spec, of_routing, of_routing, Weights(in_experts, in_experts, to_width))
+    of_weights: Any = (in_experts, in_experts, to_width)
+    given = (spec, of_routing, of_routing, Weights(*of_weights))
     spread = jax.shard_map(mixed, mesh=mesh, in_specs=given, out_specs=spec, check_vma=False)
     return spread(x, shares, chosen, weights)
 
@@ -422,6 +423,6 @@ def _gemma4_experts(self: Any, routed: Float[Array, "B T D"], x: Float[Array, "B
     if not has_ragged_exchange(mesh):
         return self._run_ffw_and_routing(x, chosen, probs / total).astype(x.dtype)
     shares = (shares / total * self.per_expert_scale[...].astype(jnp.float32)[chosen]).astype(x.dtype)
-    halves = self.gating_einsum[...].astype(x.dtype).transpose(1, 0, 3, 2)
-    weights = Weights(*halves, self.linear[...].astype(x.dtype))
+    gate, up = self.gating_einsum[...].astype(x.dtype).transpose(1, 0, 3, 2)
+    weights = Weights(gate, up, self.linear[...].astype(x.dtype))
     return _spread(self.config.shd_config, mesh, x, shares, chosen, weights, jax.nn.gelu)
