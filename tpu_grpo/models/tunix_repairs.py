@@ -45,11 +45,11 @@ its head. The repair gives its layers the kinds in ``attention_types`` of its co
 ``use_tied_embedding`` is false.
 
 **Gemma 4.** Its router sees what the experts' own norm has changed, not the layer's hidden state (3.9 nats at most, 0.27
-in the mean, in two random layers); and on TPUs it picks experts with ``approx_max_k``, which finds 95% of the likeliest. Values are normalized in the dtype of the computation,
-with an epsilon of 1e-6, as all norms are. Windows count indices in the row. Its rematerialization passes an argument
-that flax 0.12 does not have. It multiplies the experts of all devices on every device. The repair replaces attention,
-norms, layers with experts and their router, and moves the soft cap of logits to where ``Gemma`` has it. The inputs with
-which qwix creates adapters get one token, as those of the other models have.
+in the mean, in two random layers). On TPUs it picks experts with ``approx_max_k``, which finds 95% of the likeliest.
+Values are normalized in the dtype of the computation, with an epsilon of 1e-6, as all norms are. Windows count indices
+in the row. Its rematerialization passes an argument that flax 0.12 does not have. It multiplies the experts of all
+devices on every device. The repair replaces attention, norms, layers with experts and their router, and moves the soft
+cap of logits to where ``Gemma`` has it. The inputs with which qwix creates adapters get one token, as in other models.
 """
 
 import functools
