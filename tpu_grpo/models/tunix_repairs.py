@@ -44,8 +44,8 @@ only Tunix's own sampler makes, keep Tunix's attention.
 its head. The repair gives its layers the kinds in ``attention_types`` of its config, and a head of its own if
 ``use_tied_embedding`` is false.
 
-**Gemma 4.** Its router sees what the experts' own norm has changed, not the layer's hidden state (3.9 nats at most, 0.27
-in the mean, in two random layers). On TPUs it picks experts with ``approx_max_k``, which finds 95% of the likeliest.
+**Gemma 4.** Its router sees what the experts' own norm has changed, not the layer's hidden state (3.9 nats at most,
+0.27 in the mean, in two random layers). On TPUs it picks experts with ``approx_max_k``, which finds 95% of the likeliest.
 Values are normalized in the dtype of the computation, with an epsilon of 1e-6, as all norms are. Windows count indices
 in the row. Its rematerialization passes an argument that flax 0.12 does not have. It multiplies the experts of all
 devices on every device. The repair replaces attention, norms, layers with experts and their router, and moves the soft
