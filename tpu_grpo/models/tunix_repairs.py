@@ -45,11 +45,11 @@ its head. The repair gives its layers the kinds in ``attention_types`` of its co
 ``use_tied_embedding`` is false.
 
 **Gemma 4.** Its router sees what the experts' own norm has changed, not the layer's hidden state (3.9 nats at most,
-0.27 in the mean, in two random layers). On TPUs it picks experts with ``approx_max_k``, which finds 95% of the likeliest.
-Values are normalized in the dtype of the computation, with an epsilon of 1e-6, as all norms are. Windows count indices
-in the row. Its rematerialization passes an argument that flax 0.12 does not have. It multiplies the experts of all
-devices on every device. The repair replaces attention, norms, layers with experts and their router, and moves the soft
-cap of logits to where ``Gemma`` has it. The inputs with which qwix creates adapters get one token, as in other models.
+0.27 in the mean, in two random layers). On TPUs it picks experts with ``approx_max_k``, which finds 95% of the
+likeliest. Values are normalized in the dtype of the computation, with an epsilon of 1e-6, as all norms are. Windows
+count indices in the row. Its rematerialization passes an argument that flax 0.12 does not have. It multiplies the
+experts of all devices on every device. The repair replaces attention, norms, layers with experts and their router, and
+moves the soft cap of logits to where ``Gemma`` has it. The inputs with which qwix creates adapters get one token.
 """
 
 import functools
@@ -198,19 +198,19 @@ def _experts_in_fitting_buffers(original: Any, self: Any, x: Any, use_megablox: 
     mesh = pxla.thread_resources.env.physical_mesh
     if not use_megablox or not has_ragged_exchange(mesh):
         return original(self, x, use_megablox)
-    from tpu_grpo.models.expert_parallel import Weights, mixture  # only needed here
-
     scores = self.router(x).astype(jnp.float32)
     shares, chosen = jax.lax.top_k(jax.nn.softmax(scores, axis=-1), self.experts_per_tok)
     shares = (shares / jnp.sum(shares, axis=-1, keepdims=True)).astype(self.dtype)
-    weights: Any = Weights(*(w.value.astype(self.dtype) for w in (self.gate_proj, self.up_proj, self.down_proj)))
+    weights = [w.value.astype(self.dtype) for w in (self.gate_proj, self.up_proj, self.down_proj)]
     return _spread(self.shd_config, mesh, x, shares, chosen, weights, jax.nn.silu)
 
 
 def _spread(
-    axes: Any, mesh: Mesh, x: Any, shares: Any, chosen: Any, weights: Any, activation: Activation
+    axes: Any, mesh: Mesh, x: Any, shares: Any, chosen: Any, weights: Any, activation: Any
 ) -> Float[Array, "B T D"]:
     """Add up the outputs of experts that are spread over ``mesh``, for rows that are, too."""
+    from tpu_grpo.models.expert_parallel import Weights, mixture  # only needed here
+
     specs = (PartitionSpec(*each) for each in (axes.act_btd, axes.exp_weight_efd))
     spec, to_width = tuple[Any, ...](specs)
     tp, fsdp = (axis if axis and mesh.shape[axis] > 1 else None for axis in (spec[-1], to_width[0]))
@@ -228,7 +228,7 @@ def _spread(
     of_weights: Any = (in_experts, in_experts, to_width)
     given = (spec, of_routing, of_routing, Weights(*of_weights))
     spread = jax.shard_map(mixed, mesh=mesh, in_specs=given, out_specs=spec, check_vma=False)
-    return spread(x, shares, chosen, weights)
+    return spread(x, shares, chosen, Weights(*weights))
 
 
 def _flash_block(module: Any, original: Any, self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -424,5 +424,5 @@ def _gemma4_experts(self: Any, routed: Float[Array, "B T D"], x: Float[Array, "B
         return self._run_ffw_and_routing(x, chosen, probs / total).astype(x.dtype)
     shares = (shares / total * self.per_expert_scale[...].astype(jnp.float32)[chosen]).astype(x.dtype)
     gate, up = self.gating_einsum[...].astype(x.dtype).transpose(1, 0, 3, 2)
-    weights = Weights(gate, up, self.linear[...].astype(x.dtype))
+    weights = gate, up, self.linear[...].astype(x.dtype)
     return _spread(self.config.shd_config, mesh, x, shares, chosen, weights, jax.nn.gelu)
