@@ -42,9 +42,9 @@ LONG = re.compile(
 """Files of a minute and more. They begin first, so that no worker is left alone with one at the end."""
 QUICKLY_COMPILED = re.compile(
     r"tests/(algorithms/test_(correction|objectives|off_policy|penalties)|checking|cli/test_(evaluate|sample|serve)"
-    r"|engine/test_(engine|experts|families|sampler|turn_scheduler)"
+    r"|engine/test_(engine|experts|families|gemma4|sampler|turn_scheduler)"
     r"|learner/test_(conversations|flat_products|learner|loss|numbers|output_head|packed|routing|trained|update)"
-    r"|models/(families/test_trainer_attention|test_(expert_parallel|families|lora|transformers5|tunix_model))"
+    r"|models/(families/test_trainer_attention|test_(expert_parallel|families|gemma4|lora|transformers5|tunix_model))"
     r"|run/test_(partial_groups|exporting|probe)"
     r"|test_pipeline(_conversations|_signal)?\.py|tunix_loop/test_tunix_learner)"
 )

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.engine.building import PROMPTS, build_engine, disagreement, install, policy, requests, trainer_logprobs
-from tests.models.random_checkpoint import GEMMA, LLAMA3_SCALING, YARN_SCALING, write_random
+from tests.models.random_checkpoint import GEMMA, GEMMA4_EXPERTS, LLAMA3_SCALING, YARN_SCALING, write_random
 from tests.models.test_lora import randomize, with_lora
 from tests.models.test_transformers5 import SAVED
 from tpu_grpo.config import LoraSection
@@ -32,6 +32,7 @@ CASES: list[tuple[str, dict[str, Any], int]] = [
     ("phi3", {"tied": False}, 2),
     ("gemma2", {"tied": True}, 4),
     ("gemma3_text", {"tied": True}, 4),
+    ("gemma4_text", {"tied": True} | GEMMA4_EXPERTS, 2),
 ]
 MORE_CASES: list[tuple[str, dict[str, Any], int]] = [
     ("qwen2", {"tied": True}, 1),
@@ -43,12 +44,13 @@ MORE_CASES: list[tuple[str, dict[str, Any], int]] = [
     ("gemma2", {"tied": True, "kv_heads": 4}, 2),  # queries, keys and values are one weight in Tunix
     ("gemma3_text", {"tied": False, "kv_heads": 1}, 1),
     ("gemma3_text", {"tied": False, "kv_heads": 4}, 2),
+    ("gemma4_text", {"tied": True, "kv_heads": 4, "num_global_key_value_heads": 1}, 4),
 ]
 """Of families that are in CASES already."""
 
 
-RELATIVES = ("qwen2", "mistral", "phi3")
-"""Families whose layers are those of Qwen3 and Llama, but for names and settings."""
+RELATIVES = ("qwen2", "mistral", "phi3", "gemma4_text")
+"""Families whose layers are those of Qwen3 and Llama, but for names and settings; test_gemma4.py has the last one."""
 
 
 def name_of(family: str, options: dict[str, Any], tensor: int) -> str:
@@ -122,6 +124,7 @@ MERGED_AGAINST_ADAPTED = 1e-4
         pytest.param("qwen3_moe", 2, marks=pytest.mark.slow),
         pytest.param("gemma2", 4, marks=pytest.mark.slow),  # keys and values have one adapter, and are repeated
         pytest.param("gemma3_text", 2, marks=pytest.mark.slow),
+        pytest.param("gemma4_text", 2, marks=pytest.mark.slow),  # in the second layer keys are values
     ],
 )
 def test_merged_sampler_and_adapted_model_agree(tmp_path: Path, family: str, tensor: int) -> None:

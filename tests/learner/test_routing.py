@@ -25,7 +25,7 @@ from tests.learner.toy import (
     with_completion,
 )
 from tests.models.forward import reference_experts
-from tests.models.random_checkpoint import write_random
+from tests.models.random_checkpoint import GEMMA4_EXPERTS, write_random
 from tpu_grpo.learner import LearnerInputs
 from tpu_grpo.learner.forward import ModelRows, run_model
 from tpu_grpo.learner.rows import ReplayShape, RowShape, train_rows
@@ -109,7 +109,10 @@ def test_rows_by_hand() -> None:
 
 
 @pytest.mark.full
-def test_the_trainer_computes_what_the_reference_does_with_these_experts(checkpoint: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("gemma4_text", marks=pytest.mark.slow)])
+def test_the_trainer_computes_what_the_reference_does_with_these_experts(family: str, tmp_path: Path) -> None:
+    experts = GEMMA4_EXPERTS if family == "gemma4_text" else {}
+    checkpoint = write_random(family, tmp_path / "model", scale=0.3, **experts)
     config = make_config(tmp_path, {"algorithm": {"routing_replay": True}})
     learner = make_learner(config, make_mesh(1), model=load(checkpoint))
     completions = completions_with_planted_experts()

@@ -64,6 +64,18 @@ GEMMA3: dict[str, Any] = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     },
 }
+GEMMA4: dict[str, Any] = {
+    "num_hidden_layers": 7,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_global_key_value_heads": 1,
+    "global_head_dim": 16,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "sliding_window": 8,
+    "final_logit_softcapping": 30.0,
+}
+GEMMA4_EXPERTS = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 8}
 VISION = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "image_size": 28}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {"tie_word_embeddings": True}),
@@ -79,10 +91,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "gemma3",
         {"text_config": SIZES | GEMMA3, "vision_config": VISION, "mm_tokens_per_image": 4, "eos_token_id": [257]},
     ),
+    "gemma4_text": ("gemma4_text", {**GEMMA4, **GEMMA4_EXPERTS}),
+    "gemma4": (
+        "gemma4",
+        {
+            "text_config": SIZES | GEMMA4,
+            "vision_config": VISION | {"num_key_value_heads": 1, "head_dim": 8, "position_embedding_size": 4},
+            "eos_token_id": [257],
+        },
+    ),
 }
 """What is saved: (model_type, settings besides SIZES)."""
 OTHERS = (
-    *("olmo2", "olmo3", "smollm3", "gemma", "gemma4_text", "qwen2_moe", "qwen3_next", "qwen3_5_text"),
+    *("olmo2", "olmo3", "smollm3", "gemma", "qwen2_moe", "qwen3_next", "qwen3_5_text"),
     *(
         "gpt_oss",
         "deepseek_v3",
@@ -132,8 +153,11 @@ def save(name: str, model_type: str, settings: dict[str, Any]) -> None:
         wanted = {}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **(wanted | settings)))
     for parameter_name, parameter in model.named_parameters():
-        if "norm" in parameter_name or parameter_name.endswith("bias"):
-            torch.nn.init.normal_(parameter, 0.0 if model_type.startswith("gemma") else 1.0, 0.3)
+        if "norm" in parameter_name or parameter_name.endswith(("bias", "scale")):
+            torch.nn.init.normal_(parameter, 0.0 if model_type.startswith(("gemma2", "gemma3")) else 1.0, 0.3)
+    for buffer_name, buffer in model.named_buffers():
+        if buffer_name.endswith("layer_scalar"):
+            torch.nn.init.normal_(buffer, 1.0, 0.3)
     model.to(torch.bfloat16).save_pretrained(directory)
     tokenizer(name).save_pretrained(directory)
     again = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")

@@ -100,6 +100,29 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "rope_theta": 20000.0,
         "sliding_window": 13,
     },
+    "gemma4_text": {
+        "architectures": ["Gemma4ForCausalLM"],
+        "attention_bias": False,
+        "attention_k_eq_v": True,
+        "enable_moe_block": False,
+        "final_logit_softcapping": 8.0,
+        "global_head_dim": 32,
+        "hidden_act": ...,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size_per_layer_input": 0,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "num_global_key_value_heads": 2,
+        "num_kv_shared_layers": 0,
+        "rms_norm_eps": 1e-2,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 20000.0},
+        },
+        "rope_scaling": ...,
+        "rope_theta": ...,
+        "sliding_window": 13,
+        "use_bidirectional_attention": "vision",
+    },
 }
 """What a config.json of each family says besides the sizes; an ellipsis leaves a setting out.
 
@@ -107,7 +130,8 @@ Gemma 2 and 3 have other numbers here than published, so that windows, soft caps
 and scaling of positions each change what tests compare. Gemma 3's ``layer_types`` are repeated for all its layers.
 """
 
-GEMMA = ("gemma2", "gemma3_text")
+GEMMA = ("gemma2", "gemma3_text", "gemma4_text")
+GEMMA4_EXPERTS = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 48}
 LLAMA3_SCALING = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -172,10 +196,12 @@ def write_random(
         "eos_token_id": 1,
     } | PUBLISHED[model_type]
     config = {name: value for name, value in (config | settings).items() if value is not ...}
-    if model_type == "gemma3_text" and "layer_types" not in settings:
+    if model_type in GEMMA[1:] and "layer_types" not in settings:
         config["layer_types"] = (config["layer_types"] * layers)[:layers]
+        if model_type == "gemma4_text":
+            config["layer_types"][-1] = "full_attention"  # of Gemma 4, whatever the checkpoint says
     (directory / "config.json").write_text(json.dumps(config, indent=2))
-    offset = 1.0 if model_type in GEMMA else 0.0
+    offset = 1.0 if model_type in GEMMA[:2] else 0.0
     write_tensors(directory, _random_tensors(published_shapes(config), seed, scale, dtype, offset), shards)
     return directory
 
@@ -232,6 +258,8 @@ def published_shapes(config: dict[str, Any]) -> Shapes:
         layer |= {"pre_feedforward_layernorm.weight": norm, "post_feedforward_layernorm.weight": norm}
     shapes: Shapes = {"model.embed_tokens.weight": (config["vocab_size"], config["hidden_size"])}
     for i in range(config["num_hidden_layers"]):
+        if config["model_type"] == "gemma4_text":
+            layer = _gemma4_shapes(config, config["layer_types"][i] == "full_attention")
         shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
     shapes["model.norm.weight"] = (config["hidden_size"],)
     if not config.get("tie_word_embeddings", True):
@@ -252,6 +280,28 @@ def _attention_shapes(config: dict[str, Any]) -> Shapes:
     if config["model_type"] in ("qwen3", "qwen3_moe", "gemma3_text"):
         shapes |= {"self_attn.q_norm.weight": (head_dim,), "self_attn.k_norm.weight": (head_dim,)}
     return shapes
+
+
+def _gemma4_shapes(config: dict[str, Any], is_global: bool) -> Shapes:
+    """The shapes of one layer, which depend on its kind."""
+    hidden, heads, equal = (config[n] for n in ("hidden_size", "num_attention_heads", "attention_k_eq_v"))
+    width = config["global_head_dim" if is_global else "head_dim"]
+    kv_heads = config["num_key_value_heads"]
+    if is_global and equal:
+        kv_heads = config["num_global_key_value_heads"] or kv_heads
+    norms = ["input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"]
+    names = ("k", "v") if not (is_global and equal) else ("k",)
+    shapes: Shapes = {f"self_attn.{name}_proj.weight": (kv_heads * width, hidden) for name in names}
+    shapes |= {"self_attn.q_proj.weight": (heads * width, hidden), "self_attn.o_proj.weight": (hidden, heads * width)}
+    shapes |= {"self_attn.q_norm.weight": (width,), "self_attn.k_norm.weight": (width,), "layer_scalar": (1,)}
+    shapes |= _gated("mlp", config["intermediate_size"], hidden)
+    if config["enable_moe_block"]:
+        experts, inner = config["num_experts"], config["moe_intermediate_size"]
+        norms += [f"{name}_feedforward_layernorm_{i}" for name, i in (("post", 1), ("pre", 2), ("post", 2))]
+        shapes |= {"experts.gate_up_proj": (experts, 2 * inner, hidden), "experts.down_proj": (experts, hidden, inner)}
+        shapes |= {"router.proj.weight": (experts, hidden), "router.scale": (hidden,)}
+        shapes |= {"router.per_expert_scale": (experts,)}
+    return shapes | {f"{name}.weight": (hidden,) for name in norms}
 
 
 def _mlp_shapes(config: dict[str, Any]) -> Shapes:
@@ -278,7 +328,8 @@ def _random_tensors(
     rng = np.random.default_rng(seed)
 
     def tensor(name: str, shape: tuple[int, ...]) -> np.ndarray:
-        is_norm = len(shape) == 1 and name.endswith(".weight")
+        factors = (".weight", "scale", "scalar")
+        is_norm = len(shape) == 1 and name.endswith(factors)
         return rng.uniform(0.7, 1.3, shape) - norm_offset if is_norm else scale * rng.standard_normal(shape)
 
     return {name: tensor(name, shape).astype(dtype) for name, shape in shapes.items()}

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from tests.models.forward import trainer_mesh
-from tests.models.random_checkpoint import write_random
+from tests.models.random_checkpoint import GEMMA4_EXPERTS, write_random
 from tpu_grpo.models import expert_parallel, tunix_repairs
 from tpu_grpo.models.checkpoint import read_checkpoint
 from tpu_grpo.models.expert_parallel import Copies, Weights, mixture, tiles_of
@@ -122,29 +122,38 @@ def test_outputs_and_gradients_are_those_of_every_expert_on_every_token(routing:
 
 
 @pytest.mark.slow  # the layer over four devices is above
-def test_tunixs_layer_on_a_mesh_gives_what_it_gives_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("family", ["qwen3_moe", "gemma4_text"])
+def test_tunixs_layer_on_a_mesh_gives_what_it_gives_on_a_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
     """Experts split over two devices, and their widths over two others; on CPUs Tunix computes every expert.
 
     Compared are outputs and the gradients for tokens, router and experts.
     """
-    checkpoint, mesh = read_checkpoint(write_random("qwen3_moe", tmp_path / "model", layers=1)), trainer_mesh(2, 2)
+    experts = GEMMA4_EXPERTS if family == "gemma4_text" else {}
+    checkpoint, mesh = (
+        read_checkpoint(write_random(family, tmp_path / "model", layers=1, **experts)),
+        trainer_mesh(2, 2),
+    )
     model: Any = load_model(checkpoint, mesh, dtype=jnp.float32, remat="none")
     rng = np.random.default_rng(0)
     x, gradients = jnp.asarray(rng.standard_normal((2, 2, 4, checkpoint.config.hidden_size)), jnp.float32)
 
     def loss(layer: Any, x: Array) -> tuple[Array, Array]:
-        outputs = layer(x)
+        outputs = tunix_repairs._gemma4_experts(layer, 2 * x + 1, x) if experts else layer(x)
         return jnp.sum(outputs * gradients), outputs
 
     def computed() -> list[Array]:
-        return jax.tree.leaves(nnx.jit(nnx.value_and_grad(loss, argnums=(0, 1), has_aux=True))(model.layers[0].mlp, x))
+        layer = model.layers[0].moe if experts else model.layers[0].mlp
+        return jax.tree.leaves(nnx.jit(nnx.value_and_grad(loss, argnums=(0, 1), has_aux=True))(layer, x))
 
     with mesh:
         expected = computed()
         monkeypatch.setattr(tunix_repairs, "has_ragged_exchange", lambda mesh: True)
         with mock.patch.object(lax, "ragged_all_to_all", exchanged), pltpu.force_tpu_interpret_mode():
             found = computed()
-    assert len(found) == 2 + 4 + 1  # loss and outputs; router and three matrices of experts; tokens
+    # loss and outputs; router and three matrices of experts, or router, two matrices and two scales; tokens
+    assert len(found) == 2 + (5 if experts else 4) + 1
     for ours, theirs in zip(found, expected, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=4e-6 * np.abs(theirs).max(), rtol=0)
 

@@ -14,7 +14,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from tests.models.forward import compiled_logprobs, trainer_mesh
-from tests.models.random_checkpoint import edit_tensors, write_random
+from tests.models.random_checkpoint import GEMMA4_EXPERTS, edit_tensors, write_random
 from tpu_grpo.config import LoraSection
 from tpu_grpo.models.checkpoint import read_checkpoint
 from tpu_grpo.models.lora import (
@@ -73,6 +73,15 @@ def test_all_projections_of_every_family_by_default(tmp_path: Path, family: str,
     checkpoint = read_checkpoint(write_random(family, tmp_path / "model"))
     expected = {f"layers.{layer}.{kind}" for layer in (0, 1) for kind in kinds}
     assert set(adaptable_modules(checkpoint)) == set(adapted_modules(checkpoint, LoraSection(rank=2))) == expected
+
+
+def test_layers_that_differ_have_modules_of_their_own(tmp_path: Path) -> None:
+    """Gemma 4's second layer here has no projection of values; experts and their router have no adapters."""
+    checkpoint = read_checkpoint(write_random("gemma4_text", tmp_path / "model", **GEMMA4_EXPERTS))
+    modules = adapted_modules(checkpoint, LoraSection(rank=2))
+    assert {name for name in modules if "layers.0" in name} == {f"layers.0.{kind}" for kind in GEMMA}
+    of_global = {f"layers.1.{kind}".replace("kv_einsum", "k_einsum") for kind in GEMMA}
+    assert {name for name in modules if "layers.1" in name} == of_global
 
 
 def test_targets_and_layers_choose(tmp_path: Path) -> None:
@@ -172,7 +181,14 @@ def test_adapters_depend_on_the_seed_and_not_on_the_mesh(tmp_path: Path) -> None
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("family", "kv_heads"),
-    [pytest.param("qwen2", 2, marks=pytest.mark.slow), ("qwen3", 2), ("gemma2", 2), ("gemma2", 4), ("gemma3_text", 1)],
+    [
+        pytest.param("qwen2", 2, marks=pytest.mark.slow),
+        ("qwen3", 2),
+        ("gemma2", 2),
+        ("gemma2", 4),
+        ("gemma3_text", 1),
+        pytest.param("gemma4_text", 2, marks=pytest.mark.slow),
+    ],
 )  # with four, Tunix's queries, keys and values are one module
 def test_files_say_what_the_model_computes(tmp_path: Path, family: str, kv_heads: int) -> None:
     """W + B A alpha / rank with the published names, put into the base's own checkpoint, is the adapted model."""
@@ -184,7 +200,7 @@ def test_files_say_what_the_model_computes(tmp_path: Path, family: str, kv_heads
     settings = json.loads((tmp_path / "adapters" / SETTINGS_FILE).read_text())
     assert (settings["r"], settings["lora_alpha"], settings["peft_type"]) == (3, 6.0, "LORA")
     tensors, weights = load_file(tmp_path / "adapters" / TENSORS_FILE), load_file(directory / "model.safetensors")
-    assert len(tensors) == 2 * len(settings["target_modules"]) == 14
+    assert len(tensors) == 2 * len(settings["target_modules"]) == (12 if family == "gemma4_text" else 14)
     before = reference_logprobs(directory, TOKENS_BT)
     merged = {}
     for module in settings["target_modules"]:

@@ -66,6 +66,8 @@ def test_what_a_token_meets_among_experts() -> None:
     layer = 2 * 2048 * 4096 + 2 * 2048 * 512 + 128 * 2048 + 8 * 3 * 2048 * 768
     assert found.layers == 48 * layer
     assert found.layers + found.head == pytest.approx(3.04e9, rel=0.01)
+    found = TokenCost.of(checkpoint("gemma-4-26B-A4B-it"))
+    assert found.layers + found.head == pytest.approx(3.82e9, rel=0.01)  # 3.8 billion are published
 
 
 @pytest.mark.parametrize(
@@ -87,6 +89,8 @@ def test_what_a_token_meets_among_experts() -> None:
         ("gemma-3-4b-it", 3_880_099_328 + 64 * 2560),
         ("gemma-3-12b-it", 11_765_788_416 + 64 * 3840),
         ("gemma-3-27b-it", 27_009_002_240 + 64 * 5376),
+        ("gemma-4-31B-it", 30_697_345_340),
+        ("gemma-4-26B-A4B-it", 25_233_141_790),
     ],
 )
 def test_published_models_have_as_many_parameters_as_published(name: str, parameters: int) -> None:

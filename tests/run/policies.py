@@ -9,6 +9,7 @@ import numpy as np
 from flax import nnx
 
 from tests.models.forward import trainer_mesh
+from tests.models.random_checkpoint import GEMMA4_EXPERTS
 from tests.several.runs import settings, write_files
 from tpu_grpo.config import RunConfig, parse_config
 from tpu_grpo.models.checkpoint import read_checkpoint
@@ -28,6 +29,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi3": {"tied": False},
     "gemma2": {},
     "gemma3_text": {"tied": False},
+    "gemma4_text": GEMMA4_EXPERTS,
 }
 """Every family, some of them with a head of its own."""
 

@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
+from sgl_jax.srt.layers.radix_attention import RadixAttention
 from sgl_jax.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sgl_jax.srt.model_executor.model_runner import ModelRunner
 
@@ -55,8 +56,8 @@ class AttentionMode(ABC):
         self._runner = runner
 
     @abstractmethod
-    def cache_layer(self, pool: MHATokenToKVPool) -> jax.ShapeDtypeStruct:
-        """Describe the shape, dtype and sharding of one layer of the KV cache.
+    def cache_layer(self, pool: MHATokenToKVPool, layer: RadixAttention) -> jax.ShapeDtypeStruct:
+        """Describe the shape, dtype and sharding of one layer of the KV cache; layers may have different heads.
 
         Raises:
             ConfigError: if an fp8 cache is configured that the devices cannot read, or that would save no memory.

@@ -36,9 +36,9 @@ class Attended:
 
 
 def head_counts(engine: Engine) -> tuple[int, int, int]:
-    """Return H, K and D of an engine's attention, on all of its devices together."""
-    runner = engine._runner
-    return runner.num_attn_heads, runner.token_to_kv_pool.head_num, runner.model_config.head_dim
+    """Return H, K and D of the attention in an engine's first layer, on all of its devices together."""
+    layer = engine._runner.layers[0]
+    return layer.q_head_num, layer.kv_head_num, layer.head_dim
 
 
 def attend(
@@ -102,7 +102,12 @@ def _attend(
     found = runner.attention.at_step(metadata, lengths_B) if decodes else metadata
     batch = SimpleNamespace(forward_mode=mode, seq_lens=lengths_B, extend_prefix_lens=lengths_B, out_cache_loc=slots_T)
     layer: Any = SimpleNamespace(
-        layer_id=0, scaling=q.shape[-1] ** -0.5, sliding_window_size=None, logit_cap=None, head_dim=q.shape[-1]
+        layer_id=0,
+        scaling=q.shape[-1] ** -0.5,
+        sliding_window_size=None,
+        logit_cap=None,
+        head_dim=q.shape[-1],
+        kv_head_num=k.shape[1],
     )
     pool = SimpleNamespace(get_fused_kv_buffer=lambda _: cache)
     backend = runner.attention.backend(found)

@@ -78,10 +78,10 @@ class Engine:
             check_pages(rows=options.max_running_requests, context_tokens=context, page_size=options.page_size)
         repairs.require_repaired_version()
         repairs.count_instead_of_clock()
-        architectures = abstract_checkpoint(checkpoint).hf_config["architectures"]  # of Gemma 3, the text model's
+        hf_config = abstract_checkpoint(checkpoint).hf_config  # of Gemma 3 and 4, the text model's
         arguments = ServerArgs(  # with these the library uses no port, thread or clock
             model_path=str(checkpoint),
-            json_model_override_args=json.dumps({"architectures": architectures}),
+            json_model_override_args=json.dumps({"architectures": hf_config["architectures"]}),
             device=jax.default_backend(),
             dtype=options.dtype,
             tp_size=mesh.size,
@@ -103,7 +103,8 @@ class Engine:
             attention_backend="native",
             log_level="warning",
         )
-        return cls(SteppedScheduler(arguments, mesh, functools.partial(Runner, options)), options)
+        with repairs.config_of(hf_config):
+            return cls(SteppedScheduler(arguments, mesh, functools.partial(Runner, options)), options)
 
     @property
     def use(self) -> EngineUse:

@@ -16,6 +16,8 @@ cached prefix, a request gets the experts that were chosen when the prefix was c
 Suffixes: T tokens, D width, E experts (e on this device), K experts per token, F hidden width of an expert, L layers.
 """
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,12 +46,14 @@ class Experts(nnx.Module):
         intermediate_dim: int,
         mesh: Mesh,
         weight_dtype: jnp.dtype,
+        activation: str = "silu",
         **_: Any,
     ):
         def param(*shape: int) -> nnx.Param:
             return nnx.Param(jnp.zeros(shape, weight_dtype, out_sharding=NamedSharding(mesh, P(AXIS, None, None))))
 
         self.mesh = mesh
+        self.activation = getattr(jax.nn, activation)  # of gelu, the tanh approximation
         self.wi_0 = param(num_experts, hidden_size, intermediate_dim)  # gate
         self.wi_1 = param(num_experts, hidden_size, intermediate_dim)  # up
         self.wo = param(num_experts, intermediate_dim, hidden_size)  # down
@@ -60,21 +64,23 @@ class Experts(nnx.Module):
         weights_TK: Float[Array, "T K"],
         experts_TK: Int[Array, "T K"],
         *,
-        out_sharding: NamedSharding,
+        out_sharding: NamedSharding | None = None,
     ) -> Float[Array, "T D"]:
         """Add up the outputs of each token's experts, weighted by ``weights_TK``."""
         by_token, by_expert = P("data", None), P(AXIS, None, None)
         mixed: Any = jax.shard_map(
-            _mix_own_experts,
+            functools.partial(_mix_own_experts, self.activation),
             mesh=self.mesh,
             in_specs=(by_token, by_token, by_token, by_expert, by_expert, by_expert),
             out_specs=by_token,
         )
         weights = (param.get_value() for param in (self.wi_0, self.wi_1, self.wo))
-        return jax.sharding.reshard(mixed(inputs, weights_TK.astype(inputs.dtype), experts_TK, *weights), out_sharding)
+        output = mixed(inputs, weights_TK.astype(inputs.dtype), experts_TK, *weights)
+        return output if out_sharding is None else jax.sharding.reshard(output, out_sharding)
 
 
 def _mix_own_experts(
+    activation: Callable[[Array], Array],
     x_TD: Float[Array, "T D"],
     weights_TK: Float[Array, "T K"],
     experts_TK: Int[Array, "T K"],
@@ -92,7 +98,7 @@ def _mix_own_experts(
     order = jnp.argsort(local)
     tokens, sizes = order // per_token, jnp.bincount(local, length=own)
     x = x_TD[tokens]
-    hidden = jax.nn.silu(jax.lax.ragged_dot(x, gate_eDF, sizes)) * jax.lax.ragged_dot(x, up_eDF, sizes)
+    hidden = activation(jax.lax.ragged_dot(x, gate_eDF, sizes)) * jax.lax.ragged_dot(x, up_eDF, sizes)
     out = jax.lax.ragged_dot(hidden, down_eFD, sizes)
     is_own = (local[order] < own)[:, None]  # ragged_dot leaves the other rows undefined
     weighted = jnp.where(is_own, out.astype(jnp.float32) * weights_TK.reshape(-1)[order][:, None], 0.0)

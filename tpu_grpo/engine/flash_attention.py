@@ -60,6 +60,7 @@ VMEM_BYTES = {
     "TPU7x": 32 * MIB,
 }
 """The VMEM that the kernel may use, by jax's name of the device: half of the device's VMEM, as in the library."""
+LANES = 128
 DECODE_KEYS, DECODE_KEYS_AT_ONCE = 2048, 512
 DECODE_PAGES = 32
 """The most pages of a decode block of more than 1,024 keys."""
@@ -70,7 +71,7 @@ class FlashMode(AttentionMode):
     """sglang-jax's Pallas kernel, which runs on TPUs only. It writes new keys and values at the end of each row."""
 
     @override
-    def cache_layer(self, pool: MHATokenToKVPool) -> jax.ShapeDtypeStruct:
+    def cache_layer(self, pool: MHATokenToKVPool, layer: RadixAttention) -> jax.ShapeDtypeStruct:
         """Describe a layer as the library does.
 
         It pads the width of heads to a multiple of 128, and the number of heads to fill 32-bit words.
@@ -78,10 +79,10 @@ class FlashMode(AttentionMode):
         packing, tensor = 4 // np.dtype(pool.dtype).itemsize, pool.mesh.shape["tensor"]
         if pool.dtype == FP8:
             device = pool.mesh.devices.flat[0]
-            check_fp8(pool.head_num // tensor, jnp.dtype(self._runner.dtype), device.device_kind)
+            check_fp8(layer.kv_head_num // tensor, jnp.dtype(self._runner.dtype), device.device_kind)
         pages = (pool.size + pool.page_size) // pool.page_size
-        words = tensor * -(-2 * pool.head_num // tensor // packing)
-        shape = (pages, pool.page_size, words, packing, pool.head_dim)
+        words, width = tensor * -(-2 * layer.kv_head_num // tensor // packing), -(-layer.head_dim // LANES) * LANES
+        shape = (pages, pool.page_size, words, packing, width)
         sharding = NamedSharding(pool.mesh, P("data", None, "tensor", None, None))
         return jax.ShapeDtypeStruct(shape, pool.dtype, sharding=sharding)
 
@@ -181,7 +182,7 @@ class BlockedFlashAttention(FlashAttention):
         tensor, found = self.mesh.shape["tensor"], self.forward_metadata
         blocks = choose_blocks(
             self.mesh.devices.flat[0].device_kind,
-            kv_heads=self.num_kv_heads // tensor,
+            kv_heads=layer.kv_head_num // tensor,
             head_dim=cache.shape[-1],
             page_size=self.page_size,
             context_tokens=len(found.page_indices) // len(found.seq_lens) * self.page_size,

@@ -57,13 +57,13 @@ class GatherMode(AttentionMode):
     """Our attention: each row gathers its own pages. It runs on any device with any page size."""
 
     @override
-    def cache_layer(self, pool: MHATokenToKVPool) -> jax.ShapeDtypeStruct:
+    def cache_layer(self, pool: MHATokenToKVPool, layer: RadixAttention) -> jax.ShapeDtypeStruct:
         """Describe a layer [pages, page, K, 2, D]: keys and values alternate, and heads have the model's width.
 
         The library would pad the width of heads to a multiple of 128.
         """
         pages = (pool.size + pool.page_size) // pool.page_size
-        shape = (pages, pool.page_size, pool.head_num, 2, self._runner.model_config.head_dim)
+        shape = (pages, pool.page_size, layer.kv_head_num, 2, layer.head_dim)
         sharding = NamedSharding(pool.mesh, CACHE_PARTITION)
         return jax.ShapeDtypeStruct(shape, bits_of(jnp.dtype(pool.dtype)), sharding=sharding)
 

@@ -29,6 +29,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
 from sgl_jax.srt.layers.linear import LinearBase, QuantizedLinear
 from sgl_jax.srt.layers.logits_processor import LogitsMetadata
+from sgl_jax.srt.layers.radix_attention import RadixAttention
 from sgl_jax.srt.managers.schedule_batch import ScheduleBatch
 from sgl_jax.srt.mem_cache.memory_pool import MemoryPools, MHATokenToKVPool
 from sgl_jax.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
@@ -53,7 +54,6 @@ from tpu_grpo.engine.reservation import Reservation
 from tpu_grpo.engine.sampling import VOCABULARY_LEAVES, AnyArray, SamplingColumns, WholeVocabularyLogits, sample_rows
 from tpu_grpo.hosts.sharded_arrays import bytes_per_device
 from tpu_grpo.models.checkpoint import abstract_checkpoint
-from tpu_grpo.models.families.family import MoeConfig
 from tpu_grpo.models.families.rope import Scaling
 from tpu_grpo.records.errors import ConfigError, WeightsError
 from tpu_grpo.records.stages import Request
@@ -283,14 +283,16 @@ def _read_settings(config: Any) -> Scaling | None:
     checkpoint = abstract_checkpoint(Path(config.model_path))
     family, sizes = checkpoint.family, checkpoint.config
     read = {"rope_theta": sizes.rope_theta, "rope_scaling": None, "head_dim": sizes.head_dim}
-    if isinstance(sizes, MoeConfig):
-        read["num_experts"] = sizes.num_experts
-    if is_own := family.architecture in OWN_MODELS:
+    if sizes.experts[1]:
+        read |= dict(zip(("num_experts", "num_experts_per_tok"), sizes.experts, strict=True))
+    if family.architecture in OWN_MODELS:
         config.hf_config = config.hf_text_config
         read |= OWN_MODELS[family.architecture].settings(sizes)
+    read |= family.sampler_fields(sizes)
     config.hf_config.update(read | {"architectures": [family.sampler or family.architecture]})
-    config.head_dim = config.v_head_dim = sizes.head_dim
-    return None if is_own else sizes.scaling
+    config.head_dim = config.v_head_dim = read["head_dim"]
+    config.num_key_value_heads = read.get("num_key_value_heads", config.num_key_value_heads)
+    return None if "layer_types" in read else sizes.scaling  # then the model scales its kinds of layers itself
 
 
 def _quantize_layers(model: nnx.Module) -> None:
@@ -317,6 +319,8 @@ class Runner(ModelRunner):
 
     attention: AttentionMode
     weights: list[Array] | None = None
+    layers: list[RadixAttention]
+    """The attention of each layer, which says how many heads it caches, and how wide."""
     cache_specs: list[jax.ShapeDtypeStruct]
     token_to_kv_pool: MHATokenToKVPool
 
@@ -359,6 +363,8 @@ class Runner(ModelRunner):
         self.dtype = config.dtype
         self.sliding_window_size = None
         self._splits_vocabulary = split
+        attention = (each for _, each in nnx.iter_modules(model) if isinstance(each, RadixAttention))
+        self.layers = sorted(attention, key=lambda each: each.layer_id)
         self.graph, self.abstract_state = nnx.split(model)
 
     @override
@@ -368,7 +374,7 @@ class Runner(ModelRunner):
     @override
     def init_memory_pool(self, *args: Any, **kwargs: Any) -> None:
         """Describe the cache; ``install_weights`` allocates it."""
-        with repairs.cache_without_arrays(self.attention.cache_layer):
+        with repairs.cache_without_arrays(lambda pool: [self.attention.cache_layer(pool, of) for of in self.layers]):
             super().init_memory_pool(*args, **kwargs)
         self.cache_specs = self.token_to_kv_pool.kv_buffer
 
@@ -431,7 +437,7 @@ class Runner(ModelRunner):
                 )
         self.weights, pool = [weights[name] for name in specs], self.token_to_kv_pool
         if pool.kv_buffer is self.cache_specs:
-            pool.kv_buffer = [self._empty_layer() for _ in pool.kv_buffer]
+            pool.kv_buffer = [_empty(layer.shape, layer.dtype, layer.sharding)() for layer in self.cache_specs]
 
     def release(self) -> None:
         """Delete the cache and drop the references to the parameters, until ``install_weights``."""
@@ -440,8 +446,8 @@ class Runner(ModelRunner):
             layer.delete()
         pool.kv_buffer = self.cache_specs
 
-    @cached_property
-    def _empty_layer(self) -> Any:
-        """A function that allocates the empty cache of one layer; it is compiled at the first call."""
-        layer = self.cache_specs[0]
-        return jax.jit(lambda: jnp.zeros(layer.shape, layer.dtype), out_shardings=layer.sharding)
+
+@functools.cache
+def _empty(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Callable[[], Array]:
+    """Make a function that allocates zeros; it is compiled at the first call."""
+    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)

@@ -14,7 +14,7 @@ import itertools
 import os
 import random
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from importlib.metadata import version
 from typing import Any
@@ -27,12 +27,14 @@ from flax import nnx
 from jax.experimental import pallas
 from jax.experimental.pallas import tpu
 from jax.sharding import Mesh
+from sgl_jax.srt.configs import model_config
 from sgl_jax.srt.kernels.ragged_paged_attention import ragged_paged_attention_v3 as library_attention
 from sgl_jax.srt.layers.embeddings import Embed, RotaryEmbedding
 from sgl_jax.srt.managers import schedule_batch, scheduler, tp_worker
 from sgl_jax.srt.mem_cache import radix_cache
 from sgl_jax.srt.mem_cache.memory_pool import MHATokenToKVPool
-from sgl_jax.srt.models import qwen3_moe
+from sgl_jax.srt.models import gemma4, qwen3_moe
+from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from tpu_grpo.engine.experts import Experts
 from tpu_grpo.models.families.rope import Scaling, inverse_timescales
@@ -85,6 +87,17 @@ def in_process(build_runner: Callable[..., Any]) -> Iterator[None]:
             np.random.set_state(states[1])
 
 
+@contextmanager
+def config_of(settings: Mapping[str, Any]) -> Iterator[None]:
+    """Let the library take these settings as those of the model, if transformers does not know its type.
+
+    Reason: transformers 4 has no Gemma 4, so the library cannot read the config.json of its text model.
+    """
+    config, unknown = PretrainedConfig.from_dict(dict(settings)), settings["model_type"] not in CONFIG_MAPPING
+    with mock.patch.object(model_config, "get_config", return_value=config) if unknown else nullcontext():
+        yield
+
+
 def abstract_model(
     model_class: type,
     hf_config: Any,
@@ -109,22 +122,23 @@ def abstract_model(
     with (
         jax.set_mesh(mesh),
         mock.patch.object(qwen3_moe, "EPMoE", Experts),
+        mock.patch.object(gemma4, "EPMoE", Experts),
         nullcontext() if split_vocabulary else mock.patch.object(Embed, "__init__", initialise_replicated),
     ):
         return nnx.eval_shape(lambda: model_class(hf_config, mesh=mesh, dtype=dtype))
 
 
 @contextmanager
-def cache_without_arrays(layer: Callable[[Any], jax.ShapeDtypeStruct]) -> Iterator[None]:
-    """Let the library build a cache that has the spec ``layer(pool)`` in place of each layer's array.
+def cache_without_arrays(layers: Callable[[Any], list[jax.ShapeDtypeStruct]]) -> Iterator[None]:
+    """Let the library build a cache that has the specs ``layers(pool)`` in place of the layers' arrays.
 
-    Reason: ``MHATokenToKVPool`` allocates its layers when it is built. We allocate them with the weights, and never for
-    an engine that is only compiled.
+    Reason: ``MHATokenToKVPool`` allocates its layers when it is built, and all in one shape. We allocate them with the
+    weights, and never for an engine that is only compiled.
     """
 
     def describe(pool: Any) -> None:
-        spec = layer(pool)
-        pool.kv_sharding, pool.kv_buffer = spec.sharding, [spec] * pool.layer_num
+        pool.kv_buffer = layers(pool)
+        pool.kv_sharding = pool.kv_buffer[0].sharding
 
     with mock.patch.object(MHATokenToKVPool, "_create_buffers", describe):
         yield

@@ -210,7 +210,8 @@ def with_replay(model: Any, experts_RLKS: Integer[Array, "R LK S"] | None) -> An
     copy: Any = nnx.merge(*nnx.split(model))
     layers = list(copy.layers)
     for layer, experts_RkS in zip(layers, jnp.split(experts_RLKS, len(layers), axis=1), strict=True):
-        layer.mlp.router = ReplayingRouter(layer.mlp.router, experts_RkS)
+        mixture = getattr(layer, "moe", layer.mlp)  # Gemma 4 has an MLP beside its experts
+        mixture.router = ReplayingRouter(mixture.router, experts_RkS)
     return copy
 
 

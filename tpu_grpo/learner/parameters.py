@@ -26,6 +26,10 @@ Values = dict[str, Any]
 """Arrays, or their descriptions, by the dotted names of parameters."""
 
 
+BUFFERS = ("skip_scale",)
+"""Parameters in Tunix's models that are buffers in transformers, which are not trained: Gemma 4's layers."""
+
+
 class Frozen(nnx.Variable[Any]):
     """A parameter that is not trained: it gets no gradient and no optimizer state."""
 
@@ -34,15 +38,12 @@ class Frozen(nnx.Variable[Any]):
 
 
 def freeze_untrained(model: nnx.Module, section: ModelSection) -> None:
-    """Freeze, in place, every parameter outside of ``model.train_layers``; do nothing if this setting is unset."""
-    if section.train_layers is None:
-        return
-    layers = parse_layers(section.train_layers)
+    """Freeze, in place, every parameter outside of ``model.train_layers``, if this is set, and those in BUFFERS."""
+    layers = None if section.train_layers is None else parse_layers(section.train_layers)
     for path, module in list(nnx.iter_modules(model)):
-        if path[:1] == ("layers",) and len(path) > 1 and path[1] in layers:
-            continue
+        trained = layers is None or (path[:1] == ("layers",) and len(path) > 1 and path[1] in layers)
         for name, value in list(vars(module).items()):
-            if isinstance(value, nnx.Param):
+            if isinstance(value, nnx.Param) and (not trained or name in BUFFERS):
                 setattr(module, name, Frozen(value.get_raw_value(), **value.get_metadata()))
 
 

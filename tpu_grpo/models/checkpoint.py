@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 
 from tpu_grpo.config import HUB
 from tpu_grpo.models.families import FAMILIES, REFUSED
-from tpu_grpo.models.families.family import DecoderConfig, Family, MoeConfig
+from tpu_grpo.models.families.family import DecoderConfig, Family
 from tpu_grpo.models.families.leaves import Shape, WeightRule
 from tpu_grpo.models.families.rope import with_older_names
 from tpu_grpo.records.errors import CheckpointError, ConfigError
@@ -70,7 +71,7 @@ class Checkpoint:
     @property
     def has_experts(self) -> bool:
         """Whether the model has experts."""
-        return isinstance(self.config, MoeConfig)
+        return self.config.experts[1] > 0
 
     @property
     def shapes(self) -> dict[str, Shape]:
@@ -163,13 +164,14 @@ def check_sampler_mesh(checkpoint: Checkpoint, tensor: int) -> None:
 def sampler_sizes(checkpoint: Checkpoint) -> list[int]:
     """Return the numbers of devices that the sampler can split the model over, ascending."""
     _, possible = _divisors(checkpoint, "tensor", 1)
-    kv_heads = checkpoint.config.num_key_value_heads
-    return [size for size in possible if kv_heads % size == 0 or size % kv_heads == 0]
+    counts = {checkpoint.config.num_key_value_heads, checkpoint.config.global_kv_heads}
+    return [size for size in possible if all(heads % size == 0 or size % heads == 0 for heads in counts)]
 
 
 def _divisors(checkpoint: Checkpoint, axis: str, size: int) -> tuple[list[str], list[int]]:
     """Return the axis's settings that ``size`` does not divide, as "name=value", and sizes that divide all of them."""
-    values = {name: getattr(checkpoint.config, name) for name in checkpoint.family.divisible[axis]}
+    named = {name: getattr(checkpoint.config, name) for name in checkpoint.family.divisible[axis]}
+    values = {name: value for name, value in named.items() if value is not None}
     common = math.gcd(*values.values())
     wrong = [f"{name}={value}" for name, value in values.items() if size < 1 or value % size]
     return wrong, [divisor for divisor in range(1, common + 1) if common % divisor == 0]
@@ -191,10 +193,9 @@ def abstract_checkpoint(directory: Path) -> Checkpoint:
             "model (PEFT's merge_and_unload) and save that, or set model.path to the base and model.lora.path to this"
         )
     hf_config = read_json(path)
-    if hf_config.get("model_type") in ("gemma3", "gemma3_text"):
-        from tpu_grpo.models.families.gemma3 import text_settings  # no other model imports this family
-
-        hf_config = text_settings(hf_config)
+    kind = str(hf_config.get("model_type")).removesuffix("_text")
+    if kind in ("gemma3", "gemma4"):  # no other model imports these families
+        hf_config = import_module(f"tpu_grpo.models.families.{kind}").text_settings(hf_config)
     else:
         hf_config = with_older_names(hf_config)
     family = _family_of(hf_config, path)
@@ -238,11 +239,12 @@ def _decoder_config(hf_config: Mapping[str, Any], family: Family, path: Path) ->
         raise CheckpointError(f"{path} must give {', '.join(missing)}, which it lacks; copy the model's own again")
     longest = {} if values.get("max_position_embeddings") is None else {"max_position_embeddings": "int"}
     kinds = {field.name: str(field.type) for field in wanted} | longest
-    for name, kind in kinds.items():
-        if kind in _KINDS and not _is_a(kind, value := values[name]):
+    for name, given in kinds.items():
+        value, kind = values[name], given.removesuffix(" | None")
+        if kind in _KINDS and (value is not None or kind == given) and not _is_a(kind, value):
             raise CheckpointError(f"{path}: {name} must be {_KINDS[kind]}, got {value!r}; copy the model's own again")
     for name in ("num_hidden_layers", "num_experts"):
-        if name in kinds and values[name] > MOST:
+        if name in kinds and (values[name] or 0) > MOST:
             raise CheckpointError(
                 f"{path}: {name} must be at most {MOST}, got {values[name]}; copy the model's own again"
             )

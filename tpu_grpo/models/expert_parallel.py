@@ -38,6 +38,9 @@ TILE_BYTES = 2048
 """The longest side of a tile of weights: 1,024 numbers in bfloat16. Three tiles, double-buffered, fit default VMEM."""
 
 
+Activation = Callable[[Array], Array]
+
+
 class Weights(NamedTuple):
     """The experts of a device."""
 
@@ -46,13 +49,14 @@ class Weights(NamedTuple):
     down: Float[Array, "e F D"]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def mixture(
     x_TD: Float[Array, "T D"],
     shares_Tk: Float[Array, "T k"],
     chosen_Tk: Int[Array, "T k"],
     weights: Weights,
     axis: str | None,
+    activation: Activation = jax.nn.silu,
 ) -> Float[Array, "T D"]:
     """Return the sum of the outputs of each token's experts, weighted by the router's shares; call in a shard_map.
 
@@ -64,7 +68,8 @@ def mixture(
     def one_round(number: Array, outputs_ASL: Array) -> Array:
         plan = copies.round(number)
         inputs_CD = copies.send(sorted_ASL, plan)
-        hidden_CF = _hidden(*(_product(inputs_CD, weight, plan.rows) for weight in weights[:2]))
+        gated_CF, upward_CF = (_product(inputs_CD, weight, plan.rows) for weight in weights[:2])
+        hidden_CF = activation(gated_CF) * upward_CF
         return copies.return_to(outputs_ASL, _product(hidden_CF, weights.down, plan.rows), plan)
 
     outputs_ASL = lax.fori_loop(0, copies.rounds, one_round, lax.empty(sorted_ASL.shape, sorted_ASL.dtype))
@@ -72,7 +77,7 @@ def mixture(
 
 
 def _backward(
-    axis: str | None, kept: tuple[Array, Array, Array, Weights], gradients_TD: Array
+    axis: str | None, activation: Activation, kept: tuple[Array, Array, Array, Weights], gradients_TD: Array
 ) -> tuple[Array, Array, np.ndarray, Weights]:
     """Return the gradients. A share's gradient is the dot product of g, the sum's gradient, and y, the expert's output.
 
@@ -90,7 +95,8 @@ def _backward(
         returned_ASL, products_ASL, sums = carried
         plan = copies.round(number)
         inputs_CD, gradients_CD = (copies.send(sent, plan) for sent in (sorted_ASL, gradients_ASL))
-        hidden_CF, to_hidden = jax.vjp(_hidden, *(_product(inputs_CD, weight, plan.rows) for weight in weights[:2]))
+        halves = (_product(inputs_CD, weight, plan.rows) for weight in weights[:2])
+        hidden_CF, to_hidden = jax.vjp(lambda gated, upward: activation(gated) * upward, *halves)
         of_hidden_CF = _product(gradients_CD, weights.down, plan.rows, transposed=True)
         products_C = jnp.einsum("cf,cf->c", hidden_CF, of_hidden_CF, preferred_element_type=jnp.float32)
         of_gate_CF, of_up_CF = to_hidden(of_hidden_CF)
@@ -114,7 +120,7 @@ def _backward(
     return of_x_TD, of_shares_Tk.astype(shares_Tk.dtype), np.zeros(chosen_Tk.shape, jax.dtypes.float0), of_weights
 
 
-mixture.defvjp(lambda *given: (mixture(*given), given[:-1]), _backward)  # keeps all inputs but the axis
+mixture.defvjp(lambda *given: (mixture(*given), given[:-2]), _backward)  # keeps all inputs but the axis and activation
 
 
 # --- rounds ----------------------------------------------------------------------------------------------------------
@@ -253,10 +259,6 @@ def _repeated(values: Int[Array, "a b"], sizes: Int[Array, "a b"], rows: int) ->
 
 
 # --- grouped products ------------------------------------------------------------------------------------------------
-
-
-def _hidden(gated_CF: Float[Array, "C F"], upward_CF: Float[Array, "C F"]) -> Float[Array, "C F"]:
-    return jax.nn.silu(gated_CF) * upward_CF
 
 
 def _product(

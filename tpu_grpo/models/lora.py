@@ -50,15 +50,15 @@ if TYPE_CHECKING:
     from flax import nnx
 
 TENSORS_FILE, SETTINGS_FILE = "adapter_model.safetensors", ADAPTER_SETTINGS_FILE
-_ADAPTABLE = re.compile(r"layers\.\*\.((?:attn|mlp)\.\w+_(?:proj|einsum))\.\w+")
+_ADAPTABLE = re.compile(r"(layers\.\d+\.(?:attn|mlp)\.\w+_(?:proj|einsum))\.\w+")
 """Matches the weights of modules that are one matrix product. Experts do not match: one module holds all of them."""
 
 
 def adaptable_modules(checkpoint: Checkpoint) -> tuple[str, ...]:
     """Return the paths of all modules that can have an adapter, layer by layer."""
-    found = [_ADAPTABLE.fullmatch(rule.source) for rule in checkpoint.weight_rules]
-    names = dict.fromkeys(match[1] for match in found if match)
-    return tuple(f"layers.{layer}.{name}" for layer in range(checkpoint.config.num_hidden_layers) for name in names)
+    leaves = checkpoint.family.all_leaves(checkpoint.config)
+    found = [_ADAPTABLE.fullmatch(leaf.source) for leaf in leaves]
+    return tuple(dict.fromkeys(match[1] for match in found if match))
 
 
 def adapted_modules(checkpoint: Checkpoint, section: LoraSection) -> tuple[str, ...]:

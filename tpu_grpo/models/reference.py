@@ -34,7 +34,7 @@ def reference_logprobs(directory: Path, tokens_BT: np.ndarray, *, changed: Weigh
     weights = dict(changed or {})
     if "model.norm.weight" not in weights:
         weights = read_weights(directory) | weights
-    if config["model_type"] in ("gemma2", "gemma3_text"):
+    if config["model_type"] in ("gemma2", "gemma3_text", "gemma4_text"):
         return _gemma(config, weights, tokens_BT)
     eps = config["rms_norm_eps"]
     x = weights["model.embed_tokens.weight"][tokens_BT]
@@ -91,9 +91,12 @@ def _attention(
     rows, length, _ = x_BTD.shape
     query_count, key_count = config["num_attention_heads"], config["num_key_value_heads"]
     size = config.get("head_dim", config["hidden_size"] // query_count)
-    scaling, theta = config.get("rope_scaling"), config["rope_theta"]
+    scaling, theta = config.get("rope_scaling"), config.get("rope_theta", 1e4)
     if window is not None and config["model_type"] == "gemma3_text":
         scaling, theta = None, config.get("rope_local_base_freq", 1e4)
+    if config["model_type"] == "gemma4_text":
+        scaling = config["rope_parameters"]["sliding_attention" if window else "full_attention"]
+        theta = scaling["rope_theta"]
     turns = _frequencies(size, theta, scaling)
     larger = 0.1 * math.log(scaling["factor"]) + 1 if scaling and scaling["rope_type"] == "yarn" else 1.0
 
@@ -107,6 +110,8 @@ def _attention(
 
     q_BTNH, k_BTKH = _rotate(heads("q", query_count), turns), _rotate(heads("k", key_count), turns)
     v_BTKH = heads("v", key_count)
+    if config["model_type"] == "gemma4_text":
+        v_BTKH = _rms_norm(v_BTKH, np.ones(size), config["rms_norm_eps"])
     seen = np.tril(np.ones((length, length), bool))
     if window is not None:
         seen &= ~np.tril(seen, -window)
@@ -122,8 +127,11 @@ def _attention(
 def _frequencies(size: int, theta: float, scaling: dict | None) -> list[float]:
     """Return the rotary frequency (radians per position) of each pair of dimensions; scaling lowers low frequencies."""
     frequencies = [theta ** (-2 * i / size) for i in range(size // 2)]
-    if scaling is None:
+    if scaling is None or scaling["rope_type"] == "default":
         return frequencies
+    if scaling["rope_type"] == "proportional":
+        turning = int(scaling["partial_rotary_factor"] * size // 2)
+        return [*frequencies[:turning], *[0.0] * (size // 2 - turning)]
     if scaling["rope_type"] == "linear":
         return [frequency / scaling["factor"] for frequency in frequencies]
     if scaling["rope_type"] == "yarn":
@@ -184,45 +192,82 @@ def _routed(x_BTD: np.ndarray, w: Weights, config: dict) -> np.ndarray:
     return np.argsort(-(x_BTD @ w["mlp.gate.weight"].T), axis=-1)[..., : config["num_experts_per_tok"]]
 
 
-def _experts(x_BTD: np.ndarray, w: Weights, config: dict) -> np.ndarray:
-    """Sum the outputs of each token's chosen experts, weighted by the router's softmax."""
-    probs_BTE = np.exp(_log_softmax(x_BTD @ w["mlp.gate.weight"].T))
-    out_BTD, chosen_BTk = np.zeros_like(x_BTD), _routed(x_BTD, w, config)
+def _experts(
+    x_BTD: np.ndarray,
+    w: Weights,
+    config: dict,
+    *,
+    routed_by: np.ndarray | None = None,
+    activation: Callable[[np.ndarray], np.ndarray] = _silu,
+) -> np.ndarray:
+    """Sum the outputs of each token's chosen experts, weighted by the router's softmax; the router sees ``routed_by``,
+    or ``x`` if that is None."""
+    seen_BTD = x_BTD if routed_by is None else routed_by
+    probs_BTE = np.exp(_log_softmax(seen_BTD @ w["mlp.gate.weight"].T))
+    out_BTD, chosen_BTk = np.zeros_like(x_BTD), _routed(seen_BTD, w, config)
     for b, t in np.ndindex(x_BTD.shape[:2]):
         chosen = chosen_BTk[b, t]
         total = probs_BTE[b, t, chosen].sum() if config["norm_topk_prob"] else 1.0
         for e in chosen:
-            out_BTD[b, t] += probs_BTE[b, t, e] / total * _mlp(x_BTD[b, t], w, f"mlp.experts.{e}")
+            out_BTD[b, t] += probs_BTE[b, t, e] / total * _mlp(x_BTD[b, t], w, f"mlp.experts.{e}", activation)
     return out_BTD
 
 
-# --- Gemma 2 and 3 ---------------------------------------------------------------------------------------------------
+# --- Gemma 2, 3 and 4 ------------------------------------------------------------------------------------------------
 # Gemma Team 2024, arXiv 2408.00118, section 2; 2025, arXiv 2503.19786, section 2; and the published implementations
 
 
 def _gemma(config: dict, weights: Weights, tokens_BT: np.ndarray) -> np.ndarray:
     """Compute Gemma: norms before and after both attention and MLP; in Gemma 2 soft caps, in Gemma 3 norms of queries
-    and keys, and other positions in layers with a window."""
-    embedding_VD = weights["model.embed_tokens.weight"]
+    and keys, and other positions in layers with a window. For Gemma 4 see families/gemma4.py."""
+    embedding_VD, is_gemma4 = weights["model.embed_tokens.weight"], config["model_type"] == "gemma4_text"
     x = embedding_VD[tokens_BT] * math.sqrt(config["hidden_size"])
 
     def norm(x: np.ndarray, name: str) -> np.ndarray:
-        return _rms_norm(x, 1 + weights[f"model.{name}.weight"], config["rms_norm_eps"])
+        return _rms_norm(x, (not is_gemma4) + weights[f"model.{name}.weight"], config["rms_norm_eps"])
 
-    scores = {"scalar": config["query_pre_attn_scalar"], "cap": config["attn_logit_softcapping"]}
+    scores = {"scalar": config.get("query_pre_attn_scalar", 1), "cap": config.get("attn_logit_softcapping")}
     types = config.get("layer_types") or ["sliding_attention", "full_attention"] * config["num_hidden_layers"]
-    if config["model_type"] == "gemma3_text" and not config.get("layer_types"):
+    if config["model_type"] != "gemma2" and not config.get("layer_types"):
         period = ["sliding_attention"] * (config.get("sliding_window_pattern", 6) - 1) + ["full_attention"]
         types = period * config["num_hidden_layers"]
     for i in range(config["num_hidden_layers"]):
         layer, w = f"layers.{i}", _layer(weights, i)
         window = config["sliding_window"] if types[i] == "sliding_attention" else None
-        attended = _attention(norm(x, f"{layer}.input_layernorm"), w, config, window=window, **scores)
+        of_layer = _of_global(w, config) if is_gemma4 and not window else config
+        attended = _attention(norm(x, f"{layer}.input_layernorm"), w, of_layer, window=window, **scores)
         x = x + norm(attended, f"{layer}.post_attention_layernorm")
         mixed = _mlp(norm(x, f"{layer}.pre_feedforward_layernorm"), w, "mlp", _gelu)
+        if "router.scale" in w:
+            routed = _gemma4_experts(x, norm(x, f"{layer}.pre_feedforward_layernorm_2"), w, config)
+            mixed = norm(mixed, f"{layer}.post_feedforward_layernorm_1")
+            mixed = mixed + norm(routed, f"{layer}.post_feedforward_layernorm_2")
         x = x + norm(mixed, f"{layer}.post_feedforward_layernorm")
+        x = x * w.get("layer_scalar", 1.0)
     head_VD = embedding_VD if config.get("tie_word_embeddings", True) else weights["lm_head.weight"]
-    return _log_softmax(_soft_cap(norm(x, "norm") @ head_VD.T, config["final_logit_softcapping"]))
+    return _log_softmax(_soft_cap(norm(x, "norm") @ head_VD.T, config.get("final_logit_softcapping")))
+
+
+def _of_global(w: Weights, config: dict) -> dict:
+    """Return the settings of Gemma 4's layers without a window; their keys may also be their values."""
+    count = config.get("num_global_key_value_heads")
+    if config["attention_k_eq_v"]:
+        w["self_attn.v_proj.weight"] = w["self_attn.k_proj.weight"]
+        config = config | {"num_key_value_heads": count or config["num_key_value_heads"]}
+    return config | {"head_dim": config.get("global_head_dim", 512)}
+
+
+def _gemma4_experts(x_BTD: np.ndarray, inputs_BTD: np.ndarray, w: Weights, config: dict) -> np.ndarray:
+    """Sum the outputs of each token's chosen experts for ``inputs``; ``x`` is what the router sees."""
+    seen_BTD = _rms_norm(x_BTD, w["router.scale"], config["rms_norm_eps"]) / math.sqrt(config["hidden_size"])
+    config = config | {"num_experts_per_tok": config["top_k_experts"], "norm_topk_prob": True}
+    experts: Weights = {"mlp.gate.weight": w["router.proj.weight"]}
+    for e, (gate_up, down) in enumerate(zip(w["experts.gate_up_proj"], w["experts.down_proj"], strict=True)):
+        parts = *np.split(gate_up, 2), w["router.per_expert_scale"][e] * down
+        experts |= {
+            f"mlp.experts.{e}.{n}_proj.weight": part for n, part in zip(("gate", "up", "down"), parts, strict=True)
+        }
+    return _experts(inputs_BTD, experts, config, routed_by=seen_BTD, activation=_gelu)
 
 
 def _soft_cap(x: np.ndarray, cap: float | None) -> np.ndarray:

@@ -115,14 +115,12 @@ class TokenCost:
     def of(cls, checkpoint: Checkpoint) -> "TokenCost":
         """Compute the cost from the checkpoint's tensors; of the experts, only those that a token uses count."""
         config, shapes = checkpoint.config, checkpoint.shapes
-        used = getattr(config, "num_experts_per_tok", 1) / getattr(config, "num_experts", 1)
+        experts, of_token = config.experts
         met = 0.0
         for name, shape in shapes.items():
-            if ".layers." in name and len(shape) == 2:
-                met += shape[0] * shape[1] * (used if ".experts." in name else 1.0)
-        heads = config.num_attention_heads * config.head_dim
-        attention = 4.0 * heads * config.num_hidden_layers
-        return cls(met, config.vocab_size * config.hidden_size, attention, config.hidden_size)
+            if ".layers." in name and len(shape) > 1:
+                met += math.prod(shape) * (of_token / experts if ".experts." in name else 1.0)
+        return cls(met, config.vocab_size * config.hidden_size, 4.0 * config.query_widths, config.hidden_size)
 
     def forward(self, tokens: float, context: float, predicted: float) -> float:
         """FLOPs of a forward pass over ``tokens`` tokens, of which ``predicted`` get logits."""
@@ -191,8 +189,8 @@ class EngineSizes:
             token=TokenCost.of(checkpoint),
             weight_bytes=weights,
             expert_bytes=experts,
-            experts=getattr(config, "num_experts", 1),
-            used_experts=getattr(config, "num_experts_per_tok", 1),
+            experts=config.experts[0],
+            used_experts=config.experts[1],
             cache_bytes=cache_bytes,
             state_bytes=config.hidden_size * itemsize,
             arrays=len(names) + config.num_hidden_layers + STEP_INPUTS,

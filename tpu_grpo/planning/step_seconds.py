@@ -576,7 +576,7 @@ def _trainer_sizes(run: AbstractRun, resident: ResidentBytes) -> costs.TrainerSi
         state_bytes=checkpoint.config.hidden_size * itemsize,
         layer_passes=3 + (config.model.remat != "none") - adapters,
         head_passes=4 - is_padded - adapters,
-        experts_of_token=getattr(checkpoint.config, "num_experts_per_tok", 0),
+        experts_of_token=checkpoint.config.experts[1],
         trains_adapters=adapters,
         is_padded=is_padded,
     )

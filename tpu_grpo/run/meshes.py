@@ -103,7 +103,7 @@ def build_meshes(
     check_mesh(checkpoint, fsdp, tp)
     check_sampler_mesh(checkpoint, tensor)
     platform = trainer_devices[0].platform
-    block = flash_block(model.attention, platform, row_tokens, checkpoint.config.head_dim)
+    block = flash_block(model.attention, platform, row_tokens, checkpoint.config.widest_head)
     grids = np.asarray([training for training, _ in parts]).reshape(-1, fsdp, tp)
     joined = Mesh(grids, ("slice", "fsdp", "tp")) if len(slices) > 1 else None
     sampler = tuple(device for _, sampling in parts for device in sampling)

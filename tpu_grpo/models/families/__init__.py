@@ -19,6 +19,7 @@ FAMILIES: Mapping[str, Family] = Shipped(
         "phi3": "llama:PHI3",
         "gemma2": "gemma2:GEMMA2",
         "gemma3_text": "gemma3:GEMMA3",
+        "gemma4_text": "gemma4:GEMMA4",
     },
 )
 """Every supported family, by the ``model_type`` of its config.json."""
@@ -32,12 +33,8 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
         "Gemma 3",
     ),
     ("siglip_vision_model", "it is a vision tower without a text model", "Gemma 3"),
-    (
-        "gemma4 gemma4_text",
-        "the sampler's cache has layers of one shape, and those of Gemma 4 differ: its global layers have fewer and "
-        "wider heads than its sliding ones",
-        "Gemma 3 or Qwen3",
-    ),
+    ("gemma4_unified gemma4_unified_text", "neither library has a model of it", "Gemma 4 31B or 26B-A4B"),
+    ("gemma4", "its config.json has no text_config, which holds its text model's settings", "Gemma 4 as published"),
     ("qwen2_moe", "Tunix has no model of Qwen2 with experts", "Qwen3-30B-A3B"),
     ("qwen2_vl qwen2_5_vl qwen3_vl", "its images have no place in a prompt here", "Qwen3"),
     (

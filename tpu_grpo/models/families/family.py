@@ -48,9 +48,29 @@ class DecoderConfig:
         return self.num_attention_heads * self.head_dim
 
     @property
+    def query_widths(self) -> int:
+        """The width of all query heads of all layers together."""
+        return self.query_width * self.num_hidden_layers
+
+    @property
+    def global_kv_heads(self) -> int:
+        """The number of key-value heads in layers without a window."""
+        return self.num_key_value_heads
+
+    @property
     def kv_width(self) -> int:
         """The width of all key heads together, or of all value heads."""
         return self.num_key_value_heads * self.head_dim
+
+    @property
+    def widest_head(self) -> int:
+        """The width of heads, in the layers where they are widest."""
+        return self.head_dim
+
+    @property
+    def experts(self) -> tuple[int, int]:
+        """The number of a layer's experts, and how many of them a token uses: (1, 0) in a model without experts."""
+        return 1, 0
 
     def contradiction(self) -> str | None:
         """Describe settings that contradict each other, with their values; None if there are none."""
@@ -71,6 +91,11 @@ class MoeConfig(DecoderConfig):
     num_experts: int
     num_experts_per_tok: int
     moe_intermediate_size: int
+
+    @property
+    def experts(self) -> tuple[int, int]:
+        """See `DecoderConfig`."""
+        return self.num_experts, self.num_experts_per_tok
 
     def contradiction(self) -> str | None:
         """Describe contradicting settings, also fewer experts than a token needs."""
@@ -119,6 +144,8 @@ class Family:
     ``*`` stands for the layer's number."""
     own_fields: Callable[[Any], dict[str, Any]] = lambda _: {}
     """Takes a config and returns fields of Tunix's config to add or to override."""
+    sampler_fields: Callable[[Any], dict[str, Any]] = lambda _: {}
+    """Takes a config and returns settings that sglang-jax's model has under other names than Hugging Face."""
     renamed: Callable[[str], str | None] = lambda name: name
     """Takes the name of a stored tensor, and returns its name in ``leaves``; None for a tensor to leave out."""
     is_fused: bool = False
@@ -129,7 +156,8 @@ class Family:
         found: list[Leaf] = []
         for in_layers, group in groupby(self.leaves(config), lambda leaf: "*" in leaf.source):
             leaves, layers = list(group), range(config.num_hidden_layers)
-            found += [leaf.of_layer(layer) for layer in layers for leaf in leaves] if in_layers else leaves
+            there = (leaf.of_layer(i) for i in layers for leaf in leaves if leaf.layers is None or i in leaf.layers)
+            found += there if in_layers else leaves
         return found
 
     def tensor_shapes(self, config: DecoderConfig) -> dict[str, Shape]:

@@ -56,7 +56,8 @@ class Gemma2Config(DecoderConfig):
         return super().contradiction()
 
 
-def _soft_cap(setting: str) -> SettingRule:
+def soft_cap(setting: str) -> SettingRule:
+    """Make the rule that a setting is a soft cap, or null."""
     return SettingRule(
         setting,
         "null or a number > 0",
@@ -82,9 +83,9 @@ GEMMA_RULES = (
     ),
     off("use_bidirectional_attention", "the libraries attend to earlier tokens only"),
 )
-"""The rules of Gemma 2 and Gemma 3."""
+"""The rules of Gemma 2 and Gemma 3; Gemma 4 takes most of them."""
 
-_MLP_NORMS = {"pre_ffw_norm": "pre_feedforward_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+MLP_NORMS = {"pre_ffw_norm": "pre_feedforward_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 """The norms before and after a layer's MLP: Tunix's names, and the names in checkpoints."""
 
 
@@ -94,10 +95,10 @@ def gemma_leaves(config: Gemma2Config, *more: Leaf, second_norm: str = "post_att
     Tunix stacks q, k and v if they have equally many heads, otherwise only k and v.
     """
     hidden, all_stacked = config.hidden_size, config.num_attention_heads == config.num_key_value_heads
-    names = {"pre_attention_norm": "input_layernorm", second_norm: "post_attention_layernorm", **_MLP_NORMS}
+    names = {"pre_attention_norm": "input_layernorm", second_norm: "post_attention_layernorm", **MLP_NORMS}
     norms = (layer_leaf(f"{own}.scale", f"{name}.weight", (hidden,)) for own, name in names.items())
     widths = {"qkv": config.query_width} if all_stacked else {"q": config.query_width, "kv": config.kv_width}
-    stacked = (_stacked_leaf(parts, (width, hidden)) for parts, width in widths.items())
+    stacked = (stacked_leaf(parts, (width, hidden)) for parts, width in widths.items())
     output = layer_leaf(
         "attn.attn_vec_einsum.w", "self_attn.o_proj.weight", (hidden, config.query_width), outputs_last, flatten
     )
@@ -105,7 +106,7 @@ def gemma_leaves(config: Gemma2Config, *more: Leaf, second_norm: str = "post_att
     return decoder(config, layer, final_norm=("final_norm.scale", "model.norm.weight"))
 
 
-def _stacked_leaf(parts: str, shape: Shape) -> Leaf:
+def stacked_leaf(parts: str, shape: Shape) -> Leaf:
     """Make the leaf of a module with weights [N, D, H], or [P, N, D, H] if P > 1 projections are stacked."""
     names = tuple(f"model.layers.*.self_attn.{name}_proj.weight" for name in parts)
     numbers = range(len(parts)) if len(parts) > 1 else (None,)
@@ -148,8 +149,8 @@ GEMMA2 = Family(
             lambda value: value is True,
             "the libraries take the embedding as output head",
         ),
-        _soft_cap("attn_logit_softcapping"),
-        _soft_cap("final_logit_softcapping"),
+        soft_cap("attn_logit_softcapping"),
+        soft_cap("final_logit_softcapping"),
     ),
     defaults={
         "head_dim": 256,

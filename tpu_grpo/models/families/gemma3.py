@@ -7,7 +7,7 @@ The others have ``rope_theta``, and in larger models they divide positions by 8.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,9 +48,13 @@ _PREFIXES = {
     "model.vision_tower.": None,
     "multi_modal_projector.": None,
     "model.multi_modal_projector.": None,
+    "model.embed_vision.": None,
+    "model.audio_tower.": None,
+    "model.embed_audio.": None,
 }
-"""The first parts of tensors' names in checkpoints that also see images (transformers 4, then 5), and what the text
-model's names have instead; None for parts that are left out."""
+"""The first parts of tensors' names in checkpoints that also see images (transformers 4, then 5) or hear, and what the
+text model's names have instead; None for parts that are left out."""
+Settings = Callable[[Mapping[str, Any]], dict[str, Any]]
 _OF_BOTH = (
     *("bos_token_id", "eos_token_id", "pad_token_id"),
     *("torch_dtype", "dtype", "quantization_config", "transformers_version"),
@@ -59,19 +63,25 @@ _OF_BOTH = (
 
 
 def text_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a text model, from a config.json of ``model_type`` gemma3 or gemma3_text.
+    """Return the settings of a text model, from a config.json of ``model_type`` gemma3 or gemma3_text."""
+    return text_of(settings, GEMMA3, "gemma3", _with_older_names)
 
-    Of gemma3, they are those of ``text_config``, which leaves out what has transformers' values; these are added.
+
+def text_of(settings: Mapping[str, Any], family: Family, seeing: str, named: Settings) -> dict[str, Any]:
+    """Return the settings of a text model of ``family``, from those of a config.json, under the names of ``named``.
+
+    Of the ``model_type`` ``seeing``, which also sees images, they are those of ``text_config``, which leaves out what
+    has transformers' values; these are added.
     """
     text = settings.get("text_config")
-    if settings["model_type"] != "gemma3" or not isinstance(text, Mapping):
-        return _with_older_names(settings)
-    own = {name: settings[name] for name in _OF_BOTH if name in settings} | {"model_type": GEMMA3.model_type}
+    if settings["model_type"] != seeing or not isinstance(text, Mapping):
+        return named(settings)
+    own = {name: settings[name] for name in _OF_BOTH if name in settings} | {"model_type": family.model_type}
     own["architectures"] = settings.get("architectures")
-    if own["architectures"] == ["Gemma3ForConditionalGeneration"]:
-        own["architectures"] = [GEMMA3.architecture]
+    if own["architectures"] == [family.architecture.replace("CausalLM", "ConditionalGeneration")]:
+        own["architectures"] = [family.architecture]
     tied = {"tie_word_embeddings": settings.get("tie_word_embeddings", True)}
-    return {**GEMMA3.defaults, "max_position_embeddings": 131_072, **_with_older_names({**tied, **text, **own})}
+    return {**family.defaults, "max_position_embeddings": 131_072, **named({**tied, **text, **own})}
 
 
 def _with_older_names(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,7 +100,7 @@ def _with_older_names(settings: Mapping[str, Any]) -> dict[str, Any]:
     return with_older_names(settings)
 
 
-def _text_tensor(name: str) -> str | None:
+def text_tensor(name: str) -> str | None:
     """See `Family.renamed`."""
     for prefix, own in _PREFIXES.items():
         if name.startswith(prefix):
@@ -179,5 +189,5 @@ GEMMA3 = Family(
     package="tunix.models.gemma3",
     model="Gemma3",
     own_fields=_own_fields,
-    renamed=_text_tensor,
+    renamed=text_tensor,
 )

@@ -62,6 +62,8 @@ class Leaf:
     """The names of the sampler's leaves made from this leaf, each with its transform."""
     input_axis: int = 0
     """See `WeightRule`."""
+    layers: frozenset[int] | None = None
+    """The numbers of the layers that have the leaf; None if all have it."""
 
     def of_layer(self, layer: int) -> Leaf:
         """Return the leaf of one layer, without ``targets``."""
@@ -84,6 +86,7 @@ class Leaf:
 
 _HELD: Mapping[str, tuple[str, ...]] = {
     "q_einsum": ("q_proj",),
+    "k_einsum": ("k_proj",),
     "kv_einsum": ("k_proj", "v_proj"),
     "qkv_einsum": ("q_proj", "k_proj", "v_proj"),
     "attn_vec_einsum": ("o_proj",),

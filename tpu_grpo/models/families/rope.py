@@ -88,7 +88,20 @@ class LinearScaling:
         return frequencies / self.factor
 
 
-Scaling = Llama3Scaling | YarnScaling | LinearScaling
+@dataclass(frozen=True)
+class PartialRotation:
+    """The positions of Gemma 4's global layers, which rotate only the first ``share`` of the pairs of dimensions."""
+
+    share: float
+    amplitude: ClassVar[float] = 1.0
+
+    def __call__(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
+        """Set the lowest frequencies, in radians per position, to 0."""
+        del theta
+        return np.where(np.arange(len(frequencies)) < int(self.share * len(frequencies)), frequencies, 0.0)
+
+
+Scaling = Llama3Scaling | YarnScaling | LinearScaling | PartialRotation
 
 
 def scaling_of(rope_scaling: Mapping[str, Any] | None) -> Llama3Scaling | YarnScaling | None:

@@ -42,12 +42,12 @@ def block_for(row_tokens: int, head_width: int = LANES) -> int:
     """Return the block size that pads rows least, the largest if there are several. Up to 384 tokens are one block.
 
     With heads of up to 128 numbers, a block of more than 1,024 tokens exceeds a chip's vector memory in the backward
-    pass; with heads of 256 numbers, a block of more than 512 tokens does.
+    pass; with heads of 256 numbers, a block of more than 512 tokens does, and with 512 numbers, one of more than 256.
     """
     if row_tokens <= 3 * LANES:
         return whole_blocks(row_tokens, LANES)
     largest = 8 * LANES // -(-head_width // LANES)
-    return min(range(largest, 2 * LANES, -LANES), key=lambda block: whole_blocks(row_tokens, block))
+    return min(range(largest, min(2 * LANES, largest - 1), -LANES), key=lambda block: whole_blocks(row_tokens, block))
 
 
 def whole_blocks(row_tokens: int, block: int | None) -> int:
