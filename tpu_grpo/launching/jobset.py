@@ -78,7 +78,7 @@ def _checked(job: Job, options: Options) -> Slice:
     if kind is None:
         raise ConfigError("--type must say which slices the run needs, got none; for example --type v5e-16")
     if not options.image:
-        raise ConfigError("--image must name what pods run, got none; docs/launching.md says how to build it")
+        raise ConfigError("--image must name what pods run, got none; docs/pod_guide.md says how to build it")
     if job.script != RUN_SCRIPT:
         raise ConfigError(f"--script must be {RUN_SCRIPT} on GKE, where pods run the image's, got {job.script}")
     if options.slices > 1 and kind.hosts == 1:
