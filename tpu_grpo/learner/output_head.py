@@ -190,7 +190,7 @@ def _backward(settings: _Settings, saved: Any, gradients: Any) -> tuple[Any, ...
 _logprobs.defvjp(_forward, _backward)
 
 
-def _device_forward_also(settings: _Settings, *arguments: Any) -> tuple[Float32[Array, "b T"], ...]:
+def _device_forward_also(settings: _Settings, *arguments: Any) -> tuple[Float32[Array, "b T ..."], ...]:
     """Call `_device_forward` with further tokens as the last argument."""
     *others, also_bTM = arguments
     return _device_forward(settings, *others, also_bTM=also_bTM)
