@@ -249,6 +249,27 @@ def test_rewards_of_turns() -> None:
     assert found.episode.reward == 1.0
 
 
+@pytest.mark.parametrize(
+    ("turns", "given", "rewards", "total"),
+    [
+        ([(100,), (100,), (9,)], (0.25, 0.5), [0.25, 0.5, 0.0], 0.75),
+        ([(9,)], (), [0.0], 0.0),
+        ([(100,), (9,)], (0.25, -1.0), [0.25, -1.0], -0.75),
+    ],
+)
+def test_a_last_turn_that_adds_no_reward_stays(
+    turns: list[tuple[int, ...]], given: tuple[float, ...], rewards: list[float], total: float
+) -> None:
+    talk = begun()
+    for ids in turns:
+        if talk.turn(sampled(*ids)) is not None:
+            talk.answered(tool("x"))
+    talk.ended(Ended(turn_rewards=given))
+    episode = talk.completion().episode
+    assert [turn.reward for turn in episode.turns] == rewards
+    assert (episode.last_words, episode.reward) == ("9", total)
+
+
 def test_a_turn_that_there_was_not_has_no_reward() -> None:
     """The last turn was answered, so that there is none beside those that the environment knows of."""
     talk = begun(max_turns=1)

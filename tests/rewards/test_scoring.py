@@ -140,6 +140,7 @@ def test_a_gate_keeps_rows_from_a_reward():
     ("gates", "message"),
     [
         ({"a": "c", "b": None}, r"only_if of a must name another reward, got 'c'; there are \['a', 'b'\]"),
+        ({"a": "b", "b": "c"}, r"only_if of b must name another reward, got 'c'; there are \['a', 'b'\]"),
         ({"a": "a", "b": None}, "only_if must not lead back, got a <- a"),
         ({"a": "b", "b": "a"}, "only_if must not lead back, got a <- b <- a"),
     ],

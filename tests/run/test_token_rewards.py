@@ -43,7 +43,7 @@ def open_with(directory: Path, **algorithm: Any) -> Task:
 
 
 def test_one_ratio_for_a_whole_completion_is_refused(tmp_path: Path) -> None:
-    message = r"algorithm.name=gspo spreads over all tokens of a completion what \['quarter'\] give single ones"
+    message = r"is of the whole completion, but the rewards \['quarter'\] give every token its own; set algorithm"
     with pytest.raises(ConfigError, match=message):
         open_with(tmp_path, name="gspo")
     for algorithm in ({"name": "gspo", "options": {"per_token": True}}, {"name": "grpo"}, {"name": "cispo"}):
@@ -59,7 +59,7 @@ def test_one_ratio_for_a_whole_completion_does_not_go_with_advantages_of_turns()
         ({"turn_credit": "turn"}, {"name": "gspo"}, False),
     ):
         config = parse_config({"environment": environment, "algorithm": algorithm})
-        message = "over all tokens of a completion what environment.turn_credit=turn gives those of a turn, because"
+        message = "is of the whole completion, but environment.turn_credit=turn gives every turn its own; set algorithm"
         with pytest.raises(ConfigError, match=message) if refused else nullcontext():
             _check_token_rewards(config.environment, config.algorithm, rewards, open_algorithm(config.algorithm))
 

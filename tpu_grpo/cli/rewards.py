@@ -55,7 +55,7 @@ def scores_table(texts: Sequence[str], scores: Scores) -> Table:
         short = Text(shortened(" ".join(text.split()), 30, 30, " ... "))
         table.add_row(str(row), *(_number(values[row]) for values in columns.values()), short)
     table.columns[0].footer = "mean"
-    for column, values in zip(table.columns[1:], columns.values(), strict=False):
+    for column, values in zip(table.columns[1:-1], columns.values(), strict=True):
         known = values[~np.isnan(values)]
         column.footer = _number(known.mean() if len(known) else np.nan)
     return table

@@ -310,6 +310,7 @@ def check_rewards(specs: Sequence[RewardSpec]) -> None:
     for name, gate in gates.items():
         if gate is not None and gate not in gates:
             raise ValueError(f"rewards: only_if of {name} must name another reward, got {gate!r}; there are {shown}")
+    for name, gate in gates.items():
         passed = [name]
         while gate is not None:
             if gate in passed:

@@ -73,7 +73,7 @@ class PromptStream:
         self._settings = [prompts_per_step, seed, shuffle, curriculum]
         self._ends = list(accumulate(len(part.rendered.prompts) for part in parts))
         orders = []
-        for part, start, own_seed in zip(parts, [0, *self._ends], _seeds(seed, len(parts)), strict=False):
+        for part, start, own_seed in zip(parts, [0, *self._ends[:-1]], _seeds(seed, len(parts)), strict=True):
             if curriculum is None:
                 order = shuffled(len(part.rendered.prompts), own_seed, shuffle)
             else:

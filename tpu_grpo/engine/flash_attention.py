@@ -179,13 +179,14 @@ class BlockedFlashAttention(FlashAttention):
         cache = token_to_kv_pool.get_fused_kv_buffer(layer.layer_id)
         k, v = (encode(new, cache.dtype) for new in (k, v))
         by_head, cached, by_row = P("data", "tensor", None), P("data", None, "tensor", None, None), P("data")
-        tensor, found = self.mesh.shape["tensor"], self.forward_metadata
+        tensor, given_metadata = self.mesh.shape["tensor"], self.forward_metadata
+        # page_indices has as many places for each row, see FlashMode._metadata
         blocks = choose_blocks(
             self.mesh.devices.flat[0].device_kind,
             kv_heads=layer.kv_head_num // tensor,
             head_dim=cache.shape[-1],
             page_size=self.page_size,
-            context_tokens=len(found.page_indices) // len(found.seq_lens) * self.page_size,
+            context_tokens=len(given_metadata.page_indices) // len(given_metadata.seq_lens) * self.page_size,
             dtype=cache.dtype,
         )
 
@@ -199,17 +200,23 @@ class BlockedFlashAttention(FlashAttention):
             m_block_sizes=blocks.prefill,
             vmem_limit_bytes=blocks.vmem_bytes,
         )
-        metadata = (found.seq_lens, found.page_indices, found.cu_q_lens, found.cu_kv_lens, found.distribution)
+        kernel_metadata = (
+            given_metadata.seq_lens,
+            given_metadata.page_indices,
+            given_metadata.cu_q_lens,
+            given_metadata.cu_kv_lens,
+            given_metadata.distribution,
+        )
         attend: Any = jax.shard_map(
             attend_own_heads,
-            in_specs=(by_head, by_head, by_head, cached, *(by_row for _ in metadata)),
+            in_specs=(by_head, by_head, by_head, cached, *(by_row for _ in kernel_metadata)),
             out_specs=(by_head, cached),
             check_vma=False,
         )
         # a single head arrives split by width
         queries, k, v = (jax.sharding.reshard(x, by_head) for x in (q.astype(jnp.float32), k, v))
-        given = (jax.sharding.reshard(array, by_row) for array in metadata)
-        output, cache = attend(queries, k, v, cache, *given)
+        resharded = (jax.sharding.reshard(array, by_row) for array in kernel_metadata)
+        output, cache = attend(queries, k, v, cache, *resharded)
         return output.reshape(len(q), -1).astype(q.dtype), cache
 
 

@@ -247,6 +247,7 @@ def paged_attention(
         cached = decode(paged[pages])
         cached = cached.reshape(len(pages), chunk, *cached.shape[3:])  # R C K 2 D
         scores = _seen_scores(q, cached[..., 0, :], index * chunk + jnp.arange(chunk), visible_RQ, scoring)
+        # a query that sees no key yet has the peak MASKED and weights of 1; its first key erases them: shrink is 0
         new_peak = jnp.maximum(peak, scores.max(-1))
         shrink, weights = jnp.exp(peak - new_peak), jnp.exp(scores - new_peak[..., None])
         out = out * shrink[..., None] + _mix(weights, cached[..., 1, :])

@@ -170,7 +170,7 @@ class Sampler:
         cuts, exchange = make_cut if wanted < len(groups) else None, None
         if make_cut().length is None:  # else nothing has to be sampled
             finished = None if ended is None else _Groups([len(own) for own in members], self._text, ended).finished
-            exchange = self._begin(prompts, requests, finished, expected, cuts)
+            exchange = self._sample_here(prompts, requests, finished, expected, cuts)
 
         def collect() -> SampledGroups:
             new = [] if exchange is None else exchange()
@@ -249,12 +249,12 @@ class Sampler:
         Returns the completions, their texts, and the seconds that sampling took.
         """
         start, groups = time.perf_counter(), _Groups(sizes, self._text, ended)
-        completions = tuple(self._begin(prompts, requests, groups.finished, known)())
+        completions = tuple(self._sample_here(prompts, requests, groups.finished, known)())
         self._refuse_broken(step, prompts, completions)
         seconds = time.perf_counter() - start
         return completions, groups.all_texts(completions), seconds
 
-    def _begin(
+    def _sample_here(
         self,
         prompts: Sequence[Prompt],
         requests: Sequence[Request],
@@ -262,9 +262,9 @@ class Sampler:
         known: Sequence[float | None] | None,
         make_cut: Callable[[], Cutoff] | None = None,
     ) -> Callable[[], list[Completion]]:
-        """Begin to sample as ``Replicas.begin`` does, with empty prefix caches, and with environments if there are any.
+        """Sample this host's share with empty prefix caches, and with environments if there are any.
 
-        ``prompts`` has the prompt of each request.
+        ``prompts`` has the prompt of each request. Return a function with which all hosts exchange the completions.
         """
         self._engines.forget_prefixes()
         conversations = None if self._converse is None else self._converse(prompts, requests)

@@ -96,7 +96,8 @@ class Ended:
     reward: float | None = None
     """The result of ``get_reward``, which may be None; also None if there is no such method."""
     turn_rewards: tuple[float, ...] | None = None
-    """The rewards from ``get_turn_rewards``, summed per turn; None if there is no such method."""
+    """The rewards from ``get_turn_rewards``, summed per turn; None if there is no such method. A last turn
+    without calls may lack one."""
     kept: KeptEnvironment | None = None
 
 

@@ -50,7 +50,8 @@ class _Prompt:
 
     ids: list[int]
     sampled: tuple[bool, ...]
-    """For each leading token that the policy has seen, whether the policy sampled it."""
+    """For each leading token that the policy has seen, whether the policy sampled it; empty if no tokens are
+    reused as they are."""
     added: int
     """The number of tokens at the end that come from the agent's new messages; 0 if no seen tokens are reused."""
 
@@ -155,6 +156,7 @@ class AgentConversation(Conversation):
             for s in self._seen
             if s.messages and s.tools == self._tools and self._said[: len(s.messages)] == s.messages
         ]
+        # the longest match first; one that cannot be continued leaves the turn to a shorter one
         for seen in sorted(fitting, key=lambda seen: len(seen.messages), reverse=True):
             added = messages[len(seen.messages) :]
             check_length(self._chat_format.tokenizer, "\n".join(str(message["content"]) for message in added), most)
@@ -162,6 +164,7 @@ class AgentConversation(Conversation):
                 if not added:  # the agent wants another turn for the same prompt
                     return _Prompt.of(seen.ids, seen)
             elif added and self._chat_format.ends(seen.ids) and all(each["role"] != "assistant" for each in added):
+                # 0, as a branch's prompt may hold sampled tokens, which seen.sampled marks
                 following = self._chat_format.follow(seen.ids, 0, seen.sampled, added)
                 if following.new_prompt is None:
                     return _Prompt.of([*seen.ids, *following.suffix], seen)

@@ -84,6 +84,7 @@ class Conversation:
         self._logprobs: list[float] = []
         self._sampled: list[bool] = []
         self._kept: list[int] = []
+        """``Completion.kept`` of each token; ``Ended.kept``, the environment's attributes, is something else."""
         self._branches: list[Branch] = []
         self._branch_prompt: tuple[int, ...] = ()
         self._branch_start = 0
@@ -175,6 +176,7 @@ class Conversation:
             self._ending = "turns"
         else:
             following = self._chat_format.follow(self._ids, self._first_tokens, self._flags, messages)
+            # if earlier turns lose their thinking, a new branch begins, none of whose prompt counts as sampled
             branch, past = (None, self._ids) if following.new_prompt is None else ((), following.new_prompt)
             return self._continue([*past, *following.suffix], len(following.suffix), branch)
         return None
@@ -280,7 +282,8 @@ class Conversation:
     def _episode(self, ending: Ending, seconds: float) -> Episode:
         turns = self._turns
         if (given := self._ended.turn_rewards) is not None:
-            turns = [replace(turn, reward=reward) for turn, reward in zip(turns, given, strict=False)]
+            rewards = [*given, *[0.0] * (len(turns) - len(given))]  # a last turn without calls may add nothing
+            turns = [replace(turn, reward=reward) for turn, reward in zip(turns, rewards, strict=True)]
         return Episode(
             prompt=self._first_text,
             branches=tuple(self._branches),

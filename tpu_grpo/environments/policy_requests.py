@@ -13,7 +13,6 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import repeat
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
@@ -387,7 +386,7 @@ def _token(number: int, piece: bytes | None, logprob: float) -> dict[str, Any]:
 def _content_logprobs(turn: Action) -> dict[str, Any]:
     """Return log-probabilities in the format of chat completions."""
     ids, logprobs, pieces, likeliest = _of(turn).token_ids, _of(turn).logprobs, _of(turn).pieces, _of(turn).likeliest
-    rows = zip(ids, pieces or repeat(None), logprobs, likeliest or repeat(()), strict=False)
+    rows = zip(ids, pieces or [None] * len(ids), logprobs, likeliest or [()] * len(ids), strict=True)
     return {"content": [{**_token(*row[:3]), "top_logprobs": [_token(*each) for each in row[3]]} for row in rows]}
 
 

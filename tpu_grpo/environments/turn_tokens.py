@@ -154,13 +154,13 @@ class Cutter:
             sampled: [T], whether the policy sampled each token; a turn is an unbroken run of sampled tokens.
         """
         kept: list[int] = []
-        at = 0
+        at = 0  # the ids before this index are kept or dropped already
         for start, end in _runs(sampled):
             begin = start - len(self.opened)
             if begin < at or tuple(ids[begin:start]) != self.opened:
                 begin = start
             kept += ids[at:begin]
-            at = self._behind(ids, begin, end)
+            at = self._behind(ids, begin, end)  # begin for a turn without thinking, so ``opened`` stays
         return kept + list(ids[at:])
 
     def _behind(self, ids: Sequence[int], begin: int, end: int) -> int:

@@ -311,7 +311,8 @@ def turn_credits(rollout: Rollout, section: EnvironmentSection, skipped_B: Bool[
             completion = rollout.completions[row]
             added_T = np.zeros(len(completion.token_ids))
             turns = () if completion.episode is None else completion.episode.turns
-            for turn, value, mean in zip(turns, values, means, strict=False):  # a skipped row has no values
+            of_own = means[: len(values)]
+            for turn, value, mean in zip(turns, values, of_own, strict=bool(values)):  # a skipped row has no values
                 added_T[turn.start : turn.end] = value - mean
             found.append(added_T if completion.sampled is None else np.where(completion.sampled, added_T, 0.0))
     return tuple(found)

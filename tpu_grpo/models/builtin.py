@@ -399,6 +399,8 @@ def encode_batch(tokenizer: PreTrainedTokenizerFast, task: Task, lessons: Sequen
     )
     assert isinstance(encoded, BatchEncoding)
     tokens_BT = np.asarray(encoded["input_ids"], np.int32)
+    # Only the assistant's messages end with END. So after l tokens, the next one is the assistant's if and only if more
+    # messages of the assistant have been opened than closed; padding follows after the last one is closed.
     opened_BL, closed_BL = (
         np.cumsum(tokens_BT[:, :-1] == tokenizer.convert_tokens_to_ids(marker), axis=1) for marker in (ASSISTANT, END)
     )

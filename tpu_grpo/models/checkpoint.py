@@ -153,7 +153,7 @@ def check_sampler_mesh(checkpoint: Checkpoint, tensor: int) -> None:
     """
     wrong, _ = _divisors(checkpoint, "tensor", tensor)
     kv_heads, fitting = checkpoint.config.num_key_value_heads, sampler_sizes(checkpoint)
-    if wrong or tensor not in fitting:
+    if tensor not in fitting:
         unmet = ", ".join(wrong) or f"num_key_value_heads={kv_heads} (or be a multiple of it)"
         raise ConfigError(
             f"meshes.sampler.tensor must divide {unmet} of the model in {checkpoint.directory}, got {tensor}; "

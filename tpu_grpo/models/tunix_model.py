@@ -69,7 +69,8 @@ def load_model(
 def abstract_model(
     checkpoint: Checkpoint, mesh: Mesh, *, dtype: DTypeLike, remat: Remat, flash_block: int | None = None
 ) -> nnx.Module:
-    """Build Tunix's model with the shapes, dtypes and shardings of ``load_model``'s parameters, but no values.
+    """Build Tunix's model with the shapes, dtypes and shardings of ``load_model``'s parameters without
+    ``param_dtype``, but no values.
 
     Raises:
         ConfigError: for a mesh that does not fit the model, or a version of Tunix that was not reviewed.

@@ -480,15 +480,16 @@ class StepWork:
 
     def _decode(self, work: RolloutWork) -> dict[str, float]:
         """Return the seconds of the slowest host; hosts wait for each other only when all completions are done."""
-        lengths, count = [length for length in work.lengths if length], sum(map(len, self.hosts))
+        lengths, engine_count = [length for length in work.lengths if length], sum(map(len, self.hosts))
         if len(lengths) == sum(map(sum, self.hosts)):
-            places = iter(lengths)
-            dealt = iter([[next(places) for _ in range(rows)] for host in self.hosts for rows in host])
+            following = iter(lengths)  # a whole batch: every engine gets its next rows
+            dealt = iter([[next(following) for _ in range(rows)] for host in self.hosts for rows in host])
         else:  # rows that go on, and new rows, are dealt in turn
-            dealt = iter([lengths[number::count] for number in range(count)])
+            dealt = iter([lengths[number::engine_count] for number in range(engine_count)])
         step, found = step_seconds(self.engine, self.generation, self.rungs), []
         for host in self.hosts:
             engines = [next(dealt) for _ in host]
+            # a row that goes on has its earlier tokens in its context, too: here their mean over all rows
             prompt = self.config.data.max_prompt_tokens + work.done // max(1, len(lengths))
             slots, together = self.rungs[-1], self.launch_steps
             found.append(decode(engines, prompt=prompt, slots=slots, step=step, launch_steps=together))

@@ -571,7 +571,8 @@ class RewardRunner:
         """
         spec, table, result = self.reward.spec, group.table, group.result
         result.values[list(batch)] = answer.values
-        for row, values in zip(batch, answer.of_tokens, strict=False):  # a failed answer has no of_tokens
+        # a failed answer has no of_tokens
+        for row, values in zip(batch, answer.of_tokens, strict=bool(answer.of_tokens)):
             result.of_tokens[row] = values
         for name, logged in answer.logged.items():
             result.logged.setdefault(name, []).extend(logged)

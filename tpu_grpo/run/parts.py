@@ -297,21 +297,23 @@ def _check_token_rewards(
     teachers: Sequence[TeacherSpec] = (),
 ) -> None:
     """Raise ConfigError for per-token advantages if the algorithm would spread them over all tokens."""
-    credits = [f"{list(rewards.token_rewards)} give single ones"] if rewards.token_rewards else []
+    credits: list[str] = []
+    if rewards.token_rewards:
+        credits.append(f"the rewards {list(rewards.token_rewards)} give every token its own")
     if section.learns_from_rewards and (names := [teacher.shown for teacher in teachers if teacher.weight]):
-        credits.append(f"the teachers {names} give those of a token")
+        credits.append(f"the teachers {names} give every token its own")
     if environment.is_on and environment.turn_credit == "turn":
-        credits.append("environment.turn_credit=turn gives those of a turn")
+        credits.append("environment.turn_credit=turn gives every turn its own")
+    wanted = " and ".join(credits)
     if credits and section.tunix is not None:
         raise ConfigError(
-            f"algorithm.name={section.name} gives all tokens of a completion one advantage, and "
-            f"{' and '.join(credits)}; leave that out, or take another algorithm"
+            f"algorithm.name={section.name} gives all tokens of a completion one advantage, but {wanted}; leave that "
+            "out, or take another algorithm"
         )
     if credits and not getattr(algorithm.objective, "credits_tokens", True):
         raise ConfigError(
-            f"algorithm.name={section.name} spreads over all tokens of a completion what "
-            f"{' and what '.join(credits)}, because its ratio is of the whole completion; set "
-            "algorithm.options={per_token: true}, or take another algorithm"
+            f"algorithm.name={section.name} gives all tokens of a completion one advantage, because its ratio is of "
+            f"the whole completion, but {wanted}; set algorithm.options={{per_token: true}}, or take another algorithm"
         )
 
 
