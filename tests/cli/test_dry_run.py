@@ -170,6 +170,7 @@ ABSURD = [
 ENTRIES = {
     "rewards": "name: exact_answer",
     "data.sources": "path: builtin:addition",
+    "teachers": "path: builtin:addition",
 }
 """What an entry of a list of sections needs, by the name of the list."""
 

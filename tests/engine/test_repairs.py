@@ -89,6 +89,16 @@ def test_a_vocabulary_that_does_not_divide_is_still_repaired(model_config) -> No
     assert split.model.embed_tokens.embedding.get_value().sharding.spec == PartitionSpec("tensor", None)
 
 
+def test_reading_a_changed_config_anew_is_still_needed(tmp_path: Path) -> None:
+    path, found = tmp_path / "model", []
+    for layers in (1, 2):
+        write_random_qwen3(path, tied=False, layers=layers)
+        found.append(ModelConfig(model_path=str(path), dtype="float32").num_hidden_layers)
+        with repairs.config_of({"model_type": "qwen3"}):
+            found.append(ModelConfig(model_path=str(path), dtype="float32").num_hidden_layers)
+    assert found == [1, 1, 1, 2]  # the third: the library's own answer of before
+
+
 def test_scaling_positions_is_still_needed() -> None:
     """The library's scaled embedding rotates as one without scaling; the repaired one as Llama 3.1 does."""
 

@@ -89,12 +89,18 @@ def in_process(build_runner: Callable[..., Any]) -> Iterator[None]:
 
 @contextmanager
 def config_of(settings: Mapping[str, Any]) -> Iterator[None]:
-    """Let the library take these settings as those of the model, if transformers does not know its type.
+    """Let the library take these settings as those of the model if transformers does not know its type, and else read
+    them anew.
 
-    Reason: transformers 4 has no Gemma 4, so the library cannot read the config.json of its text model.
+    Reasons: transformers 4 has no Gemma 4, so the library cannot read the config.json of its text model. Of others it
+    keeps what it read by the path, also if another model is there by now, or the path is relative and the working
+    directory another one.
     """
-    config, unknown = PretrainedConfig.from_dict(dict(settings)), settings["model_type"] not in CONFIG_MAPPING
-    with mock.patch.object(model_config, "get_config", return_value=config) if unknown else nullcontext():
+    if settings["model_type"] in CONFIG_MAPPING:
+        read = model_config.get_config.__wrapped__
+    else:
+        read = mock.Mock(return_value=PretrainedConfig.from_dict(dict(settings)))
+    with mock.patch.object(model_config, "get_config", read):
         yield
 
 
