@@ -80,6 +80,7 @@ def test_two_teachers_of_a_mixture(tmp_path: Path) -> None:
     assert "groups/informative_fraction" not in metrics
 
 
+@pytest.mark.full
 def test_the_likeliest_tokens_of_a_teacher(tmp_path: Path) -> None:
     """The loss is the mean of divergences over all bins, from logits of NumPy's; the gradient moves towards zero."""
     mesh = make_mesh(1)
@@ -103,6 +104,7 @@ def test_the_likeliest_tokens_of_a_teacher(tmp_path: Path) -> None:
     assert learner.update(scored).metrics["update/loss"] == pytest.approx(expected, rel=2e-5)
 
 
+@pytest.mark.full
 def test_a_teacher_beside_rewards_adds_to_their_advantages(tmp_path: Path) -> None:
     """The gradient is the sum of both: the surrogate is linear in the advantages at ratio 1."""
     mesh = make_mesh(1)

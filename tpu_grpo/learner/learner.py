@@ -34,7 +34,7 @@ from tpu_grpo.learner.loss import AgreementSums, TrainBatch
 from tpu_grpo.learner.parameters import by_name, copy_values, parameters, params_digest, trained_type, whole
 from tpu_grpo.learner.rows import RowShape, sampled_mask, train_rows, unpacked
 from tpu_grpo.learner.signal import Signal, read_signal
-from tpu_grpo.learner.teachers import Taught
+from tpu_grpo.learner.teachers import TeacherReadings
 from tpu_grpo.learner.update import MeasuredUpdate, update_metrics
 from tpu_grpo.observe.run_files import CHECKPOINTS_DIR, RUN_FILE
 from tpu_grpo.records.errors import CheckpointError, DataError, NonFiniteError
@@ -154,7 +154,7 @@ class Learner:
             failed: Any = signal.completions[0].episode  # the environment did, before the first turn
             why = f"in row 0 the environment {failed.environment} {failed.failure.text}"
             notes.append(f"step {signal.step}: nothing was learnt, because no conversation had a turn: {why}")
-        taught = parts.teachers.read(scored, self._per_token) if began else Taught()
+        taught = parts.teachers.read(scored, self._per_token) if began else TeacherReadings()
         for update in self._made_updates(signal, scored, taught) if began else ():
             updates.append(update)
             if update.record.finite:
@@ -181,7 +181,7 @@ class Learner:
             from_rewards=config.algorithm.learns_from_rewards,
         )
 
-    def _made_updates(self, signal: Signal, scored: ScoredRollout, taught: Taught) -> Iterator[MeasuredUpdate]:
+    def _made_updates(self, signal: Signal, scored: ScoredRollout, taught: TeacherReadings) -> Iterator[MeasuredUpdate]:
         """Make the step's updates; yields the measurements of each update."""
         every = self._config.logging.histograms_every
         due = every > 0 and signal.step % every == 0  # whether to make histograms of the step's first update
@@ -301,7 +301,7 @@ class Learner:
         """
         return value if self.trainers is self._hosts else self._hosts.broadcast(name, value, kind)
 
-    def _updates(self, signal: Signal, taught: Taught) -> Iterator[list[TrainBatch]]:
+    def _updates(self, signal: Signal, taught: TeacherReadings) -> Iterator[list[TrainBatch]]:
         """Yield the micro-batches of every update on a rollout.
 
         Log-probabilities of the old policy and the reference are computed before the first update. The mini-batches of

@@ -121,7 +121,7 @@ def _with_hint(completion: Completion, change: Insertion, row: int) -> Completio
 
 
 @dataclass(frozen=True)
-class Taught:
+class TeacherReadings:
     """What the teachers say about the B completions of a step."""
 
     known: Mapping[str, np.ndarray] = field(default_factory=dict)
@@ -144,10 +144,10 @@ class Teachers:
     below: int
     """The ids of the likeliest tokens are below this, the rows of the policy's embedding."""
 
-    def read(self, scored: ScoredRollout, per_token: PerTokenOf) -> Taught:
+    def read(self, scored: ScoredRollout, per_token: PerTokenOf) -> TeacherReadings:
         """Run all teachers on the completions of a step. Raises DataError for a hint that has no place."""
         if not self.teachers:
-            return Taught()
+            return TeacherReadings()
         started, completions = time.perf_counter(), scored.rollout.completions
         shape_BT = len(completions), self.teachers[0].shape.max_new_tokens
         sampled_BT = np.zeros(shape_BT, np.bool_)
@@ -178,7 +178,7 @@ class Teachers:
             known = {"teacher_ids": ids_BTNK, "teacher_top": top_BTNK, "teacher_weights": weights_BTN}
         else:
             known = {"teacher_logps": logps_BT, "teacher_weights": weights_BTN.sum(axis=2)}
-        return Taught(known, metrics, broken)
+        return TeacherReadings(known, metrics, broken)
 
     def _values_of(self, teacher: Teacher) -> Callable[[TrainBatch], dict[str, jax.Array]]:
         def values(batch: TrainBatch) -> dict[str, jax.Array]:

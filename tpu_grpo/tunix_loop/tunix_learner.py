@@ -37,7 +37,7 @@ from tpu_grpo.learner.parameters import Values, by_name, cast_to_compute, freeze
 from tpu_grpo.learner.rows import RowShape, check_sequences
 from tpu_grpo.learner.signal import Signal
 from tpu_grpo.learner.slices import ONE_SLICE, Slices
-from tpu_grpo.learner.teachers import NO_TEACHERS, Taught, Teachers
+from tpu_grpo.learner.teachers import NO_TEACHERS, TeacherReadings, Teachers
 from tpu_grpo.learner.update import MeasuredUpdate, UpdateRecord, UpdateState
 from tpu_grpo.records.errors import DataError
 from tpu_grpo.records.stages import Completion, ScoredRollout
@@ -105,7 +105,7 @@ class TunixLearner(Learner):
         parts.try_loss()
         return parts
 
-    def _made_updates(self, signal: Signal, scored: ScoredRollout, taught: Taught) -> Iterator[MeasuredUpdate]:
+    def _made_updates(self, signal: Signal, scored: ScoredRollout, taught: TeacherReadings) -> Iterator[MeasuredUpdate]:
         """Let Tunix's learner make all updates of a rollout, and then yield the measurements of each update."""
         config, parts, prompts = self._config, self._parts, scored.rollout.batch.prompts
         parts.feed.start(signal, scored)
