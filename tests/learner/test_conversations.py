@@ -26,6 +26,7 @@ from tests.learner.toy import (
 from tests.talks import talk
 from tpu_grpo.config import AlgorithmSection, LossAggregation
 from tpu_grpo.learner.rows import RowShape, train_rows
+from tpu_grpo.learner.teachers import TeacherReadings
 from tpu_grpo.records.episode import Branch, Episode, Failure
 from tpu_grpo.records.stages import Completion, Prompt, PromptBatch, Rollout, ScoredRollout, Scores
 
@@ -219,7 +220,7 @@ def check_mini_batches(learner: Any, scored: ScoredRollout, logprobs: list[list[
             branches[ids] = row, slice(done, done := done + len(ids))
     assert len(branches) == 12
     seen = []
-    for batches in learner._updates(signal_of(learner, scored)):
+    for batches in learner._updates(signal_of(learner, scored), TeacherReadings()):
         for ids, values in completions_of(batches, "old_logps"):
             row, which = branches[ids]
             np.testing.assert_allclose(values, logprobs[row][which], atol=2e-6)
@@ -235,7 +236,7 @@ def check_mini_batches(learner: Any, scored: ScoredRollout, logprobs: list[list[
     for row in scored.rollout.rows_of(seen[0]):  # their environments failed at once: there is nothing to learn from
         failed = with_completion(failed, row, **vars(talk([1], ending="failed", failure=Failure("died", "died"))))
     failed = replace(failed, scores=replace(failed.scores, per_token=()))
-    assert len(list(learner._updates(signal_of(learner, failed)))) == 1
+    assert len(list(learner._updates(signal_of(learner, failed), TeacherReadings()))) == 1
 
 
 def sampled_ids(completion: Completion, branch: Branch) -> tuple[int, ...]:

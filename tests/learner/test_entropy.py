@@ -27,6 +27,7 @@ from tpu_grpo.config import AlgorithmSection
 from tpu_grpo.learner.checkpoints import REFERENCE, Checkpoints
 from tpu_grpo.learner.loss import EntropyState, EntropySums
 from tpu_grpo.learner.parameters import by_name
+from tpu_grpo.learner.teachers import TeacherReadings
 from tpu_grpo.records.errors import CheckpointError
 
 ADAPTED = {"entropy_bonus": 0.25, "entropy_target": 2.0, "entropy_step": 0.5}
@@ -97,7 +98,7 @@ def test_an_update_learns_from_its_tokens_of_highest_entropy(tmp_path: Path, ext
     shares = jax.nn.softmax(_logits(model, jnp.asarray(ids)).astype(jnp.float32) / config.rollout.temperature)
     entropies = -np.asarray((shares * jnp.log(shares)).sum(axis=-1), float)
     of_row = [line[len(p) - 1 :][: len(c.token_ids)] for line, (p, c) in zip(entropies, rows, strict=True)]
-    updates = learner._updates(signal_of(learner, scored))
+    updates = learner._updates(signal_of(learner, scored), TeacherReadings())
     groups = np.arange(len(rows)).reshape(-1, config.mini_batch_prompts * config.algorithm.group_size)
     if "mini_batch_prompts" in extra:
         order = np.random.default_rng([config.run.seed, 1, 1]).permutation(config.data.prompts_per_step)

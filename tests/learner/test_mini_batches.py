@@ -19,6 +19,7 @@ from tests.learner.toy import (
     with_noise,
 )
 from tpu_grpo.learner.loss import TrainBatch
+from tpu_grpo.learner.teachers import TeacherReadings
 from tpu_grpo.learner.update import update_metrics
 from tpu_grpo.records.errors import DataError
 
@@ -97,7 +98,7 @@ def test_all_updates_compare_with_the_policy_before_the_first(tmp_path: Path) ->
         for old, engine in zip(wanted["old_logps"], wanted["rollout_logps"], strict=True)
     ]
     seen = []
-    for batches in learner._updates(signal_of(learner, scored)):
+    for batches in learner._updates(signal_of(learner, scored), TeacherReadings()):
         for name, expected in wanted.items():
             for ids, values in completions_of(batches, name):
                 np.testing.assert_allclose(values, expected[rows[ids]], atol=2e-5, err_msg=name)
