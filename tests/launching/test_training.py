@@ -59,6 +59,7 @@ def outcome(run_dir: Path) -> tuple[list[str], str]:
     return [line["rollout/tokens_digest"] for line in lines], summary["params_digest"]
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("slices", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_two_workers_train_to_the_end(
     slices: int,
@@ -76,7 +77,7 @@ def test_two_workers_train_to_the_end(
     assert main(["run", str(config), "hosts.check=step", f"meshes.slices={slices}"]) == 0
     homes = [stand_in.home(0), stand_in.home(1)] if slices == 1 else [stand_in.home(0, f"grpo-{n}") for n in (0, 1)]
     codes = [home / ".tpu_grpo/job/exit_code" for home in homes]
-    eventually(lambda: all(code.exists() for code in codes), seconds=200)
+    eventually(lambda: all(code.exists() for code in codes), seconds=500)  # whatever the load of the machine
     capsys.readouterr()
     assert main(["logs"]) == 0
     out = capsys.readouterr().out

@@ -123,7 +123,8 @@ SLOW = ("llama", "mistral", "phi3", "qwen2", "penalty")
 def test_packed_rows_give_the_gradient_of_padded_ones(tmp_path: Path, sequences: Any, case: str) -> None:
     family = case if case in FAMILIES else "qwen3"
     options: dict[str, Any] = {"num_experts_per_tok": 2} if family == "qwen3_moe" else {}
-    checkpoint = read_checkpoint(write_random(family, tmp_path / "model", vocab=VOCAB, tied=case == "qwen3", **options))
+    tied = case in ("qwen3", "gemma4_text")
+    checkpoint = read_checkpoint(write_random(family, tmp_path / "model", vocab=VOCAB, tied=tied, **options))
     model, kind = load_model(checkpoint, make_mesh(1), dtype=jnp.dtype("float32"), remat="none"), nnx.Param
     if case == "lora":  # and conversations, whose observed tokens are context
         sequences = with_answers(sequences)

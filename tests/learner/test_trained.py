@@ -115,7 +115,7 @@ def test_the_reference_of_adapters_is_the_base_in_the_same_arrays(tmp_path: Path
     assert learner.update(make_scored(base, config, 2)).metrics["update/kl"] > 1e-6  # type: ignore[arg-type]
     held = dict(nnx.to_flat_state(learner.params()))
     reference: Any = learner._parts.reference
-    reference = nnx.to_flat_state(nnx.state(reference, nnx.Param))
+    reference = nnx.to_flat_state(nnx.state(reference.model, nnx.Param))
     assert len(reference) == len(held) - 2 * len(MODULES)
     assert all(held[path][...] is leaf[...] for path, leaf in reference)
 
