@@ -115,6 +115,10 @@ def padded_gradient(model: Any, kind: Any, sequences: Any, settings: LossSetting
 SLOW = ("llama", "mistral", "phi3", "qwen2", "penalty")
 """These differ least from the others: families by positions or biases, the penalty by one more forward pass."""
 
+ROUNDING = {"gemma4_text": 3e-6}
+"""What float32 programs of other shapes make of one gradient: padded to 7 and to 11 tokens, rows of Gemma 4 differ by
+2.3e-6, and those of Gemma 3 by 9e-7."""
+
 
 @pytest.mark.full
 @pytest.mark.parametrize(
@@ -138,5 +142,5 @@ def test_packed_rows_give_the_gradient_of_padded_ones(tmp_path: Path, sequences:
     loss, gradient = packed_gradient(model, kind, sequences, settings, reference)
     expected, slopes = padded_gradient(model, kind, sequences, settings, reference)
     assert float(loss) == pytest.approx(float(expected), rel=1e-6)
-    assert distance(by_name(gradient), by_name(slopes)) < 1e-6
+    assert distance(by_name(gradient), by_name(slopes)) < ROUNDING.get(case, 1e-6)
     assert all(np.asarray(leaf).any() for leaf in jax.tree.leaves(gradient))
