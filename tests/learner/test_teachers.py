@@ -51,6 +51,7 @@ def rows_of(scored: ScoredRollout) -> tuple[list[Any], list[Any]]:
     return prompts, [completion.token_ids.tolist() for completion in scored.rollout.completions]
 
 
+@pytest.mark.full
 def test_two_teachers_of_a_mixture(tmp_path: Path) -> None:
     """One teaches half of the prompts. At ratio 1 the loss is minus the mean advantage, which is the distance."""
     mesh, names = make_mesh(1), ("a", "b")
