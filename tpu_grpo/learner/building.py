@@ -137,12 +137,9 @@ def build_parts(config: RunConfig, inputs: LearnerInputs) -> LearnerParts:
     pairs = list(zip(config.teachers, inputs.teachers, strict=True))
     frozen = [given.model or _teacher_of_the_start(config, spec, model, stepped) for spec, given in pairs]
     below = min(map(vocabulary, (model, *(each.model for each in frozen)))) if frozen else 0
-    shape, prompt = (
-        row_shape(config, model, inputs.mesh, min(algorithm.top_k or 0, below)),
-        config.data.max_prompt_tokens,
-    )
+    shape = row_shape(config, model, inputs.mesh, min(algorithm.top_k or 0, below))
     made = tuple(
-        Teacher(spec, each, _teacher_shape(shape, spec, prompt, inputs.mesh, each), given.hinted)
+        Teacher(spec, each, _teacher_shape(shape, spec, inputs.mesh, each), given.hinted)
         for (spec, given), each in zip(pairs, frozen, strict=True)
     )
     slices = Slices(inputs.joined)
@@ -178,12 +175,10 @@ def _flash_block(model: nnx.Module) -> int | None:
     return settings.flash_attention_block_size if getattr(settings, "use_flash_attention", False) else None
 
 
-def _teacher_shape(
-    policy: RowShape, spec: TeacherSpec, max_prompt_tokens: int, mesh: Mesh, frozen: FrozenModel
-) -> RowShape:
+def _teacher_shape(policy: RowShape, spec: TeacherSpec, mesh: Mesh, frozen: FrozenModel) -> RowShape:
     """Return the shape of a teacher's rows: the policy's, with room for longer prompts, in equally large passes."""
-    most = spec.max_prompt_tokens or max_prompt_tokens
-    tokens = whole_blocks(policy.tokens + most - max_prompt_tokens, _flash_block(frozen.model))
+    most = spec.max_prompt_tokens or policy.max_prompt_tokens
+    tokens = whole_blocks(policy.tokens + most - policy.max_prompt_tokens, _flash_block(frozen.model))
     devices = mesh.shape[DATA_AXIS]
     rows = max(1, policy.micro_batch * policy.tokens // tokens // devices) * devices
     return RowShape(most, policy.max_new_tokens, tokens, rows, group_size=policy.group_size)
