@@ -96,7 +96,7 @@ class RunConfig(Section):
         _names_are_known(self.checkpoint.allow_changes)
         _step_is_divided(self.data, self.algorithm, self.open_groups, self.row_tokens, self.context_tokens)
         _rewards_fit_together(self.rewards, self.algorithm)
-        _teachers_can_teach(self)
+        _teachers_can_teach(self.teachers, self.algorithm, self.data, self.rewards)
         _engine_can_sample(self.rollout, self.data, self.context_tokens, self.environment.is_on)
         _sampler_and_learner_fit(self.meshes, self.rollout, self.algorithm)
         _hosts_are_described(self.hosts)
@@ -396,8 +396,9 @@ def _rewards_fit_together(rewards: Sequence[RewardSpec], algorithm: AlgorithmSec
     check_rewards(rewards)
 
 
-def _teachers_can_teach(config: RunConfig) -> None:
-    algorithm, teachers, data = config.algorithm, config.teachers, config.data
+def _teachers_can_teach(
+    teachers: Sequence[TeacherSpec], algorithm: AlgorithmSection, data: DataSection, rewards: Sequence[RewardSpec]
+) -> None:
     if not teachers and algorithm.learns_from_rewards:
         return
     shown = [teacher.shown for teacher in teachers]
@@ -419,7 +420,7 @@ def _teachers_can_teach(config: RunConfig) -> None:
     }
     if (why := next((why for why, given in excluded.items() if given), None)) is not None:
         raise ValueError(f"teachers do not go with {why}; leave one of them out")
-    if not config.rewards and (data.pools.weights or data.retire.at is not None):
+    if not rewards and (data.pools.weights or data.retire.at is not None):
         raise ValueError("data.pools and data.retire need rewards, got rewards=[]; leave them out, or add a reward")
     if not algorithm.learns_from_rewards and algorithm.advantage is not None:
         raise ValueError(

@@ -135,7 +135,7 @@ def build_parts(config: RunConfig, inputs: LearnerInputs) -> LearnerParts:
     stepped = cast_to_compute(model, config.model)
     reference = _reference(section, config.model, inputs, stepped) if section.beta > 0.0 else None
     pairs = list(zip(config.teachers, inputs.teachers, strict=True))
-    frozen = [given.model or _teacher_of_the_start(config, spec, model, stepped) for spec, given in pairs]
+    frozen = [given.model or _teacher_of_the_start(config.model, spec, model, stepped) for spec, given in pairs]
     below = min(map(vocabulary, (model, *(each.model for each in frozen)))) if frozen else 0
     shape = row_shape(config, model, inputs.mesh, min(algorithm.top_k or 0, below))
     made = tuple(
@@ -194,13 +194,13 @@ def _pass_rows(rows: int, row_tokens: int, model: nnx.Module, mesh: Mesh) -> int
 
 
 def _teacher_of_the_start(
-    config: RunConfig, spec: TeacherSpec, policy: nnx.Module, stepped: Mapping[str, Any]
+    section: ModelSection, spec: TeacherSpec, policy: nnx.Module, stepped: Mapping[str, Any]
 ) -> FrozenModel:
     """Make a teacher of the policy before the first step, adapters included; a moving average is kept in float32."""
     copied = own_copy(policy, stepped)
     if spec.update_rate:
         return FrozenModel(in_float32(copied, stepped))
-    cast_to_compute(copied, config.model.model_copy(update={"dtype": spec.dtype or config.model.dtype}))
+    cast_to_compute(copied, section.model_copy(update={"dtype": spec.dtype or section.dtype}))
     return FrozenModel(copied, offload=spec.offload)
 
 

@@ -344,16 +344,16 @@ def _other_layouts(plan: Plan) -> Iterator[tuple[str, ...]]:
                 yield (*split, "algorithm.staleness=1")
     slots, wanted = plan.work.rungs[-1], max(rows for host in plan.work.hosts for rows in host)
     if config.rollout.weights_dtype == "auto" and plan.work.engine.experts == 1:
-        yield ("rollout.weights_dtype=int8", *_corrected(config), *_more_rows(plan, slots, wanted))
+        yield ("rollout.weights_dtype=int8", *_corrected(config.algorithm), *_more_rows(plan, slots, wanted))
     if wanted > slots and config.rollout.kv_dtype == "auto" and config.rollout.batch_paddings is None:
         tokens = config.rollout.kv_tokens
         more = () if tokens is None else (f"rollout.kv_tokens={2 * tokens}",)
         yield ("rollout.kv_dtype=fp8", f"rollout.max_running_requests={min(2 * slots, wanted)}", *more)
 
 
-def _corrected(config: RunConfig) -> tuple[str, ...]:
+def _corrected(algorithm: AlgorithmSection) -> tuple[str, ...]:
     """Return the override without which a config that names its old policy would not correct for int8 weights."""
-    return ("algorithm.old_policy=trainer",) * (config.algorithm.old_policy == "rollout")
+    return ("algorithm.old_policy=trainer",) * (algorithm.old_policy == "rollout")
 
 
 def _more_rows(plan: Plan, slots: int, wanted: int) -> tuple[str, ...]:
