@@ -53,13 +53,14 @@ that compare bits of several programs, that teach a model, and all commands comp
 
 
 FAMILIES = re.compile(
-    r"tests/(algorithms/test_(objectives|penalties)|cli/test_environment|engine/test_(engine|experts|sampling)"
-    r"|launching/test_(gcloud|kubectl|watching)|learner/test_(checkpoints|compact|conversations|optimizers|output_head|update)"
-    r"|models/test_(builtin|families|lora|peft|tunix_model)|run/test_exporting|weights/test_(adapters|meshes|sync))"
+    r"tests/(algorithms/test_(objectives|penalties)|cli/test_(environment|output)|engine/test_(engine|experts|sampling)"
+    r"|environments/test_agents|launching/test_(gcloud|kubectl|watching)"
+    r"|learner/test_(checkpoints|compact|conversations|loss|optimizers|output_head|trained|update)"
+    r"|models/test_(builtin|families|lora|peft|tunix_model)|observe/test_run_log|rewards/test_reward_workers"
+    r"|run/test_exporting|weights/test_(adapters|meshes|sync))"
 )
-"""Files in which every case of a parametrized test compiles, or starts processes, anew."""
-CASES = 2
-"""So many cases of each such test are among the default tests, and the others are ``full``."""
+"""Files in which every case of a parametrized test compiles, or starts processes, anew: the first case of each such
+test is a default test, and the others are ``full``."""
 LEFT_OUT = ("full", "slow", "several_hosts", "slices", "torch", "browser")
 """Tests with one of these marks are no default tests, see ``addopts`` in pyproject.toml."""
 EVERYTHING_ELSE = "(full or slices or several_hosts or browser) and not slow and not torch"
@@ -77,7 +78,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if FAMILIES.match(item.nodeid) and not any(map(item.get_closest_marker, LEFT_OUT)):
             cases[item.nodeid.partition("[")[0]] += 1
-            if cases[item.nodeid.partition("[")[0]] > CASES:
+            if cases[item.nodeid.partition("[")[0]] > 1:
                 item.add_marker("full")
     items.sort(key=lambda item: LONG.match(item.nodeid) is None)
     gc.freeze()  # else every full collection looks through all that is imported by now

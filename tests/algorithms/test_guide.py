@@ -5,7 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
+
+from tpu_grpo.algorithms import open_algorithm
+from tpu_grpo.config import AlgorithmSection
 
 REPOSITORY = Path(__file__).parents[2]
 GUIDE = (REPOSITORY / "docs" / "write_an_algorithm.md").read_text()
@@ -41,8 +46,22 @@ def test_the_commands_of_the_guide(files: Path) -> None:
     assert f"objective  {line}\n" in said[1]
 
 
-def test_the_example_of_the_page_for_newcomers_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_numbers_of_the_page_for_newcomers() -> None:
     page = (REPOSITORY / "docs" / "what_is_grpo.md").read_text()
-    code, printed = re.findall(r"^```(?:python)?\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    exec(compile(code, "what_is_grpo.md", "exec"), {})
-    assert capsys.readouterr().out == printed
+    algorithm = open_algorithm(AlgorithmSection(name="grpo", group_size=8))
+    groups = re.findall(r"^\| [A-D].*? \| ([01 ]{15}) \|.*\| (.*?) \| (.*?) \|$", page, re.MULTILINE)
+    assert len(groups) == 4
+    for rewards, *told in groups:
+        [advantages] = algorithm.advantages(np.array([[float(reward) for reward in rewards.split()]]))
+        assert [round(float(advantages[at]), 3) for at in (0, -1)] == [_last_number(text) for text in told]
+    tokens = re.findall(r"^\| (0\.\d\d), (0\.\d\d) \| [\d.]+ \| (.*?) \| (.*?) \| (.*?) \|$", page, re.MULTILINE)
+    assert len(tokens) == 5
+    for then, now, advantage, loss, said in tokens:
+        given = (jnp.log(jnp.float32([[now]])), jnp.log(jnp.float32([[then]])), jnp.float32([[advantage]]))
+        found = algorithm.token_losses(*given)
+        assert float(found.loss_BT[0, 0]) == pytest.approx(_last_number(loss), abs=1.15e-3)  # rounded, as its advantage
+        assert bool(found.clipped_BT[0, 0]) == said.startswith("clipped")
+
+
+def _last_number(text: str) -> float:
+    return float(text.split()[-1]) if text else 0.0

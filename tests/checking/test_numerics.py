@@ -133,6 +133,7 @@ def test_a_sync_that_forgets_a_leaf_is_named(small: Shared, monkeypatch: pytest.
     assert any(f"the sampler's {name} is off by up to" in finding.said for name in forgotten)
 
 
+@pytest.mark.full
 def test_an_update_of_other_gradients_is_named(small: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
     learner = small.build("float32").learner
     right = learner.gradients

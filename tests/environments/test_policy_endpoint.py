@@ -126,7 +126,7 @@ CHAT = "/v1/chat/completions"
         ((CHAT, BODY, "gzip"), 400, "the body must be as the headers say"),
         ((CHAT, BODY, "deflate"), 400, "the body must be as the headers say"),
         ((CHAT, BODY, "zip"), 400, "Content-Encoding must be gzip, deflate or left out, got 'zip'"),
-        ((CHAT, gzip.compress(b" " * 2**28), "gzip"), 413, "Maximum request body size"),
+        ((CHAT, gzip.compress(b" " * 2**28, 1), "gzip"), 413, "Maximum request body size"),
         ((CHAT, gzip.compress(BODY), "gzip"), 200, ""),
         (("/v1/models/policy", None, ""), 200, ""),
         (("/v1/models/gpt/5", None, ""), 404, "the model must be policy, got 'gpt/5'"),

@@ -123,6 +123,7 @@ def test_a_teacher_beside_rewards_adds_to_their_advantages(tmp_path: Path) -> No
         np.testing.assert_allclose(both, alone[name] + gradients["distill"][name], atol=2e-6)
 
 
+@pytest.mark.full
 def test_a_teacher_that_is_not_finite_is_named(tmp_path: Path) -> None:
     mesh = make_mesh(1)
     config = config_of(tmp_path, [{"path": "x", "label": "a"}])

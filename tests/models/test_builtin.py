@@ -187,6 +187,7 @@ def test_tensors_have_hugging_faces_names_and_shapes(taught: Path) -> None:
     assert {t.dtype for t in tensors.values()} == {np.dtype(np.float32)}
 
 
+@pytest.mark.full
 def test_the_seed_decides_every_bit(taught: Path, cache: Path) -> None:
     weights = (taught / "model.safetensors").read_bytes()
     assert tiny(3) != taught

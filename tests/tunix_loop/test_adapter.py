@@ -65,6 +65,7 @@ def test_logps_are_the_actors_at_the_temperature(tmp_path: Path) -> None:
     np.testing.assert_array_max_ulp(np.asarray(found)[0, :3], np.asarray(expected, np.float32), maxulp=4)
 
 
+@pytest.mark.full
 def test_all_parameters_are_installed_whatever_transfers_that_takes() -> None:
     class Transferring(RecordingEngine):
         def install(self, params: Any) -> None:
