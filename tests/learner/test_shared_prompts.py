@@ -1,13 +1,16 @@
 """Completions that share one copy of their prompt: the layout by hand, gradients, and when rows are saved."""
 
+import inspect
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
 from tests.learner.test_loss import batch_of, distance
 from tests.learner.toy import interpreted_flash, make_config, make_mesh, settings_of
@@ -18,9 +21,11 @@ from tpu_grpo.learner.loss import policy_loss
 from tpu_grpo.learner.parameters import by_name
 from tpu_grpo.learner.rows import ReplayShape, RowShape, train_rows, unpacked
 from tpu_grpo.models.checkpoint import read_checkpoint
+from tpu_grpo.models.families.trainer_attention import require_reviewed_jax
 from tpu_grpo.models.lora import adapted_modules, apply_lora
 from tpu_grpo.models.tunix_model import load_model
 from tpu_grpo.records.episode import Episode, Failure
+from tpu_grpo.records.errors import ConfigError
 from tpu_grpo.records.stages import Completion
 
 VOCAB, TEMPERATURE = 300, 0.8
@@ -91,6 +96,18 @@ def test_rows_have_room_for_completions_that_share_a_prompt(
     assert (config.row_tokens, config.update_rows, config.shares_prompts) == (row, rows, row not in (95, 133, 233))
 
 
+def test_the_reviewed_backward_pass_of_splash_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = inspect.signature(splash._splash_attention_bwd).parameters
+    kernel = splash.make_splash_mha(masks.MultiHeadMask([masks.CausalMask((128, 128))]), head_shards=1, q_seq_shards=1)
+    assert set(found) == {*kernel.kwargs, "res", "do"}
+    residuals = "q k v segment_ids sinks out logsumexp dq_mask_info dkv_mask_info"
+    assert len(get_args(splash.SplashResidualsType)) == len(residuals.split())
+    require_reviewed_jax()
+    monkeypatch.setattr(jax, "__version__", "0.10.3")
+    with pytest.raises(ConfigError, match=r"needs jax 0\.10\.2, found 0\.10\.3"):
+        require_reviewed_jax()
+
+
 GROUPS = [(40, [30, 9, 1, 16]), (5, [3, 22, 8, 0]), (1, [4, 2, 7, 6]), (33, [12, 12, 1, 30])]
 """Tokens of (prompt, its completions); 0 for a conversation that never began."""
 
@@ -105,6 +122,8 @@ GROUPS = [(40, [30, 9, 1, 16]), (5, [3, 22, 8, 0]), (1, [4, 2, 7, 6]), (33, [12,
         pytest.param("qwen3_moe", marks=pytest.mark.slow),
         pytest.param("flash", marks=pytest.mark.slow),
         pytest.param("gemma3_text flash", marks=pytest.mark.slow),
+        pytest.param("gemma4_text", marks=pytest.mark.slow),
+        pytest.param("gemma4_text flash", marks=pytest.mark.slow),
     ],
 )
 def test_shared_prompts_give_the_gradient_of_copied_ones(tmp_path: Path, case: str) -> None:

@@ -182,9 +182,7 @@ def _teacher_shape(policy: RowShape, spec: TeacherSpec, mesh: Mesh, frozen: Froz
     tokens = whole_blocks(policy.tokens + most - policy.max_prompt_tokens, _flash_block(frozen.model))
     devices = mesh.shape[DATA_AXIS]
     rows = max(1, policy.micro_batch * policy.tokens // tokens // devices) * devices
-    return RowShape(
-        most, policy.max_new_tokens, tokens, rows, group_size=policy.group_size, shares=policy.shares
-    )
+    return RowShape(most, policy.max_new_tokens, tokens, rows, group_size=policy.group_size, shares=policy.shares)
 
 
 def _pass_rows(rows: int, row_tokens: int, model: nnx.Module, mesh: Mesh) -> int:

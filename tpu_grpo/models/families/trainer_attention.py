@@ -64,6 +64,20 @@ def whole_blocks(row_tokens: int, block: int | None) -> int:
     return row_tokens if block is None else -(-row_tokens // block) * block
 
 
+JAX_VERSION = "0.10.2"
+"""The version of jax that was reviewed for `_splash_attention_bwd`, which is private. Splash's own backward pass takes
+result and logsumexp of its own call, and not those of two calls that were merged."""
+
+
+def require_reviewed_jax() -> None:
+    """Raise ConfigError if another version of jax is installed than the reviewed one."""
+    if jax.__version__ != JAX_VERSION:
+        raise ConfigError(
+            f"flash attention on shared prompts needs jax {JAX_VERSION}, found {jax.__version__}; install it, or set "
+            "algorithm.row_tokens to data.max_prompt_tokens + rollout.max_new_tokens, so that no prompt is shared"
+        )
+
+
 # Suffixes: B rows, T tokens of a row, N query heads, K key-value heads, H head width, I blocks of queries, J of keys
 
 
@@ -137,6 +151,8 @@ def flash_attention(
     of_kernel = kernel.manual_sharding_spec(NamedSharding(mesh, PartitionSpec(heads, None)))
 
     shared = _shared.get()
+    if shared is not None:
+        require_reviewed_jax()
     given = () if shared is None else shared
     attend = _attend_row if shared is None else functools.partial(_attend_sharing_row, window=window)
 
