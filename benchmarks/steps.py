@@ -97,7 +97,7 @@ def jax_step(name: str, options: argparse.Namespace) -> Callable[[], None]:
         config = config.model_copy(update={"algorithm": algorithm})
         width, texts = (
             prompt_tokens,
-            [" ".join(map(str, prompt_ids(row // GROUP, prompt_tokens))) for row in range(rows)],
+            [" ".join(map(str, prompt_ids(row // GROUP, prompt_tokens)[1:])) for row in range(rows)],  # it adds a BOS
         )
         cache = CacheConfig(width + new_tokens, SIZES["layers"], SIZES["kv_heads"], SIZES["head_dim"])
         sampler = Sampler(nnx.clone(model), IdTokenizer(), cache)
