@@ -13,9 +13,21 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
 from tests.learner.test_loss import batch_of, distance
-from tests.learner.toy import interpreted_flash, make_config, make_mesh, settings_of
+from tests.learner.toy import (
+    interpreted_flash,
+    make_config,
+    make_learner,
+    make_mesh,
+    make_model,
+    make_scored,
+    micro_batches,
+    model_logps,
+    settings_of,
+    signal_of,
+)
 from tests.models.random_checkpoint import write_random
 from tpu_grpo.config import LoraSection, load_config
+from tpu_grpo.learner import FrozenModel, TeacherInputs
 from tpu_grpo.learner.forward import attention_mask
 from tpu_grpo.learner.loss import policy_loss
 from tpu_grpo.learner.parameters import by_name
@@ -169,3 +181,34 @@ def test_shared_prompts_give_the_gradient_of_copied_ones(tmp_path: Path, case: s
     assert rows[True] < rows[False]
     assert float(found[True][0]) == pytest.approx(float(found[False][0]), rel=2e-6)
     assert distance(by_name(found[True][1]), by_name(found[False][1])) < 5e-6
+
+
+@pytest.mark.full
+def test_a_teacher_with_a_hint_and_the_reference_read_shared_prompts(tmp_path: Path) -> None:
+    """What they say is what NumPy's softmax gives for each completion alone; the gradient is that of copied prompts."""
+    mesh, gradients = make_mesh(1), {}
+    inserted = lambda prompts: [(*prompt.token_ids[:1], 30, 31, *prompt.token_ids[1:]) for prompt in prompts]  # noqa: E731
+    for row in (11, 53):  # room for the longest prompt with one completion, or with eight
+        tree = {
+            "algorithm": {"group_size": 8, "beta": 0.1, "row_tokens": row, "micro_batch_prompts": 1},
+            "teachers": [{"path": "x", "label": "a", "hint": "x", "max_prompt_tokens": 8}],
+        }
+        config = make_config(tmp_path / str(row), tree)
+        learner = make_learner(config, mesh, teachers=(TeacherInputs(FrozenModel(make_model(mesh, 7)), inserted),))
+        scored = make_scored(make_model(mesh), config, seed=32)  # prompts of 5, 6, 6 and 4 tokens
+        gradients[row] = learner.gradients(scored)
+    signal, teacher = signal_of(learner, scored), learner._parts.teachers.teachers[0]
+    hinted, completions = teacher.prompts(scored, range(32))
+    of_teacher = train_rows(hinted, completions, np.zeros(32), teacher.shape)[0]
+    assert of_teacher.rows.shared.any()
+    assert any(np.asarray(batch.rows.shared).any() for batch in micro_batches(learner, scored))
+    said = learner._parts.teachers.read(scored, learner._per_token).known["teacher_logps"]
+    compared = learner._per_token(signal.prompts, signal.completions, learner._parts.batches.compared)
+    answers = [completion.token_ids.tolist() for completion in completions]
+    for found, seed, prompts in ((said, 7, hinted), (compared["reference_logps"], 100, signal.prompts)):
+        short = [n for n in range(32) if len(prompts[n]) + len(answers[n]) <= 11]
+        assert len(short) > 16
+        wanted = model_logps(make_model(mesh, seed), [prompts[n] for n in short], [answers[n] for n in short])
+        for n, line in zip(short, wanted, strict=True):
+            np.testing.assert_allclose(found[n, : len(line)], line, atol=1e-5)
+    assert distance(gradients[53], gradients[11]) < 5e-6

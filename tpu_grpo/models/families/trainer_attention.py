@@ -277,11 +277,13 @@ def _attend_forward(settings: Any, q_NTH: Any, k_KTH: Any, v_KTH: Any, parts: An
         out, (total,) = kernel(q_NTH, k_KTH, v_KTH, segment_ids=ids)
         found.append((out.astype(jnp.float32), total))
     (own, own_total_NT), (prompt, prompt_total_NT) = found
-    # a query without keys has neither a result nor a total that may be used
-    prompt_total_NT = jnp.where(borrows_T, prompt_total_NT, -jnp.inf)
+    # a query without keys has neither a result nor a total that may be used; in blocks of such queries they are NaN and
+    # minus infinity, also where queries borrow a prompt that lies before their window
+    has_keys_NT = borrows_T & jnp.isfinite(prompt_total_NT)
+    prompt_total_NT = jnp.where(has_keys_NT, prompt_total_NT, -jnp.inf)
     total_NT = jnp.logaddexp(own_total_NT, prompt_total_NT)
     own_share, prompt_share = (jnp.exp(each - total_NT)[..., None] for each in (own_total_NT, prompt_total_NT))
-    out = own * own_share + jnp.where(borrows_T[:, None], prompt, 0.0) * prompt_share
+    out = own * own_share + jnp.where(has_keys_NT[..., None], prompt, 0.0) * prompt_share
     out = out.astype(q_NTH.dtype)
     return out, (q_NTH, k_KTH, v_KTH, parts, out, total_NT)
 
