@@ -139,8 +139,8 @@ def test_packed_rows_attend_within_their_sequences(
     where: dict[str, Any] = {"mesh": trainer_mesh(1, tp), "axes": ("fsdp", None, "tp", None), "block": BLOCK}
     settings: dict[str, Any] = {"scale": width**-0.5, "soft_cap": soft_cap}
 
-    def mixed(*arrays: Any) -> Any:
-        return flash_attention(*arrays, jnp.asarray([SEQUENCES]), window=window, **where, **settings)
+    def mixed(q: Any, k: Any, v: Any) -> Any:
+        return flash_attention(q, k, v, jnp.asarray([SEQUENCES]), window=window, **where, **settings)
 
     assert_attends(mixed, seen, real=340, width=width, **settings)
 
@@ -180,9 +180,9 @@ def test_sequences_attend_to_the_prompt_that_they_share(
     where: dict[str, Any] = {"mesh": trainer_mesh(1, tp), "axes": ("fsdp", None, "tp", None), "block": BLOCK}
     settings: dict[str, Any] = {"scale": 128**-0.5, "soft_cap": soft_cap}
 
-    def mixed(*arrays: Any) -> Any:
+    def mixed(q: Any, k: Any, v: Any) -> Any:
         with sharing_prompts(jnp.asarray([segments]), jnp.asarray([shared])):
-            return flash_attention(*arrays, jnp.asarray([tokens - positions]), window=window, **where, **settings)
+            return flash_attention(q, k, v, jnp.asarray([tokens - positions]), window=window, **where, **settings)
 
     assert_attends(mixed, seen, real=real, width=128, **settings)
 
